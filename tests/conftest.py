@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import stat
 import subprocess
 import sys
 from collections.abc import Callable
@@ -22,7 +23,15 @@ hypothesis.settings.register_profile("busy machine", deadline=None)
 hypothesis.settings.load_profile("busy machine")
 
 ROOT = Path(__file__).parent.parent
+PROCESS = os.getpid()
 EXAMPLE = ROOT / "examples" / "run"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_makereport() -> None:
+    """A fork that leaves its test ends here, or it would run all the following tests."""
+    if os.getpid() != PROCESS:
+        os._exit(70)
 
 
 @dataclass(frozen=True)
@@ -74,6 +83,25 @@ def zckpt_without(tmp_path: Path) -> Callable[..., Result]:
     return run
 
 
+def given_away(monkeypatch: pytest.MonkeyPatch, *paths: Path) -> None:
+    """Lets these files and directories belong to another user."""
+    others = [path.stat() for path in paths]
+
+    def changed(real: Callable[..., os.stat_result]) -> Callable[..., os.stat_result]:
+        def look(*args: Any, **options: Any) -> os.stat_result:
+            now = real(*args, **options)
+            if not any(os.path.samestat(now, other) for other in others):
+                return now
+            fields = list(now)
+            fields[stat.ST_UID] += 1
+            return os.stat_result(fields)
+
+        return look
+
+    for name in ("stat", "fstat", "lstat"):
+        monkeypatch.setattr(os, name, changed(getattr(os, name)))
+
+
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any], Path]:
     """Trains a case with real DeepSpeed, once per session: a folder with run/ and oracle.pt."""
@@ -100,6 +128,8 @@ def torch_trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, in
         from .engines import torch_engine
         from .engines.torch_cases import CASES
 
+        if package := CASES[name].package:
+            pytest.importorskip(package)
         if (name, world) not in made:
             root = tmp_path_factory.mktemp("torch") / f"{name}_w{world}"
             torch_engine.train(CASES[name], world, root)

@@ -124,10 +124,21 @@ def swap_files(one: Path, other: Path, *, renamed: bool = True) -> None:
 
     If `renamed`, the folders in their zips are too, as if a program had saved them so.
     """
-    contents = one.read_bytes(), other.read_bytes()
-    for path, source, data in ((one, other, contents[1]), (other, one, contents[0])):
-        old, new = (each.stem.encode() + b"/" for each in (source, path))
-        path.write_bytes(data.replace(old, new) if renamed and len(old) == len(new) else data)
+    contents = one.read_bytes()
+    copy_file(other, one, renamed=renamed)
+    other.write_bytes(_saved_as(contents, one, other) if renamed else contents)
+
+
+def copy_file(source: Path, target: Path, *, renamed: bool = True) -> None:
+    """A file under another name too; `renamed` as for `swap_files`."""
+    contents = source.read_bytes()
+    target.write_bytes(_saved_as(contents, source, target) if renamed else contents)
+
+
+def _saved_as(contents: bytes, old: Path, new: Path) -> bytes:
+    """A file as if a program had saved it under another name, if both names have one length."""
+    before, after = (path.stem.encode() + b"/" for path in (old, new))
+    return contents.replace(before, after) if len(before) == len(after) else contents
 
 
 def raise_step(run: Path, ranks: int) -> None:

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from .conftest import EXAMPLE, ROOT, Result
+from .faults import copy_file
 
 Zckpt = Callable[..., Result]
 TAG = "global_step7"
@@ -50,7 +51,7 @@ class TestRanks:
         refused(zckpt, example, optimizer_file(example, rank).name)
 
     def test_extra(self, example: Path, zckpt: Zckpt) -> None:
-        shutil.copy(optimizer_file(example, 0), optimizer_file(example, 4))
+        copy_file(optimizer_file(example, 0), optimizer_file(example, 4))
         refused(zckpt, example, "5 ranks", "there were 4")
 
     def test_no_model_states(self, example: Path, zckpt: Zckpt) -> None:
@@ -127,14 +128,20 @@ class TestMixedSaves:
     @pytest.mark.parametrize("name", ["z2_dp2_bf16", "z3_dp2_bf16"])
     def test_steps_differ(self, name: str, trained: Any, tmp_path: Path, zckpt: Zckpt) -> None:
         run = self.mixed(trained, name, {}, tmp_path)
-        refused(zckpt, run, "step", "3", "5", "rank 1", "--step-policy")
+        file = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+        refused(zckpt, run, "step", "3", "5", f"rank 1, {file}", "--step-policy")
 
     @pytest.mark.parametrize(("policy", "step"), [("max", 5), ("min", 3), ("4", 4)])
     def test_a_policy_decides(
         self, policy: str, step: int, trained: Any, tmp_path: Path, zckpt: Zckpt
     ) -> None:
+        """Of the steps; that files are of two saves shows in their bytes too."""
         run = self.mixed(trained, "z2_dp2_bf16", {}, tmp_path)
-        ended = zckpt("convert", run, tmp_path / "u", "--step-policy", policy, "--json")
+        words = ("convert", run, tmp_path / "u", "--step-policy", policy, "--json")
+        ended = zckpt(*words)
+        assert (ended.code, ended.document["error"]) == (1, "InconsistentCheckpoint")
+        assert "not the rounded masters" in ended.document["message"]
+        ended = zckpt(*words, "--accept-weights")
         assert (ended.code, ended.document["step"]) == (0, step)
 
     def test_hyper_parameters_differ(self, trained: Any, tmp_path: Path, zckpt: Zckpt) -> None:

@@ -140,6 +140,10 @@ def convert(
         sharing         `zckpt.Part(k, n)` in the process that writes part k of n; the last one
                         completes `target`
 
+    Before it writes, weights are compared with the masters that they were rounded from, and it
+    raises InconsistentCheckpoint if they differ. With the option `accept_weights` that is a
+    warning: a program may have saved other weights than it trained, such as those of an EMA.
+
     Raises a ZckptError; then there is no `target`.
     """
     from .writing import Running, read_for, write
@@ -228,6 +232,7 @@ def export(
     rename: Renames = (),
     tie: Renames = (),
     family: str | None = None,
+    accept_weights: bool = False,
     copying: Copying = DEFAULT_COPYING,
     dry_run: bool = False,
     begin: Begin | None = None,
@@ -250,6 +255,7 @@ def export(
     own: Report = {"weights_only": True, "dtype": dtype, "max_file_size": max_shard_size}
     own |= {"model_config": _text(config)}
     own |= {"tie": tuple(tie), "rename": tuple(rename), "family": family}
+    own |= {"accept_weights": accept_weights}
     if wrong := sorted(options.keys() & {*own, "param_names"}):
         raise TypeError(f"export() takes no option {wrong[0]!r}")
     target_options = options_of({**own, **options})
@@ -325,7 +331,8 @@ def diff(
     """Differences between two checkpoints of any two formats: tensors, steps, groups, states.
 
     `tensors` is a glob: only the tensors that match are compared, and equal ones are listed too.
-    `format`, `tag`, `step_policy`, `rename` and `family` are for `a`, `param_names` for both.
+    `format`, `tag`, `step_policy`, `rename` and `family` are for `a`; `param_names` and the step
+    policy `keep` are for both.
     """
     from .proof import verify as proof
 

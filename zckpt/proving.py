@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from . import formats
-from .core import sources
+from .core import duplicates, sources
 from .core.resources import Begin, Copying, Means
 from .errors import (
     CorruptCheckpoint,
@@ -16,7 +16,7 @@ from .errors import (
     WrongOption,
 )
 from .formats.reading import Reading
-from .reading import read, read_other
+from .reading import oddly_timed, read, read_other
 
 Path = str | os.PathLike[str]
 Report = dict[str, Any]
@@ -100,6 +100,7 @@ def _verify(
     about = saved.about(manifest)
     with sources.unchanged(manifest):
         if against is None:
+            about["warnings"] += duplicates.check_duplicates(manifest)
             formats.named(manifest.format).check_slices(manifest)
             return about | verify_alone(manifest, pattern, copying, begin)
         against = os.fspath(against)
@@ -107,6 +108,7 @@ def _verify(
             return about | saved.verify_proof(manifest, against, pattern, copying, begin)
         other = read_other(against, manifest, reading)
         with sources.unchanged(other):
+            about["warnings"] += oddly_timed(other)
             return about | verify_against(manifest, other, pattern, copying, begin)
 
 
@@ -133,4 +135,5 @@ def _gather(
     rules = reading.tp_rules if has_ranks else None
     with sources.unchanged(manifest, other):
         parts = formats.named(manifest.format).partitions(manifest.root, rules)
+        about["warnings"] += oddly_timed(other)
         return about | verify_gathered(manifest, parts, other, pattern, means, begin)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 from . import formats
 from .copying.targets import refuse_unfinished
 from .core import sources
 from .core.manifest import Manifest
 from .core.neighbors import lacking
+from .core.times import odd_times
 from .core.values import replace
-from .errors import CorruptCheckpoint
+from .errors import CorruptCheckpoint, listed
 from .formats.format import Format
 from .formats.reading import Reading
 from .training import steps
@@ -44,7 +46,38 @@ def read(path: str | os.PathLike[str], reading: Reading) -> Manifest:
         manifest = families.translated(manifest, reading.family)
     lost, stateless = lacking(manifest)
     lines = [*manifest.warnings, *lost, *stateless, *_unused(manifest, reading, format)]
+    lines += oddly_timed(manifest)
     return replace(manifest, warnings=tuple(dict.fromkeys(lines)))  # universal ones keep warnings
+
+
+def oddly_timed(manifest: Manifest) -> list[str]:
+    """Sentences about files of ranks that were not written when their siblings were."""
+    format = formats.named(manifest.format)
+    times: dict[str, dict[str, int]] = {}  # by the folder whose last file is known
+    lasts = {
+        os.path.dirname(path): manifest.fingerprints[path].mtime
+        for path in manifest.files
+        if os.path.basename(path) == format.written_last
+    }
+    for path in manifest.files:
+        folder, name = os.path.split(path)
+        if any(part in name for part in format.of_ranks):
+            own = times.setdefault(folder if folder in lasts else "", {})
+            own[path] = manifest.fingerprints[path].mtime
+    lines = []
+    for folder, own in times.items():
+        odd = odd_times(own, lasts.get(folder))
+        lines += _odd(odd.early, "before the other files")
+        lines += _odd(odd.late, f"after {format.written_last}, which is written last")
+    return lines
+
+
+def _odd(paths: Sequence[str], when: str) -> list[str]:
+    """A sentence about files that were written at an odd time, if there are any."""
+    if not paths:
+        return []
+    them = "it" if len(paths) == 1 else "they"
+    return [f"{listed(paths)}: written more than ten minutes {when}; {them} may be of another save"]
 
 
 def _unused(manifest: Manifest, reading: Reading, format: Format) -> list[str]:
@@ -72,6 +105,17 @@ def _check_names(manifest: Manifest) -> None:
 
 
 def read_other(path: str | os.PathLike[str], first: Manifest, reading: Reading) -> Manifest:
-    """The checkpoint at `path` under the names of `first`, to be compared with it."""
-    other = read(path, Reading(param_names=reading.param_names, tp_rules=reading.tp_rules))
+    """The checkpoint at `path` under the names of `first`, to be compared with it.
+
+    `--from` is of `first`, but that a numbered file is a whole model it says of both. Of the step
+    policies, `keep` is for both: it changes no step.
+    """
+    is_whole = reading.format == "gathered" and os.fspath(path).endswith(".safetensors")
+    options = Reading(
+        reading.format if is_whole else None,
+        step_policy=steps.KEEP if reading.step_policy == steps.KEEP else None,
+        param_names=reading.param_names,
+        tp_rules=reading.tp_rules,
+    )
+    other = read(path, options)
     return called_as(other, names_of(first))

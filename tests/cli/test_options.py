@@ -22,9 +22,12 @@ WRITING = [
     "--dp", "--stage", "--weights-only", "--dtype", "--optimizer", "--ds-config", "--dcp-layout",
     "--dialect", "--group-defaults", "--max-file-size", "--allow-object", "--ep",
     "--max-group-size", "--tp", "--vocab-size", "--pp", "--pp-bounds", "--pp-partition", "--like",
-    "--tie", "--rename", "--family",
+    "--tie", "--rename", "--family", "--accept-weights",
 ]  # fmt: skip
-EXPORTING = ["--dtype", "--config", "--max-shard-size", "--tie", "--rename", "--family"]
+EXPORTING = [
+    *("--dtype", "--config", "--max-shard-size"),
+    *("--tie", "--rename", "--family", "--accept-weights"),
+]
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from zckpt.core import pieces as elements
 from zckpt.core.compare import compare
 from zckpt.core.dtypes import SIZES, TORCH_NAMES
 from zckpt.core.fileio import Reader
+from zckpt.core.folder import Folder
 from zckpt.core.fragments import (
     Box,
     Extent,
@@ -242,7 +243,9 @@ class Job:
         checked: bool = True,
     ) -> execute.CopyOutcome:
         source, target = self.source.manifest(checked), self.target.manifest()
-        return execute.copy(plan.join(source, target), source, target, copying, progress)
+        pairs = plan.join(source, target)
+        with Folder.at(str(self.target.root)) as root:
+            return execute.copy(pairs, source, target, root, copying, progress)
 
     def check(self, outcome: execute.CopyOutcome) -> None:
         for path, data in self.target.files.items():

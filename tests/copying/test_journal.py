@@ -19,6 +19,7 @@ from zckpt.copying.journal import (
     mark_of,
     set_mark,
 )
+from zckpt.core.folder import Folder
 from zckpt.errors import TargetExists
 
 RUN = Identity("1", {"a.pt": [10, 5], "records": "00"}, {"--dp": 4}, {"x": 100})
@@ -30,7 +31,7 @@ REGIONS = [
 
 
 def opened(folder: Path, run: Identity = RUN, chunk: int = 7) -> Journal:
-    return Journal(str(folder), str(folder / "out"), run, chunk)
+    return Journal(Folder.at(str(folder)), run, chunk)
 
 
 @pytest.fixture
@@ -105,19 +106,19 @@ def test_another_run_is_refused_with_the_reason(written: Path, change: str) -> N
 
 
 def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
-    first = opened(tmp_path)
-    assert is_locked(str(tmp_path))
+    first, folder = opened(tmp_path), Folder.at(str(tmp_path))
+    assert is_locked(folder)
     with pytest.raises(TargetExists, match="another run, which is writing there now"):
         opened(tmp_path)
     first.close()
-    assert not is_locked(str(tmp_path))
+    assert not is_locked(folder)
     opened(tmp_path).close()
 
 
 def test_a_link_in_the_place_of_the_journal_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "other").write_text("kept")
     (tmp_path / journal.NAME).symlink_to(tmp_path / "other")
-    with pytest.raises(OSError, match=journal.NAME):
+    with pytest.raises(TargetExists, match=f"{journal.NAME} is a link"):
         opened(tmp_path)
     assert (tmp_path / "other").read_text() == "kept"
 
@@ -136,6 +137,6 @@ def test_a_complete_target_says_of_which_run_it_is(
 
         monkeypatch.setattr(os, "setxattr", refuse)
         monkeypatch.setattr(os, "getxattr", refuse)
-    set_mark(str(target), str(target), RUN)
+    set_mark(Folder.at(str(target)).inner(str(target)), str(target), RUN)
     assert mark_of(str(target)) == RUN.mark()
     assert list(target.iterdir()) == []

@@ -73,7 +73,7 @@ def test_a_failure_leaves_nothing(tmp_path: Path, error: type[BaseException]) ->
 def test_a_failure_at_the_end_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise OSError("broken")
 
     monkeypatch.setattr(os, broken, fail)
@@ -92,9 +92,9 @@ def test_every_file_and_folder_is_synced_before_the_rename(
         seen.append(os.path.relpath(os.readlink(f"/proc/self/fd/{file}"), tmp_path))
         real_sync(file)
 
-    def rename(source: str, target: str) -> None:
+    def rename(source: str, target: str, **folders: int) -> None:
         seen.append("rename")
-        real_rename(source, target)
+        real_rename(source, target, **folders)
 
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(os, "rename", rename)
@@ -196,11 +196,11 @@ def test_a_target_that_exists_is_never_denied(
     """What fails after the rename is a warning."""
     real_rename, real_sync, real_unlink = os.rename, os.fsync, os.unlink
 
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    def rename(source: str, target: str) -> None:
-        real_rename(source, target)
+    def rename(source: str, target: str, **folders: int) -> None:
+        real_rename(source, target, **folders)
         monkeypatch.setattr(os, "fsync", fail)
         monkeypatch.setattr(os, "unlink", fail)
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from zckpt.copying import targets
 from zckpt.copying.targets import allocated, free_space, need_space, refuse_existing, refuse_inside
+from zckpt.core.folder import Folder
 from zckpt.errors import NotEnoughSpace, TargetExists, WrongOption
 
 
@@ -61,3 +64,27 @@ def test_a_folder_without_a_journal_is_not_ours(tmp_path: Path) -> None:
     with pytest.raises(TargetExists, match="no journal") as caught:
         refuse_existing(str(tmp_path / "out"))
     assert "--resume" not in caught.value.hint
+
+
+def test_what_another_user_has_begun_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody else may look into `.partial`."""
+    real = os.open
+
+    def refuse(path: str, flags: int, *rest: Any, **more: Any) -> int:
+        if path == "out.partial":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return real(path, flags, *rest, **more)
+
+    def closed(path: str) -> Any:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+
+    (tmp_path / "out.partial").mkdir()
+    monkeypatch.setattr(os, "open", refuse)
+    monkeypatch.setattr(os, "scandir", closed)
+    assert not allocated(str(tmp_path / "out.partial"))
+    with pytest.raises(TargetExists, match=r"out\.partial exists: another user"):
+        refuse_existing(str(tmp_path / "out"))
+    with pytest.raises(TargetExists, match=r"out\.partial belongs to user .* may not write there"):
+        Folder.at(str(tmp_path)).own(str(tmp_path / "out.partial"))

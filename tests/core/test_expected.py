@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import re
 
 import pytest
 
-from zckpt.core.expected import RANK, missing_file, missing_ranks, path_inside, refuse_other_rank
-from zckpt.errors import CorruptCheckpoint, IncompleteCheckpoint, InconsistentCheckpoint, listed
-from zckpt.formats.onnxruntime import files as onnxruntime
+from zckpt.core.expected import missing_file, missing_ranks, path_inside
+from zckpt.errors import CorruptCheckpoint, IncompleteCheckpoint, listed
 
 
 @pytest.mark.parametrize("name", ["a.pt", "a/b.pt", "..a", "a..", "a/...b"])
@@ -39,46 +37,6 @@ def test_missing_ranks() -> None:
     assert error.message == "/run: the model file of rank 1, 3 is missing (it has 2 of 4)"
     assert error.hint == "expected a_1.pt"
     assert missing_ranks("/run", [1]).message == "/run: the file of rank 1 is missing"
-
-
-@pytest.mark.parametrize(
-    ("rank", "name", "saved_as"),
-    [
-        (
-            RANK,
-            "zero_pp_rank_1_mp_rank_00_optim_states.pt",
-            "zero_pp_rank_2_mp_rank_00_optim_states",
-        ),
-        (RANK, "model_world_size_2_rank_0.pt", "model_world_size_2_rank_1"),
-        (RANK, "pytorch_model_fsdp_0_rank0.bin", "pytorch_model_fsdp_0_rank10"),
-        (onnxruntime.RANK, "a.ZeRO.0.2.ort.pt", "a.ZeRO.1.2.ort"),
-    ],
-)
-def test_the_file_of_another_rank(rank: re.Pattern[str], name: str, saved_as: str) -> None:
-    with pytest.raises(InconsistentCheckpoint, match="was saved as") as error:
-        refuse_other_rank(f"/run/{name}", saved_as, rank)
-    assert saved_as + os.path.splitext(name)[1] in error.value.hint
-
-
-@pytest.mark.parametrize(
-    ("name", "saved_as"),
-    [
-        ("rank_1.pt", "rank_1"),
-        ("rank_1.pt", "rank_01"),
-        ("rank_1.pt", "archive"),
-        ("rank_1.pt", None),
-        ("rank_1.pt", "tmp_rank_2"),
-        ("zero_pp_rank_1_mp_rank_00_optim_states.pt", "zero_pp_rank_1_mp_rank_01_optim_states"),
-        (
-            "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt",
-            "zero_pp_rank_1_mp_rank_00_optim_states",
-        ),
-        ("step_7_rank_0.pt", "step_6_rank_0"),
-        ("model_2.pt", "model_1"),
-    ],
-)
-def test_a_name_that_says_nothing_of_another_rank(name: str, saved_as: str | None) -> None:
-    refuse_other_rank(f"/run/{name}", saved_as)
 
 
 def test_long_lists_are_cut() -> None:

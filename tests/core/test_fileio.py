@@ -13,6 +13,7 @@ import pytest
 
 from zckpt.core import fileio
 from zckpt.core.fileio import Buffer, Reader, Writer, align
+from zckpt.core.folder import Folder
 from zckpt.core.fragments import Extent
 from zckpt.errors import CorruptCheckpoint
 
@@ -125,7 +126,7 @@ def written(path: Path, size: int, mode: str, chunk: int = 8192) -> bytes:
     data = bytes(place * 31 % 251 for place in range(size))
     path.write_bytes(bytes(size))
     buffer = Buffer(chunk)
-    with Writer(str(path), size, mode) as writer:
+    with Folder.at(str(path.parent)) as folder, Writer(folder, str(path), size, mode) as writer:
         for start in range(0, size, chunk):
             length = min(chunk, size - start)
             buffer.view[:] = b"\xee" * chunk  # what lies behind must not stay
@@ -246,7 +247,7 @@ def test_short_writes_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_file_that_does_not_exist_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        Writer(str(tmp_path / "a"), 10)
+        Writer(Folder.at(str(tmp_path)), str(tmp_path / "a"), 10)
     assert opened(tmp_path) == 0
 
 
@@ -259,5 +260,5 @@ def test_no_room_shows_before_anything_is_written(
     monkeypatch.setattr(fileio, "_allocate", full)
     (tmp_path / "a").write_bytes(b"")
     with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
-        Writer(str(tmp_path / "a"), 10)
+        Writer(Folder.at(str(tmp_path)), str(tmp_path / "a"), 10)
     assert opened(tmp_path) == 0

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from zckpt.core.filenames import Names
+from zckpt.core.filenames import Names, counted
 
 FORMS = (
     "mp_rank_#_model_states.pt",
@@ -43,3 +43,24 @@ def test_several_forms() -> None:
 
 def test_other_digits_are_no_numbers() -> None:
     assert not Names("step-#").has("step-\u0663")
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("model_0.pt", ("model", 0)),
+        ("ema_model_17.pt", ("ema_model", 17)),
+        ("model_1_2.pt", ("model_1", 2)),
+        ("model_00.pt", None),
+        ("model_07.pt", None),
+        ("model_.pt", None),
+        ("model_x1.pt", None),
+        ("model1.pt", None),
+        ("_1.pt", None),
+        ("model_1", None),
+        ("model_1.pth", None),
+        ("model_²1.pt", None),
+    ],
+)
+def test_what_is_counted(name: str, place: tuple[str, int] | None) -> None:
+    assert counted(name, ".pt") == place

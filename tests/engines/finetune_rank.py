@@ -38,7 +38,8 @@ class Job:
 
     @property
     def seed(self) -> int:
-        return 1007 if self.directory else 7  # so that nothing is right by luck after resuming
+        # so that nothing is right by luck after resuming
+        return self.run.seed + (1000 if self.directory else 0)
 
     @property
     def rows(self) -> int:

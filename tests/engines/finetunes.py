@@ -31,6 +31,7 @@ class Run:
     engine: str
     ranks: int = 2
     program: str = "trainer"
+    seed: int = 7
 
     @property
     def name(self) -> str:

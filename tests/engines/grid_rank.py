@@ -76,7 +76,7 @@ def train(rank: int, store: Path, case: GridCase, root: Path) -> None:
     """Trains, saves `root`/run, writes `root`/oracle.pt."""
     join(rank, case.pp * case.tp * case.dp, store)
     axes = Axes(case)
-    engine = build_engine(case, axes)
+    engine = build_engine(case, axes, case.seed)
     for step in range(case.steps):
         train_step(engine, case, axes, step)
     client_state: dict[str, Any] = {"iteration": case.steps}
@@ -97,7 +97,7 @@ def resume(
     """Loads `directory` into an engine with other first weights, writes what it then holds."""
     join(rank, case.pp * case.tp * case.dp, store)
     axes = Axes(case)
-    engine = build_engine(case, axes, 1007)
+    engine = build_engine(case, axes, case.seed + 1000)
     loaded, _ = engine.load_checkpoint(str(directory))
     if loaded is None:
         raise FileNotFoundError(f"the engine found no checkpoint in {directory}")
@@ -143,7 +143,7 @@ def info(case: GridCase) -> dict[str, Any]:
     }
 
 
-def build_engine(case: GridCase, axes: Axes, seed: int = 7) -> Any:
+def build_engine(case: GridCase, axes: Axes, seed: int) -> Any:
     torch.manual_seed(seed)
     axis = models.Axis(axes.tensor)
     more: dict[str, Any] = {}

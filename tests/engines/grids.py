@@ -33,6 +33,7 @@ class GridCase:
     info: bool = True  # save universal_checkpoint_info, as Megatron-DeepSpeed does
     config: Mapping[str, Any] = field(default_factory=dict)
     steps: int = 3
+    seed: int = 7
     lists_frozen: bool = True  # the program gives its optimizer frozen parameters too
     fused: bool = False  # DeepSpeed's FusedAdam, which without ZeRO gets FP16_Optimizer
 

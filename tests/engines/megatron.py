@@ -58,6 +58,8 @@ USUAL: dict[str, Any] = {
     "prefix": False,
     "program": None,  # or "nemo", "bridge": whose directory it is
     "fsdp": None,  # or the strategy of Megatron-FSDP
+    "steps": 3,
+    "seed": 0,
 }
 
 

@@ -18,10 +18,11 @@ import torch
 from .megatron_rank import (
     EXPERTS,
     POSITIONS,
-    STEPS,
     FusedAdam,
     drawn,
     global_name,
+    iteration_of,
+    seed_of,
     slice_of,
 )
 
@@ -115,7 +116,7 @@ def run(case: dict[str, Any], rank: int, world: int, store: str, root: Path) -> 
     experts = parallel_state.get_expert_model_parallel_rank() * (EXPERTS // ep)
     for name, parameter in model.named_parameters():
         whole = global_name(name, offset, experts)
-        parameter.data.copy_(drawn(whole, slice_of(parameter), parameter.shape) / 4)
+        parameter.data.copy_(drawn(whole, seed_of(case) + slice_of(parameter), parameter.shape) / 4)
     buckets = {"bucket_size": case["bucket"]} if case["bucket"] else {}
     with numbered_device():
         wrapped = adapter.FullyShardedDataParallel(
@@ -148,9 +149,9 @@ def run(case: dict[str, Any], rank: int, world: int, store: str, root: Path) -> 
         parameter: global_name(name.replace("module.", ""), offset, experts)
         for name, parameter in wrapped.named_parameters()
     }
-    for step in range(STEPS):
+    for step in range(case["steps"]):
         for parameter, whole in names.items():
-            salt = 100 * (step + 1) + slice_of(parameter.orig_param)
+            salt = seed_of(case) + 100 * (step + 1) + slice_of(parameter.orig_param)
             gradient = drawn(whole, salt, parameter.orig_param.shape)
             part = gradient.view(-1)[parameter.megatron_fsdp_slice]
             give(parameter, part)
@@ -216,12 +217,12 @@ def save(case: dict[str, Any], own: Path, wrapped: Any, steps: Any) -> None:
             padded_vocab_size=vocabulary,
             vocab_size=vocabulary - 5,
             untie_embeddings_and_output_weights=not case["tied"],
-            iteration=STEPS,
+            iteration=case["steps"],
         ),
         "checkpoint_version": 3.0,
-        "iteration": STEPS,
+        "iteration": case["steps"],
         "num_floating_point_operations_so_far": 7.0,
-        "opt_param_scheduler": {"max_lr": 0.01, "num_steps": STEPS * 8},
+        "opt_param_scheduler": {"max_lr": 0.01, "num_steps": case["steps"] * 8},
         "model": model,
         "optimizer": optimizer,
         "rng_state": {
@@ -231,10 +232,10 @@ def save(case: dict[str, Any], own: Path, wrapped: Any, steps: Any) -> None:
         },
     }
     uneven_dtensor.preprocess_state_dict_for_uneven_dtensor(state)
-    folder = own / f"iter_{STEPS:07d}"
+    folder = own / iteration_of(case)
     dcp.save(state, storage_writer=dcp.FileSystemWriter(folder))
     if torch.distributed.get_rank() == 0:
-        (own / "latest_checkpointed_iteration.txt").write_text(str(STEPS))
+        (own / "latest_checkpointed_iteration.txt").write_text(str(case["steps"]))
 
 
 def record(steps: Any, names: dict[Any, str], file: Path) -> None:

@@ -37,7 +37,6 @@ from typing import Any
 
 import torch
 
-STEPS = 3
 EXPERTS, POSITIONS = 4, 32
 LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 ARGUMENTS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
@@ -120,6 +119,16 @@ def drawn(name: str, salt: int, shape: Any) -> torch.Tensor:
     return torch.randn(tuple(shape), generator=generator)
 
 
+def seed_of(case: dict[str, Any]) -> int:
+    """What is added to every salt; nothing is right before it is loaded."""
+    return 1_000_000 * int(case["seed"]) + (10_000 if case["load"] else 0)
+
+
+def iteration_of(case: dict[str, Any]) -> str:
+    """The name of the folder that a save has."""
+    return f"iter_{case['steps']:07d}"
+
+
 def global_name(name: str, layer_offset: int, expert_offset: int) -> str:
     """The name that a parameter has in a model without ranks."""
     parts = name.split(".")
@@ -153,6 +162,7 @@ def run(case: dict[str, Any], rank: int, world: int, store: str, root: Path) -> 
     from megatron.core.transformer.identity_op import IdentityOp
 
     tp, pp, ep, vpp = case["tp"], case["pp"], case["ep"], case["vpp"]
+    seed = seed_of(case)
     layers, hidden, heads, queries, ffn, vocabulary = case["sizes"]
     torch.set_num_threads(1)
     files = torch.distributed.FileStore(store, world)
@@ -267,13 +277,12 @@ def run(case: dict[str, Any], rank: int, world: int, store: str, root: Path) -> 
             else:
                 names[parameter] = whole
             salt = slice_of(parameter)
-            salt += 10_000 if case["load"] else 0  # nothing is right before it is loaded
-            parameter.data.copy_(drawn(whole, salt, parameter.shape) / 4)
+            parameter.data.copy_(drawn(whole, seed + salt, parameter.shape) / 4)
         for name, buffer in model.named_buffers():
             if name.endswith("expert_bias"):
                 whole = global_name(name, offset, experts)
                 others[buffer] = whole
-                buffer.copy_(drawn(whole, 10_000 if case["load"] else 0, buffer.shape))
+                buffer.copy_(drawn(whole, seed, buffer.shape))
     buckets = {"overlap_grad_reduce": True, "bucket_size": case["bucket"]} if case["bucket"] else {}
     wrapped = [
         DistributedDataParallel(
@@ -323,17 +332,15 @@ def run(case: dict[str, Any], rank: int, world: int, store: str, root: Path) -> 
         record(steps, names, others, own / f"next-{rank}.pt")
         torch.distributed.barrier()
         return
-    for step in range(STEPS):
+    for step in range(case["steps"]):
         steps.zero_grad()
         for parameter, whole in names.items():
-            salt = 100 * (step + 1) + slice_of(parameter)
+            salt = seed + 100 * (step + 1) + slice_of(parameter)
             parameter.main_grad.copy_(drawn(whole, salt, parameter.shape))
         done, _, _ = steps.step()
         assert done
     of_nemo = case["program"] == "nemo"
-    folder = (
-        root / case["name"] / ("weights" if of_nemo else case["tracker"] or f"iter_{STEPS:07d}")
-    )
+    folder = own / ("weights" if of_nemo else case["tracker"] or iteration_of(case))
     if rank == 0:
         folder.mkdir(parents=True)
     torch.distributed.barrier()
@@ -346,6 +353,7 @@ def run(case: dict[str, Any], rank: int, world: int, store: str, root: Path) -> 
     saved = sharded(wrapped, content, "module." if of_nemo else "")
     state = {
         "args": argparse.Namespace(
+            rank=rank,
             tensor_model_parallel_size=tp,
             pipeline_model_parallel_size=pp,
             expert_model_parallel_size=ep,
@@ -359,7 +367,7 @@ def run(case: dict[str, Any], rank: int, world: int, store: str, root: Path) -> 
             padded_vocab_size=vocabulary,
             vocab_size=vocabulary - 5,
             untie_embeddings_and_output_weights=not case["tied"],
-            iteration=STEPS,
+            iteration=case["steps"],
             overlap_grad_reduce=case["bucket"] is not None,
             ddp_bucket_size=case["bucket"],
             moe_layer_freq=case["config"].get("moe_layer_freq", 1),
@@ -368,9 +376,9 @@ def run(case: dict[str, Any], rank: int, world: int, store: str, root: Path) -> 
             **case["arguments"],
         ),
         "checkpoint_version": 3.0,
-        "iteration": STEPS,
+        "iteration": case["steps"],
         "num_floating_point_operations_so_far": 7.0,
-        "opt_param_scheduler": {"max_lr": 0.01, "num_steps": STEPS * 8},
+        "opt_param_scheduler": {"max_lr": 0.01, "num_steps": case["steps"] * 8},
         **saved,
         "optimizer": steps.sharded_state_dict(saved, metadata=content),
         "rng_state": rng_state,
@@ -385,7 +393,8 @@ def run(case: dict[str, Any], rank: int, world: int, store: str, root: Path) -> 
         save(case, state, folder, content)
     record(steps, names, others, own / f"rank-{rank}.pt")
     if rank == 0 and not of_nemo:
-        (own / "latest_checkpointed_iteration.txt").write_text(case["tracker"] or str(STEPS))
+        tracker = case["tracker"] or str(case["steps"])
+        (own / "latest_checkpointed_iteration.txt").write_text(tracker)
     update_by_weights(steps, names)
     record(steps, names, others, own / f"next-{rank}.pt")
     torch.distributed.barrier()
@@ -454,17 +463,17 @@ def as_program(case: dict[str, Any], state: dict[str, Any], own: Path | None) ->
     rest = {key: value for key, value in state.items() if key != "args"}
     if case["program"] == "bridge":
         if own is not None:
-            counters = {"step": torch.tensor(STEPS)}
-            for name in (f"iter_{STEPS:07d}/train_state.pt", "latest_train_state.pt"):
+            counters = {"step": torch.tensor(case["steps"])}
+            for name in (f"{iteration_of(case)}/train_state.pt", "latest_train_state.pt"):
                 torch.save(counters, own / name)
-            (own / f"iter_{STEPS:07d}" / "run_config.yaml").write_text(config)
+            (own / iteration_of(case) / "run_config.yaml").write_text(config)
         return rest
     if own is not None:
         (own / "context").mkdir()
         (own / "context" / "model.yaml").write_text(config)
     models = {key: value for key, value in rest.items() if key.startswith("model")}
     return {
-        "global_step": STEPS,
+        "global_step": case["steps"],
         "state_dict": {},
         "sharded_state_dict": models,
         "optimizer_states": {},

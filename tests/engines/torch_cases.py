@@ -36,6 +36,8 @@ class Case:
     writer: Mapping[str, Any] = field(default_factory=dict)  # arguments of FileSystemWriter
     seed: int = 7
     steps: int = 3  # trained before saving
+    package: str | None = None  # what saves, unless it is torch
+    late: str = ""  # the submodule that is frozen until the last of these steps
     reload: str = "exact"  # what torch makes of its own files: "exact", "same world" (refused at
     # others), "refused", "weights" (no optimizer in them)
 
@@ -83,6 +85,15 @@ WRITERS = [
     ),
     Case("hf_sharded", layout="hf sharded", model="scalar plain", reload="weights"),
     Case("hf_consolidated", layout="hf consolidated", model="floats", reload="weights"),
+]
+
+# One file of each item per rank; its safetensors files are slices of tensors, and say no more.
+ITEMS: dict[str, Any] = {"package": "torch_checkpointing"}
+TORCH_CHECKPOINTING = [
+    Case("fsdp2_items", layout="items", scheduler=True, **ITEMS),
+    Case("fsdp2_flat_items", layout="items", writer={"flat": True}, **ITEMS),
+    Case("fsdp2_hsdp_items", layout="items", **ITEMS, **TWO_BY_TWO),
+    Case("fsdp2_bare_items", layout="bare items", model="scalar plain", **ITEMS),
 ]
 
 # `capturable` needs a GPU.
@@ -143,5 +154,6 @@ PLAIN = [
 ]
 
 CASES: dict[str, Case] = {
-    case.name: case for case in (*FSDP2, *WRITERS, *OPTIMIZERS, *STEPS, *FSDP1, *PLAIN)
+    case.name: case
+    for case in (*FSDP2, *WRITERS, *TORCH_CHECKPOINTING, *OPTIMIZERS, *STEPS, *FSDP1, *PLAIN)
 }

@@ -211,6 +211,56 @@ def titan_states(run: Any) -> dict[str, Any]:
     return {**states["model"], **dict(zip(TITAN_KEYS, values, strict=True))}
 
 
+def save_items(run: Any, path: Path, writer: Mapping[str, Any]) -> None:
+    """A file of each item per rank, as torch_checkpointing names them, and its `metadata.pkl`."""
+    manager = item_manager("model", "optimizer")
+    manager.save(str(path), items_of(run, writer))
+    manager.close()
+
+
+def save_bare_items(run: Any, path: Path, writer: Mapping[str, Any]) -> None:
+    """Its safetensors files, which have the local parts of DTensors and nothing about them."""
+    from torch_checkpointing.checkpoint_layout import LayoutInfo, SafetensorsSerialization
+
+    form = SafetensorsSerialization()
+    manager = item_manager("model", layout=LayoutInfo("model_{rank}.safetensors", form))
+    manager.save(str(path), {"model": get_model_state_dict(run.model)})
+    manager.close()
+
+
+def items_of(run: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    states = state_dicts(run, FLAT if options.get("flat") else None)
+    items = {"model": states["model"], "optimizer": states["optim"]}
+    if run.scheduler is not None:
+        items["lr_scheduler"] = run.scheduler.state_dict()
+    loader = {"rank": distributed.get_rank(), "position": run.step}
+    return {**items, "train_state": {"step": run.step}, "dataloader": loader, "epoch": 1}
+
+
+def item_manager(*names: str, **spec: Any) -> Any:
+    """torch_checkpointing's, saving at once; 0.1.1 copies asynchronously by way of a GPU.
+
+    So do its ranks when they tell each other what they have. Here they do it without.
+    """
+    from torch_checkpointing import CheckpointManager, ItemSpec
+    from torch_checkpointing.config import SyncCheckpointSaverConfig
+    from torch_checkpointing.default_resharder import DefaultResharder
+    from torch_checkpointing.metadata_manager import DefaultMetadataManager
+    from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
+
+    def gathered(_: Any, data: Any, process_group: Any = None) -> dict[int, Any]:
+        parts = [None] * distributed.get_world_size(process_group)
+        distributed.all_gather_object(parts, data, process_group)
+        return dict(enumerate(parts))
+
+    DefaultMetadataManager._all_gather_pickled_data = gathered
+    return CheckpointManager.Config(
+        items={name: ItemSpec(resharder=DefaultResharder(), **spec) for name in names},
+        save=SyncCheckpointSaverConfig(),
+        storage_config=LocalFileSystemStorageConfig(use_direct_io=False),
+    ).build()
+
+
 def hf_writer(consolidated: bool) -> Callable[[Any, Path, Mapping[str, Any]], None]:
     def save(run: Any, path: Path, writer: Mapping[str, Any]) -> None:
         model = get_model_state_dict(run.model)
@@ -354,6 +404,8 @@ LAYOUTS = {
     "weights": Layout(save_nested, load_weights),
     "hf sharded": Layout(hf_writer(False), load_hf),
     "hf consolidated": Layout(hf_writer(True), load_hf),
+    "items": Layout(save_items, load_nested),
+    "bare items": Layout(save_bare_items, load_nested),
     "ranks": Layout(save_ranks, load_ranks),
     "sharded ranks": Layout(save_sharded_ranks, load_sharded_ranks),
     "local ranks": Layout(save_local_ranks, load_local_ranks),

@@ -54,8 +54,8 @@ def train(rank: int, store: Path, case: Case, world: int, root: Path, losses: in
     """Trains, saves `root`/run, writes `root`/oracle.pt."""
     join(rank, world, store)
     run = build(case, case.seed)
-    for _ in range(case.steps):
-        train_step(run)
+    for step in range(case.steps):
+        train_step(run, case.late if step < case.steps - 1 else "")
     LAYOUTS[case.layout].save(run, root / "run", case.writer)
     finish(run, root / "oracle.pt", losses)
 
@@ -221,12 +221,17 @@ ENGINES: dict[str, Callable[[models.Model, Case, DeviceMesh], Wrapped]] = {
 }
 
 
-def train_step(run: Run) -> float:
-    """Trains on the batch of this step; the mean loss of the global batch."""
+def train_step(run: Run, frozen: str = "") -> float:
+    """Trains on the batch of this step; the mean loss of the global batch.
+
+    The parameters of the submodule `frozen` are not updated.
+    """
     loss = models.loss(run.model, run.step, *run.share)
     loss.backward()
     if not isinstance(run.model, DistributedDataParallel):
         average_ignored(run.model)
+    for parameter in run.module.get_submodule(frozen).parameters() if frozen else ():
+        parameter.grad = None
     run.optimizer.step()
     run.optimizer.zero_grad()
     if run.scheduler is not None:

@@ -507,5 +507,5 @@ def test_an_interrupt_while_rank_0_begins(waits_for: str) -> None:
 
     group: Any = Interrupting()
     with pytest.raises(Interrupted) as raised:
-        conversion.take_part(group, "target", COPYING)
+        conversion.take_part(group, "source", "target", COPYING)
     assert raised.value.args == (signal.SIGTERM,)

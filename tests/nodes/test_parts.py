@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -19,6 +21,7 @@ from zckpt.copying.filling import TargetFile
 from zckpt.copying.journal import Identity, Region
 from zckpt.copying.journals import PartJournal
 from zckpt.copying.sharing import Part, Portion, shares
+from zckpt.core.folder import Folder
 from zckpt.core.resources import Copying
 from zckpt.errors import TargetExists, WrongOption
 
@@ -111,8 +114,9 @@ def test_all_parts_cut_the_same_regions(
 ) -> None:
     """Parts that begin at once do not know each other's chunks."""
     monkeypatch.setattr(filling, "REGION", 256 << 20)
-    journal = PartJournal(str(tmp_path), str(tmp_path / "out"), Identity(), chunk, "1-of-2")
-    file = TargetFile(0, "a", "a", 1 << 30, (), journal.chunk)
+    folder = Folder.at(str(tmp_path))
+    journal = PartJournal(folder, Identity(), chunk, "1-of-2")
+    file = TargetFile(0, folder, "a", 1 << 30, (), journal.chunk)
     assert [region.start for region in file.regions] == list(range(0, 1 << 30, 256 << 20))
     journal.close()
 
@@ -200,6 +204,53 @@ def test_a_failed_part_removes_nothing(
     assert files(out) == files(tmp_path / "single")
 
 
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_a_full_disk_says_what_stays(
+    code: int,
+    sources: dict[str, Path],
+    tmp_path: Path,
+    zckpt: Command,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from zckpt.core import fileio
+
+    words = ("convert", sources["dcp"], tmp_path / "out", *SMALL)
+    partial = tmp_path / "out.partial"
+
+    def full(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fileio.Writer, "write", full)
+        alone = zckpt(*words)
+        assert "is full" in alone.err
+        assert "partial" not in alone.err
+        assert not partial.exists()
+        part = zckpt(*words, "--part", "1/2")
+        assert part.code == 1
+        assert f"{partial} is still there: add --resume, or remove it: rm -r {partial}" in part.err
+        assert partial.exists()
+    assert "nothing was" not in alone.err + part.err
+    assert zckpt(*words, "--resume").code == 0
+    assert not partial.exists()
+
+
+def test_damage_that_a_part_finds_does_not_deny_what_stays(
+    sources: dict[str, Path], tmp_path: Path, zckpt: Command
+) -> None:
+    source = shutil.copytree(sources["zero-3"], tmp_path / "run")
+    for path in source.rglob("*optim_states.pt"):
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+    words = ("convert", source, tmp_path / "out", *SMALL, "--part")
+    results = [zckpt(*words, f"{number}/2") for number in (1, 2)]
+    said = "".join(ended.err for ended in results if ended.code == 1)
+    assert "is damaged" in said
+    assert "nothing was" not in said
+    assert (tmp_path / "out.partial").exists()
+
+
 @pytest.mark.parametrize("text", ["0/3", "4/3", "1", "a/b", "1/0", "-1/3"])
 def test_parts_that_do_not_exist(text: str, example: Path, tmp_path: Path, zckpt: Command) -> None:
     ended = zckpt("convert", example, tmp_path / "out", "--part", text)
@@ -241,7 +292,7 @@ def test_a_part_that_was_killed_before_it_cut_a_file(
     taken = PartJournal.of_all_parts
 
     def lengthened(self: PartJournal) -> list[Region] | None:
-        for path in Path(self.root).glob("*.safetensors"):
+        for path in Path(self.folder.path).rglob("*.safetensors"):
             with open(path, "ab") as file:
                 file.write(b"x" * 100)
         return taken(self)

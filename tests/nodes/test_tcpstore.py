@@ -127,7 +127,7 @@ def test_the_connection_ends() -> None:
         store_that_answers(b"").add("n", 1)
 
 
-@pytest.mark.parametrize("length", [-5, 1 << 60])
+@pytest.mark.parametrize("length", [-5, (8 << 20) + 1, 1 << 60])
 def test_a_value_of_an_impossible_length(length: int) -> None:
     with pytest.raises(RuntimeError, match=f"{length} bytes"):
         store_that_answers(struct.pack("<q", length) + b"x").get("key")
@@ -135,7 +135,7 @@ def test_a_value_of_an_impossible_length(length: int) -> None:
 
 def test_a_value_that_is_cut() -> None:
     with pytest.raises(RuntimeError, match="ended the connection"):
-        store_that_answers(struct.pack("<q", 1 << 29) + b"x").get("key")
+        store_that_answers(struct.pack("<q", 8 << 20) + b"x").get("key")
 
 
 def test_a_store_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,7 +61,7 @@ def shift_slices(monkeypatch: pytest.MonkeyPatch) -> None:
 def check_broken_reader(run: Path, tmp_path: Path, shift: Any, name: str) -> None:
     with pytest.MonkeyPatch.context() as broken:
         shift(broken)
-        zckpt.convert(run, tmp_path / "universal")
+        zckpt.convert(run, tmp_path / "universal", accept_weights=True)
         assert zckpt.verify(run, tmp_path / "universal")["equal"]
         report = zckpt.verify(run, tmp_path / "universal", gather=True, device="cpu")
     assert not report["equal"]
@@ -93,7 +93,7 @@ def test_a_reader_with_the_wrong_order_is_found(
         return [dict(reversed(group.items())) for group in right(self)]
 
     monkeypatch.setattr(EngineStates, "param_shapes", wrong)
-    zckpt.convert(EXAMPLE, tmp_path / "universal")
+    zckpt.convert(EXAMPLE, tmp_path / "universal", accept_weights=True)
     planned = zckpt.verify(EXAMPLE, tmp_path / "universal")
     assert planned["differences"] == []
     report = zckpt.verify(EXAMPLE, tmp_path / "universal", gather=True)
@@ -279,7 +279,7 @@ def test_no_file_stays_open(tmp_path: Path) -> None:
 
 
 def test_a_universal_checkpoint_needs_no_engine(faulty: Path, tmp_path: Path) -> None:
-    zckpt.convert(faulty, tmp_path / "universal")
+    zckpt.convert(faulty, tmp_path / "universal", accept_weights=True)
     report = zckpt.verify(tmp_path / "universal", EXAMPLE, gather=True, device="cpu")
     planned = zckpt.verify(tmp_path / "universal", EXAMPLE)
     assert report["differences"] == planned["differences"]

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import zckpt
+from zckpt import read
 from zckpt.core import compare
 from zckpt.errors import InconsistentCheckpoint
 
@@ -124,7 +125,11 @@ class Faults:
     def test_swapped_ranks_are_seen_before_a_copy(self, copy: Path, tmp_path: Path) -> None:
         assert not zckpt.convert(copy, tmp_path / "first")["warnings"]
         faults.swap_ranks(copy)
-        warnings = zckpt.convert(copy, tmp_path / "second")["warnings"]
+        if self.tells_weights:
+            with pytest.raises(InconsistentCheckpoint, match="not the rounded masters"):
+                zckpt.convert(copy, tmp_path / "second")
+            assert not (tmp_path / "second").exists()
+        warnings = zckpt.convert(copy, tmp_path / "third", accept_weights=True)["warnings"]
         assert any("not the rounded masters" in line for line in warnings) == self.tells_weights
 
     def test_permuted_parameters(self, copy: Path, original: Path) -> None:
@@ -407,7 +412,7 @@ class TestUniversal:
 
     def test_nothing_in_common_is_an_error(self, universal: Path, zckpt: Zckpt) -> None:
         with changed(universal) as manifest:
-            manifest |= {"parameters": {}, "entries": {}, "buffers": []}
+            manifest |= {"parameters": {}, "entries": {}, "buffers": [], "step": None}
         ended = zckpt("verify", EXAMPLE, "--against", universal, "--json")
         assert ended.code == 1
         assert ended.document["error"] == "MissingData"
@@ -543,6 +548,7 @@ class TestProofFile:
             del manifest["entries"]["fc1.weight/exp_avg"]
             manifest["groups"][0]["lr"] = 99
             manifest["parameters"]["fc2.bias"]["step"] = 77
+            manifest["step"] = None  # that all parameters share
         report = zckpt("verify", universal, "--against", file, "--json").document
         assert "fc1.weight/exp_avg" in report["problems"][0]["message"]
         assert report["groups"][0]["key"] == "lr"
@@ -631,6 +637,17 @@ class TestOptions:
         assert ended.code == 2
         assert "--against" in ended.err
         assert zckpt("verify", EXAMPLE, "--device", "cpu").code == 2
+
+    def test_what_the_reader_warns_of(self, tmp_path: Path, zckpt: Zckpt) -> None:
+        """`verify` says what `convert` says of a source, and finds nothing because of it."""
+        data = ROOT / "tests" / "data" / "megatron-0.16.1-tp2" / "iter_0000003"
+        run = shutil.copytree(data, tmp_path / "iter_0000004")
+        (warning,) = read(run).warnings
+        ended = zckpt("verify", run)
+        assert (ended.code, ended.err) == (0, f"Warning: {warning}\n")
+        assert zckpt("verify", run, "-q").err == ""
+        assert zckpt("verify", run, "--json").document["warnings"] == [warning]
+        assert warning in zckpt("convert", run, tmp_path / "out").err
 
     def test_no_checkpoint(self, tmp_path: Path, zckpt: Zckpt) -> None:
         assert zckpt("verify", tmp_path).code == 1

@@ -23,7 +23,7 @@ import zckpt
 from zckpt.core.fragments import Extent
 from zckpt.core.values import replace
 
-MEMORY = 4 << 30  # bytes of address space that a conversion may take
+MEMORY = 4 << 30  # bytes of address space that conversions may take beside what the process has
 LIMIT = 60.0  # seconds, after which a conversion hangs
 JOBS = zckpt.Copying(jobs=1)
 BATCH = 4000  # flips for one forked process
@@ -176,15 +176,18 @@ def _forked(batch: Sequence[Flip], source: Path, target: Path, good: Good) -> It
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
-        os.close(reading)
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-        os.fsync = lambda _file: None
-        gc.freeze()
-        for number, flip in enumerate(batch):
-            converts = number % THOROUGH == 0
-            answer = verdict(flip, source, target, good, converts=converts)
-            os.write(writing, answer.encode() + b"\n")
-        os._exit(0)
+        try:
+            os.close(reading)
+            used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
+            os.fsync = lambda _file: None
+            gc.freeze()
+            for number, flip in enumerate(batch):
+                converts = number % THOROUGH == 0
+                answer = verdict(flip, source, target, good, converts=converts)
+                os.write(writing, answer.encode() + b"\n")
+        finally:
+            os._exit(0)
     os.close(writing)
     answered = 0
     with io.FileIO(reading) as answers:

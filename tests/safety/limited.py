@@ -156,11 +156,14 @@ def work(words: list[str], folder: str, report: int) -> None:
 
 def hook(folder: str, report: int) -> Any:
     """Writes a line to the file `report` for every event outside of the list."""
+    from zckpt.core.folder import Folder
+
     code = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     names = (folder, *code, sys.prefix, sys.base_prefix, "/proc", "/sys", "/dev/null")
     package = str(Path(__file__).parents[2] / "zckpt")
     places = (package, *(os.path.realpath(name) for name in names))
     temporary = tempfile.gettempdir()
+    opened_from = Folder._opened.__code__  # opens names in the directory of a descriptor
 
     def allowed(event: str, arguments: tuple[Any, ...]) -> bool:
         if event == "import":
@@ -169,6 +172,10 @@ def hook(folder: str, report: int) -> Any:
             path = arguments[0]
             if isinstance(path, int) or path is None:
                 return True
+            caller = sys._getframe(2)
+            if caller.f_code is opened_from:
+                above = os.readlink(f"/proc/self/fd/{caller.f_locals['above']}")
+                path = os.path.join(above, os.fsdecode(path))
             full = os.path.realpath(os.fsdecode(path))
             return full.startswith(places) or os.path.dirname(full) == temporary
         if event in ("exec", "compile"):

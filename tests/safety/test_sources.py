@@ -231,8 +231,9 @@ def unlistable(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path, int], None]:
 
     def close(folder: Path, number: int) -> None:
         def fail(name: str, path: Any = ".") -> Any:
-            if isinstance(path, str) and os.path.abspath(path) == str(folder):
-                raise OSError(number, os.strerror(number), os.fspath(path))
+            at = os.readlink(f"/proc/self/fd/{path}") if isinstance(path, int) else path
+            if isinstance(at, str) and os.path.abspath(at) == str(folder):
+                raise OSError(number, os.strerror(number), at)
             return real[name](path)
 
         monkeypatch.setattr(os, "scandir", partial(fail, "scandir"))

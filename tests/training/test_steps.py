@@ -15,7 +15,14 @@ from zckpt.core.manifest import Entry, Manifest, Parameter, Sighting
 from zckpt.errors import InconsistentCheckpoint
 from zckpt.formats.deepspeed_states.options import OPTIMIZER
 from zckpt.training import steps
-from zckpt.training.steps import agree, kind_of, never_stepped, stalled, step_of
+from zckpt.training.steps import (
+    agree,
+    kind_of,
+    need_one_save,
+    never_stepped,
+    stalled,
+    step_of,
+)
 
 
 @pytest.mark.parametrize(
@@ -183,3 +190,32 @@ def test_counters_are_never_true() -> None:
         Sighting("lr_scheduler, last_epoch", 7, False),
         Sighting("lr_scheduler, _step_count", 8, False),
     ]
+
+
+@pytest.mark.parametrize(
+    ("stated", "policy", "message"),
+    [
+        ([], None, None),
+        ([("run/a", 6), ("run/b", 6), ("run/a", 6)], None, None),
+        ([("run/a", 6), ("run/a", 5)], None, None),
+        ([("run/a", 6), ("run/a", 5), ("run/b", 5)], None, None),
+        ([("run/a", 6), ("run/b", 5)], "keep", None),
+        ([("run/a", 6), ("run/b", 5)], "7", None),
+        ([("run/a", 6), ("run/b", 5), ("run/a", 6)], None, "run: .*: 5 (b), 6 (a)"),
+        ([("run/x/a", 6), ("run/y/a", 5)], None, "run: .*: 5 (y/a), 6 (x/a)"),
+        ([("b", 6), ("a", 5), ("c", 6)], None, r".: .*: 5 (a), 6 (b, c)"),
+    ],
+)
+def test_files_of_two_saves(
+    stated: list[tuple[str, float]], policy: str | None, message: str | None
+) -> None:
+    """A file that states several steps is of a run that has several."""
+    if message is None:
+        need_one_save(stated, policy)
+        return
+    begin, _, end = message.partition(".*")
+    with pytest.raises(InconsistentCheckpoint) as raised:
+        need_one_save(stated, policy)
+    assert raised.value.message.startswith(begin)
+    assert raised.value.message.endswith(end)
+    assert "--step-policy keep" in raised.value.hint

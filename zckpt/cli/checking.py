@@ -59,8 +59,9 @@ def verify(**words: Any) -> int:
     """Check a checkpoint for contradictions, or compare it with another one.
 
     Without --against, verify checks that checksums match, that every element is stored once, that
-    copies on several ranks are equal, that weights are the rounded masters, and that steps agree.
-    Two swapped files may contradict nothing: only --against finds them.
+    copies on several ranks are equal, that weights are the rounded masters, that steps agree, and
+    that no file was saved as that of another rank. A file of the same rank of another run may
+    contradict nothing: only --against finds it.
 
     With --against, shared tensors are compared bit for bit, steps and hyper-parameters by value. If
     the original is gone, give the FILE of an earlier --save-proof.

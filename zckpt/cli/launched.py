@@ -58,7 +58,7 @@ def write(
         signals.begin()
         group.agree()
         if group.rank:
-            take_part(group, os.fspath(target), words["copying"])
+            take_part(group, os.fspath(source), os.fspath(target), words["copying"])
             return None
         resume = group.has_begun(target) or resume
         if not words["dry_run"]:
@@ -96,7 +96,7 @@ def look(
         signals.begin()
         group.agree()
         if group.rank:
-            take_part(group, Copying(words["jobs"], words["memory"]))
+            take_part(group, _paths(paths), Copying(words["jobs"], words["memory"]))
             return None
         words["begin"] = group.watched(words["begin"])
         return command(*paths, pool=LeaderPool(group), **words)
@@ -104,4 +104,8 @@ def look(
 
 def _words(command: Callable[..., Report], *paths: Any) -> list[str]:
     """The command and its paths, which must be the same in all processes."""
-    return [command.__name__, *(os.fspath(path) for path in paths if path is not None)]
+    return [command.__name__, *_paths(paths)]
+
+
+def _paths(paths: Sequence[Any]) -> list[str]:
+    return [os.fspath(path) for path in paths if path is not None]

@@ -32,7 +32,10 @@ def inspect(
     from ..formats.reading import Reading
     from ..reading import read
 
-    manifest = read(path, Reading(**reading))
+    manifest = read(path, Reading(**reading, inspected=True))
+    is_summary = not (tensors or steps or layout or state)
+    if "slices" in manifest.source and not (is_summary or as_json):
+        display.warn(list(manifest.warnings), quiet)  # a shape in a list is not the tensor's
 
     def summary() -> dict[str, Any]:
         return description.inspect(manifest, formats.other_objects(manifest))

@@ -81,7 +81,8 @@ class Assembler:
             gaps.append((offset, chunk.offset + chunk.length))
         for start, stop in gaps:
             part = view[start - chunk.offset : stop - chunk.offset]
-            self.reader.reader.read(Extent(target.path, start, stop - start), part)
+            extent = Extent(target.path, start, stop - start)
+            self.reader.reader.read_from(target.writer.file, extent, part)
 
     def _cast(self, piece: TargetPiece, at: int, view: memoryview) -> list[Passed]:
         source, key = piece.pair.source, (SOURCE, self._numbers[id(piece.pair)], 0)

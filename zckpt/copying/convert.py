@@ -19,12 +19,13 @@ from contextlib import contextmanager
 from itertools import chain
 
 from ..core import plan
+from ..core.folder import Folder
 from ..core.layout import Layout
 from ..core.manifest import Manifest
 from ..core.resources import Begin, Copying, Progress
 from ..core.sources import unchanged
 from ..core.streaming import chunk_size
-from ..errors import NotEnoughSpace, ProcessLost
+from ..errors import NotEnoughSpace, ProcessLost, removal
 from .copy import CopyOutcome, copy
 from .journal import Journal
 from .sharing import Sharing, Work
@@ -32,7 +33,7 @@ from .staging import Staging
 
 ReadShells = Callable[[str], Manifest]
 """Reads the manifest of the shells in a directory."""
-Seal = Callable[[str, Manifest, CopyOutcome], None]
+Seal = Callable[[Folder, Manifest, CopyOutcome], None]
 """Completes the files in a directory, given the manifest of its shells and the copy's outcome."""
 
 
@@ -70,18 +71,20 @@ def convert(
     MissingData, OSError, and what `Staging` raises.
     """
     with (
-        naming_full_disk(staging.target, size),
+        naming_full_disk(staging.target, size, staging.partial),
         staging,
         unchanged(source),
         ending(staging.sharing),
     ):
         staging.lay(layout.shells(), _strictest_mode(source))
         shells = read_shells(staging.path)
+        staging.root.refuse_another()
         staging.sharing.begin(_work(source, shells, layout, staging))
         outcome = copy(
             plan.join(source, shells, layout.from_masters),
             source,
             shells,
+            staging.root,
             copying,
             begin(size) if begin else None,
             staging.journal,
@@ -95,21 +98,28 @@ def convert(
         for name, sibling in layout.siblings:
             path = os.path.join(staging.path, name)
             outcome.files[path] = staging.copy(sibling.path, name)
-        seal(staging.path, shells, outcome)
+        seal(staging.root, shells, outcome)
+        for path in shells.files:  # however long the copy took, they are of one save
+            with staging.root.opened(path) as file:
+                os.utime(file)
     return outcome
 
 
 @contextmanager
-def naming_full_disk(target: str, size: int) -> Iterator[None]:
-    """Raises NotEnoughSpace for an OSError that means it; `target` needs `size` bytes."""
+def naming_full_disk(target: str, size: int, partial: str = "") -> Iterator[None]:
+    """Raises NotEnoughSpace for an OSError that means it; `target` needs `size` bytes.
+
+    The hint says so if the directory `partial` is still there. That of a part always is.
+    """
     try:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            rest = f"; {partial} is still there: add --resume, or remove it: {removal(partial)}"
             raise NotEnoughSpace(
                 f"the filesystem of {target} is full: {error.filename}: {error.strerror}",
                 hint=f"free some space ({size / 1e9:.3f} GB are needed), or choose a target on "
-                "another filesystem; nothing was left behind",
+                f"another filesystem{rest if os.path.lexists(partial) else ''}",
             ) from error
         raise
 
@@ -121,8 +131,7 @@ def _work(source: Manifest, shells: Manifest, layout: Layout, staging: Staging) 
         source,
         shells,
         layout.from_masters,
-        staging.folder,
-        staging.path,
+        staging.partial,
         staging.identity,
         staging.journal.chunk,
         frozenset((region.file, region.start) for region in regions),
@@ -130,18 +139,23 @@ def _work(source: Manifest, shells: Manifest, layout: Layout, staging: Staging) 
 
 
 def take_part(
-    work: Work, journal: Journal, copying: Copying, progress: Progress, sharing: Sharing
+    work: Work,
+    root: Folder,
+    journal: Journal,
+    copying: Copying,
+    progress: Progress,
+    sharing: Sharing,
 ) -> None:
     """Writes this process's portions of a target that another process lays and completes.
 
-    Raises as `convert`.
+    `root` is the directory of its files. Raises as `convert`.
     """
     source, shells = work.source, work.shells
     target = work.folder.removesuffix(".partial")
     size = sum(work.identity.files.values())
     with ending(sharing), unchanged(source), naming_full_disk(target, size):
         pairs = plan.join(source, shells, work.from_masters)
-        copy(pairs, source, shells, copying, progress, journal, sharing)
+        copy(pairs, source, shells, root, copying, progress, journal, sharing)
 
 
 @contextmanager

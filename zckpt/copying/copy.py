@@ -16,6 +16,7 @@ from functools import lru_cache
 from ..core import plan
 from ..core.checksum import Cover, Scattered
 from ..core.fileio import Buffer, is_small
+from ..core.folder import Folder
 from ..core.fragments import Extent, Fragments, Runs, Slices
 from ..core.manifest import Manifest
 from ..core.pieces import ElementReader
@@ -64,6 +65,7 @@ class _Copy:
         pairs: Sequence[Pair],
         source: Manifest,
         target: Manifest,
+        root: Folder,
         chunk: int,
         jobs: int,
         io: str,
@@ -71,6 +73,7 @@ class _Copy:
         journal: Journal | None,
         sharing: Sharing,
     ) -> None:
+        self.root = root
         self.chunk = chunk
         self.progress = progress
         self.journal = journal
@@ -128,13 +131,13 @@ class _Copy:
         return set(first.values())
 
     def _add_target(self, path: str) -> None:
-        name = os.path.relpath(path, self.journal.root) if self.journal else path
+        name = self.root.name_of(path)
         sizes = self.journal.sizes if self.journal else {}
-        size = sizes[name] if name in sizes else os.path.getsize(path)
+        size = sizes[name] if name in sizes else self.root.size(path)
         if not size:
             return
-        number = len(self.targets)
-        target = TargetFile(number, path, name, size, self.records.get(path, ()), self.chunk)
+        number, records = len(self.targets), self.records.get(path, ())
+        target = TargetFile(number, self.root, name, size, records, self.chunk)
         self.targets[name] = target
         self.in_order.append(target)
         for region in self.take(self.journal.regions.get(name, ()) if self.journal else ()):
@@ -284,8 +287,9 @@ class _Copy:
     def trim(self) -> None:
         """Cuts off what another process wrote past the end of a file before it was killed."""
         for target in self.targets.values():
-            if os.path.getsize(target.path) > target.size:
-                os.truncate(target.path, target.size)
+            if self.root.size(target.path) > target.size:
+                with self.root.opened(target.path, os.O_RDWR) as file:
+                    os.ftruncate(file, target.size)
 
     def close(self, error: BaseException) -> None:
         """Closes files after a failure, without a sync, whose own failure would hide the first."""
@@ -307,7 +311,7 @@ class _Copy:
                 raise CorruptCheckpoint(
                     f"{pair.source.name} is damaged: its bytes do not have the CRC-32 that the "
                     "manifest states",
-                    hint="take another copy of the source; nothing was written",
+                    hint="take another copy of the source",
                 )
         self.outcome.checked, self.outcome.unchecked = finish([self.checker])
         self.outcome.bare = self.checker.bare
@@ -344,12 +348,13 @@ def copy(
     pairs: Sequence[Pair],
     source: Manifest,
     target: Manifest,
+    root: Folder,
     copying: Copying = DEFAULT_COPYING,
     progress: Progress | None = None,
     journal: Journal | None = None,
     sharing: Sharing = ALONE,
 ) -> CopyOutcome | None:
-    """Fills the target's files from the source; they exist already, with their final sizes.
+    """Fills the target's files in `root` from the source; they exist, with their final sizes.
 
     Regions that `journal` lists are not written again, and `sharing` may leave some to others. The
     result is None if another process, or another part, will complete the target. Raises
@@ -361,7 +366,9 @@ def copy(
     if journal and journal.chunk:  # an earlier run may have been given more memory
         chunk = journal.chunk
         jobs = max(1, min(jobs, copying.memory // (2 * chunk)))
-    running = _Copy(pairs, source, target, chunk, jobs, copying.io, progress, journal, sharing)
+    running = _Copy(
+        pairs, source, target, root, chunk, jobs, copying.io, progress, journal, sharing
+    )
     try:
         stream(running.tasks, jobs, [running.checker], chunk, running.start)
         running.sync_small_files()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
@@ -9,6 +10,7 @@ from threading import Lock
 
 from ..core.checksum import Cover, Scattered, combine
 from ..core.fileio import Writer
+from ..core.folder import Folder
 from ..core.fragments import Extent
 from .journal import Key, Passed
 
@@ -94,16 +96,23 @@ class UnfinishedRegion:
 
 
 class TargetFile:
-    """A target file while it is filled: its writer, its records, its regions.
+    """A target file while it is filled: its writer, its records, its regions; it is below `root`.
 
     `size` is given, since another process may have just written more, up to alignment.
     """
 
     def __init__(
-        self, number: int, path: str, name: str, size: int, records: Sequence[Extent], chunk: int
+        self,
+        number: int,
+        root: Folder,
+        name: str,
+        size: int,
+        records: Sequence[Extent],
+        chunk: int,
     ) -> None:
         self.number = number
-        self.path = path
+        self.root = root
+        self.path = os.path.join(root.path, name)
         self.name = name
         self.size = size
         self.records = sorted(records, key=lambda extent: extent.offset)
@@ -122,7 +131,7 @@ class TargetFile:
         """Opens the file to write one more region; `io` is the mode of its writer."""
         with self._lock:
             if not self._open:
-                self.writer = self.stack.enter_context(Writer(self.path, self.size, io))
+                self.writer = self.stack.enter_context(Writer(self.root, self.path, self.size, io))
             self._open += 1
 
     def close(self) -> None:

@@ -23,6 +23,7 @@ from typing import Any
 
 from ..core.checksum import crc32
 from ..core.fileio import sync_data
+from ..core.folder import Folder
 from ..core.sources import close, naming, pread
 from ..core.values import field, valueclass
 from ..errors import TargetExists, listed, removal
@@ -113,7 +114,6 @@ class Region:
 class Journal:
     """The journal of a run in the folder of an unfinished target; it is locked while it is open.
 
-    `root` is the directory of the target's files, below which the regions' files have their names.
     `regions` are those of an earlier run, by file; `is_new` is true if there was none. `chunk` are
     the bytes that a run copies at a time: those of the earlier run, so that its regions fit.
     `sizes` are those of the target's files by name.
@@ -121,10 +121,9 @@ class Journal:
     Raises TargetExists if another run has locked it, or if the earlier run was another one.
     """
 
-    def __init__(self, folder: str, root: str, identity: Identity, chunk: int) -> None:
+    def __init__(self, folder: Folder, identity: Identity, chunk: int) -> None:
         self.folder = folder
-        self.path = os.path.join(folder, NAME)
-        self.root = root
+        self.path = os.path.join(folder.path, NAME)
         self.sizes = identity.files
         self.regions: dict[str, list[Region]] = {}
         self.is_new = True
@@ -142,14 +141,14 @@ class Journal:
 
     def _begin(self) -> None:
         self._file = self._opened(NAME)
-        if not lock(self._file) or not is_at(self._file, self.path):
-            raise in_use(self.folder)
+        if not lock(self._file) or not self._is_at(self._file, self.path):
+            raise in_use(self.folder.path)
         length = self._read(self._file)
         os.ftruncate(self._file, length)
         others = [(name, self._opened(name)) for name in self._names()]
         for _, file in others:
             if not _locked_in_time(file, ENDING):
-                raise in_use(self.folder)
+                raise in_use(self.folder.path)
             self._read(file)
         if not length:
             self._append(self._header())
@@ -157,18 +156,25 @@ class Journal:
             for region in regions_in(file):
                 self.add(region)
             sync_data(self._file)
-            os.unlink(os.path.join(self.folder, name))
+            self.folder.unlink(self._path(name))
+
+    def _path(self, name: str) -> str:
+        return os.path.join(self.folder.path, name)
 
     def _opened(self, name: str, more: int = os.O_CREAT) -> int:
         """An open file of the folder, which `close` closes."""
-        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_APPEND
-        path = os.path.join(self.folder, name)
-        self._files.append(os.open(path, flags | more, 0o600))
+        flags = os.O_RDWR | os.O_APPEND | more
+        self._files.append(self.folder.open(self._path(name), flags, 0o600))
         return self._files[-1]
+
+    def _is_at(self, file: int, path: str) -> bool:
+        """Whether the open file is still the one at `path`: its run may have ended meanwhile."""
+        now = self.folder.status(path)
+        return now is not None and os.path.samestat(os.fstat(file), now)
 
     def _names(self) -> list[str]:
         """The journals of single processes."""
-        return sorted(name for name in os.listdir(self.folder) if name.startswith(f"{NAME}-"))
+        return [name for name in self.folder.names() if name.startswith(f"{NAME}-")]
 
     def _header(self) -> dict[str, Any]:
         return {"run": self._identity.document(), "chunk": self.chunk}
@@ -181,9 +187,9 @@ class Journal:
             reason = difference(document["run"], self._identity.document())
             if reason:
                 raise TargetExists(
-                    f"{self.folder} cannot be continued: it was begun with {reason}",
+                    f"{self.folder.path} cannot be continued: it was begun with {reason}",
                     hint="use the same zckpt, source and options as before, or remove it: "
-                    f"{removal(self.folder)}",
+                    f"{removal(self.folder.path)}",
                 )
             if self.is_new:
                 self.is_new, self.chunk = False, document["chunk"]
@@ -219,7 +225,7 @@ class Journal:
     def forget(self) -> None:
         """Empties the journal, before the files that it describes are removed."""
         for name in self._names():
-            os.unlink(os.path.join(self.folder, name))
+            self.folder.unlink(self._path(name))
         os.ftruncate(self._file, 0)
 
     def close(self) -> None:
@@ -271,24 +277,16 @@ def lock(file: int, kind: int = fcntl.LOCK_EX) -> bool:
     return True
 
 
-def is_locked(folder: str) -> bool:
+def is_locked(folder: Folder) -> bool:
     """Whether another run is writing into the folder of an unfinished target."""
     try:
-        file = os.open(os.path.join(folder, NAME), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:
+        file = folder.open(os.path.join(folder.path, NAME), os.O_RDWR)
+    except (OSError, TargetExists):
         return False
     try:
         return not lock(file)
     finally:
         close(file)
-
-
-def is_at(file: int, path: str) -> bool:
-    """Whether the open file is still the one at `path`: its run may have ended meanwhile."""
-    try:
-        return os.path.samestat(os.fstat(file), os.stat(path, follow_symlinks=False))
-    except FileNotFoundError:
-        return False
 
 
 def _lines(file: int) -> Iterator[bytes]:
@@ -302,15 +300,15 @@ def _lines(file: int) -> Iterator[bytes]:
 # -- the run of a complete target
 
 
-def set_mark(path: str, target: str, identity: Identity) -> None:
-    """Notes of which run the directory `path` is, which will be `target`.
+def set_mark(folder: Folder, target: str, identity: Identity) -> None:
+    """Notes of which run a directory is, which will be `target`.
 
     It is an extended attribute, or a hidden file beside the target where a filesystem has none or
     Python cannot set one (macOS).
     """
     text = _text(identity.mark())
     try:
-        os.setxattr(path, MARK, text)
+        os.setxattr(folder.file, MARK, text)
     except (AttributeError, OSError):
         file = _mark_file(target)
         with suppress(FileNotFoundError):

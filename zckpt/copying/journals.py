@@ -16,10 +16,11 @@ from contextlib import suppress
 
 from ..core.checksum import crc32
 from ..core.fileio import sync_data
+from ..core.folder import Folder
 from ..core.sources import close, naming, pread
 from ..errors import TargetExists
 from . import filling
-from .journal import Identity, Journal, Region, in_use, is_at, lock, regions_in
+from .journal import Identity, Journal, Region, in_use, lock, regions_in
 from .targets import JOURNAL as NAME
 
 COMPLETING = 60.0  # seconds that a new part waits for one that completes the target
@@ -32,10 +33,10 @@ class PartJournal(Journal):
     parts cut files into the same regions, however much memory each one has.
     """
 
-    def __init__(self, folder: str, root: str, identity: Identity, chunk: int, part: str) -> None:
+    def __init__(self, folder: Folder, identity: Identity, chunk: int, part: str) -> None:
         self._name = f"{NAME}-{part}"
         power = 1 << chunk.bit_length() - 1 if chunk else 0
-        super().__init__(folder, root, identity, min(power, filling.REGION))
+        super().__init__(folder, identity, min(power, filling.REGION))
 
     def _begin(self) -> None:
         self._whole = self._shared()
@@ -46,7 +47,7 @@ class PartJournal(Journal):
         self._file = self._opened(self._name)
         if not lock(self._file):
             raise TargetExists(
-                f"{self.folder}: another process is writing this part",
+                f"{self.folder.path}: another process is writing this part",
                 hint="start every part once; wait for that process, or end it",
             )
         length = self._read(self._file)
@@ -59,11 +60,11 @@ class PartJournal(Journal):
         end = time.monotonic() + COMPLETING
         while True:
             file = self._opened(NAME)
-            if lock(file, fcntl.LOCK_SH) and is_at(file, self.path):
+            if lock(file, fcntl.LOCK_SH) and self._is_at(file, self.path):
                 return file
             close(self._files.pop())
             if time.monotonic() > end:
-                raise in_use(self.folder)
+                raise in_use(self.folder.path)
             time.sleep(0.1)
 
     def of_all_parts(self) -> list[Region] | None:
@@ -72,7 +73,7 @@ class PartJournal(Journal):
             sync_data(self._file)
         with suppress(OSError):
             fcntl.flock(self._whole, fcntl.LOCK_UN)  # two parts that end now must not wait
-        if not lock(self._whole) or not is_at(self._whole, self.path):
+        if not lock(self._whole) or not self._is_at(self._whole, self.path):
             return None
         files = [self._whole, *(self._opened(name, 0) for name in self._names())]
         return [region for file in files for region in regions_in(file)]
@@ -81,9 +82,9 @@ class PartJournal(Journal):
 class ProcessJournal(Journal):
     """The journal of one process of a run that another process leads; that one has the lock."""
 
-    def __init__(self, folder: str, root: str, identity: Identity, chunk: int, part: str) -> None:
+    def __init__(self, folder: Folder, identity: Identity, chunk: int, part: str) -> None:
         self._name = f"{NAME}-{part}"
-        super().__init__(folder, root, identity, chunk)
+        super().__init__(folder, identity, chunk)
 
     def _begin(self) -> None:
         self._file = self._opened(self._name, os.O_CREAT | os.O_EXCL)
@@ -92,7 +93,7 @@ class ProcessJournal(Journal):
 
     def is_there(self) -> bool:
         """Whether the run that this process works for still goes on in the same folder."""
-        return is_at(self._file, os.path.join(self.folder, self._name))
+        return self._is_at(self._file, self._path(self._name))
 
     def end(self) -> tuple[int, int]:
         """Syncs the journal; gives its length and its CRC-32."""
@@ -102,17 +103,17 @@ class ProcessJournal(Journal):
         return len(data), crc32(data)
 
 
-def regions_of(folder: str, part: str, length: int, crc: int) -> list[Region] | None:
+def regions_of(folder: Folder, part: str, length: int, crc: int) -> list[Region] | None:
     """The regions that another process has noted; None unless its journal has this CRC-32.
 
     A network filesystem may show it later.
     """
     try:
-        file = os.open(os.path.join(folder, f"{NAME}-{part}"), os.O_RDONLY | os.O_CLOEXEC)
+        file = folder.open(os.path.join(folder.path, f"{NAME}-{part}"))
     except FileNotFoundError:
         return None
     try:
-        if crc32(pread(file, length, 0)) != crc:
+        if not 0 <= length <= os.fstat(file).st_size or crc32(pread(file, length, 0)) != crc:
             return None
         return regions_in(file)
     finally:

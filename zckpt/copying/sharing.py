@@ -39,16 +39,15 @@ class Portion:
 class Work:
     """What another process must know to write portions of a target.
 
-    `shells` is the manifest of the target's files. `folder` is the target's `.partial`, `root` the
-    files' directory in it. `chunk` are the bytes to copy at a time. `complete` are the portions
-    that an earlier run has written: names of files, and where they start.
+    `shells` is the manifest of the target's files. `folder` is the path of the target's
+    `.partial`. `chunk` are the bytes to copy at a time. `complete` are the portions that an earlier
+    run has written: names of files, and where they start.
     """
 
     source: Manifest
     shells: Manifest
     from_masters: bool
     folder: str
-    root: str
     identity: Identity
     chunk: int
     complete: frozenset[tuple[str, int]]

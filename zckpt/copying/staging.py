@@ -11,35 +11,38 @@ import os
 import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import chain
 
 from ..core import sources
 from ..core.checksum import crc32
 from ..core.expected import path_inside
 from ..core.fileio import write_all
+from ..core.folder import Folder
 from ..core.layout import Shell
 from ..core.streaming import together
-from ..errors import Interrupted, ProcessLost, removal
+from ..errors import Interrupted, ProcessLost, TargetExists, removal
 from .journal import Identity, Journal, set_mark
 from .journals import PartJournal
 from .sharing import ALONE, Sharing
-from .targets import JOURNAL, refuse_existing, refuse_strange, remove_empty
+from .targets import refuse_existing, refuse_strange, remove_empty
 
 WORTH_KEEPING = 10.0  # seconds of work
 
 
 class Staging:
-    """`with Staging(target) as staging:` write below `staging.path`; the end of the block renames.
+    """`with Staging(target) as staging:` write below `staging.root`; the end of the block renames.
 
     `identity` is of the run, and `chunk` the bytes that it copies at a time. With `resume` it
     continues what an earlier run of the same identity left in `<target>.partial`: `journal.regions`
     are complete. `before_rename` is called before the last check.
     `sharing` says who else writes there. A part of a run never removes what other parts have
     written, and `postpone` leaves the target to another part.
+    `above` is the directory of the target, if that is itself a part of an unfinished target.
     `warnings` are about what failed after the target existed.
     Raises TargetExists if the target or, without `resume`, `<target>.partial` exists already; with
-    `resume` also if another run is writing there, or if the earlier run had another identity.
+    `resume` also if another run is writing there, if the earlier run had another identity, or if
+    something there is not ours.
     Raises Interrupted for a KeyboardInterrupt after some work, which is kept.
     """
 
@@ -51,54 +54,67 @@ class Staging:
         resume: bool = False,
         before_rename: Callable[[], None] | None = None,
         sharing: Sharing = ALONE,
+        above: Folder | None = None,
     ) -> None:
         self.target = os.path.abspath(target)
-        self.folder = f"{self.target}.partial"
-        self.path = os.path.join(self.folder, os.path.basename(self.target))
+        self.partial = f"{self.target}.partial"
+        self.path = os.path.join(self.partial, os.path.basename(self.target))
         self.identity = identity or Identity()
         self.resume = resume
         self.before_rename = before_rename
         self.sharing = sharing
         self.warnings: list[str] = []
+        self._given = above
         self._is_postponed = False
         self._chunk = chunk
         self._started = time.monotonic()
 
     def __enter__(self) -> Staging:
         refuse_existing(self.target, partial=not self.resume)
-        make_folders(os.path.dirname(self.folder))
-        try:
-            self._open()
-        except BaseException:
-            with suppress(OSError):
-                os.rmdir(self.folder)  # if it is empty
-            raise
-        try:
-            self._prepare()
-        except BaseException:
-            if self.journal.is_new:
-                self._remove()
-            self.journal.close()
-            raise
+        with ExitStack() as stack:
+            self._open(stack)
+            try:
+                self._prepare(stack)
+            except BaseException:
+                if self.journal.is_new:
+                    self._remove()
+                raise
+            self._stack = stack.pop_all()
         return self
 
-    def _open(self) -> None:
-        is_new = True
+    def _open(self, stack: ExitStack) -> None:
+        if self._given is None:
+            make_folders(os.path.dirname(self.target))
+            self.above = stack.enter_context(Folder.at(os.path.dirname(self.target)))
+        else:
+            self.above = self._given
+        is_new = False
         try:
-            os.mkdir(self.folder)
-        except FileExistsError:
+            # others must not put anything there; the target in it gets the usual permissions
+            is_new = self.above.make(self.partial, 0o700)
+            self.folder = stack.enter_context(self.above.own(self.partial))
             refuse_strange(self.folder, os.path.basename(self.target))
-            is_new = False
-        try:
+            self.folder.refuse_foreign()
             self.journal = self._journal()
+            stack.callback(self.journal.close)
         except BaseException:
-            if is_new and not self.sharing.part:
-                with suppress(OSError):
-                    os.unlink(os.path.join(self.folder, JOURNAL))
+            self._discard(is_new)
             raise
 
+    def _discard(self, is_new: bool) -> None:
+        """Removes a folder without files: a new one with its journal, or else an empty one.
+
+        An interrupt may come before it is known to be new, and other parts may have journals there.
+        """
+        with suppress(OSError, TargetExists):
+            if is_new and not self.sharing.part:
+                with self.above.inner(self.partial) as folder:
+                    remove_empty(folder, self.above)
+            else:
+                self.above.rmdir(self.partial)
+
     def _journal(self) -> Journal:
-        about = self.folder, self.path, self.identity, self._chunk
+        about = self.folder, self.identity, self._chunk
         if not self.sharing.part:
             return Journal(*about)
         journal = PartJournal(*about, self.sharing.part)
@@ -106,26 +122,26 @@ class Staging:
             refuse_existing(self.target, partial=False)  # another part may have completed it
         except BaseException:
             with suppress(OSError):
-                remove_empty(self.folder)
+                remove_empty(self.folder, self.above)
             journal.close()
             raise
         return journal
 
-    def _prepare(self) -> None:
+    def _prepare(self, stack: ExitStack) -> None:
         """Removes what an earlier run left without a journal; forgets regions of lost files.
 
         After a power loss the folder has a journal, or nothing else.
         """
-        _sync(self.folder)
+        self.folder.sync(self.partial)
+        if self.journal.is_new and not self.sharing.part:
+            self.folder.remove(self.path)
+        self.folder.make(self.path)
+        self.root = stack.enter_context(self.folder.inner(self.path))
         if self.sharing.part:
-            os.makedirs(self.path, exist_ok=True)
             return
-        if self.journal.is_new and os.path.lexists(self.path):
-            _remove_folder(self.path)
-        os.makedirs(self.path, exist_ok=True)
         for name, regions in list(self.journal.regions.items()):
-            path = os.path.join(self.path, name)
-            size = os.path.getsize(path) if os.path.lexists(path) else 0
+            now = self.root.status(os.path.join(self.path, name))
+            size = now.st_size if now else 0
             if any(region.stop > size for region in regions):
                 self.journal.begin_again(name)
 
@@ -138,45 +154,32 @@ class Staging:
     def lay(self, shells: Iterable[Shell], mode: int = 0o666) -> None:
         """Writes shells, as files of this mode under the umask; their holes take no space yet."""
         for shell in shells:
-            path = self._inside(shell.name)
-            with self._created(path, mode) as file:
+            with self._created(shell.name, mode) as file:
                 os.ftruncate(file, shell.size)
                 for offset, data in shell.parts:
                     write_all(file, memoryview(data), offset)
         if not self.sharing.is_alone:  # no process must find a file lost that has its regions
-            for entry in sources.walk(self.path):
-                if entry.is_dir(follow_symlinks=False):
-                    _sync(entry.path)
-            _sync(self.path)
+            for path, now in self.root.walk():
+                if stat.S_ISDIR(now.st_mode):
+                    self.root.sync(path)
+            self.root.sync(self.path)
 
     def postpone(self) -> None:
         """The end of the block leaves everything as it is: another process completes the target."""
         self._is_postponed = True
 
     @contextmanager
-    def _created(self, path: str, mode: int) -> Iterator[int]:
+    def _created(self, name: str, mode: int) -> Iterator[int]:
         """A new file; of a run that is continued, the file that is there. OSErrors name it."""
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        if not self.resume:
-            flags |= os.O_EXCL
-        with sources.naming(path):
-            file = os.open(path, flags, mode)
-            try:
-                yield file
-            finally:
-                os.close(file)
-
-    def _inside(self, name: str) -> str:
-        """The path of a new file, whose folder is created; raises if the name leads outside."""
         path = os.path.normpath(path_inside(self.path, name, "the source"))
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        return path
+        flags = os.O_RDWR | os.O_CREAT | (0 if self.resume else os.O_EXCL)
+        with self.root.opened(path, flags, mode) as file:
+            yield file
 
     def copy(self, source: str, name: str) -> tuple[int, int]:
         """Copies a whole file with its mode to `name`; gives its size and CRC-32."""
-        path = self._inside(name)
         size = crc = 0
-        with sources.opened(source) as read, self._created(path, 0o600) as write:
+        with sources.opened(source) as read, self._created(name, 0o600) as write:
             os.ftruncate(write, 0)
             os.fchmod(write, stat.S_IMODE(os.fstat(read.fileno()).st_mode) & 0o777)
             while data := read.read(1 << 20):
@@ -197,13 +200,13 @@ class Staging:
             elif not issubclass(kind, ProcessLost):
                 self._remove()
         finally:
-            self.journal.close()
+            self._stack.close()
 
     def _complete(self) -> None:
         try:
-            together([entry.path for entry in sources.walk(self.path)], _sync)
-            set_mark(self.path, self.target, self.identity)
-            _sync(self.path)
+            together([path for path, _ in self.root.walk()], self.root.sync)
+            set_mark(self.root, self.target, self.identity)
+            self.root.sync(self.path)
             if self.before_rename:
                 self.before_rename()
             refuse_existing(self.target, partial=False)
@@ -219,29 +222,30 @@ class Staging:
         self._leave()
 
     def _rename(self) -> None:
-        own = os.stat(self.path)
+        own = self.root.itself()
+        self.root.close()  # some network filesystems rename no directory that is open
         try:
-            os.rename(self.path, self.target)
+            self.folder.move(self.path, self.above, self.target)
         except OSError:  # a network filesystem may have done it, and lost the answer
-            now = sources.status(self.target)
+            now = self.above.status(self.target)
             if now is None or not os.path.samestat(own, now):
                 raise
 
     def _leave(self) -> None:
         """Syncs the rename and removes the journal; the target exists, whatever fails."""
         try:
-            _sync(os.path.dirname(self.target))
+            self.above.sync(self.above.path)
         except OSError as error:
             self.warnings.append(
                 f"{self.target} is complete, but a power loss may still undo its rename: "
                 f"{error.strerror} while its folder was synced; run `sync`"
             )
         try:
-            remove_empty(self.folder)
+            remove_empty(self.folder, self.above)
         except OSError as error:
             self.warnings.append(
-                f"{self.target} is complete, but {self.folder} could not be removed "
-                f"({error.strerror}): {removal(self.folder)}"
+                f"{self.target} is complete, but {self.partial} could not be removed "
+                f"({error.strerror}): {removal(self.partial)}"
             )
 
     def _is_worth_keeping(self) -> bool:
@@ -256,9 +260,22 @@ class Staging:
             return
         with suppress(OSError):
             self.journal.forget()
-        _remove_folder(self.path, ignore_errors=True)
-        with suppress(OSError):
-            remove_empty(self.folder)
+        with suppress(OSError, TargetExists):
+            self.folder.remove(self.path)
+            remove_empty(self.folder, self.above)
+
+
+@contextmanager
+def joined(target: str) -> Iterator[tuple[Folder, Folder]]:
+    """The `.partial` of a target that another process has begun, and the directory of its files."""
+    target = os.path.abspath(target)
+    path = f"{target}.partial"
+    with (
+        Folder.at(os.path.dirname(path)) as above,
+        above.own(path) as folder,
+        folder.inner(os.path.join(path, os.path.basename(target))) as root,
+    ):
+        yield folder, root
 
 
 def save(path: str, data: bytes) -> None:
@@ -288,12 +305,6 @@ def make_folders(path: str) -> None:
         with suppress(FileExistsError):
             os.mkdir(folder)
         _sync(os.path.dirname(folder))
-
-
-def _remove_folder(path: str, ignore_errors: bool = False) -> None:
-    import shutil  # with all its archives it takes 2 ms, and few runs remove anything
-
-    shutil.rmtree(path, ignore_errors)
 
 
 def _sync(path: str) -> None:

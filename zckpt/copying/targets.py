@@ -8,6 +8,7 @@ from contextlib import suppress
 
 from ..core import sources
 from ..core.annotations import TYPE_CHECKING
+from ..core.folder import PROBE, Folder
 from ..errors import IncompleteCheckpoint, NotEnoughSpace, TargetExists, WrongOption, removal
 
 if TYPE_CHECKING:  # reading a checkpoint needs no journal
@@ -22,21 +23,31 @@ def refuse_existing(target: str, partial: bool = True) -> None:
     from .journal import is_locked
 
     target = os.path.abspath(target)
-    folder = f"{target}.partial"
+    path = f"{target}.partial"
     if is_taken(target):
         raise TargetExists(f"{target} exists", hint="choose another name, or remove it first")
-    if not partial or not os.path.lexists(folder):
+    if not partial or not os.path.lexists(path):
         return
-    if is_locked(folder):
+    try:
+        with Folder.at(os.path.dirname(path)) as above:
+            folder = above.inner(path)
+    except (NotADirectoryError, TargetExists):
+        raise _strange(path) from None
+    except PermissionError:
         raise TargetExists(
-            f"{folder} exists: another run is writing there now",
-            hint="wait for that run, or choose another target",
-        )
-    if not os.path.lexists(os.path.join(folder, JOURNAL)):
-        refuse_strange(folder, os.path.basename(target))
+            f"{path} exists: another user has begun a target there", hint="choose another target"
+        ) from None
+    with folder:
+        if is_locked(folder):
+            raise TargetExists(
+                f"{path} exists: another run is writing there now",
+                hint="wait for that run, or choose another target",
+            )
+        if JOURNAL not in folder.names():
+            refuse_strange(folder, os.path.basename(target))
     raise TargetExists(
-        f"{folder} exists: a run was stopped there",
-        hint=f"add --resume to continue it, or remove it: {removal(folder)}",
+        f"{path} exists: a run was stopped there",
+        hint=f"add --resume to continue it, or remove it: {removal(path)}",
     )
 
 
@@ -58,10 +69,15 @@ def is_complete(target: str, identity: Identity) -> bool:
     for name in identity.files:
         if not os.path.isfile(os.path.join(target, name)):
             raise of_another_run(target, f"but {name} is missing there")
-    folder = f"{target}.partial"  # of a run that was stopped after the rename
-    if os.path.lexists(folder) and not is_locked(folder):
-        with suppress(OSError):
-            remove_empty(folder)
+    path = f"{target}.partial"  # of a run that was stopped after the rename
+    if os.path.lexists(path):
+        with (
+            suppress(OSError, TargetExists),
+            Folder.at(os.path.dirname(path)) as above,
+            above.own(path) as folder,
+        ):
+            if not is_locked(folder):
+                remove_empty(folder, above)
     return True
 
 
@@ -71,36 +87,39 @@ def of_another_run(target: str, reason: str) -> TargetExists:
     return TargetExists(f"{target} exists, {reason}", hint)
 
 
-def remove_empty(folder: str) -> None:
-    """Removes the folder of a target that has been renamed, and its journals.
+def remove_empty(folder: Folder, above: Folder) -> None:
+    """Removes the folder of a target that has been renamed, and its journals; `above` has it.
 
     Raises OSError, with everything still there if the folder has more than journals.
     """
-    contents = set(os.listdir(folder))
-    if others := {name for name in contents if not is_journal(name)}:
-        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), os.path.join(folder, *others))
-    for name in sorted(contents, reverse=True):  # `journal` is the last one: it has the lock
+    contents = folder.names()
+    if others := [name for name in contents if not is_journal(name)]:
+        path = os.path.join(folder.path, others[0])
+        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), path)
+    for name in reversed(contents):  # `journal` is the last one: it has the lock
         with suppress(FileNotFoundError):
-            os.unlink(os.path.join(folder, name))
-    os.rmdir(folder)
+            folder.unlink(os.path.join(folder.path, name))
+    above.rmdir(folder.path)
 
 
 def is_journal(name: str) -> bool:
-    """Whether a file of this name is the journal of a run, or of one of its processes."""
-    return name == JOURNAL or name.startswith(f"{JOURNAL}-")
+    """Whether a file of this name is the journal of a run or of one process, or will be removed."""
+    return name == JOURNAL or name.startswith((f"{JOURNAL}-", PROBE))
 
 
-def refuse_strange(folder: str, name: str) -> None:
-    """Raises TargetExists if no run of zckpt can have left this folder."""
-    if os.path.islink(folder) or not os.path.isdir(folder):
-        contents = {""}
-    else:
-        contents = {item for item in os.listdir(folder) if not item.startswith(f"{JOURNAL}-")}
-    if contents - {JOURNAL, name} or (contents and JOURNAL not in contents):
-        raise TargetExists(
-            f"{folder} exists, and cannot be continued: it has no journal of zckpt",
-            hint=f"if you do not need it, remove it: {removal(folder)}",
-        )
+def refuse_strange(folder: Folder, name: str) -> None:
+    """Raises TargetExists if no run of zckpt for a target `name` can have left this folder."""
+    contents = folder.names()
+    others = {item for item in contents if not is_journal(item)}
+    if others - {name} or (others and JOURNAL not in contents):
+        raise _strange(folder.path)
+
+
+def _strange(path: str) -> TargetExists:
+    return TargetExists(
+        f"{path} exists, and cannot be continued: it has no journal of zckpt",
+        hint=f"if you do not need it, remove it: {removal(path)}",
+    )
 
 
 def refuse_unfinished(path: str) -> None:
@@ -166,7 +185,10 @@ def need_space(target: str, size: int, resume: bool = False) -> None:
 
 def allocated(folder: str) -> int:
     """The bytes that the files of a folder take on the disk; 0 if there is no folder."""
-    if not os.path.lexists(folder):
+    if os.path.islink(folder) or not os.path.isdir(folder):
         return 0
-    entries = sources.walk(folder)
+    try:
+        entries = [*sources.walk(folder)]
+    except PermissionError:  # of another user: `Staging` refuses it
+        return 0
     return sum(entry.stat(follow_symlinks=False).st_blocks * 512 for entry in entries)

@@ -17,11 +17,14 @@ What a checkpoint is:
 
 How a source is read:
     sources.py        opens, lists and watches its files
+    times.py          files whose times are not those of their save
     siblings.py       the files beside it that are copied along
     filenames.py      numbers in the names of files
     expected.py       how a missing file or rank is reported
+    saved_names.py    whose a file is, by the name under which it was saved
     fileio.py         reads and writes of files
     pieces.py         elements from files into a buffer
+    duplicates.py     whether one file is a copy of another one
     records.py        do bytes have the CRC-32 that their file states? hashing.py, checksum.py
     streaming.py      one pass over tensors, with the threads and memory of resources.py
     turns.py          which of these threads may compute now
@@ -33,10 +36,12 @@ How a source is read:
 What a target gets from a source:
     plan.py           the join of two manifests
     layout.py         the files of a target before any tensor is copied
+    folder.py         the directory that they are written to, which others may have prepared
 
 How two checkpoints are compared:
     compare.py        finds what differs, difference.py by how much
-    rounding.py       whether weights are what their masters are rounded to
+    masters.py        do the masters of one checkpoint round to its weights?
+    rounding.py       whether few numbers are what others are rounded to
     partition.py      how an engine cuts tensors, in the words of gather.py files
     buckets.py        which blocks of such tensors one all-gather brings back
 

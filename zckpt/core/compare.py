@@ -38,6 +38,11 @@ class Result:
     digests: tuple[int | None, int | None]
     difference: Difference | None
 
+    @property
+    def differs(self) -> bool:
+        """Whether an element differs that was compared."""
+        return self.difference is not None and self.difference.count > 0
+
 
 @mutable
 class ComparisonOutcome:

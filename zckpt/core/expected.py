@@ -6,13 +6,6 @@ import os
 from collections.abc import Sequence
 
 from ..errors import CorruptCheckpoint, IncompleteCheckpoint, InconsistentCheckpoint, brief, listed
-from .annotations import TYPE_CHECKING
-from .regex import Regex
-
-if TYPE_CHECKING:
-    import re
-
-RANK = Regex(r"(?<=rank)_?\d+")
 
 
 def path_inside(folder: str, name: str, stated_by: str) -> str:
@@ -46,25 +39,17 @@ def missing_ranks(
     )
 
 
-def refuse_other_rank(path: str, saved_as: str | None, rank: re.Pattern[str] = RANK) -> None:
-    """Raises InconsistentCheckpoint if the file of one rank has the name of another rank's.
+def refuse_other_writers(where: str, writers: Sequence[object]) -> None:
+    """Raises InconsistentCheckpoint if files of model ranks were not written in their order.
 
-    torch.save gives the folder in its zip the file's name without the ending (torch 1.6 to 2.13).
-    So a file that was renamed still says whose it was. A name of another form says nothing: some
-    programs save into a buffer, and torch calls that `archive`. `rank` finds ranks in a name, of
-    which the first one counts.
+    Megatron's programs save the global rank of each writer in the arguments. It grows with the
+    place in the grid. Programs that convert files state one for all. `writers` are these ranks in
+    the order of the names, of which some may be None.
     """
-    name, ending = os.path.splitext(os.path.basename(path))
-    if saved_as is None or saved_as == name or rank.sub("", saved_as) != rank.sub("", name):
-        return
-    if _first(rank, name) != _first(rank, saved_as):
+    known = [writer for writer in writers if isinstance(writer, int)]
+    if len(set(known)) == len(writers) and known != sorted(known):
         raise InconsistentCheckpoint(
-            f"{path} was saved as {saved_as}{ending}: files of two ranks are swapped, or one was "
-            "renamed or copied",
-            hint=f"give the file its own name again ({saved_as}{ending}), or copy all files again",
+            f"{where}: the files of model ranks are swapped: by their arguments, rank "
+            f"{listed(known)} wrote them, in the order of their names",
+            hint="copy all files again; the names must have the order of the ranks",
         )
-
-
-def _first(rank: re.Pattern[str], name: str) -> int | None:
-    match = rank.search(name)
-    return int(match[0].lstrip("_")) if match else None

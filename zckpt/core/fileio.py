@@ -22,6 +22,7 @@ from types import TracebackType
 
 from ..errors import CorruptCheckpoint
 from .checksum import crc32
+from .folder import Folder
 from .fragments import ZEROS, Extent
 from .sources import Fingerprints, close, named, naming, open_file
 
@@ -86,11 +87,14 @@ class Reader:
 
         An OSError names the file.
         """
+        if extent.file == ZEROS:
+            into[: extent.length] = bytes(extent.length)
+        else:
+            self.read_from(self._file(extent.file), extent, into)
+
+    def read_from(self, file: int, extent: Extent, into: memoryview) -> None:
+        """As `read`, from a descriptor of the extent's file."""
         path, length, done = extent.file, extent.length, 0
-        if path == ZEROS:
-            into[:length] = bytes(length)
-            return
-        file = self._file(path)
         while done < length:
             part = into[done:length] if done or len(into) > length else into
             try:
@@ -164,18 +168,19 @@ def is_small(size: int) -> bool:
 
 
 class Writer:
-    """Writes at given offsets into one existing file of `size` bytes.
+    """Writes at given offsets into one existing file of `size` bytes, which is below `folder`.
 
     `mode` is direct (raises OSError if the filesystem refuses), buffered, or auto: then each write
     says which, and is buffered if the file is small or the filesystem refuses direct ones. Offsets
     of `write` are multiples of 4096. So are lengths, except that of the last write of the file.
     """
 
-    def __init__(self, path: str, size: int, mode: str = "auto") -> None:
+    def __init__(self, folder: Folder, path: str, size: int, mode: str = "auto") -> None:
+        self.folder = folder
         self.path = path
         self.size = size
         self.mode = mode
-        self._buffered = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        self.file = folder.open(path, os.O_RDWR)  # for buffered writes
         self._direct = -1
         self._is_open = True
         self._in_turn = Lock()  # several buffered writes into one file would wait by spinning
@@ -186,7 +191,7 @@ class Writer:
             self._refused = self._direct < 0
             if not is_small(size):
                 with naming(path):
-                    _allocate(self._buffered, size)
+                    _allocate(self.file, size)
         except OSError:
             self._close()
             raise
@@ -195,7 +200,7 @@ class Writer:
         try:
             if not hasattr(os, "O_DIRECT"):
                 raise OSError(errno.ENOTSUP, "this system has no direct writes", self.path)
-            return os.open(self.path, os.O_WRONLY | os.O_CLOEXEC | os.O_DIRECT)
+            return self.folder.open(self.path, os.O_WRONLY | os.O_DIRECT)
         except OSError as error:
             if self.mode == "direct" or error.errno not in REFUSALS:
                 raise
@@ -219,16 +224,16 @@ class Writer:
                         raise
                     self._refused = True
             with self._in_turn:
-                write_all(self._buffered, buffer[:length], offset, BUFFERED_WRITE)
+                write_all(self.file, buffer[:length], offset, BUFFERED_WRITE)
             # starts writing what is dirty (and drops what is clean already)
             if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(self._buffered, offset, length, os.POSIX_FADV_DONTNEED)
+                os.posix_fadvise(self.file, offset, length, os.POSIX_FADV_DONTNEED)
 
     def sync(self) -> None:
         """Returns when all bytes that were written are on the disk; a closed file's are."""
         with self._closing, naming(self.path):
             if self._is_open:
-                sync_data(self._buffered)
+                sync_data(self.file)
 
     def __enter__(self) -> Writer:
         return self
@@ -240,16 +245,16 @@ class Writer:
             if kind is None:
                 with naming(self.path):
                     # a direct write rounds the end up; truncating costs as much as writing 1 MB
-                    if os.fstat(self._buffered).st_size != self.size:
-                        os.ftruncate(self._buffered, self.size)
-                    os.fsync(self._buffered)
+                    if os.fstat(self.file).st_size != self.size:
+                        os.ftruncate(self.file, self.size)
+                    os.fsync(self.file)
         finally:
             self._close()
 
     def _close(self) -> None:
         with self._closing, naming(self.path):
             self._is_open = False
-            os.close(self._buffered)
+            os.close(self.file)
             if self._direct >= 0:
                 os.close(self._direct)
 

@@ -30,6 +30,14 @@ class Names:
         return self.numbers(name) is not None
 
 
+def counted(name: str, ending: str) -> tuple[str, int] | None:
+    """What is before `_7` and this ending, and the number; None for a name of another form."""
+    stem, _, number = name.removesuffix(ending).rpartition("_")
+    if not (name.endswith(ending) and stem and number) or number.strip(DIGITS):
+        return None
+    return (stem, int(number)) if number == "0" or number[0] != "0" else None
+
+
 def _numbers(rest: str, texts: Iterable[str]) -> tuple[int, ...] | None:
     """The numbers of a name that goes on with a number before each of these texts."""
     numbers = []

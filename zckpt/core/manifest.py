@@ -240,12 +240,18 @@ class Manifest:
     """Bytes whose checksum a file states."""
     replicas: tuple[Entry, ...] = ()
     """Further copies of entries in the same files. Writers fill them too."""
+    sibling_weights: tuple[Entry, ...] = ()
+    """Weights in siblings, which a target gets as they are: masters are compared with them."""
+    weights_differ: bool = False
+    """Whether the engine changes weights without their masters: these need not round to them."""
     files: tuple[str, ...] = ()
     siblings: tuple[Sibling, ...] = ()
     left_out: tuple[str, ...] = ()
     """Lines about what has no meaning outside the source."""
     warnings: tuple[str, ...] = ()
     """Sentences for the user."""
+    notes: tuple[str, ...] = ()
+    """Sentences on what these files cannot show by themselves, for a `verify` without another."""
     inferred: tuple[str, ...] = ()
     """The parameters whose names no file states. Each got its name by its position."""
     states_inferred: bool = True

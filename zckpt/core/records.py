@@ -122,7 +122,7 @@ class RecordChecker:
             raise CorruptCheckpoint(
                 f"{extent.file} is damaged: the {extent.length} bytes at {extent.offset} do not "
                 "have the CRC-32 that the file states",
-                hint="take another copy of this file; nothing was written",
+                hint="take another copy of this file",
             )
 
     def parts(self) -> Iterator[PassedRecord]:

@@ -13,6 +13,7 @@ from .terminal import brief, checked, safe, size, table, unchecked, warn
 
 def verified(report: dict[str, Any], quiet: bool) -> None:
     """The report of `verify`."""
+    warn(report.get("warnings", ()), quiet)
     findings = [*_findings(report), *_count(report)]
     path, other = safe(report["path"]), report["against"]
     if not quiet or findings:

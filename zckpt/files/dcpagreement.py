@@ -7,7 +7,6 @@ turn a moment of the optimizer into a value that nobody asks for.
 
 from __future__ import annotations
 
-from itertools import chain
 from typing import TYPE_CHECKING
 
 from ..errors import CorruptCheckpoint, InconsistentCheckpoint, listed
@@ -78,7 +77,7 @@ def _need_separate(table: ItemTable, name: str) -> None:
     All of these state where the file begins (torch 2.13, filesystem.py).
     """
     by_file: dict[str, list[ItemLocation]] = {}
-    for location in chain(table.locations.values(), table.copies):
+    for location in table.every_location():
         by_file.setdefault(location.file, []).append(location)
     for file, locations in by_file.items():
         locations.sort(key=lambda location: location.offset)

@@ -16,14 +16,15 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import chain
 from math import prod
 from typing import Any
 
 from ..core import sources
 from ..core.expected import missing_ranks, path_inside
 from ..core.inert import Foreign, Global
-from ..core.values import replace, valueclass
+from ..core.values import field, replace, valueclass
 from ..errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,
@@ -113,11 +114,14 @@ class ItemTable:
     locations: dict[ItemKey, ItemLocation]
     others: dict[str, Any]
     paths: dict[str, KeyPath]
-    copies: tuple[ItemLocation, ...] = ()
+    copies: dict[ItemKey, list[ItemLocation]] = field(default_factory=dict)
 
     @property
     def unsaved(self) -> list[str]:
         return [key for key in self.paths if key not in self.items]
+
+    def every_location(self) -> Iterator[ItemLocation]:
+        return chain(self.locations.values(), *self.copies.values())
 
     def location(self, key: str, box: ItemBox | None = None) -> ItemLocation:
         """Where a value or one box of a tensor lies; raises IncompleteCheckpoint."""
@@ -208,13 +212,13 @@ def _combined(tables: list[ItemTable]) -> ItemTable:
     """The tables of all ranks as one. Ranks may repeat whole tensors: each box counts once."""
     first = tables[0]
     items, locations = dict(first.items), dict(first.locations)
-    copies: list[ItemLocation] = []
+    copies: dict[ItemKey, list[ItemLocation]] = {}
     paths = {**first.paths}
     known = {(key, box.offsets) for key, item in items.items() for box in _boxes(item)}
     for table in tables[1:]:
         for place, location in table.locations.items():
             if locations.setdefault(place, location) is not location:
-                copies.append(location)
+                copies.setdefault(place, []).append(location)
         for key, item in table.items.items():
             if key not in items:
                 items[key] = item
@@ -225,7 +229,7 @@ def _combined(tables: list[ItemTable]) -> ItemTable:
                     items[key] = _with_box(items[key], box)
                     known.add((key, box.offsets))
         paths = {**table.paths, **paths}
-    return replace(first, items=items, locations=locations, paths=paths, copies=tuple(copies))
+    return replace(first, items=items, locations=locations, paths=paths, copies=copies)
 
 
 def _boxes(item: TensorItem | None) -> tuple[ItemBox, ...]:

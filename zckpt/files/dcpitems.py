@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import chain
 from resource import RLIMIT_NOFILE, getrlimit
 from weakref import finalize
 
@@ -80,10 +79,12 @@ class ItemFiles:
             for entry in entries:
                 if entry.name.endswith(ITEMS):
                     locations[entry.path] = []
-        for location in chain(table.locations.values(), table.copies):
+        for location in table.every_location():
             locations.setdefault(location.file, []).append(location)
         unused = []
         for file in sorted(locations):
+            for location in locations[file]:
+                self._require(location, 0)  # also if nothing was read of it
             size, reached = sources.size(file), 0
             for location in sorted(locations[file], key=lambda location: location.offset):
                 start = location.offset

@@ -5,10 +5,14 @@ An item file is a sequence of aligned items. `.metadata` is the object that torc
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 from ..core.fileio import align
+from ..core.folder import Folder
 from ..core.fragments import Extent
 from ..core.inert import Foreign, Global, Size
 from ..core.layout import Shell
@@ -65,14 +69,17 @@ def item_file(name: str, items: Sequence[ItemShell]) -> tuple[Shell, list[SavedI
     return Shell(name, size, tuple(parts)), saved
 
 
-def seal_items(folder: str, crcs: Mapping[str, Mapping[int, int]]) -> None:
-    """Writes the CRC-32 of every record into the zip directory of its item.
+def seal_items(root: Folder, folder: str, crcs: Mapping[str, Mapping[int, int]]) -> None:
+    """Writes the CRC-32 of every record into the zip directory of its item; `root` has `folder`.
 
     `crcs` go by the path of a file, then by the offset of the record's data.
     """
-    for location in read_table(folder).locations.values():
-        item = Extent(location.file, location.offset, location.length)
-        state_checksums(item, crcs.get(item.file, {}))
+    locations = sorted(read_table(folder).locations.values(), key=attrgetter("file"))
+    for path, items in groupby(locations, key=attrgetter("file")):
+        with root.opened(path, os.O_RDWR) as file:
+            for item in items:
+                within = Extent(path, item.offset, item.length)
+                state_checksums(file, within, crcs.get(path, {}))
 
 
 def crcs_of(outcome: Any) -> dict[str, dict[int, int]]:

@@ -13,19 +13,20 @@ from __future__ import annotations
 import os
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
 from ..core.checksum import crc_of_zeros
 from ..core.dtypes import SIZES, STORAGES, TORCH_NAMES, encode
 from ..core.fileio import write_all
+from ..core.folder import Folder
 from ..core.fragments import Extent
 from ..core.inert import Foreign, Global, Scalar, TensorName, map_values
 from ..core.layout import Shell
 from ..core.manifest import Entry, Manifest
-from ..core.sources import naming
 from ..core.streaming import together
+from ..core.values import valueclass
 from .pickling import Persistent, dumps
 from .torchfile import Storage, Tensor
 from .zipdirectory import read_directory
@@ -68,20 +69,46 @@ def thawed(value: Any, entries: Mapping[str, Entry], storages: Storages) -> Any:
 
 def shell(name: str, value: Any, storages: Storages) -> Shell:
     """The file `name` with `value`, whose tensors are in `storages`."""
-    folder = os.path.basename(name).removesuffix(".pt")
-    members: list[tuple[str, int, bytes | None]] = []
+    return Contents(value, storages).shell(name)
 
-    def known(inside: str, data: bytes) -> None:
-        members.append((f"{folder}/{inside}", len(data), data))
 
-    known("data.pkl", dumps(value, _special))
-    known(".format_version", b"1")
-    known(".storage_alignment", str(ALIGNMENT).encode())
-    known("byteorder", b"little")
-    for key, length in storages.lengths.items():
-        members.append((f"{folder}/data/{key}", length, storages.known.get(key)))
-    known("version", b"3\n")
-    return _zip(name, members)
+class Contents:
+    """What one file contains, or several that differ in their names and tensors alone.
+
+    torch.save gives the folder in a zip the name of the file, which says whose it is. Under names
+    of one length everything keeps its place: the zip is laid out once for all of them.
+    """
+
+    def __init__(self, value: Any, storages: Storages) -> None:
+        self._members: list[Member] = [
+            _known("data.pkl", dumps(value, _special)),
+            _known(".format_version", b"1"),
+            _known(".storage_alignment", str(ALIGNMENT).encode()),
+            _known("byteorder", b"little"),
+            *(
+                (f"data/{key}", length, storages.known.get(key))
+                for key, length in storages.lengths.items()
+            ),
+            _known("version", b"3\n"),
+        ]
+        self._zips: dict[int, _Zip] = {}
+
+    def shell(self, name: str) -> Shell:
+        """The file `name` with these contents."""
+        folder = os.path.basename(name).removesuffix(".pt").encode()
+        if len(folder) not in self._zips:
+            self._zips[len(folder)] = _zip(len(folder), self._members)
+        laid_out = self._zips[len(folder)]
+        parts = ((start, folder.join(pieces)) for start, pieces in laid_out.parts)
+        return Shell(name, laid_out.size, tuple(parts))
+
+
+Member = tuple[str, int, bytes | None]
+"""A member's name in the folder, its length, and its bytes if they are known."""
+
+
+def _known(inside: str, data: bytes) -> Member:
+    return inside, len(data), data
 
 
 def _special(value: Any) -> Any:
@@ -110,68 +137,87 @@ def _storage(tensor: Tensor) -> Persistent:
 # -- the zip
 
 
-def _zip(name: str, members: list[tuple[str, int, bytes | None]]) -> Shell:
-    """STORED members at aligned offsets, then the directory in zip64 form, as torch writes it."""
-    parts: list[tuple[int, bytearray]] = []
-    directory = bytearray()
-    header = 0
+@valueclass
+class _Zip:
+    """A zip of `size` bytes: `parts` are its bytes between the holes, by offset.
+
+    The name of the folder belongs between the pieces of each part.
+    """
+
+    size: int
+    parts: list[tuple[int, list[bytes]]]
+
+
+def _zip(folder: int, members: Sequence[Member]) -> _Zip:
+    """STORED members at aligned offsets, then the directory in zip64 form, as torch writes it.
+
+    `folder` is the length of the folder's name.
+    """
+    parts: list[tuple[int, list[bytearray]]] = [(0, [bytearray()])]
+    directory = [bytearray()]
+    header = stop = 0
     for member, length, data in members:
         crc = zlib.crc32(data) if data is not None else 0
-        inside = member.encode()
+        inside = f"/{member}".encode()
         wide = struct.pack("<HHQQ", 1, 16, length, length) if length >= 0xFFFFFFFF else b""
-        size = min(length, 0xFFFFFFFF)
-        start = header + 30 + len(inside) + len(wide) + 4
+        size, name = min(length, 0xFFFFFFFF), folder + len(inside)
+        start = header + 30 + name + len(wide) + 4
         padding = -start % ALIGNMENT
         extra = wide + struct.pack("<HH", 0x4246, padding) + b"Z" * padding  # "FB", as torch pads
         head = struct.pack(
             "<IHHHHHIIIHH",
-            *(0x04034B50, 20, 0x800, 0, 0, 0x21, crc, size, size, len(inside), len(extra)),
+            *(0x04034B50, 20, 0x800, 0, 0, 0x21, crc, size, size, name, len(extra)),
         )
-        _append(parts, header, head + inside + extra + (data or b""))
-        directory += _entry(inside, crc, length, header)
-        header = start + padding + length
-    begin = header  # of the directory
-    end = struct.pack(
-        "<IQHHIIQQQQ", 0x06064B50, 44, 45, 45, 0, 0, *(2 * [len(members)]), len(directory), begin
-    )
-    locator = struct.pack("<IIQI", 0x07064B50, 0, begin + len(directory), 1)
+        _add(_part(parts, header, stop), head, inside + extra + (data or b""))
+        _add(directory, *_entry(inside, name, crc, length, header))
+        header, stop = start + padding + length, start + padding + len(data or b"")
+    begin, count = header, len(members)
+    entries = sum(map(len, directory)) + count * folder
+    end = struct.pack("<IQHHIIQQQQ", 0x06064B50, 44, 45, 45, 0, 0, *(2 * [count]), entries, begin)
+    locator = struct.pack("<IIQI", 0x07064B50, 0, begin + entries, 1)
     last = struct.pack(
         "<IHHHHIIH",
-        *(0x06054B50, 0, 0, *(2 * [min(len(members), 0xFFFF)])),
-        *(len(directory), min(begin, 0xFFFFFFFF), 0),
+        *(0x06054B50, 0, 0, *(2 * [min(count, 0xFFFF)]), entries, min(begin, 0xFFFFFFFF), 0),
     )
-    tail = directory + end + locator + last
-    _append(parts, begin, tail)
-    return Shell(name, begin + len(tail), tuple((start, bytes(part)) for start, part in parts))
+    tail = end + locator + last
+    _add(_part(parts, begin, stop), *directory)
+    parts[-1][1][-1] += tail
+    parts_as_bytes = [(start, [*map(bytes, pieces)]) for start, pieces in parts]
+    return _Zip(begin + entries + len(tail), parts_as_bytes)
 
 
-def _append(parts: list[tuple[int, bytearray]], offset: int, data: bytes | bytearray) -> None:
-    """Adds bytes to a shell; they are one write with those before them if there is no hole."""
-    if parts and parts[-1][0] + len(parts[-1][1]) == offset:
-        parts[-1][1].extend(data)
-    else:
-        parts.append((offset, bytearray(data)))
+def _part(parts: list[tuple[int, list[bytearray]]], offset: int, stop: int) -> list[bytearray]:
+    """The part that goes on at `offset`: the last one, unless there is a hole after its `stop`."""
+    if stop < offset:
+        parts.append((offset, [bytearray()]))
+    return parts[-1][1]
 
 
-def _entry(name: bytes, crc: int, length: int, offset: int) -> bytes:
-    """One entry of the directory; values beyond 32 bits go to its zip64 field."""
+def _add(pieces: list[bytearray], *added: bytes | bytearray) -> None:
+    """Adds pieces, between which the name of the folder stands, to those that are there."""
+    pieces[-1] += added[0]
+    pieces += map(bytearray, added[1:])
+
+
+def _entry(inside: bytes, name: int, crc: int, length: int, offset: int) -> tuple[bytes, bytes]:
+    """One entry of the directory, before and after the name of the folder.
+
+    `name` is the length of the member's whole name. Values beyond 32 bits go to the zip64 field.
+    """
     wide = b"".join(
         struct.pack("<Q", value) for value in (length, length, offset) if value >= 0xFFFFFFFF
     )
     extra = struct.pack("<HH", 1, len(wide)) + wide if wide else b""
     size, start = min(length, 0xFFFFFFFF), min(offset, 0xFFFFFFFF)
-    return (
-        struct.pack(
-            "<IHHHHHHIIIHHHHHII",
-            *(0x02014B50, 20, 20, 0x800, 0, 0, 0x21, crc, size, size, len(name), len(extra)),
-            *(0, 0, 0, 0, start),
-        )
-        + name
-        + extra
+    head = struct.pack(
+        "<IHHHHHHIIIHHHHHII",
+        *(0x02014B50, 20, 20, 0x800, 0, 0, 0x21, crc, size, size, name, len(extra)),
+        *(0, 0, 0, 0, start),
     )
+    return head, inside + extra
 
 
-def seal_records(manifest: Manifest, outcome: Any) -> None:
+def seal_records(root: Folder, manifest: Manifest, outcome: Any) -> None:
     """Writes the CRC-32 of every record of filled files into their zip directories."""
     by_file: dict[str, dict[int, int]] = {}
     for record in manifest.records:
@@ -181,24 +227,20 @@ def seal_records(manifest: Manifest, outcome: Any) -> None:
             crc = record.crc or crc_of_zeros(extent.length)
         by_file.setdefault(extent.file, {})[extent.offset] = crc
     # the headers were written past the page cache: each is read from the disk
-    together([*by_file.items()], lambda item: seal_whole(*item))
+    together([*by_file.items()], lambda item: seal_whole(root, *item))
 
 
-def seal_whole(file: str, crcs: Mapping[int, int]) -> None:
+def seal_whole(root: Folder, path: str, crcs: Mapping[int, int]) -> None:
     """Writes the CRC-32s of members into a file that is one zip, as `state_checksums` does."""
-    state_checksums(Extent(file, 0, os.path.getsize(file)), crcs)
+    with root.opened(path, os.O_RDWR) as file:
+        state_checksums(file, Extent(path, 0, os.fstat(file).st_size), crcs)
 
 
-def state_checksums(within: Extent, crcs: Mapping[int, int]) -> None:
+def state_checksums(file: int, within: Extent, crcs: Mapping[int, int]) -> None:
     """Writes the CRC-32 of a zip's members into a filled file; `crcs` go by the data's offset."""
-    file = os.open(within.file, os.O_RDWR)
-    with naming(within.file):
-        try:
-            for member in read_directory(file, within).values():
-                crc = crcs.get(member.offset)
-                if crc is not None:
-                    stated = memoryview(struct.pack("<I", crc))
-                    write_all(file, stated, member.header + 14)
-                    write_all(file, stated, member.entry + 16)
-        finally:
-            os.close(file)
+    for member in read_directory(file, within).values():
+        crc = crcs.get(member.offset)
+        if crc is not None:
+            stated = memoryview(struct.pack("<I", crc))
+            write_all(file, stated, member.header + 14)
+            write_all(file, stated, member.entry + 16)

@@ -264,6 +264,9 @@ def _near(path: str, inside: Sequence[str]) -> str:
     above = os.path.dirname(os.path.abspath(path))
     if any(item.detect(above) for item in FORMATS):
         return f"the directory above it, {above}, is one"
+    names = sorted(os.listdir(path)) if sources.is_folder(path) else []
+    if file := next((name for name in names if name.endswith(".safetensors")), None):
+        return f"give one of its files, such as {os.path.join(path, file)}"
     return "give the directory that the training program saved; `zckpt formats` lists what is read"
 
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ..copying.copy import CopyOutcome
+    from ..core.folder import Folder
     from ..core.layout import Layout, Shell
     from ..core.manifest import Manifest
     from ..core.partition import Partition
@@ -69,12 +70,15 @@ class Format:
     """An optimizer may know its parameters by number: `read` uses `Reading.param_names`."""
     reports_unused_rules: bool = False
     """`read` warns itself if the files do not need `Reading.tp_rules`."""
+    compares: str | None = None
+    """Which elements of masters are compared with the weights before a conversion: see
+    core/masters.py. None if checksums say that the tensors are of one save."""
     checks: bool = False
     """`read.py` has `check`."""
     has_tensor_ranks: bool = False
     """`read.py` has `check`, `check_slices` and `averaged`; `partitions` takes `tp_rules`."""
     rebuilds: bool = False
-    """`read.py` has `check` and `rebuilt`."""
+    """`read.py` has `check`, `rebuilt` and `way_out`."""
     gathers: bool = False
     """There is a `gather.py`."""
     fits_any_dp: bool = False
@@ -87,6 +91,10 @@ class Format:
     """It belongs to no engine: names, ties and best checkpoints are settled in the next target."""
     is_resumed: bool = True
     """A trainer resumes from what is written; it is not for inference only."""
+    of_ranks: tuple[str, ...] = ()
+    """Parts of the names of files that all ranks write when they save."""
+    written_last: str | None = None
+    """The name of the file that a program writes in a folder when all ranks have written theirs."""
     objects: frozenset[str] | None = None
     """Classes and functions that the engine's own pickles name; None if a target has no pickle."""
     groups: str | None = None
@@ -130,12 +138,27 @@ class Format:
 
         return self.read(path, Reading(step_policy=KEEP if self.keeps_steps else None))
 
-    def check(self, manifest: Manifest, replicas: str | None = None) -> list[str]:
-        """Warnings of the check of a source's bytes, before a conversion writes anything."""
-        if not (self.checks or self.has_tensor_ranks or self.rebuilds):
-            return []
-        reader: CheckingReader = self._module("read")
-        return reader.check(manifest, replicas)
+    def check(
+        self, manifest: Manifest, replicas: str | None = None, accept_weights: bool = False
+    ) -> list[str]:
+        """Warnings of the check of a source's bytes, before a conversion writes anything.
+
+        Raises InconsistentCheckpoint if masters do not round to their weights, unless the engine
+        changes weights beside them, or `accept_weights` says that this is meant.
+        """
+        warnings = []
+        if self.compares is not None and not manifest.weights_differ:
+            from ..core import masters
+
+            hint = masters.MIXED
+            if self.rebuilds:
+                rebuilding: RebuildingReader = self._module("read")
+                hint = rebuilding.way_out(manifest)
+            warnings += masters.check(manifest, self.compares, hint, accept_weights)
+        if self.checks or self.has_tensor_ranks or self.rebuilds:
+            reader: CheckingReader = self._module("read")
+            warnings += reader.check(manifest, replicas)
+        return warnings
 
     def check_slices(self, manifest: Manifest) -> None:
         """Raises if the bytes show that ranks cut tensors in another way; reads few of them."""
@@ -183,7 +206,7 @@ class Format:
         writer: Writer = self._module("write")
         return writer.lay_out(source, options)
 
-    def seal(self, root: str, manifest: Manifest, outcome: CopyOutcome) -> None:
+    def seal(self, root: Folder, manifest: Manifest, outcome: CopyOutcome) -> None:
         writer: Writer = self._module("write")
         writer.seal(root, manifest, outcome)
 

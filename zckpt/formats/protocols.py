@@ -11,6 +11,7 @@ from .reading import USUAL, Reading
 
 if TYPE_CHECKING:
     from ..copying.copy import CopyOutcome
+    from ..core.folder import Folder
     from ..core.layout import Layout
     from ..core.manifest import Manifest
     from ..core.partition import Partition
@@ -66,6 +67,9 @@ class RebuildingReader(CheckingReader, Protocol):
     def rebuilt(self, manifest: Manifest) -> Manifest:
         """Without wrong masters and their states; its warnings name them."""
 
+    def way_out(self, manifest: Manifest) -> str:
+        """The hint for masters that do not round to their weights."""
+
 
 class Writer(Protocol):
     """`write.py` of a format."""
@@ -73,7 +77,7 @@ class Writer(Protocol):
     def lay_out(self, source: Manifest, options: Options) -> Layout:
         """The files of the target, without tensors. Raises before the first byte is written."""
 
-    def seal(self, root: str, manifest: Manifest, outcome: CopyOutcome) -> None:
+    def seal(self, root: Folder, manifest: Manifest, outcome: CopyOutcome) -> None:
         """Writes what is known when all tensors are in place: checksums."""
 
 

@@ -32,6 +32,7 @@ class Reading:
         ranks_apart     ranks that share a model are not joined: a target for the same ranks needs
                         no whole tensors
         with_slicings   a checkpoint of one tensor rank also says how several would cut its tensors
+        inspected       it is only shown: what may be one rank's slice of a model is read alone
 
     `zckpt.reading.read` applies the others to any format:
         format          its name, if the path has checkpoints of several formats
@@ -53,6 +54,7 @@ class Reading:
     replicas: str | None = None
     ranks_apart: bool = False
     with_slicings: bool = False
+    inspected: bool = False
     masters_from_weights: bool = False
 
     def __post_init__(self) -> None:

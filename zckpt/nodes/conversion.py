@@ -20,10 +20,13 @@ from ..copying import convert
 from ..copying.journal import Journal, Region
 from ..copying.journals import ProcessJournal, regions_of
 from ..copying.sharing import Portion, Work, largest_first
+from ..copying.staging import joined
+from ..core.fileio import align
+from ..core.folder import Folder
 from ..core.resources import Copying
 from ..core.sources import on_this_node
 from ..core.values import replace
-from ..errors import Interrupted, ProcessLost, WrongOption
+from ..errors import MALFORMED, Interrupted, ProcessLost, WrongOption, brief, cause
 from . import handover
 from .group import Group
 
@@ -38,10 +41,8 @@ class Leader:
 
     def __init__(self, group: Group) -> None:
         self.group = group
-        self._folder = ""
 
     def begin(self, work: Work) -> None:
-        self._folder = work.folder
         sent = replace(
             work, source=handover.tensors_of(work.source), shells=handover.tensors_of(work.shells)
         )
@@ -55,15 +56,19 @@ class Leader:
 
     def others(self, journal: Journal) -> Iterator[Region]:
         for rank in range(1, self.group.size):
-            yield from self._of_rank(rank, *self.group.published(f"done/{rank}"))
+            match self.group.published(f"done/{rank}"):
+                case [int(length), int(crc)]:
+                    yield from self._of_rank(journal.folder, rank, length, crc)
+                case other:
+                    raise handover.unreadable(f"{brief(other)} is no length and CRC-32")
 
-    def _of_rank(self, rank: int, length: int, crc: int) -> list[Region]:
+    def _of_rank(self, folder: Folder, rank: int, length: int, crc: int) -> list[Region]:
         end = time.monotonic() + VISIBLE
-        while (regions := regions_of(self._folder, part_of(rank), length, crc)) is None:
+        while (regions := regions_of(folder, part_of(rank), length, crc)) is None:
             self.group.check()
             if time.monotonic() > end:
                 raise ProcessLost(
-                    f"{self._folder} has not the journal that rank {rank} wrote there",
+                    f"{folder.path} has not the journal that rank {rank} wrote there",
                     hint="all nodes must see the same files: check the mounts of both nodes; then "
                     "repeat the command with --resume",
                 )
@@ -94,8 +99,6 @@ class Member:
 
     def mine(self, portions: Sequence[Portion]) -> Iterator[Sequence[Portion]]:
         done = self._work.complete
-        if outside := [item.file for item in portions if ".." in item.file.split(os.sep)]:
-            raise WrongOption(f"rank 0 names {outside[0]}, which is outside of the target")
         left = [item for item in portions if (item.file, item.start) not in done]
         for group in handed_out(self.group, left):
             if not self._journal.is_there():
@@ -116,7 +119,7 @@ class Member:
             self.group.stop()
 
 
-def take_part(group: Group, target: str, copying: Copying) -> None:
+def take_part(group: Group, source: str, target: str, copying: Copying) -> None:
     """What all processes but rank 0 do: they write portions of the target if rank 0 wants that.
 
     Returns when rank 0 has ended. Raises ProcessFailed if another process has failed, and what a
@@ -124,22 +127,27 @@ def take_part(group: Group, target: str, copying: Copying) -> None:
     """
     try:
         if group.comes("work"):
-            work: Work = handover.from_bytes(group.received("work"))
+            work = handover.from_bytes(group.received("work"))
+            if not isinstance(work, Work):
+                raise handover.unreadable("it is no conversion")
             _refuse_other_folder(work, target, group.rank)
-            _write(group, work, copying)
+            handover.check(work, [source])
+            with joined(target) as (folder, root):
+                _check_files(work, root)
+                _write(group, work, folder, root, copying)
             group.wait_for_end()
     except KeyboardInterrupt as error:  # rank 0 may have begun the target
         raise Interrupted(*error.args) from error
 
 
-def _write(group: Group, work: Work, copying: Copying) -> None:
+def _write(group: Group, work: Work, folder: Folder, root: Folder, copying: Copying) -> None:
     """Writes the portions that this process gets."""
     source = replace(work.source, fingerprints=on_this_node(work.source.fingerprints))
     work = replace(work, source=source)
-    journal = ProcessJournal(work.folder, work.root, work.identity, work.chunk, part_of(group.rank))
+    journal = ProcessJournal(folder, work.identity, work.chunk, part_of(group.rank))
     try:
         member = Member(group, work, journal)
-        convert.take_part(work, journal, copying, group.written, member)
+        convert.take_part(work, root, journal, copying, group.written, member)
     finally:
         journal.close()
 
@@ -159,8 +167,22 @@ def handed_out(group: Group, portions: Sequence[Portion]) -> Iterator[Sequence[P
 def _refuse_other_folder(work: Work, target: str, rank: int) -> None:
     """Raises WrongOption unless this process was started for the same target as rank 0."""
     folder = f"{os.path.abspath(target)}.partial"
-    if work.folder != folder or os.path.dirname(work.root) != folder:
+    if work.folder != folder:
         raise WrongOption(
             f"rank 0 writes into {work.folder}, but rank {rank} was started for {folder}",
             hint="start all processes in the same folder, with the same arguments",
         )
+
+
+def _check_files(work: Work, root: Folder) -> None:
+    """Raises CorruptCheckpoint unless rank 0 has laid the files that it names, with their sizes.
+
+    A direct write of another process may have just rounded one up.
+    """
+    try:
+        for path in set(handover.files_of(work.shells)):
+            size, now = work.identity.files[root.name_of(path)], root.size(path)
+            if not size <= now <= align(size):
+                raise handover.unreadable(f"{path} has {now} bytes, and not {brief(size)}")
+    except MALFORMED as error:
+        raise handover.unreadable(cause(error)) from error

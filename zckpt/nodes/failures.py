@@ -5,7 +5,14 @@ from __future__ import annotations
 import signal
 from dataclasses import dataclass
 
-from ..errors import ProcessFailed, ProcessLost, WrongOption, ZckptError
+from ..errors import (
+    MALFORMED,
+    ProcessFailed,
+    ProcessLost,
+    WrongOption,
+    ZckptError,
+)
+from .handover import parsed, unreadable
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +36,20 @@ def failure_of(rank: int, error: BaseException, again: str) -> Failure:
         keeps = isinstance(error, ProcessLost)
         return Failure(rank, error.message, error.hint, code, keeps)
     return Failure(rank, str(error), "see the message of that process", 1, keeps=False)
+
+
+def failure_in(data: bytes) -> Failure:
+    """The failure that a process has left; raises CorruptCheckpoint for anything else."""
+    try:
+        failure = Failure(**parsed(data))
+        texts = failure.message, failure.hint
+        if {type(text) for text in texts} != {str} or type(failure.rank) is not int:
+            raise TypeError
+        if not (type(failure.code) is int and 0 < failure.code < 256):
+            raise ValueError
+    except MALFORMED as error:
+        raise unreadable("it is no failure") from error
+    return failure
 
 
 def error_of(failure: Failure) -> ProcessFailed:

@@ -29,9 +29,10 @@ from dataclasses import asdict
 from typing import Any
 
 from ..core.resources import Begin, Progress
-from ..errors import ProcessFailed, ProcessLost, WrongOption, counted, listed
+from ..errors import ProcessFailed, ProcessLost, WrongOption, brief, counted, listed
 from ..version import __version__
-from .failures import Failure, error_of, failure_of
+from .failures import Failure, error_of, failure_in, failure_of
+from .handover import MAX_SIZE, parsed, unreadable
 from .joining import Joining
 from .launch import Launch, restarts
 
@@ -126,7 +127,7 @@ class Group:
             self._progress(total - self._total)
             self._total = total
         if self._failure is None and self.store.check(["failure"]):
-            self._failure = Failure(**json.loads(self.store.get("failure")))
+            self._failure = failure_in(self.store.get("failure"))
         for rank, (beats, since) in self._heartbeats.items():
             now = self.store.add(f"alive/{rank}", 0)
             if now != beats:
@@ -192,7 +193,7 @@ class Group:
     def published(self, key: str) -> Any:
         """The JSON value that another process has left, or will leave; raises as `check`."""
         self.wait(lambda: self.has(key))
-        return json.loads(self.store.get(key))
+        return parsed(self.store.get(key))
 
     def send(self, key: str, data: bytes) -> None:
         """Leaves bytes for others."""
@@ -203,7 +204,10 @@ class Group:
 
     def received(self, key: str) -> bytes:
         """The bytes that another process has sent; raises as `check`."""
-        return b"".join(self.store.get(f"{key}/{n}") for n in range(self.published(key)))
+        count = self.published(key)
+        if type(count) is not int or not 0 <= count <= MAX_SIZE // VALUE:
+            raise unreadable(f"it has {brief(count)} parts")
+        return b"".join(self.store.get(f"{key}/{number}") for number in range(count))
 
     def next(self, key: str) -> int:
         """0 for the process that asks first, then 1 and so on; raises as `check`."""
@@ -346,7 +350,7 @@ class Group:
         self._wait_until(lambda: self.has("failure"))
         if not self.has("failure"):
             return None
-        return error_of(Failure(**json.loads(self.store.get("failure"))))
+        return error_of(failure_in(self.store.get("failure")))
 
     def stop(self) -> None:
         """Says that this process writes nothing any more."""

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 from ..errors import ProcessLost
 from .calls import Calls, Keys
+from .handover import parsed
 from .launch import Launch
 from .meeting import PAUSE, Meeting, meet
 
@@ -119,7 +120,7 @@ class Joining:
         joined = f"joined/{self.launch.rank}"
         if not keys.check(["command"]) or keys.check([joined]):
             return False
-        if keys.check(["end"]) and json.loads(keys.get("command")) != self.command:
+        if keys.check(["end"]) and parsed(keys.get("command")) != self.command:
             return False
         return keys.add(joined, 1) == 1
 

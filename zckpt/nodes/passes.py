@@ -11,13 +11,13 @@ This is a second check: a group lets each rank join once, so that no process sho
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..core.resources import Copying
 from ..core.sources import on_this_node
 from ..core.values import replace
-from ..errors import ProcessLost
+from ..errors import ProcessLost, brief
 from . import handover
 from .group import Group
 
@@ -58,10 +58,12 @@ class LeaderPool:
         blocks, number = self._blocks[-1], len(self._blocks) - 1
         known = blocks.taken
         for rank in range(1, self.group.size):
-            received = self.group.received(f"result/{number}/{rank}")
-            taken, result = handover.from_bytes(received)
-            known += taken
-            yield result
+            match handover.from_bytes(self.group.received(f"result/{number}/{rank}")):
+                case (int(taken), result):
+                    known += taken
+                    yield result
+                case other:
+                    raise handover.unreadable(f"{brief(other)} is no result")
         if (given := blocks.taken_by_all()) != known:
             raise ProcessLost(
                 f"{given} blocks were given to processes, but {known} came back: one process was "
@@ -70,13 +72,17 @@ class LeaderPool:
             )
 
 
-def take_part(group: Group, copying: Copying) -> None:
-    """What all processes but rank 0 do, until rank 0 has ended; raises as the command itself."""
+def take_part(group: Group, paths: Sequence[str], copying: Copying) -> None:
+    """What all processes but rank 0 do, until rank 0 has ended; raises as the command itself.
+
+    `paths` are those of the checkpoints that this process was started for.
+    """
     number = 0
     while True:
         if not group.comes(f"pass/{number}"):
             return
         work = handover.from_bytes(group.received(f"pass/{number}"))
+        handover.check(work, paths)
         work = handover.with_manifests(work, _on_this_node)
         blocks = Blocks(group, number)
         result = work.partial(blocks, copying, group.written)

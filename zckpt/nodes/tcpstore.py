@@ -28,7 +28,7 @@ MAGIC = 0x3C85F7CE
 ANSWER = 2.0  # seconds in which a store answers the first message
 PAUSE = 0.05  # seconds between two attempts to connect
 RECEIVE_BLOCK = 1 << 20  # bytes that are received at once
-MAX_VALUE = 1 << 30  # bytes of a value, far above the 8 MiB that torch's store allows
+MAX_VALUE = 8 << 20  # bytes of a value, as torch's store has it
 
 
 class OtherProtocol(Exception):

@@ -6,22 +6,17 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from ..core.dtypes import SIZES
 from ..core.manifest import Entry, Manifest
+from ..core.masters import with_masters
 from ..core.patterns import matching
 from ..core.plan import Match, match
 from ..core.values import replace
-from ..core.weights import WEIGHTS, agreement, weight_of
+from ..core.weights import WEIGHTS, weight_of
 
 
 def own_matches(manifest: Manifest) -> list[Match]:
     """Every tensor once: with the master that it was rounded from, or alone; then its copies."""
     entries = manifest.entries
-    matches = []
-    for entry in entries.values():
-        weight = weight_of(entries, entry.parameter)
-        if entry is weight.master and weight.param is not None:
-            how = agreement(entry, weight.param)
-            if how is not None:
-                matches.append(Match(entry, weight.param, how))
+    matches = list(with_masters(entries))
     paired = {id(entry) for item in matches for entry in (item.a, item.b)}
     matches += [Match(entry) for entry in entries.values() if id(entry) not in paired]
     return matches + copies(manifest, entries)

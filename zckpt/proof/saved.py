@@ -45,6 +45,7 @@ def about(manifest: Manifest) -> Report:
     groups = manifest.groups
     return {
         "step": manifest.step,
+        "warnings": list(manifest.warnings),
         "held": {
             "parameters": parameters_to_json(manifest.parameters),
             "buffers": list(manifest.buffers),

@@ -50,7 +50,12 @@ def verify_alone(
         **report,
         "equal": not (problems or report["differences"]),
         "problems": problems,
-        "notes": report["notes"] + damage.not_zero(outcome, manifest) + stateless,
+        "notes": [
+            *report["notes"],
+            *damage.not_zero(outcome, manifest),
+            *stateless,
+            *manifest.notes,
+        ],
         "inferred": {"a": list(manifest.inferred)},
         "versions": versions(manifest, None),
     }
@@ -149,7 +154,7 @@ def needs_weights(matches: Iterable[Match], a: str, b: str) -> None:
 
 def roundings(report: Report, results: Iterable[Result], a: Manifest, b: Manifest) -> Report:
     """Names of weights of which one side has only the rounded values, by side; and as notes."""
-    equal = (item.match for item in results if not (item.difference and item.difference.count))
+    equal = (item.match for item in results if not item.differs)
     rounded = only_rounded(equal, a, b)
     notes = [
         f"{narrow.root} has the rounded values of {counted(len(names), 'weight')} of {wide.root}, "

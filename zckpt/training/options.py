@@ -172,7 +172,7 @@ DTYPE: Option[str | None] = Option(
     usual="unchanged",
 )
 DIALECT: Option[str | None] = Option(
-    "dialect", "--dialect", None, "The kind of files", metavar="KIND"
+    "dialect", "--dialect", None, "The kind of files", metavar="KIND", rare=True
 )
 """A format that has several kinds of files lists its own: `replace(DIALECT, choices=...)`."""
 GROUP_DEFAULTS: Option[GroupDefaults] = Option(
@@ -251,7 +251,20 @@ FAMILY: Option[str | None] = Option(
     rare=True,
     metavar="NAME|FILE[:K=N,...]",
 )
-EVERYWHERE: tuple[Option[Any], ...] = (PARAM_NAMES, TIE, RENAME, FAMILY)
+
+# -- an option that needs nothing of a writer: the source is checked before it is written
+
+ACCEPT_WEIGHTS: Option[bool] = Option(
+    "accept_weights",
+    "--accept-weights",
+    False,
+    "Go on if weights are not the rounded fp32 masters, for example if those of an EMA were saved "
+    "in place of the trained ones",
+    group="Source",
+    rare=True,
+    kind="switch",
+)
+EVERYWHERE: tuple[Option[Any], ...] = (PARAM_NAMES, TIE, RENAME, FAMILY, ACCEPT_WEIGHTS)
 """Every target takes these."""
 
 
@@ -274,6 +287,7 @@ class Keywords(TypedDict, total=False):
     rename: Renames  # pairs of a regular expression and its replacement
     like: str | None  # a path
     family: str | None  # "llama", or "llama:heads=32,kv_heads=8,vocab_size=32000"
+    accept_weights: bool
 
 
 @valueclass

@@ -19,6 +19,7 @@ where the target's optimizer looks, and in which type.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 
 from ..core.annotations import Any
@@ -123,14 +124,35 @@ def agree(places: Sequence[tuple[str, Step]], policy: str | None = None) -> Step
     if len(values) <= 1:
         return values.pop() if values else None
     if policy in (None, KEEP):
-        lines = [f"{step} ({_some(where for where, s in places if s == step)})" for step in values]
         raise InconsistentCheckpoint(
-            f"the optimizer's step differs: {', '.join(sorted(lines))}",
+            f"the optimizer's step differs: {_by_step(places)}",
             hint="files of different saves may be mixed; if not, choose: --step-policy max|min|N",
         )
     if policy in ("max", "min"):
         return max(values) if policy == "max" else min(values)
     return int(str(policy))
+
+
+def need_one_save(stated: Iterable[tuple[str, Step]], policy: str | None) -> None:
+    """Raises InconsistentCheckpoint if every file states one step, and the files differ.
+
+    `stated` are paths of files, each with the step that it states of a parameter. A file that
+    states several is of a run whose parameters were not updated equally often, as if layers were
+    unfrozen late. Then steps show nothing. Any `policy` lets different steps pass.
+    """
+    by_file: dict[str, set[Step]] = {}
+    for file, step in stated:
+        by_file.setdefault(file, set()).add(step)
+    several = any(len(steps) > 1 for steps in by_file.values())
+    if policy is not None or several or len(set().union(*by_file.values())) <= 1:
+        return
+    folder = os.path.commonpath([os.path.dirname(file) for file in by_file])
+    places = [(os.path.relpath(file, folder), by_file[file].pop()) for file in sorted(by_file)]
+    raise InconsistentCheckpoint(
+        f"{folder or '.'}: the files state different steps: {_by_step(places)}",
+        hint="files of two saves seem to be mixed: take all files of one save; if layers were "
+        "unfrozen late, or ranks are stages of a pipeline, add --step-policy keep",
+    )
 
 
 def unused_policy(step: Step | None, policy: str | None) -> list[str]:
@@ -144,6 +166,13 @@ def check_policy(policy: str | None) -> None:
     """Raises WrongOption for a policy other than max, min, keep or a number."""
     if policy not in (None, "max", "min", KEEP) and not (policy and policy.isdecimal()):
         raise WrongOption(f"--step-policy {policy!r} is none of max, min, keep or a number")
+
+
+def _by_step(places: Sequence[tuple[str, Step]]) -> str:
+    """The steps, each with some of the places that state it."""
+    values = {step for _, step in places}
+    lines = [f"{step} ({_some(where for where, s in places if s == step)})" for step in values]
+    return ", ".join(sorted(lines))
 
 
 def _some(places: Iterable[str]) -> str:

@@ -27,7 +27,17 @@ from ..reading import read
 from ..training import objects, steps, ties
 from ..training.names import called_as, canonical, former, renamed
 from ..training.optimizers import unused_defaults
-from ..training.options import ALLOW_OBJECT, DP, FAMILY, LIKE, PARAM_NAMES, RENAME, TIE, Options
+from ..training.options import (
+    ACCEPT_WEIGHTS,
+    ALLOW_OBJECT,
+    DP,
+    FAMILY,
+    LIKE,
+    PARAM_NAMES,
+    RENAME,
+    TIE,
+    Options,
+)
 from ..training.order import in_order_of
 from ..version import __version__
 
@@ -35,6 +45,7 @@ if TYPE_CHECKING:
     from ..copying.copy import CopyOutcome
     from ..copying.journal import Identity
     from ..copying.staging import Staging
+    from ..core.folder import Folder
     from ..core.layout import Layout, Shell
     from ..formats.format import Format
 
@@ -57,6 +68,7 @@ class Running:
     resume: bool = False
     before_rename: Callable[[], None] | None = None
     sharing: Sharing = ALONE
+    above: Folder | None = None
 
     @property
     def continues(self) -> bool:
@@ -105,7 +117,7 @@ def write(
     will lie. Gives the command's report.
     """
     from ..copying import convert, staging, targets
-    from ..core import description
+    from ..core import description, duplicates
 
     started = time.monotonic()
     format = formats.named(to)
@@ -125,11 +137,15 @@ def write(
         memory = convert.memory_of(source, running.copying)
         return report | {"dry_run": True, "memory": memory, "free": targets.free_space(target)}
     targets.need_space(target, size, running.continues)
-    report["warnings"] += formats.named(manifest.format).check(manifest, reading.replicas)
+    report["warnings"] += duplicates.check_duplicates(manifest)
+    origin, accepted = formats.named(manifest.format), options[ACCEPT_WEIGHTS]
+    report["warnings"] += origin.check(manifest, reading.replicas, accepted)
     if layout.check is not None:
         report["warnings"] += layout.check()
     chunk, before = convert.chunk_size_of(source, running.copying), running.before_rename
-    stage = staging.Staging(target, run, chunk, running.continues, before, running.sharing)
+    stage = staging.Staging(
+        target, run, chunk, running.continues, before, running.sharing, running.above
+    )
     try:
         outcome = _filled(stage, format, source, layout, size, running, report["warnings"])
     except (OSError, TargetExists):
@@ -197,11 +213,11 @@ def _filled(
     """
     from ..copying import convert
 
-    def seal(path: str, shells: Manifest, outcome: CopyOutcome) -> None:
+    def seal(root: Folder, shells: Manifest, outcome: CopyOutcome) -> None:
         if warning := steps.never_stepped(shells, outcome.digests):
             warnings.append(warning)
             shells = replace(shells, warnings=(*shells.warnings, warning))
-        format.seal(path, shells, outcome)
+        format.seal(root, shells, outcome)
 
     return convert.convert(
         layout.source or source,

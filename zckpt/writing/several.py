@@ -64,7 +64,8 @@ def write_run(
         return summary | {"dry_run": True, "memory": memory, "free": targets.free_space(target)}
     targets.need_space(target, summary["bytes"], running.resume)
     with stage:
-        reports = write_all(stage.path, replace(running, tell=None, before_rename=None))
+        inside = replace(running, tell=None, before_rename=None, above=stage.root)
+        reports = write_all(stage.path, inside)
     summary["warnings"] += stage.warnings
     written = [report for report in reports if "tensors" in report]  # now, not by an earlier run
     keys = ("checked", "unchecked", "without_checksum")

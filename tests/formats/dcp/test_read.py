@@ -380,3 +380,25 @@ def test_a_frozen_copy_before_the_first_update(tmp_path: Path) -> None:
     )
     with pytest.raises(errors.MissingData, match="by number"):
         zckpt.read(tmp_path / "raw")
+
+
+def test_a_missing_file_of_which_nothing_is_read(tmp_path: Path) -> None:
+    """Each item has a file of its own, and some items only say what torch looks for."""
+    run = tmp_path / "run"
+    weight = torch.nn.Parameter(torch.randn(4, 3))
+    optimizer = torch.optim.AdamW([weight], lr=0.1)
+    weight.sum().backward()
+    optimizer.step()
+    state = {"state": {"weight": optimizer.state[weight]}}
+    groups = [{**optimizer.state_dict()["param_groups"][0], "params": ["weight"]}]
+    tree = {"model": {"weight": weight}, "optim": {**state, "param_groups": groups}}
+    tree["empty"] = torch.zeros(0)
+    dcp.save(tree, storage_writer=dcp.FileSystemWriter(run, single_file_per_rank=False))
+    paths = sorted(run.glob("*.distcp"))
+    assert len(paths) > 5
+    for path in paths:
+        path.rename(tmp_path / "lost")
+        with pytest.raises(errors.IncompleteCheckpoint, match=rf"{path.name} is missing"):
+            zckpt.read(run)
+        (tmp_path / "lost").rename(path)
+    assert zckpt.verify(run)["equal"]

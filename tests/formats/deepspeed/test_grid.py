@@ -30,6 +30,7 @@ from zckpt.formats.deepspeed.model_ranks.together import check_equal, joined_gro
 from zckpt.formats.deepspeed_states.directories import TagDirectory
 from zckpt.formats.reading import Reading
 
+from ... import faults
 from ...engines import grids
 from ...engines.grids import CASES, NAMED
 from ..contract import FormatContract
@@ -241,9 +242,7 @@ class TestFiles:
             other = path.with_name(
                 re.sub(r"rank_0([01])_", lambda m: f"rank_0{int(m[1]) + 2}_", path.name)
             )
-            path.rename(tmp_path / "between")
-            other.rename(path)
-            (tmp_path / "between").rename(other)
+            faults.swap_files(path, other)
         for call in (zckpt.convert, zckpt.reshard):
             with pytest.raises(InconsistentCheckpoint, match=said):
                 call(run, tmp_path / "out", **({"dp": 2} if call is zckpt.reshard else {}))
@@ -386,18 +385,17 @@ class TestCopies:
             ("bf16_zero_*_mp_rank_0{}_*", (2, 3), "6.fused.weight"),
         ],
     )
-    def test_swapped_files_of_two_ranks_are_a_warning(
+    def test_swapped_files_of_two_ranks_are_refused(
         self, files: str, ranks: Any, name: str, run: Path, tmp_path: Path
     ) -> None:
-        """A conversion compares the begin of each weight with its master."""
+        """A conversion compares the beginning of each fragment with its weight."""
         assert zckpt.convert(run, tmp_path / "before")["warnings"] == []
-        one, other = (next(run.glob(f"*/{files.format(rank)}")) for rank in ranks)
-        kept = one.read_bytes()
-        one.write_bytes(other.read_bytes())
-        other.write_bytes(kept)
-        said = zckpt.convert(run, tmp_path / "out")["warnings"][-1]
-        assert "are not the rounded masters" in said
-        assert name in said
+        faults.swap_files(*(next(run.glob(f"*/{files.format(rank)}")) for rank in ranks))
+        for call, options in ((zckpt.convert, {}), (zckpt.reshard, {"dp": 1})):
+            with pytest.raises(InconsistentCheckpoint, match="not the rounded masters") as raised:
+                call(run, tmp_path / "out", **options)
+            assert name in str(raised.value)
+            assert not (tmp_path / "out").exists()
         assert not zckpt.verify(run)["equal"]
 
     def test_other_choices_do_not_exist(self, run: Path, tmp_path: Path) -> None:

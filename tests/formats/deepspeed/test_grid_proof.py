@@ -19,6 +19,7 @@ from zckpt.training import tensor_rules
 from zckpt.training.tensor_rules import Rule, Shapes, Sliced
 
 from ...engines.deepspeed import submit
+from ...faults import swap_files
 from ..equality import same_bits
 from .test_grid import BOTH, RULES, edit
 
@@ -246,9 +247,7 @@ def test_a_lost_file_is_named(
 def test_swapped_tensor_ranks_of_one_stage_are_found(run: Path, grid_trained: Trained) -> None:
     """Their optimizer files alone: masters no longer round to the weights of the layers."""
     (tag,) = run.glob("*/")
-    names = [tag / f"bf16_zero_pp_rank_0_mp_rank_0{rank}_optim_states.pt" for rank in (2, 3)]
-    for old, new in ((names[0], tag / "aside"), (names[1], names[0]), (tag / "aside", names[1])):
-        old.rename(new)
+    swap_files(*(tag / f"bf16_zero_pp_rank_0_mp_rank_0{rank}_optim_states.pt" for rank in (2, 3)))
     report = zckpt.verify(run)
     changed = {line["tensor"] for line in report["differences"]}
     assert "6.fused.weight/param" in changed

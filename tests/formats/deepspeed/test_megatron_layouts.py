@@ -19,9 +19,13 @@ from zckpt.errors import (
     UnsupportedCheckpoint,
     ZckptError,
 )
+from zckpt.formats.reading import Reading
+from zckpt.reading import read
 
+from ... import faults
 from ...engines import megatron_layouts as layouts
 from ...engines.megatron_layouts import Numbers, Run
+from ...faults import swap_files
 from ..equality import load, same_bits
 from .test_grid import edit
 
@@ -227,8 +231,27 @@ class TestDrift:
         report = zckpt.convert(root, tmp_path / "out", tp_rules="bloom", replicas="rank0")
         tied = [line for line in report["warnings"] if "stages' copies" in line]
         assert ["word_embeddings.norm." in line for line in tied] == [True, True]
+        (line,) = zckpt.reshard(root, tmp_path / "apart", dp=1)["warnings"]
+        assert "word_embeddings.norm.bias differ, and each stage keeps its own" in line
         name = "tied_modules.embed.word_embeddings.norm.weight/master"
         assert same_bits(zckpt.load(tmp_path / "out", name), numbers.whole[name])
+
+
+@pytest.mark.parametrize("name", ["word_embeddings.weight", "word_embeddings.norm.weight"])
+def test_a_copy_of_a_tied_layer_that_saves_no_weight(
+    name: str, bloom: Path, tmp_path: Path
+) -> None:
+    """The last stage uses the embedding by a function: only the first stage can tell."""
+    assert zckpt.reshard(bloom, tmp_path / "before", dp=1)["warnings"] == []
+    entry = read(bloom, Reading(ranks_apart=True)).entries[f"2:tied_modules.embed.{name}/master"]
+    for fragment in entry.fragments:
+        extent = fragment.extent
+        with open(extent.file, "r+b") as file:
+            file.seek(extent.offset)
+            file.write(torch.rand(extent.length // 4).numpy().tobytes())
+        faults.mend(extent.file)
+    (warning,) = zckpt.reshard(bloom, tmp_path / "apart", dp=1)["warnings"]
+    assert f"stages' copies of tied_modules.embed.{name} differ, and each stage keeps" in warning
 
 
 class TestSums:
@@ -283,13 +306,10 @@ def test_another_family_is_refused(family: str | None, laid: Laid, tmp_path: Pat
 Change = Callable[[Path], None]
 
 
-def swap(folder: Path, one: str, other: str) -> None:
-    """Swaps all files whose names differ in this."""
+def swap(folder: Path, one: str, other: str, *, renamed: bool = True) -> None:
+    """Swaps all files whose names differ in this; see `swap_files`."""
     for path in sorted(folder.glob(f"*{one}*")):
-        second, between = folder / path.name.replace(one, other), folder / "between"
-        path.rename(between)
-        second.rename(path)
-        between.rename(second)
+        swap_files(path, folder / path.name.replace(one, other), renamed=renamed)
 
 
 def copy(one: str, other: str) -> Change:
@@ -351,7 +371,8 @@ FAULTS: dict[str, tuple[Change, type[ZckptError], str]] = {
     "swapped stages": (
         lambda d: swap(d, "mp_rank_00", "mp_rank_02"), InconsistentCheckpoint, "are of stage 0"),
     "swapped data ranks": (
-        lambda d: swap(d, "pp_rank_0_", "pp_rank_1_"), InconsistentCheckpoint, "was saved as"),
+        lambda d: swap(d, "pp_rank_0_", "pp_rank_1_", renamed=False),
+        InconsistentCheckpoint, "was saved as"),
     "swapped by their arguments": (writers(0, 2, 5, 4), InconsistentCheckpoint, "0, 2, 5, 4 wrote"),
     "a lost model rank": (forget("*mp_rank_01_*"), IncompleteCheckpoint, "none of model rank 1"),
     "a lost stage": (forget("*mp_rank_0[23]_*"), IncompleteCheckpoint, "2 of 4 model ranks"),

@@ -85,7 +85,10 @@ class TestOtherContainers:
         report = zckpt.convert(tmp_path / "run", tmp_path / "universal")
         oracle = torch.load(root / "oracle.pt", weights_only=False)
         assert_is_what_the_engine_held(tmp_path / "universal", oracle)
-        assert_proven(tmp_path / "run", tmp_path / "universal")
+        assert_proven(tmp_path / "run", tmp_path / "universal", ("padding", "no name of their own"))
+        count = len([*(tmp_path / "run").rglob("*_states.pt")])
+        notes = zckpt.verify(tmp_path / "run")["notes"]
+        assert any(f"{count} of {count} rank files state no name" in note for note in notes)
         assert report["records"]["checked"] == 0, "that container has no checksums"
 
     def test_saved_on_gpus(self, trained: Trained, tmp_path: Path) -> None:

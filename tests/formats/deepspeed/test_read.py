@@ -202,3 +202,19 @@ class TestDirectories:
         manifest = zckpt.read(trained(CASES["z3_dp12_many_ranks"]) / "run")
         ranks = [file for file in manifest.files if "optim_states" in file]
         assert [f"rank_{rank}_" in file for rank, file in enumerate(ranks)] == [True] * 12
+
+
+@pytest.mark.parametrize(("counted", "warned"), [(5, True), (6, False), (7, False), (20, False)])
+def test_an_optimizer_that_is_ahead_of_the_engine(
+    counted: int, warned: bool, example: Path, tmp_path: Path
+) -> None:
+    """Optimizer files of a later save. The engine may be ahead of step 7, and behind by one."""
+    path = example / "global_step7" / "mp_rank_00_model_states.pt"
+    value = torch.load(path, weights_only=False)
+    torch.save({**value, "global_steps": counted}, path)
+    for report in (zckpt.convert(example, tmp_path / "target"), zckpt.verify(example)):
+        lines = [line for line in report["warnings"] if "different saves" in line]
+        assert bool(lines) == warned
+        for line in lines:
+            assert f"{path} counts 5 steps" in line
+            assert "in bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt has step 7" in line

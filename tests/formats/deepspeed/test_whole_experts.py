@@ -19,6 +19,7 @@ from zckpt.errors import (
     WrongOption,
 )
 
+from ... import faults
 from ...engines.experts import CASES, WITHOUT_ZERO, ExpertCase, resume
 from ..equality import load, same_bits
 from .test_experts import INSIDE, oracle_of, settings_of, swap, tag_of
@@ -230,7 +231,7 @@ def test_all_optimizers_lost(run: Path) -> None:
 @first
 def test_an_optimizer_too_many(run: Path) -> None:
     last = tag_of(run) / "expp_rank_1_mp_rank_00_optim_states.pt"
-    shutil.copy(last, last.with_name("expp_rank_2_mp_rank_00_optim_states.pt"))
+    faults.copy_file(last, last.with_name("expp_rank_2_mp_rank_00_optim_states.pt"))
     with pytest.raises(InconsistentCheckpoint, match=r"expp_rank_2.* is one file too many"):
         zckpt.read(run)
 

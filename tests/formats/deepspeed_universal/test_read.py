@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -11,7 +12,9 @@ import torch
 
 import zckpt
 from zckpt import ZckptError
+from zckpt.errors import InconsistentCheckpoint
 
+from ... import faults
 from ...engines.cases import CASES
 from ...engines.client import CLASSES
 from ...manifests import changed
@@ -134,6 +137,18 @@ class TestBadInput:
         (merged / TAG / "zero_pp_rank_3_mp_rank_00_model_states.pt").unlink()
         self.refused(zckpt, merged, "3 of 4 model files")
 
+    def test_swapped_states(self, merged: Path, zckpt: Zckpt) -> None:
+        folder = self.folder(merged)
+        faults.swap_files(folder / "exp_avg.pt", folder / "exp_avg_sq.pt", renamed=False)
+        self.refused(zckpt, merged, "was saved as exp_avg_sq.pt: files of two states are swapped")
+
+    def test_swapped_model_files(self, example: Path, tmp_path: Path, zckpt: Zckpt) -> None:
+        """They have the frozen weights of stage 3."""
+        merged = convert(example, tmp_path / "merged", stage=3)
+        one, other = sorted((merged / TAG).glob("zero_pp_rank_[12]_*"))
+        faults.swap_files(one, other, renamed=False)
+        self.refused(zckpt, merged, f"was saved as {other.name}")
+
     @pytest.mark.parametrize("keep", [0, 1, 100, -1, -30])
     @pytest.mark.parametrize("name", ["fp32.pt", "step.pt", "../optimizer_state.pt"])
     def test_a_short_file(self, keep: int, name: str, merged: Path, zckpt: Zckpt) -> None:
@@ -166,6 +181,16 @@ class TestBadInput:
         value["param_shapes"] = [3]
         torch.save(value, path)
         self.refused(zckpt, merged, "malformed")
+
+    def test_the_file_of_another_state(self, merged: Path, zckpt: Zckpt) -> None:
+        """Also if nothing states how it was called when it was saved."""
+        folder = self.folder(merged)
+        whole, step = torch.load(folder / "exp_avg.pt"), torch.load(folder / "step.pt")
+        torch.save(whole, folder / "step.pt")
+        self.refused(zckpt, merged, "step.pt", "instead of a step")
+        torch.save(step, folder / "step.pt")
+        torch.save(step, folder / "fp32.pt")
+        self.refused(zckpt, merged, "fp32.pt", "shape []")
 
     def test_no_tensor(self, merged: Path, zckpt: Zckpt) -> None:
         for value in ({"cat_dim": 0}, {"param": 3}, "text", [1]):
@@ -225,17 +250,24 @@ class TestSteps:
     def merged(self, example: Path, tmp_path: Path) -> Path:
         return convert(example, tmp_path / "merged")
 
-    def test_differing_ones_are_kept(self, merged: Path, tmp_path: Path) -> None:
+    def test_differing_ones_of_a_group(self, merged: Path, tmp_path: Path) -> None:
+        """DeepSpeed writes none of them. They are refused, unless the user wants to keep them."""
         folders = [path for path in sorted((merged / TAG / "zero").iterdir()) if path.is_dir()]
         torch.save(torch.tensor(2.0), folders[0] / "step.pt")
-        manifest = zckpt.read(merged)
+        differ = rf"differ within a group: 2 \(step.pt of {folders[0].name}\), 7 \("
+        with pytest.raises(ZckptError, match=differ):
+            zckpt.convert(merged, tmp_path / "refused")
+        (problem,) = zckpt.verify(merged)["problems"]
+        assert re.search(differ, problem["message"])
+        assert "--step-policy max|min|keep|N" in problem["hint"]
+        manifest = zckpt.read(merged, step_policy="keep")
         assert manifest.parameters[folders[0].name].step == 2
         assert manifest.parameters[folders[1].name].step == 7
         assert manifest.step is None
         places = {line.step: line.where for line in manifest.steps if line.truth}
         assert folders[0].name in places[2]
         with pytest.raises(ZckptError, match="one step for"):
-            convert(merged, tmp_path / "target")
+            convert(merged, tmp_path / "target", step_policy="keep")
         assert zckpt.read(merged, step_policy="max").step == 7
         assert zckpt.read(merged, step_policy="9").parameters[folders[0].name].step == 9
 
@@ -303,16 +335,18 @@ def test_the_converter_s_directory_is_what_the_engine_held(
 @pytest.mark.engines
 @pytest.mark.first
 class TestRoundRobin:
-    """DeepSpeed's converter mixes up the parameters of such runs (0.19.8)."""
+    """DeepSpeed's converter mixes up the parameters of such runs (0.19.8), but not its weights."""
 
     CASE = CASES["z2_dp3_round_robin"]
 
-    def test_the_converter_s_directory_is_warned_of(self, trained: Trained, tmp_path: Path) -> None:
+    def test_the_converter_s_directory_is_refused(self, trained: Trained, tmp_path: Path) -> None:
         root = trained(self.CASE)
         run = merge(root / "run", tmp_path / "run")
         manifest = zckpt.read(run, format=FORMAT)
         assert any("round_robin_gradients" in warning for warning in manifest.warnings)
-        zckpt.convert(run, tmp_path / "universal", format=FORMAT)
+        with pytest.raises(InconsistentCheckpoint, match="not the rounded masters"):
+            zckpt.convert(run, tmp_path / "universal", format=FORMAT)
+        zckpt.convert(run, tmp_path / "universal", format=FORMAT, accept_weights=True)
         tensors = load(tmp_path / "universal")
         oracle = torch.load(root / "oracle.pt", weights_only=False)["tensors"]
         wrong = [

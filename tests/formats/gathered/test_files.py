@@ -230,3 +230,43 @@ def test_no_format_takes_the_files_of_another(tmp_path: Path) -> None:
     for path in (folder, folder / "model.pt", EXAMPLE):
         known = [item.name for item in formats.FORMATS if item.detect(str(path))]
         assert known == ["deepspeed" if path == EXAMPLE else "gathered"]
+
+
+def test_two_files_of_an_index_with_one_name(tmp_path: Path, zckpt: Zckpt) -> None:
+    """A file that was copied over another one of the same model."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    names = [f"model-{number:05d}-of-00002.safetensors" for number in (1, 2)]
+    for name, key in zip(names, "ab", strict=True):
+        save_file({key: torch.randn(3)}, folder / name)
+    index = {"metadata": {}, "weight_map": dict(zip("ab", names, strict=True))}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert zckpt("verify", folder).code == 0
+    shutil.copy(folder / names[0], folder / names[1])
+    for words, code in ((("convert", folder, tmp_path / "out"), 1), (("verify", folder), 3)):
+        ended = zckpt(*words)
+        assert ended.code == code
+        text = ended.err + ended.out
+        assert all(name in text for name in names)
+        assert "both have a" in text
+
+
+@pytest.mark.parametrize(
+    ("one", "other"), [("model", "optim"), ("optim", "model"), ("scheduler", "optim")]
+)
+def test_a_file_of_another_kind(one: str, other: str, tmp_path: Path) -> None:
+    """A copied model would be kept beside the model, as if it were the program's own state."""
+    folder = save(tmp_path / "run", trained_pair(), "model.pt", "optim.pt")
+    torch.save({"last_epoch": 3}, folder / "scheduler.pt")
+    shutil.copy(folder / f"{one}.pt", folder / f"{other}.pt")
+    said = f"{other}.pt was saved as {one}.pt: files of two kinds are swapped"
+    with pytest.raises(errors.InconsistentCheckpoint, match=said):
+        zckpt.convert(folder, tmp_path / "target")
+    (problem,) = zckpt.verify(folder)["problems"]
+    assert said in problem["message"]
+
+
+def test_the_name_of_no_file_says_nothing(tmp_path: Path) -> None:
+    folder = save(tmp_path / "run", trained_pair(), "model.pt", "optim.pt")
+    (folder / "model.pt").rename(folder / "pytorch_model.bin")
+    assert zckpt.verify(folder, param_names=names_by_group(trained_pair()))["equal"]

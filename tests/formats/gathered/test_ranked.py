@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,7 +13,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
+import zckpt as package
 from zckpt import errors
 from zckpt.core.inert import Foreign, Global, Size
 from zckpt.files.torchfile import TorchFile
@@ -20,6 +25,10 @@ from zckpt.files.torchshell import Storages, shell
 from zckpt.formats.gathered import distributed, ranked
 from zckpt.formats.statedict.tree import Leaf
 
+from ...conftest import ROOT, Result
+from . import torch_ranks
+
+Zckpt = Callable[..., Result]
 PLACEMENTS = "torch.distributed.tensor.placement_types"
 MESH = "torch.distributed.device_mesh"
 Mesh = Callable[[Storages, Sequence[int]], Foreign]
@@ -300,6 +309,26 @@ class TestRefused:
         with pytest.raises(errors.UnsupportedCheckpoint, match=f"placed as {kind}"):
             ranked.merge({0: file})
 
+    @pytest.mark.parametrize("factor", [2, 3])
+    def test_what_fsdp_cuts_after_tensor_parallelism(self, factor: int, tmp_path: Path) -> None:
+        """`_StridedShard` along the axis of a later `Shard` cuts its parts."""
+        for rank in range(4):
+            with torch_ranks.as_rank(rank, 4):
+                mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+                part = WHOLE.chunk(2)[rank % 2].chunk(2)[rank // 2].clone()
+                placements = [_StridedShard(0, split_factor=factor), Shard(0)]
+                sizes = {"shape": WHOLE.shape, "stride": WHOLE.stride()}
+                tensor = DTensor.from_local(part, mesh, placements, run_check=False, **sizes)
+                torch.save({"w": tensor}, tmp_path / f"model_rank_{rank}.pt")
+        if factor == 2:
+            assert torch.equal(package.load(tmp_path, "w/param"), WHOLE)
+            package.convert(tmp_path, tmp_path.parent / f"{tmp_path.name}-whole")
+            against = tmp_path.parent / f"{tmp_path.name}-whole"
+            assert package.verify(tmp_path, against=against, gather=True)["equal"]
+            return
+        with pytest.raises(errors.UnsupportedCheckpoint, match="placed as _StridedShard"):
+            package.read(tmp_path)
+
     @pytest.mark.parametrize("name", ["_flat_param", "trunk._flat_param", "layers.0.flat_param_0"])
     def test_flat_parameters(self, name: str, tmp_path: Path) -> None:
         saved = Saved()
@@ -370,3 +399,61 @@ def test_what_is_not_sharded_is_rank_0s(tmp_path: Path) -> None:
     ]
     assert merged.tree["counter"] == 0
     assert torch.equal(values_of(merged.tree["rng"]["cpu"]), WHOLE)
+
+
+class TestOneRanksPart:
+    """A file with the name of a whole one, in which one rank saved its parts of DTensors."""
+
+    DATA = ROOT / "tests" / "data" / "accelerate-1.14.0-lora-w2"
+    SAID = "has 1/2 of the adapter, rank 0's part: the other ranks never wrote a file"
+
+    @pytest.fixture
+    def checkpoint(self, tmp_path: Path) -> Path:
+        return Path(shutil.copytree(self.DATA / "checkpoint-3", tmp_path / "checkpoint-3"))
+
+    @pytest.mark.parametrize("name", [".", "pytorch_model_fsdp.bin"])
+    def test_accelerates_adapter(self, name: str, checkpoint: Path, zckpt: Zckpt) -> None:
+        path, target = checkpoint / name if name != "." else checkpoint, checkpoint.parent / "out"
+        for words in (
+            ("inspect", path),
+            ("verify", path),
+            ("convert", path, target),
+            ("reshard", path, target),
+            ("export", path, target),
+        ):
+            ended = zckpt(*words)
+            assert ended.code == (3 if words[0] == "verify" else 1)
+            assert self.SAID in ended.out + ended.err
+        assert "copy the directory without pytorch_model_fsdp.bin" in ended.err
+
+    def test_the_hint_gives_the_whole_adapter(self, checkpoint: Path, tmp_path: Path) -> None:
+        (checkpoint / "pytorch_model_fsdp.bin").unlink()
+        oracle = torch.load(self.DATA / "oracle.pt", weights_only=False)
+        for name, tensor in oracle["tensors"].items():
+            parameter, _, slot = name.rpartition("/")
+            entry = f"{parameter}/{'param' if slot == 'weight' else slot}"
+            assert torch.equal(package.load(checkpoint, entry), tensor), name
+        package.reshard(checkpoint, tmp_path / "resumed")
+
+    def test_without_the_whole_adapter(self, checkpoint: Path) -> None:
+        (checkpoint / "adapter_model.safetensors").unlink()
+        with pytest.raises(errors.IncompleteCheckpoint, match=self.SAID) as raised:
+            package.read(checkpoint)
+        assert "trainer.save_model()" in raised.value.hint
+
+    def test_the_hint_for_files_of_any_name(self, tmp_path: Path) -> None:
+        folder = torch_ranks.save(
+            tmp_path / "run", 3, {"fc.weight": WHOLE}, torch_ranks.dtensors((3,), (0,))
+        )
+        (tmp_path / "together").mkdir()
+        for rank in range(3):
+            (tmp_path / str(rank)).mkdir()
+            path = tmp_path / str(rank) / "weights.pt"
+            (folder / f"model_world_size_3_rank_{rank}.pt").rename(path)
+            with pytest.raises(
+                errors.IncompleteCheckpoint, match=rf"1/3 .*rank {rank}'s part"
+            ) as raised:
+                package.read(path)
+            assert "model_rank_0.pt to model_rank_2.pt" in raised.value.hint
+            path.rename(tmp_path / "together" / f"model_rank_{rank}.pt")
+        assert torch.equal(package.load(tmp_path / "together", "fc.weight/param"), WHOLE)

@@ -17,11 +17,13 @@ from zckpt import errors
 from zckpt.core.manifest import Manifest
 from zckpt.core.values import replace
 
+from ... import faults
 from ...conftest import Result
 from ...engines import torch_engine, trainers
 from ...engines.torch_cases import CASES
 from ..contract import FormatContract
 from ..equality import load, plain, same_bits
+from . import torch_ranks
 from .engine_cases import (
     FULL,
     RANKS,
@@ -62,7 +64,10 @@ def assert_holds(universal: Path, oracle: Mapping[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("case", "world"),
-    engines(*WHOLE, *FULL, *RANKS, *SHARDED, "fsdp2_hsdp_local", "never_stepped_ddp"),
+    engines(
+        *(*WHOLE, *FULL, *RANKS, *SHARDED),
+        *("fsdp2_hsdp_local", "fsdp2_2d_local", "never_stepped_ddp"),
+    ),
 )
 def test_reads_what_engines_save(
     case: str, world: int, torch_trained: Trained, tmp_path: Path
@@ -101,7 +106,6 @@ def test_reads_what_trainers_save(trainer: str, tmp_path: Path) -> None:
     [
         ("fsdp1_local", 2, "flat parameters .*LOCAL_STATE_DICT"),
         ("fsdp1_flat_local", 2, "flat parameters .*LOCAL_STATE_DICT"),
-        ("fsdp2_2d_local", 4, "placed as _StridedShard"),
     ],
 )
 def test_what_is_not_read_is_named(
@@ -109,6 +113,19 @@ def test_what_is_not_read_is_named(
 ) -> None:
     with pytest.raises(errors.UnsupportedCheckpoint, match=said):
         zckpt.read(torch_trained(case, world) / "run")
+
+
+def test_swapped_ranks_of_dtensors(tmp_path: Path) -> None:
+    """A DTensor does not state its rank: the name under which its file was saved does."""
+    model = {"w": torch.arange(32.0).reshape(8, 4)}
+    run = torch_ranks.save(tmp_path / "run", 2, model, torch_ranks.dtensors((2,), [0]))
+    whole = zckpt.load(run, "w/param")
+    assert torch.equal(whole, model["w"])
+    one, other = sorted(run.glob("model*"))
+    faults.swap_files(one, other, renamed=False)
+    with pytest.raises(errors.InconsistentCheckpoint, match=f"was saved as {other.name}"):
+        zckpt.read(run)
+    assert not zckpt.verify(run)["equal"]
 
 
 @pytest.mark.engines
@@ -140,12 +157,14 @@ class TestRanks(FormatContract):
         assert manifest.groups is None
         assert len(manifest.files) == 2
 
-    def test_swapped_ranks(self, checkpoint: Path) -> None:
+    @pytest.mark.parametrize(
+        ("renamed", "said"),
+        [(True, "was written by rank 1 of 2"), (False, r"was saved as model_world_size_2_rank_1")],
+    )
+    def test_swapped_ranks(self, renamed: bool, said: str, checkpoint: Path) -> None:
         a, b = self.file(checkpoint, "model", 0), self.file(checkpoint, "model", 1)
-        other = a.rename(checkpoint / "other")
-        b.rename(a)
-        other.rename(b)
-        with pytest.raises(errors.InconsistentCheckpoint, match="was written by rank 1 of 2"):
+        faults.swap_files(a, b, renamed=renamed)
+        with pytest.raises(errors.InconsistentCheckpoint, match=said):
             zckpt.read(checkpoint)
 
     def test_files_of_two_world_sizes(self, checkpoint: Path) -> None:
@@ -336,3 +355,38 @@ class TestNamesOfNumbers:
         optim["state"][7] = {"exp_avg": torch.ones(3)}
         manifest = zckpt.read(self.saved(tmp_path / "run", model, optim))
         assert any("7" in line for line in manifest.left_out)
+
+
+class TestStepsOfRanks:
+    """Flattened state dicts, one file per rank."""
+
+    def save(self, folder: Path, *ranks: dict[str, int]) -> Path:
+        """Every rank has these parameters, at these steps."""
+        folder.mkdir()
+        for rank, steps in enumerate(ranks):
+            optim: dict[str, Any] = {}
+            for name, step in steps.items():
+                state = {"step": torch.tensor(float(step)), "exp_avg": torch.ones(3)}
+                optim |= {f"state.{name}.{key}": value for key, value in state.items()}
+                optim[f"param_groups.{name}.lr"] = 0.1
+            torch.save(optim, folder / f"optim_rank_{rank}.pt")
+            model = {name: torch.ones(3) for name in steps}
+            torch.save(model, folder / f"model_rank_{rank}.pt")
+        return folder
+
+    def test_copies_that_differ(self, tmp_path: Path) -> None:
+        run = self.save(tmp_path / "run", {"a": 6, "b": 6}, {"a": 6, "b": 5})
+        with pytest.raises(errors.InconsistentCheckpoint, match=r"5 .*rank_1.*, 6 .*rank_0"):
+            zckpt.read(run)
+        assert zckpt.read(run, step_policy="max").step == 6
+
+    def test_parts_that_differ(self, tmp_path: Path) -> None:
+        run = self.save(tmp_path / "run", {"a": 6, "b": 6}, {"c": 5})
+        with pytest.raises(errors.InconsistentCheckpoint, match=r"5 .*rank_1.*, 6 .*rank_0"):
+            zckpt.read(run)
+        parameters = zckpt.read(run, step_policy="keep").parameters
+        assert [item.step for item in parameters.values()] == [6, 6, 5]
+
+    def test_parameters_that_were_unfrozen_late(self, tmp_path: Path) -> None:
+        run = self.save(tmp_path / "run", {"a": 6, "b": 2}, {"c": 6})
+        assert [item.step for item in zckpt.read(run).parameters.values()] == [6, 2, 6]

@@ -108,6 +108,26 @@ def test_folders_of_another_run(spread: Path) -> None:
         package.read(spread)
 
 
+@pytest.mark.parametrize("writers", [(0, 1, 2, 3), (0, 0, 0, 0), (None, None, None, None)])
+def test_arguments_that_fit_the_folders(writers: tuple[int | None, ...], spread: Path) -> None:
+    """Megatron-LM's arguments have the rank of each writer; converted files have one, or none."""
+    _written_by(spread, writers)
+    assert len(package.read(spread).files) > 4
+
+
+@pytest.mark.parametrize("writers", [(1, 0, 2, 3), (0, 2, 1, 3), (0, 3, 2, 1)])
+def test_swapped_folders(writers: tuple[int, ...], spread: Path) -> None:
+    _written_by(spread, writers)
+    with pytest.raises(errors.InconsistentCheckpoint, match="are swapped: by their arguments"):
+        package.read(spread)
+
+
+def _written_by(spread: Path, writers: tuple[int | None, ...]) -> None:
+    folders = ("mp_rank_00_000", "mp_rank_01_000", "mp_rank_00_001", "mp_rank_01_001")
+    for folder, writer in zip(folders, writers, strict=True):
+        _changed(spread, lambda value, w=writer: setattr(value["args"], "rank", w), folder)
+
+
 def test_copies_of_what_is_of_no_expert(
     spread: Path, tmp_path: Path, zckpt: Callable[..., Any]
 ) -> None:

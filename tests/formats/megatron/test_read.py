@@ -155,11 +155,17 @@ def test_wrong_masters_are_named(run: Path, tmp_path: Path, zckpt: Callable[...,
     _copied(run / ITERATION, tmp_path / "new", **{key: wrong})
     ended = zckpt("convert", tmp_path / "new", tmp_path / "out", "--json")
     assert ended.document["error"] == "InconsistentCheckpoint"
-    assert "2 of 20 parameters" in ended.document["message"]
+    assert ended.document["message"].startswith("2 weights of ")
+    assert "--masters-from-weights" in ended.document["hint"]
     assert "decoder.layers.0.mlp.linear_fc2.weight" in ended.document["message"]
     assert not (tmp_path / "out").exists()
     assert zckpt("verify", tmp_path / "new").code == 3
     assert zckpt("convert", tmp_path / "new", tmp_path / "out", "--weights-only").code == 0
+    accepted = zckpt("convert", tmp_path / "new", tmp_path / "both", "--accept-weights", "--json")
+    assert "2 weights of" in accepted.document["warnings"][0]
+    assert (
+        package.load(tmp_path / "both", "decoder.layers.0.mlp.linear_fc2.weight/master").eq(0).all()
+    )
     option = "--masters-from-weights"
     ended = zckpt("convert", tmp_path / "new", tmp_path / "rebuilt", option, "--json")
     assert "the masters of 2 do not round" in ended.document["warnings"][0]
@@ -303,3 +309,22 @@ def test_groups_by_the_options_of_megatron() -> None:
     for group in before:  # 0.15 and older
         del group["default_config"], group["max_lr"]
     assert list((members(before, shapes, args) or {}).values()) == [2, 0, 0]
+
+
+def test_the_common_state_of_another_iteration(
+    run: Path, tmp_path: Path, zckpt: Callable[..., Any]
+) -> None:
+    """It has the optimizer's step. Folders are renamed at times, so this is no error."""
+    for words in (("convert", run, tmp_path / "out"), ("verify", run)):
+        assert "states iteration" not in zckpt(*words).err
+    common = run / ITERATION / "common.pt"
+    value = torch.load(common, weights_only=False)
+    value["iteration"] = 4
+    torch.save(value, common)
+    for words in (("convert", run, tmp_path / "other"), ("verify", run)):
+        ended = zckpt(*words)
+        assert ended.code == 0
+        assert f"Warning: {common} states iteration 4, but its folder is {ITERATION}" in ended.err
+    (run / ITERATION).rename(run / "release")
+    (run / "latest_checkpointed_iteration.txt").write_text("release")
+    assert "states iteration" not in zckpt("verify", run).err

@@ -68,10 +68,12 @@ def assert_is(universal: Path, expected: dict[str, Tensor], step: int | None = 5
     assert json.loads((universal / "manifest.json").read_text())["step"] == step
 
 
-def assert_reads(folder: Path, expected: dict[str, Tensor], tmp_path: Path) -> dict[str, Any]:
+def assert_reads(
+    folder: Path, expected: dict[str, Tensor], tmp_path: Path, harmless: tuple[str, ...] = ()
+) -> dict[str, Any]:
     report: dict[str, Any] = zckpt.convert(folder, tmp_path / "read")
     assert_is(tmp_path / "read", expected)
-    assert_proven(folder, tmp_path / "read", harmless=())
+    assert_proven(folder, tmp_path / "read", harmless=harmless)
     shutil.rmtree(tmp_path / "read")
     return report
 

@@ -179,7 +179,7 @@ class TestVariants:
             options = {"without": "optimizer", "old_front_end": old_front_end}
         files.write(state, tmp_path / "source", 3, dialect, **options)
         if (dialect, old_front_end) == ("l1", True):  # all ranks hold all: nothing shows it
-            with pytest.raises(errors.InconsistentCheckpoint, match="stale"):
+            with pytest.raises(errors.InconsistentCheckpoint, match="rounded masters"):
                 zckpt.convert(tmp_path / "source", tmp_path / "read")
             return
         zckpt.convert(tmp_path / "source", tmp_path / "read")
@@ -238,14 +238,20 @@ class TestRefused:
         shutil.copy(folder / name.format(1), folder / name.format(2))
         refused("InconsistentCheckpoint", "partition over 3 ranks", "twice")
 
-    def test_ranks_renamed_to_fewer(self, refused: Any, tmp_path: Path) -> None:
-        folder = files.write(make("fp32"), tmp_path / "source", 3, "l2")
+    @pytest.mark.parametrize(
+        ("zipped", "said"),
+        [(True, "was saved as ORT_checkpoint.ZeRO.0.2.ort.pt"), (False, "partition over 2 ranks")],
+    )
+    def test_ranks_renamed_to_fewer(
+        self, zipped: bool, said: str, refused: Any, tmp_path: Path
+    ) -> None:
+        folder = files.write(make("fp32"), tmp_path / "source", 3, "l2", zipped=zipped)
         for rank in (0, 1):
             (folder / f"ORT_checkpoint.ZeRO.{rank}.2.ort.pt").rename(
                 folder / f"ORT_checkpoint.ZeRO.{rank}.1.ort.pt"
             )
         (folder / "ORT_checkpoint.ZeRO.2.2.ort.pt").unlink()
-        refused("InconsistentCheckpoint", "partition over 2 ranks")
+        refused("InconsistentCheckpoint", said)
 
     @pytest.mark.parametrize("dialect", ["l1", "l2", "hdf5"])
     def test_counters_differ_across_weights(
@@ -279,7 +285,7 @@ class TestRefused:
         folder = files.write(make("fp16", "Lamb"), tmp_path / "source", 3, "hdf5")
         with h5py.File(folder / "checkpoint.rank2.ortcp", "a") as file:
             file["optimizer/shared_optimizer_state/Step"][...] = 7
-        refused("InconsistentCheckpoint", "Step, rank 2")
+        refused("InconsistentCheckpoint", "6 (checkpoint.rank2.ortcp: Step, rank 2)")
 
     @pytest.mark.parametrize("zipped", [True, False])
     def test_weights_differ_between_ranks(self, zipped: bool, refused: Any, tmp_path: Path) -> None:
@@ -314,7 +320,9 @@ class TestRefused:
             model["layer.2.bias"] += 0.25
 
         edit(folder / f"ORT_checkpoint.ZeRO.{rank}.2.ort.pt", change)
-        refused("InconsistentCheckpoint", "layer.2.bias", "stale")
+        refused("InconsistentCheckpoint", "layer.2.bias", "is not its rounded master")
+        report = zckpt.convert(folder, tmp_path / "accepted", accept_weights=True)
+        assert ["rounded master" in line for line in report["warnings"]] == [True]
 
     @pytest.mark.parametrize("precision", ["fp32", "fp16"])
     def test_a_flipped_bit_is_said_to_be_one(

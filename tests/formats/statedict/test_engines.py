@@ -33,7 +33,7 @@ BY_NUMBER = (
 REFUSED = {
     "fsdp1_local": "flat parameters",
     "fsdp1_flat_local": "flat parameters",
-    "fsdp2_2d_local": "_StridedShard",
+    "fsdp2_bare_items": "slices of one model on 4 ranks",
 }
 # the form of a checkpoint does not change with these: world 2 tells
 VARIANTS = ("optimizer", "model", "groups", "frozen_in_groups", "scheduler", "steps")
@@ -144,6 +144,7 @@ WRITTEN = [
     ("fsdp2_inner_local", 4, "fsdp2", 3, 3),
     ("fsdp1_sharded_pt", 4, "fsdp1", 3, 3),
     ("fsdp1_sharded_pt", 2, "fsdp2", 4, 4),
+    ("fsdp2_items", 2, "fsdp2", 3, 3),
     # whole ones
     ("zro", 4, "fsdp2", 2, 2),
     ("zro_ranks", 4, "fsdp2", 3, 3),
@@ -174,7 +175,7 @@ def test_torch_resumes(
     target = tmp_path / "target"
     zckpt.convert(source(folder), target, to="dcp", dp=dp, **names(case, oracle))
     layout = case.layout if case.layout in ("nested", "flat", "raw", "app", "titan") else "nested"
-    root = "optimizer" if case.layout == "one file" else "optim"  # as the program has it
+    root = "optimizer" if case.layout in ("one file", "items") else "optim"  # as the program has it
     after = torch_engine.resume(
         engine, target, resumed, tmp_path, case=case, layout=layout, optim=root
     )

@@ -120,6 +120,18 @@ def step_is_text(document: Document) -> None:
     document["parameters"][NAME]["step"] = "7"
 
 
+def other_step(document: Document) -> None:
+    document["step"] = 9
+
+
+def no_step(document: Document) -> None:
+    document["step"] = None
+
+
+def other_step_of_a_parameter(document: Document) -> None:
+    document["parameters"][NAME]["step"] = 9
+
+
 def no_group(document: Document) -> None:
     document["parameters"][NAME]["group"] = None
 
@@ -134,6 +146,9 @@ def no_group(document: Document) -> None:
         (alias_of_two, "names of others too: fc2.weight"),
         (frozen_with_states, "frozen parameters have states of an optimizer: fc1.weight"),
         (step_is_text, "steps are not numbers"),
+        (other_step, "its step is 9, and the steps of its parameters are 7"),
+        (no_step, "its step is None, and the steps of its parameters are 7"),
+        (other_step_of_a_parameter, "its step is 7, and the steps of its parameters are 7, 9"),
         (no_group, "in no group: fc1.weight"),
     ],
 )

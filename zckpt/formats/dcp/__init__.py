@@ -21,6 +21,9 @@ FORMAT = Format(
     weak=True,
     numbers=True,
     gathers=True,
+    keeps_steps=True,
     groups="with_trainers_groups",
+    of_ranks=(".distcp",),
+    written_last=".metadata",
     objects=frozenset(),
 )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
+from math import prod
 from typing import Any
 
 from ...core import sources
@@ -21,6 +23,7 @@ from ...errors import (
 )
 from ...files.dcpfile import (
     VERSION,
+    ItemLocation,
     ItemTable,
     TensorItem,
     read_table,
@@ -34,10 +37,13 @@ from ..statedict.read import manifest
 from ..statedict.stated import checked
 from ..statedict.tree import (
     Leaf,
+    Path,
     SavedTree,
+    StepStatement,
     TensorPiece,
     assembled,
     identities,
+    leads_to_step,
     leaves,
     number_of,
     solid_piece,
@@ -83,6 +89,7 @@ class _FolderReader:
         self.table: ItemTable = read_table(folder)
         self.files = ItemFiles()
         self.names: Mapping[str, list[str]] = {}
+        self.items_in = Counter(location.file for location in self.table.every_location())
 
     def read(self) -> None:
         """Reads every item, in the order of the saved state."""
@@ -105,8 +112,10 @@ class _FolderReader:
         room = MAX_LIST
         in_order = [key for key in paths if key in table.items]
         for key in [*in_order, *(key for key in table.items if key not in paths)]:
-            value = self._value(key, table.items[key])
-            room = _put(saved.tree, paths.get(key) or (key,), value, room)
+            value, path = self._value(key, table.items[key]), paths.get(key) or (key,)
+            if leads_to_step(path):
+                saved.steps += self._stated(key, path, value)
+            room = _put(saved.tree, path, value, room)
         saved.files += sorted(self.files.sizes)
         self._remark()
 
@@ -145,6 +154,31 @@ class _FolderReader:
         self.saved.records += file.records.values()
         return leaves(file, file.value, names)
 
+    def _stated(self, key: str, path: Path, value: Any) -> Iterator[StepStatement]:
+        """The step under a key, as every file with a copy of it states it.
+
+        A file of one item (single_file_per_rank=False) says nothing about the others.
+        """
+        item, box = self.table.items[key], None
+        if item is not None:
+            box = next((each for each in item.boxes if not each.is_empty), None)
+            if box is None or prod(item.shape) != 1:
+                return
+        values = [(self.table.location(key, box), value)]
+        for copy in self.table.copies.get((key, None if box is None else box.offsets), ()):
+            values.append((copy, self._value_of_copy(key, copy)))
+        for location, number in values:
+            if self.items_in[location.file] > 1:
+                yield StepStatement(path, (location.file,), number)
+
+    def _value_of_copy(self, key: str, location: ItemLocation) -> Any:
+        """What another rank has saved under a key; None for a tensor that is no number."""
+        stored = self.files.stored(location, key)
+        if stored is not None:
+            return number_of(stored)() if prod(stored.shape) == 1 else None
+        file = self.files.torch_file(location)
+        return leaves(file, file.value)
+
     def _tensor(self, key: str, item: TensorItem, names: Iterator[str]) -> Leaf:
         """One leaf of all boxes of a tensor."""
         dtype, shape = item.dtype, item.shape
@@ -172,7 +206,7 @@ class _FolderReader:
                 TensorPiece(box.offsets, box.sizes, tensor.strides, tensor.offset, extent)
             )
             parts.append((box.offsets, tensor, file))
-            number = partial(file.scalar, tensor)
+            number = cache(partial(file.scalar, tensor))
         fragments = assembled(f"{key} in {self.table.folder}", dtype, shape, pieces)
         # every item has its own memory; safetensors have no checksums
         twin = identities(dtype, shape, parts)[1] if len(parts) == len(pieces) else None

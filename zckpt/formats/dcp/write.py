@@ -15,6 +15,7 @@ from math import prod
 from typing import Any
 
 from ...core.dtypes import SIZES, TORCH_NAMES
+from ...core.folder import Folder
 from ...core.inert import Foreign, Scalar, TensorName, map_values
 from ...core.layout import Layout, Shell
 from ...core.manifest import Manifest
@@ -132,9 +133,11 @@ class DcpWriter:
 
     def _folder(self, folder: str, values: Sequence[PathValue]) -> Iterator[Shell]:
         saved: list[SavedItem] = []
+        # numbers first, so that one file has all steps, however many files rank 0 has
+        ordered = sorted(values, key=lambda pair: self._is_cut(pair[1]))
         for rank in range(self.world):
             of_rank = (
-                item for path, value in values for item in self._of_rank(dotted(path), value, rank)
+                item for path, value in ordered for item in self._of_rank(dotted(path), value, rank)
             )
             for number, items in enumerate(in_files(of_rank, self.options.file_size)):
                 file, placed = item_file(f"__{rank}_{number}.distcp", items)
@@ -167,6 +170,10 @@ class DcpWriter:
             storages = Storages()
             frozen = thawed(value, self.source.entries, storages)
             yield ItemShell(key, None, _shell(frozen, storages))
+
+    def _is_cut(self, value: Any) -> bool:
+        """Whether ranks have rows of a value; rank 0 has what is not cut."""
+        return not isinstance(value, Scalar) and self._tensor_of(value) is not None
 
     def _tensor_of(self, value: Any) -> BlankTensor | None:
         """The tensor that a value is, or stands for."""
@@ -231,7 +238,7 @@ def _shell(value: Any, storages: Storages) -> Shell:
     return shell("archive", value, storages)
 
 
-def seal(root: str, manifest: Manifest, outcome: Any) -> None:
+def seal(root: Folder, manifest: Manifest, outcome: Any) -> None:
     """Writes the CRC-32 of every record into the zip directory of its item."""
-    for folder in folders(root):
-        seal_items(folder, crcs_of(outcome))
+    for folder in folders(root.path):
+        seal_items(root, folder, crcs_of(outcome))

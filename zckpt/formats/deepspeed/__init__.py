@@ -38,8 +38,10 @@ FORMAT = Format(
     "(real files of 0.8.2, 0.9.3, 0.11.0, 0.13.1, 0.19.8)",
     family="deepspeed",
     numbers=True,
+    compares="beginnings",
     has_tensor_ranks=True,
     gathers=True,
     groups="without_empty_groups",
+    of_ranks=("_states.pt",),
     objects=OBJECTS,
 )

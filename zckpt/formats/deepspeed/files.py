@@ -14,6 +14,7 @@ from ...errors import (
     IncompleteCheckpoint,
     InconsistentCheckpoint,
 )
+from ...files.torchfile import Parsed
 from ..deepspeed_states.directories import (
     BF16,
     EXPERT,
@@ -29,6 +30,7 @@ from ..deepspeed_states.directories import (
     refuse,
     tags_of,
 )
+from ..deepspeed_states.writers import is_foreign, refuse_foreign
 
 if TYPE_CHECKING:
     from typing import TypeVar
@@ -44,13 +46,20 @@ class RankFiles:
     """Paths in rank order; stage 1 and 2 have one model file, stage 3 one per rank.
 
     Files of experts are by the number of the layer in its model rank, and of the expert in it.
-    `of_ep` are the optimizers of all ep ranks, in order, in a run with experts in stage 0.
+    `of_ep` are the optimizers of all ep ranks, in order, in a run with experts in stage 0. `parsed`
+    is what was opened of these files, and of those of other model ranks.
     """
 
     models: Sequence[str]
     optimizers: Sequence[str]
     experts: Mapping[tuple[int, int], str] = field(default_factory=dict)
     of_ep: Sequence[str] = ()
+    parsed: Parsed = field(default_factory=Parsed)
+
+    @property
+    def paths(self) -> list[str]:
+        """Those of all files."""
+        return [*self.models, *self.optimizers, *self.experts.values(), *self.of_ep]
 
 
 @valueclass
@@ -68,16 +77,29 @@ NAMED = Numbered()
 
 
 def detect(path: str) -> list[str]:
-    """Tags of the checkpoints at `path`; a tag directory's own is its name."""
-    return KIND.detect(path)
+    """Tags of the checkpoints at `path`; a tag directory's own is its name.
+
+    A single file counts only to be refused by name.
+    """
+    return KIND.detect(path) or ([""] if is_foreign(path) else [])
 
 
 def locate(path: str, tag: str | None) -> TagDirectory:
-    """The tag that is meant; raises NotACheckpoint and AmbiguousCheckpoint."""
-    return KIND.locate(path, tag)
+    """The tag that is meant; raises NotACheckpoint and AmbiguousCheckpoint.
+
+    Raises UnsupportedCheckpoint for files that torch.save did not write.
+    """
+    if is_foreign(path):
+        folder, name = os.path.split(path)
+        refuse_foreign(folder, [name])
+    directory = KIND.locate(path, tag)
+    refuse_foreign(directory.path, os.listdir(directory.path))
+    return directory
 
 
-def rank_files(directory: TagDirectory, names: Sequence[str], model_rank: int = 0) -> RankFiles:
+def rank_files(
+    directory: TagDirectory, names: Sequence[str], parsed: Parsed, model_rank: int = 0
+) -> RankFiles:
     """The files of all data ranks of one model rank, among the names of the directory.
 
     Raises IncompleteCheckpoint if a rank is missing, UnsupportedCheckpoint if the names show
@@ -118,6 +140,7 @@ def rank_files(directory: TagDirectory, names: Sequence[str], model_rank: int = 
         [files.optimizers[rank] for rank in sorted(files.optimizers)],
         files.experts,
         [files.of_ep[rank] for rank in sorted(files.of_ep)],
+        parsed,
     )
 
 

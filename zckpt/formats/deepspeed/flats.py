@@ -287,7 +287,7 @@ class _RankedBuffer:
         stated = steps.StatedSteps(where)
         for rank, value in enumerate(values):
             shape = value.shape if isinstance(value, (Scalar, Tensor)) else ()
-            stated.add(f"{self.ranks.name_of(rank)}, {what}", self.ranks.number(rank, value), shape)
+            stated.add(f"{self.ranks.name_of(rank)}: {what}", self.ranks.number(rank, value), shape)
         if 0 < len(stated.steps) < self.ranks.dp:
             raise InconsistentCheckpoint(
                 f"{self.ranks.directory.path}: only some ranks hold a step: {what}"

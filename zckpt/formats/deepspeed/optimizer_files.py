@@ -11,7 +11,7 @@ from ...core.inert import Foreign, Global
 from ...core.layout import Shell
 from ...core.manifest import slot_key
 from ...core.values import valueclass
-from ...files.torchshell import Storages, shell
+from ...files.torchshell import Contents, Storages
 from .. import zero
 from ..deepspeed_states.experts import parameter_of
 from ..deepspeed_states.optimizer_values import (
@@ -27,21 +27,16 @@ from ..deepspeed_states.target import DeepSpeedTarget, TargetBuffer
 
 
 def optimizer_files(target: DeepSpeedTarget, is_elastic: bool) -> Iterator[Shell]:
-    """One file per rank. In stage 3 they differ only in tensors, so that one shell serves all.
-
-    The folder in its zip is called `archive`, which names no rank.
-    """
+    """One file per rank. In stage 3 they differ only in tensors."""
     prefix = "bf16_" if target.engine.dtype == "BF16" else ""
-    one_serves_all = target.engine.partitioned
     for rank in range(target.dp):
-        name = f"{target.tag}/{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
-        if rank == 0 or not one_serves_all:
-            own = "archive" if one_serves_all else name
-            last = _optimizer_file(target, own, rank, is_elastic)
-        yield Shell(name, last.size, last.parts)
+        if rank == 0 or not target.engine.partitioned:
+            contents = _contents(target, rank, is_elastic)
+        name = f"{prefix}zero_pp_rank_{rank}_{target.mp_rank}_optim_states.pt"
+        yield contents.shell(f"{target.tag}/{name}")
 
 
-def _optimizer_file(target: DeepSpeedTarget, name: str, rank: int, is_elastic: bool) -> Shell:
+def _contents(target: DeepSpeedTarget, rank: int, is_elastic: bool) -> Contents:
     storages = Storages()
     state = (
         _partitioned_state(target, storages)
@@ -54,7 +49,7 @@ def _optimizer_file(target: DeepSpeedTarget, name: str, rank: int, is_elastic: b
         "ds_version": target.version,
         **inferred(target),
     }
-    return shell(name, value, storages)
+    return Contents(value, storages)
 
 
 # -- stage 1 and 2: one partition per group

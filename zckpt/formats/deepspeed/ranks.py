@@ -2,66 +2,61 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from ...core.annotations import Any
-from ...core.expected import refuse_other_rank
 from ...core.inert import Foreign
 from ...errors import CorruptCheckpoint, IncompleteCheckpoint, InconsistentCheckpoint
-from ...files.torchfile import Parsed
+from ..deepspeed_states.agreement import check_facts, check_models, for_each
 from ..deepspeed_states.directories import TagDirectory, file_of_rank, refuse
 from ..deepspeed_states.states import (
-    COUNTERS,
     EngineStates,
-    comparable,
     dictionary,
     nested,
     open_files,
     open_layers,
     stated_config,
+    stated_stage,
     version_numbers,
     version_of,
 )
 from .files import RankFiles
 
+# what all ranks state alike, once groups of experts are in one order
+OF_OPTIMIZERS = ("partition_count", "param_alignment_paddings", "overflow", "ds_version")
+
 
 def open_ranks(
     directory: TagDirectory,
     files: RankFiles,
-    parsed: Parsed | None = None,
     layers: Mapping[int, str] | None = None,
 ) -> EngineStates:
     """What the files of all data ranks of one model rank say.
 
     `layers` are the files of a pipeline's layers by their numbers, if this is a stage of one: then
-    the module's tensors are there. What other model ranks share may be `parsed` already.
+    the module's tensors are there.
 
     Raises when the files cannot be the whole of one ZeRO checkpoint: a rank is missing, world sizes
-    or saves differ, a file has another rank's name, or it is of a kind that is not read.
+    or saves differ, or a file is of a kind that is not read.
     """
-    parsed = Parsed() if parsed is None else parsed
-    models = open_files(files.models, parsed)
+    models = open_files(files.models, files.parsed)
     model = dictionary(models[0], models[0].value)
     if layers is not None and model.get("module") is None:
         model = {**model, "module": {}}
-    optimizers = open_files(files.optimizers, parsed)
+    optimizers = open_files(files.optimizers, files.parsed)
     tops = [dictionary(file, file.value) for file in optimizers]
     pairs = zip(optimizers, tops, strict=True)
     states = [dictionary(file, top.get("optimizer_state_dict")) for file, top in pairs]
     if layers and model.get("param_shapes") is None:
         from .model_ranks.stated_slices import shapes_of_stage
 
-        shapes = shapes_of_stage(states, open_layers(layers, parsed))
+        shapes = shapes_of_stage(states, open_layers(layers, files.parsed))
         model = {**model, "param_shapes": shapes}
     version = version_of(model, tops[0], states[0])
     check_kind(directory, version, model, stated_config(model, tops[0]))
     _check_world(directory, model, states[0], files.optimizers)
-    if len({file.saved_as for file in optimizers}) > 1:  # one for all: zckpt 0.1 wrote stage 3 so
-        for file in optimizers:
-            refuse_other_rank(file.path, file.saved_as)
     partitioned = "fp32_flat_groups" in states[0]
-    bases = _for_each(states, lambda state: _base(directory, state, partitioned))
+    bases = for_each(states, lambda state: _base(directory, state, partitioned))
     if model.get("num_experts"):
         from .moe.group_order import in_order_of_first  # dense models start without
 
@@ -149,39 +144,21 @@ def _check_world(
 
 
 def _check_same_save(ranks: EngineStates) -> None:
-    """Counters, hyper-parameters and loss scale are equal on all ranks of one save."""
-    for what, files, values in (
-        ("its counters", ranks.models, [_counters(file.value) for file in ranks.models]),
-        ("its param_groups", ranks.optimizers, _for_each(ranks.bases, _hyper_parameters)),
-        ("its loss scale", ranks.optimizers, _for_each(ranks.states, _loss_scale)),
-    ):
-        for file, value in zip(files, values, strict=True):
-            if value is not values[0] and value != values[0]:
-                raise InconsistentCheckpoint(
-                    f"{file.path} differs from {os.path.basename(files[0].path)} in {what}",
-                    hint="files of different saves seem to be mixed; take those of one tag",
-                )
+    """All ranks of one save state the same of their run; raises InconsistentCheckpoint."""
+    check_models(ranks.models)
+    check_facts(ranks.optimizers, ranks.states, _facts_of_optimizer)
+    check_facts(ranks.optimizers, ranks.bases, _hyper_parameters)
 
 
-def _for_each(states: Sequence[dict[str, Any]], of: Callable[[dict[str, Any]], Any]) -> list[Any]:
-    """`of` each rank's state, asked once for ranks whose equal pickles were parsed once."""
-    values: dict[int, Any] = {}
-    for state in states:
-        if id(state) not in values:
-            values[id(state)] = of(state)
-    return [values[id(state)] for state in states]
-
-
-def _counters(model: Mapping[str, Any]) -> list[Any]:
-    return [model.get(key) for key in (*COUNTERS, "dp_world_size", "ds_version")]
-
-
-def _hyper_parameters(base: Mapping[str, Any]) -> Any:
-    groups = base.get("param_groups") or ()
-    return comparable([{k: v for k, v in group.items() if k != "step"} for group in groups])
-
-
-def _loss_scale(state: Mapping[str, Any]) -> Any:
+def _facts_of_optimizer(state: Mapping[str, Any]) -> dict[str, Any]:
     scaler = state.get("loss_scaler")
-    scale = scaler.state if isinstance(scaler, Foreign) else scaler
-    return comparable((state.get("overflow"), scale))
+    return {
+        **{key: state.get(key) for key in OF_OPTIMIZERS},
+        "zero_stage": stated_stage(state),
+        "loss_scaler": scaler.state if isinstance(scaler, Foreign) else scaler,
+    }
+
+
+def _hyper_parameters(base: Mapping[str, Any]) -> dict[str, Any]:
+    groups = base.get("param_groups") or ()
+    return {"param_groups": [{k: v for k, v in each.items() if k != "step"} for each in groups]}

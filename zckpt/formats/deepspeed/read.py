@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ...core.experts import layers_of
-from ...core.facts import FlatBufferEngine
 from ...core.manifest import Manifest
 from ...core.values import replace
 from ...errors import (
@@ -19,17 +18,15 @@ from ...errors import (
     WrongOption,
     not_understood,
 )
-from ...files.torchfile import Parsed
 from ...training.steps import KEEP
 from ..deepspeed_states.directories import TagDirectory, refuse
-from ..deepspeed_states.states import nested, open_layers
+from ..deepspeed_states.saved_names import check_names
+from ..deepspeed_states.states import open_files, open_layers
 from ..reading import USUAL, Reading
 from .files import NAMED, Numbered, locate
-from .model_ranks.apart import ModelGrid, of_rank, open_apart, stacked
+from .model_ranks.apart import ModelGrid, of_rank, open_apart, stacked, weights_of_layers
 from .model_ranks.grid import SOME_STAGES, GridFiles, check_grid, grid_files
 from .ranks import open_ranks
-
-MOST = 1 << 10  # weights of a model that are compared with their masters before they are copied
 
 
 def read(path: str, reading: Reading = USUAL) -> Manifest:
@@ -42,20 +39,25 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
     contradict each other), CorruptCheckpoint, MissingData (nothing says how parameters are cut, or
     what they are called), UnsupportedCheckpoint (AutoEP, NVMe offload, before 0.5.10).
     """
-    directory, step_policy = locate(path, reading.tag), reading.step_policy
+    directory = locate(path, reading.tag)
     try:
         files = grid_files(directory)
-        numbered = Numbered(reading.param_names, reading.weights_only)
-        if reading.ranks_apart and not files.is_plain:
-            ranks = _apart(directory, files, step_policy, numbered)
-            rules = {"tp_rules": reading.tp_rules} if reading.tp_rules else {}
-            return replace(ranks, source={**ranks.source, **rules})
-        models = tensor_ranks(directory, files, step_policy, numbered)
-        if reading.with_slicings or files.tp > 1:
-            return _joined(models, reading.tp_rules, step_policy)
-        return models[0]
+        notes = check_names(open_files(files.paths, files.parsed))
+        return replace(_manifest(directory, files, reading), notes=tuple(notes))
     except MALFORMED as error:
         raise not_understood(directory.path, error) from error
+
+
+def _manifest(directory: TagDirectory, files: GridFiles, reading: Reading) -> Manifest:
+    numbered = Numbered(reading.param_names, reading.weights_only)
+    if reading.ranks_apart and not files.is_plain:
+        ranks = _apart(directory, files, reading.step_policy, numbered)
+        rules = {"tp_rules": reading.tp_rules} if reading.tp_rules else {}
+        return replace(ranks, source={**ranks.source, **rules})
+    models = tensor_ranks(directory, files, reading.step_policy, numbered)
+    if reading.with_slicings or files.tp > 1:
+        return _joined(models, reading.tp_rules, reading.step_policy)
+    return models[0]
 
 
 def _joined(ranks: Sequence[Manifest], tp_rules: str | None, step_policy: str | None) -> Manifest:
@@ -69,7 +71,7 @@ def _joined(ranks: Sequence[Manifest], tp_rules: str | None, step_policy: str | 
 
 
 def check(manifest: Manifest, replicas: str | None) -> list[str]:
-    """Compares copies that model ranks hold of a tensor, and weights with masters; gives warnings.
+    """Compares the copies that model ranks hold of a tensor; gives warnings.
 
     Called before a conversion writes anything. Raises InconsistentCheckpoint if copies of tensor
     ranks differ and `replicas` (rank0, mean) does not say what is taken, or if all ranks hold the
@@ -81,54 +83,35 @@ def check(manifest: Manifest, replicas: str | None) -> list[str]:
         from .moe.whole_experts import compare_ranks
 
         return compare_ranks(manifest, replicas)
-    from .model_ranks.copies import compare_copies, refuse_sums, unlike_masters
-
     tp = int(manifest.source.get("tp") or 0)
     if not tp:
-        return _unlike_masters(manifest)
-    refuse_sums(manifest.root, (manifest.state.get("tensor_parallel") or {}).get("rules") or {})
-    ranks = _ranks_again(manifest)
-    _refuse_equal_slices(manifest, ranks)
-    return [*compare_copies(manifest, tp, replicas), *unlike_masters(manifest.root, ranks)]
-
-
-def _unlike_masters(manifest: Manifest) -> list[str]:
-    """A warning if files are of different saves, as after a save that was interrupted.
-
-    A tag such as `best`, which every save overwrites, then has files of two steps. ZenFlow's
-    weights differ from their masters in any save (DeepSpeed 0.19.8).
-    """
-    engine = manifest.engine
-    config = engine.config if isinstance(engine, FlatBufferEngine) else None
-    if nested(config, "zero_optimization", "zenflow"):
         return []
-    from .model_ranks.copies import unlike_masters
+    from .model_ranks.copies import compare_copies, refuse_sums
 
-    names = list(manifest.parameters)
-    if not layers_of(engine):  # files of experts may be of another save, one by one
-        names = names[:: len(names) // MOST + 1]
-    some = {name: manifest.parameters[name] for name in names}
-    return unlike_masters(manifest.root, [replace(manifest, parameters=some)])
+    refuse_sums(manifest.root, (manifest.state.get("tensor_parallel") or {}).get("rules") or {})
+    check_slices(manifest)
+    return compare_copies(manifest, tp, replicas)
 
 
 def _own_copies(manifest: Manifest) -> list[str]:
-    """Warnings of tensor ranks' copies that differ, if anything says which tensors are copies.
+    """Warnings of copies that differ, if anything says which tensors are copies.
 
     Each model rank keeps its own: nothing else has to be known of slices.
     """
-    tp = int(manifest.source.get("tp") or 1)
-    if tp == 1:
-        return []
-    from .model_ranks.copies import OWN, compare_copies
+    from .model_ranks.copies import OWN, compare_copies, compare_stages
 
+    tp = int(manifest.source.get("tp") or 1)
+    stages = compare_stages(manifest, tp)
+    if tp == 1:
+        return stages
     directory = locate(manifest.root, None)
     weights = Numbered(weights_only=True)
     try:
         ranks = tensor_ranks(directory, grid_files(directory), KEEP, weights)
         model = _joined(ranks, manifest.source.get("tp_rules"), KEEP)
     except (InconsistentCheckpoint, MissingData, UnsupportedCheckpoint, WrongOption):
-        return []  # stage 0 may need the user's names too
-    return compare_copies(model, tp, OWN)
+        return stages  # stage 0 may need the user's names too
+    return [*stages, *compare_copies(model, tp, OWN)]
 
 
 def averaged(manifest: Manifest) -> Manifest:
@@ -143,42 +126,32 @@ def averaged(manifest: Manifest) -> Manifest:
 
 def check_slices(manifest: Manifest) -> None:
     """Raises InconsistentCheckpoint if all tensor ranks hold the same of what a rule cuts."""
-    if int(manifest.source.get("tp") or 0) > 1:
-        _refuse_equal_slices(manifest, _ranks_again(manifest))
-
-
-def _ranks_again(manifest: Manifest) -> list[Manifest]:
-    """The model of each tensor rank, as they were before they were joined."""
     if int(manifest.source.get("tp") or 0) < 2:
-        return [manifest]
+        return
+    from .model_ranks.copies import refuse_equal_slices
+
     directory = locate(manifest.root, None)
     weights = Numbered(weights_only=True)
     pipeline = manifest.state.get("pipeline") or {"tied": ()}
     tied = {int(number): str(key) for number, key in pipeline["tied"]}
-    return tensor_ranks(directory, grid_files(directory), KEEP, weights, tied)
-
-
-def _refuse_equal_slices(manifest: Manifest, ranks: Sequence[Manifest]) -> None:
-    if len(ranks) > 1:
-        from .model_ranks.copies import refuse_equal_slices
-
-        refuse_equal_slices(manifest.root, ranks, manifest.state["tensor_parallel"]["rules"])
+    ranks = tensor_ranks(directory, grid_files(directory), KEEP, weights, tied)
+    refuse_equal_slices(manifest.root, ranks, manifest.state["tensor_parallel"]["rules"])
 
 
 def _apart(
     directory: TagDirectory, files: GridFiles, step_policy: str | None, numbered: Numbered
 ) -> Manifest:
     """The model ranks apart, once the joined reading has found the same grid in their contents."""
-    from .model_ranks.copies import unlike_masters
-
     models = tensor_ranks(directory, files, KEEP, numbered)
     grid = ModelGrid.of(files, models[0])
-    ranks = stacked(open_apart(directory, files.ranks, grid, step_policy, numbered, files))
-    warnings = [
-        *(line for model in models for line in model.warnings),
-        *unlike_masters(directory.path, models),
-    ]
-    return replace(ranks, warnings=tuple(dict.fromkeys([*ranks.warnings, *warnings])))
+    apart = open_apart(directory, files.ranks, grid, step_policy, numbered, files)
+    ranks = stacked(apart)
+    warnings = [*ranks.warnings, *(line for model in models for line in model.warnings)]
+    return replace(
+        ranks,
+        sibling_weights=tuple(weights_of_layers(apart, models)),
+        warnings=tuple(dict.fromkeys(warnings)),
+    )
 
 
 def tensor_ranks(
@@ -192,13 +165,12 @@ def tensor_ranks(
 
     `tied` gives the keys of tied layers by the numbers of their files, for files without bytes.
     """
-    parsed = Parsed()
     staged = bool(files.layers)
     if not files.ranks[0].optimizers:  # not the ds_config: bf16 before 0.17.6 has some in stage 0
         return _without_zero(directory, files, step_policy, numbered, tied)
     layers_of = [files.layers_of(tp) if staged else None for tp in range(files.tp)]
     ranks = [
-        open_ranks(directory, each, parsed, layers_of[number % files.tp])
+        open_ranks(directory, each, layers_of[number % files.tp])
         for number, each in enumerate(files.ranks)
     ]
     grid = check_grid(directory, files, ranks)
@@ -223,7 +195,7 @@ def tensor_ranks(
             continue
         from .model_ranks.pipeline import joined_stages
 
-        opened = open_layers(files.layers_of(tp), parsed)
+        opened = open_layers(files.layers_of(tp), files.parsed)
         models.append(joined_stages(of_stages, opened, ranks[tp :: files.tp], step_policy, tied))
     return models
 
@@ -266,9 +238,9 @@ def _pipelines_without_zero(
     from .stage_0.stages import alike, open_stages
     from .stage_0.whole_manifest import manifest_of_whole
 
-    parsed, models, every = Parsed(), [], []
+    models, every = [], []
     for tp in range(files.tp):
-        opened = open_layers(files.layers_of(tp), parsed)
+        opened = open_layers(files.layers_of(tp), files.parsed)
         stages = open_stages(directory, files.ranks[tp :: files.tp], opened, numbered, tied)
         states = [whole.states for whole in stages.wholes]
         every.append(states)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from ...core.folder import Folder
 from ...core.layout import Layout, Shell
 from ...core.manifest import Manifest
 from ...core.values import replace
@@ -15,15 +16,12 @@ from ...training.options import LIKE, TP, Options
 from ...training.order import need_order
 from ..deepspeed_states import reports
 from ..deepspeed_states.hyper import check_states
-from ..deepspeed_states.model_files import model_files
 from ..deepspeed_states.target import DeepSpeedTarget
 from . import elastic
 from .files import recovery_scripts
 from .model_ranks import stage_bounds, write_grid, write_pipeline, write_tensor_ranks
+from .model_ranks.rank_shells import run_shells
 from .moe import regroup
-from .moe.expert_shells import expert_files
-from .optimizer_files import optimizer_files
-from .stage_0 import whole_files
 
 
 def lay_out(source: Manifest, options: Options) -> Layout:
@@ -67,11 +65,12 @@ def _lay_out(source: Manifest, options: Options) -> Layout:
     spread, schedulers = regroup.over_ranks(source, options)
     target = DeepSpeedTarget(spread, options)
     regroup.check_target(target)
-    is_elastic = elastic.is_elastic(target)
     warnings = reports.of_config(target)
     if not options.weights_only:
         check_states(target.engine, source, target.states)
-        warnings += elastic.warnings(target) if is_elastic else reports.of_assumed(target)
+        warnings += (
+            elastic.warnings(target) if elastic.is_elastic(target) else reports.of_assumed(target)
+        )
     warnings += [*reports.of_stage_0(target), *reports.of_weights(target)]
     warnings += regroup.warnings(target, source)
     replaced = {item.name for item in schedulers}
@@ -80,16 +79,7 @@ def _lay_out(source: Manifest, options: Options) -> Layout:
         target.left_out += recovery_scripts(source.root)
 
     def shells() -> Iterator[Shell]:
-        pointer = target.tag.encode()
-        yield Shell("latest", len(pointer), ((0, pointer),))
-        if target.engine.whole:
-            yield from whole_files.model_shells(target)
-            yield from expert_files(target)
-            yield from schedulers
-            return
-        yield from optimizer_files(target, is_elastic)
-        yield from model_files(target, derives=True)
-        yield from expert_files(target)
+        yield from run_shells(target.tag, [target])
         yield from schedulers
 
     ranks = counted(target.dp, "rank")
@@ -108,6 +98,6 @@ def _lay_out(source: Manifest, options: Options) -> Layout:
     return Layout(shells, siblings, target.left_out, warnings, about=about, loading=line)
 
 
-def seal(root: str, manifest: Manifest, outcome: Any) -> None:
+def seal(root: Folder, manifest: Manifest, outcome: Any) -> None:
     """Writes the CRC-32 of every record into the files' zip directories."""
-    seal_records(manifest, outcome)
+    seal_records(root, manifest, outcome)

@@ -5,6 +5,9 @@ parameter); it is not a format itself.
 
     options.py             the options of a conversion that only DeepSpeed's formats understand
     directories.py         which tags a run directory has, and the trainer's files around them
+    agreement.py           whether all ranks state the same of their run
+    saved_names.py         whether every file states the rank that its name says
+    writers.py             which files torch.save did not write: they are refused by name
     states.py              what model and optimizer states say of the run
     auto_ep.py             what model files say of experts that AutoEP spreads
     experts.py             names, layers and places of experts

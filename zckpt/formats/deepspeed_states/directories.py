@@ -11,6 +11,7 @@ from ...core.filenames import Names
 from ...core.siblings import SiblingList, leads_out
 from ...core.values import valueclass
 from ...errors import AmbiguousCheckpoint, NotACheckpoint, UnsupportedCheckpoint, listed
+from .writers import whole_name
 
 MODEL = Names("mp_rank_#_model_states.pt")
 MODEL_3 = Names("zero_pp_rank_#_mp_rank_#_model_states.pt")
@@ -27,6 +28,8 @@ OPTIMIZER = Names(
 EXPERT = Names("layer_#_expert_#_mp_rank_#_model_states.pt")
 # without ZeRO, the whole optimizer of one expert-parallel rank
 OF_EP = Names("expp_rank_#_mp_rank_#_optim_states.pt")
+# one layer of a pipeline, of one tensor rank; with one tensor rank the second number may be missing
+LAYER = Names("layer_#-model_states.pt", "layer_#-model_#-model_states.pt")
 FILES = (MODEL, MODEL_3, OPTIMIZER)
 # files by which a trainer's directory is known: Hugging Face Trainer, Accelerate
 TRAINER = Names(
@@ -118,7 +121,7 @@ def holds_states(path: str) -> bool:
         names = [] if holds_universal(path) else os.listdir(path)
     except PermissionError:  # lost+found
         return False
-    return any(kind.has(name) for name in names for kind in FILES)
+    return any(kind.has(whole_name(name)) for name in names for kind in FILES)
 
 
 def holds_universal(path: str) -> bool:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 
 from ...core.annotations import Any
 from ...core.facts import FlatBufferEngine, StepPlace
 from ...core.inert import Foreign
-from ...core.manifest import Manifest, Sighting
+from ...core.manifest import Manifest, Parameter, Sighting
 from ...core.values import replace
 from ...errors import listed
 from ...files.torchfile import TorchFile
@@ -120,8 +121,10 @@ def manifest_of(
             + _config_warnings(ranks)
             + _trainer_warnings(ranks)
             + _scaler_warnings(ranks.first)
+            + _ahead_of_counters(ranks, tensors.parameters)
         ),
         inferred=tuple(ranks.optimizers[0].value.get(INFERRED) or ()),
+        weights_differ=_has_zenflow(ranks.config) or _is_quantized(ranks.config),
     )
 
 
@@ -190,6 +193,26 @@ def _elastic_groups(
                 for group, value in zip(groups, values, strict=True):
                     group[name] = tensors.kept(value, f"lr_scheduler.{key}", ranks.models[0])
     return tuple(groups) if any(groups) else None
+
+
+def _ahead_of_counters(ranks: EngineStates, parameters: Mapping[str, Parameter]) -> list[str]:
+    """A warning if the optimizer has counted more updates than the engine.
+
+    The engine may be ahead: of skipped fp16 steps, and of an optimizer that was not loaded. Before
+    0.13.2 DeepSpeed began with an update, so that the optimizer is ahead by one.
+    """
+    step_of = {name: each.step for name, each in parameters.items() if each.step is not None}
+    last = max(step_of, key=lambda name: step_of[name], default="")
+    model, counted = ranks.models[0], ranks.model.get("global_steps")
+    if model is ranks.optimizers[0] or not isinstance(counted, int):
+        return []
+    if not last or step_of[last] <= counted + 1:
+        return []
+    return [
+        f"{model.path} counts {counted} steps, but {last} in "
+        f"{os.path.basename(ranks.optimizers[0].path)} has step {step_of[last]}: model and "
+        "optimizer are of different saves, unless your program has reset the counter"
+    ]
 
 
 def _counters(ranks: EngineStates) -> list[Sighting]:
@@ -304,9 +327,28 @@ def _buffer_warnings(differing: Sequence[str]) -> list[str]:
     return [f"the buffers {listed(differing)} differ between ranks; rank 0's are taken"]
 
 
+def _has_zenflow(config: object) -> bool:
+    """DeepSpeed 0.19.8, runtime/zenflow: its own Adam updates 16-bit weights alone."""
+    return bool(nested(config, "zero_optimization", "zenflow"))
+
+
+def _is_quantized(config: object) -> bool:
+    """MoQ, DeepSpeed 0.4.0 to 0.19.6, runtime/quantize.py: after each update, 16-bit weights are
+    quantized, and masters are not. Weights that are quantized in the forward keep their values.
+    """
+    if nested(config, "quantize_training", "enabled"):  # before 0.7.0
+        return True
+    stated = nested(config, "compression_training", "weight_quantization", "shared_parameters")
+    return bool(nested(stated, "enabled")) and not nested(stated, "quantize_weight_in_forward")
+
+
 def _config_warnings(ranks: EngineStates) -> list[str]:
-    """ZenFlow: DeepSpeed 0.19.8, runtime/zenflow; its own Adam updates 16-bit weights alone."""
-    if nested(ranks.config, "zero_optimization", "zenflow"):
+    if _is_quantized(ranks.config):
+        return [
+            "the run quantized its weights after each update (MoQ): they are not the rounded "
+            "masters, and both are kept as they are; `verify` lists these weights"
+        ]
+    if _has_zenflow(ranks.config):
         return [
             "ZenFlow updates the columns that it selects with an Adam of its own: there, masters "
             "and moments are older than the weights of the module. DeepSpeed resumes from the "

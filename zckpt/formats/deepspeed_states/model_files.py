@@ -11,7 +11,7 @@ from ...core.dtypes import FLOATS
 from ...core.inert import Size
 from ...core.layout import Shell
 from ...files.torchfile import Tensor
-from ...files.torchshell import Storages, shell
+from ...files.torchshell import Contents, Storages
 from ...training import peft
 from . import auto_ep
 from .experts import stacked
@@ -28,24 +28,19 @@ def model_files(
     `derives` casts module weights that the source lacks from the masters; without it only what the
     source holds is written. `optimizer` gives the optimizer's state in stage 0.
     """
+    contents, end = _contents(target, derives, 0, optimizer), f"{target.mp_rank}_model_states.pt"
     if not target.engine.partitioned:
-        name = f"{target.tag}/mp_rank_00_model_states.pt"
-        yield _model_file(target, derives, name, 0, optimizer)
+        yield contents.shell(f"{target.tag}/{end}")
         return
     for rank in range(target.dp):
-        name = f"{target.tag}/zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
-        if rank < 2:  # rank 0's alone has the aliases
-            last = _model_file(target, derives, name, rank)
-        yield Shell(name, last.size, last.parts)
+        if rank == 1:  # rank 0's alone have the aliases
+            contents = _contents(target, derives, rank)
+        yield contents.shell(f"{target.tag}/zero_pp_rank_{rank}_{end}")
 
 
-def _model_file(
-    target: DeepSpeedTarget,
-    derives: bool,
-    name: str,
-    rank: int,
-    optimizer: Optimizer | None = None,
-) -> Shell:
+def _contents(
+    target: DeepSpeedTarget, derives: bool, rank: int, optimizer: Optimizer | None = None
+) -> Contents:
     storages, state = Storages(), target.source.state
     model_rank = target.source.source.get("model_rank")  # of a run that keeps its model ranks
     pp, tp = (1, 1) if model_rank is None else (model_rank.grid.pp, model_rank.grid.tp)
@@ -94,7 +89,7 @@ def _model_file(
         **target.thawed(target.client_state, storages),
         **_of_experts(target),
     }
-    return shell(name, value, storages)
+    return Contents(value, storages)
 
 
 def _listed(target: DeepSpeedTarget) -> list[Sequence[str]]:

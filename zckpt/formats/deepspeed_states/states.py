@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping, Sequence
 
@@ -71,9 +72,7 @@ class EngineStates:
     def stage(self) -> int:
         if self.whole:
             return 0
-        stated = self.first.get("zero_stage")
-        if isinstance(stated, Foreign) and stated.arguments:  # ZeroStageEnum(2), since 0.7
-            stated = stated.arguments[0]
+        stated = stated_stage(self.first)
         if isinstance(stated, int):
             configured = nested(self.config, "zero_optimization", "stage")
             before_0_7 = version_numbers(self.version) < (0, 7)
@@ -185,8 +184,9 @@ class EngineStates:
         return [item(base.get("param_groups"), place) for base in self.bases]
 
     def name_of(self, place: int) -> str:
-        """The rank of file number `place`, as errors name it."""
-        return f"rank {self.numbers[place] if self.numbers else place}"
+        """The rank of file number `place`, and the file, as errors name them."""
+        rank = self.numbers[place] if self.numbers else place
+        return f"rank {rank}, {os.path.basename(self.optimizers[place].path)}"
 
     def number(self, rank: int, value: Any) -> Any:
         """`value` of an optimizer file; a tensor of one element by value."""
@@ -213,6 +213,14 @@ WRAPPERS = {"FP16_Optimizer": FLAT_MASTERS, "FP16_UnfusedOptimizer": WHOLE_MASTE
 def wrapper_of(optimizer: Mapping[str, Any]) -> str | None:
     """Which of `WRAPPERS` wrote an optimizer's state; None for torch's own state dict."""
     return next((name for name, key in WRAPPERS.items() if key in optimizer), None)
+
+
+def stated_stage(optimizer: Mapping[str, Any]) -> Any:
+    """The ZeRO stage that an optimizer's state states; None if it states none."""
+    stage = optimizer.get("zero_stage")
+    if isinstance(stage, Foreign) and stage.arguments:  # ZeroStageEnum(2), since 0.7
+        return stage.arguments[0]
+    return stage
 
 
 def stated_config(model: Mapping[str, Any], optimizer: Mapping[str, Any]) -> Any:
@@ -243,10 +251,17 @@ def open_layers(layers: Mapping[int, str], parsed: Parsed) -> dict[int, TorchFil
 
 
 def open_files(paths: Sequence[str], parsed: Parsed) -> list[TorchFile]:
-    """Files of torch.save; equal pickles are parsed once.
+    """Files of torch.save, each opened once; equal pickles are parsed once."""
+    new = _opened([path for path in paths if path not in parsed.files], parsed)
+    parsed.files.update((file.path, file) for file in new)
+    return [parsed.files[path] for path in paths]
 
-    The first files show whether their storage makes readers wait, as a cold or remote one does.
-    Then threads wait together. Without waiting they would only compete for the interpreter.
+
+def _opened(paths: Sequence[str], parsed: Parsed) -> list[TorchFile]:
+    """Opens files, one after another unless the first ones show that their storage is slow.
+
+    If a cold or remote one makes readers wait, threads wait together. Without waiting they would
+    only compete for the interpreter.
     """
     began, busy = time.perf_counter(), time.thread_time()
     files = [TorchFile(path, parsed) for path in paths[:FIRST]]

@@ -96,6 +96,12 @@ class DeepSpeedTarget:
         self._name_left_out()
         self.client_state = self._client_state()
 
+    @property
+    def mp_rank(self) -> str:
+        """The model rank as names of files have it."""
+        rank = self.source.source.get("model_rank")  # of a run that keeps its model ranks
+        return f"mp_rank_{0 if rank is None else rank.number:02d}"
+
     # -- flat buffers
 
     def _buffers(self) -> Iterator[TargetBuffer]:

@@ -19,6 +19,7 @@ FORMAT = Format(
     folder="deepspeed_universal",
     about="DeepSpeed's own universal checkpoints, for load_universal",
     family="deepspeed",
+    compares="beginnings",
     groups="without_empty_groups",
     objects=OBJECTS,
 )

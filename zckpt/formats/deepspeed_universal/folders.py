@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -12,6 +12,7 @@ from ...core.expected import missing_file
 from ...core.facts import StepPlace
 from ...core.inert import Scalar
 from ...core.manifest import Sighting, slot_name
+from ...core.saved_names import Place, refuse_others, saved_names
 from ...errors import CorruptCheckpoint, InconsistentCheckpoint, listed
 from ...files.torchfile import Parsed, Tensor, TorchFile
 from ...training import steps
@@ -35,6 +36,8 @@ class ParameterFolders:
         paths = [path for files in self.paths.values() for path in files]
         self.files = open_files([*paths, *self._copies(set(names))], Parsed())
         self.by_path = {file.path: file for file in self.files}
+        for paths_of_name in self.paths.values():
+            self._refuse_swapped(paths_of_name)
 
     def _listed(self, name: str) -> list[str]:
         """A parameter's files, its master first."""
@@ -56,6 +59,16 @@ class ParameterFolders:
                 hint="the conversion did not finish, or model files of another save were copied",
             )
         return [master, *(path for path in paths if path != master)]
+
+    def _refuse_swapped(self, paths: Sequence[str]) -> None:
+        """Raises InconsistentCheckpoint if files of one parameter have each other's name."""
+        states = [os.path.basename(path) for path in paths]
+
+        def place_of(name: str) -> Place | None:
+            return (ZERO, (states.index(name),)) if name in states else None
+
+        folders = {path: self.by_path[path].saved_as for path in paths}
+        refuse_others(saved_names(folders, place_of), "states")
 
     def _copies(self, known: set[str]) -> list[str]:
         """The converter's files of frozen weights and buffers; nothing else may be below zero/."""
@@ -122,7 +135,7 @@ class ParameterFolders:
             if not isinstance(tensor, Tensor):
                 scalars[key] = Scalar(tensor, type(tensor).__name__)
                 continue
-            if shape and not tensor.shape:
+            if shape and not tensor.shape and key != MASTER:
                 scalars[key] = file.scalar(tensor)
                 continue
             if info is None:
@@ -198,8 +211,15 @@ class ParameterFolders:
         for name in names:
             file = self.by_path.get(os.path.join(self.root, name, "step.pt"))
             stored = self._tensor(file)[0] if file else common
-            in_states.add(name, *_number(file or states.optimizers[0], stored))
+            number, of_tensor = _number(file or states.optimizers[0], stored)
+            if file and isinstance(number, Tensor):
+                raise CorruptCheckpoint(
+                    f"{file.path} has a tensor of shape {list(number.shape)} instead of a step"
+                )
+            in_states.add(name, number, of_tensor)
             in_group.add(name, *of_group)
+        if policy is None:
+            self._refuse_differing(in_states.steps)
         truth = steps.believed(in_states, in_group)
         by_name = truth.settled(policy)
         sightings = []
@@ -211,6 +231,22 @@ class ParameterFolders:
             step = in_group.steps[names[0]]
             sightings.append(Sighting(f"param_groups[{group}]", step, truth is in_group))
         return by_name, sightings, truth.place()
+
+    def _refuse_differing(self, by_name: Mapping[str, steps.Step]) -> None:
+        """Raises InconsistentCheckpoint unless the parameters of a group have one step.
+
+        DeepSpeed counts the updates of a group, so that its loader stops too (0.19.8).
+        """
+        names: dict[steps.Step, list[str]] = {}
+        for name, step in by_name.items():
+            names.setdefault(step, []).append(name)
+        if len(names) > 1:
+            files = (f"{step} (step.pt of {listed(names[step], 3)})" for step in sorted(names))
+            raise InconsistentCheckpoint(
+                f"{self.root}: steps differ within a group: {', '.join(files)}",
+                hint="files of different saves seem to be mixed: copy all files again; or choose: "
+                "--step-policy max|min|keep|N",
+            )
 
 
 def _number(file: TorchFile, value: Any) -> tuple[Any, tuple[int, ...]]:

@@ -16,8 +16,10 @@ from ...errors import (
 )
 from ...files.torchfile import Parsed, Tensor, TorchFile
 from .. import zero
+from ..deepspeed_states.agreement import check_models
 from ..deepspeed_states.directories import MODEL_3, TagDirectory, refuse
 from ..deepspeed_states.patterns import INFO, check_patterns
+from ..deepspeed_states.saved_names import check_names
 from ..deepspeed_states.states import (
     EngineStates,
     ParameterShapes,
@@ -51,6 +53,9 @@ class MergedStates:
         parsed = Parsed()
         models, *others = [open_files(ranked, parsed) for ranked in paths]
         self.other_models = [file for files in others for file in files]
+        self.notes = check_names([*models, *self.other_models])
+        for files in (models, *others):
+            check_models(files)
         # one per model-parallel rank
         self._first_models = [models[0], *(files[0] for files in others)]
         self.tops = [dictionary(file, file.value) for file in self._first_models]

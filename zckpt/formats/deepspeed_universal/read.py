@@ -60,6 +60,7 @@ def _manifest(directory: TagDirectory, step_policy: str | None) -> Manifest:
         warnings=(
             *manifest.warnings, *merged.warnings(), *merged.unclear, *_lost_steps(manifest)
         ),
+        notes=tuple(merged.notes),
     )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from math import prod
 from typing import Any
 
 from ...core.facts import FlatBufferEngine
+from ...core.folder import Folder
 from ...core.layout import Layout, Shell
 from ...core.manifest import Manifest, slot_key
 from ...core.values import replace
@@ -110,9 +111,9 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     )
 
 
-def seal(root: str, manifest: Manifest, outcome: Any) -> None:
+def seal(root: Folder, manifest: Manifest, outcome: Any) -> None:
     """Writes the CRC-32 of every record into the files' zip directories."""
-    seal_records(manifest, outcome)
+    seal_records(root, manifest, outcome)
 
 
 def _as_one_rank(source: Manifest) -> Manifest:

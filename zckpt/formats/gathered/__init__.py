@@ -4,6 +4,7 @@
     read.py           the state dicts in them, and their manifest
     distributed.py    ShardedTensor and DTensor in the file of one rank
     ranked.py         the same, merged over all ranks
+    items.py          ranks' items as torch_checkpointing names them, and slices in safetensors
     local.py          the state that each rank saved of its own part
     zro.py            which parameters ZeroRedundancyOptimizer gives to which rank
     write.py          whole files that plain torch and trainers load
@@ -25,5 +26,6 @@ FORMAT = Format(
     gathers=True,
     keeps_steps=True,
     groups="with_trainers_groups",
+    of_ranks=("rank",),
     objects=frozenset(),
 )

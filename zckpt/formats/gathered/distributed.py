@@ -4,7 +4,8 @@
     DTensor          the local tensor, the whole shape, a mesh and its placements (FSDP2)
 
 For a DTensor the part is computed: with `Shard(d)`, the k-th of n ranks has elements
-[k * c, (k + 1) * c) along axis d, c = ceil(size / n); with `Replicate`, all.
+[k * c, (k + 1) * c) along axis d, c = ceil(size / n); with `Replicate`, all. `_StridedShard(d)`
+cuts so what later axes of the mesh have cut along d.
 """
 
 from __future__ import annotations
@@ -41,12 +42,16 @@ class LocalPart:
 
 @valueclass
 class DistributedTensor:
-    """A tensor that `world` ranks have together, with the `parts` that one rank saved."""
+    """A tensor that `world` ranks have together, with the `parts` that one rank saved.
+
+    It is cut into `cuts` parts, of which several ranks may have copies.
+    """
 
     dtype: str
     shape: tuple[int, ...]
     parts: tuple[LocalPart, ...]
     world: int
+    cuts: int
 
 
 def is_distributed(value: Any) -> bool:
@@ -80,6 +85,18 @@ def world_of(value: Foreign, file: TorchFile) -> int:
         raise CorruptCheckpoint(f"{file.path}: a malformed sharded tensor: {error!r}") from error
 
 
+def writer_of(value: Foreign, file: TorchFile) -> int | None:
+    """The rank that saved the record, if it says so."""
+    try:
+        state = value.arguments[3]
+        if isinstance(state, tuple) and len(state) > 2:
+            (rank,) = _ints(_attribute(state[2], "global_rank"))
+            return rank
+        return _read_mesh(_attribute(_merged_state(state)["_spec"], "mesh"), file).writer
+    except MALFORMED as error:
+        raise CorruptCheckpoint(f"{file.path}: a malformed sharded tensor: {error!r}") from error
+
+
 def read_distributed(
     value: Foreign, rank: int, file: TorchFile, meshes: MeshCache
 ) -> DistributedTensor:
@@ -93,7 +110,7 @@ def read_distributed(
                 f"{file.path} has a tensor of class {getattr(cls, 'name', cls)}"
             )
         dtype, shape = TORCH_DTYPES[arguments[1].name], _ints(arguments[2])
-        parts, world = reader(state, shape, rank, file, meshes)
+        parts, world, cuts = reader(state, shape, rank, file, meshes)
     except MALFORMED as error:
         raise CorruptCheckpoint(f"{file.path}: a malformed sharded tensor: {error!r}") from error
     for part in parts:
@@ -105,21 +122,17 @@ def read_distributed(
                 hint="was a rank's file renamed, or written with another number of ranks?",
             )
     nonempty = tuple(part for part in parts if prod(part.sizes))
-    return DistributedTensor(dtype, shape, nonempty, world)
+    return DistributedTensor(dtype, shape, nonempty, world, cuts)
 
 
 def _read_sharded_tensor(
     state: Any, shape: tuple[int, ...], rank: int, file: TorchFile, _: MeshCache
-) -> tuple[list[LocalPart], int]:
+) -> tuple[list[LocalPart], int, int]:
     shards, metadata, group = state[:3]  # then the sharding spec, and whether RRefs were made
     if _ints(_attribute(metadata, "size")) != shape:
         raise ValueError("two global sizes")
     stated, world = _ints([_attribute(group, f"global_{key}") for key in ("rank", "world_size")])
-    if stated != rank:
-        raise InconsistentCheckpoint(
-            f"{file.path} is named as rank {rank}'s, but was written by rank {stated} of {world}",
-            hint="rename the files: the number in a name must be the rank that wrote the file",
-        )
+    _refuse_other(rank, stated, world, file)
     parts = []
     for shard in shards:
         box = _attribute(shard, "metadata")
@@ -130,42 +143,53 @@ def _read_sharded_tensor(
         ):
             raise ValueError("a part reaches past its tensor")
         parts.append(LocalPart(offsets, sizes, _tensor(_attribute(shard, "tensor")), file))
-    return parts, world
+    return parts, world, world
 
 
 def _read_dtensor(
     state: Any, shape: tuple[int, ...], rank: int, file: TorchFile, meshes: MeshCache
-) -> tuple[list[LocalPart], int]:
+) -> tuple[list[LocalPart], int, int]:
     attributes = _merged_state(state)
     tensor, spec = _tensor(attributes["_local_tensor"]), attributes["_spec"]
-    mesh = _mesh(_attribute(spec, "mesh"), file, meshes)
-    if rank not in mesh.places:
-        raise InconsistentCheckpoint(
-            f"{file.path} is named as rank {rank}'s, but its mesh has {len(mesh.places)} ranks",
-            hint=MIXED,
-        )
-    offsets, sizes = [0] * len(shape), list(shape)
-    placements = _attribute(spec, "placements")
+    mesh = _mesh(_attribute(spec, "mesh"), rank, file, meshes)
+    offsets, sizes, cuts = [0] * len(shape), list(shape), [1] * len(shape)
     in_order = all(
         list(_axes_of(entry)) == sorted(_axes_of(entry))
         for entry in _attribute(spec, "shard_order", None) or ()
     )
-    for placement, (position, count) in zip(placements, mesh.coordinate(rank), strict=True):
+    pairs = zip(_attribute(spec, "placements"), mesh.coordinate(rank), strict=True)
+    for placement, (position, count) in sorted(pairs, key=lambda pair: _split_factor(pair[0])):
         kind = placement.name.rpartition(".")[2]
         if kind == "Replicate":
             continue
-        if kind != "Shard" or not in_order:
+        axis = _attribute(placement, "dim", placement.arguments[0] if placement.arguments else None)
+        is_next = kind == "Shard" or (
+            kind == "_StridedShard" and _split_factor(placement) == cuts[axis]
+        )
+        if not is_next or not in_order:
             raise UnsupportedCheckpoint(
                 f"{file.path} has a DTensor placed as {kind}"
                 + ("" if in_order else " in another order than its mesh's"),
                 hint="save it with torch.distributed.checkpoint, which states where every part is",
             )
-        axis = _attribute(placement, "dim", placement.arguments[0] if placement.arguments else None)
         width = -(-sizes[axis] // count)
         start = min(position * width, sizes[axis])
         offsets[axis] += start
         sizes[axis] = min(width, sizes[axis] - start)
-    return [LocalPart(tuple(offsets), tuple(sizes), tensor, file)], len(mesh.places)
+        cuts[axis] *= count
+    part = LocalPart(tuple(offsets), tuple(sizes), tensor, file)
+    return [part], len(mesh.places), prod(cuts)
+
+
+def _split_factor(placement: Any) -> int:
+    """Into how many parts an axis is cut before this placement; 1 if the mesh's order decides.
+
+    FSDP2 cuts what tensor parallelism has cut along the same axis (`_StridedShard`).
+    """
+    if not placement.name.endswith("._StridedShard"):
+        return 1
+    factor = _attribute(placement, "split_factor", None)
+    return factor if type(factor) is int else 0
 
 
 def _axes_of(entry: Any) -> tuple[int, ...]:
@@ -194,18 +218,51 @@ class DeviceMesh:
             positions.append((position, prod(counts)))
         return positions
 
+    @property
+    def writer(self) -> int | None:
+        """The rank that saved the record, if it says so: older torch states a coordinate alone."""
+        rank = _attribute(self.record, "_rank", None)
+        if type(rank) is int:
+            return rank
+        stated = _attribute(self.record, "_coordinate_on_dim", None)
+        if stated is None:
+            return None
+        ranks = [r for r in self.places if [at for at, _ in self.coordinate(r)] == list(stated)]
+        return ranks[0] if len(ranks) == 1 else None
 
-MeshCache = dict[int, DeviceMesh]
-"""Meshes by the identity of their records, which thousands of tensors share."""
+
+MeshCache = dict[tuple[int, int], DeviceMesh]
+"""Meshes by the identity of their records, which thousands of tensors share, and by rank."""
 
 
-def _mesh(record: Any, file: TorchFile, cache: MeshCache) -> DeviceMesh:
-    mesh = cache.get(id(record))
+def _mesh(record: Any, rank: int, file: TorchFile, cache: MeshCache) -> DeviceMesh:
+    """The mesh in a rank's file; raises InconsistentCheckpoint if another rank saved it."""
+    mesh = cache.get((id(record), rank))
     if mesh is None:
-        ranks = enumerate(_mesh_ranks(record, file))
-        mesh = DeviceMesh(record, {rank: place for place, rank in ranks}, _mesh_axes(record))
-        cache[id(record)] = mesh
+        mesh = _read_mesh(record, file)
+        _refuse_other(rank, mesh.writer, len(mesh.places), file)
+        if rank not in mesh.places:
+            raise InconsistentCheckpoint(
+                f"{file.path} is named as rank {rank}'s, but its mesh has {len(mesh.places)} ranks",
+                hint=MIXED,
+            )
+        cache[id(record), rank] = mesh
     return mesh
+
+
+def _read_mesh(record: Any, file: TorchFile) -> DeviceMesh:
+    places = {rank: place for place, rank in enumerate(_mesh_ranks(record, file))}
+    return DeviceMesh(record, places, _mesh_axes(record))
+
+
+def _refuse_other(rank: int, stated: int | None, world: int, file: TorchFile) -> None:
+    """Raises InconsistentCheckpoint if a file states another rank than its name."""
+    if stated not in (None, rank):
+        raise InconsistentCheckpoint(
+            f"{file.path} is named as rank {rank}'s, but was written by rank {stated} of {world}",
+            hint="the number in a name must be the rank that wrote the file: rename the files, or "
+            "copy them again",
+        )
 
 
 def _mesh_ranks(mesh: Any, file: TorchFile) -> list[int]:

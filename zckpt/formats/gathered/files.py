@@ -7,6 +7,7 @@
     model_world_size_W_rank_R.pt + optim_...        ranks' parts (FSDP, verl's names)
     pytorch_model_fsdp_0_rankR.bin + optimizer_...  ranks' parts (Accelerate)
     model.pt + optim_rank_R.pt                      ZeroRedundancyOptimizer's local states
+    model_R.pt + optimizer_R.pt + ...               ranks' items (torch_checkpointing), see items.py
 
 The names tell files apart. State dicts are told apart by their content: see statedict/finding.py.
 """
@@ -15,9 +16,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from itertools import chain
 
 from ...core import sources
 from ...core.annotations import TYPE_CHECKING, Any
+from ...core.filenames import counted
 from ...core.regex import Regex
 from ...core.values import field, mutable
 from ...errors import (
@@ -27,11 +30,13 @@ from ...errors import (
     ZckptError,
     listed,
 )
-from ...files.torchfile import Tensor, peek
+from ...files.torchfile import Tensor, is_torch, peek
 from ...training import peft
 
 if TYPE_CHECKING:
     import re
+
+    from ...core.saved_names import Place
 
 ENDINGS = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 RANK = Regex(
@@ -61,12 +66,20 @@ DEPTH = 4
 class StateDictFiles:
     """Paths of one checkpoint: whole files by key, and ranks' files by key and rank.
 
-    A key is a place in the tree of state dicts; None if one kind of file has the whole tree.
+    A key is a place in the tree of state dicts; None if one kind of file has the whole tree. Of
+    `items` that are not distributed, any ranks may have saved a file.
     """
 
     whole: dict[str | None, str] = field(default_factory=dict)
     ranks: dict[str | None, dict[int, str]] = field(default_factory=dict)
     world: int | None = None
+    items: bool = False
+
+    @property
+    def of_torch(self) -> list[str]:
+        """The paths of all files of torch.save that are named."""
+        paths = [*self.whole.values(), *chain(*(paths.values() for paths in self.ranks.values()))]
+        return [path for path in paths if not path.endswith((".json", ".safetensors"))]
 
 
 def detect(path: str) -> list[str]:
@@ -79,7 +92,7 @@ def detect(path: str) -> list[str]:
     whole = _whole(names)
     if "optim" in whole and "model" in whole:
         return [""]
-    return [""] if any(_is_part(path, name) for name in names) else []
+    return [""] if any(_is_part(path, name) for name in names) or _items(path, names) else []
 
 
 def detect_weak(path: str) -> list[str]:
@@ -92,7 +105,7 @@ def detect_weak(path: str) -> list[str]:
     if not _is_readable_folder(path):
         return []
     names = _names(path)
-    if "model" in _whole(names) or len(_safetensors(names)) == 1:
+    if "model" in _whole(names) or len(_safetensors(names)) == 1 or slices(path):
         return [""]
     single = _single_files(path, names)
     return single if len(single) > 1 else [""] * len(single)
@@ -139,17 +152,26 @@ def _single_files(folder: str, names: Sequence[str]) -> list[str]:
 def _is_others(name: str) -> bool:
     """Whether files of this name are other formats' or trainers' own."""
     is_random_state = name.startswith("rng_state") and name.endswith(".pth")
-    return name.endswith(OTHER_ENDINGS) or name in OTHER_NAMES or is_random_state
+    is_part = "_states.pt-" in name  # DeepSpeed's, of FastPersist
+    return name.endswith(OTHER_ENDINGS) or name in OTHER_NAMES or is_random_state or is_part
 
 
 def _match_rank(name: str) -> re.Match[str] | None:
     return None if "rank" not in name or _is_others(name) else RANK.fullmatch(name)
 
 
+def place_of(name: str) -> Place | None:
+    """What the name of a rank's file states: the rank, and the number of ranks if it has one."""
+    match = _match_rank(name)
+    return (
+        None if match is None else (match["stem"], (int(match["world"] or 0), int(match["rank"])))
+    )
+
+
 def _is_part(folder: str, name: str) -> bool:
     """Whether a file is a rank's, of a model or an optimizer: by its name, or by its content."""
     match, path = _match_rank(name), os.path.join(folder, name)
-    if match is None or not _is_torch(path):
+    if match is None or not is_torch(path):
         return False
     if _kind(match["stem"]):
         return True
@@ -169,19 +191,10 @@ def _has_groups(value: Any, depth: int = DEPTH) -> bool:
     return "param_groups" in value or any(_has_groups(item, depth - 1) for item in value.values())
 
 
-def _is_torch(path: str) -> bool:
-    """Whether a file begins as one of torch.save."""
-    if not sources.is_file(path):
-        return False
-    with sources.opened(path) as file:
-        head = file.read(4)
-    return head == b"PK\3\4" or (head[:1] == b"\x80" and head[1:2] in (b"\2", b"\3", b"\4"))
-
-
 def _has_state_dicts(path: str) -> bool:
     """Whether a single file has state dicts: tensors by name, and not those of other formats."""
     name = os.path.basename(path)
-    if _is_others(name) or name.endswith(".distcp") or not _is_torch(path):
+    if _is_others(name) or name.endswith(".distcp") or not is_torch(path):
         return False
     try:
         value = peek(path)
@@ -201,6 +214,32 @@ def _has_tensors(value: Any, depth: int = DEPTH) -> bool:
     return isinstance(value, Tensor) or distributed.is_distributed(value)
 
 
+def _items(folder: str, names: Sequence[str]) -> dict[str | None, dict[int, str]]:
+    """Files of ranks' items, by item and rank; empty if there are none."""
+    if not any(counted(name, ".pt") for name in names):
+        return {}
+    from . import items
+
+    return items.parts(folder, names)
+
+
+def slices(path: str) -> list[str]:
+    """The safetensors files that are slices of one model, if `path` is one or a folder of them."""
+    is_folder = sources.is_folder(path)
+    names = _names(path) if is_folder else [os.path.basename(path)]
+    if not any(counted(name, ".safetensors") for name in names) or "model" in _whole(names):
+        return []
+    from . import items
+
+    return items.slices(path, names) if is_folder else items.slices_beside(path, _beside(path))
+
+
+def _beside(path: str) -> list[str]:
+    """Names in the folder of a file; none if nobody may list it."""
+    folder = os.path.dirname(path) or "."
+    return [] if sources.is_denied(folder) else _names(folder)
+
+
 def locate(path: str) -> StateDictFiles:
     """The files of the one checkpoint at `path`; one rank's file stands for those of all ranks.
 
@@ -209,7 +248,7 @@ def locate(path: str) -> StateDictFiles:
     if not sources.is_folder(path):
         match = _match_rank(os.path.basename(path))
         if match is None:
-            return StateDictFiles({None: path})
+            return _of_item(path) or StateDictFiles({None: path})
         folder = os.path.dirname(path) or "."
         names = [
             name
@@ -224,6 +263,11 @@ def locate(path: str) -> StateDictFiles:
     of_ranks = [name for name in names if _match_rank(name)]
     if of_ranks:
         return _of_ranks(path, of_ranks, whole)
+    is_whole = "model" in whole and "optim" in whole
+    if not is_whole and (of_items := _items(path, names)):
+        kinds = {_kind(str(item)) for item in of_items}
+        rest = {kind: path for kind, path in whole.items() if kind not in kinds}
+        return StateDictFiles(rest, of_items, items=True)
     if "model" in whole:
         return StateDictFiles(whole)
     if len(alone := _safetensors(names)) == 1:
@@ -237,6 +281,16 @@ def locate(path: str) -> StateDictFiles:
     if not single:
         raise NotACheckpoint(f"{path} has no file with a model's state")
     return StateDictFiles({None: os.path.join(path, single[0])})
+
+
+def _of_item(path: str) -> StateDictFiles | None:
+    """The files of all ranks of an item, of which one file is given; None if it is no such file."""
+    if counted(os.path.basename(path), ".pt") is None:
+        return None
+    from . import items
+
+    paths = items.parts_beside(path, _beside(path))
+    return StateDictFiles(ranks=paths, items=True) if paths else None
 
 
 def _of_ranks(folder: str, names: Sequence[str], whole: Mapping[str | None, str]) -> StateDictFiles:

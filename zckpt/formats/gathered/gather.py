@@ -1,9 +1,11 @@
 """How torch joins what ranks saved in files of their own: the rule behind `verify --gather`.
 
     DTensor          `full_tensor()` concatenates the local tensors along the axis of every `Shard`,
-                     in the order of the ranks' coordinates in the mesh. Each rank's mesh states the
-                     coordinate of this rank. Nothing is computed from the number of ranks.
+                     in the order of the ranks' coordinates in the mesh: those of `_StridedShard`
+                     count last. Each rank's mesh states the coordinate of this rank. Nothing is
+                     computed from the number of ranks.
     ShardedTensor    the metadata that all ranks agreed on says which rank has which box
+    names            of a group's parameters are those of all ranks (stages of a pipeline)
     other values     are those of the first rank
 
 (torch 2.13: distributed/tensor/_redistribute.py, distributed/_shard/sharded_tensor/api.py.) The
@@ -110,6 +112,8 @@ class _Ranks:
                 key: self._value({rank: d[key] for rank, d in dicts.items() if key in d})
                 for key in keys
             }
+        if isinstance(value, list) and value and all(type(name) is str for name in value):
+            return list(dict.fromkeys(name for names in by_rank.values() for name in names))
         if isinstance(value, (list, tuple)):
             lists = {
                 rank: item
@@ -149,9 +153,10 @@ class _Ranks:
                     hint=LEFT_OUT,
                 )
             positions[rank] = [() for _ in shape]
-            for placement, place in zip(spec["placements"], coordinate, strict=True):
+            places = zip(spec["placements"], coordinate, strict=True)
+            for placement, place in sorted(places, key=_is_strided):
                 kind = placement.name.rpartition(".")[2]
-                if kind == "Shard":
+                if kind in ("Shard", "_StridedShard"):
                     axis = _fields(placement.state).get("dim", *placement.arguments)
                     positions[rank][axis] += (place,)
                 elif kind != "Replicate":
@@ -190,6 +195,11 @@ class _Ranks:
                     gather.box_of(self.files[rank], tensor, tuple(stated["shard_offsets"]))
                 )
         return boxes
+
+
+def _is_strided(placed: tuple[Foreign, int]) -> bool:
+    """Whether FSDP cuts here what another axis of the mesh has cut."""
+    return placed[0].name.endswith("._StridedShard")
 
 
 def _starts(lengths: Mapping[tuple[int, ...], int]) -> dict[tuple[int, ...], int]:

@@ -12,20 +12,34 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from ...core import sources
 from ...core.dtypes import SIZES
 from ...core.expected import missing_ranks
 from ...core.facts import MAX_DP
 from ...core.fileio import crc_of
-from ...core.inert import Scalar, map_values, to_json
+from ...core.inert import Scalar, map_values, to_json, types_in
 from ...core.values import field, mutable, replace
 from ...errors import (
     CorruptCheckpoint,
+    IncompleteCheckpoint,
     InconsistentCheckpoint,
     UnsupportedCheckpoint,
 )
 from ...files.torchfile import Tensor, TorchFile
-from ...training import steps
-from ..statedict.tree import Leaf, Path, TensorPiece, assembled, dotted, identities, leaf, leaves
+from ...training import peft, steps
+from ..statedict.finding import MEMBERS
+from ..statedict.tree import (
+    Leaf,
+    Path,
+    StepStatement,
+    TensorPiece,
+    assembled,
+    dotted,
+    identities,
+    leads_to_step,
+    leaf,
+    leaves,
+)
 from .distributed import (
     MIXED,
     DistributedTensor,
@@ -35,19 +49,29 @@ from .distributed import (
     is_distributed,
     read_distributed,
     world_of,
+    writer_of,
 )
+
+ACCELERATE = "pytorch_model_fsdp"
+"""How accelerate names files of whole models under FSDP: with `.bin`, `_1.bin` and so on."""
 
 
 @mutable
 class MergedRanks:
-    """One tree of all ranks' files; `left_out` says where it has rank 0's value only."""
+    """One tree of all ranks' files; `left_out` says where it has rank 0's value only.
+
+    `steps` are what the files state under the key `step`.
+    """
 
     tree: Any
     left_out: list[str] = field(default_factory=list)
+    steps: list[StepStatement] = field(default_factory=list)
 
 
-def merge(files: Mapping[int, TorchFile], step_policy: str | None = None) -> MergedRanks:
-    """The tree that the ranks' files have together; `files` are by rank.
+def merge(
+    files: Mapping[int, TorchFile], step_policy: str | None = None, place: Path = ()
+) -> MergedRanks:
+    """The tree that the ranks' files have together; `files` are by rank, `place` is the tree's.
 
     Raises IncompleteCheckpoint (a rank is missing, or a part of a tensor), InconsistentCheckpoint
     (ranks contradict each other), UnsupportedCheckpoint (flat parameters, placements other than
@@ -59,8 +83,8 @@ def merge(files: Mapping[int, TorchFile], step_policy: str | None = None) -> Mer
         if (first := next(distributed_in(file.value), None)) is not None:
             refuse_missing(files, world_of(first, file))
     merger = _Merger(dict(sorted(files.items())), step_policy)
-    tree = merger.merge({rank: file.value for rank, file in merger.files.items()}, ())
-    return MergedRanks(tree, list(_report(merger.different)))
+    tree = merger.merge({rank: file.value for rank, file in merger.files.items()}, place)
+    return MergedRanks(tree, list(_report(merger.different)), merger.steps)
 
 
 def refuse_missing(files: Mapping[int, TorchFile], world: int) -> None:
@@ -85,6 +109,41 @@ def refuse_missing(files: Mapping[int, TorchFile], world: int) -> None:
         )
 
 
+def refuse_part(file: TorchFile) -> None:
+    """Raises IncompleteCheckpoint if a file with the name of a whole one has one rank's parts."""
+    values = list(distributed_in(file.value))
+    world = world_of(values[0], file) if values else 1
+    if world == 1:
+        return
+    folder, name = os.path.split(file.path)
+    rank, meshes = writer_of(values[0], file) or 0, MeshCache()
+    cuts = max(read_distributed(value, rank, file, meshes).cuts for value in values)
+    if name.startswith(ACCELERATE) and _is_adapter(file.value):
+        beside = (n for n in peft.WEIGHTS if sources.is_file(os.path.join(folder, n)))
+        whole = next(beside, None)
+        raise IncompleteCheckpoint(
+            f"{file.path} has 1/{cuts} of the adapter, rank {rank}'s part: the other ranks never "
+            "wrote a file (accelerate before 1.15 lost their parts, with PEFT under FSDP2)",
+            hint="use a whole adapter, as trainer.save_model() writes it; accelerate 1.15 saves all"
+            if whole is None
+            else f"{whole} beside it has the whole adapter: copy the directory without {name}, "
+            "and give the copy",
+        )
+    raise IncompleteCheckpoint(
+        f"{file.path} has 1/{cuts} of its tensors, rank {rank}'s parts, but not the name of a "
+        "rank's file",
+        hint=f"if all {world} ranks have saved such files, put them into one directory as "
+        f"model_rank_0.pt to model_rank_{world - 1}.pt; if not, save whole tensors "
+        "(full_state_dict=True)",
+    )
+
+
+def _is_adapter(value: Any) -> bool:
+    """Whether it is an adapter's state dict, with the names that PEFT saves."""
+    is_state_dict = isinstance(value, dict) and types_in(value) <= {str}
+    return is_state_dict and bool(peft.module_names(value))
+
+
 def refuse_flat(file: TorchFile) -> None:
     """Raises UnsupportedCheckpoint for FSDP1's flat parameters."""
     for state_dict in (file.value, *_values(file.value)):
@@ -103,12 +162,16 @@ def _values(value: Any) -> Iterable[Any]:
 
 
 class _Merger:
-    """Merges all ranks' values; `different` are the paths where only rank 0's value is kept."""
+    """Merges all ranks' values; `different` are the paths where only rank 0's value is kept.
+
+    `steps` are all values that a rank's file has under the key `step`.
+    """
 
     def __init__(self, files: dict[int, TorchFile], step_policy: str | None) -> None:
         self.files = files
         self.step_policy = step_policy
         self.different: list[Path] = []
+        self.steps: list[StepStatement] = []
         self.meshes: MeshCache = {}
 
     def merge(self, by_rank: dict[int, Any], path: Path) -> Any:
@@ -123,15 +186,21 @@ class _Merger:
                 having = {rank: value[key] for rank, value in by_rank.items() if key in value}
                 merged[key] = self.merge(having, (*path, key))
             return merged
+        if path[-3:-2] == ("param_groups",) and path[-1] in MEMBERS and _differ(values):
+            return list(dict.fromkeys(name for value in values for name in value))
         is_sequence = len(kinds) == 1 and isinstance(values[0], (list, tuple))
         if is_sequence and len(set(map(len, values))) == 1:
             return type(values[0])(
                 self.merge({rank: value[place] for rank, value in by_rank.items()}, (*path, place))
                 for place in range(len(values[0]))
             )
-        if path and path[-1] == "step" and len(values) > 1:
-            return self._step(by_rank, path)
-        return self._rank_0s(by_rank, path)
+        if is_sequence and path and path[-1] == "param_groups":
+            raise UnsupportedCheckpoint(
+                f"{self.files[min(by_rank)].path} has {len(values[0])} parameter groups, other "
+                "ranks have other numbers of them",
+                hint="save with torch.distributed.checkpoint, which joins what the ranks have",
+            )
+        return self._step(by_rank, path) if leads_to_step(path) else self._rank_0s(by_rank, path)
 
     def _rank_0s(self, by_rank: dict[int, Any], path: Path) -> Any:
         """The first rank's value, which all others should have too."""
@@ -155,21 +224,25 @@ class _Merger:
     def _step(self, by_rank: dict[int, Any], path: Path) -> Any:
         """Ranks that disagree on a step are of different saves, unless the policy decides."""
         first = min(by_rank)
-        values = {
+        numbers = {
             rank: self.files[rank].scalar(value) if isinstance(value, Tensor) else value
             for rank, value in by_rank.items()
             if not (isinstance(value, Tensor) and value.numel != 1)
         }
         stated = [
             (f"{self.files[rank].path}: {dotted(path)}", step)
-            for rank, value in values.items()
-            if (step := steps.step_of(value)) is not None
+            for rank, number in numbers.items()
+            if (step := steps.step_of(number)) is not None
         ]
-        step = steps.agree(stated, self.step_policy)
-        if step is None or not isinstance(by_rank[first], Tensor):
-            return leaves(self.files[first], by_rank[first]) if step is None else step
+        agreed = steps.agree(stated, self.step_policy)
+        paths = tuple(self.files[rank].path for rank in numbers)
+        self.steps.append(StepStatement(path, paths, agreed))
+        if agreed is None or {step for _, step in stated} == {agreed}:
+            return self._rank_0s(by_rank, path)
+        if not isinstance(by_rank[first], Tensor):
+            return agreed
         whole = leaf(self.files[first], by_rank[first])
-        number = Scalar(step, whole.dtype)
+        number = Scalar(agreed, whole.dtype)
         return replace(whole, number=lambda: number)
 
     def _assemble(self, by_rank: dict[int, Any], path: Path) -> Leaf:
@@ -205,6 +278,12 @@ class _Merger:
                         hint=MIXED,
                     )
         return _leaf(name, first, list(parts.values()))
+
+
+def _differ(values: Sequence[Any]) -> bool:
+    """Whether these are the names of each rank's own parameters, as in a pipeline."""
+    are_names = all(isinstance(value, list) and types_in(value) <= {str} for value in values)
+    return are_names and any(value != values[0] for value in values)
 
 
 def _leaf(name: str, whole: DistributedTensor, parts: Sequence[LocalPart]) -> Leaf:

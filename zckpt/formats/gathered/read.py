@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...core import sources
-from ...core.expected import refuse_other_rank
 from ...core.manifest import Manifest
+from ...core.saved_names import nameless, refuse_others, saved_names
 from ...core.values import replace
 from ...errors import MALFORMED, IncompleteCheckpoint, NotACheckpoint, listed, not_understood
 from ...files.torchfile import Parsed, TorchFile
@@ -17,10 +17,11 @@ from ..reading import USUAL, Reading
 from ..statedict.keys import keys_of
 from ..statedict.read import manifest
 from ..statedict.stated import checked
-from ..statedict.tree import SavedTree, leaves
-from ..statedict.weights import files_of_index, weights_of
+from ..statedict.tree import Path, SavedTree, leaves
+from ..statedict.weights import tensors_of_index, weights_of
 from . import distributed, local, ranked
-from .files import StateDictFiles, locate
+from .files import StateDictFiles, locate, place_of, slices
+from .items import METADATA, refusal, said_of
 
 
 def read(path: str, reading: Reading = USUAL) -> Manifest:
@@ -33,7 +34,12 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
     if reading.tag:
         path = os.path.join(path, reading.tag)
     try:
-        reader = _TreeReader(path, locate(path), reading)
+        files = _slices(path, reading)
+        first = files[0] if files and sources.is_folder(path) else path
+        reader = _TreeReader(path, locate(first), reading)
+        if files:
+            reader.saved.source["slices"] = len(files)
+            reader.saved.warnings.append(f"{said_of(files)}; shown is {os.path.basename(first)}")
         result = manifest(reader.saved, reading)
         if reader.has_local_states:
             _refuse_lost(result, reading.param_names)
@@ -41,9 +47,23 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
             result = _in_order(result, reading.param_names)
         # numbers are usual in these files: they do not say which layout --to dcp should write
         engine = replace(keys_of(result.engine), layout=None, whole=True, dialect=reader.dialect)
-        return replace(result, engine=engine)
+        return replace(result, engine=engine, notes=tuple(reader.notes))
     except MALFORMED as error:
         raise not_understood(path, error) from error
+
+
+def _slices(path: str, reading: Reading) -> list[str]:
+    """The files of all ranks if `path` is a slice, or a directory of slices, to be looked at.
+
+    Raises UnsupportedCheckpoint if it is to be used. `--from gathered` says of one file that it is
+    a whole model.
+    """
+    if reading.format == "gathered" and sources.is_file(path):
+        return []
+    files = slices(path)
+    if files and not reading.inspected:
+        raise refusal(path, files)
+    return files
 
 
 def _refuse_lost(manifest: Manifest, names: Sequence[str] | None) -> None:
@@ -88,17 +108,29 @@ class _TreeReader:
         self.saved = SavedTree(path, source, {})
         self.names: Mapping[str, list[str]] = {}
         self.has_local_states = False
+        self.opened = {path: TorchFile(path, self.parsed) for path in files.of_torch}
+        folders = {path: file.saved_as for path, file in self.opened.items()}
+        beside_them = os.listdir(path) if sources.is_folder(path) else ()
+        names = saved_names(
+            folders, lambda name: place_of(name) or (("whole", name), ()), beside_them
+        )
+        refuse_others(names, "ranks" if files.ranks else "kinds")
+        self.notes = nameless([name for name in names if name.place[1]])
         extra = self._extra(files.whole)
         trees = {key: self._whole(name) for key, name in files.whole.items() if key != "extra"}
         trees |= extra
         self.saved.tree = dict(trees)  # local states are matched with these
-        trees |= {key: self._ranks(paths) for key, paths in files.ranks.items()}
+        trees |= {key: self._ranks(key, paths) for key, paths in files.ranks.items()}
         self.saved.tree = self._tree(trees)
         weights = os.path.basename(files.whole.get("model") or files.whole.get(None, ""))
         self.dialect = _dialect_of(weights)
         self.saved.in_order = self.dialect != "safetensors"
         if sources.is_folder(path):
-            siblings, left_out = beside(path, set(self.saved.files))
+            own = set(self.saved.files)
+            if files.items and sources.is_file(of_ranks := os.path.join(path, METADATA)):
+                own.add(of_ranks)
+                self.saved.left_out.append(f"{METADATA}: where the parts of the source's ranks are")
+            siblings, left_out = beside(path, own)
             self.saved.siblings += siblings
             self.saved.left_out += left_out
 
@@ -124,7 +156,7 @@ class _TreeReader:
         """What is beside model and optimizer; if zckpt wrote it, also what it stated of them."""
         if "extra" not in whole:
             return {}
-        file = TorchFile(whole["extra"], self.parsed)
+        file = self.opened[whole["extra"]]
         if not isinstance(file.value, dict):  # the program's own file, which is carried unread
             return {}
         self._add(file)
@@ -138,7 +170,8 @@ class _TreeReader:
         return {"extra": leaves(file, value, names)}
 
     def _open(self, path: str) -> TorchFile:
-        file = TorchFile(path, self.parsed)
+        # of an index of Hugging Face, files are opened one by one
+        file = self.opened.get(path) or TorchFile(path, self.parsed)
         self._add(file)
         return file
 
@@ -149,11 +182,7 @@ class _TreeReader:
     def _whole(self, path: str) -> Any:
         if path.endswith(".json"):
             self.saved.files.append(path)
-            return {
-                name: value
-                for part in files_of_index(path)
-                for name, value in self._whole(part).items()
-            }
+            return tensors_of_index(path, self._whole)
         if path.endswith(".safetensors"):
             self.saved.files.append(path)
             tensors, records = weights_of(path)
@@ -161,26 +190,28 @@ class _TreeReader:
             return tensors
         file = self._open(path)
         if next(distributed.distributed_in(file.value), None) is not None:
-            return self._merge({0: file})
+            ranked.refuse_part(file)
+            return self._merge({0: file}).tree
         ranked.refuse_flat(file)
         return leaves(file, file.value, iter(self.names.get(os.path.basename(path), ())))
 
-    def _ranks(self, paths: Mapping[int, str]) -> Any:
+    def _ranks(self, key: str | None, paths: Mapping[int, str]) -> Any:
         files = {rank: self._open(paths[rank]) for rank in sorted(paths)}
         world = self.files.world or max(files) + 1
-        ranked.refuse_missing(files, world)
+        if not self.files.items:
+            ranked.refuse_missing(files, world)
         self.saved.source["dp"] = max(world, self.saved.source["dp"] or 1)
         if "model" in self.files.whole and local.is_local(files):
             self.has_local_states = True
-            for file in files.values():  # nothing in it says whose it is
-                refuse_other_rank(file.path, file.saved_as)
             return local.merge(self.saved, files, self.step_policy, self.param_names)
-        return self._merge(files)
-
-    def _merge(self, files: dict[int, TorchFile]) -> Any:
-        merged = ranked.merge(files, self.step_policy)
-        self.saved.left_out += merged.left_out
+        merged = self._merge(files, () if key is None else (key,))
+        self.saved.steps += merged.steps
         return merged.tree
+
+    def _merge(self, files: dict[int, TorchFile], place: Path = ()) -> ranked.MergedRanks:
+        merged = ranked.merge(files, self.step_policy, place)
+        self.saved.left_out += merged.left_out
+        return merged
 
 
 def _dialect_of(weights: str) -> str | None:

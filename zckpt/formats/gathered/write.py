@@ -23,6 +23,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
+from ...core.folder import Folder
 from ...core.inert import Scalar, TensorName, map_values
 from ...core.layout import Layout, Shell
 from ...core.manifest import Manifest
@@ -283,7 +284,7 @@ class StateDictWriter(StateDicts):
         return result
 
 
-def seal(root: str, manifest: Manifest, outcome: Any) -> None:
+def seal(root: Folder, manifest: Manifest, outcome: Any) -> None:
     """Writes the checksums of the zips' records; files of safetensors state none."""
     zips = [item for item in manifest.records if not item.extent.file.endswith(".safetensors")]
-    seal_records(replace(manifest, records=tuple(zips)), outcome)
+    seal_records(root, replace(manifest, records=tuple(zips)), outcome)

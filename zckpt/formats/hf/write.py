@@ -19,6 +19,7 @@ from typing import Any
 
 from ...core import sources
 from ...core.dtypes import FLOATS, SIZES, TORCH_NAMES
+from ...core.folder import Folder
 from ...core.layout import Layout, Shell
 from ...core.manifest import Manifest, Sibling
 from ...core.siblings import SiblingList, refusals
@@ -54,7 +55,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     )
 
 
-def seal(root: str, manifest: Manifest, outcome: Any) -> None:
+def seal(root: Folder, manifest: Manifest, outcome: Any) -> None:
     """Does nothing: safetensors files state no checksums."""
 
 

@@ -8,7 +8,7 @@
     groups.py      which group each parameter is in, and its step
     read.py        a torch_dist directory, item by item
     contents.py    the manifest of what a reader has collected
-    masters.py     the check of masters against weights, and what is left if it fails
+    masters.py     what is left if masters do not round to their weights; the check of copies
     buffers/       flat buffers of the optimizer
     legacy/        the older directories, mp_rank_*
     fsdp/          the directories of Megatron-FSDP
@@ -31,10 +31,13 @@ FORMAT = Format(
     family="megatron",
     numbers=True,
     reports_unused_rules=True,
+    compares="all",
     rebuilds=True,
     gathers=True,
     fits_any_dp=True,
     overrides_groups=True,
+    of_ranks=(".distcp", "model_optim_rng.pt", "distrib_optim.pt"),
+    written_last=".metadata",
     objects=frozenset(
         (
             # megatron.core.safe_globals, 0.16.1; the others are zckpt's own list

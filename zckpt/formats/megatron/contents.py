@@ -11,7 +11,7 @@ from ...core.facts import GraphEngine
 from ...core.fragments import Record
 from ...core.manifest import Entry, Manifest, Parameter, Sibling
 from ...core.values import field, mutable
-from ...errors import UnsupportedCheckpoint, counted, listed
+from ...errors import UnsupportedCheckpoint, brief, counted, listed
 from ...files.torchfile import TorchFile
 from ...training.optimizers import infer_optimizer
 from .common import (
@@ -23,7 +23,8 @@ from .common import (
     arguments,
     kept,
 )
-from .groups import groups_of, members, stated_step
+from .files import is_iteration
+from .groups import FileStep, agreed_step, groups_of, members, stated_step
 from .programs import program_of
 
 BUFFERS = re.compile(r".*\.router\.expert_bias")
@@ -41,7 +42,7 @@ class Content:
     one, `slots` the optimizer's own. `sharding` says how its state was sharded; None if it was not
     read. `keys` are those of the directory, with the number of axes in front of a parameter's own.
     `args` are the run's arguments, if they are not in the common state. `group_of` is the group of
-    every parameter, if the files state it.
+    every parameter, if the files state it. `steps` are the steps that the ranks' files state.
     """
 
     folder: str
@@ -61,11 +62,13 @@ class Content:
     siblings: Sequence[Sibling] = ()
     args: Mapping[str, Any] | None = None
     group_of: dict[str, int] | None = None
+    steps: Sequence[FileStep] = ()
 
 
 def manifest_of(content: Content, step_policy: str | None) -> Manifest:
     """The manifest of a directory; raises InconsistentCheckpoint if steps differ."""
     common, shapes, slots = content.common, content.shapes, content.slots
+    agreed_step(content.folder, content.steps, step_policy)
     step, place, sightings = stated_step(common, content.file, step_policy)
     args = content.args or arguments(common)
     known = {name: shape for name, shape in shapes.items() if not BUFFERS.fullmatch(name)}
@@ -87,7 +90,7 @@ def manifest_of(content: Content, step_policy: str | None) -> Manifest:
         )
         for name, shape in known.items()
     }
-    warnings = []
+    warnings = _other_iteration(content)
     if groups and not has_groups:
         warnings.append(
             "no file lists the members of the parameter groups, and Megatron-Core's usual rule "
@@ -132,6 +135,18 @@ def manifest_of(content: Content, step_policy: str | None) -> Manifest:
         warnings=tuple(warnings),
         states_inferred=False,
     )
+
+
+def _other_iteration(content: Content) -> list[str]:
+    """A warning if the folder has the name of another iteration than its common state states."""
+    name, stated = basename(content.folder), content.common.get("iteration")
+    number = name.removeprefix("iter_")
+    if number == name or not is_iteration(name) or stated in (None, int(number)):
+        return []
+    return [
+        f"{content.file.path} states iteration {brief(stated)}, but its folder is {name}: it may "
+        "be a file of another save (or the folder was renamed)"
+    ]
 
 
 def _state(content: Content, args: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,8 @@ optimizer), or common to all states (torch's Adam without it).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ...core.facts import StepPlace
@@ -23,6 +24,9 @@ from ...errors import CorruptCheckpoint
 from ...files.torchfile import Tensor, TorchFile
 from ...training import steps
 from .common import optimizers_of
+
+FileStep = tuple[str, Any]
+"""The path of a file, and a step that it states: a `Scalar`, Python's number, or None."""
 
 OF_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 
@@ -82,6 +86,19 @@ def _multiplier(group: Mapping[str, Any]) -> Any:
     return group.get("wd_mult", group.get("pre_wd_mult", 1.0))
 
 
+def agreed_step(folder: str, stated: Iterable[FileStep], policy: str | None) -> steps.Step | None:
+    """The step of all files; raises InconsistentCheckpoint if they differ and no policy decides.
+
+    Megatron-Core has one step for all parameters, so that none of them may have its own.
+    """
+    places = [
+        (os.path.relpath(file, folder), step)
+        for file, number in stated
+        if (step := steps.step_of(number)) is not None
+    ]
+    return steps.agree([*dict.fromkeys(places)], policy)
+
+
 def stated_step(
     common: dict[Any, Any], file: TorchFile, policy: str | None
 ) -> tuple[steps.Step | None, StepPlace | None, list[Sighting]]:
@@ -105,7 +122,7 @@ def stated_step(
     scheduler = common.get("opt_param_scheduler")
     if isinstance(scheduler, dict):  # it counts samples
         sightings += steps.counter_sightings("opt_param_scheduler", scheduler, ["num_steps"])
-    step = steps.agree(list(stated.steps.items()), None if policy == steps.KEEP else policy)
+    step = steps.agree(list(stated.steps.items()), policy)
     return step, stated.place(), sightings
 
 

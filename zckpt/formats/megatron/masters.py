@@ -1,4 +1,4 @@
-"""Do the masters round to their weights, and are copies equal? What is left if they do not?
+"""What is left of a checkpoint whose masters do not round to their weights? Are copies equal?
 
 `fully_reshardable` files of several buckets have wrong masters and moments if a bucket has padding
 at its end: Megatron-Core 0.14 to 0.19.2 gathers without the padding, and then uses offsets that
@@ -17,7 +17,7 @@ from ...core.manifest import Entry, Manifest
 from ...core.plan import Match
 from ...core.resources import Copying
 from ...core.values import replace
-from ...core.weights import is_optimizers, weight_of
+from ...core.weights import is_optimizers
 from ...errors import InconsistentCheckpoint, counted, listed
 from ...training.optimizers import MOMENTS
 from .common import READABLE
@@ -30,25 +30,22 @@ MIXED_UP = (
     "weights alone"
 )
 OTHERS = (
-    "the model is no GPTModel, or its weights were changed; --weights-only takes the weights alone"
+    "the model is no GPTModel, or files of two saves are mixed; --weights-only takes the weights "
+    "alone. If the program saved other weights than it trained, such as those of an EMA, add "
+    "--accept-weights"
 )
 
 
 def check(manifest: Manifest, replicas: str | None) -> list[str]:
-    """Compares every master with its weight, before a conversion writes anything.
+    """Compares the copies of every tensor, before a conversion writes anything.
 
-    Raises InconsistentCheckpoint, which names the tensors, if masters do not round to them, or if
-    ranks hold different copies of a tensor.
+    Raises InconsistentCheckpoint, which names the tensors, if ranks hold different ones.
     """
-    wrong, count = _wrong_masters(manifest)
-    if wrong:
-        raise InconsistentCheckpoint(
-            f"{manifest.root}: the fp32 masters of {len(wrong)} of {count} parameters do "
-            f"not round to their weights: {listed(wrong, 4)}",
-            hint=MIXED_UP if _sharding(manifest) == READABLE else OTHERS,
-        )
+    from ...core.compare import compare
+
     copies = [Match(entry, manifest.entries[entry.name]) for entry in manifest.replicas]
-    different = dict.fromkeys(_different(manifest, copies))
+    outcome = compare(copies, manifest, manifest, CHECKING, measure="first")
+    different = dict.fromkeys(r.match.a.parameter for r in outcome.results if r.differs)
     if different:
         raise InconsistentCheckpoint(
             f"{manifest.root}: ranks hold different copies of {listed(list(different), 4)}",
@@ -58,13 +55,20 @@ def check(manifest: Manifest, replicas: str | None) -> list[str]:
     return []
 
 
+def way_out(manifest: Manifest) -> str:
+    """The hint for masters that do not round to their weights."""
+    return MIXED_UP if _sharding(manifest) == READABLE else OTHERS
+
+
 def rebuilt(manifest: Manifest) -> Manifest:
     """Without masters that do not round to their weights, and without the moments beside them.
 
     Then those of vectors are given up too: norms are often constant, so that a wrong master rounds
     to its weight by chance. A warning names the parameters.
     """
-    wrong, _ = _wrong_masters(manifest)
+    from ...core.masters import ALL, unlike
+
+    wrong = {result.match.a.parameter for result in unlike(manifest, ALL)}
     if not wrong or _sharding(manifest) != READABLE:  # `check` refuses others
         return manifest
     vectors = {name for name, item in manifest.parameters.items() if len(item.shape) < 2}
@@ -115,26 +119,3 @@ def with_zeros(manifest: Manifest) -> Manifest:
 def _sharding(manifest: Manifest) -> str | None:
     """How the optimizer's state was sharded."""
     return manifest.engine.dialect if isinstance(manifest.engine, GraphEngine) else None
-
-
-def _wrong_masters(manifest: Manifest) -> tuple[list[str], int]:
-    """The parameters whose masters do not round to their weights, and how many were compared."""
-    matches = []
-    for name in manifest.parameters:
-        weight = weight_of(manifest.entries, name)
-        if weight.master is not None and weight.param is not None:
-            how = "bits" if weight.master.dtype == weight.param.dtype else "rounded"
-            matches.append(Match(weight.master, weight.param, how))
-    return _different(manifest, matches), len(matches)
-
-
-def _different(manifest: Manifest, matches: list[Match]) -> list[str]:
-    """The parameters of the matches that differ."""
-    from ...core.compare import compare
-
-    outcome = compare(matches, manifest, manifest, CHECKING, measure="first")
-    return [
-        result.match.a.parameter
-        for result in outcome.results
-        if result.difference is not None and result.difference.count
-    ]

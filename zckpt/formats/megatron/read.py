@@ -61,9 +61,11 @@ from .contents import (
 )
 from .files import MARKER, is_fsdp, is_legacy, locate
 from .fsdp.directories import read_fsdp
+from .groups import FileStep
 from .legacy.directories import read_legacy
 from .masters import check as check
 from .masters import rebuilt as rebuilt
+from .masters import way_out as way_out
 from .names import axes_of, named, places, without_prefix
 from .programs import arguments_of, beside
 
@@ -127,6 +129,7 @@ class _Reader:
                 hint="load it in Megatron-Core, and save it without this option",
             )
         self.replicas: list[Entry] = []
+        self.steps: list[FileStep] = []
 
     def manifest(self, step_policy: str | None) -> Manifest:
         sharding = None
@@ -160,6 +163,7 @@ class _Reader:
             left_out=[*self._strangers(siblings.files), *siblings.left_out],
             siblings=siblings.files,
             args=self.args,
+            steps=self.steps,
         )
         return manifest_of(content, step_policy)
 
@@ -237,6 +241,7 @@ class _Reader:
         """
         items = FlatItems(self.table, self.files)
         self.records += items.records
+        self.steps = items.steps
         self.common = with_groups(self.common, items.groups, items.scalers(self.entries))
         experts = {
             name: number

@@ -25,6 +25,7 @@ from math import prod
 from typing import Any
 
 from ...core.dtypes import SIZES, TORCH_NAMES
+from ...core.folder import Folder
 from ...core.inert import Foreign, Global, TensorName, inside, map_values
 from ...core.layout import Layout, Shell
 from ...core.manifest import Entry, Manifest, slot_key
@@ -94,12 +95,12 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     )
 
 
-def seal(root: str, manifest: Manifest, outcome: Any) -> None:
+def seal(root: Folder, manifest: Manifest, outcome: Any) -> None:
     """Writes the CRC-32 of every record into the zip directory of its item, or of `common.pt`."""
     folder, crcs = manifest.root, crcs_of(outcome)
-    seal_items(folder, crcs)
+    seal_items(root, folder, crcs)
     common = os.path.join(folder, FILE)
-    seal_whole(common, crcs.get(common, {}))
+    seal_whole(root, common, crcs.get(common, {}))
 
 
 @valueclass

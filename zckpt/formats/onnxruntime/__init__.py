@@ -24,8 +24,10 @@ FORMAT = Format(
     folder="onnxruntime",
     about="ONNX Runtime Training ZeRO-1, .ort.pt and HDF5, 1.3 to 1.16 (real files of 1.16.3)",
     family="onnxruntime",
+    compares="all",
     checks=True,
     gathers=True,
     keeps_steps=True,
+    of_ranks=("",),
     objects=frozenset(),
 )

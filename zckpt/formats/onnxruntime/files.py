@@ -19,12 +19,12 @@ from ...errors import (
 )
 
 if TYPE_CHECKING:  # other formats' directories are told apart without the parsers
+    from ...core.saved_names import Place
     from . import hdf5
     from .ranks import Save
 
 SUFFIX = ".ort.pt"
 SHARDED = Regex(r"(?s)(.*)\.ZeRO\.(\d+)\.(\d+)\.ort\.pt")
-RANK = Regex(r"(?<=\.ZeRO\.)\d+")
 # files of other kinds, of which there may be thousands: they are not opened
 OTHER_FILES = (".safetensors", ".json", ".distcp", "_states.pt", ".py")
 
@@ -42,6 +42,12 @@ class CheckpointFiles:
     files: tuple[tuple[int, str], ...]
     ranks: int
     parsed: tuple[hdf5.RankFile, ...] = ()
+
+
+def place_of(name: str) -> Place | None:
+    """What the name of a rank's file states: the rank, and the last one of the run."""
+    match = SHARDED.fullmatch(name)
+    return None if match is None else (match[1], (int(match[2]), int(match[3])))
 
 
 def detect(path: str) -> list[str]:

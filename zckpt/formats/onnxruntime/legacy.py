@@ -28,12 +28,12 @@ from typing import Any
 
 from ...core import sources
 from ...core.dtypes import SIZES
-from ...core.expected import refuse_other_rank
 from ...core.inert import TensorName, inside, map_values, to_json
 from ...core.manifest import Entry
+from ...core.saved_names import nameless, refuse_others, saved_names
 from ...errors import CorruptCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint, ZckptError
 from ...files.torchfile import SMALL, Parsed, Tensor, TorchFile, peek
-from .files import RANK, SUFFIX
+from .files import SUFFIX, place_of
 from .ranks import COUNT, OPTIMIZERS, SHARED, SLOTS, Rank, RankTensor, Save
 
 VIEW = re.compile(r"(.+)_view_(\d+)", re.DOTALL)
@@ -63,8 +63,8 @@ def opened(root: str, paths: Sequence[str]) -> Save:
     """The contents of files in rank order; raises CorruptCheckpoint and its like."""
     parsed = Parsed()
     files = [TorchFile(path, parsed) for path in paths]
-    for file in files:
-        refuse_other_rank(file.path, file.saved_as, RANK)
+    names = saved_names({file.path: file.saved_as for file in files}, place_of)
+    refuse_others(names)
     models = [_model(file) for file in files]
     mixed = {
         dtype
@@ -92,6 +92,7 @@ def opened(root: str, paths: Sequence[str]) -> Save:
         copies=copies,
         records=[record for file in files for record in file.records.values()],
         left_out=left_out,
+        notes=nameless(names),
     )
 
 

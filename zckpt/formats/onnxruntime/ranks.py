@@ -53,7 +53,7 @@ class Save:
     `mixed` is the type of the 16-bit copies, None in an fp32 run. `optimizer` is the one that the
     files state. `shapes` are shapes that the files state apart from tensors. `state` is everything
     that does not belong to a weight; `kept` are the tensors in it, and `copies` are other ranks'
-    copies of those tensors.
+    copies of those tensors. `notes` are the manifest's.
     """
 
     root: str
@@ -68,6 +68,7 @@ class Save:
     records: list[Record] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     @property
     def dp(self) -> int:

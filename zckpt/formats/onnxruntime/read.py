@@ -2,8 +2,9 @@
 
 Other copies of a weight are not used if they may be stale (see legacy.py). They must be equal if
 ONNX Runtime keeps them current on every rank: the weights of fp32 runs, frozen weights, 16-bit
-copies. `read` compares the checksums that the files state. `check` compares bytes, before a writer
-copies them: tensors without checksums, and masters with their 16-bit copies.
+copies. `read` compares the checksums that the files state. `check` compares the bytes of tensors
+without checksums, before a writer copies them. The engine casts each 16-bit copy from its master
+after each update, so that all elements of both are compared then (`Format.compares`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from ...core.fragments import Fragment, Runs, solid
 from ...core.manifest import Entry, Manifest, Parameter, Sighting
 from ...core.plan import Match
 from ...core.resources import Copying
-from ...core.weights import weight_of
 from ...errors import (
     MALFORMED,
     CorruptCheckpoint,
@@ -50,45 +50,22 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
 
 
 def check(manifest: Manifest, replicas: str | None) -> list[str]:
-    """Compares the bytes of every tensor that the files hold more than once.
+    """Compares the bytes of every tensor that several ranks hold.
 
-    Called before a conversion writes anything; `inspect` reads no tensor. The engine casts every
-    16-bit copy from its fp32 master after each update, so a master that does not round to its copy
-    is stale. Raises InconsistentCheckpoint for a stale master and for ranks that hold different
-    copies, CorruptCheckpoint if a damaged file is the cause.
+    Called before a conversion writes anything; `inspect` reads no tensor. Raises
+    InconsistentCheckpoint for ranks that hold different copies, CorruptCheckpoint if a damaged file
+    is the cause.
     """
     from ...core.compare import compare
+    from ...core.masters import places_of, refuse_damage
 
-    matches = [*_masters_with_copies(manifest), *_replicas_without_checksums(manifest)]
-    outcome = compare(matches, manifest, manifest, CHECKING, measure="first")
-    for result in outcome.results:
-        match, difference = result.match, result.difference
-        if match.b is None or difference is None or not difference.count:
-            continue
-        for damage in compare([], manifest, manifest, everything=True).damage:
-            extent = damage.record.extent
-            raise CorruptCheckpoint(
-                f"{extent.file} is damaged: the {extent.length} bytes at {extent.offset} do not "
-                "have the CRC-32 that the file states"
-            )
-        element = difference.first or 0
-        files = [_file_with(entry, element) for entry in (match.a, match.b)]
-        if match.copy:
-            raise different_copies(match.a.name, *files)
-        raise InconsistentCheckpoint(
-            f"{files[0]}: the fp32 weight {match.a.parameter} does not round to its "
-            f"{match.b.dtype} copy (first at element {element}): one of them is stale",
-            hint="files of two saves are mixed, or the rank's file was saved before its weights "
-            "were current",
-        )
+    matches = list(_replicas_without_checksums(manifest))
+    results = compare(matches, manifest, manifest, CHECKING, measure="first").results
+    if wrong := next((result for result in results if result.differs), None):
+        places = places_of(wrong)
+        refuse_damage(manifest, places)
+        raise different_copies(wrong.match.a.name, *(place.file for place in places))
     return []
-
-
-def _masters_with_copies(manifest: Manifest) -> Iterator[Match]:
-    for name in manifest.parameters:
-        weight = weight_of(manifest.entries, name)
-        if weight.master is not None and weight.param is not None:
-            yield Match(weight.master, weight.param, "rounded")
 
 
 def _replicas_without_checksums(manifest: Manifest) -> Iterator[Match]:
@@ -99,10 +76,6 @@ def _replicas_without_checksums(manifest: Manifest) -> Iterator[Match]:
         crcs = {stated.get(part.extent) for part in (*entry.fragments, *replica.fragments)}
         if replica.slot != "state" and (len(crcs) > 1 or None in crcs):
             yield Match(entry, replica, copy=True)
-
-
-def _file_with(entry: Entry, element: int) -> str:
-    return next(iter(entry.fragments.overlapping(element, element + 1))).extent.file
 
 
 def manifest(save: Save, step_policy: str | None) -> Manifest:
@@ -138,12 +111,13 @@ def manifest(save: Save, step_policy: str | None) -> Manifest:
         optimizer=save.optimizer,
         engine=_engine(save, collected),
         state=save.state,
-        steps=(*(line for _, line in sightings), *_counters(save)),
+        steps=(*(line for _, _, line in sightings), *_counters(save)),
         records=tuple(save.records),
         replicas=(*collected.replicas, *save.copies),
         files=tuple(rank.path for rank in save.ranks),
         left_out=tuple(save.left_out),
         warnings=tuple(save.warnings),
+        notes=tuple(save.notes),
         states_inferred=False,
     )
 
@@ -297,8 +271,8 @@ def _check_dtype(rank: Rank, name: str, tensor: RankTensor, allowed: Sequence[st
 # -- steps
 
 
-def _sightings(save: Save, owned: Owned) -> Iterator[tuple[str, Sighting]]:
-    """Completed updates by weight."""
+def _sightings(save: Save, owned: Owned) -> Iterator[tuple[str, str, Sighting]]:
+    """Completed updates, each with the weight and the file that state them."""
     shared = any(rank.shared is not None for rank in save.ranks)
     if not shared and not any(rank.counts for rank in save.ranks):
         raise IncompleteCheckpoint(f"{save.root} holds moments, but no {COUNT} or {SHARED}")
@@ -307,7 +281,7 @@ def _sightings(save: Save, owned: Owned) -> Iterator[tuple[str, Sighting]]:
             if rank.shared is None:
                 raise IncompleteCheckpoint(f"{rank.path} lacks {SHARED}, which every rank stores")
             step = steps.COUNTED.completed(rank.shared)
-            yield "", Sighting(f"{SHARED}, rank {place}", step, True)
+            yield "", rank.path, Sighting(f"{SHARED}, rank {place}", step, True)
         return
     for name in by_name(owned):
         for share in owned[name]:
@@ -315,17 +289,19 @@ def _sightings(save: Save, owned: Owned) -> Iterator[tuple[str, Sighting]]:
             if name not in rank.counts:
                 raise IncompleteCheckpoint(f"{rank.path} lacks the {COUNT} of {name}")
             where = f"{COUNT} of {name}, rank {share.rank}"
-            yield name, Sighting(where, steps.COUNTED.completed(rank.counts[name]), True)
+            step = steps.COUNTED.completed(rank.counts[name])
+            yield name, rank.path, Sighting(where, step, True)
 
 
 def _steps(
-    sightings: Sequence[tuple[str, Sighting]], owned: Owned, policy: str | None
+    sightings: Sequence[tuple[str, str, Sighting]], owned: Owned, policy: str | None
 ) -> dict[str, steps.Step | None]:
     """Completed updates of every weight; they may differ only with the policy `keep`."""
     stated: dict[str, list[tuple[str, steps.Step]]] = {}
-    for name, line in sightings:
+    for name, file, line in sightings:
         weight = name if policy == steps.KEEP else ""
-        stated.setdefault(weight, []).append((line.where, line.step))
+        place = f"{os.path.basename(file)}: {line.where}"
+        stated.setdefault(weight, []).append((place, line.step))
     agreed = {name: steps.agree(places, policy) for name, places in stated.items()}
     return {name: agreed.get(name, agreed.get("")) for name in owned} if agreed else {}
 

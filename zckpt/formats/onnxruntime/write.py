@@ -1,8 +1,7 @@
 """Write ONNX Runtime checkpoints of any data-parallel size: the files without their tensors.
 
 ORTTrainer.load_checkpoint merges HDF5 files and cuts them anew, so any number of ranks can resume
-from them. Each rank loads its own legacy file (L2), so the names and sizes in it are exactly those
-of the engine's partition.
+from them. Each rank loads its own legacy file (L2), with the names and sizes of its partition.
 
 The files hold little beside the tensors of weights: counters (one more than the updates); HDF5
 files also ORTTrainer's own counters and the user's dictionary. `left_out` names everything else.
@@ -17,6 +16,7 @@ from math import prod
 from typing import Any
 
 from ...core.dtypes import FLOATS
+from ...core.folder import Folder
 from ...core.layout import Layout, Shell
 from ...core.manifest import Manifest
 from ...core.values import valueclass
@@ -78,10 +78,10 @@ def _loading_of_l2(path: str) -> str:
     return f"checkpoint.experimental_load_checkpoint(trainer, {literal(path)})"
 
 
-def seal(root: str, manifest: Manifest, outcome: Any) -> None:
+def seal(root: Folder, manifest: Manifest, outcome: Any) -> None:
     """Writes the CRC-32 of every record into the legacy files' zip directories."""
     if manifest.source["dialect"] != "hdf5":  # HDF5 files have no checksums
-        seal_records(manifest, outcome)
+        seal_records(root, manifest, outcome)
 
 
 @valueclass

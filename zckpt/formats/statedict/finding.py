@@ -6,6 +6,9 @@ dicts are recognized by their content. An optimizer's has one of three layouts (
     nested    {"state": {name: {"exp_avg": ...}}, "param_groups": [{"params": [names], "lr": ...}]}
     flat      {"state.<name>.exp_avg": ..., "param_groups.<name>.lr": ...}: groups are lost
     raw       as nested, with numbers instead of names; numbers run through all groups
+
+torch_checkpointing's `optimizer_transform_pre` makes a nested one of a raw one, whose groups have
+their members as `param_names` alone (0.1.1).
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from .tree import Leaf, Path, SavedTree, dotted
 from .twins import is_float
 
 MODELS = ("model", "state_dict", "module", "model_state_dict", "app.model")  # the likeliest first
+MEMBERS = ("params", "param_names")  # of a group, the first that it has
 DEPTH = 4
 BUFFERS = re.compile(  # the names that modules of torch and transformers give to theirs
     r"(?:.*\.)?(?:running_mean|running_var|num_batches_tracked|inv_freq|original_inv_freq"
@@ -66,7 +70,9 @@ def find_optimizers(tree: Any, path: Path = ()) -> Iterator[Path]:
 def _is_optimizer(value: dict[Any, Any]) -> bool:
     groups = value.get("param_groups")
     if isinstance(groups, list):
-        return all(isinstance(group, dict) and "params" in group for group in groups)
+        return all(
+            isinstance(group, dict) and not group.keys().isdisjoint(MEMBERS) for group in groups
+        )
     return any(isinstance(key, str) and key.startswith("param_groups.") for key in value)
 
 
@@ -74,11 +80,10 @@ def read_optimizer(state_dict: dict[Any, Any]) -> OptimizerState:
     if "param_groups" not in state_dict:
         return _flat(state_dict)
     state = state_dict.get("state") or {}
-    members = [list(group["params"]) for group in state_dict["param_groups"]]
-    groups = [
-        {key: value for key, value in group.items() if key != "params"}
-        for group in state_dict["param_groups"]
-    ]
+    keys = [next(key for key in MEMBERS if key in group) for group in state_dict["param_groups"]]
+    pairs = list(zip(keys, state_dict["param_groups"], strict=True))
+    members = [list(group[key]) for key, group in pairs]
+    groups = [{name: value for name, value in group.items() if name != key} for key, group in pairs]
     optimizer = OptimizerState("nested", state, groups, members)
     if not optimizer.is_numbered:
         return optimizer

@@ -117,8 +117,13 @@ def _dicts(tree: Any, path: Path = ()) -> Iterator[tuple[Path, dict[Any, Any]]]:
 def _is_optimizer(value: Mapping[Any, Any]) -> bool:
     if "param_groups" in value:
         groups = _listed(value["param_groups"])
-        return groups is not None and all("params" in group for group in groups)
+        return groups is not None and all(_members(group) is not None for group in groups)
     return any(isinstance(key, str) and key.startswith("param_groups.") for key in value)
+
+
+def _members(group: Mapping[Any, Any]) -> list[Any] | None:
+    """The parameters of a group; torch_checkpointing may keep their names alone."""
+    return _listed(group.get("params", group.get("param_names")))
 
 
 def _listed(value: Any) -> list[Any] | None:
@@ -151,7 +156,7 @@ def _optimizer(state_dict: Mapping[Any, Any], numbers: Sequence[str]) -> _Optimi
     if "param_groups" not in state_dict:
         return _Optimizer(_flat(state_dict), [])
     groups = _listed(state_dict["param_groups"]) or []
-    members = [member for group in groups for member in _listed(group["params"]) or ()]
+    members = [member for group in groups for member in _members(group) or ()]
     # planners of torch.distributed.checkpoint turn numbers into text
     states = {str(key): value for key, value in (state_dict.get("state") or {}).items()}
     if any(type(member) is int for member in members):

@@ -6,6 +6,7 @@ The optimizer updates the module's own weights; there are no master weights besi
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from ...core.dtypes import NUMBERS
@@ -30,7 +31,7 @@ from .finding import (
     without,
 )
 from .names import names_of, refuse_twice
-from .tree import Leaf, Path, SavedTree, dotted
+from .tree import Leaf, Path, SavedTree, StepStatement, dotted
 from .twins import second_names
 
 SCHEDULERS = ("lr_scheduler", "scheduler")
@@ -262,9 +263,30 @@ class _Manifest:
                 in_groups.add(name, *_step(group.get("step")))
         believed = steps.believed(in_states, in_groups)
         self.step_place = self._step_place(believed)
+        self._need_one_save(believed.where)
         for stated in (in_states, in_groups):
             self._sight(stated, stated is believed)
         return believed.settled(self.step_policy)
+
+    def _need_one_save(self, where: str) -> None:
+        """Raises InconsistentCheckpoint if ranks' files state the steps of different saves.
+
+        `where` is `state` or `group`: where the optimizer keeps its true step.
+        """
+        saved, optimizer = self.saved, self.optimizer_path or ()
+        begin = {"state": "state.", "group": "param_groups."}[where]
+        by_path: dict[Path, list[tuple[StepStatement, steps.Step]]] = {}
+        for item in saved.steps:
+            own, rest = item.path[: len(optimizer)], item.path[len(optimizer) :]
+            step = steps.step_of(_step(item.value)[0])
+            if own == optimizer and dotted(rest).startswith(begin) and step is not None:
+                by_path.setdefault(item.path, []).append((item, step))
+        for path, items in by_path.items():
+            copies = [(f"{item.files[0]}: {dotted(path)}", step) for item, step in items]
+            steps.agree(copies, self.step_policy)
+        stated = chain.from_iterable(by_path.values())
+        by_file = ((file, step) for item, step in stated for file in item.files)
+        steps.need_one_save(by_file, self.step_policy)
 
     def _sight(self, stated: steps.StatedSteps, truth: bool) -> None:
         """One line for each different step, not one for each parameter."""

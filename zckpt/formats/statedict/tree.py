@@ -55,6 +55,20 @@ class Leaf:
         return prod(self.shape)
 
 
+@valueclass
+class StepStatement:
+    """The value under a key `step`, a leaf or a number, that these files state."""
+
+    path: Path
+    files: tuple[str, ...]
+    value: Any
+
+
+def leads_to_step(path: Path) -> bool:
+    """Whether a value is called `step`; in a flattened state dict that is the end of its key."""
+    return bool(path) and str(path[-1]).rpartition(".")[2] == "step"
+
+
 @mutable
 class SavedTree:
     """All state dicts of a checkpoint as one tree, and the files they came from.
@@ -64,7 +78,8 @@ class SavedTree:
     `stated` is what zckpt wrote beside the state dicts: aliases, buffers, frozen weights. `folders`
     are Accelerate's, where model and optimizer lie apart. `in_order` says whether the model's names
     stand in the program's order (safetensors sorts them). `inferred` are names of parameters that
-    no file states. `adapter` says whether the model's state has PEFT's names (see peft.py).
+    no file states. `adapter` says whether the model's state has PEFT's names (see peft.py). `steps`
+    are all that the ranks' files state; several of one path may differ.
     """
 
     root: str
@@ -82,6 +97,7 @@ class SavedTree:
     unused: list[Extent] = field(default_factory=list)
     inferred: list[str] = field(default_factory=list)
     adapter: bool = False
+    steps: list[StepStatement] = field(default_factory=list)
 
 
 def leaf(file: TorchFile, tensor: Tensor) -> Leaf:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable, Mapping
 from math import prod
+from typing import Any
 
 from ...core import sources
 from ...core.expected import missing_file, path_inside
 from ...core.fragments import Record, solid
+from ...errors import InconsistentCheckpoint
 from ...files import safefile
 from .tree import Leaf, number_of
 
@@ -26,6 +29,24 @@ def weights_of(path: str) -> tuple[dict[str, Leaf], list[Record]]:
         for stored in tensors
     }
     return leaves, [Record(stored.extent, None) for stored in tensors]
+
+
+def tensors_of_index(path: str, tensors_of: Callable[[str], Mapping[str, Any]]) -> dict[str, Any]:
+    """The tensors of all files that an index names; `tensors_of` reads one file.
+
+    Raises InconsistentCheckpoint if two of them have a tensor of one name, and as `files_of_index`.
+    """
+    tensors: dict[str, Any] = {}
+    file_of: dict[str, str] = {}
+    for file in files_of_index(path):
+        for name, tensor in tensors_of(file).items():
+            if name in file_of:
+                raise InconsistentCheckpoint(
+                    f"{file} and {file_of[name]} both have {name}",
+                    hint="one was copied over the other: copy all files again",
+                )
+            tensors[name], file_of[name] = tensor, file
+    return tensors
 
 
 def files_of_index(path: str) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Any
 from ...core.checksum import crc32
 from ...core.manifest import Manifest
 from ...core.weights import WEIGHTS, is_optimizers
-from ...errors import listed
+from ...errors import brief, listed
 
 
 def checksum(document: Mapping[str, Any]) -> str:
@@ -28,8 +28,8 @@ def checksum(document: Mapping[str, Any]) -> str:
     return f"{crc32(text.encode('ascii')):08x}"
 
 
-def contradictions(manifest: Manifest) -> Iterator[str]:
-    """Sentences about parts of the manifest that contradict each other."""
+def contradictions(manifest: Manifest, step: Any) -> Iterator[str]:
+    """Sentences about parts of the manifest, which states a `step`, that contradict each other."""
     parameters, buffers = manifest.parameters, {*manifest.buffers}
     entries = [entry for entry in manifest.entries.values() if entry.slot != "state"]
     strangers = [
@@ -80,3 +80,7 @@ def contradictions(manifest: Manifest) -> Iterator[str]:
         ]
         if groupless:
             yield f"trainable parameters are in no group: {listed(groupless, 4)}"
+    if step != manifest.step:
+        steps = {item.step for item in parameters.values() if item.step is not None}
+        of_each = listed(sorted(steps), 4) if steps else "none"
+        yield f"its step is {brief(step)}, and the steps of its parameters are {of_each}"

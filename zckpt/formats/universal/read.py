@@ -62,7 +62,7 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
                 hint="install a newer zckpt",
             )
         manifest = _manifest(path, document)
-        _require_agreement(manifest)
+        _require_agreement(manifest, document.get("step", manifest.step))
     except MALFORMED as error:
         raise CorruptCheckpoint(f"{name} is malformed: {cause(error)}") from error
     return manifest
@@ -99,7 +99,7 @@ def shells_of(path: str, chosen: Manifest) -> Manifest:
         warnings=chosen.warnings,
         inferred=chosen.inferred,
     )
-    _require_agreement(shells)
+    _require_agreement(shells, chosen.step)
     return shells
 
 
@@ -111,8 +111,8 @@ def _place(path: str, entry: Entry, stored: Mapping[str, safefile.Stored]) -> Fr
     return solid(tensor.extent.length // SIZES[tensor.dtype], tensor.extent)
 
 
-def _require_agreement(manifest: Manifest) -> None:
-    for sentence in contradictions(manifest):
+def _require_agreement(manifest: Manifest, step: Any) -> None:
+    for sentence in contradictions(manifest, step):
         raise CorruptCheckpoint(
             f"{os.path.join(manifest.root, MANIFEST)} contradicts itself: {sentence}",
             hint="it was changed after zckpt wrote it; convert again",

@@ -13,6 +13,8 @@ from ...core import description
 from ...core.checksum import crc32
 from ...core.dtypes import FLOATS, SIZES
 from ...core.facts import FlatBufferEngine
+from ...core.fileio import write_all
+from ...core.folder import Folder
 from ...core.inert import plain_group
 from ...core.layout import Layout, Shell
 from ...core.manifest import (
@@ -20,7 +22,7 @@ from ...core.manifest import (
     Manifest,
     parameters_to_json,
 )
-from ...core.sources import naming
+from ...core.sources import pread
 from ...core.values import replace
 from ...errors import MissingData, UnsupportedCheckpoint, literal
 from ...files import safefile
@@ -161,7 +163,7 @@ def _shells(chosen: Manifest, options: Options) -> Iterator[Shell]:
     yield Shell(MANIFEST, size, ((0, text.ljust(size)),))
 
 
-def seal(root: str, manifest: Manifest, outcome: Any) -> None:
+def seal(root: Folder, manifest: Manifest, outcome: Any) -> None:
     """Writes the manifest again, with the CRC-32 of every tensor and file.
 
     It was written before the copy too: without it the shells are no checkpoint that a reader knows,
@@ -172,16 +174,16 @@ def seal(root: str, manifest: Manifest, outcome: Any) -> None:
     for path in manifest.files:
         # nothing was copied into a file whose tensors all are empty
         if path.endswith(".safetensors") and path not in files:
-            with open(path, "rb") as file:
-                text = file.read()
+            with root.opened(path) as file:
+                text = pread(file, root.size(path), 0)
             files[path] = len(text), crc32(text)
     document["files"] = {
-        os.path.relpath(path, root): {"size": size, "crc32": f"{crc:08x}"}
+        root.name_of(path): {"size": size, "crc32": f"{crc:08x}"}
         for path, (size, crc) in sorted(files.items())
     }
-    name = os.path.join(root, MANIFEST)
-    with naming(name), open(name, "wb") as file:
-        file.write(_text(_sealed(document)))
+    with root.opened(os.path.join(root.path, MANIFEST), os.O_RDWR) as file:
+        os.ftruncate(file, 0)
+        write_all(file, memoryview(_text(_sealed(document))), 0)
 
 
 def _sealed(document: dict[str, Any]) -> dict[str, Any]:

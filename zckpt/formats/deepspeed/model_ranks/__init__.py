@@ -13,7 +13,7 @@ write_grid.py       those of several model ranks for another data-parallel size
 write_tensor_ranks.py  for another number of tensor ranks
 arguments.py        what Megatron's programs save of the grid
 stated_slices.py    parameters of a stage whose model file lists none
-rank_shells.py      the files of one model rank of a target
+rank_shells.py      the files of all model ranks of a target
 auto_tp.py          shares of AutoTP, which deals whole key-value heads
 write_pipeline.py   a pipeline of any sizes, from the whole model
 recut.py            a pipeline at other bounds of its stages

@@ -8,14 +8,14 @@ rank keeps its own copies, drifted or not, and nothing has to be known about how
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from itertools import chain
 
 from ....core import sources
 from ....core.facts import FlatBufferEngine
 from ....core.manifest import Entry, Manifest, Sibling
 from ....core.values import replace, valueclass
-from ....files.torchfile import Parsed
 from ...deepspeed_states.directories import TagDirectory
 from ...deepspeed_states.manifest import manifest_of
 from ...deepspeed_states.states import EngineStates
@@ -31,7 +31,7 @@ def of_rank(ranks: EngineStates, files: RankFiles, step_policy: str | None) -> M
     if files.experts or ranks.model.get("num_experts"):
         from ..moe.experts import with_experts  # dense models start without
 
-        return with_experts(ranks, files.experts, step_policy)
+        return with_experts(ranks, files, step_policy)
     manifest = manifest_of(
         ranks,
         list(flat_buffers(ranks, step_policy)),
@@ -86,12 +86,11 @@ def open_apart(
 
     Raises InconsistentCheckpoint if they are of different saves.
     """
-    parsed = Parsed()
     of_layers = [{} if layers is None else layers.layers_of(tp) for tp in range(grid.tp)]
     if files[0].optimizers:
         staged = [each if grid.staged else None for each in of_layers]
         opened = [
-            open_ranks(directory, each, parsed, staged[number % grid.tp])
+            open_ranks(directory, each, staged[number % grid.tp])
             for number, each in enumerate(files)
         ]
         pairs = [
@@ -143,6 +142,29 @@ def stacked(manifests: Sequence[Manifest]) -> Manifest:
         warnings=together.warnings,
         inferred=together.inferred,
     )
+
+
+def weights_of_layers(ranks: Sequence[Manifest], models: Sequence[Manifest]) -> Iterator[Entry]:
+    """The weights in files of layers, under the names that `stacked` gives to their masters.
+
+    `models` are the whole models of the tensor ranks. No file says of which stage the copies of a
+    tied weight are, so that each stage gets all of them. If there are fewer copies than stages,
+    only the first one gets them: a stage that uses the layer by a function saves no weight.
+    """
+    for place, model in enumerate(models):
+        copies: dict[str, list[Entry]] = {}
+        for entry in chain(model.entries.values(), model.replicas):
+            if entry.slot == "param":
+                copies.setdefault(entry.parameter, []).append(entry)
+        stages = list(enumerate(ranks))[place :: len(models)]
+        uses = Counter(name for _, rank in stages for name in rank.parameters)
+        seen: set[str] = set()
+        for number, rank in stages:
+            names = [name for name in rank.parameters if f"{name}/param" not in rank.entries]
+            for name in names:
+                if name not in seen or len(copies.get(name, ())) >= uses[name]:
+                    yield from (_prefixed(number, entry) for entry in copies.get(name, ()))
+            seen.update(names)
 
 
 def _prefixed(number: int, entry: Entry) -> Entry:

@@ -14,23 +14,22 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 
-from ....core import compare
+from ....core import compare, masters
 from ....core.compare import Result
 from ....core.dtypes import FLOATS
-from ....core.experts import layers_of
 from ....core.manifest import Entry, Manifest
 from ....core.plan import Match
 from ....core.values import replace
 from ....core.weights import is_optimizers
 from ....errors import InconsistentCheckpoint, UnsupportedCheckpoint, counted, listed
 from ....training.tensor_rules import SUM
+from ...deepspeed_states.directories import LAYER
 from ..files import model_rank_of
-from .grid import LAYER
-from .pipeline import begins_as, head
+from .grid import TIED
+from .pipeline import head
 
 SAMPLE = 1 << 14  # elements of each slice
 OWN = "own"  # of what may be taken of several copies: nothing is joined, and all stay
-FEW = 1 << 8  # elements of each weight that are compared with its master
 
 
 def compare_copies(manifest: Manifest, tp: int, replicas: str | None) -> list[str]:
@@ -51,7 +50,7 @@ def compare_copies(manifest: Manifest, tp: int, replicas: str | None) -> list[st
     tied: dict[str, list[str]] = {}
     drifted: dict[str, list[str]] = {}
     for result in results:
-        if result.difference is not None and result.difference.count:
+        if result.differs:
             is_tied = _stage(result.match.a, tp) != _stage(result.match.b, tp)
             kind = tied if is_tied else drifted
             kind.setdefault(result.match.a.parameter, []).append(_line(result))
@@ -81,6 +80,29 @@ def compare_copies(manifest: Manifest, tp: int, replicas: str | None) -> list[st
         for name, lines in drifted.items()
     ]
     return warnings
+
+
+def compare_stages(ranks: Manifest, tp: int) -> list[str]:
+    """A warning about tied layers whose masters stages begin differently; `ranks` are apart.
+
+    A stage that uses such a layer by a function saves no weight, which would prove its masters.
+    """
+    first: dict[tuple[int, str], Entry] = {}
+    matches = []
+    for entry in ranks.entries.values():
+        number, _, name = entry.name.partition(":")
+        if entry.slot == "master" and name.startswith(TIED):
+            known = first.setdefault((int(number) % tp, name), entry)
+            if known is not entry and (known.dtype, known.shape) == (entry.dtype, entry.shape):
+                matches.append(masters.beginning(Match(known, entry)))
+    results = masters.results_of(ranks, matches)
+    names = [r.match.a.parameter.partition(":")[2] for r in results if r.differs]
+    if not names:
+        return []
+    return [
+        f"the stages' copies of {listed(list(dict.fromkeys(names)), 4)} differ, and each stage "
+        "keeps its own"
+    ]
 
 
 def with_means(manifest: Manifest, tp: int) -> Manifest:
@@ -140,34 +162,6 @@ def refuse_equal_slices(root: str, ranks: Sequence[Manifest], rules: Mapping[str
             "ranks hold the same values",
             hint="give the rule `replicated` for such a parameter with --tp-rules FILE",
         )
-
-
-def unlike_masters(root: str, ranks: Sequence[Manifest]) -> list[str]:
-    """A warning about weights that do not begin as their masters do, once these are rounded.
-
-    Then files of two ranks are swapped, or some are of another save. Nothing else shows that of the
-    files of layers and experts, which have no counters. `ranks` are the models of tensor ranks.
-    """
-    wrong: dict[str, None] = {}
-    for rank in ranks:
-        for name in rank.parameters:
-            weight, master = (rank.entries.get(f"{name}/{slot}") for slot in ("param", "master"))
-            if weight is None or master is None or weight.shape != master.shape:
-                continue
-            if not begins_as(weight, master, min(FEW, master.numel)):
-                wrong[name] = None
-    if not wrong:
-        return []
-    files = "model and optimizer files"
-    if "pipeline" in ranks[0].state:
-        files = "files of layers and of the optimizer"
-    elif layers_of(ranks[0].engine):
-        files = "files of experts, of the model and of the optimizer"
-    what = "is not its rounded master" if len(wrong) == 1 else "are not the rounded masters"
-    return [
-        f"{counted(len(wrong), 'weight')} of {root} {what}: {listed(list(wrong), 4)}: {files} seem "
-        "to be swapped, or of different saves (`zckpt verify` compares all elements)"
-    ]
 
 
 def refuse_sums(root: str, rules: Mapping[str, str]) -> None:

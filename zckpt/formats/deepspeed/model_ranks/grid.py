@@ -20,17 +20,16 @@ import os
 from collections.abc import Mapping, Sequence
 
 from ....core.annotations import Any
+from ....core.expected import refuse_other_writers
 from ....core.facts import Grid
-from ....core.filenames import Names
 from ....core.values import valueclass
 from ....errors import IncompleteCheckpoint, InconsistentCheckpoint, brief, counted, listed
 from ....files.torchfile import Parsed
-from ...deepspeed_states.directories import BF16, EXPERT, MODEL_3, TagDirectory, refuse
+from ...deepspeed_states.directories import BF16, EXPERT, LAYER, MODEL_3, TagDirectory, refuse
 from ...deepspeed_states.states import EngineStates, dictionary, open_files, shapes_of_groups
 from ..files import RankFiles, add_file, model_rank_of, rank_files
 from .arguments import arguments
 
-LAYER = Names("layer_#-model_states.pt", "layer_#-model_#-model_states.pt")
 TIED = "tied_modules."
 SOME_STAGES = "mixture-of-experts layers in some stages of a pipeline alone"
 
@@ -49,6 +48,16 @@ class GridFiles:
         """Whether there is one model rank, and no pipeline."""
         return len(self.ranks) == 1 and not self.layers
 
+    @property
+    def parsed(self) -> Parsed:
+        """What was opened of all files."""
+        return self.ranks[0].parsed
+
+    @property
+    def paths(self) -> list[str]:
+        """Those of all files."""
+        return [*(path for rank in self.ranks for path in rank.paths), *self.layers.values()]
+
     def layers_of(self, tp: int) -> dict[int, str]:
         """The paths of one tensor rank's layers, in the order of the model."""
         return {layer: path for (layer, rank), path in sorted(self.layers.items()) if rank == tp}
@@ -62,7 +71,8 @@ def grid_files(directory: TagDirectory) -> GridFiles:
     """
     names = sorted(os.listdir(directory.path))
     numbers = {rank for name in names if (rank := model_rank_of(name)) is not None}
-    ranks = [rank_files(directory, names)] if numbers <= {0} else []
+    parsed = Parsed()
+    ranks = [rank_files(directory, names, parsed)] if numbers <= {0} else []
     if not ranks:
         missing = next(rank for rank in range(len(numbers) + 1) if rank not in numbers)
         if missing < max(numbers):
@@ -71,7 +81,7 @@ def grid_files(directory: TagDirectory) -> GridFiles:
                 f"{missing}",
                 hint=f"expected mp_rank_{missing:02d}_model_states.pt and its optimizer files",
             )
-        ranks = [rank_files(directory, names, rank) for rank in sorted(numbers)]
+        ranks = [rank_files(directory, names, parsed, rank) for rank in sorted(numbers)]
         _alike(directory, ranks)
     layers: dict[tuple[int, int], str] = {}
     for name in names:
@@ -139,7 +149,7 @@ def _sizes(
 def _sizes_with_experts(ranks: Sequence[RankFiles]) -> tuple[int, int]:
     """The sizes pp and tp, if no file of a layer can be there: stages have other parameters."""
     members = []
-    for file in open_files([files.models[0] for files in ranks], Parsed()):
+    for file in open_files([files.models[0] for files in ranks], ranks[0].parsed):
         shapes = dictionary(file, file.value).get("param_shapes")
         members.append({name for group in shapes_of_groups(shapes, file) for name in group})
     tp = sum(names == members[0] for names in members)
@@ -179,23 +189,11 @@ def check_grid(directory: TagDirectory, files: GridFiles, ranks: Sequence[Engine
                 )
         else:
             _check_names(directory, files, ranks, number)
-    _check_writers(directory, ranks)
+    # Megatron-DeepSpeed's arguments
+    refuse_other_writers(directory.path, [arguments(rank.model).get("rank") for rank in ranks])
     if files.layers:
         _check_stages(directory, files, ranks)
     return Grid(ranks[0].dp, files.tp, files.pp)
-
-
-def _check_writers(directory: TagDirectory, ranks: Sequence[EngineStates]) -> None:
-    """Megatron-DeepSpeed saves the global rank of each writer, which grows with the model rank."""
-    writers = [arguments(rank.model).get("rank") for rank in ranks]
-    known = [writer for writer in writers if isinstance(writer, int)]
-    if len(set(known)) == len(writers) and known != sorted(known):
-        numbers = ", ".join(map(str, known))
-        raise InconsistentCheckpoint(
-            f"{directory.path}: the files of model ranks are swapped: by their arguments, rank "
-            f"{numbers} wrote them, in the order of their names",
-            hint="copy all files again; the names must have the order of the ranks",
-        )
 
 
 def _check_stages(directory: TagDirectory, files: GridFiles, ranks: Sequence[EngineStates]) -> None:

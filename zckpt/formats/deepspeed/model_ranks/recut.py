@@ -28,10 +28,11 @@ from ....core.values import replace, valueclass
 from ....errors import UnsupportedCheckpoint, WrongOption
 from ....training.groups import without_empty_groups
 from ....training.options import Options
+from ...deepspeed_states.directories import LAYER
 from ...deepspeed_states.options import PP_PARTITION
 from . import arguments
 from .apart import ModelGrid, ModelRank
-from .grid import LAYER, TIED
+from .grid import TIED
 from .stage_bounds import Uses, bounds_of, layers_alike, ranges, stage_spans
 
 

@@ -14,6 +14,7 @@ from ....core.layout import Layout, Shell
 from ....core.manifest import Manifest
 from ....core.values import replace, valueclass
 from ....errors import UnsupportedCheckpoint, WrongOption, counted, literal
+from ....files.torchfile import Parsed
 from ....training import objects
 from ....training.options import ALLOW_OBJECT, DP, DTYPE, EP, PARAM_NAMES, PP, Options
 from ...deepspeed_states import reports
@@ -76,8 +77,8 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     def read_back(path: str) -> Manifest:
         """Files of layers are not there yet."""
         directory = locate(path, tag)
-        names = sorted(os.listdir(directory.path))
-        written = [rank_files(directory, names, number) for number in range(len(targets))]
+        names, parsed = sorted(os.listdir(directory.path)), Parsed()
+        written = [rank_files(directory, names, parsed, number) for number in range(len(targets))]
         shells = stacked(open_apart(directory, written, grid, None))
         return under_names_of(source, shells, grid.tp) if models else shells
 

@@ -15,15 +15,15 @@ from itertools import islice
 
 from ....core.values import valueclass
 from ....errors import CorruptCheckpoint, IncompleteCheckpoint, InconsistentCheckpoint, listed
-from ....files.torchfile import Parsed, Tensor, TorchFile
+from ....files.torchfile import Tensor, TorchFile
 from ...deepspeed_states.experts import expert_name
 from ...deepspeed_states.states import EngineStates, dictionary, open_files
-from ..files import model_rank_of
+from ..files import RankFiles, model_rank_of
 
 
-def file_name(layer: int, expert: int, model_rank: int = 0) -> str:
+def file_name(layer: int, expert: int, mp_rank: str) -> str:
     """The name of an expert's file."""
-    return f"layer_{layer}_expert_{expert}_mp_rank_{model_rank:02d}_model_states.pt"
+    return f"layer_{layer}_expert_{expert}_{mp_rank}_model_states.pt"
 
 
 @valueclass
@@ -42,20 +42,21 @@ class LayerFiles:
     files: Sequence[ExpertFile]
 
 
-def layers_of(ranks: EngineStates, paths: Mapping[tuple[int, int], str]) -> list[LayerFiles]:
+def layers_of(ranks: EngineStates, files: RankFiles) -> list[LayerFiles]:
     """The files of all layers, in the engine's order.
 
     Raises IncompleteCheckpoint (a file is missing) and InconsistentCheckpoint (a file too many, or
     one with another expert than its name says, or one of another shape).
     """
     directory, counts = ranks.directory.path, ranks.model.get("num_experts") or ()
+    paths = files.experts
     if not all(type(count) is int and count > 0 for count in counts):
         raise CorruptCheckpoint(f"{directory}: the model states list {counts!r} experts by layer")
     # a damaged number may be huge: only a few missing files are listed
     missing = list(islice((place for place in _places(counts) if place not in paths), 4))
     if missing:
         model_rank = model_rank_of(os.path.basename(ranks.models[0].path)) or 0
-        names = [file_name(*place, model_rank) for place in missing]
+        names = [file_name(*place, f"mp_rank_{model_rank:02d}") for place in missing]
         raise IncompleteCheckpoint(
             f"{directory} lacks {listed(names, 3)}",
             hint="copy all files of the save again: there is one for every expert",
@@ -67,11 +68,10 @@ def layers_of(ranks: EngineStates, paths: Mapping[tuple[int, int], str]) -> list
             f"{listed([*map(str, counts)])} experts by layer",
             hint="files of another save may lie between them; keep those of one save",
         )
-    opened = iter(open_files([paths[place] for place in wanted], Parsed()))
+    opened = iter(open_files([paths[place] for place in wanted], files.parsed))
     layers = []
     for layer, count in enumerate(counts):
-        files = [_checked(next(opened), number) for number in range(count)]
-        layers.append(_layer(layer, files))
+        layers.append(_layer(layer, [_checked(next(opened), number) for number in range(count)]))
     names = [layer.name for layer in layers]
     if len(set(names)) < len(names):
         raise InconsistentCheckpoint(

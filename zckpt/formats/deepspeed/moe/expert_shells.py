@@ -26,7 +26,8 @@ def expert_files(target: DeepSpeedTarget) -> Iterator[Shell]:
                 for name in names
                 if (owner := target.aliases.get(name, name)) in weights
             )
-            yield shell(f"{target.tag}/{file_name(number, expert)}", value, storages)
+            name = file_name(number, expert, target.mp_rank)
+            yield shell(f"{target.tag}/{name}", value, storages)
 
 
 def _members(target: DeepSpeedTarget) -> dict[tuple[str, int], list[str]]:

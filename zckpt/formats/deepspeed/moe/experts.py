@@ -32,6 +32,7 @@ from ...deepspeed_states.experts import (
 from ...deepspeed_states.flats import FlatBuffer
 from ...deepspeed_states.manifest import manifest_of
 from ...deepspeed_states.states import EngineStates, ParameterShapes
+from ..files import RankFiles
 from ..flats import flat_buffers
 from .auto_ep import with_slices
 from .expert_files import LayerFiles, layers_of
@@ -260,12 +261,11 @@ class Experts:
             )
 
 
-def open_experts(ranks: EngineStates, paths: Mapping[tuple[int, int], str]) -> Experts:
-    """The experts of a checkpoint, whose files are at `paths`.
+def open_experts(ranks: EngineStates, rank_files: RankFiles) -> Experts:
+    """The experts of a checkpoint.
 
     Raises UnsupportedCheckpoint (AutoEP, elastic files, experts that are spread over tensor ranks,
-    an order of ranks that nothing shows),
-    IncompleteCheckpoint and InconsistentCheckpoint.
+    an order of ranks that nothing shows), IncompleteCheckpoint and InconsistentCheckpoint.
     """
     ranks = with_slices(ranks)
     directory, model = ranks.directory, ranks.model
@@ -281,7 +281,7 @@ def open_experts(ranks: EngineStates, paths: Mapping[tuple[int, int], str]) -> E
             "build the MoE layers with enable_expert_tensor_parallelism=True: then each tensor "
             "rank has a slice of every expert, which zckpt reads",
         )
-    files = layers_of(ranks, paths)
+    files = layers_of(ranks, rank_files)
     check_order(ranks, files)
     layers = ExpertLayers(
         {layer.name: spread_over(ranks, layer, named_of(ranks)) for layer in files}
@@ -316,11 +316,9 @@ def _places(ranks: EngineStates, files: Sequence[LayerFiles], layers: ExpertLaye
     return places_by_bytes(ranks, layers, stored)
 
 
-def with_experts(
-    ranks: EngineStates, paths: Mapping[tuple[int, int], str], step_policy: str | None
-) -> Manifest:
-    """The manifest of one model rank with experts, whose files are at `paths`."""
-    experts = open_experts(ranks, paths)
+def with_experts(ranks: EngineStates, files: RankFiles, step_policy: str | None) -> Manifest:
+    """The manifest of one model rank with experts."""
+    experts = open_experts(ranks, files)
     config = ranks.effective_config(ranks.round_robin)
     if experts.places.data_first:  # which a ds_config that is saved by its name does not say
         config = {**config, "use_data_before_expert_parallelism": True}

@@ -28,7 +28,7 @@ from ....errors import (
     counted,
     listed,
 )
-from ....files.torchfile import Parsed, TorchFile
+from ....files.torchfile import TorchFile
 from ....training import steps
 from ...deepspeed_states.directories import TagDirectory, refuse
 from ...deepspeed_states.experts import ExpertLayers, ExpertRanks, expert_name
@@ -64,10 +64,9 @@ def manifest_of_experts(
     of different saves, or swapped), MissingData (nothing shows the names of parameters) and
     UnsupportedCheckpoint (sizes of layers that nothing shows).
     """
-    parsed = Parsed()
-    (file, *_) = open_files(files.models, parsed)
+    (file, *_) = open_files(files.models, files.parsed)
     model = dictionary(file, file.value)
-    opened = open_files(files.of_ep, parsed)
+    opened = open_files(files.of_ep, files.parsed)
     optimizers = [dictionary(each, each.value).get("optimizer") for each in opened]
     if not isinstance(model.get("num_experts"), list):
         refuse(directory, "mixture-of-experts layers of an old release")
@@ -77,7 +76,7 @@ def manifest_of_experts(
         states_with(directory, file, model, beside, optimizer)
         for beside, optimizer in zip(opened, optimizers, strict=True)
     ]
-    layers_files = layers_of(ranks[0], files.experts)
+    layers_files = layers_of(ranks[0], files)
     check_order(ranks[0], layers_files)
     model = {**model, "shared_params": second_names(ranks[0], layers_files)}
     ranks = [replace(each, model=model) for each in ranks]
@@ -222,8 +221,7 @@ def compare_ranks(manifest: Manifest, replicas: str | None) -> list[str]:
         if entry.slot != "state" and entry.name in manifest.entries
     ]
     results = compare.compare(matches, manifest, manifest).results
-    names = [r.match.a.name for r in results if r.difference is not None and r.difference.count]
-    differing = list(dict.fromkeys(names))
+    differing = list(dict.fromkeys(r.match.a.name for r in results if r.differs))
     if differing and replicas != "rank0":
         raise InconsistentCheckpoint(
             f"{manifest.root}: ep ranks hold different copies of {listed(differing, 4)}",

@@ -20,7 +20,7 @@ from ....core.dtypes import FLOATS
 from ....core.manifest import Manifest
 from ....core.values import replace, valueclass
 from ....errors import MissingData, UnsupportedCheckpoint, WrongOption, listed
-from ....files.torchfile import Parsed, Tensor, TorchFile
+from ....files.torchfile import Tensor, TorchFile
 from ...deepspeed_states.directories import TagDirectory
 from ...deepspeed_states.states import (
     FLAT_MASTERS,
@@ -124,7 +124,7 @@ def open_model_ranks(
     """
     if layers is None:
         return [open_whole(directory, each, numbered) for each in files]
-    parsed, tp = Parsed(), len(layers)
+    parsed, tp = files[0].parsed, len(layers)
     wholes = []
     for rank, paths in enumerate(layers):
         opened = open_layers(paths, parsed)

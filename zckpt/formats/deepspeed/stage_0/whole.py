@@ -23,7 +23,7 @@ from ....errors import (
     MissingData,
     listed,
 )
-from ....files.torchfile import Parsed, Tensor, TorchFile
+from ....files.torchfile import Tensor, TorchFile
 from ...deepspeed_states.directories import TagDirectory, refuse
 from ...deepspeed_states.manifest import INFERRED
 from ...deepspeed_states.states import (
@@ -85,7 +85,7 @@ def states_of(directory: TagDirectory, files: RankFiles, *, is_stage: bool = Fal
 
     Raises IncompleteCheckpoint if it has no optimizer, CorruptCheckpoint if that has no state.
     """
-    (file, *_) = open_files(files.models, Parsed())
+    (file, *_) = open_files(files.models, files.parsed)
     model = dictionary(file, file.value)
     if is_stage and model.get("module") is None:
         model = {**model, "module": {}}

@@ -41,7 +41,8 @@ def model_shells(target: DeepSpeedTarget) -> Iterator[Shell]:
             return name if layer is None else target.experts.global_name(name, own[layer.name])
 
         value = {"optimizer": optimizer(target, storages, named)}
-        yield shell(f"{target.tag}/expp_rank_{rank}_mp_rank_00_optim_states.pt", value, storages)
+        name = f"expp_rank_{rank}_{target.mp_rank}_optim_states.pt"
+        yield shell(f"{target.tag}/{name}", value, storages)
 
 
 def optimizer(

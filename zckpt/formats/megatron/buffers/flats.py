@@ -31,6 +31,7 @@ from ....files.dcpitems import ItemFiles, require_same
 from ....files.torchfile import TORCH_DTYPES, Tensor, TorchFile
 from ...statedict.tree import TensorPiece
 from ..common import OPTIMIZER, WEIGHTS_ONLY, kept
+from ..groups import FileStep
 from ..optimizers import SPREAD
 from .placing import SAMPLE, Flat, Local
 from .stages import Place, Rank
@@ -146,6 +147,7 @@ class FlatItems:
     def __init__(self, table: ItemTable, files: ItemFiles) -> None:
         self.table, self.files = table, files
         self.records: list[Record] = []
+        self.steps: list[FileStep] = []
         self.optimizers: dict[int, _Optimizer] = {}
         buckets: dict[tuple[int, int, int, str], dict[int, dict[str, Runs]]] = {}
         for key, item in table.items.items():
@@ -161,8 +163,10 @@ class FlatItems:
                 for number, flat in buffers_of(*self._value(key)):
                     flats[number, flat.dtype] = flat
             elif item is None and (match := GROUPS.fullmatch(key)):
-                groups = param_groups(*self._value(key))
+                file, value = self._value(key)
+                groups = param_groups(file, value)
                 self._optimizer(match).groups[int(match["group"])] = groups
+                self.steps += [(file.path, group.get("step")) for group in groups]
             elif item is None and (match := SCALER.fullmatch(key)):
                 self._optimizer(match).scalers.append(self._value(key))
             elif item is not None or not NUMBERS.fullmatch(key):

@@ -21,16 +21,18 @@ from typing import Any
 
 from ....core.inert import Scalar, inside
 from ....core.manifest import Manifest, slot_name
+from ....core.values import replace
 from ....errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,
-    InconsistentCheckpoint,
     UnsupportedCheckpoint,
     counted,
 )
 from ....files.dcpfile import shown
+from ....training import steps
 from ..common import FSDP, WEIGHTS_ONLY, arguments
 from ..contents import Content, manifest_of, require_groups, size_of
+from ..groups import FileStep, agreed_step
 from ..keys import OF_OUTPUT, KeysOfGpt
 from ..names import NORMS
 from .items import FsdpItems, joined, plain_name
@@ -59,6 +61,7 @@ class _FsdpReader:
         self.places = self._places()
         self.tp = self._require_known()
         self.shapes: dict[str, tuple[int, ...]] = {}
+        self.of_groups: list[FileStep] = []  # the steps of groups
 
     def manifest(self, step_policy: str | None) -> Manifest:
         items = self.items
@@ -77,7 +80,7 @@ class _FsdpReader:
         if has_states:
             slots = self._moments()
             groups, group_of = self._groups()
-            common["optimizer"] = {"optimizer": {"param_groups": groups, **self._step()}}
+            common["optimizer"] = {"optimizer": {"param_groups": groups, **self._step(step_policy)}}
         known, objects = self._modules()
         if not self.shapes or items.file is None:
             raise CorruptCheckpoint(f"{self.folder} has no weights, or nothing beside them")
@@ -202,20 +205,25 @@ class _FsdpReader:
                     f"{self.folder} states the group of {name}, but has no such weight"
                 )
             group = {value: self.items.number(key) for value, key in keys.items()}
+            if "step" in keys:
+                self.of_groups.append((self.items.file_of(keys["step"]), group["step"]))
             if group not in groups:
                 groups.append(group)
             group_of[name] = groups.index(group)
         return groups, group_of
 
-    def _step(self) -> dict[str, Any]:
-        """The step that all states have, if they have one."""
-        keys = self.items.states.get("step", {})
-        steps = {key: self.items.number(key) for key in keys.values()}
-        if len({_plain(step) for step in steps.values()}) > 1:
-            raise InconsistentCheckpoint(
-                f"{self.folder}: the steps of parameters differ", hint=WEIGHTS_ONLY
-            )
-        return {"state": {"common_step": next(iter(steps.values()))}} if steps else {}
+    def _step(self, policy: str | None) -> dict[str, Any]:
+        """The step that all states have, if they have one; raises InconsistentCheckpoint."""
+        items = self.items
+        numbers = {key: items.number(key) for key in items.states.get("step", {}).values()}
+        stated = [(items.file_of(key), number) for key, number in numbers.items()]
+        agreed = agreed_step(self.folder, stated or self.of_groups, policy)
+        if not numbers:
+            return {}
+        step = next(iter(numbers.values()))
+        if agreed is not None and steps.step_of(step) != agreed:  # the policy's
+            step = replace(step, value=agreed) if isinstance(step, Scalar) else agreed
+        return {"state": {"common_step": step}}
 
     # -- what torch_dist has
 
@@ -233,7 +241,3 @@ class _FsdpReader:
             place = inside(f"megatron.objects.{key}", 0)
             objects[key] = [self.items.value(known[name], place) if name in known else None]
         return model.keys() if objects else {}, objects
-
-
-def _plain(step: Any) -> Any:
-    return step.value if isinstance(step, Scalar) else step

@@ -143,6 +143,11 @@ class FsdpItems:
             raise UnsupportedCheckpoint(f"{self.folder}: {shown(key)} has tensors")
         return value
 
+    def file_of(self, key: str) -> str:
+        """The file of a value, or of a tensor in one box."""
+        item = self.table.items[key]
+        return self.table.location(key, item.boxes[0] if item else None).file
+
     # -- tensors
 
     def enter(self, name: str, slot: str, keys: Sequence[str]) -> Entry:

@@ -39,6 +39,7 @@ from ..buffers.stages import EMBEDDING, OUTPUT, Place, require_one
 from ..common import DISTRIBUTED, NOT_DISTRIBUTED, WEIGHTS_ONLY, arguments, kept, with_groups
 from ..contents import BUFFERS, TIED, Content, manifest_of, require_states_by_parameter
 from ..files import LEGACY
+from ..groups import FileStep, agreed_step
 from ..keys import OF_MODULE, OF_OUTPUT, KeysOfGpt
 from ..names import NORMS, with_plain_norms
 from ..optimizers import EXPERTS, SPREAD
@@ -92,8 +93,11 @@ class _LegacyReader:
         self.objects: dict[str, Any] = {}
         self.keys: dict[str, int] = {}  # of torch_dist
         self.frozen: set[str] = set()
+        self.steps: list[FileStep] = []
 
     def manifest(self, step_policy: str | None, weights_only: bool) -> Manifest:
+        iterations = [(rank.file.path, rank.value.get("iteration")) for rank in self.ranks]
+        agreed_step(self.folder, iterations, step_policy)
         self._number_layers()
         self._weights()
         self._name_items()
@@ -128,6 +132,7 @@ class _LegacyReader:
             keys=self.keys,
             objects=self.objects,
             left_out=self._left_out(),
+            steps=self.steps,
         )
         return manifest_of(content, step_policy)
 
@@ -285,8 +290,9 @@ class _LegacyReader:
                     states_ = self._distributed(rank, number, set(names))
                 else:
                     states_ = iter(())
-                known = groups_of.setdefault(spread, [])
-                known += [without_members(rank.file, group, inner) for group in groups]
+                groups = [without_members(rank.file, group, inner) for group in groups]
+                groups_of.setdefault(spread, []).extend(groups)
+                self.steps += [(rank.file.path, group.get("step")) for group in groups]
                 for name, place in states_:
                     placed[rank.tp].setdefault(name, []).append(place)
         names = [name for name in self.shapes if not BUFFERS.fullmatch(name)]

@@ -18,7 +18,7 @@ from itertools import count, product, takewhile
 from typing import Any
 
 from ....core import sources
-from ....core.expected import missing_file
+from ....core.expected import missing_file, refuse_other_writers
 from ....core.values import field, mutable
 from ....errors import (
     CorruptCheckpoint,
@@ -147,6 +147,7 @@ def ranks_of(folder: str, parsed: Parsed) -> list[Rank]:
         for (pp, ep, tp), name in sorted(places.items())
     ]
     _require_sizes(folder, args, (tensors, stages, experts))
+    refuse_other_writers(folder, [arguments(rank.value).get("rank") for rank in ranks])
     _require_known(folder, args, tensors, ranks)
     return ranks
 

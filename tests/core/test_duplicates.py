@@ -1,0 +1,72 @@
+"""A file that was copied over another one, where nothing in it says whose it is."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import zckpt
+from zckpt.errors import InconsistentCheckpoint
+
+from ..conftest import ROOT
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
+
+LEGACY = ROOT / "tests" / "data" / "megatron-0.16.1-legacy-tp2"
+
+
+@pytest.fixture
+def copied(tmp_path: Path) -> Path:
+    """All files of one model-parallel rank lie over those of another one."""
+    root = tmp_path / "run"
+    shutil.copytree(LEGACY, root)
+    folder = root / "iter_0000003"
+    shutil.copytree(folder / "mp_rank_00", folder / "mp_rank_01", dirs_exist_ok=True)
+    return root
+
+
+def test_a_copied_rank_is_refused(copied: Path, tmp_path: Path) -> None:
+    said = r"mp_rank_01/.* holds the same bytes as .*mp_rank_00/"
+    with pytest.raises(InconsistentCheckpoint, match=said) as refused:
+        zckpt.convert(copied, tmp_path / "target")
+    (problem,) = zckpt.verify(copied)["problems"]
+    assert problem["message"] == refused.value.message
+
+
+def test_weights_alone_may_be_equal(copied: Path, tmp_path: Path) -> None:
+    report = zckpt.convert(copied, tmp_path / "target", weights_only=True)
+    (warning,) = [line for line in report["warnings"] if "holds the same weights as" in line]
+    assert "mp_rank_01/model_optim_rng.pt" in warning
+
+
+def equal_moments(name: str) -> torch.Tensor:
+    torch.manual_seed(0 if name == "exp_avg" else 1)
+    return torch.randn(4, 3)
+
+
+@pytest.mark.parametrize("moment", [equal_moments, lambda _: torch.zeros(4, 3)])
+def test_what_is_equal_by_nature(moment: Callable[[str], torch.Tensor], tmp_path: Path) -> None:
+    """A file for each tensor: the moments of two weights with the same gradients, or before the
+    first update."""
+    names = ("first.weight", "second.weight")
+    weights = {name: torch.randn(4, 3) for name in names}
+    states = {
+        name: {key: moment(key) for key in ("exp_avg", "exp_avg_sq")} | {"step": torch.tensor(3.0)}
+        for name in names
+    }
+    groups = [{"params": list(names), "lr": 0.1, "betas": (0.9, 0.999)}]
+    tree = {"model": weights, "optim": {"state": states, "param_groups": groups}}
+    run = tmp_path / "run"
+    dcp.save(tree, storage_writer=dcp.FileSystemWriter(run, single_file_per_rank=False))
+    manifest = zckpt.read(run)
+    files = {manifest.entries[f"{name}/exp_avg"].fragments[0].extent.file for name in names}
+    assert len(files) == 2
+    assert len({Path(file).read_bytes() for file in files}) == 1
+    for report in (zckpt.convert(run, tmp_path / "target"), zckpt.verify(run)):
+        assert report["warnings"] == []
+    assert zckpt.verify(run)["equal"]

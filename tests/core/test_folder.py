@@ -1,0 +1,207 @@
+"""A directory in which others have put what is not ours."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zckpt.core.folder import Folder
+from zckpt.errors import CorruptCheckpoint, TargetExists
+
+from ..conftest import given_away
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Folder:
+    """The own folder `tmp_path/own`, beside a file `victim` and a folder `home` with a file."""
+    for name in ("own", "home"):
+        (tmp_path / name).mkdir()
+    for name in ("victim", "home/victim"):
+        (tmp_path / name).write_text("kept")
+    return Folder.at(str(tmp_path)).own(str(tmp_path / "own"))
+
+
+def plant_link(path: Path) -> None:
+    path.symlink_to(path.parent.parent / "victim")
+
+
+def plant_hard_link(path: Path) -> None:
+    path.hardlink_to(path.parent.parent / "victim")
+
+
+def plant_socket(path: Path) -> None:
+    os.chdir(path.parent)
+    socket.socket(socket.AF_UNIX).bind(path.name)
+
+
+PLANTED: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "link": (plant_link, "is a link"),
+    "dangling link": (lambda path: path.symlink_to("nowhere"), "is a link"),
+    "link in a circle": (lambda path: path.symlink_to(path), "is a link"),
+    "hard link": (plant_hard_link, "has a second name"),
+    "pipe": (os.mkfifo, "is a pipe, a socket or a device"),
+    "socket": (plant_socket, "is a pipe, a socket or a device"),
+}
+CALLS: dict[str, Callable[[Folder, str], Any]] = {
+    "read": lambda folder, path: folder.open(path),
+    "written": lambda folder, path: folder.open(path, os.O_WRONLY),
+    "created": lambda folder, path: folder.open(path, os.O_RDWR | os.O_CREAT),
+    "synced": lambda folder, path: folder.sync(path),
+    "any": lambda folder, _: folder.refuse_foreign(),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("kind", PLANTED)
+def test_what_is_not_ours_is_not_opened(
+    kind: str, call: str, own: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # `plant_socket` changes it: a socket's path must be short
+    plant, reason = PLANTED[kind]
+    plant(tmp_path / "own" / "a")
+    with pytest.raises(TargetExists, match=reason) as caught:
+        CALLS[call](own, str(tmp_path / "own" / "a"))
+    assert str(tmp_path / "own" / "a") in caught.value.message
+    assert f"rm -r {tmp_path / 'own'}" in caught.value.hint
+    assert (tmp_path / "victim").read_text() == "kept"
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_link_on_the_way_is_not_followed(call: str, own: Folder, tmp_path: Path) -> None:
+    (tmp_path / "own" / "a").symlink_to(tmp_path / "home")
+    with pytest.raises(TargetExists, match="own/a is a link"):
+        CALLS[call](own, str(tmp_path / "own" / "a" / "victim"))
+    assert (tmp_path / "home" / "victim").read_text() == "kept"
+
+
+@pytest.mark.parametrize("name", ["a", "a/b"])
+def test_another_users_file_is_refused(
+    name: str, own: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own" / "a").mkdir()
+    (tmp_path / "own" / "a" / "b").touch()
+    given_away(monkeypatch, tmp_path / "own" / name)
+    with pytest.raises(TargetExists, match=f"own/{name} belongs to user"):
+        own.open(str(tmp_path / "own" / "a" / "b"))
+    with pytest.raises(TargetExists, match=f"own/{name} belongs to user"):
+        own.refuse_foreign()
+
+
+def test_another_users_folder_is_no_own_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own").mkdir()
+    given_away(monkeypatch, tmp_path / "own")
+    with pytest.raises(TargetExists, match="own belongs to user"):
+        Folder.at(str(tmp_path)).own(str(tmp_path / "own"))
+    assert not list((tmp_path / "own").iterdir())
+
+
+def test_a_folder_in_which_we_may_not_write_is_no_own_one(
+    own: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.open
+
+    def refuse(path: str, flags: int, *rest: Any, **more: Any) -> int:
+        if flags & os.O_CREAT:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return real(path, flags, *rest, **more)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(TargetExists, match=r"own belongs to user .*, and you may not write there"):
+        Folder.at(str(tmp_path)).own(str(tmp_path / "own"))
+
+
+def test_users_may_be_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a network filesystem that squashes root, nothing belongs to the user of the process."""
+    real = os.fstat
+
+    def squashed(file: int) -> os.stat_result:
+        fields = list(real(file))
+        fields[stat.ST_UID] = 65534
+        return os.stat_result(fields)
+
+    monkeypatch.setattr(os, "fstat", squashed)
+    (tmp_path / "own").mkdir()
+    with Folder.at(str(tmp_path)) as above, above.own(str(tmp_path / "own")) as own:
+        os.close(own.open(str(tmp_path / "own/a/b"), os.O_RDWR | os.O_CREAT))
+    assert (tmp_path / "own/a/b").is_file()
+    assert sorted(path.name for path in (tmp_path / "own").iterdir()) == ["a"]
+
+
+def test_it_is_the_same_folder_wherever_its_path_leads(own: Folder, tmp_path: Path) -> None:
+    own.refuse_another()
+    (tmp_path / "own").rename(tmp_path / "moved")
+    (tmp_path / "own").symlink_to("home")
+    with own.opened(str(tmp_path / "own" / "victim"), os.O_RDWR | os.O_CREAT) as file:
+        os.write(file, b"ours")
+    assert (tmp_path / "moved" / "victim").read_text() == "ours"
+    assert (tmp_path / "home" / "victim").read_text() == "kept"
+    with pytest.raises(TargetExists, match="own was replaced by another program"):
+        own.refuse_another()
+
+
+@pytest.mark.parametrize("name", ["../victim", "a/../../victim", "/etc/passwd", "a\0b"])
+def test_paths_outside_are_refused(name: str, own: Folder, tmp_path: Path) -> None:
+    path = os.path.join(own.path, name)
+    for call in CALLS.values():
+        if call is not CALLS["any"]:
+            with pytest.raises(CorruptCheckpoint, match="is not below"):
+                call(own, path)
+    with pytest.raises(CorruptCheckpoint):
+        own.name_of(path)
+
+
+def test_a_tree_is_removed_without_what_its_links_lead_to(own: Folder, tmp_path: Path) -> None:
+    top = tmp_path / "own" / "a"
+    (top / "b").mkdir(parents=True)
+    (top / "b" / "file").touch()
+    (top / "b" / "link").symlink_to(tmp_path / "home")
+    (top / "pipe").touch()
+    own.remove(str(top))
+    own.remove(str(top))  # there is nothing any more
+    assert not list((tmp_path / "own").iterdir())
+    assert (tmp_path / "home" / "victim").read_text() == "kept"
+
+
+def test_what_can_be_removed_is(
+    own: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.unlink
+
+    def refuse(path: str, **more: Any) -> None:
+        if path == "a":
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+        real(path, **more)
+
+    for name in ("a", "b"):
+        (tmp_path / "own" / name).touch()
+    monkeypatch.setattr(os, "unlink", refuse)
+    with pytest.raises(OSError, match=f"Input/output error: '{tmp_path}/own/a'"):
+        Folder.at(str(tmp_path)).remove(str(tmp_path / "own"))
+    assert [path.name for path in (tmp_path / "own").iterdir()] == ["a"]
+
+
+def test_errors_name_whole_paths(own: Folder, tmp_path: Path) -> None:
+    (tmp_path / "own" / "file").touch()
+    for call in (own.open, own.size, own.sync, own.unlink, own.rmdir, own.inner):
+        with pytest.raises(FileNotFoundError) as caught:
+            call(str(tmp_path / "own" / "missing"))
+        assert caught.value.filename == str(tmp_path / "own" / "missing")
+    with pytest.raises(NotADirectoryError) as not_a_folder:
+        own.open(str(tmp_path / "own" / "file" / "a"))
+    assert not_a_folder.value.filename == str(tmp_path / "own" / "file")
+
+
+def test_everything_below_in_order(own: Folder, tmp_path: Path) -> None:
+    for name in ("b/d", "a", "b/c", "e"):
+        os.close(own.open(str(tmp_path / "own" / name), os.O_CREAT | os.O_RDWR))
+    names = [os.path.relpath(path, own.path) for path, _ in own.walk()]
+    assert names == ["a", "b", "e", "b/c", "b/d"]

@@ -1,0 +1,120 @@
+"""Whose is a file, by the name under which it was saved?"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from zckpt.core.saved_names import nameless, refuse_others, saved_names
+from zckpt.errors import InconsistentCheckpoint
+from zckpt.formats.deepspeed_states import saved_names as deepspeed
+from zckpt.formats.gathered import files as gathered
+from zckpt.formats.onnxruntime import files as onnxruntime
+
+PLACES = {
+    "deepspeed": deepspeed.place_of,
+    "gathered": gathered.place_of,
+    "onnxruntime": onnxruntime.place_of,
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "saved_as"),
+    [
+        ("deepspeed", "mp_rank_00_model_states.pt", "mp_rank_01_model_states"),
+        ("deepspeed", "mp_rank_10_model_states.pt", "mp_rank_1_model_states"),
+        *(
+            ("deepspeed", f"{name}_states.pt", f"{saved_as}_states")
+            for name, saved_as in (
+                ("zero_pp_rank_1_mp_rank_00_optim", "zero_pp_rank_2_mp_rank_00_optim"),
+                ("zero_pp_rank_1_mp_rank_00_optim", "zero_pp_rank_1_mp_rank_01_optim"),
+                ("zero_pp_rank_1_mp_rank_00_optim", "bf16_zero_pp_rank_0_mp_rank_00_optim"),
+                ("bf16_zero_pp_rank_1_mp_rank_00_optim", "zero_pp_rank_0_mp_rank_00optim"),
+                ("zero_pp_rank_1_mp_rank_00_model", "zero_pp_rank_0_mp_rank_00_model"),
+                ("zero_pp_rank_1_mp_rank_00_model", "zero_pp_rank_1_mp_rank_01_model"),
+                ("layer_03-model", "layer_04-model"),
+                ("layer_03-model_00-model", "layer_03-model_01-model"),
+                ("layer_03-model_01-model", "layer_03-model"),
+                ("layer_0_expert_1_mp_rank_00_model", "layer_1_expert_1_mp_rank_00_model"),
+                ("layer_0_expert_1_mp_rank_00_model", "layer_0_expert_2_mp_rank_00_model"),
+                ("layer_0_expert_1_mp_rank_00_model", "layer_0_expert_1_mp_rank_01_model"),
+                ("expp_rank_1_mp_rank_00_optim", "expp_rank_0_mp_rank_00_optim"),
+                ("expp_rank_1_mp_rank_00_optim", "expp_rank_1_mp_rank_01_optim"),
+            )
+        ),
+        ("gathered", "model_world_size_2_rank_0.pt", "model_world_size_2_rank_1"),
+        ("gathered", "model_world_size_2_rank_0.pt", "model_world_size_4_rank_0"),
+        ("gathered", "pytorch_model_fsdp_0_rank0.bin", "pytorch_model_fsdp_0_rank10"),
+        ("onnxruntime", "a.ZeRO.0.2.ort.pt", "a.ZeRO.1.2.ort"),
+        ("onnxruntime", "a.ZeRO.0.2.ort.pt", "a.ZeRO.0.3.ort"),
+    ],
+)
+def test_the_file_of_another_rank(kind: str, name: str, saved_as: str) -> None:
+    names = saved_names({f"/run/{name}": saved_as}, PLACES[kind])
+    assert nameless(names) == []
+    with pytest.raises(InconsistentCheckpoint, match=f"/run/{name} was saved as") as error:
+        refuse_others(names)
+    assert saved_as + os.path.splitext(name)[1] in error.value.hint
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "saved_as"),
+    [
+        ("gathered", "rank_1.pt", "rank_1"),
+        ("gathered", "rank_1.pt", "rank_01"),
+        ("onnxruntime", "a.ZeRO.0.2.ort.pt", "a.ZeRO.0.2.ort"),
+        *(
+            ("deepspeed", f"{name}_states.pt", f"{saved_as}_states")
+            for name, saved_as in (
+                ("mp_rank_00_model", "mp_rank_00_model"),
+                ("mp_rank_00_model", "mp_rank_0_model"),
+                ("zero_pp_rank_1_mp_rank_00_optim", "zero_pp_rank_1_mp_rank_00optim"),
+                ("zero_pp_rank_1_mp_rank_00_optim", "bf16_zero_pp_rank_1_mp_rank_00_optim"),
+                ("layer_03-model", "layer_3-model_00-model"),
+            )
+        ),
+    ],
+)
+def test_a_name_of_the_same_rank(kind: str, name: str, saved_as: str) -> None:
+    names = saved_names({f"/run/{name}": saved_as}, PLACES[kind])
+    refuse_others(names)
+    assert nameless(names) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "saved_as"),
+    [
+        ("gathered", "rank_1.pt", None),
+        ("gathered", "rank_1.pt", "archive"),
+        ("gathered", "rank_1.pt", "tmp_rank_2"),
+        ("gathered", "step_7_rank_0.pt", "step_6_rank_1"),
+        ("onnxruntime", "a.ZeRO.0.2.ort.pt", "b.ZeRO.1.2.ort"),
+        ("deepspeed", "mp_rank_00_model_states.pt", "archive"),
+        ("deepspeed", "mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt"),
+        ("deepspeed", "mp_rank_00_model_states.pt", "tmp.mp_rank_01_model_states"),
+    ],
+)
+def test_a_name_that_says_nothing(kind: str, name: str, saved_as: str | None) -> None:
+    own = {f"/run/{name}": saved_as, f"/other/{name}": os.path.splitext(name)[0]}
+    names = saved_names(own, PLACES[kind])
+    refuse_others(names)
+    assert nameless(names) == [
+        "1 of 2 rank files state no name of their own: if one of these was swapped or copied, no "
+        "name shows it"
+    ]
+
+
+def test_files_of_no_rank_are_not_counted() -> None:
+    assert saved_names({"/run/model_2.pt": "model_1", "/run/a.pt": None}, gathered.place_of) == []
+
+
+def test_the_name_of_another_file() -> None:
+    """A name of another form counts if a file beside it has this name."""
+    own = {f"/run/layer_0{layer}-model_states.pt": f"layer_0{layer}-model_states" for layer in "12"}
+    optimizer = "zero_pp_rank_0_mp_rank_00_optim_states"
+    lost = own | {"/run/layer_02-model_states.pt": optimizer}
+    refuse_others(saved_names(lost, deepspeed.place_of))
+    copied = lost | {f"/run/{optimizer}.pt": optimizer}
+    with pytest.raises(InconsistentCheckpoint, match=f"layer_02.* was saved as {optimizer}.pt"):
+        refuse_others(saved_names(copied, deepspeed.place_of))

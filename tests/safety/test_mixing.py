@@ -1,0 +1,128 @@
+"""Files of several saves in one directory: refused, named, right, or of a kind that pages list.
+
+Every file is exchanged with that of another step, run and rank, copied over each sibling, and
+dropped; whole ranks are swapped. SECURITY.md has the counts, docs/limits.md what no file shows.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from ..conftest import ROOT
+from .mixing import INVISIBLE, NAMED, REFUSED, RIGHT, Judge, Outcome, mixes
+from .saves import KINDS, Kind
+
+VERDICTS = (REFUSED, NAMED, RIGHT, INVISIBLE)
+
+
+class Unseen(NamedTuple):
+    """Mixes that nothing shows: `reason` is a sentence of docs/limits.md.
+
+    `rows`, `kinds` and `operations` are regular expressions: of rows in SECURITY.md, of kinds of
+    files, and of what is done to them.
+    """
+
+    reason: str
+    rows: str
+    kinds: str
+    operations: str
+
+
+OTHER_RUN = "A file of another run, of the same rank and step"
+OTHER_STEP = "A file of another step that does not state its step"
+SWAPPED = "Two files that are swapped, of the same layout"
+LOST = "A file that is missing"
+BESIDE = "Files beside the checkpoint"
+
+UNSEEN = (
+    Unseen(OTHER_RUN, "DeepSpeed.*", r".*(model|optim)_states\.pt", "(all )?run"),
+    Unseen(OTHER_STEP, "DeepSpeed.*", r".*model_states\.pt", "(all )?step"),
+    Unseen(LOST, "DeepSpeed.*", r".*layer_N-(model_N-)?model_states\.pt", "drop"),
+    Unseen(OTHER_RUN, "deepspeed-universal", r".*zero/P/\w+\.pt", "(all )?run"),
+    Unseen(OTHER_STEP, "deepspeed-universal", r".*zero/P/(fp32|exp_\w+)\.pt", "(all )?step"),
+    Unseen(SWAPPED, "deepspeed-universal", r".*zero/P/\w+\.pt", "swap"),
+    Unseen(OTHER_RUN, "dcp|gathered|megatron", r".*\.(distcp|pt|safetensors)", "(all )?run"),
+    Unseen(OTHER_STEP, "dcp|gathered|megatron", r".*\.(distcp|pt|safetensors)", "(all )?step"),
+    Unseen(SWAPPED, "dcp|megatron", r".*__N_N\.distcp", "(rank )?swap"),
+    Unseen(LOST, "gathered", r"optim\.pt", "drop"),
+    Unseen(
+        BESIDE,
+        ".*",
+        r"(checkpoint-/)?(README\.md|adapter_.*|rng_state_N\.pth|scheduler\.pt|meta\.pt"
+        r"|trainer_state\.json|training_args\.bin|extra_state.*)",
+        "drop|copy|swap|(all )?(step|run)",
+    ),
+)
+
+
+def row_of(outcome: Outcome, row: str) -> Unseen | None:
+    """The kind that explains why nothing is said."""
+    return next(
+        (
+            each
+            for each in UNSEEN
+            if re.fullmatch(each.rows, row)
+            and re.fullmatch(each.kinds, outcome.mix.kind)
+            and re.fullmatch(each.operations, outcome.mix.operation)
+        ),
+        None,
+    )
+
+
+def is_fault(outcome: Outcome, row: str) -> bool:
+    unlisted = outcome.verdict == INVISIBLE and row_of(outcome, row) is None
+    return outcome.verdict not in VERDICTS or unlisted
+
+
+def judged(kind: Kind, folder: Path, once: bool = False) -> Iterator[Outcome]:
+    """What became of each mix; `once` takes one for each operation and kind of files."""
+    judge = Judge(kind(folder / "saves"), folder)
+    seen: set[tuple[str, str]] = set()
+    for mix in mixes(judge.saves):
+        if not once or (mix.operation, mix.kind) not in seen:
+            seen.add((mix.operation, mix.kind))
+            yield judge.judge(mix)
+
+
+def test_what_is_unseen_is_on_the_page() -> None:
+    page = (ROOT / "docs" / "limits.md").read_text()
+    assert [each.reason for each in UNSEEN if f"**{each.reason}" not in page] == []
+
+
+@pytest.mark.parametrize("row", KINDS)
+def test_some_mixes(row: str, tmp_path: Path) -> None:
+    """Of the first kind in a row of the table."""
+    outcomes = list(judged(next(iter(KINDS[row].values())), tmp_path, once=True))
+    faults = [str(outcome) for outcome in outcomes if is_fault(outcome, row)]
+    assert faults == [], "\n".join(faults)
+    assert {REFUSED} <= {outcome.verdict for outcome in outcomes}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("row", KINDS)
+def test_every_mix(row: str, tmp_path: Path) -> None:
+    """With the counts that SECURITY.md states, and with no kind in UNSEEN that is seen now."""
+    counts: Counter[str] = Counter()
+    faults: list[str] = []
+    unseen: set[Unseen | None] = set()
+    for name, kind in KINDS[row].items():
+        for outcome in judged(kind, tmp_path / name):
+            counts[outcome.verdict] += 1
+            if is_fault(outcome, row):
+                faults.append(f"{name}: {outcome}")
+            elif outcome.verdict == INVISIBLE:
+                unseen.add(row_of(outcome, row))
+        shutil.rmtree(tmp_path / name)
+    assert faults == [], "\n".join(faults)
+    line = f"| {row} | " + " | ".join(f"{counts[each]:,}" for each in VERDICTS) + " |"
+    print(line)
+    assert line in (ROOT / "SECURITY.md").read_text()
+    expected = [each for each in UNSEEN if re.fullmatch(each.rows, row) and each.rows == row]
+    assert [each for each in expected if each not in unseen] == []

@@ -1,0 +1,92 @@
+"""Is one file of a checkpoint a copy of another one?
+
+Files of `torch.distributed.checkpoint` do not say whose they are. But ranks do not hold the same
+values. So if two files are equal byte by byte, one was copied over the other. A few equal tensors
+prove nothing:
+
+    constants     moments before the first update, norms before the first change
+    moments       two biases that are added have the same gradients, and so have two channels of
+                  which the mean is taken
+    weights       experts that were made of one layer, layers of a model that was made deeper
+"""
+
+from __future__ import annotations
+
+from ..errors import InconsistentCheckpoint
+from . import sources
+from .annotations import TYPE_CHECKING
+from .dtypes import SIZES
+from .weights import is_optimizers
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from .fragments import Extent
+    from .manifest import Manifest
+
+SAMPLE = 1 << 12  # bytes of each piece; if all elements in them are equal, it is a constant
+
+
+def check_duplicates(manifest: Manifest) -> list[str]:
+    """Warnings about equal files that hold the weights alone of several parameters.
+
+    Raises InconsistentCheckpoint if they hold states of the optimizer too. Only files that state
+    checksums are compared.
+    """
+    pairs = _pairs(manifest)
+    values = _values(manifest, {file for pair in pairs for file in pair}) if pairs else {}
+    warnings = []
+    for first, second in pairs:
+        shared = values.get(first, set()), values.get(second, set())
+        if min(map(len, shared)) < 2:
+            continue
+        if "state" in {kind for _, kind in shared[0]}:
+            raise InconsistentCheckpoint(
+                f"{second} holds the same bytes as {first}, although it should hold other parts of "
+                "the model",
+                hint="one was copied over the other: copy all files again",
+            )
+        warnings.append(
+            f"{second} holds the same weights as {first}: if these parts of the model should "
+            "differ, one was copied over the other"
+        )
+    return warnings
+
+
+def _pairs(manifest: Manifest) -> list[tuple[str, str]]:
+    """Pairs of files whose records have equal places, lengths and checksums."""
+    records: dict[str, list[tuple[int, int, int | None]]] = {}
+    for record in manifest.records:
+        place = record.extent
+        records.setdefault(place.file, []).append((place.offset, place.length, record.crc))
+    first: dict[tuple[tuple[int, int, int | None], ...], str] = {}
+    pairs = []
+    for file, of_file in records.items():
+        if all(crc is not None for _, _, crc in of_file):
+            other = first.setdefault(tuple(sorted(of_file)), file)
+            pairs += [(other, file)] if other != file else []
+    return pairs
+
+
+def _values(manifest: Manifest, files: Collection[str]) -> dict[str, set[tuple[str, str]]]:
+    """By file, the parameters of which it has a weight, or a state of the optimizer.
+
+    Without constants, and without replicas: these are equal by nature.
+    """
+    values: dict[str, set[tuple[str, str]]] = {}
+    for entry in manifest.entries.values():
+        value = entry.parameter, "state" if is_optimizers(entry.slot) else "weight"
+        for fragment in entry.fragments if entry.slot != "state" else ():
+            extent = fragment.extent
+            if extent.file not in files or value in values.get(extent.file, ()):
+                continue
+            if _differs(extent, SIZES[entry.dtype]):
+                values.setdefault(extent.file, set()).add(value)
+    return values
+
+
+def _differs(extent: Extent, size: int) -> bool:
+    """Whether two of the first elements of `size` bytes differ."""
+    with sources.opened(extent.file) as file:
+        data = sources.pread(file.fileno(), min(extent.length, SAMPLE), extent.offset)
+    return data[size:] != data[:-size]

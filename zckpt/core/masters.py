@@ -1,0 +1,205 @@
+"""Do the masters of a checkpoint round to its weights?
+
+A trained weight of 16 bits is in the files twice: as the module holds it, and as the fp32 master
+that it was rounded from. If they do not agree, files of two saves or of two ranks are mixed, or the
+program saved other weights than it trained. Before a conversion writes anything, it compares
+
+    beginnings   of all fragments: so every file with a part of a master is asked, also one in which
+                 no weight begins
+    all          elements, of engines that misplace some masters (Megatron-Core), or whose copies of
+                 weights may be stale (ONNX Runtime)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from ..errors import InconsistentCheckpoint, counted, listed
+from .compare import Result, compare
+from .dtypes import SIZES
+from .fragments import Box, Boxes, Extent, Fragment, Fragments, Runs
+from .manifest import Entry, Manifest
+from .plan import Match
+from .records import RecordChecker
+from .resources import Copying
+from .streaming import finish
+from .values import replace
+from .weights import agreement
+
+BEGINNINGS, ALL = "beginnings", "all"
+FEW = 1 << 7  # elements of a fragment that are compared
+READING = Copying(memory=64 << 20)
+MIXED = (
+    "files of two saves or of two ranks are mixed, or one is damaged: copy all files of one save "
+    "again. If the program saved other weights than it trained, such as those of an EMA, add "
+    "--accept-weights"
+)
+
+
+def with_masters(entries: Mapping[str, Entry]) -> Iterator[Match]:
+    """Every master with its weight, if their types and shapes can be those of one weight."""
+    for entry in entries.values():
+        weight = entries.get(f"{entry.parameter}/param")
+        if entry.slot == "master" and weight is not None:
+            yield from _matches(entry, [weight])
+
+
+def check(manifest: Manifest, elements: str, hint: str, accepted: bool = False) -> list[str]:
+    """A warning about masters that do not round to their weights, if the user has `accepted` them.
+
+    `elements` says which are compared. Raises InconsistentCheckpoint with the `hint` if they are
+    not accepted, and CorruptCheckpoint if damage of a file is the cause.
+    """
+    wrong = unlike(manifest, elements)
+    if not wrong:
+        return []
+    places = [places_of(result) for result in wrong]
+    refuse_damage(manifest, places[0])
+    names = list(dict.fromkeys(result.match.a.parameter for result in wrong))
+    verb = "is not its rounded master" if len(names) == 1 else "are not the rounded masters"
+    masters, weights = (_files(manifest.root, extents) for extents in zip(*places, strict=True))
+    message = (
+        f"{counted(len(names), 'weight')} of {manifest.root} {verb}: {listed(names, 4)}. The "
+        f"masters are in {masters}, the weights in {weights}"
+    )
+    if not accepted:
+        raise InconsistentCheckpoint(message, hint=hint)
+    return [f"{message}. --accept-weights takes both as they are"]
+
+
+def unlike(manifest: Manifest, elements: str) -> list[Result]:
+    """The masters that do not round to their weights, each with the first element that differs."""
+    alternatives = []
+    for master, weights in _masters(manifest):
+        matches = _matches(master, weights)
+        is_copy = manifest.entries.get(master.name) is not master
+        if elements == BEGINNINGS or is_copy:  # other checks compare whole copies
+            matches = [beginning(match) for match in matches]
+        if matches:
+            alternatives.append(matches)
+    results = results_of(manifest, [first for first, *_ in alternatives])
+    return [
+        result
+        for result, (_, *others) in zip(results, alternatives, strict=True)
+        if result.differs and all(other.differs for other in results_of(manifest, others))
+    ]
+
+
+def _masters(manifest: Manifest) -> Iterator[tuple[Entry, list[Entry]]]:
+    """Every master with the weights of which it must round to one.
+
+    A further copy of a master (another tensor rank's, a tied layer's) may round to any copy of the
+    weight, since each rank rounds its own. If there are fewer weights than masters, some ranks have
+    saved no weight: then copies of masters are left out.
+    """
+    tensors = (*manifest.entries.values(), *manifest.replicas)
+    weights = _of_slot("param", (*tensors, *manifest.sibling_weights))
+    for name, (first, *others) in _of_slot("master", tensors).items():
+        copies = weights.get(name, [])
+        yield first, copies[:1] if f"{name}/param" in manifest.entries else copies
+        if len(copies) > len(others):
+            yield from ((other, copies) for other in others)
+
+
+def _of_slot(slot: str, tensors: Iterable[Entry]) -> dict[str, list[Entry]]:
+    """The tensors of a slot, by parameter."""
+    by_parameter: dict[str, list[Entry]] = {}
+    for entry in tensors:
+        if entry.slot == slot:
+            by_parameter.setdefault(entry.parameter, []).append(entry)
+    return by_parameter
+
+
+def _matches(master: Entry, weights: Iterable[Entry]) -> list[Match]:
+    """A master with each of these weights that can be its own."""
+    pairs = ((weight, agreement(master, weight)) for weight in weights)
+    return [Match(master, weight, how) for weight, how in pairs if how is not None]
+
+
+def results_of(manifest: Manifest, matches: Sequence[Match]) -> list[Result]:
+    """The results of matches, in their order; bytes that are read here count for no checksum."""
+    if not matches:
+        return []
+    bare = replace(manifest, records=())
+    return compare(matches, bare, bare, READING, measure="first").results
+
+
+# -- the beginnings of fragments
+
+
+def beginning(match: Match) -> Match:
+    """The match of the first elements in all fragments of both sides."""
+    assert match.b is not None
+    ranges = sorted({*_heads(match.a.fragments), *_heads(match.b.fragments)})
+    return Match(_part(match.a, ranges), _part(match.b, ranges), match.how)
+
+
+def _heads(fragments: Fragments) -> Iterator[tuple[int, int]]:
+    """The first FEW elements of each fragment, or of each box, as ranges of the tensor's."""
+    if not isinstance(fragments, (Box, Boxes)):
+        for fragment in fragments:
+            yield fragment.start, min(fragment.stop, fragment.start + FEW)
+        return
+    for box in fragments.parts if isinstance(fragments, Boxes) else (fragments,):
+        left = FEW
+        for run in _runs(box, box.start, box.stop, box.size):
+            if not left:
+                break
+            stop = min(run.stop, run.start + left)
+            yield run.start, stop
+            left -= stop - run.start
+
+
+def _part(entry: Entry, ranges: Iterable[tuple[int, int]]) -> Entry:
+    """An entry with these elements of another one, one range after the other."""
+    fragments, size = entry.fragments, SIZES[entry.dtype]
+    parts: list[Fragment] = []
+    first = 0
+    for start, stop in ranges:
+        extent = fragments.alone(start, stop, size)
+        if extent is not None:
+            parts.append(Fragment(first, first + stop - start, extent))
+        else:
+            shift = first - start
+            runs = sorted(_runs(fragments, start, stop, size), key=lambda run: run.start)
+            parts += [Fragment(run.start + shift, run.stop + shift, run.extent) for run in runs]
+        first += stop - start
+    return Entry(entry.name, entry.dtype, (first,), Runs(parts))
+
+
+def _runs(fragments: Fragments, start: int, stop: int, size: int) -> Iterator[Fragment]:
+    """Elements [start, stop), of `size` bytes each, as runs."""
+    for fragment in fragments.overlapping(start, stop):
+        for run in fragment.runs(start, stop):
+            low, high = max(start, run.start), min(stop, run.stop)
+            extent = run.extent.part((low - run.start) * size, (high - run.start) * size)
+            yield Fragment(low, high, extent)
+
+
+# -- where a difference is
+
+
+def places_of(result: Result) -> list[Extent]:
+    """The bytes around the first element that differs, of both entries."""
+    first = (result.difference and result.difference.first) or 0
+    entries = (entry for entry in (result.match.a, result.match.b) if entry is not None)
+    parts = (entry.fragments.overlapping(first, first + 1) for entry in entries)
+    return [next(iter(fragments)).extent for fragments in parts]
+
+
+def _files(root: str, extents: Iterable[Extent]) -> str:
+    """The files of extents, for a sentence."""
+    paths = dict.fromkeys(extent.file.removeprefix(f"{root}/") for extent in extents)
+    return listed(list(paths), 3)
+
+
+def refuse_damage(manifest: Manifest, places: Sequence[Extent]) -> None:
+    """Raises CorruptCheckpoint if a record around these bytes has not the CRC-32 of its file."""
+    around = [
+        record
+        for record in manifest.records
+        for place in places
+        if record.extent.file == place.file
+        and record.extent.offset <= place.offset < record.extent.offset + record.extent.length
+    ]
+    finish([RecordChecker(around, fingerprints=manifest.fingerprints)], everything=True)

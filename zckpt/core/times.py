@@ -1,0 +1,50 @@
+"""Which files of a save were not written when the others were?
+
+The ranks of a run write their files together, and some programs write one more file when all have
+written theirs. So a file whose time is far from the others' may be of another save. Times prove
+nothing: a copy, git and a download give files new ones. Therefore most files must lie together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from .values import valueclass
+
+APART = 600 * 10**9
+"""Nanoseconds. Files of one save follow each other sooner."""
+
+
+@valueclass
+class OddTimes:
+    """Files that lie apart: `early` ones before the others, `late` ones after the last file."""
+
+    early: tuple[str, ...] = ()
+    late: tuple[str, ...] = ()
+
+
+def odd_times(times: Mapping[str, int], last: int | None = None) -> OddTimes:
+    """The files that were not written with the others; `times` in nanoseconds are by name.
+
+    `last` is the time of the file that is written last, if there is one. No file is odd unless more
+    than half of all lie together, and not behind the last one.
+    """
+    every = [*times.values()] if last is None else [*times.values(), last]
+    most = max(_together(every), key=len, default=[])
+    if 2 * len(most) <= len(every) or (last is not None and last < most[0]):
+        return OddTimes()
+    early = tuple(name for name, time in times.items() if time < most[0])
+    if last is None:
+        return OddTimes(early)
+    end = max(most[-1], last + APART)
+    return OddTimes(early, tuple(name for name, time in times.items() if time > end))
+
+
+def _together(times: Iterable[int]) -> list[list[int]]:
+    """The times in order, a list for each run of them without a long pause."""
+    groups: list[list[int]] = []
+    for time in sorted(times):
+        if not groups or time - groups[-1][-1] > APART:
+            groups.append([])
+        groups[-1].append(time)
+    return groups

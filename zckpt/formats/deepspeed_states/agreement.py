@@ -1,0 +1,72 @@
+"""Do all ranks of one model rank state the same facts of their run?"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
+
+from ...core.annotations import Any
+from ...errors import InconsistentCheckpoint, brief
+from ...files.torchfile import TorchFile
+from .states import COUNTERS, comparable
+
+OF_MODELS = (
+    *COUNTERS,
+    *("dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_version"),
+    *("param_shapes", "frozen_param_shapes", "buffer_names", "num_experts"),
+)
+
+
+def check_models(files: Sequence[TorchFile]) -> None:
+    """Raises InconsistentCheckpoint if a model file states another fact than the first one."""
+    check_facts(files, [file.value for file in files], _facts_of_model)
+
+
+def check_facts(
+    files: Sequence[TorchFile],
+    states: Sequence[dict[str, Any]],
+    facts: Callable[[dict[str, Any]], dict[str, Any]],
+) -> None:
+    """Raises InconsistentCheckpoint if the `facts` of a state are others than the first one's.
+
+    `states` are in the files, one in each.
+    """
+    values = for_each(states, facts)
+    for file, value in zip(files, values, strict=True):
+        if (difference := _difference(value, values[0])) is not None:
+            fact, own, first = difference
+            raise InconsistentCheckpoint(
+                f"{file.path} states {fact} {brief(own)}, and {os.path.basename(files[0].path)} "
+                f"{brief(first)}",
+                hint="files of different saves seem to be mixed; take those of one tag",
+            )
+
+
+def for_each(states: Sequence[dict[str, Any]], of: Callable[[dict[str, Any]], Any]) -> list[Any]:
+    """`of` each rank's state, asked once for ranks whose equal pickles were parsed once."""
+    values: dict[int, Any] = {}
+    for state in states:
+        if id(state) not in values:
+            values[id(state)] = of(state)
+    return [values[id(state)] for state in states]
+
+
+def _facts_of_model(model: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: model.get(key) for key in OF_MODELS}
+
+
+def _difference(own: Any, first: Any, fact: str = "") -> tuple[str, Any, Any] | None:
+    """The first difference inside of two values, and what it is of; None if they are equal."""
+    if own is first or own == first:
+        return None
+    pairs: list[tuple[str, Any, Any]] = []
+    if isinstance(own, dict) and isinstance(first, dict):
+        pairs = [(f"{fact}.{key}", own.get(key), first.get(key)) for key in {**first, **own}]
+    elif isinstance(own, list) and isinstance(first, list):
+        pairs = [(f"{fact}[{n}]", *both) for n, both in enumerate(zip_longest(own, first))]
+    for inside, a, b in pairs:
+        if (difference := _difference(a, b, inside.removeprefix("."))) is not None:
+            return difference
+    # tensors and objects of two pickles, or another order
+    return None if comparable(own) == comparable(first) else (fact, own, first)

@@ -1,0 +1,156 @@
+"""Which files are of ranks' items, `{item}_{rank}`, as torch_checkpointing names them?
+
+    model_0.pt, model_1.pt, optimizer_0.pt, ...     its default: DTensors, in files of torch.save
+    model_0.safetensors, model_1.safetensors        what each rank has of the tensors, and no more
+
+Epochs are named so, too. Files of torch.save say themselves whether they hold parts of tensors.
+Safetensors files do not: if those of one item have the same tensor names, but not the same bytes,
+they are taken for slices of one model. Where a slice belongs is in torch_checkpointing's own
+`metadata.pkl` alone, which it writes if an item has a resharder.
+
+Facts are of torch_checkpointing 0.1.1.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import repeat
+
+from ...core import sources
+from ...core.filenames import counted
+from ...errors import UnsupportedCheckpoint, ZckptError
+from ...files import safefile
+from ...files.torchfile import is_torch, peek
+from . import distributed
+
+METADATA = "metadata.pkl"
+CONSOLIDATE = "torch_checkpointing.hf.consolidation.consolidate_hf_safetensors_checkpoint"
+BLOCK = 1 << 20  # bytes
+
+Items = dict[str | None, dict[int, str]]
+"""Paths by item and rank."""
+
+
+def parts(folder: str, names: Sequence[str]) -> Items:
+    """The files of torch.save of all items, if one of these is distributed over ranks; else empty.
+
+    Other items are those of the same ranks. What a program numbered otherwise is its own.
+    """
+    items = _by_item(folder, names, ".pt")
+    first = next((item for item in _likeliest(items) if _is_distributed(items[item])), None)
+    if first is None:
+        return {}
+    return {
+        item: paths
+        for item, paths in items.items()
+        if (paths.keys() <= items[first].keys() and any(map(is_torch, paths.values())))
+        or _is_distributed(paths)
+    }
+
+
+def parts_beside(path: str, names: Sequence[str]) -> Items:
+    """The files of all ranks of the item of one file, if parts of tensors are in it; else empty.
+
+    `names` are those of the files in its folder.
+    """
+    if not _is_distributed({0: path}):
+        return {}
+    return _beside(path, names, ".pt")
+
+
+def slices(folder: str, names: Sequence[str]) -> list[str]:
+    """The safetensors files of the likeliest item whose files are slices, by rank; or none."""
+    items = _by_item(folder, names, ".safetensors")
+    return next((files for item in _likeliest(items) if (files := _slices_of(items[item]))), [])
+
+
+def slices_beside(path: str, names: Sequence[str]) -> list[str]:
+    """The files of all ranks if one safetensors file is a slice; or none."""
+    (paths,) = _beside(path, names, ".safetensors").values()
+    return _slices_of(paths)
+
+
+def said_of(files: Sequence[str]) -> str:
+    """The sentence about slices."""
+    first, last = (os.path.basename(files[place]) for place in (0, -1))
+    return (
+        f"{first} to {last} have the same tensor names: they seem to be slices of one model on "
+        f"{len(files)} ranks, and do not say which part of a tensor each of them has"
+    )
+
+
+def refusal(path: str, files: Sequence[str]) -> UnsupportedCheckpoint:
+    """The error for a slice, or for a directory of them."""
+    import shlex
+
+    folder = os.path.dirname(files[0])
+    which = "it is" if path in files else "each is"
+    name = shlex.quote(path if path in files else files[0])
+    hint = f"if {which} a whole model, such as an epoch's, say so: {name} --from gathered"
+    if sources.is_file(os.path.join(folder, METADATA)):
+        hint += f"; if not, {CONSOLIDATE}({folder!r}) writes whole tensors beside the slices"
+    return UnsupportedCheckpoint(f"{path}: {said_of(files)}", hint=hint)
+
+
+def _by_item(folder: str, names: Iterable[str], ending: str) -> Items:
+    items: Items = {}
+    for name in names:
+        if place := counted(name, ending):
+            items.setdefault(place[0], {})[place[1]] = os.path.join(folder, name)
+    return items
+
+
+def _beside(path: str, names: Sequence[str], ending: str) -> Items:
+    """The files of the item of one file."""
+    folder, name = os.path.split(path)
+    place = counted(name, ending)
+    assert place is not None
+    item = place[0]
+    return {item: _by_item(folder, [name, *names], ending)[item]}
+
+
+def _likeliest(items: Items) -> list[str]:
+    """The items, those of a model first."""
+    return sorted(map(str, items), key=lambda item: ("model" not in item, item))
+
+
+def _is_distributed(paths: Mapping[int, str]) -> bool:
+    """Whether parts of tensors are in the first of these files that can be read."""
+    for rank in sorted(paths):
+        try:
+            value = peek(paths[rank])
+        except ZckptError:
+            continue
+        return next(distributed.distributed_in(value), None) is not None
+    return False
+
+
+def _slices_of(paths: Mapping[int, str]) -> list[str]:
+    """The files of an item in order, if they may be slices; or none.
+
+    A damaged file counts as one of them, or the others would pass for whole models.
+    """
+    files = [paths[rank] for rank in sorted(paths)]
+    if len(files) < 2 or sorted(paths) != list(range(len(files))):
+        return []
+    names = {frozenset(tensors) for path in files if (tensors := _tensors_in(path)) is not None}
+    return files if len(names) == 1 and not all(map(_same, repeat(files[0]), files[1:])) else []
+
+
+def _tensors_in(path: str) -> list[str] | None:
+    try:
+        return [stored.name for stored in safefile.read(path)]
+    except ZckptError:
+        return None
+
+
+def _same(a: str, b: str) -> bool:
+    """Whether two files have the same bytes; slices differ in the first blocks."""
+    if sources.size(a) != sources.size(b):
+        return False
+    with sources.opened(a) as one, sources.opened(b) as other:
+        while block := one.read(BLOCK):
+            if other.read(BLOCK) != block:
+                return False
+    return True
