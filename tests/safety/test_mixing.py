@@ -38,14 +38,20 @@ class Unseen(NamedTuple):
 
 OTHER_RUN = "A file of another run, of the same rank and step"
 OTHER_STEP = "A file of another step that does not state its step"
-LATER_MODEL = "All model files of a later step, in DeepSpeed's stage 3"
+LATER_MODEL = "All model files of a later step, in DeepSpeed's stage 3 and pipelines"
 SWAPPED = "Two files that are swapped, of the same layout"
 LOST = "A file that is missing"
 BESIDE = "Files beside the checkpoint"
 
 UNSEEN = (
     Unseen(OTHER_RUN, "DeepSpeed.*", r".*(model|optim)_states\.pt", "(all )?run"),
-    Unseen(LATER_MODEL, "DeepSpeed, stage 3", r".*model_states\.pt", "(all )?step"),
+    Unseen(
+        LATER_MODEL,
+        "DeepSpeed, (stage 3|several model ranks)",
+        r".*mp_rank_N_model_states\.pt",
+        "(all )?step",
+    ),
+    Unseen(OTHER_STEP, "DeepSpeed, several model ranks", r".*layer_N-.*_states\.pt", "(all )?step"),
     Unseen(OTHER_STEP, "DeepSpeed, stage 3", r".*optim_states\.pt", "(all )?step", ".*_sgd"),
     Unseen(LOST, "DeepSpeed.*", r".*layer_N-(model_N-)?model_states\.pt", "drop"),
     Unseen(OTHER_RUN, "deepspeed-universal", r".*zero/P/\w+\.pt", "(all )?run"),
