@@ -34,7 +34,7 @@ from .names import names_of, refuse_twice
 from .tree import Leaf, Path, SavedTree, StepStatement, dotted
 from .twins import second_names
 
-NO_OPTIMIZER = "there is no optimizer whose parameters --param-names could name"
+NO_OPTIMIZER = "there is no optimizer: --param-names is not used"
 SCHEDULERS = ("lr_scheduler", "scheduler")
 
 
