@@ -43,15 +43,12 @@ SWAPPED = "Two files that are swapped, of the same layout"
 LOST = "A file that is missing"
 BESIDE = "Files beside the checkpoint"
 
+RANKS = "DeepSpeed, (several model ranks|stage 0)"
 UNSEEN = (
     Unseen(OTHER_RUN, "DeepSpeed.*", r".*(model|optim)_states\.pt", "(all )?run"),
-    Unseen(
-        LATER_MODEL,
-        "DeepSpeed, (stage 3|several model ranks)",
-        r".*mp_rank_N_model_states\.pt",
-        "(all )?step",
-    ),
-    Unseen(OTHER_STEP, "DeepSpeed, several model ranks", r".*layer_N-.*_states\.pt", "(all )?step"),
+    Unseen(LATER_MODEL, "DeepSpeed, stage 3", r".*mp_rank_N_model_states\.pt", "(all )?step"),
+    Unseen(LATER_MODEL, RANKS, r".*mp_rank_N_model_states\.pt", "all step", "pipe_.*|.*_z3"),
+    Unseen(OTHER_STEP, RANKS, r".*layer_N-model_states\.pt", "step", "pipe_.*"),
     Unseen(OTHER_STEP, "DeepSpeed, stage 3", r".*optim_states\.pt", "(all )?step", ".*_sgd"),
     Unseen(LOST, "DeepSpeed.*", r".*layer_N-(model_N-)?model_states\.pt", "drop"),
     Unseen(OTHER_RUN, "deepspeed-universal", r".*zero/P/\w+\.pt", "(all )?run"),
