@@ -56,7 +56,7 @@ UNSEEN = (
     Unseen(SWAPPED, "deepspeed-universal", r".*zero/P/\w+\.pt", "swap"),
     Unseen(OTHER_RUN, "dcp|gathered|megatron", r".*\.(distcp|pt|safetensors)", "(all )?run"),
     Unseen(OTHER_STEP, "dcp|gathered|megatron", r".*\.(distcp|pt|safetensors)", "(all )?step"),
-    Unseen(SWAPPED, "dcp|megatron", r".*__N_N\.distcp", "(rank )?swap"),
+    Unseen(SWAPPED, "megatron", r".*__N_N\.distcp", "(rank )?swap"),
     Unseen(SWAPPED, "megatron", r".*mp_rank_N.*\.pt", "rank swap", ".*legacy.*"),
     Unseen(LOST, "gathered", r"optim\.pt", "drop"),
     Unseen(
