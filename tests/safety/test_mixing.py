@@ -44,14 +44,17 @@ LOST = "A file that is missing"
 BESIDE = "Files beside the checkpoint"
 
 RANKS = "DeepSpeed, (several model ranks|stage 0)"
+STAGE_3 = "DeepSpeed, stage 3|deepspeed-universal"
+STAGE_3_FILES = "(?!.*(z2|tp2)$).*"  # names of samples
 UNSEEN = (
     Unseen(OTHER_RUN, "DeepSpeed.*", r".*(model|optim)_states\.pt", "(all )?run"),
-    Unseen(LATER_MODEL, "DeepSpeed, stage 3", r".*mp_rank_N_model_states\.pt", "(all )?step"),
+    Unseen(LATER_MODEL, STAGE_3, r".*mp_rank_N_model_states\.pt", "(all )?step", STAGE_3_FILES),
     Unseen(LATER_MODEL, RANKS, r".*mp_rank_N_model_states\.pt", "all step", "pipe_.*|.*_z3"),
     Unseen(OTHER_STEP, RANKS, r".*layer_N-model_states\.pt", "step", "pipe_.*"),
     Unseen(OTHER_STEP, "DeepSpeed, stage 3", r".*optim_states\.pt", "(all )?step", ".*_sgd"),
     Unseen(LOST, "DeepSpeed.*", r".*layer_N-(model_N-)?model_states\.pt", "drop"),
     Unseen(OTHER_RUN, "deepspeed-universal", r".*zero/P/\w+\.pt", "(all )?run"),
+    Unseen(OTHER_RUN, "deepspeed-universal", r".*model_states\.pt", "(all )?run", STAGE_3_FILES),
     Unseen(OTHER_STEP, "deepspeed-universal", r".*zero/P/(fp32|exp_\w+)\.pt", "(all )?step"),
     Unseen(SWAPPED, "deepspeed-universal", r".*zero/P/\w+\.pt", "swap"),
     Unseen(OTHER_RUN, "dcp|gathered|megatron", r".*\.(distcp|pt|safetensors)", "(all )?run"),
