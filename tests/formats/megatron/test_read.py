@@ -132,6 +132,23 @@ def test_common_state_as_an_item(run: Path, tmp_path: Path, zckpt: Callable[...,
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [
+        ("decoder.layers.1.mlp.linear_fc2.weight", "decoder.layers.1.mlp.linear_fc2.weight/param"),
+        (
+            "chained_0.optimizer.state.exp_avg.decoder.final_layernorm.weight",
+            "decoder.final_layernorm.weight/exp_avg",
+        ),
+    ],
+)
+def test_two_keys_of_one_tensor_are_refused(key: str, name: str, run: Path, tmp_path: Path) -> None:
+    """One of them is a layer of a stacked key; or both are a state of one weight."""
+    with pytest.raises(errors.InconsistentCheckpoint, match=f"two keys hold {name}$"):
+        _copied(run / ITERATION, tmp_path / "new", **{key: torch.zeros(8)})
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_wrong_masters_are_named(run: Path, tmp_path: Path, zckpt: Callable[..., Any]) -> None:
     key = "optimizer.state.param.decoder.layers.mlp.linear_fc2.weight"
     wrong = torch.zeros(2, 8, 6)

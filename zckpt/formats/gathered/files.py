@@ -162,10 +162,10 @@ def _match_rank(name: str) -> re.Match[str] | None:
 
 def place_of(name: str) -> Place | None:
     """What the name of a rank's file states: the rank, and the number of ranks if it has one."""
-    match = _match_rank(name)
-    return (
-        None if match is None else (match["stem"], (int(match["world"] or 0), int(match["rank"])))
-    )
+    if (match := _match_rank(name)) is None:
+        return None
+    numbers = (match["rank"], match["world"])
+    return match["stem"], tuple(int(number) for number in numbers if number)
 
 
 def _is_part(folder: str, name: str) -> bool:

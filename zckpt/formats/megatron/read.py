@@ -191,8 +191,6 @@ class _Reader:
                 )
             self.keys[key] = axes_of(key)
             for name, entry in self._parts(key, item, key, "param"):
-                if name in shapes:
-                    raise InconsistentCheckpoint(f"{self.folder}: two keys are called {name}")
                 shapes[name] = entry.shape
                 self.key_of[name] = key
         if not shapes:
