@@ -16,6 +16,7 @@ from zckpt.proof.beside import siblings
 
 FLAT = FlatBufferEngine("flats", None, None, None, False, None, {})
 PLAIN = StateDictEngine("plain", None, (), None, None, None, None, False, False)
+NAN = float("nan")
 GRAPH = GraphEngine("graph", None, None, None, None)
 
 
@@ -150,3 +151,48 @@ def test_files_beside_a_checkpoint(tmp_path: Path) -> None:
     assert lines[1] == {"key": "scheduler.pt", "only": "b"}
     assert sentences == ["config.json: only beside a", "rng.pt: only beside c"]
     assert siblings(a, manifest({}))[0] == []
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "expected"),
+    [
+        (NAN, NAN, True),
+        (NAN, 1.0, False),
+        ((1, [NAN, 2]), [1, (NAN, 2)], True),
+        ((1, 2), (1, 3), False),
+        ([1], [1, 2], False),
+        ([1], 1, False),
+    ],
+)
+def test_values_that_are_alike(a: object, b: object, expected: bool) -> None:
+    assert states.alike(a, b) == states.alike(b, a) == expected
+
+
+KINDS = ("counters", "lr_scheduler", "optimizer", "client_state")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("ours", "theirs", "place"),
+    [
+        (1, 2, ""),
+        (NAN, 1.0, ""),
+        ([1, 2, 3], [1, 5, 3], ".1"),
+        ([1], [1, 2], ""),
+        ([1], 1, ""),
+        ({"deep": 1}, {"deep": 2}, ".deep"),
+        ({"deep": 1}, [1], ""),
+    ],
+)
+def test_one_leaf_of_a_state(kind: str, ours: object, theirs: object, place: str) -> None:
+    a, b = (manifest({kind: {"x": {"same": 0, "y": leaf}}}) for leaf in (ours, theirs))
+    assert [line["key"] for line in states.states(a, b)[0]] == [f"{kind}.x.y{place}"]
+    assert [line["key"] for line in states.states(b, a)[0]] == [f"{kind}.x.y{place}"]
+    assert states.states(a, a) == states.states(b, b) == ([], [])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_key_that_one_state_lacks(kind: str) -> None:
+    a, b = (manifest({kind: {"x": inner}}) for inner in ({"same": 0, "y": 1}, {"same": 0}))
+    assert states.states(a, b)[0] == [{"key": f"{kind}.x.y", "only": "a"}]
+    assert states.states(b, a)[0] == [{"key": f"{kind}.x.y", "only": "b"}]
