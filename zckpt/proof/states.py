@@ -22,26 +22,27 @@ FACTS = ("engine", "module")
 OF_PROGRAM = ("lr_scheduler", "client_state", "module_extra")
 """Parts of the state that belong to the user's program, whatever the engine."""
 OF_SIZES = ("tensor_parallel", "pipeline", "universal")
-"""Parts of the state that say how tensors were cut over ranks."""
-NAMES_OF_SIZES = frozenset(
-    [
-        "world_size",
-        "zero_stage",
-        "data_parallel_size",
-        "horizontal_parallel_size",
-        "model_parallel_size",
-        "tensor_model_parallel_size",
-        "pipeline_model_parallel_size",
-        "expert_model_parallel_size",
-        "padded_vocab_size",
-        "make_vocab_size_divisible_by",
-    ]
+"""Parts of the state that say how tensors were cut over ranks; compared if the files are alike."""
+OF_SAVING = frozenset(
+    (
+        *("world_size", "zero_stage", "data_parallel_size", "horizontal_parallel_size"),
+        *("model_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size"),
+        *("expert_model_parallel_size", "padded_vocab_size", "make_vocab_size_divisible_by"),
+        *("ckpt_format", "use_distributed_optimizer", "no_save_optim", "no_save_rng"),
+        *("bf16", "fp16", "params_dtype"),
+        *("param_state_sharding_type", "distrib_optim_sharding_type"),
+    )
 )
-"""What programs call the sizes of a run among their arguments and options."""
+"""What programs call the sizes of a run, and the kind of its files, among their own arguments."""
+OF_VERSIONS = (
+    *("megatron.common.args.", "client_state.args.", "client_state.universal_checkpoint_info"),
+    *("trainer_options", "train_step_info"),
+)
+"""What some versions of a program or engine do not write: its arguments, and facts of its files."""
+WITH_OTHER_RANKS = ("_parallel_size", "no_save_rng")
+OF_SINGLE_RANKS = "megatron.objects."
 OF_STEP = ("optimizer.step", "optimizer.group_step")
 """Where the optimizer keeps its step, if it is stated: not every engine has to."""
-OF_SOME_VERSIONS = ("trainer_options", "train_step_info")
-"""Parts of the state that not every version of their engine writes, and that a target gets anew."""
 SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
 GUESSES = ("guessed", "ordered")
 """Facts about names that files do not state."""
@@ -62,21 +63,24 @@ class _Comparison:
         self.sides = {"a": a, "b": b}
         self.same_engine = _engine_name(a) == _engine_name(b)
         self.same_format = a.format == b.format
-        self.same_sizes = self.same_engine and _sizes(a) == _sizes(b)
         self.same_stage = a.source.get("zero_stage") == b.source.get("zero_stage")
         self.same_files = twins(a, b)
         self.lines: list[Report] = []
         self.facts: list[Report] = []
-        self.of_sizes: list[str] = []
+        self.of_saving: list[str] = []
         self.without_place: dict[str, list[str]] = {"a": [], "b": []}
 
     def run(self) -> None:
         ours, theirs = (_parts(manifest) for manifest in self.sides.values())
         for key in dict.fromkeys((*ours, *theirs)):
+            if key in OF_SIZES and not self.same_files:
+                continue
             one, other = ours.get(key), theirs.get(key)
             if key == "optimizer":
                 one, other = _comparable_scales(one or {}, other or {})
             self._compare(key, to_json(one), to_json(other))
+        if any(path.endswith(WITH_OTHER_RANKS) for path in self.of_saving):
+            self._leave_single_ranks()
         if self.same_files:
             self._compare("names", *map(_names, self.sides.values()))
             self._compare_ranks()
@@ -84,6 +88,17 @@ class _Comparison:
             lines, self.lines = self.lines, []
             self._compare("facts", *map(_facts, self.sides.values()))
             self.facts, self.lines = self.lines, lines
+
+    def _leave_single_ranks(self) -> None:
+        """Random states are no difference of runs of other sizes, or if one run has none."""
+        for line in self.lines:
+            if line["key"].startswith(OF_SINGLE_RANKS) and "only" in line:
+                self.without_place["b" if line["only"] == "a" else "a"].append(line["key"])
+        self.lines = [
+            line
+            for line in self.lines
+            if not (line["key"].startswith(OF_SINGLE_RANKS) and "only" in line)
+        ]
 
     def _compare_ranks(self) -> None:
         """What files of further ranks state; what is not listed of a rank is as of the first."""
@@ -105,6 +120,8 @@ class _Comparison:
     def _compare(self, path: str, a: Any, b: Any) -> None:
         if a == b:  # at once, since both may be very large
             return
+        if path in OF_STEP and (a is None or b is None):
+            return
         a, b = (self._opened(value) for value in (a, b))
         if isinstance(a, Mapping) and isinstance(b, Mapping):
             for key in dict.fromkeys((*a, *b)):
@@ -116,8 +133,8 @@ class _Comparison:
                 self._compare(inside(path, place), one, other)
         elif alike(a, b):
             return
-        elif path.rpartition(".")[2] in NAMES_OF_SIZES and not self.same_files:
-            self.of_sizes.append(path)
+        elif path.rpartition(".")[2] in OF_SAVING:
+            self.of_saving.append(path)
         else:
             self.lines.append({"key": path, "a": a, "b": b})
 
@@ -134,7 +151,9 @@ class _Comparison:
         side, other = ("a", "b") if b in _NOTHING else ("b", "a")
         if (a in _NOTHING and b in _NOTHING) or path in OF_STEP:
             return
-        if self._has_place(self.sides[other], path):
+        if path.rpartition(".")[2] in OF_SAVING:
+            self.of_saving.append(path)
+        elif self._has_place(self.sides[other], path):
             self.lines.append({"key": path, "only": side})
         else:
             self.without_place[other].append(path)
@@ -142,16 +161,12 @@ class _Comparison:
     def _has_place(self, manifest: Manifest, path: str) -> bool:
         """Whether the files of a checkpoint could have this part of the state."""
         part, engine = path.partition(".")[0], manifest.engine
-        if _is_weights(manifest):
+        if _is_weights(manifest) or path.startswith(OF_VERSIONS):
             return False
         if part in OF_PROGRAM:
             if isinstance(engine, StateDictEngine):
                 return engine.folders is None or part == "module_extra"
             return isinstance(engine, FlatBufferEngine)
-        if part in OF_SIZES:
-            return self.same_sizes
-        if part in OF_SOME_VERSIONS:
-            return False
         return self.same_engine and (part != "optimizer" or self.same_stage)
 
     def _opened(self, value: Any) -> Any:
@@ -176,11 +191,9 @@ class _Comparison:
 
     def not_compared(self) -> Iterator[str]:
         """Sentences, each of which begins with what they are about."""
-        if self.facts:
-            names = [line["key"].removeprefix("facts.") for line in self.facts]
+        facts = [line["key"].removeprefix("facts.") for line in self.facts]
+        if names := [*facts, *self.of_saving]:
             yield f"{listed(names, 4)}: the two differ in how they were saved"
-        if self.of_sizes:
-            yield f"{listed(self.of_sizes, 4)}: the two are of other sizes"
         a, b = self.sides.values()
         for manifest, its_twin in ((a, b), (b, a)):
             if manifest.of_ranks and not self.same_files:
