@@ -50,10 +50,10 @@ class Leaf:
 
 
 def leaves(root: Path) -> Iterator[Leaf]:
-    """Every leaf of every file below `root`."""
+    """Every leaf of every file below `root` that is not a program."""
     items = _items(root)
     for path in sorted(root.rglob("*")):
-        if not path.is_file():
+        if not path.is_file() or path.suffix == ".py":
             continue
         name, data = str(path.relative_to(root)), path.read_bytes()
         if path.suffix == ".json":

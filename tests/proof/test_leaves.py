@@ -10,7 +10,7 @@ import random
 import re
 import shutil
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ import zckpt
 from zckpt import ZckptError
 
 from ..conftest import ROOT
+from ..engines import deepspeed
+from ..engines.cases import CASES
 from ..safety import tiny
 from . import leaves
 
@@ -193,3 +195,23 @@ def test_a_proof_of_before_is_read(sound: dict[str, Path], tmp_path: Path) -> No
     compared = zckpt.verify(path, against=proof)
     assert compared["equal"]
     assert any(line.startswith("counters, ") for line in compared["not_compared"])
+
+
+@pytest.mark.engines
+def test_deepspeed_goes_on_as_if_nothing_were_changed(
+    trained: Callable[[Any], Path], tmp_path: Path
+) -> None:
+    """Its own configuration, version and empty places are changed, all at once."""
+    case = CASES["z3_dp2_bf16"]
+    run = trained(case) / "run"
+    places = re.compile(r".*_states\.pt: (?:optimizer|ds_config\..*|ds_version)")
+    path, count = run, 0
+    for leaf in leaves.leaves(run):
+        if places.fullmatch(str(leaf)):
+            path, count = leaves.plant(leaf, path, tmp_path / str(count)), count + 1
+    assert count > 20
+    before, after = (
+        deepspeed.resume(case, each, tmp_path / name)
+        for each, name in ((run, "before"), (path, "after"))
+    )
+    assert before["losses"] == after["losses"]
