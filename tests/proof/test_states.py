@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from zckpt.core.facts import Engine, FlatBufferEngine, GraphEngine, StateDictEngine, StepPlace
+from zckpt.core.fragments import Runs
 from zckpt.core.inert import Foreign, Global
-from zckpt.core.manifest import Manifest, Sibling
+from zckpt.core.manifest import Entry, Manifest, Sibling
 from zckpt.core.values import replace
 from zckpt.proof import states
 from zckpt.proof.beside import siblings
@@ -196,3 +197,26 @@ def test_a_key_that_one_state_lacks(kind: str) -> None:
     a, b = (manifest({kind: {"x": inner}}) for inner in ({"same": 0, "y": 1}, {"same": 0}))
     assert states.states(a, b)[0] == [{"key": f"{kind}.x.y", "only": "a"}]
     assert states.states(b, a)[0] == [{"key": f"{kind}.x.y", "only": "b"}]
+
+
+def test_sizes_of_a_run_are_named_where_programs_keep_them() -> None:
+    def of(size: int) -> dict[str, Any]:
+        args = Foreign(Global("argparse.Namespace"), (), {"world_size": size, "lr": 0.1}, "new")
+        return {"client_state": {"args": args, "world_size": size}}
+
+    a, b = manifest(of(2)), manifest(of(3))
+    assert differences(a, b) == {"client_state.world_size": (2, 3)}
+    assert not_compared(a, b) == ["client_state.args.world_size"]
+
+
+def test_names_of_tensors_that_one_side_lacks_are_compared_as_tensors() -> None:
+    entry = Entry("w/param", "F32", (1,), Runs([]))
+    a = replace(manifest({"module": ["v", "w"]}), entries={"w/param": entry})
+    assert differences(a, manifest({"module": ["v"]})) == {}
+    assert differences(a, manifest({"module": ["w"]})) == {"names.v": "a"}
+
+
+def test_how_a_run_was_saved_is_named() -> None:
+    a, b = (manifest({}, replace(FLAT, version=version)) for version in ("1", "2"))
+    assert states.states(a, b)[0] == []
+    assert not_compared(a, b) == ["engine.version"]

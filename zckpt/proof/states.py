@@ -12,7 +12,7 @@ from typing import Any
 from ..core.facts import FlatBufferEngine, GraphEngine, StateDictEngine, with_facts
 from ..core.inert import Foreign, inside, to_json
 from ..core.manifest import Manifest
-from ..core.weights import is_optimizers
+from ..core.weights import WEIGHTS, is_optimizers
 from ..errors import listed
 
 Report = dict[str, Any]
@@ -34,6 +34,8 @@ OF_SAVING = frozenset(
     )
 )
 """What programs call the sizes of a run, and the kind of its files, among their own arguments."""
+ARGUMENTS = ("megatron.", "client_state.args.", "trainer_options.")
+"""Where programs keep them."""
 OF_VERSIONS = (
     *("megatron.common.args.", "client_state.args.", "client_state.universal_checkpoint_info"),
     *("trainer_options", "train_step_info"),
@@ -66,7 +68,6 @@ class _Comparison:
         self.same_stage = a.source.get("zero_stage") == b.source.get("zero_stage")
         self.same_files = twins(a, b)
         self.lines: list[Report] = []
-        self.facts: list[Report] = []
         self.of_saving: list[str] = []
         self.without_place: dict[str, list[str]] = {"a": [], "b": []}
 
@@ -82,12 +83,19 @@ class _Comparison:
         if any(path.endswith(WITH_OTHER_RANKS) for path in self.of_saving):
             self._leave_single_ranks()
         if self.same_files:
-            self._compare("names", *map(_names, self.sides.values()))
+            self._compare("names", *self._names())
             self._compare_ranks()
             self._compare_layouts()
-            lines, self.lines = self.lines, []
-            self._compare("facts", *map(_facts, self.sides.values()))
-            self.facts, self.lines = self.lines, lines
+            self.of_saving += _differing("", *map(_facts, self.sides.values()))
+
+    def _names(self) -> list[dict[str, str]]:
+        """What each name is; without tensors of one side alone, which are compared as tensors."""
+        one, other = (_weights(manifest) for manifest in self.sides.values())
+        alone = one ^ other
+        return [
+            {name: what for name, what in _names(manifest).items() if name not in alone}
+            for manifest in self.sides.values()
+        ]
 
     def _leave_single_ranks(self) -> None:
         """Random states are no difference of runs of other sizes, or if one run has none."""
@@ -133,7 +141,7 @@ class _Comparison:
                 self._compare(inside(path, place), one, other)
         elif alike(a, b):
             return
-        elif path.rpartition(".")[2] in OF_SAVING:
+        elif _is_of_saving(path):
             self.of_saving.append(path)
         else:
             self.lines.append({"key": path, "a": a, "b": b})
@@ -151,7 +159,7 @@ class _Comparison:
         side, other = ("a", "b") if b in _NOTHING else ("b", "a")
         if (a in _NOTHING and b in _NOTHING) or path in OF_STEP:
             return
-        if path.rpartition(".")[2] in OF_SAVING:
+        if _is_of_saving(path):
             self.of_saving.append(path)
         elif self._has_place(self.sides[other], path):
             self.lines.append({"key": path, "only": side})
@@ -191,9 +199,8 @@ class _Comparison:
 
     def not_compared(self) -> Iterator[str]:
         """Sentences, each of which begins with what they are about."""
-        facts = [line["key"].removeprefix("facts.") for line in self.facts]
-        if names := [*facts, *self.of_saving]:
-            yield f"{listed(names, 4)}: the two differ in how they were saved"
+        if self.of_saving:
+            yield f"{listed(self.of_saving, 4)}: the two differ in how they were saved"
         a, b = self.sides.values()
         for manifest, its_twin in ((a, b), (b, a)):
             if manifest.of_ranks and not self.same_files:
@@ -214,9 +221,26 @@ class _Comparison:
                 )
 
 
+def _is_of_saving(path: str) -> bool:
+    return path.startswith(ARGUMENTS) and path.rpartition(".")[2] in OF_SAVING
+
+
+def _differing(path: str, a: Any, b: Any) -> Iterator[str]:
+    """The paths of values that differ."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        for key in dict.fromkeys((*a, *b)):
+            yield from _differing(inside(path, key) if path else key, a.get(key), b.get(key))
+    elif not alike(a, b):
+        yield path
+
+
 def twins(a: Manifest, b: Manifest) -> bool:
     """Whether two checkpoints have the same files: of one format, and of the same sizes."""
     return a.format == b.format and _engine_name(a) == _engine_name(b) and _sizes(a) == _sizes(b)
+
+
+def _weights(manifest: Manifest) -> set[str]:
+    return {entry.parameter for entry in manifest.entries.values() if entry.slot in WEIGHTS}
 
 
 def _names(manifest: Manifest) -> dict[str, str]:
