@@ -205,7 +205,8 @@ class StepPlace:
 
     `where` is `state` or `group`. `kind` is a dtype (a tensor of `shape`), `int` or `float`.
     `stale` is the wrong step that groups hold beside a true one; None for nothing. `first` is the
-    number that stands there before any update.
+    number that stands there before any update. With `last_only`, the state of a group's last
+    parameter counts for the group, and the other states hold `first`.
     """
 
     where: str
@@ -213,6 +214,7 @@ class StepPlace:
     shape: tuple[int, ...] = ()
     stale: Any = None
     first: int = 0
+    last_only: bool = False
 
     def number(self, step: float | int) -> Scalar:
         """Completed updates in the type and shape of this place."""
@@ -229,6 +231,7 @@ class StepPlace:
             "type": self.kind,
             **({"shape": list(self.shape)} if self.shape else {}),
             **({"first": self.first} if self.first else {}),
+            **({"last_only": True} if self.last_only else {}),
         }
 
     @classmethod
@@ -243,6 +246,7 @@ class StepPlace:
             _sizes(stated, "shape"),
             optimizer.get("group_step"),
             _of_type(stated, "first", int) or 0,
+            _flag(stated, "last_only") or False,
         )
 
 

@@ -4,7 +4,8 @@
     torch Adam, AdamW, NAdam, Adagrad, RMSprop    0-d float32        -
       (before torch 1.12)                         int                -
     DeepSpeed CPUAdam, CPUAdagrad, CPULion        int                -
-    DeepSpeed FusedAdam >= 0.6.5                  int, true          0, stale
+    DeepSpeed FusedAdam >= 0.6.5, FusedLion       int, true          0, stale
+      (without ZeRO in fp32)                      int, the last one  0, stale
     Apex / TransformerEngine FusedAdam,           -                  true
       DeepSpeed FusedAdam < 0.6.5
     ONNX Runtime Adam / Lamb                      int64 [1] per weight / for all,
@@ -112,6 +113,25 @@ class StatedSteps:
 def believed(in_states: StatedSteps, *in_groups: StatedSteps) -> StatedSteps:
     """The statements that are true: those of states, else those of the first groups with any."""
     return next((stated for stated in (in_states, *in_groups) if stated.steps), in_states)
+
+
+def counted_by_last(
+    in_states: StatedSteps, in_groups: StatedSteps, groups: Iterable[Sequence[str]]
+) -> StatedSteps:
+    """The steps of states; those of a group's last parameter for the group, if these alone count.
+
+    `groups` are the owners of each group's steps, in order. DeepSpeed's FusedAdam and FusedLion
+    (0.19.8, ops/adam/fused_adam.py) add 1 to the state of the last parameter that has a gradient,
+    and use that number for the whole group. They write 0 into the group and into other states.
+    """
+    counted = dict(in_states.steps)
+    for owners in groups:
+        stepped = [owner for owner in owners if in_states.steps.get(owner)]
+        of_group = {(in_groups.kinds.get(owner), in_groups.steps.get(owner)) for owner in owners}
+        if stepped and of_group == {("int", 0)}:
+            last = in_states.steps[stepped[-1]]
+            counted |= dict.fromkeys(filter(counted.__contains__, owners), last)
+    return StatedSteps(in_states.where, counted, in_states.kinds, in_states.shapes)
 
 
 def agree(places: Sequence[tuple[str, Step]], policy: str | None = None) -> Step | None:

@@ -53,7 +53,8 @@ def numbers(target: DeepSpeedTarget, buffer: TargetBuffer, storages: Storages) -
     """Step and other 0-d states of one flat buffer."""
     values: dict[str, Any] = {}
     if buffer.step is not None and target.step_place.where == "state":
-        values["step"] = typed_step(target, buffer.step, storages)
+        step = buffer.step if target.counts(buffer) else 0
+        values["step"] = typed_step(target, step, storages)
     for key, scalar in buffer.scalars.items():
         values[key] = _number(scalar, storages)
     return values
