@@ -254,7 +254,7 @@ class TestWeightsAlone:
 
 
 def saved_by_fused_adam(run: Path, steps: Sequence[int]) -> Path:
-    """What DeepSpeed saves of its FusedAdam in fp32 without ZeRO: one group, of weights w0, w1, .."""
+    """What DeepSpeed saves of its FusedAdam in fp32 without ZeRO: one group of weights w0, w1..."""
     weights = {f"w{number}": torch.randn(3 + number) for number in range(len(steps))}
     group = {"lr": 0.01, "bias_correction": True, "betas": (0.8, 0.95), "eps": 1e-8}
     group |= {"weight_decay": 0.1, "step": 0, "params": list(range(len(steps)))}

@@ -174,7 +174,7 @@ def test_a_pipeline_resumes(
     assert held["steps"] == expected["steps"]
     most = 1e-5 if case.dtype == "fp32" else 2e-3
     assert abs(held["losses"][0] - expected["losses"][0]) < most
-    if case.dtype == "fp32":  # those that follow show the step
+    if case.dtype == "fp32" and stage == case.stage:  # stage 1 clips gradients
         assert held["losses"] == pytest.approx(expected["losses"], rel=0, abs=1e-4)
 
 
