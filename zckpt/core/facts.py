@@ -206,7 +206,8 @@ class StepPlace:
     `where` is `state` or `group`. `kind` is a dtype (a tensor of `shape`), `int` or `float`.
     `stale` is the wrong step that groups hold beside a true one; None for nothing. `first` is the
     number that stands there before any update. With `last_only`, the state of a group's last
-    parameter counts for the group, and the other states hold `first`.
+    parameter counts for the group, and the other states hold `first`. `optimizer` is what a
+    configuration or the user named, if this place is where that one looks.
     """
 
     where: str
@@ -215,6 +216,7 @@ class StepPlace:
     stale: Any = None
     first: int = 0
     last_only: bool = False
+    optimizer: str | None = None
 
     def number(self, step: float | int) -> Scalar:
         """Completed updates in the type and shape of this place."""
@@ -232,6 +234,7 @@ class StepPlace:
             **({"shape": list(self.shape)} if self.shape else {}),
             **({"first": self.first} if self.first else {}),
             **({"last_only": True} if self.last_only else {}),
+            **({"optimizer": self.optimizer} if self.optimizer else {}),
         }
 
     @classmethod
@@ -247,6 +250,7 @@ class StepPlace:
             optimizer.get("group_step"),
             _of_type(stated, "first", int) or 0,
             _flag(stated, "last_only") or False,
+            _text(stated, "optimizer"),
         )
 
 
@@ -263,6 +267,8 @@ def with_facts(
         result = {"engine": facts, **state}
         if place is not None and (not in_group or place.shape):
             result["optimizer"] = {**(state.get("optimizer") or {}), "step": place.to_state()}
+            if place.stale is not None:
+                result["optimizer"]["group_step"] = place.stale
         return result
     result = {**({} if engine is None else {"engine": engine.to_state()}), **state}
     of_flats = isinstance(engine, FlatBufferEngine) and "optimizer" in state

@@ -14,8 +14,9 @@
 
 Reading: a step in the state is true. If the state has none, the group's step is true (`believed`).
 Counters of engines and of schedulers are never true: fp16 training skips updates, and DeepSpeed
-before 0.13.2 made one update too many (`counter_sightings`). Writing: `WRITTEN` and `COUNTED` say
-where the target's optimizer looks, and in which type.
+before 0.13.2 made one update too many (`counter_sightings`). Writing: a step stays where it stood
+(`kept_place`), unless an optimizer is named that looks elsewhere. `WRITTEN` and `COUNTED` say where
+such an optimizer looks, and in which type.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 
 from ..core.annotations import Any
-from ..core.facts import StepPlace
+from ..core.facts import GraphEngine, StateDictEngine, StepPlace
 from ..core.inert import Scalar
 from ..core.manifest import Manifest, Sighting, is_step
-from ..core.values import field, valueclass
+from ..core.values import field, replace, valueclass
 from ..errors import InconsistentCheckpoint, WrongOption
+from .optimizers import plain_name
 
 Step = float | int
 
@@ -50,8 +52,44 @@ WRITTEN = {
 COUNTED = StepPlace("state", "I64", (1,), first=1)
 """Where ONNX Runtime counts updates: its Adam once for each weight, its Lamb once for all."""
 
+OF_TORCH = frozenset(("adam", "adamw", "nadam", "radam", "rmsprop", "adagrad", "adadelta"))
+"""Torch's own optimizers that count in a 0-d tensor, by their `plain_name`."""
+
 SCHEDULER_COUNTERS = ("last_epoch", "_step_count")
 """Counters in the state of torch's schedulers."""
+
+
+def kept_place(source: Manifest) -> StepPlace:
+    """Where the source's optimizer keeps its step: it looks there in another engine too.
+
+    The optimizer is the program's own, whatever it is called. But an engine that trains a graph
+    has its own optimizers.
+    """
+    place = source.step_place
+    return WRITTEN["torch"] if place is None or isinstance(source.engine, GraphEngine) else place
+
+
+def torch_place(source: Manifest) -> StepPlace:
+    """Where a program of torch keeps the step of the source's optimizer.
+
+    What a DeepSpeed configuration names is an optimizer of that engine: torch's own takes its
+    place. Torch's own also turns a number in a state into a tensor.
+    """
+    place = kept_place(source)
+    if isinstance(source.engine, StateDictEngine):
+        return place
+    of_torch = place.where == "state" and plain_name(source.optimizer or "") in OF_TORCH
+    return WRITTEN["torch"] if place.optimizer or of_torch else place
+
+
+def steps_of_groups(manifest: Manifest, count: int) -> list[set[Step]]:
+    """The different steps of the trained parameters of each of `count` groups."""
+    groups: list[set[Step]] = [set() for _ in range(count)]
+    for parameter in manifest.parameters.values():
+        number = parameter.group or 0
+        if parameter.trainable and parameter.step is not None and number < count:
+            groups[number].add(parameter.step)
+    return groups
 
 
 def counter_sightings(
@@ -113,6 +151,21 @@ class StatedSteps:
 def believed(in_states: StatedSteps, *in_groups: StatedSteps) -> StatedSteps:
     """The statements that are true: those of states, else those of the first groups with any."""
     return next((stated for stated in (in_states, *in_groups) if stated.steps), in_states)
+
+
+def place_of(believed: StatedSteps, in_groups: StatedSteps) -> StepPlace | None:
+    """Where an optimizer keeps its step, if not as torch's own do; None if in several types.
+
+    Apex and TransformerEngine's FusedAdam keep one in groups alone. If `capturable`, Apex's is a
+    tensor of shape [1], to which it adds in place (commit 6424da3). Others keep one in both.
+    """
+    place = believed.place()
+    types = {(kind, believed.shapes[name]) for name, kind in believed.kinds.items()}
+    of_group = None if believed is in_groups else in_groups.place()
+    if place is not None and of_group is not None and len({*in_groups.steps.values()}) == 1:
+        (step,) = {*in_groups.steps.values()}
+        place = replace(place, stale=of_group.number(step).unwrapped())
+    return place if len(types) == 1 and place != WRITTEN["torch"] else None
 
 
 def counted_by_last(

@@ -76,7 +76,7 @@ class DcpWriter:
         self.source = source
         self.options = options
         self.world = options[DP] or source.dp
-        self.dicts = StateDicts(source, options, options[LAYOUT])
+        self.dicts = StateDicts(source, options, "dcp", options[LAYOUT])
         self.warnings = self.dicts.warnings
         self.left_out = self.dicts.left_out
         self.left_out += [

@@ -356,16 +356,9 @@ class DeepSpeedTarget:
 
     @property
     def step_place(self) -> StepPlace:
-        """Where the target's optimizer looks for its step: as its class does, or as the source.
-
-        Groups of another program's optimizer say nothing about DeepSpeed's.
-        """
+        """Where the target's optimizer looks for its step: as the named class, or as the source."""
         name = adam_class(self.engine, self.source)
-        place = steps.WRITTEN[name] if name else self.source.step_place
-        foreign = not name and self.engine.before is None
-        if place is None or (foreign and place.where == "group"):
-            return steps.WRITTEN["torch"]
-        return place
+        return steps.WRITTEN[name] if name else steps.kept_place(self.source)
 
     def counts(self, buffer: TargetBuffer) -> bool:
         """Whether the state of a buffer has the step; without ZeRO, only a group's last may."""
