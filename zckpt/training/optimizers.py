@@ -167,7 +167,7 @@ def _signature(
     needed: Iterable[str] = (),
 ) -> Signature:
     """A signature whose keys are those of the known optimizer, and these."""
-    every = frozenset((*known_optimizer(plain_name(name)).defaults, *keys, *needed))
+    every = frozenset((*known_optimizer(name.lower()).defaults, *keys, *needed))
     return Signature(name, frozenset(states), every, frozenset(others), frozenset(needed))
 
 
