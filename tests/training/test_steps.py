@@ -13,8 +13,8 @@ from zckpt.core.fragments import Extent, solid
 from zckpt.core.inert import Scalar
 from zckpt.core.manifest import Entry, Manifest, Parameter, Sighting
 from zckpt.errors import InconsistentCheckpoint
-from zckpt.formats.deepspeed_states.options import OPTIMIZER
 from zckpt.training import steps
+from zckpt.training.options import OPTIMIZER
 from zckpt.training.steps import (
     agree,
     kind_of,

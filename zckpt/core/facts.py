@@ -265,7 +265,7 @@ def with_facts(
         in_group = place is not None and place.where == "group"
         facts = engine.to_state(place.kind if place is not None and in_group else None)
         result = {"engine": facts, **state}
-        if place is not None and (not in_group or place.shape):
+        if place is not None and (not in_group or place.shape or place.optimizer):
             result["optimizer"] = {**(state.get("optimizer") or {}), "step": place.to_state()}
             if place.stale is not None:
                 result["optimizer"]["group_step"] = place.stale

@@ -17,7 +17,7 @@ from ..core.manifest import Manifest
 from ..core.regex import Regex
 from ..core.values import field, valueclass
 from ..core.weights import is_optimizers
-from ..errors import listed
+from ..errors import WrongOption, listed
 
 if TYPE_CHECKING:
     from .options import Options
@@ -242,6 +242,16 @@ def likely_optimizer(source: Manifest) -> str:
         parameter.scalars for parameter in source.parameters.values()
     )
     return "adamw" if is_adam and not has_states else ""
+
+
+def check_moments(named: str | None, states: Collection[str]) -> None:
+    """Raises WrongOption if `--optimizer` names an Adam, and the source has no states of Adam."""
+    if named is not None and not set(MOMENTS) <= set(states):
+        raise WrongOption(
+            f"--optimizer {named} is an Adam, which needs exp_avg and exp_avg_sq; the source has "
+            f"{', '.join(sorted(states)) or 'none'}",
+            hint="leave out --optimizer, or write --weights-only",
+        )
 
 
 def are_inferred(source: Manifest) -> bool:

@@ -69,17 +69,20 @@ def kept_place(source: Manifest) -> StepPlace:
     return WRITTEN["torch"] if place is None or isinstance(source.engine, GraphEngine) else place
 
 
-def torch_place(source: Manifest) -> StepPlace:
-    """Where a program of torch keeps the step of the source's optimizer.
+def torch_place(source: Manifest, named: str | None = None) -> StepPlace:
+    """Where a program of torch keeps the step of the source's optimizer, or of the class `named`.
 
     What a DeepSpeed configuration names is an optimizer of that engine: torch's own takes its
     place. Torch's own also turns a number in a state into a tensor.
     """
+    if named is not None:
+        return WRITTEN[named]
     place = kept_place(source)
     if isinstance(source.engine, StateDictEngine):
         return place
+    of_engine = place.optimizer is not None and place.optimizer not in WRITTEN
     of_torch = place.where == "state" and plain_name(source.optimizer or "") in OF_TORCH
-    return WRITTEN["torch"] if place.optimizer or of_torch else place
+    return WRITTEN["torch"] if of_engine or of_torch else place
 
 
 def steps_of_groups(manifest: Manifest, count: int) -> list[set[Step]]:

@@ -207,6 +207,35 @@ def test_a_named_optimizer_looks_elsewhere(options: dict[str, Any], tmp_path: Pa
     assert note.endswith("looks there")
 
 
+@pytest.mark.parametrize("through", [None, "universal", "gathered"])
+def test_a_named_optimizer_of_torch_looks_elsewhere(through: str | None, tmp_path: Path) -> None:
+    run = saved(tmp_path / "run", ({**APEX, "step": 7}, MOMENTS, None))
+    zckpt.convert(run, tmp_path / "zero", to="deepspeed", dp=2)
+    source = tmp_path / "zero"
+    if through:
+        zckpt.convert(source, tmp_path / "between", to=through)
+        source = tmp_path / "between"
+    zckpt.convert(source, tmp_path / "target", to="dcp", optimizer="torch")
+    optim = whole(tmp_path / "target")["optim"]
+    assert alike(optim["state"]["a"]["step"], STEP)
+    assert "step" not in optim["param_groups"][0]
+    report = zckpt.verify(source, tmp_path / "target")
+    assert report["equal"]
+    (note,) = [note for note in report["notes"] if "place of the step" in note]
+    assert note.endswith("torch looks there")
+    zckpt.convert(tmp_path / "target", tmp_path / "back", to="dcp", optimizer="apex-fused-adam")
+    optim = whole(tmp_path / "back")["optim"]
+    assert alike(optim["state"], whole(run)["optim"]["state"])
+    assert optim["param_groups"][0]["step"] == 7
+
+
+def test_a_named_adam_needs_its_moments(tmp_path: Path) -> None:
+    run = saved(tmp_path / "run", ({"lr": 0.1}, ("exp_avg",), 7))
+    with pytest.raises(errors.WrongOption, match="is an Adam, which needs exp_avg and exp_avg_sq"):
+        zckpt.convert(run, tmp_path / "target", to="dcp", optimizer="torch")
+    assert not (tmp_path / "target").exists()
+
+
 @pytest.mark.parametrize("step", [7, torch.tensor(7.0)])
 def test_a_step_in_states_keeps_its_type(step: Any, tmp_path: Path) -> None:
     """What is not named may be of any class, which takes the type that it has written."""

@@ -12,16 +12,17 @@ from ...training.optimizers import (
     TORCH,
     are_given,
     are_inferred,
+    check_moments,
     given_groups,
     is_of_muon,
     known_optimizer,
     likely_optimizer,
     plain_name,
 )
-from ...training.options import Options
+from ...training.options import OPTIMIZER, Options
 from ...training.steps import kept_place
 from .engine import TargetEngine
-from .options import CONFIG, OPTIMIZER
+from .options import CONFIG
 from .states import WRAPPERS
 
 # what groups hold beside ADAM's, by the class that `--optimizer` asks for
@@ -207,9 +208,4 @@ def check_states(engine: TargetEngine, source: Manifest, states: Collection[str]
             f"which the source does not hold (it holds {listing})",
             hint="use the optimizer of the source, or --weights-only",
         )
-    if engine.options[OPTIMIZER] and not {"exp_avg", "exp_avg_sq"} <= set(states):
-        raise WrongOption(
-            f"--optimizer {engine.options[OPTIMIZER]} is an Adam, which needs exp_avg and "
-            f"exp_avg_sq; the source has {listing}",
-            hint="leave out --optimizer, or write --weights-only",
-        )
+    check_moments(engine.options[OPTIMIZER], states)

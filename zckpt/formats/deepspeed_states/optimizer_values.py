@@ -9,10 +9,10 @@ from ...core.inert import Foreign, Global, Scalar
 from ...errors import InconsistentCheckpoint
 from ...files.torchshell import Storages
 from ...training import steps
+from ...training.options import OPTIMIZER
 from .engine import TargetEngine
 from .manifest import INFERRED
 from .optimizer_facts import STEPS_OF
-from .options import OPTIMIZER
 from .target import DeepSpeedTarget, TargetBuffer
 
 SCALERS = "deepspeed.runtime.fp16.loss_scaler"

@@ -262,6 +262,9 @@ class _Manifest:
                 in_groups.add(name, *_step(group.get("step")))
         believed = steps.believed(in_states, in_groups)
         self.step_place = steps.place_of(believed, in_groups)
+        if named := (self.saved.stated or {}).get("optimizer"):
+            place = self.step_place or steps.WRITTEN["torch"]
+            self.step_place = replace(place, optimizer=named)
         self._need_one_save(believed.where)
         for stated in (in_states, in_groups):
             self._sight(stated, stated is believed)

@@ -17,8 +17,9 @@ from ...core.values import valueclass
 from ...core.weights import WIDE, is_optimizers, weight_of
 from ...errors import WrongOption, brief, counted, listed
 from ...training import peft
-from ...training.optimizers import given_groups, torch_groups
+from ...training.optimizers import check_moments, given_groups, torch_groups
 from ...training.options import DTYPE, Options
+from ...training.options import OPTIMIZER as ADAM_CLASS
 from ...training.steps import WRITTEN, steps_of_groups, torch_place
 from ...training.trainers import number, program_of
 from .keys import OPTIMIZER, keys_of
@@ -73,7 +74,9 @@ class StateDicts:
                 self.groups, assumed = torch_groups(source, options)
                 self.warnings += assumed
         self.names = {*source.parameters, *self.aliases, *source.buffers}
-        self.step_place = torch_place(source)
+        self.named = options[ADAM_CLASS] if self.optimizes else None
+        check_moments(self.named, states)
+        self.step_place = torch_place(source, self.named)
         self._put_steps_in_groups()
         members = [name for place in range(len(self.groups)) for name in self.members(place)]
         self.numbers = {name: number for number, name in enumerate(members)}
@@ -163,7 +166,10 @@ class StateDicts:
         return not self.adapter or trained or peft.is_adapters(name)
 
     def unsaid(self) -> dict[str, Any]:
-        """What state dicts do not say: which names are aliases, buffers, frozen, and inferred."""
+        """What state dicts do not say: which names are aliases, buffers, frozen, and inferred.
+
+        And the class that `--optimizer` names, whose place steps have.
+        """
         source = self.source
         frozen = [name for name, parameter in source.parameters.items() if not parameter.trainable]
         return {
@@ -173,6 +179,7 @@ class StateDicts:
             "buffers": list(filter(self.is_saved, source.buffers)),
             "frozen": list(filter(self.is_saved, frozen)),
             "inferred": list(source.inferred),
+            **({"optimizer": self.named} if self.named else {}),
         }
 
     def save_adapter_alone(self) -> None:
