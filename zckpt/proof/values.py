@@ -55,7 +55,7 @@ def step_places(a: Manifest, b: Manifest) -> tuple[list[Report], list[str]]:
     is named may look elsewhere. The type is compared if neither side names its optimizer: the
     optimizers of each engine take a number in their own type.
     """
-    ours, theirs = _step_place(a), _step_place(b)
+    ours, theirs = step_place(a), step_place(b)
     if ours is None or theirs is None:
         return [], []
     is_typed = a.optimizer is None and b.optimizer is None
@@ -71,7 +71,7 @@ def step_places(a: Manifest, b: Manifest) -> tuple[list[Report], list[str]]:
     ]
 
 
-def _step_place(manifest: Manifest) -> StepPlace | None:
+def step_place(manifest: Manifest) -> StepPlace | None:
     """Where the optimizer keeps its step; None if it has none, or if the engine has its own."""
     has_steps = any(parameter.step is not None for parameter in manifest.parameters.values())
     if not has_steps or isinstance(manifest.engine, GraphEngine):

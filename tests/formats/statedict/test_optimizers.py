@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 import zckpt
 from zckpt import errors
+from zckpt.dcp import StorageReader
 
 from ..dcp.torch_dcp import alike, whole
 
@@ -265,3 +266,23 @@ def test_verify_finds_a_step_in_another_place(tmp_path: Path, cli: Callable[...,
     assert ended.code == 3
     assert "place of the step: group, int against state, int" in ended.out
     assert not zckpt.diff(run, tmp_path / "moved")["equal"]
+    cli("verify", run, "--save-proof", tmp_path / "proof.json")
+    assert cli("verify", run, "--against", tmp_path / "proof.json").code == 0
+    assert cli("verify", tmp_path / "moved", "--against", tmp_path / "proof.json").code == 3
+
+
+@pytest.mark.parametrize("number", [0, 1])  # of the group in the program, whose names decide
+def test_a_storage_reader_gives_the_step_to_a_group(number: int, tmp_path: Path) -> None:
+    groups = [({**ADEMAMIX, "step": 7 + n}, (*MOMENTS, "exp_avg_slow"), None) for n in range(2)]
+    run = saved(tmp_path / "run", *groups)
+    zckpt.convert(run, tmp_path / "zero", to="deepspeed", dp=2)
+    name = "ab"[number]
+    state: dict[str, Any] = {
+        "optim": {
+            "state": {name: {"exp_avg_slow": torch.zeros(6, 4)}},
+            "param_groups": [{"alpha": 1.0, "step": 1, "params": [name]}],
+        }
+    }
+    dcp.load(state, storage_reader=StorageReader(str(tmp_path / "zero")))
+    (group,) = state["optim"]["param_groups"]
+    assert group == {"alpha": 5.0, "step": 7 + number, "params": [name]}
