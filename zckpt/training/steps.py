@@ -37,6 +37,9 @@ Step = float | int
 KEEP = "keep"
 """The policy that keeps a step of its own for every parameter, if the format can store them."""
 
+STATED = "--step-policy"
+"""What a place begins with where the user states a number that no file has."""
+
 STALLS = {"BF16": 256, "F16": 2048}
 """The step at which adding one changes nothing, because the type is too narrow."""
 
@@ -156,8 +159,10 @@ def believed(in_states: StatedSteps, *in_groups: StatedSteps) -> StatedSteps:
     return next((stated for stated in (in_states, *in_groups) if stated.steps), in_states)
 
 
-def place_of(believed: StatedSteps, in_groups: StatedSteps) -> StepPlace | None:
+def place_of(believed: StatedSteps, in_groups: StatedSteps, named: str | None) -> StepPlace | None:
     """Where an optimizer keeps its step, if not as torch's own do; None if in several types.
+
+    `named` is the class that `--optimizer` named when the files were written.
 
     Apex and TransformerEngine's FusedAdam keep one in groups alone. If `capturable`, Apex's is a
     tensor of shape [1], to which it adds in place (commit 6424da3). Others keep one in both.
@@ -168,7 +173,9 @@ def place_of(believed: StatedSteps, in_groups: StatedSteps) -> StepPlace | None:
     if place is not None and of_group is not None and len({*in_groups.steps.values()}) == 1:
         (step,) = {*in_groups.steps.values()}
         place = replace(place, stale=of_group.number(step).unwrapped())
-    return place if len(types) == 1 and place != WRITTEN["torch"] else None
+    if place is not None and len(types) == 1 and place != WRITTEN["torch"]:
+        return replace(place, optimizer=named)
+    return replace(WRITTEN["torch"], optimizer=named) if named else None
 
 
 def counted_by_last(
@@ -231,9 +238,12 @@ def need_one_save(stated: Iterable[tuple[str, Step]], policy: str | None) -> Non
     )
 
 
-def unused_policy(step: Step | None, policy: str | None) -> list[str]:
+def unused_policy(manifest: Manifest, policy: str | None) -> list[str]:
     """A warning about a number that decided nothing: all places state another step."""
-    if policy is None or not policy.isdecimal() or step in (None, int(policy)):
+    step = manifest.step
+    if policy is None or not policy.isdecimal() or step is None or step == int(policy):
+        return []
+    if any(sighting.where.startswith(STATED) for sighting in manifest.steps):
         return []
     return [f"--step-policy {policy} is not used: all places state step {step:g}"]
 

@@ -22,6 +22,7 @@ from ..core.resources import DEFAULT_COPYING, Begin, Copying, Tell
 from ..core.values import replace, valueclass
 from ..errors import TargetExists, WrongOption, counted
 from ..formats.hf.options import MODEL_CONFIG
+from ..formats.paths import strange_target
 from ..formats.reading import Reading
 from ..reading import read
 from ..training import objects, steps, ties
@@ -89,6 +90,8 @@ def read_for(
     """
     from ..copying.targets import refuse_existing, refuse_inside
 
+    if strange := strange_target(os.fspath(target)):
+        raise WrongOption(*strange)
     refuse_inside(os.fspath(source), os.fspath(target))
     if not running.continues:
         refuse_existing(os.fspath(target))
@@ -123,11 +126,12 @@ def write(
     format = formats.named(to)
     if not format.writes:
         raise WrongOption(f"zckpt can read {to}, but not write it yet")
+    format.refuse(options, _called(command, to))
     source, layout = _laid_out(format, manifest, target, options, best_in)
     files = convert.files_of(layout)
     size = sum(files.values())
     report = _report(command, source, target, format, layout, files, options)
-    report["warnings"] += steps.unused_policy(manifest.step, reading.step_policy)
+    report["warnings"] += steps.unused_policy(manifest, reading.step_policy)
     run = identity(layout.source or manifest, to, reading, options, files)
     if running.continues and targets.is_complete(target, run):
         return report | {"already_complete": True, "seconds": _since(started)}
@@ -171,6 +175,15 @@ def write(
     }
 
 
+def _called(command: str, to: str) -> str:
+    """What the error about an option calls the target, of which the user may have typed nothing."""
+    if command == "reshard":
+        return f"{to}, the format that reshard keeps"
+    if to == "universal":
+        return "a universal checkpoint, which convert writes without --to"
+    return f"--to {to}"
+
+
 def _laid_out(
     format: Format, manifest: Manifest, target: str, options: Options, best_in: str | None
 ) -> tuple[Manifest, Layout]:
@@ -180,7 +193,6 @@ def _laid_out(
     """
     from ..core.layout import remembered
 
-    format.refuse(options)
     named = _named_for(format, manifest, options)
     if format.objects is not None:
         named = objects.without_others(named, formats.engine_objects(), options[ALLOW_OBJECT])

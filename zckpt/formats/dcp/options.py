@@ -32,7 +32,7 @@ OPTIONS = (
     DTYPE,
     OPTIMIZER,
     LAYOUT,
-    replace(DIALECT, choices=("accelerate",)),
+    replace(DIALECT, choices=("accelerate", "torchtitan")),
     GROUP_DEFAULTS,
     MAX_FILE_SIZE,
     ALLOW_OBJECT,

@@ -34,6 +34,7 @@ from .names import names_of, refuse_twice
 from .tree import Leaf, Path, SavedTree, StepStatement, dotted
 from .twins import second_names
 
+NO_OPTIMIZER = "there is no optimizer: --param-names is not used"
 SCHEDULERS = ("lr_scheduler", "scheduler")
 
 
@@ -71,7 +72,9 @@ def manifest(saved: SavedTree, reading: Reading = USUAL) -> Manifest:
         if strangers := [str(key) for key in optimizer.state if key not in name_of]:
             saved.left_out.append(f"the state of {listed(strangers)}, which no group contains")
         optimizer = optimizer.renamed(name_of)
-    return _Manifest(saved, path, model, optimizer_path, optimizer, step_policy).build()
+    result = _Manifest(saved, path, model, optimizer_path, optimizer, step_policy).build()
+    unused = optimizer is None and names is not None
+    return replace(result, notes=(NO_OPTIMIZER,)) if unused else result
 
 
 def _with_names_of_adapters(
@@ -261,10 +264,8 @@ class _Manifest:
             for name in members:
                 in_groups.add(name, *_step(group.get("step")))
         believed = steps.believed(in_states, in_groups)
-        self.step_place = steps.place_of(believed, in_groups)
-        if named := (self.saved.stated or {}).get("optimizer"):
-            place = self.step_place or steps.WRITTEN["torch"]
-            self.step_place = replace(place, optimizer=named)
+        named = (self.saved.stated or {}).get("optimizer")
+        self.step_place = steps.place_of(believed, in_groups, named)
         self._need_one_save(believed.where)
         for stated in (in_states, in_groups):
             self._sight(stated, stated is believed)
