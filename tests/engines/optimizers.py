@@ -61,7 +61,8 @@ class Lamb(torch.optim.Optimizer):
     """Emulates what DeepSpeed's FusedLamb keeps (0.19.8); the real one needs a GPU."""
 
     def __init__(self, groups: Groups) -> None:
-        super().__init__(groups, {"lr": 0.001, "betas": (0.9, 0.95), "weight_decay": 0.0})
+        defaults = {"lr": 0.001, "betas": (0.9, 0.95), "weight_decay": 0.0, "eps": 1e-8}
+        super().__init__(groups, {**defaults, "max_coeff": 10.0, "min_coeff": 0.01})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -84,7 +85,8 @@ class FusedAdam(torch.optim.Optimizer):
     """
 
     def __init__(self, groups: Groups) -> None:
-        super().__init__(groups, {"lr": 0.001, "betas": (0.8, 0.95), "weight_decay": 0.0})
+        defaults = {"lr": 0.001, "betas": (0.8, 0.95), "weight_decay": 0.0, "eps": 1e-8}
+        super().__init__(groups, {**defaults, "bias_correction": True})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]

@@ -188,6 +188,8 @@ SIGNATURES = (
     _signature("NAdam", (*MOMENTS, "mu_product")),
     # torch's RAdam lacks the key `amsgrad`, which torch's Adam has
     _signature("RAdam", MOMENTS, (*ADAM, *TORCH), needed=("decoupled_weight_decay", "maximize")),
+    # DeepSpeed's CPULion keeps `exp_avg_sq` too (0.19.8, ops/lion/cpu_lion.py)
+    _signature("Lion", MOMENTS, needed=("betas",)),
     # DeepSpeed's, Apex's, TransformerEngine's and Megatron's have `bias_correction`
     _signature("Adam", MOMENTS, ("bias_correction",), others=("max_exp_avg_sq",)),
     _signature("Adadelta", ("square_avg", "acc_delta"), ("lr", "rho", *ADAM, *TORCH)),

@@ -108,6 +108,7 @@ def test_muon_with_adamw_is_refused_as_muon_is(
         (ADAMW, (*MOMENTS, "exp_avg_slow"), None),
         ({"lr": 0.1, "betas": (0.9, 0.99), "weight_decay": 0.0}, ("exp_avg",), "Lion"),
         ({"lr": 0.1, "betas": (0.9, 0.99), "cautious": True}, ("exp_avg",), None),
+        ({"lr": 0.1, "betas": (0.9, 0.99), "weight_decay": 0.0}, MOMENTS, "Lion"),  # DeepSpeed's
     ],
 )
 def test_a_class_is_named_by_exact_states_and_known_keys(
