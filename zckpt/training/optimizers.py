@@ -303,13 +303,16 @@ def unused_defaults(source: Manifest, options: Options) -> list[str]:
     ]
 
 
-def torch_groups(source: Manifest, options: Options) -> tuple[list[dict[str, Any]], list[str]]:
+def torch_groups(
+    source: Manifest, options: Options, named: str | None = None
+) -> tuple[list[dict[str, Any]], list[str]]:
     """Every group with all keys of torch's own optimizer, and warnings about assumed values.
 
-    Adam of DeepSpeed and Apex decays weights as AdamW does, unless its config says otherwise.
+    `named` is the class that `--optimizer` names, which is an Adam. Adam of DeepSpeed and Apex
+    decays weights as AdamW does, unless its config says otherwise.
     """
     groups = given_groups(source, options)
-    name = likely_optimizer(source)
+    name = likely_optimizer(source) or ("adam" if named else "")
     needed = dict(known_optimizer(name).defaults)
     if name == "adam" and any("bias_correction" in group for group in groups):
         needed["decoupled_weight_decay"] = _adam_w_mode(source)

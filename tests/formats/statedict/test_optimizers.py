@@ -231,6 +231,18 @@ def test_a_named_optimizer_of_torch_looks_elsewhere(through: str | None, tmp_pat
     assert optim["param_groups"][0]["step"] == 7
 
 
+@pytest.mark.parametrize("to", ["dcp", "gathered"])
+def test_what_is_not_named_can_be_named(to: str, tmp_path: Path) -> None:
+    """A label of the program's own hides the class; the user may know it."""
+    run = saved(tmp_path / "run", ({**APEX, "label": "decayed", "step": 7}, MOMENTS, None))
+    assert zckpt.read(run).optimizer is None
+    zckpt.convert(run, tmp_path / "target", to=to, optimizer="torch")
+    (group,) = groups_of(tmp_path / "target", to)
+    assert {"foreach", "amsgrad", "decoupled_weight_decay"} <= group.keys()
+    assert "step" not in group
+    assert zckpt.verify(run, tmp_path / "target")["equal"]
+
+
 def test_a_named_adam_needs_its_moments(tmp_path: Path) -> None:
     run = saved(tmp_path / "run", ({"lr": 0.1}, ("exp_avg",), 7))
     with pytest.raises(errors.WrongOption, match="is an Adam, which needs exp_avg and exp_avg_sq"):

@@ -68,15 +68,15 @@ class StateDicts:
         self.adapter = False
         states = set(filter(is_optimizers, source.slots))
         self.optimizes = not options.weights_only and bool(source.groups is not None or states)
-        if self.optimizes:
-            if source.source.get("format") == format:
-                self.groups = given_groups(source, options)
-            else:
-                self.groups, assumed = torch_groups(source, options)
-                self.warnings += assumed
-        self.names = {*source.parameters, *self.aliases, *source.buffers}
         self.named = options[ADAM_CLASS] if self.optimizes else None
         check_moments(self.named, states)
+        if self.optimizes:
+            if source.source.get("format") == format and self.named is None:
+                self.groups = given_groups(source, options)
+            else:
+                self.groups, assumed = torch_groups(source, options, self.named)
+                self.warnings += assumed
+        self.names = {*source.parameters, *self.aliases, *source.buffers}
         self.step_place = torch_place(source, self.named)
         self._put_steps_in_groups()
         members = [name for place in range(len(self.groups)) for name in self.members(place)]
