@@ -16,8 +16,9 @@ import torch
 import zckpt
 from zckpt import errors
 
-from ...engines import deepspeed, torch_engine
+from ...engines import deepspeed, models, torch_engine
 from ...engines.cases import CASES as DEEPSPEED
+from ...engines.cases import STAGE_0, UNCLIPPED
 from ...engines.cases import Case as DeepSpeedCase
 from ...engines.torch_cases import CASES, Case
 from ..equality import assert_is_what_torch_held, assert_proven, assert_same_run
@@ -198,6 +199,20 @@ def test_deepspeed_goes_on_in_fsdp2(stage: int, trained: Any, tmp_path: Path) ->
     assert_proven(folder / "run", tmp_path / "dcp")
     case = CASES["fsdp2_as_deepspeed"]
     resumed = torch_engine.resume("fsdp2", tmp_path / "dcp", 3, tmp_path, case=case)
+    assert_same_run(oracle, resumed, across=True)
+
+
+@pytest.mark.engines
+def test_fused_adam_without_zero_goes_on_in_fsdp2(trained: Any, tmp_path: Path) -> None:
+    """It counts in the last parameter of each group: others said 0, and torch began anew."""
+    case = STAGE_0["z0_dp2_fused_fp32"]
+    folder = trained(dataclasses.replace(case, name=f"{case.name}_as_torch", config=UNCLIPPED))
+    oracle = torch.load(folder / "oracle.pt", weights_only=False)
+    groups = models.named_groups(models.build("full", 0), 2)
+    order = [name for names, _ in groups for name in names]
+    zckpt.convert(folder / "run", tmp_path / "dcp", to="dcp", dp=3, param_names=order)
+    as_torch = CASES["fsdp2_as_deepspeed"]
+    resumed = torch_engine.resume("fsdp2", tmp_path / "dcp", 3, tmp_path, case=as_torch)
     assert_same_run(oracle, resumed, across=True)
 
 
