@@ -198,7 +198,7 @@ def with_values(
     report = {
         **report,
         "problems": report["problems"] + lost,
-        "notes": [*report["notes"], *moved],
+        "notes": [*report.get("notes", ()), *moved],
         "steps": values.steps(a, b),
         "step_place": step_place,
         "scalars": values.scalars(a, b),
