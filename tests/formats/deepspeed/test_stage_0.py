@@ -254,12 +254,21 @@ class TestWeightsAlone:
 
 
 def saved_by_fused_adam(run: Path, steps: Sequence[int]) -> Path:
-    """What DeepSpeed saves of its FusedAdam in fp32 without ZeRO: one group of weights w0, w1..."""
-    weights = {f"w{number}": torch.randn(3 + number) for number in range(len(steps))}
+    """What DeepSpeed saves of its FusedAdam in fp32 without ZeRO."""
     group = {"lr": 0.01, "bias_correction": True, "betas": (0.8, 0.95), "eps": 1e-8}
-    group |= {"weight_decay": 0.1, "step": 0, "params": list(range(len(steps)))}
+    moments = ("exp_avg", "exp_avg_sq")
+    return saved(run, {**group, "weight_decay": 0.1, "step": 0}, moments, steps)
+
+
+def saved(
+    run: Path, group: dict[str, Any], states: Sequence[str], steps: Sequence[int | None]
+) -> Path:
+    """What DeepSpeed saves in fp32 without ZeRO: one group of weights w0, w1..."""
+    weights = {f"w{number}": torch.randn(3 + number, 2) for number in range(len(steps))}
+    group = {**group, "params": list(range(len(steps)))}
     state = {
-        number: {"step": step, "exp_avg": weight * 0.5, "exp_avg_sq": weight * weight}
+        number: {key: torch.rand_like(weight) for key in states}
+        | ({} if step is None else {"step": step})
         for number, (step, weight) in enumerate(zip(steps, weights.values(), strict=True))
     }
     model = {
@@ -271,7 +280,7 @@ def saved_by_fused_adam(run: Path, steps: Sequence[int]) -> Path:
         "shared_params": {},
         "frozen_param_fragments": None,
         "lr_scheduler": None,
-        "global_steps": max(steps),
+        "global_steps": 5,
         "global_samples": 0,
         "skipped_steps": 0,
         "dp_world_size": 1,
@@ -308,6 +317,20 @@ def test_steps_of_fused_adam_stay_where_they_are(steps: tuple[int, ...], tmp_pat
         optimizer = torch.load(file, weights_only=False)["optimizer"]
         assert tuple(state["step"] for state in optimizer["state"].values()) == steps
         assert [group["step"] for group in optimizer["param_groups"]] == [0]
+
+
+def test_muon_of_the_program_is_copied(tmp_path: Path) -> None:
+    """Without ZeRO each weight is whole, so the program's own Muon goes on at another size."""
+    group = {"lr": 0.01, "weight_decay": 0.1, "momentum": 0.95, "nesterov": True, "ns_steps": 5}
+    run = saved(tmp_path / "run", group, ["momentum_buffer"], [None, None])
+    assert zckpt.read(run).optimizer == "Muon"
+    zckpt.reshard(run, tmp_path / "again", dp=2)
+    assert zckpt.verify(run, tmp_path / "again")["equal"]
+    (file,) = (tmp_path / "again").glob("*/mp_rank_00_model_states.pt")
+    (again,) = torch.load(file, weights_only=False)["optimizer"]["param_groups"]
+    assert again == {**group, "params": [0, 1]}
+    with pytest.raises(errors.MissingData, match="which groups Muon updates"):
+        zckpt.reshard(run, tmp_path / "zero", dp=2, stage=2)
 
 
 class TestContract(FormatContract):
