@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from zckpt.core.experts import ExpertLayer
-from zckpt.core.facts import FlatBufferEngine
+from zckpt.core.facts import Engine, FlatBufferEngine, GraphEngine, StepPlace
 from zckpt.core.inert import Scalar
 from zckpt.core.manifest import Manifest, Parameter
 from zckpt.core.values import replace
+from zckpt.formats.statedict.keys import keys_of
 from zckpt.proof import values
 
 NAN = float("nan")
@@ -208,3 +209,60 @@ def test_two_groups_that_are_one_on_the_other_side() -> None:
     together = spread(1, PLAIN, w=0, v=0)
     assert [line["key"] for line in values.groups(apart, together)] == ["group of v"]
     assert [line["key"] for line in values.groups(together, apart)] == ["group of v"]
+
+
+FLATS = FlatBufferEngine("flats", None, None, None, False, None, {})
+STATE_DICTS = keys_of(None)
+GRAPH = GraphEngine("graph", None, None, None, None)
+IN_GROUP, IN_STATE = StepPlace("group", "int"), StepPlace("state", "F32")
+
+
+def placed(place: StepPlace | None, engine: Engine = FLATS, name: str | None = None) -> Manifest:
+    return manifest(engine=engine, step_place=place, optimizer=name)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "said"),
+    [
+        (placed(IN_STATE), placed(IN_GROUP), ("state, F32", "group, int")),
+        (placed(IN_GROUP, STATE_DICTS), placed(IN_STATE), ("group, int", "state, F32")),
+        # None is where torch's own look, if a program of torch has saved
+        (placed(None, STATE_DICTS), placed(IN_GROUP), ("state, F32", "group, int")),
+        (
+            placed(IN_STATE, name="Adam"),
+            placed(IN_GROUP, name="Adam"),
+            ("state, F32", "group, int"),
+        ),
+        # nothing names the class, so nothing says that it takes another type
+        (placed(IN_STATE), placed(StepPlace("state", "int")), ("state, F32", "state, int")),
+    ],
+)
+def test_another_place_of_the_step_is_a_difference(
+    a: Manifest, b: Manifest, said: tuple[str, str]
+) -> None:
+    assert values.step_places(a, b) == ([{"a": said[0], "b": said[1]}], [])
+    assert values.step_places(a, a) == values.step_places(b, b) == ([], [])
+
+
+@pytest.mark.parametrize("place", [IN_STATE, StepPlace("state", "int", stale=0)])
+def test_a_named_optimizer_may_look_elsewhere(place: StepPlace) -> None:
+    named = replace(place, optimizer="AdamW")
+    for sides in ((placed(IN_GROUP), placed(named)), (placed(named), placed(IN_GROUP))):
+        lines, (note,) = values.step_places(*sides)
+        assert lines == []
+        assert "group, int" in note
+        assert "AdamW looks there" in note
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        (placed(IN_GROUP), placed(None)),  # an engine whose files show no place
+        (placed(IN_GROUP, GRAPH), placed(IN_STATE)),  # an engine that has its own optimizers
+        # each engine's class takes its own type
+        (placed(IN_STATE, name="Adam"), placed(StepPlace("state", "int"), name="Adam")),
+        (placed(IN_GROUP), replace(placed(IN_STATE), parameters={"w": Parameter((2,))})),
+    ],
+)
+def test_places_that_say_nothing(a: Manifest, b: Manifest) -> None:
+    assert values.step_places(a, b) == ([], [])

@@ -172,7 +172,7 @@ def _read_proof(path: str) -> Manifest:
             groups=None
             if groups is None
             else tuple(_dictionary(from_json(group)) for group in groups),
-            optimizer=description.get("optimizer"),
+            optimizer=None if (name := description.get("optimizer")) is None else str(name),
             engine=engine,
             step_place=place,
             state=state,

@@ -43,8 +43,6 @@ OF_VERSIONS = (
 """What some versions of a program or engine do not write: its arguments, and facts of its files."""
 WITH_OTHER_RANKS = ("_parallel_size", "no_save_rng")
 OF_SINGLE_RANKS = "megatron.objects."
-OF_STEP = ("optimizer.step", "optimizer.group_step")
-"""Where the optimizer keeps its step, if it is stated: not every engine has to."""
 SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
 GUESSES = ("guessed", "ordered")
 """Facts about names that files do not state."""
@@ -128,8 +126,6 @@ class _Comparison:
     def _compare(self, path: str, a: Any, b: Any) -> None:
         if a == b:  # at once, since both may be very large
             return
-        if path in OF_STEP and (a is None or b is None):
-            return
         a, b = (self._opened(value) for value in (a, b))
         if isinstance(a, Mapping) and isinstance(b, Mapping):
             for key in dict.fromkeys((*a, *b)):
@@ -157,7 +153,7 @@ class _Comparison:
     def _one_sided(self, path: str, a: Any, b: Any) -> None:
         """A value of one side alone; nothing that is no value, as an empty dictionary, is one."""
         side, other = ("a", "b") if b in _NOTHING else ("b", "a")
-        if (a in _NOTHING and b in _NOTHING) or path in OF_STEP:
+        if a in _NOTHING and b in _NOTHING:
             return
         if _is_of_saving(path):
             self.of_saving.append(path)
@@ -254,11 +250,13 @@ def _names(manifest: Manifest) -> dict[str, str]:
 
 def _facts(manifest: Manifest) -> Report:
     """How a checkpoint was saved: a program may save the same run in another way."""
+    place = manifest.step_place
     facts = with_facts({}, manifest.engine, None).get("engine") or {}
     facts = {key: value for key, value in facts.items() if key not in GUESSES}
     return {
         "engine": to_json(facts),
         "optimizer": manifest.optimizer,
+        "step": None if place is None else {**place.to_state(), "stale": to_json(place.stale)},
         "source": plain_facts(manifest.source),
     }
 
@@ -293,8 +291,8 @@ def _is_weights(manifest: Manifest) -> bool:
 
 
 def _parts(manifest: Manifest) -> Report:
-    state = with_facts(manifest.state, manifest.engine, manifest.step_place)
-    return {key: value for key, value in state.items() if key not in FACTS}
+    """The parts of the state; where the optimizer keeps its step is compared by itself."""
+    return {key: value for key, value in manifest.state.items() if key not in FACTS}
 
 
 def _comparable_scales(a: Report, b: Report) -> tuple[Report, Report]:

@@ -25,7 +25,10 @@ from .report import difference, findings, versions
 from .states import states
 
 Report = dict[str, Any]
-FINDINGS = ("differences", "problems", "steps", "scalars", "groups", "states", "unproven")
+FINDINGS = (
+    *("differences", "problems", "steps", "step_place", "scalars", "groups", "states"),
+    "unproven",
+)
 
 
 def verify_alone(
@@ -198,10 +201,13 @@ def with_values(
     ]
     lines, not_compared = states(a, b)
     of_files, one_sided = siblings(a, b)
+    step_place, moved = values.step_places(a, b)
     report = {
         **report,
         "problems": report["problems"] + lost,
+        "notes": [*report.get("notes", ()), *moved],
         "steps": values.steps(a, b),
+        "step_place": step_place,
         "scalars": values.scalars(a, b),
         "groups": values.groups(a, b) + values.trainable(a, b),
         "states": lines + of_files,
