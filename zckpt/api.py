@@ -21,6 +21,7 @@ from .core.pooling import SINGLE, Pool
 from .core.resources import DEFAULT_COPYING, Begin, Means, Tell
 from .core.resources import READING_JOBS as READING_JOBS
 from .core.resources import Copying as Copying
+from .core.states import Selection
 from .formats.hf import options as hf
 from .formats.options import Keywords, options_of
 from .formats.reading import Reading
@@ -256,7 +257,7 @@ def export(
     own |= {"model_config": _text(config)}
     own |= {"tie": tuple(tie), "rename": tuple(rename), "family": family}
     own |= {"accept_weights": accept_weights}
-    if wrong := sorted(options.keys() & {*own, "param_names"}):
+    if wrong := sorted(options.keys() & {*own, "param_names", "drop_state"}):
         raise TypeError(f"export() takes no option {wrong[0]!r}")
     target_options = options_of({**own, **options})
     reading = Reading(format, tag, step_policy, tp_rules=_text(tp_rules), replicas=replicas)
@@ -275,6 +276,8 @@ def verify(
     gather: bool = False,
     device: str | None = None,
     tensors: str | None = None,
+    weights_only: bool = False,
+    drop_state: Sequence[str] = (),
     format: str | None = None,
     tag: str | None = None,
     step_policy: str | None = None,
@@ -291,7 +294,9 @@ def verify(
 
     `gather` rebuilds it as its engine would, by all-gathering the ranks' partitions (needs torch),
     on `device` (cuda, cpu; by default a GPU if there is one). Under torchrun every process gathers,
-    and all but rank 0 get a report without findings. `tensors` is a glob that selects. `rename` are
+    and all but rank 0 get a report without findings. `tensors` is a glob that selects;
+    `weights_only` compares weights alone, and `drop_state` are states of the optimizer that are not
+    compared. A state that only one side has is a difference otherwise. `rename` are
     pairs of a regular expression and its replacement, for the names of `path`; `family` gives it
     the other program's names and packings. The report has what was found; a ZckptError is raised
     only if nothing could be looked at.
@@ -303,12 +308,14 @@ def verify(
         tag,
         step_policy,
         param_names,
+        weights_only,
         rename=rename,
         family=family,
         tp_rules=_text(tp_rules),
     )
     means = Means(device, jobs, memory, pool)
-    return prove(path, against, gather, reading, tensors, means, begin)
+    selection = Selection(tensors, weights_only, tuple(drop_state))
+    return prove(path, against, gather, reading, selection, means, begin)
 
 
 def diff(
@@ -316,6 +323,8 @@ def diff(
     b: Path,
     *,
     tensors: str | None = None,
+    weights_only: bool = False,
+    drop_state: Sequence[str] = (),
     format: str | None = None,
     tag: str | None = None,
     step_policy: str | None = None,
@@ -331,6 +340,7 @@ def diff(
     """Differences between two checkpoints of any two formats: tensors, steps, groups, states.
 
     `tensors` is a glob: only the tensors that match are compared, and equal ones are listed too.
+    `weights_only` and `drop_state` are those of `verify`.
     `format`, `tag`, `step_policy`, `rename` and `family` are for `a`; `param_names` and the step
     policy `keep` are for both.
     """
@@ -343,15 +353,18 @@ def diff(
         tag,
         step_policy,
         param_names,
+        weights_only,
         rename=rename,
         family=family,
         tp_rules=_text(tp_rules),
     )
+    selection = Selection(tensors, weights_only, tuple(drop_state))
     first = read_manifest(a, reading)
     second = read_other(b, first, reading)
     with sources.unchanged(first, second):
-        findings = proof.diff(first, second, tensors, copying, begin)
+        findings = proof.diff(first, second, selection, copying, begin)
     report: Report = {"zckpt": 1, "command": "diff", "a": os.fspath(a), "b": os.fspath(b)}
+    report["selection"] = selection.flags
     return report | findings | {"seconds": round(time.monotonic() - started, 3)}
 
 

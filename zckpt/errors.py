@@ -137,6 +137,10 @@ class MissingData(ZckptError):
     usual_hint = "`zckpt inspect` shows what the source has"
 
 
+class UnsupportedState(ZckptError):
+    """The target cannot have a state of the source's optimizer."""
+
+
 class TargetExists(ZckptError):
     """The target exists already, or an interrupted run left a part of it."""
 

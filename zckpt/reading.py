@@ -115,6 +115,7 @@ def read_other(path: str | os.PathLike[str], first: Manifest, reading: Reading) 
         reading.format if is_whole else None,
         step_policy=steps.KEEP if reading.step_policy == steps.KEEP else None,
         param_names=reading.param_names,
+        weights_only=reading.weights_only,
         tp_rules=reading.tp_rules,
     )
     other = read(path, options)

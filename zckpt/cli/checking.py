@@ -8,7 +8,7 @@ import click
 
 from . import work
 from .help import ExplainedCommand
-from .options import as_document, common, family, grouped, moving, renaming, single
+from .options import as_document, common, family, grouped, moving, renaming, single, uncompared
 from .parameters import PATH
 
 
@@ -43,6 +43,7 @@ from .parameters import PATH
 @grouped(
     "Comparison", "--tensors", metavar="GLOB", help="Check only the tensors whose name matches."
 )
+@uncompared
 @grouped(
     "Output",
     "--save-proof",
@@ -63,8 +64,10 @@ def verify(**words: Any) -> int:
     that no file was saved as that of another rank. A file of the same rank of another run may
     contradict nothing: only --against finds it.
 
-    With --against, shared tensors are compared bit for bit, steps and hyper-parameters by value. If
-    the original is gone, give the FILE of an earlier --save-proof.
+    With --against, tensors are compared bit for bit, steps and hyper-parameters by value. A state
+    of the optimizer that one of the two lacks is a difference, unless --weights-only, --drop-state
+    or --tensors says what is not compared. If the original is gone, give the FILE of an earlier
+    --save-proof.
 
     Exit code 3: verify found something.
     """
@@ -86,6 +89,7 @@ def verify(**words: Any) -> int:
     metavar="GLOB",
     help="Compare only the tensors whose name matches, and list equal ones too.",
 )
+@uncompared
 @renaming
 @family
 @moving

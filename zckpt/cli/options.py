@@ -13,7 +13,7 @@ import click
 from .. import formats
 from ..formats.format import Format
 from ..formats.options import declared
-from ..training.options import FAMILY, PARAM_NAMES, RENAME, WEIGHTS_ONLY, Option
+from ..training.options import DROP_STATE, FAMILY, PARAM_NAMES, RENAME, WEIGHTS_ONLY, Option
 from .help import FormatName, GroupedOption
 from .parameters import KINDS, PATH, PartOf, Size
 
@@ -57,6 +57,20 @@ source_and_target = together(
     click.argument("target", metavar="DST", type=PATH),
 )
 """The arguments of every command that writes a checkpoint."""
+
+uncompared = together(
+    grouped(
+        "Comparison", "--weights-only", is_flag=True, help="Compare the weights and buffers alone."
+    ),
+    grouped(
+        "Comparison",
+        "--drop-state",
+        multiple=True,
+        metavar="NAME",
+        help="Do not compare this state of the optimizer. May be repeated.",
+    ),
+)
+"""What a comparison leaves out."""
 
 renaming = declared_option(RENAME)
 """Other names for the parameters of the source, PATH or A."""
@@ -197,5 +211,5 @@ copying = together(
 writing = of_targets([item for item in formats.FORMATS if item.is_resumed], without={PARAM_NAMES})
 """Options of the commands that write a checkpoint for training."""
 
-exporting = of_targets([formats.named("hf")], without={PARAM_NAMES, WEIGHTS_ONLY})
+exporting = of_targets([formats.named("hf")], without={PARAM_NAMES, WEIGHTS_ONLY, DROP_STATE})
 """Options of `export`, which always writes weights only."""

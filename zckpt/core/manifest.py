@@ -208,6 +208,18 @@ class Sibling:
 
 
 @valueclass
+class Unread:
+    """A state of the optimizer that the files have, and that the manifest does not.
+
+    It has the `key` for these parameters; `reason` says why it was not read.
+    """
+
+    key: str
+    parameters: tuple[str, ...]
+    reason: str
+
+
+@valueclass
 class Manifest:
     """One checkpoint. Parameters stand in optimizer order, then frozen ones; buffers follow."""
 
@@ -248,6 +260,8 @@ class Manifest:
     siblings: tuple[Sibling, ...] = ()
     left_out: tuple[str, ...] = ()
     """Lines about what has no meaning outside the source."""
+    unread: tuple[Unread, ...] = ()
+    """States of the optimizer that the files have, and that are not here in any form."""
     warnings: tuple[str, ...] = ()
     """Sentences for the user."""
     notes: tuple[str, ...] = ()

@@ -44,6 +44,8 @@ def summary(report: dict[str, Any], quiet: bool) -> None:
             for slot, s in report["slots"].items()
         ],
     )
+    for line in report["states"]:
+        print(f"\n{_state(line)}: {safe(line['form'])}")
     for place, group in enumerate(report["groups"] or ()):
         values = ", ".join(
             f"{key} {brief(value)}" for key, value in group.items() if value is not None
@@ -154,6 +156,10 @@ def converted(report: dict[str, Any], quiet: bool, shown: Sequence[str] = ()) ->
     if quiet:
         return
     where = safe(report["target"])
+    for line in report["dropped"]:
+        print(f"dropped: {_state(line)} ({safe(line['reason'])})")
+    for line in report["computed_afresh"]:
+        print(f"not written: {_state(line)}: {safe(line['reason'])}")
     if report.get("already_complete"):
         print(f"{where} is complete already; nothing was written")
         return
@@ -181,6 +187,11 @@ def converted(report: dict[str, Any], quiet: bool, shown: Sequence[str] = ()) ->
         print(f"left out: {safe(line)}")
     unchecked(report)
     print(f"next: {safe(report['next'])}")
+
+
+def _state(line: dict[str, Any]) -> str:
+    """A state of the optimizer, and of how many parameters it is."""
+    return f"optimizer state {safe(line['state'])} of {counted(line['parameters'], 'parameter')}"
 
 
 def _copied(names: Sequence[str]) -> None:

@@ -97,6 +97,9 @@ class Format:
     """The name of the file that a program writes in a folder when all ranks have written theirs."""
     objects: frozenset[str] | None = None
     """Classes and functions that the engine's own pickles name; None if a target has no pickle."""
+    states: str = ""
+    """Which states of an optimizer its targets can have, if not any; and another way, if there is
+    one."""
     groups: str | None = None
     """The function of training/groups.py that gives a source the groups of the target's engine."""
 

@@ -16,6 +16,7 @@ from ..core.manifest import Manifest
 from ..core.neighbors import lacking
 from ..core.plan import Match
 from ..core.resources import DEFAULT_COPYING, Begin, Copying
+from ..core.states import EVERYTHING, Selection
 from ..core.weights import WEIGHTS, is_optimizers
 from ..errors import MissingData, counted, listed
 from . import damage, values
@@ -23,7 +24,7 @@ from .pairs import missing, mutual_matches, only_rounded, own_matches, selected
 from .report import difference, findings, versions
 
 Report = dict[str, Any]
-FINDINGS = ("differences", "problems", "steps", "scalars", "groups", "unproven")
+FINDINGS = ("differences", "problems", "steps", "scalars", "groups", "lacking", "unproven")
 
 
 def verify_alone(
@@ -54,6 +55,7 @@ def verify_alone(
             *report["notes"],
             *damage.not_zero(outcome, manifest),
             *stateless,
+            *values.not_read(manifest),
             *manifest.notes,
         ],
         "inferred": {"a": list(manifest.inferred)},
@@ -64,7 +66,7 @@ def verify_alone(
 def verify_against(
     a: Manifest,
     b: Manifest,
-    pattern: str | None = None,
+    selection: Selection = EVERYTHING,
     copying: Copying = DEFAULT_COPYING,
     begin: Begin | None = None,
 ) -> Report:
@@ -72,6 +74,7 @@ def verify_against(
 
     Raises MissingData if they share no weights, because then nothing would be proven.
     """
+    (a, b), pattern = selection.of(a, b), selection.tensors
     matches, only_a, only_b = mutual_matches(a, b)
     matches = selected(matches, pattern)
     if pattern is None:
@@ -93,11 +96,12 @@ def verify_against(
 def diff(
     a: Manifest,
     b: Manifest,
-    pattern: str | None = None,
+    selection: Selection = EVERYTHING,
     copying: Copying = DEFAULT_COPYING,
     begin: Begin | None = None,
 ) -> Report:
     """Every difference between two checkpoints, tensors in the order of the model."""
+    (a, b), pattern = selection.of(a, b), selection.tensors
     matches, only_a, only_b = mutual_matches(a, b)
     matches = selected([match for match in matches if not match.copy], pattern)
     outcome = compare.compare(matches, a, b, copying, measure="first", begin=begin)
@@ -194,9 +198,12 @@ def with_values(
         for names, owner, other in ((only_a, a, b), (only_b, b, a))
         for name in missing(names, owner, other)
     ]
+    lacking, afresh = values.lacking(a, b, {line["tensor"] for line in lost})
     report = {
         **report,
         "problems": report["problems"] + lost,
+        "notes": [*report["notes"], *afresh],
+        "lacking": lacking,
         "steps": values.steps(a, b),
         "scalars": values.scalars(a, b),
         "groups": values.groups(a, b) + values.trainable(a, b),

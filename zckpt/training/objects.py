@@ -161,6 +161,15 @@ def others_of(manifest: Manifest, needed: Collection[str] = ()) -> list[str]:
     return sorted((kept | (manifest.objects - DESCRIBING)) - {*needed})
 
 
+def admissible(value: Any, needed: Collection[str]) -> list[str]:
+    """The names in a value that `--allow-object` may admit, sorted; none if one runs programs.
+
+    `needed` are those that engines put into their own files.
+    """
+    names = _Names().of(value) - COMMON - {*needed}
+    return [] if any(map(runs_programs, names)) else sorted(names)
+
+
 def _config(manifest: Manifest) -> Mapping[str, Any] | None:
     return manifest.engine.config if isinstance(manifest.engine, FlatBufferEngine) else None
 

@@ -96,6 +96,13 @@ def _check_objects(names: Sequence[str]) -> None:
             )
 
 
+def _check_states(keys: Sequence[str]) -> None:
+    if isinstance(keys, str):
+        raise WrongOption(
+            f"drop_state {keys!r} is no list of names", hint="give a list, such as ['exp_avg']"
+        )
+
+
 # -- options that several formats understand
 
 DP: Option[int | None] = Option(
@@ -252,7 +259,8 @@ FAMILY: Option[str | None] = Option(
     metavar="NAME|FILE[:K=N,...]",
 )
 
-# -- an option that needs nothing of a writer: the source is checked before it is written
+# -- options that need nothing of a writer: the source is checked, or loses states, before it is
+# written
 
 ACCEPT_WEIGHTS: Option[bool] = Option(
     "accept_weights",
@@ -264,7 +272,20 @@ ACCEPT_WEIGHTS: Option[bool] = Option(
     rare=True,
     kind="switch",
 )
-EVERYWHERE: tuple[Option[Any], ...] = (PARAM_NAMES, TIE, RENAME, FAMILY, ACCEPT_WEIGHTS)
+DROP_STATE: Option[Sequence[str]] = Option(
+    "drop_state",
+    "--drop-state",
+    (),
+    "Go on without this state of the optimizer, such as one that the target cannot have. May be "
+    "repeated",
+    group="Optimizer and steps",
+    kind="texts",
+    metavar="NAME",
+    check=_check_states,
+)
+EVERYWHERE: tuple[Option[Any], ...] = (
+    PARAM_NAMES, TIE, RENAME, FAMILY, ACCEPT_WEIGHTS, DROP_STATE
+)  # fmt: skip
 """Every target takes these."""
 
 
@@ -288,6 +309,7 @@ class Keywords(TypedDict, total=False):
     like: str | None  # a path
     family: str | None  # "llama", or "llama:heads=32,kv_heads=8,vocab_size=32000"
     accept_weights: bool
+    drop_state: Sequence[str]
 
 
 @valueclass

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import formats
 from ..copying.sharing import ALONE, Sharing
+from ..core import states
 from ..core.experts import layers_of
 from ..core.manifest import Manifest
 from ..core.resources import DEFAULT_COPYING, Begin, Copying, Tell
@@ -31,6 +32,7 @@ from ..training.options import (
     ACCEPT_WEIGHTS,
     ALLOW_OBJECT,
     DP,
+    DROP_STATE,
     FAMILY,
     LIKE,
     PARAM_NAMES,
@@ -40,6 +42,7 @@ from ..training.options import (
 )
 from ..training.order import in_order_of
 from ..version import __version__
+from .keeping import Keeping, dropped_states, laid_out_apart
 
 if TYPE_CHECKING:
     from ..copying.copy import CopyOutcome
@@ -123,17 +126,27 @@ def write(
     format = formats.named(to)
     if not format.writes:
         raise WrongOption(f"zckpt can read {to}, but not write it yet")
-    source, layout = _laid_out(format, manifest, target, options, best_in)
+    format.refuse(options)
+    dropped = dropped_states(manifest, options)
+    manifest = states.without(manifest, options[DROP_STATE])
+    named = _named_for(format, manifest, options)
+    source, layout = _laid_out(format, manifest, named, target, options, best_in)
     files = convert.files_of(layout)
     size = sum(files.values())
     report = _report(command, source, target, format, layout, files, options)
+    report["dropped"] = dropped if format.is_resumed else []
+    keeping = Keeping(manifest, named, source, format, options)
     report["warnings"] += steps.unused_policy(manifest.step, reading.step_policy)
     run = identity(layout.source or manifest, to, reading, options, files)
     if running.continues and targets.is_complete(target, run):
         return report | {"already_complete": True, "seconds": _since(started)}
     if running.tell:
         running.tell(report["warnings"])
+    read_back = layout.read_back or format.read_shells
     if running.dry_run:
+        if keeping.has_states:
+            with laid_out_apart(layout.shells()) as folder:
+                report["computed_afresh"] = keeping.check(read_back(folder))
         memory = convert.memory_of(source, running.copying)
         return report | {"dry_run": True, "memory": memory, "free": targets.free_space(target)}
     targets.need_space(target, size, running.continues)
@@ -146,6 +159,13 @@ def write(
     stage = staging.Staging(
         target, run, chunk, running.continues, before, running.sharing, running.above
     )
+
+    def read_shells(folder: str) -> Manifest:
+        shells = read_back(folder)
+        report["computed_afresh"] = keeping.check(shells)
+        return shells
+
+    layout = replace(layout, read_back=read_shells)
     try:
         outcome = _filled(stage, format, source, layout, size, running, report["warnings"])
     except (OSError, TargetExists):
@@ -172,23 +192,31 @@ def write(
 
 
 def _laid_out(
-    format: Format, manifest: Manifest, target: str, options: Options, best_in: str | None
+    format: Format,
+    manifest: Manifest,
+    named: Manifest,
+    target: str,
+    options: Options,
+    best_in: str | None,
 ) -> tuple[Manifest, Layout]:
     """The source as the target's engine needs it, and the files of the target.
+
+    `named` is the manifest under the target's names.
 
     Raises the ZckptError that says why the target cannot be written; no file is written here.
     """
     from ..core.layout import remembered
 
     format.refuse(options)
-    named = _named_for(format, manifest, options)
+    admitted = named
     if format.objects is not None:
-        named = objects.without_others(named, formats.engine_objects(), options[ALLOW_OBJECT])
-    source, files = format.prepare(named)
+        admitted = objects.without_others(named, formats.engine_objects(), options[ALLOW_OBJECT])
+    source, files = format.prepare(admitted)
     layout = _with_files(format.lay_out(source, options), files)
     if format.is_resumed and not format.is_neutral:
         layout = _pointing_to_the_best(layout, source, target, best_in)
-    own = [line for line in named.left_out if line not in (*manifest.left_out, *layout.left_out)]
+    known = (*manifest.left_out, *layout.left_out)
+    own = [line for line in admitted.left_out if line not in known]
     layout = replace(
         layout,
         shells=remembered(layout.shells),
@@ -209,7 +237,8 @@ def _filled(
 ) -> CopyOutcome | None:
     """Writes the files and fills them, `size` bytes in all; `warnings` gets what the bytes show.
 
-    None if another process, or another part, will complete the target.
+    None if another process, or another part, will complete the target. Raises UnsupportedState if
+    the files have no place for a state of the source.
     """
     from ..copying import convert
 
@@ -289,6 +318,8 @@ def _report(
     return {
         "zckpt": 1,
         "command": command,
+        "dropped": [],
+        "computed_afresh": [],
         "source": {**manifest.source, "path": manifest.root},
         "format": format.name,
         "target": target,

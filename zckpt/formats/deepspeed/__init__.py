@@ -40,6 +40,9 @@ FORMAT = Format(
     compares="beginnings",
     has_tensor_ranks=True,
     gathers=True,
+    states="a flat buffer has place for tensors of the parameters' shapes, and for numbers that "
+    "all of its parameters share (with --stage 0 and an optimizer that DeepSpeed does not flatten, "
+    "every state has a place)",
     groups="without_empty_groups",
     of_ranks=("_states.pt",),
     objects=OBJECTS,

@@ -10,6 +10,7 @@ from typing import Any
 from ...core.inert import Foreign, Global
 from ...core.layout import Shell
 from ...core.manifest import slot_key
+from ...core.states import partitions_of
 from ...core.values import valueclass
 from ...files.torchshell import Contents, Storages
 from .. import zero
@@ -27,10 +28,11 @@ from ..deepspeed_states.target import DeepSpeedTarget, TargetBuffer
 
 
 def optimizer_files(target: DeepSpeedTarget, is_elastic: bool) -> Iterator[Shell]:
-    """One file per rank. In stage 3 they differ only in tensors."""
+    """One file per rank. In stage 3 they differ only in tensors and in states of partitions."""
+    alike = target.engine.partitioned and not partitions_of(target.source)
     prefix = "bf16_" if target.engine.dtype == "BF16" else ""
     for rank in range(target.dp):
-        if rank == 0 or not target.engine.partitioned:
+        if rank == 0 or not alike:
             contents = _contents(target, rank, is_elastic)
         name = f"{prefix}zero_pp_rank_{rank}_{target.mp_rank}_optim_states.pt"
         yield contents.shell(f"{target.tag}/{name}")
@@ -39,7 +41,7 @@ def optimizer_files(target: DeepSpeedTarget, is_elastic: bool) -> Iterator[Shell
 def _contents(target: DeepSpeedTarget, rank: int, is_elastic: bool) -> Contents:
     storages = Storages()
     state = (
-        _partitioned_state(target, storages)
+        _partitioned_state(target, rank, storages)
         if target.engine.partitioned
         else _flat_state(target, rank, is_elastic, storages)
     )
@@ -114,7 +116,8 @@ def _states(
             length = partition.whole_length()
         if length or slot != "momentum_buffer" or is_elastic:
             states[slot_key(slot)] = storages.tensor(dtype, (length,))
-    return states
+    own = {} if is_elastic else target.of_partitions(buffer, partition.rank)
+    return {**states, **target.thawed(own, storages)}
 
 
 def _base_and_step(
@@ -193,11 +196,12 @@ class _RankPartition:
 # -- stage 3: a rank's slices of every parameter follow each other
 
 
-def _partitioned_state(target: DeepSpeedTarget, storages: Storages) -> dict[str, Any]:
+def _partitioned_state(target: DeepSpeedTarget, rank: int, storages: Storages) -> dict[str, Any]:
     widths = [sum(-(-numel // target.dp) for numel in buffer.numels) for buffer in target.buffers]
     states = {
         number: numbers(target, buffer, storages)
         | {slot_key(slot): storages.tensor(dtype, (width,)) for slot, dtype in buffer.slots.items()}
+        | target.thawed(target.of_partitions(buffer, rank), storages)
         for number, (buffer, width) in enumerate(zip(target.buffers, widths, strict=True))
     }
     return {

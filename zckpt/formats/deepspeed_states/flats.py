@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from ...core.annotations import Any
 from ...core.facts import StepPlace
 from ...core.fragments import Fragments
 from ...core.inert import Scalar
 from ...core.manifest import Sighting
-from ...core.values import valueclass
+from ...core.values import field, valueclass
 from ...training import steps
 
 
@@ -26,7 +27,9 @@ class BufferSlot:
 class FlatBuffer:
     """One flat buffer: its parameters in the user's order, and what all of them share.
 
-    `step_place` is where the true step stands; `sightings` are all places that state one.
+    `step_place` is where the true step stands; `sightings` are all places that state one. `own` are
+    states that have no part for each parameter, by key, with the value of every rank; `starts` say
+    where the parameters lie, by their names in that order.
     """
 
     group: int
@@ -36,5 +39,6 @@ class FlatBuffer:
     step_place: StepPlace | None
     scalars: Mapping[str, Scalar]
     sightings: Sequence[Sighting]
-    left_out: Sequence[str]
     warnings: Sequence[str]
+    own: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    starts: Mapping[str, int] = field(default_factory=dict)

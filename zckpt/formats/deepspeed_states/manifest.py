@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 from ...core.annotations import Any
 from ...core.facts import FlatBufferEngine, StepPlace
-from ...core.inert import Foreign
-from ...core.manifest import Manifest, Parameter, Sighting
+from ...core.inert import Foreign, inside
+from ...core.manifest import Manifest, Parameter, Sighting, Unread
 from ...core.values import replace
 from ...errors import listed
 from ...files.torchfile import TorchFile
@@ -76,6 +76,7 @@ def manifest_of(
     groups = _groups(ranks, tensors)
     sightings = [line for buffer in buffers for line in buffer.sightings]
     beside = siblings(ranks.directory)
+    partitions, unread = _partitions(ranks, tensors, buffers)
     return Manifest(
         root=ranks.directory.path,
         format=format,
@@ -98,7 +99,7 @@ def manifest_of(
             config,
         ),
         step_place=_step_place(ranks, buffers),
-        state=_state(ranks, tensors),
+        state=_state(ranks, tensors, partitions),
         replicas=tuple(tensors.replicas),
         entries=tensors.entries,
         parameters=tensors.parameters,
@@ -107,9 +108,9 @@ def manifest_of(
         records=tuple(record for file in _files(ranks) for record in file.records.values()),
         files=tuple(file.path for file in _files(ranks)),
         siblings=tuple(beside.files),
+        unread=tuple(unread),
         left_out=tuple(
-            [line for buffer in buffers for line in buffer.left_out]
-            + _own_client_state(ranks)
+            _own_client_state(ranks)
             + beside.left_out
             + [f"{name}: a second name of a weight that was left out of the save" for name in alone]
         ),
@@ -234,7 +235,46 @@ def _step_place(ranks: EngineStates, buffers: Sequence[FlatBuffer]) -> StepPlace
     return replace(place, stale=stale)
 
 
-def _state(ranks: EngineStates, tensors: ManifestTensors) -> dict[str, Any]:
+def _partitions(
+    ranks: EngineStates, tensors: ManifestTensors, buffers: Sequence[FlatBuffer]
+) -> tuple[list[dict[str, Any]], list[Unread]]:
+    """States of the ranks' parts of flat buffers that no parameter has a part of.
+
+    SOAP's matrices, and 8-bit optimizers' scales of 256 elements. An elastic save cuts its padding
+    off them, and ranks that share experts have parts of other buffers each: these are not read.
+    """
+    partitions: list[dict[str, Any]] = []
+    unread = []
+    for buffer in buffers:
+        if ranks.elastic or ranks.model.get("num_experts"):
+            kind = "an elastic save" if ranks.elastic else "a run with experts"
+            reason = f"in {kind}, zckpt does not read a state of the ranks' parts of flat buffers"
+            unread += [Unread(key, tuple(buffer.starts), reason) for key in buffer.own]
+            continue
+        path = f"optimizer.partitions.{len(partitions)}"
+        states = {
+            key: [
+                tensors.kept(value, inside(f"{path}.{rank}", key), ranks.optimizers[rank])
+                for rank, value in enumerate(values)
+            ]
+            for key, values in buffer.own.items()
+        }
+        if states:
+            partitions.append(
+                {
+                    "stage": ranks.stage,
+                    "dp": ranks.dp,
+                    "parameters": list(buffer.starts),
+                    "starts": list(buffer.starts.values()),
+                    "states": states,
+                }
+            )
+    return partitions, unread
+
+
+def _state(
+    ranks: EngineStates, tensors: ManifestTensors, partitions: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
     """Everything that is not a parameter's tensor, so that an engine's files can be rewritten."""
     optimizer = {
         key.removeprefix("optimizer."): tensors.kept(value, key, ranks.optimizers[0])
@@ -253,7 +293,7 @@ def _state(ranks: EngineStates, tensors: ManifestTensors) -> dict[str, Any]:
         "counters": {key: ranks.model.get(key) for key in COUNTERS},
         "module": list(tensors.module),
         **of_model,
-        "optimizer": optimizer,
+        "optimizer": optimizer | ({"partitions": list(partitions)} if partitions else {}),
     }
 
 

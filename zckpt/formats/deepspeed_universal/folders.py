@@ -110,7 +110,6 @@ class ParameterFolders:
                         step_place,
                         scalars,
                         sightings,
-                        (),
                         warnings,
                     )
                 )

@@ -112,6 +112,7 @@ def joined_stages(
         left_out=together.left_out,
         warnings=(*together.warnings, *_perhaps_tied(stages, layers)),
         inferred=together.inferred,
+        unread=together.unread,
     )
     return with_agreed_steps(manifest, step_policy)
 

@@ -82,6 +82,7 @@ def joined_slices(
         left_out=together.left_out,
         warnings=(*together.warnings, *_doubts(given, cut)),
         inferred=together.inferred,
+        unread=together.unread,
         state={**first.state, "tensor_parallel": _facts(cut)},
     )
 

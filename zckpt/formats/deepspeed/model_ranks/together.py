@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from ....core.annotations import Any
 from ....core.fragments import Record
 from ....core.inert import to_json
-from ....core.manifest import Entry, Manifest, Parameter, Sighting
+from ....core.manifest import Entry, Manifest, Parameter, Sighting, Unread
 from ....core.values import replace, valueclass
 from ....errors import InconsistentCheckpoint, UnsupportedCheckpoint
 from ....training import steps
@@ -31,6 +31,7 @@ class Common:
     left_out: tuple[str, ...]
     warnings: tuple[str, ...]
     inferred: tuple[str, ...]
+    unread: tuple[Unread, ...]
 
 
 def common(manifests: Sequence[Manifest]) -> Common:
@@ -56,6 +57,7 @@ def common(manifests: Sequence[Manifest]) -> Common:
         tuple(dict.fromkeys([*_lines(manifests, "left_out"), *_own_values(manifests)])),
         tuple(_lines(manifests, "warnings")),
         tuple(_lines(manifests, "inferred")),
+        tuple(dict.fromkeys(item for each in manifests for item in each.unread)),
     )
 
 

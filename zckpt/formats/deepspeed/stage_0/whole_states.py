@@ -159,7 +159,6 @@ def buffers(
             believed.place(),
             scalars,
             sightings if not place else (),
-            (),
             warnings if not place else (),
         )
 
