@@ -12,7 +12,7 @@ whatever their formats are. The step is no such state: see training/steps.py.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from ..errors import WrongOption, listed
 from .annotations import Any
@@ -24,14 +24,14 @@ from .weights import WEIGHTS, is_optimizers
 OTHER, PARTITIONS = "other", "partitions"
 """Keys of `Manifest.state["optimizer"]`."""
 
-AFRESH = {"RMS": "scale_parameter"}
-"""States that an optimizer computes before it uses them, with a hyper-parameter of its groups:
-Adafactor of transformers, fairseq and pytorch_optimizer writes the weight's RMS and reads it in the
-same update."""
+AFRESH = {"RMS": frozenset(("scale_parameter", "clip_threshold", "eps1"))}
+"""States that an optimizer computes before it uses them, with hyper-parameters that only such an
+optimizer has. Adafactor and CAME of transformers, fairseq, came_pytorch and pytorch_optimizer write
+the weight's RMS in every update, and read it after that or never."""
 
 BOUND = (
-    "it belongs to the ranks' parts of flat buffers, so that a target of another number of ranks, "
-    "of another stage or of another engine cannot have it"
+    "the ranks keep this for their parts of flat buffers, so that no other number of ranks, no "
+    "other stage and no other engine can have it"
 )
 
 
@@ -136,8 +136,8 @@ def tensors_in(value: Any) -> list[str]:
 
 def is_afresh(key: str, manifest: Manifest) -> bool:
     """Whether the optimizer computes a state before it uses it: it may be lost."""
-    shows = AFRESH.get(key)
-    return shows is not None and any(shows in group for group in manifest.groups or ())
+    shown_by = AFRESH.get(key, frozenset())
+    return any(not shown_by.isdisjoint(group) for group in manifest.groups or ())
 
 
 def lost(source: Manifest, target: Manifest) -> list[State]:
@@ -325,7 +325,13 @@ def renamed_others(
     return optimizer, tensors
 
 
-def in_words(states: Iterable[State]) -> Iterator[str]:
-    """States as a sentence names them: `Q (fc1.weight, fc2.weight)`."""
+def in_words(states: Iterable[State]) -> str:
+    """States as a sentence names them: `GG and Q of fc1.weight, fc2.weight`."""
+    keys: dict[str, list[str]] = {}
     for state in states:
-        yield f"{state.key} ({listed(state.parameters, 4)})"
+        keys.setdefault(listed(state.parameters, 4), []).append(state.key)
+    return "; ".join(f"{_joined(own)} of {names}" for names, own in keys.items())
+
+
+def _joined(keys: Sequence[str]) -> str:
+    return " and ".join([", ".join(keys[:-1]), keys[-1]] if keys[1:] else keys)

@@ -96,13 +96,6 @@ def _check_objects(names: Sequence[str]) -> None:
             )
 
 
-def _check_states(keys: Sequence[str]) -> None:
-    if isinstance(keys, str):
-        raise WrongOption(
-            f"drop_state {keys!r} is no list of names", hint="give a list, such as ['exp_avg']"
-        )
-
-
 # -- options that several formats understand
 
 DP: Option[int | None] = Option(
@@ -281,7 +274,6 @@ DROP_STATE: Option[Sequence[str]] = Option(
     group="Optimizer and steps",
     kind="texts",
     metavar="NAME",
-    check=_check_states,
 )
 EVERYWHERE: tuple[Option[Any], ...] = (
     PARAM_NAMES, TIE, RENAME, FAMILY, ACCEPT_WEIGHTS, DROP_STATE

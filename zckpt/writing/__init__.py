@@ -1,8 +1,9 @@
 """How a manifest becomes a checkpoint of another format or size, and the report about it.
 
 The target gets the source's tensors under the names and in the groups that its engine needs; what
-the target's format lays out is then written by `copying.convert`. `several.py` writes several
-checkpoints of a trainer's run as one target.
+the target's format lays out is then written by `copying.convert`. `keeping.py` asks whether the
+target has every state of the source's optimizer; `several.py` writes several checkpoints of a
+trainer's run as one target.
 """
 
 from __future__ import annotations

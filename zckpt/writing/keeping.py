@@ -11,6 +11,7 @@ import os
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from .. import formats
@@ -18,7 +19,7 @@ from ..core import states
 from ..core.manifest import Manifest
 from ..core.states import State
 from ..core.values import valueclass
-from ..errors import UnsupportedState, WrongOption, counted
+from ..errors import UnsupportedState, WrongOption
 from ..training import objects
 from ..training.options import DROP_STATE, WEIGHTS_ONLY, Options
 
@@ -85,19 +86,18 @@ class Keeping:
             reason = state.reason or (OBJECTS if state.key in named else self.format.states)
             reasons.setdefault(reason, []).append(state)
         sentences = [
-            " and ".join(states.in_words(own)) + (f": {reason}" if reason else "")
+            states.in_words(own) + (f" ({reason})" if reason else "")
             for reason, own in reasons.items()
         ]
         keys = [state.key for state in lost]
-        drop = " ".join(f"{DROP_STATE.flag} {key}" for key in keys)
+        drop = " ".join(f"{DROP_STATE.flag} {quote(key)}" for key in keys)
         without = "it" if len(keys) == 1 else "them"
         hint = f"to go on without {without}: {drop} (or --weights-only)"
         if classes := self._classes(named.intersection(keys)):
             allow = " ".join(f"--allow-object {name}" for name in classes)
             hint += f"; to write the objects, if you trust their classes: {allow}"
         raise UnsupportedState(
-            f"a target of {self.format.name} cannot have "
-            f"{counted(len(keys), 'state')} of the optimizer: {'; '.join(sentences)}",
+            f"the target cannot have the optimizer's {'; '.join(sentences)}",
             hint=hint,
         )
 

@@ -7,15 +7,15 @@ from collections.abc import Mapping, Sequence
 
 from ...core.annotations import Any
 from ...core.facts import FlatBufferEngine, StepPlace
-from ...core.inert import Foreign, inside
-from ...core.manifest import Manifest, Parameter, Sighting, Unread
+from ...core.inert import Foreign
+from ...core.manifest import Manifest, Parameter, Sighting
 from ...core.values import replace
 from ...errors import listed
 from ...files.torchfile import TorchFile
 from ...training import steps
 from ...training.optimizers import infer_optimizer
 from .directories import siblings, trainer_around
-from .flats import FlatBuffer
+from .flats import FlatBuffer, states_of_partitions
 from .states import COUNTERS, EngineStates, comparable, nested
 from .tensors import ManifestTensors, is_extra
 
@@ -76,7 +76,7 @@ def manifest_of(
     groups = _groups(ranks, tensors)
     sightings = [line for buffer in buffers for line in buffer.sightings]
     beside = siblings(ranks.directory)
-    partitions, unread = _partitions(ranks, tensors, buffers)
+    partitions, unread = states_of_partitions(ranks, buffers, tensors.kept)
     return Manifest(
         root=ranks.directory.path,
         format=format,
@@ -233,43 +233,6 @@ def _step_place(ranks: EngineStates, buffers: Sequence[FlatBuffer]) -> StepPlace
         return place
     stale = ranks.groups(0)[0].get("step", ranks.first.get("base_optimizer_state_step"))
     return replace(place, stale=stale)
-
-
-def _partitions(
-    ranks: EngineStates, tensors: ManifestTensors, buffers: Sequence[FlatBuffer]
-) -> tuple[list[dict[str, Any]], list[Unread]]:
-    """States of the ranks' parts of flat buffers that no parameter has a part of.
-
-    SOAP's matrices, and 8-bit optimizers' scales of 256 elements. An elastic save cuts its padding
-    off them, and ranks that share experts have parts of other buffers each: these are not read.
-    """
-    partitions: list[dict[str, Any]] = []
-    unread = []
-    for buffer in buffers:
-        if ranks.elastic or ranks.model.get("num_experts"):
-            kind = "an elastic save" if ranks.elastic else "a run with experts"
-            reason = f"in {kind}, zckpt does not read a state of the ranks' parts of flat buffers"
-            unread += [Unread(key, tuple(buffer.starts), reason) for key in buffer.own]
-            continue
-        path = f"optimizer.partitions.{len(partitions)}"
-        states = {
-            key: [
-                tensors.kept(value, inside(f"{path}.{rank}", key), ranks.optimizers[rank])
-                for rank, value in enumerate(values)
-            ]
-            for key, values in buffer.own.items()
-        }
-        if states:
-            partitions.append(
-                {
-                    "stage": ranks.stage,
-                    "dp": ranks.dp,
-                    "parameters": list(buffer.starts),
-                    "starts": list(buffer.starts.values()),
-                    "states": states,
-                }
-            )
-    return partitions, unread
 
 
 def _state(
