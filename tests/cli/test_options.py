@@ -17,7 +17,7 @@ WRITING = [
     "--dp", "--stage", "--weights-only", "--dtype", "--optimizer", "--ds-config", "--dcp-layout",
     "--dialect", "--group-defaults", "--max-file-size", "--allow-object", "--ep",
     "--max-group-size", "--tp", "--vocab-size", "--pp", "--pp-bounds", "--pp-partition", "--like",
-    "--tie", "--rename", "--family", "--accept-weights",
+    "--tie", "--rename", "--family", "--accept-weights", "--drop-state",
 ]  # fmt: skip
 EXPORTING = [
     *("--dtype", "--config", "--max-shard-size"),
@@ -37,7 +37,13 @@ EXPORTING = [
             ],
         ),
         ("export", ["--to", *EXPORTING, "--replicas", *COPYING, *READING]),
-        ("diff", ["--tensors", "--rename", "--family", "--jobs", "--memory", "--single", *READING]),
+        (
+            "diff",
+            [
+                *("--tensors", "--weights-only", "--drop-state", "--rename", "--family"),
+                *("--jobs", "--memory", "--single", *READING),
+            ],
+        ),
     ],
 )
 def test_options_stand_in_one_order(command: str, flags: list[str]) -> None:

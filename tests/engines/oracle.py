@@ -257,7 +257,7 @@ def local_states(optimizer: Any, layout: Layout) -> list[dict[str, dict[str, Any
 
 
 def is_own(value: Any, flat: Tensor) -> bool:
-    """Whether a state of a rank's flat tensor has no part for each of its elements, nor is a number.
+    """Whether a state of a rank's flat tensor is no number and has no part for each element.
 
     Only the next losses show whether it came back.
     """

@@ -37,6 +37,7 @@ from .parameters import PATH
 @grouped(
     "Comparison",
     "--device",
+    rare=True,
     type=click.Choice(["cuda", "cpu"]),
     help="Where --gather runs.  [default: a GPU if there is one]",
 )
@@ -59,15 +60,14 @@ from .parameters import PATH
 def verify(**words: Any) -> int:
     """Check a checkpoint for contradictions, or compare it with another one.
 
-    Without --against, verify checks that checksums match, that every element is stored once, that
-    copies on several ranks are equal, that weights are the rounded masters, that steps agree, and
-    that no file was saved as that of another rank. A file of the same rank of another run may
-    contradict nothing: only --against finds it.
+    Without --against, verify checks that checksums match, every element is stored once, copies on
+    several ranks are equal, weights are the rounded masters, steps agree, and no file was saved as
+    another rank's. A file of the same rank of another run may contradict nothing: only --against
+    finds it.
 
-    With --against, tensors are compared bit for bit, steps and hyper-parameters by value. A state
-    of the optimizer that one of the two lacks is a difference, unless --weights-only, --drop-state
-    or --tensors says what is not compared. If the original is gone, give the FILE of an earlier
-    --save-proof.
+    With --against, tensors are compared bit for bit, steps and hyper-parameters by value. An
+    optimizer state of one side alone is a difference. If the original is gone, give the FILE of an
+    earlier --save-proof.
 
     Exit code 3: verify found something.
     """

@@ -67,7 +67,7 @@ uncompared = together(
         "--drop-state",
         multiple=True,
         metavar="NAME",
-        help="Do not compare this state of the optimizer. May be repeated.",
+        help="Do not compare this optimizer state. Repeatable.",
     ),
 )
 """What a comparison leaves out."""

@@ -9,7 +9,7 @@ from ..core.annotations import Any
 from ..core.manifest import Entry, Manifest
 from ..core.patterns import matching
 from ..errors import counted, listed
-from .terminal import brief, cell, checked, safe, size, table, unchecked, warn
+from .terminal import brief, cell, checked, safe, size, states, table, unchecked, warn
 
 BAR = 48  # characters
 RUN_CODE = (".bin", ".ckpt", ".pickle", ".pkl", ".pt", ".pth", ".py")
@@ -44,8 +44,8 @@ def summary(report: dict[str, Any], quiet: bool) -> None:
             for slot, s in report["slots"].items()
         ],
     )
-    for line in report["states"]:
-        print(f"\n{_state(line)}: {safe(line['form'])}")
+    for names, line in states(report["states"], "form"):
+        print(f"\nstates {names}: {safe(line['form'])}")
     for place, group in enumerate(report["groups"] or ()):
         values = ", ".join(
             f"{key} {brief(value)}" for key, value in group.items() if value is not None
@@ -156,10 +156,10 @@ def converted(report: dict[str, Any], quiet: bool, shown: Sequence[str] = ()) ->
     if quiet:
         return
     where = safe(report["target"])
-    for line in report["dropped"]:
-        print(f"dropped: {_state(line)} ({safe(line['reason'])})")
-    for line in report["computed_afresh"]:
-        print(f"not written: {_state(line)}: {safe(line['reason'])}")
+    for names, line in states(report["dropped"], "reason"):
+        print(f"dropped: {names} ({safe(line['reason'])})")
+    for names, line in states(report["computed_afresh"], "reason"):
+        print(f"not written: {names} ({safe(line['reason'])})")
     if report.get("already_complete"):
         print(f"{where} is complete already; nothing was written")
         return
@@ -187,11 +187,6 @@ def converted(report: dict[str, Any], quiet: bool, shown: Sequence[str] = ()) ->
         print(f"left out: {safe(line)}")
     unchecked(report)
     print(f"next: {safe(report['next'])}")
-
-
-def _state(line: dict[str, Any]) -> str:
-    """A state of the optimizer, and of how many parameters it is."""
-    return f"optimizer state {safe(line['state'])} of {counted(line['parameters'], 'parameter')}"
 
 
 def _copied(names: Sequence[str]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from ..core.annotations import Any
 from ..core.inert import PYTHON_NUMBERS
 from ..errors import counted, listed
-from .terminal import brief, checked, safe, size, table, unchecked, warn
+from .terminal import brief, checked, safe, size, states, table, unchecked, warn
 
 
 def verified(report: dict[str, Any], quiet: bool) -> None:
@@ -65,7 +65,8 @@ def _both_have(report: dict[str, Any]) -> str:
         for side in "ab"
         if (count := sum(line["tensors"] for line in report["lacking"] if line["only"] == side))
     ]
-    equal = f"the {counted(report['tensors'], 'tensor')} that both have are equal"
+    rounded = " up to rounding" if any(report.get("rounded", {}).values()) else ""
+    equal = f"the {counted(report['tensors'], 'tensor')} that both have are equal{rounded}"
     return "; ".join([equal, *alone])
 
 
@@ -110,10 +111,9 @@ def _findings(report: dict[str, Any]) -> Iterator[str]:
         yield safe(line["message"])
         if line.get("hint"):
             yield f"  {safe(line['hint'])}"
-    for line in report.get("lacking", ()):
-        of = f"{safe(line['state'])} of {counted(line['parameters'], 'parameter')}"
+    for names, line in states(report.get("lacking", ()), "only", "reason"):
         reason = f", and not read: {safe(line['reason'])}" if line.get("reason") else ""
-        yield f"{of}: only in {safe(_side(report, line['only']))}{reason}"
+        yield f"{names}: only in {safe(_side(report, line['only']))}{reason}"
     for line in report.get("steps", ()):
         yield f"step {line['a']} against {line['b']}, of {counted(line['parameters'], 'parameter')}"
     for line in report.get("scalars", ()):

@@ -37,6 +37,20 @@ def safe(text: object) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
 
 
+def states(lines: Sequence[dict[str, Any]], *keys: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """States of the optimizer for a sentence: `GG and Q of 4 parameters`, and the first one's line.
+
+    States of as many parameters are named together if their lines have equal values for `keys`.
+    """
+    alike: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for line in lines:
+        alike.setdefault((line["parameters"], *(line.get(key) for key in keys)), []).append(line)
+    for own in alike.values():
+        names = [safe(line["state"]) for line in own]
+        joined = " and ".join([", ".join(names[:-1]), names[-1]] if names[1:] else names)
+        yield f"{joined} of {counted(own[0]['parameters'], 'parameter')}", own[0]
+
+
 def table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """Rows on stdout, numbers to the right: a table on a terminal, else columns for grep and awk.
 

@@ -269,8 +269,7 @@ DROP_STATE: Option[Sequence[str]] = Option(
     "drop_state",
     "--drop-state",
     (),
-    "Go on without this state of the optimizer, such as one that the target cannot have. May be "
-    "repeated",
+    "Go on without this state of the optimizer. May be repeated",
     group="Optimizer and steps",
     kind="texts",
     metavar="NAME",

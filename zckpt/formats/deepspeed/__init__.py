@@ -41,8 +41,8 @@ FORMAT = Format(
     has_tensor_ranks=True,
     gathers=True,
     states="a flat buffer has place for tensors of the parameters' shapes, and for numbers that "
-    "all of its parameters share (with --stage 0 and an optimizer that DeepSpeed does not flatten, "
-    "every state has a place)",
+    "all of its parameters share; --stage 0 has place for every state, unless the optimizer is a "
+    "FusedAdam",
     groups="without_empty_groups",
     of_ranks=("_states.pt",),
     objects=OBJECTS,
