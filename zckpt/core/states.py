@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from ..errors import WrongOption, listed
+from ..errors import WrongOption, joined, listed
 from .annotations import Any
 from .inert import TensorName, inside, map_values
 from .manifest import Manifest, Unread, slot_key
@@ -54,22 +54,19 @@ class State:
 
 def states_of(manifest: Manifest) -> dict[str, State]:
     """All states by key. A state of several forms has that of the last one in the list above."""
-    states: dict[str, State] = {}
+    states = {
+        slot_key(slot): State(slot_key(slot), {entry.parameter: (entry.name,) for entry in entries})
+        for slot, entries in manifest.slots.items()
+        if is_optimizers(slot)
+    }
 
     def add(key: str, name: str, tensors: Sequence[str], form: str, reason: str = "") -> None:
         state = states.get(key)
         if state is None or state.form != form:
             known = {} if state is None else state.tensors
-            state = states[key] = State(key, known, form, reason or (state.reason if state else ""))
+            state = states[key] = State(key, known, form, reason)
         state.tensors[name] = (*state.tensors.get(name, ()), *tensors)
 
-    keys: dict[str, str | None] = {}
-    for entry in manifest.entries.values():
-        slot = entry.slot
-        if slot not in keys:
-            keys[slot] = slot_key(slot) if is_optimizers(slot) else None
-        if (key := keys[slot]) is not None:
-            add(key, entry.parameter, (entry.name,), "slot")
     for name, parameter in manifest.parameters.items():
         for key in parameter.scalars:
             add(key, name, (), "number")
@@ -147,11 +144,14 @@ def lost(source: Manifest, target: Manifest) -> list[State]:
     then `target` lacks its state if it has this state of no parameter.
     """
     kept = states_of(target)
-    unread = {key for key, state in kept.items() if state.form == "unread"}
-    known = _names(target)
+    known: dict[str, str] = {}
     lacking = []
     for key, state in states_of(source).items():
-        own = kept[key].tensors if key in kept and key not in unread else {}
+        there = kept.get(key)
+        own = {} if there is None or there.form == "unread" else there.tensors
+        if state.tensors.keys() <= own.keys():
+            continue
+        known = known or _names(target)
         names = {known.get(name, name) for name in own}
         missing = {
             name: tensors
@@ -219,8 +219,10 @@ def _rest(values: Mapping[Any, Any], gone: Collection[str]) -> dict[Any, Any]:
     return {key: value for key, value in values.items() if str(key) not in gone}
 
 
-def require_known(keys: Iterable[str], manifests: Sequence[Manifest]) -> None:
+def require_known(keys: Collection[str], manifests: Sequence[Manifest]) -> None:
     """Raises WrongOption for a key of which no manifest has a state."""
+    if not keys:
+        return
     known = list(dict.fromkeys(key for manifest in manifests for key in states_of(manifest)))
     for key in keys:
         if key not in known:
@@ -283,18 +285,32 @@ class Selection:
 EVERYTHING = Selection()
 
 
-def bound_to_unread(manifest: Manifest, reason: str) -> Manifest:
-    """The manifest whose states of ranks' partitions are listed as not read."""
-    bound = [state for state in states_of(manifest).values() if state.form == "partition"]
-    if not bound:
+def as_unread(manifest: Manifest, reason: str) -> Manifest:
+    """The manifest whose states that are neither slots nor numbers are listed as not read."""
+    others, parts = others_of(manifest), partitions_of(manifest)
+    if not others and not parts:
         return manifest
-    optimizer = {key: v for key, v in _optimizer(manifest).items() if key != PARTITIONS}
-    names = {f"{tensor}/state" for part in partitions_of(manifest) for tensor in tensors_in(part)}
+    names: dict[str, dict[str, None]] = {}
+    for name, own in others.items():
+        for key, value in own.items():
+            if value is not None:
+                names.setdefault(str(key), {})[name] = None
+    for part in parts:
+        for key in part["states"]:
+            names.setdefault(str(key), {}).update(dict.fromkeys(part["parameters"]))
+    tensors = {f"{tensor}/state" for tensor in tensors_in([others, *parts])}
+    optimizer = {
+        key: value for key, value in _optimizer(manifest).items() if key not in (OTHER, PARTITIONS)
+    }
     return replace(
         manifest,
-        entries={name: entry for name, entry in manifest.entries.items() if name not in names},
+        entries={name: entry for name, entry in manifest.entries.items() if name not in tensors},
+        replicas=tuple(entry for entry in manifest.replicas if entry.name not in tensors),
         state={**manifest.state, "optimizer": optimizer},
-        unread=(*manifest.unread, *(Unread(s.key, tuple(s.tensors), reason) for s in bound)),
+        unread=(
+            *manifest.unread,
+            *(Unread(key, tuple(own), reason) for key, own in names.items()),
+        ),
     )
 
 
@@ -330,8 +346,4 @@ def in_words(states: Iterable[State]) -> str:
     keys: dict[str, list[str]] = {}
     for state in states:
         keys.setdefault(listed(state.parameters, 4), []).append(state.key)
-    return "; ".join(f"{_joined(own)} of {names}" for names, own in keys.items())
-
-
-def _joined(keys: Sequence[str]) -> str:
-    return " and ".join([", ".join(keys[:-1]), keys[-1]] if keys[1:] else keys)
+    return "; ".join(f"{joined(own)} of {names}" for names, own in keys.items())

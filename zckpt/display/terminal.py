@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from math import isfinite
 
 from ..core.annotations import Any
-from ..errors import WrongOption, counted
+from ..errors import WrongOption, counted, joined
 
 NARROW = 6  # characters per column; a drawn table would lose some with less
 
@@ -46,9 +46,8 @@ def states(lines: Sequence[dict[str, Any]], *keys: str) -> Iterator[tuple[str, d
     for line in lines:
         alike.setdefault((line["parameters"], *(line.get(key) for key in keys)), []).append(line)
     for own in alike.values():
-        names = [safe(line["state"]) for line in own]
-        joined = " and ".join([", ".join(names[:-1]), names[-1]] if names[1:] else names)
-        yield f"{joined} of {counted(own[0]['parameters'], 'parameter')}", own[0]
+        names = joined([safe(line["state"]) for line in own])
+        yield f"{names} of {counted(own[0]['parameters'], 'parameter')}", own[0]
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> None:

@@ -15,7 +15,7 @@ from itertools import chain
 from ....core import sources
 from ....core.facts import FlatBufferEngine
 from ....core.manifest import Entry, Manifest, Sibling
-from ....core.states import bound_to_unread
+from ....core.states import as_unread
 from ....core.values import replace, valueclass
 from ...deepspeed_states.directories import TagDirectory
 from ...deepspeed_states.manifest import manifest_of
@@ -50,7 +50,7 @@ def of_rank(ranks: EngineStates, files: RankFiles, step_policy: str | None) -> M
 
 def of_model_rank(ranks: EngineStates, files: RankFiles, step_policy: str | None) -> Manifest:
     """The same of one among several model ranks, whose parts of flat buffers are not joined."""
-    return bound_to_unread(of_rank(ranks, files, step_policy), OF_MODEL_RANKS)
+    return as_unread(of_rank(ranks, files, step_policy), OF_MODEL_RANKS)
 
 
 @valueclass
