@@ -46,6 +46,10 @@ def read(path: str | os.PathLike[str], reading: Reading) -> Manifest:
         manifest = families.translated(manifest, reading.family)
     lost, stateless = lacking(manifest)
     lines = [*manifest.warnings, *lost, *stateless, *_unused(manifest, reading, format)]
+    if manifest.siblings and manifest.groups is not None:  # a model that is to be loaded needs none
+        from .training.trainers import lacking_state
+
+        lines += lacking_state(manifest.siblings)
     lines += oddly_timed(manifest)
     return replace(manifest, warnings=tuple(dict.fromkeys(lines)))  # universal ones keep warnings
 
@@ -119,4 +123,8 @@ def read_other(path: str | os.PathLike[str], first: Manifest, reading: Reading) 
         tp_rules=reading.tp_rules,
     )
     other = read(path, options)
+    if first.siblings or other.siblings:
+        from .training.saving import spelled_as
+
+        other = spelled_as(other, first)
     return called_as(other, names_of(first))

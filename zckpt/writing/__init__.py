@@ -24,6 +24,7 @@ from ..core.resources import DEFAULT_COPYING, Begin, Copying, Tell
 from ..core.values import replace, valueclass
 from ..errors import TargetExists, WrongOption, counted
 from ..formats.hf.options import MODEL_CONFIG
+from ..formats.paths import strange_target
 from ..formats.reading import Reading
 from ..reading import read
 from ..training import objects, steps, ties
@@ -43,7 +44,7 @@ from ..training.options import (
 )
 from ..training.order import in_order_of
 from ..version import __version__
-from .keeping import Keeping, dropped_states, laid_out_apart
+from .keeping import Keeping, dropped_states
 
 if TYPE_CHECKING:
     from ..copying.copy import CopyOutcome
@@ -93,6 +94,8 @@ def read_for(
     """
     from ..copying.targets import refuse_existing, refuse_inside
 
+    if strange := strange_target(os.fspath(target)):
+        raise WrongOption(*strange)
     refuse_inside(os.fspath(source), os.fspath(target))
     if not running.continues:
         refuse_existing(os.fspath(target))
@@ -127,7 +130,7 @@ def write(
     format = formats.named(to)
     if not format.writes:
         raise WrongOption(f"zckpt can read {to}, but not write it yet")
-    format.refuse(options)
+    format.refuse(options, _called(command, to))
     dropped = dropped_states(manifest, options)
     manifest = states.without(manifest, options[DROP_STATE])
     named = _named_for(format, manifest, options)
@@ -136,18 +139,16 @@ def write(
     size = sum(files.values())
     report = _report(command, source, target, format, layout, files, options)
     report["dropped"] = dropped if format.is_resumed else []
-    keeping = Keeping(manifest, named, source, format, options)
-    report["warnings"] += steps.unused_policy(manifest.step, reading.step_policy)
+    keeping = Keeping(manifest, named, source, format, options, report)
+    layout = replace(layout, read_back=keeping.read_back(layout))
+    report["warnings"] += steps.unused_policy(manifest, reading.step_policy)
     run = identity(layout.source or manifest, to, reading, options, files)
     if running.continues and targets.is_complete(target, run):
         return report | {"already_complete": True, "seconds": _since(started)}
     if running.tell:
         running.tell(report["warnings"])
-    read_back = layout.read_back or format.read_shells
     if running.dry_run:
-        if keeping.has_states:
-            with laid_out_apart(layout.shells()) as folder:
-                report["computed_afresh"] = keeping.check(read_back(folder))
+        keeping.try_out(layout)
         memory = convert.memory_of(source, running.copying)
         return report | {"dry_run": True, "memory": memory, "free": targets.free_space(target)}
     targets.need_space(target, size, running.continues)
@@ -160,13 +161,6 @@ def write(
     stage = staging.Staging(
         target, run, chunk, running.continues, before, running.sharing, running.above
     )
-
-    def read_shells(folder: str) -> Manifest:
-        shells = read_back(folder)
-        report["computed_afresh"] = keeping.check(shells)
-        return shells
-
-    layout = replace(layout, read_back=read_shells)
     try:
         outcome = _filled(stage, format, source, layout, size, running, report["warnings"])
     except (OSError, TargetExists):
@@ -192,6 +186,15 @@ def write(
     }
 
 
+def _called(command: str, to: str) -> str:
+    """What the error about an option calls the target, of which the user may have typed nothing."""
+    if command == "reshard":
+        return f"{to}, the format that reshard keeps"
+    if to == "universal":
+        return "a universal checkpoint, which convert writes without --to"
+    return f"--to {to}"
+
+
 def _laid_out(
     format: Format,
     manifest: Manifest,
@@ -208,7 +211,6 @@ def _laid_out(
     """
     from ..core.layout import remembered
 
-    format.refuse(options)
     admitted = named
     if format.objects is not None:
         admitted = objects.without_others(named, formats.engine_objects(), options[ALLOW_OBJECT])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from shlex import quote
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ from ..training import objects
 from ..training.options import DROP_STATE, WEIGHTS_ONLY, Options
 
 if TYPE_CHECKING:
-    from ..core.layout import Shell
+    from ..core.layout import Layout, Shell
     from ..formats.format import Format
 
 Report = dict[str, Any]
@@ -52,24 +52,42 @@ def _line(state: State, reason: str) -> Report:
 
 @valueclass
 class Keeping:
-    """What a target must keep: `source` as it was read, `named` as the target calls it, and
-    `admitted` without the objects that no pickle of the target may have."""
+    """What a target must keep, and whether it does.
+
+    `source` is what was read, without dropped states; `named` has the target's names; `admitted`
+    lacks the objects that no pickle of the target may have. `report` gets what is found.
+    """
 
     source: Manifest
     named: Manifest
     admitted: Manifest
     format: Format
     options: Options
+    report: Report
+
+    def read_back(self, layout: Layout) -> Callable[[str], Manifest]:
+        """Reads the shells of a target, and checks them; raises UnsupportedState."""
+        read = layout.read_back or self.format.read_shells
+
+        def read_and_check(folder: str) -> Manifest:
+            shells = read(folder)
+            self.report["computed_afresh"] = self._computed_afresh(shells)
+            return shells
+
+        return read_and_check
+
+    def try_out(self, layout: Layout) -> None:
+        """Reads the shells back from a temporary folder, for a run that writes nothing."""
+        if self.has_states and layout.read_back is not None:
+            with _laid_out(layout.shells()) as folder:
+                layout.read_back(folder)
 
     @property
     def has_states(self) -> bool:
         return not self.options.weights_only and bool(states.states_of(self.source))
 
-    def check(self, shells: Manifest) -> list[Report]:
-        """States that the target lacks and its optimizer computes afresh, as lines of the report.
-
-        Raises UnsupportedState for others.
-        """
+    def _computed_afresh(self, shells: Manifest) -> list[Report]:
+        """States that the target lacks and its optimizer computes afresh; raises for others."""
         if not self.has_states:
             return []
         renamed = () if self.named is self.source else states.lost(self.source, self.named)
@@ -112,7 +130,7 @@ OBJECTS = "objects of a class, which a program that loads the target would run"
 
 
 @contextmanager
-def laid_out_apart(shells: Iterable[Shell]) -> Iterator[str]:
+def _laid_out(shells: Iterable[Shell]) -> Iterator[str]:
     """A temporary folder with the shells of a target, for the time of the block."""
     with tempfile.TemporaryDirectory(prefix="zckpt-") as folder:
         for shell in shells:

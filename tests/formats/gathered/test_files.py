@@ -98,7 +98,7 @@ def test_verls_folder(tmp_path: Path, zckpt: Zckpt) -> None:
     (folder / "rollouts" / "big.bin").touch()
     refused = zckpt("reshard", folder, tmp_path / "out", "--dp", "4")
     assert refused.code == 2
-    assert "--dp does not apply to --to gathered" in refused.err
+    assert "--dp does not apply to gathered, the format that reshard keeps" in refused.err
     assert "any number of ranks" in refused.err
     done = zckpt("reshard", folder, tmp_path / "out")
     assert done.code == 0
@@ -270,3 +270,14 @@ def test_the_name_of_no_file_says_nothing(tmp_path: Path) -> None:
     folder = save(tmp_path / "run", trained_pair(), "model.pt", "optim.pt")
     (folder / "model.pt").rename(folder / "pytorch_model.bin")
     assert zckpt.verify(folder, param_names=names_by_group(trained_pair()))["equal"]
+
+
+def test_names_for_an_optimizer_that_is_not_there(tmp_path: Path) -> None:
+    """Its file was lost: `convert` takes the names for those of the target, which has others."""
+    folder = save(tmp_path / "run", trained_pair(), "model.pt", "optim.pt")
+    names = names_by_group(trained_pair())
+    assert zckpt.verify(folder, param_names=names)["notes"] == []
+    (folder / "optim.pt").unlink()
+    (note,) = zckpt.verify(folder, param_names=names)["notes"]
+    assert note == "there is no optimizer: --param-names is not used"
+    assert zckpt.verify(folder)["notes"] == []

@@ -34,6 +34,7 @@ from .names import names_of, refuse_twice
 from .tree import Leaf, Path, SavedTree, StepStatement, dotted
 from .twins import second_names
 
+NO_OPTIMIZER = "there is no optimizer: --param-names is not used"
 SCHEDULERS = ("lr_scheduler", "scheduler")
 
 
@@ -71,7 +72,9 @@ def manifest(saved: SavedTree, reading: Reading = USUAL) -> Manifest:
         if strangers := [str(key) for key in optimizer.state if key not in name_of]:
             saved.left_out.append(f"the state of {listed(strangers)}, which no group contains")
         optimizer = optimizer.renamed(name_of)
-    return _Manifest(saved, path, model, optimizer_path, optimizer, step_policy).build()
+    result = _Manifest(saved, path, model, optimizer_path, optimizer, step_policy).build()
+    unused = optimizer is None and names is not None
+    return replace(result, notes=(NO_OPTIMIZER,)) if unused else result
 
 
 def _with_names_of_adapters(
