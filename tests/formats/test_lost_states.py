@@ -201,6 +201,25 @@ def test_another_optimizers_rms_is_a_state(tmp_path: Path) -> None:
         zckpt.convert(source, tmp_path / "run", to="deepspeed", dp=2)
 
 
+@pytest.mark.parametrize("hyper", ["scale_parameter", "own"])
+def test_moments_of_vectors_are_none_of_matrices(tmp_path: Path, hyper: str) -> None:
+    """In flat buffers Adafactor keeps whole second moments, elsewhere rows and columns."""
+    source = adafactor(tmp_path / "source", hyper)
+    zckpt.convert(source, tmp_path / "run", to="deepspeed", dp=2, drop_state=["RMS"])
+    zckpt.convert(tmp_path / "run", tmp_path / "universal")
+    zckpt.reshard(tmp_path / "universal", tmp_path / "dp3", dp=3)
+    for origin in ("run", "universal"):
+        for options in ({"to": "dcp"}, {"to": "deepspeed", "stage": 0, "dtype": "fp32"}):
+            target = tmp_path / f"{origin}-{options['to']}"
+            if hyper == "own":
+                zckpt.convert(tmp_path / origin, target, **options)  # type: ignore[arg-type]
+                continue
+            with pytest.raises(UnsupportedState) as refused:
+                zckpt.convert(tmp_path / origin, target, **options)  # type: ignore[arg-type]
+            assert "exp_avg_sq of trunk.weight, head.weight (" in refused.value.message
+            assert "rows and columns" in refused.value.message
+
+
 # -- what only one of two sides has
 
 

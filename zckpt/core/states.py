@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from ..errors import WrongOption, joined, listed
 from .annotations import Any
+from .facts import FlatBufferEngine
 from .inert import TensorName, inside, map_values
 from .manifest import Manifest, Unread, slot_key
 from .values import field, replace, valueclass
@@ -24,10 +25,18 @@ from .weights import WEIGHTS, is_optimizers
 OTHER, PARTITIONS = "other", "partitions"
 """Keys of `Manifest.state["optimizer"]`."""
 
-AFRESH = {"RMS": frozenset(("scale_parameter", "clip_threshold", "eps1"))}
-"""States that an optimizer computes before it uses them, with hyper-parameters that only such an
-optimizer has. Adafactor and CAME of transformers, fairseq, came_pytorch and pytorch_optimizer write
-the weight's RMS in every update, and read it after that or never."""
+FACTORING = frozenset(("scale_parameter", "clip_threshold", "eps1", "beta2_decay"))
+"""Hyper-parameters that only optimizers have which keep rows and columns of a matrix: Adafactor and
+CAME of torch, transformers, fairseq, came_pytorch and pytorch_optimizer, Adalite."""
+
+AFRESH = {"RMS": FACTORING}
+"""States that an optimizer computes before it uses them, with hyper-parameters that show which one
+it is. These write the weight's RMS in every update, and read it after that or never."""
+
+OF_VECTORS = (
+    "the optimizer saw the parts of flat buffers as vectors; of matrices it keeps rows and columns "
+    "instead, and cannot go on with this"
+)
 
 BOUND = (
     "the ranks keep this for their parts of flat buffers, so that no other number of ranks, no "
@@ -161,6 +170,34 @@ def lost(source: Manifest, target: Manifest) -> list[State]:
         if missing:
             lacking.append(replace(state, tensors=missing))
     return lacking
+
+
+def of_vectors(source: Manifest, target: Manifest) -> list[State]:
+    """The states of matrices that an optimizer of flat buffers has kept as if of vectors.
+
+    `target` cannot go on with them unless it has flat buffers too.
+    """
+    if not _is_flat(source) or _is_flat(target):
+        return []
+    groups = source.groups or ()
+    factoring = {n for n, group in enumerate(groups) if not FACTORING.isdisjoint(group)}
+    axes = {
+        name: len(parameter.shape)
+        for name, parameter in source.parameters.items()
+        if parameter.group in factoring
+    }
+    unfit = []
+    for key, state in states_of(source).items():
+        matrices = {name: own for name, own in state.tensors.items() if axes.get(name, 0) > 1}
+        if state.form == "slot" and key != "exp_avg" and matrices:
+            unfit.append(replace(state, tensors=matrices, reason=OF_VECTORS))
+    return unfit
+
+
+def _is_flat(manifest: Manifest) -> bool:
+    """Whether its optimizer updates flat buffers, and not the parameters themselves."""
+    stage = manifest.source.get("zero_stage")
+    return isinstance(manifest.engine, FlatBufferEngine) and bool(stage)
 
 
 def _names(manifest: Manifest) -> dict[str, str]:

@@ -91,7 +91,8 @@ class Keeping:
         if not self.has_states:
             return []
         renamed = () if self.named is self.source else states.lost(self.source, self.named)
-        lost = {state.key: state for state in (*states.lost(self.named, shells), *renamed)}
+        unfit = states.of_vectors(self.source, shells)
+        lost = {state.key: state for state in (*unfit, *states.lost(self.named, shells), *renamed)}
         afresh = [state for key, state in lost.items() if states.is_afresh(key, self.source)]
         if len(lost) > len(afresh):
             self._refuse([state for state in lost.values() if state not in afresh])
@@ -114,6 +115,8 @@ class Keeping:
         if classes := self._classes(named.intersection(keys)):
             allow = " ".join(f"--allow-object {name}" for name in classes)
             hint += f"; to write the objects, if you trust their classes: {allow}"
+        if states.OF_VECTORS in reasons:
+            hint = "to begin with fresh states: --weights-only"
         raise UnsupportedState(
             f"the target cannot have the optimizer's {'; '.join(sentences)}",
             hint=hint,

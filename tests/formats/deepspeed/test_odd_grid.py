@@ -83,3 +83,10 @@ def test_tensor_ranks_of_flat_buffers(grid_trained: Trained, tmp_path: Path) -> 
             convert()
     zckpt.reshard(run, tmp_path / "run", dp=1, drop_state=["Q"])
     assert {item.key for item in zckpt.read(run).unread} == {"Q"}
+    (line,) = zckpt.inspect(zckpt.read(run))["states"]
+    assert line["form"].startswith("not read: of several model ranks")
+    report = zckpt.verify(run)
+    assert report["equal"]
+    assert any(note.startswith("not read: Q of ") for note in report["notes"])
+    assert not zckpt.verify(run, run)["equal"]  # nobody knows
+    assert zckpt.verify(run, run, drop_state=["Q"])["equal"]
