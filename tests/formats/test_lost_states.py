@@ -359,6 +359,19 @@ class TestEngine:
         with pytest.raises(UnsupportedState):
             zckpt.reshard(root / "run", tmp_path / "zero", dp=2, stage=2)
 
+    def test_objects_of_partitions(self, trained: Trained, tmp_path: Path) -> None:
+        case = case_of("grafted", 2)
+        root = trained(case)
+        oracle = torch.load(root / "oracle.pt", weights_only=False)
+        with pytest.raises(UnsupportedState) as refused:
+            zckpt.reshard(root / "run", tmp_path / "run", dp=2)
+        assert f"--allow-object {GRAFT}" in str(refused.value.hint)
+        with pytest.raises(UnsupportedState, match="no other number of ranks"):
+            zckpt.reshard(root / "run", tmp_path / "run", dp=3, allow_object=[GRAFT])
+        zckpt.reshard(root / "run", tmp_path / "run", dp=2, allow_object=[GRAFT])
+        after = deepspeed.resume(case, tmp_path / "run", tmp_path / "resumed")
+        assert after["losses"] == oracle["losses"]
+
     def test_objects_without_zero(self, trained: Trained, tmp_path: Path) -> None:
         case = case_of("grafted", 0)
         root = trained(case)

@@ -99,10 +99,10 @@ class Keeping:
         return [_line(state, "the optimizer computes it afresh") for state in afresh]
 
     def _refuse(self, lost: Sequence[State]) -> None:
-        named = {state.key for state in states.lost(self.named, self.admitted)}
+        of_objects = {state.key for state in states.lost(self.named, self.admitted)}
         reasons: dict[str, list[State]] = {}
         for state in lost:
-            reason = state.reason or (OBJECTS if state.key in named else self.format.states)
+            reason = OBJECTS if state.key in of_objects else state.reason or self.format.states
             reasons.setdefault(reason, []).append(state)
         sentences = [
             states.in_words(own) + (f" ({reason})" if reason else "")
@@ -112,7 +112,7 @@ class Keeping:
         drop = " ".join(f"{DROP_STATE.flag} {quote(key)}" for key in keys)
         without = "it" if len(keys) == 1 else "them"
         hint = f"to go on without {without}: {drop} (or --weights-only)"
-        if classes := self._classes(named.intersection(keys)):
+        if classes := self._classes(of_objects.intersection(keys)):
             allow = " ".join(f"--allow-object {name}" for name in classes)
             hint += f"; to write the objects, if you trust their classes: {allow}"
         if states.OF_VECTORS in reasons:
@@ -124,9 +124,10 @@ class Keeping:
 
     def _classes(self, keys: Iterable[str]) -> list[str]:
         """The classes and functions that the values of states name, and that may be admitted."""
-        values = states.others_of(self.named).values()
-        own = {key: [value[key] for value in values if key in value] for key in keys}
-        return [] if not own else objects.admissible(own, formats.engine_objects())
+        parts = [part["states"] for part in states.partitions_of(self.named)]
+        values = [*states.others_of(self.named).values(), *parts]
+        own = [value[key] for key in keys for value in values if key in value]
+        return objects.admissible(own, formats.engine_objects())
 
 
 OBJECTS = "objects of a class, which a program that loads the target would run"
