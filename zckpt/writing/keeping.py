@@ -99,7 +99,8 @@ class Keeping:
         return [_line(state, "the optimizer computes it afresh") for state in afresh]
 
     def _refuse(self, lost: Sequence[State]) -> None:
-        of_objects = {state.key for state in states.lost(self.named, self.admitted)}
+        filtered = states.lost(self.named, self.admitted)
+        of_objects = {state.key for state in filtered if state.form != "unread"}
         reasons: dict[str, list[State]] = {}
         for state in lost:
             reason = OBJECTS if state.key in of_objects else state.reason or self.format.states
