@@ -31,7 +31,7 @@ def summary(report: dict[str, Any], quiet: bool) -> None:
         *([("experts", _experts(report["experts"]))] if report.get("experts") else []),
         ("tag", report.get("tag")),
         ("step", cell(report["step"])),
-        ("optimizer", report["optimizer"]),
+        ("optimizer", report["optimizer"] or _unnamed(report)),
         ("parameters", f"{report['parameters']:,} ({report['elements']:,} elements)"),
         ("files", f"{report['files']:,} ({sized(report['bytes'])})"),
         *([("objects of", safe(listed(report["objects"], 20)))] if report["objects"] else []),
@@ -55,6 +55,14 @@ def summary(report: dict[str, Any], quiet: bool) -> None:
     if report["groups"] is None:
         print("\nno hyper-parameters are stored")
     warn(report["problems"], quiet)
+
+
+def _unnamed(report: dict[str, Any]) -> str | None:
+    """What an optimizer is called that no file names; None without states."""
+    states = report["slots"].keys() - {"param", "master", "state"}
+    if {"exp_avg", "exp_avg_sq"} <= states:
+        return "Adam-like (not named)"
+    return "not named" if states else None
 
 
 def _grid(report: dict[str, Any]) -> list[tuple[str, str]]:

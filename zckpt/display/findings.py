@@ -102,7 +102,9 @@ def differing(report: dict[str, Any], quiet: bool) -> None:
             print(f"note: {safe(line)}")
 
 
-DIFFERENCES = ("lacking", "differences", "problems", "steps", "scalars", "groups", "states")
+DIFFERENCES = (
+    "lacking", "differences", "problems", "steps", "step_place", "scalars", "groups", "states"
+)  # fmt: skip
 
 
 def _findings(report: dict[str, Any]) -> Iterator[str]:
@@ -116,6 +118,8 @@ def _findings(report: dict[str, Any]) -> Iterator[str]:
         yield f"{names}: only in {safe(_side(report, line['only']))}{reason}"
     for line in report.get("steps", ()):
         yield f"step {line['a']} against {line['b']}, of {counted(line['parameters'], 'parameter')}"
+    for line in report.get("step_place", ()):
+        yield f"place of the step: {line['a']} against {line['b']}"
     for line in report.get("scalars", ()):
         where = f"{line['parameter']}, {line['scalar']}"
         a, b = (_number_as_kept(line, side) for side in "ab")

@@ -24,7 +24,9 @@ from .pairs import missing, mutual_matches, only_rounded, own_matches, selected
 from .report import difference, findings, versions
 
 Report = dict[str, Any]
-FINDINGS = ("differences", "problems", "steps", "scalars", "groups", "lacking", "unproven")
+FINDINGS = (
+    "differences", "problems", "steps", "step_place", "scalars", "groups", "lacking", "unproven"
+)  # fmt: skip
 
 
 def verify_alone(
@@ -199,12 +201,14 @@ def with_values(
         for name in missing(names, owner, other)
     ]
     lacking, afresh = values.lacking(a, b, {line["tensor"] for line in lost})
+    step_place, moved = values.step_places(a, b)
     report = {
         **report,
         "problems": report["problems"] + lost,
-        "notes": [*report["notes"], *afresh],
+        "notes": [*report.get("notes", ()), *afresh, *moved],
         "lacking": lacking,
         "steps": values.steps(a, b),
+        "step_place": step_place,
         "scalars": values.scalars(a, b),
         "groups": values.groups(a, b) + values.trainable(a, b),
         "only_a": list(only_a),

@@ -186,6 +186,19 @@ GROUP_DEFAULTS: Option[GroupDefaults] = Option(
     group="Optimizer and steps",
     check=_check_group_defaults,
 )
+OPTIMIZER: Option[str | None] = Option(
+    "optimizer",
+    "--optimizer",
+    None,
+    "Store the step where this Adam looks for it: torch, deepspeed-fused-adam, deepspeed-cpu-adam "
+    "or apex-fused-adam",
+    # the keys of steps.WRITTEN, whose import would make `--help` slower; a test compares
+    choices=("torch", "deepspeed-fused-adam", "deepspeed-cpu-adam", "apex-fused-adam"),
+    usual="as in the source",
+    metavar="CLASS",
+    group="Optimizer and steps",
+    rare=True,
+)
 MAX_FILE_SIZE: Option[int | None] = Option(
     "max_file_size",
     "--max-file-size",
@@ -252,28 +265,18 @@ FAMILY: Option[str | None] = Option(
     metavar="NAME|FILE[:K=N,...]",
 )
 
-# -- options that need nothing of a writer: the source is checked, or loses states, before it is
-# written
+# -- options that need nothing of a writer: the source is checked, or loses states, before that
 
 ACCEPT_WEIGHTS: Option[bool] = Option(
-    "accept_weights",
-    "--accept-weights",
-    False,
+    "accept_weights", "--accept-weights", False,
     "Go on if weights are not the rounded fp32 masters, for example if those of an EMA were saved "
     "in place of the trained ones",
-    group="Source",
-    rare=True,
-    kind="switch",
-)
+    kind="switch", group="Source", rare=True,
+)  # fmt: skip
 DROP_STATE: Option[Sequence[str]] = Option(
-    "drop_state",
-    "--drop-state",
-    (),
-    "Go on without this state of the optimizer. May be repeated",
-    group="Optimizer and steps",
-    kind="texts",
-    metavar="NAME",
-)
+    "drop_state", "--drop-state", (), "Go on without this state of the optimizer. May be repeated",
+    kind="texts", metavar="NAME", group="Optimizer and steps",
+)  # fmt: skip
 EVERYWHERE: tuple[Option[Any], ...] = (
     PARAM_NAMES, TIE, RENAME, FAMILY, ACCEPT_WEIGHTS, DROP_STATE
 )  # fmt: skip
@@ -291,6 +294,7 @@ class Keywords(TypedDict, total=False):
     weights_only: bool
     dtype: str | None
     dialect: str | None
+    optimizer: str | None
     group_defaults: GroupDefaults
     max_file_size: int | None  # bytes
     allow_object: Sequence[str]
