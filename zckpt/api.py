@@ -48,6 +48,7 @@ def read(
     *,
     format: str | None = None,
     tag: str | None = None,
+    root: str | None = None,
     step_policy: str | None = None,
     param_names: Sequence[str] | None = None,
     weights_only: bool = False,
@@ -55,13 +56,17 @@ def read(
 ) -> Manifest:
     """The manifest of the checkpoint at `path`, recognized by content. Reads no tensor.
 
-    `param_names` are for an optimizer that knows its parameters by number alone; with
-    `weights_only` such an optimizer needs no names and may be left unread. `tp_rules` (a family or
-    a file) says how tensor-parallel ranks cut parameters, if the checkpoint does not. Raises the
-    ZckptError that fits: NotACheckpoint, IncompleteCheckpoint, ...
+    `root` chooses one of several models, as "generator" or "generator=optimizer_g"; without it all
+    are read, with the model's name before each name. `param_names` are for an optimizer that knows
+    its parameters by number alone; with `weights_only` such an optimizer needs no names and may be
+    left unread. `tp_rules` (a family or a file) says how tensor-parallel ranks cut parameters, if
+    the checkpoint does not. Raises the ZckptError that fits: NotACheckpoint, IncompleteCheckpoint,
+    ...
     """
     rules = _text(tp_rules)
-    reading = Reading(format, tag, step_policy, param_names, weights_only, tp_rules=rules)
+    reading = Reading(
+        format, tag, step_policy, param_names, weights_only, root=root, tp_rules=rules
+    )
     return read_manifest(path, reading)
 
 
@@ -76,6 +81,7 @@ def load(
     *,
     format: str | None = None,
     tag: str | None = None,
+    root: str | None = None,
     step_policy: str | None = None,
     param_names: Sequence[str] | None = None,
     tp_rules: Path | None = None,
@@ -90,7 +96,7 @@ def load(
     """
     from .core import loading  # `read` does not need it
 
-    reading = Reading(format, tag, step_policy, param_names, tp_rules=_text(tp_rules))
+    reading = Reading(format, tag, step_policy, param_names, root=root, tp_rules=_text(tp_rules))
     manifest = read_manifest(path, reading)
     entry = loading.entry_of(manifest, name)
     with sources.unchanged(manifest):
@@ -111,6 +117,7 @@ def convert(
     to: str = "universal",
     format: str | None = None,
     tag: str | None = None,
+    root: str | None = None,
     step_policy: str | None = None,
     tp_rules: Path | None = None,
     replicas: str | None = None,
@@ -153,6 +160,7 @@ def convert(
         format,
         tag,
         step_policy,
+        root=root,
         tp_rules=_text(tp_rules),
         replicas=replicas,
         masters_from_weights=masters_from_weights,
@@ -168,6 +176,7 @@ def reshard(
     *,
     format: str | None = None,
     tag: str | None = None,
+    root: str | None = None,
     step_policy: str | None = None,
     tp_rules: Path | None = None,
     replicas: str | None = None,
@@ -197,6 +206,7 @@ def reshard(
         format,
         tag,
         step_policy,
+        root=root,
         tp_rules=_text(tp_rules),
         replicas=replicas,
         masters_from_weights=masters_from_weights,
@@ -226,6 +236,7 @@ def export(
     max_shard_size: int | None = None,
     format: str | None = None,
     tag: str | None = None,
+    root: str | None = None,
     step_policy: str | None = None,
     tp_rules: Path | None = None,
     replicas: str | None = None,
@@ -259,7 +270,9 @@ def export(
     if wrong := sorted(options.keys() & {*own, "param_names"}):
         raise TypeError(f"export() takes no option {wrong[0]!r}")
     target_options = options_of({**own, **options})
-    reading = Reading(format, tag, step_policy, tp_rules=_text(tp_rules), replicas=replicas)
+    reading = Reading(
+        format, tag, step_policy, root=root, tp_rules=_text(tp_rules), replicas=replicas
+    )
     running = Running(copying, dry_run, begin, tell, resume, before_rename, sharing)
     manifest = read_for(target, source, reading, target_options, running)
     return write("export", manifest, os.fspath(target), "hf", reading, target_options, running)
@@ -277,6 +290,7 @@ def verify(
     tensors: str | None = None,
     format: str | None = None,
     tag: str | None = None,
+    root: str | None = None,
     step_policy: str | None = None,
     tp_rules: Path | None = None,
     param_names: Sequence[str] | None = None,
@@ -305,6 +319,7 @@ def verify(
         param_names,
         rename=rename,
         family=family,
+        root=root,
         tp_rules=_text(tp_rules),
     )
     means = Means(device, jobs, memory, pool)
@@ -318,6 +333,7 @@ def diff(
     tensors: str | None = None,
     format: str | None = None,
     tag: str | None = None,
+    root: str | None = None,
     step_policy: str | None = None,
     tp_rules: Path | None = None,
     param_names: Sequence[str] | None = None,
@@ -345,9 +361,10 @@ def diff(
         param_names,
         rename=rename,
         family=family,
+        root=root,
         tp_rules=_text(tp_rules),
     )
-    first = read_manifest(a, reading)
+    first = read_manifest(a, reading, alone=False)
     second = read_other(b, first, reading)
     with sources.unchanged(first, second):
         findings = proof.diff(first, second, tensors, copying, begin)
@@ -361,6 +378,7 @@ def stats(
     tensors: str | None = None,
     format: str | None = None,
     tag: str | None = None,
+    root: str | None = None,
     step_policy: str | None = None,
     tp_rules: Path | None = None,
     param_names: Sequence[str] | None = None,
@@ -378,7 +396,7 @@ def stats(
 
     started = time.monotonic()
     copying = Copying(jobs, memory, pool=pool)
-    reading = Reading(format, tag, step_policy, param_names, tp_rules=_text(tp_rules))
+    reading = Reading(format, tag, step_policy, param_names, root=root, tp_rules=_text(tp_rules))
     manifest = read_manifest(path, reading)
     report: Report = {"zckpt": 1, "command": "stats", "path": os.fspath(path)}
     report["format"] = manifest.format

@@ -96,7 +96,8 @@ def _verify(
     from .proof import saved
     from .proof.verify import verify_against, verify_alone
 
-    manifest = read(path, reading)
+    is_alone = against is None or saved.is_proof(os.fspath(against))
+    manifest = read(path, reading, is_alone)
     about = saved.about(manifest)
     with sources.unchanged(manifest):
         if against is None:
@@ -123,7 +124,7 @@ def _gather(
     """The findings of a verification that all-gathers the parts that the engine's rule gives."""
     from .proof import saved
 
-    manifest = read(path, reading)
+    manifest = read(path, reading, alone=False)
     if saved.is_proof(os.fspath(against)):
         raise WrongOption("--gather cannot compare with a proof", hint="leave out --gather")
     other = read_other(against, manifest, reading)

@@ -20,7 +20,7 @@ from ..core.experts import layers_of
 from ..core.manifest import Manifest
 from ..core.resources import DEFAULT_COPYING, Begin, Copying, Tell
 from ..core.values import replace, valueclass
-from ..errors import TargetExists, WrongOption, counted
+from ..errors import AmbiguousCheckpoint, TargetExists, WrongOption, counted, listed
 from ..formats.hf.options import MODEL_CONFIG
 from ..formats.reading import Reading
 from ..reading import read
@@ -181,6 +181,7 @@ def _laid_out(
     from ..core.layout import remembered
 
     format.refuse(options)
+    _refuse_several(format, manifest, options)
     named = _named_for(format, manifest, options)
     if format.objects is not None:
         named = objects.without_others(named, formats.engine_objects(), options[ALLOW_OBJECT])
@@ -196,6 +197,26 @@ def _laid_out(
         from_masters=layout.from_masters or options.module_dtype is not None,
     )
     return source, layout
+
+
+def _refuse_several(format: Format, manifest: Manifest, options: Options) -> None:
+    """Raises AmbiguousCheckpoint for several models, unless their weights alone are written.
+
+    `export` writes a folder of one model.
+    """
+    roots = manifest.roots
+    is_refused = not options.weights_only or (len(roots) > 1 and not format.is_resumed)
+    if not roots or not is_refused:
+        return
+    first, own = next(iter(roots.items()))
+    if len(roots) > 1:
+        what, choice = f"several models: {listed([*roots])}", first
+    else:
+        what, choice = f"several optimizers: {listed(own)}", f"{first}={own[0]}"
+    others = "; or write all weights with --weights-only" if format.is_resumed else ""
+    raise AmbiguousCheckpoint(
+        f"{manifest.root} has {what}", hint=f"choose one with --root {choice}{others}"
+    )
 
 
 def _filled(
@@ -255,6 +276,7 @@ def identity(
         "--to": to,
         "--from": reading.format,
         "--tag": reading.tag,
+        "--root": reading.root,
         "--step-policy": reading.step_policy,
         "--replicas": reading.replicas,
         "--masters-from-weights": reading.masters_from_weights or None,
