@@ -36,6 +36,8 @@ def prove(
     """The report of `verify`; see `zckpt.verify`."""
     if gather and reading.rename:
         raise WrongOption("--rename does not work with --gather", hint="leave one of them out")
+    if gather and reading.root is not None:
+        raise WrongOption("--root does not work with --gather", hint="leave one of them out")
     if reading.family is not None and (gather or against is None):
         raise WrongOption(
             "--family is only for a comparison: it gives the names of Megatron-Core to a "

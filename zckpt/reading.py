@@ -12,7 +12,7 @@ from .core.manifest import Manifest
 from .core.neighbors import lacking
 from .core.times import odd_times
 from .core.values import replace
-from .errors import CorruptCheckpoint, WrongOption, listed
+from .errors import AmbiguousCheckpoint, CorruptCheckpoint, WrongOption, listed
 from .formats.format import Format
 from .formats.reading import Reading
 from .training import steps
@@ -132,4 +132,20 @@ def read_other(path: str | os.PathLike[str], first: Manifest, reading: Reading) 
     )
     other = read(path, options, alone=False)
     _need_root(reading, first, other)
-    return called_as(other, names_of(first))
+    other = called_as(other, names_of(first))
+    if set(names_of(first)).isdisjoint(names_of(other)):
+        for manifest in (first, other):
+            refuse_several(manifest)
+    return other
+
+
+def refuse_several(manifest: Manifest, others: str = "") -> None:
+    """Raises AmbiguousCheckpoint for several models; `others` is another way out."""
+    if roots := manifest.roots:
+        name, own = next(iter(roots.items()))
+        what, choice = f"models: {listed([*roots])}", name
+        if len(roots) == 1:
+            what, choice = f"optimizers: {listed(own)}", f"{name}={own[0]}"
+        raise AmbiguousCheckpoint(
+            f"{manifest.root} has several {what}", hint=f"choose one with --root {choice}{others}"
+        )

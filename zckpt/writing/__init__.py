@@ -20,10 +20,10 @@ from ..core.experts import layers_of
 from ..core.manifest import Manifest
 from ..core.resources import DEFAULT_COPYING, Begin, Copying, Tell
 from ..core.values import replace, valueclass
-from ..errors import AmbiguousCheckpoint, TargetExists, WrongOption, counted, listed
+from ..errors import TargetExists, WrongOption, counted
 from ..formats.hf.options import MODEL_CONFIG
 from ..formats.reading import Reading
-from ..reading import read
+from ..reading import read, refuse_several
 from ..training import objects, steps, ties
 from ..training.names import called_as, canonical, former, renamed
 from ..training.optimizers import unused_defaults
@@ -204,19 +204,10 @@ def _refuse_several(format: Format, manifest: Manifest, options: Options) -> Non
 
     `export` writes a folder of one model.
     """
-    roots = manifest.roots
-    is_refused = not options.weights_only or (len(roots) > 1 and not format.is_resumed)
-    if not roots or not is_refused:
-        return
-    first, own = next(iter(roots.items()))
-    if len(roots) > 1:
-        what, choice = f"several models: {listed([*roots])}", first
-    else:
-        what, choice = f"several optimizers: {listed(own)}", f"{first}={own[0]}"
-    others = "; or write all weights with --weights-only" if format.is_resumed else ""
-    raise AmbiguousCheckpoint(
-        f"{manifest.root} has {what}", hint=f"choose one with --root {choice}{others}"
-    )
+    if not options.weights_only:
+        refuse_several(manifest, "; or write the weights of all with --weights-only")
+    elif len(manifest.roots) > 1 and not format.is_resumed:
+        refuse_several(manifest)
 
 
 def _filled(

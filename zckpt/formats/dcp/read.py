@@ -49,7 +49,7 @@ from ..statedict.tree import (
     solid_piece,
 )
 from . import hf
-from .files import locate, own_files
+from .files import locate, own_files, place_in
 
 MAX_LIST = 1_000_000  # elements of all lists
 FIELDS = {"planner_data", "storage_meta", "version", "zckpt"}  # that describe no item
@@ -72,6 +72,8 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
             saved.folders = [os.path.basename(folder) for folder in parts]
         for folder in parts:
             _FolderReader(folder, saved).read()
+        models = [key for key in saved.tree if str(key).partition("_")[0] == "model"]
+        saved.models = models if saved.folders and len(models) > 1 else []
         hf.read(shards, saved)
         siblings, left_out = beside(root, [*parts, *shards, *own_files(root, parts)], path)
         saved.siblings += siblings
@@ -112,7 +114,8 @@ class _FolderReader:
         room = MAX_LIST
         in_order = [key for key in paths if key in table.items]
         for key in [*in_order, *(key for key in table.items if key not in paths)]:
-            value, path = self._value(key, table.items[key]), paths.get(key) or (key,)
+            value = self._value(key, table.items[key])
+            path = place_in(table.folder, paths.get(key) or (key,))
             if leads_to_step(path):
                 saved.steps += self._stated(key, path, value)
             room = _put(saved.tree, path, value, room)

@@ -92,8 +92,7 @@ class DcpWriter:
     def _parts(self) -> dict[str, list[PathValue]]:
         """Items by folder: one for all, or Accelerate's for the model and for the optimizer."""
         dicts, keys = self.dicts, self.dicts.keys
-        before = keys.folders
-        if self.options[DIALECT] != "accelerate" and not before:
+        if self.options[DIALECT] != "accelerate" and not keys.folders:
             return {"": list(dicts.items())}
         of_trainer = program_of(self.source.siblings) == TRANSFORMERS
         if of_trainer and (others := peft.other_adapters(self.source.parameters)):
@@ -111,8 +110,7 @@ class DcpWriter:
             )
         if keys.adapter or (of_trainer and any(map(peft.is_adapters, self.source.parameters))):
             dicts.save_adapter_alone()  # as the Trainer does with PEFT and FSDP
-        if not before:  # Accelerate's own keys
-            dicts.model, dicts.optimizer = ("model",), ("optimizer",)
+        dicts.model, dicts.optimizer = ("model",), ("optimizer",)  # Accelerate's own keys
         names = {dicts.model: "pytorch_model_fsdp_0", dicts.optimizer: "optimizer_0"}
         parts: dict[str, list[PathValue]] = {}
         lost: dict[Any, None] = {}

@@ -158,6 +158,8 @@ def choose_models(
             f"{saved.root} has an optimizer's state, but no model's",
             hint="give the folder that has both; names and weights are in the model's",
         )
+    if saved.models:
+        return [(key,) for key in saved.models]
     fitting: dict[Path, dict[Any, Any]] = dict(models)
     if len(optimizers) == 1 and not optimizers[0].is_numbered:
         names = {name for members in optimizers[0].members for name in members}

@@ -29,7 +29,8 @@ from .twins import is_float
 WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
 USUAL = {
     *("model", "models", "module", "modules", "net", "network", "weights", "state", "states"),
-    *("dict", "sd", "optim", "optims", "optimizer", "optimizers", "opt", "opts", "app"),
+    *("dict", "sd", "optim", "optims", "optimizer", "optimizers", "opt", "opts"),
+    *("app", "pytorch", "fsdp"),
 }
 """Words of keys that do not say which of several models or optimizers is meant."""
 SOLE = "model"
