@@ -60,8 +60,7 @@ def read(
     are read, with the model's name before each name. `param_names` are for an optimizer that knows
     its parameters by number alone; with `weights_only` such an optimizer needs no names and may be
     left unread. `tp_rules` (a family or a file) says how tensor-parallel ranks cut parameters, if
-    the checkpoint does not. Raises the ZckptError that fits: NotACheckpoint, IncompleteCheckpoint,
-    ...
+    the checkpoint does not. Raises the ZckptError that fits (NotACheckpoint, ...).
     """
     rules = _text(tp_rules)
     reading = Reading(
@@ -270,9 +269,8 @@ def export(
     if wrong := sorted(options.keys() & {*own, "param_names"}):
         raise TypeError(f"export() takes no option {wrong[0]!r}")
     target_options = options_of({**own, **options})
-    reading = Reading(
-        format, tag, step_policy, root=root, tp_rules=_text(tp_rules), replicas=replicas
-    )
+    rules = _text(tp_rules)
+    reading = Reading(format, tag, step_policy, root=root, tp_rules=rules, replicas=replicas)
     running = Running(copying, dry_run, begin, tell, resume, before_rename, sharing)
     manifest = read_for(target, source, reading, target_options, running)
     return write("export", manifest, os.fspath(target), "hf", reading, target_options, running)

@@ -30,7 +30,7 @@ from ...files.dcpfile import (
 )
 from ...files.dcpitems import ItemFiles, require_same
 from ...files.dcpnames import METADATA
-from ...files.torchfile import Tensor, TorchFile
+from ...files.torchfile import Tensor, TorchFile, class_of
 from ...training.trainers import beside
 from ..reading import USUAL, Reading
 from ..statedict.read import manifest
@@ -182,8 +182,8 @@ class _FolderReader:
         file = self.files.torch_file(location)
         return leaves(file, file.value)
 
-    def _tensor(self, key: str, item: TensorItem, names: Iterator[str]) -> Leaf:
-        """One leaf of all boxes of a tensor."""
+    def _tensor(self, key: str, item: TensorItem, names: Iterator[str]) -> Any:
+        """One leaf of all boxes of a tensor, or the record of a tensor with a class of its own."""
         dtype, shape = item.dtype, item.shape
         pieces: list[TensorPiece] = []
         parts: list[tuple[tuple[int, ...], Tensor, TorchFile]] = []
@@ -201,6 +201,9 @@ class _FolderReader:
                 continue
             file = self.files.torch_file(location)
             tensor = file.value
+            if class_of(tensor) and len(item.boxes) == 1:  # an object with tensors inside
+                self.saved.records += file.records.values()
+                return leaves(file, tensor, names)
             described = (tensor.dtype, tensor.shape) if isinstance(tensor, Tensor) else None
             require_same(location, key, described, (dtype, box.sizes))
             self.saved.records += file.records.values()

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...errors import InconsistentCheckpoint, MissingData, WrongOption, listed
+from ...files.torchfile import class_of, shape_of_record
 from .finding import OptimizerState
 from .matching import keeps_order, match
 from .tree import Leaf, SavedTree
@@ -156,5 +157,7 @@ def shape_of(state: Mapping[str, Any]) -> tuple[int, ...] | None:
     """
     tensors = {key: leaf for key, leaf in state.items() if isinstance(leaf, Leaf) and key != "step"}
     shapes = {leaf.shape for key, leaf in tensors.items() if key in ELEMENTWISE}
+    records = [shape_of_record(value) for value in state.values() if class_of(value)]
+    shapes = shapes or {shape for shape in records if shape is not None}
     shapes = shapes or {leaf.shape for leaf in tensors.values()}
     return shapes.pop() if len(shapes) == 1 else None
