@@ -282,6 +282,7 @@ class ManifestBuilder:
         dtypes = [self.entries[f"{name}/param"].dtype for name in self.parameters]
         folders = None if self._are_several() else self.saved.folders
         optimizers = list(self.optimizers) or list(self.ignored)
+        optimizers = [() if path == (self.saved.beside,) else path for path in optimizers]
         engine = StateDictEngine(
             "torch",
             max(dtypes, key=dtypes.count, default="F32"),

@@ -43,6 +43,7 @@ def partitions(tree: Mapping[Any, Any], numbers: Sequence[str] = ()) -> list[Par
     Tensors in the tree are `Saved`. Places of a list may be integer keys of a dictionary. `numbers`
     are the names of an optimizer's numbers, if the files state them beside the tree.
     """
+    tree = _apart(tree)
     optimizers = [(path, value) for path, value in _dicts(tree) if _is_optimizer(value)]
     state_dict = optimizers[0][1] if len(optimizers) == 1 else {}
     optimizer = _optimizer(state_dict, numbers)
@@ -67,6 +68,16 @@ def partitions(tree: Mapping[Any, Any], numbers: Sequence[str] = ()) -> list[Par
         for name, item in model.items()
     ]
     return [*weights, *states(state_dict, model, numbers)]
+
+
+def _apart(tree: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    """The two state dicts of a program that has put them into one dictionary."""
+    own = {
+        key: tree[key] for key in tree if str(key).partition(".")[0] in ("state", "param_groups")
+    }
+    rest = {key: value for key, value in tree.items() if key not in own}
+    both = _is_optimizer(tree) and any(isinstance(value, Saved) for value in rest.values())
+    return {"model": rest, "optim": own} if both else tree
 
 
 def states(

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ...core.manifest import Manifest
+from ...core.values import replace
 from ...errors import InconsistentCheckpoint, MissingData, listed
 from ...training import peft
 from ...training.trainers import json_of
@@ -20,9 +21,10 @@ from .finding import (
     value_at,
     without,
 )
+from .keys import is_optimizers_key
 from .names import names_of, refuse_twice
 from .roots import SOLE, Root, Roots, roots_of
-from .tree import Path, SavedTree, dotted
+from .tree import Leaf, Path, SavedTree, dotted
 
 
 def manifest(saved: SavedTree, reading: Reading = USUAL) -> Manifest:
@@ -34,6 +36,7 @@ def manifest(saved: SavedTree, reading: Reading = USUAL) -> Manifest:
     Raises MissingData (no model; numbers that fit several names), AmbiguousCheckpoint (see
     roots.py), WrongOption (no such root), InconsistentCheckpoint.
     """
+    _separate(saved)
     optimizers = {
         path: read_optimizer(value_at(saved.tree, path)) for path in find_optimizers(saved.tree)
     }
@@ -53,6 +56,25 @@ def manifest(saved: SavedTree, reading: Reading = USUAL) -> Manifest:
         model |= own
         named |= states
     return ManifestBuilder(saved, roots, model, named, reading).build()
+
+
+def _separate(saved: SavedTree) -> None:
+    """Moves an optimizer's keys that stand beside the model's (`{**model, **optimizer}`)."""
+    tree = saved.tree
+    if () not in find_optimizers(tree):
+        return
+    own = {key: value for key, value in tree.items() if is_optimizers_key(key)}
+    rest = {key: value for key, value in tree.items() if key not in own}
+    if not any(isinstance(value, Leaf) for value in rest.values()):
+        return
+    saved.beside = "optim"
+    while saved.beside in rest:
+        saved.beside += "_"
+    saved.tree = {**rest, saved.beside: own}
+    saved.steps = [
+        replace(item, path=(saved.beside, *item.path)) if is_optimizers_key(item.path[0]) else item
+        for item in saved.steps
+    ]
 
 
 def _several(saved: SavedTree, roots: Roots, reading: Reading) -> list[Root]:
