@@ -21,6 +21,7 @@ from ..core.manifest import Manifest
 from ..core.resources import DEFAULT_COPYING, Begin, Copying, Tell
 from ..core.values import replace, valueclass
 from ..errors import TargetExists, WrongOption, counted
+from ..formats.deepspeed_states import estimates
 from ..formats.hf.options import MODEL_CONFIG
 from ..formats.reading import Reading
 from ..reading import read, refuse_several
@@ -182,6 +183,8 @@ def _laid_out(
 
     format.refuse(options)
     _refuse_several(format, manifest, options)
+    if not format.keeps_estimates and not options.weights_only:
+        estimates.need_same_ranks(manifest)
     named = _named_for(format, manifest, options)
     if format.objects is not None:
         named = objects.without_others(named, formats.engine_objects(), options[ALLOW_OBJECT])

@@ -40,6 +40,7 @@ FORMAT = Format(
     compares="beginnings",
     has_tensor_ranks=True,
     gathers=True,
+    keeps_estimates=True,
     groups="without_empty_groups",
     of_ranks=("_states.pt",),
     objects=OBJECTS,

@@ -13,6 +13,7 @@ from ...core.manifest import slot_key
 from ...core.values import valueclass
 from ...files.torchshell import Contents, Storages
 from .. import zero
+from ..deepspeed_states.estimates import stated
 from ..deepspeed_states.experts import parameter_of
 from ..deepspeed_states.optimizer_values import (
     base_state,
@@ -30,7 +31,7 @@ def optimizer_files(target: DeepSpeedTarget, is_elastic: bool) -> Iterator[Shell
     """One file per rank. In stage 3 they differ only in tensors."""
     prefix = "bf16_" if target.engine.dtype == "BF16" else ""
     for rank in range(target.dp):
-        if rank == 0 or not target.engine.partitioned:
+        if rank == 0 or not target.engine.partitioned or stated(target.source):
             contents = _contents(target, rank, is_elastic)
         name = f"{prefix}zero_pp_rank_{rank}_{target.mp_rank}_optim_states.pt"
         yield contents.shell(f"{target.tag}/{name}")
@@ -39,7 +40,7 @@ def optimizer_files(target: DeepSpeedTarget, is_elastic: bool) -> Iterator[Shell
 def _contents(target: DeepSpeedTarget, rank: int, is_elastic: bool) -> Contents:
     storages = Storages()
     state = (
-        _partitioned_state(target, storages)
+        _partitioned_state(target, rank, storages)
         if target.engine.partitioned
         else _flat_state(target, rank, is_elastic, storages)
     )
@@ -66,7 +67,7 @@ def _flat_state(
     }
     common = {
         **clipping(target),
-        **_base_and_step(target, states, is_elastic, storages),
+        **_base_and_step(target, rank, states, is_elastic, storages),
         "single_partition_of_fp32_groups": [
             storages.tensor(part.buffer.master, (part.size if wrapped else part.owned,))
             for part in partitions
@@ -118,7 +119,11 @@ def _states(
 
 
 def _base_and_step(
-    target: DeepSpeedTarget, states: Mapping[int, Any], is_elastic: bool, storages: Storages
+    target: DeepSpeedTarget,
+    rank: int,
+    states: Mapping[int, Any],
+    is_elastic: bool,
+    storages: Storages,
 ) -> dict[str, Any]:
     """The base optimizer's state_dict; in elastic files a list of its states alone.
 
@@ -126,7 +131,7 @@ def _base_and_step(
     (0.19.8: it stops without, also if it has written none itself).
     """
     if not is_elastic:
-        return {"base_optimizer_state": base_state(target, states, storages)}
+        return {"base_optimizer_state": base_state(target, states, storages, rank)}
     step = group_step(target, range(len(target.buffers)), storages)
     return {
         "base_optimizer_state": list(states.values()),
@@ -193,7 +198,7 @@ class _RankPartition:
 # -- stage 3: a rank's slices of every parameter follow each other
 
 
-def _partitioned_state(target: DeepSpeedTarget, storages: Storages) -> dict[str, Any]:
+def _partitioned_state(target: DeepSpeedTarget, rank: int, storages: Storages) -> dict[str, Any]:
     widths = [sum(-(-numel // target.dp) for numel in buffer.numels) for buffer in target.buffers]
     states = {
         number: numbers(target, buffer, storages)
@@ -204,7 +209,7 @@ def _partitioned_state(target: DeepSpeedTarget, storages: Storages) -> dict[str,
         "zero_stage": stage_enum(target),
         **loss_scaling(target, storages),
         "partition_count": target.dp,
-        "optimizer_state_dict": base_state(target, states, storages),
+        "optimizer_state_dict": base_state(target, states, storages, rank),
         "fp32_flat_groups": [
             storages.tensor(buffer.master, (width,))
             for buffer, width in zip(target.buffers, widths, strict=True)

@@ -14,6 +14,7 @@ from ...errors import listed
 from ...files.torchfile import TorchFile
 from ...training import steps
 from ...training.optimizers import infer_optimizer
+from . import estimates
 from .directories import siblings, trainer_around
 from .flats import FlatBuffer
 from .states import COUNTERS, EngineStates, comparable, nested
@@ -118,6 +119,7 @@ def manifest_of(
             + _frozen_warnings(ranks, lost)
             + _buffer_warnings(differing)
             + _elastic_warnings(ranks, groups)
+            + estimates.warnings(estimates.estimates_of(ranks))
             + _config_warnings(ranks)
             + _trainer_warnings(ranks)
             + _scaler_warnings(ranks.first)
@@ -240,6 +242,7 @@ def _state(ranks: EngineStates, tensors: ManifestTensors) -> dict[str, Any]:
         key.removeprefix("optimizer."): tensors.kept(value, key, ranks.optimizers[0])
         for key, value in _optimizer_values(ranks.first).items()
     }
+    by_rank = estimates.estimates_of(ranks)
     of_model = {
         key: tensors.kept(value, key, ranks.models[0])
         for key, value in _model_values(ranks.model).items()
@@ -253,7 +256,7 @@ def _state(ranks: EngineStates, tensors: ManifestTensors) -> dict[str, Any]:
         "counters": {key: ranks.model.get(key) for key in COUNTERS},
         "module": list(tensors.module),
         **of_model,
-        "optimizer": optimizer,
+        "optimizer": optimizer | ({estimates.BY_RANK: by_rank} if by_rank else {}),
     }
 
 
