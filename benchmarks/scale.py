@@ -5,7 +5,7 @@
     python -m benchmarks.scale WORK --tensors 2000 --dp 1024 --command inspect
     python -m benchmarks.scale WORK --tensors 200 --gb 0.01 0.1 1 10 --command convert
 
-Makes ZeRO-3 checkpoints with three slots, without the engine: all ranks have the same tensors.
+Makes ZeRO-3 checkpoints with three slots, without the engine. All ranks have pieces of all tensors.
 Every second tensor is small, as a bias is. A piece is the part of a tensor that a rank has.
 """
 
@@ -44,12 +44,15 @@ def make(root: Path, tensors: int, dp: int, gigabytes: float = 0.0) -> None:
         f"layers.{number // 2}.{('weight', 'bias')[number % 2]}": (weight, WIDTHS[1])[number % 2]
         for number in range(tensors)
     }
+    optimizer = optimizer_states(widths, dp)
     states = {
         "zero_pp_rank_{}_mp_rank_00_model_states.pt": model_states(widths, dp),
-        "bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt": optimizer_states(widths, dp),
+        "bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt": optimizer,
     }
     for name, state in states.items():
         for rank in range(dp):  # no links: the folder in each zip has the name of its file
+            if state is optimizer:  # nor equal files: those would be copies
+                optimizer["optimizer_state_dict"]["fp32_flat_groups"][0][0] = rank
             torch.save(state, root / TAG / name.format(rank))
 
 

@@ -56,17 +56,13 @@ def read(
 ) -> Manifest:
     """The manifest of the checkpoint at `path`, recognized by content. Reads no tensor.
 
-    `root` chooses one of several models, as "generator" or "generator=optimizer_g"; without it all
-    are read, with the model's name before each name. `param_names` are for an optimizer that knows
-    its parameters by number alone; with `weights_only` such an optimizer needs no names and may be
-    left unread. `tp_rules` (a family or a file) says how tensor-parallel ranks cut parameters, if
-    the checkpoint does not. Raises the ZckptError that fits (NotACheckpoint, ...).
+    `root` chooses one of several models ("generator", "generator=optimizer_g"). `param_names` are
+    for an optimizer that knows its parameters by number alone; with `weights_only` it needs no
+    names and may be left unread. `tp_rules` (a family or a file) says how tensor-parallel ranks cut
+    parameters, if the checkpoint does not. Raises the ZckptError that fits.
     """
-    rules = _text(tp_rules)
-    reading = Reading(
-        format, tag, step_policy, param_names, weights_only, root=root, tp_rules=rules
-    )
-    return read_manifest(path, reading)
+    given = (format, tag, step_policy, param_names, weights_only)
+    return read_manifest(path, Reading(*given, root=root, tp_rules=_text(tp_rules)))
 
 
 def inspect(manifest: Manifest) -> Report:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from reprlib import Repr
 
 MALFORMED = (
@@ -44,11 +44,36 @@ def counted(count: int, noun: str, plural: str | None = None) -> str:
     return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
 
 
+def sized(size: int) -> str:
+    """Bytes for a sentence: 1.49 GB."""
+    if size < 1000:
+        return f"{size} B"
+    number = float(size)
+    for unit in ("kB", "MB", "GB", "TB"):
+        number /= 1000
+        if number < 999.5 or unit == "TB":
+            break
+    return f"{number:.3g} {unit}" if number < 999.5 else f"{number:,.0f} {unit}"
+
+
 def literal(text: str) -> str:
     """A text as Python code, for a line that the user copies into a program."""
     import json  # --version needs none
 
     return json.dumps(text, ensure_ascii=False)
+
+
+def meant(word: str, names: Iterable[str]) -> str:
+    """A question about the names that a misspelled word is like: Did you mean --dp?
+
+    Empty if it is like none. Swapped letters come first.
+    """
+    from difflib import get_close_matches  # for an error
+
+    names = [*names]
+    swapped = [name for name in names if name != word and sorted(name) == sorted(word)]
+    like = dict.fromkeys([*swapped[:1], *([] if swapped else get_close_matches(word, names))])
+    return f"Did you mean {' or '.join(like)}?" if like else ""
 
 
 def brief(value: object) -> str:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import click
 import pytest
 
+from zckpt import formats
 from zckpt.cli import cli
 from zckpt.cli.options import declared_option, together
 from zckpt.training.options import DP, WEIGHTS_ONLY, Option
+
+from ..conftest import ROOT, Result
 
 READING = ["--from", "--tag", "--tp-rules", "--param-names", "--step-policy", "--json", "--quiet"]
 COPYING = ["--jobs", "--memory", "--io", "--resume", "--part", "--single", "--dry-run"]
@@ -45,16 +50,61 @@ def test_options_stand_in_one_order(command: str, flags: list[str]) -> None:
     assert [option.opts[-1] for option in options] == flags
 
 
+DIALECTS = {
+    "onnxruntime": {"hdf5": "checkpoint.rank0.ortcp", "l2": "ORT_checkpoint.ZeRO.0.2.ort.pt"},
+    "dcp": {"accelerate": "pytorch_model_fsdp_0/.metadata", "torchtitan": ".metadata"},
+    "gathered": {"safetensors": "model.safetensors", "accelerate": "pytorch_model_fsdp.bin"},
+}
+"""A file of each kind that `--dialect` gives, by target."""
+USUAL = {"onnxruntime": "hdf5", "dcp": None, "gathered": None}
+SMALL = ROOT / "tests" / "data" / "onnxruntime" / "hdf5__fp16__adam__dp3"
+
+
 def test_help_says_which_values_go_with_which_target() -> None:
     texts = {item.name: getattr(item, "help", "") for item in cli.commands["convert"].params}
-    assert texts["dialect"] == (
-        "The kind of files: onnxruntime has hdf5 (default) or l2, dcp has accelerate, gathered has "
-        "safetensors or accelerate."
-    )
+    kinds = [
+        f"{to} has " + " or ".join(each + " (default)" * (each == USUAL[to]) for each in dialects)
+        for to, dialects in DIALECTS.items()
+    ]
+    assert texts["dialect"] == f"The kind of files: {', '.join(kinds)}."
     assert texts["dcp_layout"] == (
         "For dcp: the form of the keys.  [default: the source's, or nested]"
     )
     assert texts["weights_only"] == "Write no optimizer state."
+
+
+@pytest.mark.parametrize("to", [item.name for item in formats.FORMATS if item.is_resumed])
+def test_a_target_takes_the_dialects_of_the_help(
+    to: str, tmp_path: Path, zckpt: Callable[..., Result]
+) -> None:
+    own = DIALECTS.get(to, {})
+    for dialect in {each: None for kinds in DIALECTS.values() for each in kinds}:
+        words = ("convert", SMALL, tmp_path / dialect, "--to", to, "--dialect", dialect)
+        ended = zckpt(*words)
+        if dialect in own:
+            written = [each for each in own if (tmp_path / dialect / own[each]).exists()]
+            assert written == [dialect], ended.err
+        else:
+            name = "a universal checkpoint" if to == "universal" else f"--to {to}"
+            assert f"does not apply to {name}" in ended.err
+    if own:
+        assert zckpt("convert", SMALL, tmp_path / "usual", "--to", to).code == 0
+        written = [each for each in own if (tmp_path / "usual" / own[each]).exists()]
+        # torchtitan's directory has the usual files with other keys: formats/dcp/test_write.py
+        assert written == (["torchtitan"] if to == "dcp" else [USUAL[to]] if USUAL[to] else [])
+
+
+def test_the_usual_form_of_keys_is_that_of_the_help(
+    tmp_path: Path, zckpt: Callable[..., Result]
+) -> None:
+    def keys(name: str, source: Path, *words: str) -> bytes:
+        assert zckpt("convert", source, tmp_path / name, "--to", "dcp", *words).code == 0
+        return (tmp_path / name / ".metadata").read_bytes()
+
+    usual = keys("usual", SMALL)
+    flat = keys("flat", SMALL, "--dcp-layout", "flat")
+    assert keys("nested", SMALL, "--dcp-layout", "nested") == usual != flat
+    assert keys("again", tmp_path / "flat") == flat, "the source's"
 
 
 @pytest.mark.parametrize(

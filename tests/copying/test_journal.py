@@ -19,8 +19,9 @@ from zckpt.copying.journal import (
     mark_of,
     set_mark,
 )
-from zckpt.core.folder import Folder
 from zckpt.errors import TargetExists
+
+from .conftest import folder_at
 
 RUN = Identity("1", {"a.pt": [10, 5], "records": "00"}, {"--dp": 4}, {"x": 100})
 REGIONS = [
@@ -31,7 +32,7 @@ REGIONS = [
 
 
 def opened(folder: Path, run: Identity = RUN, chunk: int = 7) -> Journal:
-    return Journal(Folder.at(str(folder)), run, chunk)
+    return Journal(folder_at(folder), run, chunk)
 
 
 @pytest.fixture
@@ -106,7 +107,7 @@ def test_another_run_is_refused_with_the_reason(written: Path, change: str) -> N
 
 
 def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
-    first, folder = opened(tmp_path), Folder.at(str(tmp_path))
+    first, folder = opened(tmp_path), folder_at(tmp_path)
     assert is_locked(folder)
     with pytest.raises(TargetExists, match="another run, which is writing there now"):
         opened(tmp_path)
@@ -137,6 +138,7 @@ def test_a_complete_target_says_of_which_run_it_is(
 
         monkeypatch.setattr(os, "setxattr", refuse)
         monkeypatch.setattr(os, "getxattr", refuse)
-    set_mark(Folder.at(str(target)).inner(str(target)), str(target), RUN)
+    with folder_at(target).inner(str(target)) as inner:
+        set_mark(inner, str(target), RUN)
     assert mark_of(str(target)) == RUN.mark()
     assert list(target.iterdir()) == []

@@ -8,8 +8,9 @@ import pytest
 
 from zckpt.copying.journal import Identity, Journal, Region
 from zckpt.copying.journals import PartJournal, ProcessJournal, regions_of
-from zckpt.core.folder import Folder
 from zckpt.errors import TargetExists
+
+from .conftest import folder_at
 
 RUN = Identity("1", {}, {"--dp": 4}, {"x": 100})
 REGIONS = [
@@ -18,7 +19,7 @@ REGIONS = [
 
 
 def part(folder: Path, name: str, run: Identity = RUN) -> PartJournal:
-    return PartJournal(Folder.at(str(folder)), run, 1 << 20, name)
+    return PartJournal(folder_at(folder), run, 1 << 20, name)
 
 
 def test_only_the_last_part_completes(tmp_path: Path) -> None:
@@ -43,13 +44,13 @@ def test_a_part_knows_what_others_have_written(tmp_path: Path) -> None:
     with pytest.raises(TargetExists, match="other options"):
         part(tmp_path, "3-of-3", Identity("1", {}, {"--dp": 5}, {"x": 100}))
     with pytest.raises(TargetExists, match="writing there now"):
-        Journal(Folder.at(str(tmp_path)), RUN, 1 << 20)
+        Journal(folder_at(tmp_path), RUN, 1 << 20)
     for journal in (first, second):
         journal.close()
 
 
 def test_a_run_takes_over_what_processes_have_noted(tmp_path: Path) -> None:
-    about = Folder.at(str(tmp_path)), RUN, 1 << 20
+    about = folder_at(tmp_path), RUN, 1 << 20
     leader = Journal(*about)
     members = [ProcessJournal(*about, f"000{rank}") for rank in (1, 2)]
     for member, region in zip(members, REGIONS, strict=True):
@@ -72,7 +73,7 @@ def test_a_run_takes_over_what_processes_have_noted(tmp_path: Path) -> None:
 
 def test_a_process_that_is_still_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zckpt.copying.journal.ENDING", 0.1)
-    about = Folder.at(str(tmp_path)), RUN, 1 << 20
+    about = folder_at(tmp_path), RUN, 1 << 20
     Journal(*about).close()
     member = ProcessJournal(*about, "0001")
     with pytest.raises(TargetExists, match="writing there now"):

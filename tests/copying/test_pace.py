@@ -10,7 +10,8 @@ import pytest
 
 from zckpt.copying.pace import CHECK, OTHER, TRIAL, WINDOW, Cost, Pace
 from zckpt.core.fileio import Writer
-from zckpt.core.folder import Folder
+
+from .conftest import folder_at
 
 CHUNK = 4 << 20
 LARGE = 1 << 40
@@ -203,6 +204,6 @@ def test_a_failed_write_ends_its_turn() -> None:
 def test_a_closed_file_is_not_synced(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(8192))
-    with Writer(Folder.at(str(tmp_path)), str(path), 8192, "auto") as writer:
+    with Writer(folder_at(tmp_path), str(path), 8192, "auto") as writer:
         writer.sync()
     writer.sync()

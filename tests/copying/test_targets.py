@@ -11,8 +11,9 @@ import pytest
 
 from zckpt.copying import targets
 from zckpt.copying.targets import allocated, free_space, need_space, refuse_existing, refuse_inside
-from zckpt.core.folder import Folder
 from zckpt.errors import NotEnoughSpace, TargetExists, WrongOption
+
+from .conftest import folder_at
 
 
 def test_a_target_within_its_source_is_refused(tmp_path: Path) -> None:
@@ -87,4 +88,4 @@ def test_what_another_user_has_begun_is_named(
     with pytest.raises(TargetExists, match=r"out\.partial exists: another user"):
         refuse_existing(str(tmp_path / "out"))
     with pytest.raises(TargetExists, match=r"out\.partial belongs to user .* may not write there"):
-        Folder.at(str(tmp_path)).own(str(tmp_path / "out.partial"))
+        folder_at(tmp_path).own(str(tmp_path / "out.partial"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from zckpt.core.difference import Difference, measure, same
 from zckpt.core.dtypes import SIZES, TORCH_NAMES
+from zckpt.core.pieces import CAST_BLOCK
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 
@@ -41,6 +43,7 @@ def test_numbers_are_those_of_torch(dtype: str, seed: int) -> None:
     assert difference.max_abs == distance.max().item()
     expected = torch.nn.functional.cosine_similarity(a.double(), b.double(), dim=0).item()
     assert difference.cosine == pytest.approx(expected, rel=1e-12)
+    json.dumps([difference.first, difference.a, difference.max_ulp])  # no numbers of numpy
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -85,15 +88,36 @@ def test_other_types_are_compared_by_value() -> None:
     values[1] = 1.5000001
     difference = measure(memory(values), "F32", memory(narrow), "BF16", 7)
     assert (difference.count, difference.first, difference.max_ulp) == (1, 8, None)
+    whole = torch.tensor([0, 2, -3, 4])
+    difference = measure(memory(whole), "I64", memory(values), "F32", 0)
+    assert (difference.count, difference.a, difference.b) == (2, 2, values[1].item())
+
+
+def test_a_nan_on_one_side_alone_differs() -> None:
+    """In two types, in one, and in one to which a side was rounded."""
+    number, nan = torch.tensor([1.5, 2.0]), torch.tensor([1.5, math.nan])
+    for a, b in ((number, nan), (nan, number)):
+        narrow = b.to(torch.bfloat16)
+        for difference in (
+            measure(memory(a), "F32", memory(narrow), "BF16", 3),
+            measure(memory(a), "F32", memory(b), "F32", 3),
+            measure(memory(a), "F32", memory(b), "F32", 3, rounded=True),
+        ):
+            assert (difference.count, difference.first) == (1, 4)
+            assert (str(difference.a), str(difference.b)) == (str(a[1].item()), str(b[1].item()))
+            assert (difference.max_abs, difference.cosine) == (math.inf, None)
 
 
 @pytest.mark.parametrize("dtype", ["F8_E4M3", "C64"])
 def test_what_is_no_number_is_compared_by_its_bytes(dtype: str) -> None:
     a, b = bytearray(range(16)), bytearray(range(16))
     b[9] ^= 1
-    difference = measure(memoryview(a), dtype, memoryview(b), dtype, 0)
-    assert (difference.count, difference.first) == (1, 9 // SIZES[dtype])
-    assert difference.max_abs is None
+    for rounded in (False, True):
+        difference = measure(memoryview(a), dtype, memoryview(b), dtype, 0, rounded)
+        assert (difference.count, difference.first) == (1, 9 // SIZES[dtype])
+        assert (difference.a, difference.b, difference.max_abs) == (None, None, None)
+    with pytest.raises(AssertionError, match="no values"):
+        measure(memoryview(a), dtype, memoryview(b), "U8", 0)
 
 
 @given(st.lists(st.tuples(st.booleans(), st.floats(-4, 4, width=32)), min_size=2), st.data())
@@ -102,13 +126,26 @@ def test_parts_add_up_to_the_whole(items: list[tuple[bool, float]], data: st.Dat
     b = torch.tensor([value + differs for differs, value in items])
     cut = data.draw(st.integers(1, len(items) - 1))
     parts = [measured(a[cut:], b[cut:], "F32", cut), measured(a[:cut], b[:cut], "F32")]
-    joined = Difference()
-    for part in parts:
-        joined.add(part)
     whole = measured(a, b, "F32")
-    for key in ("count", "first", "a", "b", "max_abs", "max_ulp"):
-        assert getattr(joined, key) == getattr(whole, key)
-    assert joined.dot == pytest.approx(whole.dot)
+    for order in (parts, parts[::-1]):
+        joined = Difference()
+        for part in order:
+            joined.add(part)
+        for key in ("count", "first", "a", "b", "max_abs", "max_ulp"):
+            assert getattr(joined, key) == getattr(whole, key)
+        for key in ("dot", "aa", "bb"):
+            assert getattr(joined, key) == pytest.approx(getattr(whole, key))
+
+
+@pytest.mark.parametrize(("dtype", "other"), [("BF16", "F32"), ("F32", "BF16"), ("F32", "F32")])
+def test_the_last_of_many_elements(dtype: str, other: str) -> None:
+    count = 2 * CAST_BLOCK + 3
+    a = torch.ones(count, dtype=getattr(torch, TORCH_NAMES[dtype]))
+    b = torch.ones(count, dtype=getattr(torch, TORCH_NAMES[other]))
+    b[-1] = 2
+    difference = measure(memory(a), dtype, memory(b), other, 5)
+    assert (difference.count, difference.first) == (1, 5 + count - 1)
+    assert (difference.a, difference.b, difference.dot) == (1, 2, count + 1)
 
 
 @given(st.binary(max_size=40), st.binary(max_size=40))
@@ -121,9 +158,27 @@ def test_integers_past_the_digits_of_a_float() -> None:
     a, b = torch.tensor([2**60 + 1]), torch.tensor([2**60])
     difference = measured(a, b, "I64")
     assert (difference.count, difference.a, difference.b) == (1, 2**60 + 1, 2**60)
+    assert difference.max_ulp is None
 
 
 def test_truth_against_numbers() -> None:
     a, b = memoryview(bytearray([1, 0, 1])), memoryview(bytearray([1, 1, 1]))
     assert measure(a, "BOOL", b, "U8", 0).count == 1
     assert measure(b, "BOOL", b, "U8", 0).count == 0
+    difference = measure(a, "BOOL", b, "BOOL", 0)
+    assert (difference.count, difference.first, difference.a, difference.b) == (1, 1, 0, 1)
+
+
+def test_vectors_without_an_angle() -> None:
+    huge = torch.tensor([[1e160, 0], [0, 1e160]], dtype=torch.float64)
+    assert measured(huge[0], huge[1], "F64").cosine is None
+    assert measured(torch.zeros(2), torch.ones(2), "F32").cosine is None
+    assert measured(torch.full((1,), 1e-9), torch.ones(1), "F32").cosine == 1
+
+
+def test_no_cosine_is_larger_than_one() -> None:
+    vectors = [torch.full((count,), 0.3) for count in range(1, 40)]
+    differences = [measured(vector, vector, "F32") for vector in vectors]
+    assert any(each.dot > math.sqrt(each.aa) * math.sqrt(each.bb) for each in differences)
+    assert max(each.cosine or 0 for each in differences) == 1
+    assert min(measured(vector, -vector, "F32").cosine or 0 for vector in vectors) == -1

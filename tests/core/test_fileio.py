@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -88,9 +90,31 @@ def test_the_latest_files_are_kept(tmp_path: Path) -> None:
     reader.close()
 
 
-@pytest.mark.parametrize("threads", [1, 8, 100_000])
-def test_every_thread_may_keep_some_files(threads: int) -> None:
-    assert fileio.files_per_thread(threads) >= 1
+@pytest.fixture
+def limit() -> Iterator[Callable[[int], None]]:
+    """Sets how many files this process may open; afterwards it is as before."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    yield lambda files: resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("threads", [1, 4, 64])
+def test_the_files_of_all_threads_stay_within_the_limit(
+    threads: int, limit: Callable[[int], None]
+) -> None:
+    limit(256)
+    each = fileio.files_per_thread(threads)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert soft == min(hard, 8192), "raised as far as is useful"
+    spare = soft - 64 - (threads + 1) * each  # the main thread reads too; 64 are for the rest
+    assert 0 <= spare <= threads
+    limit(min(hard, 9000))
+    assert fileio.files_per_thread(threads) >= each
+    assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(hard, 9000), "never lowered"
+
+
+def test_every_of_many_threads_may_keep_a_file() -> None:
+    assert fileio.files_per_thread(100_000) == 1
 
 
 # -- writing

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from zckpt.core.filenames import Names, counted
+from zckpt.core.filenames import Names, counted, oldest_first
 
 FORMS = (
     "mp_rank_#_model_states.pt",
@@ -43,6 +43,21 @@ def test_several_forms() -> None:
 
 def test_other_digits_are_no_numbers() -> None:
     assert not Names("step-#").has("step-\u0663")
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["global_step9", "global_step11"],
+        ["iter_9999999", "iter_10000000"],
+        ["best", "global_step9", "global_step11"],  # nothing says how new the first one is
+        ["epoch=1-step=900.ckpt", "epoch=0-step=1000.ckpt"],
+        ["m--val_loss=2.31-step=19", "m--val_loss=1.75-step=99-last", "m--val_loss=1.9-step=100"],
+        ["epoch_1_batch_500", "epoch_2_batch_90", "epoch_2_batch_100"],
+    ],
+)
+def test_the_newest_is_the_last(names: list[str]) -> None:
+    assert oldest_first(reversed(names)) == oldest_first(sorted(names)) == names
 
 
 @pytest.mark.parametrize(

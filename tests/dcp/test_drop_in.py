@@ -480,11 +480,12 @@ def test_keys_of_the_checkpoint_are_not_taken_for_others(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("fronts", [("module.", ""), ("", "module."), ("", "_orig_mod.")])
 def test_wrappers_differ_below_the_same_root(fronts: tuple[str, str], tmp_path: Path) -> None:
-    names = ("fc.weight", "fc.bias")
-    save({"model": {f"{fronts[0]}{name}": torch.ones(3) for name in names}}, tmp_path / "run")
-    state = {"model": {f"{fronts[1]}{name}": torch.zeros(3) for name in names}}
+    values = {"fc.weight": torch.ones(3), "fc.bias": torch.full((3,), 2.0)}
+    run = {"model": {f"{fronts[0]}{name}": value for name, value in values.items()}}
+    save(run, tmp_path / "run")
+    state = {"model": {f"{fronts[1]}{name}": torch.zeros(3) for name in values}}
     load(state, dcp.StorageReader(tmp_path / "run"))
-    assert all(each.all() for each in state["model"].values())
+    assert equal(state["model"], {f"{fronts[1]}{name}": value for name, value in values.items()})
 
 
 def test_an_average_that_the_checkpoint_lacks_is_not_the_model(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ class AutoEPCase:
     dp: int
     ep: int
     stage: int = 2
+    tp: int = 1  # of `dp` ranks, so many neighbors share a part of the dense layers
     dtype: str = "bf16"
     experts: int = 4
     family: str = "mixtral"  # or qwen3_moe
@@ -43,6 +44,9 @@ CASES = {
         AutoEPCase("autoep_dp2_ep1_qwen", 2, 1, family="qwen3_moe"),
         AutoEPCase("autoep_dp2_ep2_z3", 2, 2, stage=3),
         AutoEPCase("autoep_dp2_ep2_z0", 2, 2, stage=0),
+        AutoEPCase("autoep_dp4_ep2_tp2", 4, 2, tp=2),
+        AutoEPCase("autoep_dp4_ep4_tp2_z0", 4, 4, stage=0, tp=2),
+        AutoEPCase("autoep_dp4_ep2_tp2_z3", 4, 2, stage=3, tp=2),
     )
 }
 

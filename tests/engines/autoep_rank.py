@@ -40,7 +40,8 @@ def build_model(case: AutoEPCase, seed: int) -> nn.Module:
         "hidden_size": 16,
         "num_hidden_layers": 2,
         "num_attention_heads": 2,
-        "num_key_value_heads": 1,
+        # AutoTP gives whole heads: of one head, the second rank has none, which stage 3 cannot take
+        "num_key_value_heads": case.tp if case.stage == 3 else 1,
         "max_position_embeddings": 32,
         "attn_implementation": "eager",
     }
@@ -71,7 +72,7 @@ def build_model(case: AutoEPCase, seed: int) -> nn.Module:
 def build_engine(case: AutoEPCase, seed: int) -> Any:
     model = build_model(case, seed)
     config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": ROWS // case.dp,
+        "train_micro_batch_size_per_gpu": ROWS * case.tp // case.dp,
         "gradient_accumulation_steps": 1,
         "zero_allow_untested_optimizer": True,
         "zero_optimization": {"stage": case.stage},
@@ -87,6 +88,8 @@ def build_engine(case: AutoEPCase, seed: int) -> Any:
         },
         **ENABLE[case.dtype],
     }
+    if case.tp > 1:
+        config["tensor_parallel"] = {"autotp_size": case.tp, "preset_model": case.family}
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=list(model.parameters()), config=merge(config, case.config)
     )
@@ -98,7 +101,7 @@ def train(rank: int, store: Path, case: AutoEPCase, root: Path) -> None:
     join(rank, case.dp, store)
     engine = build_engine(case, case.seed)
     for _ in range(case.steps):
-        train_step(engine)
+        train_step(engine, case.tp)
     engine.save_checkpoint(str(root / "run"))
     finish(engine, case, root / "oracle.pt")
 
@@ -114,15 +117,15 @@ def resume(rank: int, store: Path, case: AutoEPCase, directory: Path, output: Pa
 
 
 def finish(engine: Any, case: AutoEPCase, output: Path) -> None:
-    state = {} if case.stage in (0, 3) else record(engine)
-    losses = [train_step(engine) for _ in range(LOSSES)]
+    state = {} if case.stage in (0, 3) or case.tp > 1 else record(engine)
+    losses = [train_step(engine, case.tp) for _ in range(LOSSES)]
     if distributed.get_rank() == 0:
         torch.save({**state, "losses": losses}, output)
 
 
-def train_step(engine: Any) -> float:
+def train_step(engine: Any, tp: int) -> float:
     """Trains on the batch of this step; the mean loss of the global batch."""
-    rank, ranks = distributed.get_rank(), distributed.get_world_size()
+    rank, ranks = distributed.get_rank() // tp, distributed.get_world_size() // tp
     generator = torch.Generator().manual_seed(1000 + engine.global_steps)
     tokens = torch.randint(VOCABULARY, (ROWS, WORDS), generator=generator)
     rows = slice(rank * ROWS // ranks, (rank + 1) * ROWS // ranks)
@@ -132,7 +135,7 @@ def train_step(engine: Any) -> float:
     engine.step()
     mean = loss.detach().double()
     distributed.all_reduce(mean)
-    return float(mean) / ranks
+    return float(mean) / distributed.get_world_size()
 
 
 def record(engine: Any) -> dict[str, Any]:

@@ -43,6 +43,9 @@ ARGUMENTS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_lay
 UNEVEN = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 
 
+LATER = ("optimizer", "opt_param_scheduler")
+
+
 class _Nothing:
     """A stream or an event: every call does nothing."""
 
@@ -383,8 +386,12 @@ def run(case: dict[str, Any], rank: int, world: int, store: str, root: Path) -> 
         "optimizer": steps.sharded_state_dict(saved, metadata=content),
         "rng_state": rng_state,
     }
-    if case["saved"] == "weights":
-        del state["optimizer"], state["opt_param_scheduler"]
+    for key in {"weights": LATER, "states": [*saved], "counters": [*saved, *LATER]}.get(
+        case["saved"], []
+    ):
+        del state[key]
+    if case["saved"] == "library":
+        state = {**saved, "optimizer": state["optimizer"]}
     if case["program"] is not None:
         state = as_program(case, state, own if rank == 0 else None)
     if case["legacy"]:
@@ -543,7 +550,8 @@ def load(run: Path, wrapped: list[Any], steps: Any, sizes: tuple[int, int], rng_
         of_file = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
         asks = of_file == sizes and not getattr(args, "no_save_rng", False)
     else:
-        asks = not of_nemo and sizes_of_config(folder) == sizes
+        of_bridge = Path(folder, "run_config.yaml").exists()
+        asks = of_bridge and sizes_of_config(folder) == sizes
     if asks:
         template["rng_state"] = rng_state
     state = dist_checkpointing.load(template, folder)

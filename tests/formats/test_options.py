@@ -81,7 +81,8 @@ def test_type_checkers_know_every_option() -> None:
     assert sorted(Keywords.__annotations__) == sorted(names)
     for function in (zckpt.convert, zckpt.reshard):
         assert "Unpack[Options]" in str(inspect.signature(function))
-        inspect.signature(function, eval_str=True)  # documentation tools ask for the types
+        if sys.version_info >= (3, 11):  # `typing` has Unpack since then
+            inspect.signature(function, eval_str=True)  # documentation tools ask for the types
 
 
 def test_unknown_names_and_values_are_refused() -> None:

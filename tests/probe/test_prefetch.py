@@ -229,7 +229,7 @@ def test_a_tied_part_is_read_once() -> None:
             (value,) = prefetcher.take(module)
             assert value[0] == (A if module == D else module)
     assert reads.modules.count(A) == 1
-    assert reads.modules.count(B) == 3
+    assert reads.modules.count(B) in (3, 4)  # the thread may have begun a fourth round
 
 
 def test_the_call_that_needs_a_module_raises_its_error() -> None:

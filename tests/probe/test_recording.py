@@ -345,6 +345,20 @@ def test_what_is_mapped_is_described(tmp_path: Path) -> None:
     expected = torch.vmap(model)(x)
     with probe.record(model, tmp_path / "run", step=0):
         assert torch.equal(torch.vmap(model)(x), expected)
+    described = [
+        (
+            record.key,
+            record.dtype,
+            record.shape,
+            record.numbers["elements"],
+            record.numbers.get("crc32"),
+        )
+        for record in runs.read(tmp_path / "run").ranks[0]
+    ]
+    assert described == [  # of one row: what vmap hands a module has no bytes
+        ("(model)#0/in[0]", "F32", (2,), 2, None),
+        ("(model)#0/out", "F32", (3,), 3, None),
+    ]
 
 
 def test_parameters_that_an_engine_gathers_later(tmp_path: Path) -> None:
@@ -699,6 +713,15 @@ def test_the_header_says_what_was_recorded(tmp_path: Path) -> None:
     assert header["versions"]["torch"] == torch.__version__
     assert header["modules"] == {"(model)": "Linear"}
     assert closed == {"closed": 0, "only_outside": []}
+
+
+def test_the_build_of_torch_is_a_part_of_its_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.13.0+cu130")
+    with probe.record(nn.Identity(), tmp_path / "run", step=9):
+        pass
+    assert lines(tmp_path / "run")[0]["versions"]["torch"] == "2.13.0+cu130"
 
 
 def test_inspecting_without_a_recorder_does_nothing() -> None:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from zckpt.core.experts import ExpertLayer
 from zckpt.core.facts import FlatBufferEngine, StepPlace
 from zckpt.core.inert import Scalar
 from zckpt.core.manifest import Manifest, Parameter
 from zckpt.core.values import replace
 from zckpt.proof import values
+
+NAN = float("nan")
+EPS = {"eps": 2.0}
 
 
 def manifest(**fields: object) -> Manifest:
@@ -22,6 +26,18 @@ def test_steps_that_both_tell() -> None:
     assert values.steps(manifest(), other) == [{"parameter": "w", "parameters": 1, "a": 7, "b": 8}]
     silent = manifest(parameters={"w": Parameter((2,), group=0)})
     assert values.steps(manifest(), silent) == []
+    assert values.steps(silent, manifest()) == []
+
+
+def test_a_step_that_one_parameter_of_several_lacks() -> None:
+    late = manifest(parameters={"w": Parameter((2,), step=7), "v": Parameter((2,), step=7)})
+    (line,) = values.steps(late, manifest())
+    assert line == {"parameter": "v", "parameters": 1, "a": 7, "b": None}
+    (line,) = values.steps(manifest(), late)
+    assert line == {"parameter": "v", "parameters": 1, "a": None, "b": 7}
+    later = manifest(parameters={"w": Parameter((2,), step=9), "v": Parameter((2,), step=9)})
+    (line,) = values.steps(late, later)
+    assert line == {"parameter": "w", "parameters": 2, "a": 7, "b": 9}
 
 
 def test_a_parameter_by_its_other_name() -> None:
@@ -40,6 +56,24 @@ def test_scalars() -> None:
     assert values.scalars(manifests[0], manifests[0]) == []
     (line,) = values.scalars(*manifests)
     assert line == {"parameter": "w", "scalar": "mu_product", "a": 0.5, "b": 0.25}
+
+
+def test_a_scalar_that_one_parameter_of_several_lacks() -> None:
+    both, one = (
+        manifest(parameters={name: Parameter((2,), scalars=scalars) for name, scalars in items})
+        for known in ({"mu": Scalar(3, "F32")},)
+        for items in ([("w", known), ("v", known)], [("w", known), ("v", {})])
+    )
+    assert values.scalars(both, one) == [{"parameter": "v", "scalar": "mu", "a": 3, "b": None}]
+    assert values.scalars(one, both) == [{"parameter": "v", "scalar": "mu", "a": None, "b": 3}]
+
+
+def test_what_one_side_trains() -> None:
+    frozen = manifest(parameters={"w": Parameter((2,), trainable=False), "v": Parameter((2,))})
+    assert values.trainable(manifest(), manifest()) == []
+    assert values.trainable(manifest(), frozen) == [
+        {"group": None, "key": "trainable of w", "a": True, "b": False}
+    ]
 
 
 @pytest.mark.parametrize(
@@ -80,7 +114,13 @@ def test_weights_that_were_left_out() -> None:
         ({"lr": 1.0, "betas": (0.9, 0.95)}, {"lr": 1.0, "betas": [0.9, 0.95], "fused": None}, []),
         ({"lr": 1.0}, {"lr": 2.0}, [{"group": 0, "key": "lr", "a": 1.0, "b": 2.0}]),
         ({"lr": Scalar(1.0, "F32")}, {"lr": 1.0}, []),
-        ({"lr": float("nan")}, {"lr": float("nan")}, []),
+        ({"lr": NAN}, {"lr": NAN}, []),
+        ({"lr": NAN}, {"lr": 1.0}, [{"group": 0, "key": "lr", "a": {"$float": "nan"}, "b": 1.0}]),
+        ({"a": (1, 2)}, {"a": [1, 2]}, []),
+        ({"a": [1, 2]}, {"a": (1, 3)}, [{"group": 0, "key": "a", "a": [1, 2], "b": [1, 3]}]),
+        ({"a": [1]}, {"a": [1, 2]}, [{"group": 0, "key": "a", "a": [1], "b": [1, 2]}]),
+        ({"a": [1]}, {"a": 1}, [{"group": 0, "key": "a", "a": [1], "b": 1}]),
+        ({"a": 1}, {"a": [1]}, [{"group": 0, "key": "a", "a": 1, "b": [1]}]),
     ],
 )
 def test_groups(ours: dict[str, object], theirs: dict[str, object], expected: object) -> None:
@@ -95,7 +135,79 @@ def test_groups_of_other_number_and_members() -> None:
     )
     sides = {line["key"]: (line["a"], line["b"]) for line in values.groups(a, b)}
     assert sides == {"groups": (1, 2), "group of w": (0, 1)}
-    assert values.groups(manifest(), b) == []
+    assert values.groups(manifest(), b) == values.groups(b, manifest()) == []
+
+
+def test_a_hyper_parameter_that_one_group_of_several_lacks() -> None:
+    full, lacks = (manifest(groups=({"lr": 1.0, "eps": 1.0}, group)) for group in (EPS, {}))
+    assert values.groups(full, lacks) == [{"group": 1, "key": "eps", "a": 2.0, "b": None}]
+    assert values.groups(lacks, full) == [{"group": 1, "key": "eps", "a": None, "b": 2.0}]
+
+
+def spread(ep: int, *groups: dict[str, object], **of: int | None) -> Manifest:
+    """A model whose experts are spread over `ep` ranks; `of` has the group of each parameter."""
+    layer = ExpertLayer("moe", 4, ep)
+    engine = FlatBufferEngine("flats", None, None, None, False, None, {}, experts=(layer,))
+    parameters = {name: Parameter((2,), group=group) for name, group in of.items()}
+    return manifest(engine=engine, groups=groups, parameters=parameters)
+
+
+PLAIN = {"lr": 1.0, "name": "dense"}
+
+
+def experts(ep: int, lr: float = 0.5, **more: object) -> dict[str, object]:
+    return {"lr": lr, "moe": True, "name": f"ep_size_{ep}", **more}
+
+
+def test_groups_of_experts_over_other_ranks() -> None:
+    """They have other names, and a group of one side may be cut into several on the other."""
+    one = spread(2, PLAIN, experts(2), w=0, v=0, e=1, f=1)
+    two = spread(1, PLAIN, experts(1), experts(1), w=0, v=0, e=1, f=2)
+    assert values.groups(one, two) == values.groups(two, one) == []
+    silent = spread(1, PLAIN, w=0, v=None)
+    assert values.groups(one, silent) == values.groups(silent, one) == []
+
+
+@pytest.mark.parametrize(
+    ("other", "expected"),
+    [
+        (
+            spread(1, PLAIN, experts(1, 0.25), w=0, v=0, e=1, f=1),
+            [{"group": 1, "key": "lr", "a": 0.5, "b": 0.25}],
+        ),
+        (
+            spread(1, {"lr": 2.0, "name": "other"}, experts(1), w=0, v=0, e=1, f=1),
+            [
+                {"group": 0, "key": "lr", "a": 1.0, "b": 2.0},
+                {"group": 0, "key": "name", "a": "dense", "b": "other"},
+            ],
+        ),
+        (
+            spread(1, PLAIN, PLAIN, experts(1), w=0, v=1, e=2, f=2),
+            [{"group": None, "key": "group of v", "a": 0, "b": 1}],
+        ),
+        (  # experts among the others
+            spread(1, PLAIN, experts(1), w=0, v=0, e=1, f=0),
+            [
+                {"group": None, "key": "group of f", "a": 1, "b": 0},
+                {"group": 1, "key": "lr", "a": 0.5, "b": 1.0},
+                {"group": 1, "key": "name", "a": "ep_size_2", "b": "dense"},
+            ],
+        ),
+    ],
+)
+def test_groups_of_experts_that_differ(other: Manifest, expected: object) -> None:
+    one = spread(2, PLAIN, experts(2), w=0, v=0, e=1, f=1)
+    assert sorted(values.groups(one, other), key=str) == sorted(expected, key=str)  # type: ignore[call-overload]
+    swapped = values.groups(other, one)
+    assert {line["key"] for line in swapped} == {line["key"] for line in values.groups(one, other)}
+
+
+def test_two_groups_that_are_one_on_the_other_side() -> None:
+    apart = spread(2, PLAIN, PLAIN, w=0, v=1)
+    together = spread(1, PLAIN, w=0, v=0)
+    assert [line["key"] for line in values.groups(apart, together)] == ["group of v"]
+    assert [line["key"] for line in values.groups(together, apart)] == ["group of v"]
 
 
 def test_states() -> None:
@@ -107,6 +219,51 @@ def test_states() -> None:
         "lr_scheduler.lrs.1": (2.0, 5.0),
     }
     assert values.states(a, manifest()) == []
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "expected"),
+    [
+        (NAN, NAN, True),
+        (NAN, 1.0, False),
+        ((1, [NAN, 2]), [1, (NAN, 2)], True),
+        ((1, 2), (1, 3), False),
+        ([1], [1, 2], False),
+        ([1], 1, False),
+    ],
+)
+def test_values_that_are_alike(a: object, b: object, expected: bool) -> None:
+    assert values.alike(a, b) == values.alike(b, a) == expected
+
+
+KINDS = ("counters", "lr_scheduler", "optimizer", "client_state")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("ours", "theirs", "place"),
+    [
+        (1, 2, ""),
+        (NAN, 1.0, ""),
+        ([1, 2, 3], [1, 5, 3], ".1"),
+        ([1], [1, 2], ""),
+        ([1], 1, ""),
+        ({"deep": 1}, {"deep": 2}, ".deep"),
+        ({"deep": 1}, [1], ""),
+    ],
+)
+def test_one_leaf_of_a_state(kind: str, ours: object, theirs: object, place: str) -> None:
+    a, b = (manifest(state={kind: {"x": {"same": 0, "y": leaf}}}) for leaf in (ours, theirs))
+    assert [line["key"] for line in values.states(a, b)] == [f"{kind}.x.y{place}"]
+    assert [line["key"] for line in values.states(b, a)] == [f"{kind}.x.y{place}"]
+    assert values.states(a, a) == values.states(b, b) == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_key_that_one_state_lacks(kind: str) -> None:
+    a, b = (manifest(state={kind: {"x": inner}}) for inner in ({"same": 0, "y": 1}, {"same": 0}))
+    assert values.states(a, b) == [{"key": f"{kind}.x.y", "only": "a"}]
+    assert values.states(b, a) == [{"key": f"{kind}.x.y", "only": "b"}]
 
 
 def test_places_of_steps_are_part_of_the_state() -> None:

@@ -32,7 +32,7 @@ UNDERSTOOD = (WEIGHTS_ONLY, DTYPE, replace(DIALECT, choices=("plain", "hdf5")))
 
 
 def refused_by_whole(*given: tuple[Option[Any], Any]) -> None:
-    refuse(Options(given), "whole", UNDERSTOOD, {"dp": "its files have no ranks"})
+    refuse(Options(given), "--to whole", UNDERSTOOD, {"dp": "its files have no ranks"})
 
 
 def test_understood_options_pass() -> None:

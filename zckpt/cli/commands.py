@@ -125,8 +125,8 @@ def convert(**words: Any) -> None:
 def reshard(**words: Any) -> None:
     """Write a checkpoint for another number of ranks or another ZeRO stage.
 
-    DST is a new directory. The trainer of SRC resumes from it, unmodified, on --dp ranks. A
-    universal SRC is written for the engine that it came from.
+    DST is a new directory. The trainer of SRC resumes from it on --dp ranks. A universal SRC is
+    written for the engine that it came from.
     """
     work.write("reshard", **words)
 

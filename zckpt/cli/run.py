@@ -20,6 +20,7 @@ from ..errors import (
     WrongOption,
     ZckptError,
     hint_for,
+    meant,
 )
 from ..errors import cause as why_of
 from . import launched, signals
@@ -102,6 +103,13 @@ def is_watched() -> bool:
     return bool(sys.gettrace() or sys.getprofile() or any(tools))
 
 
+OF_OTHERS = {
+    ("zckpt reshard", "--to"): "reshard keeps the format of SRC: zckpt convert SRC DST --to FORMAT "
+    "writes another one",
+}
+"""What to type instead of an option that another command has."""
+
+
 def command(words: list[str]) -> Any:
     """What the command returns; ends the process for words that it does not understand."""
     import click
@@ -116,7 +124,12 @@ def command(words: list[str]) -> Any:
     except click.UsageError as error:
         message = error.format_message()
         where = error.ctx.command_path if error.ctx else "zckpt"
-        fail(words, "UsageError", message, f"`{where} --help` lists the options", 2)
+        hint = f"`{where} --help` lists the options"
+        if isinstance(error, click.NoSuchOption) and error.ctx:
+            flags = [flag for each in error.ctx.command.get_params(error.ctx) for flag in each.opts]
+            like = OF_OTHERS.get((where, error.option_name)) or meant(error.option_name, flags)
+            message, hint = error.message, like or hint  # click asks too, for less likely ones
+        fail(words, "UsageError", message, hint, 2)
     except click.Abort as error:
         cause = error.__cause__
         raise cause if isinstance(cause, KeyboardInterrupt) else KeyboardInterrupt from None

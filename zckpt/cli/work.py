@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from ..core.annotations import Any
-from ..errors import NotEnoughSpace
+from ..errors import NotEnoughSpace, sized
 from . import launched, signals
 
 THREADS = 4  # of a conversion, unless -j says another number
@@ -100,8 +100,8 @@ def write(
         sys.stdout.flush()
         if dry_run and report["bytes"] > report["free"]:
             raise NotEnoughSpace(
-                f"{target} needs {report['bytes'] / 1e9:.3f} GB, but only "
-                f"{report['free'] / 1e9:.3f} GB are free",
+                f"{target} needs {sized(report['bytes'])}, but only "
+                f"{sized(report['free'])} are free",
                 hint="choose a target on another filesystem, or free some space",
             )
     except OSError as error:  # a full disk behind stdout

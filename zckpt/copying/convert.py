@@ -25,7 +25,7 @@ from ..core.manifest import Manifest
 from ..core.resources import Begin, Copying, Progress
 from ..core.sources import unchanged
 from ..core.streaming import chunk_size
-from ..errors import NotEnoughSpace, ProcessLost, removal
+from ..errors import NotEnoughSpace, ProcessLost, removal, sized
 from .copy import CopyOutcome, copy
 from .journal import Journal
 from .sharing import Sharing, Work
@@ -118,7 +118,7 @@ def naming_full_disk(target: str, size: int, partial: str = "") -> Iterator[None
             rest = f"; {partial} is still there: add --resume, or remove it: {removal(partial)}"
             raise NotEnoughSpace(
                 f"the filesystem of {target} is full: {error.filename}: {error.strerror}",
-                hint=f"free some space ({size / 1e9:.3f} GB are needed), or choose a target on "
+                hint=f"free some space ({sized(size)} are needed), or choose a target on "
                 f"another filesystem{rest if os.path.lexists(partial) else ''}",
             ) from error
         raise

@@ -9,7 +9,14 @@ from contextlib import suppress
 from ..core import sources
 from ..core.annotations import TYPE_CHECKING
 from ..core.folder import PROBE, Folder
-from ..errors import IncompleteCheckpoint, NotEnoughSpace, TargetExists, WrongOption, removal
+from ..errors import (
+    IncompleteCheckpoint,
+    NotEnoughSpace,
+    TargetExists,
+    WrongOption,
+    removal,
+    sized,
+)
 
 if TYPE_CHECKING:  # reading a checkpoint needs no journal
     from .journal import Identity
@@ -178,7 +185,7 @@ def need_space(target: str, size: int, resume: bool = False) -> None:
         free += allocated(f"{os.path.abspath(target)}.partial")
     if size > free:
         raise NotEnoughSpace(
-            f"{target} needs {size / 1e9:.3f} GB, but only {free / 1e9:.3f} GB are free",
+            f"{target} needs {sized(size)}, but only {sized(free)} are free",
             hint="choose a target on another filesystem, or free some space",
         )
 

@@ -5,6 +5,7 @@ What a checkpoint is:
     fragments.py      where the elements of a tensor lie: extents, runs, boxes
     slicing.py        tensors that are cut over ranks, as boxes of whole ones
     packing.py        several tensors that another program keeps as one
+    views.py          tensors that are cut, joined, turned or dealt out of others
     facts.py          which engine wrote a checkpoint, where its step stands; the grid of ranks
     experts.py        which layers have experts
     weights.py        what stands for a weight
@@ -40,6 +41,7 @@ What a target gets from a source:
 
 How two checkpoints are compared:
     compare.py        finds what differs, difference.py by how much
+    equality.py       whether two tensors alone are equal
     masters.py        do the masters of one checkpoint round to its weights?
     rounding.py       whether few numbers are what others are rounded to
     partition.py      how an engine cuts tensors, in the words of gather.py files

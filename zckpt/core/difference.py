@@ -51,7 +51,7 @@ class Difference:
     def cosine(self) -> float | None:
         """The cosine of the angle between both vectors; None if one is zero or not finite."""
         length = math.sqrt(self.aa) * math.sqrt(self.bb)
-        if not (0 < length < math.inf and math.isfinite(self.dot)):
+        if not 0 < length < math.inf:
             return None
         return max(-1.0, min(1.0, self.dot / length))
 
@@ -75,7 +75,7 @@ def measure(
 
     Elements of equal types are compared by their bits: 0.0 and -0.0 differ, and a NaN equals
     itself. If one side was rounded, any two NaNs are equal. Elements of different types are
-    compared by their values.
+    compared by their values: both must be types of numbers.
     """
     difference = Difference()
     sizes, block = (SIZES[a_dtype], SIZES[b_dtype]), CAST_BLOCK
@@ -103,10 +103,9 @@ def _measure(
         unequal = bits[0] != bits[1]
         if rounded and known:
             unequal &= ~(np.isnan(values[0]) & np.isnan(values[1]))
-    elif known:
-        unequal = (values[0] != values[1]) & ~(np.isnan(values[0]) & np.isnan(values[1]))
     else:
-        return difference
+        assert known, f"{dtypes} have no values to compare"
+        unequal = (values[0] != values[1]) & ~(np.isnan(values[0]) & np.isnan(values[1]))
     places = np.flatnonzero(unequal)
     with np.errstate(invalid="ignore", over="ignore"):
         if known:

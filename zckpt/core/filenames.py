@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import groupby
 
 DIGITS = "0123456789"
 
@@ -49,3 +50,18 @@ def _numbers(rest: str, texts: Iterable[str]) -> tuple[int, ...] | None:
         numbers.append(int(digits))
         rest = after[len(text) :]
     return None if rest else tuple(numbers)
+
+
+def oldest_first(names: Iterable[str]) -> list[str]:
+    """Names of checkpoints by their steps: the number after `step`, else all numbers in order.
+
+    Names without a number come before all others: nothing says how new these are.
+    """
+    return sorted(names, key=_age)
+
+
+def _age(name: str) -> tuple[list[int], str]:
+    after = name.rpartition("step")[2].lstrip("=_-") if "step" in name else ""
+    digits = after[: len(after) - len(after.lstrip(DIGITS))]
+    runs = ("".join(run) for is_number, run in groupby(name, DIGITS.__contains__) if is_number)
+    return ([int(digits)] if digits else [*map(int, runs)]), name

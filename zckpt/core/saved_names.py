@@ -15,7 +15,10 @@ from ..errors import InconsistentCheckpoint
 from .values import valueclass
 
 Place = tuple[Hashable, tuple[int, ...]]
-"""What the name of a rank's file states: the form of the name, and the numbers in it."""
+"""What the name of a rank's file states: the form of the name, and the numbers in it.
+
+A number that only one of two names has, behind the others, is not compared.
+"""
 
 
 @valueclass
@@ -34,7 +37,10 @@ class SavedName:
     @property
     def is_other(self) -> bool:
         """Whether the file was saved as that of another rank."""
-        return self.stated not in (None, self.place)
+        if self.stated is None:
+            return False
+        numbers = zip(self.stated[1], self.place[1], strict=False)
+        return self.stated[0] != self.place[0] or any(a != b for a, b in numbers)
 
 
 def saved_names(

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from ..core.annotations import Any
 from ..core.manifest import Entry, Manifest
 from ..core.patterns import matching
-from ..errors import counted, listed
-from .terminal import brief, cell, checked, safe, size, table, unchecked, warn
+from ..errors import counted, listed, sized
+from .terminal import brief, cell, checked, safe, table, unchecked, warn
 
 BAR = 48  # characters
+MOST_NAMES = 10  # of files in the report of --dry-run
 RUN_CODE = (".bin", ".ckpt", ".pickle", ".pkl", ".pt", ".pth", ".py")
 """Ends of names of files that may run code when a program loads them: pickles, and Python."""
 RANKS = "0123456789abcdefghijklmnopqrstuvwxyz"
@@ -33,7 +34,7 @@ def summary(report: dict[str, Any], quiet: bool) -> None:
         ("optimizer", report["optimizer"]),
         *([("models", _roots(report["roots"]))] if report.get("roots") else []),
         ("parameters", f"{report['parameters']:,} ({report['elements']:,} elements)"),
-        ("files", f"{report['files']:,} ({size(report['bytes'])})"),
+        ("files", f"{report['files']:,} ({sized(report['bytes'])})"),
         *([("objects of", safe(listed(report["objects"], 20)))] if report["objects"] else []),
     ]
     table(("", ""), facts)
@@ -170,20 +171,23 @@ def converted(report: dict[str, Any], quiet: bool, shown: Sequence[str] = ()) ->
         return
     if report.get("dry_run"):
         print(f"{where} would be {safe(report['about'])}")
-        print(f"{size(report['bytes'])} in {counted(len(report['files']), 'file')}:")
-        for name in report["files"]:
+        print(f"{sized(report['bytes'])} in {counted(len(report['files']), 'file')}:")
+        names = list(report["files"])
+        for name in names[:MOST_NAMES]:
             print(f"  {safe(name)}")
+        if len(names) > MOST_NAMES:
+            print(f"  and {counted(len(names) - MOST_NAMES, 'other file')}; --json lists all")
         _copied(report["copied"])
-        print(f"memory {size(report['memory'])}, free space {size(report['free'])}")
+        print(f"memory {sized(report['memory'])}, free space {sized(report['free'])}")
         return
     step = "" if report["step"] is None else f", step {report['step']}"
     print(
-        f"{where}: {counted(report['tensors'], 'tensor')}, {size(report['bytes'])}{step}, "
+        f"{where}: {counted(report['tensors'], 'tensor')}, {sized(report['bytes'])}{step}, "
         f"{report['seconds']:.1f} s" + checked(report["records"])
     )
     print(f"written: {safe(report['about'])}")
     if report.get("resumed"):
-        print(f"continued: an earlier run had written {size(report['resumed'])}")
+        print(f"continued: an earlier run had written {sized(report['resumed'])}")
     _copied(report["copied"])
     for line in report["left_out"]:
         print(f"left out: {safe(line)}")

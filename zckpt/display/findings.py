@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 
 from ..core.annotations import Any
 from ..core.inert import PYTHON_NUMBERS
-from ..errors import counted, listed
-from .terminal import brief, checked, safe, size, table, unchecked, warn
+from ..errors import counted, listed, sized
+from .terminal import brief, checked, safe, table, unchecked, warn
 
 
 def verified(report: dict[str, Any], quiet: bool) -> None:
@@ -18,7 +18,7 @@ def verified(report: dict[str, Any], quiet: bool) -> None:
     path, other = safe(report["path"]), report["against"]
     if not quiet or findings:
         step = "" if report.get("step") is None else f", step {report['step']}"
-        about = f"{_tensors(report)}, {size(report['bytes'])} read{step}"
+        about = f"{_tensors(report)}, {sized(report['bytes'])} read{step}"
         about += f", {report['seconds']:.1f} s" + checked(report.get("records"))
         if report["gathered"]:
             processes = counted(report["world"], "process", "processes")
@@ -184,7 +184,7 @@ def statistics(report: dict[str, Any], quiet: bool) -> None:
         print(f"{safe(line['tensor'])}: not computed of {line['dtype']}")
     if not quiet:
         step = "" if report["step"] is None else f", step {report['step']}"
-        tensors, read = counted(len(lines), "tensor"), size(report["bytes"])
+        tensors, read = counted(len(lines), "tensor"), sized(report["bytes"])
         records = checked(report["records"])
         print(f"{tensors}, {read}{step}, {report['seconds']:.1f} s{records}")
     warn([line["message"] for line in report["problems"]], quiet)

@@ -99,16 +99,6 @@ def cell(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) else safe(value)
 
 
-def size(count: int) -> str:
-    """Bytes for people: 1.49 GB."""
-    number = float(count)
-    for unit in ("B", "kB", "MB", "GB"):
-        if number < 1000:
-            return f"{number:.3g} {unit}" if unit != "B" else f"{count} B"
-        number /= 1000
-    return f"{number:.3f} TB"
-
-
 def warn(lines: Sequence[str], quiet: bool) -> None:
     if not quiet and sys.stderr is not None:
         for line in lines:

@@ -3,7 +3,9 @@
     format.py      what a format is
     protocols.py   which functions its modules have
     reading.py     what a user says about a checkpoint that is to be read
+    paths.py       URLs, packed files and ~ in the place of a folder
     options.py     all options that formats declare
+    private.py     how reports call what only one format's files can hold
     zero.py        the arithmetic of ZeRO partitions
 
 A folder is a format, except two that formats of one family share: `statedict` and
@@ -17,12 +19,14 @@ from collections.abc import Sequence
 
 from ..core import sources
 from ..core.annotations import TYPE_CHECKING
+from ..core.filenames import oldest_first
 from ..errors import (
     AmbiguousCheckpoint,
     NotACheckpoint,
     WrongOption,
     ZckptError,
     listed,
+    meant,
 )
 from . import (
     dcp,
@@ -139,13 +143,34 @@ FORMATS: tuple[Format, ...] = (
 )
 
 
+OTHER_WORDS = {
+    "ddp torch pytorch pt pth torch.save": "DDP and plain PyTorch load files of torch.save: the "
+    "format gathered",
+    "fsdp fsdp1 fsdp2 torchtitan lightning sharded": "FSDP, torchtitan and Lightning load "
+    "torch.distributed.checkpoint: the format dcp",
+    "huggingface hugging-face transformers trainer": "for from_pretrained: zckpt export SRC DST; "
+    "for the Trainer: deepspeed, or dcp or gathered with --dialect accelerate",
+    "megatron-core megatron-lm mcore nemo torch_dist": "Megatron-LM, Megatron-Bridge and NeMo load "
+    "the format megatron",
+    "zero zero1 zero2 zero3 ds": "ZeRO is DeepSpeed's: the format deepspeed",
+    "ort onnx": "ONNX Runtime Training loads the format onnxruntime",
+    "safetensors": "weights alone: --to universal --weights-only; with an optimizer: --to gathered "
+    "--dialect safetensors",
+    "gguf": "llama.cpp makes GGUF files of a folder of Hugging Face: zckpt export SRC MODEL, then "
+    "convert_hf_to_gguf.py MODEL",
+}
+"""What to type for words that name no format."""
+
+
 def named(name: str) -> Format:
     """The format of that name; raises WrongOption."""
     for item in FORMATS:
         if item.name == name:
             return item
-    names = ", ".join(item.name for item in FORMATS)
-    raise WrongOption(f"there is no format {name!r}", hint=f"choose one of {names} (for FSDP: dcp)")
+    names, word = [item.name for item in FORMATS], name.lower()
+    known = next((hint for words, hint in OTHER_WORDS.items() if word in words.split()), "")
+    hint = known or meant(word, names) or f"choose one of {', '.join(names)} (for FSDP: dcp)"
+    raise WrongOption(f"there is no format {name!r}", hint=hint)
 
 
 def engine_objects() -> frozenset[str]:
@@ -172,7 +197,9 @@ def recognize(path: str, name: str | None = None, tag: str | None = None) -> For
     there.
     """
     if sources.status(path) is None and not os.path.islink(path):
-        raise NotACheckpoint(f"{path} does not exist", hint=_neighbors(path))
+        from . import paths  # for an error
+
+        raise NotACheckpoint(*paths.elsewhere(path) or (f"{path} does not exist", _neighbors(path)))
     tags_of = {
         item: tags for item in ([named(name)] if name else FORMATS) if (tags := item.detect(path))
     }
@@ -200,8 +227,9 @@ def recognize(path: str, name: str | None = None, tag: str | None = None) -> For
             "--checkpoints` writes several of a Trainer's run",
         )
     what = f" of format {name}" if name else ""
+    looks, hint = _looks(path)
     raise NotACheckpoint(
-        f"{path} is not a checkpoint{what}: {_looks(path)}", hint=_near(path, inside)
+        f"{path} is not a checkpoint{what}: {looks}", hint=hint or _near(path, inside)
     )
 
 
@@ -226,19 +254,23 @@ def _inside(path: str) -> list[str]:
     checkpoints = [
         name for name in folders if any(item.detect(os.path.join(path, name)) for item in FORMATS)
     ]
-    return sorted(checkpoints, key=lambda name: (len(name), name))
+    return oldest_first(checkpoints)
 
 
-def _looks(path: str) -> str:
-    """What a path that is no checkpoint seems to be."""
+def _looks(path: str) -> tuple[str, str]:
+    """What a path that is no checkpoint seems to be, and a hint if one follows from that."""
     if not sources.is_folder(path):
-        return _of_torch(path) or f"it is a file of {sources.size(path)} bytes"
+        from . import paths  # for an error
+
+        if what := _of_torch(path):
+            return what, ""
+        return paths.kind_of_file(path) or (f"it is a file of {sources.size(path)} bytes", "")
     names = sorted(os.listdir(path))
     if not names:
-        return "it is empty"
+        return "it is empty", ""
     if any(name.endswith(".safetensors") or name == "pytorch_model.bin" for name in names):
-        return "it holds weights alone, without an optimizer's state"
-    return f"it holds {listed(names)}"
+        return "it holds weights alone, without an optimizer's state", ""
+    return f"it holds {listed(names)}", ""
 
 
 def _of_torch(path: str) -> str | None:

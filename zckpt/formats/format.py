@@ -189,11 +189,11 @@ class Format:
         reader: RebuildingReader = self._module("read")
         return reader.rebuilt(manifest)
 
-    def refuse(self, options: Options) -> None:
-        """Raises WrongOption for an option that the writer does not understand."""
+    def refuse(self, options: Options, target: str) -> None:
+        """Raises WrongOption for an option that the writer of `target` does not understand."""
         from ..training.options import refuse
 
-        refuse(options, self.name, self.options, self.reasons)
+        refuse(options, target, self.options, self.reasons)
 
     def prepare(self, manifest: Manifest) -> tuple[Manifest, list[Shell]]:
         """A source with the groups of the target's engine, and files that change with them."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import platform
 import sys
-from importlib import metadata
 from typing import Any
 
 import torch
@@ -47,14 +46,14 @@ def environment(model: nn.Module) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """The versions of zckpt, Python and the libraries that are imported."""
+    """The versions of zckpt, Python and the libraries that are imported, as these state them.
+
+    torch states its build too (2.13.0+cu130), which the registry's package does not.
+    """
     stated = {"zckpt": __version__, "python": platform.python_version()}
     for name in LIBRARIES:
         if name in sys.modules:
-            try:
-                stated[name] = metadata.version(name)
-            except metadata.PackageNotFoundError:  # imported from its sources
-                stated[name] = str(getattr(sys.modules[name], "__version__", "unknown"))
+            stated[name] = str(getattr(sys.modules[name], "__version__", "unknown"))
     return stated
 
 

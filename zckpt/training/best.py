@@ -17,9 +17,8 @@ from ..core.layout import Shell
 from ..core.manifest import Sibling
 from ..core.siblings import SiblingList
 from ..errors import NotACheckpoint
-from .trainers import json_of
+from .trainers import STATE, json_of
 
-STATE = "trainer_state.json"
 KEY = "best_model_checkpoint"
 CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 CHOICES = ("all", "best-and-last")

@@ -362,20 +362,20 @@ def refuse(
 ) -> None:
     """Raises WrongOption for an option or a value that the target does not understand.
 
-    `understood` are the options of its writer. `reasons` say, by an option's name, why the target
-    has no use for it.
+    `target` is what the sentence calls it, such as `--to dcp`. `understood` are the options of its
+    writer. `reasons` say, by an option's name, why the target has no use for it.
     """
     known = {option.name: option for option in (*understood, *EVERYWHERE)}
     for option, value in options.given:
         if option.name not in known:
             reason = reasons.get(option.name) or option.reason
             raise WrongOption(
-                f"{option.flag} does not apply to --to {target}",
+                f"{option.flag} does not apply to {target}",
                 hint=f"leave it out: {reason}" if reason else "leave it out",
             )
         choices = known[option.name].choices
         if choices and value not in choices:
             raise WrongOption(
-                f"{option.flag} {value} does not apply to --to {target}",
+                f"{option.flag} {value} does not apply to {target}",
                 hint=f"its {option.name}s are {', '.join(map(str, choices))}",
             )

@@ -34,6 +34,9 @@ Step = float | int
 KEEP = "keep"
 """The policy that keeps a step of its own for every parameter, if the format can store them."""
 
+STATED = "--step-policy"
+"""What a place begins with where the user states a number that no file has."""
+
 STALLS = {"BF16": 256, "F16": 2048}
 """The step at which adding one changes nothing, because the type is too narrow."""
 
@@ -155,9 +158,12 @@ def need_one_save(stated: Iterable[tuple[str, Step]], policy: str | None) -> Non
     )
 
 
-def unused_policy(step: Step | None, policy: str | None) -> list[str]:
+def unused_policy(manifest: Manifest, policy: str | None) -> list[str]:
     """A warning about a number that decided nothing: all places state another step."""
-    if policy is None or not policy.isdecimal() or step in (None, int(policy)):
+    step = manifest.step
+    if policy is None or not policy.isdecimal() or step is None or step == int(policy):
+        return []
+    if any(sighting.where.startswith(STATED) for sighting in manifest.steps):
         return []
     return [f"--step-policy {policy} is not used: all places state step {step:g}"]
 

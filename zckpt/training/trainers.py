@@ -34,6 +34,8 @@ LOADED = re.compile(
     r"|additional_chat_templates/\w+\.jinja|(?:spiece|spm|sentencepiece\.bpe|source|target)\.model"
     r"|source\.spm|target\.spm|bpe\.codes|\w+\.tiktoken|tekken\.json|preprocessor_config\.json"
 )
+STATE = "trainer_state.json"
+_OF_TRAINER = re.compile(r"training_args\.bin|rng_state(?:_\d+)?\.pth")
 _MARKS = (
     (TRANSFORMERS, re.compile(r"trainer_state\.json|training_args\.bin")),
     (ACCELERATE, re.compile(r"random_states_\d+\.pkl|scheduler\.bin|sampler\.bin")),
@@ -47,6 +49,18 @@ def program_of(siblings: Iterable[Sibling]) -> str | None:
         if any(map(mark.fullmatch, names)):
             return program
     return None
+
+
+def lacking_state(siblings: Iterable[Sibling]) -> list[str]:
+    """A warning if the Trainer's own state is not among the files that it saved beside others."""
+    names = [item.name for item in siblings]
+    own = [name for name in names if _OF_TRAINER.fullmatch(name)]
+    if not own or STATE in names:
+        return []
+    return [
+        f"Hugging Face's Trainer saved {own[0]}, but its {STATE} is not there, without which "
+        "trainer.train(resume_from_checkpoint=...) fails"
+    ]
 
 
 def resuming(siblings: Iterable[Sibling], otherwise: Callable[[str], str]) -> Callable[[str], str]:

@@ -23,6 +23,7 @@ from ..core.values import replace, valueclass
 from ..errors import TargetExists, WrongOption, counted
 from ..formats.deepspeed_states import estimates
 from ..formats.hf.options import MODEL_CONFIG
+from ..formats.paths import strange_target
 from ..formats.reading import Reading
 from ..reading import read, refuse_several
 from ..training import objects, steps, ties
@@ -90,6 +91,8 @@ def read_for(
     """
     from ..copying.targets import refuse_existing, refuse_inside
 
+    if strange := strange_target(os.fspath(target)):
+        raise WrongOption(*strange)
     refuse_inside(os.fspath(source), os.fspath(target))
     if not running.continues:
         refuse_existing(os.fspath(target))
@@ -124,11 +127,12 @@ def write(
     format = formats.named(to)
     if not format.writes:
         raise WrongOption(f"zckpt can read {to}, but not write it yet")
+    format.refuse(options, _called(command, to))
     source, layout = _laid_out(format, manifest, target, options, best_in)
     files = convert.files_of(layout)
     size = sum(files.values())
     report = _report(command, source, target, format, layout, files, options)
-    report["warnings"] += steps.unused_policy(manifest.step, reading.step_policy)
+    report["warnings"] += steps.unused_policy(manifest, reading.step_policy)
     run = identity(layout.source or manifest, to, reading, options, files)
     if running.continues and targets.is_complete(target, run):
         return report | {"already_complete": True, "seconds": _since(started)}
@@ -172,6 +176,15 @@ def write(
     }
 
 
+def _called(command: str, to: str) -> str:
+    """What the error about an option calls the target, of which the user may have typed nothing."""
+    if command == "reshard":
+        return f"{to}, the format that reshard keeps"
+    if to == "universal":
+        return "a universal checkpoint, which convert writes without --to"
+    return f"--to {to}"
+
+
 def _laid_out(
     format: Format, manifest: Manifest, target: str, options: Options, best_in: str | None
 ) -> tuple[Manifest, Layout]:
@@ -181,7 +194,6 @@ def _laid_out(
     """
     from ..core.layout import remembered
 
-    format.refuse(options)
     _refuse_several(format, manifest, options)
     if not format.keeps_estimates and not options.weights_only:
         estimates.need_same_ranks(manifest)

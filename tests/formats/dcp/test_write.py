@@ -10,6 +10,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
 
 import zckpt
 from zckpt import errors
@@ -266,3 +271,51 @@ def test_state_of_very_many_values_is_left_out(tmp_path: Path) -> None:
     (line,) = report["left_out"]
     assert line.startswith("client_state seen: 10,001 values, of which")
     assert whole(tmp_path / "target")["few"] == {"1": 2}
+
+
+@pytest.mark.parametrize("dp", [None, 2, 3])
+def test_values_of_ranks_are_named(dp: int | None, tmp_path: Path) -> None:
+    """A data loader of another number of ranks refuses them, and loses nothing that is not said."""
+    loader = {"dp_rank_0": b"a", "dp_rank_1": b"b", "world_size": 2}
+    state = {"model": {"w": torch.ones(4, 3)}, "dataloader": loader}
+    dcp.save(state, checkpoint_id=tmp_path / "run")
+    report = zckpt.reshard(tmp_path / "run", tmp_path / "again", dp=dp)
+    lines = [line for line in report["warnings"] if "dp_rank_0, dp_rank_1" in line]
+    assert bool(lines) == (dp != 2)
+    assert all(line.startswith("dataloader has values of 2 ranks") for line in lines)
+    assert whole(tmp_path / "again")["dataloader"] == loader
+
+
+def test_torchtitans_keys(tmp_path: Path) -> None:
+    """Names of weights without a root key, and a flat optimizer, as its CheckpointManager asks."""
+    torch.manual_seed(1)
+
+    def build() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2, bias=False))
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> float:
+        loss = model(torch.linspace(0, 1, 4)).square().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss.detach())
+
+    first = build()
+    for _ in range(3):
+        step(*first)
+    torch.save(
+        {"model": first[0].state_dict(), "optimizer": first[1].state_dict()}, tmp_path / "run.pt"
+    )
+    zckpt.convert(tmp_path / "run.pt", tmp_path / "step-3", to="dcp", dialect="torchtitan")
+    second = build()
+    step(*second)  # so that the optimizer has states
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    model, optimizer = get_state_dict(*second, options=options)
+    dcp.load({**model, "optimizer": optimizer}, checkpoint_id=tmp_path / "step-3")
+    set_state_dict(*second, model_state_dict=model, optim_state_dict=optimizer, options=options)
+    assert [step(*second) for _ in range(3)] == [step(*first) for _ in range(3)]
+    keys = FileSystemReader(tmp_path / "step-3").read_metadata().state_dict_metadata
+    assert {"0.weight", "optimizer.state.0.weight.exp_avg"} <= keys.keys()
+    again = zckpt.read(tmp_path / "step-3")
+    assert (again.step, list(again.parameters)) == (3, ["0.weight", "0.bias", "1.weight"])

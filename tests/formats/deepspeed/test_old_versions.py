@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 import zckpt
-from zckpt import errors
+from zckpt import errors, formats
 
 from ...engines.cases import CASES, Case
 from ...engines.old_deepspeed import VERSIONS, rewrite
@@ -52,7 +53,11 @@ def test_what_an_old_version_really_wrote(root: Path, tmp_path: Path) -> None:
 
 
 def test_there_are_real_old_files() -> None:
-    assert len(REAL) == 4
+    """`zckpt formats` names their versions, and the one that the tests train with."""
+    versions = [root.name.split("-")[1] for root in REAL]
+    versions = sorted([*versions, metadata.version("deepspeed")], key=number)
+    assert len(versions) == 5
+    assert formats.named("deepspeed").about.endswith(f"(real files of {', '.join(versions)})")
 
 
 @pytest.mark.parametrize(("version", "run"), every_pair())

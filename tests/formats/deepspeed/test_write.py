@@ -527,6 +527,33 @@ class TestReport:
             assert sum(prod(t.shape) for n, t in tensors.items() if n.endswith("master")) == 1929
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_target_says_nothing_of_an_option_that_no_one_typed(stage: int, tmp_path: Path) -> None:
+    """A state dict does not show whether a program left frozen weights out of it."""
+    model = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.rand(2, 4)).sum().backward()
+    optimizer.step()
+    states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(states, tmp_path / "state.pt")
+    run = tmp_path / "run"
+    zckpt.convert(tmp_path / "state.pt", run, to="deepspeed", stage=stage, dp=2)
+    zckpt.reshard(run, tmp_path / "again", dp=3)
+    for target in (run, tmp_path / "again"):
+        assert not any("exclude_frozen" in line for line in zckpt.read(target).warnings)
+    for path in run.glob("*/*model_states.pt"):  # as the engine does it
+        model_file = torch.load(path, weights_only=False)
+        assert (model_file["frozen_param_shapes"], model_file["frozen_param_fragments"]) == (
+            {},
+            None,
+        )
+        model_file["frozen_param_shapes"] = None
+        torch.save(model_file, path)
+    zckpt.reshard(run, tmp_path / "left_out", dp=3)
+    for source in (run, tmp_path / "left_out"):
+        assert any("exclude_frozen" in line for line in zckpt.read(source).warnings)
+
+
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_base_model_under_an_adapter_arrives(stage: int, quantized: bool, tmp_path: Path) -> None:

@@ -455,5 +455,12 @@ class TestOneRanksPart:
             ) as raised:
                 package.read(path)
             assert "model_rank_0.pt to model_rank_2.pt" in raised.value.hint
-            path.rename(tmp_path / "together" / f"model_rank_{rank}.pt")
-        assert torch.equal(package.load(tmp_path / "together", "fc.weight/param"), WHOLE)
+            path = path.rename(tmp_path / "together" / f"model_rank_{rank}.pt")
+        assert torch.equal(package.load(path.parent, "fc.weight/param"), WHOLE)
+        shutil.copy(
+            tmp_path / "together" / "model_rank_1.pt", tmp_path / "together/model_rank_2.pt"
+        )
+        with pytest.raises(
+            errors.InconsistentCheckpoint, match="saved as model_world_size_3_rank_1"
+        ):
+            package.read(tmp_path / "together")

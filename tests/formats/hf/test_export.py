@@ -33,6 +33,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "bert": ("BertForMaskedLM", TINY),
     "mixtral": ("MixtralForCausalLM", {**TINY, "num_local_experts": 2, "head_dim": 8}),
+    "qwen3 moe": (  # ten experts and more, and a tied head
+        "Qwen3MoeForCausalLM",
+        {**TINY, "head_dim": 8, "moe_intermediate_size": 6, "num_experts": 11,
+         "num_experts_per_tok": 2, "tie_word_embeddings": True},
+    ),
     "resnet": (  # has buffers
         "ResNetForImageClassification",
         {"embedding_size": 8, "hidden_sizes": [8, 8], "depths": [1, 1], "num_labels": 3},
@@ -42,7 +47,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {"hidden_size": 16, "intermediate_size": 22, "num_hidden_layers": 2, "image_size": 8,
          "patch_size": 4, "num_attention_heads": 2},
     ),
+    "llava": (
+        "LlavaForConditionalGeneration",
+        {"text_config": {"model_type": "llama", **TINY}, "image_token_index": 3,
+         "vision_config": {"model_type": "clip_vision_model", "hidden_size": 16, "image_size": 8,
+                           "intermediate_size": 22, "num_hidden_layers": 2, "patch_size": 4,
+                           "num_attention_heads": 2}},
+    ),
 }  # fmt: skip
+HOW = ("dcp", "torch", "trainer")
 
 
 def build(kind: str) -> Any:
@@ -85,7 +98,80 @@ def saved(model: Any, folder: Path, how: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("how", ["dcp", "torch", "trainer"])
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("kind", MODELS)
+def test_files_are_those_of_save_pretrained(kind: str, how: str, tmp_path: Path) -> None:
+    """Names as well: those of modules and of files are not the same since transformers 5."""
+    model = build(kind)
+    source = saved(model, tmp_path / "run", how)
+    zckpt.export(source, tmp_path / "out", config=config_of(model, tmp_path / "base"))
+    model.save_pretrained(tmp_path / "expected")
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    expected = load_file(tmp_path / "expected" / "model.safetensors")
+    assert sorted(written) == sorted(expected)
+    assert all(same_bits(written[name], tensor) for name, tensor in expected.items())
+
+
+FORMER = {
+    "mixtral": "model.layers.1.block_sparse_moe.experts.1.w2.weight",
+    "qwen3 moe": "model.layers.1.mlp.experts.10.gate_proj.weight",
+    "vit": "vit.encoder.layer.1.attention.attention.query.weight",
+    "llava": "language_model.model.layers.1.mlp.up_proj.weight",
+}
+"""Names that older versions of transformers and vLLM know."""
+
+
+@pytest.mark.parametrize("kind", FORMER)
+def test_an_export_equals_its_source(kind: str, tmp_path: Path) -> None:
+    """Although both have other names, and tensors of other shapes."""
+    model = build(kind)
+    source, out = saved(model, tmp_path / "run", "dcp"), tmp_path / "out"
+    zckpt.export(source, out, config=config_of(model, tmp_path / "base"))
+    twice = kind == "qwen3 moe"  # has a tied weight, which DCP files have twice
+    assert FORMER[kind] in zckpt.read(out).parameters
+    for paths in ((out, source), (source, out)):
+        report = zckpt.verify(*paths)
+        assert (report["equal"], report["differences"]) == (True, [])
+        assert zckpt.diff(*paths)["equal"]
+    assert report["tensors"] == len(zckpt.read(source).parameters) - twice
+    assert zckpt.verify(source, out, gather=True, device="cpu")["equal"]
+    with (out / "model.safetensors").open("r+b") as file:
+        file.seek(-4, 2)
+        file.write(b"\1\2\3\4")
+    report = zckpt.verify(source, out)
+    assert (report["equal"], len(report["differences"])) == (False, 1)
+    assert not zckpt.verify(out, source)["equal"]
+
+
+@pytest.mark.parametrize("place", [0, -1])
+def test_weights_that_differ_are_not_tied(
+    place: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The configuration ties them, but a directory of DCP has two that are not equal."""
+    from zckpt.core import equality
+
+    monkeypatch.setattr(equality, "PIECE", 64)
+    model = build("qwen3 tied")
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state["lm_head.weight"].view(-1)[place] += 1
+    dcp.save(state, checkpoint_id=tmp_path / "run")
+    config = config_of(model, tmp_path / "base")
+    zckpt.export(tmp_path / "run", tmp_path / "out", config=config)
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    for name in ("lm_head.weight", "model.embed_tokens.weight"):
+        assert same_bits(written[name], state[name])
+
+
+def test_an_export_of_an_export_is_the_same(tmp_path: Path) -> None:
+    model = build("mixtral")
+    source = saved(model, tmp_path / "run", "torch")
+    zckpt.export(source, tmp_path / "out", config=config_of(model, tmp_path / "base"))
+    zckpt.export(tmp_path / "out", tmp_path / "again")
+    files = [tmp_path / name / "model.safetensors" for name in ("out", "again")]
+    assert load_file(files[0]).keys() == load_file(files[1]).keys()
+
+
+@pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("kind", MODELS)
 def test_from_pretrained_misses_nothing(kind: str, how: str, tmp_path: Path) -> None:
     model = build(kind)

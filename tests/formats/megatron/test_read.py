@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -100,15 +101,18 @@ def test_the_latest_is_not_there(run: Path) -> None:
     assert package.read(run, tag=ITERATION).root.endswith(ITERATION)
 
 
-def _copied(folder: Path, target: Path, **changes: torch.Tensor) -> Manifest:
-    """The same items written by torch itself, as 0.19 keeps the common state: as an item."""
+def copied(folder: Path, target: Path, without: str = "", **changes: torch.Tensor) -> Manifest:
+    """The same items written by torch itself, as 0.19 keeps the common state: as an item.
+
+    `without` is a pattern of tensors' keys, and of keys in the common state, that are lost.
+    """
     from zckpt.files.dcpfile import read_table
 
     table = read_table(str(folder))
     tensors = {
         key: torch.empty(item.shape, dtype=getattr(torch, item.torch_dtype))
         for key, item in table.items.items()
-        if item is not None
+        if item is not None and not re.fullmatch(without, key)
     }
     dcp.load(tensors, checkpoint_id=folder, no_dist=True)
     tensors |= changes
@@ -116,6 +120,7 @@ def _copied(folder: Path, target: Path, **changes: torch.Tensor) -> Manifest:
         key: [None] for key, item in table.items.items() if item is None and "_extra_state" in key
     }
     common = torch.load(folder / "common.pt", weights_only=False)
+    common = {key: value for key, value in common.items() if not re.fullmatch(without, key)}
     state = {**tensors, **values, "common_state/shard_0_1": [common]}
     planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
     dcp.save(state, checkpoint_id=target, planner=planner, no_dist=True)
@@ -126,16 +131,33 @@ def _copied(folder: Path, target: Path, **changes: torch.Tensor) -> Manifest:
 @pytest.mark.filterwarnings("ignore")
 def test_common_state_as_an_item(run: Path, tmp_path: Path, zckpt: Callable[..., Any]) -> None:
     """One box per stacked tensor holds several layers."""
-    manifest = _copied(run / ITERATION, tmp_path / "new")
+    manifest = copied(run / ITERATION, tmp_path / "new")
     assert manifest.step == 3
     assert zckpt("verify", run, "--against", tmp_path / "new", "--tensors", "*").code == 0
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [
+        ("decoder.layers.1.mlp.linear_fc2.weight", "decoder.layers.1.mlp.linear_fc2.weight/param"),
+        (
+            "chained_0.optimizer.state.exp_avg.decoder.final_layernorm.weight",
+            "decoder.final_layernorm.weight/exp_avg",
+        ),
+    ],
+)
+def test_two_keys_of_one_tensor_are_refused(key: str, name: str, run: Path, tmp_path: Path) -> None:
+    """One of them is a layer of a stacked key; or both are a state of one weight."""
+    with pytest.raises(errors.InconsistentCheckpoint, match=f"two keys hold {name}$"):
+        copied(run / ITERATION, tmp_path / "new", **{key: torch.zeros(8)})
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_wrong_masters_are_named(run: Path, tmp_path: Path, zckpt: Callable[..., Any]) -> None:
     key = "optimizer.state.param.decoder.layers.mlp.linear_fc2.weight"
     wrong = torch.zeros(2, 8, 6)
-    _copied(run / ITERATION, tmp_path / "new", **{key: wrong})
+    copied(run / ITERATION, tmp_path / "new", **{key: wrong})
     ended = zckpt("convert", tmp_path / "new", tmp_path / "out", "--json")
     assert ended.document["error"] == "InconsistentCheckpoint"
     assert ended.document["message"].startswith("2 weights of ")
@@ -292,6 +314,19 @@ def test_groups_by_the_options_of_megatron() -> None:
     for group in before:  # 0.15 and older
         del group["default_config"], group["max_lr"]
     assert list((members(before, shapes, args) or {}).values()) == [2, 0, 0]
+
+
+@pytest.mark.parametrize("to", ["dcp", "gathered", "onnxruntime"])
+def test_what_only_its_files_hold_has_their_names(run: Path, to: str, tmp_path: Path) -> None:
+    """Not the name of a format: a user knows the keys of the common state."""
+    options = {"dp": 1} if to == "onnxruntime" else {}
+    report = package.convert(run, tmp_path / "out", to=to, **options)
+    (line,) = (line for line in report["left_out"] if "opt_param_scheduler" in line)
+    assert "args, checkpoint_version, iteration" in line
+    assert "_extra_state, rng_state" in line
+    assert "optimizer" not in line.replace("opt_param", "")
+    assert "megatron:" not in line.replace("of megatron alone:", "")
+    assert not line.endswith("megatron")
 
 
 def test_the_common_state_of_another_iteration(

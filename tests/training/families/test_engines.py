@@ -106,6 +106,9 @@ def test_transformers_computes_the_same(
     assert not any(about[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     theirs = torch.load(models / f"{case}-from.logits.pt")[..., :61]
     torch.testing.assert_close(families.logits(network), theirs, rtol=1e-5, atol=1e-5)
+    network.save_pretrained(tmp_path / "again")
+    written, expected = _tensors(target, "model"), _tensors(tmp_path / "again", "model")
+    assert _same(written, expected), "save_pretrained writes other files"
 
 
 @pytest.mark.parametrize("case", ["llama", "mixtral", "qwen3_moe"])

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 from ...core import sources
 from ...core.annotations import Any
-from ...core.filenames import Names
+from ...core.filenames import Names, oldest_first
 from ...errors import UnsupportedCheckpoint
 from ...files.dcpnames import ITEMS, METADATA, names_any
 
@@ -34,7 +34,7 @@ def detect(path: str) -> list[str]:
     with os.scandir(path) as entries:
         steps = [entry.name for entry in entries if STEP.has(entry.name)]
     tags = [name for name in steps if has_items(os.path.join(path, name))]
-    return sorted(tags, key=lambda name: int(name.removeprefix("step-")))
+    return oldest_first(tags)
 
 
 def detect_weak(path: str) -> list[str]:

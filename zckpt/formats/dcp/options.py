@@ -30,7 +30,7 @@ OPTIONS = (
     WEIGHTS_ONLY,
     DTYPE,
     LAYOUT,
-    replace(DIALECT, choices=("accelerate",)),
+    replace(DIALECT, choices=("accelerate", "torchtitan")),
     GROUP_DEFAULTS,
     MAX_FILE_SIZE,
     ALLOW_OBJECT,

@@ -10,6 +10,7 @@ Every rank's items are in files of its own, `__R_K.distcp`, as if N ranks had sa
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any
@@ -19,7 +20,7 @@ from ...core.folder import Folder
 from ...core.inert import Foreign, Scalar, TensorName, map_values
 from ...core.layout import Layout, Shell
 from ...core.manifest import Manifest
-from ...errors import MissingData, UnsupportedCheckpoint, listed, literal
+from ...errors import MissingData, UnsupportedCheckpoint, counted, listed, literal
 from ...files import dcpseal
 from ...files.dcpfile import ItemBox, Items, TensorItem
 from ...files.dcpshell import (
@@ -43,6 +44,9 @@ from .options import LAYOUT
 
 SMALL = 64 << 10  # bytes; a rank finds smaller pieces more slowly than it reads them
 MOST_VALUES = 10_000  # of one key of the program's own state: each becomes an item, with a pickle
+OF_RANK = re.compile(r"(?:dp_)?rank_?\d+")  # the key of what a rank saved for itself
+TORCHTITAN: tuple[Path, Path, str] = (), ("optimizer",), "flat"
+"""Of torchtitan: the keys of the model and of the optimizer, and the form of the latter's."""
 PathValue = tuple[Path, Any]
 
 
@@ -77,7 +81,9 @@ class DcpWriter:
         self.options = options
         self.world = options[DP] or source.dp
         self.dicts = StateDicts(source, options, options[LAYOUT])
-        self.warnings = self.dicts.warnings
+        if options[DIALECT] == "torchtitan":
+            self.dicts.model, self.dicts.optimizer, self.dicts.layout = TORCHTITAN
+        self.warnings = [*self.dicts.warnings, *self._of_ranks()]
         self.left_out = self.dicts.left_out
         self.left_out += [
             f"client_state {key}: {count:,} values, of which torch.distributed.checkpoint would "
@@ -89,10 +95,27 @@ class DcpWriter:
         self._shells: dict[tuple[str, tuple[int, ...]], Shell] = {}
         self._metadata: dict[str, bytes] = {}
 
+    def _of_ranks(self) -> list[str]:
+        """Warnings about values that each rank saved for itself, such as those of a data loader."""
+        ranks: dict[Path, list[str]] = {}
+        for path, _ in self.dicts.items():
+            for place, key in enumerate(map(str, path)):
+                if OF_RANK.fullmatch(key):
+                    ranks.setdefault(path[:place], []).append(key)
+        lines = []
+        for above, keys in ranks.items():
+            names = list(dict.fromkeys(keys))
+            if len(names) != self.options[DP]:
+                lines.append(
+                    f"{dotted(above) or 'the state'} has values of {counted(len(names), 'rank')} "
+                    f"({listed(names, 2)}), which a run of another number of ranks cannot load"
+                )
+        return lines
+
     def _parts(self) -> dict[str, list[PathValue]]:
         """Items by folder: one for all, or Accelerate's for the model and for the optimizer."""
-        dicts, keys = self.dicts, self.dicts.keys
-        if self.options[DIALECT] != "accelerate" and not keys.folders:
+        dicts, keys, dialect = self.dicts, self.dicts.keys, self.options[DIALECT]
+        if dialect == "torchtitan" or (dialect is None and not keys.folders):
             return {"": list(dicts.items())}
         of_trainer = program_of(self.source.siblings) == TRANSFORMERS
         if of_trainer and (others := peft.other_adapters(self.source.parameters)):

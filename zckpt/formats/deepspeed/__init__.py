@@ -34,7 +34,8 @@ from ..format import Format
 FORMAT = Format(
     name="deepspeed",
     folder="deepspeed",
-    about="DeepSpeed ZeRO stage 0, 1, 2, 3, 0.5.10 to 0.19.8",
+    about="DeepSpeed ZeRO stage 0, 1, 2, 3, 0.5.10 to 0.19.8 "
+    "(real files of 0.8.2, 0.9.3, 0.11.0, 0.13.1, 0.19.8)",
     family="deepspeed",
     numbers=True,
     compares="beginnings",

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from ...core import sources
 from ...core.annotations import NoReturn
-from ...core.filenames import Names
+from ...core.filenames import Names, oldest_first
 from ...core.siblings import SiblingList, leads_out
 from ...core.values import valueclass
 from ...errors import AmbiguousCheckpoint, NotACheckpoint, UnsupportedCheckpoint, listed
@@ -108,10 +108,11 @@ class TagKind:
         else:
             return TagDirectory(directory, tag, path)
         tags = self.tags(path) if sources.is_folder(path) else []
-        present = listed(tags) if tags else "no tag folder"
         raise NotACheckpoint(
             f"{statement} {tag[:99]!r}, {why}",
-            hint=f"choose a tag with --tag; {path} has {present}",
+            hint=f"choose a tag with --tag: {path} has {listed(tags)}"
+            if tags
+            else f"{path} has no tag's folder at all: copy the whole directory again",
         )
 
 
@@ -134,10 +135,10 @@ def holds_universal(path: str) -> bool:
 
 
 def _folders(path: str) -> list[str]:
-    """Names of the folders in a folder, without those that may not be listed (`lost+found`)."""
+    """Names of the folders in a folder, the newest last; not of `lost+found` and its like."""
     with os.scandir(path) as items:
         folders = [item for item in items if sources.is_folder(item.path)]
-    return sorted(item.name for item in folders if not sources.is_denied(item.path))
+    return oldest_first(item.name for item in folders if not sources.is_denied(item.path))
 
 
 def tags_of(path: str) -> list[str]:

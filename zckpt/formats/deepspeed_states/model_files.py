@@ -163,21 +163,22 @@ def _frozen(
 ) -> tuple[Any, Any]:
     """frozen_param_shapes and frozen_param_fragments; stages 0 and 1 write neither.
 
-    Both are None if frozen weights were left out, or may have been: from an empty dictionary the
-    engine concludes that the model has none, and stops at each that it has (0.19.8, engine.py
-    `load_module_state_dict`). An adapter was saved without its base model.
+    Both are None if frozen weights were left out. From empty fragments the engine concludes that
+    the model has no frozen weights, and stops at each that it has (0.19.8, engine.py
+    `load_module_state_dict`). So if a source may have left some out, only the shapes are empty. An
+    adapter was saved without its base model.
     """
     # a base weight may have the name of a tied one, or count as a buffer where it is quantized
     known = {*target.source.parameters, *target.aliases, *target.source.buffers}
     if target.engine.stage < 2 or peft.is_adapter_alone(known):
         return None, None
     if any(not target.experts.is_dense(name) for name in target.frozen):
-        return None, None  # the engine would give all ranks rank 0's experts (0.19.8)
+        return {}, None  # the engine would give all ranks rank 0's experts (0.19.8)
     names = [name for name in target.frozen if name in weights]
     before = target.engine.before
-    has_none = before is not None and before.excludes_frozen is False
-    if not (names or has_none):
-        return None, None
+    excludes = before.excludes_frozen if before is not None else None
+    if not names and excludes is not False:
+        return (None if excludes else {}), None
     shapes = OrderedDict((name, Size(target.frozen[name].shape)) for name in names)
     if not target.engine.partitioned:
         return shapes, OrderedDict((name, weights[name]) for name in names)

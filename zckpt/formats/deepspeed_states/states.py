@@ -98,21 +98,13 @@ class EngineStates:
     def excludes_frozen(self) -> bool | None:
         """Whether `save_checkpoint(exclude_frozen_parameters=True)` left frozen weights out.
 
-        None if the files do not show it: stage 0 and 1, and DeepSpeed before 0.9.1.
+        None if the files do not show it: stage 0 and 1, and DeepSpeed before 0.9.1. Empty shapes
+        without fragments are zckpt's, of a source that did not show it (model_files.py).
         """
         if self.stage < 2 or "frozen_param_fragments" not in self.model:
             return None
         left_out = self.model["frozen_param_fragments"] is None
-        # with frozen experts zckpt writes no fragments, and leaves nothing out (model_files.py)
-        return left_out and not (self.model.get("num_experts") and self._has_frozen_weights)
-
-    @property
-    def _has_frozen_weights(self) -> bool:
-        """Whether the module has weights that are neither trained nor buffers nor second names."""
-        others = {*(self.model.get("buffer_names") or ()), *(self.model.get("shared_params") or ())}
-        others |= {name for names in self.param_shapes() for name in names}
-        module = self.model["module"].items()
-        return any(isinstance(t, Tensor) and name not in others for name, t in module)
+        return None if left_out and self.model.get("frozen_param_shapes") is not None else left_out
 
     @property
     def round_robin(self) -> bool:

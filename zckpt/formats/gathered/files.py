@@ -21,7 +21,7 @@ from itertools import chain
 
 from ...core import sources
 from ...core.annotations import TYPE_CHECKING, Any
-from ...core.filenames import counted
+from ...core.filenames import counted, oldest_first
 from ...core.regex import Regex
 from ...core.values import field, mutable
 from ...errors import (
@@ -159,11 +159,11 @@ def _safetensors(names: Sequence[str]) -> list[str]:
 
 def _single_files(folder: str, names: Sequence[str]) -> list[str]:
     """Files that have everything, by the usual endings."""
-    return [
+    return oldest_first(
         name
         for name in names
         if name.endswith(ENDINGS) and _has_state_dicts(os.path.join(folder, name))
-    ]
+    )
 
 
 def _is_others(name: str) -> bool:
@@ -179,10 +179,10 @@ def _match_rank(name: str) -> re.Match[str] | None:
 
 def place_of(name: str) -> Place | None:
     """What the name of a rank's file states: the rank, and the number of ranks if it has one."""
-    match = _match_rank(name)
-    return (
-        None if match is None else (match["stem"], (int(match["world"] or 0), int(match["rank"])))
-    )
+    if (match := _match_rank(name)) is None:
+        return None
+    numbers = (match["rank"], match["world"])
+    return match["stem"], tuple(int(number) for number in numbers if number)
 
 
 def _is_part(folder: str, name: str) -> bool:

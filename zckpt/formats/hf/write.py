@@ -5,9 +5,10 @@
     config.json, generation_config.json, tokenizer.json, chat_template.jinja, ...
     adapter_model.safetensors, adapter_config.json       instead, if PEFT trained an adapter
 
-The files are those of `save_pretrained` (transformers 5.23, PEFT 0.21). Names that config.json ties
-are saved once, under the name that it ties them to; an adapter is saved without its base model.
-Files that only a trainer needs are left out.
+The files are those of `save_pretrained` (transformers 5.24, PEFT 0.21). Names that config.json ties
+are saved once, under the name that it ties them to; names of modules become those of files
+(training/saving); an adapter is saved without its base model. Files that only a trainer needs are
+left out.
 """
 
 from __future__ import annotations
@@ -19,14 +20,16 @@ from typing import Any
 
 from ...core import sources
 from ...core.dtypes import FLOATS, SIZES, TORCH_NAMES
+from ...core.equality import have_equal_bytes
 from ...core.folder import Folder
 from ...core.layout import Layout, Shell
-from ...core.manifest import Manifest, Sibling
+from ...core.manifest import Entry, Manifest, Parameter, Sibling
 from ...core.siblings import SiblingList, refusals
+from ...core.values import replace
 from ...core.weights import weight_of
 from ...errors import MissingData, UnsupportedCheckpoint, WrongOption, listed, literal
 from ...files import safefile
-from ...training import peft, ties
+from ...training import peft, saving, ties
 from ...training.options import Options
 from ...training.trainers import HUGGING_FACE, LOADED, files_to_load_by, json_of
 from .files import INDEX, WEIGHTS
@@ -52,6 +55,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
         source.warnings,
         about="an adapter for PEFT" if writer.adapter else "a model for from_pretrained",
         loading=loading,
+        source=writer.model,
     )
 
 
@@ -79,6 +83,8 @@ class PretrainedWriter:
         self._shows_frozen = not all(parameter.trainable for parameter in parameters)
         self.files = self._files_to_load_by()
         self.config = self._config()
+        self.names = self._names()
+        self.model = self._model()
         self.tensors = dict(self._tensors())
         if self.adapter:
             self._refuse_unknown_tuners()
@@ -88,7 +94,7 @@ class PretrainedWriter:
         others = [name for name in names if name.removeprefix(HUGGING_FACE) not in kept]
         self.left_out = [f"{', '.join(others)}: not needed to load the weights"] if others else []
         self.left_out += refusals(source.left_out) + self.refused
-        if base := [name for name in self._names() if not self._is_exported(name)]:
+        if base := [name for name in self.names if not self._is_exported(name)]:
             self.left_out.append(f"{listed(base, 4)}: weights of the base model, not the adapter")
 
     # -- what loads the weights
@@ -149,12 +155,23 @@ class PretrainedWriter:
             return {}
         tied = ties.of_config(self.config)
         owners: dict[str, str] = {}
+        names: dict[str, str] = {}  # of the source's parameters, by every name
         for name, parameter in self.source.parameters.items():
-            same = {name, *parameter.aliases}
-            owners |= {alias: owner for alias, owner in tied.items() if {alias, owner} <= same}
+            names |= dict.fromkeys((name, *parameter.aliases), name)
             if not self.config.get("architectures") and self.config.get("tie_word_embeddings"):
                 owners |= dict.fromkeys(parameter.aliases, name)
+        for alias, owner in tied.items():
+            if {alias, owner} <= names.keys() and self._are_one(names[alias], names[owner]):
+                owners[alias] = owner
         return owners
+
+    def _are_one(self, one: str, other: str) -> bool:
+        """Whether two names are one weight, or equal ones: DCP files have tied weights twice."""
+        if one == other:
+            return True
+        own, its = (weight_of(self.source.entries, name) for name in (one, other))
+        pairs = (own.param, its.param), (own.master, its.master)
+        return all(a is b if a is None or b is None else have_equal_bytes(a, b) for a, b in pairs)
 
     def _is_exported(self, name: str) -> bool:
         """An adapter's tensors are all that are there, or those of its modules, and what it trains.
@@ -171,7 +188,7 @@ class PretrainedWriter:
 
     def _refuse_unknown_tuners(self) -> None:
         """Raises UnsupportedCheckpoint if saved names do not lead back to the module's names."""
-        exported = {name for name in self._names() if self._is_exported(name)}
+        exported = {name for name in self.names if self._is_exported(name)}
         names = peft.module_names(self.tensors, config=self.config)
         if unknown := sorted(exported - {names.get(name, name) for name in self.tensors}):
             kind = self.config.get("peft_type")
@@ -180,20 +197,42 @@ class PretrainedWriter:
                 hint="`zckpt convert --weights-only` writes every tensor under the module's name",
             )
 
+    def _model(self) -> Manifest:
+        """The weights that are written, under their names in the files: tied ones once."""
+        source = self.source
+        parameters: dict[str, Parameter] = {}
+        entries: dict[str, Entry] = {}
+        owners = {a: name for name, each in source.parameters.items() for a in each.aliases}
+        names = list(filter(self._is_exported, self.names))
+        for name in names:
+            owner = owners.get(name, name)
+            if owner in source.parameters:
+                parameters[name] = replace(source.parameters[owner], aliases=())
+            for slot in ("param", "master"):
+                if entry := source.entries.get(f"{owner}/{slot}"):
+                    entries[f"{name}/{slot}"] = replace(entry, name=f"{name}/{slot}")
+        model = replace(
+            source,
+            entries=entries,
+            parameters=parameters,
+            buffers=tuple(name for name in names if name not in parameters),
+            replicas=(),
+            inferred=(),
+            state={"module": names},
+        )
+        return model if self.adapter else saving.as_saved(model, self.config)
+
     def _tensors(self) -> Iterator[tuple[str, tuple[str, tuple[int, ...]]]]:
         """Names in the files, types and shapes."""
-        parameters = self.source.parameters.items()
-        owners = {alias: name for name, parameter in parameters for alias in parameter.aliases}
-        for name in filter(self._is_exported, self._names()):
-            owner = owners.get(name, name)
-            weight = weight_of(self.source.entries, owner)
+        for name in self.model.state["module"]:
+            weight = weight_of(self.model.entries, name)
             entry = weight.stored
             saved_name = peft.saved_name(name) if self.adapter else name
-            yield saved_name, (self._dtype(owner, entry.dtype, entry is weight.param), entry.shape)
+            yield saved_name, (self._dtype(name, entry.dtype, entry is weight.param), entry.shape)
 
     def _dtype(self, name: str, dtype: str, is_weight: bool) -> str:
         """The type of `--dtype`, else the module's; masters without weights are rounded to that."""
-        if name not in self.source.parameters or dtype not in FLOATS:
+        if name not in self.model.parameters or dtype not in FLOATS:
             return dtype
         module = self.source.engine.dtype if self.source.engine else None
         return self.options.module_dtype or (dtype if is_weight else str(module or dtype))

@@ -9,11 +9,12 @@ from typing import Any
 
 from ...core.facts import GraphEngine
 from ...core.fragments import Record
-from ...core.manifest import Entry, Manifest, Parameter, Sibling
+from ...core.manifest import Entry, Manifest, Parameter, Sibling, Sighting
 from ...core.values import field, mutable
 from ...errors import UnsupportedCheckpoint, brief, counted, listed
 from ...files.torchfile import TorchFile
 from ...training.optimizers import infer_optimizer
+from ...training.steps import STATED
 from .common import (
     DISTRIBUTED,
     FLAT,
@@ -66,7 +67,10 @@ class Content:
 
 
 def manifest_of(content: Content, step_policy: str | None) -> Manifest:
-    """The manifest of a directory; raises InconsistentCheckpoint if steps differ."""
+    """The manifest of a directory; raises InconsistentCheckpoint if steps differ.
+
+    A `step_policy` that is a number also states the iteration, where the common state has none.
+    """
     common, shapes, slots = content.common, content.shapes, content.slots
     agreed_step(content.folder, content.steps, step_policy)
     step, place, sightings = stated_step(common, content.file, step_policy)
@@ -101,7 +105,16 @@ def manifest_of(content: Content, step_policy: str | None) -> Manifest:
             "no buffer of the optimizer has "
             f"{listed([name for name in known if name in frozen])}: zckpt takes them for frozen"
         )
-    state = {"megatron": _state(content, args)}
+    if not any(entry.slot == "param" for entry in content.entries.values()):
+        warnings.append(
+            "the directory has no weights of a model: its masters stand for them; it has no frozen "
+            "weights and no buffers"
+        )
+    if "iteration" not in common and step_policy is not None and step_policy.isdecimal():
+        # a program of its own saved the items: no counter, and often no folder iter_N
+        common = {**common, "iteration": int(step_policy)}
+        sightings.append(Sighting(f"{STATED}, iteration", int(step_policy), False))
+    state = {"megatron": _state(content, common, args)}
     return Manifest(
         root=content.folder,
         format="megatron",
@@ -121,7 +134,7 @@ def manifest_of(content: Content, step_policy: str | None) -> Manifest:
             "megatron",
             None,
             content.sharding,
-            _usual_dtype(content.entries, known),
+            _usual_dtype(content.entries, known) or _stated_dtype(args),
             "F32" if slots else None,
         ),
         step_place=place if slots else None,
@@ -149,14 +162,14 @@ def _other_iteration(content: Content) -> list[str]:
     ]
 
 
-def _state(content: Content, args: Mapping[str, Any]) -> dict[str, Any]:
+def _state(content: Content, common: dict[Any, Any], args: Mapping[str, Any]) -> dict[str, Any]:
     """What a manifest keeps of the directory, for a target of Megatron-Core.
 
     Enters the tensors of the common state into `content.entries`.
     """
     gated = args.get("swiglu")
     return {
-        "common": kept(content.file, content.common, "megatron.common", content.entries),
+        "common": kept(content.file, common, "megatron.common", content.entries),
         "keys": content.keys,
         "gated": gated if isinstance(gated, bool) else None,
         "vocabulary": _vocabulary(args, content.shapes),
@@ -232,6 +245,14 @@ def _vocabulary(args: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) 
 
 def _usual_dtype(entries: Mapping[str, Entry], names: Mapping[str, Any]) -> str | None:
     """The type of the largest weight."""
-    weights = (entries[f"{name}/param"] for name in names)
+    weights = (entry for name in names if (entry := entries.get(f"{name}/param")))
     largest = max(weights, key=lambda entry: entry.numel, default=None)
     return None if largest is None else largest.dtype
+
+
+def _stated_dtype(args: Mapping[str, Any]) -> str | None:
+    """The type of the module's weights by Megatron's command line; None if it does not say it."""
+    for flag, dtype in (("bf16", "BF16"), ("fp16", "F16")):
+        if args.get(flag) is True:
+            return dtype
+    return "F32" if args.get("bf16") is False else None

@@ -17,6 +17,7 @@ import os
 
 from ...core import sources
 from ...core.annotations import Any
+from ...core.filenames import oldest_first
 from ...errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,
@@ -44,7 +45,7 @@ def detect(path: str) -> list[str]:
         return [""]
     with os.scandir(path) as entries:
         names = [entry.name for entry in entries if not entry.name.startswith(".")]
-    tags = sorted(name for name in names if _is_one_of_run(path, name))
+    tags = oldest_first(name for name in names if _is_one_of_run(path, name))
     latest = _latest(path)
     return [latest] if tags and latest is not None else tags
 
@@ -118,7 +119,7 @@ def _require_latest(run: str, tag: str) -> None:
     if {*tag}.isdisjoint("/\\\0") and is_checkpoint(folder):
         return
     with os.scandir(run) as entries:
-        others = sorted(e.name for e in entries if _is_one_of_run(run, e.name))
+        others = oldest_first(e.name for e in entries if _is_one_of_run(run, e.name))
     raise NotACheckpoint(
         f"{os.path.join(run, LATEST)} names {tag[:99]!r}, but {run} has no such checkpoint, or not "
         "all of its files",

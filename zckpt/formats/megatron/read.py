@@ -5,6 +5,8 @@
     optimizer.state.fp32_param.<key>                  the same without the distributed optimizer
     optimizer.state.exp_avg.<key>, exp_avg_sq         moments
 
+A directory of the optimizer alone is read by its masters (weightless.py).
+
 All have the global shape of the key, so no size of tp, pp or ep matters. The rows of a gated
 `linear_fc1` are [gate; up], whatever tp was.
 
@@ -23,7 +25,6 @@ from ...core.manifest import Entry, Manifest, Sibling, slot_name
 from ...core.values import replace
 from ...errors import (
     MALFORMED,
-    CorruptCheckpoint,
     InconsistentCheckpoint,
     UnsupportedCheckpoint,
     not_understood,
@@ -68,9 +69,8 @@ from .masters import rebuilt as rebuilt
 from .masters import way_out as way_out
 from .names import axes_of, named, places, without_prefix
 from .programs import arguments_of, beside
+from .weightless import MASTERS, OF_OPTIMIZER, masters_of, require_masters, trained_keys
 
-OF_OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?P<slot>[^.]+)\.(?P<key>.+)")
-MASTERS = ("param", "fp32_param")
 VALUE = re.compile(r"(?P<key>.+)/shard_(?P<place>\d+(?:\.\d+)*)_(?P<grid>\d+(?:\.\d+)*)")
 
 
@@ -138,7 +138,7 @@ class _Reader:
             sharding = sharding_of(self.table, self.common)
         tensor_ranks = self._stated("tensor_model_parallel_size") or 1
         require_groups(self.folder, self.args, tensor_ranks)
-        shapes, trained = self._weights(), self._trained()
+        shapes, trained = self._weights() or self._masters(), trained_keys(self.table.items)
         slots: set[str] = set()
         if sharding in FLAT:
             slots = self._flat_states(shapes)
@@ -158,7 +158,8 @@ class _Reader:
             files=(*self.table.files, *sorted(self.files.sizes), self.file.path, self.marker),
             records=self.records,
             replicas=self.replicas,
-            keys=self.keys,
+            # of modules' own states a save of the optimizer alone has no keys
+            keys=self.keys if self.pieces else {},
             objects=values,
             left_out=[*self._strangers(siblings.files), *siblings.left_out],
             siblings=siblings.files,
@@ -191,18 +192,20 @@ class _Reader:
                 )
             self.keys[key] = axes_of(key)
             for name, entry in self._parts(key, item, key, "param"):
-                if name in shapes:
-                    raise InconsistentCheckpoint(f"{self.folder}: two keys are called {name}")
                 shapes[name] = entry.shape
                 self.key_of[name] = key
-        if not shapes:
-            raise CorruptCheckpoint(f"{self.folder} has no weights")
         return shapes
 
-    def _trained(self) -> set[str]:
-        """The keys of weights that have a state of the optimizer."""
-        matches = (OF_OPTIMIZER.fullmatch(key) for key, item in self.table.items.items() if item)
-        return {match["key"] for match in matches if match}
+    def _masters(self) -> dict[str, tuple[int, ...]]:
+        """Enters the masters of a directory without weights; returns the shapes by name."""
+        require_masters(self.folder, self.table.items, sharding_of(self.table, self.common))
+        shapes = {}
+        for stacked, (key, item) in masters_of(self.table.items).items():
+            self.keys[stacked] = axes_of(stacked)
+            for name, entry in self._parts(key, item, stacked, "master"):
+                shapes[name] = entry.shape
+                self.key_of[name] = stacked
+        return shapes
 
     def _states(self, shapes: Mapping[str, tuple[int, ...]], is_flat: bool) -> set[str]:
         """Enters masters and moments; returns the optimizer's own slots.
@@ -220,7 +223,9 @@ class _Reader:
                     hint=WEIGHTS_ONLY,
                 )
             slot = "master" if match["slot"] in MASTERS else slot_name(match["slot"])
-            if is_flat:
+            if slot == "master" and not self.pieces:  # entered already
+                parts = []
+            elif is_flat:
                 parts = self._flat_parts(key, item, match["key"], slot, shapes)
             else:
                 parts = self._parts(key, item, match["key"], slot)

@@ -157,9 +157,8 @@ class MegatronWriter:
         names = [*source.parameters, *source.buffers]
         if not keys:
             raise MissingData(
-                "the source is of mp_rank_* directories or of Megatron-FSDP, and zckpt does not "
-                "know the keys of its model in torch_dist: its modules have no _extra_state, or "
-                "one for the 8-bit floats of several experts",
+                "zckpt does not know the keys of the source's model in torch_dist: its files have "
+                "no _extra_state of modules, or one for the 8-bit floats of several experts",
                 hint="give --like RUN, a torch_dist directory that the next run has saved",
             )
         parts, strangers = keys_of(names, keys)
@@ -312,11 +311,12 @@ class MegatronWriter:
 
     def _folder(self, common: Mapping[Any, Any]) -> str:
         """The name of the iteration's directory: that of the source, if it has one."""
-        tag, iteration = self.source.source.get("tag"), common.get("iteration")
-        if isinstance(tag, str) and is_iteration(tag):
+        tag, iteration = str(self.source.source.get("tag")), common.get("iteration")
+        if is_iteration(tag):
             return tag
         if type(iteration) is not int or iteration < 0:
-            raise MissingData("the common state of the source has no iteration")
+            hint = "add --step-policy N to the command that reads the files of Megatron-Core"
+            raise MissingData("the source does not state its iteration", hint=hint)
         return f"iter_{iteration:07d}"
 
     # -- files

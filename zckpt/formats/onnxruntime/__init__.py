@@ -22,7 +22,7 @@ from ..format import Format
 FORMAT = Format(
     name="onnxruntime",
     folder="onnxruntime",
-    about="ONNX Runtime Training ZeRO-1, 1.3 to 1.16 (.ort.pt, HDF5)",
+    about="ONNX Runtime Training ZeRO-1, .ort.pt and HDF5, 1.3 to 1.16 (real files of 1.16.3)",
     family="onnxruntime",
     compares="all",
     checks=True,

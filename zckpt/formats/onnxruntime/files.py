@@ -9,6 +9,7 @@ from ...core import sources
 from ...core.annotations import TYPE_CHECKING
 from ...core.expected import missing_ranks
 from ...core.facts import MAX_DP
+from ...core.filenames import oldest_first
 from ...core.regex import Regex
 from ...core.values import valueclass
 from ...errors import (
@@ -16,6 +17,7 @@ from ...errors import (
     CorruptCheckpoint,
     InconsistentCheckpoint,
     NotACheckpoint,
+    listed,
 )
 
 if TYPE_CHECKING:  # other formats' directories are told apart without the parsers
@@ -111,10 +113,11 @@ def locate(path: str) -> CheckpointFiles:
         if not checkpoints:
             raise NotACheckpoint(f"{path} holds no checkpoint of ONNX Runtime")
         if len(checkpoints) > 1:
+            by_name = {os.path.basename(each.name): each for each in checkpoints}
+            names = oldest_first(by_name)
             raise AmbiguousCheckpoint(
-                f"{path} holds {len(checkpoints)} checkpoints: "
-                + ", ".join(os.path.basename(each.name) for each in checkpoints[:8]),
-                hint=f"name the file (one of them is enough): {checkpoints[0].files[0][1]}",
+                f"{path} holds {len(checkpoints)} checkpoints: {listed(names)}",
+                hint=f"name the file (one of them is enough): {by_name[names[-1]].files[0][1]}",
             )
         return _complete(path, checkpoints[0])
     folder = os.path.dirname(path) or "."

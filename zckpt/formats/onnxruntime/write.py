@@ -34,6 +34,7 @@ from ...files.torchshell import Storages, seal_records, shell, thawed
 from ...training.optimizers import plain_name
 from ...training.options import DIALECT, DP, Options
 from ...training.steps import COUNTED
+from ..private import own_names
 from .hdf5 import require_h5py
 from .legacy import HALVES, MODEL
 from .partition import Share, by_name, share_of, shares
@@ -245,19 +246,18 @@ class OnnxRuntimeWriter:
                 "hyper-parameters (learning rate, betas, weight decay, ...): ONNX Runtime does "
                 "not store them; set them in the program that resumes"
             )
-        tied = [alias for about in source.parameters.values() for alias in about.aliases]
-        if tied:
+        if tied := [alias for about in source.parameters.values() for alias in about.aliases]:
             self.left_out.append(f"second names of tied weights: {', '.join(tied[:8])}")
         if source.buffers:
-            self.warnings.append(
-                f"buffers are written as frozen weights: {', '.join(source.buffers[:8])}"
-            )
+            names = ", ".join(source.buffers[:8])
+            self.warnings.append(f"buffers are written as frozen weights: {names}")
         known = set(ENGINE) | {"trainer_options"}
         known |= set(TRAINER) if self.dialect == "hdf5" else {"client_state"}
         optimizer = {f"optimizer.{k}": v for k, v in (state.get("optimizer") or {}).items()}
         for key, value in {**state, **optimizer}.items():
             if key not in known and key != "optimizer" and value not in (None, {}, [], "", False):
-                self.left_out.append(f"{key}: ONNX Runtime's files cannot hold it")
+                names = ", ".join(own_names(key, value))
+                self.left_out.append(f"{names}: ONNX Runtime's files cannot hold it")
         numbers = {key for parameter in source.parameters.values() for key in parameter.scalars}
         self.left_out += [
             f"optimizer state {key!r}: ONNX Runtime does not keep it"

@@ -21,6 +21,7 @@ from ...training.optimizers import torch_groups
 from ...training.options import DTYPE, Options
 from ...training.steps import WRITTEN
 from ...training.trainers import number, program_of
+from ..private import own_names
 from .keys import OPTIMIZER, is_optimizers_key, keys_of
 from .tree import Path, dotted
 
@@ -302,7 +303,8 @@ def left_out(source: Manifest, options: Options) -> list[str]:
         for key, value in kept.items()
         if key not in written and value is not None
     ]
-    lost += [key for key, value in source.state.items() if value and key not in OF_TORCH]
+    others = {key: value for key, value in source.state.items() if value and key not in OF_TORCH}
+    lost += [name for key, value in others.items() for name in own_names(key, value)]
     engine = source.engine.name if source.engine else None
     lines = [f"of {engine} alone: {', '.join(lost)}"] if lost else []
     return [*lines, *clipping, *_rounded_off(source, options)]

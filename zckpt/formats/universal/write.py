@@ -27,7 +27,7 @@ from ...core.values import replace
 from ...errors import MissingData, UnsupportedCheckpoint, literal
 from ...files import safefile
 from ...training.optimizers import are_inferred, given_groups
-from ...training.options import GROUP_DEFAULTS, Options
+from ...training.options import FAMILY, GROUP_DEFAULTS, Options
 from ...training.trainers import files_to_load_by
 from .agreement import checksum
 from .files import MANIFEST, MAX_MANIFEST, SIBLINGS, VERSION
@@ -95,7 +95,8 @@ def lay_out(source: Manifest, options: Options) -> Layout:
         left_out += [f"{', '.join(others)}: not needed to load the weights"] if others else []
     shells = list(_shells(chosen, options))
     files = [shell.name for shell in shells if shell.name != MANIFEST]
-    has_ranks = source.source.get("format") != "gathered"
+    # with --family it is for another program than the source's engine
+    has_ranks = source.source.get("format") != "gathered" and options[FAMILY] is None
 
     def loading(path: str) -> str:
         if not options.weights_only and has_ranks:

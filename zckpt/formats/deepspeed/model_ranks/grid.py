@@ -25,7 +25,15 @@ from ....core.facts import Grid
 from ....core.values import valueclass
 from ....errors import IncompleteCheckpoint, InconsistentCheckpoint, brief, counted, listed
 from ....files.torchfile import Parsed
-from ...deepspeed_states.directories import BF16, EXPERT, LAYER, MODEL_3, TagDirectory, refuse
+from ...deepspeed_states.directories import (
+    BF16,
+    EXPERT,
+    LAYER,
+    MODEL,
+    MODEL_3,
+    TagDirectory,
+    refuse,
+)
 from ...deepspeed_states.states import EngineStates, dictionary, open_files, shapes_of_groups
 from ..files import RankFiles, add_file, model_rank_of, rank_files
 from .arguments import arguments
@@ -66,11 +74,14 @@ class GridFiles:
 def grid_files(directory: TagDirectory) -> GridFiles:
     """The files of all ranks. Raises IncompleteCheckpoint if one is missing, as far as names show.
 
-    Raises UnsupportedCheckpoint for what is not read yet: NVMe offload, a pipeline in which only
-    some stages have experts.
+    Raises UnsupportedCheckpoint for what is not read yet: NVMe offload, AutoEP beside AutoTP, a
+    pipeline in which only some stages have experts.
     """
     names = sorted(os.listdir(directory.path))
     numbers = {rank for name in names if (rank := model_rank_of(name)) is not None}
+    of_experts = {places[2] for name in names if (places := EXPERT.numbers(name))}
+    if of_experts and numbers != {0}:
+        _refuse_folded(directory, [name for name in names if MODEL.has(name)])
     parsed = Parsed()
     ranks = [rank_files(directory, names, parsed)] if numbers <= {0} else []
     if not ranks:
@@ -88,7 +99,6 @@ def grid_files(directory: TagDirectory) -> GridFiles:
         if of_layer := LAYER.numbers(name):
             layer, rank = (*of_layer, 0)[:2]
             add_file(layers, (layer, rank), os.path.join(directory.path, name))
-    of_experts = {places[2] for name in names if (places := EXPERT.numbers(name))}
     if of_experts and layers:
         refuse(directory, SOME_STAGES)
     if of_experts and len(ranks) > 1:
@@ -96,6 +106,17 @@ def grid_files(directory: TagDirectory) -> GridFiles:
     else:
         pp, tp = _sizes(directory, len(ranks), layers)
     return GridFiles(ranks, layers, pp, tp)
+
+
+def _refuse_folded(directory: TagDirectory, names: Sequence[str]) -> None:
+    """Raises UnsupportedCheckpoint for AutoEP beside AutoTP, before a file seems to be missing.
+
+    It spreads the experts over the ranks of all model ranks together.
+    """
+    from ..moe.auto_ep import refuse_folded  # few checkpoints have experts
+
+    for file in open_files([os.path.join(directory.path, name) for name in names[:1]], Parsed()):
+        refuse_folded(directory, dictionary(file, file.value))
 
 
 def _alike(directory: TagDirectory, ranks: Sequence[RankFiles]) -> None:

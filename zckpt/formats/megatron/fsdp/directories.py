@@ -35,6 +35,7 @@ from ..contents import Content, manifest_of, require_groups, size_of
 from ..groups import FileStep, agreed_step
 from ..keys import OF_OUTPUT, KeysOfGpt
 from ..names import NORMS
+from ..weightless import without_weights
 from .items import FsdpItems, joined, plain_name
 
 OF_RANK = re.compile(r"\((\d{1,9}), (\d{1,9})\)")  # stage, tensor rank
@@ -65,6 +66,9 @@ class _FsdpReader:
 
     def manifest(self, step_policy: str | None) -> Manifest:
         items = self.items
+        if not items.weights:
+            others = (str(path[0]) for path in items.others)
+            raise without_weights(self.folder, items.states, others)
         for name, keys in joined(self.folder, items.weights).items():
             self.shapes[name] = items.enter(name, "param", keys).shape
         self._require_halves()
@@ -82,8 +86,8 @@ class _FsdpReader:
             groups, group_of = self._groups()
             common["optimizer"] = {"optimizer": {"param_groups": groups, **self._step(step_policy)}}
         known, objects = self._modules()
-        if not self.shapes or items.file is None:
-            raise CorruptCheckpoint(f"{self.folder} has no weights, or nothing beside them")
+        if items.file is None:
+            raise CorruptCheckpoint(f"{self.folder} has nothing beside its weights")
         content = Content(
             folder=self.folder,
             file=items.file,

@@ -94,9 +94,12 @@ class _Items:
         for key, item in self.model.items():
             yield from self._of_key(key, key, item, "param")
         for key, state in self.table.items.items():
-            if state is not None and (match := STATE.fullmatch(key)) and match[2] in self.model:
+            if state is not None and (match := STATE.fullmatch(key)):
+                if self.model and match[2] not in self.model:
+                    continue
                 slot = SLOTS.get(match[1], match[1])
-                whole = self.model[match[2]].shape
+                # a save of the optimizer alone has the shapes of weights
+                whole = self.model[match[2]].shape if self.model else state.shape
                 rule = self._of_key if state.shape == whole else self._of_fragments
                 yield from rule(key, match[2], state, slot)
         if any(BUFFER.fullmatch(key) for key in self.table.items):

@@ -1,0 +1,230 @@
+"""Where are the elements of a tensor that is cut, joined, turned or dealt out of others?
+
+A view has the axes that a program gives a tensor, and the boxes in which its elements lie. An axis
+may be folded: it then counts several lengths, the last one fastest, and boxes can have another
+order of them. So no box is cut into rows if the rows of two halves are dealt alternately:
+
+    axis of 6 rows         [ 0 1 2 3 4 5 ]
+    folded into (2, 3)     [[0 1 2] [3 4 5]]
+    turned to (3, 2)       [[0 3] [1 4] [2 5]]     rows 0 3 1 4 2 5
+
+No byte is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import prod
+
+from .annotations import TYPE_CHECKING
+from .fragments import ZEROS, Box, Extent, Fragments, boxes
+from .slicing import boxes_of
+from .values import valueclass
+
+if TYPE_CHECKING:
+    from typing import TypeVar
+
+    T = TypeVar("T")
+
+Lengths = tuple[int, ...]
+
+
+@valueclass
+class View:
+    """A tensor by its boxes, which have all lengths of all axes. `size` is bytes per element."""
+
+    axes: tuple[Lengths, ...]
+    boxes: tuple[Box, ...]
+    size: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(map(prod, self.axes))
+
+    @property
+    def fragments(self) -> Fragments:
+        """The boxes as fragments of a tensor of this shape: row-major elements are the same."""
+        return boxes(self.boxes)
+
+    def place(self, axis: int) -> int:
+        """Where the lengths of an axis begin among those of all axes."""
+        return sum(len(lengths) for lengths in self.axes[:axis])
+
+
+def view_of(fragments: Fragments, shape: Sequence[int], size: int) -> View:
+    """The view of a whole tensor; its axes have one length each."""
+    axes = tuple((length,) for length in shape)
+    return View(axes, tuple(boxes_of(fragments, shape, size)), size)
+
+
+def zeros(shape: Sequence[int], size: int) -> View:
+    """A tensor that is in no file."""
+    strides = [prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    extent = Extent(ZEROS, 0, prod(shape) * size)
+    box = Box(shape, [0] * len(shape), shape, strides, 0, size, extent)
+    return View(tuple((length,) for length in shape), (box,), size)
+
+
+def cut(view: View, axis: int, length: int) -> list[View]:
+    """Neighbors of `length` along an axis that is not folded; the last one may be shorter."""
+    ((whole,), place) = view.axes[axis], view.place(axis)
+    starts = range(0, whole, length)
+    parts: list[list[Box]] = [[] for _ in starts]
+    for box in view.boxes:
+        first, last = box.offsets[place], box.offsets[place] + box.sizes[place] - 1
+        for number in range(first // length, last // length + 1):
+            start, stop = number * length, min(whole, (number + 1) * length)
+            low, high = max(first, start), min(last + 1, stop)
+            parts[number].append(
+                _box(
+                    box,
+                    _with(box.whole, place, stop - start),
+                    _with(box.offsets, place, low - start),
+                    _with(box.sizes, place, high - low),
+                    box.strides,
+                    (low - first) * box.strides[place],
+                )
+            )
+    return [
+        View(_with(view.axes, axis, (min(length, whole - start),)), tuple(part), view.size)
+        for start, part in zip(starts, parts, strict=True)
+    ]
+
+
+def unstacked(view: View, axis: int) -> list[View]:
+    """Every element of an axis as a tensor without it."""
+    place = view.place(axis)
+    return [
+        View(
+            _with(part.axes, axis),
+            tuple(
+                _box(
+                    box,
+                    _with(box.whole, place),
+                    _with(box.offsets, place),
+                    _with(box.sizes, place),
+                    _with(box.strides, place),
+                )
+                for box in part.boxes
+            ),
+            view.size,
+        )
+        for part in cut(view, axis, 1)
+    ]
+
+
+def joined(views: Sequence[View], axis: int) -> View:
+    """Tensors one after another along an axis; if it is folded, along its first length.
+
+    An axis that only others have folded is folded alike. Raises ValueError for lengths that differ
+    elsewhere.
+    """
+    finest = max((view.axes[axis] for view in views), key=len)
+    views = [
+        view if len(view.axes[axis]) == len(finest) else folded(view, axis, finest[1:])
+        for view in views
+    ]
+    first, place = views[0], views[0].place(axis)
+    if len({_with(view.axes, axis, view.axes[axis][1:]) for view in views}) > 1:
+        raise ValueError("the tensors differ along another axis")
+    length = sum(view.axes[axis][0] for view in views)
+    parts: list[Box] = []
+    start = 0
+    for view in views:
+        for box in view.boxes:
+            offsets = _with(box.offsets, place, box.offsets[place] + start)
+            whole = _with(box.whole, place, length)
+            parts.append(_box(box, whole, offsets, box.sizes, box.strides))
+        start += view.axes[axis][0]
+    return View(_with(first.axes, axis, (length, *finest[1:])), tuple(parts), first.size)
+
+
+def swapped(view: View, one: int, other: int) -> View:
+    """The tensor with two axes in each other's place."""
+    order = list(range(len(view.axes)))
+    order[one], order[other] = order[other], order[one]
+    places = [view.place(axis) + number for axis in order for number in range(len(view.axes[axis]))]
+    return _ordered(view, tuple(view.axes[axis] for axis in order), places)
+
+
+def folded(view: View, axis: int, inner: Sequence[int]) -> View:
+    """The same tensor, with an axis of one length folded: `inner` are its faster lengths.
+
+    Raises ValueError if the length is no multiple of them.
+    """
+    ((whole,), place) = view.axes[axis], view.place(axis)
+    lengths = (whole // max(1, prod(inner)), *inner)
+    if prod(lengths) != whole:
+        raise ValueError(f"{whole} rows are no multiple of {prod(inner)}")
+    parts = [part for box in view.boxes for part in _folded(box, place, lengths)]
+    return View(_with(view.axes, axis, lengths), tuple(parts), view.size)
+
+
+def dealt(view: View, axis: int, order: Sequence[int]) -> View:
+    """A folded axis with its lengths in another order: those of numbers `order`."""
+    lengths, place = view.axes[axis], view.place(axis)
+    places = [*range(sum(map(len, view.axes)))]
+    places[place : place + len(lengths)] = [place + number for number in order]
+    axes = _with(view.axes, axis, tuple(lengths[number] for number in order))
+    return _ordered(view, axes, places)
+
+
+def flattened(view: View, axis: int) -> View:
+    """The tensor whose axis is this one and the next together."""
+    together = (*view.axes[axis], *view.axes[axis + 1])
+    return View((*view.axes[:axis], together, *view.axes[axis + 2 :]), view.boxes, view.size)
+
+
+def _ordered(view: View, axes: tuple[Lengths, ...], places: Sequence[int]) -> View:
+    """The view with its lengths in the order of `places`."""
+
+    def order(values: Lengths) -> Lengths:
+        return tuple(values[place] for place in places)
+
+    parts = [
+        _box(box, order(box.whole), order(box.offsets), order(box.sizes), order(box.strides))
+        for box in view.boxes
+    ]
+    return View(axes, tuple(parts), view.size)
+
+
+def _folded(box: Box, place: int, lengths: Lengths) -> Iterator[Box]:
+    """A box whose length at `place` is folded: a box for every part that is one.
+
+    A range of a row begins and ends inside of planes, as `range_of_box` says.
+    """
+    steps = [prod(lengths[number + 1 :]) for number in range(len(lengths))]
+    start = box.offsets[place]
+    stop, stride = start + box.sizes[place], box.strides[place]
+    at = start
+    while at < stop:
+        axis = next((n for n, step in enumerate(steps) if not at % step and at + step <= stop), 0)
+        corner = [at // step % length for step, length in zip(steps, lengths, strict=True)]
+        sizes = [*(1 for _ in lengths[:axis]), *lengths[axis:]]
+        sizes[axis] = min(lengths[axis] - corner[axis], (stop - at) // steps[axis])
+        yield _box(
+            box,
+            _with(box.whole, place, *lengths),
+            _with(box.offsets, place, *corner),
+            _with(box.sizes, place, *sizes),
+            _with(box.strides, place, *(step * stride for step in steps)),
+            (at - start) * stride,
+        )
+        at += prod(sizes)
+
+
+def _box(
+    box: Box,
+    whole: Lengths,
+    offsets: Lengths,
+    sizes: Lengths,
+    strides: Lengths,
+    later: int = 0,
+) -> Box:
+    """A box of the same extent, which begins `later` elements after the first one."""
+    return Box(whole, offsets, sizes, strides, box.first + later, box.size, box.extent)
+
+
+def _with(values: tuple[T, ...], place: int, *new: T) -> tuple[T, ...]:
+    """The values with others for the one at `place`."""
+    return (*values[:place], *new, *values[place + 1 :])

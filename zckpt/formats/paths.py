@@ -1,0 +1,98 @@
+"""Is a path no folder of this machine: a URL, a packed file, a ~ that no shell has replaced?"""
+
+from __future__ import annotations
+
+import shlex
+
+URL = "://"
+FETCHING = {
+    "s3": "aws s3 sync {} DIR",
+    "gs": "gcloud storage rsync -r {} DIR",
+    "hf": "hf download {} --local-dir DIR",
+    "http": "curl -LO {}",
+    "https": "curl -LO {}",
+}
+SENDING = {"s3": "aws s3 sync DIR {}", "gs": "gcloud storage rsync -r DIR {}"}
+HUB = "huggingface.co/"
+PACKED = {
+    ".tar": "tar -xf {}",
+    ".tar.gz": "tar -xf {}",
+    ".tgz": "tar -xf {}",
+    ".tar.zst": "tar -xf {}",
+    ".zip": "unzip {}",
+}
+GGUF = ".gguf"
+
+Strange = tuple[str, str]
+"""What is wrong with a path, and what to type instead."""
+
+
+def elsewhere(path: str) -> Strange | None:
+    """Of a source's path at which there is nothing; None if its name does not say why."""
+    if URL in path:
+        return f"{path} is a URL, and zckpt reads paths of this machine", _fetching(path)
+    return _unexpanded(path) if is_home(path) else None
+
+
+def kind_of_file(path: str) -> Strange | None:
+    """What a file is that is no checkpoint; None if the end of its name does not say it."""
+    if path.endswith(GGUF):
+        given = "give the checkpoint that the training program saved"
+        return "it is a GGUF file, with weights for inference", given
+    if unpack := _of_ending(path):
+        return "it is a packed file", f"unpack it, and give the folder: {_with(unpack, path)}"
+    return None
+
+
+def strange_target(path: str) -> Strange | None:
+    """Of a target, which is always a new folder; None for an ordinary name."""
+    if URL in path:
+        sending = SENDING.get(path.partition(URL)[0])
+        then = f", and send it then: {_with(sending, path)}" if sending else ""
+        return f"{path} is a URL, and zckpt writes folders of this machine", f"give a DIR{then}"
+    if is_home(path):
+        return _unexpanded(path)
+    if path.endswith(GGUF):
+        return (
+            f"{path} would be a folder: zckpt writes no GGUF files",
+            "llama.cpp makes them of a folder of Hugging Face: zckpt export SRC MODEL, then "
+            "convert_hf_to_gguf.py MODEL",
+        )
+    if _of_ending(path):
+        return (
+            f"{path} would be a folder: zckpt writes no packed files",
+            "give the name of a folder, and pack it then: tar -cf DIR.tar DIR",
+        )
+    return None
+
+
+def _fetching(url: str) -> str:
+    scheme, _, rest = url.partition(URL)
+    if rest.startswith(HUB):
+        scheme, url = "hf", "/".join(rest.removeprefix(HUB).split("/")[:2])
+    elif scheme == "hf":
+        url = rest
+    elif scheme == "file":
+        return f"give the path alone: /{rest.partition('/')[2]}"
+    command = FETCHING.get(scheme)
+    return "copy it to this machine first" + (f": {_with(command, url)}" if command else "")
+
+
+def _with(command: str, path: str) -> str:
+    return command.format(shlex.quote(path))
+
+
+def is_home(path: str) -> bool:
+    """Whether a path begins with ~ for a home; a shell leaves the ~ of other names as it is."""
+    return path == "~" or path.startswith("~/")
+
+
+def _unexpanded(path: str) -> Strange:
+    return (
+        f"{path} begins with ~, which the shell did not replace",
+        f'leave out the quotes around ~, or write "$HOME{path[1:]}"',
+    )
+
+
+def _of_ending(path: str) -> str | None:
+    return next((command for ending, command in PACKED.items() if path.endswith(ending)), None)

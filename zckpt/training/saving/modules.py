@@ -1,0 +1,149 @@
+"""A manifest of files under the names of modules, to be compared with one that has these names.
+
+The rules lead from modules to files. So every tensor of a manifest with modules' names stands for a
+file here, and what the rules take out of it says where its elements are in the files themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from typing import Any
+
+from ...core.dtypes import SIZES
+from ...core.fragments import ZEROS, Extent, Fragment, Runs, solid
+from ...core.manifest import Entry, Manifest, Parameter
+from ...core.values import replace, valueclass
+from ...errors import ZckptError
+from ..names import names_of
+from ..ties import CONFIG
+from ..trainers import json_of
+from .rules import rules_of
+from .translate import as_saved
+
+BYTE = "U8"
+
+
+def spelled_as(other: Manifest, first: Manifest) -> Manifest:
+    """The manifest with the kind of names that `first` has: of modules, or of files.
+
+    A config.json beside one of them says by which rules they differ. The same manifest without one,
+    and if its names are of that kind.
+    """
+    theirs, own = {*names_of(first)}, {*names_of(other)}
+    for siblings in (first.siblings, other.siblings) if theirs != own else ():
+        config = json_of(siblings, CONFIG)
+        if config is None or rules_of(config) is None:
+            continue
+        try:
+            if theirs & own < theirs.intersection(names_of(saved := as_saved(other, config))):
+                return saved
+            if theirs & own < own.intersection(names_of(as_saved(first, config))):
+                return as_modules(other, first, config)
+        except ZckptError:  # of another model
+            continue
+    return other
+
+
+@valueclass
+class Place:
+    """Elements of a module's tensor that begin at `at`: elements [start, stop) of the file's."""
+
+    at: int
+    name: str
+    start: int
+    stop: int
+
+
+def as_modules(saved: Manifest, model: Manifest, config: Mapping[str, Any]) -> Manifest:
+    """The manifest of files under a module's names: those of `model`, a manifest of the same model.
+
+    Tensors of which `model` has nothing keep their names.
+    """
+    blank = _blank(model)
+    places: dict[str, list[Place]] = {}
+    for entry in as_saved(blank, config).entries.values():
+        for fragment in entry.fragments:
+            for run in fragment.runs(0, entry.numel):
+                place = Place(run.extent.offset, entry.parameter, run.start, run.stop)
+                places.setdefault(run.extent.file, []).append(place)
+    places.pop(ZEROS, None)
+    parameters: dict[str, Parameter] = {}
+    buffers: list[str] = []
+    entries: dict[str, Entry] = {}
+    taken: set[str] = set()
+    known = {*saved.parameters, *saved.buffers}
+    spelled = {own[0].name: name for name, own in places.items()}
+    for name, own in places.items():
+        files = {place.name for place in own}
+        if not files <= known:
+            continue
+        shape = blank.parameters[name].shape
+        about = saved.parameters.get(own[0].name)
+        if about is None:
+            buffers.append(name)
+        else:
+            aliases = tuple(spelled.get(alias, alias) for alias in about.aliases)
+            parameters[name] = replace(about, shape=shape, aliases=aliases)
+        for slot in saved.slots:
+            keys = [f"{place.name}/{slot}" for place in own]
+            parts = [saved.entries[key] for key in keys if key in saved.entries]
+            whole = _joined(f"{name}/{slot}", shape, own, parts)
+            if whole is not None:
+                entries[whole.name] = whole
+                taken |= {*keys}
+        taken |= files
+    rest = {name: about for name, about in saved.parameters.items() if name not in taken}
+    others = {name: entry for name, entry in saved.entries.items() if name not in taken}
+    return replace(
+        saved,
+        entries=entries | others,
+        parameters=parameters | rest,
+        buffers=(*buffers, *(name for name in saved.buffers if name not in taken)),
+        replicas=(),
+        inferred=(),
+        state={key: value for key, value in saved.state.items() if key != "module"},
+    )
+
+
+def _blank(model: Manifest) -> Manifest:
+    """A manifest in which every name of a module is a tensor of bytes in a file of that name."""
+    owners = {alias: name for name, each in model.parameters.items() for alias in each.aliases}
+    parameters: dict[str, Parameter] = {}
+    entries: dict[str, Entry] = {}
+    for name in names_of(model):
+        owner = owners.get(name, name)
+        about = model.parameters.get(owner)
+        shape = about.shape if about else model.entries[f"{owner}/param"].shape
+        parameters[name] = Parameter(shape)
+        count = prod(shape)
+        fragments = solid(count, Extent(name, 0, count))
+        entries[f"{name}/param"] = Entry(f"{name}/param", BYTE, shape, fragments)
+    return Manifest("", "", {}, entries, parameters)
+
+
+def _joined(
+    name: str, shape: tuple[int, ...], places: Sequence[Place], parts: Sequence[Entry]
+) -> Entry | None:
+    """The tensor whose places are in these entries; None if their types or sizes do not fit."""
+    if len(parts) < len(places) or len({entry.dtype for entry in parts}) > 1:
+        return None
+    first = parts[0]
+    if any(place.stop > entry.numel for place, entry in zip(places, parts, strict=True)):
+        return None
+    if len(parts) == 1 and first.shape == shape:
+        return replace(first, name=name)
+    runs = [run for place, entry in zip(places, parts, strict=True) for run in _runs(entry, place)]
+    runs.sort(key=lambda run: run.start)
+    return Entry(name, first.dtype, shape, Runs(runs))
+
+
+def _runs(entry: Entry, place: Place) -> Iterator[Fragment]:
+    """The elements of a place, by their numbers in the module's tensor."""
+    size = SIZES[entry.dtype]
+    for fragment in entry.fragments.overlapping(place.start, place.stop):
+        for run in fragment.runs(place.start, place.stop):
+            low, high = max(run.start, place.start), min(run.stop, place.stop)
+            at = place.at + low - place.start
+            part = run.extent.part((low - run.start) * size, (high - run.start) * size)
+            yield Fragment(at, at + high - low, part)

@@ -1,0 +1,245 @@
+"""Which rules are for a model, by its configuration, and which names does each of them change?
+
+Every model inside of a model may have rules of its own: those of its class, else those of its
+type. They are for the names below its path. Inner models that a configuration chooses (the text
+model of LLaVA) are looked up in the same table. Follows `get_model_conversion_mapping` and
+`revert_weight_conversion` of transformers 5.24.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from ...core.values import valueclass
+from ...errors import MissingData
+
+Step = Sequence[Any]
+
+
+@valueclass
+class Match:
+    """Where a rule fits a name: what stands before and after the text `found`.
+
+    `number` is that of the source of the rule, `group` what its first bracket matched.
+    """
+
+    before: str
+    found: str
+    after: str
+    number: int
+    group: str | None
+
+    def with_target(self, target: str, add: int = 0) -> str:
+        r"""The name with a target in the place of the text; `\1` is the group, plus `add`."""
+        group = str(int(self.group or 0) + add) if add else self.group or ""
+        return self.before + target.replace(r"\1", group) + self.after
+
+
+@valueclass
+class Rule:
+    """One rule: names that fit one of its sources get its target.
+
+    With `steps`, the tensors of all sources together become those of all targets. `scope` is the
+    path of the model that the rule is for, without `prefix`; the root's rules have none.
+    """
+
+    pattern: re.Pattern[str]
+    targets: Sequence[str]
+    steps: Sequence[Step]
+    add: int
+    scope: str | None
+    prefix: str
+
+    def match(self, name: str) -> Match | None:
+        """Where the rule fits a name; None if it does not."""
+        front = ""
+        if self.scope is not None:
+            scope = f"{self.scope}." if self.scope else ""
+            prefix = f"{self.prefix}." if self.prefix else ""
+            if name.startswith(prefix + scope):
+                front = prefix + scope
+            elif name.startswith(scope):
+                front = scope
+            else:
+                return None
+        rest = name.removeprefix(front)
+        match = self.pattern.search(rest)
+        if match is None:
+            return None
+        source = next(key for key, text in match.groupdict().items() if text is not None)
+        place = self.pattern.groupindex[source]
+        group = match[place + 1] if self.pattern.groups > place else None
+        before, found, after = rest.partition(match[0])
+        return Match(front + before, found, after, int(source[1:]), group)
+
+    def renamed(self, name: str) -> str:
+        """The name that a rule without steps makes of a name."""
+        match = self.match(name)
+        if match is None:
+            return name
+        target = self.targets[match.number if len(self.targets) > 1 else 0]
+        return match.with_target(target, self.add)
+
+
+@valueclass
+class Rules:
+    """The rules of a model in the order in which they are applied.
+
+    Names with one of the `marks` are those of files already. `sizes` are numbers of the
+    configuration.
+    """
+
+    renames: Sequence[Rule]
+    converters: Sequence[Rule]
+    marks: Sequence[str]
+    sizes: Mapping[str, Any]
+
+    def renamed(self, name: str) -> str:
+        """The name after all renames, each of which takes what the one before it gave."""
+        for rule in self.renames:
+            name = rule.renamed(name)
+        return name
+
+    def converter(self, name: str) -> tuple[Rule, Match] | None:
+        """The first converter that a name fits."""
+        for rule in self.converters:
+            if match := rule.match(name):
+                return rule, match
+        return None
+
+    def are_saved(self, names: Sequence[str]) -> bool:
+        """Whether these are names of files, which would change again."""
+        return any(f".{mark}." in f".{name}." for mark in self.marks for name in names)
+
+    def size(self, key: str) -> int:
+        """A number that a step needs; raises MissingData."""
+        value = self.sizes.get(key)
+        if type(value) is not int or value < 1:
+            raise MissingData(
+                f"config.json has no number {key}, by which save_pretrained converts tensors",
+                hint="give the model's own file: --config config.json",
+            )
+        return value
+
+
+def rules_of(config: Mapping[str, Any]) -> Rules | None:
+    """The rules of the model that a configuration is for; None if it has none, or is unknown."""
+    classes, kind = config.get("architectures"), config.get("model_type")
+    name = str(classes[0]) if isinstance(classes, list) and classes else ""
+    about = _models().get(name) or {"type": kind, "prefix": "", "modules": []}
+    rules: list[Rule] = []
+    models = [("", name, str(kind or about["type"])), *_inside(about, config)]
+    for path, key in claimed(models, _table()["rules"]):
+        scope = None
+        if path:
+            scope = path.removeprefix(about["prefix"]).removeprefix(".")
+        # those of inner models come first
+        rules = [*(_rule(item, scope, about["prefix"]) for item in rules_for(key)), *rules]
+    if not rules:
+        return None
+    sizes = {key: _stated(config, *path) for key, path in about.get("sizes", {}).items()}
+    return Rules(
+        [rule for rule in rules if not rule.steps],
+        [rule for rule in rules if rule.steps],
+        about.get("saved", ()),
+        sizes,
+    )
+
+
+Inner = tuple[str, str, str]
+"""A model inside of another: its path there, its class and its type."""
+
+
+def _inside(
+    about: Mapping[str, Any], config: Mapping[str, Any], above: str = ""
+) -> Iterator[Inner]:
+    """The models inside of a model, as the configuration chooses them."""
+    others: list[str] = []
+    for path, name, kind, where, chooser in about["modules"]:
+        if any(path.startswith(f"{other}.") for other in others):
+            continue
+        inner = _stated(config, *filter(None, where.split(".")), {})
+        stated = inner.get("model_type") if isinstance(inner, Mapping) else None
+        stated = stated if isinstance(stated, str) else None
+        full = f"{above}.{path}" if above else path
+        if stated is None or stated == kind or chooser is None or not where:
+            yield full, name, kind
+            continue
+        others.append(path)
+        chosen = _table()["classes"][chooser].get(stated, "")
+        yield full, chosen, stated
+        if chosen in _models():
+            yield from _inside(_models()[chosen], inner, full)
+
+
+def claimed(models: Sequence[Inner], rules: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The paths and keys of rules that apply: a model's, unless one above it has the same ones."""
+    seen: dict[str, list[str]] = {}
+
+    def is_claimed(key: str, path: str) -> bool:
+        return any(not above or path.startswith(f"{above}.") for above in seen.get(key, ()))
+
+    for path, name, kind in models:
+        if is_claimed(name, path):
+            continue
+        if name in rules:
+            key = name
+        elif kind in rules and not is_claimed(kind, path):
+            key = kind
+            seen.setdefault(kind, []).append(path)
+        else:
+            continue
+        seen.setdefault(name, []).append(path)
+        yield path, key
+
+
+def rules_for(key: str) -> list[dict[str, Any]]:
+    """The rules of a class or of a type, as the table has them."""
+    found = _table()["rules"].get(key, [])
+    return rules_for(found) if isinstance(found, str) else list(found)
+
+
+def _rule(item: Mapping[str, Any], scope: str | None, prefix: str) -> Rule:
+    return Rule(
+        _compiled(tuple(item["from"])),
+        item["to"],
+        item.get("do", ()),
+        item.get("add", 0),
+        scope,
+        prefix,
+    )
+
+
+@cache
+def _compiled(sources: tuple[str, ...]) -> re.Pattern[str]:
+    """One pattern of all sources: the longest one that fits counts."""
+    numbered = sorted(enumerate(sources), key=lambda item: -len(item[1]))
+    return re.compile("|".join(f"(?P<g{number}>{source})" for number, source in numbered))
+
+
+def _stated(config: Any, *path: Any) -> Any:
+    """The value at a path of keys, of which the last one is what stands for a missing value."""
+    *keys, default = path
+    for key in keys:
+        config = config.get(key) if isinstance(config, Mapping) else None
+    return default if config is None else config
+
+
+@cache
+def _table() -> dict[str, Any]:
+    from importlib.resources import files
+
+    document: dict[str, Any] = json.loads(
+        files(__package__).joinpath("table.json").read_text("utf-8")
+    )
+    return document
+
+
+@cache
+def _models() -> dict[str, dict[str, Any]]:
+    """What the table says of a model, by its class."""
+    return {name: item for item in _table()["models"] for name in item["classes"]}

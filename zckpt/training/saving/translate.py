@@ -1,0 +1,195 @@
+"""A manifest under the names of the files that `save_pretrained` writes. No byte is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...core.dtypes import SIZES
+from ...core.manifest import Entry, Manifest, Parameter
+from ...core.values import field, mutable, replace
+from ...core.views import View, view_of
+from ...core.weights import WEIGHTS
+from ...errors import InconsistentCheckpoint, UnsupportedCheckpoint, WrongOption, listed
+from ..names import names_of
+from .rules import Match, Rule, Rules, rules_of
+from .steps import converted
+
+
+def as_saved(manifest: Manifest, config: Mapping[str, Any]) -> Manifest:
+    """The manifest with the names and tensors of the files of a model with this configuration.
+
+    The same manifest if the model has no rules, or if its names are those of files already. States
+    of a parameter's shape go with it. Other states of a tensor that is cut or joined keep their
+    names, and further copies (`replicas`) do not come along. Raises UnsupportedCheckpoint for
+    tensors that do not fit, and InconsistentCheckpoint if two would get one name.
+    """
+    rules = rules_of(config)
+    names = names_of(manifest)
+    if rules is None or rules.are_saved(names):
+        return manifest
+    groups = _groups(rules, names)
+    if all(group.rule is None and name in group.names.values() for name, group in groups.items()):
+        return manifest
+    return _Translation(manifest, rules, list(groups.items())).manifest()
+
+
+@mutable
+class Group:
+    """The names that become others together, by the number of the rule's source.
+
+    Without a rule it is one name that becomes another one.
+    """
+
+    rule: Rule | None
+    match: Match | None
+    names: dict[int, str] = field(default_factory=dict)
+
+
+def _groups(rules: Rules, names: Sequence[str]) -> dict[str, Group]:
+    """The groups by the name of what a group becomes, or by the first one's with a `*` in it."""
+    groups: dict[str, Group] = {}
+    for name in names:
+        rule, match = rules.converter(name) or (None, None)
+        if rule is None or match is None:
+            key, number = rules.renamed(name), 0
+        else:
+            key, number = match.with_target(rule.targets[0]), match.number
+        group = groups.setdefault(key, Group(rule, match))
+        if number in group.names:
+            raise InconsistentCheckpoint(
+                f"{group.names[number]} and {name} would both become {key}",
+                hint="the names may be of two models: see `zckpt inspect PATH --tensors '*'`",
+            )
+        group.names[number] = name
+    return groups
+
+
+class _Translation:
+    def __init__(self, source: Manifest, rules: Rules, groups: Sequence[tuple[str, Group]]) -> None:
+        self.source = source
+        self.rules = rules
+        self.groups = groups
+        self.entries: dict[str, Entry] = {}
+        self.parameters: dict[str, Parameter] = {}
+        self.buffers: list[str] = []
+        self.new: dict[str, list[str]] = {}  # by a name of the source
+        self.of: dict[str, list[Entry]] = {}
+        for entry in source.entries.values():
+            owner = "" if entry.slot == "state" else entry.parameter
+            self.of.setdefault(owner, []).append(entry)
+
+    def manifest(self) -> Manifest:
+        """The manifest under the new names."""
+        source = self.source
+        for key, group in self.groups:
+            if group.rule is None:
+                self._rename(group.names[0], key)
+            else:
+                self._convert(group, group.rule)
+        for entry in self.of.get("", ()):
+            self._enter(entry)
+        order = source.state.get("module") or ()
+        state = {
+            **source.state,
+            "module": [new for name in order for new in self.new.get(name, [name])],
+        }
+        return replace(
+            source,
+            entries=self.entries,
+            parameters=self.parameters,
+            buffers=tuple(self.buffers),
+            replicas=(),
+            inferred=tuple(new for name in source.inferred for new in self.new[name]),
+            state=state if order else source.state,
+        )
+
+    def _enter(self, entry: Entry) -> None:
+        if self.entries.setdefault(entry.name, entry) is not entry:
+            raise InconsistentCheckpoint(f"two tensors would become {entry.name}")
+
+    def _rename(self, old: str, new: str) -> None:
+        self.new[old] = [new]
+        if old in self.source.parameters:
+            self._add_parameter(new, self.source.parameters[old])
+        elif old in self.source.buffers:
+            self.buffers.append(new)
+        for entry in self.of.get(old, ()):
+            self._enter(replace(entry, name=f"{new}/{entry.slot}"))
+
+    def _add_parameter(self, name: str, about: Parameter) -> None:
+        aliases = tuple(map(self.rules.renamed, about.aliases))
+        self.parameters[name] = replace(about, aliases=aliases)
+
+    def _convert(self, group: Group, rule: Rule) -> None:
+        """Enters the tensors that those of a group become, slot by slot."""
+        by_slot: dict[str, dict[int, Entry]] = {}
+        for number, name in group.names.items():
+            for entry in self.of.get(name, ()):
+                by_slot.setdefault(entry.slot, {})[number] = entry
+        for slot, parts in by_slot.items():
+            if self._is_whole(group, parts):
+                self._enter_converted(group, rule, slot, parts)
+            elif slot in WEIGHTS:
+                raise UnsupportedCheckpoint(
+                    f"save_pretrained makes one tensor of {listed([*group.names.values()], 3)}, "
+                    "but their weights have several types, or one of them has only a master",
+                    hint="`zckpt convert --weights-only` writes them under the module's names",
+                )
+            else:
+                for entry in parts.values():
+                    self._enter(entry)
+
+    def _is_whole(self, group: Group, parts: Mapping[int, Entry]) -> bool:
+        """Whether all tensors of a group are there, of one type, each of its weight's shape."""
+        known = self.source.parameters
+        fits = all(
+            entry.parameter not in known or entry.shape == known[entry.parameter].shape
+            for entry in parts.values()
+        )
+        return fits and parts.keys() == group.names.keys() and len(_types(parts)) == 1
+
+    def _enter_converted(
+        self, group: Group, rule: Rule, slot: str, parts: Mapping[int, Entry]
+    ) -> None:
+        (dtype,) = _types(parts)
+        names = dict.fromkeys(group.names.values())
+        for name, view in self._views(group, rule, parts).items():
+            self._enter(Entry(f"{name}/{slot}", dtype, view.shape, view.fragments))
+            first = next((self.source.parameters.get(old) for old in names), None)
+            if first is None:
+                self.buffers += [name] * (name not in self.buffers)
+            else:
+                self.parameters[name] = replace(first, shape=view.shape, aliases=())
+            for old in names:
+                new = self.new.setdefault(old, [])
+                new += [name] * (name not in new)
+
+    def _views(self, group: Group, rule: Rule, parts: Mapping[int, Entry]) -> dict[str, View]:
+        """The tensors of a slot by their new names."""
+        if any(entry.mean for entry in parts.values()):
+            raise WrongOption(
+                "--replicas mean cannot cut or join tensors, as save_pretrained does",
+                hint="convert with --replicas mean first, and export its result",
+            )
+        views = {
+            number: view_of(entry.fragments, entry.shape, SIZES[entry.dtype])
+            for number, entry in parts.items()
+        }
+        assert group.match is not None
+        try:
+            tensors = converted(views, rule.targets, rule.steps, self.rules.size)
+        except (ValueError, IndexError) as error:
+            raise UnsupportedCheckpoint(
+                f"{listed([*group.names.values()], 3)} cannot become {listed(rule.targets, 3)}, as "
+                f"config.json says: {error}",
+                hint="give the configuration of this model: --config config.json",
+            ) from None
+        return {
+            self.rules.renamed(group.match.with_target(target)): view
+            for target, view in tensors.items()
+        }
+
+
+def _types(parts: Mapping[int, Entry]) -> set[str]:
+    return {entry.dtype for entry in parts.values()}
