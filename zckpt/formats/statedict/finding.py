@@ -69,7 +69,7 @@ def merged(optimizers: Sequence[OptimizerState]) -> OptimizerState | None:
 
 def find_optimizers(tree: Any, path: Path = ()) -> Iterator[Path]:
     """The paths of all optimizers' state dicts."""
-    if isinstance(tree, dict) and _is_optimizer(tree):
+    if isinstance(tree, dict) and is_optimizer(tree):
         yield path
     elif len(path) < DEPTH and isinstance(tree, (dict, list)):
         if isinstance(tree, list) and types_in(tree) <= PLAIN:
@@ -79,7 +79,8 @@ def find_optimizers(tree: Any, path: Path = ()) -> Iterator[Path]:
                 yield from find_optimizers(value, (*path, key))
 
 
-def _is_optimizer(value: dict[Any, Any]) -> bool:
+def is_optimizer(value: dict[Any, Any]) -> bool:
+    """Whether a dictionary has the keys of an optimizer's state dict."""
     groups = value.get("param_groups")
     if isinstance(groups, list):
         return all(

@@ -17,6 +17,7 @@ from .finding import (
     choose_models,
     find_models,
     find_optimizers,
+    is_optimizer,
     read_optimizer,
     value_at,
     without,
@@ -61,7 +62,7 @@ def manifest(saved: SavedTree, reading: Reading = USUAL) -> Manifest:
 def _separate(saved: SavedTree) -> None:
     """Moves an optimizer's keys that stand beside the model's (`{**model, **optimizer}`)."""
     tree = saved.tree
-    if () not in find_optimizers(tree):
+    if not is_optimizer(tree):
         return
     own = {key: value for key, value in tree.items() if is_optimizers_key(key)}
     rest = {key: value for key, value in tree.items() if key not in own}
