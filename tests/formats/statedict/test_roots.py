@@ -296,9 +296,9 @@ def test_two_optimizers_of_one_model(tmp_path: Path, zckpt: Program) -> None:
 @pytest.mark.parametrize(
     ("root", "said"),
     [
-        ("discrimnator", "did you mean discriminator?"),
+        ("discrimnator", "Did you mean discriminator?"),
         ("xyz", "its models are generator, discriminator"),
-        ("generator=optimizer_h", "did you mean optimizer_"),
+        ("generator=optimizer_h", "Did you mean optimizer_"),
     ],
 )
 def test_a_root_that_is_not_there(

@@ -14,13 +14,11 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from difflib import get_close_matches
 from itertools import pairwise
 from typing import Any
 
 from ...core.values import valueclass
-from ...errors import AmbiguousCheckpoint, MissingData, WrongOption, listed
-from ...training.names import matched
+from ...errors import AmbiguousCheckpoint, MissingData, WrongOption, listed, meant
 from .finding import OptimizerState
 from .names import shape_of
 from .tree import Leaf, Path, SavedTree, dotted
@@ -111,10 +109,9 @@ class Roots:
 
 
 def _unknown(what: str, name: str, names: Sequence[str], path: str) -> WrongOption:
-    near = get_close_matches(name, names, 1)
     return WrongOption(
         f"{path} has no {what} {name}",
-        hint=f"did you mean {near[0]}?" if near else f"its {what}s are {listed(names)}",
+        hint=meant(name, names) or f"its {what}s are {listed(names)}",
     )
 
 
@@ -173,6 +170,8 @@ def _fits(optimizer: OptimizerState, model: Mapping[Any, Any]) -> bool:
 
 
 def _has_names(weights: Collection[str], names: Sequence[str]) -> bool:
+    from ...training.names import matched
+
     try:
         return bool(matched(names, weights)) or not names
     except (MissingData, WrongOption):
