@@ -10,6 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+import zckpt
+from zckpt import errors
+from zckpt.core.values import replace
+from zckpt.formats.deepspeed_states.estimates import stated
+
 from ...conftest import ROOT, Result
 from ...engines import deepspeed
 from ...engines.cases import Case
@@ -110,3 +115,11 @@ def test_real_ranks_go_on_with_their_own(stage: int, tmp_path: Path, zckpt: Prog
     after = deepspeed.resume(case, tmp_path / "t", tmp_path / "resumed")
     assert after["losses"] == own["losses"]
     assert zckpt("reshard", source, tmp_path / "other", "--dp", "3").code == 1
+
+
+@pytest.mark.parametrize("record", [5, [5], [{"d": 5}], [{"d": [1.0]}], [{"d": ["a", "b", "c"]}]])
+def test_a_damaged_record(record: Any, run: Path) -> None:
+    source = zckpt.read(run)
+    state = {**source.state, "optimizer": {**source.state["optimizer"], "by_rank": record}}
+    with pytest.raises(errors.CorruptCheckpoint, match="by_rank"):
+        stated(replace(source, state=state))

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from ...core.annotations import TYPE_CHECKING, Any
 from ...core.inert import Scalar
 from ...core.manifest import Manifest
-from ...errors import UnsupportedCheckpoint, brief, listed
+from ...errors import CorruptCheckpoint, UnsupportedCheckpoint, brief, listed
 from ...files.torchfile import Tensor, TorchFile
 from .states import EngineStates
 
@@ -63,9 +63,21 @@ def warnings(estimates: Estimates) -> list[str]:
 
 
 def stated(source: Manifest) -> Estimates:
-    """What a manifest states of ranks' estimates."""
-    estimates: Estimates = (source.state.get("optimizer") or {}).get(BY_RANK) or ()
-    return estimates
+    """What a manifest states of ranks' estimates; raises CorruptCheckpoint for another form."""
+    groups = (source.state.get("optimizer") or {}).get(BY_RANK) or []
+    if not isinstance(groups, list) or not all(_is_of_ranks(each, source.dp) for each in groups):
+        raise CorruptCheckpoint(f"{source.root}: optimizer.{BY_RANK} has not the values of ranks")
+    return groups
+
+
+def _is_of_ranks(group: Any, dp: int) -> bool:
+    """Whether each hyper-parameter has a number for every rank."""
+    return isinstance(group, dict) and all(
+        isinstance(values, list)
+        and len(values) == dp
+        and all(isinstance(value, (int, float, Scalar)) for value in values)
+        for values in group.values()
+    )
 
 
 def need_same_ranks(source: Manifest, dp: int = 0, stage: int | None = None) -> None:
@@ -74,10 +86,11 @@ def need_same_ranks(source: Manifest, dp: int = 0, stage: int | None = None) -> 
     A target that has no partitions has no `stage`.
     """
     own, flat = source.source.get("zero_stage"), (1, 2)
+    estimates = stated(source)
     alike = stage == own or (stage in flat and own in flat)
-    if not stated(source) or (dp == source.dp and alike):
+    if not estimates or (dp == source.dp and alike and len(estimates) == len(source.groups or ())):
         return
-    keys = sorted({key for group in stated(source) for key in group})
+    keys = sorted({str(key) for group in estimates for key in group})
     raise UnsupportedCheckpoint(
         f"{source.root}: the optimizer's {listed(keys)} differ between ranks, because each has "
         "estimated its own; another engine, number of ranks or stage cannot have them",

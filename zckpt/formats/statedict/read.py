@@ -48,8 +48,9 @@ def manifest(saved: SavedTree, reading: Reading = USUAL) -> Manifest:
         roots = [Root(dotted(paths[0]) or SOLE, paths[0], tuple(optimizers))]
     else:
         roots = _several(saved, roots_of(saved, models, optimizers), reading)
-    if reading.root is not None and reading.root.partition("=")[0] == roots[0].name:
-        saved.source["root"] = roots[0].name
+    name = (reading.root or "").partition("=")[0]
+    if name in (roots[0].name, dotted(roots[0].model)) and name:
+        saved.source["root"] = name
     model: dict[str, Any] = {}
     named: dict[Path, OptimizerState] = {}
     for root in roots:
