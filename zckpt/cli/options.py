@@ -75,6 +75,7 @@ _tag = grouped("Source", "--tag", metavar="NAME", help="The tag to read, if a ru
 _root = grouped(
     "Source",
     "--root",
+    rare=True,
     metavar="MODEL[=OPTIMIZER]",
     help="The model to read, if the checkpoint has several.",
 )
