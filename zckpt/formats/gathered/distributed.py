@@ -15,7 +15,7 @@ from math import prod
 from typing import Any
 
 from ...core.dtypes import SIZES
-from ...core.inert import PLAIN, Foreign, Global, types_in
+from ...core.inert import PLAIN, Foreign, types_in
 from ...core.values import valueclass
 from ...errors import (
     CorruptCheckpoint,
@@ -101,13 +101,9 @@ def read_distributed(
 ) -> DistributedTensor:
     """What a rank's record says; raises CorruptCheckpoint and UnsupportedCheckpoint."""
     try:
-        _, cls, arguments, state = value.arguments
-        kind = cls.name.rpartition(".")[2] if isinstance(cls, Global) else ""
-        reader = {"DTensor": _read_dtensor, "ShardedTensor": _read_sharded_tensor}.get(kind)
-        if reader is None:
-            raise UnsupportedCheckpoint(
-                f"{file.path} has a tensor of class {getattr(cls, 'name', cls)}"
-            )
+        _, _, arguments, state = value.arguments
+        kind = class_of(value).rpartition(".")[2]
+        reader = {"DTensor": _read_dtensor, "ShardedTensor": _read_sharded_tensor}[kind]
         dtype, shape = TORCH_DTYPES[arguments[1].name], _ints(arguments[2])
         parts, world, cuts = reader(state, shape, rank, file, meshes)
     except MALFORMED as error:

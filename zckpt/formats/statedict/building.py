@@ -43,7 +43,8 @@ class ManifestBuilder:
         self.model = {name: leaf for name, leaf in model.items() if isinstance(leaf, Leaf)}
         self.optimizers = optimizers
         self.optimizer = merged(list(optimizers.values()))
-        self.ignored = roots[0].optimizers if reading.weights_only else ()
+        own = [path for root in roots for path in root.optimizers]
+        self.ignored = own if reading.weights_only else []
         self.step_policy = reading.step_policy
         self.entries: dict[str, Entry] = {}
         self.replicas: list[Entry] = []
@@ -92,6 +93,7 @@ class ManifestBuilder:
         )
 
     def _are_several(self) -> bool:
+        """Whether no target can have all of it: several models, or optimizers of one."""
         return len(self.roots) > 1 or len(self.roots[0].optimizers) > 1
 
     def _kind(self, optimizer: OptimizerState) -> str | None:
@@ -281,7 +283,7 @@ class ManifestBuilder:
         scheduler = next((key for key in SCHEDULERS if isinstance(rest.get(key), dict)), None)
         dtypes = [self.entries[f"{name}/param"].dtype for name in self.parameters]
         folders = None if self._are_several() else self.saved.folders
-        optimizers = list(self.optimizers) or list(self.ignored)
+        optimizers = list(self.optimizers) or self.ignored
         optimizers = [() if path == (self.saved.beside,) else path for path in optimizers]
         engine = StateDictEngine(
             "torch",
