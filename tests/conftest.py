@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,13 @@ def pytest_runtest_makereport() -> None:
     """A fork that leaves its test ends here, or it would run all the following tests."""
     if os.getpid() != PROCESS:
         os._exit(70)
+
+
+def needs(*packages: str) -> None:
+    """Skips a test without these packages; in CI it goes on, and fails where it imports them."""
+    missing = [package for package in packages if find_spec(package) is None]
+    if missing and not os.environ.get("CI"):
+        pytest.skip(f"needs {', '.join(missing)}: `pip install -e '.[dev]'`")
 
 
 @dataclass(frozen=True)
@@ -129,7 +137,7 @@ def torch_trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, in
         from .engines.torch_cases import CASES
 
         if package := CASES[name].package:
-            pytest.importorskip(package)
+            needs(package)
         if (name, world) not in made:
             root = tmp_path_factory.mktemp("torch") / f"{name}_w{world}"
             torch_engine.train(CASES[name], world, root)

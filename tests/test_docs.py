@@ -16,7 +16,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stderr, redirect_stdout
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from zckpt import __version__
 from zckpt.cli import cli, parameters
 
 from . import cli_reference, pages
-from .conftest import ROOT, Result
+from .conftest import ROOT, Result, needs
 
 Zckpt = Callable[..., Result]
 
@@ -229,8 +228,7 @@ def test_site_lists_every_page() -> None:
 
 @pytest.mark.engines
 def test_site_builds(tmp_path: Path) -> None:
-    if find_spec("mkdocs") is None and not os.environ.get("CI"):
-        pytest.skip("needs `pip install -e '.[docs]'`")
+    needs("mkdocs")
     words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     ended = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import ROOT
+from .conftest import ROOT, needs
 
 ARROWS = {
     "core": "errors",
@@ -196,3 +196,17 @@ def test_front_pages_name_their_modules() -> None:
         modules_named = set(re.findall(r"\b\w+\.py\b", text))
         lacking = {path.name for path in page.parent.glob("*.py")} - modules_named - {page.name}
         assert not lacking, f"{page} does not name {', '.join(sorted(lacking))}"
+
+
+def test_a_missing_package_skips_a_test_only_outside_ci(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CI", raising=False)
+    with pytest.raises(pytest.skip.Exception, match="needs no_such_package"):
+        needs("pytest", "no_such_package")
+    monkeypatch.setenv("CI", "true")
+    needs("no_such_package")
+    skipping = [
+        str(path.relative_to(ROOT))
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        if re.search(r"\bimportorskip\(", path.read_text())
+    ]
+    assert skipping == []

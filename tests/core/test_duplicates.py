@@ -49,24 +49,43 @@ def equal_moments(name: str) -> torch.Tensor:
     return torch.randn(4, 3)
 
 
+NAMES = ("first.weight", "second.weight")
+
+
+def saved(run: Path, moment: Callable[[str], torch.Tensor]) -> Path:
+    """Two weights and their moments, with a file for each tensor."""
+    weights = {name: torch.randn(4, 3) for name in NAMES}
+    states = {
+        name: {key: moment(key) for key in ("exp_avg", "exp_avg_sq")} | {"step": torch.tensor(3.0)}
+        for name in NAMES
+    }
+    groups = [{"params": list(NAMES), "lr": 0.1, "betas": (0.9, 0.999)}]
+    tree = {"model": weights, "optim": {"state": states, "param_groups": groups}}
+    dcp.save(tree, storage_writer=dcp.FileSystemWriter(run, single_file_per_rank=False))
+    return run
+
+
 @pytest.mark.parametrize("moment", [equal_moments, lambda _: torch.zeros(4, 3)])
 def test_what_is_equal_by_nature(moment: Callable[[str], torch.Tensor], tmp_path: Path) -> None:
     """A file for each tensor: the moments of two weights with the same gradients, or before the
     first update."""
-    names = ("first.weight", "second.weight")
-    weights = {name: torch.randn(4, 3) for name in names}
-    states = {
-        name: {key: moment(key) for key in ("exp_avg", "exp_avg_sq")} | {"step": torch.tensor(3.0)}
-        for name in names
-    }
-    groups = [{"params": list(names), "lr": 0.1, "betas": (0.9, 0.999)}]
-    tree = {"model": weights, "optim": {"state": states, "param_groups": groups}}
-    run = tmp_path / "run"
-    dcp.save(tree, storage_writer=dcp.FileSystemWriter(run, single_file_per_rank=False))
+    run = saved(tmp_path / "run", moment)
     manifest = zckpt.read(run)
-    files = {manifest.entries[f"{name}/exp_avg"].fragments[0].extent.file for name in names}
+    files = {manifest.entries[f"{name}/exp_avg"].fragments[0].extent.file for name in NAMES}
     assert len(files) == 2
     assert len({Path(file).read_bytes() for file in files}) == 1
     for report in (zckpt.convert(run, tmp_path / "target"), zckpt.verify(run)):
         assert report["warnings"] == []
     assert zckpt.verify(run)["equal"]
+
+
+@pytest.mark.parametrize("state", ["exp_avg", "exp_avg_sq"])
+def test_a_state_of_another_parameter(state: str, tmp_path: Path) -> None:
+    source, run = saved(tmp_path / "source", lambda _: torch.randn(4, 3)), tmp_path / "run"
+    zckpt.convert(source, run, to="deepspeed-universal")
+    assert zckpt.verify(run)["warnings"] == []
+    first, second = (next(run.glob(f"*/zero/{name}/{state}.pt")) for name in NAMES)
+    shutil.copy(first, second)
+    for report in (zckpt.convert(run, tmp_path / "target"), zckpt.verify(run)):
+        (warning,) = report["warnings"]
+        assert warning.startswith(f"{second} holds the same bytes as {first}")

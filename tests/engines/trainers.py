@@ -11,8 +11,7 @@
     *_fsdp_ranks one file per rank        pytorch_model_fsdp_0_rank0.bin, optimizer_0_rank0.bin
 
 All run unmodified on a processor, except that Lightning, and all with FSDP, are told that it is a
-CUDA device (see `trainer_rank.py`, `fsdp_trainers.py`). They need packages which the other tests do
-not: without them, skip.
+CUDA device (see `trainer_rank.py`, `fsdp_trainers.py`).
 
     python -m tests.engines.trainers TRAINER STAGE RANKS DIR
 """
@@ -20,7 +19,6 @@ not: without them, skip.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import subprocess
@@ -33,20 +31,10 @@ import torch
 from .deepspeed import ENVIRONMENT, EngineError
 
 TIMEOUT = 300.0  # seconds for one run, imports included
-NEEDS = {
-    "hf_trainer": ("transformers", "accelerate"),
-    "accelerate": ("accelerate",),
-    "lightning": ("lightning",),
-}
+TRAINERS = ("hf_trainer", "accelerate", "lightning")
 FSDP = ("fsdp", "fsdp_full", "fsdp1", "fsdp_ranks")  # not all trainers have all
-PACKAGES = NEEDS | {
-    f"{trainer}_{kind}": needed for trainer, needed in NEEDS.items() for kind in FSDP
-}
+EVERY = (*TRAINERS, *(f"{trainer}_{kind}" for trainer in TRAINERS for kind in FSDP))
 ACCELERATE = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_TORCH_DEVICE": "cpu"}
-
-
-def available(trainer: str) -> bool:
-    return all(importlib.util.find_spec(package) for package in PACKAGES[trainer])
 
 
 def hf_trainer(root: Path, stage: int, dp: int) -> Path:
@@ -116,7 +104,7 @@ def run(trainer: str, root: Path, stage: int, dp: int, directory: Path | None) -
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("trainer", choices=PACKAGES)
+    parser.add_argument("trainer", choices=EVERY)
     parser.add_argument("stage", type=int)
     parser.add_argument("ranks", type=int)
     parser.add_argument("directory", type=Path)

@@ -19,7 +19,7 @@ from zckpt import probe
 from zckpt.errors import TargetExists
 from zckpt.probe import runs
 
-from ..conftest import ROOT
+from ..conftest import ROOT, needs
 
 pytestmark = pytest.mark.engines
 RATE, STEPS = 0.1, 4
@@ -202,7 +202,7 @@ def test_another_rate_of_lightning_is_seen_after_the_first_update(tmp_path: Path
 
 @pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
 def test_which_module_lightning_calls(package: str, tmp_path: Path) -> None:
-    pytest.importorskip(package)
+    needs(package.partition(".")[0])
     inner = lightning(tmp_path, "inner", package=package)
     named = lightning(tmp_path, "named", package=package, module="network")
     outer = lightning(tmp_path, "outer", package=package, forward=True)

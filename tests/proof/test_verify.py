@@ -465,7 +465,6 @@ class TestRounding:
         assert zckpt("verify", masters, "--against", proof, *moments).code == 0
 
     def test_weights_that_differ_are_not_called_rounded(self, tmp_path: Path, zckpt: Zckpt) -> None:
-        torch = pytest.importorskip("torch")
         rounded = tmp_path / "whole"
         zckpt("convert", EXAMPLE, rounded, "--to", "gathered", "--dtype", "bf16")
         weights = torch.load(rounded / "model.pt")
@@ -485,7 +484,6 @@ class TestRounding:
 
     @pytest.mark.parametrize("dtype", ["float16", "float64"])
     def test_buffers_and_other_widths(self, dtype: str, tmp_path: Path, zckpt: Zckpt) -> None:
-        torch = pytest.importorskip("torch")
         model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
         a, b = tmp_path / "a.pt", tmp_path / "b.pt"
         torch.save({"model": model.state_dict()}, a)

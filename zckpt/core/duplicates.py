@@ -8,6 +8,10 @@ prove nothing:
     moments       two biases that are added have the same gradients, and so have two channels of
                   which the mean is taken
     weights       experts that were made of one layer, layers of a model that was made deeper
+
+Where each state of a parameter has a file of its own (DeepSpeed's universal directories), two
+parameters with equal gradients have equal moments of every kind. So if one state of two parameters
+is equal and another is not, that is said.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from .dtypes import SIZES
 from .weights import is_optimizers
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Container
 
     from .fragments import Extent
     from .manifest import Manifest
@@ -28,7 +32,7 @@ SAMPLE = 1 << 12  # bytes of each piece; if all elements in them are equal, it i
 
 
 def check_duplicates(manifest: Manifest) -> list[str]:
-    """Warnings about equal files that hold the weights alone of several parameters.
+    """Warnings about equal files that hold the weights alone of several parameters, or one state.
 
     Raises InconsistentCheckpoint if they hold states of the optimizer too. Only files that state
     checksums are compared.
@@ -50,7 +54,38 @@ def check_duplicates(manifest: Manifest) -> list[str]:
             f"{second} holds the same weights as {first}: if these parts of the model should "
             "differ, one was copied over the other"
         )
-    return warnings
+    return warnings + _of_single_states(manifest, pairs, values.keys())
+
+
+def _of_single_states(
+    manifest: Manifest, pairs: Collection[tuple[str, str]], varied: Container[str]
+) -> list[str]:
+    """Warnings about equal files of one state each, of parameters whose other states differ.
+
+    `varied` are the files of which a value is no constant.
+    """
+    tensors: dict[str, list[tuple[str, str]]] = {}
+    for entry in manifest.entries.values() if pairs else ():
+        for file in {fragment.extent.file for fragment in entry.fragments}:
+            tensors.setdefault(file, []).append((entry.parameter, entry.slot))
+    alone = {file: one for file, (one, *others) in tensors.items() if not others}
+    states: dict[str, set[str]] = {}
+    for parameter, slot in alone.values():
+        if is_optimizers(slot):
+            states.setdefault(parameter, set()).add(slot)
+    equal: dict[tuple[str, str], dict[str, tuple[str, str]]] = {}
+    for first, second in pairs:
+        (one, slot), (other, same) = alone.get(first, ("", "")), alone.get(second, ("", ""))
+        if slot == same and (slot == "master" or is_optimizers(slot)):
+            equal.setdefault((one, other), {})[slot] = first, second
+    return [
+        f"{second} holds the same bytes as {first}, but other states of {other} and {one} differ: "
+        "one of the files may have been copied over the other"
+        for (one, other), of_both in equal.items()
+        if not (states.get(one, set()) & states.get(other, set())) <= of_both.keys()
+        for first, second in of_both.values()
+        if second in varied
+    ]
 
 
 def _pairs(manifest: Manifest) -> list[tuple[str, str]]:

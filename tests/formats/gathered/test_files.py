@@ -270,3 +270,14 @@ def test_the_name_of_no_file_says_nothing(tmp_path: Path) -> None:
     folder = save(tmp_path / "run", trained_pair(), "model.pt", "optim.pt")
     (folder / "model.pt").rename(folder / "pytorch_model.bin")
     assert zckpt.verify(folder, param_names=names_by_group(trained_pair()))["equal"]
+
+
+def test_names_for_an_optimizer_that_is_not_there(tmp_path: Path) -> None:
+    """Its file was lost: `convert` takes the names for those of the target, which has others."""
+    folder = save(tmp_path / "run", trained_pair(), "model.pt", "optim.pt")
+    names = names_by_group(trained_pair())
+    assert zckpt.verify(folder, param_names=names)["notes"] == []
+    (folder / "optim.pt").unlink()
+    (note,) = zckpt.verify(folder, param_names=names)["notes"]
+    assert note == "there is no optimizer: --param-names is not used"
+    assert zckpt.verify(folder)["notes"] == []

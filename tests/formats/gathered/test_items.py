@@ -19,7 +19,7 @@ import zckpt
 from zckpt import errors
 
 from ... import faults
-from ...conftest import ROOT, Result
+from ...conftest import ROOT, Result, needs
 from ..contract import FormatContract
 from .test_read import assert_holds
 from .torch_ranks import as_rank, dtensors, save
@@ -359,8 +359,10 @@ def test_slices_of_a_model_beside_a_distributed_optimizer(items: Path) -> None:
 
 
 def test_what_the_other_hint_writes_is_read(slices: Path) -> None:
-    consolidation = pytest.importorskip("torch_checkpointing.hf.consolidation")
-    filesystem = pytest.importorskip("torch_checkpointing.storage.filesystem")
+    needs("torch_checkpointing")
+    from torch_checkpointing.hf import consolidation
+    from torch_checkpointing.storage import filesystem
+
     storage = filesystem.LocalFileSystemStorageConfig(use_direct_io=False)
     consolidation.consolidate_hf_safetensors_checkpoint(str(slices), storage_config=storage)
     manifest = zckpt.read(slices)

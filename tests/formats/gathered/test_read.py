@@ -89,8 +89,6 @@ def test_reads_what_engines_save(
 @pytest.mark.parametrize("trainer", ["hf_trainer", "accelerate", "lightning"])
 def test_reads_what_trainers_save(trainer: str, tmp_path: Path) -> None:
     """With FSDP2 and whole state dicts."""
-    if not trainers.available(f"{trainer}_fsdp_full"):
-        pytest.skip(f"{trainer} is not installed")
     checkpoint = trainers.fsdp(f"{trainer}_fsdp_full", tmp_path / "trained", 2)
     oracle = oracle_of(tmp_path / "trained")
     manifest = zckpt.read(checkpoint)

@@ -47,7 +47,7 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
             result = _in_order(result, reading.param_names)
         # numbers are usual in these files: they do not say which layout --to dcp should write
         engine = replace(keys_of(result.engine), layout=None, whole=True, dialect=reader.dialect)
-        return replace(result, engine=engine, notes=tuple(reader.notes))
+        return replace(result, engine=engine, notes=(*result.notes, *reader.notes))
     except MALFORMED as error:
         raise not_understood(path, error) from error
 

@@ -27,6 +27,8 @@ from .names import names_of, refuse_twice
 from .roots import SOLE, Root, Roots, roots_of
 from .tree import Leaf, Path, SavedTree, dotted
 
+NO_OPTIMIZER = "there is no optimizer: --param-names is not used"
+
 
 def manifest(saved: SavedTree, reading: Reading = USUAL) -> Manifest:
     """The manifest of state dicts; `reading.param_names` are for an optimizer by numbers.
@@ -57,7 +59,9 @@ def manifest(saved: SavedTree, reading: Reading = USUAL) -> Manifest:
         own, states = _named(saved, root, models[root.model], optimizers, reading)
         model |= own
         named |= states
-    return ManifestBuilder(saved, roots, model, named, reading).build()
+    result = ManifestBuilder(saved, roots, model, named, reading).build()
+    unused = not optimizers and reading.param_names is not None
+    return replace(result, notes=(NO_OPTIMIZER,)) if unused else result
 
 
 def _separate(saved: SavedTree) -> None:
