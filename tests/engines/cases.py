@@ -347,6 +347,7 @@ MODELS = [
 ]
 
 FUSED = "deepspeed fused adam"  # the only optimizer that gets FP16_Optimizer here
+ADAM = {"optimizer": {"type": "Adam", "params": {"lr": 0.01, "betas": [0.8, 0.95]}}}
 
 WITHOUT_ZERO = [
     *(Case(f"z0_dp{dp}_fp32", "stage 0 fp32", 0, dp, "fp32") for dp in (2, 1)),
@@ -358,6 +359,8 @@ WITHOUT_ZERO = [
         Case(f"z0_dp{dp}_fused_bf16", "stage 0 fused compiled", 0, dp, optimizer=FUSED)
         for dp in (2, 1)
     ),
+    Case("z0_dp2_fused_fp32", "stage 0 fused compiled", 0, 2, "fp32", optimizer=FUSED),
+    Case("z0_dp2_adam_fp32", "stage 0 Adam", 0, 2, "fp32", optimizer="config", config=ADAM),
     Case(
         "z0_dp2_fused_fp16",
         "stage 0 fused compiled",

@@ -74,6 +74,7 @@ CASES = {
         ),
         GridCase("pipe_pp2_dp1_z0_fp32", "pipe", pp=2, stage=0, dtype="fp32"),
         GridCase("pipe_pp2_tp2_z0_fp32", "pipe", pp=2, tp=2, stage=0, dtype="fp32"),
+        GridCase("pipe_pp2_dp1_fused_z0_fp32", "pipe", pp=2, stage=0, dtype="fp32", fused=True),
         GridCase("pipe_pp2_dp2_z0_bf16", "pipe", pp=2, dp=2, stage=0),
         GridCase("pipe_pp2_tp2_z0_fp16", "pipe", pp=2, tp=2, stage=0, dtype="fp16", config=SCALE),
         GridCase("tensor_tp2_dp2_z0", "tensor", tp=2, dp=2, stage=0),

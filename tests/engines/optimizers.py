@@ -78,7 +78,8 @@ class Lamb(torch.optim.Optimizer):
     """Emulates what DeepSpeed's FusedLamb keeps (0.19.8); the real one needs a GPU."""
 
     def __init__(self, groups: Groups) -> None:
-        super().__init__(groups, {"lr": 0.001, "betas": (0.9, 0.95), "weight_decay": 0.0})
+        defaults = {"lr": 0.001, "betas": (0.9, 0.95), "weight_decay": 0.0, "eps": 1e-8}
+        super().__init__(groups, {**defaults, "max_coeff": 10.0, "min_coeff": 0.01})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -101,7 +102,8 @@ class FusedAdam(torch.optim.Optimizer):
     """
 
     def __init__(self, groups: Groups) -> None:
-        super().__init__(groups, {"lr": 0.001, "betas": (0.8, 0.95), "weight_decay": 0.0})
+        defaults = {"lr": 0.001, "betas": (0.8, 0.95), "weight_decay": 0.0, "eps": 1e-8}
+        super().__init__(groups, {**defaults, "bias_correction": True})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -116,7 +118,8 @@ class ApexFusedAdam(torch.optim.Optimizer):
     """Emulates Apex's FusedAdam, and DeepSpeed's before 0.6.5: only groups have a `step`."""
 
     def __init__(self, groups: Groups) -> None:
-        super().__init__(groups, {"lr": 0.001, "betas": (0.8, 0.95), "weight_decay": 0.0})
+        defaults = {"lr": 0.001, "betas": (0.8, 0.95), "weight_decay": 0.0, "eps": 1e-8}
+        super().__init__(groups, {**defaults, "bias_correction": True})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -124,6 +127,33 @@ class ApexFusedAdam(torch.optim.Optimizer):
             group["step"] = group.get("step", 0) + 1
         for group, parameter, gradient in gradients(self.param_groups):
             adam_update(parameter, gradient, self.state[parameter], group["step"], group)
+
+
+class AdEMAMix(torch.optim.Optimizer):
+    """What pytorch_optimizer's class of this name keeps: `step` in groups, three moments."""
+
+    def __init__(self, groups: Groups) -> None:
+        defaults = {"lr": 0.001, "betas": (0.8, 0.95, 0.99), "weight_decay": 0.0, "eps": 1e-8}
+        super().__init__(groups, {**defaults, "weight_decouple": True, "alpha": 5.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+        for group, parameter, gradient in gradients(self.param_groups):
+            state, (first, second, third) = self.state[parameter], group["betas"]
+            mean = state.setdefault("exp_avg", torch.zeros_like(parameter))
+            square = state.setdefault("exp_avg_sq", torch.zeros_like(parameter))
+            slow = state.setdefault("exp_avg_slow", torch.zeros_like(parameter))
+            mean.lerp_(gradient, 1 - first)
+            square.lerp_(gradient.square(), 1 - second)
+            slow.lerp_(gradient, 1 - third)
+            step = group["step"]
+            scale = (square / (1 - second**step)).sqrt_().add_(group["eps"])
+            alpha = group["alpha"] * min(1.0, step / 10)
+            parameter.mul_(1 - group["lr"] * group["weight_decay"])
+            update = mean / (1 - first**step) + alpha * slow
+            parameter.addcdiv_(update, scale, value=-group["lr"])
 
 
 def gradients(groups: Groups) -> Iterable[tuple[dict[str, Any], Tensor, Tensor]]:
@@ -203,6 +233,7 @@ FACTORIES: dict[str, Callable[[Groups], torch.optim.Optimizer]] = {
     "lamb": Lamb,
     "fused adam": FusedAdam,
     "apex fused adam": ApexFusedAdam,
+    "ademamix": AdEMAMix,
     "deepspeed fused adam": deepspeed_fused_adam,
     "deepspeed cpu adam": deepspeed_cpu_adam,
     "deepspeed cpu adam narrow": deepspeed_cpu_adam_narrow,

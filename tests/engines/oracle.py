@@ -143,6 +143,8 @@ def whole_states(module: nn.Module, optimizer: Any) -> tuple[Any, Any, Any, Any]
     }
     tensors: dict[str, Tensor] = {}
     steps, scalars = {}, {}
+    # it uses the count of the last parameter for the whole group (0.19.8, fused_adam.py)
+    shares_count = type(base).__name__ == "FusedAdam"
     for group, members in zip(base.param_groups, pairs, strict=True):
         for parameter, master, first in members:
             name, shape = names[id(parameter)], parameter.shape
@@ -165,6 +167,9 @@ def whole_states(module: nn.Module, optimizer: Any) -> tuple[Any, Any, Any, Any]
             rest = {key: plain(value) for key, value in kept.items() if key not in shaped}
             steps[name] = rest.pop("step", plain(group.get("step")))
             scalars[name] = rest
+        if shares_count:
+            own = [names[id(parameter)] for parameter, _, _ in members]
+            steps |= dict.fromkeys(own, steps[own[-1]])
     return tensors, steps, scalars, [[names[id(item[0])] for item in members] for members in pairs]
 
 

@@ -96,6 +96,12 @@ TORCH_CHECKPOINTING = [
     Case("fsdp2_bare_items", layout="bare items", model="scalar plain", **ITEMS),
 ]
 
+# They keep their step in groups. Trained like the DeepSpeed cases z*_as_torch.
+IN_GROUPS = [
+    Case("fsdp2_ademamix", model="full", optimizer="ademamix"),
+    Case("fsdp2_apex", model="full", optimizer="apex fused adam"),
+]
+
 # `capturable` needs a GPU.
 OPTIMIZERS = [
     Case(f"fsdp2_{name.replace(' ', '_')}", optimizer=name)
@@ -155,5 +161,14 @@ PLAIN = [
 
 CASES: dict[str, Case] = {
     case.name: case
-    for case in (*FSDP2, *WRITERS, *TORCH_CHECKPOINTING, *OPTIMIZERS, *STEPS, *FSDP1, *PLAIN)
+    for case in (
+        *FSDP2,
+        *WRITERS,
+        *TORCH_CHECKPOINTING,
+        *IN_GROUPS,
+        *OPTIMIZERS,
+        *STEPS,
+        *FSDP1,
+        *PLAIN,
+    )
 }

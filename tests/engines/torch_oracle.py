@@ -71,6 +71,9 @@ def record(run: Any) -> dict[str, Any]:
         tensors |= {
             f"{name}/{key}": value for key, value in state.items() if key not in scalars[name]
         }
+    for group in groups:
+        if "step" in group:
+            steps |= dict.fromkeys(group["params"], int(group["step"]))
     return {
         "tensors": tensors,
         "steps": steps,

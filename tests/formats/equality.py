@@ -152,7 +152,11 @@ def assert_is_what_torch_held(
     for place, group in enumerate(oracle["groups"]):
         members = [name for name, p in parameters.items() if p["group"] == place]
         assert members == group["params"]
-        hyper = {key: plain(v) for key, v in group.items() if key not in ("params", "param_names")}
+        hyper = {
+            key: plain(v)
+            for key, v in group.items()
+            if key not in ("params", "param_names", "step")
+        }
         stored = manifest["groups"][place].items()
         assert {k: v["$scalar"][0] if isinstance(v, dict) else v for k, v in stored} == hyper
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from zckpt.core.experts import ExpertLayer
-from zckpt.core.facts import FlatBufferEngine, StepPlace
+from zckpt.core.facts import Engine, FlatBufferEngine, GraphEngine, StepPlace
 from zckpt.core.inert import Scalar
 from zckpt.core.manifest import Manifest, Parameter
 from zckpt.core.values import replace
+from zckpt.formats.statedict.keys import keys_of
 from zckpt.proof import values
 
 NAN = float("nan")
@@ -221,6 +222,63 @@ def test_states() -> None:
     assert values.states(a, manifest()) == []
 
 
+FLATS = FlatBufferEngine("flats", None, None, None, False, None, {})
+STATE_DICTS = keys_of(None)
+GRAPH = GraphEngine("graph", None, None, None, None)
+IN_GROUP, IN_STATE = StepPlace("group", "int"), StepPlace("state", "F32")
+
+
+def placed(place: StepPlace | None, engine: Engine = FLATS, name: str | None = None) -> Manifest:
+    return manifest(engine=engine, step_place=place, optimizer=name)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "said"),
+    [
+        (placed(IN_STATE), placed(IN_GROUP), ("state, F32", "group, int")),
+        (placed(IN_GROUP, STATE_DICTS), placed(IN_STATE), ("group, int", "state, F32")),
+        # None is where torch's own look, if a program of torch has saved
+        (placed(None, STATE_DICTS), placed(IN_GROUP), ("state, F32", "group, int")),
+        (
+            placed(IN_STATE, name="Adam"),
+            placed(IN_GROUP, name="Adam"),
+            ("state, F32", "group, int"),
+        ),
+        # nothing names the class, so nothing says that it takes another type
+        (placed(IN_STATE), placed(StepPlace("state", "int")), ("state, F32", "state, int")),
+    ],
+)
+def test_another_place_of_the_step_is_a_difference(
+    a: Manifest, b: Manifest, said: tuple[str, str]
+) -> None:
+    assert values.step_places(a, b) == ([{"a": said[0], "b": said[1]}], [])
+    assert values.step_places(a, a) == values.step_places(b, b) == ([], [])
+
+
+@pytest.mark.parametrize("place", [IN_STATE, StepPlace("state", "int", stale=0)])
+def test_a_named_optimizer_may_look_elsewhere(place: StepPlace) -> None:
+    named = replace(place, optimizer="AdamW")
+    for sides in ((placed(IN_GROUP), placed(named)), (placed(named), placed(IN_GROUP))):
+        lines, (note,) = values.step_places(*sides)
+        assert lines == []
+        assert "group, int" in note
+        assert "AdamW looks there" in note
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        (placed(IN_GROUP), placed(None)),  # an engine whose files show no place
+        (placed(IN_GROUP, GRAPH), placed(IN_STATE)),  # an engine that has its own optimizers
+        # each engine's class takes its own type
+        (placed(IN_STATE, name="Adam"), placed(StepPlace("state", "int"), name="Adam")),
+        (placed(IN_GROUP), replace(placed(IN_STATE), parameters={"w": Parameter((2,))})),
+    ],
+)
+def test_places_that_say_nothing(a: Manifest, b: Manifest) -> None:
+    assert values.step_places(a, b) == ([], [])
+
+
 @pytest.mark.parametrize(
     ("a", "b", "expected"),
     [
@@ -264,17 +322,3 @@ def test_a_key_that_one_state_lacks(kind: str) -> None:
     a, b = (manifest(state={kind: {"x": inner}}) for inner in ({"same": 0, "y": 1}, {"same": 0}))
     assert values.states(a, b) == [{"key": f"{kind}.x.y", "only": "a"}]
     assert values.states(b, a) == [{"key": f"{kind}.x.y", "only": "b"}]
-
-
-def test_places_of_steps_are_part_of_the_state() -> None:
-    a, b = (
-        manifest(
-            engine=FlatBufferEngine("flats", None, None, None, False, None, {}),
-            step_place=StepPlace("state", kind),
-            state={"optimizer": {"clip_grad": 1.0}},
-        )
-        for kind in ("int", "F32")
-    )
-    assert values.states(a, a) == []
-    (line,) = values.states(a, b)
-    assert line == {"key": "optimizer.step.type", "a": "int", "b": "F32"}

@@ -40,6 +40,7 @@ OTHER_RUN = "A file of another run, of the same rank and step"
 OTHER_STEP = "A file of another step that does not state its step"
 LATER_MODEL = "All model files of a later step, in DeepSpeed's stage 3 and pipelines"
 SWAPPED = "Two files that are swapped, of the same layout"
+TIED = "The second file of a tied weight"
 LOST = "A file that is missing"
 BESIDE = "Files beside the checkpoint"
 
@@ -57,6 +58,7 @@ UNSEEN = (
     Unseen(OTHER_RUN, "deepspeed-universal", r".*model_states\.pt", "(all )?run", STAGE_3_FILES),
     Unseen(OTHER_STEP, "deepspeed-universal", r".*zero/P/(fp32|exp_\w+)\.pt", "(all )?step"),
     Unseen(SWAPPED, "deepspeed-universal", r".*zero/P/\w+\.pt", "swap"),
+    Unseen(TIED, "deepspeed-universal", r".*zero/P/fp32\.pt", "copy", "z2"),
     Unseen(OTHER_RUN, "dcp|gathered|megatron", r".*\.(distcp|pt|safetensors)", "(all )?run"),
     Unseen(OTHER_STEP, "dcp|gathered|megatron", r".*\.(distcp|pt|safetensors)", "(all )?step"),
     Unseen(SWAPPED, "megatron", r".*__N_N\.distcp", "(rank )?swap"),

@@ -13,8 +13,8 @@ from zckpt.core.fragments import Extent, solid
 from zckpt.core.inert import Scalar
 from zckpt.core.manifest import Entry, Manifest, Parameter, Sighting
 from zckpt.errors import InconsistentCheckpoint
-from zckpt.formats.deepspeed_states.options import OPTIMIZER
 from zckpt.training import steps
+from zckpt.training.options import OPTIMIZER
 from zckpt.training.steps import (
     agree,
     kind_of,
@@ -134,6 +134,29 @@ def test_a_step_in_the_state_is_true_else_the_groups(
 def test_of_several_kinds_of_groups_the_first_with_a_step_is_true() -> None:
     elastic = stated("group", a=4)
     assert steps.believed(stated("state"), stated("group"), elastic) is elastic
+
+
+@pytest.mark.parametrize(
+    ("in_states", "of_group", "counted"),
+    [
+        ({"a": 0, "b": 0, "c": 5}, 0, {"a": 5, "b": 5, "c": 5}),
+        ({"a": 0, "b": 5}, 0, {"a": 5, "b": 5}),  # c has never had a gradient
+        ({"a": 0, "b": 3, "c": 2}, 0, {"a": 2, "b": 2, "c": 2}),  # c was unfrozen later
+        ({"a": 5, "b": 5, "c": 6}, 0, {"a": 6, "b": 6, "c": 6}),  # written by another stage
+        ({"a": 0, "b": 0, "c": 5}, None, {"a": 0, "b": 0, "c": 5}),  # another optimizer
+        ({"a": 0, "b": 0, "c": 5}, 5, {"a": 0, "b": 0, "c": 5}),
+        ({"a": 0, "b": 0, "c": 0}, 0, {"a": 0, "b": 0, "c": 0}),
+        ({}, 0, {}),
+    ],
+)
+def test_the_last_parameter_counts_for_its_group(
+    in_states: dict[str, int], of_group: int | None, counted: dict[str, int]
+) -> None:
+    """DeepSpeed's FusedAdam without ZeRO in fp32; a step of 0 in the group shows it."""
+    in_groups = stated("group", **dict.fromkeys("abc", of_group), other=7)
+    states = stated("state", **in_states, other=4)
+    groups = [["a", "b", "c"], ["other"]]
+    assert steps.counted_by_last(states, in_groups, groups).steps == counted | {"other": 4}
 
 
 @pytest.mark.parametrize(

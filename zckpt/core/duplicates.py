@@ -23,7 +23,7 @@ from .dtypes import SIZES
 from .weights import is_optimizers
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Container
+    from collections.abc import Collection
 
     from .fragments import Extent
     from .manifest import Manifest
@@ -54,15 +54,13 @@ def check_duplicates(manifest: Manifest) -> list[str]:
             f"{second} holds the same weights as {first}: if these parts of the model should "
             "differ, one was copied over the other"
         )
-    return warnings + _of_single_states(manifest, pairs, values.keys())
+    return warnings + _of_single_states(manifest, pairs)
 
 
-def _of_single_states(
-    manifest: Manifest, pairs: Collection[tuple[str, str]], varied: Container[str]
-) -> list[str]:
+def _of_single_states(manifest: Manifest, pairs: Collection[tuple[str, str]]) -> list[str]:
     """Warnings about equal files of one state each, of parameters whose other states differ.
 
-    `varied` are the files of which a value is no constant.
+    Whole records are looked at, with the padding behind a tensor of one element.
     """
     tensors: dict[str, list[tuple[str, str]]] = {}
     for entry in manifest.entries.values() if pairs else ():
@@ -78,13 +76,16 @@ def _of_single_states(
         (one, slot), (other, same) = alone.get(first, ("", "")), alone.get(second, ("", ""))
         if slot == same and (slot == "master" or is_optimizers(slot)):
             equal.setdefault((one, other), {})[slot] = first, second
+    places: dict[str, list[Extent]] = {}
+    for record in manifest.records:
+        places.setdefault(record.extent.file, []).append(record.extent)
     return [
         f"{second} holds the same bytes as {first}, but other states of {other} and {one} differ: "
         "one of the files may have been copied over the other"
         for (one, other), of_both in equal.items()
         if not (states.get(one, set()) & states.get(other, set())) <= of_both.keys()
         for first, second in of_both.values()
-        if second in varied
+        if any(_differs(place, SIZES["F32"]) for place in places[second])
     ]
 
 

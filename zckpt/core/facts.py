@@ -205,7 +205,9 @@ class StepPlace:
 
     `where` is `state` or `group`. `kind` is a dtype (a tensor of `shape`), `int` or `float`.
     `stale` is the wrong step that groups hold beside a true one; None for nothing. `first` is the
-    number that stands there before any update.
+    number that stands there before any update. With `last_only`, the state of a group's last
+    parameter counts for the group, and the other states hold `first`. `optimizer` is what a
+    configuration or the user named, if this place is where that one looks.
     """
 
     where: str
@@ -213,6 +215,8 @@ class StepPlace:
     shape: tuple[int, ...] = ()
     stale: Any = None
     first: int = 0
+    last_only: bool = False
+    optimizer: str | None = None
 
     def number(self, step: float | int) -> Scalar:
         """Completed updates in the type and shape of this place."""
@@ -229,6 +233,8 @@ class StepPlace:
             "type": self.kind,
             **({"shape": list(self.shape)} if self.shape else {}),
             **({"first": self.first} if self.first else {}),
+            **({"last_only": True} if self.last_only else {}),
+            **({"optimizer": self.optimizer} if self.optimizer else {}),
         }
 
     @classmethod
@@ -243,6 +249,8 @@ class StepPlace:
             _sizes(stated, "shape"),
             optimizer.get("group_step"),
             _of_type(stated, "first", int) or 0,
+            _flag(stated, "last_only") or False,
+            _text(stated, "optimizer"),
         )
 
 
@@ -257,8 +265,10 @@ def with_facts(
         in_group = place is not None and place.where == "group"
         facts = engine.to_state(place.kind if place is not None and in_group else None)
         result = {"engine": facts, **state}
-        if place is not None and (not in_group or place.shape):
+        if place is not None and (not in_group or place.shape or place.optimizer):
             result["optimizer"] = {**(state.get("optimizer") or {}), "step": place.to_state()}
+            if place.stale is not None:
+                result["optimizer"]["group_step"] = place.stale
         return result
     result = {**({} if engine is None else {"engine": engine.to_state()}), **state}
     of_flats = isinstance(engine, FlatBufferEngine) and "optimizer" in state

@@ -14,6 +14,7 @@ from typing import Any
 from ..core.inert import Scalar
 from ..errors import InconsistentCheckpoint
 from ..proof.values import alike
+from ..training import steps
 from .keys import KeyMeaning, KeyNames
 
 
@@ -48,7 +49,7 @@ class Groups:
 
         Raises InconsistentCheckpoint if parameters of the group have different values.
         """
-        groups = self.names.manifest.groups or ()
+        groups = self._groups
         values = [
             (name, groups[number][meaning.slot])
             for number, name in self.sources(meaning).items()
@@ -58,6 +59,18 @@ class Groups:
             if not alike(_number(values[0][1]), _number(value)):
                 raise InconsistentCheckpoint(self._difference(meaning, values[0], (name, value)))
         return [value for _, value in values[:1]]
+
+    @cached_property
+    def _groups(self) -> Sequence[Mapping[str, Any]]:
+        """The source's groups, with their steps if its optimizer keeps them there."""
+        manifest = self.names.manifest
+        groups, place = manifest.groups or (), steps.torch_place(manifest)
+        if place.where != "group":
+            return groups
+        return [
+            {**group, "step": place.number(own.pop()).unwrapped()} if len(own) == 1 else group
+            for group, own in zip(groups, steps.steps_of_groups(manifest, len(groups)), strict=True)
+        ]
 
     def _difference(self, meaning: KeyMeaning, a: tuple[str, Any], b: tuple[str, Any]) -> str:
         group = f"one group of the state dict has {a[0]} and {b[0]}"

@@ -151,7 +151,7 @@ def listing_of(manifest: Manifest) -> Listing:
     """What `zckpt convert --to dcp` would write."""
     listing = Listing({}, {})
     try:
-        dicts = StateDicts(manifest, Options())
+        dicts = StateDicts(manifest, Options(), None)
         for path, value in dicts.items():
             key = dotted(path)
             listing.paths[key] = path

@@ -31,7 +31,7 @@ def summary(report: dict[str, Any], quiet: bool) -> None:
         *([("experts", _experts(report["experts"]))] if report.get("experts") else []),
         ("tag", report.get("tag")),
         ("step", cell(report["step"])),
-        ("optimizer", report["optimizer"]),
+        ("optimizer", report["optimizer"] or _unnamed(report)),
         *([("models", _roots(report["roots"]))] if report.get("roots") else []),
         ("parameters", f"{report['parameters']:,} ({report['elements']:,} elements)"),
         ("files", f"{report['files']:,} ({sized(report['bytes'])})"),
@@ -61,6 +61,14 @@ def _roots(roots: dict[str, Sequence[str]]) -> str:
     return safe(
         listed([f"{name} ({', '.join(own)})" if own else name for name, own in roots.items()])
     )
+
+
+def _unnamed(report: dict[str, Any]) -> str | None:
+    """What an optimizer is called that no file names; None without states."""
+    states = report["slots"].keys() - {"param", "master", "state"}
+    if {"exp_avg", "exp_avg_sq"} <= states:
+        return "Adam-like (not named)"
+    return "not named" if states else None
 
 
 def _grid(report: dict[str, Any]) -> list[tuple[str, str]]:

@@ -77,7 +77,7 @@ def differing(report: dict[str, Any], quiet: bool) -> None:
             print(f"note: {safe(line)}")
 
 
-DIFFERENCES = ("differences", "problems", "steps", "scalars", "groups", "states")
+DIFFERENCES = ("differences", "problems", "steps", "step_place", "scalars", "groups", "states")
 
 
 def _findings(report: dict[str, Any]) -> Iterator[str]:
@@ -88,6 +88,8 @@ def _findings(report: dict[str, Any]) -> Iterator[str]:
             yield f"  {safe(line['hint'])}"
     for line in report.get("steps", ()):
         yield f"step {line['a']} against {line['b']}, of {counted(line['parameters'], 'parameter')}"
+    for line in report.get("step_place", ()):
+        yield f"place of the step: {line['a']} against {line['b']}"
     for line in report.get("scalars", ()):
         where = f"{line['parameter']}, {line['scalar']}"
         a, b = (_number_as_kept(line, side) for side in "ab")

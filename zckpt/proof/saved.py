@@ -9,6 +9,7 @@ from typing import Any
 from ..core import compare, sources
 from ..core.compare import Result
 from ..core.dtypes import SIZES
+from ..core.facts import StepPlace
 from ..core.fragments import Runs
 from ..core.inert import from_json, plain_group
 from ..core.manifest import (
@@ -33,6 +34,7 @@ from ..errors import (
 )
 from .pairs import only_rounded, selected
 from .report import difference, findings
+from .values import step_place
 from .verify import inferences, needs_weights, nothing_found, with_values
 
 Report = dict[str, Any]
@@ -42,7 +44,7 @@ MAX_PROOF = 1 << 29
 
 def about(manifest: Manifest) -> Report:
     """What a report states of the checkpoint itself, beside the checksums of its tensors."""
-    groups = manifest.groups
+    groups, place = manifest.groups, step_place(manifest)
     return {
         "step": manifest.step,
         "warnings": list(manifest.warnings),
@@ -50,6 +52,8 @@ def about(manifest: Manifest) -> Report:
             "parameters": parameters_to_json(manifest.parameters),
             "buffers": list(manifest.buffers),
             "groups": None if groups is None else [plain_group(group) for group in groups],
+            "optimizer": manifest.optimizer,
+            "step_place": None if place is None else place.to_state(),
         },
     }
 
@@ -150,6 +154,8 @@ def _read_proof(path: str) -> Manifest:
             groups=None
             if groups is None
             else tuple(_dictionary(from_json(group)) for group in groups),
+            optimizer=None if (name := description.get("optimizer")) is None else str(name),
+            step_place=StepPlace.of_state({"step": description.get("step_place")}),
             states_inferred=False,
         )
     except MALFORMED as error:

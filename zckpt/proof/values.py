@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..core.experts import layers_of
-from ..core.facts import FlatBufferEngine, with_facts
+from ..core.facts import FlatBufferEngine, GraphEngine, StateDictEngine, StepPlace, with_facts
 from ..core.inert import Scalar, plain_group, to_json
 from ..core.manifest import Manifest, Parameter
 
@@ -46,6 +46,38 @@ def steps(a: Manifest, b: Manifest) -> list[Report]:
         )
         line["parameters"] += 1
     return list(lines.values())
+
+
+def step_places(a: Manifest, b: Manifest) -> tuple[list[Report], list[str]]:
+    """The place of the step if it differs, as a line; or as a note if an optimizer was named.
+
+    An optimizer looks for its step in one place, and begins at 1 if it finds none there. One that
+    is named may look elsewhere. The type is compared if neither side names its optimizer: the
+    optimizers of each engine take a number in their own type.
+    """
+    ours, theirs = step_place(a), step_place(b)
+    if ours is None or theirs is None:
+        return [], []
+    is_typed = a.optimizer is None and b.optimizer is None
+    types = [(place.kind, place.shape) if is_typed else None for place in (ours, theirs)]
+    if ours.where == theirs.where and types[0] == types[1]:
+        return [], []
+    line = {"a": f"{ours.where}, {ours.kind}", "b": f"{theirs.where}, {theirs.kind}"}
+    named = theirs.optimizer or ours.optimizer
+    if named is None:
+        return [line], []
+    return [], [
+        f"place of the step: {line['a']} in {a.root}; {line['b']} in {b.root}: {named} looks there"
+    ]
+
+
+def step_place(manifest: Manifest) -> StepPlace | None:
+    """Where the optimizer keeps its step; None if it has none, or if the engine has its own."""
+    has_steps = any(parameter.step is not None for parameter in manifest.parameters.values())
+    if not has_steps or isinstance(manifest.engine, GraphEngine):
+        return None
+    usual = StepPlace("state", "F32") if isinstance(manifest.engine, StateDictEngine) else None
+    return manifest.step_place or usual
 
 
 def scalars(a: Manifest, b: Manifest) -> list[Report]:
@@ -180,7 +212,7 @@ def states(a: Manifest, b: Manifest) -> list[Report]:
     Facts about the engine (version, stage, size) are left out: they may differ.
     """
     lines: list[Report] = []
-    ours, theirs = (with_facts(side.state, side.engine, side.step_place) for side in (a, b))
+    ours, theirs = (with_facts(side.state, side.engine, None) for side in (a, b))
     for key in ("counters", "lr_scheduler", "optimizer", "client_state"):
         if ours.get(key) is not None and theirs.get(key) is not None:
             lines += _states(to_json(ours[key]), to_json(theirs[key]), key)

@@ -23,7 +23,7 @@ from .pairs import missing, mutual_matches, only_rounded, own_matches, selected
 from .report import difference, findings, versions
 
 Report = dict[str, Any]
-FINDINGS = ("differences", "problems", "steps", "scalars", "groups", "unproven")
+FINDINGS = ("differences", "problems", "steps", "step_place", "scalars", "groups", "unproven")
 
 
 def verify_alone(
@@ -194,10 +194,13 @@ def with_values(
         for names, owner, other in ((only_a, a, b), (only_b, b, a))
         for name in missing(names, owner, other)
     ]
+    step_place, moved = values.step_places(a, b)
     report = {
         **report,
         "problems": report["problems"] + lost,
+        "notes": [*report.get("notes", ()), *moved],
         "steps": values.steps(a, b),
+        "step_place": step_place,
         "scalars": values.scalars(a, b),
         "groups": values.groups(a, b) + values.trainable(a, b),
         "only_a": list(only_a),

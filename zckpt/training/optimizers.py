@@ -1,13 +1,14 @@
 """What each optimizer keeps: hyper-parameters of its groups, and states of its parameters.
 
-torch 2.13, DeepSpeed 0.19.8. If a source did not store a hyper-parameter, its default is taken,
-with a warning. A new optimizer needs a line in `OPTIMIZERS`; one in `infer_optimizer`, if its state
-can be recognized; one in `WRITTEN` of steps.py, if it keeps its step in a place of its own.
+torch 2.13, DeepSpeed 0.19.8. If a source of another format did not store a hyper-parameter of an
+optimizer in `OPTIMIZERS`, its default is taken, with a warning. An optimizer is named if a file
+names it, or by `SIGNATURES`. Nothing is added to the groups of one that is not named. `WRITTEN` of
+steps.py has those that keep their step in a place of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from ..core.annotations import TYPE_CHECKING, Any
 from ..core.facts import FlatBufferEngine
@@ -15,7 +16,8 @@ from ..core.inert import to_json
 from ..core.manifest import Manifest
 from ..core.regex import Regex
 from ..core.values import field, valueclass
-from ..errors import listed
+from ..core.weights import is_optimizers
+from ..errors import WrongOption, listed
 
 if TYPE_CHECKING:
     from .options import Options
@@ -135,25 +137,123 @@ def plain_name(name: str) -> str:
     return IMPLEMENTATION.sub("", name.lower())
 
 
+@valueclass
+class Signature:
+    """What the files of an optimizer show: by these a class is named that no file names.
+
+    A state has all `states`, perhaps some of `others`, and no more. A group has only `keys`, of
+    which it must have those `needed`. Keys that schedulers and programs add are ignored.
+    """
+
+    name: str
+    states: frozenset[str]
+    keys: frozenset[str]
+    others: frozenset[str] = frozenset()
+    needed: frozenset[str] = frozenset()
+
+    def fits(self, states: frozenset[str], group: frozenset[str]) -> bool:
+        """Whether the states of a parameter and the keys of its group are of this optimizer."""
+        return (
+            self.states <= states <= self.states | self.others
+            and self.needed <= group <= self.keys | OF_PROGRAMS
+        )
+
+
+def _signature(
+    name: str,
+    states: Iterable[str],
+    keys: Iterable[str] = (),
+    others: Iterable[str] = (),
+    needed: Iterable[str] = (),
+) -> Signature:
+    """A signature whose keys are those of the known optimizer, and these."""
+    every = frozenset((*known_optimizer(name.lower()).defaults, *keys, *needed))
+    return Signature(name, frozenset(states), every, frozenset(others), frozenset(needed))
+
+
+OF_PROGRAMS = frozenset((
+    "params", "param_names", "step", "name", "layer_id", "lr_scale", "no_weight_decay", "use_muon",
+    "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr",  # of schedulers
+    "moe",  # of DeepSpeed's experts
+    "lr_mult", "wd_mult", "pre_lr_mult", "pre_wd_mult", "is_expert_parallel", "is_decoupled_lr",
+    "default_config",  # of Megatron-Core
+))  # fmt: skip
+"""Keys of groups that say nothing about the optimizer."""
+
+MUON = (
+    "lr", "weight_decay", "momentum", "nesterov", "eps", "betas", "adjust_lr_fn", "ns_steps",
+    "ns_coefficients", "ns_method",
+)  # fmt: skip
+SIGNATURES = (
+    _signature("NAdam", (*MOMENTS, "mu_product")),
+    # torch's RAdam lacks the key `amsgrad`, which torch's Adam has
+    _signature("RAdam", MOMENTS, (*ADAM, *TORCH), needed=("decoupled_weight_decay", "maximize")),
+    # DeepSpeed's CPULion keeps `exp_avg_sq` too (0.19.8, ops/lion/cpu_lion.py)
+    _signature("Lion", MOMENTS, needed=("betas",)),
+    # DeepSpeed's, Apex's, TransformerEngine's and Megatron's have `bias_correction`
+    _signature("Adam", MOMENTS, ("bias_correction",), others=("max_exp_avg_sq",)),
+    _signature("Adadelta", ("square_avg", "acc_delta"), ("lr", "rho", *ADAM, *TORCH)),
+    _signature("RMSprop", ("square_avg",), others=("momentum_buffer", "grad_avg")),
+    _signature("Adagrad", ("sum",)),
+    _signature("Muon", ("momentum_buffer",), MUON, needed=("ns_steps",)),
+    _signature("Muon", ("momentum_buffer",), MUON, needed=("use_muon",)),
+    _signature("SGD", ("momentum_buffer",)),
+    _signature("SGD", (), needed=("dampening",)),
+    _signature("Lion", ("exp_avg",), TORCH),
+)
+
+
 def infer_optimizer(keys: Iterable[str], group: Mapping[str, Any] | None) -> str | None:
     """The optimizer's usual name from the keys of its state and of a group; None if unsure."""
-    slots, hyper = set(keys) - {"step"}, group or {}
-    if "mu_product" in slots:
-        return "NAdam"
-    if {"exp_avg", "exp_avg_sq"} <= slots:
-        # RAdam has the same state; its groups lack `amsgrad`, which Adam's have
-        if {"decoupled_weight_decay", "maximize"} <= hyper.keys() and "amsgrad" not in hyper:
-            return "RAdam"
-        return "AdamW" if hyper.get("decoupled_weight_decay") else "Adam"
-    if "square_avg" in slots:
-        return "Adadelta" if "acc_delta" in slots else "RMSprop"
-    if slots == {"sum"}:
-        return "Adagrad"
-    if slots == {"momentum_buffer"}:
-        return "Muon" if {"use_muon", "ns_steps"} & hyper.keys() else "SGD"
-    if slots == {"exp_avg"}:
-        return "Lion"
-    return "SGD" if not slots and "dampening" in hyper else None
+    states, hyper = frozenset(keys) - {"step"}, group or {}
+    name = next((each.name for each in SIGNATURES if each.fits(states, frozenset(hyper))), None)
+    return "AdamW" if name == "Adam" and hyper.get("decoupled_weight_decay") else name
+
+
+def name_of_groups(
+    states: Sequence[Collection[str]], groups: Sequence[Mapping[str, Any]] | None
+) -> str | None:
+    """The names of the optimizers that have these groups: "Muon, AdamW"; None if one has none.
+
+    `states` are the keys of each group's states. A group without any is of the same optimizer as
+    the others. Without groups, all states are of one.
+    """
+    if groups is None:
+        return infer_optimizer({key for keys in states for key in keys}, None)
+    pairs = list(zip(states, groups, strict=False))
+    with_states = [pair for pair in pairs if pair[0]] or pairs
+    names = dict.fromkeys(infer_optimizer(*pair) for pair in with_states)
+    return None if None in names else ", ".join(map(str, names)) or None
+
+
+def is_of_muon(group: Mapping[str, Any]) -> bool:
+    """Whether a group has what only Muon's have; `use_muon` may say that another updates it."""
+    return bool({"use_muon", "ns_steps"} & group.keys())
+
+
+def likely_optimizer(source: Manifest) -> str:
+    """The source's optimizer by its `plain_name`; "" if it is not named.
+
+    If it has no states that could show it, it is AdamW, unless the groups contradict.
+    """
+    if source.optimizer is not None:
+        return plain_name(source.optimizer)
+    own = {"amsgrad", "bias_correction"}  # of torch's Adam; of DeepSpeed's and Apex's
+    is_adam = all("lr" not in group or own & group.keys() for group in source.groups or ())
+    has_states = any(map(is_optimizers, source.slots)) or any(
+        parameter.scalars for parameter in source.parameters.values()
+    )
+    return "adamw" if is_adam and not has_states else ""
+
+
+def check_moments(named: str | None, states: Collection[str]) -> None:
+    """Raises WrongOption if `--optimizer` names an Adam, and the source has no states of Adam."""
+    if named is not None and not set(MOMENTS) <= set(states):
+        raise WrongOption(
+            f"--optimizer {named} is an Adam, which needs exp_avg and exp_avg_sq; the source has "
+            f"{', '.join(sorted(states)) or 'none'}",
+            hint="leave out --optimizer, or write --weights-only",
+        )
 
 
 def are_inferred(source: Manifest) -> bool:
@@ -203,13 +303,16 @@ def unused_defaults(source: Manifest, options: Options) -> list[str]:
     ]
 
 
-def torch_groups(source: Manifest, options: Options) -> tuple[list[dict[str, Any]], list[str]]:
+def torch_groups(
+    source: Manifest, options: Options, named: str | None = None
+) -> tuple[list[dict[str, Any]], list[str]]:
     """Every group with all keys of torch's own optimizer, and warnings about assumed values.
 
-    Adam of DeepSpeed and Apex decays weights as AdamW does, unless its config says otherwise.
+    `named` is the class that `--optimizer` names, which is an Adam. Adam of DeepSpeed and Apex
+    decays weights as AdamW does, unless its config says otherwise.
     """
     groups = given_groups(source, options)
-    name = plain_name(source.optimizer or _likely(source.groups))
+    name = likely_optimizer(source) or ("adam" if named else "")
     needed = dict(known_optimizer(name).defaults)
     if name == "adam" and any("bias_correction" in group for group in groups):
         needed["decoupled_weight_decay"] = _adam_w_mode(source)
@@ -226,13 +329,6 @@ def torch_groups(source: Manifest, options: Options) -> tuple[list[dict[str, Any
             f"hyper-parameters that the source does not hold are {name}'s defaults: {values}"
         )
     return [_typed({**needed, **group}) for group in groups], warnings
-
-
-def _likely(groups: Sequence[Mapping[str, Any]] | None) -> str:
-    """The optimizer by its groups, if its states do not show it: AdamW unless they contradict."""
-    own = {"amsgrad", "bias_correction"}  # of torch's Adam; of DeepSpeed's and Apex's
-    is_adam = all("lr" not in group or own & group.keys() for group in groups or ())
-    return "AdamW" if is_adam else "unknown"
 
 
 def _adam_w_mode(source: Manifest) -> bool:

@@ -186,6 +186,19 @@ GROUP_DEFAULTS: Option[GroupDefaults] = Option(
     group="Optimizer and steps",
     check=_check_group_defaults,
 )
+OPTIMIZER: Option[str | None] = Option(
+    "optimizer",
+    "--optimizer",
+    None,
+    "Store the step where this Adam looks for it: torch, deepspeed-fused-adam, deepspeed-cpu-adam "
+    "or apex-fused-adam",
+    # the keys of steps.WRITTEN, whose import would make `--help` slower; a test compares
+    choices=("torch", "deepspeed-fused-adam", "deepspeed-cpu-adam", "apex-fused-adam"),
+    usual="as in the source",
+    metavar="CLASS",
+    group="Optimizer and steps",
+    rare=True,
+)
 MAX_FILE_SIZE: Option[int | None] = Option(
     "max_file_size",
     "--max-file-size",
@@ -279,6 +292,7 @@ class Keywords(TypedDict, total=False):
     weights_only: bool
     dtype: str | None
     dialect: str | None
+    optimizer: str | None
     group_defaults: GroupDefaults
     max_file_size: int | None  # bytes
     allow_object: Sequence[str]

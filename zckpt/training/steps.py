@@ -4,7 +4,8 @@
     torch Adam, AdamW, NAdam, Adagrad, RMSprop    0-d float32        -
       (before torch 1.12)                         int                -
     DeepSpeed CPUAdam, CPUAdagrad, CPULion        int                -
-    DeepSpeed FusedAdam >= 0.6.5                  int, true          0, stale
+    DeepSpeed FusedAdam >= 0.6.5, FusedLion       int, true          0, stale
+      (without ZeRO in fp32)                      int, the last one  0, stale
     Apex / TransformerEngine FusedAdam,           -                  true
       DeepSpeed FusedAdam < 0.6.5
     ONNX Runtime Adam / Lamb                      int64 [1] per weight / for all,
@@ -13,8 +14,9 @@
 
 Reading: a step in the state is true. If the state has none, the group's step is true (`believed`).
 Counters of engines and of schedulers are never true: fp16 training skips updates, and DeepSpeed
-before 0.13.2 made one update too many (`counter_sightings`). Writing: `WRITTEN` and `COUNTED` say
-where the target's optimizer looks, and in which type.
+before 0.13.2 made one update too many (`counter_sightings`). Writing: a step stays where it stood
+(`kept_place`), unless an optimizer is named that looks elsewhere. `WRITTEN` and `COUNTED` say where
+such an optimizer looks, and in which type.
 """
 
 from __future__ import annotations
@@ -23,11 +25,12 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 
 from ..core.annotations import Any
-from ..core.facts import StepPlace
+from ..core.facts import GraphEngine, StateDictEngine, StepPlace
 from ..core.inert import Scalar
 from ..core.manifest import Manifest, Sighting, is_step
-from ..core.values import field, valueclass
+from ..core.values import field, replace, valueclass
 from ..errors import InconsistentCheckpoint, WrongOption
+from .optimizers import plain_name
 
 Step = float | int
 
@@ -52,8 +55,47 @@ WRITTEN = {
 COUNTED = StepPlace("state", "I64", (1,), first=1)
 """Where ONNX Runtime counts updates: its Adam once for each weight, its Lamb once for all."""
 
+OF_TORCH = frozenset(("adam", "adamw", "nadam", "radam", "rmsprop", "adagrad", "adadelta"))
+"""Torch's own optimizers that count in a 0-d tensor, by their `plain_name`."""
+
 SCHEDULER_COUNTERS = ("last_epoch", "_step_count")
 """Counters in the state of torch's schedulers."""
+
+
+def kept_place(source: Manifest) -> StepPlace:
+    """Where the source's optimizer keeps its step: it looks there in another engine too.
+
+    The optimizer is the program's own, whatever it is called. But an engine that trains a graph
+    has its own optimizers.
+    """
+    place = source.step_place
+    return WRITTEN["torch"] if place is None or isinstance(source.engine, GraphEngine) else place
+
+
+def torch_place(source: Manifest, named: str | None = None) -> StepPlace:
+    """Where a program of torch keeps the step of the source's optimizer, or of the class `named`.
+
+    What a DeepSpeed configuration names is an optimizer of that engine: torch's own takes its
+    place. Torch's own also turns a number in a state into a tensor.
+    """
+    if named is not None:
+        return WRITTEN[named]
+    place = kept_place(source)
+    if isinstance(source.engine, StateDictEngine):
+        return place
+    of_engine = place.optimizer is not None and place.optimizer not in WRITTEN
+    of_torch = place.where == "state" and plain_name(source.optimizer or "") in OF_TORCH
+    return WRITTEN["torch"] if of_engine or of_torch else place
+
+
+def steps_of_groups(manifest: Manifest, count: int) -> list[set[Step]]:
+    """The different steps of the trained parameters of each of `count` groups."""
+    groups: list[set[Step]] = [set() for _ in range(count)]
+    for parameter in manifest.parameters.values():
+        number = parameter.group or 0
+        if parameter.trainable and parameter.step is not None and number < count:
+            groups[number].add(parameter.step)
+    return groups
 
 
 def counter_sightings(
@@ -115,6 +157,44 @@ class StatedSteps:
 def believed(in_states: StatedSteps, *in_groups: StatedSteps) -> StatedSteps:
     """The statements that are true: those of states, else those of the first groups with any."""
     return next((stated for stated in (in_states, *in_groups) if stated.steps), in_states)
+
+
+def place_of(believed: StatedSteps, in_groups: StatedSteps, named: str | None) -> StepPlace | None:
+    """Where an optimizer keeps its step, if not as torch's own do; None if in several types.
+
+    `named` is the class that `--optimizer` named when the files were written.
+
+    Apex and TransformerEngine's FusedAdam keep one in groups alone. If `capturable`, Apex's is a
+    tensor of shape [1], to which it adds in place (commit 6424da3). Others keep one in both.
+    """
+    place = believed.place()
+    types = {(kind, believed.shapes[name]) for name, kind in believed.kinds.items()}
+    of_group = None if believed is in_groups else in_groups.place()
+    if place is not None and of_group is not None and len({*in_groups.steps.values()}) == 1:
+        (step,) = {*in_groups.steps.values()}
+        place = replace(place, stale=of_group.number(step).unwrapped())
+    if place is not None and len(types) == 1 and place != WRITTEN["torch"]:
+        return replace(place, optimizer=named)
+    return replace(WRITTEN["torch"], optimizer=named) if named else None
+
+
+def counted_by_last(
+    in_states: StatedSteps, in_groups: StatedSteps, groups: Iterable[Sequence[str]]
+) -> StatedSteps:
+    """The steps of states; those of a group's last parameter for the group, if these alone count.
+
+    `groups` are the owners of each group's steps, in order. DeepSpeed's FusedAdam and FusedLion
+    (0.19.8, ops/adam/fused_adam.py) add 1 to the state of the last parameter that has a gradient,
+    and use that number for the whole group. They write 0 into the group and into other states.
+    """
+    counted = dict(in_states.steps)
+    for owners in groups:
+        stepped = [owner for owner in owners if in_states.steps.get(owner)]
+        of_group = {(in_groups.kinds.get(owner), in_groups.steps.get(owner)) for owner in owners}
+        if stepped and of_group == {("int", 0)}:
+            last = in_states.steps[stepped[-1]]
+            counted |= dict.fromkeys(filter(counted.__contains__, owners), last)
+    return StatedSteps(in_states.where, counted, in_states.kinds, in_states.shapes)
 
 
 def agree(places: Sequence[tuple[str, Step]], policy: str | None = None) -> Step | None:

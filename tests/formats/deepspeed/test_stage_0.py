@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -251,6 +251,86 @@ class TestWeightsAlone:
         tensors = moments(root / "run", tmp_path, weights_only=True, dtype="fp32")
         for name in oracle["trainable"]:
             assert same_bits(tensors[f"{name}/param"], oracle["tensors"][f"{name}/master"])
+
+
+def saved_by_fused_adam(run: Path, steps: Sequence[int]) -> Path:
+    """What DeepSpeed saves of its FusedAdam in fp32 without ZeRO."""
+    group = {"lr": 0.01, "bias_correction": True, "betas": (0.8, 0.95), "eps": 1e-8}
+    moments = ("exp_avg", "exp_avg_sq")
+    return saved(run, {**group, "weight_decay": 0.1, "step": 0}, moments, steps)
+
+
+def saved(
+    run: Path, group: dict[str, Any], states: Sequence[str], steps: Sequence[int | None]
+) -> Path:
+    """What DeepSpeed saves in fp32 without ZeRO: one group of weights w0, w1..."""
+    weights = {f"w{number}": torch.randn(3 + number, 2) for number in range(len(steps))}
+    group = {**group, "params": list(range(len(steps)))}
+    state = {
+        number: {key: torch.rand_like(weight) for key in states}
+        | ({} if step is None else {"step": step})
+        for number, (step, weight) in enumerate(zip(steps, weights.values(), strict=True))
+    }
+    model = {
+        "module": weights,
+        "buffer_names": [],
+        "optimizer": {"state": state, "param_groups": [group]},
+        "param_shapes": None,
+        "frozen_param_shapes": None,
+        "shared_params": {},
+        "frozen_param_fragments": None,
+        "lr_scheduler": None,
+        "global_steps": 5,
+        "global_samples": 0,
+        "skipped_steps": 0,
+        "dp_world_size": 1,
+        "mp_world_size": 1,
+        "ds_config": {"zero_optimization": {"stage": 0}},
+        "ds_version": "0.19.8",
+    }
+    (run / "global_step5").mkdir(parents=True)
+    torch.save(model, run / "global_step5" / "mp_rank_00_model_states.pt")
+    (run / "latest").write_text("global_step5")
+    return run
+
+
+def test_fused_adam_counts_in_the_last_parameter(tmp_path: Path) -> None:
+    run = saved_by_fused_adam(tmp_path / "run", (0, 0, 0, 5))
+    manifest = zckpt.read(run)
+    assert manifest.step == 5
+    assert [(line.step, line.truth) for line in manifest.steps[:3]] == [
+        (0, False), (5, True), (0, False)
+    ]  # fmt: skip
+    zckpt.convert(run, tmp_path / "universal")
+    zckpt.convert(tmp_path / "universal", tmp_path / "torch", to="gathered")
+    states = torch.load(tmp_path / "torch" / "optim.pt", weights_only=True)["state"]
+    assert [float(state["step"]) for state in states.values()] == [5.0] * 4
+
+
+@pytest.mark.parametrize("steps", [(0, 0, 0, 5), (5, 5, 5, 5)])
+def test_steps_of_fused_adam_stay_where_they_are(steps: tuple[int, ...], tmp_path: Path) -> None:
+    run = saved_by_fused_adam(tmp_path / "run", steps)
+    zckpt.convert(run, tmp_path / "universal")
+    zckpt.convert(tmp_path / "universal", tmp_path / "again", to="deepspeed", dp=2)
+    for path in (run, tmp_path / "again"):
+        (file,) = path.glob("*/mp_rank_00_model_states.pt")
+        optimizer = torch.load(file, weights_only=False)["optimizer"]
+        assert tuple(state["step"] for state in optimizer["state"].values()) == steps
+        assert [group["step"] for group in optimizer["param_groups"]] == [0]
+
+
+def test_muon_of_the_program_is_copied(tmp_path: Path) -> None:
+    """Without ZeRO each weight is whole, so the program's own Muon goes on at another size."""
+    group = {"lr": 0.01, "weight_decay": 0.1, "momentum": 0.95, "nesterov": True, "ns_steps": 5}
+    run = saved(tmp_path / "run", group, ["momentum_buffer"], [None, None])
+    assert zckpt.read(run).optimizer == "Muon"
+    zckpt.reshard(run, tmp_path / "again", dp=2)
+    assert zckpt.verify(run, tmp_path / "again")["equal"]
+    (file,) = (tmp_path / "again").glob("*/mp_rank_00_model_states.pt")
+    (again,) = torch.load(file, weights_only=False)["optimizer"]["param_groups"]
+    assert again == {**group, "params": [0, 1]}
+    with pytest.raises(errors.MissingData, match="which groups Muon updates"):
+        zckpt.reshard(run, tmp_path / "zero", dp=2, stage=2)
 
 
 class TestContract(FormatContract):

@@ -67,6 +67,11 @@ MOVES = [
         Move(f"z0_dp2_fp16_{kind}", 2, stage, exact=stage == 0)  # see limits.md
         for kind, stage in (("dynamic", 0), ("dynamic", 2), ("skipped", 3), ("static", 1))
     ),
+    *(
+        Move("z0_dp2_fused_fp32", dp, stage, through=(dp == 3))
+        for dp, stage in ((2, 0), (3, 0), (2, 1), (3, 2), (2, 3))
+    ),
+    Move("z0_dp2_adam_fp32", 2, 2),
     *(Move("z0_dp2_fused_fp16", 2, stage, exact=stage == 0) for stage in (0, 1)),
     Move("z2_dp2_fp16_dynamic", 2, 0, exact=False),
     Move("z3_dp3_fp16_skipped", 3, 0, exact=False),

@@ -5,6 +5,7 @@ Every form of a checkpoint at worlds 1, 2 and 4; and across engines, real ones o
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,10 @@ import torch
 import zckpt
 from zckpt import errors
 
-from ...engines import deepspeed, torch_engine
+from ...engines import deepspeed, models, torch_engine
 from ...engines.cases import CASES as DEEPSPEED
+from ...engines.cases import STAGE_0, UNCLIPPED
+from ...engines.cases import Case as DeepSpeedCase
 from ...engines.torch_cases import CASES, Case
 from ..equality import assert_is_what_torch_held, assert_proven, assert_same_run
 
@@ -196,6 +199,69 @@ def test_deepspeed_goes_on_in_fsdp2(stage: int, trained: Any, tmp_path: Path) ->
     assert_proven(folder / "run", tmp_path / "dcp")
     case = CASES["fsdp2_as_deepspeed"]
     resumed = torch_engine.resume("fsdp2", tmp_path / "dcp", 3, tmp_path, case=case)
+    assert_same_run(oracle, resumed, across=True)
+
+
+@pytest.mark.engines
+def test_fused_adam_without_zero_goes_on_in_fsdp2(trained: Any, tmp_path: Path) -> None:
+    """It counts in the last parameter of each group: others said 0, and torch began anew."""
+    case = STAGE_0["z0_dp2_fused_fp32"]
+    folder = trained(dataclasses.replace(case, name=f"{case.name}_as_torch", config=UNCLIPPED))
+    oracle = torch.load(folder / "oracle.pt", weights_only=False)
+    groups = models.named_groups(models.build("full", 0), 2)
+    order = [name for names, _ in groups for name in names]
+    zckpt.convert(folder / "run", tmp_path / "dcp", to="dcp", dp=3, param_names=order)
+    as_torch = CASES["fsdp2_as_deepspeed"]
+    resumed = torch_engine.resume("fsdp2", tmp_path / "dcp", 3, tmp_path, case=as_torch)
+    assert_same_run(oracle, resumed, across=True)
+
+
+def of_deepspeed(optimizer: str, stage: int) -> DeepSpeedCase:
+    """A case that DeepSpeed trains as torch does, with another optimizer."""
+    case = DEEPSPEED["z2_dp2_as_torch"]
+    name = f"z{stage}_dp2_{optimizer.replace(' ', '_')}_as_torch"
+    return dataclasses.replace(case, name=name, stage=stage, optimizer=optimizer)
+
+
+BETWEEN = [None, "universal", "gathered"]
+IN_GROUPS = [("fsdp2_ademamix", "ademamix"), ("fsdp2_apex", "apex fused adam")]
+
+
+def moved(source: Path, through: str | None, folder: Path, **target: Any) -> Path:
+    """A conversion, perhaps through another format; each one equals the source."""
+    if through is not None:
+        zckpt.convert(source, folder / "between", to=through)
+        assert zckpt.verify(source, folder / "between")["equal"]
+    zckpt.convert(folder / "between" if through else source, folder / "target", **target)
+    checked = zckpt.verify(source, folder / "target")
+    assert checked["equal"], checked
+    assert not any("place of the step" in note for note in checked["notes"])
+    return folder / "target"
+
+
+@pytest.mark.engines
+@pytest.mark.parametrize("through", BETWEEN)
+@pytest.mark.parametrize(("name", "optimizer"), IN_GROUPS)
+def test_a_step_in_groups_goes_to_deepspeed(
+    name: str, optimizer: str, through: str | None, torch_trained: Trained, tmp_path: Path
+) -> None:
+    folder, stage = torch_trained(name, 2), 1 if through else 2
+    oracle = torch.load(folder / "oracle.pt", weights_only=False)
+    target = moved(folder / "run", through, tmp_path, to="deepspeed", dp=3, stage=stage)
+    resumed = deepspeed.resume(of_deepspeed(optimizer, stage), target, tmp_path, dp=3)
+    assert_same_run(oracle, resumed, across=True)
+
+
+@pytest.mark.engines
+@pytest.mark.parametrize("through", BETWEEN)
+@pytest.mark.parametrize(("name", "optimizer"), IN_GROUPS)
+def test_a_step_in_groups_comes_from_deepspeed(
+    name: str, optimizer: str, through: str | None, trained: Any, tmp_path: Path
+) -> None:
+    folder = trained(of_deepspeed(optimizer, 2))
+    oracle = torch.load(folder / "oracle.pt", weights_only=False)
+    target = moved(folder / "run", through, tmp_path, to="dcp", dp=3)
+    resumed = torch_engine.resume("fsdp2", target, 3, tmp_path, case=CASES[name])
     assert_same_run(oracle, resumed, across=True)
 
 

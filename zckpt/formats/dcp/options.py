@@ -12,6 +12,7 @@ from ...training.options import (
     DTYPE,
     GROUP_DEFAULTS,
     MAX_FILE_SIZE,
+    OPTIMIZER,
     WEIGHTS_ONLY,
     Option,
 )
@@ -29,6 +30,7 @@ OPTIONS = (
     DP,
     WEIGHTS_ONLY,
     DTYPE,
+    OPTIMIZER,
     LAYOUT,
     replace(DIALECT, choices=("accelerate", "torchtitan")),
     GROUP_DEFAULTS,

@@ -80,7 +80,7 @@ class DcpWriter:
         self.source = source
         self.options = options
         self.world = options[DP] or source.dp
-        self.dicts = StateDicts(source, options, options[LAYOUT])
+        self.dicts = StateDicts(source, options, "dcp", options[LAYOUT])
         if options[DIALECT] == "torchtitan":
             self.dicts.model, self.dicts.optimizer, self.dicts.layout = TORCHTITAN
         self.warnings = [*self.dicts.warnings, *self._of_ranks()]

@@ -19,9 +19,9 @@ from ..deepspeed_states.optimizer_values import (
     base_state,
     clipping,
     group_step,
-    inferred,
     loss_scaling,
     numbers,
+    own_statements,
     stage_enum,
 )
 from ..deepspeed_states.target import DeepSpeedTarget, TargetBuffer
@@ -48,7 +48,7 @@ def _contents(target: DeepSpeedTarget, rank: int, is_elastic: bool) -> Contents:
         "optimizer_state_dict": state,
         "ds_config": target.engine.config,
         "ds_version": target.version,
-        **inferred(target),
+        **own_statements(target),
     }
     return Contents(value, storages)
 

@@ -12,6 +12,7 @@ parameter); it is not a format itself.
     auto_ep.py             what model files say of experts that AutoEP spreads
     experts.py             names, layers and places of experts
     flats.py               the record of one flat buffer
+    optimizer_facts.py     what they say about the optimizer: its name, its step, counters
     tensors.py             parameters, buffers, aliases and replicas of a manifest
     manifest.py            the manifest of it all
     engine.py              which engine a target is written for

@@ -12,13 +12,17 @@ from ...training.optimizers import (
     TORCH,
     are_given,
     are_inferred,
+    check_moments,
     given_groups,
+    is_of_muon,
     known_optimizer,
+    likely_optimizer,
     plain_name,
 )
-from ...training.options import Options
+from ...training.options import OPTIMIZER, Options
+from ...training.steps import kept_place
 from .engine import TargetEngine
-from .options import CONFIG, OPTIMIZER
+from .options import CONFIG
 from .states import WRAPPERS
 
 # what groups hold beside ADAM's, by the class that `--optimizer` asks for
@@ -33,8 +37,8 @@ OF_IMPLEMENTATIONS = frozenset((*TORCH, "fused", "bias_correction", "decoupled_w
 
 
 def optimizer_name(engine: TargetEngine, source: Manifest) -> str:
-    """The target's base optimizer in lower case, without the names of its implementations."""
-    return plain_name(engine.optimizer or source.optimizer or "AdamW")
+    """The target's base optimizer by its `plain_name`; "" if nothing names it."""
+    return plain_name(engine.optimizer) if engine.optimizer else likely_optimizer(source)
 
 
 def adam_class(engine: TargetEngine, source: Manifest) -> str | None:
@@ -70,10 +74,9 @@ def wrapper(engine: TargetEngine, source: Manifest) -> str | None:
         return before.optimizer_class
     if is_stated or engine.optimizer:
         return FLAT if by_class in FUSED else UNFLATTENED
-    place, is_adam = source.step_place, optimizer_name(engine, source) in ("adam", "adamw")
-    if before is None or place is None or not is_adam:
-        return UNFLATTENED
-    return FLAT if place.where == "group" or place.stale is not None else UNFLATTENED
+    place, is_adam = kept_place(source), optimizer_name(engine, source) in ("adam", "adamw")
+    is_fused = place.where == "group" or place.stale is not None
+    return FLAT if is_adam and is_fused else UNFLATTENED
 
 
 def _is_complete(engine: TargetEngine, source: Manifest) -> bool:
@@ -96,7 +99,8 @@ def complete_groups(
     is_known = has_defaults or options[OPTIMIZER] or options.weights_only
     if source.groups is None and not inferred and not is_known:
         raise WrongOption(
-            f"DeepSpeed's ZeRO does not support the source's optimizer, {source.optimizer}",
+            "DeepSpeed's ZeRO does not support the source's optimizer, "
+            f"{source.optimizer or 'which no file names'}",
             hint="continue with Adam: --optimizer torch; or write --weights-only",
         )
     if source.groups and not inferred:
@@ -106,7 +110,9 @@ def complete_groups(
     assumed: dict[str, Any] = {}
     groups = given_groups(source, options)
     tagged = all("use_muon" in group for group in groups)
-    if name == "muon" and not (tagged or options.weights_only):
+    copied = complete and engine.whole  # without ZeRO the program's own optimizer goes on
+    has_muon = name == "muon" or (not complete and any(map(is_of_muon, groups)))
+    if has_muon and not (tagged or copied or options.weights_only):
         raise MissingData(
             f"{source.root} does not say which groups Muon updates and which Adam",
             hint="state it: --group-defaults 0:use_muon=true --group-defaults 1:use_muon=false; "
@@ -185,9 +191,12 @@ def check_states(engine: TargetEngine, source: Manifest, states: Collection[str]
     if not states and source.groups is None and not are_inferred(source):
         raise MissingData(f"{source.root} holds no optimizer state", hint="write --weights-only")
     name = optimizer_name(engine, source)
-    before = plain_name(source.optimizer or "")
-    families = known_optimizer(name).family, known_optimizer(before).family
-    if states and engine.optimizer and None not in families and families[0] != families[1]:
+    before = [plain_name(each) for each in (source.optimizer or "").split(", ")]
+    family = known_optimizer(name).family
+    families = {known_optimizer(each).family for each in before} - {None}
+    # the engine's Muon updates other groups as Adam does
+    fits = family in families and families <= {family, *(["adam"] if family == "muon" else [])}
+    if states and engine.optimizer and family and families and not fits:
         raise WrongOption(
             f"the ds_config's optimizer is {engine.optimizer}, the source's is {source.optimizer}",
             hint="use the optimizer of the source, or --weights-only",
@@ -199,9 +208,4 @@ def check_states(engine: TargetEngine, source: Manifest, states: Collection[str]
             f"which the source does not hold (it holds {listing})",
             hint="use the optimizer of the source, or --weights-only",
         )
-    if engine.options[OPTIMIZER] and not {"exp_avg", "exp_avg_sq"} <= set(states):
-        raise WrongOption(
-            f"--optimizer {engine.options[OPTIMIZER]} is an Adam, which needs exp_avg and "
-            f"exp_avg_sq; the source has {listing}",
-            hint="leave out --optimizer, or write --weights-only",
-        )
+    check_moments(engine.options[OPTIMIZER], states)

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 
 from ...core.annotations import Any
-from ...core.facts import FlatBufferEngine, StepPlace
+from ...core.facts import FlatBufferEngine
 from ...core.inert import Foreign
-from ...core.manifest import Manifest, Parameter, Sighting
-from ...core.values import replace
+from ...core.manifest import Manifest
 from ...errors import listed
 from ...files.torchfile import TorchFile
-from ...training import steps
-from ...training.optimizers import infer_optimizer
 from . import estimates
 from .directories import siblings, trainer_around
 from .flats import FlatBuffer
+from .optimizer_facts import ahead_of_counters, counters, stated_optimizer, step_place
 from .states import COUNTERS, EngineStates, comparable, nested
 from .tensors import ManifestTensors, is_extra
 
@@ -88,7 +85,7 @@ def manifest_of(
             "tag": ranks.directory.tag,
         },
         groups=groups,
-        optimizer=_optimizer(ranks, buffers, groups),
+        optimizer=stated_optimizer(ranks, buffers, groups),
         engine=FlatBufferEngine(
             "deepspeed",
             ranks.version,
@@ -98,13 +95,13 @@ def manifest_of(
             ranks.excludes_frozen,
             config,
         ),
-        step_place=_step_place(ranks, buffers),
+        step_place=step_place(ranks, buffers),
         state=_state(ranks, tensors),
         replicas=tuple(tensors.replicas),
         entries=tensors.entries,
         parameters=tensors.parameters,
         buffers=tensors.buffer_names,
-        steps=(*dict.fromkeys(sightings), *_counters(ranks)),
+        steps=(*dict.fromkeys(sightings), *counters(ranks)),
         records=tuple(record for file in _files(ranks) for record in file.records.values()),
         files=tuple(file.path for file in _files(ranks)),
         siblings=tuple(beside.files),
@@ -123,25 +120,11 @@ def manifest_of(
             + _config_warnings(ranks)
             + _trainer_warnings(ranks)
             + _scaler_warnings(ranks.first)
-            + _ahead_of_counters(ranks, tensors.parameters)
+            + ahead_of_counters(ranks, tensors.parameters)
         ),
         inferred=tuple(ranks.optimizers[0].value.get(INFERRED) or ()),
         weights_differ=_has_zenflow(ranks.config) or _is_quantized(ranks.config),
     )
-
-
-def _optimizer(
-    ranks: EngineStates,
-    buffers: Sequence[FlatBuffer],
-    groups: Sequence[Mapping[str, Any]] | None,
-) -> str | None:
-    """The optimizer's name: as the ds_config states it, else by the keys of its states."""
-    stated = nested(ranks.config, "optimizer", "type")
-    if isinstance(stated, str):
-        return stated
-    slots = {slot.name for buffer in buffers for slot in buffer.slots} - {"master"}
-    scalars = {name for buffer in buffers for name in buffer.scalars}
-    return infer_optimizer(slots | scalars, groups[0] if groups else None)
 
 
 def _files(ranks: EngineStates) -> list[TorchFile]:
@@ -195,45 +178,6 @@ def _elastic_groups(
                 for group, value in zip(groups, values, strict=True):
                     group[name] = tensors.kept(value, f"lr_scheduler.{key}", ranks.models[0])
     return tuple(groups) if any(groups) else None
-
-
-def _ahead_of_counters(ranks: EngineStates, parameters: Mapping[str, Parameter]) -> list[str]:
-    """A warning if the optimizer has counted more updates than the engine.
-
-    The engine may be ahead: of skipped fp16 steps, and of an optimizer that was not loaded. Before
-    0.13.2 DeepSpeed began with an update, so that the optimizer is ahead by one.
-    """
-    step_of = {name: each.step for name, each in parameters.items() if each.step is not None}
-    last = max(step_of, key=lambda name: step_of[name], default="")
-    model, counted = ranks.models[0], ranks.model.get("global_steps")
-    if model is ranks.optimizers[0] or not isinstance(counted, int):
-        return []
-    if not last or step_of[last] <= counted + 1:
-        return []
-    return [
-        f"{model.path} counts {counted} steps, but {last} in "
-        f"{os.path.basename(ranks.optimizers[0].path)} has step {step_of[last]}: model and "
-        "optimizer are of different saves, unless your program has reset the counter"
-    ]
-
-
-def _counters(ranks: EngineStates) -> list[Sighting]:
-    """Engine counters and schedulers: never true (skipped fp16 steps, warm starts)."""
-    sightings = steps.counter_sightings("engine", ranks.model, ("global_steps", "skipped_steps"))
-    scheduler = ranks.model.get("lr_scheduler")
-    if isinstance(scheduler, dict):
-        keys = (*steps.SCHEDULER_COUNTERS, "last_batch_iteration")
-        sightings += steps.counter_sightings("lr_scheduler", scheduler, keys)
-    return sightings
-
-
-def _step_place(ranks: EngineStates, buffers: Sequence[FlatBuffer]) -> StepPlace | None:
-    """Where the base optimizer keeps its step, and what its groups state beside that."""
-    place = next((buffer.step_place for buffer in buffers if buffer.step_place), None)
-    if place is None or place.where == "group":
-        return place
-    stale = ranks.groups(0)[0].get("step", ranks.first.get("base_optimizer_state_step"))
-    return replace(place, stale=stale)
 
 
 def _state(ranks: EngineStates, tensors: ManifestTensors) -> dict[str, Any]:

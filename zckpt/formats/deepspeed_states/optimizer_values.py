@@ -9,17 +9,26 @@ from ...core.inert import Foreign, Global, Scalar
 from ...errors import InconsistentCheckpoint
 from ...files.torchshell import Storages
 from ...training import steps
+from ...training.options import OPTIMIZER
 from . import estimates
 from .engine import TargetEngine
 from .manifest import INFERRED
+from .optimizer_facts import STEPS_OF
 from .target import DeepSpeedTarget, TargetBuffer
 
 SCALERS = "deepspeed.runtime.fp16.loss_scaler"
 
 
-def inferred(target: DeepSpeedTarget) -> dict[str, Any]:
-    """Names that no file of the source states, in a key that the engine does not read."""
-    return {INFERRED: list(target.source.inferred)} if target.source.inferred else {}
+def own_statements(target: DeepSpeedTarget) -> dict[str, Any]:
+    """What the files do not show otherwise, in keys that the engine does not read.
+
+    Names that no file of the source states, and the class that `--optimizer` names.
+    """
+    inferred, named = target.source.inferred, target.engine.options[OPTIMIZER]
+    return {
+        **({INFERRED: list(inferred)} if inferred else {}),
+        **({STEPS_OF: named} if named and not target.options.weights_only else {}),
+    }
 
 
 def clipping(target: DeepSpeedTarget) -> dict[str, Any]:
@@ -55,7 +64,8 @@ def numbers(target: DeepSpeedTarget, buffer: TargetBuffer, storages: Storages) -
     """Step and other 0-d states of one flat buffer."""
     values: dict[str, Any] = {}
     if buffer.step is not None and target.step_place.where == "state":
-        values["step"] = typed_step(target, buffer.step, storages)
+        step = buffer.step if target.counts(buffer) else 0
+        values["step"] = typed_step(target, step, storages)
     for key, scalar in buffer.scalars.items():
         values[key] = _number(scalar, storages)
     return values
@@ -81,7 +91,7 @@ def group_step(
                 f"{sorted(values)}"
             )
         return {"step": typed_step(target, values.pop(), storages)} if values else {}
-    return {} if place.stale is None else {"step": place.stale}
+    return {} if place.stale is None else {"step": target.thawed(place.stale, storages)}
 
 
 def _number(number: Scalar, storages: Storages) -> Any:

@@ -15,6 +15,7 @@ from ...training.options import (
     EP,
     GROUP_DEFAULTS,
     LIKE,
+    OPTIMIZER,
     PP,
     TP,
     VOCAB_SIZE,
@@ -48,19 +49,6 @@ STAGE: Option[int | None] = Option(
     choices=(0, 1, 2, 3),
     usual="the source's",
     reason="ZeRO stages are DeepSpeed's",
-)
-OPTIMIZER: Option[str | None] = Option(
-    "optimizer",
-    "--optimizer",
-    None,
-    "Store the step where this Adam looks for it: torch, deepspeed-fused-adam, deepspeed-cpu-adam "
-    "or apex-fused-adam",
-    # the keys of training.steps.WRITTEN, whose import would make `--help` slower; a test compares
-    choices=("torch", "deepspeed-fused-adam", "deepspeed-cpu-adam", "apex-fused-adam"),
-    usual="as in the source",
-    metavar="CLASS",
-    group="Optimizer and steps",
-    rare=True,
 )
 MAX_GROUP_SIZE: Option[int | None] = Option(
     "max_group_size",
@@ -120,5 +108,4 @@ class Keywords(TypedDict, total=False):
     max_group_size: int | None
     pp_bounds: Sequence[int] | None
     pp_partition: str | None
-    optimizer: str | None
     config: dict[str, Any] | None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -358,16 +359,19 @@ class DeepSpeedTarget:
 
     @property
     def step_place(self) -> StepPlace:
-        """Where the target's optimizer looks for its step: as its class does, or as the source.
-
-        Groups of another program's optimizer say nothing about DeepSpeed's.
-        """
+        """Where the target's optimizer looks for its step: as the named class, or as the source."""
         name = adam_class(self.engine, self.source)
-        place = steps.WRITTEN[name] if name else self.source.step_place
-        foreign = not name and self.engine.before is None
-        if place is None or (foreign and place.where == "group"):
-            return steps.WRITTEN["torch"]
-        return place
+        return steps.WRITTEN[name] if name else steps.kept_place(self.source)
+
+    def counts(self, buffer: TargetBuffer) -> bool:
+        """Whether the state of a buffer has the step; without ZeRO, only a group's last may."""
+        alone = self._by_itself and self.step_place.last_only
+        return not alone or self._last_stepped[buffer.group] is buffer
+
+    @cached_property
+    def _last_stepped(self) -> dict[int, TargetBuffer]:
+        """The last buffer with a step, by group."""
+        return {buffer.group: buffer for buffer in self.buffers if buffer.step is not None}
 
     def thawed(self, value: Any, storages: Storages) -> Any:
         """`value` of the source's state, with tensors in the place of their names."""

@@ -34,8 +34,8 @@ from ..deepspeed_states.model_files import model_files
 from ..deepspeed_states.optimizer_values import (
     base_state,
     clipping,
-    inferred,
     loss_scaling,
+    own_statements,
     stage_enum,
     typed_step,
 )
@@ -264,7 +264,7 @@ def _warnings_of_grid(source: Manifest, target: DeepSpeedTarget) -> list[str]:
 def _common_file(target: DeepSpeedTarget, name: str) -> Shell:
     """optimizer_state.pt: groups, loss scale; in stage 3 the steps too."""
     storages = Storages()
-    value: dict[str, Any] = {MARK: 1, **inferred(target), "ds_version": target.version}
+    value: dict[str, Any] = {MARK: 1, **own_statements(target), "ds_version": target.version}
     if not target.engine.wraps_bf16:
         value |= {"zero_stage": stage_enum(target), **loss_scaling(target, storages)}
     states = {}

@@ -131,7 +131,7 @@ class StateDictWriter(StateDicts):
     """Everything that is decided before the first byte is written."""
 
     def __init__(self, source: Manifest, options: Options) -> None:
-        super().__init__(source, options)
+        super().__init__(source, options, "gathered")
         self.file_names = file_names(source, options)
         self.left_out += left_out(source, options)
         if self.file_names.weights in peft.WEIGHTS:

@@ -13,7 +13,7 @@ from ...core.manifest import Entry, Manifest, Parameter, Sibling, Sighting
 from ...core.values import field, mutable
 from ...errors import UnsupportedCheckpoint, brief, counted, listed
 from ...files.torchfile import TorchFile
-from ...training.optimizers import infer_optimizer
+from ...training.optimizers import name_of_groups
 from ...training.steps import STATED
 from .common import (
     DISTRIBUTED,
@@ -129,7 +129,7 @@ def manifest_of(content: Content, step_policy: str | None) -> Manifest:
         parameters=dict(sorted(parameters.items(), key=lambda item: not item[1].trainable)),
         buffers=tuple(name for name in shapes if name not in known),
         groups=_hyper_parameters(groups) if has_groups else None,
-        optimizer=infer_optimizer(slots, groups[0] if groups else None) if slots else None,
+        optimizer=name_of_groups([slots] * max(len(groups), 1), groups or None) if slots else None,
         engine=GraphEngine(
             "megatron",
             None,

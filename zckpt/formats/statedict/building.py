@@ -16,7 +16,7 @@ from ...core.manifest import Entry, Manifest, Parameter, Sighting, slot_name
 from ...core.values import replace
 from ...errors import listed
 from ...training import steps, ties
-from ...training.optimizers import infer_optimizer
+from ...training.optimizers import name_of_groups
 from ...training.trainers import json_of
 from ..reading import Reading
 from .finding import OptimizerState, is_buffer, is_extra, merged, value_at, without
@@ -65,7 +65,6 @@ class ManifestBuilder:
         self._add_aliases()
         groups = self._groups() if optimizer else None
         state, engine = self._state()
-        kinds = {self._kind(optimizer): None for optimizer in self.optimizers.values()}
         return Manifest(
             root=saved.root,
             format=str(saved.source["format"]),
@@ -74,7 +73,7 @@ class ManifestBuilder:
             parameters=self.parameters,
             buffers=tuple(self.buffers),
             groups=groups,
-            optimizer=None if None in kinds else ", ".join(map(str, kinds)) or None,
+            optimizer=self._optimizer(groups),
             engine=engine,
             step_place=self.step_place,
             state=state,
@@ -95,10 +94,6 @@ class ManifestBuilder:
     def _are_several(self) -> bool:
         """Whether no target can have all of it: several models, or optimizers of one."""
         return len(self.roots) > 1 or len(self.roots[0].optimizers) > 1
-
-    def _kind(self, optimizer: OptimizerState) -> str | None:
-        keys = {key for state in optimizer.state.values() for key in state}
-        return infer_optimizer(keys, optimizer.groups[0] if optimizer.groups else None)
 
     # -- weights
 
@@ -218,7 +213,8 @@ class ManifestBuilder:
             for name in members:
                 in_groups.add(name, *_step(group.get("step")))
         believed = steps.believed(in_states, in_groups)
-        self.step_place = self._step_place(believed)
+        named = (self.saved.stated or {}).get("optimizer")
+        self.step_place = steps.place_of(believed, in_groups, named)
         self._need_one_save(believed.where)
         for stated in (in_states, in_groups):
             self._sight(stated, stated is believed)
@@ -268,6 +264,17 @@ class ManifestBuilder:
             for place, group in enumerate(self.optimizer.groups)
         )
 
+    def _optimizer(self, groups: Sequence[dict[str, Any]] | None) -> str | None:
+        """The names of the optimizers that have the groups, by the keys of their states."""
+        if self.optimizer is None or groups is None:
+            return None
+        states = self.optimizer.state
+        keys = [
+            {key for name in members for key in states.get(name, ())}
+            for members in self.optimizer.members
+        ]
+        return name_of_groups(keys, groups)
+
     def _state(self) -> tuple[dict[str, Any], StateDictEngine]:
         """Everything else, so that the state dicts can be written again."""
         models = {root.model for root in self.roots}
@@ -308,17 +315,6 @@ class ManifestBuilder:
         if self.other:
             state["optimizer"] = {"other": self._kept(self.other, "optimizer.other")}
         return state, engine
-
-    def _step_place(self, believed: steps.StatedSteps) -> StepPlace | None:
-        """Where the optimizer keeps its step, if not as torch's own do; None if in several types.
-
-        Apex and TransformerEngine's FusedAdam keep one in groups alone. If `capturable`, Apex's is
-        a tensor of shape [1], to which it adds in place (commit 6424da3).
-        """
-        place = believed.place()
-        types = {(kind, believed.shapes[name]) for name, kind in believed.kinds.items()}
-        is_one = len(types) == 1
-        return place if is_one and place != steps.WRITTEN["torch"] else None
 
     def _sight_scheduler(self, scheduler: Mapping[str, Any]) -> None:
         self.sightings += steps.counter_sightings(

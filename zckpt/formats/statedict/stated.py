@@ -24,6 +24,8 @@ def checked(stated: Any, where: str) -> dict[str, Any] | None:
         wrong.append("aliases")
     if not isinstance(names, dict) or not all(map(_are_texts, names.values())):
         wrong.append("names")
+    if not isinstance(stated.get("optimizer", ""), str):
+        wrong.append("optimizer")
     wrong += sorted(NEEDED - stated.keys())
     if wrong:
         raise CorruptCheckpoint(f"{where}: zckpt's own record in it is damaged: {listed(wrong)}")

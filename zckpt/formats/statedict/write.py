@@ -1,7 +1,7 @@
 """A manifest as the state dicts that torch's programs save: the counterpart of read.py.
 
-Tensors are blank; the copy fills them. Groups have all keys that torch 2.13's optimizers have,
-because loading requires them.
+Tensors are blank; the copy fills them. Groups of another format get all keys that their optimizer
+has in torch 2.13, because loading requires them.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from ...core.values import valueclass
 from ...core.weights import WIDE, is_optimizers, weight_of
 from ...errors import WrongOption, brief, counted, listed
 from ...training import peft
-from ...training.optimizers import torch_groups
+from ...training.optimizers import check_moments, given_groups, torch_groups
 from ...training.options import DTYPE, Options
-from ...training.steps import WRITTEN
+from ...training.options import OPTIMIZER as ADAM_CLASS
+from ...training.steps import WRITTEN, steps_of_groups, torch_place
 from ...training.trainers import number, program_of
 from ..private import own_names
 from .keys import OPTIMIZER, is_optimizers_key, keys_of
@@ -41,10 +42,13 @@ class BlankTensor:
 class StateDicts:
     """The state dicts that a torch program would save: values and blank tensors by path.
 
-    `layout` is the form of the optimizer's keys, nested or flat; None is the source's, or nested.
+    `format` is the target's: groups of a source of the same one are copied as they are. `layout` is
+    the form of the optimizer's keys, nested or flat; None is the source's, or nested.
     """
 
-    def __init__(self, source: Manifest, options: Options, layout: str | None = None) -> None:
+    def __init__(
+        self, source: Manifest, options: Options, format: str | None, layout: str | None = None
+    ) -> None:
         self.source = source
         self.options = options
         self._too_large: frozenset[Any] = frozenset()  # keys of the program's own state
@@ -65,13 +69,16 @@ class StateDicts:
         self.adapter = False
         states = set(filter(is_optimizers, source.slots))
         self.optimizes = not options.weights_only and bool(source.groups is not None or states)
+        self.named = options[ADAM_CLASS] if self.optimizes else None
+        check_moments(self.named, states)
         if self.optimizes:
-            self.groups, assumed = torch_groups(source, options)
-            self.warnings += assumed
+            if source.source.get("format") == format and self.named is None:
+                self.groups = given_groups(source, options)
+            else:
+                self.groups, assumed = torch_groups(source, options, self.named)
+                self.warnings += assumed
         self.names = {*source.parameters, *self.aliases, *source.buffers}
-        # the places of other engines' optimizers say nothing about torch's
-        own = source.step_place if source.engine is self.keys else None
-        self.step_place = own or WRITTEN["torch"]
+        self.step_place = torch_place(source, self.named)
         self._put_steps_in_groups()
         members = [name for place in range(len(self.groups)) for name in self.members(place)]
         self.numbers = {name: number for number, name in enumerate(members)}
@@ -81,11 +88,7 @@ class StateDicts:
 
         Apex's FusedAdam starts again at 1 if its group has none.
         """
-        parameters = self.source.parameters
-        steps = [
-            {step for name in self.members(place) if (step := parameters[name].step) is not None}
-            for place in range(len(self.groups))
-        ]
+        steps = steps_of_groups(self.source, len(self.groups))
         in_group = self.step_place.where == "group"
         self.step_in_group = in_group and all(len(values) < 2 for values in steps)
         if self.step_in_group:
@@ -94,6 +97,8 @@ class StateDicts:
                 group | ({"step": number(values.pop()).unwrapped()} if values else {})
                 for group, values in zip(self.groups, steps, strict=True)
             ]
+        elif not in_group and self.step_place.stale is not None:
+            self.groups = [group | {"step": self.step_place.stale} for group in self.groups]
 
     def items(self) -> Iterator[tuple[Path, Any]]:
         """Every value with its path, in the order in which a program would save them."""
@@ -165,7 +170,10 @@ class StateDicts:
         return not self.adapter or trained or peft.is_adapters(name)
 
     def unsaid(self) -> dict[str, Any]:
-        """What state dicts do not say: which names are aliases, buffers, frozen, and inferred."""
+        """What state dicts do not say: which names are aliases, buffers, frozen, and inferred.
+
+        And the class that `--optimizer` names, whose place steps have.
+        """
         source = self.source
         frozen = [name for name, parameter in source.parameters.items() if not parameter.trainable]
         return {
@@ -175,6 +183,7 @@ class StateDicts:
             "buffers": list(filter(self.is_saved, source.buffers)),
             "frozen": list(filter(self.is_saved, frozen)),
             "inferred": list(source.inferred),
+            **({"optimizer": self.named} if self.named else {}),
         }
 
     def save_adapter_alone(self) -> None:

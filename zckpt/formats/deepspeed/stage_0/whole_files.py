@@ -18,8 +18,8 @@ from ...deepspeed_states.model_files import model_files
 from ...deepspeed_states.optimizer_values import (
     clipping,
     group_step,
-    inferred,
     numbers,
+    own_statements,
     whole_scaling,
 )
 from ...deepspeed_states.states import FLAT_MASTERS, WHOLE_MASTERS, version_numbers
@@ -51,7 +51,7 @@ def optimizer(
     """The value of `optimizer`; `named` gives the name in the whole model of rank 0's names."""
     groups = _members(target)
     base, frozen = _base(target, groups, storages, named)
-    own = {**inferred(target), **({FROZEN: frozen} if frozen else {})}
+    own = {**own_statements(target), **({FROZEN: frozen} if frozen else {})}
     if target.wrapper is None:
         return {**base, **own}
     masters = [

@@ -132,11 +132,18 @@ def buffers(
         ):
             shape = value.shape if isinstance(value, (Scalar, Tensor)) else ()
             stated.add(unit.owner, states.number(0, value), shape)
-    believed = steps.believed(in_states, in_groups)
+    groups: dict[int, list[str]] = {}
+    for unit in units:
+        groups.setdefault(unit.group, []).append(unit.owner)
+    counted = steps.counted_by_last(in_states, in_groups, groups.values())
+    believed = steps.believed(counted, in_groups)
     completed = believed.settled(step_policy)
+    step_place = believed.place()
+    if step_place is not None and counted.steps != in_states.steps:
+        step_place = replace(step_place, last_only=True)
     sightings, warnings = [], []
     for stated in (in_states, in_groups):
-        for sighting, warning in _sight(stated, stated is believed):
+        for sighting, warning in _sight(stated, believed):
             sightings.append(sighting)
             warnings += [warning] if warning else []
     for place, unit in enumerate(units):
@@ -156,7 +163,7 @@ def buffers(
             unit.shapes,
             slots,
             completed.get(unit.owner),
-            believed.place(),
+            step_place,
             scalars,
             sightings if not place else (),
             (),
@@ -164,12 +171,15 @@ def buffers(
         )
 
 
-def _sight(stated: steps.StatedSteps, truth: bool) -> Iterator[tuple[Sighting, str | None]]:
+def _sight(
+    stated: steps.StatedSteps, believed: steps.StatedSteps
+) -> Iterator[tuple[Sighting, str | None]]:
     """One line for each different step, not one for each parameter."""
-    owners: dict[tuple[steps.Step, str], list[str]] = {}
+    owners: dict[tuple[steps.Step, str, bool], list[str]] = {}
     for owner, step in stated.steps.items():
-        owners.setdefault((step, stated.kinds[owner]), []).append(owner)
-    for (step, kind), names in owners.items():
+        truth = stated.where == believed.where and believed.steps[owner] == step
+        owners.setdefault((step, stated.kinds[owner], truth), []).append(owner)
+    for (step, kind, truth), names in owners.items():
         where = f"{stated.where} of {listed(names, 1)}"
         yield Sighting(where, step, truth), steps.stalled(step, kind, where) if truth else None
 
