@@ -49,6 +49,7 @@ def read(
     *,
     format: str | None = None,
     tag: str | None = None,
+    root: str | None = None,
     step_policy: str | None = None,
     param_names: Sequence[str] | None = None,
     weights_only: bool = False,
@@ -56,14 +57,13 @@ def read(
 ) -> Manifest:
     """The manifest of the checkpoint at `path`, recognized by content. Reads no tensor.
 
-    `param_names` are for an optimizer that knows its parameters by number alone; with
-    `weights_only` such an optimizer needs no names and may be left unread. `tp_rules` (a family or
-    a file) says how tensor-parallel ranks cut parameters, if the checkpoint does not. Raises the
-    ZckptError that fits: NotACheckpoint, IncompleteCheckpoint, ...
+    `root` chooses one of several models ("generator", "generator=optimizer_g"). `param_names` are
+    for an optimizer that knows its parameters by number alone; with `weights_only` it needs no
+    names and may be left unread. `tp_rules` (a family or a file) says how tensor-parallel ranks cut
+    parameters, if the checkpoint does not. Raises the ZckptError that fits.
     """
-    rules = _text(tp_rules)
-    reading = Reading(format, tag, step_policy, param_names, weights_only, tp_rules=rules)
-    return read_manifest(path, reading)
+    given = (format, tag, step_policy, param_names, weights_only)
+    return read_manifest(path, Reading(*given, root=root, tp_rules=_text(tp_rules)))
 
 
 def inspect(manifest: Manifest) -> Report:
@@ -77,6 +77,7 @@ def load(
     *,
     format: str | None = None,
     tag: str | None = None,
+    root: str | None = None,
     step_policy: str | None = None,
     param_names: Sequence[str] | None = None,
     tp_rules: Path | None = None,
@@ -91,7 +92,7 @@ def load(
     """
     from .core import loading  # `read` does not need it
 
-    reading = Reading(format, tag, step_policy, param_names, tp_rules=_text(tp_rules))
+    reading = Reading(format, tag, step_policy, param_names, root=root, tp_rules=_text(tp_rules))
     manifest = read_manifest(path, reading)
     entry = loading.entry_of(manifest, name)
     with sources.unchanged(manifest):
@@ -112,6 +113,7 @@ def convert(
     to: str = "universal",
     format: str | None = None,
     tag: str | None = None,
+    root: str | None = None,
     step_policy: str | None = None,
     tp_rules: Path | None = None,
     replicas: str | None = None,
@@ -154,6 +156,7 @@ def convert(
         format,
         tag,
         step_policy,
+        root=root,
         tp_rules=_text(tp_rules),
         replicas=replicas,
         masters_from_weights=masters_from_weights,
@@ -169,6 +172,7 @@ def reshard(
     *,
     format: str | None = None,
     tag: str | None = None,
+    root: str | None = None,
     step_policy: str | None = None,
     tp_rules: Path | None = None,
     replicas: str | None = None,
@@ -198,6 +202,7 @@ def reshard(
         format,
         tag,
         step_policy,
+        root=root,
         tp_rules=_text(tp_rules),
         replicas=replicas,
         masters_from_weights=masters_from_weights,
@@ -227,6 +232,7 @@ def export(
     max_shard_size: int | None = None,
     format: str | None = None,
     tag: str | None = None,
+    root: str | None = None,
     step_policy: str | None = None,
     tp_rules: Path | None = None,
     replicas: str | None = None,
@@ -260,7 +266,8 @@ def export(
     if wrong := sorted(options.keys() & {*own, "param_names", "drop_state"}):
         raise TypeError(f"export() takes no option {wrong[0]!r}")
     target_options = options_of({**own, **options})
-    reading = Reading(format, tag, step_policy, tp_rules=_text(tp_rules), replicas=replicas)
+    rules = _text(tp_rules)
+    reading = Reading(format, tag, step_policy, root=root, tp_rules=rules, replicas=replicas)
     running = Running(copying, dry_run, begin, tell, resume, before_rename, sharing)
     manifest = read_for(target, source, reading, target_options, running)
     return write("export", manifest, os.fspath(target), "hf", reading, target_options, running)
@@ -280,6 +287,7 @@ def verify(
     drop_state: Sequence[str] = (),
     format: str | None = None,
     tag: str | None = None,
+    root: str | None = None,
     step_policy: str | None = None,
     tp_rules: Path | None = None,
     param_names: Sequence[str] | None = None,
@@ -311,6 +319,7 @@ def verify(
         weights_only,
         rename=rename,
         family=family,
+        root=root,
         tp_rules=_text(tp_rules),
     )
     means = Means(device, jobs, memory, pool)
@@ -327,6 +336,7 @@ def diff(
     drop_state: Sequence[str] = (),
     format: str | None = None,
     tag: str | None = None,
+    root: str | None = None,
     step_policy: str | None = None,
     tp_rules: Path | None = None,
     param_names: Sequence[str] | None = None,
@@ -356,10 +366,11 @@ def diff(
         weights_only,
         rename=rename,
         family=family,
+        root=root,
         tp_rules=_text(tp_rules),
     )
     selection = Selection(tensors, weights_only, tuple(drop_state))
-    first = read_manifest(a, reading)
+    first = read_manifest(a, reading, alone=False)
     second = read_other(b, first, reading)
     with sources.unchanged(first, second):
         findings = proof.diff(first, second, selection, copying, begin)
@@ -374,6 +385,7 @@ def stats(
     tensors: str | None = None,
     format: str | None = None,
     tag: str | None = None,
+    root: str | None = None,
     step_policy: str | None = None,
     tp_rules: Path | None = None,
     param_names: Sequence[str] | None = None,
@@ -391,7 +403,7 @@ def stats(
 
     started = time.monotonic()
     copying = Copying(jobs, memory, pool=pool)
-    reading = Reading(format, tag, step_policy, param_names, tp_rules=_text(tp_rules))
+    reading = Reading(format, tag, step_policy, param_names, root=root, tp_rules=_text(tp_rules))
     manifest = read_manifest(path, reading)
     report: Report = {"zckpt": 1, "command": "stats", "path": os.fspath(path)}
     report["format"] = manifest.format

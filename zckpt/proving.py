@@ -37,6 +37,8 @@ def prove(
     """The report of `verify`; see `zckpt.verify`."""
     if gather and reading.rename:
         raise WrongOption("--rename does not work with --gather", hint="leave one of them out")
+    if gather and reading.root is not None:
+        raise WrongOption("--root does not work with --gather", hint="leave one of them out")
     if reading.family is not None and (gather or against is None):
         raise WrongOption(
             "--family is only for a comparison: it gives the names of Megatron-Core to a "
@@ -103,7 +105,8 @@ def _verify(
     from .proof import saved
     from .proof.verify import verify_against, verify_alone
 
-    manifest = read(path, reading)
+    is_alone = against is None or saved.is_proof(os.fspath(against))
+    manifest = read(path, reading, is_alone)
     about = saved.about(manifest)
     with sources.unchanged(manifest):
         if against is None:
@@ -130,7 +133,7 @@ def _gather(
     """The findings of a verification that all-gathers the parts that the engine's rule gives."""
     from .proof import saved
 
-    manifest = read(path, reading)
+    manifest = read(path, reading, alone=False)
     if saved.is_proof(os.fspath(against)):
         raise WrongOption("--gather cannot compare with a proof", hint="leave out --gather")
     other = read_other(against, manifest, reading)

@@ -16,7 +16,16 @@ from zckpt.training.options import DP, WEIGHTS_ONLY, Option
 
 from ..conftest import ROOT, Result
 
-READING = ["--from", "--tag", "--tp-rules", "--param-names", "--step-policy", "--json", "--quiet"]
+READING = [
+    "--from",
+    "--tag",
+    "--root",
+    "--tp-rules",
+    "--param-names",
+    "--step-policy",
+    "--json",
+    "--quiet",
+]
 COPYING = ["--jobs", "--memory", "--io", "--resume", "--part", "--single", "--dry-run"]
 WRITING = [
     "--dp", "--stage", "--weights-only", "--dtype", "--optimizer", "--ds-config", "--dcp-layout",

@@ -57,6 +57,23 @@ class Odd(torch.optim.Optimizer):
             parameter.sub_(average * scale * group["lr"])
 
 
+class Estimating(torch.optim.Optimizer):
+    """Estimates a learning rate from the gradients it sees, as Prodigy does: under ZeRO each rank
+    has its own."""
+
+    def __init__(self, groups: Groups) -> None:
+        super().__init__(groups, {"lr": 0.01, "weight_decay": 0.0, "d": 1e-3, "d_max": 1e-3})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group, parameter, gradient in gradients(self.param_groups):
+            average = self.state[parameter].setdefault("exp_avg", torch.zeros_like(parameter))
+            average.lerp_(gradient, 0.25)
+            group["d"] = 0.5 * group["d"] + gradient.abs().sum().item()
+            group["d_max"] = max(group["d"], group["d_max"])
+            parameter.sub_(average * group["lr"] * group["d"] / group["d_max"])
+
+
 class Matrices(torch.optim.Optimizer):
     """Keeps states as SOAP and 8-bit optimizers do: of other shapes than the parameter's.
 
@@ -271,6 +288,7 @@ FACTORIES: dict[str, Callable[[Groups], torch.optim.Optimizer]] = {
     "momentum": lambda groups: torch.optim.SGD(groups, momentum=0.9),
     "lion": Lion,
     "odd": Odd,
+    "estimating": Estimating,
     "matrices of trained": lambda groups: Matrices(trained_alone(groups)),
     "grafted of trained": lambda groups: Grafted(trained_alone(groups)),
     "adafactor": torch.optim.Adafactor,

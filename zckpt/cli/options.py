@@ -86,6 +86,13 @@ _format = grouped(
     help="The source's format.  [default: by content]",
 )
 _tag = grouped("Source", "--tag", metavar="NAME", help="The tag to read, if a run has several.")
+_root = grouped(
+    "Source",
+    "--root",
+    rare=True,
+    metavar="MODEL[=OPTIMIZER]",
+    help="The model to read, if the checkpoint has several.",
+)
 _step_policy = grouped(
     "Optimizer and steps",
     "--step-policy",
@@ -126,7 +133,7 @@ as_document = grouped("Output", "--json", "as_json", is_flag=True, help="Print o
 def of_sources(has_names: bool) -> Decorator:
     """The options of a command that reads a checkpoint; `has_names` shows --param-names."""
     names = declared_option(PARAM_NAMES, hidden=not has_names)
-    return together(_format, _tag, _tp_rules, names, _step_policy, as_document, _quiet)
+    return together(_format, _tag, _root, _tp_rules, names, _step_policy, as_document, _quiet)
 
 
 common = of_sources(has_names=True)

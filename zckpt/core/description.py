@@ -34,6 +34,7 @@ def inspect(manifest: Manifest, objects: Sequence[str]) -> Report:
         # reading an incomplete checkpoint is an error, but for slices that are only looked at
         "complete": "slices" not in manifest.source,
         "optimizer": manifest.optimizer,
+        **({"roots": dict(manifest.roots)} if manifest.roots else {}),
         "parameters": len(manifest.parameters),
         "elements": sum(prod(parameter.shape) for parameter in manifest.parameters.values()),
         "slots": {

@@ -268,6 +268,9 @@ class Manifest:
     """Sentences on what these files cannot show by themselves, for a `verify` without another."""
     inferred: tuple[str, ...] = ()
     """The parameters whose names no file states. Each got its name by its position."""
+    roots: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """The keys of the optimizers of each model, if several models or optimizers were read. Only the
+    weights can be written together."""
     states_inferred: bool = True
     """Whether the files can state that a name was inferred."""
     zero_padding: bool = False

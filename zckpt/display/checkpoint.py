@@ -32,6 +32,7 @@ def summary(report: dict[str, Any], quiet: bool) -> None:
         ("tag", report.get("tag")),
         ("step", cell(report["step"])),
         ("optimizer", report["optimizer"] or _unnamed(report)),
+        *([("models", _roots(report["roots"]))] if report.get("roots") else []),
         ("parameters", f"{report['parameters']:,} ({report['elements']:,} elements)"),
         ("files", f"{report['files']:,} ({sized(report['bytes'])})"),
         *([("objects of", safe(listed(report["objects"], 20)))] if report["objects"] else []),
@@ -55,6 +56,13 @@ def summary(report: dict[str, Any], quiet: bool) -> None:
     if report["groups"] is None:
         print("\nno hyper-parameters are stored")
     warn(report["problems"], quiet)
+
+
+def _roots(roots: dict[str, Sequence[str]]) -> str:
+    """The models, each with its optimizers in brackets."""
+    return safe(
+        listed([f"{name} ({', '.join(own)})" if own else name for name, own in roots.items()])
+    )
 
 
 def _unnamed(report: dict[str, Any]) -> str | None:

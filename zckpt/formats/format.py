@@ -83,6 +83,8 @@ class Format:
     """There is a `gather.py`."""
     fits_any_dp: bool = False
     """Runs of any data-parallel size resume from what `write.py` writes."""
+    keeps_estimates: bool = False
+    """A target of the same size keeps what each rank's optimizer has estimated of its own."""
     overrides_groups: bool = False
     """`--group-defaults` take the place of the source's values, unless `--like` gives groups."""
     keeps_steps: bool = False

@@ -23,10 +23,11 @@ from ..core.manifest import Manifest
 from ..core.resources import DEFAULT_COPYING, Begin, Copying, Tell
 from ..core.values import replace, valueclass
 from ..errors import TargetExists, WrongOption, counted
+from ..formats.deepspeed_states import estimates
 from ..formats.hf.options import MODEL_CONFIG
 from ..formats.paths import strange_target
 from ..formats.reading import Reading
-from ..reading import read
+from ..reading import read, refuse_several
 from ..training import objects, steps, ties
 from ..training.names import called_as, canonical, former, renamed
 from ..training.optimizers import unused_defaults
@@ -131,6 +132,9 @@ def write(
     if not format.writes:
         raise WrongOption(f"zckpt can read {to}, but not write it yet")
     format.refuse(options, _called(command, to))
+    _refuse_several(format, manifest, options)
+    if not format.keeps_estimates and not options.weights_only:
+        estimates.need_same_ranks(manifest)
     dropped = dropped_states(manifest, options)
     manifest = states.without(manifest, options[DROP_STATE])
     named = _named_for(format, manifest, options)
@@ -229,6 +233,17 @@ def _laid_out(
     return source, layout
 
 
+def _refuse_several(format: Format, manifest: Manifest, options: Options) -> None:
+    """Raises AmbiguousCheckpoint for several models, unless their weights alone are written.
+
+    `export` writes a folder of one model.
+    """
+    if not options.weights_only:
+        refuse_several(manifest, "; or write the weights of all with --weights-only")
+    elif len(manifest.roots) > 1 and not format.is_resumed:
+        refuse_several(manifest)
+
+
 def _filled(
     stage: Staging,
     format: Format,
@@ -287,6 +302,7 @@ def identity(
         "--to": to,
         "--from": reading.format,
         "--tag": reading.tag,
+        "--root": reading.root,
         "--step-policy": reading.step_policy,
         "--replicas": reading.replicas,
         "--masters-from-weights": reading.masters_from_weights or None,

@@ -14,6 +14,7 @@ from ...core.states import partitions_of
 from ...core.values import valueclass
 from ...files.torchshell import Contents, Storages
 from .. import zero
+from ..deepspeed_states.estimates import stated
 from ..deepspeed_states.experts import parameter_of
 from ..deepspeed_states.optimizer_values import (
     base_state,
@@ -28,8 +29,12 @@ from ..deepspeed_states.target import DeepSpeedTarget, TargetBuffer
 
 
 def optimizer_files(target: DeepSpeedTarget, is_elastic: bool) -> Iterator[Shell]:
-    """One file per rank. In stage 3 they differ only in tensors and in states of partitions."""
-    alike = target.engine.partitioned and not partitions_of(target.source)
+    """One file per rank.
+
+    In stage 3 they differ only in tensors, in states of partitions, and in estimates of ranks.
+    """
+    differs = partitions_of(target.source) or stated(target.source)
+    alike = target.engine.partitioned and not differs
     prefix = "bf16_" if target.engine.dtype == "BF16" else ""
     for rank in range(target.dp):
         if rank == 0 or not alike:
@@ -68,7 +73,7 @@ def _flat_state(
     }
     common = {
         **clipping(target),
-        **_base_and_step(target, states, is_elastic, storages),
+        **_base_and_step(target, rank, states, is_elastic, storages),
         "single_partition_of_fp32_groups": [
             storages.tensor(part.buffer.master, (part.size if wrapped else part.owned,))
             for part in partitions
@@ -121,7 +126,11 @@ def _states(
 
 
 def _base_and_step(
-    target: DeepSpeedTarget, states: Mapping[int, Any], is_elastic: bool, storages: Storages
+    target: DeepSpeedTarget,
+    rank: int,
+    states: Mapping[int, Any],
+    is_elastic: bool,
+    storages: Storages,
 ) -> dict[str, Any]:
     """The base optimizer's state_dict; in elastic files a list of its states alone.
 
@@ -129,7 +138,7 @@ def _base_and_step(
     (0.19.8: it stops without, also if it has written none itself).
     """
     if not is_elastic:
-        return {"base_optimizer_state": base_state(target, states, storages)}
+        return {"base_optimizer_state": base_state(target, states, storages, rank)}
     step = group_step(target, range(len(target.buffers)), storages)
     return {
         "base_optimizer_state": list(states.values()),
@@ -208,7 +217,7 @@ def _partitioned_state(target: DeepSpeedTarget, rank: int, storages: Storages) -
         "zero_stage": stage_enum(target),
         **loss_scaling(target, storages),
         "partition_count": target.dp,
-        "optimizer_state_dict": base_state(target, states, storages),
+        "optimizer_state_dict": base_state(target, states, storages, rank),
         "fp32_flat_groups": [
             storages.tensor(buffer.master, (width,))
             for buffer, width in zip(target.buffers, widths, strict=True)

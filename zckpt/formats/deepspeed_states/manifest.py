@@ -10,6 +10,7 @@ from ...core.inert import Foreign
 from ...core.manifest import Manifest
 from ...errors import listed
 from ...files.torchfile import TorchFile
+from . import estimates
 from .directories import siblings, trainer_around
 from .flats import FlatBuffer, states_of_partitions
 from .optimizer_facts import ahead_of_counters, counters, stated_optimizer, step_place
@@ -116,6 +117,7 @@ def manifest_of(
             + _frozen_warnings(ranks, lost)
             + _buffer_warnings(differing)
             + _elastic_warnings(ranks, groups)
+            + estimates.warnings(estimates.estimates_of(ranks))
             + _config_warnings(ranks)
             + _trainer_warnings(ranks)
             + _scaler_warnings(ranks.first)
@@ -187,6 +189,7 @@ def _state(
         key.removeprefix("optimizer."): tensors.kept(value, key, ranks.optimizers[0])
         for key, value in _optimizer_values(ranks.first).items()
     }
+    by_rank = estimates.estimates_of(ranks)
     of_model = {
         key: tensors.kept(value, key, ranks.models[0])
         for key, value in _model_values(ranks.model).items()
@@ -200,7 +203,9 @@ def _state(
         "counters": {key: ranks.model.get(key) for key in COUNTERS},
         "module": list(tensors.module),
         **of_model,
-        "optimizer": optimizer | ({"partitions": list(partitions)} if partitions else {}),
+        "optimizer": optimizer
+        | ({"partitions": list(partitions)} if partitions else {})
+        | ({estimates.BY_RANK: by_rank} if by_rank else {}),
     }
 
 

@@ -30,6 +30,7 @@ from ...training.trainers import ACCELERATE, program_of
 from .. import zero
 from .directories import POINTERS
 from .engine import TargetEngine
+from .estimates import need_same_ranks
 from .experts import ExpertLayers, ExpertRanks
 from .hyper import FLAT, adam_class, complete_groups, optimizer_name, wrapper
 from .manifest import ENGINE_KEYS
@@ -81,6 +82,8 @@ class DeepSpeedTarget:
         self.left_out: list[str] = list(source.left_out)
         self.engine = TargetEngine(source, options)
         self.dp = self.engine.dp
+        if not options.weights_only:
+            need_same_ranks(source, self.dp, self.engine.stage)
         self.wrapper = wrapper(self.engine, source) if self.engine.whole else None
         self.optimizer_state: dict[str, Any] = source.state.get("optimizer") or {}
         self.experts = ExpertLayers.of_manifest(source)
