@@ -208,6 +208,18 @@ class Sibling:
 
 
 @valueclass
+class Unread:
+    """A state of the optimizer that the files have, and that the manifest does not.
+
+    It has the `key` for these parameters; `reason` says why it was not read.
+    """
+
+    key: str
+    parameters: tuple[str, ...]
+    reason: str
+
+
+@valueclass
 class Manifest:
     """One checkpoint. Parameters stand in optimizer order, then frozen ones; buffers follow."""
 
@@ -255,12 +267,17 @@ class Manifest:
     siblings: tuple[Sibling, ...] = ()
     left_out: tuple[str, ...] = ()
     """Lines about what has no meaning outside the source."""
+    unread: tuple[Unread, ...] = ()
+    """States of the optimizer that the files have, and that are not here in any form."""
     warnings: tuple[str, ...] = ()
     """Sentences for the user."""
     notes: tuple[str, ...] = ()
     """Sentences on what these files cannot show by themselves, for a `verify` without another."""
     inferred: tuple[str, ...] = ()
     """The parameters whose names no file states. Each got its name by its position."""
+    roots: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """The keys of the optimizers of each model, if several models or optimizers were read. Only the
+    weights can be written together."""
     states_inferred: bool = True
     """Whether the files can state that a name was inferred."""
     zero_padding: bool = False

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from ..core.annotations import Any
 from ..core.inert import PYTHON_NUMBERS
 from ..errors import counted, listed, sized
-from .terminal import brief, checked, safe, table, unchecked, warn
+from .terminal import brief, checked, safe, states, table, unchecked, warn
 
 
 def verified(report: dict[str, Any], quiet: bool) -> None:
@@ -30,7 +30,9 @@ def verified(report: dict[str, Any], quiet: bool) -> None:
             relation = f"differs from {safe(other)}" if other else "contradicts itself"
         if findings and not any(report.get(key) for key in DIFFERENCES):
             relation = f"has the same bytes as {safe(other)}, but this proves nothing"
-        print(f"{path} {relation}: {about}")
+        if report.get("lacking") and not any(report.get(key) for key in DIFFERENCES[1:]):
+            relation += f": {_both_have(report)}"
+        print(f"{path} {relation}{_selection(report)}: {about}")
     _differences(report["differences"])
     for line in findings:
         print(line)
@@ -49,6 +51,29 @@ def verified(report: dict[str, Any], quiet: bool) -> None:
                 print(f"names inferred in {where}: {safe(listed(names))}")
 
 
+def _selection(report: dict[str, Any]) -> str:
+    """The options that say what is not compared."""
+    flags = report.get("selection")
+    return f" ({safe(' '.join(flags))})" if flags else ""
+
+
+def _both_have(report: dict[str, Any]) -> str:
+    """What is equal, if one side only lacks states of the optimizer that the other has."""
+    alone = [
+        f"{count:,} {'is' if count == 1 else 'are'} in {safe(_side(report, side))} alone"
+        for side in "ab"
+        if (count := sum(line["tensors"] for line in report["lacking"] if line["only"] == side))
+    ]
+    rounded = " up to rounding" if any(report.get("rounded", {}).values()) else ""
+    equal = f"the {counted(report['tensors'], 'tensor')} that both have are equal{rounded}"
+    return "; ".join([equal, *alone])
+
+
+def _side(report: dict[str, Any], side: str) -> object:
+    """The path of one side of a comparison: `verify` and `diff` call it differently."""
+    return report.get(side) or report[{"a": "path", "b": "against"}[side]]
+
+
 def _tensors(report: dict[str, Any]) -> str:
     """How many tensors were compared, and of which slots."""
     slots = ", ".join(f"{count:,} {safe(slot)}" for slot, count in report["slots"].items())
@@ -60,7 +85,7 @@ def differing(report: dict[str, Any], quiet: bool) -> None:
     tensors = counted(report["tensors"], "tensor")
     if report["equal"]:
         if not quiet:
-            print(f"nothing differs: {tensors}, {report['seconds']:.1f} s")
+            print(f"nothing differs{_selection(report)}: {tensors}, {report['seconds']:.1f} s")
     else:
         count = f"{len(report['differences']):,} of {tensors}"
         others = "" if report["differences"] else ", but the two are not equal"
@@ -75,7 +100,9 @@ def differing(report: dict[str, Any], quiet: bool) -> None:
         _remarks(report)
 
 
-DIFFERENCES = ("differences", "problems", "steps", "step_place", "scalars", "groups", "states")
+DIFFERENCES = (
+    "lacking", "differences", "problems", "steps", "step_place", "scalars", "groups", "states"
+)  # fmt: skip
 
 
 def _findings(report: dict[str, Any]) -> Iterator[str]:
@@ -84,6 +111,9 @@ def _findings(report: dict[str, Any]) -> Iterator[str]:
         yield safe(line["message"])
         if line.get("hint"):
             yield f"  {safe(line['hint'])}"
+    for names, line in states(report.get("lacking", ()), "only", "reason"):
+        reason = f", and not read: {safe(line['reason'])}" if line.get("reason") else ""
+        yield f"{names}: only in {safe(_side(report, line['only']))}{reason}"
     for line in report.get("steps", ()):
         yield f"step {line['a']} against {line['b']}, of {counted(line['parameters'], 'parameter')}"
     for line in report.get("step_place", ()):
@@ -100,11 +130,6 @@ def _findings(report: dict[str, Any]) -> Iterator[str]:
             yield safe(f"{line['key']}: only in {_side(report, line['only'])}")
             continue
         yield safe(f"{line['key']}: {brief(line['a'])} against {brief(line['b'])}")
-
-
-def _side(report: dict[str, Any], side: str) -> str:
-    """What the user called one of the two checkpoints."""
-    return str(report[side] if side in report else report["path" if side == "a" else "against"])
 
 
 def _count(report: dict[str, Any]) -> Iterator[str]:

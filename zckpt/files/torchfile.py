@@ -539,9 +539,27 @@ def _from_type(function: Any, cls: Any, arguments: Any, state: Any) -> Any:
     plain = isinstance(function, Global) and function.name in _TENSORS
     if plain and isinstance(cls, Global) and cls.name in _PLAIN_TENSORS:
         return _TENSORS[function.name](*arguments)
-    return Foreign(Global("torch._tensor._rebuild_from_type_v2"), (function, cls, arguments, state))
+    return Foreign(Global(REBUILD), (function, cls, arguments, state))
 
 
+def class_of(value: Any) -> str:
+    """The class of a tensor that stayed a record, as it has a class of its own; else empty."""
+    if not isinstance(value, Foreign) or value.name != REBUILD or len(value.arguments) != 4:
+        return ""
+    cls = value.arguments[1]
+    return cls.name if isinstance(cls, Global) else "?"
+
+
+def shape_of_record(value: Foreign) -> tuple[int, ...] | None:
+    """The shape that such a record states (`_rebuild_wrapper_subclass`); None if it states none."""
+    function, _, arguments, _ = value.arguments
+    is_wrapper = isinstance(function, Global) and function.name.endswith("_wrapper_subclass")
+    sizes = arguments[2] if is_wrapper and isinstance(arguments, tuple) and arguments[2:] else None
+    are_sizes = isinstance(sizes, tuple) and all(type(size) is int for size in sizes)
+    return tuple(sizes) if sizes is not None and are_sizes else None
+
+
+REBUILD = "torch._tensor._rebuild_from_type_v2"
 _PLAIN_TENSORS = ("torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.Parameter")
 _TENSORS: dict[str, Build] = {
     "torch._utils._rebuild_tensor": _tensor,
@@ -549,7 +567,7 @@ _TENSORS: dict[str, Build] = {
     "torch._utils._rebuild_tensor_v3": _typed_tensor,
     "torch._utils._rebuild_parameter": lambda data, *_: data,
     "torch._utils._rebuild_parameter_with_state": lambda data, *_: data,
-    "torch._tensor._rebuild_from_type_v2": _from_type,
+    REBUILD: _from_type,
 }
 _FUNCTIONS = {**BUILTINS, **_TENSORS}
 _PROTOCOLS = (b"\2", b"\3", b"\4", b"\5")

@@ -23,6 +23,7 @@ from ..core.manifest import (
 )
 from ..core.plan import Match, match
 from ..core.resources import DEFAULT_COPYING, Begin, Copying
+from ..core.states import EVERYTHING, Selection, State, states_of
 from ..errors import (
     MALFORMED,
     CorruptCheckpoint,
@@ -54,12 +55,20 @@ def about(manifest: Manifest) -> Report:
             "groups": None if groups is None else [plain_group(group) for group in groups],
             "format": manifest.format,
             "source": plain_facts(manifest.source),
+            "states": {
+                state.key: state.parameters for state in _others(manifest) if state.form != "unread"
+            },
             "optimizer": manifest.optimizer,
             "state": to_json(with_facts(manifest.state, manifest.engine, manifest.step_place)),
             "of_ranks": manifest.of_ranks,
             "layout": manifest.layout,
         },
     }
+
+
+def _others(manifest: Manifest) -> list[State]:
+    """The states that are neither tensors of a parameter's shape nor numbers."""
+    return [s for s in states_of(manifest).values() if s.form not in ("slot", "number")]
 
 
 def is_proof(path: str) -> bool:
@@ -74,7 +83,7 @@ def is_proof(path: str) -> bool:
 def verify_proof(
     manifest: Manifest,
     path: str,
-    pattern: str | None = None,
+    selection: Selection = EVERYTHING,
     copying: Copying = DEFAULT_COPYING,
     begin: Begin | None = None,
 ) -> Report:
@@ -82,7 +91,8 @@ def verify_proof(
 
     Raises CorruptCheckpoint if the file is not a proof, or if it proves a difference.
     """
-    proven = _read_proof(path)
+    manifest, proven = selection.of(manifest, _read_proof(path, manifest))
+    pattern = selection.tensors
     mutual, only_a, only_b = match(manifest, proven)
     comparable = [item for item in mutual if item.how in ("bits", "shapes", "types")]
     matches = selected(comparable, pattern)
@@ -134,8 +144,12 @@ def _hex(crc: int | None) -> str | None:
     return None if crc is None else f"{crc:08x}"
 
 
-def _read_proof(path: str) -> Manifest:
-    """The checkpoint that was proven, as its proof describes it: tensors are checksums only."""
+def _read_proof(path: str, manifest: Manifest) -> Manifest:
+    """The checkpoint that was proven, as its proof describes it: tensors are checksums only.
+
+    An older proof does not list states that are no tensors of a parameter's shape: it
+    is taken to have those of `manifest`.
+    """
     try:
         with sources.opened(path) as file:
             if file.seek(0, 2) > MAX_PROOF:
@@ -160,8 +174,12 @@ def _read_proof(path: str) -> Manifest:
             if "a" in item
         }
         groups = description["groups"]
-        # a proof of zckpt 0.1 has no state
         state, engine, place = facts_of(_dictionary(from_json(description.get("state", {}))))
+        stated = description.get("states")
+        if stated is None:
+            stated = {state.key: state.parameters for state in _others(manifest)}
+        if "state" not in description:  # a proof of zckpt 0.1
+            state = {"optimizer": {"other": _by_parameter(_dictionary(stated))}}
         return Manifest(
             root=path,
             format=str(description.get("format", "proof")),
@@ -185,6 +203,15 @@ def _read_proof(path: str) -> Manifest:
             f"{path} is not a proof: {cause(error)}",
             hint="`zckpt verify PATH --save-proof FILE` writes one",
         ) from error
+
+
+def _by_parameter(stated: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """States that are there, by parameter and key; their values are not known."""
+    values: dict[str, dict[str, Any]] = {}
+    for key, names in stated.items():
+        for name in texts_from_json(names):
+            values.setdefault(name, {})[key] = True
+    return values
 
 
 def _dtype(name: Any) -> str:

@@ -43,6 +43,7 @@ OF_VERSIONS = (
 """What some versions of a program or engine do not write: its arguments, and facts of its files."""
 WITH_OTHER_RANKS = ("_parallel_size", "no_save_rng")
 OF_SINGLE_RANKS = "megatron.objects."
+OF_PARAMETERS = frozenset(("members", "other", "partitions"))
 SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
 GUESSES = ("guessed", "ordered")
 """Facts about names that files do not state."""
@@ -76,7 +77,7 @@ class _Comparison:
                 continue
             one, other = ours.get(key), theirs.get(key)
             if key == "optimizer":
-                one, other = _comparable_scales(one or {}, other or {})
+                one, other = _comparable_scales(*self._without_states(one or {}, other or {}))
             self._compare(key, to_json(one), to_json(other))
         if any(path.endswith(WITH_OTHER_RANKS) for path in self.of_saving):
             self._leave_single_ranks()
@@ -85,6 +86,18 @@ class _Comparison:
             self._compare_ranks()
             self._compare_layouts()
             self.of_saving += _differing("", *map(_facts, self.sides.values()))
+
+    def _without_states(self, a: Report, b: Report) -> tuple[Report, Report]:
+        """Without states of parameters, unless the same engine has them on both sides.
+
+        `values.lacking` names those of one side.
+        """
+        kept = OF_PARAMETERS.intersection(a, b) if self.same_engine else set()
+        left = OF_PARAMETERS - kept
+        one, other = (
+            {key: item for key, item in side.items() if key not in left} for side in (a, b)
+        )
+        return one, other
 
     def _names(self) -> list[dict[str, str]]:
         """What each name is; without tensors of one side alone, which are compared as tensors."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from ..core.experts import layers_of
 from ..core.facts import FlatBufferEngine, GraphEngine, StateDictEngine, StepPlace
 from ..core.inert import Scalar, plain_group, to_json
 from ..core.manifest import Manifest, Parameter
+from ..core.states import State, is_afresh, lost
+from ..core.values import replace
+from ..errors import counted, listed
 from .states import alike
 
 Report = dict[str, Any]
@@ -101,6 +104,52 @@ def scalars(a: Manifest, b: Manifest) -> list[Report]:
             if kinds or not alike(*values):
                 lines.append({**line, **kinds})
     return lines
+
+
+def lacking(a: Manifest, b: Manifest, reported: Collection[str]) -> tuple[list[Report], list[str]]:
+    """States of the optimizer that one side lacks, or that could not be read; and harmless ones.
+
+    `reported` are tensors that the report lists one by one. A step that one side has
+    for no parameter at all is such a state, too.
+    """
+    lines, notes = [], []
+    for only, owner, other in (("a", a, b), ("b", b, a)):
+        for state in _lost(owner, other, reported):
+            if is_afresh(state.key, owner):
+                notes.append(
+                    f"{state.key} of {counted(len(state.tensors), 'parameter')}: only in "
+                    f"{owner.root}; the optimizer computes it afresh"
+                )
+                continue
+            line = {
+                "state": state.key,
+                "only": only,
+                "parameters": len(state.tensors),
+                "parameter": next(iter(state.tensors)),
+                "tensors": len({name for names in state.tensors.values() for name in names}),
+            }
+            lines.append(line | ({"reason": state.reason} if state.form == "unread" else {}))
+    return lines, notes
+
+
+def _lost(owner: Manifest, other: Manifest, reported: Collection[str]) -> Iterator[State]:
+    for state in lost(owner, other):
+        tensors = {
+            name: own for name, own in state.tensors.items() if not own or {*own} - {*reported}
+        }
+        if tensors:
+            yield replace(state, tensors=tensors)
+    stepped = [name for name, each in owner.parameters.items() if each.step is not None]
+    if stepped and all(each.step is None for each in other.parameters.values()):
+        yield State("step", dict.fromkeys(stepped, ()))
+
+
+def not_read(manifest: Manifest) -> list[str]:
+    """Sentences about states of the optimizer that the files have and that were not read."""
+    return [
+        f"not read: {item.key} of {listed(item.parameters, 4)}: {item.reason}"
+        for item in manifest.unread
+    ]
 
 
 def _kinds(a: Scalar | None, b: Scalar | None) -> Report:

@@ -16,6 +16,7 @@ from ..core.manifest import Manifest
 from ..core.neighbors import lacking
 from ..core.plan import Match
 from ..core.resources import DEFAULT_COPYING, Begin, Copying
+from ..core.states import EVERYTHING, Selection
 from ..core.weights import WEIGHTS, is_optimizers
 from ..errors import MissingData, counted, listed
 from . import damage, values
@@ -26,8 +27,8 @@ from .states import states
 
 Report = dict[str, Any]
 FINDINGS = (
-    *("differences", "problems", "steps", "step_place", "scalars", "groups", "states"),
-    "unproven",
+    *("differences", "problems", "steps", "step_place", "scalars", "groups", "lacking"),
+    *("states", "unproven"),
 )
 
 
@@ -59,6 +60,7 @@ def verify_alone(
             *report["notes"],
             *damage.not_zero(outcome, manifest),
             *stateless,
+            *values.not_read(manifest),
             *manifest.notes,
         ],
         "inferred": {"a": list(manifest.inferred)},
@@ -69,7 +71,7 @@ def verify_alone(
 def verify_against(
     a: Manifest,
     b: Manifest,
-    pattern: str | None = None,
+    selection: Selection = EVERYTHING,
     copying: Copying = DEFAULT_COPYING,
     begin: Begin | None = None,
 ) -> Report:
@@ -77,6 +79,7 @@ def verify_against(
 
     Raises MissingData if they share no weights, because then nothing would be proven.
     """
+    (a, b), pattern = selection.of(a, b), selection.tensors
     matches, only_a, only_b = mutual_matches(a, b)
     matches = selected(matches, pattern)
     if pattern is None:
@@ -98,11 +101,12 @@ def verify_against(
 def diff(
     a: Manifest,
     b: Manifest,
-    pattern: str | None = None,
+    selection: Selection = EVERYTHING,
     copying: Copying = DEFAULT_COPYING,
     begin: Begin | None = None,
 ) -> Report:
     """Every difference between two checkpoints, tensors in the order of the model."""
+    (a, b), pattern = selection.of(a, b), selection.tensors
     matches, only_a, only_b = mutual_matches(a, b)
     matches = selected([match for match in matches if not match.copy], pattern)
     outcome = compare.compare(matches, a, b, copying, measure="first", begin=begin)
@@ -201,11 +205,13 @@ def with_values(
     ]
     lines, not_compared = states(a, b)
     of_files, one_sided = siblings(a, b)
+    lacking, afresh = values.lacking(a, b, {line["tensor"] for line in lost})
     step_place, moved = values.step_places(a, b)
     report = {
         **report,
         "problems": report["problems"] + lost,
-        "notes": [*report.get("notes", ()), *moved],
+        "notes": [*report.get("notes", ()), *afresh, *moved],
+        "lacking": lacking,
         "steps": values.steps(a, b),
         "step_place": step_place,
         "scalars": values.scalars(a, b),

@@ -1,8 +1,9 @@
 """How a manifest becomes a checkpoint of another format or size, and the report about it.
 
 The target gets the source's tensors under the names and in the groups that its engine needs; what
-the target's format lays out is then written by `copying.convert`. `several.py` writes several
-checkpoints of a trainer's run as one target.
+the target's format lays out is then written by `copying.convert`. `keeping.py` asks whether the
+target has every state of the source's optimizer; `several.py` writes several checkpoints of a
+trainer's run as one target.
 """
 
 from __future__ import annotations
@@ -16,15 +17,17 @@ from typing import TYPE_CHECKING, Any
 
 from .. import formats
 from ..copying.sharing import ALONE, Sharing
+from ..core import states
 from ..core.experts import layers_of
 from ..core.manifest import Manifest
 from ..core.resources import DEFAULT_COPYING, Begin, Copying, Tell
 from ..core.values import replace, valueclass
 from ..errors import TargetExists, WrongOption, counted
+from ..formats.deepspeed_states import estimates
 from ..formats.hf.options import MODEL_CONFIG
 from ..formats.paths import strange_target
 from ..formats.reading import Reading
-from ..reading import read
+from ..reading import read, refuse_several
 from ..training import objects, steps, ties
 from ..training.names import called_as, canonical, former, renamed
 from ..training.optimizers import unused_defaults
@@ -32,6 +35,7 @@ from ..training.options import (
     ACCEPT_WEIGHTS,
     ALLOW_OBJECT,
     DP,
+    DROP_STATE,
     FAMILY,
     LIKE,
     PARAM_NAMES,
@@ -41,6 +45,7 @@ from ..training.options import (
 )
 from ..training.order import in_order_of
 from ..version import __version__
+from .keeping import Keeping, dropped_states
 
 if TYPE_CHECKING:
     from ..copying.copy import CopyOutcome
@@ -127,10 +132,19 @@ def write(
     if not format.writes:
         raise WrongOption(f"zckpt can read {to}, but not write it yet")
     format.refuse(options, _called(command, to))
-    source, layout = _laid_out(format, manifest, target, options, best_in)
+    _refuse_several(format, manifest, options)
+    if not format.keeps_estimates and not options.weights_only:
+        estimates.need_same_ranks(manifest)
+    dropped = dropped_states(manifest, options)
+    manifest = states.without(manifest, options[DROP_STATE])
+    named = _named_for(format, manifest, options)
+    source, layout = _laid_out(format, manifest, named, target, options, best_in)
     files = convert.files_of(layout)
     size = sum(files.values())
     report = _report(command, source, target, format, layout, files, options)
+    report["dropped"] = dropped if format.is_resumed else []
+    keeping = Keeping(manifest, named, source, format, options, report)
+    layout = replace(layout, read_back=keeping.read_back(layout))
     report["warnings"] += steps.unused_policy(manifest, reading.step_policy)
     run = identity(layout.source or manifest, to, reading, options, files)
     if running.continues and targets.is_complete(target, run):
@@ -138,6 +152,7 @@ def write(
     if running.tell:
         running.tell(report["warnings"])
     if running.dry_run:
+        keeping.try_out(layout)
         memory = convert.memory_of(source, running.copying)
         return report | {"dry_run": True, "memory": memory, "free": targets.free_space(target)}
     targets.need_space(target, size, running.continues)
@@ -185,22 +200,30 @@ def _called(command: str, to: str) -> str:
 
 
 def _laid_out(
-    format: Format, manifest: Manifest, target: str, options: Options, best_in: str | None
+    format: Format,
+    manifest: Manifest,
+    named: Manifest,
+    target: str,
+    options: Options,
+    best_in: str | None,
 ) -> tuple[Manifest, Layout]:
     """The source as the target's engine needs it, and the files of the target.
+
+    `named` is the manifest under the target's names.
 
     Raises the ZckptError that says why the target cannot be written; no file is written here.
     """
     from ..core.layout import remembered
 
-    named = _named_for(format, manifest, options)
+    admitted = named
     if format.objects is not None:
-        named = objects.without_others(named, formats.engine_objects(), options[ALLOW_OBJECT])
-    source, files = format.prepare(named)
+        admitted = objects.without_others(named, formats.engine_objects(), options[ALLOW_OBJECT])
+    source, files = format.prepare(admitted)
     layout = _with_files(format.lay_out(source, options), files)
     if format.is_resumed and not format.is_neutral:
         layout = _pointing_to_the_best(layout, source, target, best_in)
-    own = [line for line in named.left_out if line not in (*manifest.left_out, *layout.left_out)]
+    known = (*manifest.left_out, *layout.left_out)
+    own = [line for line in admitted.left_out if line not in known]
     layout = replace(
         layout,
         shells=remembered(layout.shells),
@@ -208,6 +231,17 @@ def _laid_out(
         from_masters=layout.from_masters or options.module_dtype is not None,
     )
     return source, layout
+
+
+def _refuse_several(format: Format, manifest: Manifest, options: Options) -> None:
+    """Raises AmbiguousCheckpoint for several models, unless their weights alone are written.
+
+    `export` writes a folder of one model.
+    """
+    if not options.weights_only:
+        refuse_several(manifest, "; or write the weights of all with --weights-only")
+    elif len(manifest.roots) > 1 and not format.is_resumed:
+        refuse_several(manifest)
 
 
 def _filled(
@@ -221,7 +255,8 @@ def _filled(
 ) -> CopyOutcome | None:
     """Writes the files and fills them, `size` bytes in all; `warnings` gets what the bytes show.
 
-    None if another process, or another part, will complete the target.
+    None if another process, or another part, will complete the target. Raises UnsupportedState if
+    the files have no place for a state of the source.
     """
     from ..copying import convert
 
@@ -267,6 +302,7 @@ def identity(
         "--to": to,
         "--from": reading.format,
         "--tag": reading.tag,
+        "--root": reading.root,
         "--step-policy": reading.step_policy,
         "--replicas": reading.replicas,
         "--masters-from-weights": reading.masters_from_weights or None,
@@ -301,6 +337,8 @@ def _report(
     return {
         "zckpt": 1,
         "command": command,
+        "dropped": [],
+        "computed_afresh": [],
         "source": {**manifest.source, "path": manifest.root},
         "format": format.name,
         "target": target,

@@ -501,7 +501,7 @@ def test_weights_only(run: Path, tmp_path: Path) -> None:
     names = {name for name in load(tmp_path / "weights") if not name.endswith("/state")}
     assert f"sparse{INSIDE}3.into.weight/param" in names
     zckpt.reshard(run, tmp_path / "other", weights_only=True, ep=4)
-    assert zckpt.verify(run, tmp_path / "other")["equal"]
+    assert zckpt.verify(run, tmp_path / "other", weights_only=True)["equal"]
 
 
 @pytest.mark.first

@@ -10,8 +10,9 @@ from ...core.inert import Foreign
 from ...core.manifest import Manifest
 from ...errors import listed
 from ...files.torchfile import TorchFile
+from . import estimates
 from .directories import siblings, trainer_around
-from .flats import FlatBuffer
+from .flats import FlatBuffer, states_of_partitions
 from .of_files import layout, model_values, of_ranks, optimizer_values, own_client_state
 from .optimizer_facts import ahead_of_counters, counters, stated_optimizer, step_place
 from .states import COUNTERS, EngineStates, nested
@@ -41,6 +42,7 @@ def manifest_of(
     groups = _groups(ranks, tensors)
     sightings = [line for buffer in buffers for line in buffer.sightings]
     beside = siblings(ranks.directory)
+    partitions, unread = states_of_partitions(ranks, buffers, tensors.kept)
     return Manifest(
         root=ranks.directory.path,
         format=format,
@@ -63,7 +65,7 @@ def manifest_of(
             config,
         ),
         step_place=step_place(ranks, buffers),
-        state=_state(ranks, tensors),
+        state=_state(ranks, tensors, partitions),
         replicas=tuple(tensors.replicas),
         of_ranks=of_ranks(ranks),
         layout=layout(ranks),
@@ -74,9 +76,9 @@ def manifest_of(
         records=tuple(record for file in _files(ranks) for record in file.records.values()),
         files=tuple(file.path for file in _files(ranks)),
         siblings=tuple(beside.files),
+        unread=tuple(unread),
         left_out=tuple(
-            [line for buffer in buffers for line in buffer.left_out]
-            + own_client_state(ranks)
+            own_client_state(ranks)
             + beside.left_out
             + [f"{name}: a second name of a weight that was left out of the save" for name in alone]
         ),
@@ -85,6 +87,7 @@ def manifest_of(
             + _frozen_warnings(ranks, lost)
             + _buffer_warnings(differing)
             + _elastic_warnings(ranks, groups)
+            + estimates.warnings(estimates.estimates_of(ranks))
             + _config_warnings(ranks)
             + _trainer_warnings(ranks)
             + _scaler_warnings(ranks.first)
@@ -148,12 +151,15 @@ def _elastic_groups(
     return tuple(groups) if any(groups) else None
 
 
-def _state(ranks: EngineStates, tensors: ManifestTensors) -> dict[str, Any]:
+def _state(
+    ranks: EngineStates, tensors: ManifestTensors, partitions: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
     """Everything that is not a parameter's tensor, so that an engine's files can be rewritten."""
     optimizer = {
         key.removeprefix("optimizer."): tensors.kept(value, key, ranks.optimizers[0])
         for key, value in optimizer_values(ranks.first).items()
     }
+    by_rank = estimates.estimates_of(ranks)
     of_model = {
         key: tensors.kept(value, key, ranks.models[0])
         for key, value in model_values(ranks.model).items()
@@ -167,7 +173,9 @@ def _state(ranks: EngineStates, tensors: ManifestTensors) -> dict[str, Any]:
         "counters": {key: ranks.model.get(key) for key in COUNTERS},
         "module": list(tensors.module),
         **of_model,
-        "optimizer": optimizer,
+        "optimizer": optimizer
+        | ({"partitions": list(partitions)} if partitions else {})
+        | ({estimates.BY_RANK: by_rank} if by_rank else {}),
     }
 
 

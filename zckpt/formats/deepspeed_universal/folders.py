@@ -111,7 +111,6 @@ class ParameterFolders:
                         step_place,
                         scalars,
                         sightings,
-                        (),
                         warnings,
                     )
                 )

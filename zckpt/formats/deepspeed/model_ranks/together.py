@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from ....core.annotations import Any
 from ....core.fragments import Record
 from ....core.inert import to_json
-from ....core.manifest import Entry, Manifest, Parameter, Sighting
+from ....core.manifest import Entry, Manifest, Parameter, Sighting, Unread
 from ....core.values import replace, valueclass
 from ....errors import InconsistentCheckpoint, UnsupportedCheckpoint
 from ....training import steps
@@ -35,6 +35,7 @@ class Common:
     inferred: tuple[str, ...]
     of_ranks: dict[str, Mapping[str, Any]]
     layout: dict[str, Mapping[str, Any]]
+    unread: tuple[Unread, ...]
 
 
 def common(manifests: Sequence[Manifest]) -> Common:
@@ -62,6 +63,7 @@ def common(manifests: Sequence[Manifest]) -> Common:
         tuple(_lines(manifests, "inferred")),
         _of_ranks(manifests),
         {name: values for each in manifests for name, values in each.layout.items()},
+        tuple(dict.fromkeys(item for each in manifests for item in each.unread)),
     )
 
 

@@ -64,6 +64,7 @@ def joined_stages_with_experts(stages: Sequence[Manifest], step_policy: str | No
         left_out=together.left_out,
         warnings=together.warnings,
         inferred=together.inferred,
+        unread=together.unread,
     )
     return with_agreed_steps(manifest, step_policy)
 
