@@ -311,17 +311,8 @@ def verify(
     """
     from .proving import prove
 
-    reading = Reading(
-        format,
-        tag,
-        step_policy,
-        param_names,
-        weights_only,
-        rename=rename,
-        family=family,
-        root=root,
-        tp_rules=_text(tp_rules),
-    )
+    given = (format, tag, step_policy, param_names, weights_only)
+    reading = Reading(*given, rename=rename, family=family, root=root, tp_rules=_text(tp_rules))
     means = Means(device, jobs, memory, pool)
     selection = Selection(tensors, weights_only, tuple(drop_state))
     return prove(path, against, gather, reading, selection, means, begin)
@@ -358,17 +349,8 @@ def diff(
 
     started = time.monotonic()
     copying = Copying(jobs, memory, pool=pool)
-    reading = Reading(
-        format,
-        tag,
-        step_policy,
-        param_names,
-        weights_only,
-        rename=rename,
-        family=family,
-        root=root,
-        tp_rules=_text(tp_rules),
-    )
+    given = (format, tag, step_policy, param_names, weights_only)
+    reading = Reading(*given, rename=rename, family=family, root=root, tp_rules=_text(tp_rules))
     selection = Selection(tensors, weights_only, tuple(drop_state))
     first = read_manifest(a, reading, alone=False)
     second = read_other(b, first, reading)

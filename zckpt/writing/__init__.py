@@ -1,9 +1,11 @@
 """How a manifest becomes a checkpoint of another format or size, and the report about it.
 
 The target gets the source's tensors under the names and in the groups that its engine needs; what
-the target's format lays out is then written by `copying.convert`. `keeping.py` asks whether the
-target has every state of the source's optimizer; `several.py` writes several checkpoints of a
-trainer's run as one target.
+the target's format lays out is then written by `copying.convert`.
+
+    names.py      the names of the parameters, and their order
+    keeping.py    whether the target has every state of the source's optimizer
+    several.py    several checkpoints of a trainer's run as one target
 """
 
 from __future__ import annotations
@@ -18,34 +20,30 @@ from typing import TYPE_CHECKING, Any
 from .. import formats
 from ..copying.sharing import ALONE, Sharing
 from ..core import states
-from ..core.experts import layers_of
 from ..core.manifest import Manifest
 from ..core.resources import DEFAULT_COPYING, Begin, Copying, Tell
 from ..core.values import replace, valueclass
 from ..errors import TargetExists, WrongOption, counted
 from ..formats.deepspeed_states import estimates
-from ..formats.hf.options import MODEL_CONFIG
 from ..formats.paths import strange_target
 from ..formats.reading import Reading
 from ..reading import read, refuse_several
 from ..training import objects, steps, ties
-from ..training.names import called_as, canonical, former, renamed
+from ..training.names import former
 from ..training.optimizers import unused_defaults
 from ..training.options import (
     ACCEPT_WEIGHTS,
     ALLOW_OBJECT,
     DP,
     DROP_STATE,
-    FAMILY,
     LIKE,
     PARAM_NAMES,
     RENAME,
-    TIE,
     Options,
 )
-from ..training.order import in_order_of
 from ..version import __version__
 from .keeping import Keeping, dropped_states
+from .names import named_for
 
 if TYPE_CHECKING:
     from ..copying.copy import CopyOutcome
@@ -137,7 +135,7 @@ def write(
         estimates.need_same_ranks(manifest)
     dropped = dropped_states(manifest, options)
     manifest = states.without(manifest, options[DROP_STATE])
-    named = _named_for(format, manifest, options)
+    named = named_for(format, manifest, options)
     source, layout = _laid_out(format, manifest, named, target, options, best_in)
     files = convert.files_of(layout)
     size = sum(files.values())
@@ -354,33 +352,7 @@ def _report(
     }
 
 
-# -- the source as the target's engine needs it
-
-
-def _named_for(format: Format, manifest: Manifest, options: Options) -> Manifest:
-    """The source under the names that the target needs, in the order that the user gives."""
-    origin = formats.family_of(str(manifest.source.get("format")))
-    if options[RENAME]:
-        manifest = renamed(manifest, options[RENAME])
-    elif not format.is_neutral and format.family != origin:
-        manifest = canonical(manifest)
-    family, names = options[FAMILY], options[PARAM_NAMES]
-    if family is not None:
-        from ..training.families import translated  # few conversions need it
-
-        manifest = translated(manifest, family, options[MODEL_CONFIG])
-    if names is not None and not _is_in_order(manifest):
-        manifest = in_order_of(called_as(manifest, names), names)
-    return ties.with_ties(manifest, options[TIE]) if options[TIE] else manifest
-
-
-def _is_in_order(manifest: Manifest) -> bool:
-    """Whether it was read in the order of --param-names, which do not name all of it.
-
-    Model ranks have the names of their own; without ZeRO experts have those of one rank.
-    """
-    is_whole = manifest.source.get("zero_stage") == 0
-    return "model_ranks" in manifest.source or (is_whole and bool(layers_of(manifest.engine)))
+# -- files in the place of siblings
 
 
 def _with_files(layout: Layout, files: Sequence[Shell]) -> Layout:
