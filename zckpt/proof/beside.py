@@ -26,7 +26,12 @@ PATHS = {"trainer_state.json": "best_model_checkpoint"}
 
 
 def siblings(a: Manifest, b: Manifest) -> tuple[list[Report], list[str]]:
-    """A line for each file that differs; sentences about files that only one side has."""
+    """A line for each file that differs; sentences about files that only one side has.
+
+    None of two checkpoints of weights alone, from which no run goes on.
+    """
+    if a.groups is None and b.groups is None:
+        return [], []
     ours, theirs = ({item.name: item for item in side.siblings} for side in (a, b))
     lines: list[Report] = [
         {"key": name, "a": f"{item.size} bytes", "b": f"{theirs[name].size} bytes"}
