@@ -45,6 +45,10 @@ WITH_OTHER_RANKS = ("_parallel_size", "no_save_rng")
 OF_SINGLE_RANKS = "megatron.objects."
 OF_PARAMETERS = frozenset(("members", "other", "partitions"))
 SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
+SCALING = tuple(f"optimizer.{key}" for key in ("loss_scaler", "dynamic_loss_scale", *SCALE))
+"""Where the scale of the loss is: fp16 runs need one, and each wrapper has a form of its own."""
+CLIPPING = "optimizer.clip_grad"
+"""Some wrappers leave clipping to the configuration."""
 GUESSES = ("guessed", "ordered")
 """Facts about names that files do not state."""
 _NOTHING: tuple[Any, ...] = (None, {}, [])
@@ -66,6 +70,7 @@ class _Comparison:
         self.same_format = a.format == b.format
         self.same_stage = a.source.get("zero_stage") == b.source.get("zero_stage")
         self.same_files = twins(a, b)
+        self.same_wrapper = _wrapper(a) == _wrapper(b)
         self.lines: list[Report] = []
         self.of_saving: list[str] = []
         self.without_place: dict[str, list[str]] = {"a": [], "b": []}
@@ -132,9 +137,11 @@ class _Comparison:
                 self._compare(f"{name}: {key}", one, other)
 
     def _compare_layouts(self) -> None:
+        """What both state; versions of an engine differ in what they write."""
         a, b = (manifest.layout for manifest in self.sides.values())
-        for name in dict.fromkeys((*a, *b)):
-            self._compare(f"{name}: layout", a.get(name, {}), b.get(name, {}))
+        for name in a:
+            for key in (key for key in a[name] if key in b[name]):
+                self._compare(f"{name}: layout.{key}", a[name][key], b[name][key])
 
     def _compare(self, path: str, a: Any, b: Any) -> None:
         if a == b:  # at once, since both may be very large
@@ -150,7 +157,7 @@ class _Comparison:
                 self._compare(inside(path, place), one, other)
         elif alike(a, b):
             return
-        elif _is_of_saving(path):
+        elif self._is_of_saving(path):
             self.of_saving.append(path)
         else:
             self.lines.append({"key": path, "a": a, "b": b})
@@ -168,7 +175,7 @@ class _Comparison:
         side, other = ("a", "b") if b in _NOTHING else ("b", "a")
         if a in _NOTHING and b in _NOTHING:
             return
-        if _is_of_saving(path):
+        if self._is_of_saving(path) or (path == CLIPPING and not self.same_wrapper):
             self.of_saving.append(path)
         elif self._has_place(self.sides[other], path):
             self.lines.append({"key": path, "only": side})
@@ -185,6 +192,11 @@ class _Comparison:
                 return engine.folders is None or part == "module_extra"
             return isinstance(engine, FlatBufferEngine)
         return self.same_engine and (part != "optimizer" or self.same_stage)
+
+    def _is_of_saving(self, path: str) -> bool:
+        if path.startswith(ARGUMENTS) and path.rpartition(".")[2] in OF_SAVING:
+            return True
+        return not self.same_wrapper and path.startswith(SCALING)
 
     def _opened(self, value: Any) -> Any:
         """The value under a tag of JSON: tuples as lists, objects and dictionaries by key."""
@@ -230,10 +242,6 @@ class _Comparison:
                 )
 
 
-def _is_of_saving(path: str) -> bool:
-    return path.startswith(ARGUMENTS) and path.rpartition(".")[2] in OF_SAVING
-
-
 def _differing(path: str, a: Any, b: Any) -> Iterator[str]:
     """The paths of values that differ."""
     if isinstance(a, dict) and isinstance(b, dict):
@@ -244,8 +252,9 @@ def _differing(path: str, a: Any, b: Any) -> Iterator[str]:
 
 
 def twins(a: Manifest, b: Manifest) -> bool:
-    """Whether two checkpoints have the same files: of one format, and of the same sizes."""
-    return a.format == b.format and _engine_name(a) == _engine_name(b) and _sizes(a) == _sizes(b)
+    """Whether two checkpoints have the same files: of one format, sizes and names."""
+    same_engine = a.format == b.format and _engine_name(a) == _engine_name(b)
+    return same_engine and _sizes(a) == _sizes(b) and a.layout.keys() == b.layout.keys()
 
 
 def _weights(manifest: Manifest) -> set[str]:
@@ -292,6 +301,14 @@ def _engine_name(manifest: Manifest) -> tuple[str | None, ...]:
     if isinstance(engine, GraphEngine):
         return engine.name, engine.dialect
     return (None if engine is None else engine.name,)
+
+
+def _wrapper(manifest: Manifest) -> tuple[str | None, str | None]:
+    """What decides whether the loss is scaled: the engine's own class, and the module's type."""
+    engine = manifest.engine
+    if isinstance(engine, FlatBufferEngine):
+        return engine.optimizer_class, engine.dtype
+    return None, None
 
 
 def _sizes(manifest: Manifest) -> list[Any]:
