@@ -12,16 +12,24 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
+from math import prod
 
+from ...core.dtypes import SIZES, encode
 from ...core.expected import missing_file
 from ...core.fragments import Record
+from ...core.inert import Scalar
+from ...core.layout import Shell
+from ...files import safefile
+from ...files.dcpfile import ItemBox
 from ...files.safefile import Stored, read_with_metadata
 from ..statedict.tree import Leaf, SavedTree, assembled, number_of, solid_piece
+from ..statedict.write import BlankTensor
 
 NAME = re.compile(r"shard-(\d+)-model-(\d+)-of-(\d+)\.safetensors")
-INFO = "DCP_SHARDING_INFO"
+NAMED = "shard-{:05d}-model-{:05d}-of-{:05d}.safetensors"
+INFO, VERSION = "DCP_SHARDING_INFO", "1.0"
 
 
 def files(folder: str) -> list[str]:
@@ -30,8 +38,12 @@ def files(folder: str) -> list[str]:
         return sorted(entry.path for entry in entries if NAME.fullmatch(entry.name))
 
 
-def read(paths: Sequence[str], saved: SavedTree) -> None:
-    """Puts every tensor into the tree; raises IncompleteCheckpoint, InconsistentCheckpoint."""
+def read(paths: Sequence[str], saved: SavedTree) -> dict[str, Leaf]:
+    """Every tensor by name; raises IncompleteCheckpoint, InconsistentCheckpoint.
+
+    `saved` gets the files and their records.
+    """
+    tree: dict[str, Leaf] = {}
     _require_complete(paths)
     pieces: dict[str, list[tuple[Stored, tuple[int, ...]]]] = {}
     for path in paths:
@@ -51,8 +63,54 @@ def read(paths: Sequence[str], saved: SavedTree) -> None:
         # a rank without rows wrote an empty piece, so the number of pieces is the number of ranks
         fragments = assembled(name, dtype, shape, [solid_piece(*part) for part in parts])
         number = number_of(parts[0][0])
-        saved.tree[name] = Leaf(dtype, shape, fragments, number, sharded=len(parts) > 1)
+        tree[name] = Leaf(dtype, shape, fragments, number, sharded=len(parts) > 1)
     saved.files += paths
+    return tree
+
+
+def shells(
+    tensors: Mapping[str, BlankTensor],
+    scalars: Mapping[str, Scalar],
+    box_of: Callable[[BlankTensor, int], ItemBox | None],
+    world: int,
+    most: int,
+) -> Iterator[Shell]:
+    """The files of all ranks, of about `most` bytes at most; `box_of` gives a rank's rows.
+
+    The values of `scalars` are written; all other elements are the copy's.
+    """
+    numbers = _numbers(tensors, world, most)
+    count = max(numbers.values(), default=1)
+    for rank, number in product(range(world), range(1, count + 1)):
+        boxes = {
+            name: box
+            for name, tensor in tensors.items()
+            if numbers[name] == number and (box := box_of(tensor, rank)) is not None
+        }
+        info = {name: {"saved_offsets": list(box.offsets)} for name, box in boxes.items()}
+        texts = {**safefile.FORMAT, INFO: json.dumps(info), "DCP_VERSION": VERSION}
+        described = [(name, tensors[name].dtype, box.sizes) for name, box in boxes.items()]
+        head, size = safefile.header(described, texts)
+        parts = [(0, head)]
+        end = len(head)
+        for name, dtype, sizes in described:
+            if name in scalars:
+                parts.append((end, encode(dtype, scalars[name].value)))
+            end += prod(sizes) * SIZES[dtype]
+        yield Shell(NAMED.format(rank + 1, number, count), size, tuple(parts))
+
+
+def _numbers(tensors: Mapping[str, BlankTensor], world: int, most: int) -> dict[str, int]:
+    """The number of the file of each tensor: every rank has about as much in it."""
+    numbers: dict[str, int] = {}
+    number, size = 1, 0
+    for name, tensor in tensors.items():
+        length = prod(tensor.shape) * SIZES[tensor.dtype] // world
+        if size and size + length > most:
+            number, size = number + 1, 0
+        numbers[name] = number
+        size += length
+    return numbers
 
 
 def _require_complete(paths: Sequence[str]) -> None:
@@ -62,5 +120,5 @@ def _require_complete(paths: Sequence[str]) -> None:
     ranks, count = (max((each[place] for each in numbers), default=0) for place in (0, 2))
     for rank, file in product(range(1, ranks + 1), range(1, count + 1)):
         if (rank, file, count) not in numbers:
-            missing = f"shard-{rank:05d}-model-{file:05d}-of-{count:05d}.safetensors"
+            missing = NAMED.format(rank, file, count)
             raise missing_file(os.path.join(os.path.dirname(paths[0]), missing))

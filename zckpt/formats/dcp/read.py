@@ -12,6 +12,7 @@ from typing import Any
 
 from ...core import sources
 from ...core.fragments import Record
+from ...core.inert import PLAIN, Scalar
 from ...core.manifest import Manifest
 from ...errors import (
     MALFORMED,
@@ -31,8 +32,10 @@ from ...files.dcpfile import (
 from ...files.dcpitems import ItemFiles, require_same
 from ...files.dcpnames import METADATA
 from ...files.torchfile import Tensor, TorchFile
-from ...training.trainers import beside
+from ...training.trainers import beside, inside
 from ..reading import USUAL, Reading
+from ..statedict.finding import is_extra
+from ..statedict.keys import ADAPTER, RANKS
 from ..statedict.read import manifest
 from ..statedict.stated import checked
 from ..statedict.tree import (
@@ -48,8 +51,9 @@ from ..statedict.tree import (
     number_of,
     solid_piece,
 )
+from ..statedict.weights import weights_of
 from . import hf
-from .files import locate, own_files
+from .files import MODEL, adapter_of, has_items, is_pair, locate, own_files, own_key
 
 MAX_LIST = 1_000_000  # elements of all lists
 FIELDS = {"planner_data", "storage_meta", "version", "zckpt"}  # that describe no item
@@ -71,14 +75,37 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
         if parts and parts != [root]:
             saved.folders = [os.path.basename(folder) for folder in parts]
         for folder in parts:
-            _FolderReader(folder, saved).read()
-        hf.read(shards, saved)
-        siblings, left_out = beside(root, [*parts, *shards, *own_files(root, parts)], path)
-        saved.siblings += siblings
-        saved.left_out += left_out
+            if has_items(folder):
+                _FolderReader(folder, saved).read()
+            else:
+                saved.tree[own_key(folder)] = _weights(folder, saved)
+        if shards:
+            saved.storage = RANKS
+            saved.tree |= hf.read(shards, saved)
+        own = [*parts, *shards, *own_files(root, parts)]
+        lists = [beside(root, own, path)]
+        if is_pair(saved.folders):
+            for folder in parts:
+                own = [*saved.files, *own_files(folder, [folder])]
+                lists.append(inside(root, os.path.basename(folder), own, path))
+        for siblings, left_out in lists:
+            saved.siblings += siblings
+            saved.left_out += left_out
         return manifest(saved, reading)
     except MALFORMED as error:
         raise not_understood(root, error) from error
+
+
+def _weights(folder: str, saved: SavedTree) -> dict[str, Leaf]:
+    """The weights in a folder without items: Hugging Face's storage, or PEFT's file."""
+    if shards := hf.files(folder):
+        saved.storage = RANKS
+        return hf.read(shards, saved)
+    saved.storage = ADAPTER
+    weights, records = weights_of(adapter_of(folder))
+    saved.records += records
+    saved.files.append(adapter_of(folder))
+    return weights
 
 
 class _FolderReader:
@@ -110,14 +137,33 @@ class _FolderReader:
             saved.inferred = list(stated.get("inferred", ()))
             self.names = stated["names"]
         room = MAX_LIST
+        front = self._front()
         in_order = [key for key in paths if key in table.items]
         for key in [*in_order, *(key for key in table.items if key not in paths)]:
-            value, path = self._value(key, table.items[key]), paths.get(key) or (key,)
+            value, path = self._value(key, table.items[key]), (*front, *(paths.get(key) or (key,)))
             if leads_to_step(path):
                 saved.steps += self._stated(key, path, value)
             room = _put(saved.tree, path, value, room)
         saved.files += sorted(self.files.sizes)
         self._remark()
+
+    def _front(self) -> Path:
+        """A key of its own for a folder that is a state dict itself, beside one of another kind.
+
+        Only a model's items are all under names of tensors; only an optimizer's are `state` and
+        `param_groups`. Any other folder has state dicts under a program's keys.
+        """
+        if not is_pair(self.saved.folders):
+            return ()
+        folder, items = self.table.folder, self.table.items
+        paths = {key: self.table.paths.get(key) or (key,) for key in items}
+        if os.path.basename(folder) == MODEL:
+            tensors = [paths[key] for key, item in items.items() if item is not None]
+            is_own = all(len(path) == 1 or is_extra(path[0]) for path in tensors)
+        else:
+            firsts = [str(path[0]) for path in paths.values()]
+            is_own = any(first.partition(".")[0] == "param_groups" for first in firsts)
+        return (own_key(folder),) if is_own else ()
 
     def _remark(self) -> None:
         """Adds warnings about what `.metadata` says and zckpt cannot use, and unused bytes."""
@@ -218,6 +264,12 @@ def _no_number() -> Any:
     raise CorruptCheckpoint("a number is expected, but the tensor has no elements")
 
 
+def _is_repeated(value: Any, known: Any) -> bool:
+    """Whether two folders of a checkpoint have the same number or text under a key."""
+    values = [each.number() if isinstance(each, Leaf) else each for each in (value, known)]
+    return type(values[0]) in (*PLAIN, Scalar) and values[0] == values[1]
+
+
 def _put(tree: Any, path: tuple[Any, ...], value: Any, room: int) -> int:
     """Sets the value at a path; an integer in the path is a place in a list.
 
@@ -237,6 +289,8 @@ def _put(tree: Any, path: tuple[Any, ...], value: Any, room: int) -> int:
                 raise CorruptCheckpoint(f"{METADATA} names place {key} of a list")
             container.extend([None] * (key + 1 - len(container)))
         known = container[key] if isinstance(container, list) else container.get(key)
+        if following is None and known is not None and _is_repeated(value, known):
+            break
         if following is None and known is not None:
             raise CorruptCheckpoint(f"{METADATA} names two values {'.'.join(map(str, path))}")
         if following is None:

@@ -7,6 +7,8 @@ from .tree import Path
 
 OPTIMIZER: Path = ("optim",)
 """The key of an optimizer's state dict, as in torch's own examples."""
+RANKS, ADAPTER = "ranks", "adapter"
+"""How sharded storage may keep the weights: see `StateDictEngine.storage`."""
 
 
 def keys_of(engine: Engine | None) -> StateDictEngine:

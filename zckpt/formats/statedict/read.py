@@ -17,7 +17,7 @@ from ...core.values import replace
 from ...errors import MissingData, UnsupportedCheckpoint, listed
 from ...training import peft, steps, ties
 from ...training.optimizers import name_of_groups
-from ...training.trainers import json_of
+from ...training.trainers import config_of
 from ..reading import USUAL, Reading
 from .finding import (
     OptimizerState,
@@ -35,7 +35,7 @@ from .tree import Leaf, Path, SavedTree, StepStatement, dotted
 from .twins import second_names
 
 NO_OPTIMIZER = "there is no optimizer: --param-names is not used"
-SCHEDULERS = ("lr_scheduler", "scheduler")
+SCHEDULERS = ("lr_scheduler", "scheduler", "sched")
 
 
 def manifest(saved: SavedTree, reading: Reading = USUAL) -> Manifest:
@@ -68,6 +68,8 @@ def manifest(saved: SavedTree, reading: Reading = USUAL) -> Manifest:
             if not reading.weights_only:
                 raise
             return _Manifest(saved, path, model, optimizer_path, None, step_policy).build()
+        if saved.adapter and saved.storage is not None:
+            saved.bare = not any(name in model for name in name_of)
         refuse_twice(saved, [name_of[m] for members in optimizer.members for m in members])
         if strangers := [str(key) for key in optimizer.state if key not in name_of]:
             saved.left_out.append(f"the state of {listed(strangers)}, which no group contains")
@@ -89,7 +91,7 @@ def _with_names_of_adapters(
         known += [name for group in optimizer.groups for name in group.get("param_names") or ()]
         known += [str(name) for members in optimizer.members for name in members]
     names = [str(name) for name in model]
-    changed = peft.module_names(names, known, json_of(saved.siblings, peft.CONFIG))
+    changed = peft.module_names(names, known, config_of(saved.siblings, peft.CONFIG))
     saved.adapter = bool(changed)
     return {changed.get(name, name): leaf for name, leaf in model.items()} if changed else model
 
@@ -160,7 +162,7 @@ class _Manifest:
         """Owners by alias: as zckpt stated them or as content shows, and as a config ties names."""
         stated = self.saved.stated
         aliases = self._same_content(trained) if stated is None else dict(stated["aliases"])
-        config = json_of(self.saved.siblings, ties.CONFIG)
+        config = config_of(self.saved.siblings, ties.CONFIG)
         return aliases | ties.stated(config, [*self.model, *aliases])
 
     def _same_content(self, trained: Sequence[str]) -> dict[str, str]:
@@ -349,6 +351,8 @@ class _Manifest:
             None if folders is None else tuple(folders),
             self.saved.stated is None,
             self.saved.adapter,
+            storage=self.saved.storage,
+            bare=self.saved.bare,
         )
         state: dict[str, Any] = {
             "module": list(dict.fromkeys((*self.model, *self.aliases, *extra))),

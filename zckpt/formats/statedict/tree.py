@@ -76,10 +76,11 @@ class SavedTree:
     `source` is the manifest's. `orders` is for an optimizer that knows parameters by number: lists
     of numbers, each in the order of the model's parameters; by default one list per group.
     `stated` is what zckpt wrote beside the state dicts: aliases, buffers, frozen weights. `folders`
-    are Accelerate's, where model and optimizer lie apart. `in_order` says whether the model's names
-    stand in the program's order (safetensors sorts them). `inferred` are names of parameters that
-    no file states. `adapter` says whether the model's state has PEFT's names (see peft.py). `steps`
-    are all that the ranks' files state; several of one path may differ.
+    are those where model and optimizer lie apart. `in_order` says whether the model's names stand
+    in the program's order (safetensors sorts them). `inferred` are names of parameters that no file
+    states. `adapter` says whether the model's state has PEFT's names (see peft.py). `steps` are all
+    that the ranks' files state; several of one path may differ. `storage` and `bare` are the
+    engine's.
     """
 
     root: str
@@ -98,6 +99,8 @@ class SavedTree:
     inferred: list[str] = field(default_factory=list)
     adapter: bool = False
     steps: list[StepStatement] = field(default_factory=list)
+    storage: str | None = None
+    bare: bool = False
 
 
 def leaf(file: TorchFile, tensor: Tensor) -> Leaf:
