@@ -18,13 +18,13 @@ from typing import Any
 from ..core import sources
 from ..core.inert import Scalar
 from ..core.manifest import Sibling
-from ..core.siblings import SiblingList
+from ..core.siblings import OPEN, SiblingList
 from ..core.values import replace
 from ..errors import literal
 
 TRANSFORMERS, ACCELERATE = "transformers", "accelerate"
 SCHEDULERS = ("scheduler.pt", "scheduler.bin")
-LOADING_FOLDERS = ("huggingface/", "model/.hf_metadata/", "model/")
+LOADING_FOLDERS = ("huggingface/", "model/.hf_metadata/", ".hf_metadata/", "model/")
 """Folders in which verl, NeMo AutoModel and its PEFT runs keep what from_pretrained needs."""
 CONSOLIDATED = "consolidated"
 _OF_RANKS = re.compile(r"(?P<folder>\w+)/(?P=folder)_(?:global|dp)_rank_\d+\.pt")
@@ -149,8 +149,8 @@ def beside(
 
     `own` are paths of the checkpoint's files and folders. A folder is copied if it has only
     configuration and tokenizer files (verl's `huggingface`); other folders are left out and listed.
-    So is one with a file of each rank: NeMo AutoModel's `rng` and `dataloader` (0.7). Links are
-    followed inside of the directory `source`, by default `root`.
+    So are those of NeMo AutoModel 0.7: `rng` and `dataloader`, with a file of each rank, and
+    `.hf_metadata`. Links are followed inside of the directory `source`, by default `root`.
     """
     siblings = SiblingList(source or root)
     folders: list[str] = []
@@ -164,7 +164,9 @@ def beside(
             continue
         with os.scandir(item.path) as inside:
             files = sorted(inside, key=lambda file: file.name)
-        if files and (all(map(_is_loaded, files)) or all(map(_is_of_rank, files))):
+        if files and (
+            item.name in OPEN or all(map(_is_loaded, files)) or all(map(_is_of_rank, files))
+        ):
             for file in files:
                 siblings.add(f"{item.name}/{file.name}", file.path)
         else:
@@ -192,9 +194,7 @@ def inside(
                 continue
             if name == f"{folder}/{CONSOLIDATED}":
                 lines.append(f"{name}/: the weights once more; `zckpt export` writes them")
-            elif entry.is_dir(follow_symlinks=False) and (
-                f"{name}/" in LOADING_FOLDERS or not siblings.is_closed(entry)
-            ):
+            elif entry.is_dir(follow_symlinks=False) and not siblings.is_closed(entry):
                 add(entry.path)
             else:
                 siblings.add(name, entry.path)

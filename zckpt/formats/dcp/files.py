@@ -90,6 +90,14 @@ def adapter_of(folder: str) -> str:
     return os.path.join(folder, ADAPTER)
 
 
+def whole_of(folder: str) -> str | None:
+    """The checkpoint of which a folder is one part."""
+    above = os.path.dirname(os.path.abspath(folder))
+    others = folders(above)
+    is_part = os.path.basename(os.path.abspath(folder)) in map(os.path.basename, others)
+    return os.path.dirname(folder.rstrip(os.sep)) or "." if is_part else None
+
+
 def own_key(folder: str) -> str:
     """The key in the tree for a folder that is one state dict; no program's key ends like it."""
     return f"{os.path.basename(folder)}/"

@@ -15,6 +15,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from ...core import sources
 from ...core.partition import BoxPart, Partition
 from ...errors import MALFORMED, UnsupportedCheckpoint, not_understood
 from ...files.dcpfile import ItemBox, ItemTable, TensorItem, read_table
@@ -22,7 +23,7 @@ from ...files.dcpitems import ItemFiles
 from ...files.safefile import read_with_metadata
 from ...files.torchfile import Tensor
 from ..statedict import gather
-from .files import locate
+from .files import MODEL, OPTIMIZERS, adapter_of, has_items, locate
 
 OF_RANK = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")
 
@@ -44,9 +45,15 @@ def _partitions(root: str, folders: Sequence[str]) -> list[Partition]:
     tree: dict[Any, Any] = {}
     numbers: Sequence[str] = ()
     for folder in folders:
+        if not has_items(folder):
+            file = adapter_of(folder)
+            tree[MODEL] = _file(file) if sources.is_file(file) else _hugging_face(folder)
+            continue
+        name = os.path.basename(folder)
+        own = (name,) if name in (MODEL, *OPTIMIZERS) and folder != root else ()
         table, files = read_table(folder), ItemFiles()
         for key, item in table.items.items():
-            place = table.paths.get(key) or (key,)
+            place = (*own, *(table.paths.get(key) or (key,)))
             if item is not None:
                 _put(tree, place, _tensor(table, files, key, item))
             else:
@@ -93,6 +100,16 @@ def _box(table: ItemTable, files: ItemFiles, key: str, box: ItemBox) -> BoxPart:
     if not isinstance(file.value, Tensor):
         raise UnsupportedCheckpoint(f"{location.file} has no tensor of {key}")
     return gather.box_of(file, file.value, box.offsets)
+
+
+def _file(path: str) -> dict[str, gather.Saved]:
+    """The tensors of one file, each whole."""
+    return {
+        stored.name: gather.joined(
+            stored.dtype, stored.shape, [gather.stored_box(stored, (0,) * len(stored.shape))]
+        )
+        for stored in read_with_metadata(path)[0]
+    }
 
 
 def _hugging_face(folder: str) -> dict[str, gather.Saved]:

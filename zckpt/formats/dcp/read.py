@@ -17,6 +17,7 @@ from ...core.manifest import Manifest
 from ...errors import (
     MALFORMED,
     CorruptCheckpoint,
+    MissingData,
     NotACheckpoint,
     UnsupportedCheckpoint,
     listed,
@@ -53,7 +54,7 @@ from ..statedict.tree import (
 )
 from ..statedict.weights import weights_of
 from . import hf
-from .files import MODEL, adapter_of, has_items, is_pair, locate, own_files, own_key
+from .files import MODEL, adapter_of, has_items, is_pair, locate, own_files, own_key, whole_of
 
 MAX_LIST = 1_000_000  # elements of all lists
 FIELDS = {"planner_data", "storage_meta", "version", "zckpt"}  # that describe no item
@@ -92,6 +93,10 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
             saved.siblings += siblings
             saved.left_out += left_out
         return manifest(saved, reading)
+    except MissingData as error:
+        if whole := whole_of(root):
+            raise MissingData(error.message, hint=f"give {whole}, which has both") from error
+        raise
     except MALFORMED as error:
         raise not_understood(root, error) from error
 

@@ -93,7 +93,7 @@ class DcpWriter:
         self.dicts = StateDicts(source, options, "dcp", options[LAYOUT])
         if options[DIALECT] == "torchtitan":
             self.dicts.model, self.dicts.optimizer, self.dicts.layout = TORCHTITAN
-        self.warnings = [*self.dicts.warnings, *self._of_ranks()]
+        self.warnings = [*self.dicts.warnings, *self._of_ranks(), *self._files_of_ranks()]
         self.left_out = self.dicts.left_out
         self.left_out += [
             f"client_state {key}: {count:,} values, of which torch.distributed.checkpoint would "
@@ -121,6 +121,16 @@ class DcpWriter:
                     f"({listed(names, 2)}), which a run of another number of ranks cannot load"
                 )
         return lines
+
+    def _files_of_ranks(self) -> list[str]:
+        """Warnings about folders with a file of each rank, if the target is for others."""
+        dp = self.options[DP]
+        return [
+            f"{folder}/ has files of {counted(number, 'rank')}: a run of {counted(dp, 'rank')} "
+            f"asks for its own, so {'add those' if dp > number else 'some are not read'}"
+            for folder, number in trainers.ranks_of(self.source.siblings).items()
+            if dp is not None and dp != number
+        ]
 
     def _parts(self) -> dict[str, list[PathValue]]:
         """Items by folder: one for all, or Accelerate's for the model and for the optimizer."""
@@ -190,9 +200,10 @@ class DcpWriter:
 
     @property
     def storage(self) -> str | None:
-        """How the target keeps the weights, if not as items."""
-        keys = self.dicts.keys
-        return keys.storage if self.options[DIALECT] is None else None
+        """How the target keeps the weights, if not as items. PEFT's file needs an optimizer beside
+        it: alone it is no directory of this format."""
+        own = self.dicts.keys.storage if self.options[DIALECT] is None else None
+        return None if own == ADAPTER and not self.dicts.optimizes else own
 
     def shells(self) -> Iterator[Shell]:
         """Every file, one at a time; a folder's `.metadata` last."""
