@@ -25,6 +25,7 @@ from ...files.torchfile import Tensor
 from ..statedict import gather
 from .files import MODEL, OPTIMIZERS, adapter_of, has_items, locate
 
+STATE = re.compile(r"(?:.+\.)?state\.(?P<owner>.+)\.(?P<slot>[^.]+)")
 OF_RANK = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")
 
 
@@ -41,7 +42,7 @@ def partitions(path: str) -> list[Partition]:
 
 def _partitions(root: str, folders: Sequence[str]) -> list[Partition]:
     if not folders:
-        return gather.partitions(_hugging_face(root))
+        return gather.partitions(_with_states(_hugging_face(root)))
     tree: dict[Any, Any] = {}
     numbers: Sequence[str] = ()
     for folder in folders:
@@ -126,6 +127,29 @@ def _hugging_face(folder: str) -> dict[str, gather.Saved]:
     return {
         name: gather.joined(dtypes[name], _reached(parts), parts) for name, parts in boxes.items()
     }
+
+
+def _with_states(tensors: dict[str, gather.Saved]) -> dict[str, Any]:
+    """The same with the states of weights as torch has them in an optimizer's state dict."""
+    state: dict[str, dict[str, gather.Saved]] = {}
+    fronts: set[str] = set()
+    for name in tensors:
+        match = STATE.fullmatch(name)
+        if match is None or (owner := match["owner"]) in state:
+            continue
+        if weight := next((each for each in tensors if f".{each}".endswith(f".{owner}")), None):
+            fronts.add(weight.removesuffix(owner))
+            state[owner] = {}
+    if len(fronts) != 1:
+        return dict(tensors)
+    model: dict[str, gather.Saved] = {}
+    for name, tensor in tensors.items():
+        match = STATE.fullmatch(name)
+        if match and match["owner"] in state:
+            state[match["owner"]][match["slot"]] = tensor
+        else:
+            model[name.removeprefix(*fronts)] = tensor
+    return {"model": model, "optim": {"state": state, "param_groups": [{"params": list(state)}]}}
 
 
 def _reached(boxes: Sequence[BoxPart]) -> tuple[int, ...]:

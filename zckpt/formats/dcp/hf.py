@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from math import prod
+from typing import Any
 
 from ...core.dtypes import SIZES, encode
 from ...core.expected import missing_file
@@ -29,6 +30,7 @@ from ..statedict.write import BlankTensor
 
 NAME = re.compile(r"shard-(\d+)-model-(\d+)-of-(\d+)\.safetensors")
 NAMED = "shard-{:05d}-model-{:05d}-of-{:05d}.safetensors"
+STATE = re.compile(r"(?:[^.]+\.)*?state\.")
 INFO, VERSION = "DCP_SHARDING_INFO", "1.0"
 
 
@@ -66,6 +68,46 @@ def read(paths: Sequence[str], saved: SavedTree) -> dict[str, Leaf]:
         tree[name] = Leaf(dtype, shape, fragments, number, sharded=len(parts) > 1)
     saved.files += paths
     return tree
+
+
+def state_dicts(tensors: Mapping[str, Leaf]) -> dict[Any, Any]:
+    """The tensors as a model's and an optimizer's state dict, if some are an optimizer's.
+
+    `optim.state.fc.weight.exp_avg` is a state if `fc.weight` or `model.fc.weight` is a weight. The
+    storage has no values beside tensors, so the groups are lost.
+    """
+    for root in dict.fromkeys(match[0] for name in tensors if (match := STATE.match(name))):
+        states = [name for name in tensors if name.startswith(root)]
+        places = [name.removeprefix(root).rpartition(".") for name in states]
+        owners = dict.fromkeys(owner for owner, _, _ in places)
+        weights = [name for name in tensors if not name.startswith(root)]
+        for front in _fronts(next(iter(owners)), weights):
+            if not all(f"{front}{owner}" in tensors for owner in owners):
+                continue
+            state: dict[str, dict[str, Leaf]] = {}
+            for name, (owner, _, key) in zip(states, places, strict=True):
+                state.setdefault(owner, {})[key] = tensors[name]
+            own = {name: tensors[name] for name in weights if not name.startswith(front)}
+            model = {name.removeprefix(front): tensors[name] for name in weights if name not in own}
+            optimizer = {"state": state, "param_groups": [{"params": list(owners)}]}
+            return {
+                **(own | _at(front, model)),
+                **_at(root.removesuffix("state."), optimizer),
+            }
+    return dict(tensors)
+
+
+def _fronts(owner: str, weights: Sequence[str]) -> list[str]:
+    """What stands before an optimizer's name of a weight, in the names of weights."""
+    ends = [name.removesuffix(owner) for name in weights if name.endswith(owner)]
+    return sorted((front for front in ends if not front or front.endswith(".")), key=len)
+
+
+def _at(front: str, value: dict[str, Any]) -> dict[str, Any]:
+    """The value under the keys that `front` names; itself without any."""
+    for key in reversed(front.split(".")[:-1]):
+        value = {key: value}
+    return value
 
 
 def shells(

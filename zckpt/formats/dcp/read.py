@@ -82,7 +82,7 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
                 saved.tree[own_key(folder)] = _weights(folder, saved)
         if shards:
             saved.storage = RANKS
-            saved.tree |= hf.read(shards, saved)
+            saved.tree |= hf.state_dicts(hf.read(shards, saved))
         own = [*parts, *shards, *own_files(root, parts)]
         lists = [beside(root, own, path)]
         if is_pair(saved.folders):

@@ -102,6 +102,8 @@ class DcpWriter:
         ]
         self.left_out += [*left_out(source, options), *self.dicts.collisions()]
         self.parts = self._parts()
+        if self.storage:
+            self.left_out += self._values()
         self._shells: dict[tuple[str, tuple[int, ...]], Shell] = {}
         self._metadata: dict[str, bytes] = {}
 
@@ -121,6 +123,14 @@ class DcpWriter:
                     f"({listed(names, 2)}), which a run of another number of ranks cannot load"
                 )
         return lines
+
+    def _values(self) -> list[str]:
+        """What the model's part has that is no tensor, as a line of the report."""
+        values = next(each for name, each in self.parts.items() if name in ("", MODEL))
+        lost = [dotted(path) for path, value in values if self._tensor_of(value) is None]
+        if self.source.groups is None:  # and those of the target are only assumed
+            lost = [name for name in lost if "param_groups" not in name.split(".")]
+        return [f"{listed(lost)}: no tensor, and safetensors have nothing else"] if lost else []
 
     def _files_of_ranks(self) -> list[str]:
         """Warnings about folders with a file of each rank, if the target is for others."""

@@ -131,7 +131,7 @@ class _Manifest:
         self._add_trained()
         self._add_others(trained)
         self._add_aliases()
-        groups = self._groups() if optimizer else None
+        groups = self._groups() if optimizer and any(optimizer.groups) else None
         state, engine = self._state()
         return Manifest(
             root=saved.root,
