@@ -18,7 +18,7 @@ from typing import Any
 from ..core import sources
 from ..core.inert import Scalar
 from ..core.manifest import Sibling
-from ..core.siblings import OPEN, SiblingList
+from ..core.siblings import MAX_DEPTH, OPEN, SiblingList
 from ..core.values import replace
 from ..errors import literal
 
@@ -26,7 +26,7 @@ TRANSFORMERS, ACCELERATE = "transformers", "accelerate"
 SCHEDULERS = ("scheduler.pt", "scheduler.bin")
 LOADING_FOLDERS = ("huggingface/", "model/.hf_metadata/", ".hf_metadata/", "model/")
 """Folders in which verl, NeMo AutoModel and its PEFT runs keep what from_pretrained needs."""
-CONSOLIDATED = "consolidated"
+CONSOLIDATED, SCRIPT = "consolidated", "consolidate.sh"
 _OF_RANKS = re.compile(r"(?P<folder>\w+)/(?P=folder)_(?:global|dp)_rank_\d+\.pt")
 MAX_JSON = 16 << 20  # bytes; larger siblings are not read
 # files for from_pretrained of models, tokenizers and processors, and a model's own code
@@ -179,8 +179,8 @@ def inside(
 ) -> tuple[list[Sibling], list[str]]:
     """Files in a folder of the checkpoint that are not `own`, and lines about what is left out.
 
-    NeMo AutoModel keeps the model's configuration and tokenizer there, in `.hf_metadata`, and in
-    `consolidated` the weights once more.
+    NeMo AutoModel keeps the model's configuration and tokenizer there, in `.hf_metadata`, in
+    `consolidated` the weights once more, and a script to write them, which names the folder.
     """
     siblings = SiblingList(source)
     lines: list[str] = []
@@ -194,7 +194,13 @@ def inside(
                 continue
             if name == f"{folder}/{CONSOLIDATED}":
                 lines.append(f"{name}/: the weights once more; `zckpt export` writes them")
-            elif entry.is_dir(follow_symlinks=False) and not siblings.is_closed(entry):
+            elif name == f"{folder}/{SCRIPT}":
+                lines.append(f"{name}: a script for the folder in which it stands")
+            elif (
+                entry.is_dir(follow_symlinks=False)
+                and not siblings.is_closed(entry)
+                and name.count("/") < MAX_DEPTH
+            ):
                 add(entry.path)
             else:
                 siblings.add(name, entry.path)

@@ -180,10 +180,11 @@ class _Manifest:
         """The optimizer's parameters with their states, group by group."""
         stepped = self._steps()
         scalars = self._scalar_keys()
+        stated = self.optimizer is not None and any(self.optimizer.groups)
         for group, members in enumerate(self.optimizer.members if self.optimizer else ()):
             for name in members:
-                shape = self.model[name].shape
-                self._add_weight(name, Parameter(shape, group=group, step=stepped.get(name)))
+                shape, own = self.model[name].shape, group if stated else None
+                self._add_weight(name, Parameter(shape, group=own, step=stepped.get(name)))
                 self._add_states(name, scalars)
 
     def _add_others(self, trained: Sequence[str]) -> None:
