@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 import zckpt
+import zckpt.dcp
 from zckpt import errors
 
 from ...conftest import ROOT
@@ -244,3 +245,16 @@ class TestStorage:
             "layers.0.state.B.weight": torch.ones(2),
         }
         assert {*zckpt.read(self.saved(tmp_path / "run", weights)).parameters} == {*weights}
+
+
+@pytest.mark.parametrize("run", [AUTOMODEL, LORA])
+def test_torch_loads_it_without_a_conversion(run: Path) -> None:
+    """Its own reader takes items alone; zckpt's takes any checkpoint."""
+    weight, group = next(
+        (name, each.group) for name, each in zckpt.read(run).parameters.items() if "q_proj" in name
+    )
+    assert group == 0
+    shape = zckpt.read(run).parameters[weight].shape
+    state = {weight: torch.zeros(shape), f"optim.state.{weight}.exp_avg": torch.zeros(shape)}
+    dcp.load(state, storage_reader=zckpt.dcp.StorageReader(run))
+    assert all(tensor.any() for tensor in state.values())

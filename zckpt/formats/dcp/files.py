@@ -98,11 +98,6 @@ def whole_of(folder: str) -> str | None:
     return os.path.dirname(folder.rstrip(os.sep)) or "." if is_part else None
 
 
-def own_key(folder: str) -> str:
-    """The key in the tree for a folder that is one state dict; no program's key ends like it."""
-    return f"{os.path.basename(folder)}/"
-
-
 def is_pair(names: Sequence[str] | None) -> bool:
     """Whether these are names of the folders `model` and `optim`, not of Accelerate's."""
     return MODEL in (names or ())

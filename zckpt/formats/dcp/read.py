@@ -36,7 +36,7 @@ from ...files.torchfile import Tensor, TorchFile
 from ...training.trainers import beside, inside
 from ..reading import USUAL, Reading
 from ..statedict.finding import is_extra
-from ..statedict.keys import ADAPTER, RANKS
+from ..statedict.keys import ADAPTER, RANKS, own_key
 from ..statedict.read import manifest
 from ..statedict.stated import checked
 from ..statedict.tree import (
@@ -54,7 +54,7 @@ from ..statedict.tree import (
 )
 from ..statedict.weights import weights_of
 from . import hf
-from .files import MODEL, adapter_of, has_items, is_pair, locate, own_files, own_key, whole_of
+from .files import MODEL, adapter_of, has_items, is_pair, locate, own_files, whole_of
 
 MAX_LIST = 1_000_000  # elements of all lists
 FIELDS = {"planner_data", "storage_meta", "version", "zckpt"}  # that describe no item

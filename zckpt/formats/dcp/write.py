@@ -37,12 +37,12 @@ from ...files.torchshell import Storages, shell, thawed
 from ...training import peft, trainers
 from ...training.options import DIALECT, DP, Options
 from ...training.trainers import TRANSFORMERS, program_of
-from ..statedict.keys import ADAPTER
+from ..statedict.keys import ADAPTER, in_folder, own_key
 from ..statedict.tree import Path, dotted
 from ..statedict.write import BlankTensor, StateDicts, left_out
 from . import hf
 from .files import ADAPTER as PEFT_FILE
-from .files import MODEL, folders, has_items, is_pair, own_key
+from .files import MODEL, folders, has_items, is_pair
 from .options import LAYOUT
 
 SMALL = 64 << 10  # bytes; a rank finds smaller pieces more slowly than it reads them
@@ -201,8 +201,7 @@ class DcpWriter:
             if not names:
                 lost[path[0]] = None
             for name in names:
-                is_own = path[0] == own_key(name)
-                parts.setdefault(name, []).append((path[1:] if is_own else path, value))
+                parts.setdefault(name, []).append((in_folder(path), value))
         self.left_out += [
             f"{key}: the folders are state dicts, which have no other keys" for key in lost
         ]
