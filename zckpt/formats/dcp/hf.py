@@ -4,7 +4,7 @@
 
 A header's `DCP_SHARDING_INFO` says at which offsets each piece begins in the whole tensor. No file
 states the whole shape: it ends where the last piece ends (torch 2.13, hf_storage.py). The files
-have weights alone, and no index.
+have tensors alone, and no index.
 """
 
 from __future__ import annotations
