@@ -37,6 +37,7 @@ def names_of(
         return {name: name for name in own}
     bare = {peft.bare_name(name): name for name in model} if saved.adapter else {}
     if all(name in bare for name in own):
+        saved.bare = saved.storage is not None
         return {name: bare[name] for name in own}
     from ...training.names import matched
 

@@ -68,8 +68,6 @@ def manifest(saved: SavedTree, reading: Reading = USUAL) -> Manifest:
             if not reading.weights_only:
                 raise
             return _Manifest(saved, path, model, optimizer_path, None, step_policy).build()
-        if saved.adapter and saved.storage is not None:
-            saved.bare = not any(name in model for name in name_of)
         refuse_twice(saved, [name_of[m] for members in optimizer.members for m in members])
         if strangers := [str(key) for key in optimizer.state if key not in name_of]:
             saved.left_out.append(f"the state of {listed(strangers)}, which no group contains")
@@ -131,7 +129,7 @@ class _Manifest:
         self._add_trained()
         self._add_others(trained)
         self._add_aliases()
-        groups = self._groups() if optimizer and any(optimizer.groups) else None
+        groups = self._groups() if optimizer and saved.keeps_groups else None
         state, engine = self._state()
         return Manifest(
             root=saved.root,
@@ -180,10 +178,10 @@ class _Manifest:
         """The optimizer's parameters with their states, group by group."""
         stepped = self._steps()
         scalars = self._scalar_keys()
-        stated = self.optimizer is not None and any(self.optimizer.groups)
         for group, members in enumerate(self.optimizer.members if self.optimizer else ()):
+            own = group if self.saved.keeps_groups else None
             for name in members:
-                shape, own = self.model[name].shape, group if stated else None
+                shape = self.model[name].shape
                 self._add_weight(name, Parameter(shape, group=own, step=stepped.get(name)))
                 self._add_states(name, scalars)
 
@@ -331,17 +329,17 @@ class _Manifest:
 
     def _state(self) -> tuple[dict[str, Any], StateDictEngine]:
         """Everything else, so that the state dicts can be written again."""
-        rest = without(self.saved.tree, {self.path, self.optimizer_path})
+        saved = self.saved
+        rest = without(saved.tree, {self.path, self.optimizer_path})
         extra = {
             key: self._kept(value, f"module_extra.{key}")
-            for key, value in value_at(self.saved.tree, self.path).items()
+            for key, value in value_at(saved.tree, self.path).items()
             if not isinstance(value, Leaf) and (self.path or is_extra(key))
         }
         if not self.path:
             rest = {key: value for key, value in rest.items() if not is_extra(key)}
         scheduler = next((key for key in SCHEDULERS if isinstance(rest.get(key), dict)), None)
         dtypes = [self.entries[f"{name}/param"].dtype for name in self.parameters]
-        folders = self.saved.folders
         engine = StateDictEngine(
             "torch",
             max(dtypes, key=dtypes.count, default="F32"),
@@ -349,11 +347,11 @@ class _Manifest:
             self.optimizer_path,
             self.optimizer.layout if self.optimizer else None,
             scheduler,
-            None if folders is None else tuple(folders),
-            self.saved.stated is None,
-            self.saved.adapter,
-            storage=self.saved.storage,
-            bare=self.saved.bare,
+            None if saved.folders is None else tuple(saved.folders),
+            saved.stated is None,
+            saved.adapter,
+            storage=saved.storage,
+            bare=saved.bare,
         )
         state: dict[str, Any] = {
             "module": list(dict.fromkeys((*self.model, *self.aliases, *extra))),
@@ -361,17 +359,14 @@ class _Manifest:
         }
         if scheduler is not None:
             state["lr_scheduler"] = self._kept(rest.pop(scheduler), "lr_scheduler")
-            self._sight_scheduler(state["lr_scheduler"])
+            self.sightings += steps.counter_sightings(
+                "lr_scheduler", state["lr_scheduler"], steps.SCHEDULER_COUNTERS
+            )
         if rest:
             state["client_state"] = self._kept(rest, "client_state")
         if self.other:
             state["optimizer"] = {"other": self._kept(self.other, "optimizer.other")}
         return state, engine
-
-    def _sight_scheduler(self, scheduler: Mapping[str, Any]) -> None:
-        self.sightings += steps.counter_sightings(
-            "lr_scheduler", scheduler, steps.SCHEDULER_COUNTERS
-        )
 
     def _kept(self, value: Any, path: str) -> Any:
         """`value` with its tensors as entries of slot `state`; 0-d ones by value."""

@@ -102,6 +102,11 @@ class SavedTree:
     storage: str | None = None
     bare: bool = False
 
+    @property
+    def keeps_groups(self) -> bool:
+        """Whether there is a place for hyper-parameters: safetensors alone have none."""
+        return self.storage is None or self.folders is not None
+
 
 def leaf(file: TorchFile, tensor: Tensor) -> Leaf:
     """A tensor that lies whole in one file."""
