@@ -170,6 +170,15 @@ class TestHomeMade:
         for words in ({}, {"gather": True}):
             assert zckpt.verify(run, against=target, **words)["equal"]
 
+    def test_two_values_of_one_key(self, tmp_path: Path) -> None:
+        """The folders were saved one after the other, and each says when."""
+        run = tmp_path / "run"
+        dcp.save({"model": dict(WEIGHTS), "time": 1.5}, checkpoint_id=run / "model")
+        dcp.save({"optim": optimizer_of(), "time": 2.5}, checkpoint_id=run / "optim")
+        manifest = zckpt.read(run)
+        assert manifest.state["client_state"] == {"time": 1.5}
+        assert "optim: time, which model/ has otherwise" in manifest.left_out
+
     def test_a_dialect_has_folders_of_its_own(self, tmp_path: Path) -> None:
         zckpt.convert(AUTOMODEL, tmp_path / "target", to="dcp", dialect="accelerate")
         folders = {path.parent.name for path in (tmp_path / "target").rglob(".metadata")}

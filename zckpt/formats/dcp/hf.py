@@ -121,14 +121,9 @@ def shells(
 
     The values of `scalars` are written; all other elements are the copy's.
     """
-    numbers = _numbers(tensors, world, most)
-    count = max(numbers.values(), default=1)
-    for rank, number in product(range(world), range(1, count + 1)):
-        boxes = {
-            name: box
-            for name, tensor in tensors.items()
-            if numbers[name] == number and (box := box_of(tensor, rank)) is not None
-        }
+    groups = _groups(tensors, world, most)
+    for rank, (place, names) in product(range(world), enumerate(groups)):
+        boxes = {name: box for name in names if (box := box_of(tensors[name], rank)) is not None}
         info = {name: {"saved_offsets": list(box.offsets)} for name, box in boxes.items()}
         texts = {**safefile.FORMAT, INFO: json.dumps(info), "DCP_VERSION": VERSION}
         described = [(name, tensors[name].dtype, box.sizes) for name, box in boxes.items()]
@@ -139,20 +134,21 @@ def shells(
             if name in scalars:
                 parts.append((end, encode(dtype, scalars[name].value)))
             end += prod(sizes) * SIZES[dtype]
-        yield Shell(NAMED.format(rank + 1, number, count), size, tuple(parts))
+        yield Shell(NAMED.format(rank + 1, place + 1, len(groups)), size, tuple(parts))
 
 
-def _numbers(tensors: Mapping[str, BlankTensor], world: int, most: int) -> dict[str, int]:
-    """The number of the file of each tensor: every rank has about as much in it."""
-    numbers: dict[str, int] = {}
-    number, size = 1, 0
+def _groups(tensors: Mapping[str, BlankTensor], world: int, most: int) -> list[list[str]]:
+    """The names in each of a rank's files: every rank has about as much of a tensor."""
+    groups: list[list[str]] = [[]]
+    size = 0
     for name, tensor in tensors.items():
         length = prod(tensor.shape) * SIZES[tensor.dtype] // world
         if size and size + length > most:
-            number, size = number + 1, 0
-        numbers[name] = number
+            groups.append([])
+            size = 0
+        groups[-1].append(name)
         size += length
-    return numbers
+    return groups
 
 
 def _require_complete(paths: Sequence[str]) -> None:

@@ -46,6 +46,7 @@ from ..statedict.tree import (
     StepStatement,
     TensorPiece,
     assembled,
+    dotted,
     identities,
     leads_to_step,
     leaves,
@@ -87,8 +88,8 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
         lists = [beside(root, own, path)]
         if is_pair(saved.folders):
             for folder in parts:
-                own = [*saved.files, *own_files(folder, [folder])]
-                lists.append(inside(root, os.path.basename(folder), own, path))
+                files = {*saved.files, *own_files(folder, [folder])}
+                lists.append(inside(root, os.path.basename(folder), files, path))
         for siblings, left_out in lists:
             saved.siblings += siblings
             saved.left_out += left_out
@@ -148,6 +149,11 @@ class _FolderReader:
             value, path = self._value(key, table.items[key]), (*front, *(paths.get(key) or (key,)))
             if leads_to_step(path):
                 saved.steps += self._stated(key, path, value)
+            if is_pair(saved.folders) and (known := _at(saved.tree, path)) is not None:
+                if not _are_equal(value, known):
+                    name = os.path.relpath(table.folder, saved.root)
+                    saved.left_out.append(f"{name}: {dotted(path)}, which {MODEL}/ has otherwise")
+                continue
             room = _put(saved.tree, path, value, room)
         saved.files += sorted(self.files.sizes)
         self._remark()
@@ -269,9 +275,19 @@ def _no_number() -> Any:
     raise CorruptCheckpoint("a number is expected, but the tensor has no elements")
 
 
-def _is_repeated(value: Any, known: Any) -> bool:
+def _at(tree: Any, path: Path) -> Any:
+    """The value at a path; None without one."""
+    for key in path:
+        tree = tree.get(key) if isinstance(tree, dict) else None
+    return tree
+
+
+def _are_equal(value: Any, known: Any) -> bool:
     """Whether two folders of a checkpoint have the same number or text under a key."""
-    values = [each.number() if isinstance(each, Leaf) else each for each in (value, known)]
+    values = [
+        each.number() if isinstance(each, Leaf) and not each.shape else each
+        for each in (value, known)
+    ]
     return type(values[0]) in (*PLAIN, Scalar) and values[0] == values[1]
 
 
@@ -294,8 +310,6 @@ def _put(tree: Any, path: tuple[Any, ...], value: Any, room: int) -> int:
                 raise CorruptCheckpoint(f"{METADATA} names place {key} of a list")
             container.extend([None] * (key + 1 - len(container)))
         known = container[key] if isinstance(container, list) else container.get(key)
-        if following is None and known is not None and _is_repeated(value, known):
-            break
         if following is None and known is not None:
             raise CorruptCheckpoint(f"{METADATA} names two values {'.'.join(map(str, path))}")
         if following is None:
