@@ -65,8 +65,8 @@ class KeyNames:
         self.words = words
         self.weights = weights or {}
         roots = keys_of(manifest.engine)
-        self.model = _root(in_folder(roots.model))
-        self.optimizer = _root(in_folder(roots.optimizer or OPTIMIZER))
+        own = OPTIMIZER if roots.optimizer is None else roots.optimizer
+        self.model, self.optimizer = _root(in_folder(roots.model)), _root(in_folder(own))
         self.rules = {  # of the source's own keys: what precedes a name, and the name's rule
             "weight": ("", Rule(self.model, "")),
             "state": (f"{self.optimizer}state.", Rule("", "")),

@@ -185,11 +185,15 @@ class TestHomeMade:
         assert folders == {"pytorch_model_fsdp_0", "optimizer_0"}
 
     def test_two_optimizers(self, tmp_path: Path) -> None:
-        dcp.save(dict(WEIGHTS), checkpoint_id=tmp_path / "model")
+        run, target = tmp_path / "run", tmp_path / "target"
+        dcp.save(dict(WEIGHTS), checkpoint_id=run / "model")
         for name in ("optim", "optimizer"):
-            dcp.save(optimizer_of(), checkpoint_id=tmp_path / name)
-        with pytest.raises(errors.UnsupportedCheckpoint, match="optim, optimizer"):
-            zckpt.read(tmp_path)
+            dcp.save(optimizer_of(), checkpoint_id=run / name)
+        with pytest.raises(errors.AmbiguousCheckpoint, match="optim/, optimizer/"):
+            zckpt.reshard(run, target, dp=2)
+        zckpt.reshard(run, target, dp=2, root="model/=optimizer/")
+        assert {path.name for path in target.iterdir()} == {"model", "optimizer"}
+        assert alike(stored(target / "optimizer"), stored(run / "optimizer"))
 
 
 @pytest.mark.parametrize("run", [AUTOMODEL, LORA])

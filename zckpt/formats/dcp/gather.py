@@ -23,7 +23,7 @@ from ...files.dcpitems import ItemFiles
 from ...files.safefile import read_with_metadata
 from ...files.torchfile import Tensor
 from ..statedict import gather
-from .files import MODEL, OPTIMIZERS, adapter_of, has_items, locate
+from .files import MODEL, OPTIMIZERS, adapter_of, has_items, locate, place_in
 
 STATE = re.compile(r"(?:.+\.)?state\.(?P<owner>.+)\.(?P<slot>[^.]+)")
 OF_RANK = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")
@@ -54,7 +54,7 @@ def _partitions(root: str, folders: Sequence[str]) -> list[Partition]:
         own = (name,) if name in (MODEL, *OPTIMIZERS) and folder != root else ()
         table, files = read_table(folder), ItemFiles()
         for key, item in table.items.items():
-            place = (*own, *(table.paths.get(key) or (key,)))
+            place = (*own, *place_in(folder, table.paths.get(key) or (key,)))
             if item is not None:
                 _put(tree, place, _tensor(table, files, key, item))
             else:

@@ -32,7 +32,7 @@ from ...files.dcpfile import (
 )
 from ...files.dcpitems import ItemFiles, require_same
 from ...files.dcpnames import METADATA
-from ...files.torchfile import Tensor, TorchFile
+from ...files.torchfile import Tensor, TorchFile, class_of
 from ...training.trainers import beside, inside
 from ..reading import USUAL, Reading
 from ..statedict.finding import is_extra
@@ -55,7 +55,7 @@ from ..statedict.tree import (
 )
 from ..statedict.weights import weights_of
 from . import hf
-from .files import MODEL, adapter_of, has_items, is_pair, locate, own_files, whole_of
+from .files import MODEL, adapter_of, has_items, is_pair, locate, own_files, place_in, whole_of
 
 MAX_LIST = 1_000_000  # elements of all lists
 FIELDS = {"planner_data", "storage_meta", "version", "zckpt"}  # that describe no item
@@ -81,6 +81,8 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
                 _FolderReader(folder, saved).read()
             else:
                 saved.tree[own_key(folder)] = _weights(folder, saved)
+        models = [key for key in saved.tree if str(key).partition("_")[0] == "model"]
+        saved.models = models if saved.folders and len(models) > 1 else []
         if shards:
             saved.storage = RANKS
             saved.tree |= hf.state_dicts(hf.read(shards, saved))
@@ -146,7 +148,8 @@ class _FolderReader:
         front = self._front()
         in_order = [key for key in paths if key in table.items]
         for key in [*in_order, *(key for key in table.items if key not in paths)]:
-            value, path = self._value(key, table.items[key]), (*front, *(paths.get(key) or (key,)))
+            value = self._value(key, table.items[key])
+            path = (*front, *place_in(table.folder, paths.get(key) or (key,)))
             if leads_to_step(path):
                 saved.steps += self._stated(key, path, value)
             if is_pair(saved.folders) and (known := _at(saved.tree, path)) is not None:
@@ -236,8 +239,8 @@ class _FolderReader:
         file = self.files.torch_file(location)
         return leaves(file, file.value)
 
-    def _tensor(self, key: str, item: TensorItem, names: Iterator[str]) -> Leaf:
-        """One leaf of all boxes of a tensor."""
+    def _tensor(self, key: str, item: TensorItem, names: Iterator[str]) -> Any:
+        """One leaf of all boxes of a tensor, or the record of a tensor with a class of its own."""
         dtype, shape = item.dtype, item.shape
         pieces: list[TensorPiece] = []
         parts: list[tuple[tuple[int, ...], Tensor, TorchFile]] = []
@@ -255,6 +258,9 @@ class _FolderReader:
                 continue
             file = self.files.torch_file(location)
             tensor = file.value
+            if class_of(tensor) and len(item.boxes) == 1:  # an object with tensors inside
+                self.saved.records += file.records.values()
+                return leaves(file, tensor, names)
             described = (tensor.dtype, tensor.shape) if isinstance(tensor, Tensor) else None
             require_same(location, key, described, (dtype, box.sizes))
             self.saved.records += file.records.values()

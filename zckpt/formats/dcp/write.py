@@ -168,8 +168,7 @@ class DcpWriter:
             )
         if keys.adapter or (of_trainer and any(map(peft.is_adapters, self.source.parameters))):
             dicts.save_adapter_alone()  # as the Trainer does with PEFT and FSDP
-        if not before or is_pair(before):  # Accelerate's own keys
-            dicts.model, dicts.optimizer = ("model",), ("optimizer",)
+        dicts.model, dicts.optimizer = ("model",), ("optimizer",)  # Accelerate's own keys
         names = {dicts.model: "pytorch_model_fsdp_0", dicts.optimizer: "optimizer_0"}
         parts: dict[str, list[PathValue]] = {}
         lost: dict[Any, None] = {}
@@ -189,8 +188,11 @@ class DcpWriter:
         folder is a state dict itself, or has weights alone. Without an optimizer, the target is
         what the model's folder would be.
         """
-        dicts, optimizers = self.dicts, [name for name in folders if name != MODEL]
-        roots = {dicts.model: MODEL} | ({dicts.optimizer: optimizers[0]} if optimizers else {})
+        dicts = self.dicts
+        others = sorted(
+            folders, key=lambda name: (name == MODEL, (own_key(name),) != dicts.optimizer)
+        )
+        roots = {dicts.model: MODEL, dicts.optimizer: others[0]}
         full = {name for root, name in roots.items() if root == (own_key(name),)}
         full |= {MODEL} if self.storage else set()
         parts: dict[str, list[PathValue]] = {}

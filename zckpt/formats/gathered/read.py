@@ -105,7 +105,7 @@ class _TreeReader:
         self.param_names = reading.param_names
         self.parsed = Parsed()
         source = {"format": "gathered", "version": None, "dp": files.world, "tag": None}
-        self.saved = SavedTree(path, source, {})
+        self.saved = SavedTree(path, source, {}, models=files.models)
         self.names: Mapping[str, list[str]] = {}
         self.has_local_states = False
         self.opened = {path: TorchFile(path, self.parsed) for path in files.of_torch}
@@ -211,6 +211,7 @@ class _TreeReader:
     def _merge(self, files: dict[int, TorchFile], place: Path = ()) -> ranked.MergedRanks:
         merged = ranked.merge(files, self.step_policy, place)
         self.saved.left_out += merged.left_out
+        self.saved.of_ranks |= merged.of_ranks
         return merged
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 from ...core.facts import Engine, StateDictEngine
 from .tree import Path
@@ -21,6 +22,11 @@ def own_key(folder: str) -> str:
 def in_folder(path: Path) -> Path:
     """The keys that a program has for a value in a folder, without the folder's own."""
     return path[1:] if path and str(path[0]).endswith("/") else path
+
+
+def is_optimizers_key(key: Any) -> bool:
+    """Whether a key of a dictionary with an optimizer's state dict is one of this state dict."""
+    return isinstance(key, str) and key.partition(".")[0] in ("state", "param_groups")
 
 
 def keys_of(engine: Engine | None) -> StateDictEngine:
