@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Mapping
+from operator import itemgetter
 
 from ...core.annotations import Any
 from ...core.inert import Foreign, to_json
@@ -106,11 +107,15 @@ def layout(ranks: EngineStates) -> dict[str, dict[str, Any]]:
 
 
 def _crc_of_slices(groups: Any) -> int:
-    """CRC-32 of the places of all parameters in a rank's partitions, of which there are many."""
+    """CRC-32 of the places of all parameters in a rank's partitions, of which there are many.
+
+    Ranks may have groups of experts in other orders (see deepspeed/moe): a place counts without its
+    group's number.
+    """
     if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
         return zlib.crc32(repr(comparable(groups)).encode())
     places = [(str(name), _numbers(address)) for group in groups for name, address in group.items()]
-    return zlib.crc32(repr(places).encode())
+    return zlib.crc32(repr(sorted(places, key=itemgetter(0))).encode())
 
 
 def _numbers(address: Any) -> Any:
