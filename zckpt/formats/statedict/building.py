@@ -17,14 +17,14 @@ from ...core.values import replace
 from ...errors import listed
 from ...training import steps, ties
 from ...training.optimizers import name_of_groups
-from ...training.trainers import json_of
+from ...training.trainers import config_of
 from ..reading import Reading
 from .finding import OptimizerState, is_buffer, is_extra, merged, value_at, without
 from .roots import Root
 from .tree import Leaf, Path, SavedTree, StepStatement, dotted
 from .twins import second_names
 
-SCHEDULERS = ("lr_scheduler", "scheduler")
+SCHEDULERS = ("lr_scheduler", "scheduler", "sched")
 
 
 class ManifestBuilder:
@@ -63,7 +63,7 @@ class ManifestBuilder:
         self._add_trained()
         self._add_others(trained)
         self._add_aliases()
-        groups = self._groups() if optimizer else None
+        groups = self._groups() if optimizer and saved.keeps_groups else None
         state, engine = self._state()
         return Manifest(
             root=saved.root,
@@ -102,7 +102,7 @@ class ManifestBuilder:
         """Owners by alias: as zckpt stated them or as content shows, and as a config ties names."""
         stated = self.saved.stated
         aliases = self._same_content(trained) if stated is None else dict(stated["aliases"])
-        config = json_of(self.saved.siblings, ties.CONFIG)
+        config = config_of(self.saved.siblings, ties.CONFIG)
         return aliases | ties.stated(config, [*self.model, *aliases])
 
     def _same_content(self, trained: Sequence[str]) -> dict[str, str]:
@@ -128,9 +128,10 @@ class ManifestBuilder:
         stepped = self._steps()
         scalars = self._scalar_keys()
         for group, members in enumerate(self.optimizer.members if self.optimizer else ()):
+            own = group if self.saved.keeps_groups else None
             for name in members:
                 shape = self.model[name].shape
-                self._add_weight(name, Parameter(shape, group=group, step=stepped.get(name)))
+                self._add_weight(name, Parameter(shape, group=own, step=stepped.get(name)))
                 self._add_states(name, scalars)
 
     def _add_others(self, trained: Sequence[str]) -> None:
@@ -303,6 +304,8 @@ class ManifestBuilder:
             None if folders is None else tuple(folders),
             self.saved.stated is None,
             self.saved.adapter,
+            storage=None if self._are_several() else self.saved.storage,
+            bare=self.saved.bare,
         )
         state: dict[str, Any] = {
             "module": list(dict.fromkeys((*self.model, *self.aliases, *extra))),
