@@ -306,6 +306,25 @@ def test_values_of_harmless_standard_classes_arrive(to: str, tmp_path: Path) -> 
     assert [*map(type, loaded.values())] == [*map(type, VALUES.values())]
 
 
+def test_verify_names_what_is_left_out_of_the_program_s_own_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = zckpt.read(EXAMPLE)
+    own = {"epoch": 3, "loader": {"seed": 1, "flavour": FLAVOUR}, "all": [{"flavour": FLAVOUR}]}
+    changed = replace(source, state={**source.state, "client_state": own})
+    with monkeypatch.context() as patch:
+        patch.setattr("zckpt.writing.read", lambda *_: changed)
+        for to in ("gathered", "universal"):
+            zckpt.convert(EXAMPLE, tmp_path / to, to=to)
+    report = zckpt.verify(tmp_path / "gathered", against=tmp_path / "universal")
+    assert report["equal"]
+    (note,) = [line for line in report["notes"] if "own state" in line]
+    assert note == (
+        f"{tmp_path / 'gathered'} lacks client_state.loader.flavour, client_state.all.0.flavour of "
+        f"the program's own state, which {tmp_path / 'universal'} has"
+    )
+
+
 def own_items(target: Path) -> dict[str, Any]:
     keys = FileSystemReader(target).read_metadata().state_dict_metadata
     state = {"own": {name: None for name in VALUES if f"own.{name}" in keys}}

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import permutations
 from typing import Any
 
 from ..core.experts import layers_of
 from ..core.facts import FlatBufferEngine, GraphEngine, StateDictEngine, StepPlace, with_facts
-from ..core.inert import Scalar, plain_group, to_json
+from ..core.inert import PLAIN, Foreign, Scalar, inside, plain_group, to_json, types_in
 from ..core.manifest import Manifest, Parameter
+from ..errors import listed
 
 Report = dict[str, Any]
 
@@ -236,6 +238,38 @@ def _states(a: Any, b: Any, path: str) -> Iterator[Report]:
             yield from _states(one, other, f"{path}.{place}")
     elif not alike(a, b):
         yield {"key": path, "a": a, "b": b}
+
+
+def own_state(a: Manifest, b: Manifest) -> list[str]:
+    """Notes on values of the program's own state that only one of two whole checkpoints has."""
+    if a.groups is None or b.groups is None:
+        return []
+    states = [side.state.get("client_state") or {} for side in (a, b)]
+    notes = []
+    for (owner, ours), (other, theirs) in permutations(zip((a, b), states, strict=True)):
+        if names := list(_only(ours, theirs, "client_state")):
+            notes.append(
+                f"{other.root} lacks {listed(names, 4)} of the program's own state, which "
+                f"{owner.root} has"
+            )
+    return notes
+
+
+def _only(ours: Any, theirs: Any, path: str) -> Iterator[str]:
+    """The paths of what `theirs` lacks; an object's attributes are in its state."""
+    if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
+        for key, value in ours.items():
+            if key not in theirs:
+                yield inside(path, key)
+            elif type(value) not in PLAIN:
+                yield from _only(value, theirs[key], inside(path, key))
+    elif isinstance(ours, Foreign) and isinstance(theirs, Foreign):
+        yield from _only(ours.state, theirs.state, path)
+    elif isinstance(ours, (list, tuple)) and isinstance(theirs, (list, tuple)):
+        if types_in(ours) <= PLAIN or len(ours) != len(theirs):
+            return
+        for place, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+            yield from _only(one, other, inside(path, place))
 
 
 def alike(a: Any, b: Any) -> bool:

@@ -86,6 +86,7 @@ def verify_against(
     report |= inferences(matches, a, b)
     report |= roundings(report, outcome.results, a, b)
     if pattern is None:
+        report["notes"] += values.own_state(a, b)
         return with_values(report, a, b, only_a, only_b)
     return {**report, "equal": nothing_found(report)}
 
