@@ -59,6 +59,12 @@ def is_distributed(value: Any) -> bool:
     return isinstance(value, Foreign) and value.name == REBUILD
 
 
+def is_sharded_tensor(value: Foreign) -> bool:
+    """Whether the record is that of FSDP1's class, not of FSDP2's."""
+    cls = value.arguments[1] if len(value.arguments) > 1 else None
+    return isinstance(cls, Global) and cls.name.endswith(".ShardedTensor")
+
+
 def distributed_in(value: Any) -> Iterator[Foreign]:
     """The ShardedTensors and DTensors in a tree."""
     if is_distributed(value):

@@ -47,6 +47,7 @@ from .distributed import (
     MeshCache,
     distributed_in,
     is_distributed,
+    is_sharded_tensor,
     read_distributed,
     world_of,
     writer_of,
@@ -155,6 +156,21 @@ def refuse_flat(file: TorchFile) -> None:
                     "program knows their names and shapes; torch itself cannot load them again",
                     hint="save with StateDictType.SHARDED_STATE_DICT or FULL_STATE_DICT",
                 )
+
+
+def flat_states(model: Iterable[TorchFile], optimizer: Sequence[TorchFile]) -> str | None:
+    """Where FSDP1's flat parameters have the states, if ranks saved `optimizer.state_dict()` so.
+
+    FSDP1 cuts the model's own weights into ShardedTensors, and the state dict that FSDP itself
+    gives of its optimizer too. The optimizer's own knows numbers of flat parameters, or of their
+    parts.
+    """
+    sharded = (is_sharded_tensor(each) for file in model for each in distributed_in(file.value))
+    if not any(sharded):
+        return None
+    if any(next(distributed_in(file.value), None) is not None for file in optimizer):
+        return None
+    return optimizer[0].path if optimizer else None
 
 
 def _values(value: Any) -> Iterable[Any]:

@@ -10,7 +10,16 @@ from ...core import sources
 from ...core.manifest import Manifest
 from ...core.saved_names import nameless, refuse_others, saved_names
 from ...core.values import replace
-from ...errors import MALFORMED, IncompleteCheckpoint, NotACheckpoint, listed, not_understood
+from ...errors import (
+    MALFORMED,
+    IncompleteCheckpoint,
+    MissingData,
+    NotACheckpoint,
+    UnsupportedCheckpoint,
+    WrongOption,
+    listed,
+    not_understood,
+)
 from ...files.torchfile import Parsed, TorchFile
 from ...training.trainers import beside
 from ..reading import USUAL, Reading
@@ -40,7 +49,11 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
         if files:
             reader.saved.source["slices"] = len(files)
             reader.saved.warnings.append(f"{said_of(files)}; shown is {os.path.basename(first)}")
-        result = manifest(reader.saved, reading)
+        try:
+            result = manifest(reader.saved, reading)
+        except (MissingData, WrongOption):
+            reader.refuse_flat_states()
+            raise
         if reader.has_local_states:
             _refuse_lost(result, reading.param_names)
         if reader.saved.orders is not None:
@@ -207,6 +220,22 @@ class _TreeReader:
         merged = self._merge(files, () if key is None else (key,))
         self.saved.steps += merged.steps
         return merged.tree
+
+    def refuse_flat_states(self) -> None:
+        """Raises UnsupportedCheckpoint if the optimizer's states are of FSDP1's flat parameters."""
+        model, optimizer = (
+            [self.opened[path] for _, path in sorted(self.files.ranks.get(kind, {}).items())]
+            for kind in ("model", "optim")
+        )
+        path = ranked.flat_states(model, optimizer)
+        if path is not None:
+            raise UnsupportedCheckpoint(
+                f"{path} has an optimizer of FSDP1's flat parameters, cut over the ranks. No file "
+                "says which weights are in a flat parameter, and where",
+                hint=f"take the weights alone: `zckpt convert {self.path} DST --weights-only`. To "
+                "keep the optimizer, save FSDP.optim_state_dict(model, optimizer), or train with "
+                "FSDP2 (in verl: actor.strategy=fsdp2)",
+            )
 
     def _merge(self, files: dict[int, TorchFile], place: Path = ()) -> ranked.MergedRanks:
         merged = ranked.merge(files, self.step_policy, place)
