@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import zckpt
 from zckpt.errors import UnsupportedCheckpoint
@@ -59,6 +62,72 @@ def test_the_weights_beside_flat_parameters_are_converted(tmp_path: Path) -> Non
     assert all(torch.equal(converted[name], weight) for name, weight in weights.items())
 
 
+def rows_folder(folder: Path, make: torch_ranks.Make) -> torch.nn.Module:
+    """An actor's folder of FSDP2; the whole module."""
+    module = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.BatchNorm1d(5))
+    optimizer = torch.optim.AdamW(module.parameters(), foreach=False)
+    module(torch.randn(3, 4)).sum().backward()
+    optimizer.step()
+    cut = {name for name, _ in module.named_parameters()}
+    folder.mkdir(parents=True)
+    (folder / "fsdp_config.json").write_text('{"FSDP_version": 2, "world_size": 2}')
+    for rank in range(WORLD):
+        with torch_ranks.as_rank(rank, WORLD):
+            rest = f"world_size_{WORLD}_rank_{rank}.pt"
+            state = {n: make(rank, t) if n in cut else t for n, t in module.state_dict().items()}
+            torch.save(state, folder / f"model_{rest}")
+            optim = optimizer.state_dict()
+            optim["state"] = {
+                number: {key: make(rank, t) if t.ndim else t for key, t in values.items()}
+                for number, values in optim["state"].items()
+            }
+            torch.save(optim, folder / f"optim_{rest}")
+            extra = {"lr_scheduler": {"last_epoch": 1}, "rng": {"cpu": torch.get_rng_state()}}
+            torch.save(extra, folder / f"extra_state_{rest}")
+    return module
+
+
+def test_files_of_ranks_are_written_for_other_ranks(tmp_path: Path) -> None:
+    """More ranks than rows, too; torch itself loads the files, with the mesh of each rank."""
+    module = rows_folder(tmp_path / "actor", torch_ranks.dtensors([WORLD], [0]))
+    expected = dict(module.named_parameters())
+    for ranks in (1, 3, 7):
+        target = tmp_path / f"actor{ranks}"
+        report = zckpt.reshard(tmp_path / "actor", target, dp=ranks)
+        assert "extra_state.rng: random states of the source's ranks" in report["left_out"]
+        assert json.loads((target / "fsdp_config.json").read_text())["world_size"] == ranks
+        assert zckpt.verify(target, against=tmp_path / "actor")["equal"]
+        for rank in range(ranks):
+            rest = f"world_size_{ranks}_rank_{rank}.pt"
+            with torch_ranks.as_rank(rank, ranks):
+                state = torch.load(target / f"model_{rest}", weights_only=False)
+                mesh = init_device_mesh("cpu", (ranks,))
+                for name, whole in expected.items():
+                    local = distribute_tensor(whole.detach(), mesh, [Shard(0)], src_data_rank=None)
+                    assert state[name].device_mesh == mesh
+                    assert state[name]._spec == local._spec
+                    assert torch.equal(state[name].to_local(), local.to_local())
+                assert type(state["1.running_mean"]) is torch.Tensor
+            extra = torch.load(target / f"extra_state_{rest}")
+            assert extra == {"lr_scheduler": {"last_epoch": 1}}
+    zckpt.reshard(tmp_path / "actor7", tmp_path / "again", dp=WORLD)
+    assert zckpt.verify(tmp_path / "again", against=tmp_path / "actor")["equal"]
+
+
+@pytest.mark.parametrize(
+    "make", [torch_ranks.dtensors([1, 2], [None, 0]), torch_ranks.dtensors([WORLD], [1])]
+)
+def test_other_cuts_are_not_written_for_other_ranks(
+    make: torch_ranks.Make, tmp_path: Path, zckpt: Zckpt
+) -> None:
+    rows_folder(tmp_path / "actor", lambda rank, whole: make(rank, whole.view(len(whole), -1)))
+    refused = zckpt("reshard", tmp_path / "actor", tmp_path / "out", "--dp", "3")
+    assert refused.code == 2
+    assert "--dp does not apply" in refused.err
+    assert "leave it out" in refused.err
+    assert zckpt("reshard", tmp_path / "actor", tmp_path / "out").code == 0
+
+
 @pytest.mark.engines
 def test_flat_parameters_of_verl(tmp_path: Path) -> None:
     verl.run(1, WORLD, tmp_path)
@@ -66,3 +135,15 @@ def test_flat_parameters_of_verl(tmp_path: Path) -> None:
         zckpt.read(tmp_path / "actor")
     report = zckpt.convert(tmp_path / "actor", tmp_path / "out", to="gathered", weights_only=True)
     assert report["tensors"] == 21
+
+
+@pytest.mark.engines
+def test_verl_goes_on_at_other_numbers_of_ranks(tmp_path: Path) -> None:
+    losses = verl.run(2, WORLD, tmp_path / "trained")
+    source = tmp_path / "trained" / "actor"
+    for ranks in (1, 2, 3):
+        target = tmp_path / f"actor{ranks}"
+        zckpt.reshard(source, target, dp=ranks)
+        assert zckpt.verify(target, against=source)["equal"]
+        resumed = verl.run(2, ranks, tmp_path / f"on{ranks}", target)
+        assert resumed == pytest.approx(losses[verl.SAVED_AT :], abs=1e-5)

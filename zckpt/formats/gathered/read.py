@@ -32,6 +32,9 @@ from . import distributed, local, ranked
 from .files import StateDictFiles, locate, place_of, slices
 from .items import METADATA, refusal, said_of
 
+MESH = "mesh"
+"""In `Manifest.source`: the mesh of ranks' files that can be written for other ranks."""
+
 
 def read(path: str, reading: Reading = USUAL) -> Manifest:
     """The manifest of files of torch.save; a tag is the name of one of a folder's files.
@@ -54,6 +57,8 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
         except (MissingData, WrongOption):
             reader.refuse_flat_states()
             raise
+        if (mesh := reader.rows_mesh(result)) is not None:
+            result = replace(result, source={**result.source, MESH: mesh})
         if reader.has_local_states:
             _refuse_lost(result, reading.param_names)
         if reader.saved.orders is not None:
@@ -220,6 +225,20 @@ class _TreeReader:
         merged = self._merge(files, () if key is None else (key,))
         self.saved.steps += merged.steps
         return merged.tree
+
+    def rows_mesh(self, manifest: Manifest) -> list[str | None] | None:
+        """The mesh on which FSDP2 has cut each parameter into rows; see `distributed.rows_mesh`."""
+        model = self.files.ranks.get("model")
+        if model is None or self.files.world is None or self.files.whole:
+            return None
+        values = {key: self.opened[paths[0]].value for key, paths in self.files.ranks.items()}
+        cut = {name for name, each in values["model"].items() if distributed.is_distributed(each)}
+        if cut != {n for name, p in manifest.parameters.items() for n in (name, *p.aliases)}:
+            return None
+        tensors = distributed.distributed_in([*values.values()])
+        meshes = {distributed.rows_mesh(tensor) for tensor in tensors}
+        mesh = meshes.pop() if len(meshes) == 1 else None
+        return None if mesh is None else list(mesh)
 
     def refuse_flat_states(self) -> None:
         """Raises UnsupportedCheckpoint if the optimizer's states are of FSDP1's flat parameters."""
