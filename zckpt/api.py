@@ -21,6 +21,7 @@ from .core.pooling import SINGLE, Pool
 from .core.resources import DEFAULT_COPYING, Begin, Means, Tell
 from .core.resources import READING_JOBS as READING_JOBS
 from .core.resources import Copying as Copying
+from .core.states import Selection
 from .formats.hf import options as hf
 from .formats.options import Keywords, options_of
 from .formats.reading import Reading
@@ -48,6 +49,7 @@ def read(
     *,
     format: str | None = None,
     tag: str | None = None,
+    root: str | None = None,
     step_policy: str | None = None,
     param_names: Sequence[str] | None = None,
     weights_only: bool = False,
@@ -55,14 +57,13 @@ def read(
 ) -> Manifest:
     """The manifest of the checkpoint at `path`, recognized by content. Reads no tensor.
 
-    `param_names` are for an optimizer that knows its parameters by number alone; with
-    `weights_only` such an optimizer needs no names and may be left unread. `tp_rules` (a family or
-    a file) says how tensor-parallel ranks cut parameters, if the checkpoint does not. Raises the
-    ZckptError that fits: NotACheckpoint, IncompleteCheckpoint, ...
+    `root` chooses one of several models ("generator", "generator=optimizer_g"). `param_names` are
+    for an optimizer that knows its parameters by number alone; with `weights_only` it needs no
+    names and may be left unread. `tp_rules` (a family or a file) says how tensor-parallel ranks cut
+    parameters, if the checkpoint does not. Raises the ZckptError that fits.
     """
-    rules = _text(tp_rules)
-    reading = Reading(format, tag, step_policy, param_names, weights_only, tp_rules=rules)
-    return read_manifest(path, reading)
+    given = (format, tag, step_policy, param_names, weights_only)
+    return read_manifest(path, Reading(*given, root=root, tp_rules=_text(tp_rules)))
 
 
 def inspect(manifest: Manifest) -> Report:
@@ -76,6 +77,7 @@ def load(
     *,
     format: str | None = None,
     tag: str | None = None,
+    root: str | None = None,
     step_policy: str | None = None,
     param_names: Sequence[str] | None = None,
     tp_rules: Path | None = None,
@@ -90,7 +92,7 @@ def load(
     """
     from .core import loading  # `read` does not need it
 
-    reading = Reading(format, tag, step_policy, param_names, tp_rules=_text(tp_rules))
+    reading = Reading(format, tag, step_policy, param_names, root=root, tp_rules=_text(tp_rules))
     manifest = read_manifest(path, reading)
     entry = loading.entry_of(manifest, name)
     with sources.unchanged(manifest):
@@ -111,6 +113,7 @@ def convert(
     to: str = "universal",
     format: str | None = None,
     tag: str | None = None,
+    root: str | None = None,
     step_policy: str | None = None,
     tp_rules: Path | None = None,
     replicas: str | None = None,
@@ -153,6 +156,7 @@ def convert(
         format,
         tag,
         step_policy,
+        root=root,
         tp_rules=_text(tp_rules),
         replicas=replicas,
         masters_from_weights=masters_from_weights,
@@ -168,6 +172,7 @@ def reshard(
     *,
     format: str | None = None,
     tag: str | None = None,
+    root: str | None = None,
     step_policy: str | None = None,
     tp_rules: Path | None = None,
     replicas: str | None = None,
@@ -197,6 +202,7 @@ def reshard(
         format,
         tag,
         step_policy,
+        root=root,
         tp_rules=_text(tp_rules),
         replicas=replicas,
         masters_from_weights=masters_from_weights,
@@ -226,6 +232,7 @@ def export(
     max_shard_size: int | None = None,
     format: str | None = None,
     tag: str | None = None,
+    root: str | None = None,
     step_policy: str | None = None,
     tp_rules: Path | None = None,
     replicas: str | None = None,
@@ -256,10 +263,11 @@ def export(
     own |= {"model_config": _text(config)}
     own |= {"tie": tuple(tie), "rename": tuple(rename), "family": family}
     own |= {"accept_weights": accept_weights}
-    if wrong := sorted(options.keys() & {*own, "param_names"}):
+    if wrong := sorted(options.keys() & {*own, "param_names", "drop_state"}):
         raise TypeError(f"export() takes no option {wrong[0]!r}")
     target_options = options_of({**own, **options})
-    reading = Reading(format, tag, step_policy, tp_rules=_text(tp_rules), replicas=replicas)
+    rules = _text(tp_rules)
+    reading = Reading(format, tag, step_policy, root=root, tp_rules=rules, replicas=replicas)
     running = Running(copying, dry_run, begin, tell, resume, before_rename, sharing)
     manifest = read_for(target, source, reading, target_options, running)
     return write("export", manifest, os.fspath(target), "hf", reading, target_options, running)
@@ -275,8 +283,11 @@ def verify(
     gather: bool = False,
     device: str | None = None,
     tensors: str | None = None,
+    weights_only: bool = False,
+    drop_state: Sequence[str] = (),
     format: str | None = None,
     tag: str | None = None,
+    root: str | None = None,
     step_policy: str | None = None,
     tp_rules: Path | None = None,
     param_names: Sequence[str] | None = None,
@@ -291,24 +302,20 @@ def verify(
 
     `gather` rebuilds it as its engine would, by all-gathering the ranks' partitions (needs torch),
     on `device` (cuda, cpu; by default a GPU if there is one). Under torchrun every process gathers,
-    and all but rank 0 get a report without findings. `tensors` is a glob that selects. `rename` are
+    and all but rank 0 get a report without findings. `tensors` is a glob that selects;
+    `weights_only` compares weights alone, and `drop_state` are states of the optimizer that are not
+    compared. A state that only one side has is a difference otherwise. `rename` are
     pairs of a regular expression and its replacement, for the names of `path`; `family` gives it
     the other program's names and packings. The report has what was found; a ZckptError is raised
     only if nothing could be looked at.
     """
     from .proving import prove
 
-    reading = Reading(
-        format,
-        tag,
-        step_policy,
-        param_names,
-        rename=rename,
-        family=family,
-        tp_rules=_text(tp_rules),
-    )
+    given = (format, tag, step_policy, param_names, weights_only)
+    reading = Reading(*given, rename=rename, family=family, root=root, tp_rules=_text(tp_rules))
     means = Means(device, jobs, memory, pool)
-    return prove(path, against, gather, reading, tensors, means, begin)
+    selection = Selection(tensors, weights_only, tuple(drop_state))
+    return prove(path, against, gather, reading, selection, means, begin)
 
 
 def diff(
@@ -316,8 +323,11 @@ def diff(
     b: Path,
     *,
     tensors: str | None = None,
+    weights_only: bool = False,
+    drop_state: Sequence[str] = (),
     format: str | None = None,
     tag: str | None = None,
+    root: str | None = None,
     step_policy: str | None = None,
     tp_rules: Path | None = None,
     param_names: Sequence[str] | None = None,
@@ -331,6 +341,7 @@ def diff(
     """Differences between two checkpoints of any two formats: tensors, steps, groups, states.
 
     `tensors` is a glob: only the tensors that match are compared, and equal ones are listed too.
+    `weights_only` and `drop_state` are those of `verify`.
     `format`, `tag`, `step_policy`, `rename` and `family` are for `a`; `param_names` and the step
     policy `keep` are for both.
     """
@@ -338,20 +349,15 @@ def diff(
 
     started = time.monotonic()
     copying = Copying(jobs, memory, pool=pool)
-    reading = Reading(
-        format,
-        tag,
-        step_policy,
-        param_names,
-        rename=rename,
-        family=family,
-        tp_rules=_text(tp_rules),
-    )
-    first = read_manifest(a, reading)
+    given = (format, tag, step_policy, param_names, weights_only)
+    reading = Reading(*given, rename=rename, family=family, root=root, tp_rules=_text(tp_rules))
+    selection = Selection(tensors, weights_only, tuple(drop_state))
+    first = read_manifest(a, reading, alone=False)
     second = read_other(b, first, reading)
     with sources.unchanged(first, second):
-        findings = proof.diff(first, second, tensors, copying, begin)
+        findings = proof.diff(first, second, selection, copying, begin)
     report: Report = {"zckpt": 1, "command": "diff", "a": os.fspath(a), "b": os.fspath(b)}
+    report["selection"] = selection.flags
     return report | findings | {"seconds": round(time.monotonic() - started, 3)}
 
 
@@ -361,6 +367,7 @@ def stats(
     tensors: str | None = None,
     format: str | None = None,
     tag: str | None = None,
+    root: str | None = None,
     step_policy: str | None = None,
     tp_rules: Path | None = None,
     param_names: Sequence[str] | None = None,
@@ -378,7 +385,7 @@ def stats(
 
     started = time.monotonic()
     copying = Copying(jobs, memory, pool=pool)
-    reading = Reading(format, tag, step_policy, param_names, tp_rules=_text(tp_rules))
+    reading = Reading(format, tag, step_policy, param_names, root=root, tp_rules=_text(tp_rules))
     manifest = read_manifest(path, reading)
     report: Report = {"zckpt": 1, "command": "stats", "path": os.fspath(path)}
     report["format"] = manifest.format

@@ -39,6 +39,11 @@ def listed(items: Sequence[object], most: int = 8) -> str:
     return ", ".join(str(item).replace("\n", "\\n") for item in items[:most]) + more
 
 
+def joined(names: Sequence[str]) -> str:
+    """Names as a sentence has them: `a, b and c`."""
+    return " and ".join([", ".join(names[:-1]), names[-1]] if names[1:] else names)
+
+
 def counted(count: int, noun: str, plural: str | None = None) -> str:
     """A number and its noun: 1 tensor, 2,400 tensors."""
     return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
@@ -160,6 +165,10 @@ class MissingData(ZckptError):
     """The target needs data that the source does not hold."""
 
     usual_hint = "`zckpt inspect` shows what the source has"
+
+
+class UnsupportedState(ZckptError):
+    """The target cannot have a state of the source's optimizer."""
 
 
 class TargetExists(ZckptError):

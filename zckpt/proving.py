@@ -9,6 +9,7 @@ from typing import Any
 from . import formats
 from .core import duplicates, sources
 from .core.resources import Begin, Copying, Means
+from .core.states import Selection
 from .errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,
@@ -29,13 +30,15 @@ def prove(
     against: Path | None,
     gather: bool,
     reading: Reading,
-    tensors: str | None,
+    selection: Selection,
     means: Means,
     begin: Begin | None,
 ) -> Report:
     """The report of `verify`; see `zckpt.verify`."""
     if gather and reading.rename:
         raise WrongOption("--rename does not work with --gather", hint="leave one of them out")
+    if gather and reading.root is not None:
+        raise WrongOption("--root does not work with --gather", hint="leave one of them out")
     if reading.family is not None and (gather or against is None):
         raise WrongOption(
             "--family is only for a comparison: it gives the names of Megatron-Core to a "
@@ -46,6 +49,11 @@ def prove(
         raise WrongOption("--gather needs a checkpoint to compare with", hint="add --against PATH")
     if means.device is not None and not gather:
         raise WrongOption("--device is only for --gather", hint="add --gather --against PATH")
+    if against is None and (selection.weights_only or selection.drop_state):
+        flag = "--weights-only" if selection.weights_only else "--drop-state"
+        raise WrongOption(
+            f"{flag} says what a comparison leaves out", hint="add --against PATH, or leave it out"
+        )
     started = time.monotonic()
     report: Report = {
         "zckpt": 1,
@@ -58,16 +66,17 @@ def prove(
         "bytes": 0,
         "device": "cpu",
         "gathered": gather,
+        "selection": selection.flags,
         "world": 1,
         "rank": own_rank(),
     }
     try:
         if gather:
             assert against is not None
-            findings = _gather(path, against, reading, tensors, means, begin)
+            findings = _gather(path, against, reading, selection, means, begin)
         else:
             copying = Copying(means.jobs, means.memory, pool=means.pool)
-            findings = _verify(path, against, reading, tensors, copying, begin)
+            findings = _verify(path, against, reading, selection, copying, begin)
     except CONTRADICTIONS as error:
         if report["rank"]:  # rank 0 reports its own, which may differ
             raise
@@ -88,7 +97,7 @@ def _verify(
     path: Path,
     against: Path | None,
     reading: Reading,
-    pattern: str | None,
+    selection: Selection,
     copying: Copying,
     begin: Begin | None,
 ) -> Report:
@@ -96,34 +105,35 @@ def _verify(
     from .proof import saved
     from .proof.verify import verify_against, verify_alone
 
-    manifest = read(path, reading)
+    is_alone = against is None or saved.is_proof(os.fspath(against))
+    manifest = read(path, reading, is_alone)
     about = saved.about(manifest)
     with sources.unchanged(manifest):
         if against is None:
             about["warnings"] += duplicates.check_duplicates(manifest)
             formats.named(manifest.format).check_slices(manifest)
-            return about | verify_alone(manifest, pattern, copying, begin)
+            return about | verify_alone(manifest, selection.tensors, copying, begin)
         against = os.fspath(against)
         if saved.is_proof(against):
-            return about | saved.verify_proof(manifest, against, pattern, copying, begin)
+            return about | saved.verify_proof(manifest, against, selection, copying, begin)
         other = read_other(against, manifest, reading)
         with sources.unchanged(other):
             about["warnings"] += oddly_timed(other)
-            return about | verify_against(manifest, other, pattern, copying, begin)
+            return about | verify_against(manifest, other, selection, copying, begin)
 
 
 def _gather(
     path: Path,
     against: Path,
     reading: Reading,
-    pattern: str | None,
+    selection: Selection,
     means: Means,
     begin: Begin | None,
 ) -> Report:
     """The findings of a verification that all-gathers the parts that the engine's rule gives."""
     from .proof import saved
 
-    manifest = read(path, reading)
+    manifest = read(path, reading, alone=False)
     if saved.is_proof(os.fspath(against)):
         raise WrongOption("--gather cannot compare with a proof", hint="leave out --gather")
     other = read_other(against, manifest, reading)
@@ -136,4 +146,4 @@ def _gather(
     with sources.unchanged(manifest, other):
         parts = formats.named(manifest.format).partitions(manifest.root, rules)
         about["warnings"] += oddly_timed(other)
-        return about | verify_gathered(manifest, parts, other, pattern, means, begin)
+        return about | verify_gathered(manifest, parts, other, selection, means, begin)

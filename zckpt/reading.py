@@ -12,18 +12,18 @@ from .core.manifest import Manifest
 from .core.neighbors import lacking
 from .core.times import odd_times
 from .core.values import replace
-from .errors import CorruptCheckpoint, listed
+from .errors import AmbiguousCheckpoint, CorruptCheckpoint, WrongOption, listed
 from .formats.format import Format
 from .formats.reading import Reading
 from .training import steps
 from .training.names import called_as, names_of, renamed
 
 
-def read(path: str | os.PathLike[str], reading: Reading) -> Manifest:
+def read(path: str | os.PathLike[str], reading: Reading, alone: bool = True) -> Manifest:
     """The manifest of the checkpoint at `path`, with its parameters renamed. Reads no tensor.
 
     Its warnings name parameters that lack states of the optimizer. Raises SourceChanged if a file
-    of the checkpoint changes meanwhile.
+    of the checkpoint changes meanwhile. If it is not `alone`, `--root` may be meant for the other.
     """
     steps.check_policy(reading.step_policy)
     path = os.fspath(path)
@@ -34,6 +34,8 @@ def read(path: str | os.PathLike[str], reading: Reading) -> Manifest:
         siblings = (item.path for item in manifest.siblings)
         fingerprints = watch.of((*manifest.files, *siblings))
     _check_names(manifest)
+    if alone:
+        _need_root(reading, manifest)
     if reading.masters_from_weights:
         manifest = format.rebuilt(replace(manifest, fingerprints=fingerprints))
     if reading.replicas == "mean":
@@ -96,6 +98,16 @@ def _unused(manifest: Manifest, reading: Reading, format: Format) -> list[str]:
     ]
 
 
+def _need_root(reading: Reading, *manifests: Manifest) -> None:
+    """Raises WrongOption if `--root` chose nothing."""
+    name = reading.root and reading.root.partition("=")[0]
+    if name and not any(manifest.source.get("root") == name for manifest in manifests):
+        raise WrongOption(
+            f"{' and '.join(m.root for m in manifests)}: one model, and it is not called {name}",
+            hint="leave out --root",
+        )
+
+
 def _check_names(manifest: Manifest) -> None:
     """Raises CorruptCheckpoint for names that no file can have: numbers, texts not in Unicode."""
     for name in (*manifest.entries, *manifest.parameters, *manifest.buffers):
@@ -112,18 +124,37 @@ def read_other(path: str | os.PathLike[str], first: Manifest, reading: Reading) 
     """The checkpoint at `path` under the names of `first`, to be compared with it.
 
     `--from` is of `first`, but that a numbered file is a whole model it says of both. Of the step
-    policies, `keep` is for both: it changes no step.
+    policies, `keep` is for both: it changes no step. `--root` is for each that has several models.
     """
     is_whole = reading.format == "gathered" and os.fspath(path).endswith(".safetensors")
     options = Reading(
         reading.format if is_whole else None,
         step_policy=steps.KEEP if reading.step_policy == steps.KEEP else None,
         param_names=reading.param_names,
+        weights_only=reading.weights_only,
+        root=reading.root,
         tp_rules=reading.tp_rules,
     )
-    other = read(path, options)
+    other = read(path, options, alone=False)
+    _need_root(reading, first, other)
     if first.siblings or other.siblings:
         from .training.saving import spelled_as
 
         other = spelled_as(other, first)
-    return called_as(other, names_of(first))
+    other = called_as(other, names_of(first))
+    if set(names_of(first)).isdisjoint(names_of(other)):
+        for manifest in (first, other):
+            refuse_several(manifest)
+    return other
+
+
+def refuse_several(manifest: Manifest, others: str = "") -> None:
+    """Raises AmbiguousCheckpoint for several models; `others` is another way out."""
+    if roots := manifest.roots:
+        name, own = next(iter(roots.items()))
+        what, choice = f"models: {listed([*roots])}", name
+        if len(roots) == 1:
+            what, choice = f"optimizers: {listed(own)}", f"{name}={own[0]}"
+        raise AmbiguousCheckpoint(
+            f"{manifest.root} has several {what}", hint=f"choose one with --root {choice}{others}"
+        )

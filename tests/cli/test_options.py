@@ -16,13 +16,22 @@ from zckpt.training.options import DP, WEIGHTS_ONLY, Option
 
 from ..conftest import ROOT, Result
 
-READING = ["--from", "--tag", "--tp-rules", "--param-names", "--step-policy", "--json", "--quiet"]
+READING = [
+    "--from",
+    "--tag",
+    "--root",
+    "--tp-rules",
+    "--param-names",
+    "--step-policy",
+    "--json",
+    "--quiet",
+]
 COPYING = ["--jobs", "--memory", "--io", "--resume", "--part", "--single", "--dry-run"]
 WRITING = [
     "--dp", "--stage", "--weights-only", "--dtype", "--optimizer", "--ds-config", "--dcp-layout",
     "--dialect", "--group-defaults", "--max-file-size", "--allow-object", "--ep",
     "--max-group-size", "--tp", "--vocab-size", "--pp", "--pp-bounds", "--pp-partition", "--like",
-    "--tie", "--rename", "--family", "--accept-weights",
+    "--tie", "--rename", "--family", "--accept-weights", "--drop-state",
 ]  # fmt: skip
 EXPORTING = [
     *("--dtype", "--config", "--max-shard-size"),
@@ -42,7 +51,13 @@ EXPORTING = [
             ],
         ),
         ("export", ["--to", *EXPORTING, "--replicas", *COPYING, *READING]),
-        ("diff", ["--tensors", "--rename", "--family", "--jobs", "--memory", "--single", *READING]),
+        (
+            "diff",
+            [
+                *("--tensors", "--weights-only", "--drop-state", "--rename", "--family"),
+                *("--jobs", "--memory", "--single", *READING),
+            ],
+        ),
     ],
 )
 def test_options_stand_in_one_order(command: str, flags: list[str]) -> None:

@@ -57,6 +57,80 @@ class Odd(torch.optim.Optimizer):
             parameter.sub_(average * scale * group["lr"])
 
 
+class Estimating(torch.optim.Optimizer):
+    """Estimates a learning rate from the gradients it sees, as Prodigy does: under ZeRO each rank
+    has its own."""
+
+    def __init__(self, groups: Groups) -> None:
+        super().__init__(groups, {"lr": 0.01, "weight_decay": 0.0, "d": 1e-3, "d_max": 1e-3})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group, parameter, gradient in gradients(self.param_groups):
+            average = self.state[parameter].setdefault("exp_avg", torch.zeros_like(parameter))
+            average.lerp_(gradient, 0.25)
+            group["d"] = 0.5 * group["d"] + gradient.abs().sum().item()
+            group["d_max"] = max(group["d"], group["d_max"])
+            parameter.sub_(average * group["lr"] * group["d"] / group["d_max"])
+
+
+class Matrices(torch.optim.Optimizer):
+    """Keeps states as SOAP and 8-bit optimizers do: of other shapes than the parameter's.
+
+    `GG` is a list of matrices, `scales` has a number for every 16 elements.
+    """
+
+    def __init__(self, groups: Groups) -> None:
+        super().__init__(groups, {"lr": 0.001, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group, parameter, gradient in gradients(self.param_groups):
+            state, flat = self.state[parameter], gradient.reshape(-1).float()
+            row = torch.nn.functional.pad(flat[:3], (0, 3 - len(flat[:3])))
+            blocks = torch.nn.functional.pad(flat, (0, -len(flat) % 16)).reshape(-1, 16)
+            if not state:
+                state["exp_avg"] = torch.zeros_like(parameter)
+                state["GG"] = [torch.zeros(3, 3), torch.zeros(2, 2)]
+                state["scales"] = torch.zeros(len(blocks))
+            for matrix in state["GG"]:
+                part = row[: len(matrix)]
+                matrix.lerp_(torch.outer(part, part), 0.25)
+            state["scales"].lerp_(blocks.abs().amax(1), 0.5)
+            scale = 1 / (1 + state["GG"][0].norm() + state["GG"][1].norm())
+            widths = state["scales"].repeat_interleave(16)[: len(flat)].view_as(gradient)
+            average = state["exp_avg"].lerp_(gradient, 0.25)
+            parameter.mul_(1 - group["lr"] * group["weight_decay"])
+            parameter.sub_(average * scale * (1 + widths.to(average.dtype)) * group["lr"])
+
+
+class Graft:
+    """An object in a state, as those of Shampoo."""
+
+    def __init__(self, parameter: Tensor) -> None:
+        self.momentum = torch.zeros_like(parameter)
+        self.counts = [0]
+
+
+class Grafted(torch.optim.Optimizer):
+    """Keeps a state that is an object of a class."""
+
+    def __init__(self, groups: Groups) -> None:
+        super().__init__(groups, {"lr": 0.001, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group, parameter, gradient in gradients(self.param_groups):
+            state = self.state[parameter]
+            if not state:
+                state |= {"exp_avg": torch.zeros_like(parameter), "graft": Graft(parameter)}
+            graft = state["graft"]
+            graft.momentum.lerp_(gradient, 0.5)
+            graft.counts[0] += 1
+            average = state["exp_avg"].lerp_(gradient, 0.25)
+            parameter.sub_((average + graft.momentum) * group["lr"] / graft.counts[0])
+
+
 class Lamb(torch.optim.Optimizer):
     """Emulates what DeepSpeed's FusedLamb keeps (0.19.8); the real one needs a GPU."""
 
@@ -163,13 +237,16 @@ def tensor_lr(groups: Groups) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, betas=(0.8, 0.95))
 
 
-def adamw_of_trained(groups: Groups) -> torch.optim.Optimizer:
-    """AdamW without the frozen parameters, as most programs make it."""
-    groups = [
+def trained_alone(groups: Groups) -> Groups:
+    """Without the frozen parameters, as most programs make an optimizer."""
+    return [
         {**group, "params": [each for each in group["params"] if each.requires_grad]}
         for group in groups
     ]
-    return torch.optim.AdamW(groups, betas=(0.8, 0.95))
+
+
+def adamw_of_trained(groups: Groups) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(trained_alone(groups), betas=(0.8, 0.95))
 
 
 def deepspeed_fused_adam(groups: Groups) -> Any:
@@ -211,6 +288,9 @@ FACTORIES: dict[str, Callable[[Groups], torch.optim.Optimizer]] = {
     "momentum": lambda groups: torch.optim.SGD(groups, momentum=0.9),
     "lion": Lion,
     "odd": Odd,
+    "estimating": Estimating,
+    "matrices of trained": lambda groups: Matrices(trained_alone(groups)),
+    "grafted of trained": lambda groups: Grafted(trained_alone(groups)),
     "adafactor": torch.optim.Adafactor,
     "lamb": Lamb,
     "fused adam": FusedAdam,

@@ -244,12 +244,12 @@ def local_states(optimizer: Any, layout: Layout) -> list[dict[str, dict[str, Any
         if number in layout.whole_momentum and "momentum_buffer" in kept:
             momentum = kept.pop("momentum_buffer")
             whole["momentum_buffer"] = cut(momentum, layout.whole_momentum[number])
+        kept = {key: value for key, value in kept.items() if not is_own(value, flat)}
         shaped = {
             key: value
             for key, value in kept.items()
             if torch.is_tensor(value) and value.ndim and (key in partitioned or value.numel() != 1)
         }
-        assert all(value.numel() == flat.numel() for value in shaped.values())
         tensors = {"master": flat, **shaped}
         states.append(
             {
@@ -259,6 +259,16 @@ def local_states(optimizer: Any, layout: Layout) -> list[dict[str, dict[str, Any
             }
         )
     return states
+
+
+def is_own(value: Any, flat: Tensor) -> bool:
+    """Whether a state of a rank's flat tensor is no number and has no part for each element.
+
+    Only the next losses show whether it came back.
+    """
+    if torch.is_tensor(value):
+        return value.numel() not in (1, flat.numel())
+    return isinstance(value, (dict, list, tuple)) or hasattr(value, "__dict__")
 
 
 def cut(flat: Tensor, sizes: list[tuple[str, int]]) -> dict[str, Tensor]:

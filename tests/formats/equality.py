@@ -11,6 +11,9 @@ from safetensors import safe_open
 
 import zckpt
 
+LOST_IN_STATE_DICTS = {"counters.global_samples", "module_metadata", "optimizer.clip_grad"}
+"""What DeepSpeed's runs no longer have after torch's state dicts, which have no place for it."""
+
 
 def load(universal: Path) -> dict[str, torch.Tensor]:
     """Every tensor by `parameter/slot`, with safetensors alone."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import zckpt
+from zckpt.errors import UnsupportedState
 
 from ..conftest import Result
 from ..engines import deepspeed
@@ -126,29 +128,32 @@ def test_what_it_cannot_keep_is_named(form: str, tmp_path: Path) -> None:
         } if name != "head.bias" else {"own": 1}  # fmt: skip
 
     source = save(tmp_path / "source", form, odd)
-    report = zckpt.convert(source, tmp_path / "run", to="deepspeed", dp=2)
-    told = "\n".join(line for line in report["left_out"] if line.startswith("optimizer state"))
-    for key, names in (
-        ("rows", ["trunk.weight"]),
-        ("note", ["trunk.weight"]),
-        ("own", ["trunk.weight", "head.weight", "trunk.bias", "head.bias"]),
-        ("rare", ["trunk.bias"]),
-    ):
-        (line,) = [line for line in told.splitlines() if f"'{key}'" in line]
-        for name in names:
-            assert name in line, line
+    with pytest.raises(UnsupportedState) as refused:
+        zckpt.convert(source, tmp_path / "run", to="deepspeed", dp=2)
+    sentence = refused.value.message
+    assert "rows and note of trunk.weight, head.weight, trunk.bias" in sentence
+    assert "own of trunk.weight, head.weight, trunk.bias, head.bias" in sentence
+    assert "rare of trunk.bias;" in sentence  # trunk.weight and head.weight share one
+    assert os.listdir(tmp_path) == ["source"]
+    keys = ["rows", "note", "own"]
+    with pytest.raises(UnsupportedState, match=r"the optimizer's rare of trunk.bias \("):
+        zckpt.convert(source, tmp_path / "run", to="deepspeed", dp=2, drop_state=keys)
+    keys.append("rare")
+    report = zckpt.convert(source, tmp_path / "run", to="deepspeed", dp=2, drop_state=keys)
+    assert [line["state"] for line in report["dropped"]] == keys
     states = flat_states(tmp_path / "run", 2)
-    assert [sorted(state) for state in states] == [
-        ["exp_avg", "exp_avg_sq", "rare", "step"],
-        ["exp_avg", "exp_avg_sq", "step"],
-    ]
+    assert [sorted(state) for state in states] == [["exp_avg", "exp_avg_sq", "step"]] * 2
 
 
 def test_onnx_runtime_keeps_none(tmp_path: Path) -> None:
     source = save(tmp_path / "source", "gathered", lambda _: ODD)
-    report = zckpt.convert(source, tmp_path / "run", to="onnxruntime", dp=2)
-    for key in ODD:
-        assert any(f"optimizer state {key!r}" in line for line in report["left_out"]), key
+    with pytest.raises(UnsupportedState) as refused:
+        zckpt.convert(source, tmp_path / "run", to="onnxruntime", dp=2)
+    assert ", ".join(list(ODD)[:-1]) in refused.value.message
+    assert f"and {list(ODD)[-1]} of trunk.weight" in refused.value.message
+    zckpt.convert(source, tmp_path / "run", to="onnxruntime", dp=2, drop_state=list(ODD))
+    report = zckpt.verify(source, tmp_path / "run", drop_state=list(ODD))
+    assert report["lacking"] == [], report
 
 
 @pytest.mark.parametrize("stage", [2, 3])

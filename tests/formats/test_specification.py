@@ -12,7 +12,7 @@ from zckpt.core import inert
 from ..conftest import EXAMPLE, ROOT
 
 PAGE = (ROOT / "docs" / "format-v1.md").read_text(encoding="utf-8")
-OF_ONE_ENGINE = {"dialect", "ep"}
+OF_ONE_ENGINE = {"dialect", "ep", "root"}
 """Keys that the example's engine does not have."""
 OF_SOME_TENSORS = {"fragments"}
 """Keys that readers understand and zckpt does not write."""

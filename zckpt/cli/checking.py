@@ -8,7 +8,7 @@ import click
 
 from . import work
 from .help import ExplainedCommand
-from .options import as_document, common, family, grouped, moving, renaming, single
+from .options import as_document, common, family, grouped, moving, renaming, single, uncompared
 from .parameters import PATH
 
 
@@ -37,12 +37,14 @@ from .parameters import PATH
 @grouped(
     "Comparison",
     "--device",
+    rare=True,
     type=click.Choice(["cuda", "cpu"]),
     help="Where --gather runs.  [default: a GPU if there is one]",
 )
 @grouped(
     "Comparison", "--tensors", metavar="GLOB", help="Check only the tensors whose name matches."
 )
+@uncompared
 @grouped(
     "Output",
     "--save-proof",
@@ -58,13 +60,16 @@ from .parameters import PATH
 def verify(**words: Any) -> int:
     """Check a checkpoint for contradictions, or compare it with another one.
 
-    Without --against, verify checks that checksums match, that every element is stored once, that
-    copies on several ranks are equal, that weights are the rounded masters, that steps agree, and
-    that no file was saved as that of another rank. A file of the same rank of another run may
-    contradict nothing: only --against finds it.
+    Without --against, verify checks that checksums match, every element is stored once, copies on
+    several ranks are equal, weights are the rounded masters, steps agree, and no file was saved as
+    another rank's. A file of the same rank of another run may contradict nothing: only --against
+    finds it.
 
-    With --against, shared tensors are compared bit for bit, steps and hyper-parameters by value. If
-    the original is gone, give the FILE of an earlier --save-proof.
+    With --against, tensors are compared bit for bit, and everything else by value: steps,
+    hyper-parameters, schedulers, counters, random states, what a program saved. An optimizer state
+    of one side alone is a difference. What has no place in the other files is named as not
+    compared. If the original is gone, give the FILE of an
+    earlier --save-proof.
 
     Exit code 3: verify found something.
     """
@@ -86,6 +91,7 @@ def verify(**words: Any) -> int:
     metavar="GLOB",
     help="Compare only the tensors whose name matches, and list equal ones too.",
 )
+@uncompared
 @renaming
 @family
 @moving
@@ -94,8 +100,8 @@ def verify(**words: Any) -> int:
 def diff(**words: Any) -> int:
     """Show where two checkpoints differ, in the order of the model.
 
-    A and B may have different formats. diff compares tensors, steps, hyper-parameters and
-    schedulers, and names the first and the worst difference.
+    A and B may have different formats. diff compares tensors, and everything else as verify does,
+    and names the first and the worst difference.
 
     Exit code 3: something differs.
     """

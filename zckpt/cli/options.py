@@ -13,7 +13,7 @@ import click
 from .. import formats
 from ..formats.format import Format
 from ..formats.options import declared
-from ..training.options import FAMILY, PARAM_NAMES, RENAME, WEIGHTS_ONLY, Option
+from ..training.options import DROP_STATE, FAMILY, PARAM_NAMES, RENAME, WEIGHTS_ONLY, Option
 from .help import FormatName, GroupedOption
 from .parameters import KINDS, PATH, PartOf, Size
 
@@ -58,6 +58,20 @@ source_and_target = together(
 )
 """The arguments of every command that writes a checkpoint."""
 
+uncompared = together(
+    grouped(
+        "Comparison", "--weights-only", is_flag=True, help="Compare the weights and buffers alone."
+    ),
+    grouped(
+        "Comparison",
+        "--drop-state",
+        multiple=True,
+        metavar="NAME",
+        help="Do not compare this optimizer state. Repeatable.",
+    ),
+)
+"""What a comparison leaves out."""
+
 renaming = declared_option(RENAME)
 """Other names for the parameters of the source, PATH or A."""
 
@@ -72,6 +86,13 @@ _format = grouped(
     help="The source's format.  [default: by content]",
 )
 _tag = grouped("Source", "--tag", metavar="NAME", help="The tag to read, if a run has several.")
+_root = grouped(
+    "Source",
+    "--root",
+    rare=True,
+    metavar="MODEL[=OPTIMIZER]",
+    help="The model to read, if the checkpoint has several.",
+)
 _step_policy = grouped(
     "Optimizer and steps",
     "--step-policy",
@@ -112,7 +133,7 @@ as_document = grouped("Output", "--json", "as_json", is_flag=True, help="Print o
 def of_sources(has_names: bool) -> Decorator:
     """The options of a command that reads a checkpoint; `has_names` shows --param-names."""
     names = declared_option(PARAM_NAMES, hidden=not has_names)
-    return together(_format, _tag, _tp_rules, names, _step_policy, as_document, _quiet)
+    return together(_format, _tag, _root, _tp_rules, names, _step_policy, as_document, _quiet)
 
 
 common = of_sources(has_names=True)
@@ -197,5 +218,5 @@ copying = together(
 writing = of_targets([item for item in formats.FORMATS if item.is_resumed], without={PARAM_NAMES})
 """Options of the commands that write a checkpoint for training."""
 
-exporting = of_targets([formats.named("hf")], without={PARAM_NAMES, WEIGHTS_ONLY})
+exporting = of_targets([formats.named("hf")], without={PARAM_NAMES, WEIGHTS_ONLY, DROP_STATE})
 """Options of `export`, which always writes weights only."""

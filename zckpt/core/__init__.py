@@ -9,6 +9,7 @@ What a checkpoint is:
     facts.py          which engine wrote a checkpoint, where its step stands; the grid of ranks
     experts.py        which layers have experts
     weights.py        what stands for a weight
+    states.py         which states an optimizer keeps, and which of them another checkpoint lacks
     neighbors.py      which parameters lack a state that others have
     inert.py          objects of classes that are never imported
     dtypes.py         element types, and cast.py between them

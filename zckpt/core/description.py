@@ -13,6 +13,7 @@ from .facts import with_facts
 from .inert import plain_group, to_json
 from .manifest import Entry, Manifest
 from .patterns import matching
+from .states import State, states_of
 
 Report = dict[str, Any]
 
@@ -33,6 +34,7 @@ def inspect(manifest: Manifest, objects: Sequence[str]) -> Report:
         # reading an incomplete checkpoint is an error, but for slices that are only looked at
         "complete": "slices" not in manifest.source,
         "optimizer": manifest.optimizer,
+        **({"roots": dict(manifest.roots)} if manifest.roots else {}),
         "parameters": len(manifest.parameters),
         "elements": sum(prod(parameter.shape) for parameter in manifest.parameters.values()),
         "slots": {
@@ -44,6 +46,11 @@ def inspect(manifest: Manifest, objects: Sequence[str]) -> Report:
             }
             for slot, entries in manifest.slots.items()
         },
+        "states": [
+            {"state": state.key, "parameters": len(state.tensors), "form": _form(state)}
+            for state in states_of(manifest).values()
+            if state.form in FORMS
+        ],
         **({"experts": layers_to_json(layers)} if (layers := layers_of(manifest.engine)) else {}),
         "groups": None
         if manifest.groups is None
@@ -58,6 +65,18 @@ def inspect(manifest: Manifest, objects: Sequence[str]) -> Report:
         "inferred": list(manifest.inferred),
         "objects": list(objects),
     }
+
+
+FORMS = {
+    "other": "of other shapes than the parameters, or no tensors",
+    "partition": "of the ranks' parts of flat buffers",
+    "unread": "not read",
+}
+"""How `inspect` calls states that no slot has."""
+
+
+def _form(state: State) -> str:
+    return FORMS[state.form] + (f": {state.reason}" if state.form == "unread" else "")
 
 
 def advice(manifest: Manifest, bare: int) -> Report:

@@ -60,7 +60,8 @@ def check_duplicates(manifest: Manifest) -> list[str]:
 def _of_single_states(manifest: Manifest, pairs: Collection[tuple[str, str]]) -> list[str]:
     """Warnings about equal files of one state each, of parameters whose other states differ.
 
-    Whole records are looked at, with the padding behind a tensor of one element.
+    Of constant masters, such as those of norms, and of moments that are zero nothing is said. Whole
+    records are looked at, with the padding behind a tensor of one element.
     """
     tensors: dict[str, list[tuple[str, str]]] = {}
     for entry in manifest.entries.values() if pairs else ():
@@ -84,8 +85,11 @@ def _of_single_states(manifest: Manifest, pairs: Collection[tuple[str, str]]) ->
         "one of the files may have been copied over the other"
         for (one, other), of_both in equal.items()
         if not (states.get(one, set()) & states.get(other, set())) <= of_both.keys()
-        for first, second in of_both.values()
-        if any(_differs(place, SIZES["F32"]) for place in places[second])
+        for slot, (first, second) in of_both.items()
+        if any(
+            _differs(place, SIZES["F32"]) if slot == "master" else any(_sample(place))
+            for place in places[second]
+        )
     ]
 
 
@@ -123,6 +127,11 @@ def _values(manifest: Manifest, files: Collection[str]) -> dict[str, set[tuple[s
 
 def _differs(extent: Extent, size: int) -> bool:
     """Whether two of the first elements of `size` bytes differ."""
-    with sources.opened(extent.file) as file:
-        data = sources.pread(file.fileno(), min(extent.length, SAMPLE), extent.offset)
+    data = _sample(extent)
     return data[size:] != data[:-size]
+
+
+def _sample(extent: Extent) -> bytes:
+    """The first bytes of a piece."""
+    with sources.opened(extent.file) as file:
+        return sources.pread(file.fileno(), min(extent.length, SAMPLE), extent.offset)

@@ -208,6 +208,18 @@ class Sibling:
 
 
 @valueclass
+class Unread:
+    """A state of the optimizer that the files have, and that the manifest does not.
+
+    It has the `key` for these parameters; `reason` says why it was not read.
+    """
+
+    key: str
+    parameters: tuple[str, ...]
+    reason: str
+
+
+@valueclass
 class Manifest:
     """One checkpoint. Parameters stand in optimizer order, then frozen ones; buffers follow."""
 
@@ -240,6 +252,13 @@ class Manifest:
     """Bytes whose checksum a file states."""
     replicas: tuple[Entry, ...] = ()
     """Further copies of entries in the same files. Writers fill them too."""
+    of_ranks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """What the files of further ranks state otherwise than the first one, as JSON: by the name of
+    the file, and by its place in `state`. A tensor is a text of its type, shape and CRC-32. It is
+    only compared: a target has what the first rank states."""
+    layout: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """What files state about where their parts belong, as JSON: by the name of the file, and by
+    key. It is only compared, with that of a checkpoint of the same files."""
     sibling_weights: tuple[Entry, ...] = ()
     """Weights in siblings, which a target gets as they are: masters are compared with them."""
     weights_differ: bool = False
@@ -248,12 +267,17 @@ class Manifest:
     siblings: tuple[Sibling, ...] = ()
     left_out: tuple[str, ...] = ()
     """Lines about what has no meaning outside the source."""
+    unread: tuple[Unread, ...] = ()
+    """States of the optimizer that the files have, and that are not here in any form."""
     warnings: tuple[str, ...] = ()
     """Sentences for the user."""
     notes: tuple[str, ...] = ()
     """Sentences on what these files cannot show by themselves, for a `verify` without another."""
     inferred: tuple[str, ...] = ()
     """The parameters whose names no file states. Each got its name by its position."""
+    roots: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """The keys of the optimizers of each model, if several models or optimizers were read. Only the
+    weights can be written together."""
     states_inferred: bool = True
     """Whether the files can state that a name was inferred."""
     zero_padding: bool = False

@@ -66,7 +66,7 @@ class KeyNames:
         self.weights = weights or {}
         roots = keys_of(manifest.engine)
         self.model = _root(roots.model)
-        self.optimizer = _root(roots.optimizer or OPTIMIZER)
+        self.optimizer = _root(OPTIMIZER if roots.optimizer is None else roots.optimizer)
         self.rules = {  # of the source's own keys: what precedes a name, and the name's rule
             "weight": ("", Rule(self.model, "")),
             "state": (f"{self.optimizer}state.", Rule("", "")),

@@ -24,10 +24,10 @@ from .values import NotLoaded, rebuilt
 class StorageReader(storage.StorageReader):
     """Reads the checkpoint at `path`, of any format, into the state dict of any torch program.
 
-    `format`, `tag`, `step_policy`, `param_names` and `tp_rules` are those of `zckpt.read`. `rename`
-    are pairs (regex, replacement) as in `--rename`. A state dict from `optimizer.state_dict()` has
-    numbers for parameters and needs `model` and `optimizer`; these also state the groups of frozen
-    parameters.
+    `format`, `tag`, `root`, `step_policy`, `param_names` and `tp_rules` are those of `zckpt.read`.
+    `rename` are pairs (regex, replacement) as in `--rename`. A state dict from
+    `optimizer.state_dict()` has numbers for parameters and needs `model` and `optimizer`; these
+    also state the groups of frozen parameters.
 
     If the source has a key of the state dict, its value is loaded unchanged. Other keys are looked
     up by name. A float32 weight gets the fp32 master, if there is one; other weights get the
@@ -45,6 +45,7 @@ class StorageReader(storage.StorageReader):
         *,
         format: str | None = None,
         tag: str | None = None,
+        root: str | None = None,
         step_policy: str | None = None,
         param_names: Sequence[str] | None = None,
         rename: Iterable[tuple[str, str]] = (),
@@ -55,7 +56,13 @@ class StorageReader(storage.StorageReader):
         super().__init__()
         rules = None if tp_rules is None else os.fspath(tp_rules)
         self._reading = Reading(
-            format, tag, step_policy, param_names, rename=tuple(rename), tp_rules=rules
+            format,
+            tag,
+            step_policy,
+            param_names,
+            rename=tuple(rename),
+            root=root,
+            tp_rules=rules,
         )
         self._groups = _groups(model, optimizer)
         self._table: KeyTable | None = None

@@ -105,6 +105,7 @@ class Source:
             self.path,
             format=self._format,
             tag=reading.tag,
+            root=reading.root,
             step_policy=reading.step_policy,
             param_names=reading.param_names,
             tp_rules=reading.tp_rules,

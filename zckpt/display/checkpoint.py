@@ -9,7 +9,7 @@ from ..core.annotations import Any
 from ..core.manifest import Entry, Manifest
 from ..core.patterns import matching
 from ..errors import counted, listed, sized
-from .terminal import brief, cell, checked, safe, table, unchecked, warn
+from .terminal import brief, cell, checked, safe, states, table, unchecked, warn
 
 BAR = 48  # characters
 MOST_NAMES = 10  # of files in the report of --dry-run
@@ -32,6 +32,7 @@ def summary(report: dict[str, Any], quiet: bool) -> None:
         ("tag", report.get("tag")),
         ("step", cell(report["step"])),
         ("optimizer", report["optimizer"] or _unnamed(report)),
+        *([("models", _roots(report["roots"]))] if report.get("roots") else []),
         ("parameters", f"{report['parameters']:,} ({report['elements']:,} elements)"),
         ("files", f"{report['files']:,} ({sized(report['bytes'])})"),
         *([("objects of", safe(listed(report["objects"], 20)))] if report["objects"] else []),
@@ -45,6 +46,8 @@ def summary(report: dict[str, Any], quiet: bool) -> None:
             for slot, s in report["slots"].items()
         ],
     )
+    for names, line in states(report["states"], "form"):
+        print(f"\nstates {names}: {safe(line['form'])}")
     for place, group in enumerate(report["groups"] or ()):
         values = ", ".join(
             f"{key} {brief(value)}" for key, value in group.items() if value is not None
@@ -53,6 +56,13 @@ def summary(report: dict[str, Any], quiet: bool) -> None:
     if report["groups"] is None:
         print("\nno hyper-parameters are stored")
     warn(report["problems"], quiet)
+
+
+def _roots(roots: dict[str, Sequence[str]]) -> str:
+    """The models, each with its optimizers in brackets."""
+    return safe(
+        listed([f"{name} ({', '.join(own)})" if own else name for name, own in roots.items()])
+    )
 
 
 def _unnamed(report: dict[str, Any]) -> str | None:
@@ -163,6 +173,9 @@ def converted(report: dict[str, Any], quiet: bool, shown: Sequence[str] = ()) ->
     if quiet:
         return
     where = safe(report["target"])
+    for key, word in (("dropped", "dropped"), ("computed_afresh", "not written")):
+        for lost, line in states(report[key], "reason"):
+            print(f"{word}: {lost} ({safe(line['reason'])})")
     if report.get("already_complete"):
         print(f"{where} is complete already; nothing was written")
         return

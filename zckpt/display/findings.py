@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from ..core.annotations import Any
 from ..core.inert import PYTHON_NUMBERS
 from ..errors import counted, listed, sized
-from .terminal import brief, checked, safe, table, unchecked, warn
+from .terminal import brief, checked, safe, states, table, unchecked, warn
 
 
 def verified(report: dict[str, Any], quiet: bool) -> None:
@@ -30,14 +30,15 @@ def verified(report: dict[str, Any], quiet: bool) -> None:
             relation = f"differs from {safe(other)}" if other else "contradicts itself"
         if findings and not any(report.get(key) for key in DIFFERENCES):
             relation = f"has the same bytes as {safe(other)}, but this proves nothing"
-        print(f"{path} {relation}: {about}")
+        if report.get("lacking") and not any(report.get(key) for key in DIFFERENCES[1:]):
+            relation += f": {_both_have(report)}"
+        print(f"{path} {relation}{_selection(report)}: {about}")
     _differences(report["differences"])
     for line in findings:
         print(line)
     if not quiet:
         _one_sided(report, path, other)
-        for line in report.get("notes", ()):
-            print(f"note: {safe(line)}")
+        _remarks(report)
         unchecked(report)
         if names := report.get("names_of_reader"):
             print(
@@ -48,6 +49,29 @@ def verified(report: dict[str, Any], quiet: bool) -> None:
             if names:
                 where = path if side == "a" else safe(other)
                 print(f"names inferred in {where}: {safe(listed(names))}")
+
+
+def _selection(report: dict[str, Any]) -> str:
+    """The options that say what is not compared."""
+    flags = report.get("selection")
+    return f" ({safe(' '.join(flags))})" if flags else ""
+
+
+def _both_have(report: dict[str, Any]) -> str:
+    """What is equal, if one side only lacks states of the optimizer that the other has."""
+    alone = [
+        f"{count:,} {'is' if count == 1 else 'are'} in {safe(_side(report, side))} alone"
+        for side in "ab"
+        if (count := sum(line["tensors"] for line in report["lacking"] if line["only"] == side))
+    ]
+    rounded = " up to rounding" if any(report.get("rounded", {}).values()) else ""
+    equal = f"the {counted(report['tensors'], 'tensor')} that both have are equal{rounded}"
+    return "; ".join([equal, *alone])
+
+
+def _side(report: dict[str, Any], side: str) -> object:
+    """The path of one side of a comparison: `verify` and `diff` call it differently."""
+    return report.get(side) or report[{"a": "path", "b": "against"}[side]]
 
 
 def _tensors(report: dict[str, Any]) -> str:
@@ -61,7 +85,7 @@ def differing(report: dict[str, Any], quiet: bool) -> None:
     tensors = counted(report["tensors"], "tensor")
     if report["equal"]:
         if not quiet:
-            print(f"nothing differs: {tensors}, {report['seconds']:.1f} s")
+            print(f"nothing differs{_selection(report)}: {tensors}, {report['seconds']:.1f} s")
     else:
         count = f"{len(report['differences']):,} of {tensors}"
         others = "" if report["differences"] else ", but the two are not equal"
@@ -73,11 +97,12 @@ def differing(report: dict[str, Any], quiet: bool) -> None:
         print(line)
     if not quiet or not report["equal"]:
         _one_sided(report, report["a"], report["b"])
-        for line in report.get("notes", ()):
-            print(f"note: {safe(line)}")
+        _remarks(report)
 
 
-DIFFERENCES = ("differences", "problems", "steps", "step_place", "scalars", "groups", "states")
+DIFFERENCES = (
+    "lacking", "differences", "problems", "steps", "step_place", "scalars", "groups", "states"
+)  # fmt: skip
 
 
 def _findings(report: dict[str, Any]) -> Iterator[str]:
@@ -86,6 +111,9 @@ def _findings(report: dict[str, Any]) -> Iterator[str]:
         yield safe(line["message"])
         if line.get("hint"):
             yield f"  {safe(line['hint'])}"
+    for names, line in states(report.get("lacking", ()), "only", "reason"):
+        reason = f", and not read: {safe(line['reason'])}" if line.get("reason") else ""
+        yield f"{names}: only in {safe(_side(report, line['only']))}{reason}"
     for line in report.get("steps", ()):
         yield f"step {line['a']} against {line['b']}, of {counted(line['parameters'], 'parameter')}"
     for line in report.get("step_place", ()):
@@ -99,7 +127,7 @@ def _findings(report: dict[str, Any]) -> Iterator[str]:
         yield f"{safe(where)}: {brief(line['a'])} against {brief(line['b'])}"
     for line in report.get("states", ()):
         if "only" in line:
-            yield safe(f"{line['key']}: only in {report[line['only']]}")
+            yield safe(f"{line['key']}: only in {_side(report, line['only'])}")
             continue
         yield safe(f"{line['key']}: {brief(line['a'])} against {brief(line['b'])}")
 
@@ -126,6 +154,12 @@ def _one_sided(report: dict[str, Any], a: object, b: object) -> None:
             example = f"{':' if len(names) == 1 else ', such as'} {safe(names[0])}"
             tensors = f"{counted(len(names), 'tensor')} ({safe(slots)}){example}"
             print(f"only {safe(where)} has {tensors}")
+
+
+def _remarks(report: dict[str, Any]) -> None:
+    for word, key in (("not compared", "not_compared"), ("note", "notes")):
+        for line in report.get(key, ()):
+            print(f"{word}: {safe(line)}")
 
 
 def _differences(lines: Sequence[dict[str, Any]], all_lines: bool = False) -> None:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from math import isfinite
 
 from ..core.annotations import Any
-from ..errors import WrongOption, counted
+from ..errors import WrongOption, counted, joined
 
 NARROW = 6  # characters per column; a drawn table would lose some with less
 
@@ -35,6 +35,19 @@ def document(value: Any) -> None:
 def safe(text: object) -> str:
     """`text` without control characters: names in a checkpoint are not trusted."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
+
+
+def states(lines: Sequence[dict[str, Any]], *keys: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """States of the optimizer for a sentence: `GG and Q of 4 parameters`, and the first one's line.
+
+    States of as many parameters are named together if their lines have equal values for `keys`.
+    """
+    alike: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for line in lines:
+        alike.setdefault((line["parameters"], *(line.get(key) for key in keys)), []).append(line)
+    for own in alike.values():
+        names = joined([safe(line["state"]) for line in own])
+        yield f"{names} of {counted(own[0]['parameters'], 'parameter')}", own[0]
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> None:

@@ -21,7 +21,7 @@ from ..core import sources
 from ..core.annotations import Any
 from ..core.dtypes import SIZES, STORAGES, TORCH_NAMES, decode
 from ..core.fragments import Box, Extent, Fragments, Record, boxes, solid
-from ..core.inert import Foreign, Global, Scalar
+from ..core.inert import Foreign, Global, Scalar, map_values, to_json
 from ..core.values import valueclass
 from ..errors import CorruptCheckpoint, NotACheckpoint, UnsupportedCheckpoint, ZckptError, brief
 from .unpickle import BUILTINS, Build, Unpickler
@@ -243,6 +243,31 @@ class TorchFile:
         """Length and stated CRC-32 of the record with the tensor's storage."""
         record = self._record(tensor)
         return record.extent.length, record.crc
+
+    def summary(self, value: Any) -> Any:
+        """A value as JSON, its tensors by type, shape and CRC-32: equal for equal values.
+
+        Reads a tensor if it is a part of its storage, or if the file states no checksum.
+        """
+        return to_json(self._summary(value, None))
+
+    def _summary(self, value: Any, _key: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return map_values(value, self._summary)
+        length, crc = self.crc(value)
+        whole = value.contiguous and length == value.numel * SIZES[value.dtype]
+        if crc is None or not whole:
+            crc = self.crc_of_elements(value)
+        return f"{value.dtype} {list(value.shape)} {crc:08x}"
+
+    def crc_of_elements(self, tensor: Tensor) -> int:
+        """CRC-32 of the row-major elements; reads their bytes."""
+        from ..core.fileio import crc_of
+
+        runs = [
+            run for fragment in self.fragments(tensor) for run in fragment.runs(0, tensor.numel)
+        ]
+        return crc_of(run.extent for run in sorted(runs, key=lambda run: run.start))
 
     def _record(self, tensor: Tensor) -> Record:
         record = self.records.get(tensor.storage.key)
@@ -514,9 +539,27 @@ def _from_type(function: Any, cls: Any, arguments: Any, state: Any) -> Any:
     plain = isinstance(function, Global) and function.name in _TENSORS
     if plain and isinstance(cls, Global) and cls.name in _PLAIN_TENSORS:
         return _TENSORS[function.name](*arguments)
-    return Foreign(Global("torch._tensor._rebuild_from_type_v2"), (function, cls, arguments, state))
+    return Foreign(Global(REBUILD), (function, cls, arguments, state))
 
 
+def class_of(value: Any) -> str:
+    """The class of a tensor that stayed a record, as it has a class of its own; else empty."""
+    if not isinstance(value, Foreign) or value.name != REBUILD or len(value.arguments) != 4:
+        return ""
+    cls = value.arguments[1]
+    return cls.name if isinstance(cls, Global) else "?"
+
+
+def shape_of_record(value: Foreign) -> tuple[int, ...] | None:
+    """The shape that such a record states (`_rebuild_wrapper_subclass`); None if it states none."""
+    function, _, arguments, _ = value.arguments
+    is_wrapper = isinstance(function, Global) and function.name.endswith("_wrapper_subclass")
+    sizes = arguments[2] if is_wrapper and isinstance(arguments, tuple) and arguments[2:] else None
+    are_sizes = isinstance(sizes, tuple) and all(type(size) is int for size in sizes)
+    return tuple(sizes) if sizes is not None and are_sizes else None
+
+
+REBUILD = "torch._tensor._rebuild_from_type_v2"
 _PLAIN_TENSORS = ("torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.Parameter")
 _TENSORS: dict[str, Build] = {
     "torch._utils._rebuild_tensor": _tensor,
@@ -524,7 +567,7 @@ _TENSORS: dict[str, Build] = {
     "torch._utils._rebuild_tensor_v3": _typed_tensor,
     "torch._utils._rebuild_parameter": lambda data, *_: data,
     "torch._utils._rebuild_parameter_with_state": lambda data, *_: data,
-    "torch._tensor._rebuild_from_type_v2": _from_type,
+    REBUILD: _from_type,
 }
 _FUNCTIONS = {**BUILTINS, **_TENSORS}
 _PROTOCOLS = (b"\2", b"\3", b"\4", b"\5")

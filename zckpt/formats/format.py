@@ -83,6 +83,8 @@ class Format:
     """There is a `gather.py`."""
     fits_any_dp: bool = False
     """Runs of any data-parallel size resume from what `write.py` writes."""
+    keeps_estimates: bool = False
+    """A target of the same size keeps what each rank's optimizer has estimated of its own."""
     overrides_groups: bool = False
     """`--group-defaults` take the place of the source's values, unless `--like` gives groups."""
     keeps_steps: bool = False
@@ -97,6 +99,9 @@ class Format:
     """The name of the file that a program writes in a folder when all ranks have written theirs."""
     objects: frozenset[str] | None = None
     """Classes and functions that the engine's own pickles name; None if a target has no pickle."""
+    states: str = ""
+    """Which states of an optimizer its targets can have, if not any; and another way, if there is
+    one."""
     groups: str | None = None
     """The function of training/groups.py that gives a source the groups of the target's engine."""
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from .. import formats
 from ..core.values import replace
+from ..errors import joined
 from ..training import options as shared
 from ..training.options import EVERYWHERE, Option, Options
 from .dcp import options as dcp
@@ -65,16 +66,11 @@ def _merged(variants: Mapping[str, Option[Any]], targets: Sequence[str]) -> Opti
     others = [name for name in targets if name not in variants]
     if len(variants) < len(others):
         text = first.help[0].lower() + first.help[1:]
-        return replace(first, help=f"For {_joined([*variants])}: {text}")
+        return replace(first, help=f"For {joined([*variants])}: {text}")
     if others:
-        excluded = _joined(others) if len(others) <= MOST_NAMED else "every format"
+        excluded = joined(others) if len(others) <= MOST_NAMED else "every format"
         return replace(first, help=f"{first.help}. Not for {excluded}")
     return first
-
-
-def _joined(names: Sequence[str]) -> str:
-    """Names as a sentence has them: `a, b and c`."""
-    return " and ".join([", ".join(names[:-1]), names[-1]] if names[1:] else names)
 
 
 def _listed(option: Option[Any]) -> str:

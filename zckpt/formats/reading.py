@@ -25,6 +25,7 @@ class Reading:
 
     A format's `read` uses these, as far as they apply to it:
         tag             which of several checkpoints at the path
+        root            which of several models, as NAME or NAME=OPTIMIZER
         step_policy     which step, if ranks or weights disagree
         param_names     the parameters of an optimizer that knows them by number, in its order
         weights_only    the optimizer's state may be left unread, and needs no names
@@ -50,6 +51,7 @@ class Reading:
     weights_only: bool = False
     rename: Renames = ()
     family: str | None = None
+    root: str | None = None
     tp_rules: str | None = None
     replicas: str | None = None
     ranks_apart: bool = False

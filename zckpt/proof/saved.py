@@ -9,9 +9,9 @@ from typing import Any
 from ..core import compare, sources
 from ..core.compare import Result
 from ..core.dtypes import SIZES
-from ..core.facts import StepPlace
+from ..core.facts import facts_of, with_facts
 from ..core.fragments import Runs
-from ..core.inert import from_json, plain_group
+from ..core.inert import from_json, plain_group, to_json
 from ..core.manifest import (
     Entry,
     Manifest,
@@ -23,6 +23,7 @@ from ..core.manifest import (
 )
 from ..core.plan import Match, match
 from ..core.resources import DEFAULT_COPYING, Begin, Copying
+from ..core.states import EVERYTHING, Selection, State, states_of
 from ..errors import (
     MALFORMED,
     CorruptCheckpoint,
@@ -34,7 +35,7 @@ from ..errors import (
 )
 from .pairs import only_rounded, selected
 from .report import difference, findings
-from .values import step_place
+from .states import plain_facts
 from .verify import inferences, needs_weights, nothing_found, with_values
 
 Report = dict[str, Any]
@@ -44,7 +45,7 @@ MAX_PROOF = 1 << 29
 
 def about(manifest: Manifest) -> Report:
     """What a report states of the checkpoint itself, beside the checksums of its tensors."""
-    groups, place = manifest.groups, step_place(manifest)
+    groups = manifest.groups
     return {
         "step": manifest.step,
         "warnings": list(manifest.warnings),
@@ -52,10 +53,22 @@ def about(manifest: Manifest) -> Report:
             "parameters": parameters_to_json(manifest.parameters),
             "buffers": list(manifest.buffers),
             "groups": None if groups is None else [plain_group(group) for group in groups],
+            "format": manifest.format,
+            "source": plain_facts(manifest.source),
+            "states": {
+                state.key: state.parameters for state in _others(manifest) if state.form != "unread"
+            },
             "optimizer": manifest.optimizer,
-            "step_place": None if place is None else place.to_state(),
+            "state": to_json(with_facts(manifest.state, manifest.engine, manifest.step_place)),
+            "of_ranks": manifest.of_ranks,
+            "layout": manifest.layout,
         },
     }
+
+
+def _others(manifest: Manifest) -> list[State]:
+    """The states that are neither tensors of a parameter's shape nor numbers."""
+    return [s for s in states_of(manifest).values() if s.form not in ("slot", "number")]
 
 
 def is_proof(path: str) -> bool:
@@ -70,7 +83,7 @@ def is_proof(path: str) -> bool:
 def verify_proof(
     manifest: Manifest,
     path: str,
-    pattern: str | None = None,
+    selection: Selection = EVERYTHING,
     copying: Copying = DEFAULT_COPYING,
     begin: Begin | None = None,
 ) -> Report:
@@ -78,7 +91,8 @@ def verify_proof(
 
     Raises CorruptCheckpoint if the file is not a proof, or if it proves a difference.
     """
-    proven = _read_proof(path)
+    manifest, proven = selection.of(manifest, _read_proof(path, manifest))
+    pattern = selection.tensors
     mutual, only_a, only_b = match(manifest, proven)
     comparable = [item for item in mutual if item.how in ("bits", "shapes", "types")]
     matches = selected(comparable, pattern)
@@ -99,8 +113,20 @@ def verify_proof(
             continue
         report["differences"].append(line)
     if pattern is None:
-        return with_values(report, manifest, proven, only_a, only_b)
+        report = with_values(report, manifest, proven, only_a, only_b)
+        return {**report, "not_compared": [*report["not_compared"], *_of_first_rank(manifest)]}
     return {**report, "equal": nothing_found(report)}
+
+
+def _of_first_rank(manifest: Manifest) -> list[str]:
+    """A sentence about what each rank has of its own: a proof has one checksum for each name."""
+    names = dict.fromkeys(
+        entry.name
+        for entry in manifest.replicas
+        if entry.slot == "state" or entry.parameter in manifest.buffers
+    )
+    what = f"{listed(list(names), 4)} of further ranks: a proof has those of the first rank"
+    return [what] if names else []
 
 
 def _refuse_rounded(rounded: Mapping[str, Sequence[str]], root: str, path: str) -> None:
@@ -118,8 +144,12 @@ def _hex(crc: int | None) -> str | None:
     return None if crc is None else f"{crc:08x}"
 
 
-def _read_proof(path: str) -> Manifest:
-    """The checkpoint that was proven, as its proof describes it: tensors are checksums only."""
+def _read_proof(path: str, manifest: Manifest) -> Manifest:
+    """The checkpoint that was proven, as its proof describes it: tensors are checksums only.
+
+    An older proof does not list states that are no tensors of a parameter's shape: it
+    is taken to have those of `manifest`.
+    """
     try:
         with sources.opened(path) as file:
             if file.seek(0, 2) > MAX_PROOF:
@@ -144,10 +174,16 @@ def _read_proof(path: str) -> Manifest:
             if "a" in item
         }
         groups = description["groups"]
+        state, engine, place = facts_of(_dictionary(from_json(description.get("state", {}))))
+        stated = description.get("states")
+        if stated is None:
+            stated = {state.key: state.parameters for state in _others(manifest)}
+        if "state" not in description:  # a proof of zckpt 0.1
+            state = {"optimizer": {"other": _by_parameter(_dictionary(stated))}}
         return Manifest(
             root=path,
-            format="proof",
-            source=_dictionary(report["versions"]["a"]),
+            format=str(description.get("format", "proof")),
+            source=_dictionary(description.get("source", report["versions"]["a"])),
             entries=entries,
             parameters=parameters_from_json(description["parameters"]),
             buffers=texts_from_json(description["buffers"]),
@@ -155,7 +191,11 @@ def _read_proof(path: str) -> Manifest:
             if groups is None
             else tuple(_dictionary(from_json(group)) for group in groups),
             optimizer=None if (name := description.get("optimizer")) is None else str(name),
-            step_place=StepPlace.of_state({"step": description.get("step_place")}),
+            engine=engine,
+            step_place=place,
+            state=state,
+            of_ranks=_dictionaries(description.get("of_ranks", {})),
+            layout=_dictionaries(description.get("layout", {})),
             states_inferred=False,
         )
     except MALFORMED as error:
@@ -165,10 +205,23 @@ def _read_proof(path: str) -> Manifest:
         ) from error
 
 
+def _by_parameter(stated: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """States that are there, by parameter and key; their values are not known."""
+    values: dict[str, dict[str, Any]] = {}
+    for key, names in stated.items():
+        for name in texts_from_json(names):
+            values.setdefault(name, {})[key] = True
+    return values
+
+
 def _dtype(name: Any) -> str:
     if name not in SIZES:
         raise ValueError(f"{brief(name)} is not a type of elements")
     return str(name)
+
+
+def _dictionaries(value: Any) -> dict[str, dict[str, Any]]:
+    return {key: _dictionary(item) for key, item in _dictionary(value).items()}
 
 
 def _dictionary(value: Any) -> dict[str, Any]:

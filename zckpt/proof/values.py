@@ -1,16 +1,18 @@
-"""Differences between two checkpoints that are not tensors: steps, groups, states."""
+"""Differences between two checkpoints that are not tensors: steps, scalars, groups."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from itertools import permutations
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from ..core.experts import layers_of
-from ..core.facts import FlatBufferEngine, GraphEngine, StateDictEngine, StepPlace, with_facts
-from ..core.inert import PLAIN, Foreign, Scalar, inside, plain_group, to_json, types_in
+from ..core.facts import FlatBufferEngine, GraphEngine, StateDictEngine, StepPlace
+from ..core.inert import Scalar, plain_group, to_json
 from ..core.manifest import Manifest, Parameter
-from ..errors import listed
+from ..core.states import State, is_afresh, lost
+from ..core.values import replace
+from ..errors import counted, listed
+from .states import alike
 
 Report = dict[str, Any]
 
@@ -102,6 +104,52 @@ def scalars(a: Manifest, b: Manifest) -> list[Report]:
             if kinds or not alike(*values):
                 lines.append({**line, **kinds})
     return lines
+
+
+def lacking(a: Manifest, b: Manifest, reported: Collection[str]) -> tuple[list[Report], list[str]]:
+    """States of the optimizer that one side lacks, or that could not be read; and harmless ones.
+
+    `reported` are tensors that the report lists one by one. A step that one side has
+    for no parameter at all is such a state, too.
+    """
+    lines, notes = [], []
+    for only, owner, other in (("a", a, b), ("b", b, a)):
+        for state in _lost(owner, other, reported):
+            if is_afresh(state.key, owner):
+                notes.append(
+                    f"{state.key} of {counted(len(state.tensors), 'parameter')}: only in "
+                    f"{owner.root}; the optimizer computes it afresh"
+                )
+                continue
+            line = {
+                "state": state.key,
+                "only": only,
+                "parameters": len(state.tensors),
+                "parameter": next(iter(state.tensors)),
+                "tensors": len({name for names in state.tensors.values() for name in names}),
+            }
+            lines.append(line | ({"reason": state.reason} if state.form == "unread" else {}))
+    return lines, notes
+
+
+def _lost(owner: Manifest, other: Manifest, reported: Collection[str]) -> Iterator[State]:
+    for state in lost(owner, other):
+        tensors = {
+            name: own for name, own in state.tensors.items() if not own or {*own} - {*reported}
+        }
+        if tensors:
+            yield replace(state, tensors=tensors)
+    stepped = [name for name, each in owner.parameters.items() if each.step is not None]
+    if stepped and all(each.step is None for each in other.parameters.values()):
+        yield State("step", dict.fromkeys(stepped, ()))
+
+
+def not_read(manifest: Manifest) -> list[str]:
+    """Sentences about states of the optimizer that the files have and that were not read."""
+    return [
+        f"not read: {item.key} of {listed(item.parameters, 4)}: {item.reason}"
+        for item in manifest.unread
+    ]
 
 
 def _kinds(a: Scalar | None, b: Scalar | None) -> Report:
@@ -206,74 +254,3 @@ def _hyper(group: dict[str, Any]) -> Report:
     return plain_group(
         {key: item.value if isinstance(item, Scalar) else item for key, item in group.items()}
     )
-
-
-def states(a: Manifest, b: Manifest) -> list[Report]:
-    """Counters, schedulers, loss scalers and client states, of the kinds that both have.
-
-    Facts about the engine (version, stage, size) are left out: they may differ.
-    """
-    lines: list[Report] = []
-    ours, theirs = (with_facts(side.state, side.engine, None) for side in (a, b))
-    for key in ("counters", "lr_scheduler", "optimizer", "client_state"):
-        if ours.get(key) is not None and theirs.get(key) is not None:
-            lines += _states(to_json(ours[key]), to_json(theirs[key]), key)
-    return lines
-
-
-def _states(a: Any, b: Any, path: str) -> Iterator[Report]:
-    if a == b:  # at once, since both may be very large
-        return
-    if isinstance(a, Mapping) and isinstance(b, Mapping):
-        for key in a:
-            if key in b:
-                yield from _states(a[key], b[key], f"{path}.{key}")
-            elif path != "optimizer":  # the keys there depend on the stage
-                yield {"key": f"{path}.{key}", "only": "a"}
-        for key in b:
-            if key not in a and path != "optimizer":
-                yield {"key": f"{path}.{key}", "only": "b"}
-    elif isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
-        for place, (one, other) in enumerate(zip(a, b, strict=True)):
-            yield from _states(one, other, f"{path}.{place}")
-    elif not alike(a, b):
-        yield {"key": path, "a": a, "b": b}
-
-
-def own_state(a: Manifest, b: Manifest) -> list[str]:
-    """Notes on values of the program's own state that only one of two whole checkpoints has."""
-    if a.groups is None or b.groups is None:
-        return []
-    states = [side.state.get("client_state") or {} for side in (a, b)]
-    notes = []
-    for (owner, ours), (other, theirs) in permutations(zip((a, b), states, strict=True)):
-        if names := list(_only(ours, theirs, "client_state")):
-            notes.append(
-                f"{other.root} lacks {listed(names, 4)} of the program's own state, which "
-                f"{owner.root} has"
-            )
-    return notes
-
-
-def _only(ours: Any, theirs: Any, path: str) -> Iterator[str]:
-    """The paths of what `theirs` lacks; an object's attributes are in its state."""
-    if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
-        for key, value in ours.items():
-            if key not in theirs:
-                yield inside(path, key)
-            elif type(value) not in PLAIN:
-                yield from _only(value, theirs[key], inside(path, key))
-    elif isinstance(ours, Foreign) and isinstance(theirs, Foreign):
-        yield from _only(ours.state, theirs.state, path)
-    elif isinstance(ours, (list, tuple)) and isinstance(theirs, (list, tuple)):
-        if types_in(ours) <= PLAIN or len(ours) != len(theirs):
-            return
-        for place, (one, other) in enumerate(zip(ours, theirs, strict=True)):
-            yield from _only(one, other, inside(path, place))
-
-
-def alike(a: Any, b: Any) -> bool:
-    """Whether two values are equal; NaN equals NaN, and a tuple equals the list in JSON."""
-    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
-        return len(a) == len(b) and all(map(alike, a, b))
-    return bool(a == b) or (a != a and b != b)

@@ -16,14 +16,20 @@ from ..core.manifest import Manifest
 from ..core.neighbors import lacking
 from ..core.plan import Match
 from ..core.resources import DEFAULT_COPYING, Begin, Copying
+from ..core.states import EVERYTHING, Selection
 from ..core.weights import WEIGHTS, is_optimizers
 from ..errors import MissingData, counted, listed
 from . import damage, values
+from .beside import siblings
 from .pairs import missing, mutual_matches, only_rounded, own_matches, selected
 from .report import difference, findings, versions
+from .states import states
 
 Report = dict[str, Any]
-FINDINGS = ("differences", "problems", "steps", "step_place", "scalars", "groups", "unproven")
+FINDINGS = (
+    *("differences", "problems", "steps", "step_place", "scalars", "groups", "lacking"),
+    *("states", "unproven"),
+)
 
 
 def verify_alone(
@@ -54,6 +60,7 @@ def verify_alone(
             *report["notes"],
             *damage.not_zero(outcome, manifest),
             *stateless,
+            *values.not_read(manifest),
             *manifest.notes,
         ],
         "inferred": {"a": list(manifest.inferred)},
@@ -64,7 +71,7 @@ def verify_alone(
 def verify_against(
     a: Manifest,
     b: Manifest,
-    pattern: str | None = None,
+    selection: Selection = EVERYTHING,
     copying: Copying = DEFAULT_COPYING,
     begin: Begin | None = None,
 ) -> Report:
@@ -72,6 +79,7 @@ def verify_against(
 
     Raises MissingData if they share no weights, because then nothing would be proven.
     """
+    (a, b), pattern = selection.of(a, b), selection.tensors
     matches, only_a, only_b = mutual_matches(a, b)
     matches = selected(matches, pattern)
     if pattern is None:
@@ -86,7 +94,6 @@ def verify_against(
     report |= inferences(matches, a, b)
     report |= roundings(report, outcome.results, a, b)
     if pattern is None:
-        report["notes"] += values.own_state(a, b)
         return with_values(report, a, b, only_a, only_b)
     return {**report, "equal": nothing_found(report)}
 
@@ -94,11 +101,12 @@ def verify_against(
 def diff(
     a: Manifest,
     b: Manifest,
-    pattern: str | None = None,
+    selection: Selection = EVERYTHING,
     copying: Copying = DEFAULT_COPYING,
     begin: Begin | None = None,
 ) -> Report:
     """Every difference between two checkpoints, tensors in the order of the model."""
+    (a, b), pattern = selection.of(a, b), selection.tensors
     matches, only_a, only_b = mutual_matches(a, b)
     matches = selected([match for match in matches if not match.copy], pattern)
     outcome = compare.compare(matches, a, b, copying, measure="first", begin=begin)
@@ -122,15 +130,15 @@ def diff(
         "differences": differing,
         "first": differing[0]["tensor"] if differing else None,
         "worst": worst["tensor"] if worst else None,
-        "states": values.states(a, b) + values.forms(a, b),
     }
+    report["states"] += values.forms(a, b)
     if pattern is not None:  # the tensors alone
         keys = (
             *("differences", "problems", "first", "worst", "tensors", "bytes", "digests"),
             *("inferred", "unproven", "rounded", "notes"),
         )
         report = {key: report[key] for key in keys} | {"results": lines}
-    one_sided = any(report.get(key) for key in ("states", "only_a", "only_b"))
+    one_sided = any(report.get(key) for key in ("only_a", "only_b"))
     lost = _has_masters(b, report["rounded"]["a"]) or _has_masters(a, report["rounded"]["b"])
     return {**report, "equal": nothing_found(report) and not one_sided and not lost}
 
@@ -195,15 +203,21 @@ def with_values(
         for names, owner, other in ((only_a, a, b), (only_b, b, a))
         for name in missing(names, owner, other)
     ]
+    lines, not_compared = states(a, b)
+    of_files, one_sided = siblings(a, b)
+    lacking, afresh = values.lacking(a, b, {line["tensor"] for line in lost})
     step_place, moved = values.step_places(a, b)
     report = {
         **report,
         "problems": report["problems"] + lost,
-        "notes": [*report.get("notes", ()), *moved],
+        "notes": [*report.get("notes", ()), *afresh, *moved],
+        "lacking": lacking,
         "steps": values.steps(a, b),
         "step_place": step_place,
         "scalars": values.scalars(a, b),
         "groups": values.groups(a, b) + values.trainable(a, b),
+        "states": lines + of_files,
+        "not_compared": not_compared + one_sided,
         "only_a": list(only_a),
         "only_b": list(only_b),
         "versions": versions(a, b),

@@ -17,6 +17,7 @@ from ..core.annotations import TYPE_CHECKING
 from ..core.facts import FlatBufferEngine
 from ..core.manifest import Entry, Manifest
 from ..core.regex import Regex
+from ..core.states import renamed_others
 from ..core.values import replace, valueclass
 from ..errors import MissingData, WrongOption, listed
 from .peft import saved_name
@@ -288,15 +289,20 @@ def _under(manifest: Manifest, rewrite: Callable[[str], str], names: dict[str, s
             both = [old for old, name in names.items() if name == new]
             raise WrongOption(f"{listed(both)} would become one name: {new}")
 
+    state = dict(manifest.state)
+    tensors: dict[str, str] = {}
+    if isinstance(state.get("optimizer"), dict):
+        state["optimizer"], tensors = renamed_others(manifest, names)
+
     def under_new_name(entry: Entry) -> Entry:
         if entry.slot == "state":
-            return entry
+            new = tensors.get(entry.parameter)
+            return entry if new is None else replace(entry, name=f"{new}/state")
         return replace(entry, name=f"{names.get(entry.parameter, entry.parameter)}/{entry.slot}")
 
     def module(path: str) -> str:
         return rewrite(f"{path}.").removesuffix(".") if path else path
 
-    state = dict(manifest.state)
     if isinstance(order := state.get("module"), list):
         state["module"] = [names.get(name, name) for name in order]
     for key, change in (("module_extra", lambda name: names[name]), ("module_metadata", module)):
@@ -321,4 +327,8 @@ def _under(manifest: Manifest, rewrite: Callable[[str], str], names: dict[str, s
         inferred=tuple(names[name] for name in manifest.inferred),
         engine=engine,
         state=state,
+        unread=tuple(
+            replace(item, parameters=tuple(names.get(name, name) for name in item.parameters))
+            for item in manifest.unread
+        ),
     )

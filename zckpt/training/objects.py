@@ -159,14 +159,28 @@ def without_others(
 
 
 def others_of(manifest: Manifest, needed: Collection[str] = ()) -> list[str]:
-    """The classes and functions outside of the closed list that a checkpoint names, sorted.
+    """The classes and functions outside of the closed list that a checkpoint names.
 
     A pickle may call a function and drop what it gives: such a name counts, too.
     """
     names = _Names()
     values = (manifest.state, manifest.groups, _config(manifest))
     kept = frozenset().union(*map(names.of, values)) - COMMON
-    return sorted((kept | (manifest.objects - DESCRIBING)) - {*needed})
+    return _sorted((kept | (manifest.objects - DESCRIBING)) - {*needed})
+
+
+def _sorted(names: Iterable[str]) -> list[str]:
+    """Names by which torch describes tensors follow the others, which say more."""
+    return sorted(names, key=lambda name: (name in DESCRIBING, name))
+
+
+def admissible(value: Any, needed: Collection[str]) -> list[str]:
+    """The names in a value that `--allow-object` may admit, sorted; none if one runs programs.
+
+    `needed` are those that engines put into their own files.
+    """
+    names = _Names().of(value) - COMMON - {*needed}
+    return [] if any(map(runs_programs, names)) else sorted(names)
 
 
 def _config(manifest: Manifest) -> Mapping[str, Any] | None:
@@ -177,9 +191,10 @@ def _refusal(names: list[str]) -> str:
     """Why a value that names these is left out. There is no ready option for what runs programs."""
     running = [name for name in names if runs_programs(name)]
     if not running:
+        options = " ".join(f"--allow-object {name}" for name in names[:4])
         return (
-            f"it names {listed(names, 3)}, which a program that loads the target would run; if you "
-            f"trust that, add --allow-object {names[0]}"
+            f"it names {listed(names, 4)}, which a program that loads the target would run; if you "
+            f"trust that, add {options}"
         )
     if running == [REACHES_ALL]:
         return f"it names {listed(names, 3)}, and {REACHES_ALL} can reach code that runs programs"
@@ -204,7 +219,7 @@ class _Filter:
         kept: dict[Any, Any] = OrderedDict() if isinstance(value, OrderedDict) else {}
         for key, item in value.items():
             where = inside(path, key) if path else str(key)
-            if names := sorted({*self._wrong(key), *self._lost(item)}):
+            if names := _sorted({*self._wrong(key), *self._lost(item)}):
                 self.left_out.append(f"{where}: {_refusal(names)}")
             else:
                 kept[key] = self._kept(item, where)

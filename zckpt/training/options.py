@@ -265,19 +265,21 @@ FAMILY: Option[str | None] = Option(
     metavar="NAME|FILE[:K=N,...]",
 )
 
-# -- an option that needs nothing of a writer: the source is checked before it is written
+# -- options that need nothing of a writer: the source is checked, or loses states, before that
 
 ACCEPT_WEIGHTS: Option[bool] = Option(
-    "accept_weights",
-    "--accept-weights",
-    False,
+    "accept_weights", "--accept-weights", False,
     "Go on if weights are not the rounded fp32 masters, for example if those of an EMA were saved "
     "in place of the trained ones",
-    group="Source",
-    rare=True,
-    kind="switch",
-)
-EVERYWHERE: tuple[Option[Any], ...] = (PARAM_NAMES, TIE, RENAME, FAMILY, ACCEPT_WEIGHTS)
+    kind="switch", group="Source", rare=True,
+)  # fmt: skip
+DROP_STATE: Option[Sequence[str]] = Option(
+    "drop_state", "--drop-state", (), "Go on without this state of the optimizer. May be repeated",
+    kind="texts", metavar="NAME", group="Optimizer and steps",
+)  # fmt: skip
+EVERYWHERE: tuple[Option[Any], ...] = (
+    PARAM_NAMES, TIE, RENAME, FAMILY, ACCEPT_WEIGHTS, DROP_STATE
+)  # fmt: skip
 """Every target takes these."""
 
 
@@ -302,6 +304,7 @@ class Keywords(TypedDict, total=False):
     like: str | None  # a path
     family: str | None  # "llama", or "llama:heads=32,kv_heads=8,vocab_size=32000"
     accept_weights: bool
+    drop_state: Sequence[str]
 
 
 @valueclass

@@ -1,8 +1,11 @@
 """How a manifest becomes a checkpoint of another format or size, and the report about it.
 
 The target gets the source's tensors under the names and in the groups that its engine needs; what
-the target's format lays out is then written by `copying.convert`. `several.py` writes several
-checkpoints of a trainer's run as one target.
+the target's format lays out is then written by `copying.convert`.
+
+    names.py      the names of the parameters, and their order
+    keeping.py    whether the target has every state of the source's optimizer
+    several.py    several checkpoints of a trainer's run as one target
 """
 
 from __future__ import annotations
@@ -16,31 +19,31 @@ from typing import TYPE_CHECKING, Any
 
 from .. import formats
 from ..copying.sharing import ALONE, Sharing
-from ..core.experts import layers_of
+from ..core import states
 from ..core.manifest import Manifest
 from ..core.resources import DEFAULT_COPYING, Begin, Copying, Tell
 from ..core.values import replace, valueclass
 from ..errors import TargetExists, WrongOption, counted
-from ..formats.hf.options import MODEL_CONFIG
+from ..formats.deepspeed_states import estimates
 from ..formats.paths import strange_target
 from ..formats.reading import Reading
-from ..reading import read
+from ..reading import read, refuse_several
 from ..training import objects, steps, ties
-from ..training.names import called_as, canonical, former, renamed
+from ..training.names import former
 from ..training.optimizers import unused_defaults
 from ..training.options import (
     ACCEPT_WEIGHTS,
     ALLOW_OBJECT,
     DP,
-    FAMILY,
+    DROP_STATE,
     LIKE,
     PARAM_NAMES,
     RENAME,
-    TIE,
     Options,
 )
-from ..training.order import in_order_of
 from ..version import __version__
+from .keeping import Keeping, dropped_states
+from .names import named_for
 
 if TYPE_CHECKING:
     from ..copying.copy import CopyOutcome
@@ -127,10 +130,19 @@ def write(
     if not format.writes:
         raise WrongOption(f"zckpt can read {to}, but not write it yet")
     format.refuse(options, _called(command, to))
-    source, layout = _laid_out(format, manifest, target, options, best_in)
+    _refuse_several(format, manifest, options)
+    if not format.keeps_estimates and not options.weights_only:
+        estimates.need_same_ranks(manifest)
+    dropped = dropped_states(manifest, options)
+    manifest = states.without(manifest, options[DROP_STATE])
+    named = named_for(format, manifest, options)
+    source, layout = _laid_out(format, manifest, named, target, options, best_in)
     files = convert.files_of(layout)
     size = sum(files.values())
     report = _report(command, source, target, format, layout, files, options)
+    report["dropped"] = dropped if format.is_resumed else []
+    keeping = Keeping(manifest, named, source, format, options, report)
+    layout = replace(layout, read_back=keeping.read_back(layout))
     report["warnings"] += steps.unused_policy(manifest, reading.step_policy)
     run = identity(layout.source or manifest, to, reading, options, files)
     if running.continues and targets.is_complete(target, run):
@@ -138,6 +150,7 @@ def write(
     if running.tell:
         running.tell(report["warnings"])
     if running.dry_run:
+        keeping.try_out(layout)
         memory = convert.memory_of(source, running.copying)
         return report | {"dry_run": True, "memory": memory, "free": targets.free_space(target)}
     targets.need_space(target, size, running.continues)
@@ -185,22 +198,30 @@ def _called(command: str, to: str) -> str:
 
 
 def _laid_out(
-    format: Format, manifest: Manifest, target: str, options: Options, best_in: str | None
+    format: Format,
+    manifest: Manifest,
+    named: Manifest,
+    target: str,
+    options: Options,
+    best_in: str | None,
 ) -> tuple[Manifest, Layout]:
     """The source as the target's engine needs it, and the files of the target.
+
+    `named` is the manifest under the target's names.
 
     Raises the ZckptError that says why the target cannot be written; no file is written here.
     """
     from ..core.layout import remembered
 
-    named = _named_for(format, manifest, options)
+    admitted = named
     if format.objects is not None:
-        named = objects.without_others(named, formats.engine_objects(), options[ALLOW_OBJECT])
-    source, files = format.prepare(named)
+        admitted = objects.without_others(named, formats.engine_objects(), options[ALLOW_OBJECT])
+    source, files = format.prepare(admitted)
     layout = _with_files(format.lay_out(source, options), files)
     if format.is_resumed and not format.is_neutral:
         layout = _pointing_to_the_best(layout, source, target, best_in)
-    own = [line for line in named.left_out if line not in (*manifest.left_out, *layout.left_out)]
+    known = (*manifest.left_out, *layout.left_out)
+    own = [line for line in admitted.left_out if line not in known]
     layout = replace(
         layout,
         shells=remembered(layout.shells),
@@ -208,6 +229,17 @@ def _laid_out(
         from_masters=layout.from_masters or options.module_dtype is not None,
     )
     return source, layout
+
+
+def _refuse_several(format: Format, manifest: Manifest, options: Options) -> None:
+    """Raises AmbiguousCheckpoint for several models, unless their weights alone are written.
+
+    `export` writes a folder of one model.
+    """
+    if not options.weights_only:
+        refuse_several(manifest, "; or write the weights of all with --weights-only")
+    elif len(manifest.roots) > 1 and not format.is_resumed:
+        refuse_several(manifest)
 
 
 def _filled(
@@ -221,7 +253,8 @@ def _filled(
 ) -> CopyOutcome | None:
     """Writes the files and fills them, `size` bytes in all; `warnings` gets what the bytes show.
 
-    None if another process, or another part, will complete the target.
+    None if another process, or another part, will complete the target. Raises UnsupportedState if
+    the files have no place for a state of the source.
     """
     from ..copying import convert
 
@@ -267,6 +300,7 @@ def identity(
         "--to": to,
         "--from": reading.format,
         "--tag": reading.tag,
+        "--root": reading.root,
         "--step-policy": reading.step_policy,
         "--replicas": reading.replicas,
         "--masters-from-weights": reading.masters_from_weights or None,
@@ -301,6 +335,8 @@ def _report(
     return {
         "zckpt": 1,
         "command": command,
+        "dropped": [],
+        "computed_afresh": [],
         "source": {**manifest.source, "path": manifest.root},
         "format": format.name,
         "target": target,
@@ -316,33 +352,7 @@ def _report(
     }
 
 
-# -- the source as the target's engine needs it
-
-
-def _named_for(format: Format, manifest: Manifest, options: Options) -> Manifest:
-    """The source under the names that the target needs, in the order that the user gives."""
-    origin = formats.family_of(str(manifest.source.get("format")))
-    if options[RENAME]:
-        manifest = renamed(manifest, options[RENAME])
-    elif not format.is_neutral and format.family != origin:
-        manifest = canonical(manifest)
-    family, names = options[FAMILY], options[PARAM_NAMES]
-    if family is not None:
-        from ..training.families import translated  # few conversions need it
-
-        manifest = translated(manifest, family, options[MODEL_CONFIG])
-    if names is not None and not _is_in_order(manifest):
-        manifest = in_order_of(called_as(manifest, names), names)
-    return ties.with_ties(manifest, options[TIE]) if options[TIE] else manifest
-
-
-def _is_in_order(manifest: Manifest) -> bool:
-    """Whether it was read in the order of --param-names, which do not name all of it.
-
-    Model ranks have the names of their own; without ZeRO experts have those of one rank.
-    """
-    is_whole = manifest.source.get("zero_stage") == 0
-    return "model_ranks" in manifest.source or (is_whole and bool(layers_of(manifest.engine)))
+# -- files in the place of siblings
 
 
 def _with_files(layout: Layout, files: Sequence[Shell]) -> Layout:

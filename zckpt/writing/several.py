@@ -104,6 +104,9 @@ def _summary(
         "bytes": sum(report["bytes"] for report in reports),
         "checkpoints": names,
     }
+    for key in ("dropped", "computed_afresh"):
+        by_state = {line["state"]: line for report in reports for line in report[key]}
+        summary[key] = [*by_state.values()]
     for key in ("left_out", "warnings", "inferred"):
         summary[key] = list(dict.fromkeys(line for report in reports for line in report[key]))
     return summary

@@ -209,7 +209,7 @@ class TestRefused:
     def test_two_optimizers(self, checkpoint: Path, tmp_path: Path) -> None:
         state = whole(checkpoint)
         dcp.save({**state, "other": state["optim"]}, checkpoint_id=tmp_path / "two")
-        self.refused(tmp_path / "two", errors.UnsupportedCheckpoint, "optim", "other")
+        self.refused(tmp_path / "two", errors.AmbiguousCheckpoint, "optim", "other")
 
     def test_two_models(self, checkpoint: Path, tmp_path: Path) -> None:
         state = whole(checkpoint)

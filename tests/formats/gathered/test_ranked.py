@@ -20,9 +20,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import zckpt as package
 from zckpt import errors
 from zckpt.core.inert import Foreign, Global, Size
-from zckpt.files.torchfile import TorchFile
+from zckpt.files.torchfile import REBUILD, TorchFile
 from zckpt.files.torchshell import Storages, shell
-from zckpt.formats.gathered import distributed, ranked
+from zckpt.formats.gathered import ranked
 from zckpt.formats.statedict.tree import Leaf
 
 from ...conftest import ROOT, Result
@@ -98,7 +98,7 @@ def slotted(name: str, **state: Any) -> Foreign:
 def rebuilt(cls: str, shape: Sequence[int], state: Any) -> Foreign:
     about = (Global(cls), Global("torch.float32"), Size(shape), (), 0, None, "cpu", False)
     function = Global("torch._utils._rebuild_wrapper_subclass")
-    return Foreign(Global(distributed.REBUILD), (function, Global(cls), about, state))
+    return Foreign(Global(REBUILD), (function, Global(cls), about, state))
 
 
 def placed(kind: str, **state: Any) -> Foreign:
@@ -272,6 +272,14 @@ class TestShardedTensors:
 
 
 class TestRefused:
+    def test_parts_of_another_class(self, tmp_path: Path) -> None:
+        """Quantized states under FSDP2: no rule of torch joins their codes and scales."""
+        saved = Saved()
+        tensor = saved.dtensor(WHOLE, WHOLE.shape, today(saved.storages, (1,)), placed("Replicate"))
+        tensor.arguments[3]["_local_tensor"] = rebuilt("torchao.State8bit", WHOLE.shape, {})
+        with pytest.raises(errors.UnsupportedCheckpoint, match="class torchao"):
+            ranked.merge({0: saved.file(tmp_path / "model_rank_0.pt", {"w": tensor})})
+
     def test_a_missing_rank(self, tmp_path: Path) -> None:
         files = cut(tmp_path, WHOLE, (4,), [0])
         del files[1], files[3]

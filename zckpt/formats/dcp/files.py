@@ -3,7 +3,7 @@
 <dir>                                         one folder with `.metadata` and item files
 <dir>/step-N                                  torchtitan's; the tag chooses one of several
 <dir>/pytorch_model_fsdp_0, optimizer_0       two folders of one checkpoint: Accelerate's and
-                                              Hugging Face Trainer's
+                                              Hugging Face Trainer's; _1 for a second model
 <dir>/shard-R-model-F-of-N.safetensors        Hugging Face's storage (see hf.py): weights alone
 """
 
@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterator
 
 from ...core import sources
+from ...core.annotations import Any
 from ...core.filenames import Names, oldest_first
 from ...errors import UnsupportedCheckpoint
 from ...files.dcpnames import ITEMS, METADATA, names_any
@@ -63,7 +64,7 @@ def folders(path: str) -> list[str]:
 def locate(path: str, tag: str | None = None) -> tuple[str, list[str]]:
     """The checkpoint's directory, and its folders with a `.metadata`.
 
-    Raises UnsupportedCheckpoint for several models, and for Megatron-Core.
+    Raises UnsupportedCheckpoint for Megatron-Core.
     """
     root = os.path.join(path, tag) if tag else path
     parts = folders(root) if sources.is_folder(root) else []
@@ -71,14 +72,21 @@ def locate(path: str, tag: str | None = None) -> tuple[str, list[str]]:
     if not parts and len(steps) == 1 and steps[0]:
         root = os.path.join(path, steps[0])
         parts = folders(root)
-    _refuse_several(root, parts)
     for folder in parts:
         _refuse_megatron(folder)
     return root, parts
 
 
-def _refuse_several(root: str, parts: list[str]) -> None:
-    """Accelerate numbers the models and optimizers of one program; names may repeat in them."""
+def place_in(folder: str, path: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The place of an item among those of all folders: `model_1` for the `model` in folder 1."""
+    number = os.path.basename(folder).rpartition("_")[2]
+    if not PARTS.has(os.path.basename(folder)) or number == "0":
+        return path
+    return (f"{path[0]}_{number}", *path[1:])
+
+
+def refuse_several(root: str, parts: list[str]) -> None:
+    """Raises UnsupportedCheckpoint for several models of one program: names repeat in them."""
     names = [os.path.basename(folder) for folder in parts if folder != root]
     if any(not name.endswith("_0") for name in names):
         raise UnsupportedCheckpoint(

@@ -22,7 +22,7 @@ from ...files.dcpitems import ItemFiles
 from ...files.safefile import read_with_metadata
 from ...files.torchfile import Tensor
 from ..statedict import gather
-from .files import locate
+from .files import locate, place_in
 
 OF_RANK = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")
 
@@ -46,7 +46,7 @@ def _partitions(root: str, folders: Sequence[str]) -> list[Partition]:
     for folder in folders:
         table, files = read_table(folder), ItemFiles()
         for key, item in table.items.items():
-            place = table.paths.get(key) or (key,)
+            place = place_in(folder, table.paths.get(key) or (key,))
             if item is not None:
                 _put(tree, place, _tensor(table, files, key, item))
             else:

@@ -28,7 +28,7 @@ from ...files.dcpitems import ItemFiles, require_same
 from ...files.dcpnames import METADATA
 from ...files.torchfile import Tensor, TorchFile
 from ..statedict.tree import Path
-from .files import locate
+from .files import locate, refuse_several
 
 
 @valueclass
@@ -101,6 +101,7 @@ def stored_items(path: str, tag: str | None = None) -> StoredItems:
     (Megatron-Core, compressed or encrypted items).
     """
     root, folders = locate(path, tag)
+    refuse_several(root, folders)
     if not folders:
         raise IncompleteCheckpoint(f"{root} has no {METADATA}")
     items: dict[str, StoredTensor | StoredValue] = {}

@@ -30,7 +30,7 @@ from ...files.dcpfile import (
 )
 from ...files.dcpitems import ItemFiles, require_same
 from ...files.dcpnames import METADATA
-from ...files.torchfile import Tensor, TorchFile
+from ...files.torchfile import Tensor, TorchFile, class_of
 from ...training.trainers import beside
 from ..reading import USUAL, Reading
 from ..statedict.read import manifest
@@ -49,7 +49,7 @@ from ..statedict.tree import (
     solid_piece,
 )
 from . import hf
-from .files import locate, own_files
+from .files import locate, own_files, place_in
 
 MAX_LIST = 1_000_000  # elements of all lists
 FIELDS = {"planner_data", "storage_meta", "version", "zckpt"}  # that describe no item
@@ -72,6 +72,8 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
             saved.folders = [os.path.basename(folder) for folder in parts]
         for folder in parts:
             _FolderReader(folder, saved).read()
+        models = [key for key in saved.tree if str(key).partition("_")[0] == "model"]
+        saved.models = models if saved.folders and len(models) > 1 else []
         hf.read(shards, saved)
         siblings, left_out = beside(root, [*parts, *shards, *own_files(root, parts)], path)
         saved.siblings += siblings
@@ -112,7 +114,8 @@ class _FolderReader:
         room = MAX_LIST
         in_order = [key for key in paths if key in table.items]
         for key in [*in_order, *(key for key in table.items if key not in paths)]:
-            value, path = self._value(key, table.items[key]), paths.get(key) or (key,)
+            value = self._value(key, table.items[key])
+            path = place_in(table.folder, paths.get(key) or (key,))
             if leads_to_step(path):
                 saved.steps += self._stated(key, path, value)
             room = _put(saved.tree, path, value, room)
@@ -179,8 +182,8 @@ class _FolderReader:
         file = self.files.torch_file(location)
         return leaves(file, file.value)
 
-    def _tensor(self, key: str, item: TensorItem, names: Iterator[str]) -> Leaf:
-        """One leaf of all boxes of a tensor."""
+    def _tensor(self, key: str, item: TensorItem, names: Iterator[str]) -> Any:
+        """One leaf of all boxes of a tensor, or the record of a tensor with a class of its own."""
         dtype, shape = item.dtype, item.shape
         pieces: list[TensorPiece] = []
         parts: list[tuple[tuple[int, ...], Tensor, TorchFile]] = []
@@ -198,6 +201,9 @@ class _FolderReader:
                 continue
             file = self.files.torch_file(location)
             tensor = file.value
+            if class_of(tensor) and len(item.boxes) == 1:  # an object with tensors inside
+                self.saved.records += file.records.values()
+                return leaves(file, tensor, names)
             described = (tensor.dtype, tensor.shape) if isinstance(tensor, Tensor) else None
             require_same(location, key, described, (dtype, box.sizes))
             self.saved.records += file.records.values()

@@ -115,8 +115,7 @@ class DcpWriter:
     def _parts(self) -> dict[str, list[PathValue]]:
         """Items by folder: one for all, or Accelerate's for the model and for the optimizer."""
         dicts, keys, dialect = self.dicts, self.dicts.keys, self.options[DIALECT]
-        before = keys.folders
-        if dialect == "torchtitan" or (dialect is None and not before):
+        if dialect == "torchtitan" or (dialect is None and not keys.folders):
             return {"": list(dicts.items())}
         of_trainer = program_of(self.source.siblings) == TRANSFORMERS
         if of_trainer and (others := peft.other_adapters(self.source.parameters)):
@@ -134,8 +133,7 @@ class DcpWriter:
             )
         if keys.adapter or (of_trainer and any(map(peft.is_adapters, self.source.parameters))):
             dicts.save_adapter_alone()  # as the Trainer does with PEFT and FSDP
-        if not before:  # Accelerate's own keys
-            dicts.model, dicts.optimizer = ("model",), ("optimizer",)
+        dicts.model, dicts.optimizer = ("model",), ("optimizer",)  # Accelerate's own keys
         names = {dicts.model: "pytorch_model_fsdp_0", dicts.optimizer: "optimizer_0"}
         parts: dict[str, list[PathValue]] = {}
         lost: dict[Any, None] = {}

@@ -41,6 +41,10 @@ FORMAT = Format(
     compares="beginnings",
     has_tensor_ranks=True,
     gathers=True,
+    states="a flat buffer has place for tensors of the parameters' shapes, and for numbers that "
+    "all of its parameters share; --stage 0 has place for every state, unless the optimizer is a "
+    "FusedAdam",
+    keeps_estimates=True,
     groups="without_empty_groups",
     of_ranks=("_states.pt",),
     objects=OBJECTS,

@@ -126,7 +126,7 @@ class _RankedBuffer:
         """All that the ranks keep of this buffer; `numbers` are states of one number."""
         slots = [self._cut("master", self.masters)]
         scalars: dict[str, Scalar] = {}
-        left_out = []
+        own: dict[str, Sequence[Any]] = {}
         states = self.ranks.flat_states(self.place)
         for key in dict.fromkeys(key for state in states for key in state if key != "step"):
             values = [state.get(key) for state in states]
@@ -138,14 +138,14 @@ class _RankedBuffer:
             elif (scalar := self.ranks.scalar(values)) is not None:
                 scalars[str(key)] = scalar
             elif any(value is not None for value in values):
-                left_out.append(
-                    f"optimizer state {key!r} of {listed(list(self.shapes))} (flat group "
-                    f"{self.place}): neither a number nor a tensor of the parameters' shapes"
-                )
+                own[str(key)] = values
         sightings, place, warnings = self._steps(group, states, step_policy)
         step = next((line.step for line in sightings if line.truth), None)
         shapes = in_user_order(self.shapes, self.ranks)
-        return FlatBuffer(group, shapes, slots, step, place, scalars, sightings, left_out, warnings)
+        starts = {name: start for name, (start, _) in self.spans.items()}
+        return FlatBuffer(
+            group, shapes, slots, step, place, scalars, sightings, warnings, own, starts
+        )
 
     # -- tensors
 

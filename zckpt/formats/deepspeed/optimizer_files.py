@@ -10,9 +10,11 @@ from typing import Any
 from ...core.inert import Foreign, Global
 from ...core.layout import Shell
 from ...core.manifest import slot_key
+from ...core.states import partitions_of
 from ...core.values import valueclass
 from ...files.torchshell import Contents, Storages
 from .. import zero
+from ..deepspeed_states.estimates import stated
 from ..deepspeed_states.experts import parameter_of
 from ..deepspeed_states.optimizer_values import (
     base_state,
@@ -27,10 +29,15 @@ from ..deepspeed_states.target import DeepSpeedTarget, TargetBuffer
 
 
 def optimizer_files(target: DeepSpeedTarget, is_elastic: bool) -> Iterator[Shell]:
-    """One file per rank. In stage 3 they differ only in tensors."""
+    """One file per rank.
+
+    In stage 3 they differ only in tensors, in states of partitions, and in estimates of ranks.
+    """
+    differs = partitions_of(target.source) or stated(target.source)
+    alike = target.engine.partitioned and not differs
     prefix = "bf16_" if target.engine.dtype == "BF16" else ""
     for rank in range(target.dp):
-        if rank == 0 or not target.engine.partitioned:
+        if rank == 0 or not alike:
             contents = _contents(target, rank, is_elastic)
         name = f"{prefix}zero_pp_rank_{rank}_{target.mp_rank}_optim_states.pt"
         yield contents.shell(f"{target.tag}/{name}")
@@ -39,7 +46,7 @@ def optimizer_files(target: DeepSpeedTarget, is_elastic: bool) -> Iterator[Shell
 def _contents(target: DeepSpeedTarget, rank: int, is_elastic: bool) -> Contents:
     storages = Storages()
     state = (
-        _partitioned_state(target, storages)
+        _partitioned_state(target, rank, storages)
         if target.engine.partitioned
         else _flat_state(target, rank, is_elastic, storages)
     )
@@ -66,7 +73,7 @@ def _flat_state(
     }
     common = {
         **clipping(target),
-        **_base_and_step(target, states, is_elastic, storages),
+        **_base_and_step(target, rank, states, is_elastic, storages),
         "single_partition_of_fp32_groups": [
             storages.tensor(part.buffer.master, (part.size if wrapped else part.owned,))
             for part in partitions
@@ -114,11 +121,16 @@ def _states(
             length = partition.whole_length()
         if length or slot != "momentum_buffer" or is_elastic:
             states[slot_key(slot)] = storages.tensor(dtype, (length,))
-    return states
+    own = {} if is_elastic else target.of_partitions(buffer, partition.rank)
+    return {**states, **target.thawed(own, storages)}
 
 
 def _base_and_step(
-    target: DeepSpeedTarget, states: Mapping[int, Any], is_elastic: bool, storages: Storages
+    target: DeepSpeedTarget,
+    rank: int,
+    states: Mapping[int, Any],
+    is_elastic: bool,
+    storages: Storages,
 ) -> dict[str, Any]:
     """The base optimizer's state_dict; in elastic files a list of its states alone.
 
@@ -126,7 +138,7 @@ def _base_and_step(
     (0.19.8: it stops without, also if it has written none itself).
     """
     if not is_elastic:
-        return {"base_optimizer_state": base_state(target, states, storages)}
+        return {"base_optimizer_state": base_state(target, states, storages, rank)}
     step = group_step(target, range(len(target.buffers)), storages)
     return {
         "base_optimizer_state": list(states.values()),
@@ -193,18 +205,19 @@ class _RankPartition:
 # -- stage 3: a rank's slices of every parameter follow each other
 
 
-def _partitioned_state(target: DeepSpeedTarget, storages: Storages) -> dict[str, Any]:
+def _partitioned_state(target: DeepSpeedTarget, rank: int, storages: Storages) -> dict[str, Any]:
     widths = [sum(-(-numel // target.dp) for numel in buffer.numels) for buffer in target.buffers]
     states = {
         number: numbers(target, buffer, storages)
         | {slot_key(slot): storages.tensor(dtype, (width,)) for slot, dtype in buffer.slots.items()}
+        | target.thawed(target.of_partitions(buffer, rank), storages)
         for number, (buffer, width) in enumerate(zip(target.buffers, widths, strict=True))
     }
     return {
         "zero_stage": stage_enum(target),
         **loss_scaling(target, storages),
         "partition_count": target.dp,
-        "optimizer_state_dict": base_state(target, states, storages),
+        "optimizer_state_dict": base_state(target, states, storages, rank),
         "fp32_flat_groups": [
             storages.tensor(buffer.master, (width,))
             for buffer, width in zip(target.buffers, widths, strict=True)

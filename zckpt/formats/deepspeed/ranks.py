@@ -9,6 +9,7 @@ from ...core.inert import Foreign
 from ...errors import CorruptCheckpoint, IncompleteCheckpoint, InconsistentCheckpoint
 from ..deepspeed_states.agreement import check_facts, check_models, for_each
 from ..deepspeed_states.directories import TagDirectory, file_of_rank, refuse
+from ..deepspeed_states.estimates import KEYS as ESTIMATES
 from ..deepspeed_states.states import (
     EngineStates,
     dictionary,
@@ -160,5 +161,5 @@ def _facts_of_optimizer(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _hyper_parameters(base: Mapping[str, Any]) -> dict[str, Any]:
-    groups = base.get("param_groups") or ()
-    return {"param_groups": [{k: v for k, v in each.items() if k != "step"} for each in groups]}
+    groups, own = base.get("param_groups") or (), {"step", *ESTIMATES}
+    return {"param_groups": [{k: v for k, v in each.items() if k not in own} for each in groups]}

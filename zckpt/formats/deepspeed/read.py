@@ -24,7 +24,14 @@ from ..deepspeed_states.saved_names import check_names
 from ..deepspeed_states.states import open_files, open_layers
 from ..reading import USUAL, Reading
 from .files import NAMED, Numbered, locate
-from .model_ranks.apart import ModelGrid, of_rank, open_apart, stacked, weights_of_layers
+from .model_ranks.apart import (
+    ModelGrid,
+    of_model_rank,
+    of_rank,
+    open_apart,
+    stacked,
+    weights_of_layers,
+)
 from .model_ranks.grid import SOME_STAGES, GridFiles, check_grid, grid_files
 from .ranks import open_ranks
 
@@ -178,7 +185,8 @@ def tensor_ranks(
     if any(with_experts) and not all(with_experts):
         refuse(directory, SOME_STAGES)
     pairs = zip(ranks, files.ranks, strict=True)
-    manifests = [of_rank(each, own, step_policy) for each, own in pairs]
+    read_one = of_rank if files.is_plain else of_model_rank
+    manifests = [read_one(each, own, step_policy) for each, own in pairs]
     if files.is_plain:
         return manifests
     sizes = {"dp": grid.dp, "tp": grid.tp, "pp": grid.pp}

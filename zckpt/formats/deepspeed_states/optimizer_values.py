@@ -10,6 +10,7 @@ from ...errors import InconsistentCheckpoint
 from ...files.torchshell import Storages
 from ...training import steps
 from ...training.options import OPTIMIZER
+from . import estimates
 from .engine import TargetEngine
 from .manifest import INFERRED
 from .optimizer_facts import STEPS_OF
@@ -41,14 +42,15 @@ def stage_enum(target: DeepSpeedTarget) -> Foreign:
 
 
 def base_state(
-    target: DeepSpeedTarget, states: Mapping[int, Any], storages: Storages
+    target: DeepSpeedTarget, states: Mapping[int, Any], storages: Storages, rank: int = 0
 ) -> dict[str, Any]:
-    """The base optimizer's state_dict; states that are empty (plain SGD) are not listed."""
+    """A rank's state_dict of the base optimizer, without states that are empty (plain SGD)."""
     groups = []
     for number, group in enumerate(target.groups):
         members = [place for place, flat in enumerate(target.buffers) if flat.group == number]
         stepped = group_step(target, members, storages)
-        groups.append(target.thawed(group, storages) | stepped | {"params": members})
+        own = estimates.of_rank(target.source, number, rank, storages)
+        groups.append(target.thawed(group, storages) | own | stepped | {"params": members})
     return {
         "state": {place: state for place, state in states.items() if state},
         "param_groups": groups,

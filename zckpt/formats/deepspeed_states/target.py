@@ -18,9 +18,10 @@ from ...core.dtypes import SIZES
 from ...core.facts import StepPlace
 from ...core.inert import Scalar
 from ...core.manifest import Manifest, Parameter, Sibling
+from ...core.states import others_of, partitions_of
 from ...core.values import valueclass
 from ...core.weights import is_optimizers, weight_of
-from ...errors import InconsistentCheckpoint, MissingData, UnsupportedCheckpoint, listed
+from ...errors import InconsistentCheckpoint, MissingData, UnsupportedCheckpoint
 from ...files.torchshell import Storages, thawed
 from ...training import steps
 from ...training.optimizers import known_optimizer
@@ -29,9 +30,10 @@ from ...training.trainers import ACCELERATE, program_of
 from .. import zero
 from .directories import POINTERS
 from .engine import TargetEngine
+from .estimates import need_same_ranks
 from .experts import ExpertLayers, ExpertRanks
 from .hyper import FLAT, adam_class, complete_groups, optimizer_name, wrapper
-from .manifest import ENGINE_KEYS
+from .of_files import ENGINE_KEYS
 from .states import COUNTERS
 
 VERSION = "0.19.8"  # of the layout that is written
@@ -80,6 +82,8 @@ class DeepSpeedTarget:
         self.left_out: list[str] = list(source.left_out)
         self.engine = TargetEngine(source, options)
         self.dp = self.engine.dp
+        if not options.weights_only:
+            need_same_ranks(source, self.dp, self.engine.stage)
         self.wrapper = wrapper(self.engine, source) if self.engine.whole else None
         self.optimizer_state: dict[str, Any] = source.state.get("optimizer") or {}
         self.experts = ExpertLayers.of_manifest(source)
@@ -92,9 +96,7 @@ class DeepSpeedTarget:
             alias: name for name, parameter in parameters for alias in parameter.aliases
         }
         self.groups, self.assumed = complete_groups(self.engine, source)
-        self._differing: dict[str, list[str]] = {}  # states that differ within a flat buffer
         self.buffers = list(self._buffers())
-        self._name_left_out()
         self.client_state = self._client_state()
 
     @property
@@ -216,7 +218,7 @@ class DeepSpeedTarget:
     ) -> dict[str, Scalar]:
         """Numbers of the optimizer that are equal for all parameters of a flat buffer.
 
-        Others are left out, unless the optimizer needs them: then they raise.
+        Others have no place, unless the optimizer needs them: then they raise.
         """
         if self.options.weights_only:
             return {}
@@ -228,9 +230,6 @@ class DeepSpeedTarget:
                 shared[key] = self._shared(key, names, values)
             elif values[0] is not None and all(repr(value) == repr(values[0]) for value in values):
                 shared[key] = values[0]
-            else:
-                own = [name for name, value in zip(names, values, strict=True) if value is not None]
-                self._differing.setdefault(key, []).extend(own)
         return shared
 
     def keeps_whole_momenta(self, buffer: TargetBuffer) -> bool:
@@ -278,23 +277,24 @@ class DeepSpeedTarget:
         """States that are neither numbers nor of a parameter's shape, where they have a place."""
         if self.options.weights_only or not self._by_itself:
             return {}
-        return self.optimizer_state.get("other") or {}
+        return others_of(self.source)
 
-    def _name_left_out(self) -> None:
-        """States that no flat buffer can hold."""
-        if self.options.weights_only:
-            return
-        shapeless: dict[str, list[str]] = {}
-        for name in self.optimizer_state.get("other") or {}:
-            for key in self.optimizer_state["other"][name] if name not in self.others else ():
-                shapeless.setdefault(key, []).append(name)
-        for lost, why in (
-            (self._differing, "DeepSpeed keeps one value for all parameters of a flat buffer"),
-            (shapeless, "neither a number nor a tensor of the parameter's shape"),
-        ):
-            self.left_out += [
-                f"optimizer state {key!r} of {listed(names)}: {why}" for key, names in lost.items()
-            ]
+    def of_partitions(self, buffer: TargetBuffer, rank: int) -> dict[str, Any]:
+        """States of a rank's part of a flat buffer, if the source's ranks had the same parts."""
+        engine, parts = self.engine, self.dp if self.engine.partitioned else 1
+        if self.options.weights_only or engine.whole or buffer.ep > 1:
+            return {}
+        lengths = [-(-numel // parts) for numel in buffer.numels]
+        alike = {
+            "dp": self.dp,
+            "parameters": list(buffer.names),
+            "starts": zero.offsets(lengths, buffer.paddings)[:-1],
+        }
+        for part in partitions_of(self.source):
+            same_kind = (part.get("stage") == 3) == engine.partitioned
+            if same_kind and all(part.get(key) == value for key, value in alike.items()):
+                return {key: values[rank] for key, values in part["states"].items()}
+        return {}
 
     def _client_state(self) -> dict[Any, Any]:
         """The user's keys, without those that DeepSpeed itself uses."""

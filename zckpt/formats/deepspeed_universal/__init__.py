@@ -20,6 +20,8 @@ FORMAT = Format(
     about="DeepSpeed's own universal checkpoints, for load_universal",
     family="deepspeed",
     compares="beginnings",
+    states="it has place for tensors of the parameters' shapes, and for numbers that all "
+    "parameters of a group share",
     groups="without_empty_groups",
     objects=OBJECTS,
 )

@@ -15,16 +15,15 @@ from math import prod
 from typing import Any
 
 from ...core.dtypes import SIZES
-from ...core.inert import PLAIN, Foreign, Global, types_in
+from ...core.inert import PLAIN, Foreign, types_in
 from ...core.values import valueclass
 from ...errors import (
     CorruptCheckpoint,
     InconsistentCheckpoint,
     UnsupportedCheckpoint,
 )
-from ...files.torchfile import TORCH_DTYPES, Tensor, TorchFile
+from ...files.torchfile import TORCH_DTYPES, Tensor, TorchFile, class_of
 
-REBUILD = "torch._tensor._rebuild_from_type_v2"
 MIXED = "files of different saves seem to be mixed; take those of one save"
 MALFORMED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 """What reading a record of another structure than torch's may raise."""
@@ -55,14 +54,8 @@ class DistributedTensor:
 
 
 def is_distributed(value: Any) -> bool:
-    """Whether it is the record of a ShardedTensor or a DTensor."""
-    return isinstance(value, Foreign) and value.name == REBUILD
-
-
-def is_sharded_tensor(value: Foreign) -> bool:
-    """Whether the record is that of FSDP1's class, not of FSDP2's."""
-    cls = value.arguments[1] if len(value.arguments) > 1 else None
-    return isinstance(cls, Global) and cls.name.endswith(".ShardedTensor")
+    """Whether it is the record of a ShardedTensor or a DTensor; other classes are objects."""
+    return class_of(value).rpartition(".")[2] in ("DTensor", "ShardedTensor")
 
 
 def distributed_in(value: Any) -> Iterator[Foreign]:
@@ -108,13 +101,9 @@ def read_distributed(
 ) -> DistributedTensor:
     """What a rank's record says; raises CorruptCheckpoint and UnsupportedCheckpoint."""
     try:
-        _, cls, arguments, state = value.arguments
-        kind = cls.name.rpartition(".")[2] if isinstance(cls, Global) else ""
-        reader = {"DTensor": _read_dtensor, "ShardedTensor": _read_sharded_tensor}.get(kind)
-        if reader is None:
-            raise UnsupportedCheckpoint(
-                f"{file.path} has a tensor of class {getattr(cls, 'name', cls)}"
-            )
+        _, _, arguments, state = value.arguments
+        kind = class_of(value).rpartition(".")[2]
+        reader = {"DTensor": _read_dtensor, "ShardedTensor": _read_sharded_tensor}[kind]
         dtype, shape = TORCH_DTYPES[arguments[1].name], _ints(arguments[2])
         parts, world, cuts = reader(state, shape, rank, file, meshes)
     except MALFORMED as error:
@@ -156,6 +145,11 @@ def _read_dtensor(
     state: Any, shape: tuple[int, ...], rank: int, file: TorchFile, meshes: MeshCache
 ) -> tuple[list[LocalPart], int, int]:
     attributes = _merged_state(state)
+    if cls := class_of(attributes["_local_tensor"]):
+        raise UnsupportedCheckpoint(
+            f"{file.path} has a part of a tensor of class {cls}, which only that class can join",
+            hint="save the model's state without the optimizer's, or whole tensors",
+        )
     tensor, spec = _tensor(attributes["_local_tensor"]), attributes["_spec"]
     mesh = _mesh(_attribute(spec, "mesh"), rank, file, meshes)
     offsets, sizes, cuts = [0] * len(shape), list(shape), [1] * len(shape)

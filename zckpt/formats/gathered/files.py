@@ -3,6 +3,7 @@
     ckpt.pt, last.ckpt                              one file: {"model": ..., "optimizer": ..., ...}
     model.pt + optim.pt                             whole, under any of the names in WHOLE
     model.safetensors + optimizer.pt                Hugging Face Trainer, Accelerate, without FSDP
+    model_1.safetensors + optimizer_1.bin           beside those: Accelerate's second model
     adapter_model.safetensors + optimizer.pt        the same with PEFT
     model_world_size_W_rank_R.pt + optim_...        ranks' parts (FSDP, verl's names)
     pytorch_model_fsdp_0_rankR.bin + optimizer_...  ranks' parts (Accelerate)
@@ -53,6 +54,8 @@ WHOLE = {  # names of whole files, the likeliest first
     ),
     "extra": ("extra.pt",),
 }
+NUMBERED = ("model.safetensors", "pytorch_model.bin", "pytorch_model_fsdp.bin", "optimizer.bin")
+"""Names to which Accelerate adds a number for a second model or optimizer (1.15)."""
 # of other formats: DeepSpeed's ranks, ONNX Runtime's, Megatron-Core's
 OTHER_ENDINGS = ("_model_states.pt", "_optim_states.pt", ".ort.pt")
 OTHER_NAMES = (
@@ -74,6 +77,12 @@ class StateDictFiles:
     ranks: dict[str | None, dict[int, str]] = field(default_factory=dict)
     world: int | None = None
     items: bool = False
+
+    @property
+    def models(self) -> list[str]:
+        """The keys of several models' files; empty for one model."""
+        keys = [key for key in self.whole if key and key.startswith("model")]
+        return keys if len(keys) > 1 else []
 
     @property
     def of_torch(self) -> list[str]:
@@ -127,13 +136,21 @@ def _names(folder: str) -> list[str]:
 
 
 def _whole(names: Sequence[str]) -> dict[str, str]:
-    """The whole file of each kind."""
+    """The whole file of each kind, and of further models and optimizers of one program."""
     present = set(names)
-    return {
+    whole = {
         kind: name
         for kind, likely in WHOLE.items()
         if (name := next((name for name in likely if name in present), None))
     }
+    if whole.get("optim") != "optimizer.bin":
+        return whole
+    for kind, name in [(kind, name) for kind, name in whole.items() if name in NUMBERED]:
+        stem, _, ending = name.rpartition(".")
+        for number in range(1, len(names)):
+            if (other := f"{stem}_{number}.{ending}") in present:
+                whole[f"{kind}_{number}"] = other
+    return whole
 
 
 def _safetensors(names: Sequence[str]) -> list[str]:

@@ -29,11 +29,10 @@ from ...core.inert import Foreign, Global
 from ...core.partition import BoxPart, Partition
 from ...errors import MALFORMED, InconsistentCheckpoint, UnsupportedCheckpoint, not_understood
 from ...files import safefile
-from ...files.torchfile import TORCH_DTYPES, Parsed, Tensor, TorchFile
+from ...files.torchfile import TORCH_DTYPES, Parsed, Tensor, TorchFile, class_of
 from ..statedict import gather
 from .files import StateDictFiles, locate
 
-REBUILD = "torch._tensor._rebuild_from_type_v2"
 LEFT_OUT = "compare without --gather"
 
 
@@ -212,7 +211,7 @@ def _starts(lengths: Mapping[tuple[int, ...], int]) -> dict[tuple[int, ...], int
 
 
 def _is_distributed(value: Any) -> bool:
-    return isinstance(value, Foreign) and value.name == REBUILD
+    return class_of(value).endswith((".DTensor", ".ShardedTensor"))
 
 
 def _fields(state: Any) -> dict[str, Any]:

@@ -16,8 +16,7 @@ from ...core import sources
 from ...core.dtypes import SIZES
 from ...core.expected import missing_ranks
 from ...core.facts import MAX_DP
-from ...core.fileio import crc_of
-from ...core.inert import Scalar, map_values, to_json, types_in
+from ...core.inert import Scalar, types_in
 from ...core.values import field, mutable, replace
 from ...errors import (
     CorruptCheckpoint,
@@ -25,7 +24,7 @@ from ...errors import (
     InconsistentCheckpoint,
     UnsupportedCheckpoint,
 )
-from ...files.torchfile import Tensor, TorchFile
+from ...files.torchfile import Tensor, TorchFile, class_of
 from ...training import peft, steps
 from ..statedict.finding import MEMBERS
 from ..statedict.tree import (
@@ -47,7 +46,6 @@ from .distributed import (
     MeshCache,
     distributed_in,
     is_distributed,
-    is_sharded_tensor,
     read_distributed,
     world_of,
     writer_of,
@@ -57,16 +55,22 @@ ACCELERATE = "pytorch_model_fsdp"
 """How accelerate names files of whole models under FSDP: with `.bin`, `_1.bin` and so on."""
 
 
+Copies = tuple[Leaf, Sequence[LocalPart]]
+
+
 @mutable
 class MergedRanks:
     """One tree of all ranks' files; `left_out` says where it has rank 0's value only.
 
-    `steps` are what the files state under the key `step`.
+    `of_ranks` are the other ranks' values there, by file. `steps` are what the files state under
+    the key `step`. `copies` are the other ranks' of each tensor that no rank has cut.
     """
 
     tree: Any
     left_out: list[str] = field(default_factory=list)
+    of_ranks: dict[str, dict[str, Any]] = field(default_factory=dict)
     steps: list[StepStatement] = field(default_factory=list)
+    copies: list[Copies] = field(default_factory=list)
 
 
 def merge(
@@ -85,7 +89,8 @@ def merge(
             refuse_missing(files, world_of(first, file))
     merger = _Merger(dict(sorted(files.items())), step_policy)
     tree = merger.merge({rank: file.value for rank, file in merger.files.items()}, place)
-    return MergedRanks(tree, list(_report(merger.different)), merger.steps)
+    left_out = list(_report(merger.different))
+    return MergedRanks(tree, left_out, merger.of_ranks, merger.steps, merger.copies)
 
 
 def refuse_missing(files: Mapping[int, TorchFile], world: int) -> None:
@@ -165,8 +170,8 @@ def flat_states(model: Iterable[TorchFile], optimizer: Sequence[TorchFile]) -> s
     gives of its optimizer too. The optimizer's own knows numbers of flat parameters, or of their
     parts.
     """
-    sharded = (is_sharded_tensor(each) for file in model for each in distributed_in(file.value))
-    if not any(sharded):
+    sharded = (class_of(each) for file in model for each in distributed_in(file.value))
+    if not any(name.endswith(".ShardedTensor") for name in sharded):
         return None
     if any(next(distributed_in(file.value), None) is not None for file in optimizer):
         return None
@@ -187,7 +192,9 @@ class _Merger:
         self.files = files
         self.step_policy = step_policy
         self.different: list[Path] = []
+        self.of_ranks: dict[str, dict[str, Any]] = {}
         self.steps: list[StepStatement] = []
+        self.copies: list[Copies] = []
         self.meshes: MeshCache = {}
 
     def merge(self, by_rank: dict[int, Any], path: Path) -> Any:
@@ -229,12 +236,17 @@ class _Merger:
             ]
             same = all(_same(copies[0], other) for other in copies[1:])
             value: Any = replace(leaf(self.files[first], values[0]), sharded=False)
+            self.copies.append((value, copies[1:]))
         else:
             texts = (text(value, self.files[rank]) for rank, value in by_rank.items())
             same = len(values) == 1 or len(set(texts)) == 1
             value = leaves(self.files[first], values[0])
         if not same:
             self.different.append(path)
+            for rank in by_rank.keys() - {first}:
+                file = self.files[rank]
+                own = self.of_ranks.setdefault(os.path.basename(file.path), {})
+                own[dotted(path)] = file.summary(by_rank[rank])
         return value
 
     def _step(self, by_rank: dict[int, Any], path: Path) -> Any:
@@ -336,27 +348,13 @@ def _same(a: LocalPart, b: LocalPart) -> bool:
     whole = all(record[0] == ours.numel * SIZES[ours.dtype] for record in records)
     if alike and whole and None not in (records[0][1], records[1][1]):
         return False
-    return _crc(a) == _crc(b)  # a part of its storage, or saved without checksums
-
-
-def _crc(part: LocalPart) -> int:
-    """CRC-32 of the row-major elements; reads their bytes."""
-    tensor = part.tensor
-    runs = [
-        run for fragment in part.file.fragments(tensor) for run in fragment.runs(0, tensor.numel)
-    ]
-    return crc_of(run.extent for run in sorted(runs, key=lambda run: run.start))
+    # a part of its storage, or saved without checksums
+    return a.file.crc_of_elements(ours) == b.file.crc_of_elements(theirs)
 
 
 def text(value: Any, file: TorchFile) -> str:
     """Equal for equal values; tensors in them count by their checksums."""
-
-    def plain(item: Any) -> Any:
-        if isinstance(item, Tensor):
-            return (item.dtype, *item.shape, _crc(LocalPart((), item.shape, item, file)))
-        return map_values(item, lambda inner, _: plain(inner))
-
-    return repr(to_json(plain(value)))
+    return repr(file.summary(value))
 
 
 def _report(different: Sequence[Path]) -> Iterator[str]:

@@ -26,18 +26,43 @@ from ..reading import USUAL, Reading
 from ..statedict.keys import keys_of
 from ..statedict.read import manifest
 from ..statedict.stated import checked
-from ..statedict.tree import Path, SavedTree, leaves
+from ..statedict.tree import Path, SavedTree, leaf, leaves
 from ..statedict.weights import tensors_of_index, weights_of
 from . import distributed, local, ranked
 from .files import StateDictFiles, locate, place_of, slices
 from .items import METADATA, refusal, said_of
 
+CONFIG = "fsdp_config.json"
+"""verl's file beside files of ranks; it has the version of FSDP and the number of ranks."""
 MESH = "mesh"
 """In `Manifest.source`: the mesh of ranks' files that can be written for other ranks."""
 
 
 def read(path: str, reading: Reading = USUAL) -> Manifest:
-    """The manifest of files of torch.save; a tag is the name of one of a folder's files.
+    """The manifest of files of torch.save; see `read_tree`."""
+    return read_tree(path, reading)[0]
+
+
+def with_copies(path: str) -> Manifest:
+    """The manifest of files of ranks, with each rank's copy of what no rank has cut.
+
+    They are to be filled: in a source that is read, all of them are equal.
+    """
+    manifest, copies = read_tree(path, USUAL)
+    entries = {id(entry.fragments): entry for entry in manifest.entries.values()}
+    replicas = [
+        replace(entries[id(first.fragments)], fragments=leaf(part.file, part.tensor).fragments)
+        for first, parts in copies
+        if id(first.fragments) in entries
+        for part in parts
+    ]
+    return replace(manifest, replicas=(*manifest.replicas, *replicas))
+
+
+def read_tree(path: str, reading: Reading) -> tuple[Manifest, Sequence[ranked.Copies]]:
+    """The manifest of files of torch.save, and copies of tensors that ranks have whole.
+
+    A tag is the name of one of a folder's files.
 
     Raises NotACheckpoint, AmbiguousCheckpoint, IncompleteCheckpoint (a rank or a part is missing),
     InconsistentCheckpoint (ranks contradict each other), MissingData (numbers without names),
@@ -65,7 +90,8 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
             result = _in_order(result, reading.param_names)
         # numbers are usual in these files: they do not say which layout --to dcp should write
         engine = replace(keys_of(result.engine), layout=None, whole=True, dialect=reader.dialect)
-        return replace(result, engine=engine, notes=(*result.notes, *reader.notes))
+        result = replace(result, engine=engine, notes=(*result.notes, *reader.notes))
+        return result, reader.copies
     except MALFORMED as error:
         raise not_understood(path, error) from error
 
@@ -123,9 +149,10 @@ class _TreeReader:
         self.param_names = reading.param_names
         self.parsed = Parsed()
         source = {"format": "gathered", "version": None, "dp": files.world, "tag": None}
-        self.saved = SavedTree(path, source, {})
+        self.saved = SavedTree(path, source, {}, models=files.models)
         self.names: Mapping[str, list[str]] = {}
         self.has_local_states = False
+        self.copies: list[ranked.Copies] = []
         self.opened = {path: TorchFile(path, self.parsed) for path in files.of_torch}
         folders = {path: file.saved_as for path, file in self.opened.items()}
         beside_them = os.listdir(path) if sources.is_folder(path) else ()
@@ -148,6 +175,9 @@ class _TreeReader:
             if files.items and sources.is_file(of_ranks := os.path.join(path, METADATA)):
                 own.add(of_ranks)
                 self.saved.left_out.append(f"{METADATA}: where the parts of the source's ranks are")
+            if files.world is not None and sources.is_file(config := os.path.join(path, CONFIG)):
+                own.add(config)
+                self.saved.left_out.append(f"{CONFIG}: the number of the source's ranks")
             siblings, left_out = beside(path, own)
             self.saved.siblings += siblings
             self.saved.left_out += left_out
@@ -224,6 +254,7 @@ class _TreeReader:
             return local.merge(self.saved, files, self.step_policy, self.param_names)
         merged = self._merge(files, () if key is None else (key,))
         self.saved.steps += merged.steps
+        self.copies += merged.copies
         return merged.tree
 
     def rows_mesh(self, manifest: Manifest) -> list[str | None] | None:
@@ -259,6 +290,7 @@ class _TreeReader:
     def _merge(self, files: dict[int, TorchFile], place: Path = ()) -> ranked.MergedRanks:
         merged = ranked.merge(files, self.step_policy, place)
         self.saved.left_out += merged.left_out
+        self.saved.of_ranks |= merged.of_ranks
         return merged
 
 

@@ -2,7 +2,7 @@
 
     model_world_size_N_rank_R.pt          model.state_dict(): DTensors of rows, and buffers
     optim_world_size_N_rank_R.pt          optimizer.state_dict()
-    extra_state_world_size_N_rank_R.pt    the scheduler; random states are of the source's ranks
+    extra_state_world_size_N_rank_R.pt    the scheduler, and rank 0's random states for each rank
     fsdp_config.json                      the version of FSDP, and N
 
 verl 0.7 names the files by the number of ranks, and loads no others. A DTensor's record states the
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from math import prod
 from typing import Any
 
@@ -22,16 +22,13 @@ from ...core.inert import Foreign, Global, Scalar, Size, TensorName, map_values
 from ...core.layout import Layout, Shell
 from ...core.manifest import Manifest
 from ...errors import WrongOption, counted, literal
-from ...files.torchfile import Tensor
+from ...files.torchfile import REBUILD, Tensor
 from ...files.torchshell import Storages, shell
 from ...training.options import DP, Options
 from ..statedict.write import BlankTensor
-from .distributed import REBUILD
-from .read import MESH
+from .read import CONFIG, MESH, with_copies
 from .write import EXTRA, STATED, StateDictWriter
 
-CONFIG = "fsdp_config.json"
-RANDOM = "rng"
 MESHES, LAYOUTS = "torch.distributed.device_mesh", "torch.distributed._mesh_layout"
 SPECS, PLACEMENTS = (
     f"torch.distributed.tensor.{module}" for module in ("_dtensor_spec", "placement_types")
@@ -52,12 +49,13 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     writer = RanksWriter(source, options, ranks, *mesh)
     return Layout(
         writer.shells,
-        [(item.name, item) for item in source.siblings if item.name != CONFIG],
+        [(item.name, item) for item in source.siblings],
         writer.left_out,
         writer.warnings,
         from_masters=True,
         about=f"files of {counted(ranks, 'rank')} with FSDP2: {writer.name('model', 0)} and others",
         loading=lambda path: f"FSDPCheckpointManager(...).load_checkpoint({literal(path)})",
+        read_back=with_copies,
     )
 
 
@@ -76,7 +74,8 @@ class RanksWriter(StateDictWriter):
             self.trees["optim"] = self.files[self.file_names.optimizer]
         for key, value in self.files.get(EXTRA, {}).items():
             if key != STATED:
-                self.trees[key] = self._without_random(key, value)
+                self.trees[key] = value
+        self.left_out = [line for line in self.left_out if not line.startswith(CONFIG)]
         if (source.state.get("optimizer") or {}).get("other"):
             raise WrongOption(
                 f"--dp does not apply to {source.root}: its optimizer has states of other shapes "
@@ -94,21 +93,12 @@ class RanksWriter(StateDictWriter):
                 storages = Storages()
                 value = _RankFile(self, rank, storages).with_tensors(tree)
                 yield shell(self.name(kind, rank), value, storages)
-        if any(item.name == CONFIG for item in self.source.siblings):
-            text = json.dumps({"FSDP_version": 2, "world_size": self.ranks}, indent=4).encode()
-            yield Shell(CONFIG, len(text), ((0, text),))
+        text = json.dumps({"FSDP_version": 2, "world_size": self.ranks}, indent=4).encode()
+        yield Shell(CONFIG, len(text), ((0, text),))
 
     def is_cut(self, value: BlankTensor) -> bool:
         """Whether ranks have rows of it: of all but the module's buffers."""
         return id(value) not in self.whole
-
-    def _without_random(self, key: str, value: Any) -> Any:
-        if not isinstance(value, Mapping) or RANDOM not in value:
-            return value
-        path = f"{key}.{RANDOM}"
-        self.left_out = [line for line in self.left_out if not line.startswith(path)]
-        self.left_out.append(f"{path}: random states of the source's ranks")
-        return {name: item for name, item in value.items() if name != RANDOM}
 
 
 class _RankFile:

@@ -37,6 +37,7 @@ FORMAT = Format(
     gathers=True,
     fits_any_dp=True,
     overrides_groups=True,
+    states="Megatron-Core's optimizer keeps exp_avg and exp_avg_sq",
     of_ranks=(".distcp", "model_optim_rng.pt", "distrib_optim.pt"),
     written_last=".metadata",
     objects=frozenset(

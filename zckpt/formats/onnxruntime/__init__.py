@@ -28,6 +28,7 @@ FORMAT = Format(
     checks=True,
     gathers=True,
     keeps_steps=True,
+    states="ONNX Runtime keeps the moments of Adam and Lamb",
     of_ranks=("",),
     objects=frozenset(),
 )

@@ -258,11 +258,6 @@ class OnnxRuntimeWriter:
             if key not in known and key != "optimizer" and value not in (None, {}, [], "", False):
                 names = ", ".join(own_names(key, value))
                 self.left_out.append(f"{names}: ONNX Runtime's files cannot hold it")
-        numbers = {key for parameter in source.parameters.values() for key in parameter.scalars}
-        self.left_out += [
-            f"optimizer state {key!r}: ONNX Runtime does not keep it"
-            for key in sorted(numbers if self.states else ())
-        ]
         self.left_out += [f"{item.name}: not part of the checkpoint" for item in source.siblings]
         if self.dialect == "l2" and MODEL in (state.get("client_state") or {}):
             self.left_out.append(

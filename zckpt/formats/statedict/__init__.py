@@ -4,11 +4,13 @@
     weights.py     weights in safetensors files, as leaves
     keys.py        under which keys a program saves them
     finding.py     which state dicts are the model's and the optimizer's
+    roots.py       which optimizer trains which model, if there are several
     names.py       the model's name of every parameter that an optimizer knows
     matching.py    names for parameters that an optimizer knows by number
     twins.py       tensors of equal bytes, as tied weights have
     stated.py      whether what zckpt stated beside them has zckpt's own form
-    read.py        the manifest: groups, steps, frozen weights, buffers
+    read.py        which of them are read, and under which names
+    building.py    the manifest: groups, steps, frozen weights, buffers
     write.py       a manifest as the state dicts that programs save
     gather.py      torch's own names for saved tensors, apart from all others: it proves read.py
 

@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from ...core.dtypes import FLOATS
 from ...core.inert import PLAIN, map_values, to_json, types_in
 from ...core.values import field, replace, valueclass
-from ...errors import AmbiguousCheckpoint, MissingData, listed
+from ...errors import MissingData
 from .tree import Leaf, Path, SavedTree, dotted
 from .twins import is_float
 
@@ -55,9 +55,21 @@ class OptimizerState:
         )
 
 
+def merged(optimizers: Sequence[OptimizerState]) -> OptimizerState | None:
+    """One state of all groups; the optimizers have no parameter in common."""
+    if not optimizers:
+        return None
+    return OptimizerState(
+        optimizers[0].layout,
+        {name: state for each in optimizers for name, state in each.state.items()},
+        [group for each in optimizers for group in each.groups],
+        [members for each in optimizers for members in each.members],
+    )
+
+
 def find_optimizers(tree: Any, path: Path = ()) -> Iterator[Path]:
     """The paths of all optimizers' state dicts."""
-    if isinstance(tree, dict) and _is_optimizer(tree):
+    if isinstance(tree, dict) and is_optimizer(tree):
         yield path
     elif len(path) < DEPTH and isinstance(tree, (dict, list)):
         if isinstance(tree, list) and types_in(tree) <= PLAIN:
@@ -67,7 +79,8 @@ def find_optimizers(tree: Any, path: Path = ()) -> Iterator[Path]:
                 yield from find_optimizers(value, (*path, key))
 
 
-def _is_optimizer(value: dict[Any, Any]) -> bool:
+def is_optimizer(value: dict[Any, Any]) -> bool:
+    """Whether a dictionary has the keys of an optimizer's state dict."""
     groups = value.get("param_groups")
     if isinstance(groups, list):
         return all(
@@ -115,24 +128,29 @@ def _plain(value: Any) -> Any:
     return map_values(value, lambda item, _: _plain(item))
 
 
-def find_models(tree: Any, optimizer: Path | None, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Dictionaries of tensors by name, outside of the optimizer's state dict."""
-    if path == optimizer or not isinstance(tree, dict) or len(path) > DEPTH:
+def find_models(
+    tree: Any, optimizers: Collection[Path], path: Path = ()
+) -> Iterator[tuple[Path, Any]]:
+    """Dictionaries of tensors by name, outside of the optimizers' state dicts."""
+    if path in optimizers or not isinstance(tree, dict) or len(path) > DEPTH:
         return
     keys = [key for key, value in tree.items() if isinstance(value, Leaf)]
     if keys and all(isinstance(key, str) for key in keys):
         yield path, tree
     for key, value in tree.items():
         if isinstance(value, dict):
-            yield from find_models(value, optimizer, (*path, key))
+            yield from find_models(value, optimizers, (*path, key))
 
 
-def choose_model(
-    saved: SavedTree, models: Mapping[Path, dict[Any, Any]], optimizer: OptimizerState | None
-) -> Path:
-    """The path of the model's state dict; raises MissingData and AmbiguousCheckpoint."""
+def choose_models(
+    saved: SavedTree, models: Mapping[Path, dict[Any, Any]], optimizers: Sequence[OptimizerState]
+) -> list[Path]:
+    """The paths of the models' state dicts: one, unless nothing tells which one is trained.
+
+    Raises MissingData.
+    """
     if not models:
-        if optimizer is None:
+        if not optimizers:
             raise MissingData(
                 f"{saved.root} has no state of a model: no dictionary of tensors by name",
                 hint="save model.state_dict(), alone or under a key",
@@ -141,15 +159,18 @@ def choose_model(
             f"{saved.root} has an optimizer's state, but no model's",
             hint="give the folder that has both; names and weights are in the model's",
         )
+    if saved.models:
+        return [(key,) for key in saved.models]
     fitting: dict[Path, dict[Any, Any]] = dict(models)
-    if optimizer is not None and not optimizer.is_numbered:
-        names = {name for members in optimizer.members for name in members}
+    if len(optimizers) == 1 and not optimizers[0].is_numbered:
+        names = {name for members in optimizers[0].members for name in members}
         complete = {path: model for path, model in models.items() if names <= model.keys()}
         fitting = complete or fitting
-    for likely in MODELS:
-        for path in fitting:
-            if dotted(path) == likely:
-                return path
+    if len(optimizers) < 2:
+        for likely in MODELS:
+            for path in fitting:
+                if dotted(path) == likely:
+                    return [path]
     sizes = {
         path: sum(is_float(leaf) and bool(leaf.shape) for leaf in model.values())
         for path, model in fitting.items()
@@ -158,18 +179,15 @@ def choose_model(
         keys = [str(key) for key, value in fitting[()].items() if isinstance(value, Leaf)]
         qualified = any("." in key for key in keys)
         if qualified or sizes[()] >= max(sizes.values()):
-            return ()
+            return [()]
         del fitting[()]
+    if any(sizes[path] for path in fitting):  # the others are random states and counters
+        fitting = {path: model for path, model in fitting.items() if sizes[path]}
     averages = [path for path in fitting if "ema" in re.split(r"[._]", dotted(path))]
     if len(averages) < len(fitting):
         fitting = {path: model for path, model in fitting.items() if path not in averages}
-    if len(fitting) > 1:
-        raise AmbiguousCheckpoint(
-            f"{saved.root} has several models: {listed([*map(dotted, fitting)])}",
-            hint="one checkpoint has one model: save each in a file or directory of its own, or "
-            f"name the right one {MODELS[0]!r}",
-        )
-    return next(iter(fitting))
+    # what a module keeps beside its weights (get_extra_state) may be a dictionary of tensors
+    return [path for path in fitting if not any(path[:end] in fitting for end in range(len(path)))]
 
 
 def value_at(tree: Any, path: Path) -> Any:
@@ -193,7 +211,7 @@ def is_extra(key: Any) -> bool:
     return isinstance(key, str) and key.rpartition(".")[2] == "_extra_state"
 
 
-def without(tree: Any, paths: set[Path | None], path: Path = ()) -> Any:
+def without(tree: Any, paths: set[Path], path: Path = ()) -> Any:
     """The tree without the state dicts at these paths, and without containers of nothing else."""
     if () in paths and not path:
         values = {key: value for key, value in tree.items() if not isinstance(value, Leaf)}

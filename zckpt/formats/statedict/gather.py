@@ -10,12 +10,13 @@ distributed/checkpoint/state_dict.py, optim/optimizer.py):
 
 Beside numbers, `param_names` of a group may state the names (torch >= 2.6). If nothing states them,
 the tensors are `Nameless`. So is every tensor of which only the program knows that it belongs to
-the model, because several state dicts could be the model's.
+the model, because several state dicts could be the model's, or there are several optimizers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from math import prod
 from typing import Any
 
@@ -42,20 +43,22 @@ def partitions(tree: Mapping[Any, Any], numbers: Sequence[str] = ()) -> list[Par
     Tensors in the tree are `Saved`. Places of a list may be integer keys of a dictionary. `numbers`
     are the names of an optimizer's numbers, if the files state them beside the tree.
     """
+    tree = _apart(tree)
     optimizers = [(path, value) for path, value in _dicts(tree) if _is_optimizer(value)]
-    path, state_dict = optimizers[0] if optimizers else (None, {})
+    state_dict = optimizers[0][1] if len(optimizers) == 1 else {}
     optimizer = _optimizer(state_dict, numbers)
     candidates = {
         place: tensors
         for place, value in _dicts(tree)
-        if path is None or place[: len(path)] != path
+        if not any(place[: len(path)] == path for path, _ in optimizers)
         if (tensors := {key: item for key, item in value.items() if isinstance(item, Saved)})
         and all(isinstance(key, str) for key in tensors)
     }
-    model = _model(candidates, optimizer.names)
+    model = _model(candidates, optimizer.names) if len(optimizers) < 2 else None
     if model is None:
         every = [item for value in candidates.values() for item in value.values()]
-        return [*(Nameless("param", item) for item in every), *states(state_dict, {}, numbers)]
+        of_optimizers = [states(value, {}, numbers) for _, value in optimizers]
+        return [*(Nameless("param", item) for item in every), *chain(*of_optimizers)]
     trained = set(optimizer.names)
     of_module = bool(trained) and trained <= model.keys()
     weights = [
@@ -65,6 +68,16 @@ def partitions(tree: Mapping[Any, Any], numbers: Sequence[str] = ()) -> list[Par
         for name, item in model.items()
     ]
     return [*weights, *states(state_dict, model, numbers)]
+
+
+def _apart(tree: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    """The two state dicts of a program that has put them into one dictionary."""
+    own = {
+        key: tree[key] for key in tree if str(key).partition(".")[0] in ("state", "param_groups")
+    }
+    rest = {key: value for key, value in tree.items() if key not in own}
+    both = _is_optimizer(tree) and any(isinstance(value, Saved) for value in rest.values())
+    return {"model": rest, "optim": own} if both else tree
 
 
 def states(

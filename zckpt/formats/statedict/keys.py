@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ...core.facts import Engine, StateDictEngine
 from .tree import Path
 
 OPTIMIZER: Path = ("optim",)
 """The key of an optimizer's state dict, as in torch's own examples."""
+
+
+def is_optimizers_key(key: Any) -> bool:
+    """Whether a key of a dictionary with an optimizer's state dict is one of this state dict."""
+    return isinstance(key, str) and key.partition(".")[0] in ("state", "param_groups")
 
 
 def keys_of(engine: Engine | None) -> StateDictEngine:

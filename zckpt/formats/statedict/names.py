@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...errors import InconsistentCheckpoint, MissingData, WrongOption, listed
+from ...files.torchfile import class_of, shape_of_record
 from .finding import OptimizerState
 from .matching import keeps_order, match
 from .tree import Leaf, SavedTree
@@ -62,7 +63,7 @@ def _names_of_numbers(
     if len(in_groups) == len(numbers) and not set(in_groups) <= model.keys():
         in_groups = _without_wrappers(in_groups, model)
     if len(in_groups) == len(numbers):
-        shapes_of_states = [_shape(optimizer.state.get(number, {})) for number in numbers]
+        shapes_of_states = [shape_of(optimizer.state.get(number, {})) for number in numbers]
         _refuse_mixed(saved, shapes_of_states, in_groups, model)
         return dict(zip(numbers, in_groups, strict=True))
     if param_names is not None and not set(param_names) <= model.keys():
@@ -70,14 +71,14 @@ def _names_of_numbers(
 
         param_names = list(matched(param_names, list(model)).values())
     orders = saved.orders or optimizer.members
-    shapes = {number: _shape(optimizer.state.get(number, {})) for number in numbers}
+    shapes = {number: shape_of(optimizer.state.get(number, {})) for number in numbers}
     names, inferred = match(
         [[shapes[number] for number in order] for order in orders],
         [(name, model[name].shape) for name in _candidates(model, optimizer, param_names)],
         saved.in_order and keeps_order([str(name) for name in model]),
         param_names,
     )
-    saved.inferred = inferred
+    saved.inferred += [name for name in inferred if name not in saved.inferred]
     if param_names is not None:
         saved.warnings.append(
             "the optimizer knows its parameters by number: names are those of --param-names"
@@ -149,12 +150,14 @@ def _refuse_mixed(
                 )
 
 
-def _shape(state: Mapping[str, Any]) -> tuple[int, ...] | None:
+def shape_of(state: Mapping[str, Any]) -> tuple[int, ...] | None:
     """The shape of a parameter, as its states show it; None if they do not.
 
     Adafactor keeps rows and columns, 8-bit optimizers keep scales: no shape is taken from those.
     """
     tensors = {key: leaf for key, leaf in state.items() if isinstance(leaf, Leaf) and key != "step"}
     shapes = {leaf.shape for key, leaf in tensors.items() if key in ELEMENTWISE}
+    records = [shape_of_record(value) for value in state.values() if class_of(value)]
+    shapes = shapes or {shape for shape in records if shape is not None}
     shapes = shapes or {leaf.shape for leaf in tensors.values()}
     return shapes.pop() if len(shapes) == 1 else None

@@ -1,399 +1,156 @@
-"""What state dicts mean: the manifest of a model's and an optimizer's state dict.
-
-The optimizer updates the module's own weights; there are no master weights beside them.
-"""
+"""Which state dicts of a checkpoint are read, and under which names: their manifest."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import chain
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ...core.dtypes import NUMBERS
-from ...core.facts import StateDictEngine, StepPlace
-from ...core.inert import PYTHON_NUMBERS, Scalar, TensorName, inside, map_values
-from ...core.manifest import Entry, Manifest, Parameter, Sighting, slot_name
+from ...core.manifest import Manifest
 from ...core.values import replace
-from ...errors import MissingData, UnsupportedCheckpoint, listed
-from ...training import peft, steps, ties
-from ...training.optimizers import name_of_groups
+from ...errors import InconsistentCheckpoint, MissingData, listed
+from ...training import peft
 from ...training.trainers import json_of
 from ..reading import USUAL, Reading
+from .building import ManifestBuilder
 from .finding import (
     OptimizerState,
-    choose_model,
+    choose_models,
     find_models,
     find_optimizers,
-    is_buffer,
-    is_extra,
+    is_optimizer,
     read_optimizer,
     value_at,
     without,
 )
+from .keys import is_optimizers_key
 from .names import names_of, refuse_twice
-from .tree import Leaf, Path, SavedTree, StepStatement, dotted
-from .twins import second_names
+from .roots import SOLE, Root, Roots, roots_of
+from .tree import Leaf, Path, SavedTree, dotted
 
 NO_OPTIMIZER = "there is no optimizer: --param-names is not used"
-SCHEDULERS = ("lr_scheduler", "scheduler")
 
 
 def manifest(saved: SavedTree, reading: Reading = USUAL) -> Manifest:
     """The manifest of state dicts; `reading.param_names` are for an optimizer by numbers.
 
-    With `reading.weights_only`, an optimizer whose numbers get no names is ignored.
+    With `reading.weights_only`, an optimizer whose numbers get no names is ignored. Of several
+    models, `reading.root` chooses one. Without it all are read, with the root before each name.
 
-    Raises MissingData (no model; numbers that fit several names), UnsupportedCheckpoint (several
-    optimizers), AmbiguousCheckpoint (several models), InconsistentCheckpoint.
+    Raises MissingData (no model; numbers that fit several names), AmbiguousCheckpoint (see
+    roots.py), WrongOption (no such root), InconsistentCheckpoint.
     """
-    names, step_policy = reading.param_names, reading.step_policy
-    optimizers = list(find_optimizers(saved.tree))
-    if len(optimizers) > 1:
-        raise UnsupportedCheckpoint(
-            f"{saved.root} has {len(optimizers)} optimizers: {listed([*map(dotted, optimizers)])}; "
-            "zckpt reads one"
+    _separate(saved)
+    optimizers = {
+        path: read_optimizer(value_at(saved.tree, path)) for path in find_optimizers(saved.tree)
+    }
+    every = dict(find_models(saved.tree, optimizers))
+    paths = choose_models(saved, every, list(optimizers.values()))
+    models = {path: every[path] for path in paths}
+    if len(models) == 1 and len(optimizers) < 2:
+        roots = [Root(dotted(paths[0]) or SOLE, paths[0], tuple(optimizers))]
+    else:
+        roots = _several(saved, roots_of(saved, models, optimizers), reading)
+    name = (reading.root or "").partition("=")[0]
+    if name in (roots[0].name, dotted(roots[0].model)) and name:
+        saved.source["root"] = name
+    model: dict[str, Any] = {}
+    named: dict[Path, OptimizerState] = {}
+    for root in roots:
+        own, states = _named(saved, root, models[root.model], optimizers, reading)
+        model |= own
+        named |= states
+    result = ManifestBuilder(saved, roots, model, named, reading).build()
+    unused = not optimizers and reading.param_names is not None
+    return replace(result, notes=(NO_OPTIMIZER,)) if unused else result
+
+
+def _separate(saved: SavedTree) -> None:
+    """Moves an optimizer's keys that stand beside the model's (`{**model, **optimizer}`)."""
+    tree = saved.tree
+    if not is_optimizer(tree):
+        return
+    own = {key: value for key, value in tree.items() if is_optimizers_key(key)}
+    rest = {key: value for key, value in tree.items() if key not in own}
+    if not any(isinstance(value, Leaf) for value in rest.values()):
+        return
+    saved.beside = "optim"
+    while saved.beside in rest:
+        saved.beside += "_"
+    saved.tree = {**rest, saved.beside: own}
+    saved.steps = [
+        replace(item, path=(saved.beside, *item.path)) if is_optimizers_key(item.path[0]) else item
+        for item in saved.steps
+    ]
+
+
+def _several(saved: SavedTree, roots: Roots, reading: Reading) -> list[Root]:
+    """The root that the user asks for, or all; what is not read goes out of the tree."""
+    if reading.root is None:
+        saved.warnings += [
+            f"{dotted(path)} is read as the program's own state: nothing shows which model this "
+            "optimizer trains"
+            for path in roots.unclear
+        ]
+        return list(roots.roots)
+    chosen = roots.asked(reading.root, reading.weights_only)
+    saved.left_out += roots.left_out(chosen)
+    saved.tree = without(saved.tree, roots.paths - {chosen.model, *chosen.optimizers})
+    if chosen.by_words:
+        saved.warnings.append(
+            f"{chosen.name}: {dotted(chosen.optimizers[0])} is taken for its optimizer, by its "
+            f"name; --root {chosen.name}=OPTIMIZER takes another one"
         )
-    optimizer_path = optimizers[0] if optimizers else None
-    optimizer = None
-    if optimizer_path is not None:
-        optimizer = read_optimizer(value_at(saved.tree, optimizer_path))
-    models: dict[Path, dict[Any, Any]] = dict(find_models(saved.tree, optimizer_path))
-    path = choose_model(saved, models, optimizer)
-    model = _with_names_of_adapters(saved, models[path], optimizer, names)
-    if optimizer is not None:
+    return [chosen]
+
+
+def _named(
+    saved: SavedTree,
+    root: Root,
+    state_dict: Mapping[Any, Any],
+    optimizers: Mapping[Path, OptimizerState],
+    reading: Reading,
+) -> tuple[dict[str, Any], dict[Path, OptimizerState]]:
+    """A root's model, and its optimizers' states under the names of the model."""
+    own = {path: optimizers[path] for path in root.optimizers}
+    model = _with_names_of_adapters(saved, state_dict, own.values(), reading.param_names)
+    is_one = not root.prefix and len(own) == 1
+    named: dict[Path, OptimizerState] = {}
+    trained: list[str] = []
+    inferred, warnings = len(saved.inferred), len(saved.warnings)
+    for path, optimizer in own.items():
         refuse_twice(saved, [str(m) for members in optimizer.members for m in members])
         try:
-            name_of = names_of(saved, model, optimizer, names)
-        except MissingData:
-            if not reading.weights_only:
+            name_of = names_of(saved, model, optimizer, reading.param_names)
+            members = [name_of[m] for members in optimizer.members for m in members]
+            refuse_twice(saved, [*trained, *members])
+        except (MissingData, InconsistentCheckpoint) as error:
+            if is_one and not (reading.weights_only and isinstance(error, MissingData)):
                 raise
-            return _Manifest(saved, path, model, optimizer_path, None, step_policy).build()
-        refuse_twice(saved, [name_of[m] for members in optimizer.members for m in members])
+            if not is_one:
+                saved.warnings.append(f"{dotted(path)} is read as the program's own state: {error}")
+            continue
         if strangers := [str(key) for key in optimizer.state if key not in name_of]:
             saved.left_out.append(f"the state of {listed(strangers)}, which no group contains")
-        optimizer = optimizer.renamed(name_of)
-    result = _Manifest(saved, path, model, optimizer_path, optimizer, step_policy).build()
-    unused = optimizer is None and names is not None
-    return replace(result, notes=(NO_OPTIMIZER,)) if unused else result
+        trained += members
+        named[path] = optimizer.renamed({m: root.prefix + name for m, name in name_of.items()})
+    if root.prefix:
+        saved.inferred[inferred:] = [root.prefix + name for name in saved.inferred[inferred:]]
+        saved.warnings[warnings:] = [f"{root.name}: {line}" for line in saved.warnings[warnings:]]
+    return {root.prefix + name: value for name, value in model.items()}, named
 
 
 def _with_names_of_adapters(
     saved: SavedTree,
     model: Mapping[Any, Any],
-    optimizer: OptimizerState | None,
+    optimizers: Iterable[OptimizerState],
     param_names: Sequence[str] | None,
 ) -> Mapping[Any, Any]:
     """The model's state under the module's own names: PEFT leaves an adapter's name out."""
     known = [*(param_names or ()), *(saved.stated or {}).get("numbers", ())]
-    if optimizer is not None:
+    for optimizer in optimizers:
         known += [name for group in optimizer.groups for name in group.get("param_names") or ()]
         known += [str(name) for members in optimizer.members for name in members]
     names = [str(name) for name in model]
     changed = peft.module_names(names, known, json_of(saved.siblings, peft.CONFIG))
     saved.adapter = bool(changed)
     return {changed.get(name, name): leaf for name, leaf in model.items()} if changed else model
-
-
-class _Manifest:
-    """Builds the manifest, step by step."""
-
-    def __init__(
-        self,
-        saved: SavedTree,
-        path: Path,
-        model: Mapping[str, Any],
-        optimizer_path: Path | None,
-        optimizer: OptimizerState | None,
-        step_policy: str | None,
-    ) -> None:
-        self.saved = saved
-        self.path = path
-        self.model = {name: leaf for name, leaf in model.items() if isinstance(leaf, Leaf)}
-        self.optimizer_path = optimizer_path
-        self.optimizer = optimizer
-        self.step_policy = step_policy
-        self.entries: dict[str, Entry] = {}
-        self.replicas: list[Entry] = []
-        self.parameters: dict[str, Parameter] = {}
-        self.buffers: list[str] = []
-        self.other: dict[str, dict[str, Any]] = {}
-        self.sightings: list[Sighting] = []
-        self.step_place: StepPlace | None = None
-        self.aliases: dict[str, str] = {}
-        self.warnings = list(saved.warnings)
-
-    def build(self) -> Manifest:
-        optimizer, saved = self.optimizer, self.saved
-        trained = [name for members in optimizer.members for name in members] if optimizer else []
-        self.aliases = self._all_aliases(trained)
-        self._add_trained()
-        self._add_others(trained)
-        self._add_aliases()
-        groups = self._groups() if optimizer else None
-        state, engine = self._state()
-        return Manifest(
-            root=saved.root,
-            format=str(saved.source["format"]),
-            source=saved.source,
-            entries=self.entries,
-            parameters=self.parameters,
-            buffers=tuple(self.buffers),
-            groups=groups,
-            optimizer=self._optimizer(groups),
-            engine=engine,
-            step_place=self.step_place,
-            state=state,
-            steps=tuple(self.sightings),
-            records=tuple(saved.records),
-            replicas=tuple(self.replicas),
-            files=tuple(saved.files),
-            siblings=tuple(saved.siblings),
-            left_out=tuple(saved.left_out),
-            warnings=tuple(self.warnings),
-            inferred=tuple(saved.inferred),
-            unused=tuple(saved.unused),
-        )
-
-    # -- weights
-
-    def _all_aliases(self, trained: Sequence[str]) -> dict[str, str]:
-        """Owners by alias: as zckpt stated them or as content shows, and as a config ties names."""
-        stated = self.saved.stated
-        aliases = self._same_content(trained) if stated is None else dict(stated["aliases"])
-        config = json_of(self.saved.siblings, ties.CONFIG)
-        return aliases | ties.stated(config, [*self.model, *aliases])
-
-    def _same_content(self, trained: Sequence[str]) -> dict[str, str]:
-        """Second names of tied weights, by content; warns of those that may be frozen copies."""
-        state = self.optimizer.state if self.optimizer else {}
-        aliases, doubtful = second_names(self.model, trained, state)
-        if doubtful:
-            self.warnings.append(
-                f"{listed(doubtful, 4)}: equal to a trained weight that shows no update, so taken "
-                "for a second name of a tied weight; it may be a frozen copy"
-            )
-        return aliases
-
-    def _add_trained(self) -> None:
-        """The optimizer's parameters with their states, group by group."""
-        stepped = self._steps()
-        scalars = self._scalar_keys()
-        for group, members in enumerate(self.optimizer.members if self.optimizer else ()):
-            for name in members:
-                shape = self.model[name].shape
-                self._add_weight(name, Parameter(shape, group=group, step=stepped.get(name)))
-                self._add_states(name, scalars)
-
-    def _add_others(self, trained: Sequence[str]) -> None:
-        """Weights that no optimizer has, and then the buffers."""
-        stated, owned = self.saved.stated, set(trained)
-        others = [name for name in self.model if name not in owned and name not in self.aliases]
-        if stated is None:
-            sharded = any(self.model[name].sharded for name in trained)
-            self.buffers = [name for name in others if is_buffer(name, self.model[name], sharded)]
-        else:
-            self.buffers = [name for name in others if name in stated["buffers"]]
-        for name in others:
-            if name not in self.buffers:
-                # without an optimizer nothing shows which weights are frozen
-                frozen = self.optimizer is not None if stated is None else name in stated["frozen"]
-                self._add_weight(name, Parameter(self.model[name].shape, trainable=not frozen))
-        for name in self.buffers:
-            self._add_entry(f"{name}/param", self.model[name])
-
-    def _add_aliases(self) -> None:
-        for alias, owner in self.aliases.items():
-            parameter = self.parameters.get(owner)
-            if parameter is None:  # of a buffer: both names keep it
-                self.buffers.append(alias)
-                self._add_entry(f"{alias}/param", self.model[alias])
-                continue
-            self.parameters[owner] = replace(parameter, aliases=(*parameter.aliases, alias))
-            if alias not in self.model:
-                continue
-            memory = self.model[alias].memory
-            if memory is None or memory != self.model[owner].memory:
-                copy = self.model[alias].fragments
-                self.replicas.append(replace(self.entries[f"{owner}/param"], fragments=copy))
-
-    def _add_entry(self, name: str, leaf: Leaf) -> None:
-        self.entries[name] = Entry(name, leaf.dtype, leaf.shape, leaf.fragments)
-
-    def _add_weight(self, name: str, parameter: Parameter) -> None:
-        self.parameters[name] = parameter
-        self._add_entry(f"{name}/param", self.model[name])
-
-    # -- states of the optimizer
-
-    def _scalar_keys(self) -> set[str]:
-        """States of one number, like NAdam's `mu_product`: Python's, or a tensor of one element.
-
-        They are numbers for a parameter of the same shape too.
-        """
-        return {
-            key
-            for name, state in (self.optimizer.state if self.optimizer else {}).items()
-            for key, value in state.items()
-            if _is_number(value)
-            and not (isinstance(value, Leaf) and value.shape == self.model[name].shape)
-        }
-
-    def _add_states(self, name: str, scalars: set[str]) -> None:
-        assert self.optimizer is not None
-        parameter = self.parameters[name]
-        for key, value in self.optimizer.state.get(name, {}).items():
-            if key == "step":
-                continue
-            if key in scalars and _is_number(value):
-                parameter.scalars[key] = _number(value)
-            elif isinstance(value, Leaf) and value.shape == parameter.shape:
-                self._add_entry(f"{name}/{slot_name(key)}", value)
-            else:
-                self.other.setdefault(name, {})[key] = value
-
-    # -- steps
-
-    def _steps(self) -> dict[str, steps.Step]:
-        """Completed updates by parameter; records every place that states them."""
-        if self.optimizer is None:
-            return {}
-        in_states, in_groups = steps.StatedSteps("state"), steps.StatedSteps("group")
-        for name, state in self.optimizer.state.items():
-            in_states.add(name, *_step(state.get("step")))
-        for group, members in zip(self.optimizer.groups, self.optimizer.members, strict=True):
-            for name in members:
-                in_groups.add(name, *_step(group.get("step")))
-        believed = steps.believed(in_states, in_groups)
-        named = (self.saved.stated or {}).get("optimizer")
-        self.step_place = steps.place_of(believed, in_groups, named)
-        self._need_one_save(believed.where)
-        for stated in (in_states, in_groups):
-            self._sight(stated, stated is believed)
-        return believed.settled(self.step_policy)
-
-    def _need_one_save(self, where: str) -> None:
-        """Raises InconsistentCheckpoint if ranks' files state the steps of different saves.
-
-        `where` is `state` or `group`: where the optimizer keeps its true step.
-        """
-        saved, optimizer = self.saved, self.optimizer_path or ()
-        begin = {"state": "state.", "group": "param_groups."}[where]
-        by_path: dict[Path, list[tuple[StepStatement, steps.Step]]] = {}
-        for item in saved.steps:
-            own, rest = item.path[: len(optimizer)], item.path[len(optimizer) :]
-            step = steps.step_of(_step(item.value)[0])
-            if own == optimizer and dotted(rest).startswith(begin) and step is not None:
-                by_path.setdefault(item.path, []).append((item, step))
-        for path, items in by_path.items():
-            copies = [(f"{item.files[0]}: {dotted(path)}", step) for item, step in items]
-            steps.agree(copies, self.step_policy)
-        stated = chain.from_iterable(by_path.values())
-        by_file = ((file, step) for item, step in stated for file in item.files)
-        steps.need_one_save(by_file, self.step_policy)
-
-    def _sight(self, stated: steps.StatedSteps, truth: bool) -> None:
-        """One line for each different step, not one for each parameter."""
-        names: dict[tuple[steps.Step, str], list[str]] = {}
-        for name, step in stated.steps.items():
-            names.setdefault((step, stated.kinds[name]), []).append(name)
-        for (step, kind), members in names.items():
-            place = f"{stated.where} of {listed(members, 1)}"
-            self.sightings.append(Sighting(place, step, truth))
-            if truth and (warning := steps.stalled(step, kind, place)):
-                self.warnings.append(warning)
-
-    # -- what is not a tensor
-
-    def _groups(self) -> tuple[dict[str, Any], ...]:
-        assert self.optimizer is not None
-        return tuple(
-            {
-                key: self._kept(value, f"param_groups.{place}.{key}")
-                for key, value in group.items()
-                if key not in ("step", "param_names")
-            }
-            for place, group in enumerate(self.optimizer.groups)
-        )
-
-    def _optimizer(self, groups: Sequence[dict[str, Any]] | None) -> str | None:
-        """The names of the optimizers that have the groups, by the keys of their states."""
-        if self.optimizer is None or groups is None:
-            return None
-        states = self.optimizer.state
-        keys = [
-            {key for name in members for key in states.get(name, ())}
-            for members in self.optimizer.members
-        ]
-        return name_of_groups(keys, groups)
-
-    def _state(self) -> tuple[dict[str, Any], StateDictEngine]:
-        """Everything else, so that the state dicts can be written again."""
-        rest = without(self.saved.tree, {self.path, self.optimizer_path})
-        extra = {
-            key: self._kept(value, f"module_extra.{key}")
-            for key, value in value_at(self.saved.tree, self.path).items()
-            if not isinstance(value, Leaf) and (self.path or is_extra(key))
-        }
-        if not self.path:
-            rest = {key: value for key, value in rest.items() if not is_extra(key)}
-        scheduler = next((key for key in SCHEDULERS if isinstance(rest.get(key), dict)), None)
-        dtypes = [self.entries[f"{name}/param"].dtype for name in self.parameters]
-        folders = self.saved.folders
-        engine = StateDictEngine(
-            "torch",
-            max(dtypes, key=dtypes.count, default="F32"),
-            self.path,
-            self.optimizer_path,
-            self.optimizer.layout if self.optimizer else None,
-            scheduler,
-            None if folders is None else tuple(folders),
-            self.saved.stated is None,
-            self.saved.adapter,
-        )
-        state: dict[str, Any] = {
-            "module": list(dict.fromkeys((*self.model, *self.aliases, *extra))),
-            "module_extra": extra,
-        }
-        if scheduler is not None:
-            state["lr_scheduler"] = self._kept(rest.pop(scheduler), "lr_scheduler")
-            self._sight_scheduler(state["lr_scheduler"])
-        if rest:
-            state["client_state"] = self._kept(rest, "client_state")
-        if self.other:
-            state["optimizer"] = {"other": self._kept(self.other, "optimizer.other")}
-        return state, engine
-
-    def _sight_scheduler(self, scheduler: Mapping[str, Any]) -> None:
-        self.sightings += steps.counter_sightings(
-            "lr_scheduler", scheduler, steps.SCHEDULER_COUNTERS
-        )
-
-    def _kept(self, value: Any, path: str) -> Any:
-        """`value` with its tensors as entries of slot `state`; 0-d ones by value."""
-        if isinstance(value, Leaf):
-            if not value.shape and value.dtype != "C64":
-                return value.number()
-            name = value.name or path
-            self._add_entry(f"{name}/state", value)
-            return TensorName(name)
-        return map_values(value, lambda item, key: self._kept(item, inside(path, key)))
-
-
-def _is_number(value: Any) -> bool:
-    """Whether a state is one number: Python's, or a tensor of one element."""
-    if isinstance(value, Leaf):
-        return value.numel == 1 and value.dtype in NUMBERS
-    return type(value) in PYTHON_NUMBERS.values()
-
-
-def _number(value: Any) -> Scalar:
-    if isinstance(value, Leaf):
-        return replace(value.number(), shape=value.shape)
-    return Scalar(value, type(value).__name__)
-
-
-def _step(state: Any) -> tuple[Any, tuple[int, ...]]:
-    """The number that a state is, and its shape; None for a tensor of several elements."""
-    if isinstance(state, Leaf):
-        return (state.number() if state.numel == 1 else None), state.shape
-    return state, ()

@@ -75,6 +75,8 @@ class SavedTree:
 
     `source` is the manifest's. `orders` is for an optimizer that knows parameters by number: lists
     of numbers, each in the order of the model's parameters; by default one list per group.
+    `models` are the keys of several models, if files of their own say that they are such.
+    `beside` is the key under which an optimizer's keys are now that stood beside the model's.
     `stated` is what zckpt wrote beside the state dicts: aliases, buffers, frozen weights. `folders`
     are Accelerate's, where model and optimizer lie apart. `in_order` says whether the model's names
     stand in the program's order (safetensors sorts them). `inferred` are names of parameters that
@@ -89,8 +91,11 @@ class SavedTree:
     files: list[str] = field(default_factory=list)
     siblings: list[Sibling] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
+    of_ranks: dict[str, Any] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     orders: list[list[int]] | None = None
+    models: list[str] = field(default_factory=list)
+    beside: str = ""
     stated: dict[str, Any] | None = None
     folders: list[str] | None = None
     in_order: bool = True

@@ -23,7 +23,7 @@ from ...training.options import OPTIMIZER as ADAM_CLASS
 from ...training.steps import WRITTEN, steps_of_groups, torch_place
 from ...training.trainers import number, program_of
 from ..private import own_names
-from .keys import OPTIMIZER, keys_of
+from .keys import OPTIMIZER, is_optimizers_key, keys_of
 from .tree import Path, dotted
 
 OF_TORCH = (
@@ -54,7 +54,8 @@ class StateDicts:
         self._too_large: frozenset[Any] = frozenset()  # keys of the program's own state
         self.keys = keys_of(source.engine)
         self.model: Path = self.keys.model
-        self.optimizer: Path = self.keys.optimizer or OPTIMIZER
+        place = self.keys.optimizer  # () if its keys stand beside the model's
+        self.optimizer: Path = OPTIMIZER if place is None else place
         self.scheduler = self.keys.scheduler or "lr_scheduler"
         self.layout = layout or self.keys.layout or "nested"
         self.warnings = list(source.warnings)
@@ -139,7 +140,9 @@ class StateDicts:
         if not self.model and path[0] in self.names:
             return True
         taken = [self.model] if self.model else []
-        taken += [self.optimizer] if self.optimizes else []
+        if self.optimizes and not self.optimizer and is_optimizers_key(path[0]):
+            return True
+        taken += [self.optimizer] if self.optimizes and self.optimizer else []
         taken += [(self.scheduler,)] if self.source.state.get("lr_scheduler") is not None else []
         return any(path[: len(own)] == own[: len(path)] for own in taken)
 

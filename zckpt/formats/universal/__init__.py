@@ -16,4 +16,5 @@ FORMAT = Format(
     family="universal",
     is_neutral=True,
     checks=True,
+    keeps_estimates=True,
 )

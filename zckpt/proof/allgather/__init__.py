@@ -29,8 +29,9 @@ from ...core.manifest import Entry, Manifest
 from ...core.partition import Nameless, Partition
 from ...core.plan import Match, match
 from ...core.resources import Begin, Means
+from ...core.states import Selection
 from ...core.values import replace
-from ...errors import MissingExtra
+from ...errors import MissingExtra, listed
 from ..pairs import selected
 from ..report import findings, versions
 from ..verify import inferences, needs_weights, nothing_found, roundings, with_values
@@ -53,7 +54,7 @@ def verify_gathered(
     manifest: Manifest,
     parts: Sequence[Partition] | None,
     other: Manifest,
-    pattern: str | None,
+    selection: Selection,
     means: Means,
     begin: Begin | None,
 ) -> Report:
@@ -67,7 +68,7 @@ def verify_gathered(
     try:
         if parts is None:
             parts = [alone(entry) for entry in manifest.entries.values() if entry.slot != "state"]
-        return _verify(world, manifest, parts, other, pattern, means, begin)
+        return _verify(world, manifest, parts, other, selection, means, begin)
     finally:
         world.close()
 
@@ -77,7 +78,7 @@ def _verify(
     manifest: Manifest,
     parts: Sequence[Partition],
     other: Manifest,
-    pattern: str | None,
+    selection: Selection,
     means: Means,
     begin: Begin | None,
 ) -> Report:
@@ -86,6 +87,7 @@ def _verify(
     names = [name for name in manifest.entries if name in entries]  # in the order of the model
     entries = {name: entries[name] for name in (*names, *entries)}
     ours = replace(manifest, entries=entries, replicas=())
+    (ours, other), pattern = selection.of(ours, other), selection.tensors
     shared, only_a, only_b = match(ours, other)
     matches = [(item.a.name, item) for item in shared if item.a.slot != "state"]
     matches += [
@@ -124,6 +126,9 @@ def _verify(
             [name for name in names if not name.endswith("/state")] for names in (only_a, only_b)
         ]
         report = with_values(report, ours, other, *one_sided)
+        if names := [entry.name for entry in manifest.entries.values() if entry.slot == "state"]:
+            line = f"{listed(names, 4)}: --gather does not read the tensors of the state"
+            report["not_compared"].append(line)
     return {
         **report,
         "equal": nothing_found(report),

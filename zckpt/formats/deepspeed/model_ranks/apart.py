@@ -15,6 +15,7 @@ from itertools import chain
 from ....core import sources
 from ....core.facts import FlatBufferEngine
 from ....core.manifest import Entry, Manifest, Sibling
+from ....core.states import as_unread
 from ....core.values import replace, valueclass
 from ...deepspeed_states.directories import TagDirectory
 from ...deepspeed_states.manifest import manifest_of
@@ -24,6 +25,10 @@ from ..flats import flat_buffers
 from ..ranks import open_ranks
 from .grid import GridFiles
 from .together import check_equal, common
+
+OF_MODEL_RANKS = (
+    "of several model ranks, zckpt does not read a state of the ranks' parts of flat buffers"
+)
 
 
 def of_rank(ranks: EngineStates, files: RankFiles, step_policy: str | None) -> Manifest:
@@ -41,6 +46,11 @@ def of_rank(ranks: EngineStates, files: RankFiles, step_policy: str | None) -> M
     )
     # stages 1 and 2 fill up with zeros; stage 3 leaves what was in memory (0.19.8)
     return replace(manifest, zero_padding=not ranks.partitioned)
+
+
+def of_model_rank(ranks: EngineStates, files: RankFiles, step_policy: str | None) -> Manifest:
+    """The same of one among several model ranks, whose parts of flat buffers are not joined."""
+    return as_unread(of_rank(ranks, files, step_policy), OF_MODEL_RANKS)
 
 
 @valueclass
@@ -94,7 +104,7 @@ def open_apart(
             for number, each in enumerate(files)
         ]
         pairs = [
-            (ranks, of_rank(ranks, each, step_policy))
+            (ranks, of_model_rank(ranks, each, step_policy))
             for ranks, each in zip(opened, files, strict=True)
         ]
     else:
@@ -138,9 +148,12 @@ def stacked(manifests: Sequence[Manifest]) -> Manifest:
         records=together.records,
         files=together.files,
         steps=together.steps,
+        of_ranks=together.of_ranks,
+        layout=together.layout,
         left_out=tuple(dict.fromkeys(chain.from_iterable(m.left_out for m in manifests))),
         warnings=together.warnings,
         inferred=together.inferred,
+        unread=together.unread,
     )
 
 

@@ -89,6 +89,8 @@ def joined_stages(
     }
     together = common(stages)
     entries |= {name: e for name, e in stages[0].entries.items() if e.slot == "state"}
+    for stage in stages[1:]:  # in stage 0 (`stage_0.stages.alike`)
+        entries |= {n: e for n, e in stage.entries.items() if n.startswith("optimizer.other.")}
     dtypes = [weights[name].dtype for name in trained]
     engine = stages[0].engine
     assert isinstance(engine, FlatBufferEngine)
@@ -109,9 +111,12 @@ def joined_stages(
         files=(*together.files, *(layer.file.path for layer in layers)),
         records=(*together.records, *(r for x in layers for r in x.file.records.values())),
         steps=together.steps,
+        of_ranks=together.of_ranks,
+        layout=together.layout,
         left_out=together.left_out,
         warnings=(*together.warnings, *_perhaps_tied(stages, layers)),
         inferred=together.inferred,
+        unread=together.unread,
     )
     return with_agreed_steps(manifest, step_policy)
 

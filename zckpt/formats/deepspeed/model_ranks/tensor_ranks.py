@@ -17,6 +17,7 @@ from ....core.dtypes import SIZES
 from ....core.fragments import Fragments
 from ....core.inert import to_json
 from ....core.manifest import Entry, Manifest
+from ....core.states import as_unread
 from ....core.values import replace
 from ....core.weights import WEIGHTS
 from ....errors import InconsistentCheckpoint, listed
@@ -25,6 +26,8 @@ from ....training.tensor_rules import RuleFile, Rules, Shapes, Sliced, decide
 from ...deepspeed_states.patterns import INFO
 from .together import MIXED, common, same_parameter
 from .universal_info import UniversalInfo
+
+SLICES_ALONE = "of several tensor ranks, zckpt joins slices of the parameters' shapes, and numbers"
 
 
 def joined_slices(
@@ -35,6 +38,8 @@ def joined_slices(
     Raises MissingData that lists parameters of which nothing says how they are cut, and
     InconsistentCheckpoint or WrongOption for rules that do not fit the ranks' shapes.
     """
+    if len(ranks) > 1:
+        ranks = [as_unread(rank, SLICES_ALONE) for rank in ranks]
     first = ranks[0]
     if any(to_json(rank.groups) != to_json(first.groups) for rank in ranks[1:]):
         raise InconsistentCheckpoint(
@@ -79,9 +84,12 @@ def joined_slices(
         files=together.files,
         records=together.records,
         steps=together.steps,
+        of_ranks=together.of_ranks,
+        layout=together.layout,
         left_out=together.left_out,
         warnings=(*together.warnings, *_doubts(given, cut)),
         inferred=together.inferred,
+        unread=together.unread,
         state={**first.state, "tensor_parallel": _facts(cut)},
     )
 

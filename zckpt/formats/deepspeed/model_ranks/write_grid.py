@@ -12,11 +12,12 @@ from collections.abc import Iterator, Sequence
 from ....core.experts import layers_of
 from ....core.layout import Layout, Shell
 from ....core.manifest import Manifest
+from ....core.states import without
 from ....core.values import replace, valueclass
 from ....errors import UnsupportedCheckpoint, WrongOption, counted, literal
 from ....files.torchfile import Parsed
 from ....training import objects
-from ....training.options import ALLOW_OBJECT, DP, DTYPE, EP, PARAM_NAMES, PP, Options
+from ....training.options import ALLOW_OBJECT, DP, DROP_STATE, DTYPE, EP, PARAM_NAMES, PP, Options
 from ...deepspeed_states import reports
 from ...deepspeed_states.directories import TagDirectory
 from ...deepspeed_states.hyper import check_states
@@ -35,7 +36,8 @@ from .stage_bounds import STAGES, refuse_without_stages
 
 OF_WEIGHTS = frozenset({STAGE.name, DTYPE.name})  # they change files of layers too
 TAKEN = frozenset(
-    option.name for option in (DP, EP, MAX_GROUP_SIZE, *STAGES, ALLOW_OBJECT, PARAM_NAMES)
+    option.name
+    for option in (DP, EP, MAX_GROUP_SIZE, *STAGES, ALLOW_OBJECT, PARAM_NAMES, DROP_STATE)
 )
 
 
@@ -170,6 +172,7 @@ def _as_pipeline(
 ) -> Layout:
     """The files of a pipeline whose layers change too; one tensor rank needs no rules for that."""
     (model,) = read.tensor_ranks(directory, files, None, numbered)
+    model = without(model, options[DROP_STATE])
     model = replace(model, fingerprints=source.fingerprints, siblings=source.siblings)
     layout = write_pipeline.lay_out(model, options)
     return replace(layout, check=lambda: compare_copies(model, 1, None))
@@ -224,8 +227,9 @@ def with_stages(source: Manifest, options: Options) -> Manifest:
 
 
 def _target(manifest: Manifest, options: Options) -> DeepSpeedTarget:
-    """The target of one model rank, without objects that its pickles may not name."""
+    """The target of one model rank, without dropped states and objects that no pickle may name."""
     from ... import engine_objects
 
+    manifest = without(manifest, options[DROP_STATE])
     admitted = options[ALLOW_OBJECT]
     return DeepSpeedTarget(objects.without_others(manifest, engine_objects(), admitted), options)

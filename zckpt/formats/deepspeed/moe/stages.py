@@ -59,9 +59,12 @@ def joined_stages_with_experts(stages: Sequence[Manifest], step_policy: str | No
         files=together.files,
         records=together.records,
         steps=together.steps,
+        of_ranks=together.of_ranks,
+        layout=together.layout,
         left_out=together.left_out,
         warnings=together.warnings,
         inferred=together.inferred,
+        unread=together.unread,
     )
     return with_agreed_steps(manifest, step_policy)
 

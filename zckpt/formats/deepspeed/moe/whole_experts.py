@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 
 from ....core import compare
 from ....core.experts import ExpertLayer
-from ....core.manifest import Entry, Manifest
+from ....core.manifest import Entry, Manifest, Unread
 from ....core.plan import Match
 from ....core.values import replace
 from ....errors import (
@@ -234,6 +234,9 @@ def compare_ranks(manifest: Manifest, replicas: str | None) -> list[str]:
 # -- the manifest
 
 
+OF_EXPERTS = "in stage 0, zckpt reads states of other shapes than the parameters of ep rank 0 alone"
+
+
 class _Joined:
     """All optimizers together: those of `count` ep ranks, then a copy of the first's."""
 
@@ -258,6 +261,7 @@ class _Joined:
         known: dict[str, FlatBuffer] = {}
         buffers: list[FlatBuffer] = []
         other: dict[str, dict[str, object]] = {}
+        unread: list[Unread] = []
         for number, whole in enumerate(self.wholes):
             states, units = whole_states.with_states(whole)
             of_layer = self.places.in_layers(self.layers, number % self.count)
@@ -270,7 +274,11 @@ class _Joined:
                 known[owner] = renamed
                 buffers.append(renamed if not number else replace(renamed, sightings=()))
             for name, values in (states.first.get("other") or {}).items():
-                other.setdefault(self._global(name, of_layer), values)
+                owner = self._global(name, of_layer)
+                if not number:
+                    other[owner] = values
+                elif owner not in other:
+                    unread += [Unread(str(key), (owner,), OF_EXPERTS) for key in values]
         first, _ = whole_states.with_states(self.first)
         optimizer = {key: v for key, v in first.first.items() if key not in ("members", "other")}
         ranks = replace(first, states=[{**optimizer, **({"other": other} if other else {})}])
@@ -291,6 +299,7 @@ class _Joined:
                     )
                 ),
                 inferred=tuple(self._inferred()),
+                unread=(*manifest.unread, *dict.fromkeys(unread)),
                 warnings=(*manifest.warnings, *self._warnings()),
                 zero_padding=True,
             )

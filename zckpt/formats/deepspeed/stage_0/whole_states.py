@@ -166,7 +166,6 @@ def buffers(
             step_place,
             scalars,
             sightings if not place else (),
-            (),
             warnings if not place else (),
         )
 

@@ -1,0 +1,439 @@
+"""Several models or optimizers in one checkpoint: all are looked at, and `--root` chooses one."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+import zckpt
+from zckpt import errors
+from zckpt.dcp import StorageReader
+
+from ...conftest import Result
+from ..equality import same_bits
+
+Program = Callable[..., Result]
+Pair = tuple[nn.Module, torch.optim.Optimizer]
+
+
+class Net(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(7, width)
+        self.norm = nn.BatchNorm1d(width)
+        self.out = nn.Linear(width, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        output: Tensor = self.out(self.norm(self.emb(tokens)))
+        return output
+
+
+def train(pair: Pair, steps: int, seed: int) -> list[float]:
+    losses = []
+    for step in range(steps):
+        torch.manual_seed(100 * seed + step)
+        loss = pair[0](torch.randint(0, 7, (8,))).square().mean()
+        pair[1].zero_grad()
+        loss.backward()
+        pair[1].step()
+        losses.append(loss.item())
+    return losses
+
+
+def trained(seed: int, width: int = 5, kind: Any = torch.optim.AdamW) -> Pair:
+    torch.manual_seed(seed)
+    model = Net(width)
+    pair = model, kind(model.parameters(), lr=0.01)
+    train(pair, 2 + seed, seed)
+    return pair
+
+
+class Gan:
+    """A generator and a discriminator of one architecture: shapes do not tell them apart."""
+
+    def __init__(self) -> None:
+        self.models = {"generator": trained(0), "discriminator": trained(1)}
+
+    def state_dicts(self, of_dcp: bool) -> dict[str, Any]:
+        whole: dict[str, Any] = {}
+        for name, (model, optimizer) in self.models.items():
+            key = f"optimizer_{name[0]}"
+            if of_dcp:
+                whole[name] = get_model_state_dict(model)
+                whole[key] = get_optimizer_state_dict(model, optimizer)
+            else:
+                whole[name], whole[key] = model.state_dict(), optimizer.state_dict()
+        return {**whole, "epoch": 3}
+
+    def save(self, folder: Path) -> dict[str, Path]:
+        torch.save(self.state_dicts(of_dcp=False), folder / "gan.pt")
+        dcp.save(self.state_dicts(of_dcp=True), checkpoint_id=folder / "gan")
+        return {"torch.save": folder / "gan.pt", "dcp": folder / "gan"}
+
+
+@pytest.fixture(scope="module")
+def gan() -> Gan:
+    return Gan()
+
+
+@pytest.fixture(scope="module")
+def checkpoints(gan: Gan, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return gan.save(tmp_path_factory.mktemp("gan"))
+
+
+def assert_is_root(path: Path, pair: Pair, prefix: str, **reading: Any) -> None:
+    """Weights, buffers and optimizer states are those that the program had."""
+    model, optimizer = pair
+    for name, value in model.state_dict().items():
+        assert same_bits(zckpt.load(path, f"{prefix}{name}/param", **reading), value), name
+    for name, parameter in model.named_parameters():
+        for slot in ("exp_avg", "exp_avg_sq"):
+            state = zckpt.load(path, f"{prefix}{name}/{slot}", **reading)
+            assert same_bits(state, optimizer.state[parameter][slot]), (name, slot)
+
+
+@pytest.mark.parametrize("kind", ["torch.save", "dcp"])
+def test_all_are_looked_at(
+    kind: str, gan: Gan, checkpoints: dict[str, Path], zckpt: Program
+) -> None:
+    path = checkpoints[kind]
+    shown = zckpt("inspect", path)
+    assert shown.code == 0
+    assert "generator (optimizer_g), discriminator (optimizer_d)" in shown.out
+    report = zckpt("inspect", path, "--json").document
+    assert report["roots"] == {"generator": ["optimizer_g"], "discriminator": ["optimizer_d"]}
+    assert report["parameters"] == 10
+    for name, pair in gan.models.items():
+        assert_is_root(path, pair, f"{name}.")
+    assert zckpt("verify", path).code == 0
+    assert zckpt("stats", path).code == 0
+
+
+@pytest.mark.parametrize("place", ["generator", "discriminator", "optimizer_g", "optimizer_d"])
+def test_a_difference_in_any_of_them_is_seen(
+    place: str, gan: Gan, checkpoints: dict[str, Path], tmp_path: Path, zckpt: Program
+) -> None:
+    state = gan.state_dicts(of_dcp=True)
+    tensors = state[place].get("state", {}).get("emb.weight", state[place])
+    key = "exp_avg" if "exp_avg" in tensors else "emb.weight"
+    tensors[key] = tensors[key] + 1
+    torch.save(state, tmp_path / "other.pt")
+    verified = zckpt("verify", checkpoints["dcp"], "--against", tmp_path / "other.pt")
+    assert verified.code == 3
+    root = {"g": "generator", "d": "discriminator"}[place.removeprefix("optimizer_")[0]]
+    assert f"{root}.emb.weight/" in verified.out
+
+
+@pytest.mark.parametrize("kind", ["torch.save", "dcp"])
+@pytest.mark.parametrize("root", ["generator", "discriminator"])
+def test_the_hint_leads_to_one_that_resumes(
+    root: str, kind: str, gan: Gan, checkpoints: dict[str, Path], tmp_path: Path, zckpt: Program
+) -> None:
+    """torch itself loads the target into the program's keys, and goes on with the same losses."""
+    source = checkpoints[kind]
+    refused = zckpt("convert", source, tmp_path / "t", "--to", "dcp")
+    assert refused.code == 1
+    assert "several models: generator, discriminator" in refused.err
+    assert "--root generator" in refused.err
+    chosen = ("--root", root, "--dp", "2")
+    written = zckpt("convert", source, tmp_path / "t", "--to", "dcp", *chosen)
+    assert written.code == 0
+    assert f"taken for its optimizer, by its name; --root {root}=OPTIMIZER" in written.err
+    assert "left out: " in written.out
+    resumed = trained(9)
+    key = f"optimizer_{root[0]}"
+    state = {root: get_model_state_dict(resumed[0]), key: get_optimizer_state_dict(*resumed)}
+    dcp.load(state, checkpoint_id=tmp_path / "t")
+    set_model_state_dict(resumed[0], state[root])
+    set_optimizer_state_dict(*resumed, state[key])
+    uninterrupted = Gan().models[root]
+    assert train(resumed, 3, seed=5) == train(uninterrupted, 3, seed=5)
+    inferred = kind == "torch.save"  # of two weights of one shape, under numbers
+    for pair in ((tmp_path / "t", source), (source, tmp_path / "t")):
+        verified = zckpt("verify", pair[0], "--against", pair[1], "--root", root)
+        assert verified.code == (3 if inferred else 0)
+        assert "has the same bytes" in verified.out or not inferred
+        assert zckpt("diff", *pair, "--root", root).code == verified.code
+    refused = zckpt("verify", tmp_path / "t", "--against", source)
+    assert refused.code == 1
+    assert "--root generator" in refused.err
+
+
+@pytest.mark.parametrize("to", ["universal", "dcp", "gathered", "deepspeed"])
+def test_weights_of_all(
+    to: str, gan: Gan, checkpoints: dict[str, Path], tmp_path: Path, zckpt: Program
+) -> None:
+    written = zckpt("convert", checkpoints["dcp"], tmp_path / "t", "--to", to, "--weights-only")
+    assert written.code == 0
+    slot = "master" if to == "deepspeed" else "param"
+    for root, (model, _) in gan.models.items():
+        for name, _ in model.named_parameters():
+            value = zckpt_load(tmp_path / "t", f"{root}.{name}/{slot}")
+            assert same_bits(value, model.state_dict()[name]), name
+    if to == "dcp":  # under the program's own keys
+        state = {root: get_model_state_dict(trained(9)[0]) for root in gan.models}
+        dcp.load(state, checkpoint_id=tmp_path / "t")
+        for root, (model, _) in gan.models.items():
+            assert all(same_bits(v, state[root][k]) for k, v in model.state_dict().items())
+
+
+zckpt_load = zckpt.load  # the fixture has the module's name
+
+
+def test_a_folder_for_from_pretrained_has_one_model(
+    checkpoints: dict[str, Path], tmp_path: Path, zckpt: Program
+) -> None:
+    refused = zckpt("export", checkpoints["dcp"], tmp_path / "t")
+    assert refused.code == 1
+    assert "several models" in refused.err
+    assert "--weights-only" not in refused.err
+
+
+def test_models_of_several_shapes_under_roots_of_their_own(tmp_path: Path, zckpt: Program) -> None:
+    """Shapes show which optimizer trains which model: no name of a key is asked."""
+    pairs = {"first": trained(0, 5), "second": trained(1, 6)}
+    torch.save(
+        {
+            key: {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            for key, (model, optimizer) in pairs.items()
+        },
+        tmp_path / "nested.pt",
+    )
+    torch.save(
+        {
+            **{key: model.state_dict() for key, (model, _) in pairs.items()},
+            "optimizers": [pair[1].state_dict() for pair in reversed(pairs.values())],
+        },
+        tmp_path / "lists.pt",
+    )
+    for name, own in (
+        ("nested.pt", ["first.optimizer", "second.optimizer"]),
+        ("lists.pt", ["optimizers.1", "optimizers.0"]),
+    ):
+        report = zckpt("inspect", tmp_path / name, "--json").document
+        assert report["roots"] == {"first": own[:1], "second": own[1:]}
+        for root, pair in pairs.items():
+            assert_is_root(tmp_path / name, pair, f"{root}.")
+            assert_is_root(tmp_path / name, pair, "", root=root)
+            written = zckpt("convert", tmp_path / name, tmp_path / name[0] / root, "--root", root)
+            assert written.code == 0
+            assert "by its name" not in written.err
+
+
+def test_an_optimizer_of_an_unknown_model(tmp_path: Path, zckpt: Program) -> None:
+    """Nothing is guessed: its tensors are still read, and the user says whose it is."""
+    pairs = {"student": trained(0), "critic": trained(1)}
+    state: dict[str, Any] = {key: model.state_dict() for key, (model, _) in pairs.items()}
+    for key, (_, optimizer) in zip(("first", "second"), pairs.values(), strict=True):
+        state[key] = deepcopy(optimizer.state_dict())
+    path = tmp_path / "run.pt"
+    torch.save(state, path)
+    shown = zckpt("inspect", path)
+    assert shown.code == 0
+    assert "first is read as the program's own state: nothing shows which model" in shown.err
+    assert zckpt("verify", path).code == 0
+    state["second"]["state"][0]["exp_avg"][0] += 1
+    torch.save(state, tmp_path / "other.pt")
+    assert zckpt("verify", path, "--against", tmp_path / "other.pt").code == 3
+    refused = zckpt("convert", path, tmp_path / "t", "--root", "student")
+    assert refused.code == 1
+    assert "--root student=first" in refused.err
+    assert "--weights-only" in refused.err
+    for root, key in (("student", "first"), ("critic", "second")):
+        choice = f"{root}={key}"
+        assert zckpt("convert", path, tmp_path / root, "--root", choice).code == 0
+        assert_is_root(tmp_path / root, pairs[root], "")
+        alone = ("--root", root, "--weights-only")
+        assert zckpt("convert", path, tmp_path / f"{root}-weights", *alone).code == 0
+
+
+def test_two_optimizers_of_one_model(tmp_path: Path, zckpt: Program) -> None:
+    """As of a program that trains matrices by one optimizer and vectors by another."""
+    torch.manual_seed(0)
+    model = Net(5)
+    named = list(model.named_parameters())
+    matrices = torch.optim.SGD([p for _, p in named if p.ndim > 1], lr=0.1, momentum=0.9)
+    vectors = torch.optim.AdamW([p for _, p in named if p.ndim == 1], lr=0.01)
+    for optimizer in (matrices, vectors):
+        train((model, optimizer), 2, seed=1)
+    path = tmp_path / "run.pt"
+    optimizers = [matrices.state_dict(), vectors.state_dict()]
+    torch.save({"model": model.state_dict(), "optimizers": optimizers}, path)
+    report = zckpt("inspect", path, "--json").document
+    assert report["roots"] == {"model": ["optimizers.0", "optimizers.1"]}
+    assert report["optimizer"] == "SGD, AdamW"
+    assert [len(group) > 0 for group in report["groups"]] == [True, True]
+    assert zckpt("verify", path).code == 0
+    for name, parameter in named:
+        optimizer, slot = (
+            (vectors, "exp_avg") if parameter.ndim == 1 else (matrices, "momentum_buffer")
+        )
+        assert same_bits(zckpt_load(path, f"{name}/{slot}"), optimizer.state[parameter][slot])
+    refused = zckpt("convert", path, tmp_path / "t")
+    assert refused.code == 1
+    assert "--root model=optimizers.0" in refused.err
+    chosen = zckpt("convert", path, tmp_path / "t", "--root", "model=optimizers.0")
+    assert chosen.code == 0
+    assert "left out: optimizers.1: --root takes model (optimizers.0)" in chosen.out
+    assert zckpt("convert", path, tmp_path / "w", "--weights-only").code == 0
+
+
+@pytest.mark.parametrize(
+    ("root", "said"),
+    [
+        ("discrimnator", "Did you mean discriminator?"),
+        ("xyz", "its models are generator, discriminator"),
+        ("generator=optimizer_h", "Did you mean optimizer_"),
+    ],
+)
+def test_a_root_that_is_not_there(
+    root: str, said: str, checkpoints: dict[str, Path], zckpt: Program
+) -> None:
+    for path in checkpoints.values():
+        refused = zckpt("inspect", path, "--root", root)
+        assert refused.code == 2
+        assert said in refused.err
+
+
+def test_a_root_of_one_model(gan: Gan, tmp_path: Path, zckpt: Program) -> None:
+    """Its own name is taken, and no other."""
+    model, optimizer = gan.models["generator"]
+    path = tmp_path / "run.pt"
+    torch.save({"net": model.state_dict(), "optim": optimizer.state_dict()}, path)
+    assert zckpt("inspect", path, "--root", "net").code == 0
+    refused = zckpt("verify", path, "--root", "generator")
+    assert refused.code == 2
+    assert "leave out --root" in refused.err
+    refused = zckpt("verify", path, "--against", path, "--root", "generator")
+    assert refused.code == 2
+
+
+def test_gather_proves_the_elements_of_all(checkpoints: dict[str, Path], zckpt: Program) -> None:
+    path = checkpoints["dcp"]
+    assert zckpt("verify", path, "--against", path, "--gather").code == 0
+    refused = zckpt("verify", path, "--against", path, "--gather", "--root", "generator")
+    assert refused.code == 2
+
+
+def test_a_program_loads_one_of_them(gan: Gan, checkpoints: dict[str, Path]) -> None:
+    model, _ = gan.models["discriminator"]
+    for path in checkpoints.values():
+        other = trained(9)[0]
+        state = {"model": get_model_state_dict(other)}
+        dcp.load(state, storage_reader=StorageReader(path, root="discriminator"))
+        for name, value in model.state_dict().items():
+            assert same_bits(state["model"][name], value), name
+
+
+# -- Accelerate's second model
+
+
+@pytest.fixture(scope="module")
+def of_accelerate(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Pair], Path]:
+    """Two models that real Accelerate saved: as files of torch.save."""
+    pairs = {"model": trained(0), "model_1": trained(1)}
+    accelerator = Accelerator(cpu=True)
+    prepared = [accelerator.prepare(*pair) for pair in pairs.values()]
+    folder = tmp_path_factory.mktemp("accelerate") / "state"
+    accelerator.save_state(str(folder), safe_serialization=False)
+    assert len(prepared) == 2
+    return pairs, folder
+
+
+def assert_are_accelerates(
+    pairs: dict[str, Pair], path: Path, tmp_path: Path, zckpt: Program
+) -> None:
+    report = zckpt("inspect", path, "--json").document
+    assert list(report["roots"]) == ["model", "model_1"]
+    assert [len(own) for own in report["roots"].values()] == [1, 1]
+    assert zckpt("verify", path).code == 0
+    for root, pair in pairs.items():
+        assert_is_root(path, pair, f"{root}.")
+        assert_is_root(path, pair, "", root=root)
+    refused = zckpt("convert", path, tmp_path / "t")
+    assert refused.code == 1
+    assert "--root model" in refused.err
+
+
+def test_second_model_in_whole_files(
+    of_accelerate: tuple[dict[str, Pair], Path], tmp_path: Path, zckpt: Program
+) -> None:
+    pairs, folder = of_accelerate
+    assert (folder / "pytorch_model_1.bin").is_file()
+    assert_are_accelerates(pairs, folder, tmp_path, zckpt)
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    for name in ("pytorch_model_1.bin", "optimizer_1.bin"):
+        (copy / name).unlink()
+    assert zckpt("verify", folder, "--against", copy).code == 3
+    assert zckpt("diff", folder, copy).code == 3
+
+
+def test_second_model_in_whole_files_of_fsdp(
+    of_accelerate: tuple[dict[str, Pair], Path], tmp_path: Path, zckpt: Program
+) -> None:
+    pairs, folder = of_accelerate
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    for old in sorted(copy.glob("pytorch_model*.bin")):
+        old.rename(copy / old.name.replace("pytorch_model", "pytorch_model_fsdp"))
+    assert_are_accelerates(pairs, copy, tmp_path, zckpt)
+
+
+def test_second_model_in_safetensors(tmp_path: Path, zckpt: Program) -> None:
+    """Sorted names do not show whose state is whose: the states are read, and not named."""
+    pairs = trained(0), trained(1)
+    accelerator = Accelerator(cpu=True)
+    assert [accelerator.prepare(*pair) for pair in pairs]
+    folder = tmp_path / "state"
+    accelerator.save_state(str(folder))
+    report = zckpt("inspect", folder, "--json").document
+    assert report["roots"] == {"model": ["optim"], "model_1": ["optim_1"]}
+    assert report["slots"]["state"]["tensors"] == 20
+    assert zckpt("verify", folder).code == 0
+    names = tmp_path / "names.txt"
+    names.write_text("\n".join(name for name, _ in pairs[1][0].named_parameters()))
+    chosen = ("--root", "model_1", "--param-names", names)
+    assert zckpt("convert", folder, tmp_path / "t", *chosen).code == 0
+    assert_is_root(tmp_path / "t", pairs[1], "")
+
+
+def test_second_model_in_folders(tmp_path: Path, zckpt: Program) -> None:
+    """Laid out as Accelerate 1.15 does with SHARDED_STATE_DICT; the target is its first model."""
+    pairs = {"model": trained(0), "model_1": trained(1)}
+    folder = tmp_path / "state"
+    for number, (model, optimizer) in enumerate(pairs.values()):
+        state = {"model": get_model_state_dict(model)}
+        dcp.save(state, checkpoint_id=folder / f"pytorch_model_fsdp_{number}")
+        state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
+        dcp.save(state, checkpoint_id=folder / f"optimizer_{number}")
+    assert_are_accelerates(pairs, folder, tmp_path, zckpt)
+    assert zckpt("verify", folder, "--against", folder, "--gather").code == 0
+    target = tmp_path / "resharded"
+    assert zckpt("reshard", folder, target, "--root", "model_1", "--dp", "3").code == 0
+    assert sorted(path.name for path in target.iterdir()) == ["optimizer_0", "pytorch_model_fsdp_0"]
+    resumed = trained(9)
+    state = {"model": get_model_state_dict(resumed[0])}
+    dcp.load(state, checkpoint_id=target / "pytorch_model_fsdp_0")
+    set_model_state_dict(resumed[0], state["model"])
+    state = {"optimizer": get_optimizer_state_dict(*resumed)}
+    dcp.load(state, checkpoint_id=target / "optimizer_0")
+    set_optimizer_state_dict(*resumed, state["optimizer"])
+    assert train(resumed, 3, seed=5) == train(trained(1), 3, seed=5)
+    with pytest.raises(errors.UnsupportedCheckpoint, match="several models"):
+        StorageReader(folder)

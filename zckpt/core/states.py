@@ -1,0 +1,386 @@
+"""Which states does an optimizer keep, of which parameters, and which of them does a target lack?
+
+    slot         a tensor of the parameter's shape: the entry `parameter/slot`
+    number       one number: `Parameter.scalars`
+    other        any other value of a parameter: `state.optimizer.other`, by parameter and key
+    partition    what a rank keeps of its part of a flat buffer: `state.optimizer.partitions`
+    unread       what is in the files, and has none of these forms: `Manifest.unread`
+
+A state has the same key in all of these forms, so that a manifest and another one are compared
+whatever their formats are. The step is no such state: see training/steps.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from ..errors import WrongOption, joined, listed
+from .annotations import Any
+from .facts import FlatBufferEngine
+from .inert import TensorName, inside, map_values
+from .manifest import Manifest, Unread, slot_key
+from .values import field, replace, valueclass
+from .weights import WEIGHTS, is_optimizers
+
+OTHER, PARTITIONS = "other", "partitions"
+"""Keys of `Manifest.state["optimizer"]`."""
+
+FACTORING = frozenset(("scale_parameter", "clip_threshold", "eps1", "beta2_decay"))
+"""Hyper-parameters that only optimizers have which keep rows and columns of a matrix: Adafactor and
+CAME of torch, transformers, fairseq, came_pytorch and pytorch_optimizer, Adalite."""
+
+AFRESH = {"RMS": FACTORING}
+"""States that an optimizer computes before it uses them, with hyper-parameters that show which one
+it is. These write the weight's RMS in every update, and read it after that or never."""
+
+OF_VECTORS = (
+    "the optimizer saw the parts of flat buffers as vectors; of matrices it keeps rows and columns "
+    "instead, and cannot go on with this"
+)
+
+BOUND = (
+    "the ranks keep this for their parts of flat buffers, so that no other number of ranks, no "
+    "other stage and no other engine can have it"
+)
+
+
+@valueclass
+class State:
+    """The state `key` of a checkpoint, with the names of its tensors by parameter.
+
+    `reason` says why a target cannot have it, or why it was not read; it may be empty.
+    """
+
+    key: str
+    tensors: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    form: str = "slot"
+    reason: str = ""
+
+    @property
+    def parameters(self) -> list[str]:
+        return list(self.tensors)
+
+
+def states_of(manifest: Manifest) -> dict[str, State]:
+    """All states by key. A state of several forms has that of the last one in the list above."""
+    states = {
+        slot_key(slot): State(slot_key(slot), {entry.parameter: (entry.name,) for entry in entries})
+        for slot, entries in manifest.slots.items()
+        if is_optimizers(slot)
+    }
+
+    def add(key: str, name: str, tensors: Sequence[str], form: str, reason: str = "") -> None:
+        state = states.get(key)
+        if state is None or state.form != form:
+            known = {} if state is None else state.tensors
+            state = states[key] = State(key, known, form, reason)
+        state.tensors[name] = (*state.tensors.get(name, ()), *tensors)
+
+    for name, parameter in manifest.parameters.items():
+        for key in parameter.scalars:
+            add(key, name, (), "number")
+    for name, values in others_of(manifest).items():
+        for key, value in values.items():
+            if value is not None:  # torch's SGD keeps a momentum_buffer that is None
+                tensors = [f"{tensor}/state" for tensor in tensors_in(value)]
+                add(str(key), name, tensors, "other")
+    for part in partitions_of(manifest):
+        for key, values in part["states"].items():
+            names = [f"{tensor}/state" for tensor in tensors_in(values)]
+            for name in part["parameters"]:
+                add(str(key), name, names, "partition", BOUND)
+                names = []
+    for item in manifest.unread:
+        for name in item.parameters:
+            add(item.key, name, (), "unread", item.reason)
+    return states
+
+
+def others_of(manifest: Manifest) -> dict[str, dict[Any, Any]]:
+    """`state.optimizer.other`: by parameter, the values that are no slots and no numbers."""
+    values = _optimizer(manifest).get(OTHER)
+    if not isinstance(values, Mapping):
+        return {}
+    return {str(name): dict(own) for name, own in values.items() if isinstance(own, Mapping)}
+
+
+def partitions_of(manifest: Manifest) -> list[dict[str, Any]]:
+    """`state.optimizer.partitions`: see docs/format-v1.md."""
+    values = _optimizer(manifest).get(PARTITIONS)
+    parts = values if isinstance(values, (list, tuple)) else ()
+    return [dict(part) for part in parts if _is_partition(part)]
+
+
+def _is_partition(value: Any) -> bool:
+    """Whether a value has what partitions have; a manifest's JSON may state anything."""
+    if not isinstance(value, Mapping):
+        return False
+    states, parameters = value.get("states"), value.get("parameters")
+    if not isinstance(states, Mapping) or not isinstance(parameters, (list, tuple)):
+        return False
+    ranks = [own for own in states.values() if isinstance(own, (list, tuple))]
+    return len(ranks) == len(states) and all(len(own) == value.get("dp") for own in ranks)
+
+
+def _optimizer(manifest: Manifest) -> Mapping[str, Any]:
+    values = manifest.state.get("optimizer")
+    return values if isinstance(values, Mapping) else {}
+
+
+def tensors_in(value: Any) -> list[str]:
+    """The names of the tensors in a value of the state, each once."""
+    names: dict[str, None] = {}
+
+    def collect(item: Any, _key: Any = None) -> Any:
+        if isinstance(item, TensorName):
+            names[item.name] = None
+        return map_values(item, collect)
+
+    collect(value)
+    return list(names)
+
+
+def is_afresh(key: str, manifest: Manifest) -> bool:
+    """Whether the optimizer computes a state before it uses it: it may be lost."""
+    shown_by = AFRESH.get(key, frozenset())
+    return any(not shown_by.isdisjoint(group) for group in manifest.groups or ())
+
+
+def lost(source: Manifest, target: Manifest) -> list[State]:
+    """The states of `source` that `target` lacks, each with the parameters of which it does.
+
+    A parameter of `source` may have another name in `target`, or be a part of another one there;
+    then `target` lacks its state if it has this state of no parameter.
+    """
+    kept = states_of(target)
+    known: dict[str, str] = {}
+    lacking = []
+    for key, state in states_of(source).items():
+        there = kept.get(key)
+        own = {} if there is None or there.form == "unread" else there.tensors
+        if state.tensors.keys() <= own.keys():
+            continue
+        known = known or _names(target)
+        names = {known.get(name, name) for name in own}
+        missing = {
+            name: tensors
+            for name, tensors in state.tensors.items()
+            if (known[name] not in names if name in known else not own)
+        }
+        if missing:
+            lacking.append(replace(state, tensors=missing))
+    return lacking
+
+
+def of_vectors(source: Manifest, target: Manifest) -> list[State]:
+    """The states of matrices that an optimizer of flat buffers has kept as if of vectors.
+
+    `target` cannot go on with them unless it has flat buffers too.
+    """
+    if not _is_flat(source) or _is_flat(target):
+        return []
+    groups = source.groups or ()
+    factoring = {n for n, group in enumerate(groups) if not FACTORING.isdisjoint(group)}
+    axes = {
+        name: len(parameter.shape)
+        for name, parameter in source.parameters.items()
+        if parameter.group in factoring
+    }
+    unfit = []
+    for key, state in states_of(source).items():
+        matrices = {name: own for name, own in state.tensors.items() if axes.get(name, 0) > 1}
+        if state.form == "slot" and key != "exp_avg" and matrices:
+            unfit.append(replace(state, tensors=matrices, reason=OF_VECTORS))
+    return unfit
+
+
+def _is_flat(manifest: Manifest) -> bool:
+    """Whether its optimizer updates flat buffers, and not the parameters themselves."""
+    stage = manifest.source.get("zero_stage")
+    return isinstance(manifest.engine, FlatBufferEngine) and bool(stage)
+
+
+def _names(manifest: Manifest) -> dict[str, str]:
+    """The first name of every parameter, by each of its names."""
+    return {
+        name: owner
+        for owner, parameter in manifest.parameters.items()
+        for name in (owner, *parameter.aliases)
+    }
+
+
+# -- a manifest with fewer states
+
+
+def without(manifest: Manifest, keys: Collection[str]) -> Manifest:
+    """The manifest without the states of these keys; other keys are ignored."""
+    if not keys:
+        return manifest
+    gone = {*keys}
+    optimizer = dict(_optimizer(manifest))
+    if (values := others_of(manifest)) and OTHER in optimizer:
+        rest = {name: _rest(own, gone) for name, own in values.items()}
+        optimizer[OTHER] = {name: own for name, own in rest.items() if own}
+    if PARTITIONS in optimizer:
+        parts = [{**p, "states": _rest(p["states"], gone)} for p in partitions_of(manifest)]
+        optimizer[PARTITIONS] = [part for part in parts if part["states"]]
+    for key in (OTHER, PARTITIONS):
+        if not optimizer.get(key):
+            optimizer.pop(key, None)
+    states = states_of(manifest)
+    names = {
+        name
+        for key in gone & states.keys()
+        for tensors in states[key].tensors.values()
+        for name in tensors
+    }
+    state = manifest.state
+    if "optimizer" in state:
+        state = {**state, "optimizer": optimizer}
+    return replace(
+        manifest,
+        entries={name: entry for name, entry in manifest.entries.items() if name not in names},
+        replicas=tuple(entry for entry in manifest.replicas if entry.name not in names),
+        parameters={
+            name: replace(parameter, scalars=_rest(parameter.scalars, gone))
+            if not gone.isdisjoint(parameter.scalars)
+            else parameter
+            for name, parameter in manifest.parameters.items()
+        },
+        state=state,
+        unread=tuple(item for item in manifest.unread if item.key not in gone),
+    )
+
+
+def _rest(values: Mapping[Any, Any], gone: Collection[str]) -> dict[Any, Any]:
+    return {key: value for key, value in values.items() if str(key) not in gone}
+
+
+def require_known(keys: Collection[str], manifests: Sequence[Manifest]) -> None:
+    """Raises WrongOption for a key of which no manifest has a state."""
+    if not keys:
+        return
+    known = list(dict.fromkeys(key for manifest in manifests for key in states_of(manifest)))
+    for key in keys:
+        if key not in known:
+            raise WrongOption(
+                f"--drop-state {key}: the optimizer has no state of this name",
+                hint=f"its states are {listed(known)}" if known else "leave it out",
+            )
+
+
+def weights_alone(manifest: Manifest) -> Manifest:
+    """The manifest with its weights and buffers, and nothing of the optimizer and the run."""
+    return replace(
+        manifest,
+        entries={name: e for name, e in manifest.entries.items() if e.slot in WEIGHTS},
+        replicas=tuple(entry for entry in manifest.replicas if entry.slot in WEIGHTS),
+        parameters={
+            name: replace(parameter, step=None, scalars={}, group=None)
+            for name, parameter in manifest.parameters.items()
+        },
+        groups=None,
+        step_place=None,
+        state={},
+        steps=(),
+        unread=(),
+    )
+
+
+@valueclass
+class Selection:
+    """What a comparison compares: the tensors that match a glob, weights alone, not all states."""
+
+    tensors: str | None = None
+    weights_only: bool = False
+    drop_state: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.weights_only and self.drop_state:
+            raise WrongOption(
+                "--drop-state does not apply with --weights-only",
+                hint="leave it out: no state is compared",
+            )
+
+    def of(self, a: Manifest, b: Manifest) -> tuple[Manifest, Manifest]:
+        """Both sides without what is not compared; raises WrongOption for an unknown state."""
+        if self.weights_only:
+            return weights_alone(a), weights_alone(b)
+        require_known(self.drop_state, (a, b))
+        return without(a, self.drop_state), without(b, self.drop_state)
+
+    @property
+    def flags(self) -> list[str]:
+        """The options of the command line that say it."""
+        import shlex  # a plain comparison has none
+
+        tensors = [] if self.tensors is None else [f"--tensors {shlex.quote(self.tensors)}"]
+        weights = ["--weights-only"] if self.weights_only else []
+        return [*tensors, *weights, *(f"--drop-state {shlex.quote(k)}" for k in self.drop_state)]
+
+
+EVERYTHING = Selection()
+
+
+def as_unread(manifest: Manifest, reason: str) -> Manifest:
+    """The manifest whose states that are neither slots nor numbers are listed as not read."""
+    others, parts = others_of(manifest), partitions_of(manifest)
+    if not others and not parts:
+        return manifest
+    names: dict[str, dict[str, None]] = {}
+    for name, own in others.items():
+        for key, value in own.items():
+            if value is not None:
+                names.setdefault(str(key), {})[name] = None
+    for part in parts:
+        for key in part["states"]:
+            names.setdefault(str(key), {}).update(dict.fromkeys(part["parameters"]))
+    tensors = {f"{tensor}/state" for tensor in tensors_in([others, *parts])}
+    optimizer = {
+        key: value for key, value in _optimizer(manifest).items() if key not in (OTHER, PARTITIONS)
+    }
+    return replace(
+        manifest,
+        entries={name: entry for name, entry in manifest.entries.items() if name not in tensors},
+        replicas=tuple(entry for entry in manifest.replicas if entry.name not in tensors),
+        state={**manifest.state, "optimizer": optimizer},
+        unread=(
+            *manifest.unread,
+            *(Unread(key, tuple(own), reason) for key, own in names.items()),
+        ),
+    )
+
+
+def renamed_others(
+    manifest: Manifest, names: Mapping[str, str]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """`state.optimizer` with other names of parameters, and the new names of its tensors."""
+    optimizer = dict(_optimizer(manifest))
+    tensors: dict[str, str] = {}
+    path = f"optimizer.{OTHER}"
+
+    def moved(value: Any, old: str, new: str) -> Any:
+        if isinstance(value, TensorName) and value.name.startswith(old):
+            tensors[value.name] = new + value.name[len(old) :]
+            return TensorName(tensors[value.name])
+        return map_values(value, lambda item, _: moved(item, old, new))
+
+    if values := others_of(manifest):
+        optimizer[OTHER] = {}
+        for name, own in values.items():
+            new = names.get(name, name)
+            optimizer[OTHER][new] = moved(own, inside(path, name), inside(path, new))
+    if parts := partitions_of(manifest):
+        optimizer[PARTITIONS] = [
+            {**part, "parameters": [names.get(name, name) for name in part["parameters"]]}
+            for part in parts
+        ]
+    return optimizer, tensors
+
+
+def in_words(states: Iterable[State]) -> str:
+    """States as a sentence names them: `GG and Q of fc1.weight, fc2.weight`."""
+    keys: dict[str, list[str]] = {}
+    for state in states:
+        keys.setdefault(listed(state.parameters, 4), []).append(state.key)
+    return "; ".join(f"{joined(own)} of {names}" for names, own in keys.items())

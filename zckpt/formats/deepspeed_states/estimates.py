@@ -1,0 +1,108 @@
+"""What has each rank's optimizer estimated of its own gradients?
+
+Prodigy and D-Adaptation keep their estimate of the learning rate in the group (`d`). Under ZeRO a
+rank has a partition of the gradients, so that the ranks' estimates differ by nature. No other
+number of ranks has partitions to which these belong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ...core.annotations import TYPE_CHECKING, Any
+from ...core.inert import Scalar
+from ...core.manifest import Manifest
+from ...errors import CorruptCheckpoint, UnsupportedCheckpoint, brief, listed
+from ...files.torchfile import Tensor, TorchFile
+from .states import EngineStates
+
+if TYPE_CHECKING:
+    from ...files.torchshell import Storages
+
+KEYS = {
+    *("d", "d_max", "d_hat", "d_prev", "d_numerator", "d_denom"),
+    *("numerator_weighted", "gsq_weighted"),
+}
+"""Of prodigyopt 1.1 and dadaptation 3.2."""
+BY_RANK = "by_rank"
+"""The key of the estimates in the manifest's state of the optimizer: for each group the values of
+all ranks, by the name of the hyper-parameter."""
+
+Estimates = Sequence[Mapping[str, Sequence[Any]]]
+
+
+def estimates_of(ranks: EngineStates) -> Estimates:
+    """Those in which ranks differ; empty if there are none."""
+    by_rank = [base.get("param_groups") or () for base in ranks.bases]
+    result: list[dict[str, list[Any]]] = []
+    for groups in zip(*by_rank, strict=True):
+        result.append({})
+        for key in KEYS & groups[0].keys():
+            pairs = zip(groups, ranks.optimizers, strict=True)
+            values = [_number(group.get(key), file) for group, file in pairs]
+            if any(value != values[0] for value in values):
+                result[-1][key] = values
+    return result if any(result) else []
+
+
+def _number(value: Any, file: TorchFile) -> Any:
+    return file.scalar(value) if isinstance(value, Tensor) else value
+
+
+def warnings(estimates: Estimates) -> list[str]:
+    """A sentence that names the keys, with the values of the first."""
+    keys = sorted({key for group in estimates for key in group})
+    if not keys:
+        return []
+    values = next(group[keys[0]] for group in estimates if keys[0] in group)
+    shown = ", ".join(brief(v.value if isinstance(v, Scalar) else v) for v in values[:3])
+    return [
+        f"{listed(keys)}: each of the {len(values)} ranks has estimated its own ({keys[0]}: {shown}"
+        f"{', ...' if len(values) > 3 else ''}), and no other number of ranks can have these"
+    ]
+
+
+def stated(source: Manifest) -> Estimates:
+    """What a manifest states of ranks' estimates; raises CorruptCheckpoint for another form."""
+    groups = (source.state.get("optimizer") or {}).get(BY_RANK) or []
+    if not isinstance(groups, list) or not all(_is_of_ranks(each, source.dp) for each in groups):
+        raise CorruptCheckpoint(f"{source.root}: optimizer.{BY_RANK} has not the values of ranks")
+    return groups
+
+
+def _is_of_ranks(group: Any, dp: int) -> bool:
+    """Whether each hyper-parameter has a number for every rank."""
+    return isinstance(group, dict) and all(
+        isinstance(values, list)
+        and len(values) == dp
+        and all(isinstance(value, (int, float, Scalar)) for value in values)
+        for values in group.values()
+    )
+
+
+def need_same_ranks(source: Manifest, dp: int = 0, stage: int | None = None) -> None:
+    """Raises UnsupportedCheckpoint unless a target's ranks have the partitions of the source's.
+
+    A target that has no partitions has no `stage`.
+    """
+    own, flat = source.source.get("zero_stage"), (1, 2)
+    estimates = stated(source)
+    alike = stage == own or (stage in flat and own in flat)
+    if not estimates or (dp == source.dp and alike and len(estimates) == len(source.groups or ())):
+        return
+    keys = sorted({str(key) for group in estimates for key in group})
+    raise UnsupportedCheckpoint(
+        f"{source.root}: the optimizer's {listed(keys)} differ between ranks, because each has "
+        "estimated its own; another engine, number of ranks or stage cannot have them",
+        hint=f"write it with --to deepspeed --dp {source.dp} --stage {own}, or add --weights-only",
+    )
+
+
+def of_rank(source: Manifest, group: int, rank: int, storages: Storages) -> dict[str, Any]:
+    """The hyper-parameters of a group that a rank has of its own."""
+    estimates = stated(source)
+    values = {key: own[rank] for key, own in estimates[group].items()} if estimates else {}
+    return {
+        key: storages.scalar(value) if isinstance(value, Scalar) else value
+        for key, value in values.items()
+    }

@@ -1,0 +1,353 @@
+"""What state dicts mean: the manifest of models and optimizers whose parameters have names.
+
+The optimizer updates the module's own weights; there are no master weights beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+from ...core.dtypes import NUMBERS
+from ...core.facts import StateDictEngine, StepPlace
+from ...core.inert import PYTHON_NUMBERS, Scalar, TensorName, inside, map_values
+from ...core.manifest import Entry, Manifest, Parameter, Sighting, slot_name
+from ...core.values import replace
+from ...errors import listed
+from ...training import steps, ties
+from ...training.optimizers import name_of_groups
+from ...training.trainers import json_of
+from ..reading import Reading
+from .finding import OptimizerState, is_buffer, is_extra, merged, value_at, without
+from .roots import Root
+from .tree import Leaf, Path, SavedTree, StepStatement, dotted
+from .twins import second_names
+
+SCHEDULERS = ("lr_scheduler", "scheduler")
+
+
+class ManifestBuilder:
+    """Builds the manifest, step by step."""
+
+    def __init__(
+        self,
+        saved: SavedTree,
+        roots: Sequence[Root],
+        model: Mapping[str, Any],
+        optimizers: Mapping[Path, OptimizerState],
+        reading: Reading,
+    ) -> None:
+        self.saved = saved
+        self.roots = roots
+        self.model = {name: leaf for name, leaf in model.items() if isinstance(leaf, Leaf)}
+        self.optimizers = optimizers
+        self.optimizer = merged(list(optimizers.values()))
+        own = [path for root in roots for path in root.optimizers]
+        self.ignored = own if reading.weights_only else []
+        self.step_policy = reading.step_policy
+        self.entries: dict[str, Entry] = {}
+        self.replicas: list[Entry] = []
+        self.parameters: dict[str, Parameter] = {}
+        self.buffers: list[str] = []
+        self.other: dict[str, dict[str, Any]] = {}
+        self.sightings: list[Sighting] = []
+        self.step_place: StepPlace | None = None
+        self.aliases: dict[str, str] = {}
+        self.warnings = list(saved.warnings)
+
+    def build(self) -> Manifest:
+        optimizer, saved = self.optimizer, self.saved
+        trained = [name for members in optimizer.members for name in members] if optimizer else []
+        self.aliases = self._all_aliases(trained)
+        self._add_trained()
+        self._add_others(trained)
+        self._add_aliases()
+        groups = self._groups() if optimizer else None
+        state, engine = self._state()
+        return Manifest(
+            root=saved.root,
+            format=str(saved.source["format"]),
+            source=saved.source,
+            entries=self.entries,
+            parameters=self.parameters,
+            buffers=tuple(self.buffers),
+            groups=groups,
+            optimizer=self._optimizer(groups),
+            engine=engine,
+            step_place=self.step_place,
+            state=state,
+            steps=tuple(self.sightings),
+            records=tuple(saved.records),
+            replicas=tuple(self.replicas),
+            files=tuple(saved.files),
+            siblings=tuple(saved.siblings),
+            of_ranks=saved.of_ranks,
+            left_out=tuple(saved.left_out),
+            warnings=tuple(self.warnings),
+            inferred=tuple(saved.inferred),
+            roots={root.name: tuple(map(dotted, root.optimizers)) for root in self.roots}
+            if self._are_several()
+            else {},
+            unused=tuple(saved.unused),
+        )
+
+    def _are_several(self) -> bool:
+        """Whether no target can have all of it: several models, or optimizers of one."""
+        return len(self.roots) > 1 or len(self.roots[0].optimizers) > 1
+
+    # -- weights
+
+    def _all_aliases(self, trained: Sequence[str]) -> dict[str, str]:
+        """Owners by alias: as zckpt stated them or as content shows, and as a config ties names."""
+        stated = self.saved.stated
+        aliases = self._same_content(trained) if stated is None else dict(stated["aliases"])
+        config = json_of(self.saved.siblings, ties.CONFIG)
+        return aliases | ties.stated(config, [*self.model, *aliases])
+
+    def _same_content(self, trained: Sequence[str]) -> dict[str, str]:
+        """Second names of tied weights, by content; warns of those that may be frozen copies."""
+        state = self.optimizer.state if self.optimizer else {}
+        aliases: dict[str, str] = {}
+        doubtful: list[str] = []
+        for root in self.roots:  # equal models are no aliases of each other
+            model = {n: leaf for n, leaf in self.model.items() if n.startswith(root.prefix)}
+            own = [name for name in trained if name in model]
+            names, unproven = second_names(model, own, state)
+            aliases |= names
+            doubtful += unproven
+        if doubtful:
+            self.warnings.append(
+                f"{listed(doubtful, 4)}: equal to a trained weight that shows no update, so taken "
+                "for a second name of a tied weight; it may be a frozen copy"
+            )
+        return aliases
+
+    def _add_trained(self) -> None:
+        """The optimizer's parameters with their states, group by group."""
+        stepped = self._steps()
+        scalars = self._scalar_keys()
+        for group, members in enumerate(self.optimizer.members if self.optimizer else ()):
+            for name in members:
+                shape = self.model[name].shape
+                self._add_weight(name, Parameter(shape, group=group, step=stepped.get(name)))
+                self._add_states(name, scalars)
+
+    def _add_others(self, trained: Sequence[str]) -> None:
+        """Weights that no optimizer has, and then the buffers."""
+        stated, owned = self.saved.stated, set(trained)
+        others = [name for name in self.model if name not in owned and name not in self.aliases]
+        if stated is None:
+            sharded = any(self.model[name].sharded for name in trained)
+            self.buffers = [name for name in others if is_buffer(name, self.model[name], sharded)]
+        else:
+            self.buffers = [name for name in others if name in stated["buffers"]]
+        # without an optimizer nothing shows which weights are frozen
+        shown = tuple(root.prefix for root in self.roots if {*root.optimizers} & {*self.optimizers})
+        for name in others:
+            if name not in self.buffers:
+                frozen = name.startswith(shown) if stated is None else name in stated["frozen"]
+                self._add_weight(name, Parameter(self.model[name].shape, trainable=not frozen))
+        for name in self.buffers:
+            self._add_entry(f"{name}/param", self.model[name])
+
+    def _add_aliases(self) -> None:
+        for alias, owner in self.aliases.items():
+            parameter = self.parameters.get(owner)
+            if parameter is None:  # of a buffer: both names keep it
+                self.buffers.append(alias)
+                self._add_entry(f"{alias}/param", self.model[alias])
+                continue
+            self.parameters[owner] = replace(parameter, aliases=(*parameter.aliases, alias))
+            if alias not in self.model:
+                continue
+            memory = self.model[alias].memory
+            if memory is None or memory != self.model[owner].memory:
+                copy = self.model[alias].fragments
+                self.replicas.append(replace(self.entries[f"{owner}/param"], fragments=copy))
+
+    def _add_entry(self, name: str, leaf: Leaf) -> None:
+        self.entries[name] = Entry(name, leaf.dtype, leaf.shape, leaf.fragments)
+
+    def _add_weight(self, name: str, parameter: Parameter) -> None:
+        self.parameters[name] = parameter
+        self._add_entry(f"{name}/param", self.model[name])
+
+    # -- states of the optimizer
+
+    def _scalar_keys(self) -> set[str]:
+        """States of one number, like NAdam's `mu_product`: Python's, or a tensor of one element.
+
+        They are numbers for a parameter of the same shape too.
+        """
+        return {
+            key
+            for name, state in (self.optimizer.state if self.optimizer else {}).items()
+            for key, value in state.items()
+            if _is_number(value)
+            and not (isinstance(value, Leaf) and value.shape == self.model[name].shape)
+        }
+
+    def _add_states(self, name: str, scalars: set[str]) -> None:
+        assert self.optimizer is not None
+        parameter = self.parameters[name]
+        for key, value in self.optimizer.state.get(name, {}).items():
+            if key == "step":
+                continue
+            if key in scalars and _is_number(value):
+                parameter.scalars[key] = _number(value)
+            elif isinstance(value, Leaf) and value.shape == parameter.shape:
+                self._add_entry(f"{name}/{slot_name(key)}", value)
+            else:
+                self.other.setdefault(name, {})[key] = value
+
+    # -- steps
+
+    def _steps(self) -> dict[str, steps.Step]:
+        """Completed updates by parameter; records every place that states them."""
+        if self.optimizer is None:
+            return {}
+        in_states, in_groups = steps.StatedSteps("state"), steps.StatedSteps("group")
+        for name, state in self.optimizer.state.items():
+            in_states.add(name, *_step(state.get("step")))
+        for group, members in zip(self.optimizer.groups, self.optimizer.members, strict=True):
+            for name in members:
+                in_groups.add(name, *_step(group.get("step")))
+        believed = steps.believed(in_states, in_groups)
+        named = (self.saved.stated or {}).get("optimizer")
+        self.step_place = steps.place_of(believed, in_groups, named)
+        self._need_one_save(believed.where)
+        for stated in (in_states, in_groups):
+            self._sight(stated, stated is believed)
+        return believed.settled(self.step_policy)
+
+    def _need_one_save(self, where: str) -> None:
+        """Raises InconsistentCheckpoint if ranks' files state the steps of different saves.
+
+        `where` is `state` or `group`: where the optimizer keeps its true step.
+        """
+        begin = {"state": "state.", "group": "param_groups."}[where]
+        for optimizer in self.optimizers:
+            by_path: dict[Path, list[tuple[StepStatement, steps.Step]]] = {}
+            for item in self.saved.steps:
+                own, rest = item.path[: len(optimizer)], item.path[len(optimizer) :]
+                step = steps.step_of(_step(item.value)[0])
+                if own == optimizer and dotted(rest).startswith(begin) and step is not None:
+                    by_path.setdefault(item.path, []).append((item, step))
+            for path, items in by_path.items():
+                copies = [(f"{item.files[0]}: {dotted(path)}", step) for item, step in items]
+                steps.agree(copies, self.step_policy)
+            stated = chain.from_iterable(by_path.values())
+            by_file = ((file, step) for item, step in stated for file in item.files)
+            steps.need_one_save(by_file, self.step_policy)
+
+    def _sight(self, stated: steps.StatedSteps, truth: bool) -> None:
+        """One line for each different step, not one for each parameter."""
+        names: dict[tuple[steps.Step, str], list[str]] = {}
+        for name, step in stated.steps.items():
+            names.setdefault((step, stated.kinds[name]), []).append(name)
+        for (step, kind), members in names.items():
+            place = f"{stated.where} of {listed(members, 1)}"
+            self.sightings.append(Sighting(place, step, truth))
+            if truth and (warning := steps.stalled(step, kind, place)):
+                self.warnings.append(warning)
+
+    # -- what is not a tensor
+
+    def _groups(self) -> tuple[dict[str, Any], ...]:
+        assert self.optimizer is not None
+        return tuple(
+            {
+                key: self._kept(value, f"param_groups.{place}.{key}")
+                for key, value in group.items()
+                if key not in ("step", "param_names")
+            }
+            for place, group in enumerate(self.optimizer.groups)
+        )
+
+    def _optimizer(self, groups: Sequence[dict[str, Any]] | None) -> str | None:
+        """The names of the optimizers that have the groups, by the keys of their states."""
+        if self.optimizer is None or groups is None:
+            return None
+        states = self.optimizer.state
+        keys = [
+            {key for name in members for key in states.get(name, ())}
+            for members in self.optimizer.members
+        ]
+        return name_of_groups(keys, groups)
+
+    def _state(self) -> tuple[dict[str, Any], StateDictEngine]:
+        """Everything else, so that the state dicts can be written again."""
+        models = {root.model for root in self.roots}
+        rest = without(self.saved.tree, models | {*self.optimizers, *self.ignored})
+        extra = {
+            root.prefix + key: self._kept(value, inside("module_extra", root.prefix + key))
+            for root in self.roots
+            for key, value in value_at(self.saved.tree, root.model).items()
+            if not isinstance(value, Leaf) and (root.model or is_extra(key))
+        }
+        if () in models:
+            rest = {key: value for key, value in rest.items() if not is_extra(key)}
+        scheduler = next((key for key in SCHEDULERS if isinstance(rest.get(key), dict)), None)
+        dtypes = [self.entries[f"{name}/param"].dtype for name in self.parameters]
+        folders = None if self._are_several() else self.saved.folders
+        optimizers = list(self.optimizers) or self.ignored
+        optimizers = [() if path == (self.saved.beside,) else path for path in optimizers]
+        engine = StateDictEngine(
+            "torch",
+            max(dtypes, key=dtypes.count, default="F32"),
+            self.roots[0].model if len(self.roots) == 1 else (),
+            optimizers[0] if len(optimizers) == 1 else None,
+            self.optimizer.layout if self.optimizer else None,
+            scheduler,
+            None if folders is None else tuple(folders),
+            self.saved.stated is None,
+            self.saved.adapter,
+        )
+        state: dict[str, Any] = {
+            "module": list(dict.fromkeys((*self.model, *self.aliases, *extra))),
+            "module_extra": extra,
+        }
+        if scheduler is not None:
+            state["lr_scheduler"] = self._kept(rest.pop(scheduler), "lr_scheduler")
+            self._sight_scheduler(state["lr_scheduler"])
+        if rest:
+            state["client_state"] = self._kept(rest, "client_state")
+        if self.other:
+            state["optimizer"] = {"other": self._kept(self.other, "optimizer.other")}
+        return state, engine
+
+    def _sight_scheduler(self, scheduler: Mapping[str, Any]) -> None:
+        self.sightings += steps.counter_sightings(
+            "lr_scheduler", scheduler, steps.SCHEDULER_COUNTERS
+        )
+
+    def _kept(self, value: Any, path: str) -> Any:
+        """`value` with its tensors as entries of slot `state`; 0-d ones by value."""
+        if isinstance(value, Leaf):
+            if not value.shape and value.dtype != "C64":
+                return value.number()
+            name = value.name or path
+            self._add_entry(f"{name}/state", value)
+            return TensorName(name)
+        return map_values(value, lambda item, key: self._kept(item, inside(path, key)))
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a state is one number: Python's, or a tensor of one element."""
+    if isinstance(value, Leaf):
+        return value.numel == 1 and value.dtype in NUMBERS
+    return type(value) in PYTHON_NUMBERS.values()
+
+
+def _number(value: Any) -> Scalar:
+    if isinstance(value, Leaf):
+        return replace(value.number(), shape=value.shape)
+    return Scalar(value, type(value).__name__)
+
+
+def _step(state: Any) -> tuple[Any, tuple[int, ...]]:
+    """The number that a state is, and its shape; None for a tensor of several elements."""
+    if isinstance(state, Leaf):
+        return (state.number() if state.numel == 1 else None), state.shape
+    return state, ()

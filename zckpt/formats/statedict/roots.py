@@ -1,0 +1,197 @@
+"""Which optimizer trains which model, where a checkpoint has several of them?
+
+    {"generator": {...}, "discriminator": {...}, "optimizer_g": {...}, "optimizer_d": {...}}
+    {"generator": {"model": {...}, "optimizer": {...}}, "discriminator": {...}}
+    {"model": {...}, "model_1": {...}, "optim": {...}, "optim_1": {...}}
+
+A root is a model with its optimizers. An optimizer belongs to the only model that has its names or
+shapes. If several have them, the words of the keys decide: `optimizer_g` has one word, `g`, beside
+the usual ones, and `generator` begins with it. If they do not decide, nothing is guessed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from ...core.values import valueclass
+from ...errors import AmbiguousCheckpoint, MissingData, WrongOption, listed, meant
+from .finding import OptimizerState
+from .names import shape_of
+from .tree import Leaf, Path, SavedTree, dotted
+from .twins import is_float
+
+WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
+USUAL = {
+    *("model", "models", "module", "modules", "net", "network", "weights", "state", "states"),
+    *("dict", "sd", "optim", "optims", "optimizer", "optimizers", "opt", "opts"),
+    *("app", "pytorch", "fsdp"),
+}
+"""Words of keys that do not say which of several models or optimizers is meant."""
+SOLE = "model"
+"""What a model without a key is called."""
+
+
+@valueclass
+class Root:
+    """A model, and the optimizers that train it.
+
+    `prefix` precedes its names if several roots are read. `by_words` says whether only the words of
+    the keys show that the optimizer is the model's.
+    """
+
+    name: str
+    model: Path
+    optimizers: tuple[Path, ...] = ()
+    prefix: str = ""
+    by_words: bool = False
+
+    def __str__(self) -> str:
+        own = ", ".join(map(dotted, self.optimizers))
+        return f"{self.name} ({own})" if own else self.name
+
+
+@valueclass
+class Roots:
+    """All roots of a checkpoint; `unclear` are other optimizers, with the models that fit each."""
+
+    path: str
+    roots: tuple[Root, ...]
+    unclear: Mapping[Path, Sequence[Path]]
+
+    @property
+    def paths(self) -> set[Path]:
+        """The paths of all state dicts."""
+        own = {path for root in self.roots for path in (root.model, *root.optimizers)}
+        return own | {*self.unclear}
+
+    def asked(self, request: str, weights_only: bool) -> Root:
+        """The root that `--root` names, as MODEL or MODEL=OPTIMIZER, with one optimizer at most.
+
+        Raises WrongOption for a name that is not there, and AmbiguousCheckpoint if no file says
+        which optimizer is meant.
+        """
+        name, _, wanted = request.partition("=")
+        root = next((root for root in self.roots if name in (root.name, dotted(root.model))), None)
+        if root is None:
+            raise _unknown("model", name, [root.name for root in self.roots], self.path)
+        own = list(root.optimizers)
+        if wanted:
+            every = [*(path for root in self.roots for path in root.optimizers), *self.unclear]
+            by_name = {dotted(path): path for path in every}
+            if wanted not in by_name:
+                raise _unknown("optimizer", wanted, list(by_name), self.path)
+            own = [by_name[wanted]]
+        elif weights_only:
+            own = []
+        elif len(own) != 1 and (own or self.unclear):
+            likely = [*own, *(path for path, fit in self.unclear.items() if root.model in fit)]
+            names = [dotted(path) for path in likely or self.unclear]
+            way = f"name it: --root {root.name}={names[0]}; or " if likely else ""
+            raise AmbiguousCheckpoint(
+                f"{self.path}: nothing shows which optimizer trains {root.name}, and it alone: "
+                f"{listed(names)}",
+                hint=f"{way}add --weights-only",
+            )
+        by_words = root.by_words and not wanted and bool(own)
+        return Root(root.name, root.model, tuple(own), by_words=by_words)
+
+    def left_out(self, chosen: Root) -> list[str]:
+        """A line of what `--root` leaves out."""
+        others = [root.model for root in self.roots if root.model != chosen.model]
+        others += [path for root in self.roots for path in root.optimizers]
+        others += self.unclear
+        names = [dotted(path) for path in others if path not in chosen.optimizers]
+        return [f"{listed(names)}: --root takes {chosen}"] if names else []
+
+
+def _unknown(what: str, name: str, names: Sequence[str], path: str) -> WrongOption:
+    return WrongOption(
+        f"{path} has no {what} {name}",
+        hint=meant(name, names) or f"its {what}s are {listed(names)}",
+    )
+
+
+def roots_of(
+    saved: SavedTree,
+    models: Mapping[Path, Mapping[Any, Any]],
+    optimizers: Mapping[Path, OptimizerState],
+) -> Roots:
+    """Every model with the optimizers that train it."""
+    own: dict[Path, list[Path]] = {path: [] for path in models}
+    by_words: set[Path] = set()
+    unclear: dict[Path, Sequence[Path]] = {}
+    for place, optimizer in optimizers.items():
+        fitting = [path for path, model in models.items() if _fits(optimizer, model)]
+        chosen = fitting if len(fitting) == 1 else _by_words(place, fitting)
+        if len(chosen) != 1:
+            unclear[place] = fitting
+            continue
+        own[chosen[0]].append(place)
+        if chosen != fitting:
+            by_words.add(chosen[0])
+    names = _names(list(models))
+    prefixed = len(models) > 1
+    roots = tuple(
+        Root(
+            names[path],
+            path,
+            tuple(own[path]),
+            f"{names[path]}." if prefixed else "",
+            path in by_words,
+        )
+        for path in models
+    )
+    return Roots(saved.root, roots, unclear)
+
+
+def _names(models: Sequence[Path]) -> dict[Path, str]:
+    """What models are called: without a last key that all of them have, as in `generator.model`."""
+    alike = all(len(a) > 1 and len(b) > 1 and a[-1] == b[-1] for a, b in pairwise(models))
+    if len(models) > 1 and alike:
+        return {path: dotted(path[:-1]) for path in models}
+    return {path: dotted(path) or SOLE for path in models}
+
+
+def _fits(optimizer: OptimizerState, model: Mapping[Any, Any]) -> bool:
+    """Whether a model has all parameters that an optimizer knows by name, or by shape."""
+    weights = {str(name): leaf for name, leaf in model.items() if isinstance(leaf, Leaf)}
+    members = [member for members in optimizer.members for member in members]
+    stated = [name for group in optimizer.groups for name in group.get("param_names") or ()]
+    if not optimizer.is_numbered or len(stated) == len(members):
+        return _has_names(weights, [str(name) for name in stated or members])
+    shapes = [shape_of(optimizer.state.get(member, {})) for member in members]
+    floats = Counter(leaf.shape for leaf in weights.values() if is_float(leaf))
+    known = Counter(shape for shape in shapes if shape is not None)
+    return len(shapes) <= floats.total() and known <= floats
+
+
+def _has_names(weights: Collection[str], names: Sequence[str]) -> bool:
+    from ...training.names import matched
+
+    try:
+        return bool(matched(names, weights)) or not names
+    except (MissingData, WrongOption):
+        return False
+
+
+def _by_words(optimizer: Path, models: Sequence[Path]) -> list[Path]:
+    """The models whose keys have the words of an optimizer's; else those with a beginning of it."""
+    own = _words(optimizer)
+    equal = [path for path in models if _words(path) == own]
+    return equal or [path for path in models if _are_alike(_words(path), own)]
+
+
+def _words(path: Path) -> list[str]:
+    words = [word.lower() for key in path for word in WORD.findall(str(key))]
+    return [word for word in words if word not in USUAL]
+
+
+def _are_alike(a: Sequence[str], b: Sequence[str]) -> bool:
+    """Whether each word begins with its counterpart, or the other way: `g`, `gen`, `generator`."""
+    pairs = list(zip(a, b, strict=False))
+    alike = all(one.startswith(other) or other.startswith(one) for one, other in pairs)
+    return bool(pairs) and len(a) == len(b) and alike

@@ -1,0 +1,149 @@
+"""May the target lack a state of the source's optimizer?
+
+A state that the target cannot have ends the run before the first byte of a tensor, unless the user
+types `--drop-state`, or the optimizer computes it afresh. What the target has is not asked of its
+writer: its own reader says it, of the shells that the writer laid out.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from shlex import quote
+from typing import TYPE_CHECKING, Any
+
+from .. import formats
+from ..core import states
+from ..core.manifest import Manifest
+from ..core.states import State
+from ..core.values import valueclass
+from ..errors import UnsupportedState, WrongOption
+from ..training import objects
+from ..training.options import DROP_STATE, WEIGHTS_ONLY, Options
+
+if TYPE_CHECKING:
+    from ..core.layout import Layout, Shell
+    from ..formats.format import Format
+
+Report = dict[str, Any]
+
+
+def dropped_states(manifest: Manifest, options: Options) -> list[Report]:
+    """The states that the user gives up, as lines of the report; raises WrongOption."""
+    keys = options[DROP_STATE]
+    if keys and options.weights_only:
+        raise WrongOption(
+            "--drop-state does not apply with --weights-only",
+            hint="leave it out: no state is written",
+        )
+    states.require_known(keys, [manifest])
+    if not (keys or options.weights_only):
+        return []
+    option = WEIGHTS_ONLY if options.weights_only else DROP_STATE
+    known = states.states_of(manifest)
+    return [_line(known[key], option.flag) for key in dict.fromkeys(keys or known)]
+
+
+def _line(state: State, reason: str) -> Report:
+    return {"state": state.key, "parameters": len(state.tensors), "reason": reason}
+
+
+@valueclass
+class Keeping:
+    """What a target must keep, and whether it does.
+
+    `source` is what was read, without dropped states; `named` has the target's names; `admitted`
+    lacks the objects that no pickle of the target may have. `report` gets what is found.
+    """
+
+    source: Manifest
+    named: Manifest
+    admitted: Manifest
+    format: Format
+    options: Options
+    report: Report
+
+    def read_back(self, layout: Layout) -> Callable[[str], Manifest]:
+        """Reads the shells of a target, and checks them; raises UnsupportedState."""
+        read = layout.read_back or self.format.read_shells
+
+        def read_and_check(folder: str) -> Manifest:
+            shells = read(folder)
+            self.report["computed_afresh"] = self._computed_afresh(shells)
+            return shells
+
+        return read_and_check
+
+    def try_out(self, layout: Layout) -> None:
+        """Reads the shells back from a temporary folder, for a run that writes nothing."""
+        if self.has_states and layout.read_back is not None:
+            with _laid_out(layout.shells()) as folder:
+                layout.read_back(folder)
+
+    @property
+    def has_states(self) -> bool:
+        return not self.options.weights_only and bool(states.states_of(self.source))
+
+    def _computed_afresh(self, shells: Manifest) -> list[Report]:
+        """States that the target lacks and its optimizer computes afresh; raises for others."""
+        if not self.has_states:
+            return []
+        renamed = () if self.named is self.source else states.lost(self.source, self.named)
+        unfit = states.of_vectors(self.source, shells)
+        lost = {state.key: state for state in (*unfit, *states.lost(self.named, shells), *renamed)}
+        afresh = [state for key, state in lost.items() if states.is_afresh(key, self.source)]
+        if len(lost) > len(afresh):
+            self._refuse([state for state in lost.values() if state not in afresh])
+        return [_line(state, "the optimizer computes it afresh") for state in afresh]
+
+    def _refuse(self, lost: Sequence[State]) -> None:
+        filtered = states.lost(self.named, self.admitted)
+        of_objects = {state.key for state in filtered if state.form != "unread"}
+        reasons: dict[str, list[State]] = {}
+        for state in lost:
+            reason = OBJECTS if state.key in of_objects else state.reason or self.format.states
+            reasons.setdefault(reason, []).append(state)
+        sentences = [
+            states.in_words(own) + (f" ({reason})" if reason else "")
+            for reason, own in reasons.items()
+        ]
+        keys = [state.key for state in lost]
+        drop = " ".join(f"{DROP_STATE.flag} {quote(key)}" for key in keys)
+        without = "it" if len(keys) == 1 else "them"
+        hint = f"to go on without {without}: {drop} (or --weights-only)"
+        if classes := self._classes(of_objects.intersection(keys)):
+            allow = " ".join(f"--allow-object {name}" for name in classes)
+            hint += f"; to write the objects, if you trust their classes: {allow}"
+        if states.OF_VECTORS in reasons:
+            hint = "to begin with fresh states: --weights-only"
+        raise UnsupportedState(
+            f"the target cannot have the optimizer's {'; '.join(sentences)}",
+            hint=hint,
+        )
+
+    def _classes(self, keys: Iterable[str]) -> list[str]:
+        """The classes and functions that the values of states name, and that may be admitted."""
+        parts = [part["states"] for part in states.partitions_of(self.named)]
+        values = [*states.others_of(self.named).values(), *parts]
+        own = [value[key] for key in keys for value in values if key in value]
+        return objects.admissible(own, formats.engine_objects())
+
+
+OBJECTS = "objects of a class, which a program that loads the target would run"
+
+
+@contextmanager
+def _laid_out(shells: Iterable[Shell]) -> Iterator[str]:
+    """A temporary folder with the shells of a target, for the time of the block."""
+    with tempfile.TemporaryDirectory(prefix="zckpt-") as folder:
+        for shell in shells:
+            path = os.path.join(folder, shell.name)
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            with open(path, "xb") as file:
+                for offset, data in shell.parts:
+                    file.seek(offset)
+                    file.write(data)
+                file.truncate(shell.size)
+        yield folder
