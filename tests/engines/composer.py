@@ -5,35 +5,19 @@
 
 from __future__ import annotations
 
-import functools
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
 
-from ..conftest import ROOT
 from .deepspeed import submit
+from .sites import site
 
 PACKAGES = (
     *("mosaicml==0.32.1", "torchmetrics==1.7.4", "coolname", "importlib-metadata<9", "zipp"),
     "pillow",
 )
 SAVED_AT, LAST = 3, 6  # updates
-
-
-@functools.cache
-def site() -> Path:
-    """The folder with Composer, which is installed there if it is missing.
-
-    Without its dependencies: it asks for torch 2.6, and runs with that of the tests.
-    """
-    folder = ROOT / ".venv-composer" / "site"
-    if not (folder / "composer").is_dir():
-        install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
-        subprocess.run([*install, "--target", str(folder), *PACKAGES], check=True)
-    return folder
 
 
 def run(version: int, ranks: int, root: Path, directory: Path | None = None) -> list[float]:
@@ -43,7 +27,7 @@ def run(version: int, ranks: int, root: Path, directory: Path | None = None) -> 
     """
     root.mkdir(parents=True, exist_ok=True)
     output = root.resolve() / "losses.pt"
-    os.environ["COMPOSER_SITE"] = str(site())
+    os.environ["COMPOSER_SITE"] = str(site("composer", PACKAGES))
     submit("composer_rank", "fit", ranks, (ranks, version, root.resolve(), directory, output), root)
     losses: list[float] = torch.load(output)
     return losses

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import zckpt
-from zckpt.errors import UnsupportedCheckpoint
+from zckpt.errors import UnsupportedCheckpoint, WrongOption
 
 from ...conftest import Result
 from ...engines import verl
@@ -113,6 +113,8 @@ def test_files_of_ranks_are_written_for_other_ranks(tmp_path: Path) -> None:
             extra = torch.load(target / f"extra_state_{rest}")
             assert extra["lr_scheduler"] == {"last_epoch": 1}
             assert torch.equal(extra["rng"]["cpu"], random)
+    with pytest.raises(WrongOption, match="--dp does not apply to --dialect safetensors"):
+        zckpt.reshard(tmp_path / "actor", tmp_path / "out", dp=3, dialect="safetensors")
     zckpt.reshard(tmp_path / "actor7", tmp_path / "again", dp=WORLD)
     assert zckpt.verify(tmp_path / "again", against=tmp_path / "actor")["equal"]
 

@@ -56,6 +56,7 @@ ACCELERATE = "pytorch_model_fsdp"
 
 
 Copies = tuple[Leaf, Sequence[LocalPart]]
+"""A tensor that no rank has cut: the first rank's, and those of the others."""
 
 
 @mutable
@@ -63,7 +64,7 @@ class MergedRanks:
     """One tree of all ranks' files; `left_out` says where it has rank 0's value only.
 
     `of_ranks` are the other ranks' values there, by file. `steps` are what the files state under
-    the key `step`. `copies` are the other ranks' of each tensor that no rank has cut.
+    the key `step`.
     """
 
     tree: Any
@@ -173,9 +174,12 @@ def flat_states(model: Iterable[TorchFile], optimizer: Sequence[TorchFile]) -> s
     sharded = (class_of(each) for file in model for each in distributed_in(file.value))
     if not any(name.endswith(".ShardedTensor") for name in sharded):
         return None
-    if any(next(distributed_in(file.value), None) is not None for file in optimizer):
-        return None
-    return optimizer[0].path if optimizer else None
+    for file in optimizer:
+        states = file.value.get("state") if isinstance(file.value, dict) else None
+        is_numbered = isinstance(states, dict) and types_in(states) == {int}
+        if is_numbered and next(distributed_in(states), None) is None:
+            return file.path
+    return None
 
 
 def _values(value: Any) -> Iterable[Any]:

@@ -44,10 +44,7 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
 
 
 def with_copies(path: str) -> Manifest:
-    """The manifest of files of ranks, with each rank's copy of what no rank has cut.
-
-    They are to be filled: in a source that is read, all of them are equal.
-    """
+    """The manifest of files that are to be filled, with each rank's copy of what is not cut."""
     manifest, copies = read_tree(path, USUAL)
     entries = {id(entry.fragments): entry for entry in manifest.entries.values()}
     replicas = [

@@ -24,7 +24,7 @@ from ...core.manifest import Manifest
 from ...errors import WrongOption, counted, literal
 from ...files.torchfile import REBUILD, Tensor
 from ...files.torchshell import Storages, shell
-from ...training.options import DP, Options
+from ...training.options import DIALECT, DP, Options
 from ..statedict.write import BlankTensor
 from .read import CONFIG, MESH, with_copies
 from .write import EXTRA, STATED, StateDictWriter
@@ -45,6 +45,11 @@ def lay_out(source: Manifest, options: Options) -> Layout:
             hint="leave it out: whole files load on any number of ranks. Files of ranks are "
             "written of FSDP2's, with a mesh of one axis, as torch 2.13 saves them (in verl: "
             "fsdp_size=-1)",
+        )
+    if options[DIALECT] is not None:
+        raise WrongOption(
+            f"--dp does not apply to --dialect {options[DIALECT]}",
+            hint="leave one of them out: the files of this dialect are whole",
         )
     writer = RanksWriter(source, options, ranks, *mesh)
     return Layout(
