@@ -70,7 +70,7 @@ class _Comparison:
         self.same_format = a.format == b.format
         self.same_stage = a.source.get("zero_stage") == b.source.get("zero_stage")
         self.same_files = twins(a, b)
-        self.same_wrapper = _wrapper(a) == _wrapper(b)
+        self.other_wrapper = self.same_engine and _wrapper(a) != _wrapper(b)
         self.lines: list[Report] = []
         self.of_saving: list[str] = []
         self.without_place: dict[str, list[str]] = {"a": [], "b": []}
@@ -175,7 +175,7 @@ class _Comparison:
         side, other = ("a", "b") if b in _NOTHING else ("b", "a")
         if a in _NOTHING and b in _NOTHING:
             return
-        if self._is_of_saving(path) or (path == CLIPPING and not self.same_wrapper):
+        if self._is_of_saving(path) or (path == CLIPPING and self.other_wrapper):
             self.of_saving.append(path)
         elif self._has_place(self.sides[other], path):
             self.lines.append({"key": path, "only": side})
@@ -196,7 +196,7 @@ class _Comparison:
     def _is_of_saving(self, path: str) -> bool:
         if path.startswith(ARGUMENTS) and path.rpartition(".")[2] in OF_SAVING:
             return True
-        return not self.same_wrapper and path.startswith(SCALING)
+        return self.other_wrapper and path.startswith(SCALING)
 
     def _opened(self, value: Any) -> Any:
         """The value under a tag of JSON: tuples as lists, objects and dictionaries by key."""
