@@ -65,11 +65,9 @@ def verify(**words: Any) -> int:
     another rank's. A file of the same rank of another run may contradict nothing: only --against
     finds it.
 
-    With --against, tensors are compared bit for bit, and everything else by value: steps,
-    hyper-parameters, schedulers, counters, random states, what a program saved. An optimizer state
-    of one side alone is a difference. What has no place in the other files is named as not
-    compared. If the original is gone, give the FILE of an
-    earlier --save-proof.
+    With --against, tensors are compared bit for bit, and all else by value. What one side alone has
+    is a difference, or named as not compared if the other's files have no place for it. If the
+    original is gone, give the FILE of an earlier --save-proof.
 
     Exit code 3: verify found something.
     """

@@ -91,7 +91,7 @@ def manifest_of(
             + _config_warnings(ranks)
             + _trainer_warnings(ranks)
             + _scaler_warnings(ranks.first)
-            + ahead_of_counters(ranks, tensors.parameters)
+            + ([] if _has_zenflow(ranks.config) else ahead_of_counters(ranks, tensors.parameters))
         ),
         inferred=tuple(ranks.optimizers[0].value.get(INFERRED) or ()),
         weights_differ=_has_zenflow(ranks.config) or _is_quantized(ranks.config),
