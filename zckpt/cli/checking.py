@@ -65,9 +65,9 @@ def verify(**words: Any) -> int:
     another rank's. A file of the same rank of another run may contradict nothing: only --against
     finds it.
 
-    With --against, tensors are compared bit for bit, and all else by value. What one side alone has
-    is a difference, or named as not compared if the other's files have no place for it. If the
-    original is gone, give the FILE of an earlier --save-proof.
+    With --against, tensors are compared bit for bit, and all else by value. What one side lacks is
+    a difference, or named if its files have no place for it. If the original is gone, give the FILE
+    of an earlier --save-proof.
 
     Exit code 3: verify found something.
     """
