@@ -83,6 +83,8 @@ WRITERS = [
         writer={"serialization_format": SAFETENSORS},
         reload="refused",
     ),
+    Case("fsdp2_folders", layout="folders"),
+    Case("fsdp2_automodel", layout="automodel", model="scalar plain", scheduler=True),
     Case("hf_sharded", layout="hf sharded", model="scalar plain", reload="weights"),
     Case("hf_consolidated", layout="hf consolidated", model="floats", reload="weights"),
 ]

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_state_dict,
     set_model_state_dict,
+    set_optimizer_state_dict,
     set_state_dict,
 )
 from torch.distributed.checkpoint.stateful import Stateful
@@ -273,6 +274,40 @@ def hf_writer(consolidated: bool) -> Callable[[Any, Path, Mapping[str, Any]], No
     return save
 
 
+def save_folders(run: Any, path: Path, writer: Mapping[str, Any]) -> None:
+    """A folder for each state dict, as many a program does it."""
+    states = state_dicts(run)
+    write(states["model"], path / "model", writer)
+    write(states["optim"], path / "optimizer", writer)
+
+
+def load_folders(run: Any, loading: Loading) -> None:
+    states = state_dicts(run)
+    read(states["model"], loading._replace(path=loading.path / "model"))
+    read(states["optim"], loading._replace(path=loading.path / "optimizer"))
+    set_state_dicts(run, **states)
+
+
+def automodel_states(run: Any) -> dict[str, Any]:
+    states = state_dicts(run, FLAT)
+    return {"optim": states["optim"], "sched": run.scheduler.state_dict()}
+
+
+def save_automodel(run: Any, path: Path, writer: Mapping[str, Any]) -> None:
+    """What NeMo AutoModel 0.7's Checkpointer saves; its backported writer is torch's own."""
+    hf_writer(False)(run, path / "model", writer)
+    write(automodel_states(run), path / "optim", writer)
+
+
+def load_automodel(run: Any, loading: Loading) -> None:
+    load_hf(run, loading._replace(path=loading.path / "model"))
+    states = automodel_states(run)
+    read(states, loading._replace(path=loading.path / "optim"))
+    set_optimizer_state_dict(run.model, run.optimizer, states["optim"], options=FLAT)
+    run.scheduler.load_state_dict(states["sched"])
+    run.step = states["sched"]["last_epoch"]
+
+
 def load_hf(run: Any, loading: Loading) -> None:
     load_weights(run, loading._replace(model="", reader=dcp.HuggingFaceStorageReader))
 
@@ -404,6 +439,8 @@ LAYOUTS = {
     "weights": Layout(save_nested, load_weights),
     "hf sharded": Layout(hf_writer(False), load_hf),
     "hf consolidated": Layout(hf_writer(True), load_hf),
+    "folders": Layout(save_folders, load_folders),
+    "automodel": Layout(save_automodel, load_automodel),
     "items": Layout(save_items, load_nested),
     "bare items": Layout(save_bare_items, load_nested),
     "ranks": Layout(save_ranks, load_ranks),

@@ -211,17 +211,6 @@ def test_two_groups_that_are_one_on_the_other_side() -> None:
     assert [line["key"] for line in values.groups(together, apart)] == ["group of v"]
 
 
-def test_states() -> None:
-    a = manifest(state={"lr_scheduler": {"last_epoch": 3, "lrs": [1.0, 2.0]}, "module": ["a"]})
-    b = manifest(state={"lr_scheduler": {"last_epoch": 4, "lrs": [1.0, 5.0]}, "module": ["b"]})
-    assert values.states(a, a) == []
-    assert {line["key"]: (line["a"], line["b"]) for line in values.states(a, b)} == {
-        "lr_scheduler.last_epoch": (3, 4),
-        "lr_scheduler.lrs.1": (2.0, 5.0),
-    }
-    assert values.states(a, manifest()) == []
-
-
 FLATS = FlatBufferEngine("flats", None, None, None, False, None, {})
 STATE_DICTS = keys_of(None)
 GRAPH = GraphEngine("graph", None, None, None, None)
@@ -277,48 +266,3 @@ def test_a_named_optimizer_may_look_elsewhere(place: StepPlace) -> None:
 )
 def test_places_that_say_nothing(a: Manifest, b: Manifest) -> None:
     assert values.step_places(a, b) == ([], [])
-
-
-@pytest.mark.parametrize(
-    ("a", "b", "expected"),
-    [
-        (NAN, NAN, True),
-        (NAN, 1.0, False),
-        ((1, [NAN, 2]), [1, (NAN, 2)], True),
-        ((1, 2), (1, 3), False),
-        ([1], [1, 2], False),
-        ([1], 1, False),
-    ],
-)
-def test_values_that_are_alike(a: object, b: object, expected: bool) -> None:
-    assert values.alike(a, b) == values.alike(b, a) == expected
-
-
-KINDS = ("counters", "lr_scheduler", "optimizer", "client_state")
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    ("ours", "theirs", "place"),
-    [
-        (1, 2, ""),
-        (NAN, 1.0, ""),
-        ([1, 2, 3], [1, 5, 3], ".1"),
-        ([1], [1, 2], ""),
-        ([1], 1, ""),
-        ({"deep": 1}, {"deep": 2}, ".deep"),
-        ({"deep": 1}, [1], ""),
-    ],
-)
-def test_one_leaf_of_a_state(kind: str, ours: object, theirs: object, place: str) -> None:
-    a, b = (manifest(state={kind: {"x": {"same": 0, "y": leaf}}}) for leaf in (ours, theirs))
-    assert [line["key"] for line in values.states(a, b)] == [f"{kind}.x.y{place}"]
-    assert [line["key"] for line in values.states(b, a)] == [f"{kind}.x.y{place}"]
-    assert values.states(a, a) == values.states(b, b) == []
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_key_that_one_state_lacks(kind: str) -> None:
-    a, b = (manifest(state={kind: {"x": inner}}) for inner in ({"same": 0, "y": 1}, {"same": 0}))
-    assert values.states(a, b) == [{"key": f"{kind}.x.y", "only": "a"}]
-    assert values.states(b, a) == [{"key": f"{kind}.x.y", "only": "b"}]

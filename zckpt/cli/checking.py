@@ -65,8 +65,10 @@ def verify(**words: Any) -> int:
     another rank's. A file of the same rank of another run may contradict nothing: only --against
     finds it.
 
-    With --against, tensors are compared bit for bit, steps and hyper-parameters by value. An
-    optimizer state of one side alone is a difference. If the original is gone, give the FILE of an
+    With --against, tensors are compared bit for bit, and everything else by value: steps,
+    hyper-parameters, schedulers, counters, random states, what a program saved. An optimizer state
+    of one side alone is a difference. What has no place in the other files is named as not
+    compared. If the original is gone, give the FILE of an
     earlier --save-proof.
 
     Exit code 3: verify found something.
@@ -98,8 +100,8 @@ def verify(**words: Any) -> int:
 def diff(**words: Any) -> int:
     """Show where two checkpoints differ, in the order of the model.
 
-    A and B may have different formats. diff compares tensors, steps, hyper-parameters and
-    schedulers, and names the first and the worst difference.
+    A and B may have different formats. diff compares tensors, and everything else as verify does,
+    and names the first and the worst difference.
 
     Exit code 3: something differs.
     """

@@ -115,6 +115,11 @@ class StateDictEngine:
     """Whether the user stated the order of the parameters."""
     experts: tuple[ExpertLayer, ...] = ()
     """The layers of experts that a writer found in the names; no file states them."""
+    storage: str | None = None
+    """How sharded storage keeps the weights, if not as items: `ranks` for safetensors of every
+    rank, `adapter` for PEFT's file."""
+    bare: bool = False
+    """Whether the optimizer's names lack what PEFT adds to a module's."""
 
     def to_state(self, group_step: str | None) -> dict[str, Any]:
         """The value of `state.engine` in a manifest.
@@ -133,6 +138,8 @@ class StateDictEngine:
             "adapter": self.adapter,
             "group_step": group_step,
             **({"dialect": self.dialect} if self.whole else {}),
+            **({"storage": self.storage} if self.storage else {}),
+            **({"bare": True} if self.bare else {}),
             **_ordered(self),
         }
 
@@ -153,6 +160,8 @@ class StateDictEngine:
             "dialect" in state,
             _text(state, "dialect"),
             _flag(state, "ordered"),
+            storage=_text(state, "storage"),
+            bare=_flag(state, "bare") or False,
         )
 
 

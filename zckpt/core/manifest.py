@@ -252,6 +252,13 @@ class Manifest:
     """Bytes whose checksum a file states."""
     replicas: tuple[Entry, ...] = ()
     """Further copies of entries in the same files. Writers fill them too."""
+    of_ranks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """What the files of further ranks state otherwise than the first one, as JSON: by the name of
+    the file, and by its place in `state`. A tensor is a text of its type, shape and CRC-32. It is
+    only compared: a target has what the first rank states."""
+    layout: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """What files state about where their parts belong, as JSON: by the name of the file, and by
+    key. It is only compared, with that of a checkpoint of the same files."""
     sibling_weights: tuple[Entry, ...] = ()
     """Weights in siblings, which a target gets as they are: masters are compared with them."""
     weights_differ: bool = False

@@ -21,6 +21,8 @@ SPECIAL = "a pipe, a socket or a device"
 DENIED = "a folder that may not be listed"
 DEEP = "a folder too deep below others"
 REASONS = (HIDDEN, OUT, NOTHING, FOLDER, SPECIAL, DENIED, DEEP)
+OPEN = frozenset({".hf_metadata"})
+"""Names of hidden folders with a model's configuration and tokenizer."""
 MAX_DEPTH = 100  # folders; programs that copy and remove trees call themselves for each
 
 
@@ -130,6 +132,9 @@ class SiblingList:
         return entry.is_dir()
 
     def is_closed(self, entry: os.DirEntry[str]) -> bool:
-        """Whether a folder is hidden, or is the one that only its filesystem may list."""
+        """Whether a folder is hidden, or is the one that only its filesystem may list.
+
+        One of `OPEN` is not: a program has written it to be given away with the weights.
+        """
         is_own = entry.name == "lost+found" and sources.is_denied(entry.path)
-        return entry.name.startswith(".") or is_own
+        return (entry.name.startswith(".") and entry.name not in OPEN) or is_own

@@ -150,8 +150,10 @@ def lost(source: Manifest, target: Manifest) -> list[State]:
     """The states of `source` that `target` lacks, each with the parameters of which it does.
 
     A parameter of `source` may have another name in `target`, or be a part of another one there;
-    then `target` lacks its state if it has this state of no parameter.
+    then `target` lacks its state if it has this state of no parameter. A model rank's copy of a
+    tied weight may be filled from another rank's: then its states are among the replicas.
     """
+    copies = {(_without_rank(entry.parameter), entry.slot) for entry in target.replicas}
     kept = states_of(target)
     known: dict[str, str] = {}
     lacking = []
@@ -166,10 +168,17 @@ def lost(source: Manifest, target: Manifest) -> list[State]:
             name: tensors
             for name, tensors in state.tensors.items()
             if (known[name] not in names if name in known else not own)
+            and (_without_rank(name), key) not in copies
         }
         if missing:
             lacking.append(replace(state, tensors=missing))
     return lacking
+
+
+def _without_rank(name: str) -> str:
+    """The name of a parameter without the number of its model rank: `2:embedding.weight`."""
+    rank, _, rest = name.partition(":")
+    return rest if rank.isdigit() else name
 
 
 def of_vectors(source: Manifest, target: Manifest) -> list[State]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..core.inert import Scalar
 from ..errors import InconsistentCheckpoint
-from ..proof.values import alike
+from ..proof.states import alike
 from ..training import steps
 from .keys import KeyMeaning, KeyNames
 

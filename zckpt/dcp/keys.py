@@ -19,7 +19,7 @@ from typing import Any
 from ..core.inert import TensorName
 from ..core.manifest import Entry, Manifest, slot_name
 from ..core.values import valueclass
-from ..formats.statedict.keys import OPTIMIZER, keys_of
+from ..formats.statedict.keys import OPTIMIZER, in_folder, keys_of
 from ..formats.statedict.tree import dotted
 from ..formats.statedict.write import flattened
 from ..training.names import Rule, by_plain_name, leading, names_of, plain
@@ -65,8 +65,8 @@ class KeyNames:
         self.words = words
         self.weights = weights or {}
         roots = keys_of(manifest.engine)
-        self.model = _root(roots.model)
-        self.optimizer = _root(OPTIMIZER if roots.optimizer is None else roots.optimizer)
+        own = OPTIMIZER if roots.optimizer is None else roots.optimizer
+        self.model, self.optimizer = _root(in_folder(roots.model)), _root(in_folder(own))
         self.rules = {  # of the source's own keys: what precedes a name, and the name's rule
             "weight": ("", Rule(self.model, "")),
             "state": (f"{self.optimizer}state.", Rule("", "")),

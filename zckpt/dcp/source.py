@@ -22,7 +22,7 @@ from ..core.sources import Fingerprint
 from ..core.values import field, valueclass
 from ..errors import ZckptError
 from ..files.dcpnames import METADATA
-from ..formats.dcp.files import locate
+from ..formats.dcp.files import has_items, locate
 from ..formats.dcp.items import (
     OpenedItem,
     StoredBox,
@@ -32,6 +32,7 @@ from ..formats.dcp.items import (
     stored_items,
 )
 from ..formats.reading import Reading
+from ..formats.statedict.keys import in_folder
 from ..formats.statedict.tree import Path, dotted
 from ..formats.statedict.write import BlankTensor, StateDicts
 from ..training import steps
@@ -80,7 +81,8 @@ class Source:
             return None
         if reading.rename or reading.step_policy not in (None, steps.KEEP):
             return None
-        if not locate(self.path, reading.tag)[1]:  # Hugging Face's storage
+        folders = locate(self.path, reading.tag)[1]
+        if not folders or not all(map(has_items, folders)):  # Hugging Face's storage
             return None
         return stored_items(self.path, reading.tag)
 
@@ -153,8 +155,9 @@ def listing_of(manifest: Manifest) -> Listing:
     try:
         dicts = StateDicts(manifest, Options(), None)
         for path, value in dicts.items():
-            key = dotted(path)
-            listing.paths[key] = path
+            inside = in_folder(path)
+            key = dotted(inside)
+            listing.paths[key] = inside
             listing.items[key] = _item(manifest, value)
             if isinstance(value, BlankTensor) and path[:-1] == dicts.model:
                 name = path[-1]

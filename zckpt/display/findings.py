@@ -38,8 +38,7 @@ def verified(report: dict[str, Any], quiet: bool) -> None:
         print(line)
     if not quiet:
         _one_sided(report, path, other)
-        for line in report.get("notes", ()):
-            print(f"note: {safe(line)}")
+        _remarks(report)
         unchecked(report)
         if names := report.get("names_of_reader"):
             print(
@@ -98,8 +97,7 @@ def differing(report: dict[str, Any], quiet: bool) -> None:
         print(line)
     if not quiet or not report["equal"]:
         _one_sided(report, report["a"], report["b"])
-        for line in report.get("notes", ()):
-            print(f"note: {safe(line)}")
+        _remarks(report)
 
 
 DIFFERENCES = (
@@ -129,7 +127,7 @@ def _findings(report: dict[str, Any]) -> Iterator[str]:
         yield f"{safe(where)}: {brief(line['a'])} against {brief(line['b'])}"
     for line in report.get("states", ()):
         if "only" in line:
-            yield safe(f"{line['key']}: only in {report[line['only']]}")
+            yield safe(f"{line['key']}: only in {_side(report, line['only'])}")
             continue
         yield safe(f"{line['key']}: {brief(line['a'])} against {brief(line['b'])}")
 
@@ -156,6 +154,12 @@ def _one_sided(report: dict[str, Any], a: object, b: object) -> None:
             example = f"{':' if len(names) == 1 else ', such as'} {safe(names[0])}"
             tensors = f"{counted(len(names), 'tensor')} ({safe(slots)}){example}"
             print(f"only {safe(where)} has {tensors}")
+
+
+def _remarks(report: dict[str, Any]) -> None:
+    for word, key in (("not compared", "not_compared"), ("note", "notes")):
+        for line in report.get(key, ()):
+            print(f"{word}: {safe(line)}")
 
 
 def _differences(lines: Sequence[dict[str, Any]], all_lines: bool = False) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import chain
 from json.encoder import encode_basestring
 from math import prod
@@ -26,6 +26,7 @@ from ..core.inert import types_in
 from ..core.values import valueclass
 from ..errors import MALFORMED, CorruptCheckpoint, brief
 
+FORMAT = {"format": "pt"}
 MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors package
 
 
@@ -131,12 +132,14 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return by_name
 
 
-def header(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[bytes, int]:
+def header(
+    tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str] = FORMAT
+) -> tuple[bytes, int]:
     """The header of a file with consecutive tensors `(name, dtype, shape)`, and the file's size.
 
     The data begin at a multiple of 4096 bytes, so that direct reads need no copy.
     """
-    items = ['"__metadata__":{"format":"pt"}']
+    items = [f'"__metadata__":{json.dumps(metadata, separators=(",", ":"))}']
     start = 0
     for name, dtype, shape in tensors:
         stop = start + prod(shape) * SIZES[dtype]

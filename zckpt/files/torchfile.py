@@ -21,7 +21,7 @@ from ..core import sources
 from ..core.annotations import Any
 from ..core.dtypes import SIZES, STORAGES, TORCH_NAMES, decode
 from ..core.fragments import Box, Extent, Fragments, Record, boxes, solid
-from ..core.inert import Foreign, Global, Scalar
+from ..core.inert import Foreign, Global, Scalar, map_values, to_json
 from ..core.values import valueclass
 from ..errors import CorruptCheckpoint, NotACheckpoint, UnsupportedCheckpoint, ZckptError, brief
 from .unpickle import BUILTINS, Build, Unpickler
@@ -243,6 +243,31 @@ class TorchFile:
         """Length and stated CRC-32 of the record with the tensor's storage."""
         record = self._record(tensor)
         return record.extent.length, record.crc
+
+    def summary(self, value: Any) -> Any:
+        """A value as JSON, its tensors by type, shape and CRC-32: equal for equal values.
+
+        Reads a tensor if it is a part of its storage, or if the file states no checksum.
+        """
+        return to_json(self._summary(value, None))
+
+    def _summary(self, value: Any, _key: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return map_values(value, self._summary)
+        length, crc = self.crc(value)
+        whole = value.contiguous and length == value.numel * SIZES[value.dtype]
+        if crc is None or not whole:
+            crc = self.crc_of_elements(value)
+        return f"{value.dtype} {list(value.shape)} {crc:08x}"
+
+    def crc_of_elements(self, tensor: Tensor) -> int:
+        """CRC-32 of the row-major elements; reads their bytes."""
+        from ..core.fileio import crc_of
+
+        runs = [
+            run for fragment in self.fragments(tensor) for run in fragment.runs(0, tensor.numel)
+        ]
+        return crc_of(run.extent for run in sorted(runs, key=lambda run: run.start))
 
     def _record(self, tensor: Tensor) -> Record:
         record = self.records.get(tensor.storage.key)

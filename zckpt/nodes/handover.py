@@ -62,6 +62,8 @@ def tensors_of(manifest: Manifest) -> Manifest:
         manifest,
         **nothing,
         steps=(),
+        of_ranks={},
+        layout={},
         left_out=(),
         warnings=(),
         inferred=(),

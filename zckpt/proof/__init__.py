@@ -3,8 +3,9 @@
     verify.py       alone, against another checkpoint, against a saved proof
     allgather/      the engine's own rule, gathered with torch.distributed
     pairs.py        which tensors are compared            report.py    lines of a report
-    values.py       steps, groups, states                 damage.py    whose bytes are damaged
+    values.py       steps, scalars, groups                states.py    schedulers, counters, ...
     health.py       statistics of all tensors             stats.py     statistics of one
+    damage.py       whose bytes are damaged               beside.py    files of a trainer, ...
     saved.py        the file of --save-proof
 
 Only allgather/ needs torch.

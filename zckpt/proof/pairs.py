@@ -11,6 +11,7 @@ from ..core.patterns import matching
 from ..core.plan import Match, match
 from ..core.values import replace
 from ..core.weights import WEIGHTS, weight_of
+from .states import twins
 
 
 def own_matches(manifest: Manifest) -> list[Match]:
@@ -35,11 +36,45 @@ def mutual_matches(a: Manifest, b: Manifest) -> tuple[list[Match], list[str], li
     """Tensors that both have, with further copies; names that only `a` or only `b` has."""
     matches, only_a, only_b = match(a, b)
     equals = [(item.a, item.b) for item in matches if item.b is not None and item.how == "bits"]
+    paired = _of_same_ranks(a, b) if twins(a, b) else []
+    alone = {id(entry) for item in paired for entry in (item.a, item.b)}
     theirs = {ours.name: other for ours, other in equals}
     ours = {other.name: entry for entry, other in equals}
-    matches += copies(a, theirs)
-    matches += [replace(item, a=item.b, b=item.a) for item in copies(b, ours) if item.b is not None]
-    return matches, only_a, only_b
+    matches += [item for item in copies(a, theirs) if id(item.a) not in alone]
+    matches += [
+        replace(item, a=item.b, b=item.a)
+        for item in copies(b, ours)
+        if item.b is not None and id(item.a) not in alone
+    ]
+    return matches + paired, only_a, only_b
+
+
+def _of_same_ranks(a: Manifest, b: Manifest) -> list[Match]:
+    """The copies of buffers and random states that the same rank has in both, in their order.
+
+    Each rank may have its own, so a copy is compared with the other's copy.
+    """
+    matches = []
+    theirs: dict[str, list[Entry]] = {}
+    for entry in b.replicas:
+        theirs.setdefault(entry.name, []).append(entry)
+    ours: dict[str, list[Entry]] = {}
+    for entry in a.replicas:
+        ours.setdefault(entry.name, []).append(entry)
+    buffers = {*a.buffers} & {*b.buffers}
+    for name, own in ours.items():
+        others = theirs.get(name, [])
+        is_own = own[0].slot == "state" or own[0].parameter in buffers
+        if is_own and len(own) == len(others):
+            matches += [
+                Match(one, other, "bits" if _alike(one, other) else "shapes", copy=True)
+                for one, other in zip(own, others, strict=True)
+            ]
+    return matches
+
+
+def _alike(a: Entry, b: Entry) -> bool:
+    return (a.dtype, a.shape) == (b.dtype, b.shape)
 
 
 def selected(matches: Iterable[Match], pattern: str | None) -> list[Match]:

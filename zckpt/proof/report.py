@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from ..core.compare import ComparisonOutcome, Result
 from ..core.description import advice
 from ..core.difference import Difference
 from ..core.manifest import Entry, Manifest
+from ..core.plan import Match
 from ..errors import listed
 from ..version import __version__
 from . import damage
@@ -22,6 +23,7 @@ Report = dict[str, Any]
 def findings(outcome: ComparisonOutcome, a: Manifest, b: Manifest) -> Report:
     """Differences of tensors, damage of files, and notes on what is harmless."""
     buffers = {*a.buffers, *b.buffers}
+    copies = {id(entry) for manifest in (a, b) for entry in manifest.replicas}
     differences, notes, cast = [], [], []
     for result in outcome.results:
         line = difference(result)
@@ -29,7 +31,7 @@ def findings(outcome: ComparisonOutcome, a: Manifest, b: Manifest) -> Report:
             continue
         if line.get("count") == 0:
             cast.append(result.match.name)
-        elif result.match.copy and result.match.a.parameter in buffers:
+        elif result.match.a.parameter in buffers and _is_of_one_side(result.match, copies):
             notes.append(
                 f"the buffer {result.match.a.parameter} differs between ranks, as statistics that "
                 "are not synchronised do: rank 0's is taken"
@@ -59,6 +61,11 @@ def findings(outcome: ComparisonOutcome, a: Manifest, b: Manifest) -> Report:
         "digests": digests(outcome.results, alone=a is b),
         **(advice(a, outcome.bare) if a is b else {}),
     }
+
+
+def _is_of_one_side(match: Match, copies: Collection[int]) -> bool:
+    """Whether a copy is compared with what another rank has, and not with the other's copy."""
+    return match.copy and not (id(match.a) in copies and id(match.b) in copies)
 
 
 def _damage(outcome: ComparisonOutcome, manifest: Manifest) -> tuple[list[Report], list[str]]:

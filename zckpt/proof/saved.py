@@ -9,9 +9,9 @@ from typing import Any
 from ..core import compare, sources
 from ..core.compare import Result
 from ..core.dtypes import SIZES
-from ..core.facts import StepPlace
+from ..core.facts import facts_of, with_facts
 from ..core.fragments import Runs
-from ..core.inert import from_json, plain_group
+from ..core.inert import from_json, plain_group, to_json
 from ..core.manifest import (
     Entry,
     Manifest,
@@ -35,7 +35,7 @@ from ..errors import (
 )
 from .pairs import only_rounded, selected
 from .report import difference, findings
-from .values import step_place
+from .states import plain_facts
 from .verify import inferences, needs_weights, nothing_found, with_values
 
 Report = dict[str, Any]
@@ -45,7 +45,7 @@ MAX_PROOF = 1 << 29
 
 def about(manifest: Manifest) -> Report:
     """What a report states of the checkpoint itself, beside the checksums of its tensors."""
-    groups, place = manifest.groups, step_place(manifest)
+    groups = manifest.groups
     return {
         "step": manifest.step,
         "warnings": list(manifest.warnings),
@@ -53,11 +53,15 @@ def about(manifest: Manifest) -> Report:
             "parameters": parameters_to_json(manifest.parameters),
             "buffers": list(manifest.buffers),
             "groups": None if groups is None else [plain_group(group) for group in groups],
+            "format": manifest.format,
+            "source": plain_facts(manifest.source),
             "states": {
                 state.key: state.parameters for state in _others(manifest) if state.form != "unread"
             },
             "optimizer": manifest.optimizer,
-            "step_place": None if place is None else place.to_state(),
+            "state": to_json(with_facts(manifest.state, manifest.engine, manifest.step_place)),
+            "of_ranks": manifest.of_ranks,
+            "layout": manifest.layout,
         },
     }
 
@@ -109,8 +113,20 @@ def verify_proof(
             continue
         report["differences"].append(line)
     if pattern is None:
-        return with_values(report, manifest, proven, only_a, only_b)
+        report = with_values(report, manifest, proven, only_a, only_b)
+        return {**report, "not_compared": [*report["not_compared"], *_of_first_rank(manifest)]}
     return {**report, "equal": nothing_found(report)}
+
+
+def _of_first_rank(manifest: Manifest) -> list[str]:
+    """A sentence about what each rank has of its own: a proof has one checksum for each name."""
+    names = dict.fromkeys(
+        entry.name
+        for entry in manifest.replicas
+        if entry.slot == "state" or entry.parameter in manifest.buffers
+    )
+    what = f"{listed(list(names), 4)} of further ranks: a proof has those of the first rank"
+    return [what] if names else []
 
 
 def _refuse_rounded(rounded: Mapping[str, Sequence[str]], root: str, path: str) -> None:
@@ -158,22 +174,28 @@ def _read_proof(path: str, manifest: Manifest) -> Manifest:
             if "a" in item
         }
         groups = description["groups"]
+        state, engine, place = facts_of(_dictionary(from_json(description.get("state", {}))))
         stated = description.get("states")
         if stated is None:
             stated = {state.key: state.parameters for state in _others(manifest)}
+        if "state" not in description:  # a proof of zckpt 0.1
+            state = {"optimizer": {"other": _by_parameter(_dictionary(stated))}}
         return Manifest(
             root=path,
-            format="proof",
-            source=_dictionary(report["versions"]["a"]),
+            format=str(description.get("format", "proof")),
+            source=_dictionary(description.get("source", report["versions"]["a"])),
             entries=entries,
             parameters=parameters_from_json(description["parameters"]),
             buffers=texts_from_json(description["buffers"]),
             groups=None
             if groups is None
             else tuple(_dictionary(from_json(group)) for group in groups),
-            state={"optimizer": {"other": _by_parameter(_dictionary(stated))}},
             optimizer=None if (name := description.get("optimizer")) is None else str(name),
-            step_place=StepPlace.of_state({"step": description.get("step_place")}),
+            engine=engine,
+            step_place=place,
+            state=state,
+            of_ranks=_dictionaries(description.get("of_ranks", {})),
+            layout=_dictionaries(description.get("layout", {})),
             states_inferred=False,
         )
     except MALFORMED as error:
@@ -196,6 +218,10 @@ def _dtype(name: Any) -> str:
     if name not in SIZES:
         raise ValueError(f"{brief(name)} is not a type of elements")
     return str(name)
+
+
+def _dictionaries(value: Any) -> dict[str, dict[str, Any]]:
+    return {key: _dictionary(item) for key, item in _dictionary(value).items()}
 
 
 def _dictionary(value: Any) -> dict[str, Any]:

@@ -1,17 +1,18 @@
-"""Differences between two checkpoints that are not tensors: steps, groups, states."""
+"""Differences between two checkpoints that are not tensors: steps, scalars, groups."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from ..core.experts import layers_of
-from ..core.facts import FlatBufferEngine, GraphEngine, StateDictEngine, StepPlace, with_facts
+from ..core.facts import FlatBufferEngine, GraphEngine, StateDictEngine, StepPlace
 from ..core.inert import Scalar, plain_group, to_json
 from ..core.manifest import Manifest, Parameter
 from ..core.states import State, is_afresh, lost
 from ..core.values import replace
 from ..errors import counted, listed
+from .states import alike
 
 Report = dict[str, Any]
 
@@ -253,42 +254,3 @@ def _hyper(group: dict[str, Any]) -> Report:
     return plain_group(
         {key: item.value if isinstance(item, Scalar) else item for key, item in group.items()}
     )
-
-
-def states(a: Manifest, b: Manifest) -> list[Report]:
-    """Counters, schedulers, loss scalers and client states, of the kinds that both have.
-
-    Facts about the engine (version, stage, size) are left out: they may differ.
-    """
-    lines: list[Report] = []
-    ours, theirs = (with_facts(side.state, side.engine, None) for side in (a, b))
-    for key in ("counters", "lr_scheduler", "optimizer", "client_state"):
-        if ours.get(key) is not None and theirs.get(key) is not None:
-            lines += _states(to_json(ours[key]), to_json(theirs[key]), key)
-    return lines
-
-
-def _states(a: Any, b: Any, path: str) -> Iterator[Report]:
-    if a == b:  # at once, since both may be very large
-        return
-    if isinstance(a, Mapping) and isinstance(b, Mapping):
-        for key in a:
-            if key in b:
-                yield from _states(a[key], b[key], f"{path}.{key}")
-            elif path != "optimizer":  # the keys there depend on the stage
-                yield {"key": f"{path}.{key}", "only": "a"}
-        for key in b:
-            if key not in a and path != "optimizer":
-                yield {"key": f"{path}.{key}", "only": "b"}
-    elif isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
-        for place, (one, other) in enumerate(zip(a, b, strict=True)):
-            yield from _states(one, other, f"{path}.{place}")
-    elif not alike(a, b):
-        yield {"key": path, "a": a, "b": b}
-
-
-def alike(a: Any, b: Any) -> bool:
-    """Whether two values are equal; NaN equals NaN, and a tuple equals the list in JSON."""
-    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
-        return len(a) == len(b) and all(map(alike, a, b))
-    return bool(a == b) or (a != a and b != b)

@@ -20,13 +20,16 @@ from ..core.states import EVERYTHING, Selection
 from ..core.weights import WEIGHTS, is_optimizers
 from ..errors import MissingData, counted, listed
 from . import damage, values
+from .beside import siblings
 from .pairs import missing, mutual_matches, only_rounded, own_matches, selected
 from .report import difference, findings, versions
+from .states import states
 
 Report = dict[str, Any]
 FINDINGS = (
-    "differences", "problems", "steps", "step_place", "scalars", "groups", "lacking", "unproven"
-)  # fmt: skip
+    *("differences", "problems", "steps", "step_place", "scalars", "groups", "lacking"),
+    *("states", "unproven"),
+)
 
 
 def verify_alone(
@@ -127,15 +130,15 @@ def diff(
         "differences": differing,
         "first": differing[0]["tensor"] if differing else None,
         "worst": worst["tensor"] if worst else None,
-        "states": values.states(a, b) + values.forms(a, b),
     }
+    report["states"] += values.forms(a, b)
     if pattern is not None:  # the tensors alone
         keys = (
             *("differences", "problems", "first", "worst", "tensors", "bytes", "digests"),
             *("inferred", "unproven", "rounded", "notes"),
         )
         report = {key: report[key] for key in keys} | {"results": lines}
-    one_sided = any(report.get(key) for key in ("states", "only_a", "only_b"))
+    one_sided = any(report.get(key) for key in ("only_a", "only_b"))
     lost = _has_masters(b, report["rounded"]["a"]) or _has_masters(a, report["rounded"]["b"])
     return {**report, "equal": nothing_found(report) and not one_sided and not lost}
 
@@ -200,6 +203,8 @@ def with_values(
         for names, owner, other in ((only_a, a, b), (only_b, b, a))
         for name in missing(names, owner, other)
     ]
+    lines, not_compared = states(a, b)
+    of_files, one_sided = siblings(a, b)
     lacking, afresh = values.lacking(a, b, {line["tensor"] for line in lost})
     step_place, moved = values.step_places(a, b)
     report = {
@@ -211,6 +216,8 @@ def with_values(
         "step_place": step_place,
         "scalars": values.scalars(a, b),
         "groups": values.groups(a, b) + values.trainable(a, b),
+        "states": lines + of_files,
+        "not_compared": not_compared + one_sided,
         "only_a": list(only_a),
         "only_b": list(only_b),
         "versions": versions(a, b),

@@ -16,6 +16,7 @@ from ..core.annotations import Any
 from ..core.regex import Regex
 
 ADAPTER = "default"
+PREFIX = "base_model.model."
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 CONFIG = "adapter_config.json"
 TOKENS = "TRAINABLE_TOKENS"
@@ -61,6 +62,16 @@ def saved_name(name: str) -> str:
     front = front.removesuffix(f".{ADAPTER}")
     # DoRA's vector was a parameter before it became a module; its saved name is still the old one
     return front if front.endswith(".lora_magnitude_vector") else f"{front}.{last}"
+
+
+def bare_name(name: str) -> str:
+    """What a program with modules of its own, such as NeMo AutoModel 0.7, calls a parameter.
+
+    It calls DoRA's vector otherwise than PEFT, and saves it under PEFT's name.
+    """
+    bare = saved_name(name).removeprefix(PREFIX)
+    is_vector = bare.endswith(".lora_magnitude_vector")
+    return bare.removesuffix("_vector") if is_vector else bare
 
 
 def is_adapters(name: str) -> bool:

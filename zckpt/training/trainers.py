@@ -11,19 +11,23 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from ..core import sources
 from ..core.inert import Scalar
 from ..core.manifest import Sibling
-from ..core.siblings import SiblingList
+from ..core.siblings import MAX_DEPTH, OPEN, SiblingList
 from ..core.values import replace
 from ..errors import literal
 
 TRANSFORMERS, ACCELERATE = "transformers", "accelerate"
 SCHEDULERS = ("scheduler.pt", "scheduler.bin")
-HUGGING_FACE = "huggingface/"
+LOADING_FOLDERS = ("huggingface/", "model/.hf_metadata/", ".hf_metadata/", "model/")
+"""Folders in which verl, NeMo AutoModel and its PEFT runs keep what from_pretrained needs."""
+CONSOLIDATED, SCRIPT = "consolidated", "consolidate.sh"
+_OF_RANKS = re.compile(r"(?P<folder>\w+)/(?P=folder)_(?:global|dp)_rank_\d+\.pt")
 MAX_JSON = 16 << 20  # bytes; larger siblings are not read
 # files for from_pretrained of models, tokenizers and processors, and a model's own code
 LOADED = re.compile(
@@ -94,6 +98,13 @@ def json_of(siblings: Iterable[Sibling], name: str) -> dict[str, Any] | None:
     return content if isinstance(content, dict) else None
 
 
+def config_of(siblings: Iterable[Sibling], name: str) -> dict[str, Any] | None:
+    """The JSON object in a file beside the weights, where the root or the model's folder has it."""
+    files = list(siblings)
+    names = (name, *(f"{folder}{name}" for folder in LOADING_FOLDERS[1:]))
+    return next((value for each in names if (value := json_of(files, each)) is not None), None)
+
+
 def fresh_scheduler(step: int, groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The state of a torch LambdaLR after `step` updates: transformers makes such schedulers."""
     rates = [number(group.get("lr")) for group in groups]
@@ -115,14 +126,20 @@ def number(value: Any) -> Any:
 def files_to_load_by(siblings: Iterable[Sibling]) -> list[Sibling]:
     """The files that from_pretrained needs beside the weights: configuration, tokenizer, processor.
 
-    verl stores them in a folder `huggingface`; its name is removed from theirs.
+    Some programs store them in a folder; its name is removed from theirs.
     """
     by_name: dict[str, Sibling] = {}
     for item in siblings:
-        name = item.name.removeprefix(HUGGING_FACE)
+        name = without_folder(item.name)
         if LOADED.fullmatch(name):
             by_name.setdefault(name, replace(item, name=name))
     return list(by_name.values())
+
+
+def without_folder(name: str) -> str:
+    """A sibling's name without the folder of files that load the weights."""
+    folder = next((folder for folder in LOADING_FOLDERS if name.startswith(folder)), "")
+    return name.removeprefix(folder)
 
 
 def beside(
@@ -132,7 +149,8 @@ def beside(
 
     `own` are paths of the checkpoint's files and folders. A folder is copied if it has only
     configuration and tokenizer files (verl's `huggingface`); other folders are left out and listed.
-    Links are followed inside of the directory `source`, by default `root`.
+    So are those of NeMo AutoModel 0.7: `rng` and `dataloader`, with a file of each rank, and
+    `.hf_metadata`. Links are followed inside of the directory `source`, by default `root`.
     """
     siblings = SiblingList(source or root)
     folders: list[str] = []
@@ -146,12 +164,60 @@ def beside(
             continue
         with os.scandir(item.path) as inside:
             files = sorted(inside, key=lambda file: file.name)
-        if files and all(map(_is_loaded, files)):
+        if files and (
+            item.name in OPEN or all(map(_is_loaded, files)) or all(map(_is_of_rank, files))
+        ):
             for file in files:
                 siblings.add(f"{item.name}/{file.name}", file.path)
         else:
             folders.append(f"{item.name}/: a folder that is not part of the checkpoint")
     return siblings.files, folders + siblings.left_out
+
+
+def inside(
+    root: str, folder: str, own: Collection[str], source: str
+) -> tuple[list[Sibling], list[str]]:
+    """Files in a folder of the checkpoint that are not `own`, and lines about what is left out.
+
+    NeMo AutoModel keeps the model's configuration and tokenizer there, in `.hf_metadata`, in
+    `consolidated` the weights once more, and a script to write them, which names the folder.
+    """
+    siblings = SiblingList(source)
+    lines: list[str] = []
+
+    def add(path: str) -> None:
+        with os.scandir(path) as items:
+            entries = sorted(items, key=lambda item: item.name)
+        for entry in entries:
+            name = os.path.relpath(entry.path, root)
+            if entry.path in own:
+                continue
+            if name == f"{folder}/{CONSOLIDATED}":
+                lines.append(f"{name}/: the weights once more; `zckpt export` writes them")
+            elif name == f"{folder}/{SCRIPT}":
+                lines.append(f"{name}: a script for the folder in which it stands")
+            elif (
+                entry.is_dir(follow_symlinks=False)
+                and not siblings.is_closed(entry)
+                and name.count("/") < MAX_DEPTH
+            ):
+                add(entry.path)
+            else:
+                siblings.add(name, entry.path)
+
+    add(os.path.join(root, folder))
+    return siblings.files, lines + siblings.left_out
+
+
+def ranks_of(siblings: Iterable[Sibling]) -> dict[str, int]:
+    """Folders that have a file of each rank, with the number of the files."""
+    matches = filter(None, (_OF_RANKS.fullmatch(item.name) for item in siblings))
+    return Counter(match["folder"] for match in matches)
+
+
+def _is_of_rank(file: os.DirEntry[str]) -> bool:
+    folder = os.path.basename(os.path.dirname(file.path))
+    return _OF_RANKS.fullmatch(f"{folder}/{file.name}") is not None
 
 
 def _is_loaded(file: os.DirEntry[str]) -> bool:

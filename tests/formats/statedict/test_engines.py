@@ -148,6 +148,11 @@ WRITTEN = [
     ("fsdp1_sharded_pt", 4, "fsdp1", 3, 3),
     ("fsdp1_sharded_pt", 2, "fsdp2", 4, 4),
     ("fsdp2_items", 2, "fsdp2", 3, 3),
+    # folders of model and optimizer
+    ("fsdp2_folders", 2, "fsdp2", 3, 3),
+    ("fsdp2_folders", 2, "fsdp2", 1, 1),
+    ("fsdp2_automodel", 2, "fsdp2", 3, 3),
+    ("fsdp2_automodel", 2, "fsdp2", 1, 1),
     # whole ones
     ("zro", 4, "fsdp2", 2, 2),
     ("zro_ranks", 4, "fsdp2", 3, 3),
@@ -177,7 +182,8 @@ def test_torch_resumes(
     oracle = torch.load(folder / "oracle.pt", weights_only=False)
     target = tmp_path / "target"
     zckpt.convert(source(folder), target, to="dcp", dp=dp, **names(case, oracle))
-    layout = case.layout if case.layout in ("nested", "flat", "raw", "app", "titan") else "nested"
+    kept = ("nested", "flat", "raw", "app", "titan", "folders", "automodel")
+    layout = case.layout if case.layout in kept else "nested"
     root = "optimizer" if case.layout in ("one file", "items") else "optim"  # as the program has it
     after = torch_engine.resume(
         engine, target, resumed, tmp_path, case=case, layout=layout, optim=root

@@ -4,25 +4,31 @@
 <dir>/step-N                                  torchtitan's; the tag chooses one of several
 <dir>/pytorch_model_fsdp_0, optimizer_0       two folders of one checkpoint: Accelerate's and
                                               Hugging Face Trainer's; _1 for a second model
+<dir>/model, optim (or optimizer)             the same of NeMo AutoModel, and of many programs
 <dir>/shard-R-model-F-of-N.safetensors        Hugging Face's storage (see hf.py): weights alone
+
+The folder `model` of such a pair may have Hugging Face's storage, or PEFT's adapter_model.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ...core import sources
 from ...core.annotations import Any
 from ...core.filenames import Names, oldest_first
 from ...errors import UnsupportedCheckpoint
 from ...files.dcpnames import ITEMS, METADATA, names_any
+from ...training import peft
 
 STEP = Names("step-#")
 MAX_MARKER = 1 << 16  # bytes
 MEGATRON_FSDP = (b"optimizer.param_to_group_meta.", b"rng_state.(")  # of 0.16.1
 MEGATRON = (b"_extra_state/shard_", b"common_state/shard_", b"rng_state/shard_")
 PARTS = Names("pytorch_model_fsdp_#", "optimizer_#")
+MODEL, OPTIMIZERS = "model", ("optim", "optimizer")
+ADAPTER = peft.WEIGHTS[0]
 
 
 def detect(path: str) -> list[str]:
@@ -33,7 +39,7 @@ def detect(path: str) -> list[str]:
         return [""]
     with os.scandir(path) as entries:
         steps = [entry.name for entry in entries if STEP.has(entry.name)]
-    tags = [name for name in steps if has_items(os.path.join(path, name))]
+    tags = [name for name in steps if folders(os.path.join(path, name))]
     return oldest_first(tags)
 
 
@@ -53,12 +59,49 @@ def has_items(path: str) -> bool:
 
 
 def folders(path: str) -> list[str]:
-    """The folders of one checkpoint: `path` itself, or Accelerate's for model and optimizer."""
+    """The folders of one checkpoint: `path` itself, or those for its model and its optimizer."""
+    if not sources.is_folder(path):
+        return []
     if has_items(path):
         return [path]
     with os.scandir(path) as entries:
         parts = sorted(entry.path for entry in entries if PARTS.has(entry.name))
-    return [folder for folder in parts if has_items(folder)]
+    return [folder for folder in parts if has_items(folder)] or _pair(path)
+
+
+def _pair(path: str) -> list[str]:
+    """A folder of weights and those of an optimizer beside it; empty without either."""
+    model = os.path.join(path, MODEL)
+    optimizers = [os.path.join(path, name) for name in OPTIMIZERS]
+    beside = [folder for folder in optimizers if has_items(folder)]
+    return [model, *beside] if beside and has_weights(model) else []
+
+
+def has_weights(folder: str) -> bool:
+    """Whether the folder of a model has weights, in one of the forms that are read."""
+    from . import hf
+
+    if not sources.is_folder(folder):
+        return False
+    return has_items(folder) or bool(hf.files(folder)) or sources.is_file(adapter_of(folder))
+
+
+def adapter_of(folder: str) -> str:
+    """The file in which a folder has an adapter's weights, if it has any."""
+    return os.path.join(folder, ADAPTER)
+
+
+def whole_of(folder: str) -> str | None:
+    """The checkpoint of which a folder is one part."""
+    above = os.path.dirname(os.path.abspath(folder))
+    others = folders(above)
+    is_part = os.path.basename(os.path.abspath(folder)) in map(os.path.basename, others)
+    return os.path.dirname(folder.rstrip(os.sep)) or "." if is_part else None
+
+
+def is_pair(names: Sequence[str] | None) -> bool:
+    """Whether these are names of the folders `model` and `optim`, not of Accelerate's."""
+    return MODEL in (names or ())
 
 
 def locate(path: str, tag: str | None = None) -> tuple[str, list[str]]:
@@ -88,7 +131,8 @@ def place_in(folder: str, path: tuple[Any, ...]) -> tuple[Any, ...]:
 def refuse_several(root: str, parts: list[str]) -> None:
     """Raises UnsupportedCheckpoint for several models of one program: names repeat in them."""
     names = [os.path.basename(folder) for folder in parts if folder != root]
-    if any(not name.endswith("_0") for name in names):
+    numbered = any(not name.endswith("_0") for name in names if PARTS.has(name))
+    if numbered or {*OPTIMIZERS} <= {*names}:
         raise UnsupportedCheckpoint(
             f"{root} has several models or optimizers: {', '.join(names)}",
             hint="give the folder of one model: its weights are read without the optimizer",

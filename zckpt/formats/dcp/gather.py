@@ -15,6 +15,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from ...core import sources
 from ...core.partition import BoxPart, Partition
 from ...errors import MALFORMED, UnsupportedCheckpoint, not_understood
 from ...files.dcpfile import ItemBox, ItemTable, TensorItem, read_table
@@ -22,8 +23,9 @@ from ...files.dcpitems import ItemFiles
 from ...files.safefile import read_with_metadata
 from ...files.torchfile import Tensor
 from ..statedict import gather
-from .files import locate, place_in
+from .files import MODEL, OPTIMIZERS, adapter_of, has_items, locate, place_in
 
+STATE = re.compile(r"(?:.+\.)?state\.(?P<owner>.+)\.(?P<slot>[^.]+)")
 OF_RANK = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")
 
 
@@ -40,13 +42,19 @@ def partitions(path: str) -> list[Partition]:
 
 def _partitions(root: str, folders: Sequence[str]) -> list[Partition]:
     if not folders:
-        return gather.partitions(_hugging_face(root))
+        return gather.partitions(_with_states(_hugging_face(root)))
     tree: dict[Any, Any] = {}
     numbers: Sequence[str] = ()
     for folder in folders:
+        if not has_items(folder):
+            file = adapter_of(folder)
+            tree[MODEL] = _file(file) if sources.is_file(file) else _hugging_face(folder)
+            continue
+        name = os.path.basename(folder)
+        own = (name,) if name in (MODEL, *OPTIMIZERS) and folder != root else ()
         table, files = read_table(folder), ItemFiles()
         for key, item in table.items.items():
-            place = place_in(folder, table.paths.get(key) or (key,))
+            place = (*own, *place_in(folder, table.paths.get(key) or (key,)))
             if item is not None:
                 _put(tree, place, _tensor(table, files, key, item))
             else:
@@ -95,6 +103,16 @@ def _box(table: ItemTable, files: ItemFiles, key: str, box: ItemBox) -> BoxPart:
     return gather.box_of(file, file.value, box.offsets)
 
 
+def _file(path: str) -> dict[str, gather.Saved]:
+    """The tensors of one file, each whole."""
+    return {
+        stored.name: gather.joined(
+            stored.dtype, stored.shape, [gather.stored_box(stored, (0,) * len(stored.shape))]
+        )
+        for stored in read_with_metadata(path)[0]
+    }
+
+
 def _hugging_face(folder: str) -> dict[str, gather.Saved]:
     boxes: dict[str, list[BoxPart]] = {}
     dtypes: dict[str, str] = {}
@@ -109,6 +127,29 @@ def _hugging_face(folder: str) -> dict[str, gather.Saved]:
     return {
         name: gather.joined(dtypes[name], _reached(parts), parts) for name, parts in boxes.items()
     }
+
+
+def _with_states(tensors: dict[str, gather.Saved]) -> dict[str, Any]:
+    """The same with the states of weights as torch has them in an optimizer's state dict."""
+    state: dict[str, dict[str, gather.Saved]] = {}
+    fronts: set[str] = set()
+    for name in tensors:
+        match = STATE.fullmatch(name)
+        if match is None or (owner := match["owner"]) in state:
+            continue
+        if weight := next((each for each in tensors if f".{each}".endswith(f".{owner}")), None):
+            fronts.add(weight.removesuffix(owner))
+            state[owner] = {}
+    if len(fronts) != 1:
+        return dict(tensors)
+    model: dict[str, gather.Saved] = {}
+    for name, tensor in tensors.items():
+        match = STATE.fullmatch(name)
+        if match and match["owner"] in state:
+            state[match["owner"]][match["slot"]] = tensor
+        else:
+            model[name.removeprefix(*fronts)] = tensor
+    return {"model": model, "optim": {"state": state, "param_groups": [{"params": list(state)}]}}
 
 
 def _reached(boxes: Sequence[BoxPart]) -> tuple[int, ...]:

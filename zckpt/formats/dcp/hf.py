@@ -4,7 +4,7 @@
 
 A header's `DCP_SHARDING_INFO` says at which offsets each piece begins in the whole tensor. No file
 states the whole shape: it ends where the last piece ends (torch 2.13, hf_storage.py). The files
-have weights alone, and no index.
+have tensors alone, and no index.
 """
 
 from __future__ import annotations
@@ -12,16 +12,26 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
+from math import prod
+from typing import Any
 
+from ...core.dtypes import SIZES, encode
 from ...core.expected import missing_file
 from ...core.fragments import Record
+from ...core.inert import Scalar
+from ...core.layout import Shell
+from ...files import safefile
+from ...files.dcpfile import ItemBox
 from ...files.safefile import Stored, read_with_metadata
 from ..statedict.tree import Leaf, SavedTree, assembled, number_of, solid_piece
+from ..statedict.write import BlankTensor
 
 NAME = re.compile(r"shard-(\d+)-model-(\d+)-of-(\d+)\.safetensors")
-INFO = "DCP_SHARDING_INFO"
+NAMED = "shard-{:05d}-model-{:05d}-of-{:05d}.safetensors"
+STATE = re.compile(r"(?:[^.]+\.)*?state\.")
+INFO, VERSION = "DCP_SHARDING_INFO", "1.0"
 
 
 def files(folder: str) -> list[str]:
@@ -30,8 +40,12 @@ def files(folder: str) -> list[str]:
         return sorted(entry.path for entry in entries if NAME.fullmatch(entry.name))
 
 
-def read(paths: Sequence[str], saved: SavedTree) -> None:
-    """Puts every tensor into the tree; raises IncompleteCheckpoint, InconsistentCheckpoint."""
+def read(paths: Sequence[str], saved: SavedTree) -> dict[str, Leaf]:
+    """Every tensor by name; raises IncompleteCheckpoint, InconsistentCheckpoint.
+
+    `saved` gets the files and their records.
+    """
+    tree: dict[str, Leaf] = {}
     _require_complete(paths)
     pieces: dict[str, list[tuple[Stored, tuple[int, ...]]]] = {}
     for path in paths:
@@ -51,8 +65,90 @@ def read(paths: Sequence[str], saved: SavedTree) -> None:
         # a rank without rows wrote an empty piece, so the number of pieces is the number of ranks
         fragments = assembled(name, dtype, shape, [solid_piece(*part) for part in parts])
         number = number_of(parts[0][0])
-        saved.tree[name] = Leaf(dtype, shape, fragments, number, sharded=len(parts) > 1)
+        tree[name] = Leaf(dtype, shape, fragments, number, sharded=len(parts) > 1)
     saved.files += paths
+    return tree
+
+
+def state_dicts(tensors: Mapping[str, Leaf]) -> dict[Any, Any]:
+    """The tensors as a model's and an optimizer's state dict, if some are an optimizer's.
+
+    `optim.state.fc.weight.exp_avg` is a state if `fc.weight` or `model.fc.weight` is a weight. The
+    storage has no values beside tensors, so the groups are lost.
+    """
+    for root in dict.fromkeys(match[0] for name in tensors if (match := STATE.match(name))):
+        states = [name for name in tensors if name.startswith(root)]
+        places = [name.removeprefix(root).rpartition(".") for name in states]
+        owners = dict.fromkeys(owner for owner, _, _ in places)
+        weights = [name for name in tensors if not name.startswith(root)]
+        for front in _fronts(next(iter(owners)), weights):
+            if not all(f"{front}{owner}" in tensors for owner in owners):
+                continue
+            state: dict[str, dict[str, Leaf]] = {}
+            for name, (owner, _, key) in zip(states, places, strict=True):
+                state.setdefault(owner, {})[key] = tensors[name]
+            own = {name: tensors[name] for name in weights if not name.startswith(front)}
+            model = {name.removeprefix(front): tensors[name] for name in weights if name not in own}
+            optimizer = {"state": state, "param_groups": [{"params": list(owners)}]}
+            return {
+                **(own | _at(front, model)),
+                **_at(root.removesuffix("state."), optimizer),
+            }
+    return dict(tensors)
+
+
+def _fronts(owner: str, weights: Sequence[str]) -> list[str]:
+    """What stands before an optimizer's name of a weight, in the names of weights."""
+    ends = [name.removesuffix(owner) for name in weights if name.endswith(owner)]
+    return sorted((front for front in ends if not front or front.endswith(".")), key=len)
+
+
+def _at(front: str, value: dict[str, Any]) -> dict[str, Any]:
+    """The value under the keys that `front` names; itself without any."""
+    for key in reversed(front.split(".")[:-1]):
+        value = {key: value}
+    return value
+
+
+def shells(
+    tensors: Mapping[str, BlankTensor],
+    scalars: Mapping[str, Scalar],
+    box_of: Callable[[BlankTensor, int], ItemBox | None],
+    world: int,
+    most: int,
+) -> Iterator[Shell]:
+    """The files of all ranks, of about `most` bytes at most; `box_of` gives a rank's rows.
+
+    The values of `scalars` are written; all other elements are the copy's.
+    """
+    groups = _groups(tensors, world, most)
+    for rank, (place, names) in product(range(world), enumerate(groups)):
+        boxes = {name: box for name in names if (box := box_of(tensors[name], rank)) is not None}
+        info = {name: {"saved_offsets": list(box.offsets)} for name, box in boxes.items()}
+        texts = {**safefile.FORMAT, INFO: json.dumps(info), "DCP_VERSION": VERSION}
+        described = [(name, tensors[name].dtype, box.sizes) for name, box in boxes.items()]
+        head, size = safefile.header(described, texts)
+        parts = [(0, head)]
+        end = len(head)
+        for name, dtype, sizes in described:
+            if name in scalars:
+                parts.append((end, encode(dtype, scalars[name].value)))
+            end += prod(sizes) * SIZES[dtype]
+        yield Shell(NAMED.format(rank + 1, place + 1, len(groups)), size, tuple(parts))
+
+
+def _groups(tensors: Mapping[str, BlankTensor], world: int, most: int) -> list[list[str]]:
+    """The names in each of a rank's files: every rank has about as much of a tensor."""
+    groups: list[list[str]] = [[]]
+    size = 0
+    for name, tensor in tensors.items():
+        length = prod(tensor.shape) * SIZES[tensor.dtype] // world
+        if size and size + length > most:
+            groups.append([])
+            size = 0
+        groups[-1].append(name)
+        size += length
+    return groups
 
 
 def _require_complete(paths: Sequence[str]) -> None:
@@ -62,5 +158,5 @@ def _require_complete(paths: Sequence[str]) -> None:
     ranks, count = (max((each[place] for each in numbers), default=0) for place in (0, 2))
     for rank, file in product(range(1, ranks + 1), range(1, count + 1)):
         if (rank, file, count) not in numbers:
-            missing = f"shard-{rank:05d}-model-{file:05d}-of-{count:05d}.safetensors"
+            missing = NAMED.format(rank, file, count)
             raise missing_file(os.path.join(os.path.dirname(paths[0]), missing))

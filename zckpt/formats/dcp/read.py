@@ -12,10 +12,12 @@ from typing import Any
 
 from ...core import sources
 from ...core.fragments import Record
+from ...core.inert import PLAIN, Scalar
 from ...core.manifest import Manifest
 from ...errors import (
     MALFORMED,
     CorruptCheckpoint,
+    MissingData,
     NotACheckpoint,
     UnsupportedCheckpoint,
     listed,
@@ -31,8 +33,10 @@ from ...files.dcpfile import (
 from ...files.dcpitems import ItemFiles, require_same
 from ...files.dcpnames import METADATA
 from ...files.torchfile import Tensor, TorchFile, class_of
-from ...training.trainers import beside
+from ...training.trainers import beside, inside
 from ..reading import USUAL, Reading
+from ..statedict.finding import is_extra
+from ..statedict.keys import ADAPTER, RANKS, own_key
 from ..statedict.read import manifest
 from ..statedict.stated import checked
 from ..statedict.tree import (
@@ -43,14 +47,16 @@ from ..statedict.tree import (
     StepStatement,
     TensorPiece,
     assembled,
+    dotted,
     identities,
     leads_to_step,
     leaves,
     number_of,
     solid_piece,
 )
+from ..statedict.weights import weights_of
 from . import hf
-from .files import locate, own_files, place_in
+from .files import MODEL, adapter_of, has_items, is_pair, locate, own_files, place_in, whole_of
 
 MAX_LIST = 1_000_000  # elements of all lists
 FIELDS = {"planner_data", "storage_meta", "version", "zckpt"}  # that describe no item
@@ -72,16 +78,43 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
         if parts and parts != [root]:
             saved.folders = [os.path.basename(folder) for folder in parts]
         for folder in parts:
-            _FolderReader(folder, saved).read()
+            if has_items(folder):
+                _FolderReader(folder, saved).read()
+            else:
+                saved.tree[own_key(folder)] = _weights(folder, saved)
         models = [key for key in saved.tree if str(key).partition("_")[0] == "model"]
         saved.models = models if saved.folders and len(models) > 1 else []
-        hf.read(shards, saved)
-        siblings, left_out = beside(root, [*parts, *shards, *own_files(root, parts)], path)
-        saved.siblings += siblings
-        saved.left_out += left_out
+        if shards:
+            saved.storage = RANKS
+            saved.tree |= hf.state_dicts(hf.read(shards, saved))
+        own = [*parts, *shards, *own_files(root, parts)]
+        lists = [beside(root, own, path)]
+        if is_pair(saved.folders):
+            for folder in parts:
+                files = {*saved.files, *own_files(folder, [folder])}
+                lists.append(inside(root, os.path.basename(folder), files, path))
+        for siblings, left_out in lists:
+            saved.siblings += siblings
+            saved.left_out += left_out
         return manifest(saved, reading)
+    except MissingData as error:
+        if whole := whole_of(root):
+            raise MissingData(error.message, hint=f"give {whole}, which has both") from error
+        raise
     except MALFORMED as error:
         raise not_understood(root, error) from error
+
+
+def _weights(folder: str, saved: SavedTree) -> dict[str, Leaf]:
+    """The weights in a folder without items: Hugging Face's storage, or PEFT's file."""
+    if shards := hf.files(folder):
+        saved.storage = RANKS
+        return hf.read(shards, saved)
+    saved.storage = ADAPTER
+    weights, records = weights_of(adapter_of(folder))
+    saved.records += records
+    saved.files.append(adapter_of(folder))
+    return weights
 
 
 class _FolderReader:
@@ -113,15 +146,39 @@ class _FolderReader:
             saved.inferred = list(stated.get("inferred", ()))
             self.names = stated["names"]
         room = MAX_LIST
+        front = self._front()
         in_order = [key for key in paths if key in table.items]
         for key in [*in_order, *(key for key in table.items if key not in paths)]:
             value = self._value(key, table.items[key])
-            path = place_in(table.folder, paths.get(key) or (key,))
+            path = (*front, *place_in(table.folder, paths.get(key) or (key,)))
             if leads_to_step(path):
                 saved.steps += self._stated(key, path, value)
+            if is_pair(saved.folders) and (known := _at(saved.tree, path)) is not None:
+                if not _are_equal(value, known):
+                    name = os.path.relpath(table.folder, saved.root)
+                    saved.left_out.append(f"{name}: {dotted(path)}, which {MODEL}/ has otherwise")
+                continue
             room = _put(saved.tree, path, value, room)
         saved.files += sorted(self.files.sizes)
         self._remark()
+
+    def _front(self) -> Path:
+        """A key of its own for a folder that is a state dict itself, beside one of another kind.
+
+        Only a model's items are all under names of tensors; only an optimizer's are `state` and
+        `param_groups`. Any other folder has state dicts under a program's keys.
+        """
+        if not is_pair(self.saved.folders):
+            return ()
+        folder, items = self.table.folder, self.table.items
+        paths = {key: self.table.paths.get(key) or (key,) for key in items}
+        if os.path.basename(folder) == MODEL:
+            tensors = [paths[key] for key, item in items.items() if item is not None]
+            is_own = all(len(path) == 1 or is_extra(path[0]) for path in tensors)
+        else:
+            firsts = [str(path[0]) for path in paths.values()]
+            is_own = any(first.partition(".")[0] == "param_groups" for first in firsts)
+        return (own_key(folder),) if is_own else ()
 
     def _remark(self) -> None:
         """Adds warnings about what `.metadata` says and zckpt cannot use, and unused bytes."""
@@ -225,6 +282,22 @@ class _FolderReader:
 
 def _no_number() -> Any:
     raise CorruptCheckpoint("a number is expected, but the tensor has no elements")
+
+
+def _at(tree: Any, path: Path) -> Any:
+    """The value at a path; None without one."""
+    for key in path:
+        tree = tree.get(key) if isinstance(tree, dict) else None
+    return tree
+
+
+def _are_equal(value: Any, known: Any) -> bool:
+    """Whether two folders of a checkpoint have the same number or text under a key."""
+    values = [
+        each.number() if isinstance(each, Leaf) and not each.shape else each
+        for each in (value, known)
+    ]
+    return type(values[0]) in (*PLAIN, Scalar) and values[0] == values[1]
 
 
 def _put(tree: Any, path: tuple[Any, ...], value: Any, room: int) -> int:

@@ -21,7 +21,7 @@ from ...core.inert import Foreign, Scalar, TensorName, map_values
 from ...core.layout import Layout, Shell
 from ...core.manifest import Manifest
 from ...errors import MissingData, UnsupportedCheckpoint, counted, listed, literal
-from ...files import dcpseal
+from ...files import dcpseal, safefile
 from ...files.dcpfile import ItemBox, Items, TensorItem
 from ...files.dcpshell import (
     ItemShell,
@@ -37,9 +37,12 @@ from ...files.torchshell import Storages, shell, thawed
 from ...training import peft, trainers
 from ...training.options import DIALECT, DP, Options
 from ...training.trainers import TRANSFORMERS, program_of
+from ..statedict.keys import ADAPTER, in_folder, own_key
 from ..statedict.tree import Path, dotted
 from ..statedict.write import BlankTensor, StateDicts, left_out
-from .files import folders
+from . import hf
+from .files import ADAPTER as PEFT_FILE
+from .files import MODEL, folders, has_items, is_pair
 from .options import LAYOUT
 
 SMALL = 64 << 10  # bytes; a rank finds smaller pieces more slowly than it reads them
@@ -60,7 +63,14 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     about = "a directory of torch.distributed.checkpoint, which any number of ranks loads"
 
     def loading(path: str) -> str:
-        return f"torch.distributed.checkpoint.load(state_dict, checkpoint_id={literal(path)})"
+        folder = os.path.join(path, MODEL) if MODEL in writer.parts else path
+        file = literal(os.path.join(folder, PEFT_FILE))
+        if writer.storage == ADAPTER:
+            return f"safetensors.torch.load_file({file})"
+        name = (
+            "storage_reader=HuggingFaceStorageReader({})" if writer.storage else "checkpoint_id={}"
+        )
+        return f"torch.distributed.checkpoint.load(state_dict, {name.format(literal(folder))})"
 
     of_trainer = "" not in writer.parts and writer.dicts.optimizes  # in the trainer's folders
     return Layout(
@@ -83,7 +93,7 @@ class DcpWriter:
         self.dicts = StateDicts(source, options, "dcp", options[LAYOUT])
         if options[DIALECT] == "torchtitan":
             self.dicts.model, self.dicts.optimizer, self.dicts.layout = TORCHTITAN
-        self.warnings = [*self.dicts.warnings, *self._of_ranks()]
+        self.warnings = [*self.dicts.warnings, *self._of_ranks(), *self._files_of_ranks()]
         self.left_out = self.dicts.left_out
         self.left_out += [
             f"client_state {key}: {count:,} values, of which torch.distributed.checkpoint would "
@@ -92,6 +102,8 @@ class DcpWriter:
         ]
         self.left_out += [*left_out(source, options), *self.dicts.collisions()]
         self.parts = self._parts()
+        if self.storage:
+            self.left_out += self._values()
         self._shells: dict[tuple[str, tuple[int, ...]], Shell] = {}
         self._metadata: dict[str, bytes] = {}
 
@@ -112,10 +124,33 @@ class DcpWriter:
                 )
         return lines
 
+    def _values(self) -> list[str]:
+        """What the model's part has that is no tensor, as a line of the report."""
+        values = next(each for name, each in self.parts.items() if name in ("", MODEL))
+        lost = [dotted(path) for path, value in values if self._tensor_of(value) is None]
+        if self.source.groups is None:  # and those of the target are only assumed
+            lost = [name for name in lost if "param_groups" not in name.split(".")]
+        return [f"{listed(lost)}: no tensor, and safetensors have nothing else"] if lost else []
+
+    def _files_of_ranks(self) -> list[str]:
+        """Warnings about folders with a file of each rank, if the target is for others."""
+        dp = self.options[DP]
+        return [
+            f"{folder}/ has files of {counted(number, 'rank')}: a run of {counted(dp, 'rank')} "
+            f"asks for its own, so {'add those' if dp > number else 'some are not read'}"
+            for folder, number in trainers.ranks_of(self.source.siblings).items()
+            if dp is not None and dp != number
+        ]
+
     def _parts(self) -> dict[str, list[PathValue]]:
         """Items by folder: one for all, or Accelerate's for the model and for the optimizer."""
         dicts, keys, dialect = self.dicts, self.dicts.keys, self.options[DIALECT]
-        if dialect == "torchtitan" or (dialect is None and not keys.folders):
+        before = keys.folders
+        if dialect is None and keys.adapter and keys.storage is not None:
+            dicts.save_adapter_alone()
+        if dialect is None and before is not None and is_pair(before):
+            return self._pair(before)
+        if dialect == "torchtitan" or (dialect is None and not before):
             return {"": list(dicts.items())}
         of_trainer = program_of(self.source.siblings) == TRANSFORMERS
         if of_trainer and (others := peft.other_adapters(self.source.parameters)):
@@ -146,11 +181,63 @@ class DcpWriter:
         self.left_out += [f"{key}: Accelerate keeps such things in other files" for key in lost]
         return parts
 
+    def _pair(self, folders: Sequence[str]) -> dict[str, list[PathValue]]:
+        """Items by folder: the model's and the optimizer's, each under the keys of the source.
+
+        A program asks each folder for its own keys, so both have the rest of the state, unless a
+        folder is a state dict itself, or has weights alone. Without an optimizer, the target is
+        what the model's folder would be.
+        """
+        dicts = self.dicts
+        others = sorted(
+            folders, key=lambda name: (name == MODEL, (own_key(name),) != dicts.optimizer)
+        )
+        roots = {dicts.model: MODEL, dicts.optimizer: others[0]}
+        full = {name for root, name in roots.items() if root == (own_key(name),)}
+        full |= {MODEL} if self.storage else set()
+        parts: dict[str, list[PathValue]] = {}
+        lost: dict[Any, None] = {}
+        for path, value in dicts.items():
+            root = next((own for own in roots if path[: len(own)] == own), None)
+            names = sorted({*roots.values()} - full) if root is None else [roots[root]]
+            if not names:
+                lost[path[0]] = None
+            for name in names:
+                parts.setdefault(name, []).append((in_folder(path), value))
+        self.left_out += [
+            f"{key}: the folders are state dicts, which have no other keys" for key in lost
+        ]
+        return parts if dicts.optimizes else {"": parts[MODEL]}
+
+    @property
+    def storage(self) -> str | None:
+        """How the target keeps the weights, if not as items. PEFT's file needs an optimizer beside
+        it: alone it is no directory of this format."""
+        own = self.dicts.keys.storage if self.options[DIALECT] is None else None
+        return None if own == ADAPTER and not self.dicts.optimizes else own
+
     def shells(self) -> Iterator[Shell]:
         """Every file, one at a time; a folder's `.metadata` last."""
         for folder, values in self.parts.items():
-            for file in self._folder(folder, values):
+            is_model = folder in ("", MODEL)
+            files = self._safetensors(values) if is_model and self.storage else None
+            for file in files or self._folder(folder, values):
                 yield Shell(os.path.join(folder, file.name), file.size, file.parts)
+
+    def _safetensors(self, values: Sequence[PathValue]) -> Iterator[Shell]:
+        """The weights as PEFT's file, or as Hugging Face's storage of all ranks."""
+        tensors = {
+            dotted(path): tensor
+            for path, value in values
+            if (tensor := self._tensor_of(value)) is not None
+        }
+        if self.storage == ADAPTER:
+            described = [(name, each.dtype, each.shape) for name, each in tensors.items()]
+            head, size = safefile.header(described)
+            yield Shell(PEFT_FILE, size, ((0, head),))
+            return
+        scalars = {dotted(path): value for path, value in values if isinstance(value, Scalar)}
+        yield from hf.shells(tensors, scalars, self._box_of, self.world, self.options.file_size)
 
     def _folder(self, folder: str, values: Sequence[PathValue]) -> Iterator[Shell]:
         saved: list[SavedItem] = []
@@ -176,21 +263,25 @@ class DcpWriter:
         if isinstance(value, Scalar):
             if not rank:
                 storages = Storages()
-                box = ItemBox((0,) * len(value.shape), value.shape)
-                yield ItemShell(key, box, _shell(storages.scalar(value), storages))
+                whole = ItemBox((0,) * len(value.shape), value.shape)
+                yield ItemShell(key, whole, _shell(storages.scalar(value), storages))
         elif tensor is not None:
-            shape, rows = tensor.shape, self._rows(tensor)
-            count = shape[0] if shape else 1
-            start = rank * -(-count // self.world)
-            if start % rows or (start >= count and rank):
-                return
-            sizes = shape and (min(rows, count - start), *shape[1:])
-            offsets = shape and (start, *(0 for _ in shape[1:]))
-            yield ItemShell(key, ItemBox(offsets, sizes), self._tensor_shell(tensor.dtype, sizes))
+            if (box := self._box_of(tensor, rank)) is not None:
+                yield ItemShell(key, box, self._tensor_shell(tensor.dtype, box.sizes))
         elif not rank:
             storages = Storages()
             frozen = thawed(value, self.source.entries, storages)
             yield ItemShell(key, None, _shell(frozen, storages))
+
+    def _box_of(self, tensor: BlankTensor, rank: int) -> ItemBox | None:
+        """A rank's rows of a tensor; None if it has none, or a neighbor saves them."""
+        shape, rows = tensor.shape, self._rows(tensor)
+        count = shape[0] if shape else 1
+        start = rank * -(-count // self.world)
+        if start % rows or (start >= count and rank):
+            return None
+        sizes = shape and (min(rows, count - start), *shape[1:])
+        return ItemBox(shape and (start, *(0 for _ in shape[1:])), sizes)
 
     def _is_cut(self, value: Any) -> bool:
         """Whether ranks have rows of a value; rank 0 has what is not cut."""
@@ -261,5 +352,5 @@ def _shell(value: Any, storages: Storages) -> Shell:
 
 def seal(root: Folder, manifest: Manifest, outcome: Any) -> None:
     """Writes the CRC-32 of every record into the zip directory of its item."""
-    for folder in folders(root.path):
+    for folder in filter(has_items, folders(root.path)):
         seal_items(root, folder, crcs_of(outcome))

@@ -14,6 +14,7 @@ parameter); it is not a format itself.
     flats.py               the record of one flat buffer
     optimizer_facts.py     what they say about the optimizer: its name, its step, counters
     tensors.py             parameters, buffers, aliases and replicas of a manifest
+    of_files.py            what files of single ranks hold beside tensors
     manifest.py            the manifest of it all
     engine.py              which engine a target is written for
     estimates.py           hyper-parameters that each rank has estimated of its own

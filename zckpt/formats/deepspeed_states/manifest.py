@@ -13,42 +13,10 @@ from ...files.torchfile import TorchFile
 from . import estimates
 from .directories import siblings, trainer_around
 from .flats import FlatBuffer, states_of_partitions
+from .of_files import layout, model_values, of_ranks, optimizer_values, own_client_state
 from .optimizer_facts import ahead_of_counters, counters, stated_optimizer, step_place
-from .states import COUNTERS, EngineStates, comparable, nested
-from .tensors import ManifestTensors, is_extra
-
-# keys of the model states that the engine itself writes; all others are the user's client_state
-ENGINE_KEYS = frozenset(
-    (
-        "module",
-        "buffer_names",
-        "optimizer",
-        "param_shapes",
-        "frozen_param_shapes",
-        "frozen_param_fragments",
-        "shared_params",
-        "lr_scheduler",
-        "data_sampler",
-        "random_ltd",
-        "skipped_steps",
-        "global_steps",
-        "global_samples",
-        "dp_world_size",
-        "mp_world_size",
-        "checkpoint_parallel_dimensions",
-        "ds_config",
-        "ds_version",
-        "num_experts",
-        "sparse_tensor_module_names",
-        "csr_tensor_module_names",
-        "ds_autoep_layers",
-    )
-)
-
-
-# beside them the reader puts `members` and `other`: see deepspeed/stage_0/whole_states.py
-SCALING = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
-"""The numbers of a loss scale in stage 0, which has no object of a loss scaler (0.19.8)."""
+from .states import COUNTERS, EngineStates, nested
+from .tensors import ManifestTensors
 
 INFERRED = "zckpt_inferred"
 """Beside the optimizer's state: parameters whose names no file of zckpt's source stated."""
@@ -99,6 +67,8 @@ def manifest_of(
         step_place=step_place(ranks, buffers),
         state=_state(ranks, tensors, partitions),
         replicas=tuple(tensors.replicas),
+        of_ranks=of_ranks(ranks),
+        layout=layout(ranks),
         entries=tensors.entries,
         parameters=tensors.parameters,
         buffers=tensors.buffer_names,
@@ -108,7 +78,7 @@ def manifest_of(
         siblings=tuple(beside.files),
         unread=tuple(unread),
         left_out=tuple(
-            _own_client_state(ranks)
+            own_client_state(ranks)
             + beside.left_out
             + [f"{name}: a second name of a weight that was left out of the save" for name in alone]
         ),
@@ -194,18 +164,18 @@ def _state(
     """Everything that is not a parameter's tensor, so that an engine's files can be rewritten."""
     optimizer = {
         key.removeprefix("optimizer."): tensors.kept(value, key, ranks.optimizers[0])
-        for key, value in _optimizer_values(ranks.first).items()
+        for key, value in optimizer_values(ranks.first).items()
     }
     by_rank = estimates.estimates_of(ranks)
     of_model = {
         key: tensors.kept(value, key, ranks.models[0])
-        for key, value in _model_values(ranks.model).items()
+        for key, value in model_values(ranks.model).items()
     }
     for files in _alike(ranks.optimizers[1:]):
         state = files[0].value["optimizer_state_dict"]
-        tensors.add_state_replicas(_optimizer_values(state), files)
+        tensors.add_state_replicas(optimizer_values(state), files)
     for files in _alike(ranks.models[1:]):
-        tensors.add_state_replicas(_model_values(files[0].value), files)
+        tensors.add_state_replicas(model_values(files[0].value), files)
     return {
         "counters": {key: ranks.model.get(key) for key in COUNTERS},
         "module": list(tensors.module),
@@ -222,45 +192,6 @@ def _alike(files: Sequence[TorchFile]) -> list[list[TorchFile]]:
     for file in files:
         by_value.setdefault(id(file.value), []).append(file)
     return list(by_value.values())
-
-
-def _optimizer_values(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What an optimizer file holds beside tensors and hyper-parameters."""
-    scaling = ("clip_grad", "loss_scaler", "dynamic_loss_scale", "overflow")
-    keys = (*scaling, *SCALING, "members", "other")
-    return {f"optimizer.{key}": state[key] for key in keys if key in state}
-
-
-def _model_values(model: Mapping[str, Any]) -> dict[str, Any]:
-    """What a model file holds beside weights and counters."""
-    module = model["module"]
-    return {
-        "lr_scheduler": model.get("lr_scheduler"),
-        "module_metadata": getattr(module, "_metadata", None),
-        "module_extra": {name: value for name, value in module.items() if is_extra(name, value)},
-        "data_sampler": model.get("data_sampler"),
-        "random_ltd": model.get("random_ltd"),
-        "client_state": _client_state(model),
-    }
-
-
-def _client_state(model: Mapping[str, Any]) -> dict[Any, Any]:
-    return {key: value for key, value in model.items() if key not in ENGINE_KEYS}
-
-
-def _own_client_state(ranks: EngineStates) -> list[str]:
-    """Client state in which stage-3 ranks differ from rank 0, whose own is kept."""
-    first = _client_state(ranks.model)
-    own: set[str] = set()
-    for file in ranks.models[1:]:
-        if file.value is not ranks.model:
-            other = _client_state(file.value)
-            own |= {
-                str(key)
-                for key in first.keys() | other.keys()
-                if comparable(first.get(key)) != comparable(other.get(key))
-            }
-    return [f"client_state {key!r} of ranks other than 0" for key in sorted(own)]
 
 
 # -- warnings

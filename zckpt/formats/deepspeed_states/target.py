@@ -33,7 +33,7 @@ from .engine import TargetEngine
 from .estimates import need_same_ranks
 from .experts import ExpertLayers, ExpertRanks
 from .hyper import FLAT, adam_class, complete_groups, optimizer_name, wrapper
-from .manifest import ENGINE_KEYS
+from .of_files import ENGINE_KEYS
 from .states import COUNTERS
 
 VERSION = "0.19.8"  # of the layout that is written

@@ -10,7 +10,7 @@ from typing import Any
 from ...core import sources
 from ...core.expected import missing_file
 from ...core.facts import StepPlace
-from ...core.inert import Scalar
+from ...core.inert import Scalar, to_json
 from ...core.manifest import Sighting, slot_name
 from ...core.saved_names import Place, refuse_others, saved_names
 from ...errors import CorruptCheckpoint, InconsistentCheckpoint, listed
@@ -30,6 +30,7 @@ class ParameterFolders:
         self.root = os.path.join(merged.states.directory.path, ZERO)
         self.shapes = merged.shapes()
         self.infos: dict[str, SliceInfo] = {}
+        self.layout: dict[str, dict[str, Any]] = {}
         self.left_out: list[str] = []
         names = [name for shapes in self.shapes for name in shapes]
         self.paths = {name: self._listed(name) for name in names}
@@ -129,6 +130,8 @@ class ParameterFolders:
             if key == "step":
                 continue
             tensor, info = self._tensor(file)
+            if info not in (None, {}, {"cat_dim": 0}):
+                self.layout[f"{ZERO}/{name}/{os.path.basename(path)}"] = to_json(info)
             if key == MASTER:
                 shape = self._shape(name, shape, file, tensor, info)
             if not isinstance(tensor, Tensor):

@@ -52,6 +52,7 @@ def _manifest(directory: TagDirectory, step_policy: str | None) -> Manifest:
     return replace(
         manifest,
         state=state,
+        layout={**manifest.layout, **folders.layout},
         files=(*manifest.files, *(file.path for file in files)),
         records=(
             *manifest.records, *(record for file in files for record in file.records.values())

@@ -16,8 +16,7 @@ from ...core import sources
 from ...core.dtypes import SIZES
 from ...core.expected import missing_ranks
 from ...core.facts import MAX_DP
-from ...core.fileio import crc_of
-from ...core.inert import Scalar, map_values, to_json, types_in
+from ...core.inert import Scalar, types_in
 from ...core.values import field, mutable, replace
 from ...errors import (
     CorruptCheckpoint,
@@ -60,11 +59,13 @@ ACCELERATE = "pytorch_model_fsdp"
 class MergedRanks:
     """One tree of all ranks' files; `left_out` says where it has rank 0's value only.
 
-    `steps` are what the files state under the key `step`.
+    `of_ranks` are the other ranks' values there, by file. `steps` are what the files state under
+    the key `step`.
     """
 
     tree: Any
     left_out: list[str] = field(default_factory=list)
+    of_ranks: dict[str, dict[str, Any]] = field(default_factory=dict)
     steps: list[StepStatement] = field(default_factory=list)
 
 
@@ -84,7 +85,7 @@ def merge(
             refuse_missing(files, world_of(first, file))
     merger = _Merger(dict(sorted(files.items())), step_policy)
     tree = merger.merge({rank: file.value for rank, file in merger.files.items()}, place)
-    return MergedRanks(tree, list(_report(merger.different)), merger.steps)
+    return MergedRanks(tree, list(_report(merger.different)), merger.of_ranks, merger.steps)
 
 
 def refuse_missing(files: Mapping[int, TorchFile], world: int) -> None:
@@ -171,6 +172,7 @@ class _Merger:
         self.files = files
         self.step_policy = step_policy
         self.different: list[Path] = []
+        self.of_ranks: dict[str, dict[str, Any]] = {}
         self.steps: list[StepStatement] = []
         self.meshes: MeshCache = {}
 
@@ -219,6 +221,10 @@ class _Merger:
             value = leaves(self.files[first], values[0])
         if not same:
             self.different.append(path)
+            for rank in by_rank.keys() - {first}:
+                file = self.files[rank]
+                own = self.of_ranks.setdefault(os.path.basename(file.path), {})
+                own[dotted(path)] = file.summary(by_rank[rank])
         return value
 
     def _step(self, by_rank: dict[int, Any], path: Path) -> Any:
@@ -320,27 +326,13 @@ def _same(a: LocalPart, b: LocalPart) -> bool:
     whole = all(record[0] == ours.numel * SIZES[ours.dtype] for record in records)
     if alike and whole and None not in (records[0][1], records[1][1]):
         return False
-    return _crc(a) == _crc(b)  # a part of its storage, or saved without checksums
-
-
-def _crc(part: LocalPart) -> int:
-    """CRC-32 of the row-major elements; reads their bytes."""
-    tensor = part.tensor
-    runs = [
-        run for fragment in part.file.fragments(tensor) for run in fragment.runs(0, tensor.numel)
-    ]
-    return crc_of(run.extent for run in sorted(runs, key=lambda run: run.start))
+    # a part of its storage, or saved without checksums
+    return a.file.crc_of_elements(ours) == b.file.crc_of_elements(theirs)
 
 
 def text(value: Any, file: TorchFile) -> str:
     """Equal for equal values; tensors in them count by their checksums."""
-
-    def plain(item: Any) -> Any:
-        if isinstance(item, Tensor):
-            return (item.dtype, *item.shape, _crc(LocalPart((), item.shape, item, file)))
-        return map_values(item, lambda inner, _: plain(inner))
-
-    return repr(to_json(plain(value)))
+    return repr(file.summary(value))
 
 
 def _report(different: Sequence[Path]) -> Iterator[str]:

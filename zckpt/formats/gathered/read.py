@@ -211,6 +211,7 @@ class _TreeReader:
     def _merge(self, files: dict[int, TorchFile], place: Path = ()) -> ranked.MergedRanks:
         merged = ranked.merge(files, self.step_policy, place)
         self.saved.left_out += merged.left_out
+        self.saved.of_ranks |= merged.of_ranks
         return merged
 
 

@@ -31,7 +31,7 @@ from ...errors import MissingData, UnsupportedCheckpoint, WrongOption, listed, l
 from ...files import safefile
 from ...training import peft, saving, ties
 from ...training.options import Options
-from ...training.trainers import HUGGING_FACE, LOADED, files_to_load_by, json_of
+from ...training.trainers import LOADED, files_to_load_by, json_of, without_folder
 from .files import INDEX, WEIGHTS
 from .options import MODEL_CONFIG
 
@@ -91,7 +91,7 @@ class PretrainedWriter:
         kept = {item.name for item in self.files}
         self.siblings = [(item.name, item) for item in self.files if item.name != self._config_name]
         names = [item.name for item in source.siblings]
-        others = [name for name in names if name.removeprefix(HUGGING_FACE) not in kept]
+        others = [name for name in names if without_folder(name) not in kept]
         self.left_out = [f"{', '.join(others)}: not needed to load the weights"] if others else []
         self.left_out += refusals(source.left_out) + self.refused
         if base := [name for name in self.names if not self._is_exported(name)]:

@@ -22,17 +22,15 @@ apart only if the parts are keys too.
 from __future__ import annotations
 
 import re
-import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...core import sources
-from ...core.dtypes import SIZES
-from ...core.inert import TensorName, inside, map_values, to_json
+from ...core.inert import TensorName, inside, map_values
 from ...core.manifest import Entry
 from ...core.saved_names import nameless, refuse_others, saved_names
 from ...errors import CorruptCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint, ZckptError
-from ...files.torchfile import SMALL, Parsed, Tensor, TorchFile, peek
+from ...files.torchfile import Parsed, Tensor, TorchFile, peek
 from .files import SUFFIX, place_of
 from .ranks import COUNT, OPTIMIZERS, SHARED, SLOTS, Rank, RankTensor, Save
 
@@ -254,9 +252,9 @@ def _client_state(
         path, entries = inside("client_state", key), list[Entry]()
         state[key] = keep(value, path, files[0], entries)
         kept |= {entry.name: entry for entry in entries}
-        first = _comparable(files[0], value)
+        first = files[0].summary(value)
         for file in files[1:]:
-            if _comparable(file, _user(file).get(key)) == first:
+            if file.summary(_user(file).get(key)) == first:
                 keep(_user(file)[key], path, file, copies)
             elif str(key) not in left_out:
                 left_out.append(str(key))
@@ -269,19 +267,3 @@ def _user(file: TorchFile) -> dict[Any, Any]:
     if not isinstance(value.get(MODEL), dict):
         return {}
     return {key: item for key, item in value.items() if key != MODEL}
-
-
-def _comparable(file: TorchFile, value: Any) -> str:
-    """Text that is equal for equal values: tensors by type, shape and checksum."""
-
-    def plain(item: Any, _key: Any) -> Any:
-        if not isinstance(item, Tensor):
-            return map_values(item, plain)
-        length, crc = file.crc(item)
-        whole = item.contiguous and length == item.numel * SIZES[item.dtype]
-        if crc is None or not whole:
-            small = item.contiguous and length <= SMALL
-            crc = zlib.crc32(file.read(item)) if small else None
-        return f"{item.dtype} {item.shape} {file.path if crc is None else crc}"
-
-    return str(to_json(plain(value, None)))

@@ -17,14 +17,14 @@ from ...core.values import replace
 from ...errors import UnsupportedCheckpoint, listed
 from ...training import steps, ties
 from ...training.optimizers import name_of_groups
-from ...training.trainers import json_of
+from ...training.trainers import config_of
 from ..reading import Reading
 from .finding import OptimizerState, is_buffer, is_extra, merged, value_at, without
 from .roots import Root
 from .tree import InPieces, Leaf, Path, SavedTree, StepStatement, dotted
 from .twins import second_names
 
-SCHEDULERS = ("lr_scheduler", "scheduler")
+SCHEDULERS = ("lr_scheduler", "scheduler", "sched")
 
 
 class ManifestBuilder:
@@ -67,7 +67,7 @@ class ManifestBuilder:
         self._add_trained()
         self._add_others(trained)
         self._add_aliases()
-        groups = self._groups() if optimizer else None
+        groups = self._groups() if optimizer and saved.keeps_groups else None
         state, engine = self._state()
         return Manifest(
             root=saved.root,
@@ -86,6 +86,7 @@ class ManifestBuilder:
             replicas=tuple(self.replicas),
             files=tuple(saved.files),
             siblings=tuple(saved.siblings),
+            of_ranks=saved.of_ranks,
             left_out=tuple(saved.left_out),
             warnings=tuple(self.warnings),
             inferred=tuple(saved.inferred),
@@ -109,7 +110,7 @@ class ManifestBuilder:
         """Owners by alias: as zckpt stated them or as content shows, and as a config ties names."""
         stated = self.saved.stated
         aliases = self._same_content(trained) if stated is None else dict(stated["aliases"])
-        config = json_of(self.saved.siblings, ties.CONFIG)
+        config = config_of(self.saved.siblings, ties.CONFIG)
         return aliases | ties.stated(config, [*self.model, *aliases])
 
     def _same_content(self, trained: Sequence[str]) -> dict[str, str]:
@@ -135,9 +136,10 @@ class ManifestBuilder:
         stepped = self._steps()
         scalars = self._scalar_keys()
         for group, members in enumerate(self.optimizer.members if self.optimizer else ()):
+            own = group if self.saved.keeps_groups else None
             for name in members:
                 shape = self.model[name].shape
-                self._add_weight(name, Parameter(shape, group=group, step=stepped.get(name)))
+                self._add_weight(name, Parameter(shape, group=own, step=stepped.get(name)))
                 self._add_states(name, scalars)
 
     def _add_others(self, trained: Sequence[str]) -> None:
@@ -295,7 +297,7 @@ class ManifestBuilder:
         models = {root.model for root in self.roots}
         rest = without(self.saved.tree, models | {*self.optimizers, *self.ignored})
         extra = {
-            root.prefix + key: self._kept(value, f"module_extra.{root.prefix}{key}")
+            root.prefix + key: self._kept(value, inside("module_extra", root.prefix + key))
             for root in self.roots
             for key, value in value_at(self.saved.tree, root.model).items()
             if not isinstance(value, Leaf) and (root.model or is_extra(key))
@@ -317,6 +319,8 @@ class ManifestBuilder:
             None if folders is None else tuple(folders),
             self.saved.stated is None,
             self.saved.adapter,
+            storage=None if self._are_several() else self.saved.storage,
+            bare=self.saved.bare,
         )
         state: dict[str, Any] = {
             "module": list(dict.fromkeys((*self.model, *self.aliases, *extra))),

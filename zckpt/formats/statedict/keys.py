@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from ...core.facts import Engine, StateDictEngine
@@ -9,6 +10,18 @@ from .tree import Path
 
 OPTIMIZER: Path = ("optim",)
 """The key of an optimizer's state dict, as in torch's own examples."""
+RANKS, ADAPTER = "ranks", "adapter"
+"""How sharded storage may keep the weights: see `StateDictEngine.storage`."""
+
+
+def own_key(folder: str) -> str:
+    """The key in the tree for a folder that is one state dict; no program's key ends like it."""
+    return f"{os.path.basename(folder)}/"
+
+
+def in_folder(path: Path) -> Path:
+    """The keys that a program has for a value in a folder, without the folder's own."""
+    return path[1:] if path and str(path[0]).endswith("/") else path
 
 
 def is_optimizers_key(key: Any) -> bool:

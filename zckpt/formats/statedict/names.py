@@ -8,6 +8,7 @@ from typing import Any
 
 from ...errors import InconsistentCheckpoint, MissingData, WrongOption, listed
 from ...files.torchfile import class_of, shape_of_record
+from ...training import peft
 from .finding import OptimizerState
 from .matching import keeps_order, match
 from .tree import Leaf, SavedTree
@@ -35,6 +36,10 @@ def names_of(
     own = [name for members in optimizer.members for name in members]
     if all(name in model for name in own):
         return {name: name for name in own}
+    bare = {peft.bare_name(name): name for name in model} if saved.adapter else {}
+    if all(name in bare for name in own):
+        saved.bare = saved.storage is not None
+        return {name: bare[name] for name in own}
     from ...training.names import matched
 
     return dict(matched(own, [name for name in model if isinstance(model[name], Leaf)]))

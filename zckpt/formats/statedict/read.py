@@ -9,7 +9,7 @@ from ...core.manifest import Manifest
 from ...core.values import replace
 from ...errors import InconsistentCheckpoint, MissingData, listed
 from ...training import peft
-from ...training.trainers import json_of
+from ...training.trainers import config_of
 from ..reading import USUAL, Reading
 from .building import ManifestBuilder
 from .finding import (
@@ -151,6 +151,6 @@ def _with_names_of_adapters(
         known += [name for group in optimizer.groups for name in group.get("param_names") or ()]
         known += [str(name) for members in optimizer.members for name in members]
     names = [str(name) for name in model]
-    changed = peft.module_names(names, known, json_of(saved.siblings, peft.CONFIG))
+    changed = peft.module_names(names, known, config_of(saved.siblings, peft.CONFIG))
     saved.adapter = bool(changed)
     return {changed.get(name, name): leaf for name, leaf in model.items()} if changed else model

@@ -78,10 +78,11 @@ class SavedTree:
     `models` are the keys of several models, if files of their own say that they are such.
     `beside` is the key under which an optimizer's keys are now that stood beside the model's.
     `stated` is what zckpt wrote beside the state dicts: aliases, buffers, frozen weights. `folders`
-    are Accelerate's, where model and optimizer lie apart. `in_order` says whether the model's names
-    stand in the program's order (safetensors sorts them). `inferred` are names of parameters that
-    no file states. `adapter` says whether the model's state has PEFT's names (see peft.py). `steps`
-    are all that the ranks' files state; several of one path may differ.
+    are those where model and optimizer lie apart. `in_order` says whether the model's names stand
+    in the program's order (safetensors sorts them). `inferred` are names of parameters that no file
+    states. `adapter` says whether the model's state has PEFT's names (see peft.py). `steps` are all
+    that the ranks' files state; several of one path may differ. `storage` and `bare` are the
+    engine's.
     """
 
     root: str
@@ -91,6 +92,7 @@ class SavedTree:
     files: list[str] = field(default_factory=list)
     siblings: list[Sibling] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
+    of_ranks: dict[str, Any] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     orders: list[list[int]] | None = None
     models: list[str] = field(default_factory=list)
@@ -102,6 +104,13 @@ class SavedTree:
     inferred: list[str] = field(default_factory=list)
     adapter: bool = False
     steps: list[StepStatement] = field(default_factory=list)
+    storage: str | None = None
+    bare: bool = False
+
+    @property
+    def keeps_groups(self) -> bool:
+        """Whether there is a place for hyper-parameters: safetensors alone have none."""
+        return self.storage is None or self.folders is not None
 
 
 @valueclass

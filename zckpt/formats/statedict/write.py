@@ -225,14 +225,22 @@ class StateDicts:
             if self.layout == "flat":
                 _refuse_tensors(group)
                 for name in members:
+                    own = self.own_name(name)
                     for key, value in group.items():
-                        path = (*self.optimizer, f"param_groups.{name}.{key}")
+                        path = (*self.optimizer, f"param_groups.{own}.{key}")
                         yield from flattened(path, value)
                 continue
             for key, value in group.items():
                 yield from flattened((*self.optimizer, "param_groups", place, key), value)
-            params = [self.numbers[name] if self.layout == "raw" else name for name in members]
+            params = [
+                self.numbers[name] if self.layout == "raw" else self.own_name(name)
+                for name in members
+            ]
             yield (*self.optimizer, "param_groups", place, "params"), params
+
+    def own_name(self, name: str) -> str:
+        """What the program's optimizer calls a parameter."""
+        return peft.bare_name(name) if self.keys.bare else name
 
     def members(self, group: int) -> list[str]:
         """The names of a group's parameters, in the optimizer's order."""
@@ -244,8 +252,8 @@ class StateDicts:
 
     def _state_path(self, name: str, key: str) -> Path:
         if self.layout == "flat":
-            return (*self.optimizer, f"state.{name}.{key}")
-        own = str(self.numbers[name]) if self.layout == "raw" else name
+            return (*self.optimizer, f"state.{self.own_name(name)}.{key}")
+        own = str(self.numbers[name]) if self.layout == "raw" else self.own_name(name)
         return (*self.optimizer, "state", own, key)
 
     def _states(self) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -31,7 +31,7 @@ from ...core.plan import Match, match
 from ...core.resources import Begin, Means
 from ...core.states import Selection
 from ...core.values import replace
-from ...errors import MissingExtra
+from ...errors import MissingExtra, listed
 from ..pairs import selected
 from ..report import findings, versions
 from ..verify import inferences, needs_weights, nothing_found, roundings, with_values
@@ -126,6 +126,9 @@ def _verify(
             [name for name in names if not name.endswith("/state")] for names in (only_a, only_b)
         ]
         report = with_values(report, ours, other, *one_sided)
+        if names := [entry.name for entry in manifest.entries.values() if entry.slot == "state"]:
+            line = f"{listed(names, 4)}: --gather does not read the tensors of the state"
+            report["not_compared"].append(line)
     return {
         **report,
         "equal": nothing_found(report),

@@ -148,6 +148,8 @@ def stacked(manifests: Sequence[Manifest]) -> Manifest:
         records=together.records,
         files=together.files,
         steps=together.steps,
+        of_ranks=together.of_ranks,
+        layout=together.layout,
         left_out=tuple(dict.fromkeys(chain.from_iterable(m.left_out for m in manifests))),
         warnings=together.warnings,
         inferred=together.inferred,

@@ -111,6 +111,8 @@ def joined_stages(
         files=(*together.files, *(layer.file.path for layer in layers)),
         records=(*together.records, *(r for x in layers for r in x.file.records.values())),
         steps=together.steps,
+        of_ranks=together.of_ranks,
+        layout=together.layout,
         left_out=together.left_out,
         warnings=(*together.warnings, *_perhaps_tied(stages, layers)),
         inferred=together.inferred,

@@ -84,6 +84,8 @@ def joined_slices(
         files=together.files,
         records=together.records,
         steps=together.steps,
+        of_ranks=together.of_ranks,
+        layout=together.layout,
         left_out=together.left_out,
         warnings=(*together.warnings, *_doubts(given, cut)),
         inferred=together.inferred,

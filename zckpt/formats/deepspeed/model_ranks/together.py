@@ -6,6 +6,7 @@ must be those of one save; what a program keeps per rank is the first one's, and
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 
 from ....core.annotations import Any
@@ -17,6 +18,7 @@ from ....errors import InconsistentCheckpoint, UnsupportedCheckpoint
 from ....training import steps
 
 Groups = tuple[dict[str, Any], ...] | None
+OF_RANKS = ("lr_scheduler", "data_sampler", "random_ltd", "client_state", "module_extra")
 MIXED = "files of different saves seem to be mixed; take those of one tag"
 
 
@@ -31,6 +33,8 @@ class Common:
     left_out: tuple[str, ...]
     warnings: tuple[str, ...]
     inferred: tuple[str, ...]
+    of_ranks: dict[str, Mapping[str, Any]]
+    layout: dict[str, Mapping[str, Any]]
     unread: tuple[Unread, ...]
 
 
@@ -57,6 +61,8 @@ def common(manifests: Sequence[Manifest]) -> Common:
         tuple(dict.fromkeys([*_lines(manifests, "left_out"), *_own_values(manifests)])),
         tuple(_lines(manifests, "warnings")),
         tuple(_lines(manifests, "inferred")),
+        _of_ranks(manifests),
+        {name: values for each in manifests for name, values in each.layout.items()},
         tuple(dict.fromkeys(item for each in manifests for item in each.unread)),
     )
 
@@ -76,6 +82,22 @@ def _file_of(manifest: Manifest) -> str:
 
 def _is_like(first: Entry | None, entry: Entry) -> bool:
     return first is not None and (first.dtype, first.shape) == (entry.dtype, entry.shape)
+
+
+def _of_ranks(manifests: Sequence[Manifest]) -> dict[str, Mapping[str, Any]]:
+    """What the files of further ranks state otherwise than those of the first model rank."""
+    differing = {name: values for each in manifests for name, values in each.of_ranks.items()}
+    first = manifests[0].state
+    for other in manifests[1:]:
+        own = {
+            key: to_json(other.state.get(key))
+            for key in OF_RANKS
+            if to_json(other.state.get(key)) != to_json(first.get(key))
+        }
+        if own:
+            name = os.path.basename(_file_of(other))
+            differing[name] = {**own, **differing.get(name, {})}
+    return differing
 
 
 def _own_values(manifests: Sequence[Manifest]) -> list[str]:

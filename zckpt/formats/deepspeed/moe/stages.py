@@ -59,6 +59,8 @@ def joined_stages_with_experts(stages: Sequence[Manifest], step_policy: str | No
         files=together.files,
         records=together.records,
         steps=together.steps,
+        of_ranks=together.of_ranks,
+        layout=together.layout,
         left_out=together.left_out,
         warnings=together.warnings,
         inferred=together.inferred,

@@ -1,0 +1,145 @@
+"""What do the files of single ranks hold beside tensors, and where do they differ?"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Mapping
+from operator import itemgetter
+
+from ...core.annotations import Any
+from ...core.inert import Foreign, to_json
+from .states import EngineStates, comparable
+from .tensors import is_extra
+
+# keys of the model states that the engine itself writes; all others are the user's client_state
+ENGINE_KEYS = frozenset(
+    (
+        "module",
+        "buffer_names",
+        "optimizer",
+        "param_shapes",
+        "frozen_param_shapes",
+        "frozen_param_fragments",
+        "shared_params",
+        "lr_scheduler",
+        "data_sampler",
+        "random_ltd",
+        "skipped_steps",
+        "global_steps",
+        "global_samples",
+        "dp_world_size",
+        "mp_world_size",
+        "checkpoint_parallel_dimensions",
+        "ds_config",
+        "ds_version",
+        "num_experts",
+        "sparse_tensor_module_names",
+        "csr_tensor_module_names",
+        "ds_autoep_layers",
+    )
+)
+
+
+# beside them the reader puts `members` and `other`: see deepspeed/stage_0/whole_states.py
+SCALING = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
+"""The numbers of a loss scale in stage 0, which has no object of a loss scaler (0.19.8)."""
+
+OF_SIZES = ("dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions")
+OF_PARTITIONS = ("group_paddings", "partition_count", "zero_stage")
+SLICES = "param_slice_mappings"
+
+
+def optimizer_values(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What an optimizer file holds beside tensors and hyper-parameters."""
+    scaling = ("clip_grad", "loss_scaler", "dynamic_loss_scale", "overflow")
+    keys = (*scaling, *SCALING, "members", "other")
+    return {f"optimizer.{key}": state[key] for key in keys if key in state}
+
+
+def model_values(model: Mapping[str, Any]) -> dict[str, Any]:
+    """What a model file holds beside weights and counters."""
+    module = model["module"]
+    return {
+        "lr_scheduler": model.get("lr_scheduler"),
+        "module_metadata": getattr(module, "_metadata", None),
+        "module_extra": {name: value for name, value in module.items() if is_extra(name, value)},
+        "data_sampler": model.get("data_sampler"),
+        "random_ltd": model.get("random_ltd"),
+        "client_state": _client_state(model),
+    }
+
+
+def _client_state(model: Mapping[str, Any]) -> dict[Any, Any]:
+    return {key: value for key, value in model.items() if key not in ENGINE_KEYS}
+
+
+def of_ranks(ranks: EngineStates) -> dict[str, dict[str, Any]]:
+    """What the files of other ranks state otherwise than the first of their kind."""
+    differing: dict[str, dict[str, Any]] = {}
+    for files, values_of in (
+        (ranks.optimizers, lambda value: optimizer_values(value["optimizer_state_dict"])),
+        (ranks.models, _values_by_key),
+    ):
+        others = [file for file in files[1:] if file.value is not files[0].value]
+        first = files[0].summary(values_of(files[0].value)) if others else {}
+        for file in others:
+            own = file.summary(values_of(file.value))
+            if own != first:
+                differing[os.path.basename(file.path)] = {
+                    key: own.get(key) for key in {**first, **own} if own.get(key) != first.get(key)
+                }
+    return differing
+
+
+def layout(ranks: EngineStates) -> dict[str, dict[str, Any]]:
+    """What each file states of the run's sizes and of its partitions; the reader computes them."""
+    stated: dict[str, dict[str, Any]] = {}
+    for file in ranks.models:
+        own = {key: to_json(file.value[key]) for key in OF_SIZES if key in file.value}
+        stated[os.path.basename(file.path)] = own
+    for file, state in zip(ranks.optimizers, ranks.states, strict=True):
+        own = stated.setdefault(os.path.basename(file.path), {})
+        own |= {key: comparable(state[key]) for key in OF_PARTITIONS if key in state}
+        if SLICES in state:
+            own[SLICES] = f"{_crc_of_slices(state[SLICES]):08x}"
+    return stated
+
+
+def _crc_of_slices(groups: Any) -> int:
+    """CRC-32 of the places of all parameters in a rank's partitions, of which there are many.
+
+    Ranks may have groups of experts in other orders (see deepspeed/moe): a place counts without its
+    group's number.
+    """
+    if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
+        return zlib.crc32(repr(comparable(groups)).encode())
+    places = [(str(name), _numbers(address)) for group in groups for name, address in group.items()]
+    return zlib.crc32(repr(sorted(places, key=itemgetter(0))).encode())
+
+
+def _numbers(address: Any) -> Any:
+    known = isinstance(address, Foreign) and isinstance(address.state, Mapping)
+    return tuple(address.state.values()) if known else comparable(address)
+
+
+def _values_by_key(model: Mapping[str, Any]) -> dict[str, Any]:
+    """What a model file holds beside weights, each of the user's values by itself."""
+    values = model_values(model)
+    own = values.pop("client_state")
+    return {**values, **{f"client_state.{key}": value for key, value in own.items()}}
+
+
+def own_client_state(ranks: EngineStates) -> list[str]:
+    """Client state in which stage-3 ranks differ from rank 0, whose own is kept."""
+    first = _client_state(ranks.model)
+    own: set[str] = set()
+    for file in ranks.models[1:]:
+        if file.value is not ranks.model:
+            other = _client_state(file.value)
+            own |= {
+                str(key)
+                for key in first.keys() | other.keys()
+                if comparable(first.get(key)) != comparable(other.get(key))
+            }
+    return [f"client_state {key!r} of ranks other than 0" for key in sorted(own)]

@@ -1,0 +1,76 @@
+"""Are the files beside two checkpoints equal: a trainer's state, its schedulers, a configuration?
+
+They are compared byte by byte. A file that one side lacks is named: a run of another program, or of
+other ranks, has other files. But a file from which the same program resumes was lost.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from ..core import sources
+from ..core.fileio import CRC_BLOCK
+from ..core.manifest import Manifest, Sibling
+from ..errors import listed
+
+Report = dict[str, Any]
+MAX_JSON = 16 << 20  # bytes
+OF_RUN = frozenset(
+    ("trainer_state.json", "scheduler.pt", "scheduler.bin", "scaler.pt", "sampler.bin")
+)
+"""Files of trainers' programs that a run goes on with, whatever its size."""
+PATHS = {"trainer_state.json": "best_model_checkpoint"}
+"""A key that holds a path of the run, by the name of the JSON file: a converted run has another."""
+
+
+def siblings(a: Manifest, b: Manifest) -> tuple[list[Report], list[str]]:
+    """A line for each file that differs; sentences about files that only one side has.
+
+    None of two checkpoints of weights alone, from which no run goes on.
+    """
+    if a.groups is None and b.groups is None:
+        return [], []
+    ours, theirs = ({item.name: item for item in side.siblings} for side in (a, b))
+    lines: list[Report] = [
+        {"key": name, "a": f"{item.size} bytes", "b": f"{theirs[name].size} bytes"}
+        for name, item in ours.items()
+        if name in theirs and not _equal(item, theirs[name])
+    ]
+    sentences = []
+    for side, root, own, others in (("a", a.root, ours, theirs), ("b", b.root, theirs, ours)):
+        alone = [name for name in own if name not in others]
+        lost = OF_RUN.intersection(alone) if not OF_RUN.isdisjoint(others) else set()
+        lines += [{"key": name, "only": side} for name in sorted(lost)]
+        if rest := [name for name in alone if name not in lost]:
+            sentences.append(f"{listed(rest, 4)}: only beside {root}")
+    return lines, sentences
+
+
+def _equal(a: Sibling, b: Sibling) -> bool:
+    if a.path == b.path:
+        return True
+    key = PATHS.get(a.name)
+    if key is not None and max(a.size, b.size) <= MAX_JSON:
+        return bool(_document(a, key) == _document(b, key))
+    if a.size != b.size:
+        return False
+    return all(one == other for one, other in zip(_blocks(a), _blocks(b), strict=True))
+
+
+def _document(item: Sibling, without: str) -> Any:
+    data = b"".join(_blocks(item))
+    try:
+        document = json.loads(data.decode("utf-8"))
+    except (ValueError, RecursionError):
+        return data
+    if isinstance(document, dict):
+        document.pop(without, None)
+    return document
+
+
+def _blocks(item: Sibling) -> Iterator[bytes]:
+    with sources.opened(item.path) as file:
+        while block := file.read(CRC_BLOCK):
+            yield block

@@ -1,0 +1,349 @@
+"""Is what two checkpoints state beside tensors equal: schedulers, counters, a user's own values?
+
+What both have must be equal. What one of them lacks is a difference too, unless the other's files
+have no place for it, or it belongs to sizes that the two do not share: this is named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ..core.facts import FlatBufferEngine, GraphEngine, StateDictEngine, with_facts
+from ..core.inert import Foreign, inside, to_json
+from ..core.manifest import Manifest
+from ..core.weights import WEIGHTS, is_optimizers
+from ..errors import listed
+
+Report = dict[str, Any]
+SIZES = ("zero_stage", "dp", "tp", "pp", "ep")
+FACTS = ("engine", "module")
+"""Parts of the state that describe the files: the engine, and the order of the module's names."""
+OF_PROGRAM = ("lr_scheduler", "client_state", "module_extra")
+"""Parts of the state that belong to the user's program, whatever the engine."""
+OF_SIZES = ("tensor_parallel", "pipeline", "universal")
+"""Parts of the state that say how tensors were cut over ranks; compared if the files are alike."""
+OF_SAVING = frozenset(
+    (
+        *("world_size", "zero_stage", "data_parallel_size", "horizontal_parallel_size"),
+        *("model_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size"),
+        *("expert_model_parallel_size", "padded_vocab_size", "make_vocab_size_divisible_by"),
+        *("ckpt_format", "use_distributed_optimizer", "no_save_optim", "no_save_rng"),
+        *("bf16", "fp16", "params_dtype"),
+        *("param_state_sharding_type", "distrib_optim_sharding_type"),
+    )
+)
+"""What programs call the sizes of a run, and the kind of its files, among their own arguments."""
+ARGUMENTS = ("megatron.", "client_state.args.", "trainer_options.")
+"""Where programs keep them."""
+OF_VERSIONS = (
+    *("megatron.common.args.", "client_state.args.", "client_state.universal_checkpoint_info"),
+    *("trainer_options", "train_step_info"),
+)
+"""What some versions of a program or engine do not write: its arguments, and facts of its files."""
+WITH_OTHER_RANKS = ("_parallel_size", "no_save_rng")
+OF_SINGLE_RANKS = "megatron.objects."
+OF_PARAMETERS = frozenset(("members", "other", "partitions"))
+SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
+SCALING = tuple(f"optimizer.{key}" for key in ("loss_scaler", "dynamic_loss_scale", *SCALE))
+"""Where the scale of the loss is: fp16 runs need one, and each wrapper has a form of its own."""
+CLIPPING = "optimizer.clip_grad"
+"""Some wrappers leave clipping to the configuration."""
+GUESSES = ("guessed", "ordered")
+"""Facts about names that files do not state."""
+_NOTHING: tuple[Any, ...] = (None, {}, [])
+
+
+def states(a: Manifest, b: Manifest) -> tuple[list[Report], list[str]]:
+    """Differences, one line for each value; sentences about what was not compared."""
+    comparison = _Comparison(a, b)
+    comparison.run()
+    return comparison.lines, list(comparison.not_compared())
+
+
+class _Comparison:
+    """The states of two checkpoints: what differs, and what cannot be compared."""
+
+    def __init__(self, a: Manifest, b: Manifest) -> None:
+        self.sides = {"a": a, "b": b}
+        self.same_engine = _engine_name(a) == _engine_name(b)
+        self.same_format = a.format == b.format
+        self.same_stage = a.source.get("zero_stage") == b.source.get("zero_stage")
+        self.same_files = twins(a, b)
+        self.same_wrapper = _wrapper(a) == _wrapper(b)
+        self.lines: list[Report] = []
+        self.of_saving: list[str] = []
+        self.without_place: dict[str, list[str]] = {"a": [], "b": []}
+
+    def run(self) -> None:
+        ours, theirs = (_parts(manifest) for manifest in self.sides.values())
+        for key in dict.fromkeys((*ours, *theirs)):
+            if key in OF_SIZES and not self.same_files:
+                continue
+            one, other = ours.get(key), theirs.get(key)
+            if key == "optimizer":
+                one, other = _comparable_scales(*self._without_states(one or {}, other or {}))
+            self._compare(key, to_json(one), to_json(other))
+        if any(path.endswith(WITH_OTHER_RANKS) for path in self.of_saving):
+            self._leave_single_ranks()
+        if self.same_files:
+            self._compare("names", *self._names())
+            self._compare_ranks()
+            self._compare_layouts()
+            self.of_saving += _differing("", *map(_facts, self.sides.values()))
+
+    def _without_states(self, a: Report, b: Report) -> tuple[Report, Report]:
+        """Without states of parameters, unless the same engine has them on both sides.
+
+        `values.lacking` names those of one side.
+        """
+        kept = OF_PARAMETERS.intersection(a, b) if self.same_engine else set()
+        left = OF_PARAMETERS - kept
+        one, other = (
+            {key: item for key, item in side.items() if key not in left} for side in (a, b)
+        )
+        return one, other
+
+    def _names(self) -> list[dict[str, str]]:
+        """What each name is; without tensors of one side alone, which are compared as tensors."""
+        one, other = (_weights(manifest) for manifest in self.sides.values())
+        alone = one ^ other
+        return [
+            {name: what for name, what in _names(manifest).items() if name not in alone}
+            for manifest in self.sides.values()
+        ]
+
+    def _leave_single_ranks(self) -> None:
+        """Random states are no difference of runs of other sizes, or if one run has none."""
+        for line in self.lines:
+            if line["key"].startswith(OF_SINGLE_RANKS) and "only" in line:
+                self.without_place["b" if line["only"] == "a" else "a"].append(line["key"])
+        self.lines = [
+            line
+            for line in self.lines
+            if not (line["key"].startswith(OF_SINGLE_RANKS) and "only" in line)
+        ]
+
+    def _compare_ranks(self) -> None:
+        """What files of further ranks state; what is not listed of a rank is as of the first."""
+        a, b = self.sides.values()
+        for name in dict.fromkeys((*a.of_ranks, *b.of_ranks)):
+            ours, theirs = a.of_ranks.get(name, {}), b.of_ranks.get(name, {})
+            for key in dict.fromkeys((*ours, *theirs)):
+                one, other = (
+                    own[key] if key in own else _as_of_first(manifest, key)
+                    for own, manifest in ((ours, a), (theirs, b))
+                )
+                self._compare(f"{name}: {key}", one, other)
+
+    def _compare_layouts(self) -> None:
+        """What both state; versions of an engine differ in what they write."""
+        a, b = (manifest.layout for manifest in self.sides.values())
+        for name in a:
+            for key in (key for key in a[name] if key in b[name]):
+                self._compare(f"{name}: layout.{key}", a[name][key], b[name][key])
+
+    def _compare(self, path: str, a: Any, b: Any) -> None:
+        if a == b:  # at once, since both may be very large
+            return
+        a, b = (self._opened(value) for value in (a, b))
+        if isinstance(a, Mapping) and isinstance(b, Mapping):
+            for key in dict.fromkeys((*a, *b)):
+                self._compare_item(inside(path, key), key, a, b)
+        elif "." not in path and (a in _NOTHING or b in _NOTHING):
+            self._one_sided(path, a, b)
+        elif isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
+            for place, (one, other) in enumerate(zip(a, b, strict=True)):
+                self._compare(inside(path, place), one, other)
+        elif alike(a, b):
+            return
+        elif self._is_of_saving(path):
+            self.of_saving.append(path)
+        else:
+            self.lines.append({"key": path, "a": a, "b": b})
+
+    def _compare_item(
+        self, path: str, key: str, a: Mapping[str, Any], b: Mapping[str, Any]
+    ) -> None:
+        if key in a and key in b:
+            self._compare(path, a[key], b[key])
+        else:
+            self._one_sided(path, a.get(key), b.get(key))
+
+    def _one_sided(self, path: str, a: Any, b: Any) -> None:
+        """A value of one side alone; nothing that is no value, as an empty dictionary, is one."""
+        side, other = ("a", "b") if b in _NOTHING else ("b", "a")
+        if a in _NOTHING and b in _NOTHING:
+            return
+        if self._is_of_saving(path) or (path == CLIPPING and not self.same_wrapper):
+            self.of_saving.append(path)
+        elif self._has_place(self.sides[other], path):
+            self.lines.append({"key": path, "only": side})
+        else:
+            self.without_place[other].append(path)
+
+    def _has_place(self, manifest: Manifest, path: str) -> bool:
+        """Whether the files of a checkpoint could have this part of the state."""
+        part, engine = path.partition(".")[0], manifest.engine
+        if _is_weights(manifest) or path.startswith(OF_VERSIONS):
+            return False
+        if part in OF_PROGRAM:
+            if isinstance(engine, StateDictEngine):
+                return engine.folders is None or part == "module_extra"
+            return isinstance(engine, FlatBufferEngine)
+        return self.same_engine and (part != "optimizer" or self.same_stage)
+
+    def _is_of_saving(self, path: str) -> bool:
+        if path.startswith(ARGUMENTS) and path.rpartition(".")[2] in OF_SAVING:
+            return True
+        return not self.same_wrapper and path.startswith(SCALING)
+
+    def _opened(self, value: Any) -> Any:
+        """The value under a tag of JSON: tuples as lists, objects and dictionaries by key."""
+        if not isinstance(value, dict) or len(value) != 1:
+            return value
+        ((tag, inner),) = value.items()
+        if tag in ("$tuple", "$size"):
+            return inner
+        if tag in ("$dict", "$ordered"):
+            return {self._key(key): item for key, item in inner}
+        if tag == "$object":
+            rest = {key: item for key, item in inner.items() if key != "state"}
+            state = self._opened(inner.get("state"))
+            return {**rest, **(state if isinstance(state, dict) else {"state": state})}
+        return value
+
+    def _key(self, key: Any) -> Any:
+        """A key of a dictionary; torch.distributed.checkpoint turns them into texts."""
+        plain = isinstance(key, (str, int)) and self.same_format
+        return key if plain else str(key)
+
+    def not_compared(self) -> Iterator[str]:
+        """Sentences, each of which begins with what they are about."""
+        if self.of_saving:
+            yield f"{listed(self.of_saving, 4)}: the two differ in how they were saved"
+        a, b = self.sides.values()
+        for manifest, its_twin in ((a, b), (b, a)):
+            if manifest.of_ranks and not self.same_files:
+                keys = dict.fromkeys(key for own in manifest.of_ranks.values() for key in own)
+                yield (
+                    f"{listed(list(keys), 4)} of further ranks: only {manifest.root} has them, "
+                    f"and {its_twin.root} has other ranks"
+                )
+        for side, other in (("b", "a"), ("a", "b")):
+            paths, root = self.without_place[side], self.sides[side].root
+            if paths and _is_weights(self.sides[side]):
+                yield f"schedulers, counters and the like: {root} has weights alone"
+            elif paths:
+                them = "it" if len(paths) == 1 else "them"
+                yield (
+                    f"{listed(paths, 4)}: only {self.sides[other].root} has {them}, and the files "
+                    f"of {root} have no place for {them}"
+                )
+
+
+def _differing(path: str, a: Any, b: Any) -> Iterator[str]:
+    """The paths of values that differ."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        for key in dict.fromkeys((*a, *b)):
+            yield from _differing(inside(path, key) if path else key, a.get(key), b.get(key))
+    elif not alike(a, b):
+        yield path
+
+
+def twins(a: Manifest, b: Manifest) -> bool:
+    """Whether two checkpoints have the same files: of one format, sizes and names."""
+    same_engine = a.format == b.format and _engine_name(a) == _engine_name(b)
+    return same_engine and _sizes(a) == _sizes(b) and a.layout.keys() == b.layout.keys()
+
+
+def _weights(manifest: Manifest) -> set[str]:
+    return {entry.parameter for entry in manifest.entries.values() if entry.slot in WEIGHTS}
+
+
+def _names(manifest: Manifest) -> dict[str, str]:
+    """What each name of the module is, beside parameters with a name of their own."""
+    names = dict.fromkeys(map(str, manifest.state.get("module") or ()), "a name of the module")
+    names |= dict.fromkeys(manifest.buffers, "a buffer")
+    for owner, parameter in manifest.parameters.items():
+        names |= dict.fromkeys(parameter.aliases, f"a second name of {owner}")
+    return names
+
+
+def _facts(manifest: Manifest) -> Report:
+    """How a checkpoint was saved: a program may save the same run in another way."""
+    place = manifest.step_place
+    facts = with_facts({}, manifest.engine, None).get("engine") or {}
+    facts = {key: value for key, value in facts.items() if key not in GUESSES}
+    return {
+        "engine": to_json(facts),
+        "optimizer": manifest.optimizer,
+        "step": None if place is None else {**place.to_state(), "stale": to_json(place.stale)},
+        "source": plain_facts(manifest.source),
+    }
+
+
+def plain_facts(source: Mapping[str, Any]) -> Report:
+    """A manifest's `source` without what is not JSON."""
+    return {key: item for key, item in source.items() if isinstance(item, (str, int, type(None)))}
+
+
+def _as_of_first(manifest: Manifest, path: str) -> Any:
+    """A part of the state that the first rank has; `path` is that of its key, or of a key in it."""
+    part, _, key = path.partition(".")
+    value = manifest.state.get(part)
+    return to_json(value.get(key) if key and isinstance(value, Mapping) else value)
+
+
+def _engine_name(manifest: Manifest) -> tuple[str | None, ...]:
+    """The engine; with the kind of its files, where each kind has parts of its own."""
+    engine = manifest.engine
+    if isinstance(engine, GraphEngine):
+        return engine.name, engine.dialect
+    return (None if engine is None else engine.name,)
+
+
+def _wrapper(manifest: Manifest) -> tuple[str | None, str | None]:
+    """What decides whether the loss is scaled: the engine's own class, and the module's type."""
+    engine = manifest.engine
+    if isinstance(engine, FlatBufferEngine):
+        return engine.optimizer_class, engine.dtype
+    return None, None
+
+
+def _sizes(manifest: Manifest) -> list[Any]:
+    return [manifest.source.get(key) or None for key in SIZES]
+
+
+def _is_weights(manifest: Manifest) -> bool:
+    """Whether a checkpoint has weights alone, from which no run goes on."""
+    return manifest.groups is None and not any(map(is_optimizers, manifest.slots))
+
+
+def _parts(manifest: Manifest) -> Report:
+    """The parts of the state; where the optimizer keeps its step is compared by itself."""
+    return {key: value for key, value in manifest.state.items() if key not in FACTS}
+
+
+def _comparable_scales(a: Report, b: Report) -> tuple[Report, Report]:
+    """The same with loss scales in one form, if one is an object and the other one its numbers."""
+    if {"loss_scaler", "cur_scale"} <= a.keys() ^ b.keys():
+        return _with_numbers(a), _with_numbers(b)
+    return a, b
+
+
+def _with_numbers(optimizer: Report) -> Report:
+    scaler = optimizer.get("loss_scaler")
+    state = scaler.state if isinstance(scaler, Foreign) and isinstance(scaler.state, dict) else {}
+    rest = {key: item for key, item in optimizer.items() if key not in ("loss_scaler", "overflow")}
+    # a scale that does not change has one number that matters
+    kept = SCALE if rest.get("dynamic_loss_scale") else SCALE[:1]
+    numbers = {key: value for key, value in {**state, **rest}.items() if key in kept}
+    return {**{key: item for key, item in rest.items() if key not in SCALE}, **numbers}
+
+
+def alike(a: Any, b: Any) -> bool:
+    """Whether two values are equal; NaN equals NaN, and a tuple equals the list in JSON."""
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(map(alike, a, b))
+    return bool(a == b) or (a != a and b != b)
