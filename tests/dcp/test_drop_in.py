@@ -6,6 +6,7 @@ import argparse
 import collections
 import copy
 import datetime
+import decimal
 import io
 import os
 import pathlib
@@ -34,6 +35,7 @@ from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_
 from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
+from torch.torch_version import TorchVersion
 
 import zckpt
 from zckpt import dcp
@@ -289,6 +291,8 @@ VALUES = {
     "namespace": argparse.Namespace(lr=0.1, names=["a"]),
     "time": datetime.datetime(2026, 1, 2, 3, 4, 5, 6),
     "delta": datetime.timedelta(days=1, seconds=2),
+    "decimal": decimal.Decimal("0.1"),
+    "version": TorchVersion("2.13.0"),
     "file": io.BytesIO(b"abc"),
     "range": range(1, 9, 2),
     "class": (int, dict),

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import datetime
+import decimal
 import io
+import pathlib
 import pickletools
 import shutil
 import struct
 import zipfile
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader
+from torch.torch_version import TorchVersion
 
 import zckpt
 from zckpt.core.facts import FlatBufferEngine
@@ -271,6 +277,67 @@ def test_the_user_admits_an_object_by_its_name(
     state = zckpt.read(tmp_path / "target").state["client_state"]
     assert state["own"].name == "my.module.Flavour"
     assert state["epoch"] == 3
+
+
+VALUES = {
+    "timedelta": datetime.timedelta(days=1, microseconds=2),
+    "datetime": datetime.datetime(2026, 1, 2, 3, 4, 5, 6, datetime.timezone.utc),
+    "date": datetime.date(2026, 1, 2),
+    "time": datetime.time(3, 4),
+    "path": pathlib.Path("a/b"),
+    "pure path": pathlib.PurePosixPath("/a"),
+    "version": TorchVersion("2.13.0+cpu"),
+    "decimal": decimal.Decimal("0.10"),
+    "ordered": OrderedDict(b=1, a=2),
+}
+
+
+@pytest.mark.parametrize("to", ["gathered", "dcp", "deepspeed"])
+def test_values_of_harmless_standard_classes_arrive(to: str, tmp_path: Path) -> None:
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save({**states, "own": VALUES}, tmp_path / "source.pt")
+    report = zckpt.convert(tmp_path / "source.pt", tmp_path / "target", to=to)
+    assert not [line for line in report["left_out"] if "it names" in line]
+    assert zckpt.inspect(zckpt.read(tmp_path / "target"))["objects"] == []
+    loaded = LOADED[to](tmp_path / "target")
+    assert loaded == VALUES
+    assert [*map(type, loaded.values())] == [*map(type, VALUES.values())]
+
+
+def test_verify_names_what_is_left_out_of_the_program_s_own_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = zckpt.read(EXAMPLE)
+    own = {"epoch": 3, "loader": {"seed": 1, "flavour": FLAVOUR}}
+    changed = replace(source, state={**source.state, "client_state": own})
+    with monkeypatch.context() as patch:
+        patch.setattr("zckpt.writing.read", lambda *_: changed)
+        for to in ("gathered", "universal"):
+            zckpt.convert(EXAMPLE, tmp_path / to, to=to)
+    report = zckpt.verify(tmp_path / "gathered", against=tmp_path / "universal")
+    assert {"key": "client_state.loader.flavour", "only": "b"} in report["states"]
+    assert not report["equal"]
+
+
+def own_items(target: Path) -> dict[str, Any]:
+    keys = FileSystemReader(target).read_metadata().state_dict_metadata
+    state = {"own": {name: None for name in VALUES if f"own.{name}" in keys}}
+    state["own"]["ordered"] = {"b": None, "a": None}
+    dcp.load(state, storage_reader=FileSystemReader(target), no_dist=True)
+    return {**state["own"], "ordered": OrderedDict(state["own"]["ordered"])}
+
+
+LOADED: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "gathered": lambda path: torch.load(path / "extra.pt", weights_only=False)["own"],
+    "dcp": own_items,
+    "deepspeed": lambda path: torch.load(next(path.glob("*/*model_states.pt")), weights_only=False)[
+        "own"
+    ],
+}
 
 
 def planted(target: Path, value: Any) -> None:

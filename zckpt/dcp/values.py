@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import collections
 import datetime
+import decimal
 import io
 import pathlib
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from typing import Any
 
 import numpy
 import torch
+from torch.torch_version import TorchVersion
 
 from ..core.dtypes import TORCH_NAMES
 from ..core.inert import Foreign, Global, Scalar, Size, TensorName
@@ -229,6 +231,8 @@ _OBJECTS: dict[str, Callable[[_Rebuilding, Foreign], Any]] = {
     "datetime.time": _plain(datetime.time),
     "datetime.timedelta": _plain(datetime.timedelta),
     "datetime.timezone": _plain(datetime.timezone),
+    "decimal.Decimal": _plain(decimal.Decimal),
+    "torch.torch_version.TorchVersion": _plain(TorchVersion),
     **{
         f"{module}.{name}": _path
         for module in ("pathlib", "pathlib._local")  # Python 3.13's

@@ -29,10 +29,19 @@ PLAIN = (
 )  # fmt: skip
 COLLECTIONS = ("Counter", "OrderedDict", "defaultdict", "deque")
 NUMPY = ("_reconstruct", "scalar")
+TIMES = ("date", "datetime", "time", "timedelta", "timezone")
+PATHS = tuple(
+    f"{module}{name}"
+    for module in ("", "_local.")  # Python 3.13 names the second
+    for name in ("PosixPath", "PurePosixPath", "PureWindowsPath", "WindowsPath")
+)
 COMMON = frozenset(
     (
         *(f"builtins.{name}" for name in PLAIN),
         *(f"collections.{name}" for name in COLLECTIONS),
+        *(f"datetime.{name}" for name in TIMES),
+        "decimal.Decimal",
+        *(f"pathlib.{name}" for name in PATHS),
         "_codecs.encode",  # bytes in protocol 2
         "copyreg._reconstructor",  # makes an object of a class without calling its __init__
         "argparse.Namespace",
@@ -42,6 +51,7 @@ COMMON = frozenset(
         *(f"torch.{name}" for name in TORCH_NAMES.values()),
         "torch.Size",
         "torch.device",
+        "torch.torch_version.TorchVersion",  # a text: torch.__version__
     )
 )
 """Names that build plain values and run nothing else, whatever their arguments."""
@@ -49,7 +59,6 @@ COMMON = frozenset(
 REBUILT = (
     "tensor", "tensor_v2", "tensor_v3", "parameter", "parameter_with_state", "wrapper_subclass",
 )  # fmt: skip
-PATHS = ("PosixPath", "WindowsPath", "_local.PosixPath", "_local.WindowsPath")
 DISTRIBUTED = {  # names in modules of torch.distributed, 2.1 to 2.13
     "_mesh_layout": "_FlatLayout _MeshLayout",
     "_shard.metadata": "ShardMetadata",
@@ -83,7 +92,6 @@ DESCRIBING = COMMON | frozenset(
             for module, names in DISTRIBUTED.items()
             for name in names.split()
         ),
-        *(f"pathlib.{name}" for name in PATHS),  # the directory that `.metadata` states
     )
 )
 """Names by which torch's files describe tensors; a reader takes them apart, and keeps none.

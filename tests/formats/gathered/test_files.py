@@ -98,7 +98,7 @@ def test_verls_folder(tmp_path: Path, zckpt: Zckpt) -> None:
     (folder / "rollouts" / "big.bin").touch()
     refused = zckpt("reshard", folder, tmp_path / "out", "--dp", "4")
     assert refused.code == 2
-    assert "--dp does not apply to gathered, the format that reshard keeps" in refused.err
+    assert "--dp does not apply to the files that are written of" in refused.err
     assert "any number of ranks" in refused.err
     done = zckpt("reshard", folder, tmp_path / "out")
     assert done.code == 0

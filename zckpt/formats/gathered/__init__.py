@@ -8,6 +8,7 @@
     local.py          the state that each rank saved of its own part
     zro.py            which parameters ZeroRedundancyOptimizer gives to which rank
     write.py          whole files that plain torch and trainers load
+    write_ranks.py    files that each of N ranks loads alone, as verl saves FSDP2
     options.py        what a user may ask of these files
     gather.py         how torch joins ranks' parts: the rule behind verify --gather
 

@@ -181,6 +181,26 @@ def _read_dtensor(
     return [part], len(mesh.places), prod(cuts)
 
 
+def rows_mesh(value: Foreign) -> tuple[str, str | None] | None:
+    """The mesh's type of device and its axis's name, if any, for a DTensor that is cut into rows.
+
+    None for any other tensor: one that is cut along another axis, or on a mesh of several axes, or
+    whose record has the form of torch before 2.13.
+    """
+    try:
+        spec = _merged_state(value.arguments[3])["_spec"]
+        mesh, placements = _attribute(spec, "mesh"), _attribute(spec, "placements")
+        axes = _attribute(_attribute(mesh, "_layout"), "axes")
+        (placement,), (axis,) = placements, _attribute(mesh, "_mesh_dim_names") or (None,)
+        rows = placement.name.endswith(".Shard") and _attribute(placement, "dim") == 0
+        device = _attribute(mesh, "_device_type")
+    except MALFORMED:
+        return None
+    is_whole = len(axes) == 1 and _attribute(mesh, "_root_mesh", None) is None
+    are_names = isinstance(device, str) and isinstance(axis, (str, type(None)))
+    return (device, axis) if rows and is_whole and are_names else None
+
+
 def _split_factor(placement: Any) -> int:
     """Into how many parts an axis is cut before this placement; 1 if the mesh's order decides.
 

@@ -4,6 +4,7 @@ from ...core.values import replace
 from ...training.options import (
     ALLOW_OBJECT,
     DIALECT,
+    DP,
     DTYPE,
     GROUP_DEFAULTS,
     OPTIMIZER,
@@ -11,6 +12,7 @@ from ...training.options import (
 )
 
 OPTIONS = (
+    DP,
     WEIGHTS_ONLY,
     DTYPE,
     OPTIMIZER,
@@ -18,4 +20,3 @@ OPTIONS = (
     GROUP_DEFAULTS,
     ALLOW_OBJECT,
 )
-REASONS = {"dp": "whole files load on any number of ranks"}

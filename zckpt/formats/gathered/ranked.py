@@ -24,7 +24,7 @@ from ...errors import (
     InconsistentCheckpoint,
     UnsupportedCheckpoint,
 )
-from ...files.torchfile import Tensor, TorchFile
+from ...files.torchfile import Tensor, TorchFile, class_of
 from ...training import peft, steps
 from ..statedict.finding import MEMBERS
 from ..statedict.tree import (
@@ -55,6 +55,10 @@ ACCELERATE = "pytorch_model_fsdp"
 """How accelerate names files of whole models under FSDP: with `.bin`, `_1.bin` and so on."""
 
 
+Copies = tuple[Leaf, Sequence[LocalPart]]
+"""A tensor that no rank has cut: the first rank's, and those of the others."""
+
+
 @mutable
 class MergedRanks:
     """One tree of all ranks' files; `left_out` says where it has rank 0's value only.
@@ -67,6 +71,7 @@ class MergedRanks:
     left_out: list[str] = field(default_factory=list)
     of_ranks: dict[str, dict[str, Any]] = field(default_factory=dict)
     steps: list[StepStatement] = field(default_factory=list)
+    copies: list[Copies] = field(default_factory=list)
 
 
 def merge(
@@ -85,7 +90,8 @@ def merge(
             refuse_missing(files, world_of(first, file))
     merger = _Merger(dict(sorted(files.items())), step_policy)
     tree = merger.merge({rank: file.value for rank, file in merger.files.items()}, place)
-    return MergedRanks(tree, list(_report(merger.different)), merger.of_ranks, merger.steps)
+    left_out = list(_report(merger.different))
+    return MergedRanks(tree, left_out, merger.of_ranks, merger.steps, merger.copies)
 
 
 def refuse_missing(files: Mapping[int, TorchFile], world: int) -> None:
@@ -158,6 +164,24 @@ def refuse_flat(file: TorchFile) -> None:
                 )
 
 
+def flat_states(model: Iterable[TorchFile], optimizer: Sequence[TorchFile]) -> str | None:
+    """Where FSDP1's flat parameters have the states, if ranks saved `optimizer.state_dict()` so.
+
+    FSDP1 cuts the model's own weights into ShardedTensors, and the state dict that FSDP itself
+    gives of its optimizer too. The optimizer's own knows numbers of flat parameters, or of their
+    parts.
+    """
+    sharded = (class_of(each) for file in model for each in distributed_in(file.value))
+    if not any(name.endswith(".ShardedTensor") for name in sharded):
+        return None
+    for file in optimizer:
+        states = file.value.get("state") if isinstance(file.value, dict) else None
+        is_numbered = isinstance(states, dict) and types_in(states) == {int}
+        if is_numbered and next(distributed_in(states), None) is None:
+            return file.path
+    return None
+
+
 def _values(value: Any) -> Iterable[Any]:
     return value.values() if isinstance(value, dict) else ()
 
@@ -174,6 +198,7 @@ class _Merger:
         self.different: list[Path] = []
         self.of_ranks: dict[str, dict[str, Any]] = {}
         self.steps: list[StepStatement] = []
+        self.copies: list[Copies] = []
         self.meshes: MeshCache = {}
 
     def merge(self, by_rank: dict[int, Any], path: Path) -> Any:
@@ -215,6 +240,7 @@ class _Merger:
             ]
             same = all(_same(copies[0], other) for other in copies[1:])
             value: Any = replace(leaf(self.files[first], values[0]), sharded=False)
+            self.copies.append((value, copies[1:]))
         else:
             texts = (text(value, self.files[rank]) for rank, value in by_rank.items())
             same = len(values) == 1 or len(set(texts)) == 1

@@ -10,22 +10,56 @@ from ...core import sources
 from ...core.manifest import Manifest
 from ...core.saved_names import nameless, refuse_others, saved_names
 from ...core.values import replace
-from ...errors import MALFORMED, IncompleteCheckpoint, NotACheckpoint, listed, not_understood
+from ...errors import (
+    MALFORMED,
+    IncompleteCheckpoint,
+    MissingData,
+    NotACheckpoint,
+    UnsupportedCheckpoint,
+    WrongOption,
+    listed,
+    not_understood,
+)
 from ...files.torchfile import Parsed, TorchFile
 from ...training.trainers import beside
 from ..reading import USUAL, Reading
 from ..statedict.keys import keys_of
 from ..statedict.read import manifest
 from ..statedict.stated import checked
-from ..statedict.tree import Path, SavedTree, leaves
+from ..statedict.tree import Path, SavedTree, leaf, leaves
 from ..statedict.weights import tensors_of_index, weights_of
 from . import distributed, local, ranked
 from .files import StateDictFiles, locate, place_of, slices
 from .items import METADATA, refusal, said_of
 
+CONFIG = "fsdp_config.json"
+"""verl's file beside files of ranks; it has the version of FSDP and the number of ranks."""
+MESH = "mesh"
+"""In `Manifest.source`: the mesh of ranks' files that can be written for other ranks."""
+
 
 def read(path: str, reading: Reading = USUAL) -> Manifest:
-    """The manifest of files of torch.save; a tag is the name of one of a folder's files.
+    """The manifest of files of torch.save; see `read_tree`."""
+    return read_tree(path, reading)[0]
+
+
+def with_copies(path: str) -> Manifest:
+    """The manifest of files that are to be filled, with each rank's copy of what is not cut."""
+    manifest, copies = read_tree(path, USUAL)
+    entries = {id(entry.fragments): entry for entry in manifest.entries.values()}
+    replicas = [
+        replace(entries[id(first.fragments)], fragments=leaf(part.file, part.tensor).fragments)
+        for first, parts in copies
+        if id(first.fragments) in entries
+        for part in parts
+    ]
+    return replace(manifest, replicas=(*manifest.replicas, *replicas))
+
+
+def read_tree(path: str, reading: Reading) -> tuple[Manifest, Sequence[ranked.Copies]]:
+    """The manifest of files of torch.save, and copies of tensors that ranks have whole.
+
+    A tag is the name of one of a folder's files.
 
     Raises NotACheckpoint, AmbiguousCheckpoint, IncompleteCheckpoint (a rank or a part is missing),
     InconsistentCheckpoint (ranks contradict each other), MissingData (numbers without names),
@@ -40,14 +74,21 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
         if files:
             reader.saved.source["slices"] = len(files)
             reader.saved.warnings.append(f"{said_of(files)}; shown is {os.path.basename(first)}")
-        result = manifest(reader.saved, reading)
+        try:
+            result = manifest(reader.saved, reading)
+        except (MissingData, WrongOption):
+            reader.refuse_flat_states()
+            raise
+        if (mesh := reader.rows_mesh(result)) is not None:
+            result = replace(result, source={**result.source, MESH: mesh})
         if reader.has_local_states:
             _refuse_lost(result, reading.param_names)
         if reader.saved.orders is not None:
             result = _in_order(result, reading.param_names)
         # numbers are usual in these files: they do not say which layout --to dcp should write
         engine = replace(keys_of(result.engine), layout=None, whole=True, dialect=reader.dialect)
-        return replace(result, engine=engine, notes=(*result.notes, *reader.notes))
+        result = replace(result, engine=engine, notes=(*result.notes, *reader.notes))
+        return result, reader.copies
     except MALFORMED as error:
         raise not_understood(path, error) from error
 
@@ -108,6 +149,7 @@ class _TreeReader:
         self.saved = SavedTree(path, source, {}, models=files.models)
         self.names: Mapping[str, list[str]] = {}
         self.has_local_states = False
+        self.copies: list[ranked.Copies] = []
         self.opened = {path: TorchFile(path, self.parsed) for path in files.of_torch}
         folders = {path: file.saved_as for path, file in self.opened.items()}
         beside_them = os.listdir(path) if sources.is_folder(path) else ()
@@ -130,6 +172,9 @@ class _TreeReader:
             if files.items and sources.is_file(of_ranks := os.path.join(path, METADATA)):
                 own.add(of_ranks)
                 self.saved.left_out.append(f"{METADATA}: where the parts of the source's ranks are")
+            if files.world is not None and sources.is_file(config := os.path.join(path, CONFIG)):
+                own.add(config)
+                self.saved.left_out.append(f"{CONFIG}: the number of the source's ranks")
             siblings, left_out = beside(path, own)
             self.saved.siblings += siblings
             self.saved.left_out += left_out
@@ -206,7 +251,38 @@ class _TreeReader:
             return local.merge(self.saved, files, self.step_policy, self.param_names)
         merged = self._merge(files, () if key is None else (key,))
         self.saved.steps += merged.steps
+        self.copies += merged.copies
         return merged.tree
+
+    def rows_mesh(self, manifest: Manifest) -> list[str | None] | None:
+        """The mesh on which FSDP2 has cut each parameter into rows; see `distributed.rows_mesh`."""
+        model = self.files.ranks.get("model")
+        if model is None or self.files.world is None or self.files.whole:
+            return None
+        values = {key: self.opened[paths[0]].value for key, paths in self.files.ranks.items()}
+        cut = {name for name, each in values["model"].items() if distributed.is_distributed(each)}
+        if cut != {n for name, p in manifest.parameters.items() for n in (name, *p.aliases)}:
+            return None
+        tensors = distributed.distributed_in([*values.values()])
+        meshes = {distributed.rows_mesh(tensor) for tensor in tensors}
+        mesh = meshes.pop() if len(meshes) == 1 else None
+        return None if mesh is None else list(mesh)
+
+    def refuse_flat_states(self) -> None:
+        """Raises UnsupportedCheckpoint if the optimizer's states are of FSDP1's flat parameters."""
+        model, optimizer = (
+            [self.opened[path] for _, path in sorted(self.files.ranks.get(kind, {}).items())]
+            for kind in ("model", "optim")
+        )
+        path = ranked.flat_states(model, optimizer)
+        if path is not None:
+            raise UnsupportedCheckpoint(
+                f"{path} has an optimizer of FSDP1's flat parameters, cut over the ranks. No file "
+                "says which weights are in a flat parameter, and where",
+                hint=f"take the weights alone: `zckpt convert {self.path} DST --weights-only`. To "
+                "keep the optimizer, save FSDP.optim_state_dict(model, optimizer), or train with "
+                "FSDP2 (in verl: actor.strategy=fsdp2)",
+            )
 
     def _merge(self, files: dict[int, TorchFile], place: Path = ()) -> ranked.MergedRanks:
         merged = ranked.merge(files, self.step_policy, place)

@@ -33,7 +33,7 @@ from ...files import safefile
 from ...files.torchfile import Tensor
 from ...files.torchshell import Storages, seal_records, shell
 from ...training import peft, trainers
-from ...training.options import DIALECT, Options
+from ...training.options import DIALECT, DP, Options
 from ...training.trainers import ACCELERATE, TRANSFORMERS, program_of
 from ..statedict.keys import keys_of
 from ..statedict.write import BlankTensor, StateDicts, left_out
@@ -94,6 +94,10 @@ def lay_out(source: Manifest, options: Options) -> Layout:
 
     Raises WrongOption and MissingData before anything is written.
     """
+    if options[DP] is not None:
+        from . import write_ranks
+
+        return write_ranks.lay_out(source, options)
     writer = StateDictWriter(source, options)
     own = {shell.name for shell in writer.shells()}
     # a trainer's own files are written anew; any other file of such a name is lost

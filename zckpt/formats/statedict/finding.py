@@ -218,7 +218,7 @@ def without(tree: Any, paths: set[Path], path: Path = ()) -> Any:
         return without(values, paths - {()})
     if not isinstance(tree, dict):
         return tree
-    rest = {}
+    rest = type(tree)()  # an OrderedDict stays one
     for key, value in tree.items():
         if type(value) in PLAIN:
             rest[key] = value

@@ -1,0 +1,193 @@
+"""Files that each of N ranks loads alone, as verl's FSDPCheckpointManager saves FSDP2.
+
+    model_world_size_N_rank_R.pt          model.state_dict(): DTensors of rows, and buffers
+    optim_world_size_N_rank_R.pt          optimizer.state_dict()
+    extra_state_world_size_N_rank_R.pt    the scheduler, and rank 0's random states for each rank
+    fsdp_config.json                      the version of FSDP, and N
+
+verl 0.7 names the files by the number of ranks, and loads no others. A DTensor's record states the
+mesh of the ranks: it has the form of torch 2.13, and device and axis of the source's mesh.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from math import prod
+from typing import Any
+
+from ...core.dtypes import TORCH_NAMES
+from ...core.inert import Foreign, Global, Scalar, Size, TensorName, map_values
+from ...core.layout import Layout, Shell
+from ...core.manifest import Manifest
+from ...errors import WrongOption, counted, literal
+from ...files.torchfile import REBUILD, Tensor
+from ...files.torchshell import Storages, shell
+from ...training.options import DIALECT, DP, Options
+from ..statedict.write import BlankTensor
+from .read import CONFIG, MESH, with_copies
+from .write import EXTRA, STATED, StateDictWriter
+
+MESHES, LAYOUTS = "torch.distributed.device_mesh", "torch.distributed._mesh_layout"
+SPECS, PLACEMENTS = (
+    f"torch.distributed.tensor.{module}" for module in ("_dtensor_spec", "placement_types")
+)
+
+
+def lay_out(source: Manifest, options: Options) -> Layout:
+    """The files of `--dp` ranks; raises WrongOption unless the source has FSDP2's, cut in rows."""
+    ranks, mesh = options[DP], source.source.get(MESH)
+    assert ranks is not None
+    if source.format != "gathered" or mesh is None:
+        raise WrongOption(
+            f"--dp does not apply to the files that are written of {source.root}",
+            hint="leave it out: whole files load on any number of ranks. Files of ranks are "
+            "written of FSDP2's, with a mesh of one axis, as torch 2.13 saves them (in verl: "
+            "fsdp_size=-1)",
+        )
+    if options[DIALECT] is not None:
+        raise WrongOption(
+            f"--dp does not apply to --dialect {options[DIALECT]}",
+            hint="leave one of them out: the files of this dialect are whole",
+        )
+    writer = RanksWriter(source, options, ranks, *mesh)
+    return Layout(
+        writer.shells,
+        [(item.name, item) for item in source.siblings],
+        writer.left_out,
+        writer.warnings,
+        from_masters=True,
+        about=f"files of {counted(ranks, 'rank')} with FSDP2: {writer.name('model', 0)} and others",
+        loading=lambda path: f"FSDPCheckpointManager(...).load_checkpoint({literal(path)})",
+        read_back=with_copies,
+    )
+
+
+class RanksWriter(StateDictWriter):
+    """Everything that is decided before the first byte is written."""
+
+    def __init__(
+        self, source: Manifest, options: Options, ranks: int, device: str, axis: str | None
+    ) -> None:
+        super().__init__(source, options)
+        self.ranks, self.device, self.axis = ranks, device, axis
+        names = {n for name, p in source.parameters.items() for n in (name, *p.aliases)}
+        self.whole = {id(value) for name, value in self.weights.items() if name not in names}
+        self.trees: dict[str, Any] = {"model": self.weights}
+        if self.optimizes:
+            self.trees["optim"] = self.files[self.file_names.optimizer]
+        for key, value in self.files.get(EXTRA, {}).items():
+            if key != STATED:
+                self.trees[key] = value
+        self.left_out = [line for line in self.left_out if not line.startswith(CONFIG)]
+        if (source.state.get("optimizer") or {}).get("other"):
+            raise WrongOption(
+                f"--dp does not apply to {source.root}: its optimizer has states of other shapes "
+                "than the parameters",
+                hint="leave it out: whole files load on any number of ranks",
+            )
+
+    def name(self, kind: str, rank: int) -> str:
+        return f"{kind}_world_size_{self.ranks}_rank_{rank}.pt"
+
+    def shells(self) -> Iterator[Shell]:
+        """Every file."""
+        for rank in range(self.ranks):
+            for kind, tree in self.trees.items():
+                storages = Storages()
+                value = _RankFile(self, rank, storages).with_tensors(tree)
+                yield shell(self.name(kind, rank), value, storages)
+        text = json.dumps({"FSDP_version": 2, "world_size": self.ranks}, indent=4).encode()
+        yield Shell(CONFIG, len(text), ((0, text),))
+
+    def is_cut(self, value: BlankTensor) -> bool:
+        """Whether ranks have rows of it: of all but the module's buffers."""
+        return id(value) not in self.whole
+
+
+class _RankFile:
+    """The tensors of one file of a rank: DTensors in the form in which torch 2.13 pickles them."""
+
+    def __init__(self, writer: RanksWriter, rank: int, storages: Storages) -> None:
+        self.writer = writer
+        self.rank = rank
+        self.storages = storages
+        self.tensors: dict[int, Any] = {}  # by the identity of a blank tensor
+        self.mesh = self._mesh()
+        self.placement = _object(f"{PLACEMENTS}.Shard", dim=0)
+        order = Global(f"{SPECS}.ShardOrderEntry")
+        self.order = Foreign(order, (0, (0,)), None, "new")
+
+    def with_tensors(self, value: Any) -> Any:
+        """`value` with this rank's part of each tensor."""
+        if isinstance(value, Scalar):
+            return self.storages.scalar(value)
+        if isinstance(value, TensorName):
+            entry = self.writer.source.entries[f"{value.name}/state"]
+            return self.storages.tensor(entry.dtype, entry.shape)
+        if isinstance(value, BlankTensor):
+            if id(value) not in self.tensors:
+                make = self._rows if self.writer.is_cut(value) else self._whole
+                self.tensors[id(value)] = make(value)
+            return self.tensors[id(value)]
+        result = map_values(value, lambda item, _: self.with_tensors(item))
+        if hasattr(value, "_metadata"):
+            result._metadata = value._metadata
+        return result
+
+    def _whole(self, blank: BlankTensor) -> Tensor:
+        return self.storages.tensor(blank.dtype, blank.shape)
+
+    def _rows(self, blank: BlankTensor) -> Foreign:
+        """The DTensor of which this rank has rows, as `torch.chunk` gives them."""
+        count, *rest = blank.shape
+        width = -(-count // self.writer.ranks)
+        own = max(0, min(width, count - self.rank * width))
+        strides = tuple(prod(blank.shape[axis + 1 :]) for axis in range(len(blank.shape)))
+        dtype = Global(f"torch.{TORCH_NAMES[blank.dtype]}")
+        about = (Size(blank.shape), strides, dtype)
+        spec = _object(
+            f"{SPECS}.DTensorSpec",
+            mesh=self.mesh,
+            placements=(self.placement,),
+            tensor_meta=Foreign(Global(f"{SPECS}.TensorMeta"), about, None, "new"),
+            shard_order=(self.order,),
+            use_strided_shard_as_shard_order=False,
+            _hash=None,
+        )
+        cls = Global("torch.distributed.tensor.DTensor")
+        layout = Foreign(Global("torch.serialization._get_layout"), ("torch.strided",))
+        device = Foreign(Global("torch.device"), ("cpu",))
+        arguments = (cls, dtype, blank.shape, strides, 0, layout, device, False)
+        local = self.storages.tensor(blank.dtype, (own, *rest))
+        state = {"_local_tensor": local, "_spec": spec}
+        rebuild = Global("torch._utils._rebuild_wrapper_subclass")
+        return Foreign(Global(REBUILD), (rebuild, cls, arguments, state))
+
+    def _mesh(self) -> Foreign:
+        ranks = self.writer.ranks
+        sizes = {"shape": (ranks,), "stride": (1,)} if ranks > 1 else {"shape": (), "stride": ()}
+        axis = _object(f"{LAYOUTS}._FlatLayout", **sizes)
+        places = self.storages.tensor("I32", (ranks,))
+        self.storages.known[places.storage.key] = struct.pack(f"<{ranks}i", *range(ranks))
+        return _object(
+            f"{MESHES}.DeviceMesh",
+            _device_type=self.writer.device,
+            _layout=_object(f"{LAYOUTS}._MeshLayout", axes=(axis,)),
+            _rank_map=places,
+            _mesh_dim_names=None if self.writer.axis is None else (self.writer.axis,),
+            _root_mesh=None,
+            _flatten_rank_map=tuple(range(ranks)),
+            _thread_id=None,
+            _flatten_mapping={},
+            _dim_group_names=["0"],  # the group of all ranks
+            _rank=self.rank,
+            _coordinate_on_dim=(self.rank,),
+            _hash=None,
+        )
+
+
+def _object(name: str, **state: Any) -> Foreign:
+    """An object as pickle makes it: `cls.__new__`, then its attributes."""
+    return Foreign(Global(name), (), state, "new")
