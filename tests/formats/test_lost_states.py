@@ -55,6 +55,20 @@ def test_it_is_refused_by_name(soap: Path, tmp_path: Path, stage: int, dry_run: 
     assert os.listdir(tmp_path) == ["soap"]
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_state_of_the_parameters_shape_by_chance(tmp_path: Path, stage: int) -> None:
+    """The preconditioner of a square matrix, as Shampoo's, is none of the matrix's elements."""
+    sizes = {"trunk.weight": (7, 5), "head.weight": (3, 3)}
+    source = save(
+        tmp_path / "source", "gathered", lambda name: {"pre": torch.ones(sizes.get(name, (2, 2)))}
+    )
+    with pytest.raises(UnsupportedState) as refused:
+        zckpt.convert(source, tmp_path / "run", to="deepspeed", dp=2, stage=stage)
+    assert "pre of trunk.weight, " in refused.value.message
+    assert refused.value.hint == "to go on without it: --drop-state pre (or --weights-only)"
+    zckpt.convert(source, tmp_path / "run", to="deepspeed", dp=2, stage=stage, drop_state=["pre"])
+
+
 def test_the_report_begins_with_what_was_dropped(soap: Path, tmp_path: Path, zckpt: Zckpt) -> None:
     to = ("--to", "deepspeed", "--dp", 2, "--stage", 2)
     ended = zckpt("convert", soap, tmp_path / "run", *to)

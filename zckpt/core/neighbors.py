@@ -85,6 +85,10 @@ def _groups(manifest: Manifest) -> Iterator[list[_States]]:
     others = manifest.state.get("optimizer")
     others = others.get("other") if isinstance(others, Mapping) else None
     others = others if isinstance(others, Mapping) else {}
+    unread: dict[str, list[str]] = {}
+    for item in manifest.unread:
+        for name in item.parameters:
+            unread.setdefault(name, []).append(item.key)
     # a step of the group is stated for parameters that were never updated too
     own_steps = manifest.step_place is None or manifest.step_place.where == "state"
     groups: dict[int | None, list[_States]] = {}
@@ -96,6 +100,7 @@ def _groups(manifest: Manifest) -> Iterator[list[_States]]:
         keys = (*own, *parameter.scalars)
         if name in others and isinstance(other := others[name], Mapping):
             keys += tuple(map(str, other))
+        keys += tuple(unread.get(name, ()))  # they are in the files
         if own_steps and parameter.step is not None:
             keys += (STEP,)
         for each in (own, keys):

@@ -91,6 +91,17 @@ def test_others_cannot_have_them(
     assert zckpt(command, run, tmp_path / "t", *options, "--weights-only").code == 0
 
 
+def test_as_pytorch_optimizer_names_them(run: Path, tmp_path: Path, zckpt: Program) -> None:
+    """Every rank got the denominator of rank 0, and its estimate went another way."""
+    for rank, file in enumerate(sorted(run.glob("*/*optim_states.pt"))):
+        value = torch.load(file, weights_only=False)
+        group = value["optimizer_state_dict"]["base_optimizer_state"]["param_groups"][0]
+        group["d_de_nom"] = torch.tensor([0.5 + rank])
+        torch.save(value, file)
+    assert zckpt("reshard", run, tmp_path / "same", "--dp", "3").code == 0
+    assert estimates(tmp_path / "same", "d_de_nom") == [0.5, 1.5, 2.5]
+
+
 def test_another_hyper_parameter_is_of_another_save(run: Path, zckpt: Program) -> None:
     file = max(run.glob("*/*optim_states.pt"))
     value = torch.load(file, weights_only=False)

@@ -12,6 +12,8 @@ import torch
 
 import zckpt
 from zckpt import errors
+from zckpt.files.torchshell import Storages
+from zckpt.formats.deepspeed.stage_0.whole import shape_of
 
 from ...engines import models
 from ...engines.cases import STAGE_0, Case
@@ -331,6 +333,17 @@ def test_muon_of_the_program_is_copied(tmp_path: Path) -> None:
     assert again == {**group, "params": [0, 1]}
     with pytest.raises(errors.MissingData, match="which groups Muon updates"):
         zckpt.reshard(run, tmp_path / "zero", dp=2, stage=2)
+
+
+def test_numbers_show_no_shape() -> None:
+    """torch's ASGD keeps two numbers as tensors beside its average of the weight."""
+    shapes: dict[str, tuple[int, ...]] = {"eta": (), "mu": (), "ax": (3, 4), "step": ()}
+    state = {key: Storages().tensor("F32", shape) for key, shape in shapes.items()}
+    assert shape_of(state) == (3, 4)
+    del state["ax"]
+    assert shape_of(state) == ()
+    state["row"], state["column"] = (Storages().tensor("F32", (size,)) for size in (3, 4))
+    assert shape_of(state) is None
 
 
 class TestContract(FormatContract):

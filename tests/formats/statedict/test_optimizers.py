@@ -299,3 +299,54 @@ def test_a_storage_reader_gives_the_step_to_a_group(number: int, tmp_path: Path)
     dcp.load(state, storage_reader=StorageReader(str(tmp_path / "zero")))
     (group,) = state["optim"]["param_groups"]
     assert group == {"alpha": 5.0, "step": 7 + number, "params": [name]}
+
+
+# -- what DeepSpeed's engine cannot take
+
+ADAGRAD = {**torch.optim.Adagrad([torch.zeros(1)]).defaults, "lr": 0.1}
+
+
+def test_zero_takes_one_group_of_adagrad(tmp_path: Path) -> None:
+    """The engine makes torch's class anew with one group, and dies when it loads two."""
+    run = saved(tmp_path / "run", (ADAGRAD, ("sum",), STEP), (ADAGRAD, ("sum",), STEP))
+    for stage in (1, 2, 3):
+        with pytest.raises(errors.UnsupportedCheckpoint, match="one group of torch's Adagrad"):
+            zckpt.convert(run, tmp_path / "zero", to="deepspeed", dp=2, stage=stage)
+    assert not (tmp_path / "zero").exists()
+    offload = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    for name, options in (
+        ("weights", {"weights_only": True}),
+        ("whole", {"stage": 0, "dtype": "fp32"}),
+        ("offloading", {"config": {**offload, "optimizer": {"type": "Adagrad"}}}),
+    ):
+        zckpt.convert(run, tmp_path / name, to="deepspeed", dp=2, **options)
+    one = saved(tmp_path / "one", (ADAGRAD, ("sum",), STEP))
+    zckpt.convert(one, tmp_path / "zero", to="deepspeed", dp=2)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_hyper_parameters_that_are_tensors_of_one_element(stage: int, tmp_path: Path) -> None:
+    """As Prodigy's: the target was called damaged, because its reader compares them."""
+    group = {**FOREIGN, "d": 1e-6, "d_numerator": torch.tensor([0.5])}
+    run = saved(tmp_path / "run", (group, MOMENTS, STEP))
+    zckpt.convert(run, tmp_path / "zero", to="deepspeed", dp=2, stage=stage, dtype="fp32")
+    zckpt.convert(tmp_path / "zero", tmp_path / "again", to="dcp")
+    (again,) = whole(tmp_path / "again")["optim"]["param_groups"]
+    assert alike(again["d_numerator"], torch.tensor([0.5]))
+    assert zckpt.verify(run, tmp_path / "zero")["equal"]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_every_rank_has_hyper_parameters_that_are_tensors(stage: int, tmp_path: Path) -> None:
+    """The files of ranks after the first had zeros, and nothing showed it."""
+    rates = torch.tensor([0.5, 0.25])
+    run = saved(tmp_path / "run", ({**FOREIGN, "rates": rates}, MOMENTS, STEP))
+    zckpt.convert(run, tmp_path / "zero", to="deepspeed", dp=2, stage=stage)
+    zckpt.reshard(tmp_path / "zero", tmp_path / "again", dp=3)
+    for target, ranks in (("zero", 2), ("again", 3)):
+        files = [*(tmp_path / target).glob("*/*zero_pp_rank_*optim_states.pt")]
+        assert len(files) == ranks
+        for file in files:
+            state = torch.load(file, weights_only=False)["optimizer_state_dict"]
+            base = state.get("base_optimizer_state") or state["optimizer_state_dict"]
+            assert torch.equal(base["param_groups"][0]["rates"], rates)

@@ -58,6 +58,23 @@ def test_the_class_is_named(name: str, tmp_path: Path, zckpt: Program) -> None:
     assert all(same_bits(load(source, f"{key}/param"), w) for key, w in weights.items())
 
 
+def test_pieces_of_fsdp2_are_named_and_not_read(tmp_path: Path, zckpt: Program) -> None:
+    """Two ranks of FSDP2 saved halves of the states of one weight; the others are plain."""
+    source = DATA / "adamw8bit_fsdp2"
+    shown = zckpt("inspect", source)
+    assert shown.code == 0
+    assert f"not read: tensors of the class {CLASS}, saved in pieces" in shown.out
+    assert zckpt("verify", source).code == 0
+    assert zckpt("convert", source, tmp_path / "u", "--weights-only").code == 0
+    for words in (("reshard",), ("convert", "--to", "deepspeed", "--stage", 2)):
+        command, *options = words
+        refused = zckpt(command, source, tmp_path / "t", "--dp", 3, *options)
+        assert refused.code == 1
+        assert "the target cannot have the optimizer's exp_avg and exp_avg_sq of" in refused.err
+        assert f"(tensors of the class {CLASS}, saved in pieces)" in refused.err
+        assert not (tmp_path / "t").exists()
+
+
 def test_both_containers_have_the_same_states() -> None:
     a, b = (zckpt.read(DATA / name) for name in ("adamw8bit.pt", "adamw8bit"))
     assert a.entries.keys() == b.entries.keys()

@@ -40,6 +40,7 @@ from ..statedict.keys import ADAPTER, RANKS, own_key
 from ..statedict.read import manifest
 from ..statedict.stated import checked
 from ..statedict.tree import (
+    InPieces,
     Leaf,
     Path,
     SavedTree,
@@ -258,7 +259,9 @@ class _FolderReader:
                 continue
             file = self.files.torch_file(location)
             tensor = file.value
-            if class_of(tensor) and len(item.boxes) == 1:  # an object with tensors inside
+            if name_of_class := class_of(tensor):  # an object with tensors inside
+                if len(item.boxes) > 1:
+                    return InPieces(name_of_class)
                 self.saved.records += file.records.values()
                 return leaves(file, tensor, names)
             described = (tensor.dtype, tensor.shape) if isinstance(tensor, Tensor) else None

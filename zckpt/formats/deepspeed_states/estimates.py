@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from ...files.torchshell import Storages
 
 KEYS = {
-    *("d", "d_max", "d_hat", "d_prev", "d_numerator", "d_denom"),
-    *("numerator_weighted", "gsq_weighted"),
+    *("d", "d_max", "d_hat", "d_prev", "d_numerator", "d_denom", "d_de_nom"),
+    *("numerator_weighted", "gsq_weighted", "sk_sq_weighted"),
 }
-"""Of prodigyopt 1.1 and dadaptation 3.2."""
+"""Of prodigyopt 1.1, dadaptation 3.2 and pytorch_optimizer 4.1."""
 BY_RANK = "by_rank"
 """The key of the estimates in the manifest's state of the optimizer: for each group the values of
 all ranks, by the name of the hyper-parameter."""

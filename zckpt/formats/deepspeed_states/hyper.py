@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ...core.manifest import Manifest
-from ...errors import MissingData, WrongOption
+from ...errors import MissingData, UnsupportedCheckpoint, WrongOption
 from ...training.optimizers import (
     ADAM,
     TORCH,
@@ -131,7 +131,26 @@ def complete_groups(
                 group[key] = value
                 if key in ADAM or not (complete or key in OF_IMPLEMENTATIONS):
                     assumed[key] = value
+    if not options.weights_only:
+        _refuse_groups_of_adagrad(engine, name, groups)
     return groups, assumed
+
+
+def _refuse_groups_of_adagrad(
+    engine: TargetEngine, name: str, groups: Sequence[Mapping[str, Any]]
+) -> None:
+    """Raises UnsupportedCheckpoint for torch's Adagrad with several groups under ZeRO.
+
+    The engine makes it anew with one group, and fails when it trains or loads (0.19.8, stages 1, 2
+    and 3, `initialize_optimizer_states`). Its own CPUAdagrad has groups, and no `lr_decay`.
+    """
+    of_torch = name == "adagrad" and any("lr_decay" in group for group in groups)
+    if of_torch and len(groups) > 1 and not (engine.whole or engine.offloads):
+        raise UnsupportedCheckpoint(
+            "DeepSpeed's ZeRO takes one group of torch's Adagrad, and the source has "
+            f"{len(groups)}",
+            hint="--stage 0 keeps the groups; or write --weights-only",
+        )
 
 
 def _scheduled(source: Manifest) -> tuple[str, ...]:

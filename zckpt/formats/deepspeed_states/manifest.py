@@ -110,6 +110,7 @@ def _trainer_warnings(ranks: EngineStates) -> list[str]:
 
 # -- what is not a tensor
 
+GROUPS = "param_groups"  # where tensors among the hyper-parameters are entered
 # arguments in a ds_config that choose the optimizer's class and are no hyper-parameters of groups
 CONSTRUCTION = frozenset({"torch_adam", "adam_w_mode", "fp32_optimizer_states"})
 
@@ -119,14 +120,20 @@ def _groups(ranks: EngineStates, tensors: ManifestTensors) -> tuple[dict[str, An
     groups = ranks.bases[0].get("param_groups")
     if groups is None:
         return _elastic_groups(ranks, tensors)
-    return tuple(
+    hyper = tuple(
         {
-            key: tensors.kept(value, f"param_groups.{place}.{key}", ranks.optimizers[0])
+            key: tensors.hyper(value, f"{GROUPS}.{place}.{key}", ranks.optimizers[0])
             for key, value in group.items()
             if key not in ("params", "step")
         }
         for place, group in enumerate(groups)
     )
+    if any(name.startswith(GROUPS) for name in tensors.entries):
+        for base, file in zip(ranks.bases[1:], ranks.optimizers[1:], strict=True):
+            for place, group in enumerate(base.get("param_groups") or ()):
+                values = {f"{GROUPS}.{place}.{key}": value for key, value in group.items()}
+                tensors.add_state_replicas(values, [file])
+    return hyper
 
 
 def _elastic_groups(

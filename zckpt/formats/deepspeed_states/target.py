@@ -17,8 +17,8 @@ from typing import Any
 from ...core.dtypes import SIZES
 from ...core.facts import StepPlace
 from ...core.inert import Scalar
-from ...core.manifest import Manifest, Parameter, Sibling
-from ...core.states import others_of, partitions_of
+from ...core.manifest import Manifest, Parameter, Sibling, slot_key
+from ...core.states import others_of, partitions_of, states_of
 from ...core.values import valueclass
 from ...core.weights import is_optimizers, weight_of
 from ...errors import InconsistentCheckpoint, MissingData, UnsupportedCheckpoint
@@ -166,7 +166,9 @@ class DeepSpeedTarget:
             if missing:
                 raise MissingData(
                     f"the source holds {sorted(missing)[0]} of other parameters of the same group, "
-                    f"but not of {name}"
+                    f"but not of {name}",
+                    hint=f"to go on without it: --drop-state {sorted(missing)[0]} (or "
+                    "--weights-only)",
                 )
         masters = {self.master_dtype(name) for name in members}
         return TargetBuffer(
@@ -191,9 +193,18 @@ class DeepSpeedTarget:
         return tuple(
             (slot, "F32" if widened and dtype in ("BF16", "F16") else dtype)
             for slot in self._slots
-            if prefix + slot in entries
+            if prefix + slot in entries and (self._by_itself or slot_key(slot) not in self._shaped)
             for dtype in [entries[prefix + slot].dtype]
         )
+
+    @cached_property
+    def _shaped(self) -> frozenset[str]:
+        """States that are no tensor of the parameter's shape, of one parameter at least.
+
+        The preconditioner of a square matrix has the matrix's own shape, and not its elements.
+        """
+        forms = states_of(self.source).values()
+        return frozenset(state.key for state in forms if state.form in ("other", "unread"))
 
     def master_dtype(self, name: str) -> str:
         """The type of a parameter's master; raises MissingData where it has no weights."""

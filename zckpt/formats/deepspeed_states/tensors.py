@@ -7,7 +7,7 @@ from functools import cached_property
 from math import prod
 
 from ...core.annotations import Any
-from ...core.dtypes import SIZES
+from ...core.dtypes import NUMBERS, SIZES
 from ...core.fragments import Fragments, Runs, Slices
 from ...core.inert import TensorName, inside, map_values
 from ...core.manifest import Entry, Parameter
@@ -193,6 +193,15 @@ class ManifestTensors:
             self.enter(f"{path}/state", value.dtype, value.shape, file.fragments(value))
             return TensorName(path)
         return map_values(value, lambda item, key: self.kept(item, inside(path, key), file))
+
+    def hyper(self, value: Any, path: str, file: TorchFile) -> Any:
+        """A hyper-parameter of a group; a tensor of one element by value, as Prodigy has them.
+
+        A target's shells then state it too: whoever compares what ranks estimated reads it there.
+        """
+        if isinstance(value, Tensor) and value.numel == 1 and value.dtype in NUMBERS:
+            return file.scalar(value)
+        return self.kept(value, path, file)
 
 
 def is_extra(name: str, value: Any) -> bool:

@@ -12,16 +12,16 @@ from typing import Any
 from ...core.dtypes import NUMBERS
 from ...core.facts import StateDictEngine, StepPlace
 from ...core.inert import PYTHON_NUMBERS, Scalar, TensorName, inside, map_values
-from ...core.manifest import Entry, Manifest, Parameter, Sighting, slot_name
+from ...core.manifest import Entry, Manifest, Parameter, Sighting, Unread, slot_name
 from ...core.values import replace
-from ...errors import listed
+from ...errors import UnsupportedCheckpoint, listed
 from ...training import steps, ties
 from ...training.optimizers import name_of_groups
 from ...training.trainers import config_of
 from ..reading import Reading
 from .finding import OptimizerState, is_buffer, is_extra, merged, value_at, without
 from .roots import Root
-from .tree import Leaf, Path, SavedTree, StepStatement, dotted
+from .tree import InPieces, Leaf, Path, SavedTree, StepStatement, dotted
 from .twins import second_names
 
 SCHEDULERS = ("lr_scheduler", "scheduler", "sched")
@@ -41,6 +41,9 @@ class ManifestBuilder:
         self.saved = saved
         self.roots = roots
         self.model = {name: leaf for name, leaf in model.items() if isinstance(leaf, Leaf)}
+        for name, value in model.items():
+            if isinstance(value, InPieces):
+                raise _in_pieces(name, value)
         self.optimizers = optimizers
         self.optimizer = merged(list(optimizers.values()))
         own = [path for root in roots for path in root.optimizers]
@@ -51,6 +54,7 @@ class ManifestBuilder:
         self.parameters: dict[str, Parameter] = {}
         self.buffers: list[str] = []
         self.other: dict[str, dict[str, Any]] = {}
+        self.in_pieces: dict[tuple[str, str], list[str]] = {}
         self.sightings: list[Sighting] = []
         self.step_place: StepPlace | None = None
         self.aliases: dict[str, str] = {}
@@ -89,6 +93,10 @@ class ManifestBuilder:
             roots={root.name: tuple(map(dotted, root.optimizers)) for root in self.roots}
             if self._are_several()
             else {},
+            unread=tuple(
+                Unread(key, tuple(names), f"tensors of the class {kind}, saved in pieces")
+                for (key, kind), names in self.in_pieces.items()
+            ),
             unused=tuple(saved.unused),
         )
 
@@ -199,6 +207,8 @@ class ManifestBuilder:
                 parameter.scalars[key] = _number(value)
             elif isinstance(value, Leaf) and value.shape == parameter.shape:
                 self._add_entry(f"{name}/{slot_name(key)}", value)
+            elif isinstance(value, InPieces):
+                self.in_pieces.setdefault((key, value.name), []).append(name)
             else:
                 self.other.setdefault(name, {})[key] = value
 
@@ -259,12 +269,17 @@ class ManifestBuilder:
         assert self.optimizer is not None
         return tuple(
             {
-                key: self._kept(value, f"param_groups.{place}.{key}")
+                key: self._hyper(value, f"param_groups.{place}.{key}")
                 for key, value in group.items()
                 if key not in ("step", "param_names")
             }
             for place, group in enumerate(self.optimizer.groups)
         )
+
+    def _hyper(self, value: Any, path: str) -> Any:
+        """A hyper-parameter of a group; a tensor of one element by value, as Prodigy has them."""
+        by_value = isinstance(value, Leaf) and _is_number(value)
+        return _number(value) if by_value else self._kept(value, path)
 
     def _optimizer(self, groups: Sequence[dict[str, Any]] | None) -> str | None:
         """The names of the optimizers that have the groups, by the keys of their states."""
@@ -333,7 +348,16 @@ class ManifestBuilder:
             name = value.name or path
             self._add_entry(f"{name}/state", value)
             return TensorName(name)
+        if isinstance(value, InPieces):
+            raise _in_pieces(path, value)
         return map_values(value, lambda item, key: self._kept(item, inside(path, key)))
+
+
+def _in_pieces(name: str, value: InPieces) -> UnsupportedCheckpoint:
+    return UnsupportedCheckpoint(
+        f"{name} is a tensor of the class {value.name}, saved in pieces, which zckpt does not read",
+        hint="save it whole, or as a plain tensor",
+    )
 
 
 def _is_number(value: Any) -> bool:

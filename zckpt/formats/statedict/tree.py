@@ -113,6 +113,16 @@ class SavedTree:
         return self.storage is None or self.folders is not None
 
 
+@valueclass
+class InPieces:
+    """A tensor with the class `name` of its own, of which every rank has saved a piece.
+
+    What a piece means is known to the class alone, so nothing of it is read.
+    """
+
+    name: str
+
+
 def leaf(file: TorchFile, tensor: Tensor) -> Leaf:
     """A tensor that lies whole in one file."""
     part = (0,) * len(tensor.shape), tensor, file

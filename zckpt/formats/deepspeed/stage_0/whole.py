@@ -280,11 +280,13 @@ def _plain(names: Sequence[Sequence[str]]) -> list[list[str | None]]:
 def shape_of(state: Any) -> Shape | None:
     """The shape of a parameter, as its states show it; None if they do not.
 
-    Adafactor keeps rows and columns: no shape is taken from those.
+    Adafactor keeps rows and columns: no shape is taken from those. ASGD keeps numbers beside its
+    average, as tensors without dimensions.
     """
     tensors = {k: v for k, v in (state or {}).items() if isinstance(v, Tensor) and k != "step"}
     shapes = {tensor.shape for key, tensor in tensors.items() if key in ELEMENTWISE}
     shapes = shapes or {tensor.shape for tensor in tensors.values()}
+    shapes = shapes - {()} or shapes
     return shapes.pop() if len(shapes) == 1 else None
 
 
