@@ -137,11 +137,16 @@ class _Comparison:
                 self._compare(f"{name}: {key}", one, other)
 
     def _compare_layouts(self) -> None:
-        """What both state; versions of an engine differ in what they write."""
+        """What files of one name state; versions of an engine differ in what they write there."""
         a, b = (manifest.layout for manifest in self.sides.values())
-        for name in a:
-            for key in (key for key in a[name] if key in b[name]):
-                self._compare(f"{name}: layout.{key}", a[name][key], b[name][key])
+        for name in dict.fromkeys((*a, *b)):
+            ours, theirs = a.get(name, {}), b.get(name, {})
+            if ours and theirs:
+                shared = ours.keys() & theirs.keys()
+                ours, theirs = (
+                    {key: own[key] for key in own if key in shared} for own in (ours, theirs)
+                )
+            self._compare(f"{name}: layout", ours, theirs)
 
     def _compare(self, path: str, a: Any, b: Any) -> None:
         if a == b:  # at once, since both may be very large
@@ -254,7 +259,7 @@ def _differing(path: str, a: Any, b: Any) -> Iterator[str]:
 def twins(a: Manifest, b: Manifest) -> bool:
     """Whether two checkpoints have the same files: of one format, sizes and names."""
     same_engine = a.format == b.format and _engine_name(a) == _engine_name(b)
-    return same_engine and _sizes(a) == _sizes(b) and a.layout.keys() == b.layout.keys()
+    return same_engine and _sizes(a) == _sizes(b) and _wrapper(a)[1] == _wrapper(b)[1]
 
 
 def _weights(manifest: Manifest) -> set[str]:
