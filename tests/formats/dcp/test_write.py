@@ -163,14 +163,22 @@ def test_steps_of_several_types(tmp_path: Path) -> None:
     assert all(same_bits(after[name]["step"], torch.tensor(7.0)) for name in "ab")
 
 
-def test_tensors_in_flat_groups_are_refused(tmp_path: Path) -> None:
+def test_a_number_in_a_flat_group_stays_a_tensor(tmp_path: Path) -> None:
     saved(tmp_path / "run", {"step": torch.tensor(7.0)}, {"lr": torch.tensor([0.1])}, flat=True)
+    zckpt.reshard(tmp_path / "run", tmp_path / "again", dp=2)
+    written = whole(tmp_path / "again")["optim"]["param_groups.a.lr"]
+    assert same_bits(written, torch.tensor([0.1]))
+
+
+def test_tensors_in_flat_groups_are_refused(tmp_path: Path) -> None:
+    rates = torch.tensor([0.1, 0.2])
+    saved(tmp_path / "run", {"step": torch.tensor(7.0)}, {"lr": rates}, flat=True)
     with pytest.raises(errors.WrongOption, match="lr is a tensor"):
         zckpt.reshard(tmp_path / "run", tmp_path / "again", dp=2)
     assert not (tmp_path / "again").exists()
     zckpt.convert(tmp_path / "run", tmp_path / "again", to="dcp", dcp_layout="nested")
     groups = whole(tmp_path / "again")["optim"]["param_groups"]
-    assert all(same_bits(group["lr"], torch.tensor([0.1])) for group in groups)
+    assert all(same_bits(group["lr"], rates) for group in groups)
 
 
 def test_accelerates_folders(tmp_path: Path) -> None:
