@@ -336,7 +336,7 @@ def _gathered(root: Path) -> Target:
 
 
 def _proof(root: Path) -> Target:
-    from zckpt.proof import saved, values
+    from zckpt.proof import saved
 
     folder, path = root / "universal-proof", root / "proof.json"
     zckpt.convert(EXAMPLE, folder)
@@ -347,8 +347,7 @@ def _proof(root: Path) -> Target:
     def run(data: bytes) -> None:
         path.write_bytes(data)
         saved.is_proof(str(path))
-        proven = saved._read_proof(str(path))
-        values.differences(manifest, proven) if hasattr(values, "differences") else None
+        proven = saved._read_proof(str(path), manifest)
         saved.with_values({"differences": [], "problems": []}, manifest, proven, [], [])
 
     return Target(run, [sample], (mutations.json_, mutations.json_, mutations.bytes_))
