@@ -105,17 +105,18 @@ def _verify(
     from .proof import saved
     from .proof.verify import verify_against, verify_alone
 
-    is_alone = against is None or saved.is_proof(os.fspath(against))
-    manifest = read(path, reading, is_alone)
+    is_proof = against is not None and saved.is_proof(os.fspath(against))
+    manifest = read(path, reading, alone=against is None or is_proof)
     about = saved.about(manifest)
     with sources.unchanged(manifest):
         if against is None:
             about["warnings"] += duplicates.check_duplicates(manifest)
             formats.named(manifest.format).check_slices(manifest)
             return about | verify_alone(manifest, selection.tensors, copying, begin)
-        against = os.fspath(against)
-        if saved.is_proof(against):
-            return about | saved.verify_proof(manifest, against, selection, copying, begin)
+        if is_proof:
+            return about | saved.verify_proof(
+                manifest, os.fspath(against), selection, copying, begin
+            )
         other = read_other(against, manifest, reading)
         with sources.unchanged(other):
             about["warnings"] += oddly_timed(other)

@@ -42,7 +42,6 @@ What a target gets from a source:
 
 How two checkpoints are compared:
     compare.py        finds what differs, difference.py by how much
-    equality.py       whether two tensors alone are equal
     masters.py        do the masters of one checkpoint round to its weights?
     rounding.py       whether few numbers are what others are rounded to
     partition.py      how an engine cuts tensors, in the words of gather.py files

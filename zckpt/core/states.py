@@ -153,7 +153,6 @@ def lost(source: Manifest, target: Manifest) -> list[State]:
     then `target` lacks its state if it has this state of no parameter. A model rank's copy of a
     tied weight may be filled from another rank's: then its states are among the replicas.
     """
-    copies = {(_without_rank(entry.parameter), entry.slot) for entry in target.replicas}
     kept = states_of(target)
     known: dict[str, str] = {}
     lacking = []
@@ -168,14 +167,16 @@ def lost(source: Manifest, target: Manifest) -> list[State]:
             name: tensors
             for name, tensors in state.tensors.items()
             if (known[name] not in names if name in known else not own)
-            and (_without_rank(name), key) not in copies
         }
+        if missing and state.form == "slot":
+            copies = {_of_any_rank(e.parameter) for e in target.replicas if slot_key(e.slot) == key}
+            missing = {n: own for n, own in missing.items() if _of_any_rank(n) not in copies}
         if missing:
             lacking.append(replace(state, tensors=missing))
     return lacking
 
 
-def _without_rank(name: str) -> str:
+def _of_any_rank(name: str) -> str:
     """The name of a parameter without the number of its model rank: `2:embedding.weight`."""
     rank, _, rest = name.partition(":")
     return rest if rank.isdigit() else name

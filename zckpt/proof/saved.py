@@ -147,8 +147,8 @@ def _hex(crc: int | None) -> str | None:
 def _read_proof(path: str, manifest: Manifest) -> Manifest:
     """The checkpoint that was proven, as its proof describes it: tensors are checksums only.
 
-    An older proof does not list states that are no tensors of a parameter's shape: it
-    is taken to have those of `manifest`.
+    An older proof does not list states that are no tensors of a parameter's shape: it is taken to
+    have those of `manifest`.
     """
     try:
         with sources.opened(path) as file:

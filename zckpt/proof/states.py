@@ -137,11 +137,14 @@ class _Comparison:
                 self._compare(f"{name}: {key}", one, other)
 
     def _compare_layouts(self) -> None:
-        """What files of one name state; versions of an engine differ in what they write there."""
+        """What files of one name state; a version of an engine may not write all of it there."""
         a, b = (manifest.layout for manifest in self.sides.values())
         for name in dict.fromkeys((*a, *b)):
             ours, theirs = a.get(name, {}), b.get(name, {})
             if ours and theirs:
+                self.of_saving += [
+                    f"{name}: layout.{key}" for key in sorted(ours.keys() ^ theirs.keys())
+                ]
                 shared = ours.keys() & theirs.keys()
                 ours, theirs = (
                     {key: own[key] for key in own if key in shared} for own in (ours, theirs)

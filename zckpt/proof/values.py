@@ -109,8 +109,8 @@ def scalars(a: Manifest, b: Manifest) -> list[Report]:
 def lacking(a: Manifest, b: Manifest, reported: Collection[str]) -> tuple[list[Report], list[str]]:
     """States of the optimizer that one side lacks, or that could not be read; and harmless ones.
 
-    `reported` are tensors that the report lists one by one. A step that one side has
-    for no parameter at all is such a state, too.
+    `reported` are tensors that the report lists one by one. A step that one side has for no
+    parameter at all is such a state, too.
     """
     lines, notes = [], []
     for only, owner, other in (("a", a, b), ("b", b, a)):

@@ -21,6 +21,7 @@ from ...core.dtypes import TORCH_NAMES
 from ...core.inert import Foreign, Global, Scalar, Size, TensorName, map_values
 from ...core.layout import Layout, Shell
 from ...core.manifest import Manifest
+from ...core.states import others_of
 from ...errors import WrongOption, counted, literal
 from ...files.torchfile import REBUILD, Tensor
 from ...files.torchshell import Storages, shell
@@ -81,7 +82,7 @@ class RanksWriter(StateDictWriter):
             if key != STATED:
                 self.trees[key] = value
         self.left_out = [line for line in self.left_out if not line.startswith(CONFIG)]
-        if (source.state.get("optimizer") or {}).get("other"):
+        if others_of(source):
             raise WrongOption(
                 f"--dp does not apply to {source.root}: its optimizer has states of other shapes "
                 "than the parameters",

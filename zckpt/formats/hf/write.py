@@ -20,13 +20,14 @@ from typing import Any
 
 from ...core import sources
 from ...core.dtypes import FLOATS, SIZES, TORCH_NAMES
-from ...core.equality import have_equal_bytes
 from ...core.folder import Folder
 from ...core.layout import Layout, Shell
 from ...core.manifest import Entry, Manifest, Parameter, Sibling
+from ...core.masters import results_of
+from ...core.plan import Match
 from ...core.siblings import SiblingList, refusals
 from ...core.values import replace
-from ...core.weights import weight_of
+from ...core.weights import agreement, weight_of
 from ...errors import MissingData, UnsupportedCheckpoint, WrongOption, listed, literal
 from ...files import safefile
 from ...training import peft, saving, ties
@@ -171,7 +172,10 @@ class PretrainedWriter:
             return True
         own, its = (weight_of(self.source.entries, name) for name in (one, other))
         pairs = (own.param, its.param), (own.master, its.master)
-        return all(a is b if a is None or b is None else have_equal_bytes(a, b) for a, b in pairs)
+        matches = [Match(a, b) for a, b in pairs if a and b and agreement(a, b) == "bits"]
+        if len(matches) < sum(bool(a or b) for a, b in pairs):
+            return False
+        return not any(result.differs for result in results_of(self.source, matches))
 
     def _is_exported(self, name: str) -> bool:
         """An adapter's tensors are all that are there, or those of its modules, and what it trains.
