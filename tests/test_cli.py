@@ -82,42 +82,22 @@ def test_no_command_is_answered_with_help(zckpt: Zckpt) -> None:
     assert "inspect" in ended.out
 
 
-@pytest.mark.parametrize("words", [["--help"], ["convert", "--help"], ["export", "--help"]])
-def test_help_imports_neither_rich_nor_the_rest(
-    words: list[str], zckpt_without: Callable[..., Result]
-) -> None:
-    ended = zckpt_without(("rich", "numpy", "torch", "zlib_ng"), *words)
-    assert (ended.code, ended.err) == (0, "")
-
-
-HEAVY = ("rich", "numpy", "torch", "h5py", "zlib_ng", "importlib.resources")
-WORK = ("zckpt.writing", "zckpt.copying.copy", "zckpt.copying.journal", "zckpt.files.hdf5file")
-OPTIONS = (
-    "zckpt.api",
-    "zckpt.formats.options",
-    "zckpt.training.options",
-    "zckpt.formats.protocols",
-)
-SLOW = ("typing", "re", "enum", "signal", "json", "dataclasses", "inspect", "pathlib")
-SMALL = ("shlex", "base64", "fnmatch", "threading", "tempfile", "datetime", "hashlib", "socket")
-
-
 @pytest.mark.parametrize(
-    ("words", "absent"),
+    "words",
     [
-        (["--version"], ("click", "zckpt.errors", "zckpt.cli.run", *HEAVY, *SLOW, *SMALL)),
-        (["--help"], (*HEAVY, *WORK, "zckpt.api", "zckpt.display")),
-        (["inspect", str(EXAMPLE)], (*HEAVY, *WORK, *OPTIONS, *SLOW, *SMALL, "click")),
-        (["inspect", str(EXAMPLE), "--json"], (*HEAVY, *WORK, *OPTIONS, "typing", "click")),
-        (["inspect", str(EXAMPLE), "--steps"], (*HEAVY, *WORK)),
+        ["--version"],
+        ["--help"],
+        ["convert", "--help"],
+        ["export", "--help"],
+        ["inspect", str(EXAMPLE)],
+        ["inspect", str(EXAMPLE), "--json"],
+        ["inspect", str(EXAMPLE), "--steps"],
     ],
 )
-def test_what_is_not_imported_at_the_start(words: list[str], absent: tuple[str, ...]) -> None:
-    """`--version` has 2 times the CPU of `python -c pass`, `inspect` 4 times."""
+def test_neither_torch_nor_numpy_is_imported_at_the_start(words: list[str]) -> None:
     imported = imported_by("-m", "zckpt", *words)
     assert "zckpt.cli" in imported
-    own = imported - imported_by("-c", "import runpy")  # what `python -m` itself needs
-    assert own.isdisjoint(absent), own & set(absent)
+    assert imported.isdisjoint(("numpy", "torch")), words
 
 
 def imported_by(*words: str) -> set[str]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from . import work
+from . import launched
 from .help import ExplainedCommand
 from .options import as_document, common, family, grouped, moving, renaming, single, uncompared
 from .parameters import PATH
@@ -57,7 +57,14 @@ from .parameters import PATH
 @moving
 @single
 @common
-def verify(**words: Any) -> int:
+def verify(
+    path: str,
+    against: str | None,
+    save_proof: str | None,
+    as_json: bool,
+    quiet: bool,
+    **words: Any,
+) -> int:
     """Check a checkpoint for contradictions, or compare it with another one.
 
     Without --against, verify checks that checksums match, every element is stored once, copies on
@@ -71,7 +78,18 @@ def verify(**words: Any) -> int:
 
     Exit code 3: verify found something.
     """
-    return work.verify(**words)
+    from .. import api, display
+
+    if save_proof:
+        display.can_save(save_proof)
+    with display.progress(quiet or as_json) as begin:
+        report = launched.look(api.verify, path, against, begin=begin, **words)
+    if report is None or report["rank"]:  # rank 0 reports the findings of all
+        return 0
+    display.answer(report, as_json, quiet, display.verified)
+    if save_proof:
+        display.save(save_proof, report)
+    return 0 if report["equal"] else 3
 
 
 @click.command(
@@ -95,7 +113,7 @@ def verify(**words: Any) -> int:
 @moving
 @single
 @common
-def diff(**words: Any) -> int:
+def diff(a: str, b: str, as_json: bool, quiet: bool, **words: Any) -> int:
     """Show where two checkpoints differ, in the order of the model.
 
     A and B may have different formats. diff compares tensors, and everything else as verify does,
@@ -103,7 +121,14 @@ def diff(**words: Any) -> int:
 
     Exit code 3: something differs.
     """
-    return work.diff(**words)
+    from .. import api, display
+
+    with display.progress(quiet or as_json) as begin:
+        report = launched.look(api.diff, a, b, begin=begin, **words)
+    if report is None:
+        return 0
+    display.answer(report, as_json, quiet, display.differing)
+    return 0 if report["equal"] else 3
 
 
 @click.command(
@@ -123,7 +148,7 @@ def diff(**words: Any) -> int:
 @moving
 @single
 @common
-def stats(**words: Any) -> None:
+def stats(path: str, as_json: bool, quiet: bool, **words: Any) -> None:
     """Show statistics of every tensor, and warn of dead or impossible numbers.
 
     These are min, max, mean, std (with n - 1, as torch.std) and L2 norm over finite numbers, in
@@ -131,7 +156,12 @@ def stats(**words: Any) -> None:
     magnitudes in powers of two. Warnings name second moments that are zero or negative, constant
     weights, NaN, infinities, and steps that stopped in low precision.
     """
-    work.stats(**words)
+    from .. import api, display
+
+    with display.progress(quiet or as_json) as begin:
+        report = launched.look(api.stats, path, begin=begin, **words)
+    if report is not None:
+        display.answer(report, as_json, quiet, display.statistics)
 
 
 @click.command(

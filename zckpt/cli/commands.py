@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 import click
 
-from ..errors import WrongOption
+from ..errors import NotEnoughSpace, WrongOption, sized
 from ..version import __version__
-from . import work
+from . import launched, output, signals
 from .checking import diff, probe_diff, stats, verify
 from .help import WIDTH, Commands, FormatName
 from .options import (
@@ -63,14 +65,104 @@ def cli() -> None:
     "What to show", "--state", is_flag=True, help="Print everything that is not a tensor, as JSON."
 )
 @common
-def inspect(**words: Any) -> None:
+def inspect(
+    path: str,
+    tensors: str | None,
+    steps: bool,
+    layout: bool,
+    state: bool,
+    as_json: bool,
+    quiet: bool,
+    **reading: Any,
+) -> None:
     """Show what a checkpoint contains, without reading a tensor.
 
     PATH can be a directory of DeepSpeed, of torch.distributed.checkpoint, of torch.save files
     (whole, or one per rank) or of ONNX Runtime's rank files; a Hugging Face Trainer, Accelerate,
     Lightning or torchtitan directory around one of these; a single file; a universal checkpoint.
     """
-    work.inspect(**words)
+    from .. import display, formats
+    from ..core import description
+    from ..formats.reading import Reading
+    from ..reading import read
+
+    manifest = read(path, Reading(**reading, inspected=True))
+    is_summary = not (tensors or steps or layout or state)
+    if "slices" in manifest.source and not (is_summary or as_json):
+        display.warn(list(manifest.warnings), quiet)  # a shape in a list is not the tensor's
+
+    def summary() -> dict[str, Any]:
+        return description.inspect(manifest, formats.other_objects(manifest))
+
+    if as_json:
+        report = summary()
+        if tensors or layout:
+            report["tensors"] = description.tensors(manifest, tensors or "*", fragments=layout)
+        if state:
+            report["state"] = description.state(manifest)
+        display.document(report)
+    elif state:
+        display.document(description.state(manifest))
+    elif steps:
+        display.steps(manifest)
+    elif layout:
+        display.layout(manifest, tensors or "*")
+    elif tensors:
+        display.tensors(description.tensors(manifest, tensors))
+    else:
+        display.summary(summary(), quiet)
+
+
+def write(
+    command: str,
+    source: str,
+    target: str,
+    *,
+    jobs: int,
+    memory: int,
+    io: str,
+    dry_run: bool,
+    as_json: bool,
+    quiet: bool,
+    **words: Any,
+) -> None:
+    """Converts, reshards or exports a checkpoint, with progress, and prints the report."""
+    from .. import api, display
+
+    shown: list[str] = []
+
+    def tell(warnings: Sequence[str]) -> None:
+        shown.extend(warnings)
+        display.warn(warnings, quiet or as_json)
+
+    with display.progress(quiet or as_json or dry_run) as begin:
+        report = launched.write(
+            getattr(api, command),
+            source,
+            target,
+            **words,
+            dry_run=dry_run,
+            copying=api.Copying(jobs, memory, io),
+            begin=begin,
+            tell=tell,
+            before_rename=signals.ignore,
+        )
+    if report is None:  # rank 0 reports what all have written
+        return
+    try:
+        display.answer(report, as_json, quiet, display.converted, shown)
+        sys.stdout.flush()
+        if dry_run and report["bytes"] > report["free"]:
+            raise NotEnoughSpace(
+                f"{target} needs {sized(report['bytes'])}, but only "
+                f"{sized(report['free'])} are free",
+                hint="choose a target on another filesystem, or free some space",
+            )
+    except OSError as error:  # a full disk behind stdout
+        if dry_run:
+            raise
+        display.warn([f"{target} is complete, but not reported: {error}"], quiet=False)
+        output.discard()
 
 
 @cli.command(
@@ -99,7 +191,7 @@ def convert(**words: Any) -> None:
 
     DST is a new directory. The report lists what its format cannot store.
     """
-    work.write("convert", **words)
+    write("convert", **words)
 
 
 @cli.command(
@@ -128,7 +220,7 @@ def reshard(**words: Any) -> None:
     DST is a new directory. The trainer of SRC resumes from it on --dp ranks. A universal SRC is
     written for the engine that it came from.
     """
-    work.write("reshard", **words)
+    write("reshard", **words)
 
 
 @cli.command(
@@ -168,7 +260,7 @@ def export(
             "--param-names does not apply to export",
             hint="leave it out: export writes no optimizer state",
         )
-    work.write("export", config=model_config, max_shard_size=max_file_size, **words)
+    write("export", config=model_config, max_shard_size=max_file_size, **words)
 
 
 for command in (verify, diff, stats, probe_diff):

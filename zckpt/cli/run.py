@@ -6,13 +6,19 @@ Exit codes: 0 done or equal, 1 could not do it (no target was made), 2 wrong usa
 
 from __future__ import annotations
 
-import io
+import json
 import os
+import shlex
 import sys
+import time
+import traceback
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any, NoReturn
 
-from ..core.annotations import Any, NoReturn
+import click
+
+from ..display import safe
 from ..errors import (
     CorruptCheckpoint,
     Interrupted,
@@ -23,39 +29,34 @@ from ..errors import (
     meant,
 )
 from ..errors import cause as why_of
-from . import launched, signals
-from .plain import plain
+from ..proving import own_rank
+from . import launched, output, signals
+from .commands import cli
 
 PATIENCE = 5.0  # seconds that a process waits before it prints why it could not join the others
-UNPRINTABLE = "backslashreplace"
-"""What happens to characters that the terminal's encoding lacks: a path may have them."""
 
 
-def run(arguments: list[str] | None = None) -> NoReturn:
-    """Runs a command, prints an error as one sentence and a hint, and exits."""
+def main(arguments: list[str] | None = None) -> NoReturn:
+    """The console script: runs the command of `arguments`, or of the process, and exits.
+
+    An error is printed as one sentence and a hint.
+    """
     words = sys.argv[1:] if arguments is None else arguments
     if arguments is None:
+        # zckpt has threads of its own. Those of numpy's BLAS would wait for work in a loop.
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
         if launched.joins_later(words):
             signals.end_silently()
         else:
             signals.handle()
-        open_standard_files()
-        sys.stdout = output()
-    elif isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors=UNPRINTABLE)
+        output.set_up()
     try:
         if "" in words:
             raise WrongOption(
                 "an argument is empty",
                 hint="a variable of your shell may be empty; `set -x` shows what the shell runs",
             )
-        if line := plain(words):
-            from . import work
-
-            name, given = line
-            code = work.COMMANDS[name](**given)
-        else:
-            code = command(words)
+        code = command(words)
     except ProcessFailed as error:
         if error.code is not None:  # another process prints it
             sys.exit(error.code)
@@ -85,22 +86,8 @@ def run(arguments: list[str] | None = None) -> NoReturn:
             "a bug of zckpt: please report it, with what ZCKPT_TRACEBACK=1 shows",
             1,
         )
-    flush()
-    code = code if isinstance(code, int) else 0
-    if arguments is None and not is_watched():
-        # Python's own end would free what is in memory, a tenth of the time of `inspect`. It has
-        # nothing else to do, except for coverage and profilers, which write their reports there.
-        with suppress(OSError):
-            sys.stderr.flush()
-        os._exit(code)
-    sys.exit(code)
-
-
-def is_watched() -> bool:
-    """Whether a debugger, a profiler or coverage watches this process."""
-    monitoring = getattr(sys, "monitoring", None)  # Python 3.12 and newer
-    tools = [monitoring.get_tool(number) for number in range(6)] if monitoring else []
-    return bool(sys.gettrace() or sys.getprofile() or any(tools))
+    output.flush()
+    sys.exit(code if isinstance(code, int) else 0)
 
 
 OF_OTHERS = {
@@ -112,10 +99,6 @@ OF_OTHERS = {
 
 def command(words: list[str]) -> Any:
     """What the command returns; ends the process for words that it does not understand."""
-    import click
-
-    from .commands import cli
-
     try:
         return cli.main(words, prog_name="zckpt", standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as error:
@@ -135,59 +118,10 @@ def command(words: list[str]) -> Any:
         raise cause if isinstance(cause, KeyboardInterrupt) else KeyboardInterrupt from None
 
 
-def flush() -> None:
-    """Ends the process with code 1 if the report cannot be written: a full disk behind stdout."""
-    try:
-        sys.stdout.flush()
-    except OSError as error:
-        with suppress(OSError):
-            say(f"Error: the report could not be printed: {error.strerror}")
-        os._exit(1)  # Python's own end would flush again
-
-
-def open_standard_files() -> None:
-    """Opens /dev/null for standard files that are closed.
-
-    A target's file would get their numbers else, and libraries print errors to number 2.
-    """
-    for number in range(3):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
-    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
-    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
-
-
-class Pipe(io.FileIO):
-    """Standard output; when nobody reads it any more (`| head`), what follows goes nowhere.
-
-    A command's exit code says what it did, not whether its report was read.
-    """
-
-    def write(self, data: Any) -> int:
-        try:
-            return super().write(data)
-        except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
-            return len(data)
-
-
-def output() -> io.TextIOWrapper:
-    """Standard output for every command."""
-    pipe = Pipe(1, "w", closefd=False)
-    encoding = getattr(sys.stdout, "encoding", None)
-    return io.TextIOWrapper(
-        io.BufferedWriter(pipe), encoding, UNPRINTABLE, line_buffering=pipe.isatty()
-    )
-
-
 def after_interrupt(words: Sequence[str], cause: BaseException | None) -> str:
     """What an interrupted command has left, and how to continue it."""
     if not isinstance(cause, Interrupted):
         return "no target was written"
-    import shlex
-
     again = [word for word in words if word != "--resume"]
     return f"continue with: {shlex.join(['zckpt', *again, '--resume'])}"
 
@@ -195,38 +129,21 @@ def after_interrupt(words: Sequence[str], cause: BaseException | None) -> str:
 def fail(words: list[str], kind: str, message: str, hint: str, code: int) -> NoReturn:
     """Prints the error, as JSON if --json was given, and exits with `code`."""
     if signals.are_silent():
-        import time
-
         # rank 0 usually prints the same now (a wrong option), and the launcher ends this process
         time.sleep(PATIENCE)
     if os.environ.get("ZCKPT_TRACEBACK") and sys.exc_info()[0]:
-        import traceback
-
         traceback.print_exc()
-    from ..proving import own_rank
-
     # of several processes one prints a document
     if "--json" in words and not ("--gather" in words and own_rank()):
-        import json
-
-        from .commands import cli
-
         command = next((word for word in words if word in cli.commands), None)
         report = {"zckpt": 1, "command": command, "error": kind, "message": message, "hint": hint}
         try:
             print(json.dumps(report), flush=True)
         except OSError:  # a full disk: Python's own end would write it again, and fail
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            output.discard()
     else:
-        from ..display import safe
-
         with suppress(OSError):  # a full disk behind stderr: the exit code says it
-            say(f"Error: {safe(message)}")
+            output.say(f"Error: {safe(message)}")
             for place, line in enumerate(hint.splitlines()):
-                say(f"{'' if place else 'Hint: '}{safe(line)}")
+                output.say(f"{'' if place else 'Hint: '}{safe(line)}")
     sys.exit(code)
-
-
-def say(line: str) -> None:
-    """Prints a line on stderr."""
-    print(line, file=sys.stderr, flush=True)

@@ -7,16 +7,10 @@ and a message that the run was interrupted would be wrong.
 
 from __future__ import annotations
 
+import signal
 import sys
-
-from ..core.annotations import TYPE_CHECKING, NoReturn
-
-if TYPE_CHECKING:
-    import signal
-else:
-    # The functions under `signal`, with plain numbers. `signal` makes enums of these, and imports
-    # `enum`: a thirtieth of the time of `inspect`.
-    import _signal as signal
+import threading
+from typing import NoReturn
 
 SIGINT = signal.SIGINT
 SIGNALS = (SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -81,8 +75,6 @@ def _after_finalizer(ignored: sys.UnraisableHookArgs) -> None:
 
 def ignore() -> None:
     """Ignores signals from now on, if they are this command's."""
-    import threading  # `inspect` needs no threads
-
     if threading.current_thread() is threading.main_thread():
         _ignore()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -207,10 +206,5 @@ def progress(hidden: bool) -> Iterator[Callable[[int], Callable[[int], None]] | 
         transient=True,
     )
 
-    def begin(total: int) -> Bar:
-        gc.freeze()  # what was read until now
-        gc.enable()  # the bar leaves cycles as long as it is drawn
-        return Bar(bar, total)
-
     with bar:
-        yield begin
+        yield lambda total: Bar(bar, total)
