@@ -44,7 +44,7 @@ from zckpt.core.dtypes import SIZES, TORCH_NAMES
 from zckpt.core.fileio import Reader, files_per_thread
 from zckpt.core.fragments import Extent
 from zckpt.core.manifest import Entry, Manifest
-from zckpt.core.partition import FlatMember, Partitioned, Whole
+from zckpt.core.partition import FlatMember, Partition, Partitioned, Whole
 from zckpt.core.pieces import ElementReader, ReadRequest
 from zckpt.core.records import RecordChecker
 from zckpt.core.streaming import share
@@ -93,12 +93,18 @@ def verify(setting: Setting) -> int:
 # -- each parameter by itself
 
 
+def _partitions(source: Manifest) -> Sequence[Partition]:
+    partitions = formats.named(source.format).functions.partitions
+    assert partitions is not None
+    return partitions(source.root, None)
+
+
 def each_parameter(setting: Setting) -> int:
     """Loads, gathers and compares one tensor after the other; gives the bytes of both sides."""
     world, entries = setting.world, setting.other.entries
     gatherer = ElementReader(Reader(), RecordChecker(()), READ)
     passed = place = 0
-    for part in formats.named(setting.source.format).partitions(setting.source.root):
+    for part in _partitions(setting.source):
         for member in [part] if isinstance(part, Whole) else part.members:
             place += 1
             entry = entries.get(member.name)
@@ -253,7 +259,7 @@ def mover(setting: Setting) -> Iterator[Callable[[Extent], None]]:
 def bare(setting: Setting) -> int:
     """All-gathers as many bytes as the ranks share; gives these bytes."""
     world = setting.world
-    parts = formats.named(setting.source.format).partitions(setting.source.root)
+    parts = _partitions(setting.source)
     shared = [part for part in parts if isinstance(part, Partitioned)]
     total = sum(part.extent(rank).length for part in shared for rank in range(len(part.ranks)))
     room = GLOO // world.size * world.size

@@ -64,7 +64,7 @@ def test_a_source_that_numbers_parameters_gets_the_names_from_before_a_renaming(
 
 @pytest.mark.parametrize("to", ["universal", "deepspeed", "gathered", "dcp"])
 def test_a_conversion_leaves_no_cycles(tmp_path: Path, to: str) -> None:
-    """The command line stops the garbage collector: tensors in cycles would never be freed."""
+    """Tensors in cycles would stay in memory until the garbage collector runs."""
     zckpt.convert(EXAMPLE, tmp_path / "warm", to=to)
     gc.collect()
     gc.disable()

@@ -8,26 +8,30 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from . import formats
-from .copying.sharing import ALONE, Sharing
 from .copying.sharing import Part as Part
 from .core import description, sources
 from .core.description import tensors as tensors
 from .core.manifest import Manifest
 from .core.pooling import SINGLE, Pool
-from .core.resources import DEFAULT_COPYING, Begin, Means, Tell
 from .core.resources import READING_JOBS as READING_JOBS
+from .core.resources import Begin
 from .core.resources import Copying as Copying
 from .core.states import Selection
 from .formats.hf import options as hf
 from .formats.options import Keywords, options_of
-from .formats.reading import Reading
+from .formats.reading import NamedKeywords, Reading, SourceKeywords
 from .reading import read as read_manifest
 from .reading import read_other
 from .training.names import Renames
+from .training.options import Options as TargetOptions
+from .writing import read_for, write
+from .writing.running import Keywords as RunningKeywords
+from .writing.running import Running
+from .writing.several import write_run
 
 if sys.version_info >= (3, 11):
     from typing import Unpack
@@ -40,30 +44,50 @@ Options = Keywords
 Report = dict[str, Any]
 
 
-def _text(path: Path | None) -> str | None:
-    return None if path is None else os.fspath(path)
+class Conversion(SourceKeywords, RunningKeywords, Keywords, total=False):
+    """What is read, how it runs, and what the target is."""
 
 
-def read(
-    path: Path,
-    *,
-    format: str | None = None,
-    tag: str | None = None,
-    root: str | None = None,
-    step_policy: str | None = None,
-    param_names: Sequence[str] | None = None,
-    weights_only: bool = False,
-    tp_rules: Path | None = None,
-) -> Manifest:
+class Export(SourceKeywords, RunningKeywords, hf.Keywords, total=False):
+    """The same for `export`."""
+
+
+def _reading(source: Mapping[str, Any], **more: Any) -> Reading:
+    """What a user says of a checkpoint; raises TypeError for an unknown word."""
+    known = NamedKeywords.__annotations__
+    if unknown := sorted(source.keys() - known.keys()):
+        raise TypeError(f"there is no argument {unknown[0]!r}; there are {', '.join(known)}")
+    rules = source.get("tp_rules")
+    return Reading(**{**source, "tp_rules": None if rules is None else os.fspath(rules)}, **more)
+
+
+def _split(words: Mapping[str, Any], **more: Any) -> tuple[Reading, Running, TargetOptions]:
+    """What a user says of a conversion: of its source, of its run, and of its target."""
+    rest = dict(words)
+
+    def taken(kind: type) -> dict[str, Any]:
+        return {name: rest.pop(name) for name in kind.__annotations__ if name in rest}
+
+    more["replicas"] = rest.pop("replicas", None)
+    reading, running = _reading(taken(SourceKeywords), **more), Running(**taken(RunningKeywords))
+    return reading, running, options_of(rest)
+
+
+def read(path: Path, *, weights_only: bool = False, **source: Unpack[NamedKeywords]) -> Manifest:
     """The manifest of the checkpoint at `path`, recognized by content. Reads no tensor.
 
-    `root` chooses one of several models ("generator", "generator=optimizer_g"). `param_names` are
-    for an optimizer that knows its parameters by number alone; with `weights_only` it needs no
-    names and may be left unread. `tp_rules` (a family or a file) says how tensor-parallel ranks cut
-    parameters, if the checkpoint does not. Raises the ZckptError that fits.
+        format          its name, if the path has checkpoints of several formats
+        tag             which of several checkpoints is meant
+        root            which of several models ("generator", "generator=optimizer_g")
+        step_policy     which step, if places disagree: "max", "min", "keep" or a number
+        tp_rules        a family or a file: how tensor-parallel ranks cut parameters, if the
+                        checkpoint does not say it
+        param_names     the parameters of an optimizer that knows them by number alone
+
+    With `weights_only` such an optimizer needs no names and may be left unread. Raises the
+    ZckptError that fits.
     """
-    given = (format, tag, step_policy, param_names, weights_only)
-    return read_manifest(path, Reading(*given, root=root, tp_rules=_text(tp_rules)))
+    return read_manifest(path, _reading(source, weights_only=weights_only))
 
 
 def inspect(manifest: Manifest) -> Report:
@@ -71,29 +95,18 @@ def inspect(manifest: Manifest) -> Report:
     return description.inspect(manifest, formats.other_objects(manifest))
 
 
-def load(
-    path: Path,
-    name: str,
-    *,
-    format: str | None = None,
-    tag: str | None = None,
-    root: str | None = None,
-    step_policy: str | None = None,
-    param_names: Sequence[str] | None = None,
-    tp_rules: Path | None = None,
-) -> Any:
+def load(path: Path, name: str, **source: Unpack[NamedKeywords]) -> Any:
     """One whole tensor of the checkpoint at `path`, by its name `parameter/slot`.
 
     It is a torch.Tensor on the CPU if torch is installed, else a numpy.ndarray. It has the type
     that the checkpoint has, and memory of its own. `zckpt inspect --tensors '*'` lists the names,
     such as `fc1.weight/exp_avg`. Raises the ZckptError that fits: WrongOption for an unknown name,
     MissingExtra for bfloat16 and 8-bit floats without torch, CorruptCheckpoint if the bytes do not
-    have the CRC-32 that a file states.
+    have the CRC-32 that a file states. `source` are the arguments of `read`.
     """
     from .core import loading  # `read` does not need it
 
-    reading = Reading(format, tag, step_policy, param_names, root=root, tp_rules=_text(tp_rules))
-    manifest = read_manifest(path, reading)
+    manifest = read_manifest(path, _reading(source))
     entry = loading.entry_of(manifest, name)
     with sources.unchanged(manifest):
         try:
@@ -111,30 +124,20 @@ def convert(
     target: Path,
     *,
     to: str = "universal",
-    format: str | None = None,
-    tag: str | None = None,
-    root: str | None = None,
-    step_policy: str | None = None,
-    tp_rules: Path | None = None,
-    replicas: str | None = None,
     masters_from_weights: bool = False,
-    copying: Copying = DEFAULT_COPYING,
-    dry_run: bool = False,
-    begin: Begin | None = None,
-    tell: Tell | None = None,
-    resume: bool = False,
-    before_rename: Callable[[], None] | None = None,
-    sharing: Sharing = ALONE,
-    **options: Unpack[Options],
+    **words: Unpack[Conversion],
 ) -> Report:
     """Writes the checkpoint at `source` as a new directory `target`, in format `to`.
 
-    `options` are the options of `zckpt convert`: dtype="bf16", weights_only=True, ... They say what
-    the target is. The others say what is read, and how:
+    `words` are the options of `zckpt convert`, which say what the target is: dtype="bf16",
+    weights_only=True, ... These say what is read, and how:
 
+        format, tag, root, step_policy, tp_rules    those of `read`
         replicas        "rank0" or "mean": which copy is taken if those of tensor ranks differ
         masters_from_weights   drops masters of Megatron-Core that do not round to their weights;
                         the target gets masters that are widened weights
+        copying         a `zckpt.Copying`: how many threads, how much memory
+        dry_run         reports what would be written, and writes nothing
         begin           is called with the number of bytes to come, and returns a function that is
                         called with the number of bytes of every piece
         tell            is called with the warnings, before the first byte is written
@@ -149,44 +152,19 @@ def convert(
 
     Raises a ZckptError; then there is no `target`.
     """
-    from .writing import Running, read_for, write
-
-    target_options = options_of(options)
-    reading = Reading(
-        format,
-        tag,
-        step_policy,
-        root=root,
-        tp_rules=_text(tp_rules),
-        replicas=replicas,
-        masters_from_weights=masters_from_weights,
-    )
-    running = Running(copying, dry_run, begin, tell, resume, before_rename, sharing)
-    manifest = read_for(target, source, reading, target_options, running)
-    return write("convert", manifest, os.fspath(target), to, reading, target_options, running)
+    reading, running, options = _split(words, masters_from_weights=masters_from_weights)
+    manifest = read_for(target, source, reading, options, running)
+    return write("convert", manifest, os.fspath(target), to, reading, options, running)
 
 
 def reshard(
     source: Path,
     target: Path,
     *,
-    format: str | None = None,
-    tag: str | None = None,
-    root: str | None = None,
-    step_policy: str | None = None,
-    tp_rules: Path | None = None,
-    replicas: str | None = None,
     masters_from_weights: bool = False,
-    copying: Copying = DEFAULT_COPYING,
-    dry_run: bool = False,
-    begin: Begin | None = None,
-    tell: Tell | None = None,
-    resume: bool = False,
-    before_rename: Callable[[], None] | None = None,
-    sharing: Sharing = ALONE,
     checkpoints: str | None = None,
     best_in: str | None = None,
-    **options: Unpack[Options],
+    **words: Unpack[Conversion],
 ) -> Report:
     """Writes the checkpoint at `source` for the engine that it came from: dp=16, stage=3, ...
 
@@ -194,32 +172,21 @@ def reshard(
     "best-and-last") `source` is a Trainer's output directory, and several of its checkpoints are
     written; `best_in` is the directory in which the best one will lie. Otherwise as `convert`.
     """
-    from .writing import Running, read_for, write
-
-    target_options = options_of(options)
-    tp = options.get("tp")
-    reading = Reading(
-        format,
-        tag,
-        step_policy,
-        root=root,
-        tp_rules=_text(tp_rules),
-        replicas=replicas,
+    tp = words.get("tp")
+    reading, running, options = _split(
+        words,
         masters_from_weights=masters_from_weights,
         ranks_apart=tp is None,
-        with_slicings=tp is not None and (tp > 1 or options.get("vocab_size") is not None),
+        with_slicings=tp is not None and (tp > 1 or words.get("vocab_size") is not None),
     )
-    running = Running(copying, dry_run, begin, tell, resume, before_rename, sharing)
 
     def write_one(source: Path, target: Path, running: Running, best_in: str | None) -> Report:
-        manifest = read_for(target, source, reading, target_options, running)
+        manifest = read_for(target, source, reading, options, running)
         to, engine = os.fspath(target), str(manifest.source.get("format"))
-        return write("reshard", manifest, to, engine, reading, target_options, running, best_in)
+        return write("reshard", manifest, to, engine, reading, options, running, best_in)
 
     if checkpoints is None:
         return write_one(source, target, running, best_in)
-    from .writing.several import write_run
-
     return write_run(os.fspath(source), os.fspath(target), checkpoints, running, write_one)
 
 
@@ -230,47 +197,29 @@ def export(
     dtype: str | None = None,
     config: Path | None = None,
     max_shard_size: int | None = None,
-    format: str | None = None,
-    tag: str | None = None,
-    root: str | None = None,
-    step_policy: str | None = None,
-    tp_rules: Path | None = None,
-    replicas: str | None = None,
     rename: Renames = (),
     tie: Renames = (),
     family: str | None = None,
     accept_weights: bool = False,
-    copying: Copying = DEFAULT_COPYING,
-    dry_run: bool = False,
-    begin: Begin | None = None,
-    tell: Tell | None = None,
-    resume: bool = False,
-    before_rename: Callable[[], None] | None = None,
-    sharing: Sharing = ALONE,
-    **options: Unpack[hf.Keywords],
+    **words: Unpack[Export],
 ) -> Report:
     """Writes a folder for `from_pretrained`: weights, configuration, tokenizer, and nothing else.
 
     `dtype` (fp32, bf16, fp16) is the type of the weights, by default the module's. `config` is a
     config.json (adapter_config.json of PEFT), or a folder with it and the tokenizer, for sources
-    that have none. `max_shard_size` is in bytes. `options` are further ones of the format `hf`.
+    that have none. `max_shard_size` is in bytes. `words` are those of `convert`.
     Raises TypeError for an option that has another name here or is always set, and MissingData if
     there is no configuration; otherwise as `convert`.
     """
-    from .writing import Running, read_for, write
-
     own: Report = {"weights_only": True, "dtype": dtype, "max_file_size": max_shard_size}
-    own |= {"model_config": _text(config)}
+    own |= {"model_config": None if config is None else os.fspath(config)}
     own |= {"tie": tuple(tie), "rename": tuple(rename), "family": family}
     own |= {"accept_weights": accept_weights}
-    if wrong := sorted(options.keys() & {*own, "param_names", "drop_state"}):
+    if wrong := sorted(words.keys() & {*own, "param_names", "drop_state"}):
         raise TypeError(f"export() takes no option {wrong[0]!r}")
-    target_options = options_of({**own, **options})
-    rules = _text(tp_rules)
-    reading = Reading(format, tag, step_policy, root=root, tp_rules=rules, replicas=replicas)
-    running = Running(copying, dry_run, begin, tell, resume, before_rename, sharing)
-    manifest = read_for(target, source, reading, target_options, running)
-    return write("export", manifest, os.fspath(target), "hf", reading, target_options, running)
+    reading, running, options = _split({**own, **words})
+    manifest = read_for(target, source, reading, options, running)
+    return write("export", manifest, os.fspath(target), "hf", reading, options, running)
 
 
 # -- looking
@@ -285,18 +234,13 @@ def verify(
     tensors: str | None = None,
     weights_only: bool = False,
     drop_state: Sequence[str] = (),
-    format: str | None = None,
-    tag: str | None = None,
-    root: str | None = None,
-    step_policy: str | None = None,
-    tp_rules: Path | None = None,
-    param_names: Sequence[str] | None = None,
     rename: Renames = (),
     family: str | None = None,
     jobs: int = READING_JOBS,
     memory: int = 256 << 20,
     begin: Begin | None = None,
     pool: Pool = SINGLE,
+    **source: Unpack[NamedKeywords],
 ) -> Report:
     """Whether the checkpoint at `path` contradicts itself, or differs from the one at `against`.
 
@@ -306,16 +250,15 @@ def verify(
     `weights_only` compares weights alone, and `drop_state` are states of the optimizer that are not
     compared. A state that only one side has is a difference otherwise. `rename` are
     pairs of a regular expression and its replacement, for the names of `path`; `family` gives it
-    the other program's names and packings. The report has what was found; a ZckptError is raised
-    only if nothing could be looked at.
+    the other program's names and packings. `source` are the arguments of `read`. The report has
+    what was found; a ZckptError is raised only if nothing could be looked at.
     """
     from .proving import prove
 
-    given = (format, tag, step_policy, param_names, weights_only)
-    reading = Reading(*given, rename=rename, family=family, root=root, tp_rules=_text(tp_rules))
-    means = Means(device, jobs, memory, pool)
+    reading = _reading(source, weights_only=weights_only, rename=rename, family=family)
+    copying = Copying(jobs, memory, pool=pool, device=device)
     selection = Selection(tensors, weights_only, tuple(drop_state))
-    return prove(path, against, gather, reading, selection, means, begin)
+    return prove(path, against, gather, reading, selection, copying, begin)
 
 
 def diff(
@@ -325,23 +268,18 @@ def diff(
     tensors: str | None = None,
     weights_only: bool = False,
     drop_state: Sequence[str] = (),
-    format: str | None = None,
-    tag: str | None = None,
-    root: str | None = None,
-    step_policy: str | None = None,
-    tp_rules: Path | None = None,
-    param_names: Sequence[str] | None = None,
     rename: Renames = (),
     family: str | None = None,
     jobs: int = READING_JOBS,
     memory: int = 256 << 20,
     begin: Begin | None = None,
     pool: Pool = SINGLE,
+    **source: Unpack[NamedKeywords],
 ) -> Report:
     """Differences between two checkpoints of any two formats: tensors, steps, groups, states.
 
     `tensors` is a glob: only the tensors that match are compared, and equal ones are listed too.
-    `weights_only` and `drop_state` are those of `verify`.
+    `weights_only` and `drop_state` are those of `verify`, and `source` are the arguments of `read`.
     `format`, `tag`, `step_policy`, `rename` and `family` are for `a`; `param_names` and the step
     policy `keep` are for both.
     """
@@ -349,8 +287,7 @@ def diff(
 
     started = time.monotonic()
     copying = Copying(jobs, memory, pool=pool)
-    given = (format, tag, step_policy, param_names, weights_only)
-    reading = Reading(*given, rename=rename, family=family, root=root, tp_rules=_text(tp_rules))
+    reading = _reading(source, weights_only=weights_only, rename=rename, family=family)
     selection = Selection(tensors, weights_only, tuple(drop_state))
     first = read_manifest(a, reading, alone=False)
     second = read_other(b, first, reading)
@@ -365,28 +302,23 @@ def stats(
     path: Path,
     *,
     tensors: str | None = None,
-    format: str | None = None,
-    tag: str | None = None,
-    root: str | None = None,
-    step_policy: str | None = None,
-    tp_rules: Path | None = None,
-    param_names: Sequence[str] | None = None,
     jobs: int = READING_JOBS,
     memory: int = 256 << 20,
     begin: Begin | None = None,
     pool: Pool = SINGLE,
+    **source: Unpack[NamedKeywords],
 ) -> Report:
     """Statistics of every tensor in a checkpoint, and which numbers are dead or impossible.
 
-    `tensors` is a glob that selects. Over the finite numbers of a tensor, in float64: min, max,
-    mean, std (with n - 1, as torch.std), norm (L2), counts, and a histogram of magnitudes.
+    `tensors` is a glob that selects, and `source` are the arguments of `read`. Over the finite
+    numbers of a tensor, in float64: min, max, mean, std (with n - 1, as torch.std), norm (L2),
+    counts, and a histogram of magnitudes.
     """
     from .proof import health
 
     started = time.monotonic()
     copying = Copying(jobs, memory, pool=pool)
-    reading = Reading(format, tag, step_policy, param_names, root=root, tp_rules=_text(tp_rules))
-    manifest = read_manifest(path, reading)
+    manifest = read_manifest(path, _reading(source))
     report: Report = {"zckpt": 1, "command": "stats", "path": os.fspath(path)}
     report["format"] = manifest.format
     with sources.unchanged(manifest):

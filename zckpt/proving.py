@@ -8,7 +8,7 @@ from typing import Any
 
 from . import formats
 from .core import duplicates, sources
-from .core.resources import Begin, Copying, Means
+from .core.resources import Begin, Copying
 from .core.states import Selection
 from .errors import (
     CorruptCheckpoint,
@@ -31,7 +31,7 @@ def prove(
     gather: bool,
     reading: Reading,
     selection: Selection,
-    means: Means,
+    copying: Copying,
     begin: Begin | None,
 ) -> Report:
     """The report of `verify`; see `zckpt.verify`."""
@@ -47,7 +47,7 @@ def prove(
         )
     if gather and against is None:
         raise WrongOption("--gather needs a checkpoint to compare with", hint="add --against PATH")
-    if means.device is not None and not gather:
+    if copying.device is not None and not gather:
         raise WrongOption("--device is only for --gather", hint="add --gather --against PATH")
     if against is None and (selection.weights_only or selection.drop_state):
         flag = "--weights-only" if selection.weights_only else "--drop-state"
@@ -73,9 +73,8 @@ def prove(
     try:
         if gather:
             assert against is not None
-            findings = _gather(path, against, reading, selection, means, begin)
+            findings = _gather(path, against, reading, selection, copying, begin)
         else:
-            copying = Copying(means.jobs, means.memory, pool=means.pool)
             findings = _verify(path, against, reading, selection, copying, begin)
     except CONTRADICTIONS as error:
         if report["rank"]:  # rank 0 reports its own, which may differ
@@ -111,7 +110,8 @@ def _verify(
     with sources.unchanged(manifest):
         if against is None:
             about["warnings"] += duplicates.check_duplicates(manifest)
-            formats.named(manifest.format).check_slices(manifest)
+            if check_slices := formats.named(manifest.format).functions.check_slices:
+                check_slices(manifest)
             return about | verify_alone(manifest, selection.tensors, copying, begin)
         if is_proof:
             return about | saved.verify_proof(
@@ -128,7 +128,7 @@ def _gather(
     against: Path,
     reading: Reading,
     selection: Selection,
-    means: Means,
+    copying: Copying,
     begin: Begin | None,
 ) -> Report:
     """The findings of a verification that all-gathers the parts that the engine's rule gives."""
@@ -145,6 +145,7 @@ def _gather(
     has_ranks = int(manifest.source.get("tp") or 0) > 1
     rules = reading.tp_rules if has_ranks else None
     with sources.unchanged(manifest, other):
-        parts = formats.named(manifest.format).partitions(manifest.root, rules)
+        partitions = formats.named(manifest.format).functions.partitions
+        parts = partitions(manifest.root, rules) if partitions else None
         about["warnings"] += oddly_timed(other)
-        return about | verify_gathered(manifest, parts, other, selection, means, begin)
+        return about | verify_gathered(manifest, parts, other, selection, copying, begin)

@@ -30,16 +30,16 @@ def read(path: str | os.PathLike[str], reading: Reading, alone: bool = True) -> 
     refuse_unfinished(path)
     format = formats.recognize(path, reading.format, reading.tag)
     with sources.watching() as watch:
-        manifest = format.read(path, reading)
+        manifest = format.functions.read(path, reading)
         siblings = (item.path for item in manifest.siblings)
         fingerprints = watch.of((*manifest.files, *siblings))
     _check_names(manifest)
     if alone:
         _need_root(reading, manifest)
     if reading.masters_from_weights:
-        manifest = format.rebuilt(replace(manifest, fingerprints=fingerprints))
-    if reading.replicas == "mean":
-        manifest = format.averaged(manifest)
+        manifest = _rebuilt(replace(manifest, fingerprints=fingerprints), format)
+    if reading.replicas == "mean" and (averaged := format.functions.averaged):
+        manifest = averaged(manifest)
     manifest = replace(manifest, fingerprints=fingerprints, objects=frozenset(watch.objects))
     manifest = renamed(manifest, reading.rename)
     if reading.family is not None:
@@ -54,6 +54,17 @@ def read(path: str | os.PathLike[str], reading: Reading, alone: bool = True) -> 
         lines += lacking_state(manifest.siblings)
     lines += oddly_timed(manifest)
     return replace(manifest, warnings=tuple(dict.fromkeys(lines)))  # universal ones keep warnings
+
+
+def _rebuilt(manifest: Manifest, format: Format) -> Manifest:
+    """As `Functions.rebuilt`; raises WrongOption for a format that has no such check."""
+    rebuilt = format.functions.rebuilt
+    if rebuilt is None:
+        raise WrongOption(
+            f"--masters-from-weights does not apply to {format.name}",
+            hint="it mends masters that Megatron-Core mixed up; leave it out",
+        )
+    return rebuilt(manifest)
 
 
 def oddly_timed(manifest: Manifest) -> list[str]:

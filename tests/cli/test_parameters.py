@@ -78,5 +78,5 @@ def test_wrong_sizes(value: str) -> None:
 
 
 def test_every_kind_that_a_format_declares_is_known() -> None:
-    kinds = {option.kind for format in FORMATS for option in format.options}
+    kinds = {option.kind for format in FORMATS for option in format.options or ()}
     assert kinds <= KINDS.keys()

@@ -11,7 +11,7 @@ import pytest
 
 import zckpt
 from zckpt import formats
-from zckpt.core.values import replace, valueclass
+from zckpt.core.values import replace
 from zckpt.errors import WrongOption
 from zckpt.formats.options import Keywords, declared, options_of
 from zckpt.training.options import DIALECT, DP, DTYPE, EVERYWHERE, WEIGHTS_ONLY, Option
@@ -22,20 +22,9 @@ SHAPE: Option[str | None] = Option("shape", "--shape", None, "The shape", usual=
 ALWAYS = [option.name for option in EVERYWHERE]
 
 
-@valueclass(eq=False)
-class Target(formats.Format):
-    """A format whose options a test states."""
-
-    stated: tuple[Option[object], ...] = ()
-
-    @property
-    def options(self) -> tuple[Option[object], ...]:
-        return self.stated
-
-
 def targets(**options: tuple[Option[object], ...]) -> list[formats.Format]:
     return [
-        Target(name, "universal", "about it", "universal", stated=stated)
+        formats.Format(name, "about it", "universal", options=stated)
         for name, stated in options.items()
     ]
 
@@ -80,7 +69,7 @@ def test_type_checkers_know_every_option() -> None:
     names = [option.name for option in declared(formats.FORMATS)]
     assert sorted(Keywords.__annotations__) == sorted(names)
     for function in (zckpt.convert, zckpt.reshard):
-        assert "Unpack[Options]" in str(inspect.signature(function))
+        assert "Unpack[Conversion]" in str(inspect.signature(function))
         if sys.version_info >= (3, 11):  # `typing` has Unpack since then
             inspect.signature(function, eval_str=True)  # documentation tools ask for the types
 
@@ -105,8 +94,9 @@ def test_only_options_that_differ_from_their_defaults_count() -> None:
 
 FORMAT = """
 from zckpt.formats.format import Format
+from .options import OPTIONS
 
-FORMAT = Format("toy", "toy", "a toy", "toy", reads=False, writes={writes})
+FORMAT = Format("toy", "a toy", "toy", options=OPTIONS if {writes} else None)
 """
 DECLARES = """
 from zckpt.training.options import Option
@@ -116,10 +106,13 @@ OPTIONS = (SHAPE,)
 """
 LAYS_OUT = """
 from zckpt.errors import MissingData
+from zckpt.formats.format import Functions
 from .options import SHAPE
 
 def lay_out(source, options):
     raise MissingData(f"no toy is {options[SHAPE]}")
+
+FUNCTIONS = Functions(read=None, lay_out=lay_out)
 """
 ADD = """
 import sys
@@ -137,7 +130,7 @@ def with_toy(folder: Path, program: str, *words: object, writes: bool = True) ->
     (folder / "toy").mkdir(exist_ok=True)
     (folder / "toy" / "__init__.py").write_text(FORMAT.format(writes=writes))
     (folder / "toy" / "options.py").write_text(DECLARES)
-    (folder / "toy" / "write.py").write_text(LAYS_OUT)
+    (folder / "toy" / "functions.py").write_text(LAYS_OUT)
     command = [sys.executable, "-c", program, str(folder), *map(str, words)]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     return Result(ended.returncode, ended.stdout, ended.stderr)

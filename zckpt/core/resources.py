@@ -30,13 +30,15 @@ def describe(progress: Progress | None, text: str) -> None:
 class Copying:
     """`jobs` threads, `memory` bytes for all buffers, `io`: auto, direct or buffered writes.
 
-    `pool` are the processes that share a pass over tensors which only reads.
+    `pool` are the processes that share a pass over tensors which only reads. `device` (cuda, cpu,
+    or None: a GPU if there is one) is where `verify --gather` joins ranks' parts.
     """
 
     jobs: int = 4
     memory: int = 256 << 20
     io: str = "auto"
     pool: Pool = SINGLE
+    device: str | None = None
 
     def __post_init__(self) -> None:
         if self.memory < 2 * self.jobs << 20:
@@ -58,16 +60,3 @@ def processors() -> int:
 
 READING_JOBS = min(4, max(2, processors()))
 """Threads that only read: they never wait for a write, so more than processors take turns."""
-
-
-@valueclass
-class Means:
-    """What a process looks with: its device (cuda, cpu, None), threads, bytes of buffers.
-
-    `pool` are the processes that share a pass over tensors; those that gather are others.
-    """
-
-    device: str | None = None
-    jobs: int = READING_JOBS
-    memory: int = 256 << 20
-    pool: Pool = SINGLE

@@ -1,7 +1,6 @@
 """Which formats are there, and which one is at a path?
 
-    format.py      what a format is
-    protocols.py   which functions its modules have
+    format.py      what a format is, and which functions it has
     reading.py     what a user says about a checkpoint that is to be read
     paths.py       URLs, packed files and ~ in the place of a folder
     options.py     all options that formats declare
@@ -40,96 +39,8 @@ from . import (
 )
 from .format import Format
 
-if TYPE_CHECKING:  # mypy checks that the modules have the functions that Format calls
+if TYPE_CHECKING:
     from ..core.manifest import Manifest
-    from .dcp import files as dcp_files
-    from .dcp import gather as dcp_gather
-    from .dcp import options as dcp_options
-    from .dcp import read as dcp_read
-    from .dcp import write as dcp_write
-    from .deepspeed import files as deepspeed_files
-    from .deepspeed import gather as deepspeed_gather
-    from .deepspeed import options as deepspeed_options
-    from .deepspeed import read as deepspeed_read
-    from .deepspeed import write as deepspeed_write
-    from .deepspeed_universal import files as deepspeed_universal_files
-    from .deepspeed_universal import options as deepspeed_universal_options
-    from .deepspeed_universal import read as deepspeed_universal_read
-    from .deepspeed_universal import write as deepspeed_universal_write
-    from .gathered import files as gathered_files
-    from .gathered import gather as gathered_gather
-    from .gathered import options as gathered_options
-    from .gathered import read as gathered_read
-    from .gathered import write as gathered_write
-    from .hf import options as hf_options
-    from .hf import read as hf_read
-    from .hf import write as hf_write
-    from .megatron import files as megatron_files
-    from .megatron import gather as megatron_gather
-    from .megatron import options as megatron_options
-    from .megatron import read as megatron_read
-    from .megatron import write as megatron_write
-    from .onnxruntime import files as onnxruntime_files
-    from .onnxruntime import gather as onnxruntime_gather
-    from .onnxruntime import options as onnxruntime_options
-    from .onnxruntime import read as onnxruntime_read
-    from .onnxruntime import write as onnxruntime_write
-    from .protocols import (
-        CheckingReader,
-        Files,
-        Gatherer,
-        Reader,
-        RebuildingReader,
-        RulesGatherer,
-        TargetOptions,
-        TensorRanksReader,
-        WeakFiles,
-        Writer,
-    )
-    from .universal import files as universal_files
-    from .universal import options as universal_options
-    from .universal import read as universal_read
-    from .universal import write as universal_write
-
-    FILES: tuple[Files, ...] = (
-        deepspeed_files,
-        deepspeed_universal_files,
-        megatron_files,
-        onnxruntime_files,
-        universal_files,
-    )
-    WEAK_FILES: tuple[WeakFiles, ...] = (dcp_files, gathered_files)
-    READERS: tuple[Reader, ...] = (dcp_read, deepspeed_universal_read, gathered_read, hf_read)
-    CHECKING_READERS: tuple[CheckingReader, ...] = (onnxruntime_read, universal_read)
-    TENSOR_RANKS_READERS: tuple[TensorRanksReader, ...] = (deepspeed_read,)
-    REBUILDING_READERS: tuple[RebuildingReader, ...] = (megatron_read,)
-    WRITERS: tuple[Writer, ...] = (
-        dcp_write,
-        deepspeed_write,
-        deepspeed_universal_write,
-        gathered_write,
-        hf_write,
-        megatron_write,
-        onnxruntime_write,
-        universal_write,
-    )
-    OPTIONS: tuple[TargetOptions, ...] = (
-        dcp_options,
-        deepspeed_options,
-        deepspeed_universal_options,
-        gathered_options,
-        hf_options,
-        megatron_options,
-        onnxruntime_options,
-        universal_options,
-    )
-    GATHERERS: tuple[Gatherer, ...] = (
-        dcp_gather,
-        gathered_gather,
-        megatron_gather,
-        onnxruntime_gather,
-    )
-    RULES_GATHERERS: tuple[RulesGatherer, ...] = (deepspeed_gather,)
 
 FORMATS: tuple[Format, ...] = (
     deepspeed.FORMAT,

@@ -1,71 +1,67 @@
 """What is a format? One engine's way to lay out a checkpoint in files, and what zckpt does with it.
 
-A format is a folder beside this file. Its `__init__.py` says what zckpt can do
-with it, as a `Format`. The work is in modules with the same names in every folder:
+A format is a folder beside this file. Its `__init__.py` says what it is, as a `Format`: all that
+recognizing it and `--help` need. Its `functions.py` has what zckpt does with its files, as
+`Functions`; it is imported when the format is used. The functions are in modules with the same
+names in every folder:
 
     files.py     which files make the checkpoint            detect, detect_weak
+    options.py   what a user may ask of a target            OPTIONS, REASONS
     read.py      the manifest of these files                read, check
     write.py     the files of a target                      lay_out, seal
-    options.py   what a user may ask of a target            OPTIONS, REASONS
     gather.py    the engine's own rule for its pieces       partitions
 
-protocols.py has the types of these functions. To add a format, write its folder, and put its
-`FORMAT` into `FORMATS` in `__init__.py`. To add an option to a format, declare it in the format's
-`options.py` and list it in its `OPTIONS`.
+To add a format, write its folder, and put its `FORMAT` into `FORMATS` in `__init__.py`. To add an
+option to a format, declare it in the format's `options.py` and list it in its `OPTIONS`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from importlib import import_module
 
 from ..core.annotations import TYPE_CHECKING, Any
 from ..core.values import valueclass
-from ..errors import WrongOption
-from .reading import USUAL, Reading
+from ..training import steps
+from .reading import Reading
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from ..copying.copy import CopyOutcome
     from ..core.folder import Folder
     from ..core.layout import Layout, Shell
     from ..core.manifest import Manifest
     from ..core.partition import Partition
     from ..training.options import Option, Options
-    from .protocols import (
-        CheckingReader,
-        Files,
-        Gatherer,
-        Reader,
-        RebuildingReader,
-        RulesGatherer,
-        TargetOptions,
-        TensorRanksReader,
-        WeakFiles,
-        Writer,
-    )
+
+
+def nothing(_path: str) -> list[str]:
+    """Finds no checkpoint: for a format that is not recognized in this way."""
+    return []
 
 
 @valueclass(eq=False)
 class Format:
-    """What zckpt can do with one format, as data; its modules are imported when they are needed.
+    """What one format is.
 
-    `name` is what `--from` and `--to` call it, `folder` is where its modules are, `about` is a line
-    of `zckpt formats`. Formats of one `family` name parameters alike, so that `convert` keeps the
+    `name` is what `--from` and `--to` call it, and with _ for - its folder. `about` is a line of
+    `zckpt formats`. Formats of one `family` name parameters alike, so that `convert` keeps the
     source's names.
     """
 
     name: str
-    folder: str
     about: str
     family: str
-    reads: bool = True
-    """Users may name it as a source. A format that is only written has a `read.py` as well, which
-    reads the shells back."""
-    writes: bool = True
-    """It has a `write.py` and an `options.py`."""
-    weak: bool = False
-    """`files.py` has `detect_weak`."""
+    detect: Callable[[str], list[str]] = nothing
+    """Tags of the checkpoints at a path; only the meant one if a file says which that is. A format
+    without tags gives one empty tag. The list is empty for anything else.
+
+    Without this function users cannot name the format as a source."""
+    detect_weak: Callable[[str], list[str]] = nothing
+    """The same for files that others have too (weights alone): asked if no format is detected."""
+    options: tuple[Option[Any], ...] | None = None
+    """Those that its writer understands, in the order of `--help`; None if it is not written."""
+    reasons: Mapping[str, str] | None = None
+    """Why it has no use for an option, by the option's name."""
     numbers: bool = False
     """An optimizer may know its parameters by number: `read` uses `Reading.param_names`."""
     reports_unused_rules: bool = False
@@ -73,14 +69,6 @@ class Format:
     compares: str | None = None
     """Which elements of masters are compared with the weights before a conversion: see
     core/masters.py. None if checksums say that the tensors are of one save."""
-    checks: bool = False
-    """`read.py` has `check`."""
-    has_tensor_ranks: bool = False
-    """`read.py` has `check`, `check_slices` and `averaged`; `partitions` takes `tp_rules`."""
-    rebuilds: bool = False
-    """`read.py` has `check`, `rebuilt` and `way_out`."""
-    gathers: bool = False
-    """There is a `gather.py`."""
     fits_any_dp: bool = False
     """Runs of any data-parallel size resume from what `write.py` writes."""
     keeps_estimates: bool = False
@@ -102,128 +90,55 @@ class Format:
     states: str = ""
     """Which states of an optimizer its targets can have, if not any; and another way, if there is
     one."""
-    groups: str | None = None
-    """The function of training/groups.py that gives a source the groups of the target's engine."""
 
     @property
-    def options(self) -> tuple[Option[Any], ...]:
-        """Those that its writer understands, in the order of `--help`."""
-        if not self.writes:
-            return ()
-        declared: TargetOptions = self._module("options")
-        return declared.OPTIONS
+    def reads(self) -> bool:
+        return self.detect is not nothing
 
     @property
-    def reasons(self) -> Mapping[str, str]:
-        """Why it has no use for an option, by the option's name."""
-        if not self.writes:
-            return {}
-        reasons: Mapping[str, str] = getattr(self._module("options"), "REASONS", {})
-        return reasons
+    def writes(self) -> bool:
+        return self.options is not None
 
-    def detect(self, path: str) -> list[str]:
-        if not self.reads:
-            return []
-        files: Files = self._module("files")
-        return files.detect(path)
-
-    def detect_weak(self, path: str) -> list[str]:
-        if not self.weak:
-            return []
-        files: WeakFiles = self._module("files")
-        return files.detect_weak(path)
-
-    def read(self, path: str, reading: Reading = USUAL) -> Manifest:
-        reader: Reader = self._module("read")
-        return reader.read(path, reading)
+    @property
+    def functions(self) -> Functions:
+        """What zckpt does with its files; importing them all would take as long as `inspect`."""
+        module = import_module(f".{self.name.replace('-', '_')}.functions", __package__)
+        functions: Functions = module.FUNCTIONS
+        return functions
 
     def read_shells(self, path: str) -> Manifest:
         """The manifest of files that were just laid out."""
-        from ..training.steps import KEEP
+        policy = steps.KEEP if self.keeps_steps else None
+        return self.functions.read(path, Reading(step_policy=policy))
 
-        return self.read(path, Reading(step_policy=KEEP if self.keeps_steps else None))
 
-    def check(
-        self, manifest: Manifest, replicas: str | None = None, accept_weights: bool = False
-    ) -> list[str]:
-        """Warnings of the check of a source's bytes, before a conversion writes anything.
+@valueclass(eq=False)
+class Functions:
+    """What zckpt does with the files of one format. None: there is nothing to do."""
 
-        Raises InconsistentCheckpoint if masters do not round to their weights, unless the engine
-        changes weights beside them, or `accept_weights` says that this is meant.
-        """
-        warnings = []
-        if self.compares is not None and not manifest.weights_differ:
-            from ..core import masters
+    read: Callable[[str, Reading], Manifest]
+    """The checkpoint at a path, as the user says. Raises the ZckptError that says what is wrong.
 
-            hint = masters.MIXED
-            if self.rebuilds:
-                rebuilding: RebuildingReader = self._module("read")
-                hint = rebuilding.way_out(manifest)
-            warnings += masters.check(manifest, self.compares, hint, accept_weights)
-        if self.checks or self.has_tensor_ranks or self.rebuilds:
-            reader: CheckingReader = self._module("read")
-            warnings += reader.check(manifest, replicas)
-        return warnings
+    A format that is only written has it as well: it reads the shells back."""
+    lay_out: Callable[[Manifest, Options], Layout] | None = None
+    """The files of the target, without tensors. Raises before the first byte is written."""
+    seal: Callable[[Folder, Manifest, CopyOutcome], None] | None = None
+    """Writes what is known when all tensors are in place: checksums."""
+    partitions: Callable[[str, str | None], list[Partition]] | None = None
+    """What ranks all-gather, by the engine's own rule; None if files have whole tensors.
 
-    def check_slices(self, manifest: Manifest) -> None:
-        """Raises if the bytes show that ranks cut tensors in another way; reads few of them."""
-        if self.has_tensor_ranks:
-            reader: TensorRanksReader = self._module("read")
-            reader.check_slices(manifest)
-
-    def averaged(self, manifest: Manifest) -> Manifest:
-        """With the mean of ranks' copies, where ranks that share a model hold copies."""
-        if not self.has_tensor_ranks:
-            return manifest
-        reader: TensorRanksReader = self._module("read")
-        return reader.averaged(manifest)
-
-    def rebuilt(self, manifest: Manifest) -> Manifest:
-        """Without masters that do not round to their weights, and without the states beside them.
-
-        A target gets masters that are widened weights. Reads all masters. Raises WrongOption for a
-        format that has no such check.
-        """
-        if not self.rebuilds:
-            raise WrongOption(
-                f"--masters-from-weights does not apply to {self.name}",
-                hint="it mends masters that Megatron-Core mixed up; leave it out",
-            )
-        reader: RebuildingReader = self._module("read")
-        return reader.rebuilt(manifest)
-
-    def refuse(self, options: Options, target: str) -> None:
-        """Raises WrongOption for an option that the writer of `target` does not understand."""
-        from ..training.options import refuse
-
-        refuse(options, target, self.options, self.reasons)
-
-    def prepare(self, manifest: Manifest) -> tuple[Manifest, list[Shell]]:
-        """A source with the groups of the target's engine, and files that change with them."""
-        from ..training import groups
-
-        if self.groups is None:
-            return manifest, []
-        result: tuple[Manifest, list[Shell]] = getattr(groups, self.groups)(manifest)
-        return result
-
-    def lay_out(self, source: Manifest, options: Options) -> Layout:
-        writer: Writer = self._module("write")
-        return writer.lay_out(source, options)
-
-    def seal(self, root: Folder, manifest: Manifest, outcome: CopyOutcome) -> None:
-        writer: Writer = self._module("write")
-        writer.seal(root, manifest, outcome)
-
-    def partitions(self, path: str, tp_rules: str | None = None) -> list[Partition] | None:
-        """None if files have whole tensors; `tp_rules` are for a format that has tensor ranks."""
-        if not self.gathers:
-            return None
-        if self.has_tensor_ranks:
-            with_rules: RulesGatherer = self._module("gather")
-            return with_rules.partitions(path, tp_rules)
-        gatherer: Gatherer = self._module("gather")
-        return gatherer.partitions(path)
-
-    def _module(self, name: str) -> Any:
-        return import_module(f".{self.folder}.{name}", __package__)
+    The path is `Manifest.root`. A family or a file says how tensor ranks cut parameters, for a
+    format whose files may not say it."""
+    check: Callable[[Manifest, str | None], list[str]] | None = None
+    """Reads all of the bytes that may contradict each other without any checksum; gives warnings,
+    or raises. `--replicas` chooses among the copies of tensor ranks that differ."""
+    check_slices: Callable[[Manifest], None] | None = None
+    """Raises if the bytes show that ranks cut tensors in another way; reads few of them."""
+    averaged: Callable[[Manifest], Manifest] | None = None
+    """With the mean of the copies that tensor ranks hold of a parameter's tensors."""
+    rebuilt: Callable[[Manifest], Manifest] | None = None
+    """Without wrong masters and their states; its warnings name them."""
+    way_out: Callable[[Manifest], str] | None = None
+    """The hint for masters that do not round to their weights."""
+    groups: Callable[[Manifest], tuple[Manifest, list[Shell]]] | None = None
+    """Gives a source the groups of the target's engine, and the files that change with them."""

@@ -39,7 +39,7 @@ def declared(targets: Iterable[Format]) -> list[Option[Any]]:
     The list has an option once, with the values of all of these targets, and its help says which
     targets understand it, or which do not, if there are fewer of these.
     """
-    lists = {item.name: [*item.options, *EVERYWHERE] for item in targets if item.writes}
+    lists = {i.name: [*i.options, *EVERYWHERE] for i in targets if i.options is not None}
     queues = [[option.name for option in options] for options in lists.values()]
     names: list[str] = []
     while any(queues):

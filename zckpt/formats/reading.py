@@ -6,9 +6,10 @@ field here.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypedDict
 
-from ..core.annotations import TYPE_CHECKING
 from ..core.values import valueclass
 from ..errors import WrongOption
 
@@ -17,6 +18,28 @@ if TYPE_CHECKING:
 
 REPLICAS = ("rank0", "mean")
 """What may be taken of the copies that tensor ranks hold, if they differ."""
+
+
+class Keywords(TypedDict, total=False):
+    """What a user may say of every checkpoint, as keyword arguments; see `zckpt.read`."""
+
+    format: str | None
+    tag: str | None
+    root: str | None
+    step_policy: str | None
+    tp_rules: str | os.PathLike[str] | None
+
+
+class NamedKeywords(Keywords, total=False):
+    """Also of one that is only read."""
+
+    param_names: Sequence[str] | None
+
+
+class SourceKeywords(Keywords, total=False):
+    """Also of one that is written in another form: its names are an option of the target."""
+
+    replicas: str | None
 
 
 @valueclass

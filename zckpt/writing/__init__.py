@@ -5,6 +5,7 @@ the target's format lays out is then written by `copying.convert`.
 
     names.py      the names of the parameters, and their order
     keeping.py    whether the target has every state of the source's optimizer
+    running.py    how a conversion runs, and whom it informs
     several.py    several checkpoints of a trainer's run as one target
 """
 
@@ -13,16 +14,14 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from .. import formats
-from ..copying.sharing import ALONE, Sharing
-from ..core import states
+from ..core import masters, states
 from ..core.manifest import Manifest
-from ..core.resources import DEFAULT_COPYING, Begin, Copying, Tell
-from ..core.values import replace, valueclass
+from ..core.values import replace
 from ..errors import TargetExists, WrongOption, counted
 from ..formats.deepspeed_states import estimates
 from ..formats.paths import strange_target
@@ -40,10 +39,12 @@ from ..training.options import (
     PARAM_NAMES,
     RENAME,
     Options,
+    refuse,
 )
 from ..version import __version__
 from .keeping import Keeping, dropped_states
 from .names import named_for
+from .running import Running
 
 if TYPE_CHECKING:
     from ..copying.copy import CopyOutcome
@@ -54,30 +55,6 @@ if TYPE_CHECKING:
     from ..formats.format import Format
 
 Report = dict[str, Any]
-
-
-@valueclass
-class Running:
-    """How a conversion runs, and whom it informs.
-
-    A `dry_run` reports what would be written, and writes nothing. With `resume` a run continues
-    what an earlier one left. `before_rename` is called when all but the last check is done.
-    `sharing` says which portions of the target this process writes.
-    """
-
-    copying: Copying = DEFAULT_COPYING
-    dry_run: bool = False
-    begin: Begin | None = None
-    tell: Tell | None = None
-    resume: bool = False
-    before_rename: Callable[[], None] | None = None
-    sharing: Sharing = ALONE
-    above: Folder | None = None
-
-    @property
-    def continues(self) -> bool:
-        """Whether what is there already may belong to this run, as other parts do."""
-        return self.resume or bool(self.sharing.part)
 
 
 def read_for(
@@ -127,9 +104,9 @@ def write(
 
     started = time.monotonic()
     format = formats.named(to)
-    if not format.writes:
+    if format.options is None:
         raise WrongOption(f"zckpt can read {to}, but not write it yet")
-    format.refuse(options, _called(command, to))
+    refuse(options, _called(command, to), format.options, format.reasons or {})
     _refuse_several(format, manifest, options)
     if not format.keeps_estimates and not options.weights_only:
         estimates.need_same_ranks(manifest)
@@ -155,8 +132,7 @@ def write(
         return report | {"dry_run": True, "memory": memory, "free": targets.free_space(target)}
     targets.need_space(target, size, running.continues)
     report["warnings"] += duplicates.check_duplicates(manifest)
-    origin, accepted = formats.named(manifest.format), options[ACCEPT_WEIGHTS]
-    report["warnings"] += origin.check(manifest, reading.replicas, accepted)
+    report["warnings"] += _check(manifest, reading.replicas, options[ACCEPT_WEIGHTS])
     if layout.check is not None:
         report["warnings"] += layout.check()
     chunk, before = convert.chunk_size_of(source, running.copying), running.before_rename
@@ -216,8 +192,10 @@ def _laid_out(
     admitted = named
     if format.objects is not None:
         admitted = objects.without_others(named, formats.engine_objects(), options[ALLOW_OBJECT])
-    source, files = format.prepare(admitted)
-    layout = _with_files(format.lay_out(source, options), files)
+    functions = format.functions
+    assert functions.lay_out is not None
+    source, files = functions.groups(admitted) if functions.groups else (admitted, [])
+    layout = _with_files(functions.lay_out(source, options), files)
     if format.is_resumed and not format.is_neutral:
         layout = _pointing_to_the_best(layout, source, target, best_in)
     known = (*manifest.left_out, *layout.left_out)
@@ -229,6 +207,22 @@ def _laid_out(
         from_masters=layout.from_masters or options.module_dtype is not None,
     )
     return source, layout
+
+
+def _check(manifest: Manifest, replicas: str | None, accept_weights: bool) -> list[str]:
+    """Warnings of the check of the source's bytes, before anything is written.
+
+    Raises InconsistentCheckpoint if masters do not round to their weights, unless the engine
+    changes weights beside them, or `accept_weights` says that this is meant.
+    """
+    format = formats.named(manifest.format)
+    functions, warnings = format.functions, []
+    if format.compares is not None and not manifest.weights_differ:
+        hint = functions.way_out(manifest) if functions.way_out else masters.MIXED
+        warnings += masters.check(manifest, format.compares, hint, accept_weights)
+    if functions.check:
+        warnings += functions.check(manifest, replicas)
+    return warnings
 
 
 def _refuse_several(format: Format, manifest: Manifest, options: Options) -> None:
@@ -262,7 +256,8 @@ def _filled(
         if warning := steps.never_stepped(shells, outcome.digests):
             warnings.append(warning)
             shells = replace(shells, warnings=(*shells.warnings, warning))
-        format.seal(root, shells, outcome)
+        assert format.functions.seal is not None
+        format.functions.seal(root, shells, outcome)
 
     return convert.convert(
         layout.source or source,
@@ -328,7 +323,7 @@ def _report(
             f"the source has no output layer: if the model ties {tie[0]} to {tie[1]}, add --tie "
             f"{tie[0]}={tie[1]}"
         )
-    takes_dp = DP in format.options and not format.fits_any_dp
+    takes_dp = DP in (format.options or ()) and not format.fits_any_dp
     if command == "reshard" and not options.given and takes_dp:
         ranks = counted(manifest.dp, "rank")
         warnings.append(f"no --dp was given: the target is for {ranks}, as the source")

@@ -11,7 +11,8 @@ from ..core.values import replace
 from ..errors import WrongOption, counted, literal
 from ..training import best
 from ..version import __version__
-from . import Report, Running
+from . import Report
+from .running import Running
 
 
 def write_run(

@@ -1,28 +1,30 @@
 """Directories of torch.distributed.checkpoint, as FSDP1, FSDP2 and plain torch save them.
 
-    files.py    which folders make the checkpoint
-    read.py     the state dicts in them, and their manifest
-    items.py    the same by key: an item is read when a program asks for it
-    hf.py       Hugging Face's storage of the same: safetensors without an index
-    write.py    a directory that any number of ranks loads
-    options.py  what a user may ask of such a directory
-    gather.py   how torch's planner joins boxes: the rule behind verify --gather
+    files.py      which folders make the checkpoint
+    read.py       the state dicts in them, and their manifest
+    items.py      the same by key: an item is read when a program asks for it
+    hf.py         Hugging Face's storage of the same: safetensors without an index
+    write.py      a directory that any number of ranks loads
+    options.py    what a user may ask of such a directory
+    functions.py  what zckpt does with them
+    gather.py     how torch's planner joins boxes: the rule behind verify --gather
 
 Facts in this package are of torch 2.13.0 unless said otherwise.
 """
 
 from ..format import Format
+from .files import detect, detect_weak
+from .options import OPTIONS
 
 FORMAT = Format(
     name="dcp",
-    folder="dcp",
     about="torch.distributed.checkpoint of FSDP1, FSDP2, plain torch",
     family="torch",
-    weak=True,
+    detect=detect,
+    detect_weak=detect_weak,
+    options=OPTIONS,
     numbers=True,
-    gathers=True,
     keeps_steps=True,
-    groups="with_trainers_groups",
     of_ranks=(".distcp",),
     written_last=".metadata",
     objects=frozenset(),

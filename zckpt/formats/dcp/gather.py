@@ -29,7 +29,7 @@ STATE = re.compile(r"(?:.+\.)?state\.(?P<owner>.+)\.(?P<slot>[^.]+)")
 OF_RANK = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")
 
 
-def partitions(path: str) -> list[Partition]:
+def partitions(path: str, _tp_rules: str | None = None) -> list[Partition]:
     """Every tensor of the model and of its optimizer.
 
     Raises UnsupportedCheckpoint for a box that is not a tensor, and what `read_table` raises.

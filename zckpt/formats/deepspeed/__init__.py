@@ -16,6 +16,7 @@ such files, and layer_NN[-model_TT]-model_states.pt with the weights of a pipeli
     read.py              the manifest
     write.py             the same files for another data-parallel size, stage or type
     options.py           what a user may ask of them
+    functions.py         what zckpt does with them
     optimizer_files.py   the optimizer files of a target
     elastic.py           targets whose files any number of ranks loads
     like.py              sources of other engines, with the ranks and groups of a run: `--like`
@@ -30,22 +31,22 @@ Facts in this package are of DeepSpeed 0.19.8 unless said otherwise; files back 
 
 from ..deepspeed_states import OBJECTS
 from ..format import Format
+from .files import detect
+from .options import OPTIONS
 
 FORMAT = Format(
     name="deepspeed",
-    folder="deepspeed",
     about="DeepSpeed ZeRO stage 0, 1, 2, 3, 0.5.10 to 0.19.8 "
     "(real files of 0.8.2, 0.9.3, 0.11.0, 0.13.1, 0.19.8)",
     family="deepspeed",
+    detect=detect,
+    options=OPTIONS,
     numbers=True,
     compares="beginnings",
-    has_tensor_ranks=True,
-    gathers=True,
     states="a flat buffer has place for tensors of the parameters' shapes, and for numbers that "
     "all of its parameters share; --stage 0 has place for every state, unless the optimizer is a "
     "FusedAdam",
     keeps_estimates=True,
-    groups="without_empty_groups",
     of_ranks=("_states.pt",),
     objects=OBJECTS,
 )

@@ -36,6 +36,7 @@ from ...training.optimizers import given_groups, known_optimizer, plain_name
 from ...training.options import ALLOW_OBJECT, Options
 from ..deepspeed_states.hyper import OF_IMPLEMENTATIONS
 from ..deepspeed_states.patterns import INFO
+from ..reading import USUAL
 
 SCHEDULED = ("last_batch_iteration", "last_epoch", "_step_count")  # counters of schedulers
 OF_THE_NEXT = ("data_sampler", "random_ltd")  # states of RUN that count its own batches
@@ -62,7 +63,7 @@ def as_in_run(source: Manifest, path: str, options: Options) -> Manifest:
         )
     with sources.watching() as watch:
         try:
-            like = formats.recognize(path).read(path)
+            like = formats.recognize(path).functions.read(path, USUAL)
         except MissingData as error:
             raise MissingData(
                 f"--like {path}: {error}",

@@ -10,23 +10,25 @@
     write.py          whole files that plain torch and trainers load
     write_ranks.py    files that each of N ranks loads alone, as verl saves FSDP2
     options.py        what a user may ask of these files
+    functions.py      what zckpt does with them
     gather.py         how torch joins ranks' parts: the rule behind verify --gather
 
 Facts in this package are of torch 2.13.0 unless said otherwise.
 """
 
 from ..format import Format
+from .files import detect, detect_weak
+from .options import OPTIONS
 
 FORMAT = Format(
     name="gathered",
-    folder="gathered",
     about="files of torch.save, whole or one per rank: FSDP, ZeroRedundancyOptimizer, plain torch",
     family="torch",
-    weak=True,
+    detect=detect,
+    detect_weak=detect_weak,
+    options=OPTIONS,
     numbers=True,
-    gathers=True,
     keeps_steps=True,
-    groups="with_trainers_groups",
     of_ranks=("rank",),
     objects=frozenset(),
 )

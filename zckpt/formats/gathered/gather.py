@@ -36,7 +36,7 @@ from .files import StateDictFiles, locate
 LEFT_OUT = "compare without --gather"
 
 
-def partitions(path: str) -> list[Partition]:
+def partitions(path: str, _tp_rules: str | None = None) -> list[Partition]:
     """Every tensor of the model and of its optimizer.
 
     Raises UnsupportedCheckpoint if a rank's mesh does not state its coordinate, and

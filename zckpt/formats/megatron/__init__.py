@@ -18,23 +18,25 @@
     vocabulary.py  the rows of a padded vocabulary: `--tp`
     like.py        sources of other engines, with the keys and groups of a run: `--like`
     options.py     what a user may ask of the writer
+    functions.py   what zckpt does with them
     gather/        what Megatron-Core's own rule brings back, for `verify --gather`
 
 Facts in this package are of megatron-core 0.16.1 unless said otherwise.
 """
 
 from ..format import Format
+from .files import detect
+from .options import OPTIONS
 
 FORMAT = Format(
     name="megatron",
-    folder="megatron",
     about="Megatron-Core: torch_dist, mp_rank_*, fsdp_dtensor",
     family="megatron",
+    detect=detect,
+    options=OPTIONS,
     numbers=True,
     reports_unused_rules=True,
     compares="all",
-    rebuilds=True,
-    gathers=True,
     fits_any_dp=True,
     overrides_groups=True,
     states="Megatron-Core's optimizer keeps exp_avg and exp_avg_sq",

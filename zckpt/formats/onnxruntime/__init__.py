@@ -13,20 +13,22 @@
     gather.py       what ONNX Runtime's own aggregators would join
     write.py        L2 and HDF5 files for any data-parallel size
     options.py      what a user may ask of these files
+    functions.py    what zckpt does with them
 
 Facts in this package are of onnxruntime-training 1.16.3 and its sources back to 1.3.
 """
 
 from ..format import Format
+from .files import detect
+from .options import OPTIONS
 
 FORMAT = Format(
     name="onnxruntime",
-    folder="onnxruntime",
     about="ONNX Runtime Training ZeRO-1, .ort.pt and HDF5, 1.3 to 1.16 (real files of 1.16.3)",
     family="onnxruntime",
+    detect=detect,
+    options=OPTIONS,
     compares="all",
-    checks=True,
-    gathers=True,
     keeps_steps=True,
     states="ONNX Runtime keeps the moments of Adam and Lamb",
     of_ranks=("",),

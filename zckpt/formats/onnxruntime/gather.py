@@ -26,7 +26,7 @@ from .ranks import SLOTS, Rank, RankTensor, Save
 Shape = tuple[int, ...]
 
 
-def partitions(path: str) -> list[Partition]:
+def partitions(path: str, _tp_rules: str | None = None) -> list[Partition]:
     """Every tensor of every weight: the weight, its 16-bit copy, its moments.
 
     Raises InconsistentCheckpoint if the pieces have more or fewer elements than the weight, and

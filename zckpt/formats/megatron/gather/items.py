@@ -51,7 +51,7 @@ BUFFER = re.compile(
 )
 
 
-def partitions(path: str) -> list[Partition]:
+def partitions(path: str, _tp_rules: str | None = None) -> list[Partition]:
     """Every tensor of the model and of its optimizer.
 
     Raises UnsupportedCheckpoint for what the rule does not cover: frozen parameters in flat

@@ -1,0 +1,15 @@
+"""What does zckpt do with these files?"""
+
+from ...training.groups import with_trainers_groups
+from ..format import Functions
+from .gather import partitions
+from .read import read
+from .write import lay_out, seal
+
+FUNCTIONS = Functions(
+    read=read,
+    lay_out=lay_out,
+    seal=seal,
+    partitions=partitions,
+    groups=with_trainers_groups,
+)

@@ -1,0 +1,18 @@
+"""What does zckpt do with these files?"""
+
+from ...training.groups import without_empty_groups
+from ..format import Functions
+from .gather import partitions
+from .read import averaged, check, check_slices, read
+from .write import lay_out, seal
+
+FUNCTIONS = Functions(
+    read=read,
+    lay_out=lay_out,
+    seal=seal,
+    partitions=partitions,
+    averaged=averaged,
+    check=check,
+    check_slices=check_slices,
+    groups=without_empty_groups,
+)

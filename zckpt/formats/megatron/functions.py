@@ -1,0 +1,16 @@
+"""What does zckpt do with these files?"""
+
+from ..format import Functions
+from .gather import partitions
+from .read import check, read, rebuilt, way_out
+from .write import lay_out, seal
+
+FUNCTIONS = Functions(
+    read=read,
+    lay_out=lay_out,
+    seal=seal,
+    partitions=partitions,
+    check=check,
+    rebuilt=rebuilt,
+    way_out=way_out,
+)

@@ -1,0 +1,50 @@
+"""How does a conversion run, and whom does it inform?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypedDict
+
+from ..copying.sharing import ALONE, Sharing
+from ..core.resources import DEFAULT_COPYING, Begin, Copying, Tell
+from ..core.values import valueclass
+
+if TYPE_CHECKING:
+    from ..core.folder import Folder
+
+
+class Keywords(TypedDict, total=False):
+    """What a user may say of it, as keyword arguments; see `zckpt.convert`."""
+
+    copying: Copying
+    dry_run: bool
+    begin: Begin | None
+    tell: Tell | None
+    resume: bool
+    before_rename: Callable[[], None] | None
+    sharing: Sharing
+
+
+@valueclass
+class Running:
+    """What a user says, or does not say.
+
+    A `dry_run` reports what would be written, and writes nothing. With `resume` a run continues
+    what an earlier one left. `before_rename` is called when all but the last check is done.
+    `sharing` says which portions of the target this process writes. `above` is the directory of the
+    target, if that is itself a part of an unfinished target.
+    """
+
+    copying: Copying = DEFAULT_COPYING
+    dry_run: bool = False
+    begin: Begin | None = None
+    tell: Tell | None = None
+    resume: bool = False
+    before_rename: Callable[[], None] | None = None
+    sharing: Sharing = ALONE
+    above: Folder | None = None
+
+    @property
+    def continues(self) -> bool:
+        """Whether what is there already may belong to this run, as other parts do."""
+        return self.resume or bool(self.sharing.part)
