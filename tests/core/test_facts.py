@@ -9,8 +9,8 @@ import pytest
 from zckpt.core.facts import (
     Engine,
     FlatBufferEngine,
-    GraphEngine,
     Grid,
+    NamedWeightsEngine,
     StateDictEngine,
     StepPlace,
     facts_of,
@@ -50,7 +50,7 @@ DICTS_JSON = {
     "adapter": False,
     "group_step": None,
 }
-GRAPH = GraphEngine("graph", None, "hdf5", "F16", "F32")
+GRAPH = NamedWeightsEngine("graph", None, "hdf5", "F16", "F32")
 GRAPH_JSON = {
     "name": "graph",
     "version": None,
@@ -148,7 +148,7 @@ def test_facts_have_their_keys_in_a_manifest_and_come_back(
 
 def test_a_manifest_of_fewer_keys_is_read() -> None:
     _, engine, place = facts_of({"engine": {"name": "graph", "dtype": "BF16"}})
-    assert engine == GraphEngine("graph", None, None, "BF16", None, None)
+    assert engine == NamedWeightsEngine("graph", None, None, "BF16", None, None)
     assert place is None
     assert facts_of({"engine": None, "optimizer": None}) == ({"optimizer": None}, None, None)
 

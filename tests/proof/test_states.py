@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 
-from zckpt.core.facts import Engine, FlatBufferEngine, GraphEngine, StateDictEngine, StepPlace
+from zckpt.core.facts import (
+    Engine,
+    FlatBufferEngine,
+    NamedWeightsEngine,
+    StateDictEngine,
+    StepPlace,
+)
 from zckpt.core.fragments import Runs
 from zckpt.core.inert import Foreign, Global
 from zckpt.core.manifest import Entry, Manifest, Sibling
@@ -18,7 +24,7 @@ from zckpt.proof.beside import siblings
 FLAT = FlatBufferEngine("flats", None, None, None, False, None, {})
 PLAIN = StateDictEngine("plain", None, (), None, None, None, None, False, False)
 NAN = float("nan")
-GRAPH = GraphEngine("graph", None, None, None, None)
+GRAPH = NamedWeightsEngine("graph", None, None, None, None)
 
 
 def manifest(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zckpt.core.experts import ExpertLayer
-from zckpt.core.facts import Engine, FlatBufferEngine, GraphEngine, StepPlace
+from zckpt.core.facts import Engine, FlatBufferEngine, NamedWeightsEngine, StepPlace
 from zckpt.core.inert import Scalar
 from zckpt.core.manifest import Manifest, Parameter
 from zckpt.core.values import replace
@@ -213,7 +213,7 @@ def test_two_groups_that_are_one_on_the_other_side() -> None:
 
 FLATS = FlatBufferEngine("flats", None, None, None, False, None, {})
 STATE_DICTS = keys_of(None)
-GRAPH = GraphEngine("graph", None, None, None, None)
+GRAPH = NamedWeightsEngine("graph", None, None, None, None)
 IN_GROUP, IN_STATE = StepPlace("group", "int"), StepPlace("state", "F32")
 
 

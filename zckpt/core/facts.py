@@ -1,10 +1,10 @@
 """What does a checkpoint state about its run: which engine wrote it, and where its step stands?
 
-FlatBufferEngine   an engine whose ranks share flat buffers, and that keeps its configuration
-StateDictEngine    a program that saves state dicts under keys of its own
-GraphEngine        an engine that trains a graph, and knows weights by name alone
-StepPlace          where an optimizer keeps its step, and in which type
-Grid               the sizes of the parallel axes
+FlatBufferEngine     an engine whose ranks share flat buffers, and that keeps its configuration
+StateDictEngine      a program that saves state dicts under keys of its own
+NamedWeightsEngine   an engine with optimizers of its own, whose files know weights by name alone
+StepPlace            where an optimizer keeps its step, and in which type
+Grid                 the sizes of the parallel axes
 
 `with_facts` and `facts_of` write these records into a manifest's JSON state, and read them again.
 """
@@ -166,12 +166,13 @@ class StateDictEngine:
 
 
 @valueclass
-class GraphEngine:
-    """An engine that knows weights by name alone, such as one that trains an exported graph.
+class NamedWeightsEngine:
+    """An engine with optimizers of its own, whose files know weights by name alone.
 
-    `dtype` is the type of the 16-bit copies of weights, else F32; `moments` is that of optimizer
-    states. No file states the order of the module's parameters: `ordered` is true only if the user
-    did.
+    One that trains an exported graph is such an engine, and one whose layers share keys. `dialect`
+    is the kind of its files, or how they shard the optimizer's state. `dtype` is the type of the
+    16-bit copies of weights, else F32; `moments` is that of optimizer states. No file states the
+    order of the module's parameters: `ordered` is true only if the user did.
     """
 
     name: str
@@ -193,7 +194,7 @@ class GraphEngine:
         }
 
     @classmethod
-    def of_state(cls, state: Mapping[str, Any]) -> GraphEngine:
+    def of_state(cls, state: Mapping[str, Any]) -> NamedWeightsEngine:
         """The inverse of `to_state`."""
         return cls(
             _text(state, "name") or "",
@@ -205,7 +206,7 @@ class GraphEngine:
         )
 
 
-Engine = FlatBufferEngine | StateDictEngine | GraphEngine
+Engine = FlatBufferEngine | StateDictEngine | NamedWeightsEngine
 
 
 @valueclass
@@ -307,7 +308,7 @@ def facts_of(
     elif stated.keys() & {"config", "elastic"}:
         engine = FlatBufferEngine.of_state(stated)
     elif stated:
-        engine = GraphEngine.of_state(stated)
+        engine = NamedWeightsEngine.of_state(stated)
     optimizer = _dictionary(rest, "optimizer")
     place = StepPlace.of_state(optimizer)
     kind = _text(stated, "group_step")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..core.facts import FlatBufferEngine, GraphEngine, StateDictEngine, with_facts
+from ..core.facts import FlatBufferEngine, NamedWeightsEngine, StateDictEngine, with_facts
 from ..core.inert import Foreign, inside, to_json
 from ..core.manifest import Manifest
 from ..core.weights import WEIGHTS, is_optimizers
@@ -306,7 +306,7 @@ def _as_of_first(manifest: Manifest, path: str) -> Any:
 def _engine_name(manifest: Manifest) -> tuple[str | None, ...]:
     """The engine; with the kind of its files, where each kind has parts of its own."""
     engine = manifest.engine
-    if isinstance(engine, GraphEngine):
+    if isinstance(engine, NamedWeightsEngine):
         return engine.name, engine.dialect
     return (None if engine is None else engine.name,)
 

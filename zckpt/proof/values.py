@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from ..core.experts import layers_of
-from ..core.facts import FlatBufferEngine, GraphEngine, StateDictEngine, StepPlace
+from ..core.facts import FlatBufferEngine, NamedWeightsEngine, StateDictEngine, StepPlace
 from ..core.inert import Scalar, plain_group, to_json
 from ..core.manifest import Manifest, Parameter
 from ..core.states import State, is_afresh, lost
@@ -78,7 +78,7 @@ def step_places(a: Manifest, b: Manifest) -> tuple[list[Report], list[str]]:
 def step_place(manifest: Manifest) -> StepPlace | None:
     """Where the optimizer keeps its step; None if it has none, or if the engine has its own."""
     has_steps = any(parameter.step is not None for parameter in manifest.parameters.values())
-    if not has_steps or isinstance(manifest.engine, GraphEngine):
+    if not has_steps or isinstance(manifest.engine, NamedWeightsEngine):
         return None
     usual = StepPlace("state", "F32") if isinstance(manifest.engine, StateDictEngine) else None
     return manifest.step_place or usual

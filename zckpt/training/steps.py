@@ -25,7 +25,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 
 from ..core.annotations import Any
-from ..core.facts import GraphEngine, StateDictEngine, StepPlace
+from ..core.facts import NamedWeightsEngine, StateDictEngine, StepPlace
 from ..core.inert import Scalar
 from ..core.manifest import Manifest, Sighting, is_step
 from ..core.values import field, replace, valueclass
@@ -65,11 +65,11 @@ SCHEDULER_COUNTERS = ("last_epoch", "_step_count")
 def kept_place(source: Manifest) -> StepPlace:
     """Where the source's optimizer keeps its step: it looks there in another engine too.
 
-    The optimizer is the program's own, whatever it is called. But an engine that trains a graph
-    has its own optimizers.
+    The optimizer is the program's own, whatever it is called. But some engines have their own.
     """
-    place = source.step_place
-    return WRITTEN["torch"] if place is None or isinstance(source.engine, GraphEngine) else place
+    if source.step_place is None or isinstance(source.engine, NamedWeightsEngine):
+        return WRITTEN["torch"]
+    return source.step_place
 
 
 def torch_place(source: Manifest, named: str | None = None) -> StepPlace:

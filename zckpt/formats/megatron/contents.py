@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from os.path import basename
 from typing import Any
 
-from ...core.facts import GraphEngine
+from ...core.facts import NamedWeightsEngine
 from ...core.fragments import Record
 from ...core.manifest import Entry, Manifest, Parameter, Sibling, Sighting
 from ...core.values import field, mutable
@@ -130,7 +130,7 @@ def manifest_of(content: Content, step_policy: str | None) -> Manifest:
         buffers=tuple(name for name in shapes if name not in known),
         groups=_hyper_parameters(groups) if has_groups else None,
         optimizer=name_of_groups([slots] * max(len(groups), 1), groups or None) if slots else None,
-        engine=GraphEngine(
+        engine=NamedWeightsEngine(
             "megatron",
             None,
             content.sharding,

@@ -11,7 +11,7 @@ from __future__ import annotations
 from math import prod
 
 from ...core.dtypes import SIZES
-from ...core.facts import GraphEngine
+from ...core.facts import NamedWeightsEngine
 from ...core.fragments import ZEROS, Extent, solid
 from ...core.manifest import Entry, Manifest
 from ...core.plan import Match
@@ -118,4 +118,4 @@ def with_zeros(manifest: Manifest) -> Manifest:
 
 def _sharding(manifest: Manifest) -> str | None:
     """How the optimizer's state was sharded."""
-    return manifest.engine.dialect if isinstance(manifest.engine, GraphEngine) else None
+    return manifest.engine.dialect if isinstance(manifest.engine, NamedWeightsEngine) else None

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 
-from ...core.facts import GraphEngine
+from ...core.facts import NamedWeightsEngine
 from ...core.fragments import Fragment, Runs, solid
 from ...core.manifest import Entry, Manifest, Parameter, Sighting
 from ...core.plan import Match
@@ -312,9 +312,9 @@ def _counters(save: Save) -> list[Sighting]:
     return steps.counter_sightings("train_step_info", counters, counters)
 
 
-def _engine(save: Save, collected: _Entries) -> GraphEngine:
+def _engine(save: Save, collected: _Entries) -> NamedWeightsEngine:
     """What the files show of the engine; they state no version."""
     moments = {entry.dtype for entry in collected.entries.values() if entry.slot == "exp_avg"}
-    return GraphEngine(
+    return NamedWeightsEngine(
         "onnxruntime", None, save.dialect, save.mixed or "F32", min(moments, default=None)
     )
