@@ -21,7 +21,7 @@ from ..core.manifest import Entry, Manifest
 from ..core.sources import Fingerprint
 from ..core.values import field, valueclass
 from ..errors import ZckptError
-from ..files.dcpnames import METADATA
+from ..files.dcpfile import METADATA
 from ..formats.dcp.files import has_items, locate
 from ..formats.dcp.items import (
     OpenedItem,

@@ -19,7 +19,7 @@ from ...core import sources
 from ...core.annotations import Any
 from ...core.filenames import Names, oldest_first
 from ...errors import UnsupportedCheckpoint
-from ...files.dcpnames import ITEMS, METADATA, names_any
+from ...files.dcpfile import ITEMS, METADATA, names_any
 from ...training import peft
 
 STEP = Names("step-#")

@@ -32,7 +32,7 @@ from ...core.manifest import Entry, Manifest, slot_key
 from ...core.values import replace, valueclass
 from ...core.weights import is_optimizers, weight_of
 from ...errors import MissingData, UnsupportedCheckpoint, WrongOption, listed, literal
-from ...files import dcpseal
+from ...files import dcpfile
 from ...files.dcpfile import ItemBox, Items, TensorItem
 from ...files.dcpshell import (
     ItemShell,
@@ -339,7 +339,7 @@ class MegatronWriter:
             saved += placed
             yield self._inside(file)
         if self._text is None:  # it is the same the second time
-            self._text = dcpseal.sealed(dumps(self._describe(saved), lambda _: None))
+            self._text = dcpfile.sealed(dumps(self._describe(saved), lambda _: None))
         yield self._inside(_known(".metadata", self._text))
         storages = Storages()
         common = thawed(self.common, {**self.source.entries, **self.moved}, storages)
