@@ -256,9 +256,19 @@ def verify(
     from .proving import prove
 
     reading = _reading(source, weights_only=weights_only, rename=rename, family=family)
-    copying = Copying(jobs, memory, pool=pool, device=device)
     selection = Selection(tensors, weights_only, tuple(drop_state))
-    return prove(path, against, gather, reading, selection, copying, begin)
+    return prove(
+        path,
+        against,
+        gather,
+        reading,
+        selection,
+        begin,
+        device=device,
+        jobs=jobs,
+        memory=memory,
+        pool=pool,
+    )
 
 
 def diff(

@@ -8,6 +8,7 @@ from typing import Any
 
 from . import formats
 from .core import duplicates, sources
+from .core.pooling import Pool
 from .core.resources import Begin, Copying
 from .core.states import Selection
 from .errors import (
@@ -31,8 +32,12 @@ def prove(
     gather: bool,
     reading: Reading,
     selection: Selection,
-    copying: Copying,
     begin: Begin | None,
+    *,
+    device: str | None,
+    jobs: int,
+    memory: int,
+    pool: Pool,
 ) -> Report:
     """The report of `verify`; see `zckpt.verify`."""
     if gather and reading.rename:
@@ -47,7 +52,7 @@ def prove(
         )
     if gather and against is None:
         raise WrongOption("--gather needs a checkpoint to compare with", hint="add --against PATH")
-    if copying.device is not None and not gather:
+    if device is not None and not gather:
         raise WrongOption("--device is only for --gather", hint="add --gather --against PATH")
     if against is None and (selection.weights_only or selection.drop_state):
         flag = "--weights-only" if selection.weights_only else "--drop-state"
@@ -73,8 +78,9 @@ def prove(
     try:
         if gather:
             assert against is not None
-            findings = _gather(path, against, reading, selection, copying, begin)
+            findings = _gather(path, against, reading, selection, device, jobs, memory, begin)
         else:
+            copying = Copying(jobs, memory, pool=pool)
             findings = _verify(path, against, reading, selection, copying, begin)
     except CONTRADICTIONS as error:
         if report["rank"]:  # rank 0 reports its own, which may differ
@@ -128,7 +134,9 @@ def _gather(
     against: Path,
     reading: Reading,
     selection: Selection,
-    copying: Copying,
+    device: str | None,
+    jobs: int,
+    memory: int,
     begin: Begin | None,
 ) -> Report:
     """The findings of a verification that all-gathers the parts that the engine's rule gives."""
@@ -148,4 +156,5 @@ def _gather(
         partitions = formats.named(manifest.format).functions.partitions
         parts = partitions(manifest.root, rules) if partitions else None
         about["warnings"] += oddly_timed(other)
-        return about | verify_gathered(manifest, parts, other, selection, copying, begin)
+        found = verify_gathered(manifest, parts, other, selection, device, jobs, memory, begin)
+        return about | found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,16 @@ Change = Callable[[Entries], Entries]
 Break = Callable[[pytest.MonkeyPatch], None]
 
 
-def reading(module: Any, change: Change) -> Break:
-    """Breaks the function `read` of a module: its entries are what `change` makes of them."""
-    right = module.read
+def reading(reader: Any, change: Change) -> Break:
+    """Breaks the function `read` of a format's module: `change` makes other entries."""
+    module = import_module(".functions", reader.__package__)
+    right = module.FUNCTIONS
 
     def read(*arguments: Any, **options: Any) -> Any:
-        manifest = right(*arguments, **options)
+        manifest = right.read(*arguments, **options)
         return replace(manifest, entries=change(dict(manifest.entries)))
 
-    return lambda patch: patch.setattr(module, "read", read)
+    return lambda patch: patch.setattr(module, "FUNCTIONS", replace(right, read=read))
 
 
 def swapped(first: str, second: str) -> Change:

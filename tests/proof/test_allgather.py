@@ -105,7 +105,7 @@ def test_a_reader_with_the_wrong_order_is_found(
 
 def test_a_rank_that_is_left_out_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """By whatever rule: what no rank brings was not compared."""
-    from zckpt.formats.deepspeed import gather
+    from zckpt.formats.deepspeed import functions, gather
 
     partitions = gather.partitions
 
@@ -126,7 +126,8 @@ def test_a_rank_that_is_left_out_is_found(monkeypatch: pytest.MonkeyPatch, tmp_p
 
     zckpt.convert(EXAMPLE, tmp_path / "universal")
     for rule, said in ((without_last, "does not cover"), (without_moments, "engine would gather")):
-        monkeypatch.setattr(gather, "partitions", rule)
+        broken = replace(functions.FUNCTIONS, partitions=rule)
+        monkeypatch.setattr(functions, "FUNCTIONS", broken)
         report = zckpt.verify(EXAMPLE, tmp_path / "universal", gather=True)
         assert not report["equal"]
         assert any(said in problem["message"] for problem in report["problems"])

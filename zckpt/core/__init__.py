@@ -31,9 +31,8 @@ How a source is read:
     streaming.py      one pass over tensors, with the threads and memory of resources.py
     turns.py          which of these threads may compute now
     pooling.py        which tasks of a pass this process carries out
-    patterns.py       tensors by a glob
     loading.py        one tensor in memory
-    description.py    what `inspect` prints
+    description.py    what `inspect` prints; tensors by a glob
 
 What a target gets from a source:
     plan.py           the join of two manifests

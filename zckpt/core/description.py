@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
 from math import prod
+from typing import Any, Protocol, TypeVar
 
-from ..errors import listed
-from .annotations import Any
+from ..errors import WrongOption, listed
 from .experts import layers_of, layers_to_json
 from .facts import with_facts
 from .inert import plain_group, to_json
 from .manifest import Entry, Manifest
-from .patterns import matching
 from .states import State, states_of
 
 Report = dict[str, Any]
+
+
+class Named(Protocol):
+    """Anything with a tensor's name, `parameter/slot`."""
+
+    @property
+    def name(self) -> str: ...
+
+
+T = TypeVar("T", bound=Named)
 
 
 def inspect(manifest: Manifest, objects: Sequence[str]) -> Report:
@@ -96,6 +106,19 @@ def advice(manifest: Manifest, bare: int) -> Report:
         "advice": f"{which} no checksums, so damage in them may go unseen; compare them with "
         f"another copy (`zckpt verify {path} --against COPY`); a universal checkpoint has checksums"
     }
+
+
+def matching(tensors: Iterable[T], pattern: str) -> list[T]:
+    """The tensors whose name matches a glob such as '*/exp_avg'.
+
+    Raises WrongOption if there is none.
+    """
+    selected = [tensor for tensor in tensors if fnmatchcase(tensor.name, pattern)]
+    if not selected:
+        raise WrongOption(
+            f"no tensor matches {pattern!r}", hint="names are parameter/slot, as '*/exp_avg'"
+        )
+    return selected
 
 
 def tensors(manifest: Manifest, pattern: str, fragments: bool = False) -> list[Report]:

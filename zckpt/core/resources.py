@@ -30,15 +30,13 @@ def describe(progress: Progress | None, text: str) -> None:
 class Copying:
     """`jobs` threads, `memory` bytes for all buffers, `io`: auto, direct or buffered writes.
 
-    `pool` are the processes that share a pass over tensors which only reads. `device` (cuda, cpu,
-    or None: a GPU if there is one) is where `verify --gather` joins ranks' parts.
+    `pool` are the processes that share a pass over tensors which only reads.
     """
 
     jobs: int = 4
     memory: int = 256 << 20
     io: str = "auto"
     pool: Pool = SINGLE
-    device: str | None = None
 
     def __post_init__(self) -> None:
         if self.memory < 2 * self.jobs << 20:

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from ..core.annotations import Any
+from ..core.description import matching
 from ..core.manifest import Entry, Manifest
-from ..core.patterns import matching
 from ..errors import counted, listed, sized
 from .terminal import brief, cell, checked, safe, states, table, unchecked, warn
 

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from threading import Lock
 from typing import Any
 
+from ..core.description import matching
 from ..core.dtypes import FLOATS, NUMBERS
 from ..core.fileio import Buffer
 from ..core.manifest import Entry, Manifest
-from ..core.patterns import matching
 from ..core.pieces import ElementReader, ReadRequest
 from ..core.pooling import Claim, claimed
 from ..core.records import RecordChecker

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from ..core.description import matching
 from ..core.dtypes import SIZES
 from ..core.manifest import Entry, Manifest
 from ..core.masters import with_masters
-from ..core.patterns import matching
 from ..core.plan import Match, match
 from ..core.values import replace
 from ..core.weights import WEIGHTS, weight_of

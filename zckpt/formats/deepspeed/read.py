@@ -217,7 +217,7 @@ def _without_zero(
 ) -> list[Manifest]:
     """The manifest of each tensor rank in stage 0."""
     from .stage_0.whole import open_whole
-    from .stage_0.whole_manifest import manifest_of_whole
+    from .stage_0.whole_states import manifest_of_whole
 
     if files.layers:
         return _pipelines_without_zero(directory, files, step_policy, numbered, tied)
@@ -244,7 +244,7 @@ def _pipelines_without_zero(
     """The pipeline of each tensor rank in stage 0."""
     from .model_ranks.pipeline import joined_stages
     from .stage_0.stages import alike, open_stages
-    from .stage_0.whole_manifest import manifest_of_whole
+    from .stage_0.whole_states import manifest_of_whole
 
     models, every = [], []
     for tp in range(files.tp):

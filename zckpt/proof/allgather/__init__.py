@@ -28,7 +28,7 @@ from ...core.dtypes import SIZES
 from ...core.manifest import Entry, Manifest
 from ...core.partition import Nameless, Partition
 from ...core.plan import Match, match
-from ...core.resources import Begin, Copying
+from ...core.resources import Begin
 from ...core.states import Selection
 from ...core.values import replace
 from ...errors import MissingExtra, listed
@@ -55,7 +55,9 @@ def verify_gathered(
     parts: Sequence[Partition] | None,
     other: Manifest,
     selection: Selection,
-    copying: Copying,
+    device: str | None,
+    jobs: int,
+    memory: int,
     begin: Begin | None,
 ) -> Report:
     """Whether `other` equals what the ranks of `manifest` would gather.
@@ -64,11 +66,11 @@ def verify_gathered(
     Every process of the world returns the same report, with its own `rank`. Raises WrongOption,
     and MissingData if the two share no weights.
     """
-    world = join_world(copying.device)
+    world = join_world(device)
     try:
         if parts is None:
             parts = [alone(entry) for entry in manifest.entries.values() if entry.slot != "state"]
-        return _verify(world, manifest, parts, other, selection, copying, begin)
+        return _verify(world, manifest, parts, other, selection, jobs, memory, begin)
     finally:
         world.close()
 
@@ -79,7 +81,8 @@ def _verify(
     parts: Sequence[Partition],
     other: Manifest,
     selection: Selection,
-    copying: Copying,
+    jobs: int,
+    memory: int,
     begin: Begin | None,
 ) -> Report:
     parts, of_reader, unread = with_names(parts, manifest)
@@ -102,11 +105,11 @@ def _verify(
         needs_weights([item for _, item in matches], manifest.root, other.root)
     total = sum(2 * item.b.length for _, item in matches if item.b) // world.size
     progress = begin(total) if begin and not world.rank else None
-    gathering = Gathering(world, matches, copying.jobs, progress)
+    gathering = Gathering(world, matches, jobs, progress)
     try:
         compared = [part for part in parts if gathering.places.keys() & names_of(part)]
         cuts = [cut for part in compared for cut in cut_over(part, world.size)]
-        gathering.run(by_kind(cuts), copying.memory)
+        gathering.run(by_kind(cuts), memory)
         boxes = [box for part in compared for box in strided(part)]
         for box in boxes[world.rank :: world.size]:
             gathering.compare_strided(box)

@@ -109,7 +109,7 @@ def open_apart(
         ]
     else:
         from ..stage_0.stages import open_model_ranks  # most runs have ZeRO
-        from ..stage_0.whole_manifest import manifest_of_whole
+        from ..stage_0.whole_states import manifest_of_whole
 
         wholes = open_model_ranks(directory, files, of_layers if grid.staged else None, numbered)
         pairs = [(whole.states, manifest_of_whole(whole, step_policy)) for whole in wholes]

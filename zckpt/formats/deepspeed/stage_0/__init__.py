@@ -4,8 +4,7 @@ whole.py          the optimizer in the model file, and which names its numbers h
 naming.py         how they get these names
 stages.py         the optimizers of a pipeline's stages
 samples.py        reads the bytes that show them
-whole_states.py   what the optimizer keeps, as records of flat buffers
-whole_manifest.py the manifest of one model rank
+whole_states.py   what the optimizer keeps, as flat buffers; a model rank's manifest
 whole_files.py    the optimizer of a target
 gather_whole.py   what the engine itself would gather, for `verify --gather`
 """

@@ -9,12 +9,13 @@ from typing import Any
 from ....core.dtypes import NUMBERS
 from ....core.fragments import Fragments, solid
 from ....core.inert import PYTHON_NUMBERS, Scalar
-from ....core.manifest import Sighting, slot_name
+from ....core.manifest import Manifest, Sighting, slot_name
 from ....core.values import replace, valueclass
 from ....errors import InconsistentCheckpoint, counted, listed
 from ....files.torchfile import Tensor, TorchFile
 from ....training import steps
 from ...deepspeed_states.flats import BufferSlot, FlatBuffer
+from ...deepspeed_states.manifest import manifest_of
 from ...deepspeed_states.states import FLAT_MASTERS, WHOLE_MASTERS, EngineStates, ParameterShapes
 from .whole import WholeOptimizer
 
@@ -204,3 +205,23 @@ def _is_number(value: Any) -> bool:
 
 def _is_slot(unit: _Unit, value: Any) -> bool:
     return isinstance(value, Tensor) and value.shape == unit.shape
+
+
+def manifest_of_whole(whole: WholeOptimizer, step_policy: str | None) -> Manifest:
+    """The manifest; its warnings name the parameters whose names only an order shows."""
+    states, units = with_states(whole)
+    slots = list(buffers(states, units, step_policy))
+    manifest = manifest_of(states, slots, "deepspeed", states.config, states.module_dtype)
+    warnings = list(manifest.warnings)
+    if whole.inferred:
+        warnings.append(
+            "the optimizer knows its parameters by number: the names of "
+            f"{listed(whole.inferred, 4)} are inferred from the order of the module"
+        )
+    return replace(
+        manifest,
+        state={**manifest.state, "module": list(whole.module)},
+        inferred=tuple(whole.inferred),
+        warnings=tuple(warnings),
+        zero_padding=True,
+    )
