@@ -14,7 +14,6 @@ from zckpt.core.inert import Scalar
 from zckpt.core.manifest import Entry, Manifest, Parameter, Sighting
 from zckpt.errors import InconsistentCheckpoint
 from zckpt.training import steps
-from zckpt.training.options import OPTIMIZER
 from zckpt.training.steps import (
     agree,
     kind_of,
@@ -185,10 +184,6 @@ def test_the_place_of_stated_steps_has_their_type_and_shape() -> None:
 def test_onnx_runtime_counts_from_one() -> None:
     assert steps.COUNTED.number(0) == Scalar(1, "I64", (1,))
     assert steps.COUNTED.completed(8) == 7
-
-
-def test_every_class_of_the_option_has_a_place() -> None:
-    assert tuple(steps.WRITTEN) == OPTIMIZER.choices
 
 
 def test_torch_keeps_its_step_where_the_table_says() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from .. import display
 from . import launched
 from .help import ExplainedCommand
 from .options import as_document, common, family, grouped, moving, renaming, single, uncompared
@@ -78,7 +79,7 @@ def verify(
 
     Exit code 3: verify found something.
     """
-    from .. import api, display
+    from .. import api
 
     if save_proof:
         display.can_save(save_proof)
@@ -121,7 +122,7 @@ def diff(a: str, b: str, as_json: bool, quiet: bool, **words: Any) -> int:
 
     Exit code 3: something differs.
     """
-    from .. import api, display
+    from .. import api
 
     with display.progress(quiet or as_json) as begin:
         report = launched.look(api.diff, a, b, begin=begin, **words)
@@ -156,7 +157,7 @@ def stats(path: str, as_json: bool, quiet: bool, **words: Any) -> None:
     magnitudes in powers of two. Warnings name second moments that are zero or negative, constant
     weights, NaN, infinities, and steps that stopped in low precision.
     """
-    from .. import api, display
+    from .. import api
 
     with display.progress(quiet or as_json) as begin:
         report = launched.look(api.stats, path, begin=begin, **words)
@@ -215,7 +216,6 @@ def probe_diff(
 
     Exit code 3: there is a big difference.
     """
-    from .. import display
     from ..probe import comparing, picture, runs
 
     if svg:

@@ -8,7 +8,9 @@ from typing import Any
 
 import click
 
+from .. import display
 from ..errors import NotEnoughSpace, WrongOption, sized
+from ..formats import FORMATS, other_objects
 from ..version import __version__
 from . import launched, output, signals
 from .checking import diff, probe_diff, stats, verify
@@ -81,7 +83,6 @@ def inspect(
     (whole, or one per rank) or of ONNX Runtime's rank files; a Hugging Face Trainer, Accelerate,
     Lightning or torchtitan directory around one of these; a single file; a universal checkpoint.
     """
-    from .. import display, formats
     from ..core import description
     from ..formats.reading import Reading
     from ..reading import read
@@ -92,7 +93,7 @@ def inspect(
         display.warn(list(manifest.warnings), quiet)  # a shape in a list is not the tensor's
 
     def summary() -> dict[str, Any]:
-        return description.inspect(manifest, formats.other_objects(manifest))
+        return description.inspect(manifest, other_objects(manifest))
 
     if as_json:
         report = summary()
@@ -127,7 +128,7 @@ def write(
     **words: Any,
 ) -> None:
     """Converts, reshards or exports a checkpoint, with progress, and prints the report."""
-    from .. import api, display
+    from .. import api
 
     shown: list[str] = []
 
@@ -271,9 +272,6 @@ for command in (verify, diff, stats, probe_diff):
 @as_document
 def formats(as_json: bool) -> None:
     """List the formats that zckpt reads and writes."""
-    from .. import display
-    from ..formats import FORMATS
-
     listed = [
         {"format": f.name, "reads": f.reads, "writes": f.writes, "about": f.about} for f in FORMATS
     ]

@@ -15,6 +15,7 @@ from ..core.facts import MAX_DP
 from ..core.inert import is_dotted
 from ..core.values import valueclass
 from ..errors import WrongOption
+from .steps import WRITTEN
 
 if TYPE_CHECKING:
     from .names import Renames
@@ -192,8 +193,7 @@ OPTIMIZER: Option[str | None] = Option(
     None,
     "Store the step where this Adam looks for it: torch, deepspeed-fused-adam, deepspeed-cpu-adam "
     "or apex-fused-adam",
-    # the keys of steps.WRITTEN, whose import would make `--help` slower; a test compares
-    choices=("torch", "deepspeed-fused-adam", "deepspeed-cpu-adam", "apex-fused-adam"),
+    choices=tuple(WRITTEN),
     usual="as in the source",
     metavar="CLASS",
     group="Optimizer and steps",
