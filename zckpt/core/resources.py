@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 
+from msgspec import Struct
+
 from ..errors import WrongOption
 from .pooling import SINGLE, Pool
-from .values import valueclass
 
 Progress = Callable[[int], None]
 """Is called with the number of bytes that were processed since the last call."""
@@ -26,8 +27,7 @@ def describe(progress: Progress | None, text: str) -> None:
         show(text)
 
 
-@valueclass
-class Copying:
+class Copying(Struct, frozen=True):
     """`jobs` threads, `memory` bytes for all buffers, `io`: auto, direct or buffered writes.
 
     `pool` are the processes that share a pass over tensors which only reads.

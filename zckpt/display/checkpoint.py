@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
-from ..core.annotations import Any
 from ..core.description import matching
 from ..core.manifest import Entry, Manifest
 from ..errors import counted, listed, sized

@@ -19,9 +19,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from ..core.annotations import TYPE_CHECKING, Any
-from ..core.values import valueclass
+from msgspec import Struct
+
 from ..training import steps
 from .reading import Reading
 
@@ -39,8 +40,7 @@ def nothing(_path: str) -> list[str]:
     return []
 
 
-@valueclass(eq=False)
-class Format:
+class Format(Struct, frozen=True, eq=False):
     """What one format is.
 
     `name` is what `--from` and `--to` call it, and with _ for - its folder. `about` is a line of
@@ -112,8 +112,7 @@ class Format:
         return self.functions.read(path, Reading(step_policy=policy))
 
 
-@valueclass(eq=False)
-class Functions:
+class Functions(Struct, frozen=True, eq=False):
     """What zckpt does with the files of one format. None: there is nothing to do."""
 
     read: Callable[[str, Reading], Manifest]

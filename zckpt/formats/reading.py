@@ -10,7 +10,8 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypedDict
 
-from ..core.values import valueclass
+from msgspec import Struct
+
 from ..errors import WrongOption
 
 if TYPE_CHECKING:
@@ -42,8 +43,7 @@ class SourceKeywords(Keywords, total=False):
     replicas: str | None
 
 
-@valueclass
-class Reading:
+class Reading(Struct, frozen=True):
     """What a user says about a checkpoint that is to be read; see `zckpt.read`.
 
     A format's `read` uses these, as far as they apply to it:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypedDict
 
+from msgspec import Struct
+
 from ..copying.sharing import ALONE, Sharing
 from ..core.resources import DEFAULT_COPYING, Begin, Copying, Tell
-from ..core.values import valueclass
 
 if TYPE_CHECKING:
     from ..core.folder import Folder
@@ -25,8 +26,7 @@ class Keywords(TypedDict, total=False):
     sharing: Sharing
 
 
-@valueclass
-class Running:
+class Running(Struct, frozen=True):
     """What a user says, or does not say.
 
     A `dry_run` reports what would be written, and writes nothing. With `resume` a run continues
