@@ -14,8 +14,8 @@ Functions give the reports that the command line prints with --json. Errors are 
 from __future__ import annotations
 
 from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from .core.annotations import TYPE_CHECKING, Any
 from .version import __version__ as __version__
 
 if TYPE_CHECKING:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
+from msgspec.structs import replace
+
 from . import formats
 from .copying.targets import refuse_unfinished
 from .core import sources
 from .core.manifest import Manifest
 from .core.neighbors import lacking
 from .core.times import odd_times
-from .core.values import replace
 from .errors import AmbiguousCheckpoint, CorruptCheckpoint, WrongOption, listed
 from .formats.format import Format
 from .formats.reading import Reading

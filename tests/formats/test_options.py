@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 import zckpt
 from zckpt import formats
-from zckpt.core.values import replace, valueclass
 from zckpt.errors import WrongOption
 from zckpt.formats.options import Keywords, declared, options_of
 from zckpt.training.options import DIALECT, DP, DTYPE, EVERYWHERE, WEIGHTS_ONLY, Option
@@ -22,8 +22,7 @@ SHAPE: Option[str | None] = Option("shape", "--shape", None, "The shape", usual=
 ALWAYS = [option.name for option in EVERYWHERE]
 
 
-@valueclass(eq=False)
-class Target(formats.Format):
+class Target(formats.Format, frozen=True, eq=False):
     """A format whose options a test states."""
 
     stated: tuple[Option[object], ...] = ()

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from msgspec import Struct
 
 import zckpt
 from zckpt.cli import run
 from zckpt.core import pooling
 from zckpt.core.pieces import ElementReader
-from zckpt.core.values import valueclass
 from zckpt.errors import Interrupted, ProcessLost, WrongOption
 from zckpt.nodes import conversion, handover
 from zckpt.nodes.calls import Calls
@@ -291,8 +291,7 @@ class OneRank:
         return self.counters[key]
 
 
-@valueclass
-class NoWork:
+class NoWork(Struct, frozen=True):
     manifests: tuple[()] = ()
 
 

@@ -17,8 +17,8 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from ..core.annotations import TYPE_CHECKING, Any, NoReturn
 from ..version import __version__
 
 if TYPE_CHECKING:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from typing import Any
 
-from ..core.annotations import Any
 from ..errors import WrongOption
 from ..nodes.launch import launched
 from . import signals

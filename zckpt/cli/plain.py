@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from ..core.annotations import Any
-from ..core.values import valueclass
+from msgspec import Struct
 
 Parse = Callable[[str], Any]
 """The value that a word stands for; None if click has to decide."""
@@ -33,8 +33,7 @@ def _one_of(*choices: str) -> Parse:
     return lambda word: word if word in choices else None
 
 
-@valueclass
-class Line:
+class Line(Struct, frozen=True):
     """What the line of a command may have: arguments, flags, and options with a value, by name."""
 
     arguments: tuple[str, ...]

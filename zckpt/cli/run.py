@@ -11,8 +11,8 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any, NoReturn
 
-from ..core.annotations import Any, NoReturn
 from ..errors import (
     CorruptCheckpoint,
     Interrupted,

@@ -8,8 +8,7 @@ and a message that the run was interrupted would be wrong.
 from __future__ import annotations
 
 import sys
-
-from ..core.annotations import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     import signal

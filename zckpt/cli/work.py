@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
-from ..core.annotations import Any
 from ..errors import NotEnoughSpace, sized
 from . import launched, signals
 

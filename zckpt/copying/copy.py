@@ -13,6 +13,8 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 
+from msgspec import Struct, field
+
 from ..core import plan
 from ..core.checksum import Cover, Scattered
 from ..core.fileio import Buffer, is_small
@@ -25,7 +27,6 @@ from ..core.records import PassedRecord, RecordChecker
 from ..core.resources import DEFAULT_COPYING, Copying, Progress, describe
 from ..core.streaming import chunk_size, finish, in_turns, stream, together
 from ..core.turns import Turns
-from ..core.values import field, mutable
 from ..errors import CorruptCheckpoint
 from .assembling import SOURCE, TENSOR, Assembler
 from .filling import FILE, RECORD, Sums, TargetFile, UnfinishedRegion
@@ -38,8 +39,7 @@ CHECKED = "checked"
 """Of what a CRC-32 is: a record of the source. Others: see `assembling` and `filling`."""
 
 
-@mutable
-class CopyOutcome:
+class CopyOutcome(Struct, eq=False):
     """What a copy knows in the end.
 
     `digests` are those of the target's entries, by name. `files` are sizes and CRC-32s, by path.

@@ -21,11 +21,12 @@ from contextlib import suppress
 from itertools import chain, islice
 from typing import Any
 
+from msgspec import Struct, field
+
 from ..core.checksum import crc32
 from ..core.fileio import sync_data
 from ..core.folder import Folder
 from ..core.sources import close, naming, pread
-from ..core.values import field, valueclass
 from ..errors import TargetExists, listed, removal
 from .targets import JOURNAL as NAME
 
@@ -40,8 +41,7 @@ Passed = tuple[Key, int, int, int]
 """A key, the bytes [start, stop) of it, and their CRC-32."""
 
 
-@valueclass
-class Identity:
+class Identity(Struct, frozen=True):
     """What a conversion reads, what it was asked, and which files it writes.
 
     `source` has size and mtime (ns) of every file by its name, and under "records" the CRC-32 of
@@ -101,8 +101,7 @@ def _option(flag: str, options: Mapping[str, Any]) -> str:
     return f"{flag} {options[flag]}" if options[flag] is not True else flag
 
 
-@valueclass
-class Region:
+class Region(Struct, frozen=True):
     """Bytes [start, stop) of a target file, which are synced, and the CRC-32s that they gave."""
 
     file: str

@@ -19,8 +19,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Condition
 
+from msgspec import Struct
+
 from ..core.fileio import Writer
-from ..core.values import valueclass
 
 TRIAL = 32 << 20  # bytes
 WINDOW = 1 << 30  # bytes before the first new trial, unless the rate falls
@@ -31,8 +32,7 @@ FASTER = 0.65  # of the wall time: what buffered writes must reach if they need 
 OTHER = {"direct": "buffered", "buffered": "direct"}
 
 
-@valueclass
-class Cost:
+class Cost(Struct, frozen=True):
     """Seconds of wall time and of the process's CPU time."""
 
     wall: float = 0.0

@@ -13,16 +13,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
+from msgspec import Struct
+
 from ..core.manifest import Manifest
-from ..core.values import valueclass
 from ..errors import WrongOption
 
 if TYPE_CHECKING:
     from .journal import Identity, Journal, Region
 
 
-@valueclass
-class Portion:
+class Portion(Struct, frozen=True):
     """Bytes [start, stop) of a target file, to be written by one process: a region to be."""
 
     file: str
@@ -35,8 +35,7 @@ class Portion:
         return self.stop - self.start
 
 
-@valueclass
-class Work:
+class Work(Struct, frozen=True):
     """What another process must know to write portions of a target.
 
     `shells` is the manifest of the target's files. `folder` is the path of the target's
@@ -88,8 +87,7 @@ class Sharing(Protocol):
         """This process has ended its work, before anything is renamed or removed."""
 
 
-@valueclass
-class Alone:
+class Alone(Struct, frozen=True):
     """One process writes everything, in the order of the files."""
 
     part: str = ""
@@ -114,8 +112,7 @@ class Alone:
 ALONE = Alone()
 
 
-@valueclass
-class Part:
+class Part(Struct, frozen=True):
     """Part `number` of `count`, counted from 1: processes that share a filesystem and no more."""
 
     number: int

@@ -5,9 +5,9 @@ from __future__ import annotations
 import errno
 import os
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from ..core import sources
-from ..core.annotations import TYPE_CHECKING
 from ..core.folder import PROBE, Folder
 from ..errors import (
     IncompleteCheckpoint,

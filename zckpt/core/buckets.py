@@ -12,19 +12,19 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate, groupby
 from math import prod
 
+from msgspec import Struct
+from msgspec.structs import replace
+
 from .dtypes import SIZES
 from .fragments import Extent
 from .partition import BoxPart, FlatMember, Joined, Partitioned
-from .values import replace, valueclass
 
 
-@valueclass
-class Spread(Partitioned):
+class Spread(Partitioned, frozen=True):
     """A whole tensor, cut over the processes. No rank gathers it: each compares its own part."""
 
 
-@valueclass
-class Beside:
+class Beside(Struct, frozen=True):
     """Boxes of one tensor that lie side by side along `axis`, in this order, from end to end of it.
 
     They are alike along all axes before, and not cut along those behind. So every one has a line
@@ -122,8 +122,7 @@ Cut = Partitioned | Joined | Beside
 """What several ranks have parts of."""
 
 
-@valueclass
-class Segment:
+class Segment(Struct, frozen=True):
     """Elements [start, stop) of every rank's part; in a bucket's rows they begin at `at`.
 
     A part may have fewer of them than others: see `own`.
@@ -135,8 +134,7 @@ class Segment:
     at: int
 
 
-@valueclass
-class Block:
+class Block(Struct, frozen=True):
     """`rows` x `columns` elements of a tensor in a bucket, from (`row`, `column`) on.
 
     Row i of the block holds `columns` elements of the tensor, from start + i * stride on. The rows
@@ -189,8 +187,7 @@ class Block:
         )
 
 
-@valueclass
-class Bucket:
+class Bucket(Struct, frozen=True):
     """The result of one all-gather: `width` elements from each of `rows` ranks.
 
     With `apart` nothing is gathered, and every process has only its own row.

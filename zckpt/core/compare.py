@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from threading import Lock
 
+from msgspec import Struct, field
+
 from .checksum import Cover, crc32
 from .difference import Difference, measure, same
 from .dtypes import SIZES
@@ -25,13 +27,11 @@ from .resources import DEFAULT_COPYING, Begin, Copying, Progress, describe
 from .rounding import FEW, Rounding, import_numpy
 from .sources import unchanged
 from .streaming import chunk_size, finish, stream
-from .values import field, mutable, valueclass
 
 PADDING = 64 << 10  # bytes; more than these beside tensors are not padding
 
 
-@valueclass
-class Result:
+class Result(Struct, frozen=True):
     """The result of one match. A digest is the CRC-32 of row-major bytes; None if not read."""
 
     match: Match
@@ -44,8 +44,7 @@ class Result:
         return self.difference is not None and self.difference.count > 0
 
 
-@mutable
-class ComparisonOutcome:
+class ComparisonOutcome(Struct, eq=False):
     """What a comparison knows in the end.
 
     `results` are in the order of the matches. `damage` lists the damaged records. `beside` lists
@@ -62,8 +61,7 @@ class ComparisonOutcome:
     bytes: int = 0
 
 
-@valueclass
-class _MatchPart:
+class _MatchPart(Struct, frozen=True):
     """Elements [start, stop) of match number `number`; in the buffers they begin at `first`."""
 
     number: int
@@ -77,16 +75,14 @@ class _MatchPart:
         return self.first + self.stop - self.start
 
 
-@valueclass
-class _Side:
+class _Side(Struct, frozen=True):
     """The elements that were read of one side, and whether each item counts for CRCs."""
 
     view: memoryview
     requests: Sequence[tuple[ReadRequest, bool]]
 
 
-@valueclass
-class Partial:
+class Partial(Struct, frozen=True):
     """What one of several processes has found: CRC-32s of tensors and records, and differences.
 
     `tensors` and `records` have a list for each tensor that is read, and for each side, in an order
@@ -99,8 +95,7 @@ class Partial:
     bytes: int
 
 
-@valueclass
-class ComparisonWork:
+class ComparisonWork(Struct, frozen=True):
     """What a process must know to carry out a part of a comparison; see `compare`."""
 
     matches: Sequence[Match]

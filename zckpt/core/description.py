@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from math import prod
+from typing import Any
 
 from ..errors import listed
-from .annotations import Any
 from .experts import layers_of, layers_to_json
 from .facts import with_facts
 from .inert import plain_group, to_json

@@ -10,13 +10,13 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from msgspec import Struct
+
 from .dtypes import FLOATS, SIZES
 from .pieces import CAST_BLOCK
-from .values import mutable
 
 
-@mutable
-class Difference:
+class Difference(Struct, eq=False):
     """How many elements of two tensors differ, which is the first, and by how much at most.
 
     `first` is a row-major element number; `a` and `b` are the values there. `max_ulp` counts units

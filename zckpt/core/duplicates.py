@@ -16,9 +16,10 @@ is equal and another is not, that is said.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from ..errors import InconsistentCheckpoint
 from . import sources
-from .annotations import TYPE_CHECKING
 from .dtypes import SIZES
 from .weights import is_optimizers
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from .annotations import Any
-from .values import valueclass
+from msgspec import Struct
 
 
-@valueclass
-class ExpertLayer:
+class ExpertLayer(Struct, frozen=True):
     """A layer with `experts` experts over `ep` ranks; `name` is the path of its module."""
 
     name: str

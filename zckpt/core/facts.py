@@ -12,12 +12,13 @@ Grid               the sizes of the parallel axes
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
-from .annotations import TYPE_CHECKING, Any
+from msgspec import Struct
+
 from .dtypes import SIZES
 from .experts import ExpertLayer, layers_from_json, layers_to_json
 from .inert import Scalar
-from .values import valueclass
 
 if TYPE_CHECKING:
     from typing import TypeVar
@@ -28,8 +29,7 @@ MAX_DP = 1 << 16
 """The most data-parallel ranks of a run; a file that states more is damaged."""
 
 
-@valueclass
-class FlatBufferEngine:
+class FlatBufferEngine(Struct, frozen=True):
     """An engine that cuts flat buffers over its ranks, and keeps its configuration.
 
     A writer of this kind of engine takes over `config`, `version` and the groups as they are. So an
@@ -87,8 +87,7 @@ class FlatBufferEngine:
         )
 
 
-@valueclass
-class StateDictEngine:
+class StateDictEngine(Struct, frozen=True):
     """A program that saves a model's and an optimizer's state dict."""
 
     name: str
@@ -165,8 +164,7 @@ class StateDictEngine:
         )
 
 
-@valueclass
-class GraphEngine:
+class GraphEngine(Struct, frozen=True):
     """An engine that knows weights by name alone, such as one that trains an exported graph.
 
     `dtype` is the type of the 16-bit copies of weights, else F32; `moments` is that of optimizer
@@ -208,8 +206,7 @@ class GraphEngine:
 Engine = FlatBufferEngine | StateDictEngine | GraphEngine
 
 
-@valueclass
-class StepPlace:
+class StepPlace(Struct, frozen=True):
     """Where an optimizer keeps its step, and in which type.
 
     `where` is `state` or `group`. `kind` is a dtype (a tensor of `shape`), `int` or `float`.
@@ -365,8 +362,7 @@ def _of_type(state: Mapping[str, Any], key: str, kind: type[T]) -> T | None:
     return value
 
 
-@valueclass
-class Grid:
+class Grid(Struct, frozen=True):
     """The sizes of the parallel axes: data, tensor, pipeline; raises ValueError below 1."""
 
     dp: int = 1

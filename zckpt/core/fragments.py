@@ -23,16 +23,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, chain, product
 from math import prod
 from operator import attrgetter
+from typing import Any
 
-from .annotations import Any
-from .values import valueclass
+from msgspec import Struct
 
 ZEROS = ""
 """The file of an extent that is in no file: its bytes are zeros."""
 
 
-@valueclass
-class Extent:
+class Extent(Struct, frozen=True):
     """`length` bytes of `file` (a path) at `offset`."""
 
     file: str
@@ -44,16 +43,14 @@ class Extent:
         return Extent(self.file, self.offset + start, stop - start)
 
 
-@valueclass
-class Record:
+class Record(Struct, frozen=True):
     """Bytes whose CRC-32 the file itself states; None if the file was saved without CRCs."""
 
     extent: Extent
     crc: int | None
 
 
-@valueclass
-class Fragment:
+class Fragment(Struct, frozen=True):
     """Elements [start, stop) of a tensor, row-major, in `extent`.
 
     If `count` is above one, the extent holds that many runs of equal length without gaps. Run i

@@ -16,11 +16,12 @@ import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable
 from itertools import chain
+from typing import Any
+
+from msgspec import Struct, field
 
 from ..errors import MALFORMED, CorruptCheckpoint, brief
-from .annotations import Any
 from .dtypes import SIZES
-from .values import field, mutable, valueclass
 
 MAX_DEPTH = 100
 MAX_NESTING = 150  # of a pickle; functions that walk over it take four frames for each level
@@ -51,8 +52,7 @@ class Size(tuple):  # type: ignore[type-arg]
     __slots__ = ()
 
 
-@valueclass
-class Global:
+class Global(Struct, frozen=True):
     """A class, function or constant that a pickle names: `torch.float32`.
 
     Raises CorruptCheckpoint for a name that is not a dotted identifier: in a pickle, a line's end
@@ -66,8 +66,7 @@ class Global:
             raise CorruptCheckpoint(f"{brief(self.name)} is not the name of a class or function")
 
 
-@mutable
-class Foreign:
+class Foreign(Struct, eq=False):
     """An object of a class that is not imported: `function(*arguments)`, then `state`.
 
     `how` is the pickle's way to create it: "call" (REDUCE) or "new" (NEWOBJ: `cls.__new__`).
@@ -94,8 +93,7 @@ class Foreign:
         return function.name
 
 
-@valueclass
-class Scalar:
+class Scalar(Struct, frozen=True):
     """A tensor of one element, by value; `dtype` as safetensors names it.
 
     A Python number has the dtype `int`, `float` or `bool`, and no shape.
@@ -111,8 +109,7 @@ class Scalar:
         return self if kind is None else kind(self.value)
 
 
-@valueclass
-class TensorName:
+class TensorName(Struct, frozen=True):
     """A tensor inside the state, by the name of its manifest entry (slot `state`)."""
 
     name: str

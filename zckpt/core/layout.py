@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+from msgspec import Struct
+
 from .manifest import Manifest, Sibling
-from .values import valueclass
 
 
-@valueclass
-class Shell:
+class Shell(Struct, frozen=True):
     """A file of `size` bytes without its tensors; `parts` are what it holds: (offset, bytes)."""
 
     name: str
@@ -17,8 +17,7 @@ class Shell:
     parts: tuple[tuple[int, bytes], ...]
 
 
-@valueclass
-class Layout:
+class Layout(Struct, frozen=True):
     """What a format is going to write."""
 
     shells: Callable[[], Iterator[Shell]]

@@ -6,27 +6,25 @@ Entry       one whole tensor, `parameter/slot`, wherever its pieces are
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from math import prod
-from sys import intern
+from typing import Any
+
+from msgspec import Struct, field
 
 from ..errors import brief
-from .annotations import Any
 from .dtypes import NUMBERS, SIZES
 from .facts import Engine, StepPlace
 from .fragments import Extent, Fragments, Record
 from .inert import PYTHON_NUMBERS, Scalar, from_json, to_json
-from .regex import Regex
 from .sources import Fingerprint
-from .values import field, valueclass
 
 RESERVED_SLOTS = frozenset({"model", "param", "master", "state", "manifest"})
 MAX_STEP = 1 << 63
-_set = object.__setattr__
 
 
-@valueclass
-class Entry:
+class Entry(Struct, frozen=True):
     """One whole tensor; `digest` is the CRC-32 of its row-major little-endian bytes.
 
     If `mean` has entries of the same shape, a target gets the mean of their elements, rounded once
@@ -39,13 +37,14 @@ class Entry:
     fragments: Fragments
     digest: int | None = None
     mean: tuple[Entry, ...] = ()
-    parameter: str = field(init=False)
-    slot: str = field(init=False)
 
-    def __post_init__(self) -> None:
-        parameter, _, slot = self.name.rpartition("/")
-        _set(self, "parameter", parameter)
-        _set(self, "slot", intern(slot))  # one text for all of a slot's tensors
+    @property
+    def parameter(self) -> str:
+        return self.name.rpartition("/")[0]
+
+    @property
+    def slot(self) -> str:
+        return self.name.rpartition("/")[2]
 
     @property
     def numel(self) -> int:
@@ -57,8 +56,7 @@ class Entry:
         return self.numel * SIZES[self.dtype]
 
 
-@valueclass
-class Parameter:
+class Parameter(Struct, frozen=True):
     """What a checkpoint says about a parameter beside its tensors.
 
     `step` counts completed updates; it is None if the optimizer keeps no step. `scalars` are the
@@ -157,7 +155,7 @@ def crc_from_json(value: Any) -> int:
     return int(value, 16)
 
 
-_HEX = Regex("[0-9a-f]{8}")
+_HEX = re.compile("[0-9a-f]{8}")
 
 
 def _flag_from_json(value: Any) -> bool:
@@ -189,8 +187,7 @@ def _scalar_from_json(document: Mapping[str, Any]) -> Scalar:
     return scalar
 
 
-@valueclass
-class Sighting:
+class Sighting(Struct, frozen=True):
     """One place that holds a step; `truth` is True if this optimizer reads its step there."""
 
     where: str
@@ -198,8 +195,7 @@ class Sighting:
     truth: bool
 
 
-@valueclass
-class Sibling:
+class Sibling(Struct, frozen=True):
     """A file of a trainer's directory that is not part of the checkpoint itself."""
 
     name: str
@@ -207,8 +203,7 @@ class Sibling:
     size: int
 
 
-@valueclass
-class Unread:
+class Unread(Struct, frozen=True):
     """A state of the optimizer that the files have, and that the manifest does not.
 
     It has the `key` for these parameters; `reason` says why it was not read.
@@ -219,8 +214,7 @@ class Unread:
     reason: str
 
 
-@valueclass
-class Manifest:
+class Manifest(Struct, frozen=True):
     """One checkpoint. Parameters stand in optimizer order, then frozen ones; buffers follow."""
 
     root: str

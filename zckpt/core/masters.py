@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from msgspec.structs import replace
+
 from ..errors import InconsistentCheckpoint, counted, listed
 from .compare import Result, compare
 from .dtypes import SIZES
@@ -23,7 +25,6 @@ from .plan import Match
 from .records import RecordChecker
 from .resources import Copying
 from .streaming import finish
-from .values import replace
 from .weights import agreement
 
 BEGINNINGS, ALL = "beginnings", "all"

@@ -14,16 +14,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 
+from msgspec import Struct
+
 from ..errors import listed
 from .manifest import Manifest, slot_key
-from .values import valueclass
 from .weights import is_optimizers
 
 STEP = "step"
 
 
-@valueclass
-class _States:
+class _States(Struct, frozen=True):
     """The states of one parameter by key; `shaped` are tensors of the parameter's shape."""
 
     name: str

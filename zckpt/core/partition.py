@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
+from msgspec import Struct
+
 from .dtypes import SIZES
 from .fragments import Extent
-from .values import valueclass
 
 
-@valueclass
-class FlatMember:
+class FlatMember(Struct, frozen=True):
     """One tensor, `parameter/slot`, that begins at element `first` of a flat buffer."""
 
     name: str
@@ -27,8 +27,7 @@ class FlatMember:
         return prod(self.shape)
 
 
-@valueclass
-class Partitioned:
+class Partitioned(Struct, frozen=True):
     """A flat buffer; every rank holds a part of it, in the order of the ranks.
 
     Without `interleaved`, the buffer is the concatenation of the parts, and a member's `first`
@@ -54,8 +53,7 @@ class Partitioned:
         return start, min(stop, self.length(rank))
 
 
-@valueclass
-class Whole:
+class Whole(Struct, frozen=True):
     """A tensor that one file holds whole; `extent` reaches from its first element to its last.
 
     `strides` count elements; they are None if the tensor is row-major.
@@ -68,8 +66,7 @@ class Whole:
     strides: tuple[int, ...] | None = None
 
 
-@valueclass
-class BoxPart:
+class BoxPart(Struct, frozen=True):
     """One rank's elements of a tensor: of the box [offset, offset + size) along every axis.
 
     `extent` has the elements of the box in row-major order, from element `first` of the box on: all
@@ -84,8 +81,7 @@ class BoxPart:
     strides: tuple[int, ...] | None = None
 
 
-@valueclass
-class Joined:
+class Joined(Struct, frozen=True):
     """A tensor whose ranks have a box of it each, cut along any axes, in any sizes.
 
     The parts may be listed in any order. Together they have every element once.
@@ -124,8 +120,7 @@ class Joined:
         return max((axis for axis in axes if part.sizes[axis] != self.shape[axis]), default=0)
 
 
-@valueclass
-class Nameless:
+class Nameless(Struct, frozen=True):
     """A tensor of slot `slot` whose parameter no file names: an optimizer knows it by number.
 
     It gets the name that the format's reader gives to the tensor of this slot, type and shape which

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from ..errors import WrongOption
-from .annotations import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from typing import Protocol, TypeVar

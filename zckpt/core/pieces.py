@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
+from msgspec import Struct
+
 from .dtypes import SIZES
 from .fileio import Buffer, Reader
 from .fragments import Extent, Fragment, Slices
 from .manifest import Entry
 from .records import PassedRecord, RecordChecker
-from .values import valueclass
 
 MANY = 4096  # slices; copying more of them takes longer than importing numpy
 SMALL = 64 << 10  # bytes; a slice below this is read together with its neighbors
@@ -23,8 +24,7 @@ SHORT = 4 << 10  # bytes; runs of a strided tensor below this are read together
 CAST_BLOCK = 1 << 18  # elements that are cast at a time
 
 
-@valueclass
-class ReadRequest:
+class ReadRequest(Struct, frozen=True):
     """Elements [start, stop) of an entry, to be put at byte `at` of a buffer.
 
     `check` is True if these bytes count for the CRC of their record. Bytes that are read twice

@@ -10,24 +10,24 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 
+from msgspec import Struct
+from msgspec.structs import replace
+
 from ..errors import MissingData
 from .dtypes import NUMBERS, SIZES
 from .fragments import Fragment, Slices
 from .manifest import Entry, Manifest
-from .values import field, replace, valueclass
 from .weights import WEIGHTS, WIDE, counterpart, weight_of
 
 
-@valueclass
-class Pair:
+class Pair(Struct, frozen=True):
     """An entry of the target, and the entry of the source that supplies its elements."""
 
     source: Entry
     target: Entry
 
 
-@valueclass
-class TargetPiece:
+class TargetPiece(Struct, frozen=True):
     """Elements [start, stop) of a pair. They belong at byte `offset` of a target file.
 
     If `count` is above one, the piece is that many runs of equal length. They follow each other in
@@ -42,11 +42,11 @@ class TargetPiece:
     count: int = 1
     stride: int = 0
     is_cut: bool = False
-    end: int = field(init=False)
 
-    def __post_init__(self) -> None:
+    @property
+    def end(self) -> int:
         numel = (self.stop - self.start) * self.count
-        object.__setattr__(self, "end", self.offset + numel * SIZES[self.pair.target.dtype])
+        return self.offset + numel * SIZES[self.pair.target.dtype]
 
     def runs(self) -> Iterator[TargetPiece]:
         """Each run as its own piece."""
@@ -57,8 +57,7 @@ class TargetPiece:
             yield TargetPiece(offset, self.start + first, self.stop + first, self.pair)
 
 
-@valueclass
-class Chunk:
+class Chunk(Struct, frozen=True):
     """Bytes [offset, offset + length) of a target file, and the pieces in them, in order."""
 
     file: str
@@ -99,8 +98,7 @@ def _source_of(entry: Entry, name: str, source: Manifest, from_masters: bool) ->
     return origin
 
 
-@valueclass
-class Match:
+class Match(Struct, frozen=True):
     """Two entries that should hold the same elements; if `b` is None, `a` is only read.
 
     `how` they are compared:

@@ -11,18 +11,18 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import MappingProxyType
 
+from msgspec import Struct
+
 from ..errors import CorruptCheckpoint
 from .checksum import Cover, crc32
 from .fileio import Buffer, Reader
 from .fragments import Extent, Record
 from .sources import Fingerprints
-from .values import valueclass
 
 LITTLE = 1 << 20  # bytes that may be read only to complete a record's CRC
 
 
-@valueclass
-class Damage:
+class Damage(Struct, frozen=True):
     """A record whose bytes have the CRC-32 `crc`, which is not the one that its file states."""
 
     record: Record

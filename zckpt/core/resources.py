@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 
+from msgspec import Struct
+
 from ..errors import WrongOption
 from .pooling import SINGLE, Pool
-from .values import valueclass
 
 Progress = Callable[[int], None]
 """Is called with the number of bytes that were processed since the last call."""
@@ -26,8 +27,7 @@ def describe(progress: Progress | None, text: str) -> None:
         show(text)
 
 
-@valueclass
-class Copying:
+class Copying(Struct, frozen=True):
     """`jobs` threads, `memory` bytes for all buffers, `io`: auto, direct or buffered writes.
 
     `pool` are the processes that share a pass over tensors which only reads.
@@ -60,8 +60,7 @@ READING_JOBS = min(4, max(2, processors()))
 """Threads that only read: they never wait for a write, so more than processors take turns."""
 
 
-@valueclass
-class Means:
+class Means(Struct, frozen=True):
     """What a process looks with: its device (cuda, cpu, None), threads, bytes of buffers.
 
     `pool` are the processes that share a pass over tensors; those that gather are others.

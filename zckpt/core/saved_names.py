@@ -11,8 +11,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
+from msgspec import Struct
+
 from ..errors import InconsistentCheckpoint
-from .values import valueclass
 
 Place = tuple[Hashable, tuple[int, ...]]
 """What the name of a rank's file states: the form of the name, and the numbers in it.
@@ -21,8 +22,7 @@ A number that only one of two names has, behind the others, is not compared.
 """
 
 
-@valueclass
-class SavedName:
+class SavedName(Struct, frozen=True):
     """The name of a rank's file: the `place` that it has now, and the one as it was saved.
 
     `saved_as` is the name as it was saved, with the ending of today's. `stated` is None if the file

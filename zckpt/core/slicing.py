@@ -15,12 +15,12 @@ from collections.abc import Iterator, Sequence
 from math import prod
 from typing import cast
 
+from msgspec import Struct
+
 from .fragments import Box, Boxes, Fragments, boxes, range_of_box, tile
-from .values import valueclass
 
 
-@valueclass
-class Piece:
+class Piece(Struct, frozen=True):
     """A box of `sizes` elements: at `inside` in slice number `rank`, at `offsets` in the whole."""
 
     rank: int
@@ -29,8 +29,7 @@ class Piece:
     sizes: tuple[int, ...]
 
 
-@valueclass
-class Slicing:
+class Slicing(Struct, frozen=True):
     """How one tensor is cut: the whole has the shape `whole`, slice number r `slices[r]`.
 
     The shapes may be views of the tensor's own shape with as many elements; all have as many axes.

@@ -17,10 +17,12 @@ import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from typing import TYPE_CHECKING, BinaryIO
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ..errors import CorruptCheckpoint, SourceChanged, ZckptError
-from .annotations import TYPE_CHECKING, BinaryIO
-from .values import replace, valueclass
 
 if TYPE_CHECKING:
     from .manifest import Manifest
@@ -32,8 +34,7 @@ NOTHING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 # -- which file it is, and whether it stays the same
 
 
-@valueclass
-class Fingerprint:
+class Fingerprint(Struct, frozen=True):
     """What shows that a file is still the same: `size` in bytes, `mtime` in nanoseconds."""
 
     device: int

@@ -13,13 +13,15 @@ whatever their formats are. The step is no such state: see training/steps.py.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ..errors import WrongOption, joined, listed
-from .annotations import Any
 from .facts import FlatBufferEngine
 from .inert import TensorName, inside, map_values
 from .manifest import Manifest, Unread, slot_key
-from .values import field, replace, valueclass
 from .weights import WEIGHTS, is_optimizers
 
 OTHER, PARTITIONS = "other", "partitions"
@@ -44,8 +46,7 @@ BOUND = (
 )
 
 
-@valueclass
-class State:
+class State(Struct, frozen=True):
     """The state `key` of a checkpoint, with the names of its tensors by parameter.
 
     `reason` says why a target cannot have it, or why it was not read; it may be empty.
@@ -297,8 +298,7 @@ def weights_alone(manifest: Manifest) -> Manifest:
     )
 
 
-@valueclass
-class Selection:
+class Selection(Struct, frozen=True):
     """What a comparison compares: the tensors that match a glob, weights alone, not all states."""
 
     tensors: str | None = None

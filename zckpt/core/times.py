@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from .values import valueclass
+from msgspec import Struct
 
 APART = 600 * 10**9
 """Nanoseconds. Files of one save follow each other sooner."""
 
 
-@valueclass
-class OddTimes:
+class OddTimes(Struct, frozen=True):
     """Files that lie apart: `early` ones before the others, `late` ones after the last file."""
 
     early: tuple[str, ...] = ()

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from math import prod
+from typing import TYPE_CHECKING
 
-from .annotations import TYPE_CHECKING
+from msgspec import Struct
+
 from .fragments import ZEROS, Box, Extent, Fragments, boxes
 from .slicing import boxes_of
-from .values import valueclass
 
 if TYPE_CHECKING:
     from typing import TypeVar
@@ -29,8 +30,7 @@ if TYPE_CHECKING:
 Lengths = tuple[int, ...]
 
 
-@valueclass
-class View:
+class View(Struct, frozen=True):
     """A tensor by its boxes, which have all lengths of all axes. `size` is bytes per element."""
 
     axes: tuple[Lengths, ...]

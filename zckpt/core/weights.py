@@ -17,10 +17,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from msgspec import Struct
+
 from ..errors import MissingData
 from .dtypes import FLOATS
 from .manifest import Entry
-from .values import valueclass
 
 WEIGHTS = frozenset({"param", "master"})
 """The slots of weights."""
@@ -44,8 +45,7 @@ def is_widened(narrow: str, wide: str | None) -> bool:
     return narrow in FLOATS and narrow not in WIDE and wide in WIDE
 
 
-@valueclass
-class Weight:
+class Weight(Struct, frozen=True):
     """What a checkpoint has of one weight; every choice raises MissingData if it has nothing."""
 
     name: str

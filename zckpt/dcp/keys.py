@@ -16,9 +16,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain, product
 from typing import Any
 
+from msgspec import Struct
+
 from ..core.inert import TensorName
 from ..core.manifest import Entry, Manifest, slot_name
-from ..core.values import valueclass
 from ..formats.statedict.keys import OPTIMIZER, in_folder, keys_of
 from ..formats.statedict.tree import dotted
 from ..formats.statedict.write import flattened
@@ -28,8 +29,7 @@ SECTION = re.compile(r"(?:^|\.)(state|param_groups)\.")
 NUMBERED = re.compile(r"(?:^|\.)state\.\d+\.[^.]+$")
 
 
-@valueclass
-class KeyMeaning:
+class KeyMeaning(Struct, frozen=True):
     """What a key means in the source.
 
     `kind` is weight, state, group or extra. `name` is the source's parameter, buffer or module's

@@ -12,6 +12,7 @@ from itertools import product
 from math import prod
 
 import torch
+from msgspec import Struct
 
 from ..core.dtypes import SIZES, TORCH_NAMES
 from ..core.fileio import Buffer, align
@@ -20,13 +21,11 @@ from ..core.manifest import Entry
 from ..core.pieces import ReadRequest
 from ..core.records import RecordChecker
 from ..core.streaming import reading
-from ..core.values import valueclass
 
 BLOCK = 16 << 20  # bytes; read first, then copied into the tensors
 
 
-@valueclass(eq=False)
-class Region:
+class Region(Struct, frozen=True, eq=False):
     """Elements [offset, offset + size) along each axis of an entry, and their target tensor."""
 
     entry: Entry

@@ -13,13 +13,14 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
+from msgspec import Struct, field
+
 from .. import api, formats
 from ..core import sources
 from ..core.dtypes import TORCH_NAMES
 from ..core.inert import Scalar, TensorName
 from ..core.manifest import Entry, Manifest
 from ..core.sources import Fingerprint
-from ..core.values import field, valueclass
 from ..errors import ZckptError
 from ..files.dcpnames import METADATA
 from ..formats.dcp.files import has_items, locate
@@ -43,8 +44,7 @@ from .keys import NUMBERED, KeyMeaning, KeyNames
 Meaning = StoredTensor | StoredValue | KeyMeaning
 
 
-@valueclass
-class Listing:
+class Listing(Struct, frozen=True):
     """Keys in the order of a program's save, with the item and the path of each.
 
     `weights` has the manifest's name for every key of a weight. `assumed` says which

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
-from ..core.annotations import Any
 from ..core.manifest import Entry, Manifest
 from ..core.patterns import matching
 from ..errors import counted, listed, sized

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from typing import Any
 
-from ..core.annotations import Any
 from ..core.inert import PYTHON_NUMBERS
 from ..errors import counted, listed, sized
 from .terminal import brief, checked, safe, states, table, unchecked, warn

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import isfinite
+from typing import Any
 
-from ..core.annotations import Any
 from ..errors import WrongOption, counted, joined
 
 NARROW = 6  # characters per column; a drawn table would lose some with less

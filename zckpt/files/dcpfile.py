@@ -21,10 +21,12 @@ from itertools import chain
 from math import prod
 from typing import Any
 
+from msgspec import Struct, field
+from msgspec.structs import replace
+
 from ..core import sources
 from ..core.expected import missing_ranks, path_inside
 from ..core.inert import Foreign, Global
-from ..core.values import field, replace, valueclass
 from ..errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,
@@ -49,8 +51,7 @@ KeyPath = tuple[str | int, ...]
 """Keys that lead to an item in the program's state dict."""
 
 
-@valueclass
-class ItemBox:
+class ItemBox(Struct, frozen=True):
     """Elements [offset, offset + size) of a tensor along every axis; torch calls it a chunk."""
 
     offsets: tuple[int, ...]
@@ -61,8 +62,7 @@ class ItemBox:
         return 0 in self.sizes
 
 
-@valueclass
-class TensorItem:
+class TensorItem(Struct, frozen=True):
     """A tensor under a key; `torch_dtype` is torch's name of its type, which zckpt may not know."""
 
     torch_dtype: str
@@ -88,8 +88,7 @@ ItemKey = tuple[str, tuple[int, ...] | None]
 """A key with the offsets of one of its boxes; without offsets for a value."""
 
 
-@valueclass
-class ItemLocation:
+class ItemLocation(Struct, frozen=True):
     """The file and the bytes in which an item was saved."""
 
     file: str
@@ -98,8 +97,7 @@ class ItemLocation:
     shared: bool = False  # other tensors begin there too: it is one safetensors file
 
 
-@valueclass
-class ItemTable:
+class ItemTable(Struct, frozen=True):
     """What the metadata of one folder says; `files` are the metadata files themselves.
 
     `paths` are the keys that lead to each item, in the order of the saved state; it is empty if the

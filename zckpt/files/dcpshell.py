@@ -11,18 +11,18 @@ from itertools import groupby
 from operator import attrgetter
 from typing import Any
 
+from msgspec import Struct
+
 from ..core.fileio import align
 from ..core.folder import Folder
 from ..core.fragments import Extent
 from ..core.inert import Foreign, Global, Size
 from ..core.layout import Shell
-from ..core.values import valueclass
 from .dcpfile import VERSION, ItemBox, ItemKey, ItemLocation, Items, TensorItem, read_table
 from .torchshell import ALIGNMENT, state_checksums
 
 
-@valueclass
-class ItemShell:
+class ItemShell(Struct, frozen=True):
     """What is saved under a key: one box of a tensor, or a value without a box; and its shell."""
 
     key: str
@@ -30,8 +30,7 @@ class ItemShell:
     shell: Shell
 
 
-@valueclass
-class SavedItem:
+class SavedItem(Struct, frozen=True):
     """An item and where it lies; the file is relative to the folder of `.metadata`."""
 
     item: ItemShell

@@ -20,9 +20,10 @@ import struct
 from collections.abc import Iterator
 from operator import attrgetter
 
+from msgspec import Struct
+
 from ..core import sources
 from ..core.fragments import Extent
-from ..core.values import valueclass
 from ..errors import CorruptCheckpoint
 
 SUPERBLOCK = 96  # bytes, with 8 for an address and 8 for a length
@@ -33,8 +34,7 @@ MAX_GAPS = 64 << 20  # bytes beside datasets that are read
 END_OF_LIST = 1
 
 
-@valueclass
-class Block:
+class Block(Struct, frozen=True):
     """Bytes [start, stop) of a file, and whose they are."""
 
     start: int

@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
+from msgspec import Struct
+
 from ..core import sources
 from ..core.fragments import Extent
-from ..core.values import valueclass
 from ..errors import HINTS, MALFORMED, CorruptCheckpoint, MissingExtra, UnsupportedCheckpoint
 from .hdf5blocks import Blocks
 
@@ -32,8 +33,7 @@ DTYPES = {
 }  # fmt: skip
 
 
-@valueclass
-class Dataset:
+class Dataset(Struct, frozen=True):
     """A tensor of an HDF5 file, stored as one run of bytes."""
 
     dtype: str
@@ -41,8 +41,7 @@ class Dataset:
     extent: Extent
 
 
-@valueclass
-class Contents:
+class Contents(Struct, frozen=True):
     """A file's tensors and values (numbers, lists of them, text) by their paths inside it.
 
     `orphans` are bytes beside datasets that belong to nothing, though they are not zero.

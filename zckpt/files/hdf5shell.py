@@ -16,17 +16,17 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any
 
+from msgspec import Struct
+
 from ..core.dtypes import SIZES
 from ..core.layout import Shell
-from ..core.values import valueclass
 from .hdf5file import DTYPES, import_h5py
 
 NUMPY = {dtype: name for name, dtype in DTYPES.items()}
 ALIGNMENT = 64  # bytes; a copy's chunks never cut an element
 
 
-@valueclass
-class EmptyDataset:
+class EmptyDataset(Struct, frozen=True):
     """A tensor whose elements are filled in later."""
 
     dtype: str

@@ -18,20 +18,20 @@ from json.encoder import encode_basestring
 from math import prod
 from typing import Any
 
+from msgspec import Struct
+
 from ..core import sources
 from ..core.dtypes import SIZES
 from ..core.fileio import align
 from ..core.fragments import Extent
 from ..core.inert import types_in
-from ..core.values import valueclass
 from ..errors import MALFORMED, CorruptCheckpoint, brief
 
 FORMAT = {"format": "pt"}
 MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors package
 
 
-@valueclass
-class Stored:
+class Stored(Struct, frozen=True):
     """One tensor of a file."""
 
     name: str

@@ -16,13 +16,14 @@ import os
 import zlib
 from _thread import allocate_lock  # of `threading`, which takes longer to import
 from math import prod
+from typing import Any
+
+from msgspec import Struct
 
 from ..core import sources
-from ..core.annotations import Any
 from ..core.dtypes import SIZES, STORAGES, TORCH_NAMES, decode
 from ..core.fragments import Box, Extent, Fragments, Record, boxes, solid
 from ..core.inert import Foreign, Global, Scalar, map_values, to_json
-from ..core.values import valueclass
 from ..errors import CorruptCheckpoint, NotACheckpoint, UnsupportedCheckpoint, ZckptError, brief
 from .unpickle import BUILTINS, Build, Unpickler
 from .zipdirectory import Directories, ZipMember
@@ -45,8 +46,7 @@ _refused: dict[tuple[str, tuple[int, int, int]], ZckptError] = {}
 """The error of the last pickle that could not be read, by its file."""
 
 
-@valueclass(eq=False)
-class _Loaded:
+class _Loaded(Struct, frozen=True, eq=False):
     """What a pickle is: its value, and how much its tensors have, each view counted once.
 
     `bytes` is the sum of their elements' bytes, `runs` how many reads those need whose elements are
@@ -59,8 +59,7 @@ class _Loaded:
     names: tuple[str, ...]
 
 
-@valueclass(eq=False)
-class _Latest:
+class _Latest(Struct, frozen=True, eq=False):
     """The pickle of the file that was read last, and the CRC-32 that the file states."""
 
     text: bytes
@@ -88,8 +87,7 @@ _peeked: dict[tuple[int, int, int], _Loaded] = {}
 """The last pickle that `peek` parsed, until a TorchFile takes it."""
 
 
-@valueclass
-class Storage:
+class Storage(Struct, frozen=True):
     """`length` bytes of the file, named by `key`; a view begins `start` bytes into them."""
 
     key: str
@@ -98,8 +96,7 @@ class Storage:
     start: int = 0
 
 
-@valueclass
-class Tensor:
+class Tensor(Struct, frozen=True):
     """A tensor inside a pickle: `offset` and `strides` count elements of `storage`."""
 
     storage: Storage

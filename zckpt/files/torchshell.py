@@ -17,6 +17,8 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
+from msgspec import Struct
+
 from ..core.checksum import crc_of_zeros
 from ..core.dtypes import SIZES, STORAGES, TORCH_NAMES, encode
 from ..core.fileio import write_all
@@ -26,7 +28,6 @@ from ..core.inert import Foreign, Global, Scalar, TensorName, map_values
 from ..core.layout import Shell
 from ..core.manifest import Entry, Manifest
 from ..core.streaming import together
-from ..core.values import valueclass
 from .pickling import Persistent, dumps
 from .torchfile import Storage, Tensor
 from .zipdirectory import read_directory
@@ -137,8 +138,7 @@ def _storage(tensor: Tensor) -> Persistent:
 # -- the zip
 
 
-@valueclass
-class _Zip:
+class _Zip(Struct, frozen=True):
     """A zip of `size` bytes: `parts` are its bytes between the holes, by offset.
 
     The name of the folder belongs between the pieces of each part.

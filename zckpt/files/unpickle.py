@@ -15,9 +15,9 @@ import gc
 import struct
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Mapping
+from typing import Any
 
 from ..core import sources
-from ..core.annotations import Any
 from ..core.inert import (
     MAX_EQUAL_HASHES,
     MAX_INTEGER,

@@ -14,9 +14,11 @@ from collections.abc import Sequence
 from itertools import groupby, pairwise, repeat
 from operator import add, gt
 
+from msgspec import Struct
+from msgspec.structs import replace
+
 from ..core import sources
 from ..core.fragments import Extent
-from ..core.values import replace, valueclass
 from ..errors import CorruptCheckpoint, UnsupportedCheckpoint
 
 # Bytes of a zip's directory: a storage takes 100 to 150, and a rank of stage 3 has one for each of
@@ -33,8 +35,7 @@ _ENTRY = struct.Struct("<4s4xHH4xIIIHHH8xI")
 _CRC = struct.Struct("<I")
 
 
-@valueclass
-class ZipMember:
+class ZipMember(Struct, frozen=True):
     """One member of a zip, as its directory states it.
 
     `header`, `entry` and `offset` are the offsets of its local header, of its entry in the
@@ -49,8 +50,7 @@ class ZipMember:
     crc: int | None
 
 
-@valueclass(eq=False)
-class _Listing:
+class _Listing(Struct, frozen=True, eq=False):
     """What a directory lists, one item for each entry; offsets count from the zip's beginning.
 
     `entries` are the entries' places in the directory, `named` the lengths of their names. `spans`

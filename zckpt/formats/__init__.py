@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from ..core import sources
-from ..core.annotations import TYPE_CHECKING
 from ..core.filenames import oldest_first
 from ..errors import (
     AmbiguousCheckpoint,

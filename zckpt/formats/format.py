@@ -17,9 +17,10 @@ protocols.py has the types of these functions. To add a format, write its folder
 from __future__ import annotations
 
 from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from ..core.annotations import TYPE_CHECKING, Any
-from ..core.values import valueclass
+from msgspec import Struct
+
 from ..errors import WrongOption
 from .reading import USUAL, Reading
 
@@ -46,8 +47,7 @@ if TYPE_CHECKING:
     )
 
 
-@valueclass(eq=False)
-class Format:
+class Format(Struct, frozen=True, eq=False):
     """What zckpt can do with one format, as data; its modules are imported when they are needed.
 
     `name` is what `--from` and `--to` call it, `folder` is where its modules are, `about` is a line

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
 from .. import formats
-from ..core.values import replace
 from ..errors import joined
 from ..training import options as shared
 from ..training.options import EVERYWHERE, Option, Options

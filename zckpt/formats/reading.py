@@ -7,9 +7,10 @@ field here.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from ..core.annotations import TYPE_CHECKING
-from ..core.values import valueclass
+from msgspec import Struct
+
 from ..errors import WrongOption
 
 if TYPE_CHECKING:
@@ -19,8 +20,7 @@ REPLICAS = ("rank0", "mean")
 """What may be taken of the copies that tensor ranks hold, if they differ."""
 
 
-@valueclass
-class Reading:
+class Reading(Struct, frozen=True):
     """What a user says about a checkpoint that is to be read; see `zckpt.read`.
 
     A format's `read` uses these, as far as they apply to it:

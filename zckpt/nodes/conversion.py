@@ -16,6 +16,8 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 
+from msgspec.structs import replace
+
 from ..copying import convert
 from ..copying.journal import Journal, Region
 from ..copying.journals import ProcessJournal, regions_of
@@ -25,7 +27,6 @@ from ..core.fileio import align
 from ..core.folder import Folder
 from ..core.resources import Copying
 from ..core.sources import on_this_node
-from ..core.values import replace
 from ..errors import MALFORMED, Interrupted, ProcessLost, WrongOption, brief, cause
 from . import handover
 from .group import Group

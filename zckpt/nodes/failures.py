@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import signal
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from ..errors import (
     MALFORMED,
@@ -15,8 +16,7 @@ from ..errors import (
 from .handover import parsed, unreadable
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
+class Failure(Struct, frozen=True):
     """Why a process has failed, as it tells the others; `keeps` is true if `--resume` helps."""
 
     rank: int

@@ -18,10 +18,11 @@ from importlib import import_module
 from itertools import chain
 from typing import Any
 
+from msgspec.structs import replace
+
 from ..copying.sharing import Work
 from ..core.fragments import ZEROS, Box, Boxes, Extent, Slices
 from ..core.manifest import Entry, Manifest
-from ..core.values import replace
 from ..errors import MALFORMED, CorruptCheckpoint, UnsupportedCheckpoint, brief, cause, listed
 
 ANY_SIZE = 16 << 20  # bytes that every message may have

@@ -20,7 +20,8 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from ..errors import ProcessLost
 from .calls import Calls, Keys
@@ -32,8 +33,7 @@ LOOK = 0.02  # seconds between two looks for a command
 BEATS = 2.5  # seconds in which a rank 0 that lives raises its counter
 
 
-@dataclass(frozen=True, slots=True)
-class Met:
+class Met(Struct, frozen=True):
     """A store, and calls to it."""
 
     meeting: Meeting
@@ -44,8 +44,7 @@ class Met:
         self.meeting.close()
 
 
-@dataclass(frozen=True, slots=True)
-class Joining:
+class Joining(Struct, frozen=True):
     """This process, and what it was started for: the version of zckpt, a command, paths.
 
     `again` says in errors how the command is repeated. `lost` makes the error if the store is gone.

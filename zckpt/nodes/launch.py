@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from ..core.values import valueclass
+from msgspec import Struct
+
 from ..errors import WrongOption
 
 # A variable for the rank and one for the number of ranks. A launcher inside of another one, such as
@@ -18,8 +19,7 @@ LAUNCHERS = {
 }
 
 
-@valueclass
-class Launch:
+class Launch(Struct, frozen=True):
     """This process's `rank` of `size` processes.
 
     `name` is the same in all processes of a launch, and differs between launches if the launcher

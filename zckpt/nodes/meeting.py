@@ -18,10 +18,11 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 from ..copying.staging import make_folders, save
 from ..errors import MissingExtra, ProcessLost, WrongOption
@@ -37,8 +38,7 @@ PORTS = range(1, 1 << 16)
 TRY = 5.0  # seconds for one attempt to reach an address, which may be of an earlier run
 
 
-@dataclass(frozen=True, slots=True)
-class Meeting:
+class Meeting(Struct, frozen=True):
     """The store of a launch, whether it ends with this process, and the file with its address.
 
     A store that outlives rank 0 is used by all commands of a launch. Others are used by one.

@@ -14,9 +14,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
 from ..core.resources import Copying
 from ..core.sources import on_this_node
-from ..core.values import replace
 from ..errors import ProcessLost, brief
 from . import handover
 from .group import Group

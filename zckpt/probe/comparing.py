@@ -17,8 +17,10 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ..errors import MissingData, WrongOption, counted, listed
 from . import runs
@@ -31,8 +33,7 @@ NOISE = 4  # times the noise between one pair of runs
 Report = dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(Struct, frozen=True):
     """One record of both runs: their distance, and the distance that is tolerated."""
 
     rank: int

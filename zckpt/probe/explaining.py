@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from ..core.dtypes import FLOATS
 from ..errors import counted, listed
@@ -66,8 +67,7 @@ def _drops(drops: Mapping[str, float]) -> str:
     return f"{counted(len(drops), 'module')} with dropout, such as {next(iter(drops))},"
 
 
-@dataclass(frozen=True, slots=True)
-class Surroundings:
+class Surroundings(Struct, frozen=True):
     """What is known about the records around the one that differs.
 
     `weights` says of (rank, step, name) whether the weight was equal, where it was recorded.

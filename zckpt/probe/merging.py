@@ -20,8 +20,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ..core.checksum import combine
 from ..core.dtypes import SIZES
@@ -36,8 +38,7 @@ Distance = Callable[[TensorRecord, TensorRecord], float]
 Tolerance = Callable[[TensorRecord], float]
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(Struct, frozen=True):
     """The record of one rank and one batch, of those that are merged."""
 
     record: TensorRecord
@@ -45,8 +46,7 @@ class Part:
     batch: int
 
 
-@dataclass(frozen=True, slots=True)
-class Merged:
+class Merged(Struct, frozen=True):
     """Two runs of one rank, how their ranks take rows, and what cannot be merged, with why."""
 
     a: Run

@@ -14,8 +14,9 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import Struct, field
 
 from ..core.dtypes import TORCH_NAMES
 from ..errors import (
@@ -37,8 +38,7 @@ def rank_folder(rank: int) -> str:
     return f"rank_{rank:05d}"
 
 
-@dataclass(frozen=True, slots=True)
-class TensorRecord:
+class TensorRecord(Struct, frozen=True):
     """One tensor of one event. `numbers` are those of the file: min, max, mean, std, norm, nan,
     inf, negative, zero, positive, crc32, samples, inputs; some may be missing. A metric is a
     record too, of one F64 number."""
@@ -64,8 +64,7 @@ class TensorRecord:
         return self.key.partition("#")[0]
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(Struct, frozen=True):
     """The records by rank, in the order of events; `notes` are remarks for the user. `headers` are
     those of the ranks' files: what `probe.environment` states, and how many samples were kept."""
 

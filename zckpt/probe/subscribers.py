@@ -18,10 +18,11 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
+from msgspec import Struct
 from torch import Tensor, nn
 
 from .backward import Call
@@ -39,8 +40,7 @@ WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 """Modules of torch whose forward uses weights of their children without calling them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(Struct, frozen=True):
     """One call of a module: its `path` in the model, and the number of the `call` in this forward.
 
     `recomputed` is true if activation checkpointing calls it again, during the backward.

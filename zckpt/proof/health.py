@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from threading import Lock
 from typing import Any
 
+from msgspec import Struct, field
+
 from ..core.dtypes import FLOATS, NUMBERS
 from ..core.fileio import Buffer
 from ..core.manifest import Entry, Manifest
@@ -20,7 +22,6 @@ from ..core.records import RecordChecker
 from ..core.resources import DEFAULT_COPYING, Begin, Copying, Progress, describe
 from ..core.sources import unchanged
 from ..core.streaming import batches, chunk_size, finish, stream
-from ..core.values import field, mutable, valueclass
 from ..core.weights import WEIGHTS
 from . import damage
 from .stats import Statistics, exponents, magnitudes, measure
@@ -31,8 +32,7 @@ SECOND_MOMENTS = frozenset({"exp_avg_sq", "square_avg", "sum", "max_exp_avg_sq"}
 """Sums of squares: never negative, and not zero after a step with a gradient."""
 
 
-@mutable
-class _Total:
+class _Total(Struct, eq=False):
     """One tensor's statistics so far.
 
     Parts are added in the order of elements, whichever thread or process was first, so that the
@@ -75,8 +75,7 @@ class _Total:
             self.counts[exponent] = self.counts.get(exponent, 0) + count
 
 
-@valueclass
-class Partial:
+class Partial(Struct, frozen=True):
     """What one of several processes has measured.
 
     `parts` are elements [start, stop) of a tensor with their statistics, without histograms.
@@ -89,8 +88,7 @@ class Partial:
     records: list[tuple[int, int, int, int]]
 
 
-@valueclass
-class MeasuringWork:
+class MeasuringWork(Struct, frozen=True):
     """What a process must know to measure a part of the tensors."""
 
     manifests: tuple[Manifest]

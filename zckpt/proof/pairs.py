@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from msgspec.structs import replace
+
 from ..core.dtypes import SIZES
 from ..core.manifest import Entry, Manifest
 from ..core.masters import with_masters
 from ..core.patterns import matching
 from ..core.plan import Match, match
-from ..core.values import replace
 from ..core.weights import WEIGHTS, weight_of
 from .states import twins
 

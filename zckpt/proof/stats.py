@@ -16,10 +16,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 
 from ..core.cast import numpy_type, widen
 from ..core.dtypes import FLOATS
-from ..core.values import mutable
 
 BLOCK = 1 << 17  # elements: 1 MiB as float64, in a core's L2; threads meet at each block's edges
 ROW = 1 << 13  # elements; of more than 10,000 OpenBLAS makes a dot product with all processors
@@ -29,8 +29,7 @@ EXPONENTS = 2048  # of a float64; they include those of every narrower type
 BIAS = 1023
 
 
-@mutable
-class Statistics:
+class Statistics(Struct, eq=False):
     """Counts of numbers, and statistics of the finite ones.
 
     `spread` is the square root of the summed squared distances from the mean, `norm` that of the

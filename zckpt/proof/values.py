@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import Any
 
+from msgspec.structs import replace
+
 from ..core.experts import layers_of
 from ..core.facts import FlatBufferEngine, GraphEngine, StateDictEngine, StepPlace
 from ..core.inert import Scalar, plain_group, to_json
 from ..core.manifest import Manifest, Parameter
 from ..core.states import State, is_afresh, lost
-from ..core.values import replace
 from ..errors import counted, listed
 from .states import alike
 

@@ -13,10 +13,11 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
 from ..core.facts import FlatBufferEngine
 from ..core.layout import Shell
 from ..core.manifest import Manifest, Sibling
-from ..core.values import replace
 from ..errors import ZckptError
 from ..files.torchfile import TorchFile
 from ..files.torchshell import Storages, shell

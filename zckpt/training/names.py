@@ -9,23 +9,25 @@ gives `--rename`.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import product
+from typing import TYPE_CHECKING
 
-from ..core.annotations import TYPE_CHECKING
+from msgspec import Struct
+from msgspec.structs import replace
+
 from ..core.facts import FlatBufferEngine
 from ..core.manifest import Entry, Manifest
-from ..core.regex import Regex
 from ..core.states import renamed_others
-from ..core.values import replace, valueclass
 from ..errors import MissingData, WrongOption, listed
 from .peft import saved_name
 
 if TYPE_CHECKING:
     import re
 
-INSIDE = Regex(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+INSIDE = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 WRAPPERS = ("module.", "_forward_module.")
 PREFIXES = (*WRAPPERS, "model.")
 RENAME = "rename the source's names: --rename REGEX=REPL (rename=[(REGEX, REPL)] in Python)"
@@ -38,8 +40,7 @@ def plain(name: str) -> str:
     return INSIDE.sub("", name)
 
 
-@valueclass
-class Rule:
+class Rule(Struct, frozen=True):
     """How every name of one side becomes a name of the other: the prefix `drop` becomes `add`."""
 
     drop: str
@@ -64,8 +65,7 @@ def without_adapter(name: str) -> str:
     return saved_name(plain(name))
 
 
-@valueclass(eq=False)
-class Correspondence:
+class Correspondence(Struct, frozen=True, eq=False):
     """How the names of two sides match: both go through `spelling`, then one rule applies."""
 
     spelling: Spelling

@@ -12,14 +12,15 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping
 from itertools import chain
+from typing import Any
 
-from ..core.annotations import Any
+from msgspec.structs import replace
+
 from ..core.dtypes import STORAGES, TORCH_NAMES
 from ..core.facts import FlatBufferEngine
 from ..core.inert import MAX_DEPTH, Foreign, Global, inside, map_values
 from ..core.inert import PLAIN as PLAIN_TYPES
 from ..core.manifest import Manifest
-from ..core.values import replace
 from ..errors import CorruptCheckpoint, listed
 
 PLAIN = (

@@ -8,14 +8,15 @@ steps.py has those that keep their step in a place of their own.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from ..core.annotations import TYPE_CHECKING, Any
+from msgspec import Struct, field
+
 from ..core.facts import FlatBufferEngine
 from ..core.inert import to_json
 from ..core.manifest import Manifest
-from ..core.regex import Regex
-from ..core.values import field, valueclass
 from ..core.weights import is_optimizers
 from ..errors import WrongOption, listed
 
@@ -24,12 +25,11 @@ if TYPE_CHECKING:
 
 ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
 TORCH = {"maximize": False, "foreach": None, "capturable": False, "differentiable": False}
-IMPLEMENTATION = Regex(r"^(deepspeed|fused|cpu)+")
+IMPLEMENTATION = re.compile(r"^(deepspeed|fused|cpu)+")
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-@valueclass
-class KnownOptimizer:
+class KnownOptimizer(Struct, frozen=True):
     """What is known of one optimizer.
 
     `family` names optimizers that have the same states: one may go on where another has stopped.
@@ -137,8 +137,7 @@ def plain_name(name: str) -> str:
     return IMPLEMENTATION.sub("", name.lower())
 
 
-@valueclass
-class Signature:
+class Signature(Struct, frozen=True):
     """What the files of an optimizer show: by these a class is named that no file names.
 
     A state has all `states`, perhaps some of `others`, and no more. A group has only `keys`, of

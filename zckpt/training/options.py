@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypedDict, TypeVar
 
+from msgspec import Struct
+
 from ..core.dtypes import OPTIONS as DTYPES
 from ..core.facts import MAX_DP
 from ..core.inert import is_dotted
-from ..core.values import valueclass
 from ..errors import WrongOption
 
 if TYPE_CHECKING:
@@ -27,8 +28,7 @@ GroupDefaults = Mapping[Any, Any] | Sequence[Mapping[str, Any]]
 one group ({"eps": 1e-8, 1: {"weight_decay": 0.0}}), or a list with one dictionary per group."""
 
 
-@valueclass(eq=False)
-class Option(Generic[Value]):
+class Option(Struct, Generic[Value], frozen=True, eq=False):
     """The declaration of one option: what Python, the command line and messages need of it.
 
     `name` is the keyword in Python, `flag` the option of the command line. `default` is the value
@@ -307,8 +307,7 @@ class Keywords(TypedDict, total=False):
     drop_state: Sequence[str]
 
 
-@valueclass
-class Options:
+class Options(Struct, frozen=True):
     """What a user asks of a conversion: `options[DP]` is the value of `--dp`, or its default.
 
     `given` are the options that differ from their defaults. Raises WrongOption for a value that no

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from msgspec.structs import replace
+
 from ..core.facts import StateDictEngine
 from ..core.manifest import Manifest
-from ..core.values import replace
 from ..errors import MissingData, WrongOption, listed
 from .names import RENAME
 

@@ -10,10 +10,9 @@ adds the adapter's name, and writing such files removes it (PEFT 0.21).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-
-from ..core.annotations import Any
-from ..core.regex import Regex
+from typing import Any
 
 ADAPTER = "default"
 PREFIX = "base_model.model."
@@ -27,7 +26,7 @@ SAVED_WHOLE = f".modules_to_save.{ADAPTER}."
 ORIGINAL = ".original_module."
 """In the names of the module that was copied, which stays as it was."""
 # modules and parameters that have one tensor or module per adapter
-TUNERS = Regex(
+TUNERS = re.compile(
     r"(?P<tuner>base_model\..*\.(?:lora_(?:A|B|E|embedding_A|embedding_B|magnitude_vector)|ia3_l"
     r"|hada_[wt][12](?:_[ab])?|lokr_[wt][12](?:_[ab])?|oft_[Rr]|boft_[Rs]|vera_lambda_[bd]"
     r"|trainable_tokens_delta|fourierft_spectrum|hra_u|miss_block|c3a_kernel))"
@@ -35,16 +34,16 @@ TUNERS = Regex(
 )
 
 # the layer that an adapter belongs to; its own weights are called `base_layer`
-ADAPTED = Regex(
+ADAPTED = re.compile(
     r"(?P<layer>base_model\..*?)\.(?:lora_|ia3_l|hada_|lokr_|oft_|boft_|vera_lambda|fourierft_"
     r"|hra_|miss_|c3a_)"
 )
 
-EMBEDDING = Regex(r"(?P<layer>base_model\..*)\.lora_embedding_[AB]\.")
+EMBEDDING = re.compile(r"(?P<layer>base_model\..*)\.lora_embedding_[AB]\.")
 
-SAVED_BASE = Regex(r"base_model\..*\.(?P<layer>embed_tokens|lm_head)\.base_layer\.weight")
+SAVED_BASE = re.compile(r"base_model\..*\.(?P<layer>embed_tokens|lm_head)\.base_layer\.weight")
 
-LORA = Regex(
+LORA = re.compile(
     r"base_model\..*\.lora_(?:(?:[AB]|magnitude_vector)\.(?=[^.]+\.weight$)|embedding_[AB]\.)"
     r"(?P<adapter>[^.]+)(?:\.weight)?"
 )

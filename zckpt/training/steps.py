@@ -23,12 +23,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-from ..core.annotations import Any
+from msgspec import Struct, field
+from msgspec.structs import replace
+
 from ..core.facts import GraphEngine, StateDictEngine, StepPlace
 from ..core.inert import Scalar
 from ..core.manifest import Manifest, Sighting, is_step
-from ..core.values import field, replace, valueclass
 from ..errors import InconsistentCheckpoint, WrongOption
 from .optimizers import plain_name
 
@@ -119,8 +121,7 @@ def kind_of(value: Any) -> str:
     return value.dtype if isinstance(value, Scalar) else type(value).__name__
 
 
-@valueclass
-class StatedSteps:
+class StatedSteps(Struct, frozen=True):
     """The steps that places of one kind state.
 
     `where` is `state` or `group`. `steps` are by what states them: a rank, or the parameter that

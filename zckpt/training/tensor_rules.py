@@ -24,9 +24,10 @@ from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Protocol
 
+from msgspec import Struct
+
 from ..core import slicing, sources
 from ..core.slicing import Slicing
-from ..core.values import valueclass
 from ..errors import (
     MALFORMED,
     InconsistentCheckpoint,
@@ -51,8 +52,7 @@ HELP = (
 )
 
 
-@valueclass
-class Sliced:
+class Sliced(Struct, frozen=True):
     """How a parameter is cut: its whole shape, its pieces, and the rule that says so.
 
     `vocabulary` is the number of rows that are not padding; None if it is no vocabulary.
@@ -80,8 +80,7 @@ class Rules(Protocol):
         """How a parameter is cut; None if this does not say. Raises if the shapes contradict."""
 
 
-@valueclass
-class Rule:
+class Rule(Struct, frozen=True):
     """One line: `axis` is None if ranks have the whole shape, `parts` are widths in the whole.
 
     `equal` is the number of equal sub-parameters, if the widths are not stated.
@@ -95,8 +94,7 @@ class Rule:
     vocabulary: int | None = None
 
 
-@valueclass
-class RuleFile:
+class RuleFile(Struct, frozen=True):
     """Rules that the user gives; `source` is the file or the family."""
 
     source: str

@@ -12,8 +12,9 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
+from msgspec.structs import replace
+
 from ..core.manifest import Manifest
-from ..core.values import replace
 from ..errors import WrongOption, listed
 
 CONFIG = "config.json"

@@ -15,11 +15,12 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
 from ..core import sources
 from ..core.inert import Scalar
 from ..core.manifest import Sibling
 from ..core.siblings import MAX_DEPTH, OPEN, SiblingList
-from ..core.values import replace
 from ..errors import literal
 
 TRANSFORMERS, ACCELERATE = "transformers", "accelerate"

@@ -17,12 +17,14 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from msgspec import Struct
+from msgspec.structs import replace
+
 from .. import formats
 from ..copying.sharing import ALONE, Sharing
 from ..core import states
 from ..core.manifest import Manifest
 from ..core.resources import DEFAULT_COPYING, Begin, Copying, Tell
-from ..core.values import replace, valueclass
 from ..errors import TargetExists, WrongOption, counted
 from ..formats.deepspeed_states import estimates
 from ..formats.paths import strange_target
@@ -56,8 +58,7 @@ if TYPE_CHECKING:
 Report = dict[str, Any]
 
 
-@valueclass
-class Running:
+class Running(Struct, frozen=True):
     """How a conversion runs, and whom it informs.
 
     A `dry_run` reports what would be written, and writes nothing. With `resume` a run continues

@@ -14,11 +14,12 @@ from contextlib import contextmanager
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
+from msgspec import Struct
+
 from .. import formats
 from ..core import states
 from ..core.manifest import Manifest
 from ..core.states import State
-from ..core.values import valueclass
 from ..errors import UnsupportedState, WrongOption
 from ..training import objects
 from ..training.options import DROP_STATE, WEIGHTS_ONLY, Options
@@ -50,8 +51,7 @@ def _line(state: State, reason: str) -> Report:
     return {"state": state.key, "parameters": len(state.tensors), "reason": reason}
 
 
-@valueclass
-class Keeping:
+class Keeping(Struct, frozen=True):
     """What a target must keep, and whether it does.
 
     `source` is what was read, without dropped states; `named` has the target's names; `admitted`

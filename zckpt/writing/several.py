@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 
+from msgspec.structs import replace
+
 from ..copying import staging, targets
 from ..copying.journal import Identity
-from ..core.values import replace
 from ..errors import WrongOption, counted, literal
 from ..training import best
 from ..version import __version__

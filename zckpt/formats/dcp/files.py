@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from ...core import sources
-from ...core.annotations import Any
 from ...core.filenames import Names, oldest_first
 from ...errors import UnsupportedCheckpoint
 from ...files.dcpnames import ITEMS, METADATA, names_any

@@ -12,10 +12,11 @@ from functools import cache, partial
 from math import prod
 from typing import Any
 
+from msgspec import Struct
+
 from ...core.fragments import Record, solid
 from ...core.inert import Foreign
 from ...core.manifest import Entry
-from ...core.values import valueclass
 from ...errors import MALFORMED, IncompleteCheckpoint, UnsupportedCheckpoint, not_understood
 from ...files.dcpfile import (
     ItemBox,
@@ -31,8 +32,7 @@ from ..statedict.tree import Path
 from .files import locate, refuse_several
 
 
-@valueclass
-class OpenedItem:
+class OpenedItem(Struct, frozen=True):
     """The content of an item's file.
 
     `value` has inert records instead of objects and tensors. `entry` says where the bytes of such a
@@ -44,16 +44,14 @@ class OpenedItem:
     records: Sequence[Record]
 
 
-@valueclass
-class StoredBox:
+class StoredBox(Struct, frozen=True):
     """A box of a tensor, saved as an item of its own: `value` is the tensor of this box."""
 
     sizes: tuple[int, ...]
     open: Callable[[], OpenedItem]
 
 
-@valueclass
-class StoredTensor:
+class StoredTensor(Struct, frozen=True):
     """A tensor under a key, in boxes by their offsets along every axis.
 
     `dtype` is torch's name of its type, which zckpt may not know.
@@ -69,16 +67,14 @@ class StoredTensor:
         return sum(prod(box.sizes) for box in self.boxes.values())
 
 
-@valueclass
-class StoredValue:
+class StoredValue(Struct, frozen=True):
     """A value under a key; `is_number` if it is a 0-d tensor."""
 
     open: Callable[[], OpenedItem]
     is_number: bool = False
 
 
-@valueclass
-class StoredItems:
+class StoredItems(Struct, frozen=True):
     """All items of a checkpoint by key, in the order of `.metadata`.
 
     `paths` are the keys that lead to each in the program's state dict, if they were saved.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TypedDict
 
-from ...core.values import replace
+from msgspec.structs import replace
+
 from ...training.options import (
     ALLOW_OBJECT,
     DIALECT,

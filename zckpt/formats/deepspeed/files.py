@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from msgspec import Struct, field
 
 from ...core import sources
-from ...core.annotations import TYPE_CHECKING
 from ...core.expected import missing_ranks
 from ...core.filenames import Names
-from ...core.values import field, mutable, valueclass
 from ...errors import (
     IncompleteCheckpoint,
     InconsistentCheckpoint,
@@ -41,8 +42,7 @@ KIND = TagKind("DeepSpeed checkpoint", "latest", holds_states, tags_of)
 OLD_EXPERT = Names("expert_#_mp_rank_#_model_states.pt")
 
 
-@valueclass
-class RankFiles:
+class RankFiles(Struct, frozen=True):
     """Paths in rank order; stage 1 and 2 have one model file, stage 3 one per rank.
 
     Files of experts are by the number of the layer in its model rank, and of the expert in it.
@@ -62,8 +62,7 @@ class RankFiles:
         return [*self.models, *self.optimizers, *self.experts.values(), *self.of_ep]
 
 
-@valueclass
-class Numbered:
+class Numbered(Struct, frozen=True):
     """What the user says of an optimizer that knows its parameters by number, as in stage 0.
 
     `param_names` are the names in its order. For the weights alone they are not needed.
@@ -144,8 +143,7 @@ def rank_files(
     )
 
 
-@mutable
-class _FilesByNumber:
+class _FilesByNumber(Struct, eq=False):
     """The files of one model rank by the numbers in their names.
 
     `are_bf16` says of the optimizers' names whether they begin with bf16_.

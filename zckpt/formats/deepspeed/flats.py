@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from math import prod
+from typing import Any
 
-from ...core.annotations import Any
 from ...core.dtypes import SIZES
 from ...core.facts import StepPlace
 from ...core.fragments import Extent, Fragments, Runs, Slices, solid

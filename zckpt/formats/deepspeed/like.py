@@ -17,11 +17,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
 from ...core import sources
 from ...core.facts import FlatBufferEngine
 from ...core.inert import Scalar
 from ...core.manifest import Entry, Manifest, Parameter
-from ...core.values import replace
 from ...core.weights import is_optimizers
 from ...errors import (
     InconsistentCheckpoint,

@@ -7,11 +7,12 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from msgspec import Struct
+
 from ...core.inert import Foreign, Global
 from ...core.layout import Shell
 from ...core.manifest import slot_key
 from ...core.states import partitions_of
-from ...core.values import valueclass
 from ...files.torchshell import Contents, Storages
 from .. import zero
 from ..deepspeed_states.estimates import stated
@@ -146,8 +147,7 @@ def _base_and_step(
     }
 
 
-@valueclass
-class _RankPartition:
+class _RankPartition(Struct, frozen=True):
     """Rank `rank`'s share of a flat buffer that `dp` ranks share in stage 1 and 2, in elements."""
 
     buffer: TargetBuffer

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from ...core.annotations import Any
 from ...core.inert import Foreign
 from ...errors import CorruptCheckpoint, IncompleteCheckpoint, InconsistentCheckpoint
 from ..deepspeed_states.agreement import check_facts, check_models, for_each

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from msgspec.structs import replace
+
 from ...core.experts import layers_of
 from ...core.manifest import Manifest
-from ...core.values import replace
 from ...errors import (
     MALFORMED,
     InconsistentCheckpoint,

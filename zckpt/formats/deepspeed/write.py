@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from msgspec.structs import replace
+
 from ...core.folder import Folder
 from ...core.layout import Layout, Shell
 from ...core.manifest import Manifest
-from ...core.values import replace
 from ...errors import counted, listed, literal
 from ...files.torchshell import seal_records
 from ...training import trainers

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
+from typing import Any
 
-from ...core.annotations import Any
 from ...errors import InconsistentCheckpoint, brief
 from ...files.torchfile import TorchFile
 from .states import COUNTERS, comparable

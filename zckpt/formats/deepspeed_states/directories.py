@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import NoReturn
+
+from msgspec import Struct
 
 from ...core import sources
-from ...core.annotations import NoReturn
 from ...core.filenames import Names, oldest_first
 from ...core.siblings import SiblingList, leads_out
-from ...core.values import valueclass
 from ...errors import AmbiguousCheckpoint, NotACheckpoint, UnsupportedCheckpoint, listed
 from .writers import whole_name
 
@@ -45,8 +46,7 @@ POINTERS = ("latest", "latest_universal")
 OWN = frozenset({*SCRIPTS, *POINTERS})
 
 
-@valueclass
-class TagDirectory:
+class TagDirectory(Struct, frozen=True):
     """A tag's directory, and the run directory around it if the user named that."""
 
     path: str
@@ -54,8 +54,7 @@ class TagDirectory:
     run: str | None
 
 
-@valueclass
-class TagKind:
+class TagKind(Struct, frozen=True):
     """How one kind of checkpoint lies in tags' folders: a run's own, or a universal one.
 
     `what` names the kind in errors. `pointer` is the file that names the tag that is meant. `holds`

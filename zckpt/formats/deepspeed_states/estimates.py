@@ -8,8 +8,8 @@ number of ranks has partitions to which these belong.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from ...core.annotations import TYPE_CHECKING, Any
 from ...core.inert import Scalar
 from ...core.manifest import Manifest
 from ...errors import CorruptCheckpoint, UnsupportedCheckpoint, brief, listed

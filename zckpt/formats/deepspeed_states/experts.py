@@ -23,9 +23,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from msgspec import Struct
+from msgspec.structs import replace
+
 from ...core.experts import ExpertLayer, layers_of
 from ...core.manifest import Manifest
-from ...core.values import replace, valueclass
 from ...errors import UnsupportedCheckpoint, listed
 from .states import nested
 
@@ -34,8 +36,7 @@ NAME = re.compile(rf"(.+){re.escape(INSIDE)}(\d+)\.(.+)")
 STACKED = re.compile(r"(.+)\.experts\.(w[123])\.(\d+)")
 
 
-@valueclass
-class ExpertName:
+class ExpertName(Struct, frozen=True):
     """The parts of an expert's name: its layer, its number, and the name inside of the expert.
 
     It may be a slice of a parameter that has all experts of a rank.
@@ -82,8 +83,7 @@ def stacked(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]
     return together
 
 
-@valueclass
-class ExpertLayers:
+class ExpertLayers(Struct, frozen=True):
     """All layers of experts of a model, in the engine's order; none for a dense model."""
 
     layers: Mapping[str, ExpertLayer]
@@ -211,8 +211,7 @@ def _spread(layer: ExpertLayer | None, run: Sequence[str]) -> list[str]:
     return [first[inner].numbered(number) for inner in inners for number in numbers]
 
 
-@valueclass
-class _Order:
+class _Order(Struct, frozen=True):
     """Expert after expert, or tensor after tensor of all experts; upwards, or downwards."""
 
     by_expert: bool
@@ -236,8 +235,7 @@ def _order(run: Sequence[str], count: int) -> _Order | None:
     return None
 
 
-@valueclass
-class ExpertRanks:
+class ExpertRanks(Struct, frozen=True):
     """Which of `dp` ranks have which experts (utils/groups.py `_create_expert_and_data_parallel`).
 
     By default neighbors share the experts of a layer. With `data_first` neighbors have the same.

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from ...core.annotations import Any
+from msgspec import Struct, field
+
 from ...core.facts import StepPlace
 from ...core.fragments import Fragments
 from ...core.inert import Scalar, inside
 from ...core.manifest import Sighting, Unread
-from ...core.values import field, valueclass
 from ...files.torchfile import TorchFile
 from ...training import steps
 from .states import EngineStates
 
 
-@valueclass
-class BufferSlot:
+class BufferSlot(Struct, frozen=True):
     """One kind of tensor for all parameters of a flat buffer; `copies` are further ones."""
 
     name: str
@@ -25,8 +25,7 @@ class BufferSlot:
     copies: Sequence[tuple[str, Fragments]] = ()
 
 
-@valueclass
-class FlatBuffer:
+class FlatBuffer(Struct, frozen=True):
     """One flat buffer: its parameters in the user's order, and what all of them share.
 
     `step_place` is where the true step stands; `sightings` are all places that state one. `own` are

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from ...core.annotations import Any
 from ...core.facts import FlatBufferEngine
 from ...core.inert import Foreign
 from ...core.manifest import Manifest

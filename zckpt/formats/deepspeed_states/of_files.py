@@ -6,8 +6,8 @@ import os
 import zlib
 from collections.abc import Mapping
 from operator import itemgetter
+from typing import Any
 
-from ...core.annotations import Any
 from ...core.inert import Foreign, to_json
 from .states import EngineStates, comparable
 from .tensors import is_extra

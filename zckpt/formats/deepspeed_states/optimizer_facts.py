@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from ...core.annotations import Any
+from msgspec.structs import replace
+
 from ...core.facts import StepPlace
 from ...core.manifest import Parameter, Sighting
-from ...core.values import replace
 from ...training import steps
 from ...training.optimizers import name_of_groups
 from .flats import FlatBuffer

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
+from typing import Any
 
-from ...core.annotations import Any
 from ...core.saved_names import Place, SavedName, nameless, refuse_others, saved_names
 from ...errors import InconsistentCheckpoint
 from ...files.torchfile import TorchFile

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from ...core.annotations import Any
+from msgspec import Struct
+
 from ...core.dtypes import NUMBERS
 from ...core.inert import Foreign, Scalar, map_values, to_json
-from ...core.values import valueclass
 from ...errors import CorruptCheckpoint, UnsupportedCheckpoint
 from ...files.torchfile import Parsed, Tensor, TorchFile
 from .. import zero
@@ -22,8 +23,7 @@ COUNTERS = ("global_steps", "skipped_steps", "global_samples")
 ParameterShapes = dict[str, tuple[int, ...]]
 
 
-@valueclass
-class EngineStates:
+class EngineStates(Struct, frozen=True):
     """The opened files of one checkpoint: of all ranks, or merged ones.
 
     `model` is what the first model file holds. `states` and `bases` have one item for each file in

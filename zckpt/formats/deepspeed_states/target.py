@@ -14,12 +14,13 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
+from msgspec import Struct
+
 from ...core.dtypes import SIZES
 from ...core.facts import StepPlace
 from ...core.inert import Scalar
 from ...core.manifest import Manifest, Parameter, Sibling, slot_key
 from ...core.states import others_of, partitions_of, states_of
-from ...core.values import valueclass
 from ...core.weights import is_optimizers, weight_of
 from ...errors import InconsistentCheckpoint, MissingData, UnsupportedCheckpoint
 from ...files.torchshell import Storages, thawed
@@ -41,8 +42,7 @@ VERSION = "0.19.8"  # of the layout that is written
 PER_RANK = re.compile(r"rng_state_\d+\.pth|random_states_\d+\.pkl")
 
 
-@valueclass
-class TargetBuffer:
+class TargetBuffer(Struct, frozen=True):
     """One flat buffer of the target: its parameters in the order in which they lie."""
 
     group: int

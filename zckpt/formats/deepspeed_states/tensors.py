@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from math import prod
+from typing import Any
 
-from ...core.annotations import Any
+from msgspec.structs import replace
+
 from ...core.dtypes import NUMBERS, SIZES
 from ...core.fragments import Fragments, Runs, Slices
 from ...core.inert import TensorName, inside, map_values
 from ...core.manifest import Entry, Parameter
-from ...core.values import replace
 from ...errors import CorruptCheckpoint, InconsistentCheckpoint
 from ...files.torchfile import Tensor, TorchFile
 from .flats import FlatBuffer

@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import prod
 
+from msgspec.structs import replace
+
 from ...core.dtypes import SIZES
 from ...core.fragments import Fragment, Runs
 from ...core.manifest import Entry, Manifest
-from ...core.values import replace
 
 
 def resized(source: Manifest, rows: Mapping[str, int]) -> Manifest:

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import NoReturn
 
 from ...core import sources
-from ...core.annotations import NoReturn
 from ...core.filenames import Names
 from ...errors import UnsupportedCheckpoint, ZckptError
 

@@ -18,8 +18,8 @@ and buffers below zero/ as fp32.pt; nothing reads them.
 from __future__ import annotations
 
 import os
+from typing import Any
 
-from ...core.annotations import Any
 from ...core.expected import missing_ranks
 from ...errors import (
     IncompleteCheckpoint,

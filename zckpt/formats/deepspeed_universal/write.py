@@ -12,11 +12,12 @@ from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Any
 
+from msgspec.structs import replace
+
 from ...core.facts import FlatBufferEngine
 from ...core.folder import Folder
 from ...core.layout import Layout, Shell
 from ...core.manifest import Manifest, slot_key
-from ...core.values import replace
 from ...errors import (
     InconsistentCheckpoint,
     UnsupportedCheckpoint,

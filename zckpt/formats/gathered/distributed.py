@@ -14,9 +14,10 @@ from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Any
 
+from msgspec import Struct
+
 from ...core.dtypes import SIZES
 from ...core.inert import PLAIN, Foreign, types_in
-from ...core.values import valueclass
 from ...errors import (
     CorruptCheckpoint,
     InconsistentCheckpoint,
@@ -29,8 +30,7 @@ MALFORMED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError
 """What reading a record of another structure than torch's may raise."""
 
 
-@valueclass
-class LocalPart:
+class LocalPart(Struct, frozen=True):
     """Elements [offset, offset + size) along every axis, which are `tensor` in `file`."""
 
     offsets: tuple[int, ...]
@@ -39,8 +39,7 @@ class LocalPart:
     file: TorchFile
 
 
-@valueclass
-class DistributedTensor:
+class DistributedTensor(Struct, frozen=True):
     """A tensor that `world` ranks have together, with the `parts` that one rank saved.
 
     It is cut into `cuts` parts, of which several ranks may have copies.
@@ -217,8 +216,7 @@ def _axes_of(entry: Any) -> tuple[int, ...]:
     return _ints(entry.arguments[1])
 
 
-@valueclass
-class DeviceMesh:
+class DeviceMesh(Struct, frozen=True):
     """Ranks on axes: `places` numbers them row-major; `axes` are counts and strides of places.
 
     `record` is kept so that its identity stays its own while the cache has it.

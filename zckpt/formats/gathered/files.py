@@ -16,14 +16,15 @@ The names tell files apart. State dicts are told apart by their content: see sta
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct, field
 
 from ...core import sources
-from ...core.annotations import TYPE_CHECKING, Any
 from ...core.filenames import counted, oldest_first
-from ...core.regex import Regex
-from ...core.values import field, mutable
 from ...errors import (
     AmbiguousCheckpoint,
     InconsistentCheckpoint,
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from ...core.saved_names import Place
 
 ENDINGS = (".pt", ".pth", ".bin", ".ckpt", ".tar")
-RANK = Regex(
+RANK = re.compile(
     r"(?P<stem>.*?)[._-]?(world_size_(?P<world>\d+)_)?(?<![a-z])rank_?(?P<rank>\d+)\.(pt|pth|bin|ckpt)"
 )
 WHOLE = {  # names of whole files, the likeliest first
@@ -65,8 +66,7 @@ OTHER_NAMES = (
 DEPTH = 4
 
 
-@mutable
-class StateDictFiles:
+class StateDictFiles(Struct, eq=False):
     """Paths of one checkpoint: whole files by key, and ranks' files by key and rank.
 
     A key is a place in the tree of state dicts; None if one kind of file has the whole tree. Of

@@ -1,6 +1,7 @@
 """Which options do files of torch.save understand?"""
 
-from ...core.values import replace
+from msgspec.structs import replace
+
 from ...training.options import (
     ALLOW_OBJECT,
     DIALECT,

@@ -12,12 +12,14 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from msgspec import Struct, field
+from msgspec.structs import replace
+
 from ...core import sources
 from ...core.dtypes import SIZES
 from ...core.expected import missing_ranks
 from ...core.facts import MAX_DP
 from ...core.inert import Scalar, types_in
-from ...core.values import field, mutable, replace
 from ...errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,
@@ -59,8 +61,7 @@ Copies = tuple[Leaf, Sequence[LocalPart]]
 """A tensor that no rank has cut: the first rank's, and those of the others."""
 
 
-@mutable
-class MergedRanks:
+class MergedRanks(Struct, eq=False):
     """One tree of all ranks' files; `left_out` says where it has rank 0's value only.
 
     `of_ranks` are the other ranks' values there, by file. `steps` are what the files state under

@@ -6,10 +6,11 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
 from ...core import sources
 from ...core.manifest import Manifest
 from ...core.saved_names import nameless, refuse_others, saved_names
-from ...core.values import replace
 from ...errors import (
     MALFORMED,
     IncompleteCheckpoint,

@@ -23,11 +23,13 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
+from msgspec import Struct
+from msgspec.structs import replace
+
 from ...core.folder import Folder
 from ...core.inert import Scalar, TensorName, map_values
 from ...core.layout import Layout, Shell
 from ...core.manifest import Manifest
-from ...core.values import replace, valueclass
 from ...errors import listed, literal
 from ...files import safefile
 from ...files.torchfile import Tensor
@@ -43,8 +45,7 @@ STATED = "zckpt"
 """The key of what only zckpt states."""
 
 
-@valueclass
-class FileNames:
+class FileNames(Struct, frozen=True):
     """A program's names of its files; `by_name` if its optimizer knows parameters by name.
 
     Without a name of its own, the scheduler is in extra.pt.

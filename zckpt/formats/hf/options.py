@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TypedDict
 
-from ...core.values import replace
+from msgspec.structs import replace
+
 from ...training.options import DTYPE, MAX_FILE_SIZE, WEIGHTS_ONLY, Option
 
 MODEL_CONFIG: Option[str | None] = Option(

@@ -18,6 +18,8 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+from msgspec.structs import replace
+
 from ...core import sources
 from ...core.dtypes import FLOATS, SIZES, TORCH_NAMES
 from ...core.folder import Folder
@@ -26,7 +28,6 @@ from ...core.manifest import Entry, Manifest, Parameter, Sibling
 from ...core.masters import results_of
 from ...core.plan import Match
 from ...core.siblings import SiblingList, refusals
-from ...core.values import replace
 from ...core.weights import agreement, weight_of
 from ...errors import MissingData, UnsupportedCheckpoint, WrongOption, listed, literal
 from ...files import safefile

@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from os.path import basename
 from typing import Any
 
+from msgspec import Struct, field
+
 from ...core.facts import GraphEngine
 from ...core.fragments import Record
 from ...core.manifest import Entry, Manifest, Parameter, Sibling, Sighting
-from ...core.values import field, mutable
 from ...errors import UnsupportedCheckpoint, brief, counted, listed
 from ...files.torchfile import TorchFile
 from ...training.optimizers import name_of_groups
@@ -34,8 +35,7 @@ LAYER_WISE = "use_layer_wise_distributed_optimizer"
 TIED = "untie_embeddings_and_output_weights"
 
 
-@mutable
-class Content:
+class Content(Struct, eq=False):
     """What a reader has collected of a directory.
 
     `file` is that of the `common` state, whose tensors become entries. `shapes` are those of all

@@ -14,9 +14,9 @@ Megatron-FSDP writes `.metadata` and `__R_I.distcp` alone: the keys tell whose t
 from __future__ import annotations
 
 import os
+from typing import Any
 
 from ...core import sources
-from ...core.annotations import Any
 from ...core.filenames import oldest_first
 from ...errors import (
     CorruptCheckpoint,

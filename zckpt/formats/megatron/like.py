@@ -16,10 +16,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from msgspec.structs import replace
+
 from ...core import sources
 from ...core.inert import Foreign, Scalar
 from ...core.manifest import Entry, Manifest, Parameter
-from ...core.values import replace
 from ...core.weights import is_optimizers
 from ...errors import (
     InconsistentCheckpoint,

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from math import prod
 
+from msgspec.structs import replace
+
 from ...core.dtypes import SIZES
 from ...core.facts import GraphEngine
 from ...core.fragments import ZEROS, Extent, solid
 from ...core.manifest import Entry, Manifest
 from ...core.plan import Match
 from ...core.resources import Copying
-from ...core.values import replace
 from ...core.weights import is_optimizers
 from ...errors import InconsistentCheckpoint, counted, listed
 from ...training.optimizers import MOMENTS

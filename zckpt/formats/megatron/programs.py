@@ -12,12 +12,12 @@ Megatron-Bridge of 2026-08, NeMo 2.5. Their keys are Megatron-Core's; NeMo has `
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from ...core import sources
-from ...core.annotations import Any
 from ...core.manifest import Sibling
-from ...core.regex import Regex
 from ...core.siblings import SiblingList
 
 CONFIG, TRAIN_STATE, TOKENIZER = "run_config.yaml", "train_state.pt", "tokenizer"
@@ -32,8 +32,8 @@ WITHOUT_RANDOM = (
     " checkpoint.load_rng=false"  # its run_config.yaml says that there are random states
 )
 MAX_TEXT = 1 << 20  # bytes of run_config.yaml
-SECTION = Regex(r"(?m)^model:[ \t]*\n((?:[ \t]+.*\n|[ \t]*\n)*)")
-SCALAR = Regex(r"(?m)^ {2}(\w+): (\d{1,9}|true|false)[ \t]*$")
+SECTION = re.compile(r"(?m)^model:[ \t]*\n((?:[ \t]+.*\n|[ \t]*\n)*)")
+SCALAR = re.compile(r"(?m)^ {2}(\w+): (\d{1,9}|true|false)[ \t]*$")
 NAMES = {  # in the arguments of Megatron-LM; the value is the other way round
     "share_embeddings_and_output_weights": "untie_embeddings_and_output_weights",
 }

@@ -21,8 +21,9 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
+from msgspec.structs import replace
+
 from ...core.manifest import Entry, Manifest, Sibling, slot_name
-from ...core.values import replace
 from ...errors import (
     MALFORMED,
     InconsistentCheckpoint,

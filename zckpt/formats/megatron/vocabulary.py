@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from msgspec.structs import replace
+
 from ...core.dtypes import SIZES
 from ...core.inert import Foreign
 from ...core.manifest import Entry, Manifest
-from ...core.values import replace
 from ...errors import MissingData, WrongOption
 from ...training.families.layouts import LAYOUTS
 from ...training.families.rules import HUGGING_FACE, MEGATRON

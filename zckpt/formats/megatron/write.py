@@ -24,12 +24,14 @@ from itertools import product
 from math import prod
 from typing import Any
 
+from msgspec import Struct
+from msgspec.structs import replace
+
 from ...core.dtypes import SIZES, TORCH_NAMES
 from ...core.folder import Folder
 from ...core.inert import Foreign, Global, TensorName, inside, map_values
 from ...core.layout import Layout, Shell
 from ...core.manifest import Entry, Manifest, slot_key
-from ...core.values import replace, valueclass
 from ...core.weights import is_optimizers, weight_of
 from ...errors import MissingData, UnsupportedCheckpoint, WrongOption, listed, literal
 from ...files import dcpseal
@@ -103,8 +105,7 @@ def seal(root: Folder, manifest: Manifest, outcome: Any) -> None:
     seal_whole(root, common, crcs.get(common, {}))
 
 
-@valueclass
-class TargetTensor:
+class TargetTensor(Struct, frozen=True):
     """A tensor of the target; `names` are the parameters of `slot`, by layer and expert."""
 
     key: str

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 from ...core import sources
-from ...core.annotations import TYPE_CHECKING
 from ...core.expected import missing_ranks
 from ...core.facts import MAX_DP
 from ...core.filenames import oldest_first
-from ...core.regex import Regex
-from ...core.values import valueclass
 from ...errors import (
     AmbiguousCheckpoint,
     CorruptCheckpoint,
@@ -26,13 +27,12 @@ if TYPE_CHECKING:  # other formats' directories are told apart without the parse
     from .ranks import Save
 
 SUFFIX = ".ort.pt"
-SHARDED = Regex(r"(?s)(.*)\.ZeRO\.(\d+)\.(\d+)\.ort\.pt")
+SHARDED = re.compile(r"(?s)(.*)\.ZeRO\.(\d+)\.(\d+)\.ort\.pt")
 # files of other kinds, of which there may be thousands: they are not opened
 OTHER_FILES = (".safetensors", ".json", ".distcp", "_states.pt", ".py")
 
 
-@valueclass
-class CheckpointFiles:
+class CheckpointFiles(Struct, frozen=True):
     """The files of one checkpoint, each with its rank.
 
     `name` is what messages call the checkpoint. `ranks` is the number of ranks that the files

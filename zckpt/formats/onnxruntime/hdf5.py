@@ -23,9 +23,10 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
+from msgspec import Struct
+
 from ...core.facts import MAX_DP
 from ...core.fragments import Extent, Record
-from ...core.values import valueclass
 from ...errors import (
     CorruptCheckpoint,
     InconsistentCheckpoint,
@@ -74,8 +75,7 @@ def is_one(path: str) -> bool:
 # -- one file
 
 
-@valueclass
-class RankFile:
+class RankFile(Struct, frozen=True):
     """One file: `tensors` and `values` (numbers, lists, text) by their paths inside it.
 
     `orphans` are bytes beside datasets that belong to nothing, though they are not zero.

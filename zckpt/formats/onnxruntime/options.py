@@ -1,6 +1,7 @@
 """Which options do ONNX Runtime's checkpoints understand?"""
 
-from ...core.values import replace
+from msgspec.structs import replace
+
 from ...training.options import ALLOW_OBJECT, DIALECT, DP, DTYPE, WEIGHTS_ONLY
 
 OPTIONS = (

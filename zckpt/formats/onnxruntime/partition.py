@@ -13,13 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from ...core.values import valueclass
+from msgspec import Struct
 
 ALIGNMENT = 32  # elements per rank
 
 
-@valueclass
-class Share:
+class Share(Struct, frozen=True):
     """Elements [start, stop) of a weight, which `rank` owns.
 
     `view` is the K in the name `_view_K` of a piece: 0 for a weight's first piece, 1 for each later

@@ -5,17 +5,17 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
+from msgspec import Struct, field
+
 from ...core.fragments import Extent, Record
 from ...core.manifest import Entry
-from ...core.values import field, mutable, valueclass
 
 SLOTS = {"Moment_1": "exp_avg", "Moment_2": "exp_avg_sq"}
 COUNT, SHARED = "Update_Count", "Step"  # Adam's, one per weight; Lamb's, one for all
 OPTIMIZERS = {"AdamOptimizer": "Adam", "LambOptimizer": "Lamb", "SGDOptimizer": "SGD"}
 
 
-@valueclass
-class RankTensor:
+class RankTensor(Struct, frozen=True):
     """One tensor of a rank's file; `crc` if the file states the CRC-32 of exactly these bytes."""
 
     dtype: str
@@ -28,8 +28,7 @@ class RankTensor:
         return prod(self.shape)
 
 
-@mutable
-class Rank:
+class Rank(Struct, eq=False):
     """One rank's file: tensors and counters, by the weight that they belong to.
 
     `weights` have the shape of the weight; `pieces` are flat parts of one; `halves` are the 16-bit
@@ -46,8 +45,7 @@ class Rank:
     shared: int | None = None
 
 
-@mutable
-class Save:
+class Save(Struct, eq=False):
     """One checkpoint: its ranks in order, and what all of them state.
 
     `mixed` is the type of the 16-bit copies, None in an fp32 run. `optimizer` is the one that the

@@ -15,11 +15,12 @@ from collections.abc import Iterator
 from math import prod
 from typing import Any
 
+from msgspec import Struct
+
 from ...core.dtypes import FLOATS
 from ...core.folder import Folder
 from ...core.layout import Layout, Shell
 from ...core.manifest import Manifest
-from ...core.values import valueclass
 from ...core.weights import is_optimizers, weight_of
 from ...errors import (
     InconsistentCheckpoint,
@@ -85,8 +86,7 @@ def seal(root: Folder, manifest: Manifest, outcome: Any) -> None:
         seal_records(root, manifest, outcome)
 
 
-@valueclass
-class TargetWeight:
+class TargetWeight(Struct, frozen=True):
     """A weight of the target.
 
     `owned` are its shares, none if it is frozen. `apart` is true if its owners alone hold it.

@@ -9,11 +9,12 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
+from msgspec.structs import replace
+
 from ...core.dtypes import NUMBERS
 from ...core.facts import StateDictEngine, StepPlace
 from ...core.inert import PYTHON_NUMBERS, Scalar, TensorName, inside, map_values
 from ...core.manifest import Entry, Manifest, Parameter, Sighting, Unread, slot_name
-from ...core.values import replace
 from ...errors import UnsupportedCheckpoint, listed
 from ...training import steps, ties
 from ...training.optimizers import name_of_groups

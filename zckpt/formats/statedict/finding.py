@@ -18,9 +18,11 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+from msgspec import Struct, field
+from msgspec.structs import replace
+
 from ...core.dtypes import FLOATS
 from ...core.inert import PLAIN, map_values, to_json, types_in
-from ...core.values import field, replace, valueclass
 from ...errors import MissingData
 from .tree import Leaf, Path, SavedTree, dotted
 from .twins import is_float
@@ -34,8 +36,7 @@ BUFFERS = re.compile(  # the names that modules of torch and transformers give t
 )
 
 
-@valueclass
-class OptimizerState:
+class OptimizerState(Struct, frozen=True):
     """An optimizer's state by name (or number), and its groups with their members."""
 
     layout: str

@@ -20,9 +20,11 @@ from itertools import chain
 from math import prod
 from typing import Any
 
+from msgspec import Struct
+from msgspec.structs import replace
+
 from ...core.manifest import slot_name
 from ...core.partition import BoxPart, Joined, Nameless, Partition, Whole
-from ...core.values import replace, valueclass
 from ...files.safefile import Stored
 from ...files.torchfile import Tensor, TorchFile
 
@@ -146,8 +148,7 @@ def _listed(value: Any) -> list[Any] | None:
     return list(value) if isinstance(value, (list, tuple)) else None
 
 
-@valueclass
-class _Optimizer:
+class _Optimizer(Struct, frozen=True):
     """The state of every parameter, by the name that the files state, or under no name."""
 
     by_name: dict[str, dict[Any, Any]]

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
 from ...core.manifest import Manifest
-from ...core.values import replace
 from ...errors import InconsistentCheckpoint, MissingData, listed
 from ...training import peft
 from ...training.trainers import config_of

@@ -17,7 +17,8 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from ...core.values import valueclass
+from msgspec import Struct
+
 from ...errors import AmbiguousCheckpoint, MissingData, WrongOption, listed, meant
 from .finding import OptimizerState
 from .names import shape_of
@@ -35,8 +36,7 @@ SOLE = "model"
 """What a model without a key is called."""
 
 
-@valueclass
-class Root:
+class Root(Struct, frozen=True):
     """A model, and the optimizers that train it.
 
     `prefix` precedes its names if several roots are read. `by_words` says whether only the words of
@@ -54,8 +54,7 @@ class Root:
         return f"{self.name} ({own})" if own else self.name
 
 
-@valueclass
-class Roots:
+class Roots(Struct, frozen=True):
     """All roots of a checkpoint; `unclear` are other optimizers, with the models that fit each."""
 
     path: str

@@ -11,12 +11,14 @@ from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import Any
 
+from msgspec import Struct, field
+from msgspec.structs import replace
+
 from ...core import sources
 from ...core.dtypes import SIZES, decode
 from ...core.fragments import Box, Extent, Fragments, Record, Runs, boxes, tile
 from ...core.inert import Scalar, map_values
 from ...core.manifest import Sibling
-from ...core.values import field, mutable, replace, valueclass
 from ...errors import IncompleteCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint
 from ...files.safefile import Stored
 from ...files.torchfile import Tensor, TorchFile
@@ -31,8 +33,7 @@ def dotted(path: Path) -> str:
     return ".".join(map(str, path))
 
 
-@valueclass(eq=False)
-class Leaf:
+class Leaf(Struct, frozen=True, eq=False):
     """One whole tensor.
 
     `memory` is equal for leaves that are views of the same bytes. `twin` is equal for leaves that
@@ -55,8 +56,7 @@ class Leaf:
         return prod(self.shape)
 
 
-@valueclass
-class StepStatement:
+class StepStatement(Struct, frozen=True):
     """The value under a key `step`, a leaf or a number, that these files state."""
 
     path: Path
@@ -69,8 +69,7 @@ def leads_to_step(path: Path) -> bool:
     return bool(path) and str(path[-1]).rpartition(".")[2] == "step"
 
 
-@mutable
-class SavedTree:
+class SavedTree(Struct, eq=False):
     """All state dicts of a checkpoint as one tree, and the files they came from.
 
     `source` is the manifest's. `orders` is for an optimizer that knows parameters by number: lists
@@ -113,8 +112,7 @@ class SavedTree:
         return self.storage is None or self.folders is not None
 
 
-@valueclass
-class InPieces:
+class InPieces(Struct, frozen=True):
     """A tensor with the class `name` of its own, of which every rank has saved a piece.
 
     What a piece means is known to the class alone, so nothing of it is read.
@@ -173,8 +171,7 @@ def number_of(stored: Stored) -> Callable[[], Scalar]:
     return number
 
 
-@valueclass
-class TensorPiece:
+class TensorPiece(Struct, frozen=True):
     """Elements [offset, offset + size) along every axis of a tensor, as one file has them.
 
     They begin at element `first` of `extent`; `strides` count elements.

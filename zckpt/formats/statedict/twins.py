@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
 from ...core import sources
 from ...core.dtypes import FLOATS
-from ...core.values import replace
 from .tree import Leaf
 
 SAMPLE = 4096  # bytes

@@ -10,10 +10,11 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from msgspec import Struct
+
 from ...core.facts import FlatBufferEngine
 from ...core.inert import Scalar, TensorName
 from ...core.manifest import Manifest, slot_key
-from ...core.values import valueclass
 from ...core.weights import WIDE, is_optimizers, weight_of
 from ...errors import WrongOption, brief, counted, listed
 from ...training import peft
@@ -31,8 +32,7 @@ OF_TORCH = (
 )  # fmt: skip
 
 
-@valueclass
-class BlankTensor:
+class BlankTensor(Struct, frozen=True):
     """The type and shape of a tensor; the copy writes its elements."""
 
     dtype: str

@@ -9,6 +9,8 @@ from json.encoder import encode_basestring
 from shlex import quote
 from typing import Any
 
+from msgspec.structs import replace
+
 from ...core import description
 from ...core.checksum import crc32
 from ...core.dtypes import FLOATS, SIZES
@@ -23,7 +25,6 @@ from ...core.manifest import (
     parameters_to_json,
 )
 from ...core.sources import pread
-from ...core.values import replace
 from ...errors import MissingData, UnsupportedCheckpoint, literal
 from ...files import safefile
 from ...training.optimizers import are_inferred, given_groups

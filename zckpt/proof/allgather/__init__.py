@@ -21,6 +21,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
 from ...core.checksum import Cover
 from ...core.compare import ComparisonOutcome, Result
 from ...core.difference import Difference
@@ -30,7 +32,6 @@ from ...core.partition import Nameless, Partition
 from ...core.plan import Match, match
 from ...core.resources import Begin, Means
 from ...core.states import Selection
-from ...core.values import replace
 from ...errors import MissingExtra, listed
 from ..pairs import selected
 from ..report import findings, versions

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
+from msgspec.structs import replace
 
 from ...core.difference import Difference, measure, same
 from ...core.dtypes import SIZES, TORCH_NAMES
 from ...core.plan import Match
-from ...core.values import replace
 from .readers import BlockMatch, memory_of
 
 LINE = 4096  # bytes; rows at least this long are compared one by one

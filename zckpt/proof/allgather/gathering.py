@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from msgspec import Struct, field
 
 from ...core.buckets import Block, Bucket, Cut, buckets, lines_of, share_of
 from ...core.checksum import crc32
@@ -16,7 +17,6 @@ from ...core.dtypes import SIZES
 from ...core.partition import Joined
 from ...core.plan import Match
 from ...core.resources import Progress, describe
-from ...core.values import field, mutable
 from .buffers import BucketBuffers
 from .elements import BITS, any_unequal, bytes_of, difference_of
 from .readers import BlockMatch, Readers, Seen, memory_of
@@ -26,8 +26,7 @@ GLOO = 32 << 20  # bytes; gloo needs more time per byte for larger messages
 ALIGNMENT = 8  # bytes, so that every tensor in a buffer can be viewed in its type
 
 
-@mutable
-class Flight:
+class Flight(Struct, eq=False):
     """A bucket that is being read, gathered or compared."""
 
     bucket: Bucket

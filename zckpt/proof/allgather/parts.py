@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from ...core.buckets import Cut, Spread, kind_of, side_by_side
 from ...core.dtypes import SIZES
 from ...core.fragments import Box, Extent, Fragment, Runs
@@ -21,7 +23,6 @@ from ...core.partition import (
     Partitioned,
     Whole,
 )
-from ...core.values import replace
 
 
 def alone(entry: Entry) -> Named:

@@ -13,6 +13,8 @@ from contextlib import ExitStack
 from typing import Any, TypeVar
 
 import torch
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ...core.buckets import Block
 from ...core.checksum import crc32
@@ -23,14 +25,12 @@ from ...core.pieces import ElementReader, ReadRequest
 from ...core.plan import Match
 from ...core.records import RecordChecker
 from ...core.streaming import reading
-from ...core.values import replace, valueclass
 
 READ = 8 << 20  # bytes that one thread reads at a time
 T = TypeVar("T")
 
 
-@valueclass
-class BlockMatch:
+class BlockMatch(Struct, frozen=True):
     """A block and one match of its tensor; the other side begins at byte `at` of a buffer."""
 
     block: Block

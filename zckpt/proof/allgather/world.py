@@ -5,16 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from msgspec import Struct
 
 from ...errors import ProcessFailed, WrongOption
 
 
-@dataclass(frozen=True)
-class World:
+class World(Struct, frozen=True):
     """This process among those that gather; `transport` is where the gathered buffer lies."""
 
     rank: int

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from ...core.values import valueclass
+from msgspec import Struct
+
 from ...errors import MissingData, WrongOption, listed
 from ..names import RENAME
 from .rules import HUGGING_FACE, MEGATRON, OTHER, Family, Rule
@@ -13,8 +14,7 @@ from .rules import HUGGING_FACE, MEGATRON, OTHER, Family, Rule
 NUMBER = re.compile(r"\\\{(layer|expert)\\\}")
 
 
-@valueclass
-class Place:
+class Place(Struct, frozen=True):
     """What a name is: the part of a rule, in a layer, of an expert; None where there is none."""
 
     rule: int
@@ -23,8 +23,7 @@ class Place:
     expert: int | None
 
 
-@valueclass
-class Group:
+class Group(Struct, frozen=True):
     """Tensors of the source that become tensors of the target together, by their names."""
 
     rule: Rule

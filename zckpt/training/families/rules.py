@@ -14,8 +14,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from msgspec import Struct
+
 from ...core import sources
-from ...core.values import valueclass
 from ...errors import MALFORMED, WrongOption, cause
 
 HUGGING_FACE, MEGATRON = "Hugging Face", "Megatron"
@@ -37,8 +38,7 @@ MAX_FILE = 1 << 20  # bytes
 NUMBERS = re.compile(r"\{(.*?)\}")
 
 
-@valueclass
-class Rule:
+class Rule(Struct, frozen=True):
     """The names of both sides; `{layer}` and `{expert}` stand for numbers.
 
     `packing` is one of layouts.py. If `only` is set, the rule is for sources of this program alone.
@@ -53,8 +53,7 @@ class Rule:
         return self.hugging_face if side == HUGGING_FACE else self.megatron
 
 
-@valueclass
-class Family:
+class Family(Struct, frozen=True):
     """The rules, the `model_type`s of config.json that they are for, and buffers to leave out."""
 
     rules: tuple[Rule, ...]

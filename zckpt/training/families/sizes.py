@@ -10,10 +10,11 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from msgspec import Struct
+
 from ...core import sources
 from ...core.inert import Foreign
 from ...core.manifest import Manifest, Sibling
-from ...core.values import valueclass
 from ...errors import InconsistentCheckpoint, WrongOption
 from ..ties import CONFIG
 from ..trainers import files_to_load_by, json_of
@@ -22,8 +23,7 @@ from .rules import NAMES, Family, is_family
 KEYS = ("heads", "kv_heads", "vocab_size")
 
 
-@valueclass
-class Sizes:
+class Sizes(Struct, frozen=True):
     """None for what nothing states. `vocab_size` are the rows that the target's vocabulary has."""
 
     heads: int | None = None

@@ -9,11 +9,12 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
 from ...core.dtypes import SIZES
 from ...core.facts import FlatBufferEngine
 from ...core.inert import Scalar
 from ...core.manifest import Entry, Manifest, Parameter
-from ...core.values import replace
 from ...errors import (
     InconsistentCheckpoint,
     MissingData,

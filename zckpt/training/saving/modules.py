@@ -10,10 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
+from msgspec import Struct
+from msgspec.structs import replace
+
 from ...core.dtypes import SIZES
 from ...core.fragments import ZEROS, Extent, Fragment, Runs, solid
 from ...core.manifest import Entry, Manifest, Parameter
-from ...core.values import replace, valueclass
 from ...errors import ZckptError
 from ..names import names_of
 from ..ties import CONFIG
@@ -45,8 +47,7 @@ def spelled_as(other: Manifest, first: Manifest) -> Manifest:
     return other
 
 
-@valueclass
-class Place:
+class Place(Struct, frozen=True):
     """Elements of a module's tensor that begin at `at`: elements [start, stop) of the file's."""
 
     at: int

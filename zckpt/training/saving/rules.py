@@ -14,14 +14,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from ...core.values import valueclass
+from msgspec import Struct
+
 from ...errors import MissingData
 
 Step = Sequence[Any]
 
 
-@valueclass
-class Match:
+class Match(Struct, frozen=True):
     """Where a rule fits a name: what stands before and after the text `found`.
 
     `number` is that of the source of the rule, `group` what its first bracket matched.
@@ -39,8 +39,7 @@ class Match:
         return self.before + target.replace(r"\1", group) + self.after
 
 
-@valueclass
-class Rule:
+class Rule(Struct, frozen=True):
     """One rule: names that fit one of its sources get its target.
 
     With `steps`, the tensors of all sources together become those of all targets. `scope` is the
@@ -85,8 +84,7 @@ class Rule:
         return match.with_target(target, self.add)
 
 
-@valueclass
-class Rules:
+class Rules(Struct, frozen=True):
     """The rules of a model in the order in which they are applied.
 
     Names with one of the `marks` are those of files already. `sizes` are numbers of the

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from msgspec import Struct, field
+from msgspec.structs import replace
+
 from ...core.dtypes import SIZES
 from ...core.manifest import Entry, Manifest, Parameter
-from ...core.values import field, mutable, replace
 from ...core.views import View, view_of
 from ...core.weights import WEIGHTS
 from ...errors import InconsistentCheckpoint, UnsupportedCheckpoint, WrongOption, listed
@@ -34,8 +36,7 @@ def as_saved(manifest: Manifest, config: Mapping[str, Any]) -> Manifest:
     return _Translation(manifest, rules, list(groups.items())).manifest()
 
 
-@mutable
-class Group:
+class Group(Struct, eq=False):
     """The names that become others together, by the number of the rule's source.
 
     Without a rule it is one name that becomes another one.

@@ -12,11 +12,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
+from msgspec import Struct
+from msgspec.structs import replace
+
 from ....core import sources
 from ....core.facts import FlatBufferEngine
 from ....core.manifest import Entry, Manifest, Sibling
 from ....core.states import as_unread
-from ....core.values import replace, valueclass
 from ...deepspeed_states.directories import TagDirectory
 from ...deepspeed_states.manifest import manifest_of
 from ...deepspeed_states.states import EngineStates
@@ -53,8 +55,7 @@ def of_model_rank(ranks: EngineStates, files: RankFiles, step_policy: str | None
     return as_unread(of_rank(ranks, files, step_policy), OF_MODEL_RANKS)
 
 
-@valueclass
-class ModelGrid:
+class ModelGrid(Struct, frozen=True):
     """The sizes of a run's model axes, and the type `dtype` of its module's weights.
 
     `staged` says that it is a pipeline: weights are in files of layers, so that the other files of
@@ -73,8 +74,7 @@ class ModelGrid:
         return cls(files.pp, files.tp, bool(files.layers), manifest.engine.dtype)
 
 
-@valueclass
-class ModelRank:
+class ModelRank(Struct, frozen=True):
     """Which model rank a manifest is of; `buffers` are the names that its model file states."""
 
     number: int

@@ -13,10 +13,11 @@ Both have `make_vocab_size_divisible_by` too (checkpointing.py of both, `check_c
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
-from ....core.annotations import Any
+from msgspec.structs import replace
+
 from ....core.inert import Foreign
-from ....core.values import replace
 
 ARGS = "args"
 TENSOR_RANKS = ("tensor_model_parallel_size", "model_parallel_size")

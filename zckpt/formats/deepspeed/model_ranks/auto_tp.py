@@ -14,8 +14,9 @@ from collections.abc import Mapping
 from math import gcd
 from typing import Any
 
+from msgspec import Struct
+
 from ....core.manifest import Manifest
-from ....core.values import valueclass
 from ....training.ties import CONFIG
 from ....training.trainers import files_to_load_by, json_of
 from ...deepspeed_states.patterns import INFO
@@ -41,8 +42,7 @@ def is_auto(config: Mapping[str, Any] | None) -> bool:
     return isinstance((config or {}).get("tensor_parallel"), Mapping)
 
 
-@valueclass
-class AutoTP:
+class AutoTP(Struct, frozen=True):
     """The shares of a run with AutoTP; `heads` is the number of key-value heads, if known."""
 
     heads: int | None

@@ -14,12 +14,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 
+from msgspec.structs import replace
+
 from ....core import compare, masters
 from ....core.compare import Result
 from ....core.dtypes import FLOATS
 from ....core.manifest import Entry, Manifest
 from ....core.plan import Match
-from ....core.values import replace
 from ....core.weights import is_optimizers
 from ....errors import InconsistentCheckpoint, UnsupportedCheckpoint, counted, listed
 from ....training.tensor_rules import SUM

@@ -15,11 +15,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from math import prod
 
+from msgspec import Struct
+
 from ....core import sources
 from ....core.dtypes import SIZES, TORCH_NAMES
 from ....core.fragments import Extent
 from ....core.partition import BoxPart, Joined, Named, Nameless, Partition, Partitioned, Whole
-from ....core.values import valueclass
 from ....errors import UnsupportedCheckpoint
 from ....files.torchfile import Parsed, Tensor, TorchFile
 from .slices_by_engine import Cut, Rules
@@ -30,16 +31,14 @@ HEAD = 1 << 16  # bytes that tell copies and slices of untrained tensors apart
 Shape = tuple[int, ...]
 
 
-@valueclass
-class RankParts:
+class RankParts(Struct, frozen=True):
     """What the data ranks of one model rank hold; `trained` are the names of its parameters."""
 
     parts: Sequence[Partition]
     trained: Sequence[str]
 
 
-@valueclass
-class Slice:
+class Slice(Struct, frozen=True):
     """A tensor of one tensor rank, whose elements [start, stop) lie in the extents of `runs`.
 
     `strides` are given if its one run is not row-major.

@@ -18,11 +18,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from ....core.annotations import Any
+from msgspec import Struct
+
 from ....core.expected import refuse_other_writers
 from ....core.facts import Grid
-from ....core.values import valueclass
 from ....errors import IncompleteCheckpoint, InconsistentCheckpoint, brief, counted, listed
 from ....files.torchfile import Parsed
 from ...deepspeed_states.directories import (
@@ -42,8 +43,7 @@ TIED = "tied_modules."
 SOME_STAGES = "mixture-of-experts layers in some stages of a pipeline alone"
 
 
-@valueclass
-class GridFiles:
+class GridFiles(Struct, frozen=True):
     """The files of every model rank, in order, and those of layers by layer and tensor rank."""
 
     ranks: Sequence[RankFiles]

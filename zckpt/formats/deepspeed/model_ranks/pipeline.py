@@ -16,13 +16,15 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from msgspec import Struct
+from msgspec.structs import replace
+
 from ....core import sources
 from ....core.dtypes import SIZES
 from ....core.facts import FlatBufferEngine
 from ....core.fragments import Fragments
 from ....core.manifest import Entry, Manifest, Parameter
 from ....core.rounding import are_rounded
-from ....core.values import replace, valueclass
 from ....errors import IncompleteCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint, listed
 from ....files.torchfile import Tensor, TorchFile
 from ...deepspeed_states.states import EngineStates, dictionary
@@ -35,8 +37,7 @@ from .together import common, joined_groups, with_agreed_steps
 SAMPLE = 1 << 14  # elements that are compared with masters to tell a tied layer
 
 
-@valueclass
-class Layer:
+class Layer(Struct, frozen=True):
     """The file of one layer: its number, and its tensors by their names in the whole model.
 
     `tied` is the key of a tied layer.

@@ -21,10 +21,12 @@ import os
 from collections.abc import Collection, Sequence
 from itertools import pairwise
 
+from msgspec import Struct
+from msgspec.structs import replace
+
 from ....core.experts import layers_of
 from ....core.facts import FlatBufferEngine
 from ....core.manifest import Entry, Manifest
-from ....core.values import replace, valueclass
 from ....errors import UnsupportedCheckpoint, WrongOption
 from ....training.groups import without_empty_groups
 from ....training.options import Options
@@ -36,8 +38,7 @@ from .grid import TIED
 from .stage_bounds import Uses, bounds_of, layers_alike, ranges, stage_spans
 
 
-@valueclass
-class Recut:
+class Recut(Struct, frozen=True):
     """The model ranks of the target, in order, and what had to be inferred about tied layers."""
 
     ranks: Sequence[Manifest]
@@ -83,8 +84,7 @@ def recut(
     return Recut(ranks, target, inferred)
 
 
-@valueclass
-class Stage:
+class Stage(Struct, frozen=True):
     """The trained parameters of a stage, in the order of its groups, and its buffers.
 
     It has the layers from `start` to `stop`, if they are known.

@@ -15,8 +15,9 @@ from itertools import product
 from math import prod
 from typing import Any, Protocol
 
+from msgspec import Struct
+
 from ....core import sources
-from ....core.values import valueclass
 from ....errors import UnsupportedCheckpoint
 from ....training.tensor_families import FAMILIES
 
@@ -26,8 +27,7 @@ Widths = Sequence[Sequence[int]]
 """Of each sub-parameter, how much every rank has."""
 
 
-@valueclass
-class Piece:
+class Piece(Struct, frozen=True):
     """A box of the whole tensor; it lies in a rank's slice from element `first` on, row-major."""
 
     rank: int
@@ -36,8 +36,7 @@ class Piece:
     first: int
 
 
-@valueclass
-class Cut:
+class Cut(Struct, frozen=True):
     """The whole shape, and the pieces of each copy that the ranks have of the tensor."""
 
     shape: tuple[int, ...]
@@ -93,8 +92,7 @@ class Rules(Protocol):
         """How a parameter is cut; None if no line and no pattern names it."""
 
 
-@valueclass
-class Info:
+class Info(Struct, frozen=True):
     """The rule that a checkpoint states: its `universal_checkpoint_info`."""
 
     value: Mapping[str, Any]
@@ -204,8 +202,7 @@ def _row_major(
         yield Piece(rank, (*corner, *offsets[outer:]), (*(1 for _ in place), *sizes[outer:]), start)
 
 
-@valueclass
-class Text:
+class Text(Struct, frozen=True):
     """The lines of --tp-rules, pattern and rule; the first whose pattern is the whole name."""
 
     lines: Sequence[tuple[str, str]]

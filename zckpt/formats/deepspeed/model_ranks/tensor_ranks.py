@@ -12,13 +12,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
+from msgspec.structs import replace
+
 from ....core import slicing
 from ....core.dtypes import SIZES
 from ....core.fragments import Fragments
 from ....core.inert import to_json
 from ....core.manifest import Entry, Manifest
 from ....core.states import as_unread
-from ....core.values import replace
 from ....core.weights import WEIGHTS
 from ....errors import InconsistentCheckpoint, listed
 from ....training.tensor_families import DOUBTS

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from ....core.annotations import Any
+from msgspec import Struct
+from msgspec.structs import replace
+
 from ....core.fragments import Record
 from ....core.inert import to_json
 from ....core.manifest import Entry, Manifest, Parameter, Sighting, Unread
-from ....core.values import replace, valueclass
 from ....errors import InconsistentCheckpoint, UnsupportedCheckpoint
 from ....training import steps
 
@@ -22,8 +24,7 @@ OF_RANKS = ("lr_scheduler", "data_sampler", "random_ltd", "client_state", "modul
 MIXED = "files of different saves seem to be mixed; take those of one tag"
 
 
-@valueclass
-class Common:
+class Common(Struct, frozen=True):
     """What is put together of all model ranks, whatever the axis."""
 
     replicas: tuple[Entry, ...]

@@ -9,11 +9,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 
+from msgspec import Struct
+from msgspec.structs import replace
+
 from ....core.experts import layers_of
 from ....core.layout import Layout, Shell
 from ....core.manifest import Manifest
 from ....core.states import without
-from ....core.values import replace, valueclass
 from ....errors import UnsupportedCheckpoint, WrongOption, counted, literal
 from ....files.torchfile import Parsed
 from ....training import objects
@@ -41,8 +43,7 @@ TAKEN = frozenset(
 )
 
 
-@valueclass
-class _Ranks:
+class _Ranks(Struct, frozen=True):
     """The model ranks of the target, each as a checkpoint by itself.
 
     `models` are the whole models that they were cut from, and `inferred` is what had to be inferred

@@ -14,10 +14,11 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
 from ....core.facts import FlatBufferEngine
 from ....core.layout import Layout, Shell
 from ....core.manifest import Manifest
-from ....core.values import replace
 from ....errors import UnsupportedCheckpoint, WrongOption, counted, literal
 from ....files.torchshell import Storages, shell
 from ....training.options import PP, TP, WEIGHTS_ONLY, Options

@@ -12,12 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from msgspec import Struct
+from msgspec.structs import replace
+
 from ....core import slicing
 from ....core.facts import FlatBufferEngine
 from ....core.fragments import Runs
 from ....core.layout import Layout, Shell
 from ....core.manifest import Entry, Manifest, Parameter
-from ....core.values import replace, valueclass
 from ....errors import (
     InconsistentCheckpoint,
     MissingData,
@@ -142,8 +144,7 @@ def _refuse(source: Manifest, options: Options) -> None:
 # -- how parameters are cut
 
 
-@valueclass
-class Cuts:
+class Cuts(Struct, frozen=True):
     """How each parameter is cut over the target's ranks, and each rank's shape of it."""
 
     rules: Mapping[str, Rules]

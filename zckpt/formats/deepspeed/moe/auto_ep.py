@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ....core.values import replace
+from msgspec.structs import replace
+
 from ....errors import InconsistentCheckpoint
 from ....files.torchfile import Tensor
 from ...deepspeed_states.directories import TagDirectory, refuse

@@ -13,7 +13,8 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 
-from ....core.values import valueclass
+from msgspec import Struct
+
 from ....errors import CorruptCheckpoint, IncompleteCheckpoint, InconsistentCheckpoint, listed
 from ....files.torchfile import Tensor, TorchFile
 from ...deepspeed_states.experts import expert_name
@@ -26,16 +27,14 @@ def file_name(layer: int, expert: int, mp_rank: str) -> str:
     return f"layer_{layer}_expert_{expert}_{mp_rank}_model_states.pt"
 
 
-@valueclass
-class ExpertFile:
+class ExpertFile(Struct, frozen=True):
     """One opened file: `tensors` are by their names in the whole model."""
 
     file: TorchFile
     tensors: Mapping[str, Tensor]
 
 
-@valueclass
-class LayerFiles:
+class LayerFiles(Struct, frozen=True):
     """The files of all experts of one layer, whose name all keys begin with."""
 
     name: str

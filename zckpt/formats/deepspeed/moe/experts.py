@@ -18,9 +18,11 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from msgspec import Struct
+from msgspec.structs import replace
+
 from ....core.facts import FlatBufferEngine
 from ....core.manifest import Entry, Manifest, Parameter
-from ....core.values import replace, valueclass
 from ....errors import InconsistentCheckpoint, listed
 from ....files.torchfile import Tensor, TorchFile
 from ....training import steps
@@ -42,8 +44,7 @@ from .layers import check_order, gate_of, named_of, spread_over
 SPREAD = "mixture-of-experts layers whose experts are spread over tensor ranks"
 
 
-@valueclass
-class Experts:
+class Experts(Struct, frozen=True):
     """The experts in the files of all ranks."""
 
     ranks: EngineStates

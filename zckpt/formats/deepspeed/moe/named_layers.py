@@ -12,10 +12,11 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from msgspec.structs import replace
+
 from ....core.experts import ExpertLayer
 from ....core.facts import StateDictEngine
 from ....core.manifest import Manifest
-from ....core.values import replace
 from ....errors import InconsistentCheckpoint, MissingData, listed
 from ...deepspeed_states.experts import expert_name
 

@@ -13,10 +13,12 @@ from itertools import groupby
 from math import prod
 from typing import Any
 
+from msgspec import Struct
+from msgspec.structs import replace
+
 from ....core.facts import FlatBufferEngine, StateDictEngine
 from ....core.layout import Shell
 from ....core.manifest import Manifest
-from ....core.values import replace, valueclass
 from ....errors import InconsistentCheckpoint, MissingData, WrongOption, counted, listed
 from ....training.groups import regrouped
 from ....training.options import DP, EP, Options
@@ -28,8 +30,7 @@ from .named_layers import with_named_layers
 GROUP_SIZE = 178_956_971  # elements, the engine's default of `max_group_size`
 
 
-@valueclass
-class _Group:
+class _Group(Struct, frozen=True):
     """One group of the source; `names` are on ep rank 0, and `last` are those of its last cut."""
 
     number: int

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from msgspec.structs import replace
+
 from ....core.facts import FlatBufferEngine
 from ....core.manifest import Entry, Manifest, Parameter
-from ....core.values import replace
 from ....errors import InconsistentCheckpoint
 from ...deepspeed_states.experts import ExpertLayers
 from ..model_ranks.together import common, joined_groups, with_agreed_steps

@@ -15,11 +15,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
+from msgspec.structs import replace
+
 from ....core import compare
 from ....core.experts import ExpertLayer
 from ....core.manifest import Entry, Manifest, Unread
 from ....core.plan import Match
-from ....core.values import replace
 from ....errors import (
     IncompleteCheckpoint,
     InconsistentCheckpoint,

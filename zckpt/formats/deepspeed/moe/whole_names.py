@@ -13,8 +13,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
 from ....core.dtypes import FLOATS
-from ....core.values import replace
 from ....errors import InconsistentCheckpoint, MissingData
 from ....files.torchfile import Tensor, TorchFile
 from ...deepspeed_states.experts import ExpertLayers, expert_name

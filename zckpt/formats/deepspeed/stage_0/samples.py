@@ -15,9 +15,10 @@ import struct
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 
+from msgspec import Struct
+
 from ....core import sources
 from ....core.dtypes import SIZES
-from ....core.values import valueclass
 from ....files.torchfile import Tensor, TorchFile
 
 SAMPLE = 64  # elements, from the middle of a tensor: its beginning may be padding
@@ -30,8 +31,7 @@ _UNSIGNED = {1: "B", 2: "H", 4: "I", 8: "Q"}
 _INFINITY = {"F32": 0x7F800000, "BF16": 0x7F80, "F16": 0x7C00}
 
 
-@valueclass
-class Stored:
+class Stored(Struct, frozen=True):
     """A tensor, and the file that it is in."""
 
     file: TorchFile

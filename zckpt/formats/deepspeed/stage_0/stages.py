@@ -16,9 +16,11 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise, product
 from typing import Any
 
+from msgspec import Struct
+from msgspec.structs import replace
+
 from ....core.dtypes import FLOATS
 from ....core.manifest import Manifest
-from ....core.values import replace, valueclass
 from ....errors import MissingData, UnsupportedCheckpoint, WrongOption, listed
 from ....files.torchfile import Tensor, TorchFile
 from ...deepspeed_states.directories import TagDirectory
@@ -43,8 +45,7 @@ Shape = tuple[int, ...]
 JOIN = ". Do it on one rank of each stage, and join the files in the order of the stages"
 
 
-@valueclass
-class WholeStages:
+class WholeStages(Struct, frozen=True):
     """The optimizers of all stages, and the keys of tied layers by the numbers of their files."""
 
     wholes: Sequence[WholeOptimizer]

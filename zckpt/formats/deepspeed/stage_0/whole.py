@@ -14,8 +14,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from msgspec import Struct
+from msgspec.structs import replace
+
 from ....core.dtypes import FLOATS
-from ....core.values import replace, valueclass
 from ....errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,
@@ -49,8 +51,7 @@ FROZEN = "zckpt_frozen"
 """Beside the optimizer's state, in a file of zckpt's: numbers of parameters that are frozen."""
 
 
-@valueclass
-class WholeOptimizer:
+class WholeOptimizer(Struct, frozen=True):
     """The opened model file, and the names of the optimizer's parameters.
 
     `members` are those of each group in the optimizer's order; None is a parameter without a state,

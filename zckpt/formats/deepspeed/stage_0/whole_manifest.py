@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from ....core.manifest import Manifest
-from ....core.values import replace
 from ....errors import listed
 from ...deepspeed_states.manifest import manifest_of
 from . import whole_states

@@ -6,11 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
+from msgspec import Struct
+from msgspec.structs import replace
+
 from ....core.dtypes import NUMBERS
 from ....core.fragments import Fragments, solid
 from ....core.inert import PYTHON_NUMBERS, Scalar
 from ....core.manifest import Sighting, slot_name
-from ....core.values import replace, valueclass
 from ....errors import InconsistentCheckpoint, counted, listed
 from ....files.torchfile import Tensor, TorchFile
 from ....training import steps
@@ -21,8 +23,7 @@ from .whole import WholeOptimizer
 States = dict[str, dict[str, Any]]
 
 
-@valueclass
-class _Unit:
+class _Unit(Struct, frozen=True):
     """What the base optimizer knows by one number: one parameter, or all of a flat group.
 
     `shape` is that of its tensors. `master` is None if the optimizer updates the weight itself.

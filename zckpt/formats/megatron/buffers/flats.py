@@ -18,13 +18,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
+from msgspec import Struct, field
+
 from ....core import sources
 from ....core.dtypes import SIZES
 from ....core.fragments import Extent, Fragment, Record, Runs
 from ....core.inert import Global, inside
 from ....core.manifest import Entry, slot_name
 from ....core.slicing import Slicing, cut, joined, replicated
-from ....core.values import field, mutable
 from ....errors import CorruptCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint
 from ....files.dcpfile import ItemTable
 from ....files.dcpitems import ItemFiles, require_same
@@ -124,8 +125,7 @@ def states(
                 yield Entry(f"{name}/{slot}", "F32", shapes[name], whole), copy > 0
 
 
-@mutable
-class _Optimizer:
+class _Optimizer(Struct, eq=False):
     """What the files have of one optimizer, by the numbers of its model-parallel ranks."""
 
     groups: dict[int, list[Any]] = field(default_factory=dict)

@@ -14,10 +14,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from msgspec import Struct
+
 from ....core.dtypes import SIZES
 from ....core.fragments import Extent, Fragment, Runs
 from ....core.rounding import are_rounded, rounded_number
-from ....core.values import valueclass
 
 ALIGNMENT = 64  # elements
 SAMPLE = 64  # elements
@@ -25,8 +26,7 @@ SAMPLE = 64  # elements
 ReadBytes = Callable[[Extent], bytes]
 
 
-@valueclass(eq=False)
-class Local:
+class Local(Struct, frozen=True, eq=False):
     """One rank's part of a parameter: its elements, and where the first of its weight lie."""
 
     name: str
@@ -35,8 +35,7 @@ class Local:
     first: Extent
 
 
-@valueclass(eq=False)
-class Flat:
+class Flat(Struct, frozen=True, eq=False):
     """One flat buffer of a model-parallel rank, or the buckets of it.
 
     `dtype` is that of the weights. `tensors` has for every slot the elements of each bucket, whose

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from ....core.values import valueclass
+from msgspec import Struct
+
 from ....errors import InconsistentCheckpoint, UnsupportedCheckpoint, listed
 from ..common import WEIGHTS_ONLY
 from .order import expert_of, is_before, layer_of, orders, predicts
@@ -22,8 +23,7 @@ Place = tuple[Flat, tuple[int, int]]
 """A buffer, and where in it a parameter begins: (bucket, element)."""
 
 
-@valueclass(eq=False)
-class Rank:
+class Rank(Struct, frozen=True, eq=False):
     """The flat buffers of one model-parallel rank, in the order of its model chunks.
 
     `experts` are the numbers of the experts in them, if experts are spread over ranks.

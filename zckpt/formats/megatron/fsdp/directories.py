@@ -19,9 +19,10 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from msgspec.structs import replace
+
 from ....core.inert import Scalar, inside
 from ....core.manifest import Manifest, slot_name
-from ....core.values import replace
 from ....errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,

@@ -16,9 +16,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
+from msgspec import Struct
+
 from ....core.inert import Foreign
 from ....core.partition import BoxPart, Joined
-from ....core.values import valueclass
 from ....errors import UnsupportedCheckpoint
 from ....files.torchfile import TORCH_DTYPES, Tensor, TorchFile
 
@@ -68,8 +69,7 @@ Box = tuple[Shape, Shape]
 """Offsets and sizes along every axis."""
 
 
-@valueclass
-class Buffer:
+class Buffer(Struct, frozen=True):
     """A slot's elements of one bucket, in parts that stand in any order."""
 
     parts: tuple[BoxPart, ...]
@@ -118,8 +118,7 @@ Parts = list[tuple[int, BoxPart]]
 """Parts of a rank's parameter, each with the number of its first element."""
 
 
-@valueclass
-class Filled:
+class Filled(Struct, frozen=True):
     """The parameters of a buffer of tensor rank `rank` of `of` ranks: the parts of every slot."""
 
     rank: int

@@ -17,8 +17,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from msgspec import Struct
+
 from ....core.slicing import replicated
-from ....core.values import valueclass
 from ....errors import UnsupportedCheckpoint
 from ....training.tensor_rules import Rule, Rules, Shapes, Sliced, by_rule, decide
 from ..common import WEIGHTS_ONLY
@@ -36,8 +37,7 @@ WHOLE = re.compile(
 BY_SPEC = re.compile(r".*\blinear_(?P<kind>q|kv)_down_proj\.(weight|bias)")
 
 
-@valueclass
-class ModuleRules:
+class ModuleRules(Struct, frozen=True):
     """The rules above; `shapes` are those of one rank's parameters, `args` the run's arguments."""
 
     shapes: Mapping[str, tuple[int, ...]]

@@ -22,13 +22,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
 
+from msgspec.structs import replace
+
 from ....core import sources
 from ....core.dtypes import SIZES
 from ....core.expected import missing_file
 from ....core.fragments import Record
 from ....core.manifest import Entry, Manifest
 from ....core.slicing import Slicing, joined
-from ....core.values import replace
 from ....errors import CorruptCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint, listed
 from ....files.torchfile import Parsed, Tensor, TorchFile
 from ....training.tensor_rules import Rules

@@ -17,9 +17,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import count, product, takewhile
 from typing import Any
 
+from msgspec import Struct, field
+
 from ....core import sources
 from ....core.expected import missing_file, refuse_other_writers
-from ....core.values import field, mutable
 from ....errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,
@@ -40,8 +41,7 @@ OLDEST = 2.0  # of checkpoint_version; before it the rows of linear_qkv have ano
 STATES_FILE = "distrib_optim.pt"
 
 
-@mutable
-class Rank:
+class Rank(Struct, eq=False):
     """One model-parallel rank: its file, its weights under their names in the whole model."""
 
     tp: int
