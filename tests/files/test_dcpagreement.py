@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.metadata import (
     Metadata,
     MetadataIndex,
 )
+from zckpt.core.values import replace
 
 from zckpt import errors
-from zckpt.core.values import replace
 from zckpt.files.dcpfile import read_table
 from zckpt.files.dcpitems import ItemFiles
 

@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from zckpt.core.values import replace
 
 import zckpt
 from zckpt import formats
-from zckpt.core.values import replace
 from zckpt.errors import WrongOption
 from zckpt.formats.options import Keywords, declared, options_of
 from zckpt.training.options import DIALECT, DP, DTYPE, EVERYWHERE, WEIGHTS_ONLY, Option

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from zckpt.core.values import replace
 
 from zckpt.core.facts import (
     Engine,
@@ -17,7 +18,6 @@ from zckpt.core.facts import (
 from zckpt.core.fragments import Runs
 from zckpt.core.inert import Foreign, Global
 from zckpt.core.manifest import Entry, Manifest, Sibling
-from zckpt.core.values import replace
 from zckpt.proof import states
 from zckpt.proof.beside import siblings
 

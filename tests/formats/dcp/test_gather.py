@@ -15,10 +15,10 @@ from torch.distributed.checkpoint.metadata import (
     Metadata,
     MetadataIndex,
 )
+from zckpt.core.values import replace
 
 import zckpt
 from zckpt.core.partition import Joined, Nameless
-from zckpt.core.values import replace
 from zckpt.formats.dcp import gather, hf, read
 from zckpt.formats.statedict.tree import TensorPiece
 

@@ -14,11 +14,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from zckpt.core.values import replace
 
 import zckpt
 from zckpt import errors
 from zckpt.core.facts import StateDictEngine
-from zckpt.core.values import replace
 from zckpt.formats.dcp import read as dcp_read
 
 from ..contract import FormatContract

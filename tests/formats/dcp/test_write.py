@@ -15,10 +15,10 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_state_dict,
 )
+from zckpt.core.values import replace
 
 import zckpt
 from zckpt import errors
-from zckpt.core.values import replace
 from zckpt.formats.dcp import write as dcp_writing
 from zckpt.training.options import Options
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from zckpt.core.values import replace
 
 import zckpt
-from zckpt.core.values import replace
 from zckpt.errors import (
     IncompleteCheckpoint,
     InconsistentCheckpoint,

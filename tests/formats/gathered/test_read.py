@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from zckpt.core.values import replace
 
 import zckpt
 from zckpt import errors
 from zckpt.core.manifest import Manifest
-from zckpt.core.values import replace
 
 from ... import faults
 from ...conftest import Result
