@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 import zckpt
 from zckpt import errors
-from zckpt.core.values import replace
 
 from ..engines import finetunes
 from ..engines.finetunes import ENGINES, Run
