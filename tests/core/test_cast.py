@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import zckpt
-from zckpt.core.cast import NEAR_BLOCK, cast, put_mean, rounds_to_bfloat16
+from zckpt.core.cast import are_rounded, cast, put_mean, rounded
 from zckpt.core.dtypes import SIZES, TORCH_NAMES
 from zckpt.errors import UnsupportedCheckpoint
 
@@ -115,42 +115,36 @@ def test_not_a_number_stays_one(source: str, target: str) -> None:
     assert torch.frombuffer(result, dtype=torch_type(target)).isnan().all()
 
 
-def rounds(wide: torch.Tensor, narrow: torch.Tensor) -> bool:
-    return rounds_to_bfloat16(
-        *(memoryview(part.view(torch.uint8).numpy()) for part in (wide, narrow))
-    )
+def memory(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.view(torch.uint8).numpy())
 
 
-NUMBERS = EDGES.float()
-
-
-def test_what_torch_rounds_is_known_as_rounded() -> None:
-    """Edges, ties among them, and as many numbers as two blocks have."""
-    many = torch.randn(2 * NEAR_BLOCK + 5, generator=torch.Generator().manual_seed(0))
+@pytest.mark.parametrize("target", ["BF16", "F16", "F32"])
+def test_few_numbers_are_rounded_as_torch_rounds(target: str) -> None:
+    """Edges, ties among them; without numpy."""
     ties = (torch.arange(2**16) << 16 | 0x8000).to(torch.int32).view(torch.float32)
-    for wide in (NUMBERS, many, ties[ties.isfinite()], torch.empty(0)):
-        assert rounds(wide, wide.bfloat16())
+    for wide in (EDGES.float(), ties[~ties.isnan()], torch.empty(0)):
+        assert rounded(memory(wide), target) == memory(wide.to(torch_type(target)))
+    for bits in (0x7FFFFFFF, -1, 0x7F800001, 0x7FC00000):  # they are next to infinity or zero
+        wide = torch.tensor([bits], dtype=torch.int32).view(torch.float32)
+        got = bytearray(rounded(memory(wide), target) or b"")
+        assert torch.frombuffer(got, dtype=torch_type(target)).isnan().all()
 
 
-@pytest.mark.parametrize("step", [1, -1])
-def test_a_neighbor_is_not_the_rounded_number(step: int) -> None:
-    """Neither where a number is a tie, nor between others."""
-    wide = NUMBERS[NUMBERS.isfinite()]
-    right = wide.bfloat16().view(torch.int16)
-    for number in range(len(wide)):
-        wrong = right.clone()
-        wrong[number] += step
-        alone = wrong.view(torch.bfloat16)[number : number + 1]
-        assert not rounds(wide[number : number + 1], alone)
-        assert not rounds(wide, wrong.view(torch.bfloat16))
+def test_few_numbers_of_other_types() -> None:
+    assert rounded(bytes(8), "F64") is None
+    assert are_rounded(bytes(8), "F64", bytes(4), "F32") is None
+    assert are_rounded(b"abcd", "F32", b"abcd", "F32") is True
+    assert are_rounded(b"abcd", "F32", b"abce", "F32") is False
 
 
-@pytest.mark.parametrize("bits", [0x7FFFFFFF, -1, 0x7F800001, 0x7FC00000])
-def test_no_number_is_known_as_rounded(bits: int) -> None:
-    """Their bits may be next to those of infinity or of zero."""
-    wide = torch.tensor([bits], dtype=torch.int32).view(torch.float32)
-    for narrow in (float("inf"), float("nan"), 0.0, -0.0):
-        assert not rounds(wide, torch.tensor([narrow], dtype=torch.bfloat16))
+@pytest.mark.parametrize("dtype", ["BF16", "F16"])
+def test_weights_of_masters(dtype: str) -> None:
+    masters = torch.randn(100, generator=torch.Generator().manual_seed(1))
+    wide, narrow = memory(masters), memory(masters.to(torch_type(dtype)))
+    assert are_rounded(wide, "F32", narrow, dtype) is True
+    assert are_rounded(wide, "F32", narrow[:-2] + b"\0\0", dtype) is False
+    assert are_rounded(wide, "F32", narrow[:-2], dtype) is False
 
 
 @pytest.mark.parametrize(

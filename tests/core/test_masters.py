@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from zckpt.core.values import replace
+from msgspec.structs import replace
 
 from zckpt.core import masters
 from zckpt.core.fragments import Box, Boxes, Extent, Fragment, Fragments, Record, Runs, solid

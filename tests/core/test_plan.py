@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from zckpt.core.values import replace
+from msgspec.structs import replace
 
 from zckpt.core import plan
 from zckpt.core.dtypes import SIZES

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from msgspec.structs import replace
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, filesystem
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -17,7 +18,6 @@ from torch.distributed.checkpoint.metadata import (
     Metadata,
     MetadataIndex,
 )
-from zckpt.core.values import replace
 
 from zckpt import errors
 from zckpt.files.dcpfile import read_table

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from zckpt.core.values import replace
+from msgspec.structs import replace
 
 import zckpt
 from zckpt.core.fragments import Box, Boxes, Fragment, Fragments, Runs

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from zckpt.core.values import replace
 
 import zckpt
 from zckpt import formats

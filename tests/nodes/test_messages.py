@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from zckpt.core.values import replace
+from msgspec.structs import replace
 
 import zckpt
 from zckpt.copying.sharing import Work

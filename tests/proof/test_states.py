@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from zckpt.core.values import replace
+from msgspec.structs import replace
 
 from zckpt.core.facts import (
     Engine,

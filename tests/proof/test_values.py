@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from zckpt.core.values import replace
+from msgspec.structs import replace
 
 from zckpt.core.experts import ExpertLayer
 from zckpt.core.facts import Engine, FlatBufferEngine, NamedWeightsEngine, StepPlace

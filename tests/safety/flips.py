@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from zckpt.core.values import replace
+from msgspec.structs import replace
 
 import zckpt
 from zckpt.core.fragments import Extent

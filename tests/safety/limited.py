@@ -21,7 +21,19 @@ from typing import Any
 CPU = 5  # seconds
 MEMORY = 512 << 20  # bytes, beyond what the process has at the beginning
 PACKAGES = {
-    *("zckpt", "numpy", "zlib_ng", "h5py", "click", "rich", "markdown_it", "mdurl", "pygments"),
+    *(
+        "zckpt",
+        "numpy",
+        "msgspec",
+        "ml_dtypes",
+        "zlib_ng",
+        "h5py",
+        "click",
+        "rich",
+        "markdown_it",
+        "mdurl",
+        "pygments",
+    ),
     *sys.stdlib_module_names,
 }
 FORBIDDEN = (
@@ -30,7 +42,6 @@ FORBIDDEN = (
     *("urllib.Request", "webbrowser.open", "ctypes.dlopen"),
 )
 GENERATORS = (
-    "zckpt/core/values.py",  # classes with fields, as dataclasses.py
     *("dataclasses.py", "collections/__init__.py", "typing.py", "enum.py", "functools.py"),
 )
 

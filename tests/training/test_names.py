@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from zckpt.core.values import replace
+from msgspec.structs import replace
 
 import zckpt
 from zckpt.core.manifest import Manifest

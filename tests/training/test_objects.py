@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from msgspec.structs import replace
 from torch.distributed.checkpoint import FileSystemReader
 from torch.torch_version import TorchVersion
-from zckpt.core.values import replace
 
 import zckpt
 from zckpt.core.facts import FlatBufferEngine

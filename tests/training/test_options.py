@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from zckpt.core.values import replace
+from msgspec.structs import replace
 
 from zckpt.core.facts import MAX_DP
 from zckpt.errors import WrongOption

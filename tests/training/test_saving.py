@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from zckpt.core.values import replace
+from msgspec.structs import replace
 
 from zckpt.core.fragments import ZEROS, Extent, solid
 from zckpt.core.manifest import Entry, Manifest, Parameter

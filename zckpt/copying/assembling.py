@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
+from ..core.cast import CAST_BLOCK, cast, put_mean, refuse_overflow
 from ..core.checksum import crc32, crc_of_runs
 from ..core.dtypes import SIZES
 from ..core.fragments import Extent, Slices
 from ..core.hashing import PieceHasher, is_hashed_apart
 from ..core.manifest import Entry
-from ..core.pieces import CAST_BLOCK, SMALL, ElementReader, ReadRequest
+from ..core.pieces import SMALL, ElementReader, ReadRequest
 from ..core.plan import Chunk, TargetPiece
 from .filling import Neighbors, TargetFile
 from .journal import Key, Passed
@@ -100,8 +101,6 @@ class Assembler:
 
     def _mean(self, piece: TargetPiece, offset: int, view: memoryview) -> None:
         """Computes elements from all copies; `view` begins at byte `offset` of the file."""
-        from ..core.cast import put_mean
-
         source, dtype = piece.pair.source, piece.pair.target.dtype
         size, most = SIZES[dtype], CAST_BLOCK // len(source.mean)
         for run in piece.runs():
@@ -121,8 +120,6 @@ class Assembler:
     def _runs(self, piece: TargetPiece, at: int, view: memoryview) -> list[Passed]:
         """Fills runs at a stride: reads the rows that they are cut from, then copies the runs."""
         import numpy as np
-
-        from ..core.cast import cast, refuse_overflow
 
         source, target = piece.pair.source, piece.pair.target
         size, length, stride = SIZES[source.dtype], piece.stop - piece.start, piece.stride

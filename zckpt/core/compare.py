@@ -12,6 +12,7 @@ from threading import Lock
 
 from msgspec import Struct, field
 
+from .cast import cast
 from .checksum import Cover, crc32
 from .difference import Difference, measure, same
 from .dtypes import SIZES
@@ -24,7 +25,6 @@ from .plan import Match
 from .pooling import Claim, claimed
 from .records import Damage, RecordChecker
 from .resources import DEFAULT_COPYING, Begin, Copying, Progress, describe
-from .rounding import FEW, Rounding, import_numpy
 from .sources import unchanged
 from .streaming import chunk_size, finish, stream
 
@@ -133,9 +133,6 @@ class _Comparison:
                 if entry is not None and item.is_read:
                     self.covers.setdefault(id(entry), Cover(entry.length))
                     self.first.setdefault(id(entry), number)
-        rounded = sum(item.a.numel for item in matches if item.how == "rounded")
-        self.rounds_few = rounded <= FEW and work.measure != "all"
-        self.needs_numpy = rounded > 0 and not self.rounds_few
         self.differences: dict[int, Difference] = {}  # by the number of the match
         self.bytes = 0
         self.lock = Lock()
@@ -144,8 +141,6 @@ class _Comparison:
     def run(self, jobs: int, claim: Claim) -> None:
         """Carries out the blocks of tasks that this process gets."""
         tasks = claimed(self.tasks(), _bytes_of, claim)
-        if self.needs_numpy:
-            import_numpy()
         stream(tasks, jobs, self.checkers, self.chunk, self.start)
 
     def partial(self) -> Partial:
@@ -202,7 +197,7 @@ class _Comparison:
 
     def start(self, sides: Sequence[ElementReader]) -> Callable[[list[_MatchPart]], None]:
         """One thread's buffers, and the function that compares the parts of a task."""
-        buffers = _Buffers(self.chunk, self.rounds_few)
+        buffers = _Buffers(self.chunk)
         return lambda parts: self._carry_out(parts, sides, buffers)
 
     def _carry_out(
@@ -290,14 +285,10 @@ class _Comparison:
         assert match.b is not None
         a_dtype, b_dtype = match.a.dtype, match.b.dtype
         if match.how == "rounded":
-            rounding = buffers.rounding
-            wide, narrow = ((a, a_dtype), (b, b_dtype))[:: 1 if match.rounds_a else -1]
-            if not self._looks_at_all(match) and rounding.surely_agree(*wide, *narrow):
-                return True
             if match.rounds_a:
-                a, a_dtype = rounding.rounded(a, a_dtype, b_dtype), b_dtype
+                a, a_dtype = buffers.rounded(a, a_dtype, b_dtype), b_dtype
             else:
-                b, b_dtype = rounding.rounded(b, b_dtype, a_dtype), a_dtype
+                b, b_dtype = buffers.rounded(b, b_dtype, a_dtype), a_dtype
         if not self._looks_at_all(match) and same(a, b):
             return True
         for part in parts:
@@ -339,10 +330,18 @@ class _Comparison:
 class _Buffers:
     """One thread's memory: for both sides, and for elements that are rounded to be compared."""
 
-    def __init__(self, size: int, rounds_few: bool) -> None:
+    def __init__(self, size: int) -> None:
         self.a = Buffer(size)
         self.b = Buffer(size)
-        self.rounding = Rounding(size, rounds_few)
+        self._size = size
+        self._rounded: Buffer | None = None
+
+    def rounded(self, wide: memoryview, wide_dtype: str, narrow_dtype: str) -> memoryview:
+        """All numbers in the type `narrow_dtype`, until the next call."""
+        self._rounded = self._rounded or Buffer(self._size)
+        result = self._rounded.view[: len(wide) // SIZES[wide_dtype] * SIZES[narrow_dtype]]
+        cast(wide, wide_dtype, result, narrow_dtype)
+        return result
 
 
 def compare(
@@ -384,12 +383,8 @@ def _bytes_of(parts: Sequence[_MatchPart]) -> int:
 
 
 def _by_slot(matches: Sequence[Match]) -> list[int]:
-    """The numbers of all matches, slot by slot: tensors of one slot are neighbors in files.
-
-    Those that are rounded come last: until then numpy can be imported.
-    """
-    slots: dict[tuple[bool, str], int] = {}
-    keys = [(item.how == "rounded", item.a.slot) for item in matches]
-    for key in keys:
-        slots.setdefault(key, len(slots))
-    return sorted(range(len(matches)), key=lambda number: (keys[number][0], slots[keys[number]]))
+    """The numbers of all matches, slot by slot: tensors of one slot are neighbors in files."""
+    slots: dict[str, int] = {}
+    for item in matches:
+        slots.setdefault(item.a.slot, len(slots))
+    return sorted(range(len(matches)), key=lambda number: slots[matches[number].a.slot])

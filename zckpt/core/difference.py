@@ -12,8 +12,8 @@ from typing import Any
 
 from msgspec import Struct
 
+from .cast import CAST_BLOCK, numbers, ordered
 from .dtypes import FLOATS, SIZES
-from .pieces import CAST_BLOCK
 
 
 class Difference(Struct, eq=False):
@@ -92,8 +92,6 @@ def _measure(
     views: Sequence[memoryview], dtypes: tuple[str, str], start: int, rounded: bool
 ) -> Difference:
     import numpy as np
-
-    from .cast import numbers, ordered
 
     difference = Difference()
     values = [numbers(view, dtype) for view, dtype in zip(views, dtypes, strict=True)]

@@ -12,6 +12,7 @@ from itertools import islice
 
 from msgspec import Struct
 
+from .cast import CAST_BLOCK, cast, refuse_overflow
 from .dtypes import SIZES
 from .fileio import Buffer, Reader
 from .fragments import Extent, Fragment, Slices
@@ -21,7 +22,6 @@ from .records import PassedRecord, RecordChecker
 MANY = 4096  # slices; copying more of them takes longer than importing numpy
 SMALL = 64 << 10  # bytes; a slice below this is read together with its neighbors
 SHORT = 4 << 10  # bytes; runs of a strided tensor below this are read together
-CAST_BLOCK = 1 << 18  # elements that are cast at a time
 
 
 class ReadRequest(Struct, frozen=True):
@@ -130,8 +130,6 @@ class ElementReader:
         if dtype == request.entry.dtype and passed is None:
             self.read([request], view)
             return
-        from .cast import cast, refuse_overflow
-
         entry, size, cast_size = request.entry, SIZES[request.entry.dtype], SIZES[dtype]
         block = self.block()
         for start in range(request.start, request.stop, CAST_BLOCK):

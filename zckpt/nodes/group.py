@@ -25,8 +25,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from typing import Any
+
+from msgspec.structs import asdict
 
 from ..core.resources import Begin, Progress
 from ..errors import ProcessFailed, ProcessLost, WrongOption, brief, counted, listed

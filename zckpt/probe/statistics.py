@@ -21,7 +21,7 @@ import ctypes
 import math
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..core.cast import widen
+from ..core.cast import array
 from ..core.checksum import combine, crc32
 from ..core.dtypes import FLOATS, NUMBERS, TORCH_NAMES
 from ..proof.stats import CANCELLED, Statistics, json_number, measure, sum_of_squares
@@ -182,23 +182,21 @@ def _measured(view: memoryview, dtype: str) -> tuple[int, Statistics]:
     return crc32(view), _quick(view, dtype) if dtype in NARROW else measure(view, dtype)
 
 
-NARROW = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
-"""Types that float32 can represent, and numpy's types of their bytes."""
-WIDENED: dict[str, Callable[[Any], Any]] = {
-    "F32": lambda block: block,
-    "F16": lambda block: torch.from_numpy(block).float().numpy(),  # numpy takes ten times as long
-    "BF16": widen,
-}
+NARROW = ("F32", "F16", "BF16")
+"""Types that float32 can represent."""
 
 
 def _quick(view: memoryview, dtype: str) -> Statistics:
     """The statistics of narrow floats, with sums in float32; `measure`'s where these are wrong."""
-    halves = np.frombuffer(view, NARROW[dtype])
-    size, numbers = halves.itemsize, Statistics()
+    values = array(view, dtype)
+    size, numbers = values.itemsize, Statistics()
     with np.errstate(over="ignore", invalid="ignore"):
-        for start in range(0, len(halves), BLOCK):
-            block = halves[start : start + BLOCK]
-            wide = WIDENED[dtype](block)
+        for start in range(0, len(values), BLOCK):
+            block = values[start : start + BLOCK]
+            if dtype == "F16":  # numpy takes ten times as long as torch
+                wide = torch.from_numpy(block).float().numpy()
+            else:
+                wide = block.astype(np.float32, copy=False)
             whole = view[start * size : (start + BLOCK) * size]
             numbers.add(_of_block(wide) or measure(whole, dtype))
     return numbers

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from msgspec import Struct
 
-from ..core.cast import numpy_type, widen
+from ..core.cast import array
 from ..core.dtypes import FLOATS
 
 BLOCK = 1 << 17  # elements: 1 MiB as float64, in a core's L2; threads meet at each block's edges
@@ -140,7 +140,7 @@ def measure(view: Any, dtype: str, histogram: bool = False) -> Statistics:
 
     Raises KeyError for complex and float8 types.
     """
-    values = np.frombuffer(view, numpy_type(dtype)) if len(view) else np.empty(0)
+    values = array(view, dtype) if len(view) else np.empty(0)
     statistics = Statistics()
     wide = np.empty(min(BLOCK, len(values)))
     with np.errstate(invalid="ignore"):  # a signalling NaN
@@ -152,8 +152,8 @@ def measure(view: Any, dtype: str, histogram: bool = False) -> Statistics:
 
 def _measure(values: Any, dtype: str, wide: Any, histogram: bool) -> Statistics:
     """The statistics of a block; `wide` is memory for as many float64."""
-    if dtype in ("BF16", "F16"):  # numpy does not know BF16, and is slow with F16
-        values = widen(values) if dtype == "BF16" else values.astype(np.float32)
+    if dtype in ("BF16", "F16"):  # numpy is slow with both
+        values = values.astype(np.float32)
     np.copyto(wide, values)
     count = len(values)
     statistics = Statistics()

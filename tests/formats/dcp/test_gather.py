@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from msgspec.structs import replace
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
 )
-from zckpt.core.values import replace
 
 import zckpt
 from zckpt.core.partition import Joined, Nameless

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from zckpt.core.values import replace
+from msgspec.structs import replace
 
 import zckpt
 from zckpt.core import slicing

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from zckpt.core.values import replace
+from msgspec.structs import replace
 
 import zckpt
 from zckpt.errors import (

@@ -11,8 +11,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from torch import Tensor
-from zckpt.core.values import replace
 
 import zckpt
 from zckpt import errors

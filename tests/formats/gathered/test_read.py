@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import nn
-from zckpt.core.values import replace
 
 import zckpt
 from zckpt import errors

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from torch.distributed import checkpoint as dcp
-from zckpt.core.values import replace
 
 import zckpt as package
 from zckpt import errors

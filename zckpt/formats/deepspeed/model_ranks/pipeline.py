@@ -20,11 +20,11 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ....core import sources
+from ....core.cast import are_rounded
 from ....core.dtypes import SIZES
 from ....core.facts import FlatBufferEngine
 from ....core.fragments import Fragments
 from ....core.manifest import Entry, Manifest, Parameter
-from ....core.rounding import are_rounded
 from ....errors import IncompleteCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint, listed
 from ....files.torchfile import Tensor, TorchFile
 from ...deepspeed_states.states import EngineStates, dictionary

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from math import prod
 
-from ....core.rounding import are_rounded
+from ....core.cast import are_rounded
 from ....errors import InconsistentCheckpoint
 from ....files.torchfile import Tensor, TorchFile
 from ... import zero

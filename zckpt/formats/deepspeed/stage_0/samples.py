@@ -17,7 +17,7 @@ from contextlib import ExitStack
 
 from msgspec import Struct
 
-from ....core import sources
+from ....core import cast, sources
 from ....core.dtypes import SIZES
 from ....files.torchfile import Tensor, TorchFile
 
@@ -79,7 +79,7 @@ class _Sampler:
         Both are given by their places. Weights to which no master rounds may differ; no master
         rounds to a weight of a type that no engine makes of its masters.
         """
-        kinds = (dtype, "F32") if dtype in _ROUNDED else (dtype,)
+        kinds = (dtype, "F32") if dtype in ("BF16", "F16") else (dtype,)
         theirs = [place for place in theirs if self.masters[place].tensor.dtype in kinds]
         numel = self.weights[own[0]].tensor.numel
         if not theirs or not numel:
@@ -139,17 +139,14 @@ class _Sampler:
 
     def _bits(self, stored: Stored, start: int, stop: int) -> list[int]:
         """Row-major elements [start, stop) as unsigned integers; all NaNs are one number."""
-        dtype = stored.tensor.dtype
-        form = f"<{stop - start}{_UNSIGNED[SIZES[dtype]]}"
-        bits = struct.unpack(form, self._bytes(stored, start, stop))
-        return [NAN if _is_nan(item, dtype) else item for item in bits]
+        return _integers(self._bytes(stored, start, stop), stored.tensor.dtype)
 
     def _rounded(self, master: Stored, dtype: str, start: int, stop: int) -> list[int]:
         """The same of elements that are rounded to `dtype`, as torch rounds."""
-        bits = self._bits(master, start, stop)
-        if master.tensor.dtype == dtype:
-            return bits
-        return [item if item == NAN else _ROUNDED[dtype](item) for item in bits]
+        data = self._bytes(master, start, stop)
+        if master.tensor.dtype != dtype:
+            data = cast.rounded(data, dtype) or b""
+        return _integers(data, dtype)
 
 
 def _element(tensor: Tensor, number: int) -> Tensor:
@@ -161,26 +158,11 @@ def _element(tensor: Tensor, number: int) -> Tensor:
     return Tensor(tensor.storage, tensor.dtype, offset, (1,), (1,))
 
 
-# -- numbers by their bits
+def _integers(data: bytes, dtype: str) -> list[int]:
+    bits = struct.unpack(f"<{len(data) // SIZES[dtype]}{_UNSIGNED[SIZES[dtype]]}", data)
+    return [NAN if _is_nan(item, dtype) else item for item in bits]
 
 
 def _is_nan(bits: int, dtype: str) -> bool:
     sign = 1 << (8 * SIZES[dtype] - 1)
     return dtype in _INFINITY and bits & ~sign > _INFINITY[dtype]
-
-
-def _bfloat16(bits: int) -> int:
-    """To nearest, ties to even."""
-    return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
-
-
-def _float16(bits: int) -> int:
-    (value,) = struct.unpack("<f", struct.pack("<I", bits))
-    try:
-        (half,) = struct.unpack("<H", struct.pack("<e", value))
-    except OverflowError:  # torch gives infinity
-        return (bits >> 16 & 0x8000) | 0x7C00
-    return int(half)
-
-
-_ROUNDED = {"BF16": _bfloat16, "F16": _float16}

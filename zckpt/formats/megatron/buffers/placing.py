@@ -16,9 +16,9 @@ from typing import Any
 
 from msgspec import Struct
 
+from ....core.cast import are_rounded, rounded
 from ....core.dtypes import SIZES
 from ....core.fragments import Extent, Fragment, Runs
-from ....core.rounding import are_rounded, rounded_number
 
 ALIGNMENT = 64  # elements
 SAMPLE = 64  # elements
@@ -187,7 +187,7 @@ def _starts(local: Local, flat: Flat, state: tuple[int, int, int]) -> list[tuple
 def _rounded(flat: Flat, place: tuple[int, int], read: ReadBytes) -> bytes:
     """The first master at a place, as a weight; empty for types that have no masters."""
     (run,) = flat.part("master", place, 1)
-    return rounded_number(read(run.extent), flat.dtype)
+    return rounded(read(run.extent), flat.dtype) or b""
 
 
 def _aligned(element: int) -> int:
