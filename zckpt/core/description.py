@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Sequence
 from math import prod
 from typing import Any
@@ -83,8 +84,6 @@ def advice(manifest: Manifest, bare: int) -> Report:
     """What can still be done where `bare` records that were read have no checksum, as a report."""
     if not bare:
         return {}
-    import shlex  # `inspect` gives no advice
-
     files = {record.extent.file for record in manifest.records}
     unsafe = {record.extent.file for record in manifest.records if record.crc is None}
     path = shlex.quote(manifest.root)

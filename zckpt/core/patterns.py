@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from ..errors import WrongOption
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
 
 def matching(tensors: Iterable[T], pattern: str) -> list[T]:
     """The tensors whose name matches the glob; raises WrongOption if there is none."""
-    from fnmatch import fnmatchcase  # the summary of `inspect` has no glob
-
     selected = [tensor for tensor in tensors if fnmatchcase(tensor.name, pattern)]
     if not selected:
         raise WrongOption(
