@@ -211,10 +211,8 @@ class TestInspect:
         assert "\x1b" not in zckpt("inspect", hostile).out
         assert "\x1b" not in zckpt("inspect", hostile, "--from", "universal").err
 
-    def test_without_a_terminal_tables_are_plain_columns(
-        self, zckpt_without: Callable[..., Result]
-    ) -> None:
-        ended = zckpt_without(("rich",), "inspect", EXAMPLE, "--tensors", "fc1.bias/master")
+    def test_without_a_terminal_tables_are_plain_columns(self, zckpt: Zckpt) -> None:
+        ended = zckpt("inspect", EXAMPLE, "--tensors", "fc1.bias/master")
         assert (ended.code, ended.err) == (0, "")
         assert ended.out.splitlines() == [
             "tensor           dtype  shape  elements  fragments",
@@ -239,12 +237,10 @@ class TestInspect:
             ["formats"],
         ],
     )
-    def test_tables_survive_40_columns_and_pipes(
-        self, words: list[Any], zckpt_without: Callable[..., Result]
-    ) -> None:
+    def test_tables_survive_40_columns_and_pipes(self, words: list[Any], zckpt: Zckpt) -> None:
         narrow = on_a_terminal(*words, columns=40)
         assert max(map(len, narrow.splitlines())) <= 40
-        piped = zckpt_without(("rich",), *words).out.splitlines()
+        piped = zckpt(*words).out.splitlines()
         drawn = narrow.splitlines()
         rule = next(number for number, line in enumerate(drawn) if line.startswith("\u2500"))
         cells = cells_of(drawn[:rule], drawn[rule + 1 :])

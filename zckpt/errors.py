@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import errno
+import json
+import shlex
 import struct
 from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from reprlib import Repr
 
 MALFORMED = (
@@ -25,8 +28,6 @@ _REPR.maxlevel, _REPR.maxstring, _REPR.maxother, _REPR.maxlong = 2, 100, 100, 10
 
 def removal(path: str) -> str:
     """The command that removes a directory."""
-    import shlex  # an error in a hundred has a command
-
     return f"rm -r {shlex.quote(path)}"
 
 
@@ -63,8 +64,6 @@ def sized(size: int) -> str:
 
 def literal(text: str) -> str:
     """A text as Python code, for a line that the user copies into a program."""
-    import json  # --version needs none
-
     return json.dumps(text, ensure_ascii=False)
 
 
@@ -73,8 +72,6 @@ def meant(word: str, names: Iterable[str]) -> str:
 
     Empty if it is like none. Swapped letters come first.
     """
-    from difflib import get_close_matches  # for an error
-
     names = [*names]
     swapped = [name for name in names if name != word and sorted(name) == sorted(word)]
     like = dict.fromkeys([*swapped[:1], *([] if swapped else get_close_matches(word, names))])

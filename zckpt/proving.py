@@ -18,6 +18,9 @@ from .errors import (
     WrongOption,
 )
 from .formats.reading import Reading
+from .proof import saved
+from .proof.allgather import verify_gathered
+from .proof.verify import verify_against, verify_alone
 from .reading import oddly_timed, read, read_other
 
 Path = str | os.PathLike[str]
@@ -107,9 +110,6 @@ def _verify(
     begin: Begin | None,
 ) -> Report:
     """The findings of a verification through the manifests of both sides."""
-    from .proof import saved
-    from .proof.verify import verify_against, verify_alone
-
     is_proof = against is not None and saved.is_proof(os.fspath(against))
     manifest = read(path, reading, alone=against is None or is_proof)
     about = saved.about(manifest)
@@ -140,14 +140,10 @@ def _gather(
     begin: Begin | None,
 ) -> Report:
     """The findings of a verification that all-gathers the parts that the engine's rule gives."""
-    from .proof import saved
-
     manifest = read(path, reading, alone=False)
     if saved.is_proof(os.fspath(against)):
         raise WrongOption("--gather cannot compare with a proof", hint="leave out --gather")
     other = read_other(against, manifest, reading)
-    from .proof.allgather import verify_gathered
-
     about = saved.about(manifest)
     # the reader has ignored or refused rules of a checkpoint without tensor ranks
     has_ranks = int(manifest.source.get("tp") or 0) > 1

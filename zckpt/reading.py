@@ -16,8 +16,10 @@ from .core.times import odd_times
 from .errors import AmbiguousCheckpoint, CorruptCheckpoint, WrongOption, listed
 from .formats.format import Format
 from .formats.reading import Reading
-from .training import steps
+from .training import families, steps
 from .training.names import called_as, names_of, renamed
+from .training.saving import spelled_as
+from .training.trainers import lacking_state
 
 
 def read(path: str | os.PathLike[str], reading: Reading, alone: bool = True) -> Manifest:
@@ -44,14 +46,10 @@ def read(path: str | os.PathLike[str], reading: Reading, alone: bool = True) -> 
     manifest = replace(manifest, fingerprints=fingerprints, objects=frozenset(watch.objects))
     manifest = renamed(manifest, reading.rename)
     if reading.family is not None:
-        from .training import families
-
         manifest = families.translated(manifest, reading.family)
     lost, stateless = lacking(manifest)
     lines = [*manifest.warnings, *lost, *stateless, *_unused(manifest, reading, format)]
     if manifest.siblings and manifest.groups is not None:  # a model that is to be loaded needs none
-        from .training.trainers import lacking_state
-
         lines += lacking_state(manifest.siblings)
     lines += oddly_timed(manifest)
     return replace(manifest, warnings=tuple(dict.fromkeys(lines)))  # universal ones keep warnings
@@ -150,8 +148,6 @@ def read_other(path: str | os.PathLike[str], first: Manifest, reading: Reading) 
     other = read(path, options, alone=False)
     _need_root(reading, first, other)
     if first.siblings or other.siblings:
-        from .training.saving import spelled_as
-
         other = spelled_as(other, first)
     other = called_as(other, names_of(first))
     if set(names_of(first)).isdisjoint(names_of(other)):

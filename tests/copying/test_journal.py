@@ -54,7 +54,7 @@ def test_regions_come_back(written: Path) -> None:
 
 def test_a_damaged_line_ends_the_journal(written: Path) -> None:
     """Every cut and every flipped bit: what is read is a beginning of what was written."""
-    path = written / journal.NAME
+    path = written / journal.JOURNAL
     whole = path.read_bytes()
     variants = [whole[:size] for size in range(len(whole))]
     for place in range(8 * len(whole)):
@@ -73,7 +73,7 @@ def test_a_damaged_line_ends_the_journal(written: Path) -> None:
 
 
 def test_lines_follow_the_intact_ones(written: Path) -> None:
-    path = written / journal.NAME
+    path = written / journal.JOURNAL
     path.write_bytes(path.read_bytes()[:-3])
     again = opened(written)
     again.add(REGIONS[2])
@@ -97,10 +97,10 @@ def test_another_run_is_refused_with_the_reason(written: Path, change: str) -> N
     fields, reason = CHANGES[change]
     parts = {"version": "1", "source": RUN.source, "options": RUN.options, "files": RUN.files}
     other = Identity(**{**parts, **fields})
-    before = (written / journal.NAME).read_bytes()
+    before = (written / journal.JOURNAL).read_bytes()
     with pytest.raises(TargetExists, match=reason):
         opened(written, other)
-    assert (written / journal.NAME).read_bytes() == before
+    assert (written / journal.JOURNAL).read_bytes() == before
     assert difference(RUN.mark(), other.mark()) == reason.partition(":")[0].replace(
         "the source has", "another source, or the source has"
     )
@@ -118,8 +118,8 @@ def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
 
 def test_a_link_in_the_place_of_the_journal_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "other").write_text("kept")
-    (tmp_path / journal.NAME).symlink_to(tmp_path / "other")
-    with pytest.raises(TargetExists, match=f"{journal.NAME} is a link"):
+    (tmp_path / journal.JOURNAL).symlink_to(tmp_path / "other")
+    with pytest.raises(TargetExists, match=f"{journal.JOURNAL} is a link"):
         opened(tmp_path)
     assert (tmp_path / "other").read_text() == "kept"
 

@@ -10,7 +10,7 @@ from zckpt.core.saved_names import nameless, refuse_others, saved_names
 from zckpt.errors import InconsistentCheckpoint
 from zckpt.formats.deepspeed_states import saved_names as deepspeed
 from zckpt.formats.gathered import files as gathered
-from zckpt.formats.onnxruntime import files as onnxruntime
+from zckpt.formats.onnxruntime import legacy as onnxruntime
 
 PLACES = {
     "deepspeed": deepspeed.place_of,

@@ -362,7 +362,7 @@ def test_neither_torch_nor_numpy_is_needed(
     run_a: Path, tmp_path: Path, zckpt_without: Callable[..., Result]
 ) -> None:
     run_b = changed(tmp_path / "b", 8, "forward", "head#0/out", samples=[9.0, 0.5])
-    ended = zckpt_without(("torch", "numpy", "rich"), "probe-diff", run_a, run_b)
+    ended = zckpt_without(("torch", "numpy"), "probe-diff", run_a, run_b)
     assert (ended.code, ended.err) == (3, "")
 
 

@@ -21,19 +21,8 @@ from typing import Any
 CPU = 5  # seconds
 MEMORY = 512 << 20  # bytes, beyond what the process has at the beginning
 PACKAGES = {
-    *(
-        "zckpt",
-        "numpy",
-        "msgspec",
-        "ml_dtypes",
-        "zlib_ng",
-        "h5py",
-        "click",
-        "rich",
-        "markdown_it",
-        "mdurl",
-        "pygments",
-    ),
+    *("zckpt", "numpy", "msgspec", "ml_dtypes", "zlib_ng", "h5py"),
+    *("click", "rich", "markdown_it", "mdurl", "pygments"),
     *sys.stdlib_module_names,
 }
 FORBIDDEN = (

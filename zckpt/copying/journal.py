@@ -28,8 +28,8 @@ from ..core.fileio import sync_data
 from ..core.folder import Folder
 from ..core.sources import close, naming, pread
 from ..errors import TargetExists, listed, removal
-from .targets import JOURNAL as NAME
 
+JOURNAL = "journal"
 MARK = "user.zckpt.run"
 """The extended attribute of a complete target, which says of which run it is."""
 SYNC_EVERY = 1.0  # seconds between two syncs of the journal
@@ -122,7 +122,7 @@ class Journal:
 
     def __init__(self, folder: Folder, identity: Identity, chunk: int) -> None:
         self.folder = folder
-        self.path = os.path.join(folder.path, NAME)
+        self.path = os.path.join(folder.path, JOURNAL)
         self.sizes = identity.files
         self.regions: dict[str, list[Region]] = {}
         self.is_new = True
@@ -139,7 +139,7 @@ class Journal:
             raise
 
     def _begin(self) -> None:
-        self._file = self._opened(NAME)
+        self._file = self._opened(JOURNAL)
         if not lock(self._file) or not self._is_at(self._file, self.path):
             raise in_use(self.folder.path)
         length = self._read(self._file)
@@ -173,7 +173,7 @@ class Journal:
 
     def _names(self) -> list[str]:
         """The journals of single processes."""
-        return [name for name in self.folder.names() if name.startswith(f"{NAME}-")]
+        return [name for name in self.folder.names() if name.startswith(f"{JOURNAL}-")]
 
     def _header(self) -> dict[str, Any]:
         return {"run": self._identity.document(), "chunk": self.chunk}
@@ -279,7 +279,7 @@ def lock(file: int, kind: int = fcntl.LOCK_EX) -> bool:
 def is_locked(folder: Folder) -> bool:
     """Whether another run is writing into the folder of an unfinished target."""
     try:
-        file = folder.open(os.path.join(folder.path, NAME), os.O_RDWR)
+        file = folder.open(os.path.join(folder.path, JOURNAL), os.O_RDWR)
     except (OSError, TargetExists):
         return False
     try:

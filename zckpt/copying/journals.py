@@ -20,8 +20,7 @@ from ..core.folder import Folder
 from ..core.sources import close, naming, pread
 from ..errors import TargetExists
 from . import filling
-from .journal import Identity, Journal, Region, in_use, lock, regions_in
-from .targets import JOURNAL as NAME
+from .journal import JOURNAL, Identity, Journal, Region, in_use, lock, regions_in
 
 COMPLETING = 60.0  # seconds that a new part waits for one that completes the target
 
@@ -34,7 +33,7 @@ class PartJournal(Journal):
     """
 
     def __init__(self, folder: Folder, identity: Identity, chunk: int, part: str) -> None:
-        self._name = f"{NAME}-{part}"
+        self._name = f"{JOURNAL}-{part}"
         power = 1 << chunk.bit_length() - 1 if chunk else 0
         super().__init__(folder, identity, min(power, filling.REGION))
 
@@ -59,7 +58,7 @@ class PartJournal(Journal):
         """The file `journal` with a shared lock; waits while another part completes the target."""
         end = time.monotonic() + COMPLETING
         while True:
-            file = self._opened(NAME)
+            file = self._opened(JOURNAL)
             if lock(file, fcntl.LOCK_SH) and self._is_at(file, self.path):
                 return file
             close(self._files.pop())
@@ -83,7 +82,7 @@ class ProcessJournal(Journal):
     """The journal of one process of a run that another process leads; that one has the lock."""
 
     def __init__(self, folder: Folder, identity: Identity, chunk: int, part: str) -> None:
-        self._name = f"{NAME}-{part}"
+        self._name = f"{JOURNAL}-{part}"
         super().__init__(folder, identity, chunk)
 
     def _begin(self) -> None:
@@ -109,7 +108,7 @@ def regions_of(folder: Folder, part: str, length: int, crc: int) -> list[Region]
     A network filesystem may show it later.
     """
     try:
-        file = folder.open(os.path.join(folder.path, f"{NAME}-{part}"))
+        file = folder.open(os.path.join(folder.path, f"{JOURNAL}-{part}"))
     except FileNotFoundError:
         return None
     try:

@@ -10,6 +10,7 @@ processes agree is not known here, except for parts, which need no talk:
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from heapq import heappop, heappush
 from itertools import groupby
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
@@ -17,6 +18,7 @@ from msgspec import Struct
 
 from ..core.manifest import Manifest
 from ..errors import WrongOption
+from .journals import PartJournal
 
 if TYPE_CHECKING:
     from .journal import Identity, Journal, Region
@@ -143,8 +145,6 @@ class Part(Struct, frozen=True):
         pass
 
     def others(self, journal: Journal) -> Iterable[Region] | None:
-        from .journals import PartJournal  # reading a checkpoint needs no journal
-
         assert isinstance(journal, PartJournal)
         return journal.of_all_parts()
 
@@ -169,8 +169,6 @@ def shares(portions: Iterable[Portion], count: int) -> list[list[Portion]]:
 
     The largest portion goes to the smallest share so far. Shares keep the order of the files.
     """
-    from heapq import heappop, heappush  # only parts of a run come here
-
     order = list(portions)
     place = {portion: number for number, portion in enumerate(order)}
     result: list[list[Portion]] = [[] for _ in range(count)]

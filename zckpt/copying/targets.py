@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 from ..core import sources
 from ..core.folder import PROBE, Folder
@@ -17,18 +17,11 @@ from ..errors import (
     removal,
     sized,
 )
-
-if TYPE_CHECKING:  # reading a checkpoint needs no journal
-    from .journal import Identity
-
-JOURNAL = "journal"
-"""The file beside an unfinished target that lists what is complete; see journal.py."""
+from .journal import JOURNAL, Identity, difference, is_locked, mark_of
 
 
 def refuse_existing(target: str, partial: bool = True) -> None:
     """Raises TargetExists if the target, or with `partial` its `.partial`, exists already."""
-    from .journal import is_locked
-
     target = os.path.abspath(target)
     path = f"{target}.partial"
     if is_taken(target):
@@ -63,8 +56,6 @@ def is_complete(target: str, identity: Identity) -> bool:
 
     Raises TargetExists if the target is of another run, or does not say of which run it is.
     """
-    from .journal import difference, is_locked, mark_of
-
     target = os.path.abspath(target)
     if not is_taken(target):
         return False
@@ -153,8 +144,6 @@ def refuse_inside(source: str, target: str) -> None:
     """Raises WrongOption if the target is the source, or would become a part of it."""
     outer, inner = os.path.realpath(source), os.path.realpath(target)
     if outer == inner and os.path.lexists(outer):
-        import shlex  # reading a checkpoint needs none
-
         move = f"mv {shlex.quote(outer)} {shlex.quote(outer + '-old')}"
         raise WrongOption(
             f"{target} is the source itself",

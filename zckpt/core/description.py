@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from math import prod
@@ -93,8 +94,6 @@ def advice(manifest: Manifest, bare: int) -> Report:
     """What can still be done where `bare` records that were read have no checksum, as a report."""
     if not bare:
         return {}
-    import shlex  # `inspect` gives no advice
-
     files = {record.extent.file for record in manifest.records}
     unsafe = {record.extent.file for record in manifest.records if record.crc is None}
     path = shlex.quote(manifest.root)

@@ -10,6 +10,7 @@ buffered, and fsync takes the place of fdatasync.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
@@ -282,8 +283,6 @@ def _allocate(file: int, size: int) -> None:
     """
     if not size:
         return
-    import ctypes  # takes 4 ms, and `inspect` does not need it
-
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "fallocate64"):  # macOS, musl
         return

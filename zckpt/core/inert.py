@@ -12,6 +12,9 @@ JSON has no tuples, sets, bytes, integer keys or NaN. They are written as object
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import json
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable
@@ -166,8 +169,6 @@ def inside(path: str, key: Any) -> str:
     full = f"{path}.{key if isinstance(key, str) and _is_word(key) else repr(key)}"
     if len(full) <= MAX_PATH:
         return full
-    import hashlib  # it loads OpenSSL, which takes 5 ms
-
     digest = hashlib.sha256(full.encode("utf-8", "surrogatepass")).hexdigest()
     return f"{full[: MAX_PATH // 2]}...{digest[:32]}"
 
@@ -340,8 +341,6 @@ def to_json(value: Any) -> Any:
                 return {"$dict": [list(pair) for pair in value.items()]}
             return {"$dict": [each(pair, depth) for pair in value.items()]}
         if kind in (set, frozenset):  # sorted, so that the JSON is the same every time
-            import json  # few checkpoints have sets
-
             return {f"${kind.__name__}": sorted(each(value, depth), key=json.dumps)}
         if kind is Foreign:
             parts = {
@@ -481,14 +480,10 @@ def _tensor_name(name: Any) -> TensorName:
 
 
 def _base64(data: bytes | bytearray) -> str:
-    import base64  # `inspect` prints no state
-
     return base64.b64encode(bytes(data)).decode("ascii")
 
 
 def _from_base64(text: str) -> bytes:
-    import base64
-
     return base64.b64decode(text, validate=True)
 
 

@@ -313,8 +313,6 @@ def slot_name(key: str) -> str:
     plain = key and _OF_SLOTS.issuperset(key) and not key.startswith("esc_")
     if plain and key not in RESERVED_SLOTS:
         return key
-    import re  # see regex.py
-
     encoded = key.encode("utf-8", "surrogatepass")
     escaped = re.sub(rb"[^a-z0-9]", lambda match: b"_%02x" % match[0][0], encoded)
     return "esc_" + escaped.decode("ascii")
@@ -324,8 +322,6 @@ def slot_key(slot: str) -> str:
     """The state key of a slot, the inverse of `slot_name`."""
     if not slot.startswith("esc_"):
         return slot
-    import re
-
     escaped = slot.removeprefix("esc_").encode("ascii")
     encoded = re.sub(rb"_([0-9a-f]{2})", lambda match: bytes([int(match[1], 16)]), escaped)
     return encoded.decode("utf-8", "surrogatepass")

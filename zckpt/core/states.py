@@ -12,6 +12,7 @@ whatever their formats are. The step is no such state: see training/steps.py.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -322,8 +323,6 @@ class Selection(Struct, frozen=True):
     @property
     def flags(self) -> list[str]:
         """The options of the command line that say it."""
-        import shlex  # a plain comparison has none
-
         tensors = [] if self.tensors is None else [f"--tensors {shlex.quote(self.tensors)}"]
         weights = ["--weights-only"] if self.weights_only else []
         return [*tensors, *weights, *(f"--drop-state {shlex.quote(k)}" for k in self.drop_state)]

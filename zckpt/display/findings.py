@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..core.inert import PYTHON_NUMBERS
 from ..errors import counted, listed, sized
+from ..probe.picture import SPARKS, curves, drawn
 from .terminal import brief, checked, safe, states, table, unchecked, warn
 
 
@@ -269,10 +271,6 @@ def probed(report: dict[str, Any], quiet: bool) -> None:
         if advice := report.get("advice"):
             print(f"note: {safe(advice)}")
         if first:
-            import shutil
-
-            from ..probe.picture import curves, drawn
-
             for line in curves(report["metrics"]):
                 print(safe(line))
             print()
@@ -298,8 +296,6 @@ def _magnitudes(histogram: dict[str, Any] | None, width: int = 16) -> str | None
     """A sparkline of how many numbers have which magnitude, between its powers of two."""
     if histogram is None:
         return None
-    from ..probe.picture import SPARKS
-
     counts = histogram["counts"]
     first, last = histogram["first"], histogram["first"] + len(counts)
     each = -(-len(counts) // width)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -9,6 +10,13 @@ from contextlib import contextmanager
 from math import isfinite
 from typing import Any
 
+from rich import box
+from rich import progress as rich_progress
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ..copying import staging
 from ..errors import WrongOption, counted, joined
 
 NARROW = 6  # characters per column; a drawn table would lose some with less
@@ -26,8 +34,6 @@ def answer(
 
 def document(value: Any) -> None:
     """One JSON document on stdout."""
-    import json  # tables need none
-
     print(json.dumps(value, indent=2 if sys.stdout.isatty() else None, allow_nan=False))
 
 
@@ -66,11 +72,6 @@ def _drawn_table(
     heads: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[bool]
 ) -> None:
     """A table as wide as the terminal at most; longer cells continue on the next line."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
     console = Console(highlight=False)
     if console.width < NARROW * len(heads):
         _listed_rows(heads, rows)
@@ -127,8 +128,6 @@ def brief(value: Any) -> str:
         return repr(value)
     if type(value) is list and {*map(type, value)} <= {bool, int, float}:
         return f"[{', '.join(map(brief, value))}]"
-    import json  # the hyper-parameters of most groups end above: `json` takes 1 ms to import
-
     return json.dumps(value)
 
 
@@ -161,16 +160,12 @@ def can_save(path: str) -> None:
 
 def save(path: str, report: dict[str, Any]) -> None:
     """A report as a file, whole or not at all."""
-    import json
-
     save_text(path, json.dumps(report, indent=1, allow_nan=False) + "\n")
 
 
 def save_text(path: str, text: str) -> None:
     """A text as a file, whole or not at all."""
-    from ..copying.staging import save
-
-    save(path, text.encode("utf-8"))
+    staging.save(path, text.encode("utf-8"))
 
 
 class Bar:
@@ -193,9 +188,6 @@ def progress(hidden: bool) -> Iterator[Callable[[int], Callable[[int], None]] | 
     if hidden or sys.stderr is None or not sys.stderr.isatty():
         yield None
         return
-    from rich import progress as rich_progress
-    from rich.console import Console
-
     bar = rich_progress.Progress(
         rich_progress.BarColumn(20),
         rich_progress.DownloadColumn(),

@@ -22,6 +22,7 @@ from msgspec import Struct
 
 from ..core import sources
 from ..core.dtypes import SIZES, STORAGES, TORCH_NAMES, decode
+from ..core.fileio import crc_of
 from ..core.fragments import Box, Extent, Fragments, Record, boxes, solid
 from ..core.inert import Foreign, Global, Scalar, map_values, to_json
 from ..errors import CorruptCheckpoint, NotACheckpoint, UnsupportedCheckpoint, ZckptError, brief
@@ -259,8 +260,6 @@ class TorchFile:
 
     def crc_of_elements(self, tensor: Tensor) -> int:
         """CRC-32 of the row-major elements; reads their bytes."""
-        from ..core.fileio import crc_of
-
         runs = [
             run for fragment in self.fragments(tensor) for run in fragment.runs(0, tensor.numel)
         ]

@@ -26,6 +26,7 @@ from ..errors import MissingData, WrongOption, counted, listed
 from . import runs
 from .distances import SAME, TOLERANCES, apart, has_numbers, tolerance
 from .explaining import Surroundings, circumstances, meaning
+from .merging import merge
 from .runs import Run, TensorRecord
 
 NOISE = 4  # times the noise between one pair of runs
@@ -74,8 +75,6 @@ def report(a: Run, b: Run, noise: Run | None) -> Report:
     worlds, unmerged = (a.world, b.world), dict[str, str]()
     original = a
     if is_merged := a.world != b.world:
-        from .merging import merge  # which needs numpy
-
         merged = merge(
             a,
             b,

@@ -168,8 +168,6 @@ def renamed(manifest: Manifest, rules: Renames) -> Manifest:
     """
     if not rules:
         return manifest
-    import re  # most commands rename nothing
-
     patterns = [(_compiled(regex), replacement) for regex, replacement in rules]
     used: set[int] = set()
 
@@ -197,8 +195,6 @@ def renamed(manifest: Manifest, rules: Renames) -> Manifest:
 
 def former(manifest: Manifest, rules: Renames, names: Iterable[str]) -> tuple[str, ...]:
     """The manifest's names of what `rules` rename to `names`; other names stay as they are."""
-    import re
-
     own_names = [*manifest.parameters, *manifest.buffers]
     new_names = own_names
     for regex, replacement in rules:
@@ -253,8 +249,6 @@ def called_as(manifest: Manifest, wanted: Collection[str]) -> Manifest:
 
 
 def _compiled(regex: str) -> re.Pattern[str]:
-    import re
-
     try:
         return re.compile(regex)
     except re.error as error:

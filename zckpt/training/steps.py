@@ -28,9 +28,11 @@ from typing import Any
 from msgspec import Struct, field
 from msgspec.structs import replace
 
+from ..core.checksum import crc_of_zeros
 from ..core.facts import NamedWeightsEngine, StateDictEngine, StepPlace
 from ..core.inert import Scalar
 from ..core.manifest import Manifest, Sighting, is_step
+from ..core.weights import is_optimizers
 from ..errors import InconsistentCheckpoint, WrongOption
 from .optimizers import plain_name
 
@@ -283,9 +285,6 @@ def never_stepped(manifest: Manifest, digests: Mapping[str, int]) -> str | None:
     DeepSpeed before 0.13.2 makes such an update with zero gradients when it starts. `digests` are
     those of a copy's target, by entry name.
     """
-    from ..core.checksum import crc_of_zeros
-    from ..core.weights import is_optimizers
-
     moments = [
         entry
         for slot, entries in manifest.slots.items()

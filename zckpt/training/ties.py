@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterable, Mapping
+from importlib.resources import files
 from typing import Any
 
 from msgspec.structs import replace
@@ -56,8 +57,6 @@ def of_config(config: Mapping[str, Any]) -> dict[str, str]:
 
 def _of_class(name: str) -> tuple[dict[str, str], bool]:
     """The names that a class of transformers ties, and whether it ties them by default."""
-    from importlib.resources import files
-
     table = json.loads(files(__package__).joinpath("ties.json").read_text("utf-8"))
     for line in table["ties"]:
         if name in line["classes"]:

@@ -21,14 +21,19 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from .. import formats
-from ..core import masters, states
+from ..copying import convert, staging, targets
+from ..copying.journal import Identity
+from ..copying.targets import refuse_existing, refuse_inside
+from ..core import description, duplicates, masters, states
+from ..core.checksum import crc32
+from ..core.layout import remembered
 from ..core.manifest import Manifest
 from ..errors import TargetExists, WrongOption, counted
 from ..formats.deepspeed_states import estimates
 from ..formats.paths import strange_target
 from ..formats.reading import Reading
 from ..reading import read, refuse_several
-from ..training import objects, steps, ties
+from ..training import best, objects, steps, ties
 from ..training.names import former
 from ..training.optimizers import unused_defaults
 from ..training.options import (
@@ -69,8 +74,6 @@ def read_for(
 
     If the run continues, there may be a target: whether it fits is known once the source is read.
     """
-    from ..copying.targets import refuse_existing, refuse_inside
-
     if strange := strange_target(os.fspath(target)):
         raise WrongOption(*strange)
     refuse_inside(os.fspath(source), os.fspath(target))
@@ -100,9 +103,6 @@ def write(
     `to` is the target's format. `best_in` is the directory in which a Trainer's best checkpoint
     will lie. Gives the command's report.
     """
-    from ..copying import convert, staging, targets
-    from ..core import description, duplicates
-
     started = time.monotonic()
     format = formats.named(to)
     if format.options is None:
@@ -188,8 +188,6 @@ def _laid_out(
 
     Raises the ZckptError that says why the target cannot be written; no file is written here.
     """
-    from ..core.layout import remembered
-
     admitted = named
     if format.objects is not None:
         admitted = objects.without_others(named, formats.engine_objects(), options[ALLOW_OBJECT])
@@ -251,7 +249,6 @@ def _filled(
     None if another process, or another part, will complete the target. Raises UnsupportedState if
     the files have no place for a state of the source.
     """
-    from ..copying import convert
 
     def seal(root: Folder, shells: Manifest, outcome: CopyOutcome) -> None:
         if warning := steps.never_stepped(shells, outcome.digests):
@@ -281,9 +278,6 @@ def identity(
     manifest: Manifest, to: str, reading: Reading, options: Options, files: Mapping[str, int]
 ) -> Identity:
     """Which conversion this is: another one may not continue what it leaves unfinished."""
-    from ..copying.journal import Identity
-    from ..core.checksum import crc32
-
     crc = 0
     for record in manifest.records:
         place = record.extent
@@ -370,8 +364,6 @@ def _pointing_to_the_best(
 
     If the best checkpoint is another one, which is not written too, the layout gets a warning.
     """
-    from ..training import best
-
     path = best.best_of(manifest.siblings)
     if path is None:
         return layout

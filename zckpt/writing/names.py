@@ -9,6 +9,7 @@ from ..core.experts import layers_of
 from ..core.manifest import Manifest
 from ..formats.hf.options import MODEL_CONFIG
 from ..training import ties
+from ..training.families import translated
 from ..training.names import called_as, canonical, renamed
 from ..training.options import FAMILY, PARAM_NAMES, RENAME, TIE, Options
 from ..training.order import in_order_of
@@ -26,8 +27,6 @@ def named_for(format: Format, manifest: Manifest, options: Options) -> Manifest:
         manifest = canonical(manifest)
     family, names = options[FAMILY], options[PARAM_NAMES]
     if family is not None:
-        from ..training.families import translated  # few conversions need it
-
         manifest = translated(manifest, family, options[MODEL_CONFIG])
     if names is not None and not _is_in_order(manifest):
         manifest = in_order_of(called_as(manifest, names), names)

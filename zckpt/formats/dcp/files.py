@@ -21,6 +21,7 @@ from ...core.filenames import Names, oldest_first
 from ...errors import UnsupportedCheckpoint
 from ...files.dcpfile import ITEMS, METADATA, names_any
 from ...training import peft
+from . import hf
 
 STEP = Names("step-#")
 MAX_MARKER = 1 << 16  # bytes
@@ -45,8 +46,6 @@ def detect(path: str) -> list[str]:
 
 def detect_weak(path: str) -> list[str]:
     """Hugging Face's storage: weights alone, which count only where no other format is found."""
-    from . import hf
-
     return [""] if sources.is_folder(path) and hf.files(path) else []
 
 
@@ -79,8 +78,6 @@ def _pair(path: str) -> list[str]:
 
 def has_weights(folder: str) -> bool:
     """Whether the folder of a model has weights, in one of the forms that are read."""
-    from . import hf
-
     if not sources.is_folder(folder):
         return False
     return has_items(folder) or bool(hf.files(folder)) or sources.is_file(adapter_of(folder))

@@ -24,6 +24,7 @@ from ...core.manifest import slot_name
 from ...core.partition import FlatMember, Partition, Partitioned, Whole
 from ...errors import MissingData
 from ...files.torchfile import Parsed, Tensor, TorchFile
+from .model_ranks import gather_grid, slices_by_engine
 from .moe import gather_experts
 from .stage_0 import gather_whole
 from .stage_0.gather_whole import whole
@@ -57,8 +58,6 @@ def partitions(directory: str, tp_rules: str | None = None) -> list[Partition]:
 
 def _of_grid(directory: str, tp_rules: str | None) -> list[Partition]:
     """The same of several model ranks, whose files have their numbers."""
-    from .model_ranks import gather_grid, slices_by_engine
-
     numbers = {int(m[1]) for n in os.listdir(directory) if (m := MODEL_RANK.search(n))}
     engines = [_EngineFiles(directory, number) for number in sorted(numbers)]
     if not engines[0].optimizers:

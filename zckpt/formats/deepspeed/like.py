@@ -19,6 +19,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from ... import formats
 from ...core import sources
 from ...core.facts import FlatBufferEngine
 from ...core.inert import Scalar
@@ -55,8 +56,6 @@ def as_in_run(source: Manifest, path: str, options: Options) -> Manifest:
     MissingData (a parameter, a shape or a state does not fit), InconsistentCheckpoint (the members
     of one group differ).
     """
-    from ... import formats
-
     if "model_ranks" in source.source:
         raise WrongOption(
             f"--like does not apply to {source.root}, whose files say how its ranks share a model",

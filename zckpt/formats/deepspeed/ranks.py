@@ -22,6 +22,8 @@ from ..deepspeed_states.states import (
     version_of,
 )
 from .files import RankFiles
+from .model_ranks.stated_slices import shapes_of_stage
+from .moe.group_order import in_order_of_first
 
 # what all ranks state alike, once groups of experts are in one order
 OF_OPTIMIZERS = ("partition_count", "param_alignment_paddings", "overflow", "ds_version")
@@ -49,8 +51,6 @@ def open_ranks(
     pairs = zip(optimizers, tops, strict=True)
     states = [dictionary(file, top.get("optimizer_state_dict")) for file, top in pairs]
     if layers and model.get("param_shapes") is None:
-        from .model_ranks.stated_slices import shapes_of_stage
-
         shapes = shapes_of_stage(states, open_layers(layers, files.parsed))
         model = {**model, "param_shapes": shapes}
     version = version_of(model, tops[0], states[0])
@@ -59,8 +59,6 @@ def open_ranks(
     partitioned = "fp32_flat_groups" in states[0]
     bases = for_each(states, lambda state: _base(directory, state, partitioned))
     if model.get("num_experts"):
-        from .moe.group_order import in_order_of_first  # dense models start without
-
         states, bases = in_order_of_first(states, bases)
     ranks = EngineStates(
         directory, models, optimizers, model, states, bases, version, len(states), partitioned

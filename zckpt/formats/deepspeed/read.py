@@ -20,6 +20,7 @@ from ...errors import (
     not_understood,
 )
 from ...training.steps import KEEP
+from ...training.tensor_rules import rules_of
 from ..deepspeed_states.directories import TagDirectory, refuse
 from ..deepspeed_states.saved_names import check_names
 from ..deepspeed_states.states import open_files, open_layers
@@ -33,8 +34,24 @@ from .model_ranks.apart import (
     stacked,
     weights_of_layers,
 )
+from .model_ranks.copies import (
+    OWN,
+    compare_copies,
+    compare_stages,
+    refuse_equal_slices,
+    refuse_sums,
+    with_means,
+)
 from .model_ranks.grid import SOME_STAGES, GridFiles, check_grid, grid_files
+from .model_ranks.pipeline import joined_stages
+from .model_ranks.tensor_ranks import joined_slices
+from .model_ranks.universal_info import of_json
+from .moe.stages import joined_stages_with_experts
+from .moe.whole_experts import compare_ranks, manifest_of_experts
 from .ranks import open_ranks
+from .stage_0.stages import alike, open_stages
+from .stage_0.whole import open_whole
+from .stage_0.whole_states import manifest_of_whole
 
 
 def read(path: str, reading: Reading = USUAL) -> Manifest:
@@ -70,10 +87,6 @@ def _manifest(directory: TagDirectory, files: GridFiles, reading: Reading) -> Ma
 
 def _joined(ranks: Sequence[Manifest], tp_rules: str | None, step_policy: str | None) -> Manifest:
     """The model of all tensor ranks."""
-    from ...training.tensor_rules import rules_of
-    from .model_ranks.tensor_ranks import joined_slices
-    from .model_ranks.universal_info import of_json
-
     rules = [] if tp_rules is None else [rules_of(tp_rules, of_json)]
     return joined_slices(ranks, rules, step_policy)
 
@@ -88,14 +101,10 @@ def check(manifest: Manifest, replicas: str | None) -> list[str]:
     if "model_ranks" in manifest.source:
         return _own_copies(manifest)
     if manifest.source.get("zero_stage") == 0 and layers_of(manifest.engine):
-        from .moe.whole_experts import compare_ranks
-
         return compare_ranks(manifest, replicas)
     tp = int(manifest.source.get("tp") or 0)
     if not tp:
         return []
-    from .model_ranks.copies import compare_copies, refuse_sums
-
     refuse_sums(manifest.root, (manifest.state.get("tensor_parallel") or {}).get("rules") or {})
     check_slices(manifest)
     return compare_copies(manifest, tp, replicas)
@@ -106,8 +115,6 @@ def _own_copies(manifest: Manifest) -> list[str]:
 
     Each model rank keeps its own: nothing else has to be known of slices.
     """
-    from .model_ranks.copies import OWN, compare_copies, compare_stages
-
     tp = int(manifest.source.get("tp") or 1)
     stages = compare_stages(manifest, tp)
     if tp == 1:
@@ -127,8 +134,6 @@ def averaged(manifest: Manifest) -> Manifest:
     tp = int(manifest.source.get("tp") or 0)
     if tp < 2 or "model_ranks" in manifest.source:  # each keeps its own copy
         return manifest
-    from .model_ranks.copies import with_means
-
     return with_means(manifest, tp)
 
 
@@ -136,8 +141,6 @@ def check_slices(manifest: Manifest) -> None:
     """Raises InconsistentCheckpoint if all tensor ranks hold the same of what a rule cuts."""
     if int(manifest.source.get("tp") or 0) < 2:
         return
-    from .model_ranks.copies import refuse_equal_slices
-
     directory = locate(manifest.root, None)
     weights = Numbered(weights_only=True)
     pipeline = manifest.state.get("pipeline") or {"tied": ()}
@@ -198,12 +201,8 @@ def tensor_ranks(
             models += of_stages
             continue
         if not staged:
-            from .moe.stages import joined_stages_with_experts
-
             models.append(joined_stages_with_experts(of_stages, step_policy))
             continue
-        from .model_ranks.pipeline import joined_stages
-
         opened = open_layers(files.layers_of(tp), files.parsed)
         models.append(joined_stages(of_stages, opened, ranks[tp :: files.tp], step_policy, tied))
     return models
@@ -217,14 +216,9 @@ def _without_zero(
     tied: Mapping[int, str] | None,
 ) -> list[Manifest]:
     """The manifest of each tensor rank in stage 0."""
-    from .stage_0.whole import open_whole
-    from .stage_0.whole_states import manifest_of_whole
-
     if files.layers:
         return _pipelines_without_zero(directory, files, step_policy, numbered, tied)
     if files.ranks[0].of_ep and len(files.ranks) == 1:
-        from .moe.whole_experts import manifest_of_experts
-
         return [manifest_of_experts(directory, files.ranks[0], numbered, step_policy)]
     wholes = [open_whole(directory, each, numbered) for each in files.ranks]
     check_grid(directory, files, [whole.states for whole in wholes])
@@ -243,10 +237,6 @@ def _pipelines_without_zero(
     tied: Mapping[int, str] | None,
 ) -> list[Manifest]:
     """The pipeline of each tensor rank in stage 0."""
-    from .model_ranks.pipeline import joined_stages
-    from .stage_0.stages import alike, open_stages
-    from .stage_0.whole_states import manifest_of_whole
-
     models, every = [], []
     for tp in range(files.tp):
         opened = open_layers(files.layers_of(tp), files.parsed)

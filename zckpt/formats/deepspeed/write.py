@@ -20,6 +20,7 @@ from ..deepspeed_states.hyper import check_states
 from ..deepspeed_states.target import DeepSpeedTarget
 from . import elastic
 from .files import recovery_scripts
+from .like import as_in_run
 from .model_ranks import stage_bounds, write_grid, write_pipeline, write_tensor_ranks
 from .model_ranks.rank_shells import run_shells
 from .moe import regroup
@@ -34,8 +35,6 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     parameters in the flat buffers is not known. With `--like` what `like.as_in_run` raises.
     """
     if (path := options[LIKE]) is not None:
-        from .like import as_in_run
-
         alike = as_in_run(source, path, options)
         layout = _of_any(alike, options)
         return replace(layout, source=layout.source or alike)

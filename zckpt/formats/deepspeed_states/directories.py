@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -204,6 +205,4 @@ def trainer_around(directory: TagDirectory) -> str | None:
 
 def file_of_rank(example: str, rank: int) -> str:
     """The name of rank `rank`'s file; `example` is the same file of another rank."""
-    import re  # for an error
-
     return re.sub(r"zero_pp_rank_\d+", f"zero_pp_rank_{rank}", os.path.basename(example))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from msgspec import Struct
@@ -261,8 +262,6 @@ def _opened(paths: Sequence[str], parsed: Parsed) -> list[TorchFile]:
     rest = paths[FIRST:]
     if not rest or waited < LONG_WAIT * len(files):
         return files + [TorchFile(path, parsed) for path in rest]
-    from concurrent.futures import ThreadPoolExecutor
-
     with ThreadPoolExecutor(8) as pool:
         return files + list(pool.map(lambda path: TorchFile(path, parsed), rest))
 

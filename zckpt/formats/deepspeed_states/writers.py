@@ -17,6 +17,7 @@ from typing import NoReturn
 from ...core import sources
 from ...core.filenames import Names
 from ...errors import UnsupportedCheckpoint, ZckptError
+from ...files.torchfile import peek
 
 ENDING = "_states.pt"
 NUMBERS = Names("#.#")  # of the part, and how many there are
@@ -64,8 +65,6 @@ def refuse_foreign(folder: str, names: Sequence[str]) -> None:
 
 
 def _refuse_part(path: str) -> NoReturn:
-    from ...files.torchfile import peek
-
     try:
         peek(path)
     except ZckptError:

@@ -34,6 +34,7 @@ from ...errors import (
 )
 from ...files.torchfile import Tensor, is_torch, peek
 from ...training import peft
+from . import distributed, items
 
 if TYPE_CHECKING:
     import re
@@ -196,8 +197,6 @@ def _is_part(folder: str, name: str) -> bool:
         value = peek(path)
     except ZckptError:
         return False
-    from . import distributed
-
     return next(distributed.distributed_in(value), None) is not None or _has_groups(value)
 
 
@@ -226,8 +225,6 @@ def _has_state_dicts(path: str) -> bool:
 def _has_tensors(value: Any, depth: int = DEPTH) -> bool:
     if isinstance(value, dict) and depth:
         return any(_has_tensors(item, depth - 1) for item in value.values())
-    from . import distributed
-
     return isinstance(value, Tensor) or distributed.is_distributed(value)
 
 
@@ -235,8 +232,6 @@ def _items(folder: str, names: Sequence[str]) -> dict[str | None, dict[int, str]
     """Files of ranks' items, by item and rank; empty if there are none."""
     if not any(counted(name, ".pt") for name in names):
         return {}
-    from . import items
-
     return items.parts(folder, names)
 
 
@@ -246,8 +241,6 @@ def slices(path: str) -> list[str]:
     names = _names(path) if is_folder else [os.path.basename(path)]
     if not any(counted(name, ".safetensors") for name in names) or "model" in _whole(names):
         return []
-    from . import items
-
     return items.slices(path, names) if is_folder else items.slices_beside(path, _beside(path))
 
 
@@ -304,8 +297,6 @@ def _of_item(path: str) -> StateDictFiles | None:
     """The files of all ranks of an item, of which one file is given; None if it is no such file."""
     if counted(os.path.basename(path), ".pt") is None:
         return None
-    from . import items
-
     paths = items.parts_beside(path, _beside(path))
     return StateDictFiles(ranks=paths, items=True) if paths else None
 

@@ -14,6 +14,7 @@ Facts are of torch_checkpointing 0.1.1.
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import repeat
 
@@ -82,8 +83,6 @@ def said_of(files: Sequence[str]) -> str:
 
 def refusal(path: str, files: Sequence[str]) -> UnsupportedCheckpoint:
     """The error for a slice, or for a directory of them."""
-    import shlex
-
     folder = os.path.dirname(files[0])
     which = "it is" if path in files else "each is"
     name = shlex.quote(path if path in files else files[0])

@@ -13,6 +13,7 @@ Megatron-FSDP writes `.metadata` and `__R_I.distcp` alone: the keys tell whose t
 
 from __future__ import annotations
 
+import json
 import os
 from typing import Any
 
@@ -133,8 +134,6 @@ def _marker(folder: str) -> dict[str, Any]:
         return {}
     with sources.opened(path) as file:
         text = file.read()
-    import json  # directories of other formats have no such file
-
     try:
         value = json.loads(text)
     except ValueError as error:

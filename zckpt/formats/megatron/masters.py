@@ -12,10 +12,12 @@ from math import prod
 
 from msgspec.structs import replace
 
+from ...core.compare import compare
 from ...core.dtypes import SIZES
 from ...core.facts import NamedWeightsEngine
 from ...core.fragments import ZEROS, Extent, solid
 from ...core.manifest import Entry, Manifest
+from ...core.masters import ALL, unlike
 from ...core.plan import Match
 from ...core.resources import Copying
 from ...core.weights import is_optimizers
@@ -42,8 +44,6 @@ def check(manifest: Manifest, replicas: str | None) -> list[str]:
 
     Raises InconsistentCheckpoint, which names the tensors, if ranks hold different ones.
     """
-    from ...core.compare import compare
-
     copies = [Match(entry, manifest.entries[entry.name]) for entry in manifest.replicas]
     outcome = compare(copies, manifest, manifest, CHECKING, measure="first")
     different = dict.fromkeys(r.match.a.parameter for r in outcome.results if r.differs)
@@ -67,8 +67,6 @@ def rebuilt(manifest: Manifest) -> Manifest:
     Then those of vectors are given up too: norms are often constant, so that a wrong master rounds
     to its weight by chance. A warning names the parameters.
     """
-    from ...core.masters import ALL, unlike
-
     wrong = {result.match.a.parameter for result in unlike(manifest, ALL)}
     if not wrong or _sharding(manifest) != READABLE:  # `check` refuses others
         return manifest

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
@@ -20,14 +18,9 @@ from ...errors import (
     NotACheckpoint,
     listed,
 )
+from . import hdf5, legacy
+from .ranks import Save
 
-if TYPE_CHECKING:  # other formats' directories are told apart without the parsers
-    from ...core.saved_names import Place
-    from . import hdf5
-    from .ranks import Save
-
-SUFFIX = ".ort.pt"
-SHARDED = re.compile(r"(?s)(.*)\.ZeRO\.(\d+)\.(\d+)\.ort\.pt")
 # files of other kinds, of which there may be thousands: they are not opened
 OTHER_FILES = (".safetensors", ".json", ".distcp", "_states.pt", ".py")
 
@@ -44,12 +37,6 @@ class CheckpointFiles(Struct, frozen=True):
     files: tuple[tuple[int, str], ...]
     ranks: int
     parsed: tuple[hdf5.RankFile, ...] = ()
-
-
-def place_of(name: str) -> Place | None:
-    """What the name of a rank's file states: the rank, and the last one of the run."""
-    match = SHARDED.fullmatch(name)
-    return None if match is None else (match[1], (int(match[2]), int(match[3])))
 
 
 def detect(path: str) -> list[str]:
@@ -73,15 +60,11 @@ def _is_hdf5(path: str) -> bool:
     with sources.opened(path) as file:
         if file.read(4) != b"\x89HDF":
             return False
-    from . import hdf5
-
     return hdf5.is_one(path)
 
 
 def _is_legacy(path: str) -> bool:
     """Whether a file is one of torch.save with such keys."""
-    from . import legacy
-
     return legacy.is_one(path)
 
 
@@ -99,7 +82,7 @@ def _candidates(folder: str) -> list[str]:
 
 
 def _is_named(name: str) -> bool:
-    return name.endswith(SUFFIX)
+    return name.endswith(legacy.SUFFIX)
 
 
 def locate(path: str) -> CheckpointFiles:
@@ -122,10 +105,8 @@ def locate(path: str) -> CheckpointFiles:
         return _complete(path, checkpoints[0])
     folder = os.path.dirname(path) or "."
     name = os.path.basename(path)
-    alone = not SHARDED.fullmatch(name)
+    alone = not legacy.FILE.fullmatch(name)
     if _is_hdf5(path):
-        from . import hdf5
-
         alone = not hdf5.open_file(path).is_partition
     for checkpoint in _all(folder, [name] if alone else {name, *_candidates(folder)}, alone):
         if any(os.path.basename(file) == name for _, file in checkpoint.files):
@@ -143,20 +124,18 @@ def _all(folder: str, names: Iterable[str], of_any_name: bool = False) -> list[C
         if not sources.is_file(full):
             continue
         if _is_hdf5(full):
-            from . import hdf5
-
             file = hdf5.open_file(full)
             if file.is_partition:
                 partitions.append(file)
             else:
                 checkpoints.append(CheckpointFiles(full, ((0, full),), 1, (file,)))
-        elif match := SHARDED.fullmatch(name):
+        elif match := legacy.FILE.fullmatch(name):
             ranks = sharded.setdefault((match[1], int(match[3]) + 1), [])
             ranks.append((int(match[2]), full))
         elif _is_named(name) or of_any_name:
             checkpoints.append(CheckpointFiles(full, ((0, full),), 1))
     for (prefix, count), files in sharded.items():
-        pattern = os.path.join(folder, f"{prefix}.ZeRO.*.{count - 1}{SUFFIX}")
+        pattern = os.path.join(folder, f"{prefix}.ZeRO.*.{count - 1}{legacy.SUFFIX}")
         checkpoints.append(CheckpointFiles(pattern, tuple(sorted(files)), count))
     if partitions:
         partitions.sort(key=lambda file: file.size("world_rank", 0))
@@ -206,9 +185,5 @@ def opened(path: str) -> Save:
     """The contents of all ranks' files."""
     checkpoint = locate(path)
     if checkpoint.parsed:
-        from . import hdf5
-
         return hdf5.opened(path, checkpoint.parsed)
-    from . import legacy
-
     return legacy.opened(path, [file for _, file in sorted(checkpoint.files)])

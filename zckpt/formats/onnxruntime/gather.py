@@ -20,7 +20,8 @@ from ...core.fragments import Extent
 from ...core.partition import FlatMember, Partition, Partitioned, Whole
 from ...errors import InconsistentCheckpoint, UnsupportedCheckpoint
 from . import hdf5, legacy
-from .files import SHARDED, locate
+from .files import locate
+from .legacy import FILE
 from .ranks import SLOTS, Rank, RankTensor, Save
 
 Shape = tuple[int, ...]
@@ -48,7 +49,7 @@ def _opened(path: str) -> Save:
 
 def _number(path: str) -> int:
     """R of `PREFIX.ZeRO.R.L.ort.pt`; 0 for another name, whose file is the only one."""
-    match = SHARDED.fullmatch(os.path.basename(path))
+    match = FILE.fullmatch(os.path.basename(path))
     return int(match[2]) if match else 0
 
 

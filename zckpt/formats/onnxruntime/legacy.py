@@ -28,16 +28,23 @@ from typing import Any
 from ...core import sources
 from ...core.inert import TensorName, inside, map_values
 from ...core.manifest import Entry
-from ...core.saved_names import nameless, refuse_others, saved_names
+from ...core.saved_names import Place, nameless, refuse_others, saved_names
 from ...errors import CorruptCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint, ZckptError
 from ...files.torchfile import Parsed, Tensor, TorchFile, peek
-from .files import SUFFIX, place_of
 from .ranks import COUNT, OPTIMIZERS, SHARED, SLOTS, Rank, RankTensor, Save
 
+SUFFIX = ".ort.pt"
+FILE = re.compile(r"(?s)(.*)\.ZeRO\.(\d+)\.(\d+)\.ort\.pt")  # rank, number of ranks - 1
 VIEW = re.compile(r"(.+)_view_(\d+)", re.DOTALL)
 HALVES = {"_fp16": "F16", "_bf16": "BF16"}
 MEGATRON = re.compile(r"_(column|row)_rank_\d+(_view_\d+|_fp16|_bf16)?$")
 MODEL = "model"
+
+
+def place_of(name: str) -> Place | None:
+    """What the name of a rank's file states: the rank, and the last one of the run."""
+    match = FILE.fullmatch(name)
+    return None if match is None else (match[1], (int(match[2]), int(match[3])))
 
 
 def is_one(path: str) -> bool:

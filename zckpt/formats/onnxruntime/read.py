@@ -12,9 +12,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 
+from ...core.compare import compare
 from ...core.facts import NamedWeightsEngine
 from ...core.fragments import Fragment, Runs, solid
 from ...core.manifest import Entry, Manifest, Parameter, Sighting
+from ...core.masters import places_of, refuse_damage
 from ...core.plan import Match
 from ...core.resources import Copying
 from ...errors import (
@@ -56,9 +58,6 @@ def check(manifest: Manifest, replicas: str | None) -> list[str]:
     InconsistentCheckpoint for ranks that hold different copies, CorruptCheckpoint if a damaged file
     is the cause.
     """
-    from ...core.compare import compare
-    from ...core.masters import places_of, refuse_damage
-
     matches = list(_replicas_without_checksums(manifest))
     results = compare(matches, manifest, manifest, CHECKING, measure="first").results
     if wrong := next((result for result in results if result.differs), None):

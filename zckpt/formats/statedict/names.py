@@ -9,6 +9,7 @@ from typing import Any
 from ...errors import InconsistentCheckpoint, MissingData, WrongOption, listed
 from ...files.torchfile import class_of, shape_of_record
 from ...training import peft
+from ...training.names import matched
 from .finding import OptimizerState
 from .matching import keeps_order, match
 from .tree import Leaf, SavedTree
@@ -40,8 +41,6 @@ def names_of(
     if all(name in bare for name in own):
         saved.bare = saved.storage is not None
         return {name: bare[name] for name in own}
-    from ...training.names import matched
-
     return dict(matched(own, [name for name in model if isinstance(model[name], Leaf)]))
 
 
@@ -72,8 +71,6 @@ def _names_of_numbers(
         _refuse_mixed(saved, shapes_of_states, in_groups, model)
         return dict(zip(numbers, in_groups, strict=True))
     if param_names is not None and not set(param_names) <= model.keys():
-        from ...training.names import matched
-
         param_names = list(matched(param_names, list(model)).values())
     orders = saved.orders or optimizer.members
     shapes = {number: shape_of(optimizer.state.get(number, {})) for number in numbers}
@@ -121,8 +118,6 @@ def _candidates(
 
 def _without_wrappers(names: Sequence[str], model: Mapping[str, Any]) -> list[str]:
     """The model's names for those of a wrapper's optimizer; none if no rule fits all."""
-    from ...training.names import matched
-
     weights = [name for name, leaf in model.items() if isinstance(leaf, Leaf)]
     try:
         return list(matched(names, weights).values())

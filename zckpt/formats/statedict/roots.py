@@ -20,6 +20,7 @@ from typing import Any
 from msgspec import Struct
 
 from ...errors import AmbiguousCheckpoint, MissingData, WrongOption, listed, meant
+from ...training.names import matched
 from .finding import OptimizerState
 from .names import shape_of
 from .tree import Leaf, Path, SavedTree, dotted
@@ -169,8 +170,6 @@ def _fits(optimizer: OptimizerState, model: Mapping[Any, Any]) -> bool:
 
 
 def _has_names(weights: Collection[str], names: Sequence[str]) -> bool:
-    from ...training.names import matched
-
     try:
         return bool(matched(names, weights)) or not names
     except (MissingData, WrongOption):

@@ -13,6 +13,7 @@ from ...core import sources
 from ...core.dtypes import SIZES
 from ...core.expected import path_inside
 from ...core.facts import MAX_DP, facts_of
+from ...core.fileio import crc_of
 from ...core.fragments import Extent, Fragment, Fragments, Record, Runs, solid
 from ...core.inert import from_json
 from ...core.manifest import (
@@ -352,8 +353,6 @@ def check(manifest: Manifest, replicas: str | None) -> list[str]:
 
     Called before a conversion writes anything. Raises CorruptCheckpoint.
     """
-    from ...core.fileio import crc_of
-
     siblings = {sibling.path for sibling in manifest.siblings}
     for record in manifest.records:
         if record.extent.file in siblings and crc_of([record.extent]) != record.crc:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from importlib.resources import files
 from typing import Any
 
 from msgspec import Struct
@@ -72,8 +73,6 @@ def family_of(name: str) -> Family:
     Raises WrongOption for a file that is missing or is no family, OSError if it cannot be read.
     """
     if name in NAMES:
-        from importlib.resources import files
-
         return _family(json.loads(files(__package__).joinpath(name + SUFFIX).read_text("utf-8")))
     hint = "docs/megatron.md shows such a file"
     if not sources.is_file(name):

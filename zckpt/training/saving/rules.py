@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
+from importlib.resources import files
 from typing import Any
 
 from msgspec import Struct
@@ -229,8 +230,6 @@ def _stated(config: Any, *path: Any) -> Any:
 
 @cache
 def _table() -> dict[str, Any]:
-    from importlib.resources import files
-
     document: dict[str, Any] = json.loads(
         files(__package__).joinpath("table.json").read_text("utf-8")
     )

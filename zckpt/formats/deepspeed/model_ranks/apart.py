@@ -24,7 +24,10 @@ from ...deepspeed_states.manifest import manifest_of
 from ...deepspeed_states.states import EngineStates
 from ..files import NAMED, Numbered, RankFiles
 from ..flats import flat_buffers
+from ..moe.experts import with_experts
 from ..ranks import open_ranks
+from ..stage_0.stages import open_model_ranks
+from ..stage_0.whole_states import manifest_of_whole
 from .grid import GridFiles
 from .together import check_equal, common
 
@@ -36,8 +39,6 @@ OF_MODEL_RANKS = (
 def of_rank(ranks: EngineStates, files: RankFiles, step_policy: str | None) -> Manifest:
     """The manifest of one model rank by itself."""
     if files.experts or ranks.model.get("num_experts"):
-        from ..moe.experts import with_experts  # dense models start without
-
         return with_experts(ranks, files, step_policy)
     manifest = manifest_of(
         ranks,
@@ -108,9 +109,6 @@ def open_apart(
             for ranks, each in zip(opened, files, strict=True)
         ]
     else:
-        from ..stage_0.stages import open_model_ranks  # most runs have ZeRO
-        from ..stage_0.whole_states import manifest_of_whole
-
         wholes = open_model_ranks(directory, files, of_layers if grid.staged else None, numbered)
         pairs = [(whole.states, manifest_of_whole(whole, step_policy)) for whole in wholes]
     manifests = []

@@ -37,6 +37,7 @@ from ...deepspeed_states.directories import (
 )
 from ...deepspeed_states.states import EngineStates, dictionary, open_files, shapes_of_groups
 from ..files import RankFiles, add_file, model_rank_of, rank_files
+from ..moe.auto_ep import refuse_folded
 from .arguments import arguments
 
 TIED = "tied_modules."
@@ -113,8 +114,6 @@ def _refuse_folded(directory: TagDirectory, names: Sequence[str]) -> None:
 
     It spreads the experts over the ranks of all model ranks together.
     """
-    from ..moe.auto_ep import refuse_folded  # few checkpoints have experts
-
     for file in open_files([os.path.join(directory.path, name) for name in names[:1]], Parsed()):
         refuse_folded(directory, dictionary(file, file.value))
 

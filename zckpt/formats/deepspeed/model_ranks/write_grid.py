@@ -20,6 +20,7 @@ from ....errors import UnsupportedCheckpoint, WrongOption, counted, literal
 from ....files.torchfile import Parsed
 from ....training import objects
 from ....training.options import ALLOW_OBJECT, DP, DROP_STATE, DTYPE, EP, PARAM_NAMES, PP, Options
+from ... import engine_objects
 from ...deepspeed_states import reports
 from ...deepspeed_states.directories import TagDirectory
 from ...deepspeed_states.hyper import check_states
@@ -229,8 +230,6 @@ def with_stages(source: Manifest, options: Options) -> Manifest:
 
 def _target(manifest: Manifest, options: Options) -> DeepSpeedTarget:
     """The target of one model rank, without dropped states and objects that no pickle may name."""
-    from ... import engine_objects
-
     manifest = without(manifest, options[DROP_STATE])
     admitted = options[ALLOW_OBJECT]
     return DeepSpeedTarget(objects.without_others(manifest, engine_objects(), admitted), options)

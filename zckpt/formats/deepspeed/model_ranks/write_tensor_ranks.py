@@ -32,6 +32,7 @@ from ....errors import (
 from ....training import objects
 from ....training.options import ALLOW_OBJECT, VOCAB_SIZE, WEIGHTS_ONLY, Options
 from ....training.tensor_rules import Rules, Shapes, Sliced, stated_rule
+from ... import engine_objects
 from ...deepspeed_states import reports
 from ...deepspeed_states.directories import TagDirectory
 from ...deepspeed_states.hyper import check_states
@@ -328,7 +329,5 @@ def _state(source: Manifest, tp: int) -> dict[str, Any]:
 
 def target_of(source: Manifest, options: Options) -> DeepSpeedTarget:
     """The target of one rank, without objects that its pickles may not name."""
-    from ... import engine_objects
-
     admitted = options[ALLOW_OBJECT]
     return DeepSpeedTarget(objects.without_others(source, engine_objects(), admitted), options)
