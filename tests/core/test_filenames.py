@@ -1,48 +1,26 @@
-"""Names with numbers are found as a regular expression finds them."""
+"""Which numbers has a name, and which name is the newest?"""
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
-from zckpt.core.filenames import Names, counted, oldest_first
+from zckpt.core.filenames import counted, numbered, numbers_of, oldest_first
 
-FORMS = (
-    "mp_rank_#_model_states.pt",
-    "layer_#-model_states.pt",
-    "layer_#-model_#-model_states.pt",
-    "step-#",
-    "scheduler.bin",
+LAYER = numbered(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
+
+
+@pytest.mark.parametrize(
+    ("name", "numbers"),
+    [
+        ("layer_03-model_11-model_states.pt", (3, 11)),
+        ("layer_3-model_states.pt", (3,)),
+        ("layer_3-model_-model_states.pt", None),
+        ("layer_3-model_states.pt.bak", None),
+        ("layer_\u0663-model_states.pt", None),
+    ],
 )
-NAMES = (
-    *("mp_rank_00_model_states.pt", "mp_rank_12_model_states.pt", "mp_rank__model_states.pt"),
-    *("mp_rank_0_model_states.pt.bak", "xmp_rank_0_model_states.pt", "mp_rank_0x_model_states.pt"),
-    *("layer_3-model_states.pt", "layer_03-model_11-model_states.pt", "layer_3-model_-model"),
-    *("step-1", "step-", "step-1x", "step--1", "scheduler.bin", "scheduler.bin1", "", "1"),
-)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_numbers_are_those_of_a_regular_expression(form: str) -> None:
-    pattern = re.compile(re.escape(form).replace(r"\#", r"(\d+)"))
-    names = Names(form)
-    for name in NAMES:
-        match = pattern.fullmatch(name)
-        assert names.numbers(name) == (match and tuple(map(int, match.groups())))
-        assert names.has(name) == (match is not None)
-
-
-def test_several_forms() -> None:
-    names = Names(*FORMS)
-    assert names.numbers("layer_03-model_11-model_states.pt") == (3, 11)
-    assert names.numbers("layer_03-model_states.pt") == (3,)
-    assert names.numbers("scheduler.bin") == ()
-    assert names.numbers("other") is None
-
-
-def test_other_digits_are_no_numbers() -> None:
-    assert not Names("step-#").has("step-\u0663")
+def test_numbers_of_a_name(name: str, numbers: tuple[int, ...] | None) -> None:
+    assert numbers_of(LAYER, name) == numbers
 
 
 @pytest.mark.parametrize(

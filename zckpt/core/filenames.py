@@ -2,54 +2,28 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
-from itertools import groupby
 
-DIGITS = "0123456789"
+COUNTED = re.compile(r"(?s)(.+)_(0|[1-9]\d*)", re.ASCII)
+STEP = re.compile(r"(?s).*step[=_-]*(\d+)", re.ASCII)
 
 
-class Names:
-    """Names of one or several forms; each `#` in a form stands for decimal digits.
+def numbered(pattern: str) -> re.Pattern[str]:
+    """A pattern of names in which `(\\d+)` stands for each number, in ASCII digits."""
+    return re.compile(pattern, re.ASCII)
 
-    They are found without `re`: see regex.py.
-    """
 
-    def __init__(self, *forms: str) -> None:
-        self._forms = [form.split("#") for form in forms]
-
-    def numbers(self, name: str) -> tuple[int, ...] | None:
-        """The numbers in a name, by the first form that it has; None if it has another form."""
-        for first, *others in self._forms:
-            if name.startswith(first):
-                numbers = _numbers(name[len(first) :], others)
-                if numbers is not None:
-                    return numbers
-        return None
-
-    def has(self, name: str) -> bool:
-        """Whether a name has one of the forms."""
-        return self.numbers(name) is not None
+def numbers_of(pattern: re.Pattern[str], name: str) -> tuple[int, ...] | None:
+    """The numbers in a name; None for a name of another form."""
+    match = pattern.fullmatch(name)
+    return match and tuple(int(number) for number in match.groups() if number is not None)
 
 
 def counted(name: str, ending: str) -> tuple[str, int] | None:
     """What is before `_7` and this ending, and the number; None for a name of another form."""
-    stem, _, number = name.removesuffix(ending).rpartition("_")
-    if not (name.endswith(ending) and stem and number) or number.strip(DIGITS):
-        return None
-    return (stem, int(number)) if number == "0" or number[0] != "0" else None
-
-
-def _numbers(rest: str, texts: Iterable[str]) -> tuple[int, ...] | None:
-    """The numbers of a name that goes on with a number before each of these texts."""
-    numbers = []
-    for text in texts:
-        after = rest.lstrip(DIGITS)
-        digits = rest[: len(rest) - len(after)]
-        if not digits or not after.startswith(text):
-            return None
-        numbers.append(int(digits))
-        rest = after[len(text) :]
-    return None if rest else tuple(numbers)
+    match = COUNTED.fullmatch(name.removesuffix(ending)) if name.endswith(ending) else None
+    return match and (match[1], int(match[2]))
 
 
 def oldest_first(names: Iterable[str]) -> list[str]:
@@ -61,7 +35,5 @@ def oldest_first(names: Iterable[str]) -> list[str]:
 
 
 def _age(name: str) -> tuple[list[int], str]:
-    after = name.rpartition("step")[2].lstrip("=_-") if "step" in name else ""
-    digits = after[: len(after) - len(after.lstrip(DIGITS))]
-    runs = ("".join(run) for is_number, run in groupby(name, DIGITS.__contains__) if is_number)
-    return ([int(digits)] if digits else [*map(int, runs)]), name
+    step = STEP.match(name)
+    return [int(step[1])] if step else [*map(int, re.findall(r"[0-9]+", name))], name

@@ -13,21 +13,22 @@ The folder `model` of such a pair may have Hugging Face's storage, or PEFT's ada
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ...core import sources
-from ...core.filenames import Names, oldest_first
+from ...core.filenames import oldest_first
 from ...errors import UnsupportedCheckpoint
 from ...files.dcpfile import ITEMS, METADATA, names_any
 from ...training import peft
 from . import hf
 
-STEP = Names("step-#")
+STEP = re.compile(r"step-\d+")
 MAX_MARKER = 1 << 16  # bytes
 MEGATRON_FSDP = (b"optimizer.param_to_group_meta.", b"rng_state.(")  # of 0.16.1
 MEGATRON = (b"_extra_state/shard_", b"common_state/shard_", b"rng_state/shard_")
-PARTS = Names("pytorch_model_fsdp_#", "optimizer_#")
+PARTS = re.compile(r"(pytorch_model_fsdp|optimizer)_\d+")
 MODEL, OPTIMIZERS = "model", ("optim", "optimizer")
 ADAPTER = peft.WEIGHTS[0]
 
@@ -39,7 +40,7 @@ def detect(path: str) -> list[str]:
     if folders(path):
         return [""]
     with os.scandir(path) as entries:
-        steps = [entry.name for entry in entries if STEP.has(entry.name)]
+        steps = [entry.name for entry in entries if STEP.fullmatch(entry.name)]
     tags = [name for name in steps if folders(os.path.join(path, name))]
     return oldest_first(tags)
 
@@ -64,7 +65,7 @@ def folders(path: str) -> list[str]:
     if has_items(path):
         return [path]
     with os.scandir(path) as entries:
-        parts = sorted(entry.path for entry in entries if PARTS.has(entry.name))
+        parts = sorted(entry.path for entry in entries if PARTS.fullmatch(entry.name))
     return [folder for folder in parts if has_items(folder)] or _pair(path)
 
 
@@ -120,7 +121,7 @@ def locate(path: str, tag: str | None = None) -> tuple[str, list[str]]:
 def place_in(folder: str, path: tuple[Any, ...]) -> tuple[Any, ...]:
     """The place of an item among those of all folders: `model_1` for the `model` in folder 1."""
     number = os.path.basename(folder).rpartition("_")[2]
-    if not PARTS.has(os.path.basename(folder)) or number == "0":
+    if not PARTS.fullmatch(os.path.basename(folder)) or number == "0":
         return path
     return (f"{path[0]}_{number}", *path[1:])
 
@@ -128,7 +129,7 @@ def place_in(folder: str, path: tuple[Any, ...]) -> tuple[Any, ...]:
 def refuse_several(root: str, parts: list[str]) -> None:
     """Raises UnsupportedCheckpoint for several models of one program: names repeat in them."""
     names = [os.path.basename(folder) for folder in parts if folder != root]
-    numbered = any(not name.endswith("_0") for name in names if PARTS.has(name))
+    numbered = any(not name.endswith("_0") for name in names if PARTS.fullmatch(name))
     if numbered or {*OPTIMIZERS} <= {*names}:
         raise UnsupportedCheckpoint(
             f"{root} has several models or optimizers: {', '.join(names)}",

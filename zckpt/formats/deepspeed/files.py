@@ -10,7 +10,7 @@ from msgspec import Struct, field
 
 from ...core import sources
 from ...core.expected import missing_ranks
-from ...core.filenames import Names
+from ...core.filenames import numbered, numbers_of
 from ...errors import (
     IncompleteCheckpoint,
     InconsistentCheckpoint,
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     Place = TypeVar("Place", int, tuple[int, int])
 
 KIND = TagKind("DeepSpeed checkpoint", "latest", holds_states, tags_of)
-OLD_EXPERT = Names("expert_#_mp_rank_#_model_states.pt")
+OLD_EXPERT = numbered(r"expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
 
 
 class RankFiles(Struct, frozen=True):
@@ -104,7 +104,7 @@ def rank_files(
     Raises IncompleteCheckpoint if a rank is missing, UnsupportedCheckpoint if the names show
     experts of an old release, or NVMe offload.
     """
-    if any(map(OLD_EXPERT.has, names)):
+    if any(map(OLD_EXPERT.fullmatch, names)):
         refuse(directory, "mixture-of-experts layers of an old release")
     if "offloaded_tensors" in names:
         refuse(directory, "optimizer states offloaded to NVMe")
@@ -161,17 +161,17 @@ def _by_number(directory: TagDirectory, names: Sequence[str], model_rank: int) -
     files = _FilesByNumber()
     for name in names:
         full = os.path.join(directory.path, name)
-        if (numbers := EXPERT.numbers(name)) and numbers[2] == model_rank:
+        if (numbers := numbers_of(EXPERT, name)) and numbers[2] == model_rank:
             add_file(files.experts, (numbers[0], numbers[1]), full)
-        if (numbers := OF_EP.numbers(name)) and numbers[1] == model_rank:
+        if (numbers := numbers_of(OF_EP, name)) and numbers[1] == model_rank:
             add_file(files.of_ep, numbers[0], full)
         if model_rank_of(name) != model_rank:
             continue
-        if MODEL.has(name):
+        if MODEL.fullmatch(name):
             add_file(files.models, 0, full)
-        elif numbers := MODEL_3.numbers(name):
+        elif numbers := numbers_of(MODEL_3, name):
             add_file(files.models_3, numbers[0], full)
-        elif numbers := OPTIMIZER.numbers(name):
+        elif numbers := numbers_of(OPTIMIZER, name):
             is_bf16 = name.startswith(BF16)
             add_file(files.optimizers, numbers[0], full, is_second=is_bf16 in files.are_bf16)
             files.are_bf16.add(is_bf16)
@@ -209,7 +209,7 @@ def add_file(files: dict[Place, str], place: Place, path: str, *, is_second: boo
 def model_rank_of(name: str) -> int | None:
     """The model rank (`mp_rank`) whose file this is; None for any other name."""
     for kind in (MODEL, MODEL_3, OPTIMIZER):
-        if numbers := kind.numbers(name):
+        if numbers := numbers_of(kind, name):
             return numbers[-1]
     return None
 

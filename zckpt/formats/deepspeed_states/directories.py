@@ -10,36 +10,26 @@ from typing import NoReturn
 from msgspec import Struct
 
 from ...core import sources
-from ...core.filenames import Names, oldest_first
+from ...core.filenames import numbered, oldest_first
 from ...core.siblings import SiblingList, leads_out
 from ...errors import AmbiguousCheckpoint, NotACheckpoint, UnsupportedCheckpoint, listed
 from .writers import whole_name
 
-MODEL = Names("mp_rank_#_model_states.pt")
-MODEL_3 = Names("zero_pp_rank_#_mp_rank_#_model_states.pt")
+MODEL = numbered(r"mp_rank_(\d+)_model_states\.pt")
+MODEL_3 = numbered(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
 BF16 = "bf16_"
 # the underscore before `optim` is missing in very old files; DeepSpeed still looks for these
-OPTIMIZER = Names(
-    *(
-        f"{prefix}zero_pp_rank_#_mp_rank_#{line}optim_states.pt"
-        for prefix in ("", BF16)
-        for line in ("_", "")
-    )
-)
+OPTIMIZER = numbered(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
 # one expert of a layer; both are counted in the whole model
-EXPERT = Names("layer_#_expert_#_mp_rank_#_model_states.pt")
+EXPERT = numbered(r"layer_(\d+)_expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
 # without ZeRO, the whole optimizer of one expert-parallel rank
-OF_EP = Names("expp_rank_#_mp_rank_#_optim_states.pt")
+OF_EP = numbered(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 # one layer of a pipeline, of one tensor rank; with one tensor rank the second number may be missing
-LAYER = Names("layer_#-model_states.pt", "layer_#-model_#-model_states.pt")
+LAYER = numbered(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
 FILES = (MODEL, MODEL_3, OPTIMIZER)
 # files by which a trainer's directory is known: Hugging Face Trainer, Accelerate
-TRAINER = Names(
-    "trainer_state.json",
-    "rng_state.pth",
-    "rng_state_#.pth",
-    "random_states_#.pkl",
-    "scheduler.bin",
+TRAINER = numbered(
+    r"trainer_state\.json|rng_state(_\d+)?\.pth|random_states_\d+\.pkl|scheduler\.bin"
 )
 # what DeepSpeed itself puts beside the tags
 SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")
@@ -122,7 +112,7 @@ def holds_states(path: str) -> bool:
         names = [] if holds_universal(path) else os.listdir(path)
     except PermissionError:  # lost+found
         return False
-    return any(kind.has(whole_name(name)) for name in names for kind in FILES)
+    return any(kind.fullmatch(whole_name(name)) for name in names for kind in FILES)
 
 
 def holds_universal(path: str) -> bool:
@@ -130,7 +120,7 @@ def holds_universal(path: str) -> bool:
     if not sources.is_folder(os.path.join(path, "zero")):
         return False
     names = os.listdir(path)
-    model, model_3, optimizer = (any(map(kind.has, names)) for kind in FILES)
+    model, model_3, optimizer = (any(map(kind.fullmatch, names)) for kind in FILES)
     return (model or model_3) and not optimizer
 
 
@@ -180,7 +170,7 @@ def siblings(directory: TagDirectory) -> SiblingList:
     """Files of a trainer's directory around the tag; none for a plain run directory."""
     run = directory.run
     files = SiblingList(run or directory.path)
-    if run is None or not any(map(TRAINER.has, os.listdir(run))):
+    if run is None or not any(map(TRAINER.fullmatch, os.listdir(run))):
         return files
     own = {directory.tag, *tags_of(run), *universal_tags(run), *OWN}
 

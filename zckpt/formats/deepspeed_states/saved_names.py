@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
+from ...core.filenames import numbers_of
 from ...core.saved_names import Place, SavedName, nameless, refuse_others, saved_names
 from ...errors import InconsistentCheckpoint
 from ...files.torchfile import TorchFile
@@ -49,7 +50,7 @@ def check_names(files: Iterable[TorchFile]) -> list[str]:
 def place_of(name: str) -> Place | None:
     """The kind of a rank's file, and the numbers in its name; None for any other file."""
     for kind in KINDS:
-        if numbers := kind.numbers(name):
+        if numbers := numbers_of(kind, name):
             # without a second number, a layer is of the only tensor rank
             return kind, (*numbers, 0)[:2] if kind is LAYER else numbers
     return None

@@ -11,16 +11,16 @@ of FastPersist's files have no numbers: these are whole files of torch.save, and
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from typing import NoReturn
 
 from ...core import sources
-from ...core.filenames import Names
 from ...errors import UnsupportedCheckpoint, ZckptError
 from ...files.torchfile import peek
 
 ENDING = "_states.pt"
-NUMBERS = Names("#.#")  # of the part, and how many there are
+NUMBERS = re.compile(r"\d+\.\d+")  # of the part, and how many there are
 DATASTATES = b'"datastates_metadata": {"data_offsets": ['
 LAST = 200  # bytes; the JSON ends with that key
 
@@ -28,7 +28,7 @@ LAST = 200  # bytes; the JSON ends with that key
 def whole_name(name: str) -> str:
     """The name of the file of which this is a part; other names stay as they are."""
     whole, _, numbers = name.rpartition("-")
-    return whole if whole.endswith(ENDING) and NUMBERS.has(numbers) else name
+    return whole if whole.endswith(ENDING) and NUMBERS.fullmatch(numbers) else name
 
 
 def is_by_datastates(path: str) -> bool:

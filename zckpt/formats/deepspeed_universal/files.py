@@ -21,6 +21,7 @@ import os
 from typing import Any
 
 from ...core.expected import missing_ranks
+from ...core.filenames import numbers_of
 from ...errors import (
     IncompleteCheckpoint,
     InconsistentCheckpoint,
@@ -75,10 +76,10 @@ def model_files(directory: TagDirectory) -> list[list[str]]:
     kinds = set()
     for name in os.listdir(directory.path):
         full = os.path.join(directory.path, name)
-        if numbers := MODEL.numbers(name):
+        if numbers := numbers_of(MODEL, name):
             paths.setdefault(numbers[0], {})[0] = full
             kinds.add(MODEL)
-        elif numbers := MODEL_3.numbers(name):
+        elif numbers := numbers_of(MODEL_3, name):
             paths.setdefault(numbers[1], {})[numbers[0]] = full
             kinds.add(MODEL_3)
     if len(kinds) > 1:

@@ -49,7 +49,7 @@ class MergedStates:
                 common, hint="the conversion did not finish, or the folder zero/ was not copied"
             )
         paths = model_files(directory)
-        partitioned = MODEL_3.has(os.path.basename(paths[0][0]))
+        partitioned = MODEL_3.fullmatch(os.path.basename(paths[0][0])) is not None
         parsed = Parsed()
         models, *others = [open_files(ranked, parsed) for ranked in paths]
         self.other_models = [file for files in others for file in files]

@@ -13,9 +13,9 @@ There is no pickle in it. The version of the format is 1; keys are added, never 
 from __future__ import annotations
 
 import os
+import re
 
 from ...core import sources
-from ...core.filenames import Names
 
 VERSION = 1
 MANIFEST = "manifest.json"
@@ -25,13 +25,7 @@ SIBLINGS = "siblings"
 MAX_MANIFEST = 1 << 29
 
 
-OPTIMIZERS = Names(
-    *(
-        f"{slot}{part}.safetensors"
-        for slot in ("master", "exp_avg", "momentum_buffer")
-        for part in ("", "-#-of-#")
-    )
-)
+OPTIMIZERS = re.compile(r"(master|exp_avg|momentum_buffer)(-\d+-of-\d+)?\.safetensors")
 """Files that only a universal checkpoint has; without its manifest they have lost their meaning."""
 KEYS = (b'"zckpt"', b'"source"', b'"step"', b'"optimizer"')
 """The first keys of a manifest. Two are enough, so that a damaged one is recognized too."""
@@ -47,6 +41,6 @@ def detect(path: str) -> list[str]:
             return [""]
     if sources.is_folder(path):
         with os.scandir(path) as items:
-            if any(OPTIMIZERS.has(item.name) for item in items):
+            if any(OPTIMIZERS.fullmatch(item.name) for item in items):
                 return [""]
     return []

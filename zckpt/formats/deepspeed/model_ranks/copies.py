@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from ....core import compare, masters
 from ....core.compare import Result
 from ....core.dtypes import FLOATS
+from ....core.filenames import numbers_of
 from ....core.manifest import Entry, Manifest
 from ....core.plan import Match
 from ....core.weights import is_optimizers
@@ -140,7 +141,7 @@ def _stage(entry: Entry | None, tp: int) -> int | None:
     if fragment is None:
         return None
     name = os.path.basename(fragment.extent.file)
-    if numbers := LAYER.numbers(name):
+    if numbers := numbers_of(LAYER, name):
         return -1 - numbers[0]
     rank = model_rank_of(name)
     return None if rank is None else rank // tp

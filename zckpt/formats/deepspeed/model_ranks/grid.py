@@ -24,6 +24,7 @@ from msgspec import Struct
 
 from ....core.expected import refuse_other_writers
 from ....core.facts import Grid
+from ....core.filenames import numbers_of
 from ....errors import IncompleteCheckpoint, InconsistentCheckpoint, brief, counted, listed
 from ....files.torchfile import Parsed
 from ...deepspeed_states.directories import (
@@ -80,9 +81,9 @@ def grid_files(directory: TagDirectory) -> GridFiles:
     """
     names = sorted(os.listdir(directory.path))
     numbers = {rank for name in names if (rank := model_rank_of(name)) is not None}
-    of_experts = {places[2] for name in names if (places := EXPERT.numbers(name))}
+    of_experts = {places[2] for name in names if (places := numbers_of(EXPERT, name))}
     if of_experts and numbers != {0}:
-        _refuse_folded(directory, [name for name in names if MODEL.has(name)])
+        _refuse_folded(directory, [name for name in names if MODEL.fullmatch(name)])
     parsed = Parsed()
     ranks = [rank_files(directory, names, parsed)] if numbers <= {0} else []
     if not ranks:
@@ -97,7 +98,7 @@ def grid_files(directory: TagDirectory) -> GridFiles:
         _alike(directory, ranks)
     layers: dict[tuple[int, int], str] = {}
     for name in names:
-        if of_layer := LAYER.numbers(name):
+        if of_layer := numbers_of(LAYER, name):
             layer, rank = (*of_layer, 0)[:2]
             add_file(layers, (layer, rank), os.path.join(directory.path, name))
     if of_experts and layers:
@@ -132,7 +133,7 @@ def _alike(directory: TagDirectory, ranks: Sequence[RankFiles]) -> None:
     kinds: dict[Any, int] = {}
     for rank, files in enumerate(ranks):
         is_bf16 = any(os.path.basename(path).startswith(BF16) for path in files.optimizers[:1])
-        is_stage_3 = MODEL_3.has(os.path.basename(files.models[0]))
+        is_stage_3 = MODEL_3.fullmatch(os.path.basename(files.models[0]))
         kinds.setdefault((is_bf16, is_stage_3), rank)
     if len(kinds) > 1:
         raise InconsistentCheckpoint(

@@ -26,6 +26,7 @@ from msgspec.structs import replace
 
 from ....core.experts import layers_of
 from ....core.facts import FlatBufferEngine
+from ....core.filenames import numbers_of
 from ....core.manifest import Entry, Manifest
 from ....errors import UnsupportedCheckpoint, WrongOption
 from ....training.groups import without_empty_groups
@@ -225,7 +226,7 @@ def _uses_with_files(model: Manifest) -> dict[str, set[int]]:
             continue
         fragment = next(iter(entry.fragments), None)
         name = "" if fragment is None else os.path.basename(fragment.extent.file)
-        if numbers := LAYER.numbers(name):
+        if numbers := numbers_of(LAYER, name):
             uses.setdefault(key, set()).add(numbers[0])
     return uses
 
