@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zckpt.core.cast import CAST_BLOCK
 from zckpt.core.difference import Difference, measure, same
 from zckpt.core.dtypes import SIZES, TORCH_NAMES
-from zckpt.core.pieces import CAST_BLOCK
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 

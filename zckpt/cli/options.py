@@ -189,7 +189,7 @@ copying = together(
         type=click.Choice(["auto", "direct", "buffered"]),
         default="auto",
         show_default=True,
-        help="Write past the page cache (direct), through it (buffered), or the faster way (auto).",
+        help="Write past the page cache (direct), through it (buffered), or past it where possible (auto).",
     ),
     grouped(
         "Copying",

@@ -4,7 +4,6 @@
     copy.py         fills the files of a target
     assembling.py   one chunk of a file
     filling.py      a file while it is filled: its regions, and what its bytes belong to
-    pace.py         through the page cache or past it
     targets.py      may a target be written at a path, and does it fit?
     staging.py      it appears whole or not at all
     journal.py      which regions are complete; journals.py of several processes

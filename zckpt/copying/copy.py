@@ -1,9 +1,9 @@
 """How does a copy fill the files of a target from a source?
 
-Chunk by chunk (4 MiB): `assembling` puts the bytes into an aligned buffer, `pace` chooses how they
-are written. A region is some chunks that follow each other. When all of them are written, the file
-is synced, and the region goes into the journal with the CRC-32s of its parts. A later run takes
-these and skips the region.
+Chunk by chunk (4 MiB): `assembling` puts the bytes into an aligned buffer, which is written. A
+region is some chunks that follow each other. When all of them are written, the file is synced, and
+the region goes into the journal with the CRC-32s of its parts. A later run takes these and skips
+the region.
 """
 
 from __future__ import annotations
@@ -26,12 +26,10 @@ from ..core.plan import Chunk, Pair
 from ..core.records import PassedRecord, RecordChecker
 from ..core.resources import DEFAULT_COPYING, Copying, Progress, describe
 from ..core.streaming import chunk_size, finish, in_turns, stream, together
-from ..core.turns import Turns
 from ..errors import CorruptCheckpoint
 from .assembling import SOURCE, TENSOR, Assembler
 from .filling import FILE, RECORD, Sums, TargetFile, UnfinishedRegion
 from .journal import Journal, Key, Passed, Region
-from .pace import Pace
 from .sharing import ALONE, Portion, Sharing
 
 UNSYNCED = 64  # small files that are open until they are synced together
@@ -109,8 +107,7 @@ class _Copy:
         for path in paths:
             self._add_target(path)
         self.tasks = in_turns(map(self._chunks, sharing.mine([*self._portions()])), jobs)
-        self.pace = Pace(io, sum(self.lengths))
-        self.turns = Turns(jobs)
+        self.io = io
 
     def _counted_pairs(self) -> set[int]:
         """The pairs, by identity, whose bytes count for the records of the source.
@@ -151,7 +148,7 @@ class _Copy:
         position = f"{target.number + 1} of {len(self.targets)} files"
         describe(self.progress, f"writing {os.path.basename(target.path)}, {position}")
         for portion in portions:
-            target.open(self.pace.opening)
+            target.open(self.io)
             within = portion.start, portion.stop
             for chunk in plan.chunks(target.path, within, pieces, self.chunk):
                 yield target, chunk
@@ -215,14 +212,10 @@ class _Copy:
 
         def carry_out(task: tuple[TargetFile, Chunk]) -> None:
             target, chunk = task
-            with self.pace.turn(target.writer, chunk.length) as mode:
-                with self.turns.computing(element_reader.reader):
-                    passed = assembler.assemble(target, chunk, buffer.view[: chunk.length])
-                self.sharing.check()
-                target.writer.write(buffer.view, chunk.length, chunk.offset, mode)
-            with self.turns.computing(element_reader.reader):
-                complete = self._written(target, chunk, passed, element_reader.passed)
-            if complete:
+            passed = assembler.assemble(target, chunk, buffer.view[: chunk.length])
+            self.sharing.check()
+            target.writer.write(buffer.view, chunk.length, chunk.offset)
+            if complete := self._written(target, chunk, passed, element_reader.passed):
                 self._complete(target, complete)
 
         return carry_out

@@ -26,7 +26,6 @@ How a source is read:
     duplicates.py     whether one file is a copy of another one
     records.py        do bytes have the CRC-32 that their file states? hashing.py, checksum.py
     streaming.py      one pass over tensors, with the threads and memory of resources.py
-    turns.py          which of these threads may compute now
     pooling.py        which tasks of a pass this process carries out
     loading.py        one tensor in memory
     description.py    what `inspect` prints; tensors by a glob
@@ -39,7 +38,6 @@ What a target gets from a source:
 How two checkpoints are compared:
     compare.py        finds what differs, difference.py by how much
     masters.py        do the masters of one checkpoint round to its weights?
-    rounding.py       whether few numbers are what others are rounded to
     partition.py      how an engine cuts tensors, in the words of gather.py files
     buckets.py        which blocks of such tensors one all-gather brings back
 
