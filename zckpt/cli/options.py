@@ -189,7 +189,8 @@ copying = together(
         type=click.Choice(["auto", "direct", "buffered"]),
         default="auto",
         show_default=True,
-        help="Write past the page cache (direct), through it (buffered), or past it where possible (auto).",
+        help="Write past the page cache (direct), through it (buffered), or past it where that is "
+        "possible (auto).",
     ),
     grouped(
         "Copying",
