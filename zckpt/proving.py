@@ -108,7 +108,7 @@ def _verify(
     is_proof = against is not None and saved.is_proof(os.fspath(against))
     manifest = read(path, reading, alone=against is None or is_proof)
     about = saved.about(manifest)
-    with sources.unchanged(manifest):
+    with sources.unchanged(manifest.fingerprints):
         if against is None:
             about["warnings"] += duplicates.check_duplicates(manifest)
             formats.named(manifest.format).check_slices(manifest)
@@ -118,7 +118,7 @@ def _verify(
                 manifest, os.fspath(against), selection, copying, begin
             )
         other = read_other(against, manifest, reading)
-        with sources.unchanged(other):
+        with sources.unchanged(other.fingerprints):
             about["warnings"] += oddly_timed(other)
             return about | verify_against(manifest, other, selection, copying, begin)
 
@@ -140,7 +140,7 @@ def _gather(
     # the reader has ignored or refused rules of a checkpoint without tensor ranks
     has_ranks = int(manifest.source.get("tp") or 0) > 1
     rules = reading.tp_rules if has_ranks else None
-    with sources.unchanged(manifest, other):
+    with sources.unchanged(manifest.fingerprints, other.fingerprints):
         parts = formats.named(manifest.format).partitions(manifest.root, rules)
         about["warnings"] += oddly_timed(other)
         return about | verify_gathered(manifest, parts, other, selection, means, begin)
