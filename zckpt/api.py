@@ -108,7 +108,7 @@ def load(path: Path, name: str, **source: Unpack[NamedKeywords]) -> Any:
 
     manifest = read_manifest(path, _reading(source))
     entry = loading.entry_of(manifest, name)
-    with sources.unchanged(manifest):
+    with sources.unchanged(manifest.fingerprints):
         try:
             import torch  # noqa: F401
         except ImportError:
@@ -301,7 +301,7 @@ def diff(
     selection = Selection(tensors, weights_only, tuple(drop_state))
     first = read_manifest(a, reading, alone=False)
     second = read_other(b, first, reading)
-    with sources.unchanged(first, second):
+    with sources.unchanged(first.fingerprints, second.fingerprints):
         findings = proof.diff(first, second, selection, copying, begin)
     report: Report = {"zckpt": 1, "command": "diff", "a": os.fspath(a), "b": os.fspath(b)}
     report["selection"] = selection.flags
@@ -331,6 +331,6 @@ def stats(
     manifest = read_manifest(path, _reading(source))
     report: Report = {"zckpt": 1, "command": "stats", "path": os.fspath(path)}
     report["format"] = manifest.format
-    with sources.unchanged(manifest):
+    with sources.unchanged(manifest.fingerprints):
         findings = health.measure_all(manifest, tensors, copying, begin)
     return report | findings | {"seconds": round(time.monotonic() - started, 3)}

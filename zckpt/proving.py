@@ -113,7 +113,7 @@ def _verify(
     is_proof = against is not None and saved.is_proof(os.fspath(against))
     manifest = read(path, reading, alone=against is None or is_proof)
     about = saved.about(manifest)
-    with sources.unchanged(manifest):
+    with sources.unchanged(manifest.fingerprints):
         if against is None:
             about["warnings"] += duplicates.check_duplicates(manifest)
             if check_slices := formats.named(manifest.format).functions.check_slices:
@@ -124,7 +124,7 @@ def _verify(
                 manifest, os.fspath(against), selection, copying, begin
             )
         other = read_other(against, manifest, reading)
-        with sources.unchanged(other):
+        with sources.unchanged(other.fingerprints):
             about["warnings"] += oddly_timed(other)
             return about | verify_against(manifest, other, selection, copying, begin)
 
@@ -148,7 +148,7 @@ def _gather(
     # the reader has ignored or refused rules of a checkpoint without tensor ranks
     has_ranks = int(manifest.source.get("tp") or 0) > 1
     rules = reading.tp_rules if has_ranks else None
-    with sources.unchanged(manifest, other):
+    with sources.unchanged(manifest.fingerprints, other.fingerprints):
         partitions = formats.named(manifest.format).functions.partitions
         parts = partitions(manifest.root, rules) if partitions else None
         about["warnings"] += oddly_timed(other)

@@ -15,7 +15,6 @@ import pytest
 from zckpt.core import sources
 from zckpt.core.fileio import Reader
 from zckpt.core.fragments import Extent
-from zckpt.core.manifest import Manifest
 from zckpt.core.sources import Fingerprint
 from zckpt.errors import CorruptCheckpoint, InconsistentCheckpoint, SourceChanged, hint_for
 
@@ -71,21 +70,20 @@ def test_a_reader_refuses_a_file_that_changed(path: Path, change: Callable[[Path
 
 @pytest.mark.parametrize("change", [*CHANGES, os.unlink])
 def test_what_changes_is_noticed_in_the_end(path: Path, change: Callable[[Path], None]) -> None:
-    manifest = Manifest(str(path), "", {}, {}, {}, fingerprints={str(path): fingerprint(path)})
-    sources.check_unchanged(manifest)
-    with sources.unchanged(manifest):
+    read = {str(path): fingerprint(path)}
+    with sources.unchanged(read):
         pass
     what = "removed" if change is os.unlink else "changed"
     message = f"{path} .*{what} while it was read"
-    with pytest.raises(SourceChanged, match=message), sources.unchanged(manifest):
+    with pytest.raises(SourceChanged, match=message), sources.unchanged(read):
         change(path)
-    with pytest.raises(SourceChanged), sources.unchanged(manifest):
+    with pytest.raises(SourceChanged), sources.unchanged(read):
         raise CorruptCheckpoint("these bytes do not fit")
 
 
 def test_an_error_without_a_change_stays_itself(path: Path) -> None:
-    manifest = Manifest(str(path), "", {}, {}, {}, fingerprints={str(path): fingerprint(path)})
-    with pytest.raises(CorruptCheckpoint), sources.unchanged(manifest):
+    read = {str(path): fingerprint(path)}
+    with pytest.raises(CorruptCheckpoint), sources.unchanged(read):
         raise CorruptCheckpoint("these bytes do not fit")
     with (
         pytest.raises(InconsistentCheckpoint),

@@ -73,7 +73,7 @@ def convert(
     with (
         naming_full_disk(staging.target, size, staging.partial),
         staging,
-        unchanged(source),
+        unchanged(source.fingerprints),
         ending(staging.sharing),
     ):
         staging.lay(layout.shells(), _strictest_mode(source))
@@ -153,7 +153,7 @@ def take_part(
     source, shells = work.source, work.shells
     target = work.folder.removesuffix(".partial")
     size = sum(work.identity.files.values())
-    with ending(sharing), unchanged(source), naming_full_disk(target, size):
+    with ending(sharing), unchanged(source.fingerprints), naming_full_disk(target, size):
         pairs = plan.join(source, shells, work.from_masters)
         copy(pairs, source, shells, root, copying, progress, journal, sharing)
 

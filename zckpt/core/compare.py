@@ -107,7 +107,7 @@ class ComparisonWork(Struct, frozen=True):
         """Carries out the blocks that this process gets."""
         jobs = max(1, min(copying.jobs, copying.memory * 2 // 5 // (2 * self.chunk)))
         running = _Comparison(self, progress)
-        with unchanged(*self.manifests):
+        with unchanged(*(manifest.fingerprints for manifest in self.manifests)):
             running.run(jobs, claim)
         return running.partial()
 

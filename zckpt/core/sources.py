@@ -17,15 +17,12 @@ import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, BinaryIO
+from typing import BinaryIO
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from ..errors import CorruptCheckpoint, SourceChanged, ZckptError
-
-if TYPE_CHECKING:
-    from .manifest import Manifest
 
 # nothing is there: a path without a file, through a file, through links in a circle, too long
 NOTHING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
@@ -120,25 +117,20 @@ def watching() -> Iterator[Watch]:
 
 
 @contextmanager
-def unchanged(*manifests: Manifest) -> Iterator[None]:
-    """Raises SourceChanged at the end of the block if a file of these checkpoints has changed.
+def unchanged(*read: Fingerprints) -> Iterator[None]:
+    """Raises SourceChanged at the end of the block if a file is not as it was when it was `read`.
 
     So it does if the block raises: the bytes of a file that changed do not fit together.
     """
     try:
         yield
     except ZckptError as error:
-        for manifest in manifests:
-            _blame_change(manifest.fingerprints, error)
+        for fingerprints in read:
+            _blame_change(fingerprints, error)
         raise
-    for manifest in manifests:
-        check_unchanged(manifest)
-
-
-def check_unchanged(manifest: Manifest) -> None:
-    """Raises SourceChanged if a file of the checkpoint, or beside it, is not as it was read."""
-    for path, first in manifest.fingerprints.items():
-        _check(path, first, status(path))
+    for fingerprints in read:
+        for path, first in fingerprints.items():
+            _check(path, first, status(path))
 
 
 def _check(path: str, first: Fingerprint | None, now: os.stat_result | None) -> None:

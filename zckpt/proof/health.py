@@ -99,7 +99,7 @@ class MeasuringWork(Struct, frozen=True):
         """Measures the blocks that this process gets."""
         running = _Measuring(self, progress, keeps_parts=True)
         jobs = max(1, min(copying.jobs, copying.memory // (2 * self.chunk)))
-        with unchanged(*self.manifests):
+        with unchanged(*(manifest.fingerprints for manifest in self.manifests)):
             running.run(jobs, claim)
         return running.partial()
 
