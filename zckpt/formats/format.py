@@ -27,9 +27,8 @@ from .reading import USUAL, Reading
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ..copying.copy import CopyOutcome
     from ..core.folder import Folder
-    from ..core.layout import Layout, Shell
+    from ..core.layout import CopyOutcome, Layout, Shell
     from ..core.manifest import Manifest
     from ..core.partition import Partition
     from ..training.options import Option, Options

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from .reading import USUAL, Reading
 
 if TYPE_CHECKING:
-    from ..copying.copy import CopyOutcome
     from ..core.folder import Folder
-    from ..core.layout import Layout
+    from ..core.layout import CopyOutcome, Layout
     from ..core.manifest import Manifest
     from ..core.partition import Partition
     from ..training.options import Option, Options
