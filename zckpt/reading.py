@@ -8,12 +8,18 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from . import formats
-from .copying.targets import refuse_unfinished
 from .core import sources
+from .core.folder import JOURNAL
 from .core.manifest import Manifest
 from .core.neighbors import lacking
 from .core.times import odd_times
-from .errors import AmbiguousCheckpoint, CorruptCheckpoint, WrongOption, listed
+from .errors import (
+    AmbiguousCheckpoint,
+    CorruptCheckpoint,
+    IncompleteCheckpoint,
+    WrongOption,
+    listed,
+)
 from .formats.format import Format
 from .formats.reading import Reading
 from .training import families, steps
@@ -30,7 +36,7 @@ def read(path: str | os.PathLike[str], reading: Reading, alone: bool = True) -> 
     """
     steps.check_policy(reading.step_policy)
     path = os.fspath(path)
-    refuse_unfinished(path)
+    _refuse_unfinished(path)
     format = formats.recognize(path, reading.format, reading.tag)
     with sources.watching() as watch:
         manifest = format.functions.read(path, reading)
@@ -64,6 +70,18 @@ def _rebuilt(manifest: Manifest, format: Format) -> Manifest:
             hint="it mends masters that Megatron-Core mixed up; leave it out",
         )
     return rebuilt(manifest)
+
+
+def _refuse_unfinished(path: str) -> None:
+    """Raises IncompleteCheckpoint for a target that its run has not completed."""
+    folder = os.path.abspath(path)
+    while folder != (above := os.path.dirname(folder)):
+        if folder.endswith(".partial") and os.path.lexists(os.path.join(folder, JOURNAL)):
+            raise IncompleteCheckpoint(
+                f"{path} belongs to a target that is not complete",
+                hint="wait for the run that writes it, or repeat that run with --resume",
+            )
+        folder = above
 
 
 def oddly_timed(manifest: Manifest) -> list[str]:

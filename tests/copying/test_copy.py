@@ -40,6 +40,7 @@ from zckpt.core.fragments import (
     range_of_box,
     solid,
 )
+from zckpt.core.layout import CopyOutcome
 from zckpt.core.manifest import Entry, Manifest
 from zckpt.core.resources import DEFAULT_COPYING, Copying, Progress
 from zckpt.errors import CorruptCheckpoint
@@ -242,13 +243,13 @@ class Job:
         copying: Copying = DEFAULT_COPYING,
         progress: Progress | None = None,
         checked: bool = True,
-    ) -> execute.CopyOutcome:
+    ) -> CopyOutcome:
         source, target = self.source.manifest(checked), self.target.manifest()
         pairs = plan.join(source, target)
         with Folder.at(str(self.target.root)) as root:
             return execute.copy(pairs, source, target, root, copying, progress)
 
-    def check(self, outcome: execute.CopyOutcome) -> None:
+    def check(self, outcome: CopyOutcome) -> None:
         for path, data in self.target.files.items():
             assert Path(path).read_bytes() == data, path
         for path, (size, crc) in outcome.files.items():
@@ -417,7 +418,7 @@ def test_every_way_of_writing_gives_the_same(tmp_path: Path, io: str) -> None:
 
 def test_nothing_to_copy(tmp_path: Path) -> None:
     job = prepare(tmp_path, 3, [])
-    assert repr(job.copy()) == repr(execute.CopyOutcome())
+    assert repr(job.copy()) == repr(CopyOutcome())
 
 
 # -- what the source's files state

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from zckpt import probe
+from zckpt.display import picture
 from zckpt.errors import (
     CorruptCheckpoint,
     InconsistentCheckpoint,
@@ -19,7 +20,7 @@ from zckpt.errors import (
     NotACheckpoint,
     UnsupportedCheckpoint,
 )
-from zckpt.probe import picture, runs
+from zckpt.probe import runs
 
 from ..conftest import ROOT, Result
 

@@ -216,14 +216,15 @@ def probe_diff(
 
     Exit code 3: there is a big difference.
     """
-    from ..probe import comparing, picture, runs
+    from ..display import picture
+    from ..probe import comparing, runs, summaries
 
     if svg:
         display.can_save(svg)
     first, second = runs.read(a), runs.read(b)
     report = comparing.report(first, second, runs.read(noise) if noise else None)
     if summary:
-        picture.summarise(summary, [("a", first), ("b", second)])
+        summaries.summarise(summary, [("a", first), ("b", second)])
     if svg:
         display.save_text(svg, picture.svg(report))
     display.answer(report, as_json, quiet, display.probed)

@@ -20,13 +20,13 @@ from itertools import chain
 
 from ..core import plan
 from ..core.folder import Folder
-from ..core.layout import Layout
+from ..core.layout import CopyOutcome, Layout
 from ..core.manifest import Manifest
 from ..core.resources import Begin, Copying, Progress
 from ..core.sources import unchanged
 from ..core.streaming import chunk_size
 from ..errors import NotEnoughSpace, ProcessLost, removal, sized
-from .copy import CopyOutcome, copy
+from .copy import copy
 from .journal import Journal
 from .sharing import Sharing, Work
 from .staging import Staging

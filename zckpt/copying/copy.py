@@ -13,13 +13,12 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 
-from msgspec import Struct, field
-
 from ..core import plan
 from ..core.checksum import Cover, Scattered
 from ..core.fileio import Buffer, is_small
 from ..core.folder import Folder
 from ..core.fragments import Extent, Fragments, Runs, Slices
+from ..core.layout import CopyOutcome
 from ..core.manifest import Manifest
 from ..core.pieces import ElementReader
 from ..core.plan import Chunk, Pair
@@ -35,24 +34,6 @@ from .sharing import ALONE, Portion, Sharing
 UNSYNCED = 64  # small files that are open until they are synced together
 CHECKED = "checked"
 """Of what a CRC-32 is: a record of the source. Others: see `assembling` and `filling`."""
-
-
-class CopyOutcome(Struct, eq=False):
-    """What a copy knows in the end.
-
-    `digests` are those of the target's entries, by name. `files` are sizes and CRC-32s, by path.
-    `records` are the CRC-32s of the target's records in the files that were filled, by extent.
-    `checked` and `unchecked` count source records. A record stays unchecked if it was saved without
-    a CRC (`bare` counts these), or if only a small part of it was read.
-    """
-
-    digests: dict[str, int] = field(default_factory=dict)
-    files: dict[str, tuple[int, int]] = field(default_factory=dict)
-    records: dict[Extent, int] = field(default_factory=dict)
-    bytes: int = 0
-    checked: int = 0
-    unchecked: int = 0
-    bare: int = 0
 
 
 class _Copy:

@@ -25,11 +25,10 @@ from msgspec import Struct, field
 
 from ..core.checksum import crc32
 from ..core.fileio import sync_data
-from ..core.folder import Folder
+from ..core.folder import JOURNAL, Folder
 from ..core.sources import close, naming, pread
 from ..errors import TargetExists, listed, removal
 
-JOURNAL = "journal"
 MARK = "user.zckpt.run"
 """The extended attribute of a complete target, which says of which run it is."""
 SYNC_EVERY = 1.0  # seconds between two syncs of the journal

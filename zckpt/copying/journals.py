@@ -16,11 +16,11 @@ from contextlib import suppress
 
 from ..core.checksum import crc32
 from ..core.fileio import sync_data
-from ..core.folder import Folder
+from ..core.folder import JOURNAL, Folder
 from ..core.sources import close, naming, pread
 from ..errors import TargetExists
 from . import filling
-from .journal import JOURNAL, Identity, Journal, Region, in_use, lock, regions_in
+from .journal import Identity, Journal, Region, in_use, lock, regions_in
 
 COMPLETING = 60.0  # seconds that a new part waits for one that completes the target
 

@@ -8,16 +8,15 @@ import shlex
 from contextlib import suppress
 
 from ..core import sources
-from ..core.folder import PROBE, Folder
+from ..core.folder import JOURNAL, PROBE, Folder
 from ..errors import (
-    IncompleteCheckpoint,
     NotEnoughSpace,
     TargetExists,
     WrongOption,
     removal,
     sized,
 )
-from .journal import JOURNAL, Identity, difference, is_locked, mark_of
+from .journal import Identity, difference, is_locked, mark_of
 
 
 def refuse_existing(target: str, partial: bool = True) -> None:
@@ -118,18 +117,6 @@ def _strange(path: str) -> TargetExists:
         f"{path} exists, and cannot be continued: it has no journal of zckpt",
         hint=f"if you do not need it, remove it: {removal(path)}",
     )
-
-
-def refuse_unfinished(path: str) -> None:
-    """Raises IncompleteCheckpoint for a target that its run has not completed."""
-    folder = os.path.abspath(path)
-    while folder != (above := os.path.dirname(folder)):
-        if folder.endswith(".partial") and os.path.lexists(os.path.join(folder, JOURNAL)):
-            raise IncompleteCheckpoint(
-                f"{path} belongs to a target that is not complete",
-                hint="wait for the run that writes it, or repeat that run with --resume",
-            )
-        folder = above
 
 
 def is_taken(target: str) -> bool:

@@ -37,6 +37,7 @@ What a target gets from a source:
 
 How two checkpoints are compared:
     compare.py        finds what differs, difference.py by how much
+    statistics.py     what one tensor's numbers are like
     masters.py        do the masters of one checkpoint round to its weights?
     partition.py      how an engine cuts tensors, in the words of gather.py files
     buckets.py        which blocks of such tensors one all-gather brings back

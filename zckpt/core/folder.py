@@ -24,6 +24,7 @@ NO_LINK = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 # what a system says of a link or a socket that is opened so: no errors of the disk
 NO_FILE = (errno.ELOOP, errno.EMLINK, errno.ENOTDIR, errno.ENXIO)
 PARTS = frozenset(("", os.curdir, os.pardir))  # of a path that is not normal
+JOURNAL = "journal"  # beside an unfinished target: what of it is complete
 PROBE = "owner-"
 """How the names of the files begin whose owner is looked at; they are removed at once."""
 

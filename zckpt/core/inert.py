@@ -517,3 +517,10 @@ _MAKERS: dict[str, Callable[[Any], Any]] = {
     "$scalar": _scalar,
     "$tensor": _tensor_name,
 }
+
+
+def alike(a: Any, b: Any) -> bool:
+    """Whether two values are equal; NaN equals NaN, and a tuple equals the list in JSON."""
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(map(alike, a, b))
+    return bool(a == b) or (a != a and b != b)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from msgspec import Struct
+from msgspec import Struct, field
 
+from .fragments import Extent
 from .manifest import Manifest, Sibling
 
 
@@ -40,6 +41,24 @@ class Layout(Struct, frozen=True):
     """What fills them, if a part of the source does, or more than it."""
     check: Callable[[], Sequence[str]] | None = None
     """Reads tensors of the source before the first byte is written, and gives warnings."""
+
+
+class CopyOutcome(Struct, eq=False):
+    """What a copy knows in the end.
+
+    `digests` are those of the target's entries, by name. `files` are sizes and CRC-32s, by path.
+    `records` are the CRC-32s of the target's records in the files that were filled, by extent.
+    `checked` and `unchecked` count source records. A record stays unchecked if it was saved without
+    a CRC (`bare` counts these), or if only a small part of it was read.
+    """
+
+    digests: dict[str, int] = field(default_factory=dict)
+    files: dict[str, tuple[int, int]] = field(default_factory=dict)
+    records: dict[Extent, int] = field(default_factory=dict)
+    bytes: int = 0
+    checked: int = 0
+    unchecked: int = 0
+    bare: int = 0
 
 
 REMEMBERED = 64 << 20  # bytes of shells that are kept from the first pass for the second

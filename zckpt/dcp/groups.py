@@ -11,9 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from ..core.inert import Scalar
+from ..core.inert import Scalar, alike
 from ..errors import InconsistentCheckpoint
-from ..proof.states import alike
 from ..training import steps
 from .keys import KeyMeaning, KeyNames
 

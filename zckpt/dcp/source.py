@@ -14,8 +14,9 @@ from functools import cached_property
 from typing import Any
 
 from msgspec import Struct, field
+from msgspec.structs import replace
 
-from .. import api, formats
+from .. import formats
 from ..core import sources
 from ..core.dtypes import TORCH_NAMES
 from ..core.inert import Scalar, TensorName
@@ -36,8 +37,8 @@ from ..formats.reading import Reading
 from ..formats.statedict.keys import in_folder
 from ..formats.statedict.tree import Path, dotted
 from ..formats.statedict.write import BlankTensor, StateDicts
+from ..reading import read
 from ..training import steps
-from ..training.names import renamed
 from ..training.options import Options
 from .keys import NUMBERED, KeyMeaning, KeyNames
 
@@ -102,17 +103,7 @@ class Source:
 
     @cached_property
     def manifest(self) -> Manifest:
-        reading = self.reading
-        manifest = api.read(
-            self.path,
-            format=self._format,
-            tag=reading.tag,
-            root=reading.root,
-            step_policy=reading.step_policy,
-            param_names=reading.param_names,
-            tp_rules=reading.tp_rules,
-        )
-        return renamed(manifest, reading.rename)
+        return read(self.path, replace(self.reading, format=self._format))
 
     @cached_property
     def listing(self) -> Listing:

@@ -1,11 +1,12 @@
 """How results look: tables, progress bars and JSON. The only module that knows rich.
 
 Data go to stdout, everything else to stderr. On a terminal rich draws tables and bars. Without one,
-tables are plain columns that grep and awk can read, there are no bars, and rich is not imported.
+tables are plain columns that grep and awk can read, and there are no bars.
 
     checkpoint.py   what a checkpoint contains, and what a conversion wrote
     findings.py     what verify, diff, stats and probe-diff found
-    terminal.py     tables, bars, JSON and files, for both
+    picture.py      how two runs of a program differ, drawn
+    terminal.py     tables, bars, JSON and files, for all
 """
 
 from .checkpoint import converted as converted

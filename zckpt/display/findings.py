@@ -9,7 +9,7 @@ from typing import Any
 
 from ..core.inert import PYTHON_NUMBERS
 from ..errors import counted, listed, sized
-from ..probe.picture import SPARKS, curves, drawn
+from .picture import SPARKS, curves, drawn
 from .terminal import brief, checked, safe, states, table, unchecked, warn
 
 

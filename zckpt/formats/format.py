@@ -27,9 +27,10 @@ from ..training import steps
 from .reading import Reading
 
 if TYPE_CHECKING:
-    from ..copying.copy import CopyOutcome
+    from collections.abc import Mapping
+
     from ..core.folder import Folder
-    from ..core.layout import Layout, Shell
+    from ..core.layout import CopyOutcome, Layout, Shell
     from ..core.manifest import Manifest
     from ..core.partition import Partition
     from ..training.options import Option, Options

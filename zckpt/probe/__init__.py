@@ -10,7 +10,7 @@
     spans.py        huggingface.py  lightning.py the callbacks of trainers
     runs.py         merging.py                   recordings that are read; ranks that are joined
     comparing.py    distances.py                 where two runs differ, and how much
-    explaining.py   picture.py                   why they differ, and how that is shown
+    explaining.py   summaries.py                 why they differ; texts to compare line by line
     streaming.py    prefetch.py                  weights that stay in a checkpoint's files
 
 Recording and streaming need torch (`pip install torch safetensors`); reading and comparing runs do

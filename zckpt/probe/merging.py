@@ -27,7 +27,7 @@ from msgspec.structs import replace
 
 from ..core.checksum import combine
 from ..core.dtypes import SIZES
-from ..proof.stats import Statistics, json_number
+from ..core.statistics import Statistics, json_number
 from .runs import OF_WEIGHTS, Run, TensorRecord
 
 Group = tuple[int, str, str, str]

@@ -32,7 +32,7 @@ from torch import Tensor
 from ..core.cast import array
 from ..core.checksum import combine, crc32
 from ..core.dtypes import FLOATS, NUMBERS, TORCH_NAMES
-from ..proof.stats import CANCELLED, Statistics, json_number, measure, sum_of_squares
+from ..core.statistics import CANCELLED, Statistics, json_number, measure, sum_of_squares
 
 NAMES = {getattr(torch, kind): name for name, kind in TORCH_NAMES.items() if hasattr(torch, kind)}
 UNSIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}

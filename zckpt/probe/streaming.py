@@ -27,13 +27,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from .. import api
 from ..core.fileio import Reader, align, in_pages
 from ..core.manifest import Entry, Manifest
 from ..core.pieces import ElementReader, ReadRequest
 from ..core.records import RecordChecker
 from ..core.weights import weight_of
 from ..errors import MissingData, listed
+from ..formats.reading import Reading
+from ..reading import read
 from ..training.names import Renames, matched, plain, renamed
 from .compiled import is_compiled
 from .prefetch import Part, Prefetcher, most
@@ -73,7 +74,7 @@ def stream(
     manifest = (
         checkpoint
         if isinstance(checkpoint, Manifest)
-        else api.read(checkpoint, format=format, tag=tag, step_policy=step_policy)
+        else read(checkpoint, Reading(format, tag, step_policy))
     )
     manifest = renamed(manifest, rename)
     streamer = _Streamer(unwrapped(model), manifest, device, (*WHOLE, *whole))

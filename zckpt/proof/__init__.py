@@ -4,7 +4,7 @@
     allgather/      the engine's own rule, gathered with torch.distributed
     pairs.py        which tensors are compared            report.py    lines of a report
     values.py       steps, scalars, groups                states.py    schedulers, counters, ...
-    health.py       statistics of all tensors             stats.py     statistics of one
+    health.py       statistics of all tensors
     damage.py       whose bytes are damaged               beside.py    files of a trainer, ...
     saved.py        the file of --save-proof
 

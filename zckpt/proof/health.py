@@ -21,10 +21,10 @@ from ..core.pooling import Claim, claimed
 from ..core.records import RecordChecker
 from ..core.resources import DEFAULT_COPYING, Begin, Copying, Progress, describe
 from ..core.sources import unchanged
+from ..core.statistics import Statistics, exponents, magnitudes, measure
 from ..core.streaming import batches, chunk_size, finish, stream
 from ..core.weights import WEIGHTS
 from . import damage
-from .stats import Statistics, exponents, magnitudes, measure
 
 Report = dict[str, Any]
 

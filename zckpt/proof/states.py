@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..core.facts import FlatBufferEngine, NamedWeightsEngine, StateDictEngine, with_facts
-from ..core.inert import Foreign, inside, to_json
+from ..core.inert import Foreign, alike, inside, to_json
 from ..core.manifest import Manifest
 from ..core.weights import WEIGHTS, is_optimizers
 from ..errors import listed
@@ -348,10 +348,3 @@ def _with_numbers(optimizer: Report) -> Report:
     kept = SCALE if rest.get("dynamic_loss_scale") else SCALE[:1]
     numbers = {key: value for key, value in {**state, **rest}.items() if key in kept}
     return {**{key: item for key, item in rest.items() if key not in SCALE}, **numbers}
-
-
-def alike(a: Any, b: Any) -> bool:
-    """Whether two values are equal; NaN equals NaN, and a tuple equals the list in JSON."""
-    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
-        return len(a) == len(b) and all(map(alike, a, b))
-    return bool(a == b) or (a != a and b != b)

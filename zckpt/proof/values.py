@@ -9,11 +9,10 @@ from msgspec.structs import replace
 
 from ..core.experts import layers_of
 from ..core.facts import FlatBufferEngine, NamedWeightsEngine, StateDictEngine, StepPlace
-from ..core.inert import Scalar, plain_group, to_json
+from ..core.inert import Scalar, alike, plain_group, to_json
 from ..core.manifest import Manifest, Parameter
 from ..core.states import State, is_afresh, lost
 from ..errors import counted, listed
-from .states import alike
 
 Report = dict[str, Any]
 

@@ -53,11 +53,10 @@ from .names import named_for
 from .running import Running
 
 if TYPE_CHECKING:
-    from ..copying.copy import CopyOutcome
     from ..copying.journal import Identity
     from ..copying.staging import Staging
     from ..core.folder import Folder
-    from ..core.layout import Layout, Shell
+    from ..core.layout import CopyOutcome, Layout, Shell
     from ..formats.format import Format
 
 Report = dict[str, Any]

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 from msgspec import Struct
 
-from ..core.cast import array
-from ..core.dtypes import FLOATS
+from .cast import array
+from .dtypes import FLOATS
 
 BLOCK = 1 << 17  # elements: 1 MiB as float64, in a core's L2; threads meet at each block's edges
 ROW = 1 << 13  # elements; of more than 10,000 OpenBLAS makes a dot product with all processors

@@ -15,13 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import zckpt
+from zckpt.core import statistics
 from zckpt.core.dtypes import NUMBERS, TORCH_NAMES
 from zckpt.core.fragments import Extent, solid
 from zckpt.core.manifest import Entry, Manifest, Parameter
 from zckpt.core.resources import Copying
+from zckpt.core.statistics import measure
 from zckpt.proof import health
-from zckpt.proof import stats as statistics
-from zckpt.proof.stats import measure
 
 from .. import faults
 from ..conftest import EXAMPLE, Result

@@ -1,0 +1,63 @@
+"""Writes a run as texts, one for each step, to compare line by line."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from ..errors import TargetExists
+from .runs import Run, TensorRecord
+
+
+def summarise(directory: str, named: Sequence[tuple[str, Run]]) -> list[str]:
+    """Writes one text for each step and run, in the order of the first run; returns their paths.
+
+    Raises TargetExists if the directory exists.
+    """
+    if os.path.lexists(directory):
+        raise TargetExists(f"{directory} exists already", hint="name a new directory")
+    order: dict[tuple[int, Any], None] = {}
+    for _, run in named:
+        for rank, records in run.ranks.items():
+            order |= dict.fromkeys((rank, record.place) for record in records)
+    written = []
+    for name, run in named:
+        records_by_place = {
+            (rank, record.place): record
+            for rank, records in run.ranks.items()
+            for record in records
+        }
+        folder = os.path.join(directory, name)
+        os.makedirs(folder)
+        for step in run.steps:
+            path = os.path.join(folder, f"step_{step:08d}.txt")
+            with open(path, "x", encoding="utf-8", errors="backslashreplace") as file:
+                for rank, place in order:
+                    if place[0] == step:
+                        file.write(_text(rank, place, records_by_place.get((rank, place))))
+            written.append(path)
+    return written
+
+
+def _text(rank: int, place: tuple[int, str, str, str], record: TensorRecord | None) -> str:
+    step, batch, kind, key = place
+    head = f"{kind} {key}  rank {rank} step {step} batch {batch}\n"
+    if record is None:
+        return f"{head}  not recorded\n\n"
+    lines = [f"  {record.dtype} {list(record.shape)}"]
+    for keys in (("min", "max", "mean", "std", "norm"), ("nan", "inf", "negative", "zero")):
+        values = [f"{key} {_short(record.numbers[key])}" for key in keys if key in record.numbers]
+        lines += [f"  {'  '.join(values)}"] if values else []
+    if "crc32" in record.numbers:
+        lines.append(f"  crc32 {record.numbers['crc32']}")
+    samples = record.numbers.get("samples", ())
+    for start in range(0, len(samples), 8):
+        lines.append(
+            "  " + " ".join(f"{_short(value):>13}" for value in samples[start : start + 8])
+        )
+    return "\n".join([head.rstrip("\n"), *lines, "", ""])
+
+
+def _short(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
