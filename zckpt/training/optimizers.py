@@ -10,18 +10,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from msgspec import Struct, field
 
-from ..core.facts import FlatBufferEngine
-from ..core.inert import to_json
 from ..core.manifest import Manifest
 from ..core.weights import is_optimizers
-from ..errors import WrongOption, listed
-
-if TYPE_CHECKING:
-    from .options import Options
+from ..errors import WrongOption
 
 ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
 TORCH = {"maximize": False, "foreach": None, "capturable": False, "differentiable": False}
@@ -253,93 +248,3 @@ def check_moments(named: str | None, states: Collection[str]) -> None:
             f"{', '.join(sorted(states)) or 'none'}",
             hint="leave out --optimizer, or write --weights-only",
         )
-
-
-def are_inferred(source: Manifest) -> bool:
-    """Whether the hyper-parameters come from a config and a scheduler, not from groups.
-
-    DeepSpeed's elastic files store none (0.19.8).
-    """
-    return isinstance(source.engine, FlatBufferEngine) and source.engine.elastic
-
-
-def are_given(source: Manifest) -> bool:
-    """Whether the user has stated the hyper-parameters of a source that stores none."""
-    return isinstance(source.engine, FlatBufferEngine) and source.engine.given
-
-
-def given_groups(source: Manifest, options: Options) -> list[dict[str, Any]]:
-    """Every group, completed with `--group-defaults`.
-
-    Stored hyper-parameters take precedence over `--group-defaults`, inferred ones do not.
-    """
-    count = 1 + max((item.group or 0 for item in source.parameters.values()), default=0)
-    groups: Sequence[dict[str, Any]] = source.groups or [{}] * count
-    pairs = zip(groups, options.defaults(len(groups)), strict=True)
-    if are_inferred(source):
-        return [{**group, **own} for group, own in pairs]
-    return [{**own, **group} for group, own in pairs]
-
-
-def unused_defaults(source: Manifest, options: Options) -> list[str]:
-    """A warning about `--group-defaults` that no group takes: the source stores other values."""
-    if not source.groups or are_inferred(source):
-        return []
-    pairs = list(zip(source.groups, options.defaults(len(source.groups)), strict=True))
-    unused = {
-        key: group[key]
-        for group, own in pairs
-        for key, value in own.items()
-        if key in group and to_json(group[key]) != to_json(value)
-        if all(key in each for each, theirs in pairs if key in theirs)
-    }
-    if not unused:
-        return []
-    stored = ", ".join(f"{key}={value}" for key, value in unused.items())
-    return [
-        f"--group-defaults {listed(list(unused))} is not used: the source stores {stored}. Change "
-        "it in the program that resumes"
-    ]
-
-
-def torch_groups(
-    source: Manifest, options: Options, named: str | None = None
-) -> tuple[list[dict[str, Any]], list[str]]:
-    """Every group with all keys of torch's own optimizer, and warnings about assumed values.
-
-    `named` is the class that `--optimizer` names, which is an Adam. Adam of DeepSpeed and Apex
-    decays weights as AdamW does, unless its config says otherwise.
-    """
-    groups = given_groups(source, options)
-    name = likely_optimizer(source) or ("adam" if named else "")
-    needed = dict(known_optimizer(name).defaults)
-    if name == "adam" and any("bias_correction" in group for group in groups):
-        needed["decoupled_weight_decay"] = _adam_w_mode(source)
-    assumed = {
-        key: value
-        for key, value in needed.items()
-        if key in ("lr", "betas", "eps", "weight_decay", "momentum")
-        and any(key not in group for group in groups)
-    }
-    warnings = []
-    if assumed:
-        values = ", ".join(f"{key}={value}" for key, value in assumed.items())
-        warnings.append(
-            f"hyper-parameters that the source does not hold are {name}'s defaults: {values}"
-        )
-    return [_typed({**needed, **group}) for group in groups], warnings
-
-
-def _adam_w_mode(source: Manifest) -> bool:
-    params: Any = source.engine.config if isinstance(source.engine, FlatBufferEngine) else {}
-    for key in ("optimizer", "params", "adam_w_mode"):
-        params = params.get(key) if isinstance(params, dict) else None
-    return params is not False
-
-
-def _typed(group: dict[str, Any]) -> dict[str, Any]:
-    """`betas` as a tuple, as in torch; it is a list if it comes from a JSON config."""
-    return {
-        key: tuple(value) if key == "betas" and isinstance(value, Sequence) else value
-        for key, value in group.items()
-    }

@@ -34,8 +34,8 @@ from ..formats.paths import strange_target
 from ..formats.reading import Reading
 from ..reading import read, refuse_several
 from ..training import best, objects, steps, ties
+from ..training.hyperparameters import unused_defaults
 from ..training.names import former
-from ..training.optimizers import unused_defaults
 from ..training.options import (
     ACCEPT_WEIGHTS,
     ALLOW_OBJECT,

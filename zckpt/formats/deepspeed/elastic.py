@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from ...core.inert import PYTHON_NUMBERS
 from ...errors import listed
-from ...training.optimizers import are_given, are_inferred
+from ...training.hyperparameters import are_given, are_inferred
 from ...training.options import GROUP_DEFAULTS
 from .. import zero
 from ..deepspeed_states.target import DeepSpeedTarget

@@ -33,8 +33,9 @@ from ...errors import (
     WrongOption,
     listed,
 )
+from ...training.hyperparameters import given_groups
 from ...training.objects import without_others
-from ...training.optimizers import given_groups, known_optimizer, plain_name
+from ...training.optimizers import known_optimizer, plain_name
 from ...training.options import ALLOW_OBJECT, Options
 from ..deepspeed_states.hyper import OF_IMPLEMENTATIONS
 from ..deepspeed_states.patterns import INFO

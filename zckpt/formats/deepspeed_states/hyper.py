@@ -7,13 +7,11 @@ from typing import Any
 
 from ...core.manifest import Manifest
 from ...errors import MissingData, UnsupportedCheckpoint, WrongOption
+from ...training.hyperparameters import are_given, are_inferred, given_groups
 from ...training.optimizers import (
     ADAM,
     TORCH,
-    are_given,
-    are_inferred,
     check_moments,
-    given_groups,
     is_of_muon,
     known_optimizer,
     likely_optimizer,

@@ -34,8 +34,8 @@ from ...errors import (
 from ...training.families.layouts import LAYOUTS
 from ...training.families.rules import MEGATRON
 from ...training.families.sizes import Sizes
+from ...training.hyperparameters import given_groups, torch_groups
 from ...training.objects import without_others
-from ...training.optimizers import given_groups, torch_groups
 from ...training.options import ALLOW_OBJECT, Options
 from . import FORMAT
 from .common import arguments, optimizers_of

@@ -18,7 +18,8 @@ from ...core.manifest import Manifest, slot_key
 from ...core.weights import WIDE, is_optimizers, weight_of
 from ...errors import WrongOption, brief, counted, listed
 from ...training import peft
-from ...training.optimizers import check_moments, given_groups, torch_groups
+from ...training.hyperparameters import given_groups, torch_groups
+from ...training.optimizers import check_moments
 from ...training.options import DTYPE, Options
 from ...training.options import OPTIMIZER as ADAM_CLASS
 from ...training.steps import WRITTEN, steps_of_groups, torch_place

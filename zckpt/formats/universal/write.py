@@ -26,7 +26,7 @@ from ...core.manifest import (
 from ...core.sources import pread
 from ...errors import MissingData, UnsupportedCheckpoint, literal
 from ...files import safefile
-from ...training.optimizers import are_inferred, given_groups
+from ...training.hyperparameters import are_inferred, given_groups
 from ...training.options import FAMILY, GROUP_DEFAULTS, Options
 from ...training.trainers import files_to_load_by
 from .agreement import checksum
