@@ -155,22 +155,6 @@ class TestOptions:
         assert (ended.code, words[0] in ended.err) == (2, True)
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        [{"a": 1}, {"b": "}, {"}, {}],
-        [{"a": [{}, {}]}, {"b": {"c": {}}}],
-        [{"a": [{}, {}, {}]}, 5, {}],
-        [{"é": "\ud800\n"}, {"b": [1.5, None]}],
-        [{}, {}],
-        ["a", {}],
-        [[], {}, "a", 1],
-    ],
-)
-def test_values_are_encoded_at_once_as_one_by_one(values: list[Any]) -> None:
-    assert write._each(values) == [json.dumps(value, ensure_ascii=False) for value in values]
-
-
 def test_the_shell_of_a_manifest_has_room_for_its_checksum() -> None:
     """A target's size is reported before it is written."""
     source = zckpt.read(EXAMPLE)

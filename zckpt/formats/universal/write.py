@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from json.encoder import encode_basestring
 from shlex import quote
 from typing import Any
 
@@ -211,7 +210,9 @@ def describe(manifest: Manifest, digests: Mapping[str, int]) -> dict[str, Any]:
         "tuples": sorted(tuples),  # hyper-parameters that were tuples, such as betas
         "parameters": parameters_to_json(manifest.parameters),
         "buffers": list(manifest.buffers),
-        "entries": _entries(manifest, digests),
+        "entries": {
+            name: _entry(entry, digests.get(name)) for name, entry in manifest.entries.items()
+        },
         "files": {},
         "steps": [
             {"where": line.where, "step": line.step, "truth": line.truth} for line in manifest.steps
@@ -223,19 +224,10 @@ def describe(manifest: Manifest, digests: Mapping[str, int]) -> dict[str, Any]:
     }
 
 
-def _entries(manifest: Manifest, digests: Mapping[str, int]) -> dict[str, dict[str, Any]]:
-    """The entries as JSON; those without a digest share a few dictionaries."""
-    entries: dict[str, dict[str, Any]] = {}
-    bare: dict[tuple[str, tuple[int, ...]], dict[str, Any]] = {}
-    for name, entry in manifest.entries.items():
-        dtype, shape = entry.dtype, entry.shape
-        if name in digests:
-            entries[name] = {"dtype": dtype, "shape": shape, "crc32": f"{digests[name]:08x}"}
-        elif (dtype, shape) in bare:
-            entries[name] = bare[dtype, shape]
-        else:
-            entries[name] = bare[dtype, shape] = {"dtype": dtype, "shape": shape}
-    return entries
+def _entry(entry: Entry, digest: int | None) -> dict[str, Any]:
+    """An entry as JSON; one of unknown contents has no digest."""
+    described = {"dtype": entry.dtype, "shape": entry.shape}
+    return described if digest is None else {**described, "crc32": f"{digest:08x}"}
 
 
 def _text(document: Mapping[str, Any]) -> bytes:
@@ -246,8 +238,7 @@ def _text(document: Mapping[str, Any]) -> bytes:
     lines = []
     for key, value in document.items():
         if isinstance(value, dict) and value:
-            pairs = zip(map(encode_basestring, value), _each([*value.values()]), strict=True)
-            items = ",\n  ".join([f"{name}: {item}" for name, item in pairs])
+            items = ",\n  ".join([f"{_line(name)}: {_line(item)}" for name, item in value.items()])
             lines.append(f"{_line(key)}: {{\n  {items}\n }}")
         else:
             lines.append(f"{_line(key)}: {_line(value)}")
@@ -255,23 +246,6 @@ def _text(document: Mapping[str, Any]) -> bytes:
 
 
 _line = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
-
-
-def _each(values: list[Any]) -> list[str]:
-    """The JSON of each value.
-
-    One that occurs several times is encoded once. Dictionaries are encoded at once, in a tenth of
-    the time. Their JSON is cut between them, unless one of them has in it what is between two.
-    """
-    different = {id(value): value for value in values}
-    if len(different) < len(values):
-        texts = dict(zip(different, _each([*different.values()]), strict=True))
-        return [texts[id(value)] for value in values]
-    if {*map(type, values)} == {dict}:
-        parts = _line(values)[2:-2].split("}, {")
-        if len(parts) == len(values):
-            return ["{" + part + "}" for part in parts]
-    return [_line(value) for value in values]
 
 
 def _in_slot(manifest: Manifest, slot: str) -> list[Entry]:
