@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from zckpt.core.inert import Foreign, Global, Size
-from zckpt.files.dcpnames import MAX_METADATA
+from zckpt.files.dcpfile import MAX_METADATA
 from zckpt.files.pickling import dumps
 from zckpt.files.unpickle import Unpickler
 

@@ -22,7 +22,7 @@ from ..core.inert import Scalar, TensorName
 from ..core.manifest import Entry, Manifest
 from ..core.sources import Fingerprint
 from ..errors import ZckptError
-from ..files.dcpnames import METADATA
+from ..files.dcpfile import METADATA
 from ..formats.dcp.files import has_items, locate
 from ..formats.dcp.items import (
     OpenedItem,

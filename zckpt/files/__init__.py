@@ -8,7 +8,7 @@ business.
     torchfile.py      files of torch.save; torchshell.py writes them
     safefile.py       safetensors files, read and written
     hdf5file.py       HDF5 files; hdf5blocks.py checks them, hdf5shell.py writes them
-    dcpfile.py        `.metadata` of torch.distributed.checkpoint; dcpagreement.py checks it
-    dcpitems.py       the item files beside it, with the names of dcpnames.py
-    dcpshell.py       writes such a directory; dcpseal.py is the CRC-32 of its `.metadata`
+    dcpfile.py        `.metadata` of torch.distributed.checkpoint, read and compared with itself
+    dcpitems.py       the item files beside it
+    dcpshell.py       writes such a directory
 """

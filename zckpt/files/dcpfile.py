@@ -10,13 +10,20 @@ An item is a tensor or any other value under a key. A tensor is saved in boxes: 
 is one box. The fields are those of torch 2.1 to 2.13; only their classes moved. torch reads
 `.metadata` with plain pickle. This module imports no class that a pickle names, and it does not
 know what keys mean.
+
+`.metadata` has no checksum, and it says most things twice: the keys of items and the paths that
+lead to them, the boxes of tensors and their locations in files. One changed bit in a key would
+otherwise turn a moment of the optimizer into a value that nobody asks for: so its parts are
+compared. zckpt writes a CRC-32 behind the pickle. torch (2.13) reads no further than the end of the
+pickle, so it loads such a file as any other.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from math import prod
 from typing import Any
@@ -30,15 +37,18 @@ from ..core.inert import Foreign, Global
 from ..errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,
+    InconsistentCheckpoint,
     UnsupportedCheckpoint,
     listed,
 )
-from . import dcpseal
-from .dcpagreement import need_agreement
-from .dcpnames import MAX_METADATA, METADATA
 from .torchfile import TORCH_DTYPES
 from .unpickle import Unpickler
 
+METADATA = ".metadata"
+ITEMS = ".distcp"
+MAX_METADATA = 2 << 30  # bytes; a box takes 140 to 210, and 4 KB of memory once it is read
+AT_ONCE = 1 << 20  # bytes
+SEAL = re.compile(rb"\nzckpt-crc32 ([0-9a-f]{8})\n\Z")
 OF_RANK = re.compile(r"__(\d+)\.metadata")
 VERSION = "1.0.0"  # of the metadata, torch 2.13
 FIELDS = {"state_dict_metadata", "planner_data", "storage_data"}  # of every version of torch
@@ -132,7 +142,37 @@ class ItemTable(Struct, frozen=True):
         return location
 
 
-# -- reading
+# -- the pickle
+
+
+def names_any(folder: str, texts: Sequence[bytes]) -> bool:
+    """Whether the `.metadata` of a folder has one of the texts, which are parts of keys.
+
+    It is not unpickled: keys stand in it as they are. One that is too large to be read has none.
+    """
+    path = os.path.join(folder, METADATA)
+    if not sources.is_file(path) or sources.size(path) > MAX_METADATA:
+        return False
+    rest, longest = b"", max(map(len, texts))
+    with sources.opened(path) as file:
+        while block := file.read(AT_ONCE):
+            rest += block
+            if any(text in rest for text in texts):
+                return True
+            rest = rest[-longest:]
+    return False
+
+
+def sealed(text: bytes) -> bytes:
+    """A pickle with its CRC-32 behind it."""
+    return text + b"\nzckpt-crc32 %08x\n" % zlib.crc32(text)
+
+
+def check_seal(text: bytes) -> None:
+    """Raises CorruptCheckpoint if the bytes before the CRC-32 are others; torch writes none."""
+    match = SEAL.search(text, max(0, len(text) - 32))
+    if match and zlib.crc32(text[: match.start()]) != int(match[1], 16):
+        raise CorruptCheckpoint("its bytes do not have the CRC-32 behind them")
 
 
 def read_table(folder: str) -> ItemTable:
@@ -177,7 +217,7 @@ def _read_one(folder: str, files: tuple[str, ...], name: str) -> ItemTable:
             )
         text = file.read()
     try:
-        dcpseal.check(text)
+        check_seal(text)
         return _table(folder, files, Unpickler(text).load())
     except (CorruptCheckpoint, UnsupportedCheckpoint) as error:
         named = error.message.startswith(folder)
@@ -368,3 +408,82 @@ def attributes(record: Any) -> dict[str, Any]:
     if not isinstance(record, Foreign) or not isinstance(state, dict):
         raise CorruptCheckpoint("a description of an item is malformed")
     return state
+
+
+# -- what it says twice
+
+
+def need_agreement(table: ItemTable, name: str) -> None:
+    """Raises an error about the file `name` if parts of its table contradict each other.
+
+    CorruptCheckpoint: items without a path, locations of no item, boxes that overlap or lie outside
+    of their tensor. IncompleteCheckpoint: an item without a location. InconsistentCheckpoint: items
+    that share bytes of a file.
+    """
+    if table.paths:  # a path without an item is no error: torch before 2.4 wrote some
+        pathless = [key for key in table.items if key not in table.paths]
+        if pathless:
+            raise CorruptCheckpoint(f"{name}: no path leads to {_all_shown(pathless)}")
+    places: set[tuple[str, tuple[int, ...] | None]] = set()
+    for key, item in table.items.items():
+        if item is None:
+            table.location(key)
+            places.add((key, None))
+        else:
+            places |= {(key, offsets) for offsets in _places_of(table, key, item, name)}
+    if len(places) < len(table.locations):
+        strangers = [key for key, offsets in table.locations if (key, offsets) not in places]
+        raise CorruptCheckpoint(
+            f"{name}: it names files of {_all_shown(list(dict.fromkeys(strangers)))}, "
+            "which no item describes"
+        )
+    _need_separate(table, name)
+
+
+def _places_of(table: ItemTable, key: str, item: TensorItem, name: str) -> set[tuple[int, ...]]:
+    """The offsets of the boxes of a tensor that have a location."""
+    offsets = set()
+    for box in item.boxes:
+        if len(box.offsets) != len(item.shape) or len(box.sizes) != len(item.shape):
+            raise CorruptCheckpoint(
+                f"{name}: a piece of {_all_shown([key])} has another number of axes than its shape "
+                f"{list(item.shape)}"
+            )
+        if box.is_empty:  # several ranks may have none of its rows
+            if (key, box.offsets) in table.locations:
+                offsets.add(box.offsets)
+            continue
+        table.location(key, box)
+        ends = map(sum, zip(box.offsets, box.sizes, strict=True))
+        if any(end > size for end, size in zip(ends, item.shape, strict=True)):
+            raise InconsistentCheckpoint(
+                f"{name}: a piece of {_all_shown([key])} of shape {list(box.sizes)} at "
+                f"{list(box.offsets)} lies outside of its shape {list(item.shape)}"
+            )
+        offsets.add(box.offsets)
+    return offsets
+
+
+def _all_shown(keys: list[str]) -> str:
+    """The first keys, in one line."""
+    return listed([*map(shown, keys)], 4)
+
+
+def _need_separate(table: ItemTable, name: str) -> None:
+    """Raises InconsistentCheckpoint if items share bytes, but for tensors of one safetensors file.
+
+    All of these state where the file begins (torch 2.13, filesystem.py).
+    """
+    by_file: dict[str, list[ItemLocation]] = {}
+    for location in table.every_location():
+        by_file.setdefault(location.file, []).append(location)
+    for file, locations in by_file.items():
+        locations.sort(key=lambda location: location.offset)
+        stop = begin = 0
+        for location in locations:
+            if location.offset < stop and location.offset != begin:
+                raise InconsistentCheckpoint(
+                    f"{name}: two items share byte {location.offset} of {file}"
+                )
+            begin = location.offset
+            stop = max(stop, begin + location.length)

@@ -17,8 +17,7 @@ from ..core.expected import missing_file
 from ..core.fragments import Extent
 from ..core.sources import Fingerprint
 from ..errors import IncompleteCheckpoint, InconsistentCheckpoint
-from .dcpfile import ItemLocation, ItemTable
-from .dcpnames import ITEMS, METADATA
+from .dcpfile import ITEMS, METADATA, ItemLocation, ItemTable
 from .safefile import Stored, read_with_metadata
 from .torchfile import Parsed, TorchFile
 

@@ -6,8 +6,6 @@ storages. In both cases a `Tensor` has a dtype, a shape, strides and its storage
 says which bytes of the file are that storage. torch is not imported.
 
 Equal pickles are parsed once: the ranks of a ZeRO run often write the same bytes.
-
-Over 400 lines, since both containers share the tensors and the checks of their extents.
 """
 
 from __future__ import annotations

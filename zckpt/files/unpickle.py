@@ -1,6 +1,6 @@
 """Reads a pickle as plain data: imports nothing, calls nothing that the pickle names.
 
-Over 400 lines: one closed table of opcodes, which a reader should see whole.
+Over 600 lines: one closed table of opcodes, which a reader should see whole.
 
 The standard Unpickler with a guarded `find_class` would be half as long. But it calls the classes
 that it resolves and sets attributes on them, and a hostile memo index or nested key can exhaust

@@ -20,7 +20,7 @@ from typing import Any
 from ...core import sources
 from ...core.filenames import oldest_first
 from ...errors import UnsupportedCheckpoint
-from ...files.dcpnames import ITEMS, METADATA, names_any
+from ...files.dcpfile import ITEMS, METADATA, names_any
 from ...training import peft
 from . import hf
 

@@ -19,6 +19,7 @@ from ...core.inert import Foreign
 from ...core.manifest import Entry
 from ...errors import MALFORMED, IncompleteCheckpoint, UnsupportedCheckpoint, not_understood
 from ...files.dcpfile import (
+    METADATA,
     ItemBox,
     ItemTable,
     TensorItem,
@@ -26,7 +27,6 @@ from ...files.dcpfile import (
     read_table,
 )
 from ...files.dcpitems import ItemFiles, require_same
-from ...files.dcpnames import METADATA
 from ...files.torchfile import Tensor, TorchFile
 from ..statedict.tree import Path
 from .files import locate, refuse_several

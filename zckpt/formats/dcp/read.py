@@ -24,6 +24,7 @@ from ...errors import (
     not_understood,
 )
 from ...files.dcpfile import (
+    METADATA,
     VERSION,
     ItemLocation,
     ItemTable,
@@ -31,7 +32,6 @@ from ...files.dcpfile import (
     read_table,
 )
 from ...files.dcpitems import ItemFiles, require_same
-from ...files.dcpnames import METADATA
 from ...files.torchfile import Tensor, TorchFile, class_of
 from ...training.trainers import beside, inside
 from ..reading import USUAL, Reading

@@ -26,7 +26,7 @@ from ...errors import (
     UnsupportedCheckpoint,
     listed,
 )
-from ...files.dcpnames import names_any
+from ...files.dcpfile import names_any
 from .programs import WEIGHTS
 
 MARKER = "metadata.json"
