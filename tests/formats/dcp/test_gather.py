@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from msgspec.structs import replace
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
