@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from msgspec.structs import replace
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -54,7 +55,7 @@ def save_cut(run: Path, state: dict[str, Any], boxes: dict[str, Sequence[tuple[i
                 chunks.append(ChunkStorageMetadata(offsets, sizes))
                 old = MetadataIndex(f"{key}#{number}", torch.Size([0] * dims))
                 storage[MetadataIndex(key, offsets)] = storage.pop(old)
-            items[key] = replace(whole, size=shape, chunks=chunks)
+            items[key] = dataclasses.replace(whole, size=shape, chunks=chunks)
             if metadata.planner_data is not None:
                 metadata.planner_data[key] = tuple(key.split(".", 1))
 
