@@ -185,8 +185,8 @@ def test_sources_are_opened_in_one_place(folder: str) -> None:
 def test_long_modules_say_why() -> None:
     for path, _ in modules():
         lines = path.read_text().splitlines()
-        if len(lines) > 400:
-            assert "Over 400 lines" in "\n".join(lines[:12]), f"{path} has {len(lines)} lines"
+        if len(lines) > 600:
+            assert "Over 600 lines" in "\n".join(lines[:12]), f"{path} has {len(lines)} lines"
 
 
 def test_front_pages_name_their_modules() -> None:

@@ -19,7 +19,6 @@ from .errors import (
 )
 from .formats.reading import Reading
 from .proof import saved
-from .proof.allgather import verify_gathered
 from .proof.verify import verify_against, verify_alone
 from .reading import oddly_timed, read, read_other
 
@@ -140,6 +139,8 @@ def _gather(
     begin: Begin | None,
 ) -> Report:
     """The findings of a verification that all-gathers the parts that the engine's rule gives."""
+    from .proof.allgather import verify_gathered  # which imports torch
+
     manifest = read(path, reading, alone=False)
     if saved.is_proof(os.fspath(against)):
         raise WrongOption("--gather cannot compare with a proof", hint="leave out --gather")

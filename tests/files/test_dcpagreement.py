@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from msgspec.structs import replace
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, filesystem
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,

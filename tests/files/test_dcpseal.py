@@ -10,7 +10,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 import zckpt
 from zckpt import errors
-from zckpt.files import dcpfile
+from zckpt.files.dcpfile import check_seal, sealed
 
 from ..conftest import EXAMPLE
 
@@ -23,7 +23,7 @@ def run(tmp_path: Path) -> Path:
 
 def test_torch_loads_a_sealed_file(run: Path) -> None:
     text = (run / ".metadata").read_bytes()
-    assert text == dcpfile.sealed(text[: text.rindex(b"\n", 0, -1)])
+    assert text == sealed(text[: text.rindex(b"\n", 0, -1)])
     loaded = FileSystemReader(run).read_metadata()
     assert loaded.state_dict_metadata == pickle.loads(text).state_dict_metadata
 
@@ -37,8 +37,8 @@ def test_a_letter_has_changed(run: Path) -> None:
 
 
 def test_a_file_without_a_seal() -> None:
-    dcpfile.check_seal(b"")
-    dcpfile.check_seal(pickle.dumps({}))
-    dcpfile.check_seal(dcpfile.sealed(b"abc"))
+    check_seal(b"")
+    check_seal(pickle.dumps({}))
+    check_seal(sealed(b"abc"))
     with pytest.raises(errors.CorruptCheckpoint):
-        dcpfile.check_seal(dcpfile.sealed(b"abc").replace(b"a", b"b", 1))
+        check_seal(sealed(b"abc").replace(b"a", b"b", 1))

@@ -5,8 +5,6 @@ becomes a `Foreign` record (which global, which arguments, which state); a bare 
 becomes a `Global`. Both survive as JSON in a universal manifest, and can be written into a pickle
 again as the same global.
 
-Over 400 lines: what a value may be, what may be asked of it, and its two forms belong together.
-
 JSON has no tuples, sets, bytes, integer keys or NaN. They are written as objects with one `$` key.
 """
 

@@ -8,6 +8,7 @@ business.
     torchfile.py      files of torch.save; torchshell.py writes them
     safefile.py       safetensors files, read and written
     hdf5file.py       HDF5 files; hdf5blocks.py checks them, hdf5shell.py writes them
-    dcpfile.py        `.metadata` of torch.distributed.checkpoint
-    dcpitems.py       the item files beside it; dcpshell.py writes both
+    dcpfile.py        `.metadata` of torch.distributed.checkpoint, read and compared with itself
+    dcpitems.py       the item files beside it
+    dcpshell.py       writes such a directory
 """

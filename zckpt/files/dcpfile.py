@@ -1,7 +1,5 @@
 """Where torch.distributed.checkpoint keeps the items of a directory, by what `.metadata` says.
 
-Over 400 lines: `.metadata` is read, and every part of it is checked.
-
     <dir>/.metadata      one pickle, written last: the shape, boxes and location of every item
     <dir>/__R.metadata   instead of it, one per rank with that rank's items, if ranks saved without
                          collectives (use_collectives=False)
@@ -12,6 +10,12 @@ An item is a tensor or any other value under a key. A tensor is saved in boxes: 
 is one box. The fields are those of torch 2.1 to 2.13; only their classes moved. torch reads
 `.metadata` with plain pickle. This module imports no class that a pickle names, and it does not
 know what keys mean.
+
+`.metadata` has no checksum, and it says most things twice: the keys of items and the paths that
+lead to them, the boxes of tensors and their locations in files. One changed bit in a key would
+otherwise turn a moment of the optimizer into a value that nobody asks for: so its parts are
+compared. zckpt writes a CRC-32 behind the pickle. torch (2.13) reads no further than the end of the
+pickle, so it loads such a file as any other.
 """
 
 from __future__ import annotations
@@ -44,10 +48,10 @@ METADATA = ".metadata"
 ITEMS = ".distcp"
 MAX_METADATA = 2 << 30  # bytes; a box takes 140 to 210, and 4 KB of memory once it is read
 AT_ONCE = 1 << 20  # bytes
+SEAL = re.compile(rb"\nzckpt-crc32 ([0-9a-f]{8})\n\Z")
 OF_RANK = re.compile(r"__(\d+)\.metadata")
 VERSION = "1.0.0"  # of the metadata, torch 2.13
 FIELDS = {"state_dict_metadata", "planner_data", "storage_data"}  # of every version of torch
-SEAL = re.compile(rb"\nzckpt-crc32 ([0-9a-f]{8})\n\Z")
 MAX_AXES = 64  # of a torch.Tensor
 MAX_NUMBER = 1 << 60  # elements or bytes
 MAX_PATH = 100  # keys that lead to one item
@@ -138,6 +142,9 @@ class ItemTable(Struct, frozen=True):
         return location
 
 
+# -- the pickle
+
+
 def names_any(folder: str, texts: Sequence[bytes]) -> bool:
     """Whether the `.metadata` of a folder has one of the texts, which are parts of keys.
 
@@ -156,7 +163,16 @@ def names_any(folder: str, texts: Sequence[bytes]) -> bool:
     return False
 
 
-# -- reading
+def sealed(text: bytes) -> bytes:
+    """A pickle with its CRC-32 behind it."""
+    return text + b"\nzckpt-crc32 %08x\n" % zlib.crc32(text)
+
+
+def check_seal(text: bytes) -> None:
+    """Raises CorruptCheckpoint if the bytes before the CRC-32 are others; torch writes none."""
+    match = SEAL.search(text, max(0, len(text) - 32))
+    if match and zlib.crc32(text[: match.start()]) != int(match[1], 16):
+        raise CorruptCheckpoint("its bytes do not have the CRC-32 behind them")
 
 
 def read_table(folder: str) -> ItemTable:
@@ -171,7 +187,7 @@ def read_table(folder: str) -> ItemTable:
     name = os.path.join(folder, METADATA)
     if sources.is_file(name):
         table = _read_one(folder, tuple(files), name)
-        _need_agreement(table, name)
+        need_agreement(table, name)
         return table
     ranks = {
         int(match[1]): path
@@ -187,7 +203,7 @@ def read_table(folder: str) -> ItemTable:
     if missing:
         raise missing_ranks(folder, missing, hint=f"expected __{missing[0]}{METADATA}")
     table = _combined([_read_one(folder, tuple(files), ranks[rank]) for rank in sorted(ranks)])
-    _need_agreement(table, os.path.join(folder, f"__*{METADATA}"))
+    need_agreement(table, os.path.join(folder, f"__*{METADATA}"))
     return table
 
 
@@ -394,14 +410,10 @@ def attributes(record: Any) -> dict[str, Any]:
     return state
 
 
-# -- whether the parts of `.metadata` agree with each other
-#
-# torch writes no checksum, and says most things twice: the keys of items and the paths that lead to
-# them, the boxes of tensors and their locations in files. One changed bit in a key would otherwise
-# turn a moment of the optimizer into a value that nobody asks for.
+# -- what it says twice
 
 
-def _need_agreement(table: ItemTable, name: str) -> None:
+def need_agreement(table: ItemTable, name: str) -> None:
     """Raises an error about the file `name` if parts of its table contradict each other.
 
     CorruptCheckpoint: items without a path, locations of no item, boxes that overlap or lie outside
@@ -411,30 +423,30 @@ def _need_agreement(table: ItemTable, name: str) -> None:
     if table.paths:  # a path without an item is no error: torch before 2.4 wrote some
         pathless = [key for key in table.items if key not in table.paths]
         if pathless:
-            raise CorruptCheckpoint(f"{name}: no path leads to {_shown(pathless)}")
+            raise CorruptCheckpoint(f"{name}: no path leads to {_all_shown(pathless)}")
     places: set[tuple[str, tuple[int, ...] | None]] = set()
     for key, item in table.items.items():
         if item is None:
             table.location(key)
             places.add((key, None))
         else:
-            places |= {(key, offsets) for offsets in _offsets(table, key, item, name)}
+            places |= {(key, offsets) for offsets in _places_of(table, key, item, name)}
     if len(places) < len(table.locations):
         strangers = [key for key, offsets in table.locations if (key, offsets) not in places]
         raise CorruptCheckpoint(
-            f"{name}: it names files of {_shown(list(dict.fromkeys(strangers)))}, "
+            f"{name}: it names files of {_all_shown(list(dict.fromkeys(strangers)))}, "
             "which no item describes"
         )
     _need_separate(table, name)
 
 
-def _offsets(table: ItemTable, key: str, item: TensorItem, name: str) -> set[tuple[int, ...]]:
+def _places_of(table: ItemTable, key: str, item: TensorItem, name: str) -> set[tuple[int, ...]]:
     """The offsets of the boxes of a tensor that have a location."""
     offsets = set()
     for box in item.boxes:
         if len(box.offsets) != len(item.shape) or len(box.sizes) != len(item.shape):
             raise CorruptCheckpoint(
-                f"{name}: a piece of {_shown([key])} has another number of axes than its shape "
+                f"{name}: a piece of {_all_shown([key])} has another number of axes than its shape "
                 f"{list(item.shape)}"
             )
         if box.is_empty:  # several ranks may have none of its rows
@@ -445,16 +457,16 @@ def _offsets(table: ItemTable, key: str, item: TensorItem, name: str) -> set[tup
         ends = map(sum, zip(box.offsets, box.sizes, strict=True))
         if any(end > size for end, size in zip(ends, item.shape, strict=True)):
             raise InconsistentCheckpoint(
-                f"{name}: a piece of {_shown([key])} of shape {list(box.sizes)} at "
+                f"{name}: a piece of {_all_shown([key])} of shape {list(box.sizes)} at "
                 f"{list(box.offsets)} lies outside of its shape {list(item.shape)}"
             )
         offsets.add(box.offsets)
     return offsets
 
 
-def _shown(keys: list[str]) -> str:
+def _all_shown(keys: list[str]) -> str:
     """The first keys, in one line."""
-    return listed([key if key.isprintable() else repr(key) for key in keys], 4)
+    return listed([*map(shown, keys)], 4)
 
 
 def _need_separate(table: ItemTable, name: str) -> None:
@@ -475,21 +487,3 @@ def _need_separate(table: ItemTable, name: str) -> None:
                 )
             begin = location.offset
             stop = max(stop, begin + location.length)
-
-
-# -- the CRC-32 behind the pickle in a `.metadata` that zckpt wrote
-
-
-def sealed(text: bytes) -> bytes:
-    """A pickle with its CRC-32 behind it.
-
-    torch (2.13) reads no further than the end of the pickle, so it loads such a file as any other.
-    """
-    return text + b"\nzckpt-crc32 %08x\n" % zlib.crc32(text)
-
-
-def check_seal(text: bytes) -> None:
-    """Raises CorruptCheckpoint if the bytes before the CRC-32 are others; torch writes none."""
-    match = SEAL.search(text, max(0, len(text) - 32))
-    if match and zlib.crc32(text[: match.start()]) != int(match[1], 16):
-        raise CorruptCheckpoint("its bytes do not have the CRC-32 behind them")

@@ -1,8 +1,7 @@
 """HDF5 files: where the bytes of each tensor lie, and the values of small datasets.
 
-h5py says where a dataset's bytes lie; they are then read from the file itself. The names in the
-root group of most files are read without h5py, so that a directory of files is recognized quickly.
-Only datasets that are one contiguous run of bytes are read, and only inside the file itself.
+h5py says where a dataset's bytes lie; they are then read from the file itself. Only datasets that
+are one contiguous run of bytes are read, and only inside the file itself.
 """
 
 from __future__ import annotations
@@ -63,25 +62,24 @@ def import_h5py() -> Any:
     return h5py
 
 
-# -- the names in the root group
+def is_hdf5(path: str) -> bool:
+    """Whether a file begins as one of HDF5."""
+    with sources.opened(path) as file:
+        return file.read(8) == MAGIC
 
 
 def root_names(path: str) -> set[bytes]:
     """The names in the root group; none if the file is not HDF5 or is damaged.
 
-    Files with the first version of the superblock, which h5py writes by default, need no h5py. From
-    those, text beside the names in the same heap is returned too.
+    Raises MissingExtra for an HDF5 file.
     """
-    with sources.opened(path) as file:
-        if file.read(8) != MAGIC:
-            return set()
-        names = _names_in_heap(file.fileno())
-    if names is not None:
-        return names
+    if not is_hdf5(path):
+        return set()
+    h5py = import_h5py()
     try:
-        with import_h5py().File(path, "r", locking=False) as opened:
-            return {name.encode() for name in opened}
-    except (MissingExtra, OSError, RuntimeError, *MALFORMED) as error:
+        with h5py.File(path, "r", locking=False) as opened:
+            return set(opened.id)
+    except (OSError, RuntimeError, *MALFORMED) as error:
         _raise_if_system(path, error)
         return set()
 
@@ -96,24 +94,6 @@ def _raise_if_system(path: str, error: Exception) -> None:
         number = error.errno or (int(match[1]) if match else 0)
         if number in HINTS:
             raise OSError(number, os.strerror(number), path) from error
-
-
-def _names_in_heap(file: int) -> set[bytes] | None:
-    """Names from the root group's local heap; None unless the superblock has version 0."""
-    head = sources.pread(file, 96, 0)
-    if len(head) < 96 or head[8] != 0 or head[13:15] != b"\x08\x08":
-        return None
-    cached, heap = struct.unpack_from("<I", head, 72)[0], struct.unpack_from("<Q", head, 88)[0]
-    heap_header = sources.pread(file, 32, heap) if heap < 1 << 62 else b""
-    if cached != 1 or len(heap_header) < 32 or heap_header[:4] != b"HEAP":
-        return None
-    size, _, address = struct.unpack_from("<QQQ", heap_header, 8)
-    if address >= 1 << 62:
-        return None
-    return set(sources.pread(file, min(size, 1 << 16), address).split(b"\0"))
-
-
-# -- datasets
 
 
 def read(path: str, is_tensor: Callable[[str], bool]) -> Contents:
@@ -282,7 +262,10 @@ def _value(
 def _text(
     file: int, path: str, bounds: _Bounds, name: str, reference: bytes, blocks: Blocks
 ) -> str:
-    """A string: an object in a global heap, found there by its number."""
+    """A string: an object in a global heap, found there by its number.
+
+    HDF5 2.0 never ends here if a bit of an object's size is flipped.
+    """
     file_size = bounds.file_size
     length, address, number = REFERENCE.unpack(reference)
     head = sources.pread(file, 16, address) if address < file_size else b""

@@ -6,8 +6,6 @@ storages. In both cases a `Tensor` has a dtype, a shape, strides and its storage
 says which bytes of the file are that storage. torch is not imported.
 
 Equal pickles are parsed once: the ranks of a ZeRO run often write the same bytes.
-
-Over 400 lines, since both containers share the tensors and the checks of their extents.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from ..core.fragments import Box, Extent, Fragments, Record, boxes, solid
 from ..core.inert import Foreign, Global, Scalar, map_values, to_json
 from ..errors import CorruptCheckpoint, NotACheckpoint, UnsupportedCheckpoint, ZckptError, brief
 from .unpickle import BUILTINS, Build, Unpickler
-from .zipdirectory import Directories, ZipMember
+from .zipdirectory import ZipMember, read_directory
 
 TORCH_DTYPES = {f"torch.{torch_name}": name for name, torch_name in TORCH_NAMES.items()}
 # Bytes of a file's pickle, which is parsed in memory: a tensor takes 100 to 300, so that the
@@ -60,26 +58,15 @@ class _Loaded(Struct, frozen=True, eq=False):
     names: tuple[str, ...]
 
 
-class _Latest(Struct, frozen=True, eq=False):
-    """The pickle of the file that was read last, and the CRC-32 that the file states."""
-
-    text: bytes
-    crc: int | None
-    loaded: _Loaded
-
-
 class Parsed(dict[tuple[int, int, int], _Loaded]):
     """What is parsed once for the files of all ranks.
 
-    These are pickles, by length, CRC-32 and hash, and the zips' `directories`. The `latest` one is
-    compared byte by byte with the next, which is often equal: that takes a fifth of the time.
-    `files` are opened ones by path, for readers that come to a file twice.
+    These are pickles, by length, CRC-32 and hash. `files` are opened ones by path, for readers that
+    come to a file twice.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.latest: _Latest | None = None
-        self.directories = Directories()
         self.files: dict[str, TorchFile] = {}
         self.lock = allocate_lock()  # what one thread parses, the others wait for
 
@@ -288,7 +275,7 @@ class TorchFile:
     # -- torch >= 1.6
 
     def _read_zip(self, file: int, within: Extent, parsed: Parsed) -> _Loaded:
-        members = parsed.directories.members(file, within)
+        members = read_directory(file, within)
         pickles = [name for name in members if name.endswith("/data.pkl") and name.count("/") == 1]
         if len(pickles) != 1:
             raise CorruptCheckpoint(f"{self.path} is a zip, but torch.save did not write it")
@@ -311,24 +298,19 @@ class TorchFile:
                 data[name.removeprefix(start)] = Record(
                     Extent(self.path, member.offset, member.length), member.crc
                 )
-        text = sources.pread(file, stated.length, stated.offset)
-        latest = parsed.latest
-        if latest is None or latest.crc != stated.crc or latest.text != text:
-            latest = self._parsed(_checked(text, stated, self.path), stated, parsed)
-        sources.note_objects(latest.loaded.names)  # `peek` may have parsed it before the reader
-        return latest.loaded
+        loaded = self._parsed(_member(file, stated, self.path), stated.crc, parsed)
+        sources.note_objects(loaded.names)  # `peek` may have parsed it before the reader
+        return loaded
 
-    def _parsed(self, text: bytes, stated: ZipMember, parsed: Parsed) -> _Latest:
+    def _parsed(self, text: bytes, crc: int | None, parsed: Parsed) -> _Loaded:
         """The pickle of a zip, which may have been parsed for another file."""
         # CRC-32 alone: of 10,000 checkpoints of 1,000 ranks one has two equal values by chance
-        crc = zlib.crc32(text) if stated.crc is None else stated.crc
-        key = (stated.length, crc, hash(text))
+        key = (len(text), zlib.crc32(text) if crc is None else crc, hash(text))
         with parsed.lock:
             if key not in parsed:
                 peeked = _peeked.pop(key) if key in _peeked else None
                 parsed[key] = peeked or self._parse(text, key)
-            parsed.latest = _Latest(text, stated.crc, parsed[key])
-            return parsed.latest
+            return parsed[key]
 
     def _parse(self, text: bytes, key: tuple[int, int, int]) -> _Loaded:
         """The pickle of a zip. Several formats may look at a file: an error is raised again."""
@@ -571,11 +553,7 @@ _PROTOCOLS = (b"\2", b"\3", b"\4", b"\5")
 
 def _member(file: int, member: ZipMember, path: str) -> bytes:
     """All bytes of a small member; raises CorruptCheckpoint if its CRC-32 differs."""
-    return _checked(sources.pread(file, member.length, member.offset), member, path)
-
-
-def _checked(data: bytes, member: ZipMember, path: str) -> bytes:
-    """The bytes that were read of a member; raises CorruptCheckpoint if their CRC-32 differs."""
+    data = sources.pread(file, member.length, member.offset)
     if len(data) != member.length or (member.crc is not None and zlib.crc32(data) != member.crc):
         raise CorruptCheckpoint(
             f"{path}: {member.name} is damaged (its CRC-32 differs)",

@@ -27,6 +27,7 @@ from ..errors import (
     listed,
     meant,
 )
+from ..files import hdf5file
 from . import (
     dcp,
     deepspeed,
@@ -53,6 +54,7 @@ FORMATS: tuple[Format, ...] = (
     hf.FORMAT,
 )
 
+OF_TENSORFLOW = "tf_model.h5"  # beside the weights in folders of Hugging Face
 
 OTHER_WORDS = {
     "ddp torch pytorch pt pth torch.save": "DDP and plain PyTorch load files of torch.save: the "
@@ -115,6 +117,8 @@ def recognize(path: str, name: str | None = None, tag: str | None = None) -> For
         item: tags for item in ([named(name)] if name else FORMATS) if (tags := item.detect(path))
     }
     if not tags_of:
+        if name in (None, onnxruntime.FORMAT.name):
+            _need_h5py(path)
         tags_of = _weak(path, name)
     if len(tags_of) > 1:
         names = ", ".join(item.name for item in tags_of)
@@ -182,6 +186,16 @@ def _looks(path: str) -> tuple[str, str]:
     if any(name.endswith(".safetensors") or name == "pytorch_model.bin" for name in names):
         return "it holds weights alone, without an optimizer's state", ""
     return f"it holds {listed(names)}", ""
+
+
+def _need_h5py(path: str) -> None:
+    """Raises MissingExtra for a folder with HDF5 files, if nothing can look into them."""
+    if not sources.is_folder(path) or sources.is_denied(path):
+        return
+    with os.scandir(path) as items:
+        files = [item.path for item in items if item.is_file() and item.name != OF_TENSORFLOW]
+    if any(hdf5file.is_hdf5(file) for file in files if not sources.is_denied(file)):
+        hdf5file.import_h5py()
 
 
 def _of_torch(path: str) -> str | None:

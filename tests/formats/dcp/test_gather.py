@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,7 @@ def save_cut(run: Path, state: dict[str, Any], boxes: dict[str, Sequence[tuple[i
                 chunks.append(ChunkStorageMetadata(offsets, sizes))
                 old = MetadataIndex(f"{key}#{number}", torch.Size([0] * dims))
                 storage[MetadataIndex(key, offsets)] = storage.pop(old)
-            items[key] = replace(whole, size=shape, chunks=chunks)
+            items[key] = dataclasses.replace(whole, size=shape, chunks=chunks)
             if metadata.planner_data is not None:
                 metadata.planner_data[key] = tuple(key.split(".", 1))
 

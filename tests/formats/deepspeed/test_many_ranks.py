@@ -8,7 +8,7 @@ import pytest
 
 import zckpt
 from zckpt import api
-from zckpt.files import torchfile, zipdirectory
+from zckpt.files import torchfile
 from zckpt.formats.deepspeed_states import states
 
 from ...conftest import EXAMPLE
@@ -24,24 +24,18 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("wait", [float("inf"), -float("inf")], ids=["alone", "threads"])
-def test_equal_pickles_and_directories_are_parsed_once(
+def test_equal_pickles_are_parsed_once(
     run: Path, wait: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = zckpt.read(run)
     parsed: list[str] = []
-    listed: list[str] = []
-    loaded, listing = torchfile._Parser.loaded, zipdirectory._listing
+    loaded = torchfile._Parser.loaded
 
     def load(self: torchfile._Parser) -> object:
         parsed.append(self.path)
         return loaded(self)
 
-    def list_(path: str, *rest: object) -> object:
-        listed.append(path)
-        return listing(path, *rest)  # type: ignore[arg-type]
-
     monkeypatch.setattr(torchfile._Parser, "loaded", load)
-    monkeypatch.setattr(zipdirectory, "_listing", list_)
     monkeypatch.setattr(states, "LONG_WAIT", wait)
     manifest = zckpt.read(run)
     assert len(manifest.files) == 2 * DP
@@ -49,4 +43,3 @@ def test_equal_pickles_and_directories_are_parsed_once(
         assert getattr(manifest, each) == getattr(expected, each)
     assert api.tensors(manifest, "*", fragments=True) == api.tensors(expected, "*", fragments=True)
     assert len(parsed) < 6
-    assert len(listed) < 6

@@ -16,13 +16,22 @@ import pytest
 import zckpt
 from zckpt import errors
 
-from ...conftest import ROOT
+from ...conftest import EXAMPLE, ROOT
 from ...engines import onnxruntime_files as files
 from ...engines.onnxruntime_files import make
 from .samples import (
     DATA,
     assert_reads,
 )
+
+
+@pytest.fixture
+def without_h5py(tmp_path: Path) -> Path:
+    """A folder to be searched first, in which h5py cannot be imported."""
+    hidden = tmp_path / "hidden"
+    hidden.mkdir()
+    (hidden / "h5py.py").write_text("raise ImportError('no h5py here')")
+    return hidden
 
 
 class TestVariants:
@@ -98,19 +107,37 @@ class TestRefused:
             file["model/full_precision/circle"] = file["model"]
         refused("CorruptCheckpoint", "two places")
 
-    def test_without_h5py(self, zckpt_without: Callable[..., Any], tmp_path: Path) -> None:
-        hidden = tmp_path / "hidden"
-        hidden.mkdir()
-        (hidden / "h5py.py").write_text("raise ImportError('no h5py here')")
-        command = [sys.executable, "-m", "zckpt", "inspect", DATA / "hdf5__fp32__adam__dp2"]
-        ended = subprocess.run(
-            command, env={"PYTHONPATH": f"{hidden}:{ROOT}"}, capture_output=True, text=True
-        )
-        assert ended.returncode == 1
-        assert "h5py" in ended.stderr
-        assert "pip install h5py" in ended.stderr
+    def test_without_h5py(
+        self, zckpt_without: Callable[..., Any], without_h5py: Path, tmp_path: Path
+    ) -> None:
+        folder = DATA / "hdf5__fp32__adam__dp2"
+        for source in (folder, folder / "checkpoint.rank0.ortcp"):
+            ended = subprocess.run(
+                [sys.executable, "-m", "zckpt", "inspect", source],
+                env={"PYTHONPATH": f"{without_h5py}:{ROOT}"},
+                capture_output=True,
+                text=True,
+            )
+            assert ended.returncode == 1
+            assert "HDF5 files need the package h5py" in ended.stderr
+            assert "pip install h5py" in ended.stderr
         legacy = DATA / "legacy-post5478__fp16__adam__dp3"
         assert zckpt_without(("h5py", "numpy"), "inspect", legacy).code == 0
+
+    def test_a_file_of_another_program_without_h5py(
+        self, without_h5py: Path, tmp_path: Path
+    ) -> None:
+        """A folder is known by its other files, as if that one were not there."""
+        zckpt.convert(EXAMPLE, tmp_path / "weights", weights_only=True, to="gathered")
+        for source, name in ((EXAMPLE, "model.h5"), (tmp_path / "weights", "tf_model.h5")):
+            folder = Path(shutil.copytree(source, tmp_path / name))
+            shutil.copy(DATA / "hdf5__fp32__adam__dp2" / "checkpoint.rank0.ortcp", folder / name)
+            ended = subprocess.run(
+                [sys.executable, "-m", "zckpt", "inspect", folder],
+                env={"PYTHONPATH": f"{without_h5py}:{ROOT}"},
+                capture_output=True,
+            )
+            assert ended.returncode == 0
 
 
 class TestDamage:

@@ -21,8 +21,8 @@ from ...core.inert import Foreign, Scalar, TensorName, map_values
 from ...core.layout import Layout, Shell
 from ...core.manifest import Manifest
 from ...errors import MissingData, UnsupportedCheckpoint, counted, listed, literal
-from ...files import dcpfile, safefile
-from ...files.dcpfile import ItemBox, Items, TensorItem
+from ...files import safefile
+from ...files.dcpfile import ItemBox, Items, TensorItem, sealed
 from ...files.dcpshell import (
     ItemShell,
     SavedItem,
@@ -253,7 +253,7 @@ class DcpWriter:
                 yield file
         if folder not in self._metadata:  # it is the same the second time
             text = dumps(self._describe(values, saved), lambda _: None)
-            self._metadata[folder] = dcpfile.sealed(text)
+            self._metadata[folder] = sealed(text)
         text = self._metadata[folder]
         yield Shell(".metadata", len(text), ((0, text),))
 

@@ -34,8 +34,7 @@ from ...core.layout import Layout, Shell
 from ...core.manifest import Entry, Manifest, slot_key
 from ...core.weights import is_optimizers, weight_of
 from ...errors import MissingData, UnsupportedCheckpoint, WrongOption, listed, literal
-from ...files import dcpfile
-from ...files.dcpfile import ItemBox, Items, TensorItem
+from ...files.dcpfile import ItemBox, Items, TensorItem, sealed
 from ...files.dcpshell import (
     ItemShell,
     SavedItem,
@@ -340,7 +339,7 @@ class MegatronWriter:
             saved += placed
             yield self._inside(file)
         if self._text is None:  # it is the same the second time
-            self._text = dcpfile.sealed(dumps(self._describe(saved), lambda _: None))
+            self._text = sealed(dumps(self._describe(saved), lambda _: None))
         yield self._inside(_known(".metadata", self._text))
         storages = Storages()
         common = thawed(self.common, {**self.source.entries, **self.moved}, storages)

@@ -15,6 +15,7 @@ from ...errors import (
     AmbiguousCheckpoint,
     CorruptCheckpoint,
     InconsistentCheckpoint,
+    MissingExtra,
     NotACheckpoint,
     listed,
 )
@@ -52,27 +53,17 @@ def detect(path: str) -> list[str]:
         return (
             [""] if any(_is_named(item.name) or _may_be_hdf5(item.path) for item in files) else []
         )
-    return [""] if sources.is_file(path) and (_is_hdf5(path) or _is_legacy(path)) else []
-
-
-def _is_hdf5(path: str) -> bool:
-    """Whether a file is a rank's HDF5 file, by its first bytes and the names in its root group."""
-    with sources.opened(path) as file:
-        if file.read(4) != b"\x89HDF":
-            return False
-    return hdf5.is_one(path)
-
-
-def _is_legacy(path: str) -> bool:
-    """Whether a file is one of torch.save with such keys."""
-    return legacy.is_one(path)
+    return [""] if sources.is_file(path) and (hdf5.is_one(path) or legacy.is_one(path)) else []
 
 
 def _may_be_hdf5(path: str) -> bool:
-    """Whether a file in a folder is one of these; False for one that this user may not read."""
+    """Whether a file in a folder is one of these; False if that cannot be seen.
+
+    This user may not read the file, or h5py is not installed.
+    """
     try:
-        return _is_hdf5(path)
-    except PermissionError:
+        return hdf5.is_one(path)
+    except (PermissionError, MissingExtra):
         return False
 
 
@@ -88,8 +79,8 @@ def _is_named(name: str) -> bool:
 def locate(path: str) -> CheckpointFiles:
     """The one checkpoint at `path`; the file of one rank stands for all ranks.
 
-    Raises NotACheckpoint, AmbiguousCheckpoint, IncompleteCheckpoint (a rank is missing) and
-    InconsistentCheckpoint (two files of one rank).
+    Raises NotACheckpoint, AmbiguousCheckpoint, IncompleteCheckpoint (a rank is missing),
+    InconsistentCheckpoint (two files of one rank) and MissingExtra (h5py).
     """
     if sources.is_folder(path):
         checkpoints = _all(path, _candidates(path))
@@ -106,7 +97,7 @@ def locate(path: str) -> CheckpointFiles:
     folder = os.path.dirname(path) or "."
     name = os.path.basename(path)
     alone = not legacy.FILE.fullmatch(name)
-    if _is_hdf5(path):
+    if hdf5.is_one(path):
         alone = not hdf5.open_file(path).is_partition
     for checkpoint in _all(folder, [name] if alone else {name, *_candidates(folder)}, alone):
         if any(os.path.basename(file) == name for _, file in checkpoint.files):
@@ -123,7 +114,7 @@ def _all(folder: str, names: Iterable[str], of_any_name: bool = False) -> list[C
         full = os.path.join(folder, name)
         if not sources.is_file(full):
             continue
-        if _is_hdf5(full):
+        if hdf5.is_one(full):
             file = hdf5.open_file(full)
             if file.is_partition:
                 partitions.append(file)

@@ -14,7 +14,7 @@ the name again. 16-bit copies are not stored. Builds before the release of 1.7 w
 data and horizontal parallelism, and groups could be empty.
 
 Other programs' HDF5 files may lie in the same folder, so the names in the root group are read
-before anything else, without h5py.
+before anything else.
 """
 
 from __future__ import annotations
@@ -27,12 +27,7 @@ from msgspec import Struct
 
 from ...core.facts import MAX_DP
 from ...core.fragments import Extent, Record
-from ...errors import (
-    CorruptCheckpoint,
-    InconsistentCheckpoint,
-    MissingExtra,
-    UnsupportedCheckpoint,
-)
+from ...errors import CorruptCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint
 from ...files import hdf5file
 from .ranks import COUNT, OPTIMIZERS, SHARED, SLOTS, Rank, RankTensor, Save
 
@@ -56,19 +51,8 @@ OPTIONS: dict[str, type] = {
 }
 
 
-def require_h5py() -> None:
-    """Raises MissingExtra, with the name of the extra that these files need."""
-    try:
-        hdf5file.import_h5py()
-    except MissingExtra as error:
-        raise MissingExtra(
-            "ONNX Runtime's HDF5 checkpoints need the package h5py, which is not installed",
-            hint="pip install h5py",
-        ) from error
-
-
 def is_one(path: str) -> bool:
-    """Whether a file is one of these, by the names in its root group."""
+    """Whether a file is one of these, by the names in its root group; raises MissingExtra."""
     return {b"model", b"trainer_options"} <= hdf5file.root_names(path)
 
 
@@ -120,7 +104,6 @@ class RankFile(Struct, frozen=True):
 
 def open_file(path: str) -> RankFile:
     """One file's contents; raises CorruptCheckpoint, UnsupportedCheckpoint, MissingExtra."""
-    require_h5py()
     contents = hdf5file.read(path, _is_tensor)
     tensors = {
         name: RankTensor(dataset.dtype, dataset.shape, dataset.extent)

@@ -31,12 +31,12 @@ from ...errors import (
     literal,
 )
 from ...files import hdf5shell
+from ...files.hdf5file import import_h5py
 from ...files.torchshell import Storages, seal_records, shell, thawed
 from ...training.optimizers import plain_name
 from ...training.options import DIALECT, DP, Options
 from ...training.steps import COUNTED
 from ..private import own_names
-from .hdf5 import require_h5py
 from .legacy import HALVES, MODEL
 from .partition import Share, by_name, share_of, shares
 from .ranks import COUNT, OPTIMIZERS, SHARED, SLOTS
@@ -60,7 +60,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     """
     writer = OnnxRuntimeWriter(source, options)
     if writer.dialect == "hdf5":
-        require_h5py()
+        import_h5py()
     return Layout(
         writer.shells,
         [],

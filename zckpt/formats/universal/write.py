@@ -210,7 +210,9 @@ def describe(manifest: Manifest, digests: Mapping[str, int]) -> dict[str, Any]:
         "tuples": sorted(tuples),  # hyper-parameters that were tuples, such as betas
         "parameters": parameters_to_json(manifest.parameters),
         "buffers": list(manifest.buffers),
-        "entries": _entries(manifest, digests),
+        "entries": {
+            name: _entry(entry, digests.get(name)) for name, entry in manifest.entries.items()
+        },
         "files": {},
         "steps": [
             {"where": line.where, "step": line.step, "truth": line.truth} for line in manifest.steps
@@ -222,13 +224,10 @@ def describe(manifest: Manifest, digests: Mapping[str, int]) -> dict[str, Any]:
     }
 
 
-def _entries(manifest: Manifest, digests: Mapping[str, int]) -> dict[str, dict[str, Any]]:
-    """The entries as JSON."""
-    return {
-        name: {"dtype": entry.dtype, "shape": entry.shape}
-        | ({"crc32": f"{digests[name]:08x}"} if name in digests else {})
-        for name, entry in manifest.entries.items()
-    }
+def _entry(entry: Entry, digest: int | None) -> dict[str, Any]:
+    """An entry as JSON; one of unknown contents has no digest."""
+    described = {"dtype": entry.dtype, "shape": entry.shape}
+    return described if digest is None else {**described, "crc32": f"{digest:08x}"}
 
 
 def _text(document: Mapping[str, Any]) -> bytes:
