@@ -29,7 +29,7 @@ from zckpt.probe import runs
 from zckpt.probe.statistics import Measurer
 
 from ..conftest import ROOT
-from ..proof.test_stats import random_numbers
+from ..core.test_statistics import random_numbers
 
 
 class Pair(NamedTuple):

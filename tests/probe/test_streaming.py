@@ -482,7 +482,7 @@ def test_weights_of_modules_that_are_not_called(device: str, tmp_path: Path) -> 
 
 
 def manifest_of(state: dict[str, Tensor], folder: Path) -> Any:
-    from ..proof.test_stats import manifest_of as manifest_of_tensors
+    from ..core.test_statistics import manifest_of as manifest_of_tensors
 
     return manifest_of_tensors(folder, {f"{name}/param": tensor for name, tensor in state.items()})
 

@@ -42,7 +42,7 @@ CLASSES = {
     "zckpt.copying.sharing": {"Work"},
     "zckpt.core.sources": {"Fingerprint"},
     "zckpt.proof.health": {"MeasuringWork", "Partial"},
-    "zckpt.proof.stats": {"Statistics"},
+    "zckpt.core.statistics": {"Statistics"},
 }
 """The classes that may be made, by module. A module is imported when the first one is made."""
 
