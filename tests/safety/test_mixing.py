@@ -61,6 +61,7 @@ UNSEEN = (
     Unseen(TIED, "deepspeed-universal", r".*zero/P/fp32\.pt", "copy", "z2"),
     Unseen(OTHER_RUN, "dcp|gathered|megatron", r".*\.(distcp|pt|safetensors)", "(all )?run"),
     Unseen(OTHER_STEP, "dcp|gathered|megatron", r".*\.(distcp|pt|safetensors)", "(all )?step"),
+    Unseen(SWAPPED, "dcp", r".*__N_N\.distcp", "(rank )?swap", "fsdp2_many_files_.*|full_fsdp"),
     Unseen(SWAPPED, "megatron", r".*__N_N\.distcp", "(rank )?swap"),
     Unseen(SWAPPED, "megatron", r".*mp_rank_N.*\.pt", "rank swap", ".*legacy.*"),
     Unseen(LOST, "gathered", r"optim\.pt", "drop"),
