@@ -42,14 +42,14 @@ OTHER_STEP = "A file of another step that does not state its step"
 LATER_MODEL = "All model files of a later step, in DeepSpeed's stage 3 and pipelines"
 SWAPPED = "Two files that are swapped, of the same layout"
 TIED = "The second file of a tied weight"
-ONE_NUMBER = "A file of one number"
+ONE_VALUE = "A file of one value"
 LOST = "A file that is missing"
 BESIDE = "Files beside the checkpoint"
 
 RANKS = "DeepSpeed, (several model ranks|stage 0)"
 STAGE_3 = "DeepSpeed, stage 3|deepspeed-universal"
 STAGE_3_FILES = "(?!.*(z2|tp2)$).*"  # names of samples
-ONE_ELEMENT = r"model filter\.bias|exp_avg(_sq)? temperature"
+OF_ONE = r"groups|model filter\.bias|exp_avg(_sq)? temperature"
 UNSEEN = (
     Unseen(OTHER_RUN, "DeepSpeed.*", r".*(model|optim)_states\.pt", "(all )?run"),
     Unseen(LATER_MODEL, STAGE_3, r".*mp_rank_N_model_states\.pt", "(all )?step", STAGE_3_FILES),
@@ -65,7 +65,7 @@ UNSEEN = (
     Unseen(OTHER_RUN, "dcp|gathered|megatron", r".*\.(distcp|pt|safetensors)", "(all )?run"),
     Unseen(OTHER_STEP, "dcp|gathered|megatron", r".*\.(distcp|pt|safetensors)", "(all )?step"),
     Unseen(SWAPPED, "dcp", r".*__N_N\.distcp", "(rank )?swap", "fsdp2_many_files_.*|full_fsdp"),
-    Unseen(ONE_NUMBER, "dcp", r"__N_N\.distcp", "copy", "fsdp2_many_files_.*", ONE_ELEMENT),
+    Unseen(ONE_VALUE, "dcp", r"__N_N\.distcp", "copy", "fsdp2_many_files_.*", OF_ONE),
     Unseen(SWAPPED, "megatron", r".*__N_N\.distcp", "(rank )?swap"),
     Unseen(SWAPPED, "megatron", r".*mp_rank_N.*\.pt", "rank swap", ".*legacy.*"),
     Unseen(LOST, "gathered", r"optim\.pt", "drop"),
