@@ -49,7 +49,7 @@ BESIDE = "Files beside the checkpoint"
 RANKS = "DeepSpeed, (several model ranks|stage 0)"
 STAGE_3 = "DeepSpeed, stage 3|deepspeed-universal"
 STAGE_3_FILES = "(?!.*(z2|tp2)$).*"  # names of samples
-OF_ONE = r"groups|model filter\.bias|exp_avg(_sq)? temperature"
+OF_ONE = r"groups|optimizer|model filter\.bias|exp_avg(_sq)? temperature"
 UNSEEN = (
     Unseen(OTHER_RUN, "DeepSpeed.*", r".*(model|optim)_states\.pt", "(all )?run"),
     Unseen(LATER_MODEL, STAGE_3, r".*mp_rank_N_model_states\.pt", "(all )?step", STAGE_3_FILES),
