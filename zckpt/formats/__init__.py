@@ -78,6 +78,7 @@ if TYPE_CHECKING:  # mypy checks that the modules have the functions that Format
         CheckingReader,
         Files,
         Gatherer,
+        ModelsWriter,
         Reader,
         RebuildingReader,
         RulesGatherer,
@@ -103,11 +104,10 @@ if TYPE_CHECKING:  # mypy checks that the modules have the functions that Format
     CHECKING_READERS: tuple[CheckingReader, ...] = (onnxruntime_read, universal_read)
     TENSOR_RANKS_READERS: tuple[TensorRanksReader, ...] = (deepspeed_read,)
     REBUILDING_READERS: tuple[RebuildingReader, ...] = (megatron_read,)
+    MODELS_WRITERS: tuple[ModelsWriter, ...] = (dcp_write, gathered_write)
     WRITERS: tuple[Writer, ...] = (
-        dcp_write,
         deepspeed_write,
         deepspeed_universal_write,
-        gathered_write,
         hf_write,
         megatron_write,
         onnxruntime_write,

@@ -6,6 +6,7 @@ the target's format lays out is then written by `copying.convert`.
     names.py      the names of the parameters, and their order
     keeping.py    whether the target has every state of the source's optimizer
     several.py    several checkpoints of a trainer's run as one target
+    models.py     several models of one program as one target
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from ..training.options import (
     Options,
 )
 from ..version import __version__
+from . import models
 from .keeping import Keeping, dropped_states
 from .names import named_for
 
@@ -130,13 +132,16 @@ def write(
     if not format.writes:
         raise WrongOption(f"zckpt can read {to}, but not write it yet")
     format.refuse(options, _called(command, to))
-    _refuse_several(format, manifest, options)
+    parts = models.parts_of(format, manifest, reading, options)
+    if not parts:
+        _refuse_several(format, manifest, options)
     if not format.keeps_estimates and not options.weights_only:
         estimates.need_same_ranks(manifest)
     dropped = dropped_states(manifest, options)
     manifest = states.without(manifest, options[DROP_STATE])
-    named = named_for(format, manifest, options)
-    source, layout = _laid_out(format, manifest, named, target, options, best_in)
+    parts = [states.without(part, options[DROP_STATE]) for part in parts]
+    named = models.named(manifest, options) if parts else named_for(format, manifest, options)
+    source, layout = _laid_out(format, manifest, named, parts, target, options, best_in)
     files = convert.files_of(layout)
     size = sum(files.values())
     report = _report(command, source, target, format, layout, files, options)
@@ -201,23 +206,30 @@ def _laid_out(
     format: Format,
     manifest: Manifest,
     named: Manifest,
+    parts: Sequence[Manifest],
     target: str,
     options: Options,
     best_in: str | None,
 ) -> tuple[Manifest, Layout]:
     """The source as the target's engine needs it, and the files of the target.
 
-    `named` is the manifest under the target's names.
+    `named` is the manifest under the target's names; `parts` are its models, if there are several.
 
     Raises the ZckptError that says why the target cannot be written; no file is written here.
     """
     from ..core.layout import remembered
 
-    admitted = named
-    if format.objects is not None:
-        admitted = objects.without_others(named, formats.engine_objects(), options[ALLOW_OBJECT])
-    source, files = format.prepare(admitted)
-    layout = _with_files(format.lay_out(source, options), files)
+    def allowed(manifest: Manifest) -> Manifest:
+        if format.objects is None:
+            return manifest
+        return objects.without_others(manifest, formats.engine_objects(), options[ALLOW_OBJECT])
+
+    admitted = allowed(named)
+    if parts:
+        source, layout = admitted, models.lay_out(format, admitted, [*map(allowed, parts)], options)
+    else:
+        source, files = format.prepare(admitted)
+        layout = _with_files(format.lay_out(source, options), files)
     if format.is_resumed and not format.is_neutral:
         layout = _pointing_to_the_best(layout, source, target, best_in)
     known = (*manifest.left_out, *layout.left_out)
@@ -323,11 +335,11 @@ def _report(
     warnings = list(layout.warnings)
     if not format.overrides_groups or options[LIKE] is not None:
         warnings += unused_defaults(manifest, options)
-    if not format.is_neutral and (tie := ties.likely(manifest)) is not None:
-        warnings.append(
-            f"the source has no output layer: if the model ties {tie[0]} to {tie[1]}, add --tie "
-            f"{tie[0]}={tie[1]}"
-        )
+    warnings += [
+        f"the source has no output layer: if the model ties {alias} to {owner}, add --tie "
+        f"{alias}={owner}"
+        for alias, owner in ([] if format.is_neutral else ties.likely(manifest))
+    ]
     takes_dp = DP in format.options and not format.fits_any_dp
     if command == "reshard" and not options.given and takes_dp:
         ranks = counted(manifest.dp, "rank")

@@ -83,7 +83,8 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
             else:
                 saved.tree[own_key(folder)] = _weights(folder, saved)
         models = [key for key in saved.tree if str(key).partition("_")[0] == "model"]
-        saved.models = models if saved.folders and len(models) > 1 else []
+        if saved.folders and len(models) > 1:
+            saved.models, saved.inferred = models, []  # each model has its own
         if shards:
             saved.storage = RANKS
             saved.tree |= hf.state_dicts(hf.read(shards, saved))
@@ -142,7 +143,7 @@ class _FolderReader:
         saved.files += table.files
         stated = checked(table.others.get("zckpt"), os.path.join(table.folder, METADATA))
         if stated is not None:
-            saved.stated = stated
+            saved.stated = saved.stated_of[place_in(table.folder, (MODEL,))[0]] = stated
             saved.inferred = list(stated.get("inferred", ()))
             self.names = stated["names"]
         room = MAX_LIST

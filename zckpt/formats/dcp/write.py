@@ -53,12 +53,12 @@ TORCHTITAN: tuple[Path, Path, str] = (), ("optimizer",), "flat"
 PathValue = tuple[Path, Any]
 
 
-def lay_out(source: Manifest, options: Options) -> Layout:
-    """The files of the target, and what it cannot take along.
+def lay_out(source: Manifest, options: Options, number: int = 0) -> Layout:
+    """The files of the target, and what it cannot take along; `number` is the model's.
 
     Raises WrongOption and MissingData before anything is written.
     """
-    writer = DcpWriter(source, options)
+    writer = DcpWriter(source, options, number)
     siblings = [(item.name, item) for item in source.siblings]
     about = "a directory of torch.distributed.checkpoint, which any number of ranks loads"
 
@@ -83,12 +83,19 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     )
 
 
+def has_models(source: Manifest, options: Options) -> bool:
+    """Whether the target has a place for several models: Accelerate's folders, with numbers."""
+    dialect = options[DIALECT]
+    return dialect == "accelerate" or (dialect is None and source.format == "dcp")
+
+
 class DcpWriter:
     """Everything that is decided before the first byte is written."""
 
-    def __init__(self, source: Manifest, options: Options) -> None:
+    def __init__(self, source: Manifest, options: Options, number: int = 0) -> None:
         self.source = source
         self.options = options
+        self.number = number
         self.world = options[DP] or source.dp
         self.dicts = StateDicts(source, options, "dcp", options[LAYOUT])
         if options[DIALECT] == "torchtitan":
@@ -169,7 +176,10 @@ class DcpWriter:
         if keys.adapter or (of_trainer and any(map(peft.is_adapters, self.source.parameters))):
             dicts.save_adapter_alone()  # as the Trainer does with PEFT and FSDP
         dicts.model, dicts.optimizer = ("model",), ("optimizer",)  # Accelerate's own keys
-        names = {dicts.model: "pytorch_model_fsdp_0", dicts.optimizer: "optimizer_0"}
+        names = {
+            dicts.model: f"pytorch_model_fsdp_{self.number}",
+            dicts.optimizer: f"optimizer_{self.number}",
+        }
         parts: dict[str, list[PathValue]] = {}
         lost: dict[Any, None] = {}
         for path, value in dicts.items():

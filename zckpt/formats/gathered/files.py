@@ -33,6 +33,7 @@ from ...errors import (
 )
 from ...files.torchfile import Tensor, is_torch, peek
 from ...training import peft
+from ...training.trainers import numbered
 
 if TYPE_CHECKING:
     import re
@@ -54,8 +55,12 @@ WHOLE = {  # names of whole files, the likeliest first
     ),
     "extra": ("extra.pt",),
 }
-NUMBERED = ("model.safetensors", "pytorch_model.bin", "pytorch_model_fsdp.bin", "optimizer.bin")
-"""Names to which Accelerate adds a number for a second model or optimizer (1.15)."""
+NUMBERED = (
+    *("model.safetensors", "pytorch_model.bin", "pytorch_model_fsdp.bin", "optimizer.bin"),
+    "extra.pt",
+)
+"""Names to which Accelerate adds a number for a second model or optimizer (1.15), and zckpt to its
+own file."""
 # of other formats: DeepSpeed's ranks, ONNX Runtime's, Megatron-Core's
 OTHER_ENDINGS = ("_model_states.pt", "_optim_states.pt", ".ort.pt")
 OTHER_NAMES = (
@@ -146,9 +151,8 @@ def _whole(names: Sequence[str]) -> dict[str, str]:
     if whole.get("optim") != "optimizer.bin":
         return whole
     for kind, name in [(kind, name) for kind, name in whole.items() if name in NUMBERED]:
-        stem, _, ending = name.rpartition(".")
         for number in range(1, len(names)):
-            if (other := f"{stem}_{number}.{ending}") in present:
+            if (other := numbered(name, number)) in present:
                 whole[f"{kind}_{number}"] = other
     return whole
 
