@@ -70,6 +70,12 @@ def lacking_state(siblings: Iterable[Sibling]) -> list[str]:
     ]
 
 
+def not_loaded(files: str, dialects: Iterable[str]) -> str:
+    """A warning about files that no trainer looks for; `dialects` name those that it does."""
+    ways = " or ".join(f"--dialect {name} ({LOADED_WITH[name]})" for name in dialects)
+    return f"{files} is not what the trainer looks for: to resume there, add {ways}"
+
+
 def resuming(siblings: Iterable[Sibling], otherwise: Callable[[str], str]) -> Callable[[str], str]:
     """Gives the line with which the program of these files resumes from a directory.
 
@@ -82,6 +88,7 @@ def resuming(siblings: Iterable[Sibling], otherwise: Callable[[str], str]) -> Ca
     return lambda path: f"{before}{literal(path)}{after}"
 
 
+LOADED_WITH = {"accelerate": "FSDP", "safetensors": "DDP, or one GPU"}
 RESUMING = {
     TRANSFORMERS: ("trainer.train(resume_from_checkpoint=", ")"),
     ACCELERATE: ("accelerator.load_state(", ")"),

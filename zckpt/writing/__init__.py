@@ -231,7 +231,7 @@ def _laid_out(
         source, files = format.prepare(admitted)
         layout = _with_files(format.lay_out(source, options), files)
     if format.is_resumed and not format.is_neutral:
-        layout = _pointing_to_the_best(layout, source, target, best_in)
+        layout = _pointing_to_the_best(layout, source, format.name, target, best_in)
     known = (*manifest.left_out, *layout.left_out)
     own = [line for line in admitted.left_out if line not in known]
     layout = replace(
@@ -249,7 +249,8 @@ def _refuse_several(format: Format, manifest: Manifest, options: Options) -> Non
     `export` writes a folder of one model.
     """
     if not options.weights_only:
-        refuse_several(manifest, "; or write the weights of all with --weights-only")
+        all_models = models.way_to_all(format, manifest, options)
+        refuse_several(manifest, f"{all_models}; or the weights of all with --weights-only")
     elif len(manifest.roots) > 1 and not format.is_resumed:
         refuse_several(manifest)
 
@@ -380,7 +381,7 @@ def _with_files(layout: Layout, files: Sequence[Shell]) -> Layout:
 
 
 def _pointing_to_the_best(
-    layout: Layout, manifest: Manifest, target: str, best_in: str | None
+    layout: Layout, manifest: Manifest, to: str, target: str, best_in: str | None
 ) -> Layout:
     """The layout whose trainer_state.json names the best checkpoint where it will be.
 
@@ -396,5 +397,7 @@ def _pointing_to_the_best(
     elif best.is_best(manifest.siblings):
         path_of_best = os.path.abspath(target)
     else:
-        return replace(layout, warnings=[*layout.warnings, best.warning(path)])
+        keeps_format = manifest.source.get("format") == to
+        line = best.warning(path, manifest.siblings, keeps_format)
+        return replace(layout, warnings=[*layout.warnings, line])
     return _with_files(layout, [best.pointing_to(manifest.siblings, path_of_best)])

@@ -19,7 +19,7 @@ from ..formats.reading import Reading
 from ..reading import read
 from ..training import ties
 from ..training.names import names_in
-from ..training.options import FAMILY, PARAM_NAMES, RENAME, TIE, Options
+from ..training.options import DIALECT, FAMILY, PARAM_NAMES, RENAME, TIE, Options
 from ..training.trainers import number_of, numbered
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ OF_ONE = (RENAME, FAMILY)
 
 def are_numbered(manifest: Manifest) -> bool:
     """Whether there are several models by number, each with the optimizer of its number or none."""
-    roots = [*manifest.roots.items()]
+    roots = list(manifest.roots.items())
     return len(roots) > 1 and all(
         name == numbered("model", number) and {*map(number_of, own)} <= {number} and len(own) < 2
         for number, (name, own) in enumerate(roots)
@@ -75,6 +75,19 @@ def parts_of(
         part = ties.with_ties(part, ties.of_root(options[TIE], name))
         parts.append(replace(part, siblings=manifest.siblings))
     return [parts[0], *map(_without_shared, parts[1:])]
+
+
+def way_to_all(format: Format, manifest: Manifest, options: Options) -> str:
+    """What to add for a target of all models, for an error; empty if there is no such target."""
+    choices = next((own.choices for own in format.options if own.name == DIALECT.name), ())
+    if not are_numbered(manifest) or options[DIALECT] is not None:
+        return ""
+    fitting = [
+        f"--dialect {choice}"
+        for choice in choices
+        if format.has_models(manifest, Options((*options.given, (DIALECT, choice))))
+    ]
+    return f"; or write all with {' or '.join(fitting)}" if fitting else ""
 
 
 def named(manifest: Manifest, options: Options) -> Manifest:

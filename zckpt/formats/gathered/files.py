@@ -148,7 +148,7 @@ def _whole(names: Sequence[str]) -> dict[str, str]:
         for kind, likely in WHOLE.items()
         if (name := next((name for name in likely if name in present), None))
     }
-    if whole.get("optim") != "optimizer.bin":
+    if whole.get("optim", "optimizer.bin") != "optimizer.bin":
         return whole
     for kind, name in [(kind, name) for kind, name in whole.items() if name in NUMBERED]:
         for number in range(1, len(names)):

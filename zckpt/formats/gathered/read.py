@@ -148,6 +148,7 @@ class _TreeReader:
         source = {"format": "gathered", "version": None, "dp": files.world, "tag": None}
         self.saved = SavedTree(path, source, {}, models=files.models)
         self.names: dict[str, list[str]] = {}
+        self.is_one = reading.root is not None or not files.models
         self.has_local_states = False
         self.copies: list[ranked.Copies] = []
         self.opened = {path: TorchFile(path, self.parsed) for path in files.of_torch}
@@ -213,7 +214,8 @@ class _TreeReader:
             number = number_of(os.path.basename(path))
             self.saved.stated_of[numbered("model", number)] = stated
             self.saved.inferred = [] if self.files.models else list(stated.get("inferred", ()))
-            self.names |= stated["names"]
+            if self.is_one:  # the names are those of one model alone
+                self.names |= stated["names"]
         names = iter(self.names.get(os.path.basename(file.path), ()))
         value = leaves(file, value, names)
         return value if isinstance(value, dict) else None

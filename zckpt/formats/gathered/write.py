@@ -35,7 +35,7 @@ from ...files.torchshell import Storages, seal_records, shell
 from ...training import peft, trainers
 from ...training.options import DIALECT, DP, Options
 from ...training.trainers import ACCELERATE, TRANSFORMERS, program_of
-from ..statedict.keys import keys_of
+from ..statedict.keys import keys_of, trainers_dialect
 from ..statedict.write import BlankTensor, StateDicts, left_out
 
 STATED = "zckpt"
@@ -208,12 +208,11 @@ class StateDictWriter(StateDicts):
 
     def _warn_of_names(self) -> None:
         program, names = program_of(self.source.siblings), self.file_names
-        if program is not None and names.scheduler is None and not self.options.weights_only:
-            expected = OF_TRAINERS[program]
-            self.warnings.append(
-                f"{names.optimizer} is not what the trainer looks for ({expected.optimizer}): "
-                "to resume there, add --dialect safetensors"
-            )
+        if program is None or names.scheduler is not None or not self.optimizes:
+            return
+        own = trainers_dialect(self.source.engine)
+        dialects = [own] if own in PLAIN and own else ["safetensors", "accelerate"]
+        self.warnings.append(trainers.not_loaded(names.optimizer, dialects))
 
     def _blank_weights(self) -> list[tuple[str, BlankTensor]]:
         return [(name, w) for name, w in self.weights.items() if isinstance(w, BlankTensor)]
