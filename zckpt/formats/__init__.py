@@ -144,7 +144,7 @@ FORMATS: tuple[Format, ...] = (
 
 
 DEPTH, MOST_FOLDERS = 4, 1000
-"""How deep, and among how many folders of a level, an error looks for checkpoints."""
+"""How many levels up and down, and among how many folders of one, an error looks around."""
 OTHER_WORDS = {
     "ddp torch pytorch pt pth torch.save": "DDP and plain PyTorch load files of torch.save: the "
     "format gathered",
@@ -215,10 +215,14 @@ def recognize(path: str, name: str | None = None, tag: str | None = None) -> For
         )
     for item, tags in tags_of.items():
         if len(tags) > 1 and tag is None:
+            # a folder of single files may be a part of a checkpoint, as of random states
+            holder = None if item.detect(path) else _holder(path)
             raise AmbiguousCheckpoint(
                 f"{path} holds {len(tags)} checkpoints and no file says which is meant: "
                 f"{listed(tags)}",
-                hint=f"choose with --tag {tags[-1]}",
+                hint=f"the directory above it, {holder}, is one"
+                if holder
+                else f"choose with --tag {tags[-1]}",
             )
         return item
     inside = _inside(path) or _below(path)
@@ -336,13 +340,21 @@ def _of_torch(path: str) -> str | None:
 def _near(path: str, inside: Sequence[str]) -> str:
     if inside:
         return f"{os.path.join(path, inside[0])} is one"
-    above = os.path.dirname(os.path.abspath(path))
-    if any(item.detect(above) for item in FORMATS):
-        return f"the directory above it, {above}, is one"
+    if holder := _holder(path):
+        return f"the directory above it, {holder}, is one"
     names = sorted(os.listdir(path)) if sources.is_folder(path) else []
     if file := next((name for name in names if name.endswith(".safetensors")), None):
         return f"give one of its files, such as {os.path.join(path, file)}"
     return "give the directory that the training program saved; `zckpt formats` lists what is read"
+
+
+def _holder(path: str) -> str | None:
+    """The nearest directory above that is a checkpoint; else the next one, if it has weights."""
+    above = [os.path.dirname(os.path.abspath(path))]
+    for _ in range(DEPTH - 1):
+        above.append(os.path.dirname(above[-1]))
+    whole = next((folder for folder in above if _detects(folder, weak=False)), None)
+    return whole or (above[0] if _detects(above[0], weak=True) else None)
 
 
 def _neighbors(path: str) -> str:

@@ -70,7 +70,7 @@ def parts_of(
                 f"{name}: {error.message}",
                 hint="give the names of both with --param-names FILE, each after its model's: "
                 + " and ".join(f"{root}.NAME" for root in list(manifest.roots)[:2])
-                + f"; or take one, with --root {name} and its names",
+                + f"; or take one, with --root {name} --param-names FILE",
             ) from error
         part = ties.with_ties(part, ties.of_root(options[TIE], name))
         parts.append(replace(part, siblings=manifest.siblings))

@@ -235,6 +235,19 @@ def _has_tensors(value: Any, depth: int = DEPTH) -> bool:
     return isinstance(value, Tensor) or distributed.is_distributed(value)
 
 
+def whole_of(path: str) -> str | None:
+    """The checkpoint of which a file has the optimizer alone."""
+    if not sources.is_file(path):
+        return None
+    folder, name = os.path.split(path)
+    names = _beside(path)
+    whole = _whole(names)
+    kind = next((kind for kind, own in whole.items() if own == name), None)
+    of_item = counted(name, ".pt") is not None and _items(folder or ".", names)
+    of_optimizer = kind is not None and kind.startswith("optim") and "model" in whole
+    return (folder or ".") if of_optimizer or of_item else None
+
+
 def _items(folder: str, names: Sequence[str]) -> dict[str | None, dict[int, str]]:
     """Files of ranks' items, by item and rank; empty if there are none."""
     if not any(counted(name, ".pt") for name in names):

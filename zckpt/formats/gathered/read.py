@@ -29,7 +29,7 @@ from ..statedict.stated import checked
 from ..statedict.tree import Path, SavedTree, leaf, leaves
 from ..statedict.weights import tensors_of_index, weights_of
 from . import distributed, local, ranked
-from .files import StateDictFiles, locate, place_of, slices
+from .files import StateDictFiles, locate, place_of, slices, whole_of
 from .items import METADATA, refusal, said_of
 
 CONFIG = "fsdp_config.json"
@@ -76,8 +76,10 @@ def read_tree(path: str, reading: Reading) -> tuple[Manifest, Sequence[ranked.Co
             reader.saved.warnings.append(f"{said_of(files)}; shown is {os.path.basename(first)}")
         try:
             result = manifest(reader.saved, reading)
-        except (MissingData, WrongOption):
+        except (MissingData, WrongOption) as error:
             reader.refuse_flat_states()
+            if (whole := whole_of(path)) and isinstance(error, MissingData):
+                raise MissingData(error.message, hint=f"give {whole}, which has both") from error
             raise
         if (mesh := reader.rows_mesh(result)) is not None:
             result = replace(result, source={**result.source, MESH: mesh})
