@@ -250,7 +250,7 @@ def _refuse_several(format: Format, manifest: Manifest, options: Options) -> Non
     """
     if not options.weights_only:
         all_models = models.way_to_all(format, manifest, options)
-        refuse_several(manifest, f"{all_models}; or the weights of all with --weights-only")
+        refuse_several(manifest, f"{all_models}; or write the weights of all with --weights-only")
     elif len(manifest.roots) > 1 and not format.is_resumed:
         refuse_several(manifest)
 

@@ -151,6 +151,9 @@ def _whole(names: Sequence[str]) -> dict[str, str]:
     if whole.get("optim", "optimizer.bin") != "optimizer.bin":
         return whole
     for kind, name in [(kind, name) for kind, name in whole.items() if name in NUMBERED]:
+        stem, dot, ending = name.partition(".")
+        if f"{stem}_0{dot}{ending}" in present:  # the numbers are those of ranks
+            continue
         for number in range(1, len(names)):
             if (other := numbered(name, number)) in present:
                 whole[f"{kind}_{number}"] = other

@@ -301,7 +301,7 @@ class _TreeReader:
 
 def is_extra(key: str | None) -> bool:
     """Whether a key is of zckpt's own file, which has what is beside model and optimizer."""
-    return key is not None and key.partition("_")[0] == "extra"
+    return key is not None and key == numbered("extra", number_of(key))
 
 
 def _dialect_of(weights: str) -> str | None:
