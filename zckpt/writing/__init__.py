@@ -28,7 +28,7 @@ from ..errors import TargetExists, WrongOption, counted
 from ..formats.deepspeed_states import estimates
 from ..formats.paths import strange_target
 from ..formats.reading import Reading
-from ..reading import read, refuse_several
+from ..reading import read
 from ..training import objects, steps, ties
 from ..training.names import former
 from ..training.optimizers import unused_defaults
@@ -134,7 +134,7 @@ def write(
     format.refuse(options, _called(command, to))
     parts = models.parts_of(format, manifest, reading, options)
     if not parts:
-        _refuse_several(format, manifest, options)
+        models.need_one(format, manifest, options)
     if not format.keeps_estimates and not options.weights_only:
         estimates.need_same_ranks(manifest)
     dropped = dropped_states(manifest, options)
@@ -241,18 +241,6 @@ def _laid_out(
         from_masters=layout.from_masters or options.module_dtype is not None,
     )
     return source, layout
-
-
-def _refuse_several(format: Format, manifest: Manifest, options: Options) -> None:
-    """Raises AmbiguousCheckpoint for several models, unless their weights alone are written.
-
-    `export` writes a folder of one model.
-    """
-    if not options.weights_only:
-        all_models = models.way_to_all(format, manifest, options)
-        refuse_several(manifest, f"{all_models}; or write the weights of all with --weights-only")
-    elif len(manifest.roots) > 1 and not format.is_resumed:
-        refuse_several(manifest)
 
 
 def _filled(

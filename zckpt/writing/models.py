@@ -16,7 +16,7 @@ from ..core.manifest import Manifest
 from ..core.values import replace
 from ..errors import MissingData, WrongOption
 from ..formats.reading import Reading
-from ..reading import read
+from ..reading import read, refuse_several
 from ..training import ties
 from ..training.names import names_in
 from ..training.options import DIALECT, FAMILY, PARAM_NAMES, RENAME, TIE, Options
@@ -77,7 +77,19 @@ def parts_of(
     return [parts[0], *map(_without_shared, parts[1:])]
 
 
-def way_to_all(format: Format, manifest: Manifest, options: Options) -> str:
+def need_one(format: Format, manifest: Manifest, options: Options) -> None:
+    """Raises AmbiguousCheckpoint for several models, unless their weights alone are written.
+
+    `export` writes a folder of one model.
+    """
+    if not options.weights_only:
+        ways = f"{_way_to_all(format, manifest, options)}; or write the weights of all with "
+        refuse_several(manifest, f"{ways}--weights-only")
+    elif len(manifest.roots) > 1 and not format.is_resumed:
+        refuse_several(manifest)
+
+
+def _way_to_all(format: Format, manifest: Manifest, options: Options) -> str:
     """What to add for a target of all models, for an error; empty if there is no such target."""
     choices = next((own.choices for own in format.options if own.name == DIALECT.name), ())
     if not are_numbered(manifest) or options[DIALECT] is not None:
