@@ -349,12 +349,21 @@ def _near(path: str, inside: Sequence[str]) -> str:
 
 
 def _holder(path: str) -> str | None:
-    """The nearest directory above that is a checkpoint; else the next one, if it has weights."""
-    above = [os.path.dirname(os.path.abspath(path))]
-    for _ in range(DEPTH - 1):
-        above.append(os.path.dirname(above[-1]))
-    whole = next((folder for folder in above if _detects(folder, weak=False)), None)
-    return whole or (above[0] if _detects(above[0], weak=True) else None)
+    """The nearest directory above of which a path is a part; else the next one, if it has weights.
+
+    A folder in a directory of tags or of runs may belong to none of them.
+    """
+    next_above = folder = os.path.dirname(os.path.abspath(path))
+    inside = ""
+    for _ in range(DEPTH):
+        own = {"", os.path.basename(folder), inside}
+        is_beside = folder == next_above and not sources.is_folder(path)  # as `latest` is
+        for item in FORMATS:
+            tags = item.detect(folder)
+            if not own.isdisjoint(tags) or (is_beside and tags):
+                return folder
+        folder, inside = os.path.split(folder)
+    return next_above if _detects(next_above, weak=True) else None
 
 
 def _neighbors(path: str) -> str:
