@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from ..core import sources
+from ..core.filenames import number_of
 from ..core.inert import Scalar
 from ..core.manifest import Sibling
 from ..core.siblings import MAX_DEPTH, OPEN, SiblingList
@@ -24,8 +25,6 @@ from ..errors import literal
 
 TRANSFORMERS, ACCELERATE = "transformers", "accelerate"
 SCHEDULERS = ("scheduler.pt", "scheduler.bin")
-_NUMBER = re.compile(r"_([1-9]\d*)(?:\.[a-z]+)?$")
-"""What Accelerate adds to a name for a second model, optimizer or scheduler (1.15)."""
 _SCHEDULER = re.compile(r"scheduler(?:_\d+)?\.bin")
 LOADING_FOLDERS = ("huggingface/", "model/.hf_metadata/", ".hf_metadata/", "model/")
 """Folders in which verl, NeMo AutoModel and its PEFT runs keep what from_pretrained needs."""
@@ -93,18 +92,6 @@ RESUMING = {
     TRANSFORMERS: ("trainer.train(resume_from_checkpoint=", ")"),
     ACCELERATE: ("accelerator.load_state(", ")"),
 }
-
-
-def numbered(name: str, number: int) -> str:
-    """The name for a further model: `optimizer_1.bin` for `optimizer.bin`."""
-    stem, dot, ending = name.partition(".")
-    return f"{stem}_{number}{dot}{ending}" if number else name
-
-
-def number_of(name: str) -> int:
-    """The number in a name, 0 for the first model: 1 for `model_1` and `optimizer_1.bin`."""
-    match = _NUMBER.search(name)
-    return int(match[1]) if match else 0
 
 
 def of_model(siblings: Iterable[Sibling], number: int) -> tuple[list[Sibling], list[str]]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from ..core.filenames import number_of, numbered
 from ..core.layout import Layout
 from ..core.manifest import Manifest
 from ..core.values import replace
@@ -20,7 +21,6 @@ from ..reading import read, refuse_several
 from ..training import ties
 from ..training.names import names_in
 from ..training.options import DIALECT, FAMILY, PARAM_NAMES, RENAME, TIE, Options
-from ..training.trainers import number_of, numbered
 
 if TYPE_CHECKING:
     from ..formats.format import Format

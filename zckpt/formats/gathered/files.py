@@ -21,7 +21,7 @@ from itertools import chain
 
 from ...core import sources
 from ...core.annotations import TYPE_CHECKING, Any
-from ...core.filenames import counted, oldest_first
+from ...core.filenames import counted, numbered, oldest_first
 from ...core.regex import Regex
 from ...core.values import field, mutable
 from ...errors import (
@@ -33,7 +33,6 @@ from ...errors import (
 )
 from ...files.torchfile import Tensor, is_torch, peek
 from ...training import peft
-from ...training.trainers import numbered
 
 if TYPE_CHECKING:
     import re

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...core import sources
+from ...core.filenames import number_of, numbered
 from ...core.manifest import Manifest
 from ...core.saved_names import nameless, refuse_others, saved_names
 from ...core.values import replace
@@ -21,7 +22,7 @@ from ...errors import (
     not_understood,
 )
 from ...files.torchfile import Parsed, TorchFile
-from ...training.trainers import beside, number_of, numbered
+from ...training.trainers import beside
 from ..reading import USUAL, Reading
 from ..statedict.keys import keys_of
 from ..statedict.read import manifest

@@ -23,6 +23,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
+from ...core.filenames import numbered
 from ...core.folder import Folder
 from ...core.inert import Scalar, TensorName, map_values
 from ...core.layout import Layout, Shell
@@ -58,7 +59,7 @@ class FileNames:
     def of_model(self, number: int) -> FileNames:
         """Those of a further model."""
         names = (self.weights, self.optimizer, self.scheduler or "", self.extra)
-        weights, optimizer, scheduler, extra = (trainers.numbered(name, number) for name in names)
+        weights, optimizer, scheduler, extra = (numbered(name, number) for name in names)
         return FileNames(weights, optimizer, self.scheduler and scheduler, self.by_name, extra)
 
     @property

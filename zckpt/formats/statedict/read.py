@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from ...core.filenames import number_of
 from ...core.manifest import Manifest
 from ...core.values import replace
 from ...errors import InconsistentCheckpoint, MissingData, listed
 from ...training import peft
 from ...training.names import names_in
-from ...training.trainers import config_of, number_of, of_model
+from ...training.trainers import config_of, of_model
 from ..reading import USUAL, Reading
 from .building import ManifestBuilder
 from .finding import (
