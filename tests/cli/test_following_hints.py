@@ -7,6 +7,7 @@ comes after may be refused once more, by another sentence, whose hint is followe
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -298,3 +299,70 @@ def test_parameters_without_names(tmp_path: Path, follow: Callable[..., None]) -
     torch.save(optimizer, run / "optimizer.pt")
     for to in ("deepspeed", "dcp"):
         follow("convert", run, tmp_path / "out", "--to", to, names=NAMES)
+
+
+def test_a_warning_names_the_dialect_that_the_trainer_loads(tmp_path: Path, zckpt: Program) -> None:
+    """By the program's own files: FSDP's whole and sharded ones, those of DDP, and DeepSpeed's."""
+    from safetensors.torch import save_file
+
+    runs = {name: tmp_path / name for name in ("whole", "ddp")}
+    for name, run in runs.items():
+        run.mkdir()
+        model, optimizer = trained(0)
+        group = optimizer["param_groups"][0]
+        if name == "ddp":
+            save_file(model, run / "model.safetensors")
+            group["param_names"] = [*NAMES]
+        else:
+            torch.save(model, run / "pytorch_model_fsdp.bin")
+            group["params"] = [*NAMES]
+            optimizer["state"] = dict(zip(NAMES, optimizer["state"].values(), strict=True))
+        torch.save(optimizer, run / "optimizer.bin")
+        torch.save({"step": 3}, run / "random_states_0.pkl")
+    sharded = runs["sharded"] = tmp_path / "sharded"
+    dialect = ("--dialect", "accelerate")
+    assert zckpt("convert", runs["whole"], sharded, "--to", "dcp", *dialect).code == 0
+    runs["deepspeed"] = TRAINER
+    fsdp, ddp = "--dialect accelerate (FSDP)", "--dialect safetensors (DDP, or one GPU)"
+    expected = {
+        ("whole", "dcp"): fsdp,
+        ("sharded", "gathered"): fsdp,
+        ("ddp", "dcp"): fsdp,
+        ("deepspeed", "dcp"): fsdp,
+        ("deepspeed", "gathered"): f"{ddp} or {fsdp}",
+        ("whole", "gathered"): None,
+        ("sharded", "dcp"): None,
+        ("ddp", "gathered"): None,
+    }
+    for (name, to), way in expected.items():
+        out = tmp_path / f"{name}-{to}"
+        said = zckpt("convert", runs[name], out, "--to", to)
+        assert said.code == 0, said.err
+        assert ("is not what the trainer looks for" in said.err) == (way is not None), (name, to)
+        if way is not None:
+            assert f"to resume there, add {way}\n" in said.err
+            typed = way.partition(" (")[0].split()
+            again = zckpt(
+                "convert", runs[name], tmp_path / f"{name}-{to}-again", "--to", to, *typed
+            )
+            assert again.code == 0
+            assert "is not what the trainer looks for" not in again.err
+            assert "load_state(" in again.out or "resume_from_checkpoint=" in again.out
+
+
+def test_the_best_checkpoint_is_proposed_where_it_lies(tmp_path: Path, zckpt: Program) -> None:
+    """`--checkpoints` writes what lies beside, and keeps the format."""
+    run = laid(tmp_path / "run", "checkpoint-4", source=TRAINER)
+    path = run / "checkpoint-4" / "trainer_state.json"
+    state = json.loads(path.read_text())
+    path.write_text(json.dumps({**state, "best_model_checkpoint": "/gone/run/checkpoint-2"}))
+    source = run / "checkpoint-4"
+    said = zckpt("reshard", source, tmp_path / "a", "--dp", "2").err
+    assert "names the best checkpoint /gone/run/checkpoint-2" in said
+    assert "--checkpoints" not in said
+    laid(run, "checkpoint-2", source=TRAINER)
+    command = f"zckpt reshard {run} DST --checkpoints best-and-last"
+    assert command in zckpt("reshard", source, tmp_path / "b", "--dp", "2").err
+    to = ("--to", "dcp", "--dialect", "accelerate")
+    assert "--checkpoints" not in zckpt("convert", source, tmp_path / "c", *to).err
+    Follower(zckpt, tmp_path).follow(tuple(command.replace("DST", str(tmp_path / "d")).split()[1:]))
