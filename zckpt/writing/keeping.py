@@ -24,6 +24,7 @@ from ..training import objects
 from ..training.options import DROP_STATE, WEIGHTS_ONLY, Options
 
 if TYPE_CHECKING:
+    from ..core.facts import StepPlace
     from ..core.layout import Layout, Shell
     from ..formats.format import Format
 
@@ -72,6 +73,7 @@ class Keeping:
         def read_and_check(folder: str) -> Manifest:
             shells = read(folder)
             self.report["computed_afresh"] = self._computed_afresh(shells)
+            self.report["warnings"] += _of_counts(self.source.step_place, shells.step_place)
             return shells
 
         return read_and_check
@@ -129,6 +131,17 @@ class Keeping:
         values = [*states.others_of(self.named).values(), *parts]
         own = [value[key] for key in keys for value in values if key in value]
         return objects.admissible(own, formats.engine_objects())
+
+
+def _of_counts(before: StepPlace | None, after: StepPlace | None) -> list[str]:
+    """A warning if the target's engine does not count an update as often as the source's."""
+    if before is None or after is None or before.times == after.times:
+        return []
+    return [
+        f"the optimizer's step stands in its groups. With each update, the target's engine adds "
+        f"{after.times} to it, the source's {before.times}: what the optimizer computes of it goes "
+        "on otherwise, and so do the losses"
+    ]
 
 
 OBJECTS = "objects of a class, which a program that loads the target would run"

@@ -24,7 +24,7 @@ from ...core.weights import is_optimizers, weight_of
 from ...errors import InconsistentCheckpoint, MissingData, UnsupportedCheckpoint
 from ...files.torchshell import Storages, thawed
 from ...training import steps
-from ...training.optimizers import known_optimizer
+from ...training.optimizers import is_of_axis, known_optimizer
 from ...training.options import Options
 from ...training.trainers import ACCELERATE, program_of
 from .. import zero
@@ -199,12 +199,14 @@ class DeepSpeedTarget:
 
     @cached_property
     def _shaped(self) -> frozenset[str]:
-        """States that are no tensor of the parameter's shape, of one parameter at least.
-
-        The preconditioner of a square matrix has the matrix's own shape, and not its elements.
-        """
-        forms = states_of(self.source).values()
-        return frozenset(state.key for state in forms if state.form in ("other", "unread"))
+        """States that are no tensor of the parameter's elements, of one parameter at least."""
+        parameters, known = self.source.parameters, states_of(self.source).values()
+        return frozenset(
+            state.key
+            for state in known
+            if state.form in ("other", "unread")
+            or is_of_axis(state.key, [parameters[name].shape for name in state.parameters])
+        )
 
     def master_dtype(self, name: str) -> str:
         """The type of a parameter's master; raises MissingData where it has no weights."""
