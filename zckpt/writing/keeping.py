@@ -19,7 +19,7 @@ from ..core import states
 from ..core.manifest import Manifest
 from ..core.states import State
 from ..core.values import valueclass
-from ..errors import UnsupportedState, WrongOption
+from ..errors import UnsupportedState, WrongOption, listed
 from ..training import objects
 from ..training.options import DROP_STATE, WEIGHTS_ONLY, Options
 
@@ -71,6 +71,7 @@ class Keeping:
         read = layout.read_back or self.format.read_shells
 
         def read_and_check(folder: str) -> Manifest:
+            self._keep_groups()
             shells = read(folder)
             self.report["computed_afresh"] = self._computed_afresh(shells)
             self.report["warnings"] += _of_counts(self.source.step_place, shells.step_place)
@@ -80,6 +81,7 @@ class Keeping:
 
     def try_out(self, layout: Layout) -> None:
         """Reads the shells back from a temporary folder, for a run that writes nothing."""
+        self._keep_groups()
         if self.has_states and layout.read_back is not None:
             with _laid_out(layout.shells()) as folder:
                 layout.read_back(folder)
@@ -87,6 +89,26 @@ class Keeping:
     @property
     def has_states(self) -> bool:
         return not self.options.weights_only and bool(states.states_of(self.source))
+
+    def _keep_groups(self) -> None:
+        """Raises UnsupportedState for a hyper-parameter that no pickle of the target may have."""
+        if self.options.weights_only:
+            return
+        groups = zip(self.named.groups or (), self.admitted.groups or (), strict=True)
+        values = [
+            {key: value for key, value in before.items() if key not in after}
+            for before, after in groups
+        ]
+        if not (keys := dict.fromkeys(str(key) for own in values for key in own)):
+            return
+        hint = "write --weights-only"
+        if classes := objects.admissible(values, formats.engine_objects()):
+            allow = " ".join(f"--allow-object {name}" for name in classes)
+            hint = f"to write it, if you trust its class: {allow}; or {hint}"
+        raise UnsupportedState(
+            f"the target cannot have {listed(list(keys))} of the optimizer's groups ({OBJECTS})",
+            hint=hint,
+        )
 
     def _computed_afresh(self, shells: Manifest) -> list[Report]:
         """States that the target lacks and its optimizer computes afresh; raises for others."""

@@ -128,8 +128,10 @@ class _RankedBuffer:
         scalars: dict[str, Scalar] = {}
         own: dict[str, Sequence[Any]] = {}
         states = self.ranks.flat_states(self.place)
-        for key in dict.fromkeys(key for state in states for key in state if key != "step"):
+        for key in dict.fromkeys(key for state in states for key in state):
             values = [state.get(key) for state in states]
+            if key == "step" and self._are_steps(values):
+                continue
             if key in numbers:
                 values = self._uncut(values)
             slot = None if key in numbers else self._slot(str(key), values)
@@ -147,6 +149,12 @@ class _RankedBuffer:
             group, shapes, slots, step, place, scalars, sightings, warnings, own, starts
         )
 
+    def _are_steps(self, values: list[Any]) -> bool:
+        """Whether what ranks call a step is one; else it is a state like any other."""
+        pairs = enumerate(self._uncut(values))
+        numbers = (self.ranks.number(rank, value) for rank, value in pairs if value is not None)
+        return all(steps.step_of(number) is not None for number in numbers)
+
     # -- tensors
 
     def _slot(self, key: str, values: Sequence[Any]) -> BufferSlot | None:
@@ -156,7 +164,7 @@ class _RankedBuffer:
         """
         tensors = [value for value in values if isinstance(value, Tensor) and value.shape]
         if len(tensors) == self.ranks.dp and all(
-            tensor.numel in {master.numel, *self.lengths}
+            len(tensor.shape) == 1 and tensor.numel in {master.numel, *self.lengths}
             for tensor, master in zip(tensors, self.masters, strict=True)
         ):
             return self._cut(slot_name(key), tensors)
