@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import zckpt
-from zckpt.errors import UnsupportedState
+from zckpt.errors import InconsistentCheckpoint, UnsupportedState
 
 from ..conftest import Result
 from .test_lost_states import alike
@@ -201,3 +201,55 @@ def test_equal_states_are_no_copied_files(tmp_path: Path) -> None:
     )
     there_and_back(source, tmp_path, PLAIN[0])
     assert zckpt.verify(tmp_path / "there")["equal"]
+
+
+# -- in flat buffers
+
+
+def changed_ranks(run: Path, change: Callable[[int, dict[str, Any]], None]) -> None:
+    """Changes what each rank's file holds of the base optimizer."""
+    import deepspeed  # noqa: F401  (its classes are in the pickle)
+
+    for rank in (0, 1):
+        (file,) = run.rglob(f"*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+        held = torch.load(file, weights_only=False)
+        change(rank, held["optimizer_state_dict"]["base_optimizer_state"])
+        torch.save(held, file)
+
+
+@pytest.mark.parametrize("key", [5, "row"])
+def test_what_is_no_part_of_a_flat_buffer(tmp_path: Path, key: Any) -> None:
+    """A key that is a number, and a tensor of two dimensions: as they are, at the same size."""
+    run = tmp_path / "run"
+    zckpt.convert(saved(tmp_path), run, **FLAT[1])
+
+    def change(rank: int, base: dict[str, Any]) -> None:
+        for own in base["state"].values():
+            own[key] = own["exp_avg"].reshape(1, -1)
+
+    changed_ranks(run, change)
+    for number, to in enumerate(({"to": "dcp"}, {"to": "deepspeed", "dp": 3})):
+        with pytest.raises(UnsupportedState, match=f"the optimizer's {key} of trunk.weight, "):
+            zckpt.convert(run, tmp_path / str(number), **to)
+    zckpt.convert(run, tmp_path / "same", to="deepspeed", dp=2)
+    assert zckpt.verify(run, tmp_path / "same")["equal"]
+
+    def check(rank: int, base: dict[str, Any]) -> None:
+        for own in base["state"].values():
+            assert torch.equal(own[key], own["exp_avg"].reshape(1, -1))
+
+    changed_ranks(tmp_path / "same", check)
+
+
+def test_tensors_of_groups_differ_between_ranks(tmp_path: Path) -> None:
+    """The pickles of the files are equal: their tensors have other bytes."""
+    run = tmp_path / "run"
+    zckpt.convert(saved(tmp_path, group={"bounds": [torch.arange(3.0)]}), run, **FLAT[1])
+    assert zckpt.verify(run)["equal"]
+
+    def change(rank: int, base: dict[str, Any]) -> None:
+        base["param_groups"][1]["bounds"][0] += rank
+
+    changed_ranks(run, change)
+    with pytest.raises(InconsistentCheckpoint, match="has other tensors in param_groups than"):
+        zckpt.convert(run, tmp_path / "other", to="deepspeed", dp=3)

@@ -126,7 +126,7 @@ class _RankedBuffer:
         """All that the ranks keep of this buffer; `numbers` are states of one number."""
         slots = [self._cut("master", self.masters)]
         scalars: dict[str, Scalar] = {}
-        own: dict[str, Sequence[Any]] = {}
+        own: dict[Any, Sequence[Any]] = {}
         states = self.ranks.flat_states(self.place)
         for key in dict.fromkeys(key for state in states for key in state):
             values = [state.get(key) for state in states]
@@ -134,13 +134,16 @@ class _RankedBuffer:
                 continue
             if key in numbers:
                 values = self._uncut(values)
-            slot = None if key in numbers else self._slot(str(key), values)
+            if not isinstance(key, str):  # a number as a key is no name of a slot
+                own[key] = values
+                continue
+            slot = None if key in numbers else self._slot(key, values)
             if slot is not None:
                 slots.append(slot)
             elif (scalar := self.ranks.scalar(values)) is not None:
-                scalars[str(key)] = scalar
+                scalars[key] = scalar
             elif any(value is not None for value in values):
-                own[str(key)] = values
+                own[key] = values
         sightings, place, warnings = self._steps(group, states, step_policy)
         step = next((line.step for line in sightings if line.truth), None)
         shapes = in_user_order(self.shapes, self.ranks)
