@@ -71,8 +71,9 @@ class Keeping:
         read = layout.read_back or self.format.read_shells
 
         def read_and_check(folder: str) -> Manifest:
-            self._keep_groups()
             shells = read(folder)
+            if shells.groups is not None:
+                self._keep_groups()
             self.report["computed_afresh"] = self._computed_afresh(shells)
             self.report["warnings"] += _of_counts(self.source.step_place, shells.step_place)
             return shells
@@ -81,8 +82,7 @@ class Keeping:
 
     def try_out(self, layout: Layout) -> None:
         """Reads the shells back from a temporary folder, for a run that writes nothing."""
-        self._keep_groups()
-        if self.has_states and layout.read_back is not None:
+        if (self.has_states or any(self._lost_of_groups)) and layout.read_back is not None:
             with _laid_out(layout.shells()) as folder:
                 layout.read_back(folder)
 
@@ -90,15 +90,20 @@ class Keeping:
     def has_states(self) -> bool:
         return not self.options.weights_only and bool(states.states_of(self.source))
 
-    def _keep_groups(self) -> None:
-        """Raises UnsupportedState for a hyper-parameter that no pickle of the target may have."""
+    @property
+    def _lost_of_groups(self) -> list[dict[str, Any]]:
+        """By group, the hyper-parameters that are objects of classes that are not admitted."""
         if self.options.weights_only:
-            return
+            return []
         groups = zip(self.named.groups or (), self.admitted.groups or (), strict=True)
-        values = [
+        return [
             {key: value for key, value in before.items() if key not in after}
             for before, after in groups
         ]
+
+    def _keep_groups(self) -> None:
+        """Raises UnsupportedState for a hyper-parameter that no pickle of the target may have."""
+        values = self._lost_of_groups
         if not (keys := dict.fromkeys(str(key) for own in values for key in own)):
             return
         hint = "write --weights-only"
