@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from zckpt.core.facts import (
     Engine,
@@ -16,7 +17,6 @@ from zckpt.core.facts import (
     facts_of,
     with_facts,
 )
-from zckpt.core.values import replace
 
 
 @pytest.mark.parametrize("axis", ["dp", "tp", "pp"])

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from zckpt.core import masters
 from zckpt.core.fragments import Box, Boxes, Extent, Fragment, Fragments, Record, Runs, solid
 from zckpt.core.manifest import Entry, Manifest
 from zckpt.core.masters import ALL, BEGINNINGS, FEW
-from zckpt.core.values import replace
 from zckpt.errors import CorruptCheckpoint, InconsistentCheckpoint
 
 Store = Callable[[str, torch.Tensor], Extent]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from zckpt.core import plan
 from zckpt.core.dtypes import SIZES
 from zckpt.core.fragments import Box, Extent, Fragment, Runs, Slices, solid
 from zckpt.core.manifest import Entry, Manifest, Parameter
 from zckpt.core.plan import Pair, TargetPiece
-from zckpt.core.values import replace
 from zckpt.errors import MissingData
 
 

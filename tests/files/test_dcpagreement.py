@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from msgspec.structs import replace
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, filesystem
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -19,7 +20,6 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from zckpt import errors
-from zckpt.core.values import replace
 from zckpt.files.dcpfile import read_table
 from zckpt.files.dcpitems import ItemFiles
 

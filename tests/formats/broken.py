@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 import zckpt
 from zckpt.core.fragments import Box, Boxes, Fragment, Fragments, Runs
 from zckpt.core.manifest import Entry
-from zckpt.core.values import replace
 
 Entries = dict[str, Entry]
 Change = Callable[[Entries], Entries]

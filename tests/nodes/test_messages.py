@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 import zckpt
 from zckpt.copying.sharing import Work
 from zckpt.core.fragments import Extent, Runs
-from zckpt.core.values import replace
 from zckpt.errors import CorruptCheckpoint
 from zckpt.nodes import handover
 from zckpt.nodes.conversion import Member

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from msgspec.structs import replace
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zckpt
 from zckpt import probe
-from zckpt.core import values
 from zckpt.core.pieces import ElementReader
 from zckpt.errors import CorruptCheckpoint, MissingData
 from zckpt.probe import prefetch, runs, streaming
@@ -352,7 +352,7 @@ def test_names_may_be_rewritten(universal: Path) -> None:
 def test_a_tied_weight_that_is_held_once(universal: Path) -> None:
     manifest = zckpt.read(universal)
     owner = manifest.parameters["embedding.weight"]
-    manifest.parameters["embedding.weight"] = values.replace(owner, aliases=())
+    manifest.parameters["embedding.weight"] = replace(owner, aliases=())
     with probe.stream(model := on_meta(), manifest), torch.no_grad():
         assert torch.equal(model(TOKENS), loaded(universal)(TOKENS))
 

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from zckpt.core.facts import Engine, FlatBufferEngine, GraphEngine, StateDictEngine, StepPlace
 from zckpt.core.fragments import Runs
 from zckpt.core.inert import Foreign, Global
 from zckpt.core.manifest import Entry, Manifest, Sibling
-from zckpt.core.values import replace
 from zckpt.proof import states
 from zckpt.proof.beside import siblings
 

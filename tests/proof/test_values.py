@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from zckpt.core.experts import ExpertLayer
 from zckpt.core.facts import Engine, FlatBufferEngine, GraphEngine, StepPlace
 from zckpt.core.inert import Scalar
 from zckpt.core.manifest import Manifest, Parameter
-from zckpt.core.values import replace
 from zckpt.formats.statedict.keys import keys_of
 from zckpt.proof import values
 

@@ -19,9 +19,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from msgspec.structs import replace
+
 import zckpt
 from zckpt.core.fragments import Extent
-from zckpt.core.values import replace
 
 MEMORY = 4 << 30  # bytes of address space that conversions may take beside what the process has
 LIMIT = 60.0  # seconds, after which a conversion hangs

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 import zckpt
 from zckpt.core.manifest import Manifest
-from zckpt.core.values import replace
 from zckpt.errors import MissingData, WrongOption
 from zckpt.training import names as naming
 from zckpt.training.names import canonical, matched, renamed

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from msgspec.structs import replace
 from torch.distributed.checkpoint import FileSystemReader
 from torch.torch_version import TorchVersion
 
@@ -25,7 +26,6 @@ import zckpt
 from zckpt.core.facts import FlatBufferEngine
 from zckpt.core.inert import Foreign, Global, Size
 from zckpt.core.manifest import Manifest
-from zckpt.core.values import replace
 from zckpt.errors import CorruptCheckpoint, WrongOption
 from zckpt.formats.options import options_of
 from zckpt.training.objects import COMMON, others_of, without_others

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from zckpt.core.facts import MAX_DP
-from zckpt.core.values import replace
 from zckpt.errors import WrongOption
 from zckpt.training.options import (
     DIALECT,

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from zckpt.core.fragments import ZEROS, Extent, solid
 from zckpt.core.manifest import Entry, Manifest, Parameter
-from zckpt.core.values import replace
 from zckpt.errors import InconsistentCheckpoint, MissingData, UnsupportedCheckpoint, WrongOption
 from zckpt.training.saving import as_saved
 from zckpt.training.saving.modules import as_modules, spelled_as

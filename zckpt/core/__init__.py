@@ -13,6 +13,9 @@ What a checkpoint is:
     neighbors.py      which parameters lack a state that others have
     inert.py          objects of classes that are never imported
     dtypes.py         element types, and cast.py between them
+    values.py         value classes, which all of these are
+    annotations.py    names for annotations, without `typing`
+    regex.py          regular expressions, compiled on first use
 
 How a source is read:
     sources.py        opens, lists and watches its files

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from math import prod
+from sys import intern
 from typing import Any
 
 from msgspec import Struct, field
@@ -22,6 +23,7 @@ from .sources import Fingerprint
 
 RESERVED_SLOTS = frozenset({"model", "param", "master", "state", "manifest"})
 MAX_STEP = 1 << 63
+_set = object.__setattr__
 
 
 class Entry(Struct, frozen=True):
@@ -37,14 +39,13 @@ class Entry(Struct, frozen=True):
     fragments: Fragments
     digest: int | None = None
     mean: tuple[Entry, ...] = ()
+    parameter: str = field(init=False)
+    slot: str = field(init=False)
 
-    @property
-    def parameter(self) -> str:
-        return self.name.rpartition("/")[0]
-
-    @property
-    def slot(self) -> str:
-        return self.name.rpartition("/")[2]
+    def __post_init__(self) -> None:
+        parameter, _, slot = self.name.rpartition("/")
+        _set(self, "parameter", parameter)
+        _set(self, "slot", intern(slot))  # one text for all of a slot's tensors
 
     @property
     def numel(self) -> int:

@@ -10,7 +10,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 
-from msgspec import Struct
+from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ..errors import MissingData
@@ -42,11 +42,11 @@ class TargetPiece(Struct, frozen=True):
     count: int = 1
     stride: int = 0
     is_cut: bool = False
+    end: int = field(init=False)
 
-    @property
-    def end(self) -> int:
+    def __post_init__(self) -> None:
         numel = (self.stop - self.start) * self.count
-        return self.offset + numel * SIZES[self.pair.target.dtype]
+        object.__setattr__(self, "end", self.offset + numel * SIZES[self.pair.target.dtype])
 
     def runs(self) -> Iterator[TargetPiece]:
         """Each run as its own piece."""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from msgspec.structs import replace
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -18,7 +19,6 @@ from torch.distributed.checkpoint.metadata import (
 
 import zckpt
 from zckpt.core.partition import Joined, Nameless
-from zckpt.core.values import replace
 from zckpt.formats.dcp import gather, hf, read
 from zckpt.formats.statedict.tree import TensorPiece
 

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from msgspec.structs import replace
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 import zckpt
 from zckpt import errors
 from zckpt.core.facts import StateDictEngine
-from zckpt.core.values import replace
 from zckpt.formats.dcp import read as dcp_read
 
 from ..contract import FormatContract

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from msgspec.structs import replace
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict import (
@@ -18,7 +19,6 @@ from torch.distributed.checkpoint.state_dict import (
 
 import zckpt
 from zckpt import errors
-from zckpt.core.values import replace
 from zckpt.formats.dcp import write as dcp_writing
 from zckpt.training.options import Options
 

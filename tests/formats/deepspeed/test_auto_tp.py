@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 import zckpt
 from zckpt.core.manifest import Sibling
-from zckpt.core.values import replace
 from zckpt.formats.deepspeed.model_ranks.auto_tp import AutoTP
 
 QUERY, OUTPUT = "model.layers.0.self_attn.q_proj.weight", "lm_head.weight"

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 import zckpt
 from zckpt import errors
-from zckpt.core.values import replace
 from zckpt.formats.deepspeed_states.estimates import stated
 
 from ...conftest import ROOT, Result

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 import zckpt
 from zckpt.core.facts import FlatBufferEngine
-from zckpt.core.values import replace
 from zckpt.errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,

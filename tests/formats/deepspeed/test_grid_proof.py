@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 import zckpt
 from zckpt.core import slicing
 from zckpt.core.slicing import Slicing
-from zckpt.core.values import replace
 from zckpt.training import tensor_rules
 from zckpt.training.tensor_rules import Rule, Shapes, Sliced
 

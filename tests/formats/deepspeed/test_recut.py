@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 import zckpt
 from zckpt.core.manifest import Manifest, Parameter
-from zckpt.core.values import replace
 from zckpt.errors import UnsupportedCheckpoint, WrongOption
 from zckpt.formats.deepspeed import write
 from zckpt.formats.deepspeed.model_ranks.recut import Stage, new_stages

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 import zckpt
-from zckpt.core.values import replace
 from zckpt.errors import (
     IncompleteCheckpoint,
     InconsistentCheckpoint,

@@ -11,12 +11,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from torch import Tensor
 
 import zckpt
 from zckpt import errors
 from zckpt.core.partition import Joined, Nameless, Whole
-from zckpt.core.values import replace
 from zckpt.formats.gathered import distributed, gather, ranked, read
 from zckpt.formats.gathered.distributed import DeviceMesh
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import nn
 
 import zckpt
 from zckpt import errors
 from zckpt.core.manifest import Manifest
-from zckpt.core.values import replace
 
 from ... import faults
 from ...conftest import Result

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from torch.distributed import checkpoint as dcp
 
 import zckpt as package
 from zckpt import errors
 from zckpt.core.inert import TensorName
 from zckpt.core.manifest import Parameter
-from zckpt.core.values import replace
 from zckpt.formats.megatron import names, optimizers
 from zckpt.formats.megatron.vocabulary import for_tensor_ranks
 from zckpt.formats.megatron.write import MegatronWriter, _boxes

@@ -7,10 +7,10 @@ from typing import Any
 
 import h5py
 import pytest
+from msgspec.structs import replace
 
 import zckpt
 from zckpt import errors
-from zckpt.core import values
 from zckpt.core.fragments import Runs
 from zckpt.core.manifest import Entry
 from zckpt.formats.onnxruntime.read import _Entries
@@ -31,9 +31,9 @@ def shift(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(self: Any, entry: Entry) -> None:
         first, *others = entry.fragments
         if entry.slot == "exp_avg" and others:
-            extent = values.replace(first.extent, offset=first.extent.offset + 4)
-            moved = values.replace(first, extent=extent)
-            entry = values.replace(entry, fragments=Runs([moved, *others]))
+            extent = replace(first.extent, offset=first.extent.offset + 4)
+            moved = replace(first, extent=extent)
+            entry = replace(entry, fragments=Runs([moved, *others]))
         right(self, entry)
 
     monkeypatch.setattr(_Entries, "_enter", wrong)
