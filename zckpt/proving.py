@@ -114,8 +114,10 @@ def _verify(
     about = saved.about(manifest)
     with sources.unchanged(manifest.fingerprints):
         if against is None:
-            about["warnings"] += duplicates.check_duplicates(manifest)
-            if check_slices := formats.named(manifest.format).functions.check_slices:
+            format = formats.named(manifest.format)
+            if not format.is_neutral:  # its manifest states the checksum of each file
+                about["warnings"] += duplicates.check_duplicates(manifest)
+            if check_slices := format.functions.check_slices:
                 check_slices(manifest)
             return about | verify_alone(manifest, selection.tensors, copying, begin)
         if is_proof:

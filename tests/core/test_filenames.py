@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from zckpt.core.filenames import counted, numbered, numbers_of, oldest_first
+from zckpt.core.filenames import (
+    counted,
+    file_names,
+    number_of,
+    numbered,
+    numbers_of,
+    oldest_first,
+)
 
-LAYER = numbered(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
+LAYER = file_names(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
 
 
 @pytest.mark.parametrize(
@@ -57,3 +64,11 @@ def test_the_newest_is_the_last(names: list[str]) -> None:
 )
 def test_what_is_counted(name: str, place: tuple[str, int] | None) -> None:
     assert counted(name, ".pt") == place
+
+
+@pytest.mark.parametrize("name", ["optimizer.bin", "model", "model.safetensors.index.json"])
+def test_a_number_that_was_added_is_found(name: str) -> None:
+    for number in (0, 1, 2, 10, 123):
+        assert number_of(numbered(name, number)) == number
+    assert numbered("optimizer.bin", 1) == "optimizer_1.bin"
+    assert number_of("pytorch_model_fsdp") == number_of("model_x") == 0

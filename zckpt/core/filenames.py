@@ -9,7 +9,7 @@ COUNTED = re.compile(r"(?s)(.+)_(0|[1-9]\d*)", re.ASCII)
 STEP = re.compile(r"(?s).*step[=_-]*(\d+)", re.ASCII)
 
 
-def numbered(pattern: str) -> re.Pattern[str]:
+def file_names(pattern: str) -> re.Pattern[str]:
     """A pattern of names in which `(\\d+)` stands for each number, in ASCII digits."""
     return re.compile(pattern, re.ASCII)
 
@@ -37,3 +37,15 @@ def oldest_first(names: Iterable[str]) -> list[str]:
 def _age(name: str) -> tuple[list[int], str]:
     step = STEP.match(name)
     return [int(step[1])] if step else [*map(int, re.findall(r"[0-9]+", name))], name
+
+
+def numbered(name: str, number: int) -> str:
+    """The name of a further model's file or key: `optimizer_1.bin` for `optimizer.bin`."""
+    stem, dot, ending = name.partition(".")
+    return f"{stem}_{number}{dot}{ending}" if number else name
+
+
+def number_of(name: str) -> int:
+    """The number in such a name, 0 for the first model: 1 for `model_1` and `optimizer_1.bin`."""
+    found = counted(name.partition(".")[0], "")
+    return found[1] if found else 0

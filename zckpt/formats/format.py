@@ -122,6 +122,10 @@ class Functions(Struct, frozen=True, eq=False):
     A format that is only written has it as well: it reads the shells back."""
     lay_out: Callable[[Manifest, Options], Layout] | None = None
     """The files of the target, without tensors. Raises before the first byte is written."""
+    has_models: Callable[[Manifest, Options], bool] | None = None
+    """Whether a target has a place for several models, each with a number."""
+    lay_out_model: Callable[[Manifest, Options, int], Layout] | None = None
+    """As `lay_out`, for one of several models by its number."""
     seal: Callable[[Folder, Manifest, CopyOutcome], None] | None = None
     """Writes what is known when all tensors are in place: checksums."""
     partitions: Callable[[str, str | None], list[Partition]] | None = None

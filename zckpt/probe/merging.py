@@ -7,9 +7,9 @@
     single numbers      the mean over the ranks, such as the loss
     the same on all     compared once, such as the embedding of positions
 
-Statistics of rows join exactly (see core/statistics.py), CRC-32s too. Of the samples those are compared
-that lie at the same place in both runs. If the runs do not have the same number of batches in a
-step (gradient accumulation), all batches of the step are joined.
+Statistics of rows join exactly (see core/statistics.py), CRC-32s too. Of the samples those are
+compared that lie at the same place in both runs. If the runs do not have the same number of batches
+in a step (gradient accumulation), all batches of the step are joined.
 
 Which rows a rank takes is up to the program. Three ways are tried on the inputs of the model: rank
 0 takes the first rows (Accelerate); ranks take rows in turns (torch's DistributedSampler); unknown,

@@ -7,6 +7,7 @@ the target's format lays out is then written by `copying.convert`.
     keeping.py    whether the target has every state of the source's optimizer
     running.py    how a conversion runs, and whom it informs
     several.py    several checkpoints of a trainer's run as one target
+    models.py     several models of one program as one target
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from ..errors import TargetExists, WrongOption, counted
 from ..formats.deepspeed_states import estimates
 from ..formats.paths import strange_target
 from ..formats.reading import Reading
-from ..reading import read, refuse_several
+from ..reading import read
 from ..training import best, objects, steps, ties
 from ..training.hyperparameters import unused_defaults
 from ..training.names import former
@@ -48,6 +49,7 @@ from ..training.options import (
     refuse,
 )
 from ..version import __version__
+from . import models
 from .keeping import Keeping, dropped_states
 from .names import named_for
 from .running import Running
@@ -107,13 +109,16 @@ def write(
     if format.options is None:
         raise WrongOption(f"zckpt can read {to}, but not write it yet")
     refuse(options, _called(command, to), format.options, format.reasons or {})
-    _refuse_several(format, manifest, options)
+    parts = models.parts_of(format, manifest, reading, options)
+    if not parts:
+        models.need_one(format, manifest, options)
     if not format.keeps_estimates and not options.weights_only:
         estimates.need_same_ranks(manifest)
     dropped = dropped_states(manifest, options)
     manifest = states.without(manifest, options[DROP_STATE])
-    named = named_for(format, manifest, options)
-    source, layout = _laid_out(format, manifest, named, target, options, best_in)
+    parts = [states.without(part, options[DROP_STATE]) for part in parts]
+    named = models.named(manifest, options) if parts else named_for(format, manifest, options)
+    source, layout = _laid_out(format, manifest, named, parts, target, options, best_in)
     files = convert.files_of(layout)
     size = sum(files.values())
     report = _report(command, source, target, format, layout, files, options)
@@ -131,7 +136,8 @@ def write(
         memory = convert.memory_of(source, running.copying)
         return report | {"dry_run": True, "memory": memory, "free": targets.free_space(target)}
     targets.need_space(target, size, running.continues)
-    report["warnings"] += duplicates.check_duplicates(manifest)
+    if not formats.named(manifest.format).is_neutral:  # its manifest states each file's checksum
+        report["warnings"] += duplicates.check_duplicates(manifest)
     report["warnings"] += _check(manifest, reading.replicas, options[ACCEPT_WEIGHTS])
     if layout.check is not None:
         report["warnings"] += layout.check()
@@ -177,25 +183,32 @@ def _laid_out(
     format: Format,
     manifest: Manifest,
     named: Manifest,
+    parts: Sequence[Manifest],
     target: str,
     options: Options,
     best_in: str | None,
 ) -> tuple[Manifest, Layout]:
     """The source as the target's engine needs it, and the files of the target.
 
-    `named` is the manifest under the target's names.
+    `named` is the manifest under the target's names; `parts` are its models, if there are several.
 
     Raises the ZckptError that says why the target cannot be written; no file is written here.
     """
-    admitted = named
-    if format.objects is not None:
-        admitted = objects.without_others(named, formats.engine_objects(), options[ALLOW_OBJECT])
-    functions = format.functions
-    assert functions.lay_out is not None
-    source, files = functions.groups(admitted) if functions.groups else (admitted, [])
-    layout = _with_files(functions.lay_out(source, options), files)
+
+    def allowed(manifest: Manifest) -> Manifest:
+        if format.objects is None:
+            return manifest
+        return objects.without_others(manifest, formats.engine_objects(), options[ALLOW_OBJECT])
+
+    admitted, functions = allowed(named), format.functions
+    if parts:
+        source, layout = admitted, models.lay_out(format, admitted, [*map(allowed, parts)], options)
+    else:
+        assert functions.lay_out is not None
+        source, files = functions.groups(admitted) if functions.groups else (admitted, [])
+        layout = _with_files(functions.lay_out(source, options), files)
     if format.is_resumed and not format.is_neutral:
-        layout = _pointing_to_the_best(layout, source, target, best_in)
+        layout = _pointing_to_the_best(layout, source, format.name, target, best_in)
     known = (*manifest.left_out, *layout.left_out)
     own = [line for line in admitted.left_out if line not in known]
     layout = replace(
@@ -221,17 +234,6 @@ def _check(manifest: Manifest, replicas: str | None, accept_weights: bool) -> li
     if functions.check:
         warnings += functions.check(manifest, replicas)
     return warnings
-
-
-def _refuse_several(format: Format, manifest: Manifest, options: Options) -> None:
-    """Raises AmbiguousCheckpoint for several models, unless their weights alone are written.
-
-    `export` writes a folder of one model.
-    """
-    if not options.weights_only:
-        refuse_several(manifest, "; or write the weights of all with --weights-only")
-    elif len(manifest.roots) > 1 and not format.is_resumed:
-        refuse_several(manifest)
 
 
 def _filled(
@@ -312,11 +314,11 @@ def _report(
     warnings = list(layout.warnings)
     if not format.overrides_groups or options[LIKE] is not None:
         warnings += unused_defaults(manifest, options)
-    if not format.is_neutral and (tie := ties.likely(manifest)) is not None:
-        warnings.append(
-            f"the source has no output layer: if the model ties {tie[0]} to {tie[1]}, add --tie "
-            f"{tie[0]}={tie[1]}"
-        )
+    warnings += [
+        f"the source has no output layer: if the model ties {alias} to {owner}, add --tie "
+        f"{alias}={owner}"
+        for alias, owner in ([] if format.is_neutral else ties.likely(manifest))
+    ]
     takes_dp = DP in (format.options or ()) and not format.fits_any_dp
     if command == "reshard" and not options.given and takes_dp:
         ranks = counted(manifest.dp, "rank")
@@ -357,7 +359,7 @@ def _with_files(layout: Layout, files: Sequence[Shell]) -> Layout:
 
 
 def _pointing_to_the_best(
-    layout: Layout, manifest: Manifest, target: str, best_in: str | None
+    layout: Layout, manifest: Manifest, to: str, target: str, best_in: str | None
 ) -> Layout:
     """The layout whose trainer_state.json names the best checkpoint where it will be.
 
@@ -371,5 +373,7 @@ def _pointing_to_the_best(
     elif best.is_best(manifest.siblings):
         path_of_best = os.path.abspath(target)
     else:
-        return replace(layout, warnings=[*layout.warnings, best.warning(path)])
+        keeps_format = manifest.source.get("format") == to
+        line = best.warning(path, manifest.siblings, keeps_format)
+        return replace(layout, warnings=[*layout.warnings, line])
     return _with_files(layout, [best.pointing_to(manifest.siblings, path_of_best)])

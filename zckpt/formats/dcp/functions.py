@@ -4,11 +4,13 @@ from ...training.groups import with_trainers_groups
 from ..format import Functions
 from .gather import partitions
 from .read import read
-from .write import lay_out, seal
+from .write import has_models, lay_out, seal
 
 FUNCTIONS = Functions(
     read=read,
     lay_out=lay_out,
+    has_models=has_models,
+    lay_out_model=lay_out,
     seal=seal,
     partitions=partitions,
     groups=with_trainers_groups,

@@ -10,7 +10,7 @@ from msgspec import Struct, field
 
 from ...core import sources
 from ...core.expected import missing_ranks
-from ...core.filenames import numbered, numbers_of
+from ...core.filenames import file_names, numbers_of
 from ...errors import (
     IncompleteCheckpoint,
     InconsistentCheckpoint,
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     Place = TypeVar("Place", int, tuple[int, int])
 
 KIND = TagKind("DeepSpeed checkpoint", "latest", holds_states, tags_of)
-OLD_EXPERT = numbered(r"expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
+OLD_EXPERT = file_names(r"expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
 
 
 class RankFiles(Struct, frozen=True):

@@ -10,25 +10,25 @@ from typing import NoReturn
 from msgspec import Struct
 
 from ...core import sources
-from ...core.filenames import numbered, oldest_first
+from ...core.filenames import file_names, oldest_first
 from ...core.siblings import SiblingList, leads_out
 from ...errors import AmbiguousCheckpoint, NotACheckpoint, UnsupportedCheckpoint, listed
 from .writers import whole_name
 
-MODEL = numbered(r"mp_rank_(\d+)_model_states\.pt")
-MODEL_3 = numbered(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
+MODEL = file_names(r"mp_rank_(\d+)_model_states\.pt")
+MODEL_3 = file_names(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
 BF16 = "bf16_"
 # the underscore before `optim` is missing in very old files; DeepSpeed still looks for these
-OPTIMIZER = numbered(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
+OPTIMIZER = file_names(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
 # one expert of a layer; both are counted in the whole model
-EXPERT = numbered(r"layer_(\d+)_expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
+EXPERT = file_names(r"layer_(\d+)_expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
 # without ZeRO, the whole optimizer of one expert-parallel rank
-OF_EP = numbered(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+OF_EP = file_names(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 # one layer of a pipeline, of one tensor rank; with one tensor rank the second number may be missing
-LAYER = numbered(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
+LAYER = file_names(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
 FILES = (MODEL, MODEL_3, OPTIMIZER)
 # files by which a trainer's directory is known: Hugging Face Trainer, Accelerate
-TRAINER = numbered(
+TRAINER = file_names(
     r"trainer_state\.json|rng_state(_\d+)?\.pth|random_states_\d+\.pkl|scheduler\.bin"
 )
 # what DeepSpeed itself puts beside the tags

@@ -18,7 +18,7 @@ from ...core import sources
 from ...core.dtypes import SIZES, decode
 from ...core.fragments import Box, Extent, Fragments, Record, Runs, boxes, tile
 from ...core.inert import Scalar, map_values
-from ...core.manifest import Sibling
+from ...core.manifest import Sibling, Unread
 from ...errors import IncompleteCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint
 from ...files.safefile import Stored
 from ...files.torchfile import Tensor, TorchFile
@@ -76,12 +76,13 @@ class SavedTree(Struct, eq=False):
     of numbers, each in the order of the model's parameters; by default one list per group.
     `models` are the keys of several models, if files of their own say that they are such.
     `beside` is the key under which an optimizer's keys are now that stood beside the model's.
-    `stated` is what zckpt wrote beside the state dicts: aliases, buffers, frozen weights. `folders`
-    are those where model and optimizer lie apart. `in_order` says whether the model's names stand
-    in the program's order (safetensors sorts them). `inferred` are names of parameters that no file
-    states. `adapter` says whether the model's state has PEFT's names (see peft.py). `steps` are all
-    that the ranks' files state; several of one path may differ. `storage` and `bare` are the
-    engine's.
+    `stated` is what zckpt wrote beside the state dicts: aliases, buffers, frozen weights;
+    `stated_of` has that of each of `models`. `folders` are those where model and optimizer lie
+    apart. `in_order` says whether the model's names stand in the program's order (safetensors sorts
+    them). `inferred` are names of parameters that no file states. `adapter` says whether the
+    model's state has PEFT's names (see peft.py). `steps` are all that the ranks' files state;
+    several of one path may differ. `storage` and `bare` are the engine's. `unread` are states that
+    belong to no parameter.
     """
 
     root: str
@@ -91,12 +92,14 @@ class SavedTree(Struct, eq=False):
     files: list[str] = field(default_factory=list)
     siblings: list[Sibling] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
+    unread: list[Unread] = field(default_factory=list)
     of_ranks: dict[str, Any] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     orders: list[list[int]] | None = None
     models: list[str] = field(default_factory=list)
     beside: str = ""
     stated: dict[str, Any] | None = None
+    stated_of: dict[str, dict[str, Any]] = field(default_factory=dict)
     folders: list[str] | None = None
     in_order: bool = True
     unused: list[Extent] = field(default_factory=list)
