@@ -1,19 +1,20 @@
 """Which regions of a target does this process write, if several processes share one conversion?
 
-A copy shows all portions of its target to a `Sharing`, and writes those that it gets back. How the
-processes agree is not known here, except for parts, which need no talk:
+A copy shows all portions of its target to a `Sharing`, and writes those that it gets back:
 
-    Alone    one process writes everything
-    Part     process K of N writes a share that follows from the sizes alone; the last one commits
+    Alone        one process writes everything
+    Part         process K of N writes a share that follows from the sizes; the last one completes
+    Processes    processes that can talk (processes/sharing.py): each takes what is next
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import groupby
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
-from ..core.manifest import Manifest
+from ..core.resources import Progress
 from ..core.values import valueclass
 from ..errors import WrongOption
 
@@ -35,26 +36,12 @@ class Portion:
         return self.stop - self.start
 
 
-@valueclass
-class Work:
-    """What another process must know to write portions of a target.
-
-    `shells` is the manifest of the target's files. `folder` is the path of the target's
-    `.partial`. `chunk` are the bytes to copy at a time. `complete` are the portions that an earlier
-    run has written: names of files, and where they start.
-    """
-
-    source: Manifest
-    shells: Manifest
-    from_masters: bool
-    folder: str
-    identity: Identity
-    chunk: int
-    complete: frozenset[tuple[str, int]]
-
-
 class Sharing(Protocol):
-    """This process's side of a conversion that several processes may share."""
+    """This process's side of a conversion that several processes may share.
+
+    Processes that can talk call `agree_on`, then rank 0 `begin` where the others call `begun`, then
+    all `mine`, `others` and `end`.
+    """
 
     @property
     def part(self) -> str:
@@ -64,13 +51,27 @@ class Sharing(Protocol):
     @property
     def is_alone(self) -> bool: ...
 
-    def begin(self, work: Work) -> None:
+    @property
+    def rank(self) -> int:
+        """0 unless another process lays the files of the target, and completes it."""
+        ...
+
+    def agree_on(self, identity: Identity, target: str) -> None:
+        """Raises WrongOption if another process was started for another conversion."""
+
+    def begin(self, journal: Journal) -> None:
         """The target's files are there, with holes: others may write into them from now on."""
 
-    def mine(self, portions: Sequence[Portion]) -> Iterator[Sequence[Portion]]:
+    def begun(self) -> tuple[int, int] | None:
+        """Length and CRC-32 of rank 0's journal at `begin`; None if it writes nothing."""
+
+    def mine(
+        self, portions: Sequence[Portion], progress: Progress | None
+    ) -> Iterator[Sequence[Portion]]:
         """Of all portions of a target, those that this process shall write.
 
         They come in groups of neighbors in one file. Several groups are written at a time.
+        `progress` gets the bytes that others write.
         """
         ...
 
@@ -84,38 +85,58 @@ class Sharing(Protocol):
         """
         ...
 
-    def end(self, error: BaseException | None) -> None:
-        """This process has ended its work, before anything is renamed or removed."""
+    def end(self) -> None:
+        """Returns when rank 0 has completed the target, or has found that nothing is to be done."""
 
 
-@valueclass
-class Alone:
-    """One process writes everything, in the order of the files."""
+@contextmanager
+def ended(sharing: Sharing) -> Iterator[None]:
+    """All processes leave the block together, unless one fails."""
+    yield
+    sharing.end()
 
-    part: str = ""
-    is_alone: bool = True
 
-    def begin(self, work: Work) -> None:
+class Silent:
+    """A process that tells others nothing, and lays the files of the target itself."""
+
+    rank = 0
+
+    def agree_on(self, identity: Identity, target: str) -> None:
         pass
 
-    def mine(self, portions: Sequence[Portion]) -> Iterator[Sequence[Portion]]:
-        return by_file(portions)
+    def begin(self, journal: Journal) -> None:
+        pass
+
+    def begun(self) -> None:
+        return None
 
     def check(self) -> None:
         pass
 
+    def end(self) -> None:
+        pass
+
+
+class Alone(Silent):
+    """One process writes everything, in the order of the files."""
+
+    part = ""
+    is_alone = True
+
+    def mine(
+        self, portions: Sequence[Portion], progress: Progress | None
+    ) -> Iterator[Sequence[Portion]]:
+        return by_file(portions)
+
     def others(self, journal: Journal) -> Iterable[Region]:
         return ()
-
-    def end(self, error: BaseException | None) -> None:
-        pass
 
 
 ALONE = Alone()
 
 
 @valueclass
-class Part:
+class Part(Silent):
     """Part `number` of `count`, counted from 1: processes that share a filesystem and no more."""
 
     number: int
@@ -136,23 +157,16 @@ class Part:
     def part(self) -> str:
         return f"{self.number}-of-{self.count}"
 
-    def begin(self, work: Work) -> None:
-        pass
-
-    def mine(self, portions: Sequence[Portion]) -> Iterator[Sequence[Portion]]:
+    def mine(
+        self, portions: Sequence[Portion], progress: Progress | None
+    ) -> Iterator[Sequence[Portion]]:
         return by_file(shares(portions, self.count)[self.number - 1])
-
-    def check(self) -> None:
-        pass
 
     def others(self, journal: Journal) -> Iterable[Region] | None:
         from .journals import PartJournal  # reading a checkpoint needs no journal
 
         assert isinstance(journal, PartJournal)
         return journal.of_all_parts()
-
-    def end(self, error: BaseException | None) -> None:
-        pass
 
 
 def by_file(portions: Iterable[Portion]) -> Iterator[Sequence[Portion]]:

@@ -138,17 +138,57 @@ def test_an_error_of_one_process(sources: dict[str, Path], tmp_path: Path, launc
     assert not results[0].err
 
 
+def test_a_checkpoint_that_lacks_a_file(
+    sources: dict[str, Path], tmp_path: Path, launch: Launch
+) -> None:
+    """All processes find it while they read; rank 0 reports it as one process does."""
+    path = Path(shutil.copytree(sources["zero-3"], tmp_path / "lacking"))
+    next(path.rglob("*optim_states.pt")).unlink()
+    results = ended(launch(3, "verify", path, "--json"))
+    assert [result.code for result in results] == [3, 0, 0]
+    assert results[0].document["problems"][0]["error"] == "IncompleteCheckpoint"
+    assert not "".join(result.out + result.err for result in results[1:])
+
+
+@pytest.mark.parametrize(
+    "words", [("verify", "universal"), ("diff", "universal", "dcp"), ("stats", "universal")]
+)
+def test_processes_that_cannot_meet_do_not_share(
+    words: tuple[str, ...], sources: dict[str, Path], launch: Launch
+) -> None:
+    paths = [sources.get(word, word) for word in words]
+    (process,) = launch(2, *paths, launcher="srun", ranks=range(1), MASTER_PORT="")
+    result = process.wait()
+    assert result.code == 2
+    assert "MASTER_ADDR and MASTER_PORT" in result.err
+    assert "--single" in result.err
+    (process,) = launch(
+        2, *paths, "--single", "-q", launcher="srun", ranks=range(1), MASTER_PORT=""
+    )
+    assert process.wait().code == 0
+
+
 @pytest.mark.parametrize("processes", [1, 2, 5])
 def test_blocks_are_claimed_once(processes: int) -> None:
-    """Whoever is faster, every task is carried out by one process."""
+    """Whoever is faster, every task is carried out by one process; progress counts all of them."""
     tasks = [(number, 1 + number % 7 * 100_000) for number in range(200)]
     counter = iter(range(10**6))
+    of_others: list[list[int]] = [[] for _ in range(processes)]
     running = [
-        claimed(tasks, lambda task: task[1], lambda: next(counter)) for _ in range(processes)
+        claimed(tasks, lambda task: task[1], lambda: next(counter), of_others[number].append)
+        for number in range(processes)
     ]
     seen: list[int] = []
+    own = [0] * processes
     for place in range(10**4):
         for number in [place % processes] * (1 + place % 3):
-            seen += [task[0] for task in [next(running[number], None)] if task]
+            for task in [next(running[number], None)]:
+                if task:
+                    seen.append(task[0])
+                    own[number] += task[1]
     assert sorted(seen) == list(range(200))
+    whole = sum(size for _, size in tasks)
+    assert [mine + sum(other) for mine, other in zip(own, of_others, strict=True)] == (
+        [whole] * processes
+    )
     assert CHUNK
