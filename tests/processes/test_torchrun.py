@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -108,7 +107,7 @@ def test_a_killed_process_is_restarted(
 
 
 def test_a_stopped_process(torchrun: Torchrun, sources: dict[str, Path], tmp_path: Path) -> None:
-    """The others say that they wait for it; when it is killed torchrun ends all; --resume goes on."""
+    """The others say that they wait for it. When it is killed, torchrun ends all."""
     words = ("convert", sources["zero-3"], tmp_path / "out", *ONE_THREAD)
     process = torchrun(3, COMMAND, *words, GO=tmp_path / "go")
     wait_for_journals(tmp_path / "out.partial", 3)
@@ -194,27 +193,46 @@ def test_two_commands_in_one_launch(
     assert "one exists" in error
 
 
-def test_a_training_program(torchrun: Torchrun, sources: dict[str, Path], tmp_path: Path) -> None:
-    """A group of its own before, within and after the program's, in the same store."""
-    (tmp_path / "train.py").write_text(
+@pytest.mark.parametrize("has_agent", [True, False])
+def test_a_training_program(
+    has_agent: bool, torchrun: Torchrun, sources: dict[str, Path], tmp_path: Path
+) -> None:
+    """A group of its own before, within and after the program's, at the same address."""
+    out = tmp_path / "out"
+    program = tmp_path / "train.py"
+    program.write_text(
         f"""
 import torch, torch.distributed as dist, zckpt
-with zckpt.group() as processes:
-    zckpt.convert({str(sources["zero-3"])!r}, {str(tmp_path / "out")!r}, sharing=processes)
-for _ in range(2):
-    dist.init_process_group("gloo")
+def verify():
     with zckpt.group() as processes:
-        assert processes.size == dist.get_world_size() == 2
-        report = zckpt.verify({str(tmp_path / "out")!r}, sharing=processes)
-        assert report["equal"] and report["rank"] == 0 or processes.rank
-    total = torch.ones(1)
-    dist.all_reduce(total)
-    assert total == 2
-    dist.destroy_process_group()
+        report = zckpt.verify({str(out)!r}, {str(sources["zero-3"])!r}, sharing=processes)
+        assert report["equal"] and processes.size == 2
+with zckpt.group() as processes:
+    zckpt.convert({str(sources["zero-3"])!r}, {str(out)!r}, sharing=processes)
+dist.init_process_group("gloo")
+verify()
+total = torch.ones(1)
+dist.all_reduce(total)
+assert total == 2
+dist.destroy_process_group()
+verify()
 """
     )
-    for name, agents in (("agent", {}), ("host", {"TORCHELASTIC_USE_AGENT_STORE": "False"})):
-        process = torchrun(2, tmp_path / "train.py", **agents)
+    if has_agent:
+        process = torchrun(2, program)
         process.communicate(timeout=200)
-        assert process.returncode == 0, (name, (tmp_path / "printed").read_text())
-        shutil.rmtree(tmp_path / "out")
+        assert process.returncode == 0, (tmp_path / "printed").read_text()
+        return
+    port = free_port()
+    address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "PYTHONPATH": str(ROOT)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, program],
+            env={**os.environ, **address, "RANK": str(rank), "WORLD_SIZE": "2"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [process.communicate(timeout=200)[1] for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0], said

@@ -127,7 +127,7 @@ def take_part(
     source: Manifest,
     target: str,
     identity: Identity,
-    from_masters: bool,
+    layout: Layout,
     read_shells: ReadShells,
     copying: Copying,
     sharing: Sharing,
@@ -148,7 +148,7 @@ def take_part(
             closing(ProcessJournal(folder, identity, sharing.part, begun)) as journal,
         ):
             shells = read_shells(root.path)
-            pairs = plan.join(source, shells, from_masters)
+            pairs = plan.join(source, shells, layout.from_masters)
             copy(pairs, source, shells, root, copying, None, journal, sharing)
         sharing.end()
     except KeyboardInterrupt as error:

@@ -2,7 +2,7 @@
 
 A copy shows all portions of its target to a `Sharing`, and writes those that it gets back:
 
-    Alone        one process writes everything
+    Sharing      one process writes everything
     Part         process K of N writes a share that follows from the sizes; the last one completes
     Processes    processes that can talk (processes/sharing.py): each takes what is next
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING
 
 from ..core.resources import Progress
 from ..core.values import valueclass
@@ -36,25 +36,21 @@ class Portion:
         return self.stop - self.start
 
 
-class Sharing(Protocol):
-    """This process's side of a conversion that several processes may share.
+class Sharing:
+    """This process's side of a conversion: here it writes everything, in the order of the files.
 
     Processes that can talk call `agree_on`, then rank 0 `begin` where the others call `begun`, then
-    all `mine`, `others` and `end`.
+    all `mine`, `others` and `end`. `rank` is 0 unless another process lays the target's files, and
+    completes it.
     """
+
+    rank = 0
+    is_alone = True
 
     @property
     def part(self) -> str:
         """The name of this process's journal beside those of others; empty if it leads the run."""
-        ...
-
-    @property
-    def is_alone(self) -> bool: ...
-
-    @property
-    def rank(self) -> int:
-        """0 unless another process lays the files of the target, and completes it."""
-        ...
+        return ""
 
     def agree_on(self, identity: Identity, target: str) -> None:
         """Raises WrongOption if another process was started for another conversion."""
@@ -64,6 +60,7 @@ class Sharing(Protocol):
 
     def begun(self) -> tuple[int, int] | None:
         """Length and CRC-32 of rank 0's journal at `begin`; None if it writes nothing."""
+        return None
 
     def mine(
         self, portions: Sequence[Portion], progress: Progress | None
@@ -73,7 +70,7 @@ class Sharing(Protocol):
         They come in groups of neighbors in one file. Several groups are written at a time.
         `progress` gets the bytes that others write.
         """
-        ...
+        return by_file(portions)
 
     def check(self) -> None:
         """Raises if this process must not write any more. It is called before every write."""
@@ -83,10 +80,13 @@ class Sharing(Protocol):
 
         It is called when this process has written its own portions.
         """
-        ...
+        return ()
 
     def end(self) -> None:
         """Returns when rank 0 has completed the target, or has found that nothing is to be done."""
+
+
+ALONE = Sharing()
 
 
 @contextmanager
@@ -96,52 +96,14 @@ def ended(sharing: Sharing) -> Iterator[None]:
     sharing.end()
 
 
-class Silent:
-    """A process that tells others nothing, and lays the files of the target itself."""
-
-    rank = 0
-
-    def agree_on(self, identity: Identity, target: str) -> None:
-        pass
-
-    def begin(self, journal: Journal) -> None:
-        pass
-
-    def begun(self) -> None:
-        return None
-
-    def check(self) -> None:
-        pass
-
-    def end(self) -> None:
-        pass
-
-
-class Alone(Silent):
-    """One process writes everything, in the order of the files."""
-
-    part = ""
-    is_alone = True
-
-    def mine(
-        self, portions: Sequence[Portion], progress: Progress | None
-    ) -> Iterator[Sequence[Portion]]:
-        return by_file(portions)
-
-    def others(self, journal: Journal) -> Iterable[Region]:
-        return ()
-
-
-ALONE = Alone()
-
-
 @valueclass
-class Part(Silent):
+class Part(Sharing):
     """Part `number` of `count`, counted from 1: processes that share a filesystem and no more."""
 
     number: int
     count: int
-    is_alone: ClassVar[bool] = False
+
+    is_alone = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.number <= self.count:

@@ -37,34 +37,22 @@ class Pass(Protocol):
 Running = TypeVar("Running", bound=Pass)
 
 
-class Pool(Protocol):
-    """The processes that share passes; all get what all have found. `rank` is this one's number."""
-
-    rank: int
-
-    def carry_out(self, make: Callable[[int], Running], chunk: int) -> Running:
-        """A pass that is done; `make` begins one that reads so many bytes at a time."""
-        ...
-
-    def agree_on_problem(self) -> None:
-        """Instead of passes: this process cannot read a checkpoint, and reports why."""
-
-
-class Single:
-    """One process carries out everything."""
+class Pool:
+    """The processes that share passes; all get what all have found. Here it is this one alone."""
 
     rank = 0
 
     def carry_out(self, make: Callable[[int], Running], chunk: int) -> Running:
+        """A pass that is done; `make` begins one that reads so many bytes at a time."""
         running = make(chunk)
         running.run(count().__next__)
         return running
 
     def agree_on_problem(self) -> None:
-        pass
+        """Instead of passes: this process cannot read a checkpoint, and reports why."""
 
 
-SINGLE = Single()
+SINGLE = Pool()
 
 
 def claimed(

@@ -1,7 +1,8 @@
 """Several processes, on one node or on many, that share one command.
 
     launcher.py    which process is this, and of how many: torchrun, srun and mpirun say it
-    group.py       where they meet, a store of torch.distributed, and what they tell each other
+    store.py       where they meet: a store of torch.distributed
+    group.py       what they tell each other
     sharing.py     how they share a conversion, or a pass that only reads
 
 Every process reads the metadata by itself. Small messages (JSON) pass through the store. Tensors go

@@ -17,13 +17,13 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 from ..copying.journal import Identity, Journal, Region, difference
 from ..copying.journals import ProcessJournal, regions_of
-from ..copying.sharing import Portion, largest_first
+from ..copying.sharing import Portion, Sharing, largest_first
 from ..core.checksum import crc32
-from ..core.pooling import Pass
+from ..core.pooling import Pool, Running
 from ..core.resources import Progress
 from ..errors import MALFORMED, CorruptCheckpoint, ProcessLost, WrongOption, brief, cause
 from ..version import __version__
@@ -32,11 +32,10 @@ from .launcher import restarts
 from .store import unreadable
 
 MAX_CHUNK = 4 << 30  # bytes that a thread copies at a time, for 16,384 ranks
-Running = TypeVar("Running", bound=Pass)
 
 
-class Processes(Group):
-    """A group whose processes share conversions and passes: the `sharing` of `zckpt.convert`."""
+class Processes(Group, Sharing, Pool):
+    """A group whose processes share conversions and passes."""
 
     is_alone = False
     _has_begun = False

@@ -146,20 +146,14 @@ def write(
     layout = replace(layout, read_back=keeping.read_back(layout))
     report["warnings"] += steps.unused_policy(manifest, reading.step_policy)
     run = identity(layout.source or manifest, to, reading, options, files)
-    running.sharing.agree_on(run, target)
-    if running.sharing.rank:
+    (sharing := running.sharing).agree_on(run, target)
+    if sharing.rank:
         read_shells = layout.read_back or format.read_shells
         convert.take_part(
-            layout.source or source,
-            target,
-            run,
-            layout.from_masters,
-            read_shells,
-            running.copying,
-            running.sharing,
+            layout.source or source, target, run, layout, read_shells, running.copying, sharing
         )
-        return report | {"rank": running.sharing.rank, "seconds": _since(started)}
-    with ended(running.sharing):
+        return report | {"rank": sharing.rank, "seconds": _since(started)}
+    with ended(sharing):
         if running.continues and targets.is_complete(target, run):
             return report | {"already_complete": True, "seconds": _since(started)}
         if running.tell:
@@ -176,17 +170,17 @@ def write(
             report["warnings"] += layout.check()
         chunk, before = convert.chunk_size_of(source, running.copying), running.before_rename
         stage = staging.Staging(
-            target, run, chunk, running.continues, before, running.sharing, running.above
+            target, run, chunk, running.continues, before, sharing, running.above
         )
         try:
             outcome = _filled(stage, format, source, layout, size, running, report["warnings"])
         except (OSError, TargetExists):
-            if not running.sharing.part or not targets.is_complete(target, run):
+            if not sharing.part or not targets.is_complete(target, run):
                 raise
             outcome = None  # another part has completed the target meanwhile
         report["warnings"] += stage.warnings
-        if running.sharing.part:
-            report["part"] = str(running.sharing)
+        if sharing.part:
+            report["part"] = str(sharing)
         if outcome is None:
             key = "already_complete" if targets.is_complete(target, run) else "waits_for_parts"
             return report | {key: True, "seconds": _since(started)}
