@@ -161,8 +161,9 @@ def test_a_rank_that_is_started_again_alone(
         read = ElementReader.read
 
         def wait(self: ElementReader, *rest: Any) -> None:
-            (tmp_path / f"reads-{os.environ['RANK']}").touch()
-            until((tmp_path / "go").exists)
+            rank = os.environ["RANK"]
+            (tmp_path / f"reads-{rank}").touch()
+            until((tmp_path / ("go" if rank == "1" or is_killed else "reads-1")).exists)
             read(self, *rest)
 
         ElementReader.read = wait  # type: ignore[method-assign]
@@ -170,8 +171,7 @@ def test_a_rank_that_is_started_again_alone(
     monkeypatch.setattr(pooling, "BLOCK", 1 << 20)
     words = (command, sources["zero-3"], *SMALL)
     words += (tmp_path / "out",) if command == "convert" else ()
-    preparing = {0: waiting, 1: waiting} if is_killed else {1: waiting}
-    processes = launch(2, *words, preparing=preparing, **agent)
+    processes = launch(2, *words, preparing={0: waiting, 1: waiting}, **agent)
     until((tmp_path / "reads-1").exists)
     if is_killed:
         processes[1].send(signal.SIGKILL)
@@ -187,6 +187,26 @@ def test_a_rank_that_is_started_again_alone(
     if not is_killed:
         (tmp_path / "go").touch()
         assert processes[1].wait() == Result(1, "", "")
+
+
+def test_a_rank_that_is_started_twice(
+    sources: dict[str, Path], launch: Launch, agent: dict[str, object]
+) -> None:
+    """While another rank has not started yet, and rank 0 waits for it."""
+    words = ("verify", sources["dcp"])
+    store = dist.PrefixStore(  # type: ignore[attr-defined]
+        "zckpt",
+        dist.TCPStore("localhost", int(str(agent["MASTER_PORT"]))),  # type: ignore[attr-defined]
+    )
+    processes = launch(3, *words, ranks=range(2), **agent)
+    word = store.get("arrived/1").decode()  # waits for it
+    name = store.get(f"led/{word}").decode()
+    until(lambda: store.check([f"{name}/here/1"]))
+    (second,) = launch(3, *words, ranks=range(1, 2), **agent)
+    result = second.wait()
+    assert result.code == 2
+    assert "rank 1 was started twice" in result.err
+    assert not any(process.has_ended() for process in processes)  # their launcher ends them
 
 
 class Counting(sharing.Processes):
@@ -380,17 +400,15 @@ def test_progress_counts_what_others_write(sources: dict[str, Path], tmp_path: P
     assert len(counted) > 4
 
 
-def test_messages_name_other_processes() -> None:
-    """What is said once, after some time."""
-    said: list[str] = []
-    process = Group(Launched(0, 3), said.append)
-    patience = process._patience()
-    patience("rank 0 waits for rank 1")
-    assert not said
+def test_what_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """After some time."""
+    process = Group(Launched(0, 3))
+    process._patience()("rank 0 waits for rank 1")
+    assert not capsys.readouterr().err
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(groups, "PATIENCE", -1.0)
         patience = process._patience()
     for _ in range(2):
         patience("rank 0 waits for rank 1")
-    (text,) = said
-    assert re.fullmatch("rank 0 waits for rank 1; if this process .* add --single", text)
+    said = "rank 0 waits for rank 1; if this process .* add --single\n"
+    assert re.fullmatch(said, capsys.readouterr().err)

@@ -6,7 +6,7 @@ import pytest
 
 from zckpt.cli import launched as launched_command
 from zckpt.errors import WrongOption
-from zckpt.processes.launcher import Launch, address, launched, restarts
+from zckpt.processes.launcher import Launch, address, launched
 
 CASES: dict[str, tuple[dict[str, str], Launch | None]] = {
     "nothing": ({}, None),
@@ -40,11 +40,6 @@ CASES: dict[str, tuple[dict[str, str], Launch | None]] = {
 def test_variables(case: str) -> None:
     environment, expected = CASES[case]
     assert launched(environment) == expected
-
-
-@pytest.mark.parametrize(("text", "count"), [("2", 2), ("0", 0), ("x", 0), (None, 0)])
-def test_restarts(text: str | None, count: int) -> None:
-    assert restarts({} if text is None else {"TORCHELASTIC_RESTART_COUNT": text}) == count
 
 
 @pytest.mark.parametrize("numbers", [("4", "4"), ("-1", "4"), ("x", "4"), ("0", "0")])

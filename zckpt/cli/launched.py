@@ -43,8 +43,6 @@ def write(
         elif not words["dry_run"]:
             resume = processes.continues(target) or resume
         report = command(source, target, sharing=processes, resume=resume, **words)
-        if not words["dry_run"]:
-            processes.completed(target)
         return None if processes.rank else report
 
 

@@ -26,7 +26,7 @@ from .resources import DEFAULT_COPYING, Begin, Copying, Progress, describe
 from .rounding import FEW, Rounding, import_numpy
 from .sources import files_seen
 from .streaming import chunk_size, finish, stream
-from .values import field, mutable, valueclass
+from .values import field, fields_of, mutable, valueclass
 
 PADDING = 64 << 10  # bytes; more than these beside tensors are not padding
 
@@ -143,7 +143,7 @@ class _Comparison:
                 checker.parts_of(listed)
                 for listed, checker in zip(self.records, self.checkers, strict=True)
             ],
-            "differences": [(n, item.values()) for n, item in self.differences.items()],
+            "differences": [(n, fields_of(item)) for n, item in self.differences.items()],
             "bytes": self.bytes,
         }
 

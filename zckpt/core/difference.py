@@ -47,10 +47,6 @@ class Difference:
         self.aa += other.aa
         self.bb += other.bb
 
-    def values(self) -> list[Any]:
-        """The arguments that make an equal one."""
-        return [getattr(self, name) for name in self.__match_args__]
-
     @property
     def cosine(self) -> float | None:
         """The cosine of the angle between both vectors; None if one is zero or not finite."""

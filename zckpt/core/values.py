@@ -30,7 +30,7 @@ else:
         return lambda decorator: decorator
 
 
-__all__ = ["field", "mutable", "replace", "valueclass"]
+__all__ = ["field", "fields_of", "mutable", "replace", "valueclass"]
 
 
 class _Field:
@@ -50,6 +50,11 @@ def _replace(value: Any, /, **changes: Any) -> Any:
         if name not in changes:
             changes[name] = getattr(value, name)
     return type(value)(**changes)
+
+
+def fields_of(value: Any) -> list[Any]:
+    """What a value's class makes an equal one of."""
+    return [getattr(value, name) for name in value.__match_args__]
 
 
 if not TYPE_CHECKING:

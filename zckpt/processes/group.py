@@ -45,22 +45,17 @@ POLL, MAX_POLL = 0.01, 0.5  # seconds between two looks at the store: there may 
 CHECK = 0.2  # seconds between two looks for a failure
 
 
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 class Group:
     """`with Group() as group:` all processes of a launch are in it; without a launcher, this one.
 
     All of them call `share`, `agree`, `gather` and `counter` in the same order. If an error ends
     the block of one, those of the others end with ProcessFailed, whose `code` is an exit code.
-    `tell` gets the sentence that says for whom this process waits.
     """
 
-    def __init__(self, launch: Launch | None = None, tell: Callable[[str], None] = say) -> None:
+    def __init__(self, launch: Launch | None = None) -> None:
         launch = launch or launched() or Launch(0, 1)
         self.rank, self.size = launch.rank, launch.size
-        self._launch, self._tell = launch, tell
+        self._launch = launch
         self._name = ""
         self._asked = 0  # how often all have asked for something that they share
         self._checked = 0.0
@@ -86,7 +81,7 @@ class Group:
         missing = set(range(1, self.size))
 
         def all_are_here() -> bool:
-            for rank in sorted(missing):
+            for rank in range(1, self.size):
                 word = self._arrived(rank)
                 if word and self._words.get(rank) != word:
                     self._words[rank] = word
@@ -105,7 +100,7 @@ class Group:
         self._wait(lambda: self.store.has(f"led/{own}"), lambda: "rank 0")
         name = _word(self.store.get(f"led/{own}"))
         if self.store.add(f"{name}/here/{self.rank}", 1) > 1:
-            raise ProcessLost(f"rank {self.rank} was started twice")
+            raise WrongOption(f"rank {self.rank} was started twice", hint="start each rank once")
         return name
 
     def _arrived(self, rank: int) -> str:
@@ -122,7 +117,7 @@ class Group:
             return value
         return self._received(key, 0)
 
-    def agree(self, value: Any, reason: Callable[[Any], str] = lambda first: "another one") -> None:
+    def agree(self, value: Any, reason: Callable[[Any], str]) -> None:
         """Raises WrongOption unless rank 0 has the same value; `reason` gets rank 0's."""
         if (first := self.share(value)) != value:
             raise WrongOption(
@@ -217,7 +212,8 @@ class Group:
             nonlocal end
             if end is not None and time.monotonic() > end:
                 end = None
-                self._tell(f"{text}; if this process should run alone, end it and add --single")
+                alone = "if this process should run alone, end it and add --single"
+                print(f"{text}; {alone}", file=sys.stderr, flush=True)
 
         return tell
 
@@ -229,8 +225,10 @@ class Group:
             if error is not None:
                 other = self._fail(error)
             self.store.add(f"{self._name}left", 1)
-            if self.store.is_host:
-                self._wait_shortly(lambda: self.store.add(f"{self._name}left", 0) >= self.size)
+            if self.store.is_hosted and (self.rank == 0 or error is None):
+                # the others wait for the end of the store: a program may open one at this address
+                least = self.size + (self.rank > 0)
+                self._wait_shortly(lambda: self.store.add(f"{self._name}left", 0) >= least)
         self.store.close()
         if other is not None:
             raise other from error

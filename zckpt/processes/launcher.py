@@ -54,14 +54,3 @@ def address(environment: Mapping[str, str] = os.environ) -> tuple[str, int] | No
     if not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise WrongOption(f"MASTER_PORT is {port!r}, which is not a port from 1 to 65535")
     return host, int(port)
-
-
-def has_agents(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether an agent of torchrun hosts the store, which then outlives this process."""
-    return environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
-def restarts(environment: Mapping[str, str] = os.environ) -> int:
-    """How often torchrun has started its processes again."""
-    text = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return int(text) if text.isdecimal() else 0

@@ -25,10 +25,9 @@ from ..copying.sharing import Portion, Sharing, largest_first
 from ..core.checksum import crc32
 from ..core.pooling import Pool, Running
 from ..core.resources import Progress
-from ..errors import MALFORMED, CorruptCheckpoint, ProcessLost, WrongOption, brief, cause
+from ..errors import MALFORMED, ProcessLost, WrongOption, brief, cause
 from ..version import __version__
 from .group import Group
-from .launcher import restarts
 from .store import unreadable
 
 MAX_CHUNK = 4 << 30  # bytes that a thread copies at a time, for 16,384 ranks
@@ -48,7 +47,7 @@ class Processes(Group, Sharing, Pool):
     # -- a conversion
 
     def agree_on(self, identity: Identity, target: str) -> None:
-        own = {**identity.mark(), "target": crc32(os.path.abspath(target).encode(errors="replace"))}
+        own = {**identity.mark(), "target": crc32(os.fsencode(os.path.abspath(target)))}
 
         def reason(first: Any) -> str:
             if not isinstance(first, dict):
@@ -71,20 +70,14 @@ class Processes(Group, Sharing, Pool):
         self, portions: Sequence[Portion], progress: Progress | None
     ) -> Iterator[Sequence[Portion]]:
         order = largest_first(portion for portion in portions if not portion.is_complete)
-        return self._claimed(order, self.counter(), progress)
-
-    def _claimed(
-        self, order: Sequence[Portion], claim: Callable[[], int], progress: Progress | None
-    ) -> Iterator[Sequence[Portion]]:
-        reached = 0
-        while True:
+        claim, reached = self.counter(), 0
+        while reached <= len(order):
             self.check()
             number = claim()
             if progress:  # others have got what is between
                 progress(sum(portion.length for portion in order[reached:number]))
-            if number >= len(order):
-                return
-            yield [order[number]]
+            if number < len(order):
+                yield [order[number]]
             reached = number + 1
 
     def others(self, journal: Journal) -> Iterator[Region] | None:
@@ -145,22 +138,18 @@ class Processes(Group, Sharing, Pool):
         """Whether this launch began a target before its processes were started again.
 
         Then they continue it. What another run has left is not touched without --resume. The agents
-        of torchrun count restarts apart, so what was begun and not completed proves one. If nothing
-        is there, this launch begins it now.
+        of torchrun count restarts apart, so what was begun and is not complete proves one. If
+        nothing is there, this launch begins it now.
         """
         path = os.path.abspath(target)
+        key, is_unfinished = f"begun/{path!a}", os.path.lexists(f"{path}.partial")
         if self.rank or not self.store.outlives:
             return False
-        if self.store.has(f"begun/{path!a}"):
-            return restarts() > 0 or not self.store.has(f"done/{path!a}")
-        if not os.path.lexists(path) and not os.path.lexists(f"{path}.partial"):
-            self.store.set(f"begun/{path!a}", "1")
+        if self.store.has(key):
+            return is_unfinished or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+        if not os.path.lexists(path) and not is_unfinished:
+            self.store.set(key, "1")
         return False
-
-    def completed(self, target: str) -> None:
-        """Notes that this launch has completed a target."""
-        if self.rank == 0 and self.store.outlives:
-            self.store.set(f"done/{os.path.abspath(target)!a}", "1")
 
 
 def group() -> Processes:
@@ -184,7 +173,5 @@ def _readable() -> Iterator[None]:
     """Raises CorruptCheckpoint for a result that no pass of zckpt has found."""
     try:
         yield
-    except CorruptCheckpoint:
-        raise
     except MALFORMED as error:
         raise unreadable(f"it is no result: {cause(error)}") from error

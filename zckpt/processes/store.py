@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import Any
 
 from ..errors import CorruptCheckpoint, MissingExtra, ProcessLost, WrongOption
-from .launcher import Launch, address, has_agents
+from .launcher import Launch, address
 
 VALUE = 4 << 20  # bytes of one value; torch's store allows 8 MiB
 ATTEMPT = timedelta(seconds=5)  # to reach a store that rank 0 may still open
@@ -27,9 +27,9 @@ Patience = Callable[[str], None]
 class Store:
     """Short values by key, which all processes see.
 
-    `is_host` is true in the process whose end is the store's end. `outlives` says whether the store
-    is still there when the launcher starts all processes again. Raises ProcessLost if the
-    connection ends.
+    `is_hosted` says whether rank 0 has opened the store for this group, and will end it. `outlives`
+    says whether the store is still there when the launcher starts all processes again. Raises
+    ProcessLost if the connection ends.
     """
 
     def __init__(self, launch: Launch, patient: Callable[[], Patience]) -> None:
@@ -44,8 +44,8 @@ class Store:
                 hint="install it: pip install 'zckpt[torch]'\n"
                 f"or write parts, which need no torch: --part auto, or --part K/{launch.size}",
             ) from error
-        self.outlives = has_agents()
-        self.is_host = launch.rank == 0 and not self.outlives and not torch_store.is_initialized()
+        self.outlives = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        self.is_hosted = not self.outlives and not torch_store.is_initialized()
         if launch.size == 1:
             self._store = PrefixStore("zckpt", HashStore())
             return
@@ -55,7 +55,8 @@ class Store:
                 hint="set both, or use torchrun; if this process should run alone, add --single",
             )
         opened: Any = torch_store.TCPStore  # type: ignore[attr-defined]
-        words = {"is_master": self.is_host, "timeout": ATTEMPT, "wait_for_workers": False}
+        is_host = self.is_hosted and launch.rank == 0
+        words = {"is_master": is_host, "timeout": ATTEMPT, "wait_for_workers": False}
         where, patience = f"{place[0]}:{place[1]}", patient()
         while True:
             try:
@@ -65,7 +66,7 @@ class Store:
                 )
                 break
             except RuntimeError as error:
-                if self.is_host:
+                if is_host:
                     raise ProcessLost(
                         f"rank 0 cannot open a store at {where}: {_first_line(error)}",
                         hint="choose another MASTER_PORT; if this process should run alone, as in "

@@ -20,7 +20,7 @@ from ..core.records import RecordChecker
 from ..core.resources import DEFAULT_COPYING, Begin, Copying, Progress, describe
 from ..core.sources import files_seen
 from ..core.streaming import batches, chunk_size, finish, stream
-from ..core.values import field, mutable
+from ..core.values import field, fields_of, mutable
 from ..core.weights import WEIGHTS
 from . import damage
 from .stats import Statistics, exponents, magnitudes, measure
@@ -67,9 +67,9 @@ class _Total:
     def parts(self) -> list[tuple[int, int, list[Any]]]:
         """Elements [start, stop) and their statistics."""
         self.close()
-        first = [(0, self.reached, self.statistics.values())] if self.reached else []
+        first = [(0, self.reached, fields_of(self.statistics))] if self.reached else []
         waiting = self.waiting.items()
-        return first + [(start, stop, part.values()) for start, (stop, part) in waiting]
+        return first + [(start, stop, fields_of(part)) for start, (stop, part) in waiting]
 
     def close(self) -> None:
         """Keeps only the used part of the histogram."""

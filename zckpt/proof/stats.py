@@ -68,10 +68,6 @@ class Statistics:
             own = self.histogram
             self.histogram = other.histogram if own is None else own + other.histogram
 
-    def values(self) -> list[Any]:
-        """The arguments that make an equal one; a histogram is none."""
-        return [getattr(self, name) for name in self.__match_args__]
-
     @property
     def inf(self) -> int:
         return self.positive_inf + self.negative_inf
