@@ -106,6 +106,25 @@ def test_a_killed_process_is_restarted(
     assert files(tmp_path / "out") == files(tmp_path / "single")
 
 
+def test_a_process_of_another_agent_is_restarted(
+    torchrun: Torchrun, sources: dict[str, Path], tmp_path: Path
+) -> None:
+    """As on two nodes: only the agent of the killed process counts a restart."""
+    zckpt.convert(sources["zero-3"], tmp_path / "single", copying=COPYING)
+    words = ("convert", sources["zero-3"], tmp_path / "out", *ONE_THREAD)
+    place = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free_port()}")
+    own = ("--nnodes", 2, *place, "--local-addr", "localhost", "--max-restarts", 2)
+    agents = [torchrun(1, COMMAND, *words, own=own, GO=tmp_path / "go") for _ in range(2)]
+    wait_for_journals(tmp_path / "out.partial", 2)
+    (worker,) = workers(agents[1]).values()
+    os.kill(worker, signal.SIGKILL)
+    (tmp_path / "go").touch()
+    said = [agent.communicate(timeout=120)[0] for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], (tmp_path / "printed").read_text()
+    assert "an earlier run had written" in "".join(said)
+    assert files(tmp_path / "out") == files(tmp_path / "single")
+
+
 def test_a_stopped_process(torchrun: Torchrun, sources: dict[str, Path], tmp_path: Path) -> None:
     """The others say that they wait for it. When it is killed, torchrun ends all."""
     words = ("convert", sources["zero-3"], tmp_path / "out", *ONE_THREAD)

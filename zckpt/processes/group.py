@@ -177,9 +177,6 @@ class Group:
             raise unreadable(f"it has {brief(count)} parts")
         keys = [f"{key}/part/{number}" for number in range(int(count))]
         data = b"".join(self.store.get(part) for part in keys if self.store.has(part))
-        if rank:
-            for part in keys:
-                self.store.remove(part)
         try:
             return json.loads(data)
         except MALFORMED as error:

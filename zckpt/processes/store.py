@@ -9,7 +9,9 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
 
@@ -91,9 +93,6 @@ class Store:
             raise unreadable(f"it has {len(value)} bytes")
         return value
 
-    def remove(self, key: str) -> None:
-        self._ask(self._store.delete_key, key)
-
     def close(self) -> None:
         """Ends the connection, and the store if this process is its host."""
         del self._store
@@ -116,23 +115,19 @@ def unreadable(reason: str) -> CorruptCheckpoint:
 
 def _patiently(call: Callable[[], Any], wait: Callable[[], None]) -> Any:
     """What a call of torch gives; meanwhile it calls `wait`, and signals can end this process."""
-    results: list[Any] = []
-    errors: list[BaseException] = []
+    answer: Future[Any] = Future()
 
     def work() -> None:
         try:
-            results.append(call())
+            answer.set_result(call())
         except BaseException as error:
-            errors.append(error)
+            answer.set_exception(error)
 
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    while thread.is_alive():
-        thread.join(LOOK)
+    threading.Thread(target=work, daemon=True).start()
+    while not answer.done():
+        time.sleep(LOOK)
         wait()
-    if errors:
-        raise errors[0]
-    return results[0]
+    return answer.result()
 
 
 def _first_line(error: Exception) -> str:
