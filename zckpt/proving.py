@@ -80,7 +80,7 @@ def prove(
     except CONTRADICTIONS as error:
         if gather and report["rank"]:  # rank 0 reports its own, which may differ
             raise
-        means.pool.agree_on_problem()
+        means.pool.agree_on_problem(error.message)
         problem = {"error": type(error).__name__, "message": error.message, "hint": error.hint}
         findings = {"problems": [problem], "differences": []}
     return report | findings | {"seconds": round(time.monotonic() - started, 3)}

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 
 import zckpt
+from zckpt import proving
 from zckpt.core import pooling
 from zckpt.core.pieces import ElementReader
 from zckpt.core.pooling import claimed
 from zckpt.core.streaming import CHUNK
+from zckpt.errors import IncompleteCheckpoint
 
 from ..conftest import Result
 from .conftest import until
@@ -148,6 +150,27 @@ def test_a_checkpoint_that_lacks_a_file(
     assert [result.code for result in results] == [3, 0, 0]
     assert results[0].document["problems"][0]["error"] == "IncompleteCheckpoint"
     assert not "".join(result.out + result.err for result in results[1:])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_file_that_one_node_lacks(rank: int, sources: dict[str, Path], launch: Launch) -> None:
+    """Rank 0 reports it if it is its own; else no process waits for the one that cannot read."""
+
+    def lacking() -> None:
+        def read(*_: object, **__: object) -> None:
+            raise IncompleteCheckpoint("a.pt is missing")
+
+        proving.read = read  # type: ignore[assignment]
+
+    first, second = ended(launch(2, "verify", sources["dcp"], preparing={rank: lacking}))
+    assert second.code == 2
+    if rank:
+        assert first.code == 2
+        assert "rank 0 has not this problem: a.pt is missing" in second.err
+        assert not first.err
+    else:
+        assert first.code == 3
+        assert "rank 0 carries out another command: 'a problem'" in second.err
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ class Pool:
         running.run(count().__next__)
         return running
 
-    def agree_on_problem(self) -> None:
+    def agree_on_problem(self, message: str) -> None:
         """Instead of passes: this process cannot read a checkpoint, and reports why."""
 
 

@@ -98,8 +98,8 @@ class Processes(Group, Sharing, Pool):
 
     # -- a pass
 
-    def agree_on_problem(self) -> None:
-        self.agree("a problem", lambda _: "no problem with these files")
+    def agree_on_problem(self, message: str) -> None:
+        self.agree("a problem", lambda _: f"not this problem: {message}")
 
     def carry_out(self, make: Callable[[int], Running], chunk: int) -> Running:
         match self.share(["pass", chunk]):
