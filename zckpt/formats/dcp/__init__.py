@@ -22,6 +22,7 @@ FORMAT = Format(
     numbers=True,
     gathers=True,
     keeps_steps=True,
+    several_models=True,
     groups="with_trainers_groups",
     of_ranks=(".distcp",),
     written_last=".metadata",

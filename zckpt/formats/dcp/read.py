@@ -79,11 +79,14 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
             saved.folders = [os.path.basename(folder) for folder in parts]
         for folder in parts:
             if has_items(folder):
-                _FolderReader(folder, saved).read()
+                # stated names are those of one model alone
+                is_one = reading.root is not None or all(place_in(f, ("",)) == ("",) for f in parts)
+                _FolderReader(folder, saved).read(is_one)
             else:
                 saved.tree[own_key(folder)] = _weights(folder, saved)
         models = [key for key in saved.tree if str(key).partition("_")[0] == "model"]
-        saved.models = models if saved.folders and len(models) > 1 else []
+        if saved.folders and len(models) > 1:
+            saved.models, saved.inferred = models, []  # each model has its own
         if shards:
             saved.storage = RANKS
             saved.tree |= hf.state_dicts(hf.read(shards, saved))
@@ -127,8 +130,8 @@ class _FolderReader:
         self.names: Mapping[str, list[str]] = {}
         self.items_in = Counter(location.file for location in self.table.every_location())
 
-    def read(self) -> None:
-        """Reads every item, in the order of the saved state."""
+    def read(self, with_names: bool) -> None:
+        """Reads every item, in the order of the saved state, with the names that zckpt stated."""
         table, saved = self.table, self.saved
         paths, planned = table.paths, table.others["planner_data"]
         if not isinstance(planned, (dict, type(None))):
@@ -142,9 +145,9 @@ class _FolderReader:
         saved.files += table.files
         stated = checked(table.others.get("zckpt"), os.path.join(table.folder, METADATA))
         if stated is not None:
-            saved.stated = stated
+            saved.stated = saved.stated_of[place_in(table.folder, (MODEL,))[0]] = stated
             saved.inferred = list(stated.get("inferred", ()))
-            self.names = stated["names"]
+            self.names = stated["names"] if with_names else {}
         room = MAX_LIST
         front = self._front()
         in_order = [key for key in paths if key in table.items]

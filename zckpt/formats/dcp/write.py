@@ -42,7 +42,7 @@ from ..statedict.tree import Path, dotted
 from ..statedict.write import BlankTensor, StateDicts, left_out
 from . import hf
 from .files import ADAPTER as PEFT_FILE
-from .files import MODEL, folders, has_items, is_pair
+from .files import MODEL, PARTS, folders, has_items, is_pair
 from .options import LAYOUT
 
 SMALL = 64 << 10  # bytes; a rank finds smaller pieces more slowly than it reads them
@@ -53,17 +53,18 @@ TORCHTITAN: tuple[Path, Path, str] = (), ("optimizer",), "flat"
 PathValue = tuple[Path, Any]
 
 
-def lay_out(source: Manifest, options: Options) -> Layout:
-    """The files of the target, and what it cannot take along.
+def lay_out(source: Manifest, options: Options, number: int = 0) -> Layout:
+    """The files of the target, and what it cannot take along; `number` is the model's.
 
     Raises WrongOption and MissingData before anything is written.
     """
-    writer = DcpWriter(source, options)
+    writer = DcpWriter(source, options, number)
     siblings = [(item.name, item) for item in source.siblings]
     about = "a directory of torch.distributed.checkpoint, which any number of ranks loads"
 
     def loading(path: str) -> str:
-        folder = os.path.join(path, MODEL) if MODEL in writer.parts else path
+        own = MODEL if MODEL in writer.parts else next(iter(writer.parts))
+        folder = os.path.join(path, own) if own else path
         file = literal(os.path.join(folder, PEFT_FILE))
         if writer.storage == ADAPTER:
             return f"safetensors.torch.load_file({file})"
@@ -83,12 +84,20 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     )
 
 
+def has_models(source: Manifest, options: Options) -> bool:
+    """Whether the target has a place for several models: Accelerate's folders, with numbers."""
+    folders = {os.path.basename(os.path.dirname(path)) for path in source.files}
+    dialect = options[DIALECT]
+    return dialect == "accelerate" or (dialect is None and any(map(PARTS.has, folders)))
+
+
 class DcpWriter:
     """Everything that is decided before the first byte is written."""
 
-    def __init__(self, source: Manifest, options: Options) -> None:
+    def __init__(self, source: Manifest, options: Options, number: int = 0) -> None:
         self.source = source
         self.options = options
+        self.number = number
         self.world = options[DP] or source.dp
         self.dicts = StateDicts(source, options, "dcp", options[LAYOUT])
         if options[DIALECT] == "torchtitan":
@@ -150,9 +159,12 @@ class DcpWriter:
             dicts.save_adapter_alone()
         if dialect is None and before is not None and is_pair(before):
             return self._pair(before)
+        program = program_of(self.source.siblings)
         if dialect == "torchtitan" or (dialect is None and not before):
+            if program is not None and dialect is None and dicts.optimizes:
+                self.warnings.append(trainers.not_loaded(".metadata", ["accelerate"]))
             return {"": list(dicts.items())}
-        of_trainer = program_of(self.source.siblings) == TRANSFORMERS
+        of_trainer = program == TRANSFORMERS
         if of_trainer and (others := peft.other_adapters(self.source.parameters)):
             raise UnsupportedCheckpoint(
                 f"the source has the adapter {', '.join(others)}: in accelerate's folders zckpt "
@@ -169,7 +181,10 @@ class DcpWriter:
         if keys.adapter or (of_trainer and any(map(peft.is_adapters, self.source.parameters))):
             dicts.save_adapter_alone()  # as the Trainer does with PEFT and FSDP
         dicts.model, dicts.optimizer = ("model",), ("optimizer",)  # Accelerate's own keys
-        names = {dicts.model: "pytorch_model_fsdp_0", dicts.optimizer: "optimizer_0"}
+        names = {
+            dicts.model: f"pytorch_model_fsdp_{self.number}",
+            dicts.optimizer: f"optimizer_{self.number}",
+        }
         parts: dict[str, list[PathValue]] = {}
         lost: dict[Any, None] = {}
         for path, value in dicts.items():
