@@ -215,8 +215,9 @@ class StepPlace:
     `where` is `state` or `group`. `kind` is a dtype (a tensor of `shape`), `int` or `float`.
     `stale` is the wrong step that groups hold beside a true one; None for nothing. `first` is the
     number that stands there before any update. With `last_only`, the state of a group's last
-    parameter counts for the group, and the other states hold `first`. `optimizer` is what a
-    configuration or the user named, if this place is where that one looks.
+    parameter counts for the group, and the other states hold `first`. `times` says how often one
+    update is counted. `optimizer` is what a configuration or the user named, if this place is where
+    that one looks.
     """
 
     where: str
@@ -225,6 +226,7 @@ class StepPlace:
     stale: Any = None
     first: int = 0
     last_only: bool = False
+    times: int = 1
     optimizer: str | None = None
 
     def number(self, step: float | int) -> Scalar:
@@ -243,6 +245,7 @@ class StepPlace:
             **({"shape": list(self.shape)} if self.shape else {}),
             **({"first": self.first} if self.first else {}),
             **({"last_only": True} if self.last_only else {}),
+            **({"times": self.times} if self.times != 1 else {}),
             **({"optimizer": self.optimizer} if self.optimizer else {}),
         }
 
@@ -259,6 +262,7 @@ class StepPlace:
             optimizer.get("group_step"),
             _of_type(stated, "first", int) or 0,
             _flag(stated, "last_only") or False,
+            _of_type(stated, "times", int) or 1,
             _text(stated, "optimizer"),
         )
 
