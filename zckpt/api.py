@@ -141,7 +141,7 @@ def convert(
         resume          continues an interrupted run of the same source and options
         before_rename   is called before the last check
         sharing         `zckpt.Part(k, n)` in the process that writes part k of n; the last one
-                        completes `target`
+                        completes `target`. Or a `zckpt.group()` of processes that torchrun started
 
     Before it writes, weights are compared with the masters that they were rounded from, and it
     raises InconsistentCheckpoint if they differ. With the option `accept_weights` that is a
@@ -296,7 +296,7 @@ def verify(
     jobs: int = READING_JOBS,
     memory: int = 256 << 20,
     begin: Begin | None = None,
-    pool: Pool = SINGLE,
+    sharing: Pool = SINGLE,
 ) -> Report:
     """Whether the checkpoint at `path` contradicts itself, or differs from the one at `against`.
 
@@ -307,13 +307,14 @@ def verify(
     compared. A state that only one side has is a difference otherwise. `rename` are
     pairs of a regular expression and its replacement, for the names of `path`; `family` gives it
     the other program's names and packings. The report has what was found; a ZckptError is raised
-    only if nothing could be looked at.
+    only if nothing could be looked at. The processes of a `zckpt.group()` as `sharing` share the
+    reading, and all get the report.
     """
     from .proving import prove
 
     given = (format, tag, step_policy, param_names, weights_only)
     reading = Reading(*given, rename=rename, family=family, root=root, tp_rules=_text(tp_rules))
-    means = Means(device, jobs, memory, pool)
+    means = Means(device, jobs, memory, sharing)
     selection = Selection(tensors, weights_only, tuple(drop_state))
     return prove(path, against, gather, reading, selection, means, begin)
 
@@ -336,7 +337,7 @@ def diff(
     jobs: int = READING_JOBS,
     memory: int = 256 << 20,
     begin: Begin | None = None,
-    pool: Pool = SINGLE,
+    sharing: Pool = SINGLE,
 ) -> Report:
     """Differences between two checkpoints of any two formats: tensors, steps, groups, states.
 
@@ -348,7 +349,7 @@ def diff(
     from .proof import verify as proof
 
     started = time.monotonic()
-    copying = Copying(jobs, memory, pool=pool)
+    copying = Copying(jobs, memory, pool=sharing)
     given = (format, tag, step_policy, param_names, weights_only)
     reading = Reading(*given, rename=rename, family=family, root=root, tp_rules=_text(tp_rules))
     selection = Selection(tensors, weights_only, tuple(drop_state))
@@ -374,7 +375,7 @@ def stats(
     jobs: int = READING_JOBS,
     memory: int = 256 << 20,
     begin: Begin | None = None,
-    pool: Pool = SINGLE,
+    sharing: Pool = SINGLE,
 ) -> Report:
     """Statistics of every tensor in a checkpoint, and which numbers are dead or impossible.
 
@@ -384,7 +385,7 @@ def stats(
     from .proof import health
 
     started = time.monotonic()
-    copying = Copying(jobs, memory, pool=pool)
+    copying = Copying(jobs, memory, pool=sharing)
     reading = Reading(format, tag, step_policy, param_names, root=root, tp_rules=_text(tp_rules))
     manifest = read_manifest(path, reading)
     report: Report = {"zckpt": 1, "command": "stats", "path": os.fspath(path)}

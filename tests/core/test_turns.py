@@ -16,7 +16,7 @@ from zckpt.core.fileio import Buffer, Reader
 from zckpt.core.fragments import Extent
 from zckpt.core.turns import Turns
 
-from ..nodes.conftest import until
+from ..processes.conftest import until
 
 JOBS = 4
 

@@ -23,10 +23,9 @@ from ..errors import (
     meant,
 )
 from ..errors import cause as why_of
-from . import launched, signals
+from . import signals
 from .plain import plain
 
-PATIENCE = 5.0  # seconds that a process waits before it prints why it could not join the others
 UNPRINTABLE = "backslashreplace"
 """What happens to characters that the terminal's encoding lacks: a path may have them."""
 
@@ -35,10 +34,7 @@ def run(arguments: list[str] | None = None) -> NoReturn:
     """Runs a command, prints an error as one sentence and a hint, and exits."""
     words = sys.argv[1:] if arguments is None else arguments
     if arguments is None:
-        if launched.joins_later(words):
-            signals.end_silently()
-        else:
-            signals.handle()
+        signals.handle()
         open_standard_files()
         sys.stdout = output()
     elif isinstance(sys.stdout, io.TextIOWrapper):
@@ -194,11 +190,6 @@ def after_interrupt(words: Sequence[str], cause: BaseException | None) -> str:
 
 def fail(words: list[str], kind: str, message: str, hint: str, code: int) -> NoReturn:
     """Prints the error, as JSON if --json was given, and exits with `code`."""
-    if signals.are_silent():
-        import time
-
-        # rank 0 usually prints the same now (a wrong option), and the launcher ends this process
-        time.sleep(PATIENCE)
     if os.environ.get("ZCKPT_TRACEBACK") and sys.exc_info()[0]:
         import traceback
 
