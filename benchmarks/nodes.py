@@ -8,8 +8,8 @@ Outputs go into SRC's own filesystem; sources are warm. All use as many threads 
 * parts: N processes with `--part K/N -j 1`, started together. They need no torch, and each of them
   reads the source's metadata.
 * torchrun: `torchrun --nproc-per-node N -m zckpt convert -j 1`, from its start to its end.
-* torchrun alone: torchrun with N processes that do nothing. It imports torch itself, so this is
-  what a job pays once, whatever the size of the checkpoint. zckpt's processes do not import torch.
+* torchrun alone: torchrun with N processes that do nothing. It imports torch itself, as
+  zckpt's processes do too: what a job pays once, whatever the size of the checkpoint.
 """
 
 from __future__ import annotations

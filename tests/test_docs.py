@@ -35,7 +35,10 @@ LINKING = [
     *DOCUMENTS,
     *sorted(ROOT.glob("[CS]*.md")),  # CHANGELOG, CONTRIBUTING, SECURITY
 ]
-OF_OTHER_PROGRAMS = {"--nproc-per-node", "--nproc_per_node", "--nnodes", "--max-restarts"}
+OF_OTHER_PROGRAMS = {
+    *("--nproc-per-node", "--nproc_per_node", "--nnodes", "--max-restarts"),
+    "--kill-on-bad-exit",
+}
 NEEDS_A_SHELL = re.compile(r"[|&;<>$`]|^(?!zckpt )")
 
 

@@ -4,6 +4,7 @@
     inspect                 what a checkpoint holds
     convert, reshard        write it in another format, or for another number of ranks
     export                  weights for inference
+    group                   the processes of a launch, which share one of these functions
     verify, diff, stats     check it, compare it, look at its numbers
     zckpt.dcp               load it into a program of torch.distributed.checkpoint
     zckpt.probe             what a running model computes: recorded, compared, streamed
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from .core.manifest import Manifest
     from .core.resources import Copying
     from .errors import ZckptError
+    from .processes.sharing import group
 
 _PUBLIC = {
     "read": "api",
@@ -42,6 +44,7 @@ _PUBLIC = {
     "Manifest": "core.manifest",
     "Options": "api",
     "Part": "copying.sharing",
+    "group": "processes.sharing",
     "ZckptError": "errors",
 }
 _NEED_TORCH = ("dcp", "probe")
@@ -54,6 +57,7 @@ __all__ = [
     "convert",
     "diff",
     "export",
+    "group",
     "inspect",
     "load",
     "read",

@@ -144,7 +144,7 @@ def convert(
         resume          continues an interrupted run of the same source and options
         before_rename   is called before the last check
         sharing         `zckpt.Part(k, n)` in the process that writes part k of n; the last one
-                        completes `target`
+                        completes `target`. Or a `zckpt.group()` of processes that torchrun started
 
     Before it writes, weights are compared with the masters that they were rounded from, and it
     raises InconsistentCheckpoint if they differ. With the option `accept_weights` that is a
@@ -239,7 +239,7 @@ def verify(
     jobs: int = READING_JOBS,
     memory: int = 256 << 20,
     begin: Begin | None = None,
-    pool: Pool = SINGLE,
+    sharing: Pool = SINGLE,
     **source: Unpack[NamedKeywords],
 ) -> Report:
     """Whether the checkpoint at `path` contradicts itself, or differs from the one at `against`.
@@ -251,7 +251,8 @@ def verify(
     compared. A state that only one side has is a difference otherwise. `rename` are
     pairs of a regular expression and its replacement, for the names of `path`; `family` gives it
     the other program's names and packings. `source` are the arguments of `read`. The report has
-    what was found; a ZckptError is raised only if nothing could be looked at.
+    what was found; a ZckptError is raised only if nothing could be looked at. The processes of a
+    `zckpt.group()` as `sharing` share the reading, and all get the report.
     """
     from .proving import prove
 
@@ -267,7 +268,7 @@ def verify(
         device=device,
         jobs=jobs,
         memory=memory,
-        pool=pool,
+        pool=sharing,
     )
 
 
@@ -283,7 +284,7 @@ def diff(
     jobs: int = READING_JOBS,
     memory: int = 256 << 20,
     begin: Begin | None = None,
-    pool: Pool = SINGLE,
+    sharing: Pool = SINGLE,
     **source: Unpack[NamedKeywords],
 ) -> Report:
     """Differences between two checkpoints of any two formats: tensors, steps, groups, states.
@@ -296,7 +297,7 @@ def diff(
     from .proof import verify as proof
 
     started = time.monotonic()
-    copying = Copying(jobs, memory, pool=pool)
+    copying = Copying(jobs, memory, pool=sharing)
     reading = _reading(source, weights_only=weights_only, rename=rename, family=family)
     selection = Selection(tensors, weights_only, tuple(drop_state))
     first = read_manifest(a, reading, alone=False)
@@ -315,7 +316,7 @@ def stats(
     jobs: int = READING_JOBS,
     memory: int = 256 << 20,
     begin: Begin | None = None,
-    pool: Pool = SINGLE,
+    sharing: Pool = SINGLE,
     **source: Unpack[NamedKeywords],
 ) -> Report:
     """Statistics of every tensor in a checkpoint, and which numbers are dead or impossible.
@@ -327,7 +328,7 @@ def stats(
     from .proof import health
 
     started = time.monotonic()
-    copying = Copying(jobs, memory, pool=pool)
+    copying = Copying(jobs, memory, pool=sharing)
     manifest = read_manifest(path, _reading(source))
     report: Report = {"zckpt": 1, "command": "stats", "path": os.fspath(path)}
     report["format"] = manifest.format

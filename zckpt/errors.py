@@ -191,9 +191,12 @@ class ProcessFailed(ZckptError):
 
 
 class ProcessLost(ProcessFailed):
-    """A process of the same run has ended or does not answer; what all have written is kept."""
+    """A process of the same run, or the store, is not there any more; what was written is kept."""
 
-    usual_hint = "end that process; then repeat the command with --resume"
+    usual_hint = (
+        "see the messages of the other processes, and end all; then repeat the command: one that "
+        "writes goes on with --resume"
+    )
 
 
 class WrongOption(ZckptError):

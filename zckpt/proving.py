@@ -75,7 +75,7 @@ def prove(
         "gathered": gather,
         "selection": selection.flags,
         "world": 1,
-        "rank": own_rank(),
+        "rank": own_rank() if gather else pool.rank,
     }
     try:
         if gather:
@@ -85,8 +85,9 @@ def prove(
             copying = Copying(jobs, memory, pool=pool)
             findings = _verify(path, against, reading, selection, copying, begin)
     except CONTRADICTIONS as error:
-        if report["rank"]:  # rank 0 reports its own, which may differ
+        if gather and report["rank"]:  # rank 0 reports its own, which may differ
             raise
+        pool.agree_on_problem(error.message)
         problem = {"error": type(error).__name__, "message": error.message, "hint": error.hint}
         findings = {"problems": [problem], "differences": []}
     return report | findings | {"seconds": round(time.monotonic() - started, 3)}

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from zckpt.copying import journals
 from zckpt.copying.journal import Identity, Journal, Region
 from zckpt.copying.journals import PartJournal, ProcessJournal, regions_of
-from zckpt.errors import TargetExists
+from zckpt.errors import ProcessLost, TargetExists
 
 from .conftest import folder_at
 
@@ -49,21 +50,26 @@ def test_a_part_knows_what_others_have_written(tmp_path: Path) -> None:
         journal.close()
 
 
-def test_a_run_takes_over_what_processes_have_noted(tmp_path: Path) -> None:
+def test_a_run_takes_over_what_processes_have_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journals, "VISIBLE", 0.0)
     about = folder_at(tmp_path), RUN, 1 << 20
     leader = Journal(*about)
-    members = [ProcessJournal(*about, f"000{rank}") for rank in (1, 2)]
+    begun = leader.synced()
+    members = [ProcessJournal(*about[:2], f"000{rank}", begun) for rank in (1, 2)]
     for member, region in zip(members, REGIONS, strict=True):
+        assert member.chunk == 1 << 20
         member.add(region)
-    length, crc = members[0].end()
+    length, crc = members[0].synced()
     assert regions_of(about[0], "0001", length, crc) == REGIONS[:1]
-    assert regions_of(about[0], "0001", length - 1, crc) is None
-    assert regions_of(about[0], "0003", length, crc) is None
+    for name, size in (("0001", length - 1), ("0001", length + 1), ("0003", length)):
+        with pytest.raises(ProcessLost, match="has not what another process wrote"):
+            regions_of(about[0], name, size, crc)
     for journal in (leader, *members):
         journal.close()
     again = Journal(*about)
     assert again.regions == {"x": REGIONS}
-    assert not members[0].is_there()  # it would stop if it woke up
     again.close()
     assert [path.name for path in tmp_path.iterdir()] == ["journal"]
     last = Journal(*about)
@@ -74,9 +80,26 @@ def test_a_run_takes_over_what_processes_have_noted(tmp_path: Path) -> None:
 def test_a_process_that_is_still_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zckpt.copying.journal.ENDING", 0.1)
     about = folder_at(tmp_path), RUN, 1 << 20
-    Journal(*about).close()
-    member = ProcessJournal(*about, "0001")
+    leader = Journal(*about)
+    member = ProcessJournal(*about[:2], "0001", leader.synced())
+    leader.close()
     with pytest.raises(TargetExists, match="writing there now"):
         Journal(*about)
     member.close()
     Journal(*about).close()
+
+
+def test_a_process_joins_what_an_earlier_run_has_left(tmp_path: Path) -> None:
+    """It takes the regions that the journal had when rank 0 began, and none that came later."""
+    about = folder_at(tmp_path), RUN, 1 << 20
+    leader = Journal(*about)
+    leader.add(REGIONS[0])
+    begun = leader.synced()
+    leader.add(REGIONS[1])
+    member = ProcessJournal(*about[:2], "0001", begun)
+    assert member.regions == {"x": REGIONS[:1]}
+    other = Identity("1", {}, {"--dp": 5}, {"x": 100})
+    with pytest.raises(TargetExists, match="other options"):
+        ProcessJournal(about[0], other, "0002", begun)
+    for journal in (leader, member):
+        journal.close()

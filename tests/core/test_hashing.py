@@ -59,8 +59,8 @@ def test_are_those_of_all_bytes(cuts: tuple[int, ...], tmp_path: Path) -> None:
     for start, stop in pairwise(edges):
         assert read(entry, checker, start, stop) == zlib.crc32(whole[start:stop])
     assert not checker.damage
-    covered = {record.extent: stop - start for record, start, stop, _ in checker.parts()}
-    assert covered == {record.extent: record.extent.length for record in records}
+    covered = {number: stop - start for number, start, stop, _ in checker.parts_of(records)}
+    assert covered == {number: record.extent.length for number, record in enumerate(records)}
 
 
 @pytest.mark.parametrize("place", [0, BLOCK - 1, BLOCK, LENGTHS[0] - 1, LENGTHS[0]])

@@ -2,33 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-from ..errors import WrongOption
-from ..nodes.launch import launched
-from . import signals
+from ..processes.launcher import Launch, address, launched
 
 Report = dict[str, Any]
 MEMORY = 256 << 20  # bytes of all buffers, unless --memory says another size
-JOINING = ("convert", "reshard", "export", "verify", "diff", "stats")
-"""The commands that several processes share."""
-
-
-def joins_later(words: Sequence[str]) -> bool:
-    """Whether this process will join those of a launch, and is not rank 0.
-
-    Until then a signal ends it without a word. If rank 0 fails at once, the launcher ends processes
-    that have not begun, and rank 0 prints why.
-    """
-    try:
-        launch = launched()
-    except WrongOption:  # the command says so
-        return False
-    if launch is None or launch.rank == 0 or not words or words[0] not in JOINING:
-        return False
-    return not any(word in ("--single", "--gather") or word.startswith("--part") for word in words)
 
 
 def write(
@@ -43,31 +23,27 @@ def write(
 ) -> Report | None:
     """The report of a conversion, which all processes of a launch share; None but on rank 0.
 
-    A `single` process runs by itself, and so does a process with a `part`. Processes that were
-    restarted continue their own run.
+    A `single` process runs by itself, and so does a process with a `part`. Processes that cannot
+    meet write parts. Processes that were restarted continue their own run.
     """
-    if part is not None:
-        return command(source, target, sharing=part, resume=resume, **words)
-    launch = None if single else launched()
-    if launch is None:
-        return command(source, target, resume=resume, **words)
-    from ..nodes.conversion import Leader, take_part
-    from ..nodes.group import Group
+    launch = None if part is not None else _others(single)
+    if launch is not None and address() is None:
+        from ..api import Part
 
-    with Group(launch, _words(command, source, target), beside=target, resumes=True) as group:
-        signals.begin()
-        group.agree()
-        if group.rank:
-            take_part(group, os.fspath(source), os.fspath(target), words["copying"])
-            return None
-        resume = group.has_begun(target) or resume
-        if not words["dry_run"]:
-            group.note_begun(target)
-        words["begin"] = group.watched(words["begin"])
-        report = command(source, target, sharing=Leader(group), resume=resume, **words)
-        if not words["dry_run"]:
-            group.note_done(target)
-        return report
+        part, launch = Part(launch.rank + 1, launch.size), None
+    if launch is None:
+        if part is not None:
+            words["sharing"] = part
+        return command(source, target, resume=resume, **words)
+    from ..processes.sharing import Processes
+
+    with Processes(launch) as processes:
+        if processes.rank:
+            words |= {"begin": None, "tell": None}
+        elif not words["dry_run"]:
+            resume = processes.continues(target) or resume
+        report = command(source, target, sharing=processes, resume=resume, **words)
+        return None if processes.rank else report
 
 
 def look(
@@ -82,30 +58,22 @@ def look(
 
     The processes of `--gather` meet by themselves.
     """
-    from ..api import READING_JOBS, Copying
+    from ..api import READING_JOBS
 
     words |= {"jobs": jobs or READING_JOBS, "memory": memory}
-    launch = None if single or words.get("gather") else launched()
+    launch = None if words.get("gather") else _others(single)
     if launch is None:
         return command(*paths, **words)
-    from ..nodes.group import Group
-    from ..nodes.passes import LeaderPool, take_part
+    from ..processes.sharing import Processes
 
-    beside = os.path.join(os.getcwd(), ".zckpt")
-    with Group(launch, _words(command, *paths), beside) as group:
-        signals.begin()
-        group.agree()
-        if group.rank:
-            take_part(group, _paths(paths), Copying(words["jobs"], words["memory"]))
-            return None
-        words["begin"] = group.watched(words["begin"])
-        return command(*paths, pool=LeaderPool(group), **words)
+    with Processes(launch) as processes:
+        if processes.rank:
+            words["begin"] = None
+        report = command(*paths, sharing=processes, **words)
+        return None if processes.rank else report
 
 
-def _words(command: Callable[..., Report], *paths: Any) -> list[str]:
-    """The command and its paths, which must be the same in all processes."""
-    return [command.__name__, *_paths(paths)]
-
-
-def _paths(paths: Sequence[Any]) -> list[str]:
-    return [os.fspath(path) for path in paths if path is not None]
+def _others(single: bool) -> Launch | None:
+    """The launch of this process, if others of it share the command."""
+    launch = None if single else launched()
+    return launch if launch is not None and launch.size > 1 else None

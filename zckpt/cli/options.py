@@ -203,8 +203,9 @@ copying = together(
         "--part",
         rare=True,
         type=PartOf(),
-        metavar="K/N",
-        help="Write part K of N; the last part to end completes DST.",
+        metavar="K/N|auto",
+        help="Write part K of N, or the part that srun or mpirun give this process; the last part "
+        "to end completes DST.",
     ),
     single,
     grouped(

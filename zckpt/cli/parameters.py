@@ -169,15 +169,21 @@ class Tie(ParamType[tuple[str, str]]):
 
 
 class PartOf(ParamType["Part"]):
-    """K/N: part K of N, counted from 1."""
+    """K/N: part K of N, counted from 1; `auto`: this process's part, as its launcher says."""
 
     name = "part"
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Part:
         from ..api import Part
+        from ..processes.launcher import LAUNCHERS, launched
 
         if isinstance(value, Part):
             return value
+        if value == "auto":
+            if (launch := launched()) is None:
+                names = " nor ".join(name for name, _ in LAUNCHERS.values())
+                self.fail(f"no launcher says which part this is: there is no {names}", param, ctx)
+            return Part(launch.rank + 1, launch.size)
         number, _, count = value.partition("/")
         if not number.isdecimal() or not count.isdecimal():
             self.fail(f"{value!r} is not of the form K/N, such as 1/8", param, ctx)

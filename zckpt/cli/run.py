@@ -10,7 +10,6 @@ import json
 import os
 import shlex
 import sys
-import time
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
@@ -30,10 +29,8 @@ from ..errors import (
 )
 from ..errors import cause as why_of
 from ..proving import own_rank
-from . import launched, output, signals
+from . import output, signals
 from .commands import cli
-
-PATIENCE = 5.0  # seconds that a process waits before it prints why it could not join the others
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
@@ -45,10 +42,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     if arguments is None:
         # zckpt has threads of its own. Those of numpy's BLAS would wait for work in a loop.
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-        if launched.joins_later(words):
-            signals.end_silently()
-        else:
-            signals.handle()
+        signals.handle()
         output.set_up()
     try:
         if "" in words:
@@ -128,9 +122,6 @@ def after_interrupt(words: Sequence[str], cause: BaseException | None) -> str:
 
 def fail(words: list[str], kind: str, message: str, hint: str, code: int) -> NoReturn:
     """Prints the error, as JSON if --json was given, and exits with `code`."""
-    if signals.are_silent():
-        # rank 0 usually prints the same now (a wrong option), and the launcher ends this process
-        time.sleep(PATIENCE)
     if os.environ.get("ZCKPT_TRACEBACK") and sys.exc_info()[0]:
         traceback.print_exc()
     # of several processes one prints a document

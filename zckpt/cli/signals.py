@@ -25,29 +25,7 @@ def handle() -> None:
     sys.unraisablehook = _after_finalizer
 
 
-_is_silent = False
 _timer_is_set = False
-
-
-def end_silently() -> None:
-    """Lets signals end the process without a word, until `begin`."""
-    global _is_silent
-    _is_silent = True
-    if signal.getsignal(SIGINT) == signal.default_int_handler:
-        signal.signal(SIGINT, signal.SIG_DFL)
-
-
-def begin() -> None:
-    """As `handle`, after `end_silently`."""
-    global _is_silent
-    if _is_silent:
-        _is_silent = False
-        handle()
-
-
-def are_silent() -> bool:
-    """Whether signals end the process without a word."""
-    return _is_silent
 
 
 def stop(number: int, _frame: object) -> NoReturn:

@@ -15,21 +15,21 @@ import errno
 import os
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from itertools import chain
+from contextlib import closing, contextmanager
 
 from ..core import plan
 from ..core.folder import Folder
 from ..core.layout import CopyOutcome, Layout
 from ..core.manifest import Manifest
-from ..core.resources import Begin, Copying, Progress
+from ..core.resources import Begin, Copying
 from ..core.sources import unchanged
 from ..core.streaming import chunk_size
-from ..errors import NotEnoughSpace, ProcessLost, removal, sized
+from ..errors import Interrupted, NotEnoughSpace, ProcessLost, removal, sized
 from .copy import copy
-from .journal import Journal
-from .sharing import Sharing, Work
-from .staging import Staging
+from .journal import Identity
+from .journals import ProcessJournal
+from .sharing import Sharing
+from .staging import Staging, joined
 
 ReadShells = Callable[[str], Manifest]
 """Reads the manifest of the shells in a directory."""
@@ -74,12 +74,11 @@ def convert(
         naming_full_disk(staging.target, size, staging.partial),
         staging,
         unchanged(source.fingerprints),
-        ending(staging.sharing),
     ):
         staging.lay(layout.shells(), _strictest_mode(source))
         shells = read_shells(staging.path)
         staging.root.refuse_another()
-        staging.sharing.begin(_work(source, shells, layout, staging))
+        staging.share()
         outcome = copy(
             plan.join(source, shells, layout.from_masters),
             source,
@@ -124,49 +123,36 @@ def naming_full_disk(target: str, size: int, partial: str = "") -> Iterator[None
         raise
 
 
-def _work(source: Manifest, shells: Manifest, layout: Layout, staging: Staging) -> Work:
-    """What other processes must know to share the copy."""
-    regions = chain.from_iterable(staging.journal.regions.values())
-    return Work(
-        source,
-        shells,
-        layout.from_masters,
-        staging.partial,
-        staging.identity,
-        staging.journal.chunk,
-        frozenset((region.file, region.start) for region in regions),
-    )
-
-
 def take_part(
-    work: Work,
-    root: Folder,
-    journal: Journal,
+    source: Manifest,
+    target: str,
+    identity: Identity,
+    layout: Layout,
+    read_shells: ReadShells,
     copying: Copying,
-    progress: Progress,
     sharing: Sharing,
 ) -> None:
     """Writes this process's portions of a target that another process lays and completes.
 
-    `root` is the directory of its files. Raises as `convert`.
+    Raises as `convert`, and Interrupted for a KeyboardInterrupt: the target has been begun.
     """
-    source, shells = work.source, work.shells
-    target = work.folder.removesuffix(".partial")
-    size = sum(work.identity.files.values())
-    with ending(sharing), unchanged(source.fingerprints), naming_full_disk(target, size):
-        pairs = plan.join(source, shells, work.from_masters)
-        copy(pairs, source, shells, root, copying, progress, journal, sharing)
-
-
-@contextmanager
-def ending(sharing: Sharing) -> Iterator[None]:
-    """Tells the others at the end of the block whether this process has failed."""
+    if (begun := sharing.begun()) is None:
+        sharing.end()
+        return
+    size = sum(identity.files.values())
     try:
-        yield
-    except BaseException as error:
-        sharing.end(error)
-        raise
-    sharing.end(None)
+        with (
+            naming_full_disk(target, size, f"{os.path.abspath(target)}.partial"),
+            unchanged(source.fingerprints),
+            joined(target) as (folder, root),
+            closing(ProcessJournal(folder, identity, sharing.part, begun)) as journal,
+        ):
+            shells = read_shells(root.path)
+            pairs = plan.join(source, shells, layout.from_masters)
+            copy(pairs, source, shells, root, copying, None, journal, sharing)
+        sharing.end()
+    except KeyboardInterrupt as error:
+        raise Interrupted(*error.args) from error
 
 
 def _strictest_mode(source: Manifest) -> int:

@@ -87,7 +87,7 @@ class _Copy:
         self.pieces_of = lru_cache(jobs)(pieces_of)
         for path in paths:
             self._add_target(path)
-        self.tasks = in_turns(map(self._chunks, sharing.mine([*self._portions()])), jobs)
+        self.tasks = in_turns(map(self._chunks, sharing.mine([*self._portions()], progress)), jobs)
         self.io = io
 
     def _counted_pairs(self) -> set[int]:

@@ -17,9 +17,9 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from itertools import chain, islice
+from itertools import chain
 from typing import Any
 
 from msgspec import Struct, field
@@ -152,7 +152,7 @@ class Journal:
         if not length:
             self._append(self._header())
         for name, file in others:
-            for region in regions_in(file):
+            for region in regions_in(lines_of(file)):
                 self.add(region)
             sync_data(self._file)
             self.folder.unlink(self._path(name))
@@ -180,7 +180,11 @@ class Journal:
 
     def _read(self, file: int) -> int:
         """Takes the regions of a journal; gives the length of its intact lines."""
-        lines = list(_lines(file))
+        lines = lines_of(file)
+        self._take(lines)
+        return sum(map(len, lines))
+
+    def _take(self, lines: Sequence[bytes]) -> None:
         if lines:
             document = json.loads(lines[0][9:])
             reason = difference(document["run"], self._identity.document())
@@ -192,9 +196,8 @@ class Journal:
                 )
             if self.is_new:
                 self.is_new, self.chunk = False, document["chunk"]
-        for region in regions_in(file):
+        for region in regions_in(lines):
             self.regions.setdefault(region.file, []).append(region)
-        return sum(map(len, lines))
 
     def begin_again(self, name: str) -> None:
         """Drops the regions of a lost file, and syncs that before the file is created again.
@@ -221,6 +224,13 @@ class Journal:
                 sync_data(self._file)
                 self._synced = time.monotonic()
 
+    def synced(self) -> tuple[int, int]:
+        """Syncs the journal; gives its length and its CRC-32."""
+        with naming(self.path):
+            sync_data(self._file)
+            data = pread(self._file, os.fstat(self._file).st_size, 0)
+        return len(data), crc32(data)
+
     def forget(self) -> None:
         """Empties the journal, before the files that it describes are removed."""
         for name in self._names():
@@ -240,10 +250,10 @@ def in_use(folder: str) -> TargetExists:
     )
 
 
-def regions_in(file: int) -> list[Region]:
-    """The regions that an open journal notes, without those of files that were lost later."""
+def regions_in(lines: Sequence[bytes]) -> list[Region]:
+    """The regions that a journal notes, without those of files that were lost later."""
     regions: dict[str, list[Region]] = {}
-    for line in islice(_lines(file), 1, None):
+    for line in lines[1:]:
         name, *rest = json.loads(line[9:])
         if not rest:
             regions.pop(name, None)
@@ -288,12 +298,19 @@ def is_locked(folder: Folder) -> bool:
         close(file)
 
 
-def _lines(file: int) -> Iterator[bytes]:
-    """The intact lines of a journal; ends at the first damaged one."""
-    for text in pread(file, os.fstat(file).st_size, 0).split(b"\n")[:-1]:
+def lines_of(file: int) -> list[bytes]:
+    """The intact lines of an open journal."""
+    return lines_in(pread(file, os.fstat(file).st_size, 0))
+
+
+def lines_in(data: bytes) -> list[bytes]:
+    """The intact lines of a journal; the first damaged one ends them."""
+    lines = []
+    for text in data.split(b"\n")[:-1]:
         if text != b"%08x %s" % (crc32(text[9:]), text[9:]):
-            return
-        yield text + b"\n"
+            break
+        lines.append(text + b"\n")
+    return lines
 
 
 # -- the run of a complete target

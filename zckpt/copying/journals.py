@@ -2,7 +2,7 @@
 
 Each process has a journal of its own beside `journal`, so that none waits for another.
 
-The lock of `journal` says who is at work. A run that leads the work has it for itself. Parts of a
+The lock of `journal` says who is at work. A process that leads others has it for itself. Parts of a
 run, which know nothing of each other, share it. A part that has written its regions asks for it
 alone: only the last one gets it, and completes the target.
 """
@@ -18,10 +18,11 @@ from ..core.checksum import crc32
 from ..core.fileio import sync_data
 from ..core.folder import JOURNAL, Folder
 from ..core.sources import close, naming, pread
-from ..errors import TargetExists
+from ..errors import ProcessLost, TargetExists
 from . import filling
-from .journal import Identity, Journal, Region, in_use, lock, regions_in
+from .journal import Identity, Journal, Region, in_use, lines_in, lines_of, lock, regions_in
 
+VISIBLE = 30.0  # seconds in which a network filesystem shows what another node has synced
 COMPLETING = 60.0  # seconds that a new part waits for one that completes the target
 
 
@@ -75,45 +76,52 @@ class PartJournal(Journal):
         if not lock(self._whole) or not self._is_at(self._whole, self.path):
             return None
         files = [self._whole, *(self._opened(name, 0) for name in self._names())]
-        return [region for file in files for region in regions_in(file)]
+        return [region for file in files for region in regions_in(lines_of(file))]
 
 
 class ProcessJournal(Journal):
-    """The journal of one process of a run that another process leads; that one has the lock."""
+    """The journal of one process of a run that another process leads; that one has the lock.
 
-    def __init__(self, folder: Folder, identity: Identity, chunk: int, part: str) -> None:
+    `begun` are length and CRC-32 of the run's journal when the others join. `regions` and `chunk`
+    are those that it has.
+    """
+
+    def __init__(
+        self, folder: Folder, identity: Identity, part: str, begun: tuple[int, int]
+    ) -> None:
         self._name = f"{JOURNAL}-{part}"
-        super().__init__(folder, identity, chunk)
+        self._begun = begun
+        super().__init__(folder, identity, 0)
 
     def _begin(self) -> None:
+        self._take(lines_in(_shown(self.folder, JOURNAL, *self._begun)))
         self._file = self._opened(self._name, os.O_CREAT | os.O_EXCL)
         lock(self._file)
         self._append(self._header())
 
-    def is_there(self) -> bool:
-        """Whether the run that this process works for still goes on in the same folder."""
-        return self._is_at(self._file, self._path(self._name))
 
-    def end(self) -> tuple[int, int]:
-        """Syncs the journal; gives its length and its CRC-32."""
-        with naming(self.path):
-            sync_data(self._file)
-            data = pread(self._file, os.fstat(self._file).st_size, 0)
-        return len(data), crc32(data)
+def regions_of(folder: Folder, part: str, length: int, crc: int) -> list[Region]:
+    """The regions that another process has noted in its journal, which has this CRC-32."""
+    return regions_in(lines_in(_shown(folder, f"{JOURNAL}-{part}", length, crc)))
 
 
-def regions_of(folder: Folder, part: str, length: int, crc: int) -> list[Region] | None:
-    """The regions that another process has noted; None unless its journal has this CRC-32.
+def _shown(folder: Folder, name: str, length: int, crc: int) -> bytes:
+    """What another process has synced of its journal: a network filesystem may show it later.
 
-    A network filesystem may show it later.
+    Raises ProcessLost if it never does.
     """
-    try:
-        file = folder.open(os.path.join(folder.path, f"{JOURNAL}-{part}"))
-    except FileNotFoundError:
-        return None
-    try:
-        if not 0 <= length <= os.fstat(file).st_size or crc32(pread(file, length, 0)) != crc:
-            return None
-        return regions_in(file)
-    finally:
-        close(file)
+    path = os.path.join(folder.path, name)
+    end = time.monotonic() + VISIBLE
+    while True:
+        with suppress(FileNotFoundError), folder.opened(path, os.O_RDONLY) as file:
+            if 0 <= length <= os.fstat(file).st_size:
+                data = pread(file, length, 0)
+                if crc32(data) == crc:
+                    return data
+        if time.monotonic() > end:
+            raise ProcessLost(
+                f"{path} has not what another process wrote there",
+                hint="all nodes must see the same files: check the mounts of both nodes; then "
+                "repeat the command with --resume",
+            )
+        time.sleep(0.1)

@@ -1,22 +1,23 @@
 """Which regions of a target does this process write, if several processes share one conversion?
 
-A copy shows all portions of its target to a `Sharing`, and writes those that it gets back. How the
-processes agree is not known here, except for parts, which need no talk:
+A copy shows all portions of its target to a `Sharing`, and writes those that it gets back:
 
-    Alone    one process writes everything
-    Part     process K of N writes a share that follows from the sizes alone; the last one commits
+    Sharing      one process writes everything
+    Part         process K of N writes a share that follows from the sizes; the last one completes
+    Processes    processes that can talk (processes/sharing.py): each takes what is next
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from heapq import heappop, heappush
 from itertools import groupby
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from ..core.manifest import Manifest
+from ..core.resources import Progress
 from ..errors import WrongOption
 from .journals import PartJournal
 
@@ -37,43 +38,41 @@ class Portion(Struct, frozen=True):
         return self.stop - self.start
 
 
-class Work(Struct, frozen=True):
-    """What another process must know to write portions of a target.
+class Sharing:
+    """This process's side of a conversion: here it writes everything, in the order of the files.
 
-    `shells` is the manifest of the target's files. `folder` is the path of the target's
-    `.partial`. `chunk` are the bytes to copy at a time. `complete` are the portions that an earlier
-    run has written: names of files, and where they start.
+    Processes that can talk call `agree_on`, then rank 0 `begin` where the others call `begun`, then
+    all `mine`, `others` and `end`. `rank` is 0 unless another process lays the target's files, and
+    completes it.
     """
 
-    source: Manifest
-    shells: Manifest
-    from_masters: bool
-    folder: str
-    identity: Identity
-    chunk: int
-    complete: frozenset[tuple[str, int]]
-
-
-class Sharing(Protocol):
-    """This process's side of a conversion that several processes may share."""
+    rank = 0
+    is_alone = True
 
     @property
     def part(self) -> str:
         """The name of this process's journal beside those of others; empty if it leads the run."""
-        ...
+        return ""
 
-    @property
-    def is_alone(self) -> bool: ...
+    def agree_on(self, identity: Identity, target: str) -> None:
+        """Raises WrongOption if another process was started for another conversion."""
 
-    def begin(self, work: Work) -> None:
+    def begin(self, journal: Journal) -> None:
         """The target's files are there, with holes: others may write into them from now on."""
 
-    def mine(self, portions: Sequence[Portion]) -> Iterator[Sequence[Portion]]:
+    def begun(self) -> tuple[int, int] | None:
+        """Length and CRC-32 of rank 0's journal at `begin`; None if it writes nothing."""
+        return None
+
+    def mine(
+        self, portions: Sequence[Portion], progress: Progress | None
+    ) -> Iterator[Sequence[Portion]]:
         """Of all portions of a target, those that this process shall write.
 
         They come in groups of neighbors in one file. Several groups are written at a time.
+        `progress` gets the bytes that others write.
         """
-        ...
+        return by_file(portions)
 
     def check(self) -> None:
         """Raises if this process must not write any more. It is called before every write."""
@@ -83,43 +82,29 @@ class Sharing(Protocol):
 
         It is called when this process has written its own portions.
         """
-        ...
-
-    def end(self, error: BaseException | None) -> None:
-        """This process has ended its work, before anything is renamed or removed."""
-
-
-class Alone(Struct, frozen=True):
-    """One process writes everything, in the order of the files."""
-
-    part: str = ""
-    is_alone: bool = True
-
-    def begin(self, work: Work) -> None:
-        pass
-
-    def mine(self, portions: Sequence[Portion]) -> Iterator[Sequence[Portion]]:
-        return by_file(portions)
-
-    def check(self) -> None:
-        pass
-
-    def others(self, journal: Journal) -> Iterable[Region]:
         return ()
 
-    def end(self, error: BaseException | None) -> None:
-        pass
+    def end(self) -> None:
+        """Returns when rank 0 has completed the target, or has found that nothing is to be done."""
 
 
-ALONE = Alone()
+ALONE = Sharing()
 
 
-class Part(Struct, frozen=True):
+@contextmanager
+def ended(sharing: Sharing) -> Iterator[None]:
+    """All processes leave the block together, unless one fails."""
+    yield
+    sharing.end()
+
+
+class Part(Sharing, Struct, frozen=True):
     """Part `number` of `count`, counted from 1: processes that share a filesystem and no more."""
 
     number: int
     count: int
-    is_alone: ClassVar[bool] = False
+
+    is_alone = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.number <= self.count:
@@ -135,21 +120,14 @@ class Part(Struct, frozen=True):
     def part(self) -> str:
         return f"{self.number}-of-{self.count}"
 
-    def begin(self, work: Work) -> None:
-        pass
-
-    def mine(self, portions: Sequence[Portion]) -> Iterator[Sequence[Portion]]:
+    def mine(
+        self, portions: Sequence[Portion], progress: Progress | None
+    ) -> Iterator[Sequence[Portion]]:
         return by_file(shares(portions, self.count)[self.number - 1])
-
-    def check(self) -> None:
-        pass
 
     def others(self, journal: Journal) -> Iterable[Region] | None:
         assert isinstance(journal, PartJournal)
         return journal.of_all_parts()
-
-    def end(self, error: BaseException | None) -> None:
-        pass
 
 
 def by_file(portions: Iterable[Portion]) -> Iterator[Sequence[Portion]]:

@@ -21,7 +21,7 @@ from ..core.fileio import write_all
 from ..core.folder import Folder
 from ..core.layout import Shell
 from ..core.streaming import together
-from ..errors import Interrupted, ProcessLost, TargetExists, removal
+from ..errors import Interrupted, TargetExists, removal
 from .journal import Identity, Journal, set_mark
 from .journals import PartJournal
 from .sharing import ALONE, Sharing
@@ -36,8 +36,8 @@ class Staging:
     `identity` is of the run, and `chunk` the bytes that it copies at a time. With `resume` it
     continues what an earlier run of the same identity left in `<target>.partial`: `journal.regions`
     are complete. `before_rename` is called before the last check.
-    `sharing` says who else writes there. A part of a run never removes what other parts have
-    written, and `postpone` leaves the target to another part.
+    `sharing` says who else writes there. What others have written is never removed, and `postpone`
+    leaves the target to another part.
     `above` is the directory of the target, if that is itself a part of an unfinished target.
     `warnings` are about what failed after the target existed.
     Raises TargetExists if the target or, without `resume`, `<target>.partial` exists already; with
@@ -66,6 +66,7 @@ class Staging:
         self.warnings: list[str] = []
         self._given = above
         self._is_postponed = False
+        self._is_shared = False
         self._chunk = chunk
         self._started = time.monotonic()
 
@@ -164,6 +165,11 @@ class Staging:
                     self.root.sync(path)
             self.root.sync(self.path)
 
+    def share(self) -> None:
+        """Lets others write too; from now on nothing is removed."""
+        self._is_shared = not self.sharing.is_alone
+        self.sharing.begin(self.journal)
+
     def postpone(self) -> None:
         """The end of the block leaves everything as it is: another process completes the target."""
         self._is_postponed = True
@@ -197,7 +203,7 @@ class Staging:
                     self._complete()
             elif issubclass(kind, KeyboardInterrupt) and self._is_worth_keeping():
                 raise Interrupted(*error.args if error else ()) from error
-            elif not issubclass(kind, ProcessLost):
+            else:
                 self._remove()
         finally:
             self._stack.close()
@@ -256,7 +262,7 @@ class Staging:
 
     def _remove(self) -> None:
         """Removes what was written; first the journal forgets it, since a kill may end this."""
-        if self.sharing.part:
+        if self.sharing.part or self._is_shared:
             return
         with suppress(OSError):
             self.journal.forget()

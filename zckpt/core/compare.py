@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from threading import Lock
+from typing import Any
 
 from msgspec import Struct, field
+from msgspec.structs import astuple
 
 from .cast import cast
 from .checksum import Cover, crc32
@@ -25,7 +27,7 @@ from .plan import Match
 from .pooling import Claim, claimed
 from .records import Damage, RecordChecker
 from .resources import DEFAULT_COPYING, Begin, Copying, Progress, describe
-from .sources import unchanged
+from .sources import files_seen
 from .streaming import chunk_size, finish, stream
 
 PADDING = 64 << 10  # bytes; more than these beside tensors are not padding
@@ -82,45 +84,24 @@ class _Side(Struct, frozen=True):
     requests: Sequence[tuple[ReadRequest, bool]]
 
 
-class Partial(Struct, frozen=True):
-    """What one of several processes has found: CRC-32s of tensors and records, and differences.
-
-    `tensors` and `records` have a list for each tensor that is read, and for each side, in an order
-    that is the same in all processes. `differences` are by the number of the match.
-    """
-
-    tensors: list[list[tuple[int, int, int]]]
-    records: list[list[tuple[int, int, int, int]]]
-    differences: dict[int, Difference]
-    bytes: int
-
-
-class ComparisonWork(Struct, frozen=True):
-    """What a process must know to carry out a part of a comparison; see `compare`."""
-
-    matches: Sequence[Match]
-    manifests: tuple[Manifest, Manifest]
-    chunk: int
-    measure: str
-
-    def partial(self, claim: Claim, copying: Copying, progress: Progress) -> Partial:
-        """Carries out the blocks that this process gets."""
-        jobs = max(1, min(copying.jobs, copying.memory * 2 // 5 // (2 * self.chunk)))
-        running = _Comparison(self, progress)
-        with unchanged(*(manifest.fingerprints for manifest in self.manifests)):
-            running.run(jobs, claim)
-        return running.partial()
-
-
 class _Comparison:
     """One comparison in progress, shared by its threads."""
 
-    def __init__(self, work: ComparisonWork, progress: Progress | None) -> None:
-        self.matches = matches = work.matches
-        self.chunk = work.chunk
-        self.measure = work.measure
+    def __init__(
+        self,
+        matches: Sequence[Match],
+        manifests: tuple[Manifest, Manifest],
+        chunk: int,
+        jobs: int,
+        measure: str,
+        progress: Progress | None,
+    ) -> None:
+        self.matches = matches
+        self.manifests = a, b = manifests
+        self.chunk = chunk
+        self.jobs = jobs
+        self.measure = measure
         self.progress = progress
-        a, b = work.manifests
         self.checkers = [RecordChecker(a.records, collect=True, fingerprints=a.fingerprints)]
         if b is not a:
             self.checkers.append(
@@ -138,34 +119,42 @@ class _Comparison:
         self.lock = Lock()
         self.records = [a.records] if b is a else [a.records, b.records]
 
-    def run(self, jobs: int, claim: Claim) -> None:
+    def run(self, claim: Claim) -> None:
         """Carries out the blocks of tasks that this process gets."""
-        tasks = claimed(self.tasks(), _bytes_of, claim)
-        stream(tasks, jobs, self.checkers, self.chunk, self.start)
+        tasks = claimed(self.tasks(), _bytes_of, claim, self.progress)
+        stream(tasks, self.jobs, self.checkers, self.chunk, self.start)
 
-    def partial(self) -> Partial:
-        """What this process has found, for the one that leads the comparison."""
-        records = []
-        for listed, checker in zip(self.records, self.checkers, strict=True):
-            numbers = {record.extent: number for number, record in enumerate(listed)}
-            parts = checker.parts()
-            records.append([(numbers[item.extent], a, b, crc) for item, a, b, crc in parts])
-        tensors = [cover.parts() for cover in self.covers.values()]
-        return Partial(tensors, records, self.differences, self.bytes)
+    def tasks_by_name(self) -> Any:
+        names = [(item.a.name, item.b and item.b.name, item.how) for item in self.matches]
+        return [
+            self.measure,
+            names,
+            *(files_seen(item.root, item.fingerprints) for item in self.manifests),
+        ]
 
-    def take(self, partial: Partial) -> None:
-        """Adds what another process has found."""
-        for cover, parts in zip(self.covers.values(), partial.tensors, strict=True):
+    def found(self) -> Any:
+        """CRC-32s of tensors and of records, in an order that is the same in all processes."""
+        return {
+            "tensors": [cover.parts() for cover in self.covers.values()],
+            "records": [
+                checker.parts_of(listed)
+                for listed, checker in zip(self.records, self.checkers, strict=True)
+            ],
+            "differences": [(n, astuple(item)) for n, item in self.differences.items()],
+            "bytes": self.bytes,
+        }
+
+    def take(self, found: Any) -> None:
+        for cover, parts in zip(self.covers.values(), found["tensors"], strict=True):
             for part in parts:
                 cover.add(*part)
-        for listed, checker, passed in zip(
-            self.records, self.checkers, partial.records, strict=True
-        ):
+        sides = zip(self.records, self.checkers, found["records"], strict=True)
+        for listed, checker, passed in sides:
             for number, *rest in passed:
                 checker.passed_before(listed[number], *rest)
-        for number, difference in partial.differences.items():
-            self.differences.setdefault(number, Difference()).add(difference)
-        self.bytes += partial.bytes
+        for number, values in found["differences"]:
+            self.differences.setdefault(number, Difference()).add(Difference(*values))
+        self.bytes += found["bytes"]
 
     def tasks(self) -> Iterator[list[_MatchPart]]:
         """Parts whose elements follow each other in the buffers; a list has one pair of types."""
@@ -370,16 +359,19 @@ def compare(
         chunk = max(1 << 20, chunk // 2)
     read = [entry for item in matches if item.is_read for entry in (item.a, item.b) if entry]
     progress = begin(sum(entry.length for entry in read)) if begin else None
-    work = ComparisonWork(matches, (a, b), chunk, measure)
-    running = _Comparison(work, progress)
-    running.run(copying.jobs, copying.pool.begin(work))
-    for partial in copying.pool.others():
-        running.take(partial)
-    return running.finish(everything)
+
+    def begun(chunk_of_all: int) -> _Comparison:
+        jobs = max(1, copying.jobs * chunk // chunk_of_all)
+        return _Comparison(matches, (a, b), chunk_of_all, jobs, measure, progress)
+
+    return copying.pool.carry_out(begun, chunk).finish(everything)
 
 
 def _bytes_of(parts: Sequence[_MatchPart]) -> int:
-    return sum(part.stop - part.start for part in parts) * SIZES[parts[0].match.a.dtype]
+    """The bytes of both sides."""
+    match = parts[0].match
+    sides = [SIZES[entry.dtype] for entry in (match.a, match.b) if entry]
+    return sum(part.stop - part.start for part in parts) * sum(sides)
 
 
 def _by_slot(matches: Sequence[Match]) -> list[int]:

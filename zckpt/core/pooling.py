@@ -16,33 +16,55 @@ Claim = Callable[[], int]
 """Gives the number of the next block of tasks for this process; numbers only grow."""
 
 
-class Pool(Protocol):
-    """The processes that share a pass, as the one sees them that leads it."""
+class Pass(Protocol):
+    """A pass over tensors, and what this process has found. What processes exchange is JSON."""
 
-    def begin(self, work: Any) -> Claim:
-        """Lets the others take part in a pass, of which `work` is all that they must know."""
+    def run(self, claim: Claim) -> None:
+        """Carries out the blocks that this process gets."""
+
+    def tasks_by_name(self) -> Any:
+        """What must be the same in all processes, so that they have the same tasks."""
         ...
 
-    def others(self) -> Iterable[Any]:
-        """What each of the others has found, once all blocks are done."""
+    def found(self) -> Any:
+        """What this process has found."""
         ...
 
-
-class Single:
-    """One process carries out everything."""
-
-    def begin(self, work: Any) -> Claim:
-        return count().__next__
-
-    def others(self) -> Iterable[Any]:
-        return ()
+    def take(self, found: Any) -> None:
+        """Adds what another process has found."""
 
 
-SINGLE = Single()
+Running = TypeVar("Running", bound=Pass)
 
 
-def claimed(tasks: Iterable[Task], size_of: Callable[[Task], int], claim: Claim) -> Iterator[Task]:
-    """The tasks of the blocks that this process gets; `size_of` gives the bytes of a task."""
+class Pool:
+    """The processes that share passes; all get what all have found. Here it is this one alone."""
+
+    rank = 0
+
+    def carry_out(self, make: Callable[[int], Running], chunk: int) -> Running:
+        """A pass that is done; `make` begins one that reads so many bytes at a time."""
+        running = make(chunk)
+        running.run(count().__next__)
+        return running
+
+    def agree_on_problem(self, message: str) -> None:
+        """Instead of passes: this process cannot read a checkpoint, and reports why."""
+
+
+SINGLE = Pool()
+
+
+def claimed(
+    tasks: Iterable[Task],
+    size_of: Callable[[Task], int],
+    claim: Claim,
+    progress: Callable[[int], None] | None,
+) -> Iterator[Task]:
+    """The tasks of the blocks that this process gets; `size_of` gives the bytes of a task.
+
+    `progress` gets the bytes of the other tasks.
+    """
     mine, number, filled = claim(), 0, 0
     for task in tasks:
         if filled >= BLOCK:
@@ -52,3 +74,5 @@ def claimed(tasks: Iterable[Task], size_of: Callable[[Task], int], claim: Claim)
         filled += size_of(task)
         if number == mine:
             yield task
+        elif progress:
+            progress(size_of(task))

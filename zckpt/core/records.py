@@ -125,11 +125,14 @@ class RecordChecker:
                 hint="take another copy of this file",
             )
 
-    def parts(self) -> Iterator[PassedRecord]:
-        """What has been counted so far, as arguments of `passed_before`."""
-        for record, cover in self._covers.values():
-            for start, stop, crc in cover.parts():
-                yield record, start, stop, crc
+    def parts_of(self, records: Sequence[Record]) -> list[tuple[int, int, int, int]]:
+        """What has been counted so far, as arguments of `passed_before`, with records by number."""
+        numbers = {record.extent: number for number, record in enumerate(records)}
+        return [
+            (numbers[extent], *part)
+            for extent, (_, cover) in self._covers.items()
+            for part in cover.parts()
+        ]
 
     def _cover(self, record: Record) -> Cover:
         return self._covers.setdefault(record.extent, (record, Cover(record.extent.length)))[1]

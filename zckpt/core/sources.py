@@ -20,7 +20,6 @@ from contextvars import ContextVar
 from typing import BinaryIO
 
 from msgspec import Struct
-from msgspec.structs import replace
 
 from ..errors import CorruptCheckpoint, SourceChanged, ZckptError
 
@@ -48,18 +47,10 @@ Fingerprints = Mapping[str, Fingerprint]
 """Fingerprints by path; the paths are those of extents."""
 
 
-def on_this_node(fingerprints: Fingerprints) -> dict[str, Fingerprint]:
-    """Fingerprints that another node took, with the devices that the same mounts have on this one.
-
-    Nodes number network filesystems as they mount them.
-    """
-    devices: dict[int, int] = {}
-    for path, fingerprint in fingerprints.items():
-        if fingerprint.device not in devices:
-            devices[fingerprint.device] = os.stat(path).st_dev
+def files_seen(root: str, fingerprints: Fingerprints) -> dict[str, list[int]]:
+    """Size and mtime of every file by its name below `root`: the same on all nodes."""
     return {
-        path: replace(fingerprint, device=devices[fingerprint.device])
-        for path, fingerprint in fingerprints.items()
+        os.path.relpath(file, root): [seen.size, seen.mtime] for file, seen in fingerprints.items()
     }
 
 

@@ -11,6 +11,7 @@ from threading import Lock
 from typing import Any
 
 from msgspec import Struct, field
+from msgspec.structs import astuple
 
 from ..core.description import matching
 from ..core.dtypes import FLOATS, NUMBERS
@@ -20,7 +21,7 @@ from ..core.pieces import ElementReader, ReadRequest
 from ..core.pooling import Claim, claimed
 from ..core.records import RecordChecker
 from ..core.resources import DEFAULT_COPYING, Begin, Copying, Progress, describe
-from ..core.sources import unchanged
+from ..core.sources import files_seen
 from ..core.statistics import Statistics, exponents, magnitudes, measure
 from ..core.streaming import batches, chunk_size, finish, stream
 from ..core.weights import WEIGHTS
@@ -64,6 +65,13 @@ class _Total(Struct, eq=False):
         if self._counted == self.numel:
             self.close()
 
+    def parts(self) -> list[tuple[int, int, list[Any]]]:
+        """Elements [start, stop) and their statistics."""
+        self.close()
+        first = [(0, self.reached, astuple(self.statistics))] if self.reached else []
+        waiting = self.waiting.items()
+        return first + [(start, stop, astuple(part)) for start, (stop, part) in waiting]
+
     def close(self) -> None:
         """Keeps only the used part of the histogram."""
         if self._histogram is not None:
@@ -75,65 +83,37 @@ class _Total(Struct, eq=False):
             self.counts[exponent] = self.counts.get(exponent, 0) + count
 
 
-class Partial(Struct, frozen=True):
-    """What one of several processes has measured.
-
-    `parts` are elements [start, stop) of a tensor with their statistics, without histograms.
-    `histograms` are those of all its elements of a tensor: counts by exponent. `records` are parts
-    of records: the number of the record, the bytes [start, stop), their CRC-32.
-    """
-
-    parts: list[tuple[str, int, int, Statistics]]
-    histograms: dict[str, dict[int, int]]
-    records: list[tuple[int, int, int, int]]
-
-
-class MeasuringWork(Struct, frozen=True):
-    """What a process must know to measure a part of the tensors."""
-
-    manifests: tuple[Manifest]
-    entries: Sequence[Entry]
-    chunk: int
-
-    def partial(self, claim: Claim, copying: Copying, progress: Progress) -> Partial:
-        """Measures the blocks that this process gets."""
-        running = _Measuring(self, progress, keeps_parts=True)
-        jobs = max(1, min(copying.jobs, copying.memory // (2 * self.chunk)))
-        with unchanged(*(manifest.fingerprints for manifest in self.manifests)):
-            running.run(jobs, claim)
-        return running.partial()
-
-
 class _Measuring:
-    """One pass over tensors, shared by its threads.
-
-    With `keeps_parts` another process will add the parts.
-    """
+    """One pass over tensors, shared by its threads."""
 
     def __init__(
-        self, work: MeasuringWork, progress: Progress | None, keeps_parts: bool = False
+        self,
+        manifest: Manifest,
+        entries: Sequence[Entry],
+        chunk: int,
+        jobs: int,
+        progress: Progress | None,
     ) -> None:
-        self.work = work
+        self.manifest = manifest
+        self.entries = entries
+        self.chunk = chunk
+        self.jobs = jobs
         self.progress = progress
-        self.totals = {entry.name: _Total(entry.numel) for entry in work.entries}
-        (manifest,) = work.manifests
+        self.totals = {entry.name: _Total(entry.numel) for entry in entries}
         self.records = manifest.records
         self.checker = RecordChecker(
             manifest.records, collect=True, fingerprints=manifest.fingerprints
         )
-        self.keeps_parts = keeps_parts
-        self.parts: list[tuple[str, int, int, Statistics]] = []
         self.lock = Lock()
 
-    def run(self, jobs: int, claim: Claim) -> None:
+    def run(self, claim: Claim) -> None:
         """Measures the blocks that this process gets."""
-        chunk = self.work.chunk
-        tasks = claimed(batches(self.work.entries, chunk), lambda batch: batch[-1].end, claim)
-        stream(tasks, jobs, [self.checker], chunk, self.start)
+        tasks = claimed(batches(self.entries, self.chunk), _bytes_of, claim, self.progress)
+        stream(tasks, self.jobs, [self.checker], self.chunk, self.start)
 
     def start(self, readers: Sequence[ElementReader]) -> Callable[[list[ReadRequest]], None]:
         (element_reader,) = readers
-        view = Buffer(self.work.chunk).view
+        view = Buffer(self.chunk).view
 
         def carry_out(batch: list[ReadRequest]) -> None:
             element_reader.read(batch, view)
@@ -143,37 +123,42 @@ class _Measuring:
                     self._add(item.entry.name, item.start, item.stop, part)
             if self.progress:
                 describe(self.progress, f"measuring {batch[0].entry.name}")
-                self.progress(sum(item.end - item.at for item in batch))
+                self.progress(_bytes_of(batch))
 
         return carry_out
 
     def _add(self, name: str, start: int, stop: int, part: Statistics) -> None:
         total = self.totals[name]
         total.count(part)
-        if self.keeps_parts:
-            self.parts.append((name, start, stop, part))
-        else:
-            total.add(start, stop, part)
+        total.add(start, stop, part)
 
-    def partial(self) -> Partial:
-        """What this process has measured, for the one that leads."""
-        numbers = {item.extent: n for n, item in enumerate(self.records)}
-        for total in self.totals.values():
-            total.close()
-        return Partial(
-            self.parts,
-            {name: total.counts for name, total in self.totals.items() if total.counts},
-            [(numbers[item.extent], a, b, crc) for item, a, b, crc in self.checker.parts()],
-        )
+    def tasks_by_name(self) -> Any:
+        return [
+            [entry.name for entry in self.entries],
+            files_seen(self.manifest.root, self.manifest.fingerprints),
+        ]
 
-    def take(self, partial: Partial) -> None:
-        """Adds what another process has measured."""
-        for name, start, stop, part in partial.parts:
-            self.totals[name].add(start, stop, part)
-        for name, counts in partial.histograms.items():
-            self.totals[name].add_counts(counts)
-        for number, *rest in partial.records:
+    def found(self) -> Any:
+        """The parts of each tensor, its magnitudes, and CRC-32s of parts of records by number."""
+        return {
+            "tensors": [
+                [name, total.parts(), list(total.counts.items())]
+                for name, total in self.totals.items()
+            ],
+            "records": self.checker.parts_of(self.records),
+        }
+
+    def take(self, found: Any) -> None:
+        for name, parts, counts in found["tensors"]:
+            for start, stop, values in parts:
+                self.totals[name].add(start, stop, Statistics(*values))
+            self.totals[name].add_counts(dict(counts))
+        for number, *rest in found["records"]:
             self.checker.passed_before(self.records[number], *rest)
+
+
+def _bytes_of(batch: Sequence[ReadRequest]) -> int:
+    return sum(item.end - item.at for item in batch)
 
 
 def measure_all(
@@ -195,11 +180,13 @@ def measure_all(
     # each thread has a buffer of this size, and reads with as much
     chunk = chunk_size(manifest.dp, copying.jobs, copying.memory)
     size = sum(entry.length for entry in measured)
-    work = MeasuringWork((manifest,), measured, chunk)
-    running = _Measuring(work, begin(size) if begin else None)
-    running.run(copying.jobs, copying.pool.begin(work))
-    for partial in copying.pool.others():
-        running.take(partial)
+    progress = begin(size) if begin else None
+
+    def begun(chunk_of_all: int) -> _Measuring:
+        jobs = max(1, copying.jobs * chunk // chunk_of_all)
+        return _Measuring(manifest, measured, chunk_of_all, jobs, progress)
+
+    running = copying.pool.carry_out(begun, chunk)
     totals, checker = running.totals, running.checker
     for total in totals.values():
         total.close()

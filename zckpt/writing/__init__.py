@@ -24,11 +24,13 @@ from msgspec.structs import replace
 from .. import formats
 from ..copying import convert, staging, targets
 from ..copying.journal import Identity
+from ..copying.sharing import ended
 from ..copying.targets import refuse_existing, refuse_inside
 from ..core import description, duplicates, masters, states
 from ..core.checksum import crc32
 from ..core.layout import remembered
 from ..core.manifest import Manifest
+from ..core.sources import files_seen
 from ..errors import TargetExists, WrongOption, counted
 from ..formats.deepspeed_states import estimates
 from ..formats.paths import strange_target
@@ -127,47 +129,55 @@ def write(
     layout = replace(layout, read_back=keeping.read_back(layout))
     report["warnings"] += steps.unused_policy(manifest, reading.step_policy)
     run = identity(layout.source or manifest, to, reading, options, files)
-    if running.continues and targets.is_complete(target, run):
-        return report | {"already_complete": True, "seconds": _since(started)}
-    if running.tell:
-        running.tell(report["warnings"])
-    if running.dry_run:
-        keeping.try_out(layout)
-        memory = convert.memory_of(source, running.copying)
-        return report | {"dry_run": True, "memory": memory, "free": targets.free_space(target)}
-    targets.need_space(target, size, running.continues)
-    if not formats.named(manifest.format).is_neutral:  # its manifest states each file's checksum
-        report["warnings"] += duplicates.check_duplicates(manifest)
-    report["warnings"] += _check(manifest, reading.replicas, options[ACCEPT_WEIGHTS])
-    if layout.check is not None:
-        report["warnings"] += layout.check()
-    chunk, before = convert.chunk_size_of(source, running.copying), running.before_rename
-    stage = staging.Staging(
-        target, run, chunk, running.continues, before, running.sharing, running.above
-    )
-    try:
-        outcome = _filled(stage, format, source, layout, size, running, report["warnings"])
-    except (OSError, TargetExists):
-        if not running.sharing.part or not targets.is_complete(target, run):
-            raise
-        outcome = None  # another part has completed the target meanwhile
-    report["warnings"] += stage.warnings
-    if running.sharing.part:
-        report["part"] = str(running.sharing)
-    if outcome is None:
-        key = "already_complete" if targets.is_complete(target, run) else "waits_for_parts"
-        return report | {key: True, "seconds": _since(started)}
-    report |= description.advice(source, outcome.bare)
-    return report | {
-        "tensors": len(outcome.digests),
-        "records": {
-            "checked": outcome.checked,
-            "unchecked": outcome.unchecked,
-            "without_checksum": outcome.bare,
-        },
-        "seconds": _since(started),
-        **({"resumed": stage.resumed} if running.continues else {}),
-    }
+    (sharing := running.sharing).agree_on(run, target)
+    if sharing.rank:
+        read_shells = layout.read_back or format.read_shells
+        convert.take_part(
+            layout.source or source, target, run, layout, read_shells, running.copying, sharing
+        )
+        return report | {"rank": sharing.rank, "seconds": _since(started)}
+    with ended(sharing):
+        if running.continues and targets.is_complete(target, run):
+            return report | {"already_complete": True, "seconds": _since(started)}
+        if running.tell:
+            running.tell(report["warnings"])
+        if running.dry_run:
+            keeping.try_out(layout)
+            memory = convert.memory_of(source, running.copying)
+            return report | {"dry_run": True, "memory": memory, "free": targets.free_space(target)}
+        targets.need_space(target, size, running.continues)
+        if not formats.named(manifest.format).is_neutral:  # it states each file's checksum
+            report["warnings"] += duplicates.check_duplicates(manifest)
+        report["warnings"] += _check(manifest, reading.replicas, options[ACCEPT_WEIGHTS])
+        if layout.check is not None:
+            report["warnings"] += layout.check()
+        chunk, before = convert.chunk_size_of(source, running.copying), running.before_rename
+        stage = staging.Staging(
+            target, run, chunk, running.continues, before, sharing, running.above
+        )
+        try:
+            outcome = _filled(stage, format, source, layout, size, running, report["warnings"])
+        except (OSError, TargetExists):
+            if not sharing.part or not targets.is_complete(target, run):
+                raise
+            outcome = None  # another part has completed the target meanwhile
+        report["warnings"] += stage.warnings
+        if sharing.part:
+            report["part"] = str(sharing)
+        if outcome is None:
+            key = "already_complete" if targets.is_complete(target, run) else "waits_for_parts"
+            return report | {key: True, "seconds": _since(started)}
+        report |= description.advice(source, outcome.bare)
+        return report | {
+            "tensors": len(outcome.digests),
+            "records": {
+                "checked": outcome.checked,
+                "unchecked": outcome.unchecked,
+                "without_checksum": outcome.bare,
+            },
+            "seconds": _since(started),
+            **({"resumed": stage.resumed} if running.continues else {}),
+        }
 
 
 def _called(command: str, to: str) -> str:
@@ -283,9 +293,7 @@ def identity(
     for record in manifest.records:
         place = record.extent
         crc = crc32(b"%d %d %d;" % (place.offset, place.length, record.crc or 0), crc)
-    source: dict[str, Any] = {"records": f"{crc:08x}"}
-    for file, seen in manifest.fingerprints.items():
-        source[os.path.relpath(file, manifest.root)] = [seen.size, seen.mtime]
+    source = {"records": f"{crc:08x}", **files_seen(manifest.root, manifest.fingerprints)}
     flags = {option.flag: value for option, value in options.given}
     flags |= {
         "--to": to,

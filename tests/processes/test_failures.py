@@ -16,6 +16,7 @@ import pytest
 
 import zckpt
 from zckpt.copying.filling import TargetFile
+from zckpt.processes import group
 
 from ..conftest import EXAMPLE, ROOT, Result
 from ..test_resume import MIB, files
@@ -40,7 +41,7 @@ def with_errors(results: list[Result]) -> list[int]:
 
 @pytest.fixture
 def begun(
-    sources: dict[str, Path], tmp_path: Path, launch: Launch
+    sources: dict[str, Path], tmp_path: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[list[Process], tuple[object, ...]]:
     """Three processes in the middle of a conversion, and its arguments.
 
@@ -48,65 +49,67 @@ def begun(
     """
     words = ("convert", sources["zero-3"], tmp_path / "out", *ONE_THREAD)
     preparing = dict.fromkeys(range(3), lambda: stop_at_second_portion(tmp_path / "go"))
-    processes = launch(3, *words, preparing=preparing, ZCKPT_TIMEOUT=4)
+    with monkeypatch.context() as patch:
+        patch.setattr(group, "PATIENCE", 0.5)
+        processes = launch(3, *words, preparing=preparing)
     wait_for_journals(tmp_path / "out.partial", 3)
     return processes, words
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.engines), 2])
-@pytest.mark.parametrize(
-    "how", [pytest.param(signal.SIGSTOP, marks=pytest.mark.engines), signal.SIGKILL]
-)
-def test_a_process_that_does_not_answer(
-    how: signal.Signals,
-    rank: int,
+def test_a_killed_process(
     begun: tuple[list[Process], tuple[object, ...]],
     sources: dict[str, Path],
     tmp_path: Path,
     launch: Launch,
 ) -> None:
-    """One other process names it. When it is ended, --resume completes the target."""
+    """Rank 0 says for whom it waits, until a launcher ends it; --resume completes the target."""
     processes, words = begun
-    processes[rank].send(how)
+    processes[2].send(signal.SIGKILL)
+    processes[2].wait()
     (tmp_path / "go").touch()
-    others = [process for process in processes if process is not processes[rank]]
-    results = ended(others)
-    assert [result.code for result in results] == [1, 1]
-    errors = [result.err for result in results if "Error: " in result.err]
-    if rank:
-        (error,) = errors
-        assert f"rank {rank} (" in error
-        assert f"process {processes[rank].number}) has not answered for 4 s" in error
-    else:  # which hosts the store here, so that the others cannot agree who says it
-        assert all("connection to rank 0" in error for error in errors), errors
-    assert all("--resume" in error for error in errors)
+    until(lambda: "rank 0 waits for rank 2" in processes[0].printed()[1])
+    until(lambda: "rank 1 waits for rank 0" in processes[1].printed()[1])
+    for process in processes[:2]:
+        process.send(signal.SIGTERM)
+    results = ended(processes[:2])
+    assert [result.code for result in results] == [143, 143]
+    (rank,) = with_errors(results)
+    assert "continue with: zckpt convert" in results[rank].err
     assert not (tmp_path / "out").exists()
-    if how == signal.SIGSTOP:
-        refused = ended(launch(2, *words, "--resume"))
-        assert {result.code for result in refused} == {1}
-        assert "another run, which is writing there now" in refused[0].err
-    processes[rank].send(signal.SIGKILL)
-    processes[rank].wait()
     report = done(launch(2, *words, "--resume"))
     assert "an earlier run had written" in report.out
     zckpt.convert(sources["zero-3"], tmp_path / "single", copying=COPYING)
     assert files(tmp_path / "out") == files(tmp_path / "single")
 
 
-@pytest.mark.engines
-def test_a_process_that_wakes_up_writes_nothing(
-    begun: tuple[list[Process], tuple[object, ...]], tmp_path: Path
+def test_a_killed_process_that_hosts_the_store(
+    begun: tuple[list[Process], tuple[object, ...]], tmp_path: Path, launch: Launch
 ) -> None:
+    processes, words = begun
+    processes[0].send(signal.SIGKILL)
+    processes[0].wait()
+    (tmp_path / "go").touch()
+    results = ended(processes[1:])
+    assert [result.code for result in results] == [1, 1]
+    for result in results:
+        assert "Error: the store of this launch is gone: " in result.err
+        assert "--resume" in result.err
+    done(launch(2, *words, "--resume"))
+
+
+def test_a_stopped_process_goes_on(
+    begun: tuple[list[Process], tuple[object, ...]], sources: dict[str, Path], tmp_path: Path
+) -> None:
+    """However long it was stopped: nobody gives it up."""
     processes, _ = begun
     processes[2].send(signal.SIGSTOP)
     (tmp_path / "go").touch()
-    ended(processes[:2])
-    before = files(tmp_path / "out.partial")
+    until(lambda: "rank 0 waits for rank 2" in processes[0].printed()[1])
     processes[2].send(signal.SIGCONT)
-    result = processes[2].wait()
-    assert result.code == 1
-    after = files(tmp_path / "out.partial")
-    assert [name for name in before if before[name] != after[name]] in ([], ["journal-0002"])
+    results = ended(processes)
+    assert [result.code for result in results] == [0, 0, 0]
+    zckpt.convert(sources["zero-3"], tmp_path / "single", copying=COPYING)
+    assert files(tmp_path / "out") == files(tmp_path / "single")
 
 
 def test_an_interrupt_of_all(
@@ -140,7 +143,7 @@ def test_one_process_continues_what_several_have_begun(
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_full_disk(rank: int, sources: dict[str, Path], tmp_path: Path, launch: Launch) -> None:
-    """The process that finds it says so, and nothing is left behind."""
+    """The process that finds it says so, and what all have written is kept."""
 
     def limit() -> None:
         opened = TargetFile.open
@@ -163,7 +166,10 @@ def test_a_full_disk(rank: int, sources: dict[str, Path], tmp_path: Path, launch
     assert [result.code for result in results] == [1] * 3
     assert with_errors(results) == [rank]
     assert "is full" in results[rank].err
-    assert {path.name for path in tmp_path.iterdir()} - {"go"} == {"output"}
+    if rank:  # rank 0 fails before others write
+        assert f"{tmp_path / 'out.partial'} is still there: add --resume" in results[rank].err
+    assert (tmp_path / "out.partial").exists() == bool(rank)
+    done(launch(3, "convert", sources["zero-3"], tmp_path / "out", *SMALL, "--resume"))
 
 
 def test_a_source_that_one_node_cannot_read(
@@ -185,29 +191,37 @@ def test_a_source_that_one_node_cannot_read(
     assert [result.code for result in results] == [1, 1]
     assert with_errors(results) == [1]
     assert "a.pt: Input/output error" in results[1].err
-    assert not (tmp_path / "out.partial").exists()
+    done(launch(2, "convert", sources["zero-3"], tmp_path / "out", *SMALL, "--resume"))
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("srun", marks=pytest.mark.engines)])
-@pytest.mark.parametrize("missing", [0, pytest.param(2, marks=pytest.mark.engines)])
+@pytest.mark.parametrize("missing", [0, 2])
 def test_a_process_that_does_not_start(
-    missing: int, launcher: str, sources: dict[str, Path], tmp_path: Path, launch: Launch
+    missing: int,
+    sources: dict[str, Path],
+    tmp_path: Path,
+    launch: Launch,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """The others say whom they miss, and how a process runs alone; a signal ends them."""
+    monkeypatch.setattr(group, "PATIENCE", 0.5)
     ranks = range(1, 3) if missing == 0 else range(2)
-    words = ("convert", sources["dcp"], tmp_path / "out", *SMALL)
-    results = ended(launch(3, *words, ranks=ranks, ZCKPT_TIMEOUT=2, launcher=launcher))
-    assert {result.code for result in results} == {1}
-    assert not (tmp_path / "out").exists()
-    if missing:
-        assert with_errors(results) == [0]
-        assert "did not start within 2 s: rank 2" in results[0].err
-    else:
-        assert "rank 0" in results[0].err
+    processes = launch(3, "convert", sources["dcp"], tmp_path / "out", *SMALL, ranks=ranks)
+    says = "rank 1 waits for the store at localhost:" if missing == 0 else "rank 0 waits for rank 2"
+    speaker = processes[0].printed
+    until(lambda: says in speaker()[1])
+    assert "if this process should run alone, end it and add --single" in speaker()[1]
+    for process in processes:
+        process.send(signal.SIGTERM)
+    assert {result.code for result in ended(processes)} == {143}
+    assert not list(tmp_path.glob("out*"))[1:]
 
 
-def test_without_torch(tmp_path: Path) -> None:
-    """A missing extra is one sentence that names the way without it."""
+@pytest.mark.parametrize("has_address", [False, True])
+def test_without_torch(has_address: bool, tmp_path: Path) -> None:
+    """A missing extra is one sentence that names the way without it; parts need none."""
     environment = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "4"}
+    if has_address:
+        environment |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in environment.items():
             patch.setenv(name, value)
@@ -216,6 +230,11 @@ def test_without_torch(tmp_path: Path) -> None:
         command = [sys.executable, "-m", "zckpt", "convert", EXAMPLE, tmp_path / "out"]
         patch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
         ended = subprocess.run(command, capture_output=True, text=True)
+    if not has_address:
+        assert ended.returncode == 0
+        assert "part 1/4 is written" in ended.stdout
+        return
     assert ended.returncode == 1
     assert "4 processes need torch" in ended.stderr
+    assert "pip install 'zckpt[torch]'" in ended.stderr
     assert "--part K/4" in ended.stderr

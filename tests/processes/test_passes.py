@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 
 import zckpt
+from zckpt import proving
 from zckpt.core import pooling
 from zckpt.core.pieces import ElementReader
 from zckpt.core.pooling import claimed
 from zckpt.core.streaming import CHUNK
+from zckpt.errors import IncompleteCheckpoint
 
 from ..conftest import Result
 from .conftest import until
@@ -138,17 +140,78 @@ def test_an_error_of_one_process(sources: dict[str, Path], tmp_path: Path, launc
     assert not results[0].err
 
 
+def test_a_checkpoint_that_lacks_a_file(
+    sources: dict[str, Path], tmp_path: Path, launch: Launch
+) -> None:
+    """All processes find it while they read; rank 0 reports it as one process does."""
+    path = Path(shutil.copytree(sources["zero-3"], tmp_path / "lacking"))
+    next(path.rglob("*optim_states.pt")).unlink()
+    results = ended(launch(3, "verify", path, "--json"))
+    assert [result.code for result in results] == [3, 0, 0]
+    assert results[0].document["problems"][0]["error"] == "IncompleteCheckpoint"
+    assert not "".join(result.out + result.err for result in results[1:])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_file_that_one_node_lacks(rank: int, sources: dict[str, Path], launch: Launch) -> None:
+    """Rank 0 reports it if it is its own; else no process waits for the one that cannot read."""
+
+    def lacking() -> None:
+        def read(*_: object, **__: object) -> None:
+            raise IncompleteCheckpoint("a.pt is missing")
+
+        proving.read = read  # type: ignore[assignment]
+
+    first, second = ended(launch(2, "verify", sources["dcp"], preparing={rank: lacking}))
+    assert second.code == 2
+    if rank:
+        assert first.code == 2
+        assert "rank 0 has not this problem: a.pt is missing" in second.err
+        assert not first.err
+    else:
+        assert first.code == 3
+        assert "rank 0 carries out another command: 'a problem'" in second.err
+
+
+@pytest.mark.parametrize(
+    "words", [("verify", "universal"), ("diff", "universal", "dcp"), ("stats", "universal")]
+)
+def test_processes_that_cannot_meet_do_not_share(
+    words: tuple[str, ...], sources: dict[str, Path], launch: Launch
+) -> None:
+    paths = [sources.get(word, word) for word in words]
+    (process,) = launch(2, *paths, launcher="srun", ranks=range(1), MASTER_PORT="")
+    result = process.wait()
+    assert result.code == 2
+    assert "MASTER_ADDR and MASTER_PORT" in result.err
+    assert "--single" in result.err
+    (process,) = launch(
+        2, *paths, "--single", "-q", launcher="srun", ranks=range(1), MASTER_PORT=""
+    )
+    assert process.wait().code == 0
+
+
 @pytest.mark.parametrize("processes", [1, 2, 5])
 def test_blocks_are_claimed_once(processes: int) -> None:
-    """Whoever is faster, every task is carried out by one process."""
+    """Whoever is faster, every task is carried out by one process; progress counts all of them."""
     tasks = [(number, 1 + number % 7 * 100_000) for number in range(200)]
     counter = iter(range(10**6))
+    of_others: list[list[int]] = [[] for _ in range(processes)]
     running = [
-        claimed(tasks, lambda task: task[1], lambda: next(counter)) for _ in range(processes)
+        claimed(tasks, lambda task: task[1], lambda: next(counter), of_others[number].append)
+        for number in range(processes)
     ]
     seen: list[int] = []
+    own = [0] * processes
     for place in range(10**4):
         for number in [place % processes] * (1 + place % 3):
-            seen += [task[0] for task in [next(running[number], None)] if task]
+            for task in [next(running[number], None)]:
+                if task:
+                    seen.append(task[0])
+                    own[number] += task[1]
     assert sorted(seen) == list(range(200))
+    whole = sum(size for _, size in tasks)
+    assert [mine + sum(other) for mine, other in zip(own, of_others, strict=True)] == (
+        [whole] * processes
+    )
     assert CHUNK

@@ -20,20 +20,14 @@ LAUNCHERS = {
 
 
 class Launch(Struct, frozen=True):
-    """This process's `rank` of `size` processes.
-
-    `name` is the same in all processes of a launch, and differs between launches if the launcher
-    says which one it is.
-    """
+    """This process's `rank` of `size` processes."""
 
     rank: int
     size: int
-    launcher: str
-    name: str = ""
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> Launch | None:
-    """How this process was started with others; None if it was started alone.
+    """How a launcher started this process; None if no launcher did.
 
     A rank without a number of ranks proves nothing: in many clusters every shell has one. Raises
     WrongOption if the numbers do not fit together.
@@ -42,26 +36,21 @@ def launched(environment: Mapping[str, str] = os.environ) -> Launch | None:
         texts = [environment.get(name, "") for name in names]
         if not all(texts):
             continue
-        numbers = [int(text) if text.isdecimal() else -1 for text in texts]
-        rank, size = numbers
+        rank, size = (int(text) if text.isdecimal() else -1 for text in texts)
         if not 0 <= rank < size:
             raise WrongOption(
                 f"{names[0]} is {texts[0]} and {names[1]} is {texts[1]}, which no {launcher} sets",
                 hint="unset them, or add --single if this process runs alone",
             )
-        if size == 1:
-            return None
-        return Launch(rank, size, launcher, _name(environment))
+        return Launch(rank, size)
     return None
 
 
-def _name(environment: Mapping[str, str]) -> str:
-    names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE")
-    texts = [environment[name] for name in names if name in environment]
-    return "-".join("".join(c if c.isalnum() else "-" for c in text) for text in texts)
-
-
-def restarts(environment: Mapping[str, str] = os.environ) -> int:
-    """How often torchrun has started its processes again."""
-    text = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return int(text) if text.isdecimal() else 0
+def address(environment: Mapping[str, str] = os.environ) -> tuple[str, int] | None:
+    """The host and the port where the processes meet; None if no variable says it."""
+    host, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
+    if not host or not port:
+        return None
+    if not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise WrongOption(f"MASTER_PORT is {port!r}, which is not a port from 1 to 65535")
+    return host, int(port)

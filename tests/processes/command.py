@@ -1,7 +1,7 @@
 """`torchrun command.py convert ...`: the command line with small regions.
 
 The variable GO names a file for which every process waits after its first portion. The rank SLOW
-has reads that take SECONDS, and leaves that file.
+has reads that take SECONDS, and leaves that file. The rank FAILS cannot read after it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from tests.nodes.conftest import slow_reads, stop_at_second_portion
+from tests.processes.conftest import fail_after, slow_reads, stop_at_second_portion
 from zckpt import cli
 from zckpt.copying import filling
 
@@ -19,4 +19,6 @@ if __name__ == "__main__":
     stop_at_second_portion(go)
     if os.environ["RANK"] == os.environ.get("SLOW"):
         slow_reads(float(os.environ["SECONDS"]), go)
+    if os.environ["RANK"] == os.environ.get("FAILS"):
+        fail_after(go)
     cli.main()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -15,13 +16,13 @@ from typing import Any, NoReturn
 
 import pytest
 
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # as meeting.py does before it imports torch
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # as store.py does before it imports torch
 import torch.distributed  # noqa: F401  (children need not import it again)
 
 from zckpt import cli
 from zckpt.copying import filling
 from zckpt.core.pieces import ElementReader
-from zckpt.nodes.launch import LAUNCHERS
+from zckpt.processes.launcher import LAUNCHERS
 
 from ..conftest import Result
 from ..test_resume import MIB
@@ -89,6 +90,18 @@ def slow_reads(seconds: float, go: Path | None = None) -> None:
     ElementReader.read = slow  # type: ignore[method-assign]
 
 
+def fail_after(go: Path) -> None:
+    """This process reads nothing any more once there is a file `go`."""
+    read = ElementReader.read
+
+    def failing(self: ElementReader, *rest: Any) -> None:
+        if go.exists():
+            raise OSError(errno.EIO, os.strerror(errno.EIO), "a.pt")
+        read(self, *rest)
+
+    ElementReader.read = failing  # type: ignore[method-assign]
+
+
 def stop_at_second_portion(go: Path) -> None:
     """This process writes one portion, and waits for the file `go` before it writes another one.
 
@@ -153,7 +166,10 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 @pytest.fixture
 def launch(start: Start) -> Callable[..., list[Process]]:
-    """Starts all processes of a launch; `preparing` are functions by rank."""
+    """Starts all processes of a launch; `preparing` are functions by rank.
+
+    They can meet, unless MASTER_PORT is empty.
+    """
 
     def begin(
         size: int,
@@ -164,12 +180,11 @@ def launch(start: Start) -> Callable[..., list[Process]]:
         **more: object,
     ) -> list[Process]:
         rank_name, size_name = LAUNCHERS[launcher]
-        if launcher == "torchrun":
-            more = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port(), **more}
+        more = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port(), **more}
         return [
             start(
                 *words,
-                environment={rank_name: rank, size_name: size, "ZCKPT_TIMEOUT": 20, **more},
+                environment={rank_name: rank, size_name: size, **more},
                 prepare=(preparing or {}).get(rank),
             )
             for rank in ranks or range(size)
@@ -188,5 +203,6 @@ def free_port() -> int:
 def small_regions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Regions of 1 MiB: the small checkpoints of tests have dozens."""
     monkeypatch.setattr(filling, "REGION", MIB)
-    for name in (*(name for names in LAUNCHERS.values() for name in names), "MASTER_ADDR"):
+    ranks = (name for names in LAUNCHERS.values() for name in names)
+    for name in (*ranks, "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
         monkeypatch.delenv(name, raising=False)

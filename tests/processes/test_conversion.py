@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -94,19 +93,50 @@ def test_all_processes_write(
 
 
 @pytest.mark.parametrize("launcher", ["srun", "mpirun"])
-def test_launchers_without_an_address(
+def test_launchers_with_an_address(
     launcher: str, sources: dict[str, Path], tmp_path: Path, launch: Launch
 ) -> None:
-    """Rank 0 leaves the address beside the target, whose folder need not be there."""
+    """The folder of the target need not be there."""
     out = tmp_path / "new" / "folder" / "out"
     done(launch(3, "convert", sources["dcp"], out, *SMALL, launcher=launcher))
-    zckpt.verify(out, sources["dcp"])
+    assert zckpt.verify(out, sources["dcp"])["equal"]
     assert [path.name for path in out.parent.iterdir()] == ["out"]
 
 
-def test_a_stale_address(sources: dict[str, Path], tmp_path: Path, launch: Launch) -> None:
-    (tmp_path / "out.srun").write_text("localhost 1 0011223344556677\n")
-    done(launch(2, "convert", sources["dcp"], tmp_path / "out", *SMALL, launcher="srun"))
+@pytest.mark.parametrize("launcher", ["srun", "mpirun"])
+def test_processes_that_cannot_meet_write_parts(
+    launcher: str, sources: dict[str, Path], tmp_path: Path, launch: Launch
+) -> None:
+    out = tmp_path / "out"
+    words = ("convert", sources["dcp"], out, *SMALL)
+    results = ended(launch(3, *words, launcher=launcher, MASTER_PORT=""))
+    assert [item.code for item in results] == [0, 0, 0], results
+    said = [item.out for item in results]
+    assert sum("23 tensors" in text or "universal checkpoint" in text for text in said) == 1
+    assert zckpt.verify(out, sources["dcp"])["equal"]
+    assert not (tmp_path / "out.partial").exists()
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "srun", "mpirun"])
+def test_part_auto(launcher: str, sources: dict[str, Path], tmp_path: Path, launch: Launch) -> None:
+    """The launcher's variables say which part this is; an address makes no difference."""
+    out = tmp_path / "out"
+    words = ("convert", sources["dcp"], out, *SMALL, "--part", "auto", "--json")
+    for rank in (1, 0):
+        (process,) = launch(2, *words, launcher=launcher, ranks=range(rank, rank + 1))
+        report = process.wait().document
+        assert report["part"] == f"{rank + 1}/2"
+        assert report.get("waits_for_parts", False) == (rank == 1)
+    assert zckpt.verify(out, sources["dcp"])["equal"]
+
+
+def test_part_auto_without_a_launcher(
+    sources: dict[str, Path], tmp_path: Path, zckpt: Callable[..., Result]
+) -> None:
+    ended = zckpt("convert", sources["dcp"], tmp_path / "out", "--part", "auto")
+    assert ended.code == 2
+    assert "no launcher says which part this is" in ended.err
+    assert "OMPI_COMM_WORLD_RANK" in ended.err
 
 
 def test_reshard(sources: dict[str, Path], tmp_path: Path, launch: Launch) -> None:
@@ -131,11 +161,12 @@ def test_single_opts_out(sources: dict[str, Path], tmp_path: Path, launch: Launc
 
 
 def test_one_process_prints_an_error(tmp_path: Path, launch: Launch) -> None:
-    """Rank 0 alone reads the source; all end with its exit code."""
+    """All find it; the first one prints it, and all end with its exit code."""
     results = ended(launch(3, "convert", tmp_path / "nothing", tmp_path / "out", "--json"))
     assert [item.code for item in results] == [1, 1, 1]
-    assert results[0].document["error"] == "NotACheckpoint"
-    assert not "".join(chain.from_iterable((item.out, item.err) for item in results[1:]))
+    (said,) = [item for item in results if item.out]
+    assert said.document["error"] == "NotACheckpoint"
+    assert not "".join(item.err for item in results)
 
 
 def test_an_existing_target(sources: dict[str, Path], tmp_path: Path, launch: Launch) -> None:

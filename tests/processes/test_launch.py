@@ -1,0 +1,84 @@
+"""Which process is this? The variables of every launcher, alone and inside of each other."""
+
+from __future__ import annotations
+
+import pytest
+
+from zckpt.cli import launched as launched_command
+from zckpt.errors import WrongOption
+from zckpt.processes.launcher import Launch, address, launched
+
+CASES: dict[str, tuple[dict[str, str], Launch | None]] = {
+    "nothing": ({}, None),
+    "a lone rank": ({"RANK": "3"}, None),
+    "a world of one": ({"RANK": "0", "WORLD_SIZE": "1"}, Launch(0, 1)),
+    "torchrun": ({"RANK": "1", "WORLD_SIZE": "4"}, Launch(1, 4)),
+    "a batch script": ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "7"}, None),
+    "a step of one task": (
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "1"},
+        Launch(0, 1),
+    ),
+    "srun": ({"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "8"}, Launch(2, 8)),
+    "mpirun": ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, Launch(1, 2)),
+    "mpirun in a job, whose daemons srun has started": (
+        {
+            "OMPI_COMM_WORLD_RANK": "5",
+            "OMPI_COMM_WORLD_SIZE": "8",
+            "SLURM_PROCID": "1",
+            "SLURM_STEP_NUM_TASKS": "2",
+        },
+        Launch(5, 8),
+    ),
+    "torchrun in a step": (
+        {"RANK": "5", "WORLD_SIZE": "8", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"},
+        Launch(5, 8),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_variables(case: str) -> None:
+    environment, expected = CASES[case]
+    assert launched(environment) == expected
+
+
+@pytest.mark.parametrize("numbers", [("4", "4"), ("-1", "4"), ("x", "4"), ("0", "0")])
+def test_numbers_that_do_not_fit(numbers: tuple[str, str]) -> None:
+    with pytest.raises(WrongOption, match="RANK is"):
+        launched(dict(zip(("RANK", "WORLD_SIZE"), numbers, strict=True)))
+
+
+def test_only_processes_of_a_launch_continue_after_a_restart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A command that a restarted training starts by itself is another run."""
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    for single in (False, True):
+        words = {"single": single, "part": None, "resume": False}
+        report = launched_command.write(lambda *_, **given: given, "source", "target", **words)
+        assert report == {"resume": False}
+
+
+@pytest.mark.parametrize("part", [None, "part"])
+def test_a_launch_of_one_process_shares_nothing(
+    part: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    report = launched_command.write(lambda *_, **given: given, "source", "target", part=part)
+    assert report == {"resume": False, **({"sharing": part} if part else {})}
+
+
+@pytest.mark.parametrize("missing", ["MASTER_ADDR", "MASTER_PORT"])
+def test_no_address(missing: str) -> None:
+    both = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
+    assert address(both) == ("node1", 29500)
+    assert address({**both, missing: ""}) is None
+    del both[missing]
+    assert address(both) is None
+
+
+@pytest.mark.parametrize("port", ["0", "65536", "99999", "-1", "x"])
+def test_impossible_ports(port: str) -> None:
+    with pytest.raises(WrongOption, match=r"MASTER_PORT is .*, which is not a port"):
+        address({"MASTER_ADDR": "node1", "MASTER_PORT": port})

@@ -1,0 +1,271 @@
+"""What do the processes of a launch tell each other?
+
+Rank 0 gives every group a new name. So no process finds what an earlier command, or the processes
+before a restart, have left in the store:
+
+    arrived/RANK     a word of the process that came last as this rank, which is new too
+    led/WORD         the name of the group into which rank 0 has taken that process
+    NAME/here/RANK   how many processes have joined the group as this rank
+    NAME/1, 2 ...    what they share, in the order in which all of them ask for it
+    NAME/failures    how many processes have failed; the first one leaves NAME/failure
+    NAME/left        how many have ended
+
+A value is a random word, a counter, or JSON. Nobody gives another process up. The launcher ends the
+others when a process was killed; the group ends them when one has failed.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+from ..errors import (
+    MALFORMED,
+    ProcessFailed,
+    ProcessLost,
+    UnsupportedCheckpoint,
+    WrongOption,
+    ZckptError,
+    brief,
+    listed,
+)
+from .launcher import Launch, launched
+from .store import VALUE, Patience, Store, unreadable
+
+MOST = 128  # values of one message
+PATIENCE = 5.0  # seconds after which a process says for whom it waits
+LEAVING = 10.0  # seconds that rank 0 keeps its store for processes that are just ending
+POLL, MAX_POLL = 0.01, 0.5  # seconds between two looks at the store: there may be 1,000 processes
+CHECK = 0.2  # seconds between two looks for a failure
+
+
+class Group:
+    """`with Group() as group:` all processes of a launch are in it; without a launcher, this one.
+
+    All of them call `share`, `agree`, `gather` and `counter` in the same order. If an error ends
+    the block of one, those of the others end with ProcessFailed, whose `code` is an exit code.
+    """
+
+    def __init__(self, launch: Launch | None = None) -> None:
+        launch = launch or launched() or Launch(0, 1)
+        self.rank, self.size = launch.rank, launch.size
+        self._launch = launch
+        self._name = ""
+        self._asked = 0  # how often all have asked for something that they share
+        self._checked = 0.0
+        self._words: dict[int, str] = {}  # by rank: of the processes in the group
+
+    def __enter__(self) -> Any:
+        while True:
+            self.store = Store(self._launch, self._patience)
+            try:
+                self._name = f"{self._led() if self.rank == 0 else self._followed()}/"
+                return self
+            except ProcessLost:
+                if self.rank == 0 or self.store.outlives:
+                    raise
+                self.store.close()  # it was that of an earlier rank 0, which has ended
+                time.sleep(POLL)
+
+    # -- joining
+
+    def _led(self) -> str:
+        """Takes every other process into a new group."""
+        name = secrets.token_hex(8)
+        missing = set(range(1, self.size))
+
+        def all_are_here() -> bool:
+            for rank in range(1, self.size):
+                word = self._arrived(rank)
+                if word and self._words.get(rank) != word:
+                    self._words[rank] = word
+                    self.store.set(f"led/{word}", name)
+                if self.store.has(f"{name}/here/{rank}"):
+                    missing.discard(rank)
+            return not missing
+
+        self._wait(all_are_here, lambda: f"rank {listed(sorted(missing))} of {self.size}")
+        return name
+
+    def _followed(self) -> str:
+        """The name of the group into which rank 0 takes this process."""
+        own = secrets.token_hex(8)
+        self.store.set(f"arrived/{self.rank}", own)
+        self._wait(lambda: self.store.has(f"led/{own}"), lambda: "rank 0")
+        name = _word(self.store.get(f"led/{own}"))
+        if self.store.add(f"{name}/here/{self.rank}", 1) > 1:
+            raise WrongOption(f"rank {self.rank} was started twice", hint="start each rank once")
+        return name
+
+    def _arrived(self, rank: int) -> str:
+        key = f"arrived/{rank}"
+        return _word(self.store.get(key)) if self.store.has(key) else ""
+
+    # -- what all ask for in the same order
+
+    def share(self, value: Any = None) -> Any:
+        """Rank 0's value, in all processes."""
+        key = self._next_key()
+        if self.rank == 0:
+            self._send(key, value)
+            return value
+        return self._received(key, 0)
+
+    def agree(self, value: Any, reason: Callable[[Any], str]) -> None:
+        """Raises WrongOption unless rank 0 has the same value; `reason` gets rank 0's."""
+        if (first := self.share(value)) != value:
+            raise WrongOption(
+                f"rank 0 and rank {self.rank} were not started for the same command: rank 0 has "
+                f"{reason(first)}",
+                hint="start all processes in the same folder, with the same arguments and the same "
+                "version of zckpt; all must see the same files",
+            )
+
+    def gather(self, value: Any) -> Iterator[tuple[int, Any]]:
+        """In rank 0: the other ranks, and their values."""
+        key = self._next_key()
+        if self.rank:
+            self._send(f"{key}/{self.rank}", value)
+            return iter(())
+        return ((rank, self._received(f"{key}/{rank}", rank)) for rank in range(1, self.size))
+
+    def counter(self) -> Callable[[], int]:
+        """Gives 0 to the process that asks first, then 1 and so on."""
+        key = self._next_key()
+
+        def number() -> int:
+            if (count := self.store.add(key, 1)) < 1:
+                raise unreadable(f"a counter is {count}")
+            return count - 1
+
+        return number
+
+    def _next_key(self) -> str:
+        self._asked += 1
+        return f"{self._name}{self._asked}"
+
+    def _send(self, key: str, value: Any) -> None:
+        text = json.dumps(value, separators=(",", ":"))
+        parts = [text[start : start + VALUE] for start in range(0, len(text), VALUE)]
+        if len(parts) > MOST:
+            raise UnsupportedCheckpoint(
+                f"a message to the other processes would have {len(text)} bytes",
+                hint="use --part K/N instead of a launcher, or one process with --single",
+            )
+        for number, part in enumerate(parts):
+            self.store.set(f"{key}/part/{number}", part)
+        self.store.set(f"{key}/parts", str(len(parts)))
+
+    def _received(self, key: str, rank: int) -> Any:
+        """The JSON value that another process leaves; raises as `check`."""
+
+        def is_there() -> bool:
+            if self._words.get(rank, "") != (self._arrived(rank) if rank else ""):
+                raise ProcessLost(f"rank {rank} was started again")
+            return self.store.has(f"{key}/parts")
+
+        says = rank != 0 or self.rank == 1  # one process says that all wait for rank 0
+        self._wait(is_there, (lambda: f"rank {rank}") if says else None)
+        count = self.store.get(f"{key}/parts")
+        if not (count.isdigit() and 0 < int(count[:9]) <= MOST and len(count) < 9):
+            raise unreadable(f"it has {brief(count)} parts")
+        keys = [f"{key}/part/{number}" for number in range(int(count))]
+        data = b"".join(self.store.get(part) for part in keys if self.store.has(part))
+        try:
+            return json.loads(data)
+        except MALFORMED as error:
+            raise unreadable("it is no JSON") from error
+
+    # -- waiting
+
+    def check(self) -> None:
+        """Raises ProcessFailed if another process of the group has failed."""
+        now = time.monotonic()
+        if self._name and now > self._checked + CHECK:
+            self._checked = now
+            if self.store.has(f"{self._name}failure"):
+                raise self._failure()
+
+    def _wait(self, is_there: Callable[[], bool], whom: Callable[[], str] | None) -> None:
+        patience, pause = self._patience(), POLL
+        while not is_there():
+            self.check()
+            time.sleep(pause)
+            pause = min(MAX_POLL, pause * 1.2)
+            if whom:
+                patience(f"rank {self.rank} waits for {whom()}")
+
+    def _patience(self) -> Patience:
+        """Says what it gets, once, when some time has passed."""
+        end: float | None = time.monotonic() + PATIENCE
+
+        def tell(text: str) -> None:
+            nonlocal end
+            if end is not None and time.monotonic() > end:
+                end = None
+                alone = "if this process should run alone, end it and add --single"
+                print(f"{text}; {alone}", file=sys.stderr, flush=True)
+
+        return tell
+
+    # -- the end
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        other = None
+        with suppress(ProcessLost, KeyboardInterrupt):
+            if error is not None:
+                other = self._fail(error)
+            self.store.add(f"{self._name}left", 1)
+            if self.store.is_hosted and (self.rank == 0 or error is None):
+                # the others wait for the end of the store: a program may open one at this address
+                least = self.size + (self.rank > 0)
+                self._wait_shortly(lambda: self.store.add(f"{self._name}left", 0) >= least)
+        self.store.close()
+        if other is not None:
+            raise other from error
+
+    def _fail(self, error: BaseException) -> ProcessFailed | None:
+        """Tells the others of a failure; the error of the process that did that first."""
+        if isinstance(error, ProcessFailed) and error.code is not None:
+            return None
+        if self.store.add(f"{self._name}failures", 1) > 1:
+            self._wait_shortly(lambda: self.store.has(f"{self._name}failure"))
+            return self._failure()
+        if isinstance(error, KeyboardInterrupt):
+            code = 128 + (error.args[0] if error.args else signal.SIGINT)
+        else:
+            code = 2 if isinstance(error, WrongOption) else 1
+        text = error.message if isinstance(error, ZckptError) else brief(error)
+        self.store.set(f"{self._name}failure", json.dumps([self.rank, text, code]))
+        return None
+
+    def _failure(self) -> ProcessFailed:
+        """The error of the process that has failed first."""
+        try:
+            rank, text, code = json.loads(self.store.get(f"{self._name}failure"))
+            if (type(rank), type(text), type(code)) != (int, str, int) or not 0 < code < 256:
+                raise ValueError
+        except MALFORMED as error:
+            raise unreadable("it is no failure") from error
+        failed = ProcessFailed(f"rank {rank}: {text}")
+        failed.code = code
+        return failed
+
+    def _wait_shortly(self, is_there: Callable[[], bool]) -> None:
+        end = time.monotonic() + LEAVING
+        while not is_there() and time.monotonic() < end:
+            time.sleep(POLL)
+
+
+def _word(data: bytes) -> str:
+    """A random word that another process has left."""
+    text = data.decode("ascii", "replace")
+    if len(text) != 16 or not text.isalnum():
+        raise unreadable(f"{brief(text)} is no name")
+    return text

@@ -1,0 +1,177 @@
+"""How do the processes of a group share a conversion, or a pass over tensors that only reads?
+
+A conversion: all read the source and lay out the target by themselves. Rank 0 writes the shells and
+begins the journal; the others read both. Then every process takes regions, the largest first, until
+a counter has passed the last one: a slow node takes fewer. Rank 0 reads what the others have noted
+in their journals, and completes the target as a run that is continued.
+
+A pass: every process takes blocks of tasks in the same way, and sends what it has found. Rank 0
+sends the sum to all, so that all give the same report.
+
+The bytes of a region are the same whoever writes them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from ..copying.journal import Identity, Journal, Region, difference
+from ..copying.journals import ProcessJournal, regions_of
+from ..copying.sharing import Portion, Sharing, largest_first
+from ..core.checksum import crc32
+from ..core.pooling import Pool, Running
+from ..core.resources import Progress
+from ..errors import MALFORMED, ProcessLost, WrongOption, brief, cause
+from ..version import __version__
+from .group import Group
+from .store import unreadable
+
+MAX_CHUNK = 4 << 30  # bytes that a thread copies at a time, for 16,384 ranks
+
+
+class Processes(Group, Sharing, Pool):
+    """A group whose processes share conversions and passes."""
+
+    is_alone = False
+    _has_begun = False
+
+    @property
+    def part(self) -> str:
+        """The name of this process's journal; empty in rank 0, whose journal is the run's."""
+        return f"{self.rank:04}" if self.rank else ""
+
+    # -- a conversion
+
+    def agree_on(self, identity: Identity, target: str) -> None:
+        own = {**identity.mark(), "target": crc32(os.fsencode(os.path.abspath(target)))}
+
+        def reason(first: Any) -> str:
+            if not isinstance(first, dict):
+                return "another command"
+            return difference(first, own) or "another target"
+
+        self._has_begun = False
+        self.agree(own, reason)
+
+    def begin(self, journal: Journal) -> None:
+        self._has_begun = True
+        self.share(journal.synced())
+
+    def begun(self) -> tuple[int, int] | None:
+        """Length and CRC-32 of rank 0's journal; None if it writes nothing."""
+        begun = self.share()
+        return None if begun is None else _length_and_crc(begun)
+
+    def mine(
+        self, portions: Sequence[Portion], progress: Progress | None
+    ) -> Iterator[Sequence[Portion]]:
+        order = largest_first(portion for portion in portions if not portion.is_complete)
+        claim, reached = self.counter(), 0
+        while reached <= len(order):
+            self.check()
+            number = claim()
+            if progress:  # others have got what is between
+                progress(sum(portion.length for portion in order[reached:number]))
+            if number < len(order):
+                yield [order[number]]
+            reached = number + 1
+
+    def others(self, journal: Journal) -> Iterator[Region] | None:
+        if isinstance(journal, ProcessJournal):
+            self.gather(journal.synced())
+            return None
+        noted = self.gather(None)
+        return (
+            region
+            for rank, value in noted
+            for region in regions_of(journal.folder, f"{rank:04}", *_length_and_crc(value))
+        )
+
+    def end(self) -> None:
+        if self.rank == 0 and not self._has_begun:
+            self.share(None)
+        self.share(True)
+
+    # -- a pass
+
+    def agree_on_problem(self, message: str) -> None:
+        self.agree("a problem", lambda _: f"not this problem: {message}")
+
+    def carry_out(self, make: Callable[[int], Running], chunk: int) -> Running:
+        match self.share(["pass", chunk]):
+            case ["pass", int(chunk)] if 0 < chunk <= MAX_CHUNK:
+                running = make(chunk)
+            case other:
+                raise WrongOption(f"rank 0 carries out another command: {brief(other)}")
+        tasks = json.dumps([__version__, running.tasks_by_name()], separators=(",", ":"))
+        self.agree(crc32(tasks.encode()), lambda _: "other files, options, or another version")
+        counter, taken = self.counter(), 0
+
+        def claim() -> int:
+            nonlocal taken
+            self.check()
+            taken += 1
+            return counter()
+
+        running.run(claim)
+        for _, found in self.gather([taken, running.found()] if self.rank else None):
+            with _readable():
+                number, found = found
+                taken += number
+                running.take(found)
+        if self.rank == 0 and (given := counter()) != taken:  # of tensors that nobody has read
+            raise ProcessLost(f"{given} blocks were given to processes, but {taken} came back")
+        found = self.share(running.found() if self.rank == 0 else None)
+        if self.rank:
+            running = make(chunk)
+            with _readable():
+                running.take(found)
+        return running
+
+    # -- what outlives the processes, if the launcher starts them again
+
+    def continues(self, target: str) -> bool:
+        """Whether this launch began a target before its processes were started again.
+
+        Then they continue it. What another run has left is not touched without --resume. The agents
+        of torchrun count restarts apart, so what was begun and is not complete proves one. If
+        nothing is there, this launch begins it now.
+        """
+        path = os.path.abspath(target)
+        key, is_unfinished = f"begun/{path!a}", os.path.lexists(f"{path}.partial")
+        if self.rank or not self.store.outlives:
+            return False
+        if self.store.has(key):
+            return is_unfinished or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+        if not os.path.lexists(path) and not is_unfinished:
+            self.store.set(key, "1")
+        return False
+
+
+def group() -> Processes:
+    """All processes of a launch: `with zckpt.group() as processes:` in each of them.
+
+    Functions of zckpt take it as `sharing`. Without a launcher it has this process alone. An error
+    in one process must leave the block, so that it ends the blocks of the others too.
+    """
+    return Processes()
+
+
+def _length_and_crc(value: Any) -> tuple[int, int]:
+    match value:
+        case [int(length), int(crc)]:
+            return length, crc
+    raise unreadable(f"{brief(value)} is no length and CRC-32")
+
+
+@contextmanager
+def _readable() -> Iterator[None]:
+    """Raises CorruptCheckpoint for a result that no pass of zckpt has found."""
+    try:
+        yield
+    except MALFORMED as error:
+        raise unreadable(f"it is no result: {cause(error)}") from error

@@ -1,0 +1,134 @@
+"""Where do the processes of a launch meet?
+
+In a store of torch.distributed: torchrun's own, which outlives its processes, or one that rank 0
+opens at MASTER_ADDR and MASTER_PORT. All keys of zckpt begin with `zckpt/`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Any
+
+from ..errors import CorruptCheckpoint, MissingExtra, ProcessLost, WrongOption
+from .launcher import Launch, address
+
+VALUE = 4 << 20  # bytes of one value; torch's store allows 8 MiB
+ATTEMPT = timedelta(seconds=5)  # to reach a store that rank 0 may still open
+LOOK = 0.05  # seconds
+
+Patience = Callable[[str], None]
+"""Is called again and again while a process waits, with what to say once that takes long."""
+
+
+class Store:
+    """Short values by key, which all processes see.
+
+    `is_hosted` says whether rank 0 has opened the store for this group, and will end it. `outlives`
+    says whether the store is still there when the launcher starts all processes again. Raises
+    ProcessLost if the connection ends.
+    """
+
+    def __init__(self, launch: Launch, patient: Callable[[], Patience]) -> None:
+        try:
+            if "torch" not in sys.modules:  # it prints stacks of its own beside our errors
+                os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+            import torch.distributed as torch_store
+            from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
+        except ImportError as error:
+            raise MissingExtra(
+                f"{launch.size} processes need torch to share one command",
+                hint="install it: pip install 'zckpt[torch]'\n"
+                f"or write parts, which need no torch: --part auto, or --part K/{launch.size}",
+            ) from error
+        self.outlives = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        self.is_hosted = not self.outlives and not torch_store.is_initialized()
+        if launch.size == 1:
+            self._store = PrefixStore("zckpt", HashStore())
+            return
+        if (place := address()) is None:
+            raise WrongOption(
+                "MASTER_ADDR and MASTER_PORT do not say where the processes meet",
+                hint="set both, or use torchrun; if this process should run alone, add --single",
+            )
+        opened: Any = torch_store.TCPStore  # type: ignore[attr-defined]
+        is_host = self.is_hosted and launch.rank == 0
+        words = {"is_master": is_host, "timeout": ATTEMPT, "wait_for_workers": False}
+        where, patience = f"{place[0]}:{place[1]}", patient()
+        while True:
+            try:
+                store = _patiently(
+                    lambda: opened(*place, **words),
+                    lambda: patience(f"rank {launch.rank} waits for the store at {where}"),
+                )
+                break
+            except RuntimeError as error:
+                if is_host:
+                    raise ProcessLost(
+                        f"rank 0 cannot open a store at {where}: {_first_line(error)}",
+                        hint="choose another MASTER_PORT; if this process should run alone, as in "
+                        "a program that uses this port, add --single",
+                    ) from error
+        self._store = PrefixStore("zckpt", store)
+
+    def add(self, key: str, count: int) -> int:
+        """Adds to a counter, which begins with 0, and gives its value."""
+        return int(self._ask(self._store.add, key, count))
+
+    def set(self, key: str, value: str) -> None:
+        self._ask(self._store.set, key, value)
+
+    def has(self, key: str) -> bool:
+        return bool(self._ask(self._store.check, [key]))
+
+    def get(self, key: str) -> bytes:
+        """The value of a key that has been set."""
+        value: bytes = self._ask(self._store.get, key)
+        if len(value) > VALUE:
+            raise unreadable(f"it has {len(value)} bytes")
+        return value
+
+    def close(self) -> None:
+        """Ends the connection, and the store if this process is its host."""
+        del self._store
+
+    def _ask(self, call: Callable[..., Any], *words: Any) -> Any:
+        try:
+            return call(*words)
+        except RuntimeError as error:
+            raise ProcessLost(f"the store of this launch is gone: {_first_line(error)}") from error
+
+
+def unreadable(reason: str) -> CorruptCheckpoint:
+    """The error of a message that no process of this launch has sent."""
+    return CorruptCheckpoint(
+        f"a message of another process cannot be read: {reason}",
+        hint="start all processes with the same version of zckpt; another program may use their "
+        "store: choose another MASTER_PORT",
+    )
+
+
+def _patiently(call: Callable[[], Any], wait: Callable[[], None]) -> Any:
+    """What a call of torch gives; meanwhile it calls `wait`, and signals can end this process."""
+    answer: Future[Any] = Future()
+
+    def work() -> None:
+        try:
+            answer.set_result(call())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    while not answer.done():
+        time.sleep(LOOK)
+        wait()
+    return answer.result()
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0].partition(". ")[0]  # torch's texts have stacks
