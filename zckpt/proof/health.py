@@ -65,7 +65,7 @@ class _Total(Struct, eq=False):
         if self._counted == self.numel:
             self.close()
 
-    def parts(self) -> list[tuple[int, int, list[Any]]]:
+    def parts(self) -> list[tuple[int, int, tuple[Any, ...]]]:
         """Elements [start, stop) and their statistics."""
         self.close()
         first = [(0, self.reached, astuple(self.statistics))] if self.reached else []
