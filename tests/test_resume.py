@@ -162,7 +162,7 @@ def partial(sources: dict[str, Path], tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(Interrupted):
         zckpt.convert(sources["zero-3"], target, begin=interrupted(4), **options_of("universal"))
     assert not target.exists()
-    assert (tmp_path / "out.partial" / journal.NAME).is_file()
+    assert (tmp_path / "out.partial" / journal.JOURNAL).is_file()
     return target
 
 
@@ -239,7 +239,7 @@ def test_without_a_usable_journal_it_starts_again(
     content: bytes, partial: Path, sources: dict[str, Path]
 ) -> None:
     folder = Path(f"{partial}.partial")
-    (folder / journal.NAME).write_bytes(content)
+    (folder / journal.JOURNAL).write_bytes(content)
     (folder / partial.name / "strange").touch()
     report = zckpt.convert(sources["zero-3"], partial, resume=True, **options_of("universal"))
     assert report["resumed"] == 0

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace as changed
 
 from zckpt.copying import assembling
 from zckpt.copying import copy as execute
@@ -353,7 +354,7 @@ def test_columns_in_a_file_each(tmp_path: Path, shape: tuple[int, ...], dtype: s
     tensor = Tensor("a/exp_avg", "F32", shape, data)
     job = prepare(tmp_path, 3, [tensor], ("whole",), ("boxes",), {"a/exp_avg": dtype})
     entry = job.source.entries["a/exp_avg"]
-    job.source.entries["a/exp_avg"] = replace(entry, digest=zlib.crc32(data))
+    job.source.entries["a/exp_avg"] = changed(entry, digest=zlib.crc32(data))
     counts = [fragment.count for fragment in job.target.entries["a/exp_avg"].fragments]
     assert max(counts) > 1
     outcome = job.copy()
@@ -399,7 +400,7 @@ def test_random_casts(tmp_path: Path, seed: int) -> None:
     job = prepare(tmp_path, seed, tensors, dtypes=dtypes)
     for name, entry in job.source.entries.items():
         data = next(item.data for item in tensors if item.name == name)
-        job.source.entries[name] = replace(entry, digest=zlib.crc32(data))
+        job.source.entries[name] = changed(entry, digest=zlib.crc32(data))
     job.check(job.copy())
 
 
@@ -462,7 +463,7 @@ def padded(root: Path, before: int, after: int) -> tuple[Job, Extent]:
     record = Extent(inner.file, 0, len(data))
     job.source.extents.append(record)
     entry = job.source.entries["a/exp_avg"]
-    job.source.entries["a/exp_avg"] = replace(
+    job.source.entries["a/exp_avg"] = changed(
         entry, fragments=solid(entry.numel, Extent(inner.file, before, inner.length))
     )
     return job, record
@@ -507,7 +508,7 @@ def test_the_digest_of_the_source_is_checked(tmp_path: Path, dtype: str) -> None
     tensors = [Tensor("a/exp_avg", "F32", (9000,), data)]
     job = prepare(tmp_path, 7, tensors, ("runs",), ("whole",), {"a/exp_avg": dtype})
     entry = job.source.entries["a/exp_avg"]
-    job.source.entries["a/exp_avg"] = replace(entry, digest=zlib.crc32(data))
+    job.source.entries["a/exp_avg"] = changed(entry, digest=zlib.crc32(data))
     job.check(job.copy(checked=False))
     flip(job.source.extents[0], 1)
     with pytest.raises(CorruptCheckpoint, match="a/exp_avg"):

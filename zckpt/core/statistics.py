@@ -15,7 +15,6 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 from msgspec import Struct
 
 from .cast import array
@@ -104,6 +103,8 @@ class Statistics(Struct, eq=False):
 
 def exponents(histogram: Any) -> dict[int, int]:
     """The used part of a histogram: counts by exponent."""
+    import numpy as np
+
     return {int(exponent): int(histogram[exponent]) for exponent in np.flatnonzero(histogram)}
 
 
@@ -140,6 +141,8 @@ def measure(view: Any, dtype: str, histogram: bool = False) -> Statistics:
 
     Raises KeyError for complex and float8 types.
     """
+    import numpy as np
+
     values = array(view, dtype) if len(view) else np.empty(0)
     statistics = Statistics()
     wide = np.empty(min(BLOCK, len(values)))
@@ -152,6 +155,8 @@ def measure(view: Any, dtype: str, histogram: bool = False) -> Statistics:
 
 def _measure(values: Any, dtype: str, wide: Any, histogram: bool) -> Statistics:
     """The statistics of a block; `wide` is memory for as many float64."""
+    import numpy as np
+
     if dtype in ("BF16", "F16"):  # numpy is slow with both
         values = values.astype(np.float32)
     np.copyto(wide, values)
@@ -204,6 +209,8 @@ def _measure(values: Any, dtype: str, wide: Any, histogram: bool) -> Statistics:
 
 def sum_of_squares(values: Any) -> float:
     """The sum of the squares of a block: in its own type within a row, in float64 over the rows."""
+    import numpy as np
+
     whole = len(values) // ROW * ROW
     rows, rest = values[:whole].reshape(-1, ROW), values[whole:]
     dots = np.matmul(rows[:, None, :], rows[:, :, None])
