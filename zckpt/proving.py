@@ -9,7 +9,7 @@ from typing import Any
 from . import formats
 from .core import duplicates, sources
 from .core.pooling import Pool
-from .core.resources import Begin, Copying
+from .core.resources import Begin, Copying, own_rank
 from .core.states import Selection
 from .errors import (
     CorruptCheckpoint,
@@ -91,14 +91,6 @@ def prove(
         problem = {"error": type(error).__name__, "message": error.message, "hint": error.hint}
         findings = {"problems": [problem], "differences": []}
     return report | findings | {"seconds": round(time.monotonic() - started, 3)}
-
-
-def own_rank() -> int:
-    """This process's number among those that torchrun started; 0 without torchrun.
-
-    RANK alone proves nothing: in many clusters every shell has one.
-    """
-    return int(os.environ["RANK"]) if "TORCHELASTIC_RUN_ID" in os.environ else 0
 
 
 def _verify(

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from zckpt.copying.staging import Staging, save
+from zckpt.copying.staging import Staging
+from zckpt.core.fileio import save
 from zckpt.core.layout import Shell, remembered
 from zckpt.errors import TargetExists
 

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 import click
 
+from ..core.resources import own_rank
 from ..display import safe
 from ..errors import (
     CorruptCheckpoint,
@@ -28,7 +29,6 @@ from ..errors import (
     meant,
 )
 from ..errors import cause as why_of
-from ..proving import own_rank
 from . import output, signals
 from .commands import cli
 

@@ -17,7 +17,7 @@ from itertools import chain
 from ..core import sources
 from ..core.checksum import crc32
 from ..core.expected import path_inside
-from ..core.fileio import write_all
+from ..core.fileio import sync_folder, write_all
 from ..core.folder import Folder
 from ..core.layout import Shell
 from ..core.streaming import together
@@ -284,23 +284,6 @@ def joined(target: str) -> Iterator[tuple[Folder, Folder]]:
         yield folder, root
 
 
-def save(path: str, data: bytes) -> None:
-    """Writes a file whole or not at all; follows no link that another user has put there."""
-    partial = f"{path}.{os.urandom(4).hex()}.partial"
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    with os.fdopen(os.open(partial, flags, 0o666), "wb") as file:
-        try:
-            with sources.naming(path):
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(partial, path)
-        except BaseException:
-            os.unlink(partial)
-            raise
-    _sync(os.path.dirname(os.path.abspath(path)))
-
-
 def make_folders(path: str) -> None:
     """Creates a directory and those above it; a power loss leaves all of them or the first ones."""
     missing = []
@@ -310,13 +293,4 @@ def make_folders(path: str) -> None:
     for folder in reversed(missing):
         with suppress(FileExistsError):
             os.mkdir(folder)
-        _sync(os.path.dirname(folder))
-
-
-def _sync(path: str) -> None:
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        with sources.naming(path):
-            os.fsync(file)
-    finally:
-        sources.close(file)
+        sync_folder(os.path.dirname(folder))

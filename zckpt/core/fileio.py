@@ -272,3 +272,30 @@ def _allocate(file: int, size: int) -> None:
         code = ctypes.get_errno()
         if code not in (*REFUSALS, errno.ENOSYS):
             raise OSError(code, os.strerror(code))
+
+
+def save(path: str, data: bytes) -> None:
+    """Writes a file whole or not at all; follows no link that another user has put there."""
+    partial = f"{path}.{os.urandom(4).hex()}.partial"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    with os.fdopen(os.open(partial, flags, 0o666), "wb") as file:
+        try:
+            with naming(path):
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, path)
+        except BaseException:
+            os.unlink(partial)
+            raise
+    sync_folder(os.path.dirname(os.path.abspath(path)))
+
+
+def sync_folder(path: str) -> None:
+    """Returns when the names in a directory are on the disk."""
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        with naming(path):
+            os.fsync(file)
+    finally:
+        close(file)

@@ -58,3 +58,11 @@ def processors() -> int:
 
 READING_JOBS = min(4, max(2, processors()))
 """Threads that only read: they never wait for a write, so more than processors take turns."""
+
+
+def own_rank() -> int:
+    """This process's number among those that torchrun started; 0 without torchrun.
+
+    RANK alone proves nothing: in many clusters every shell has one.
+    """
+    return int(os.environ["RANK"]) if "TORCHELASTIC_RUN_ID" in os.environ else 0

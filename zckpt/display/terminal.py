@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..copying import staging
+from ..core import fileio
 from ..errors import WrongOption, counted, joined
 
 NARROW = 6  # characters per column; a drawn table would lose some with less
@@ -165,7 +165,7 @@ def save(path: str, report: dict[str, Any]) -> None:
 
 def save_text(path: str, text: str) -> None:
     """A text as a file, whole or not at all."""
-    staging.save(path, text.encode("utf-8"))
+    fileio.save(path, text.encode("utf-8"))
 
 
 class Bar:

@@ -4,6 +4,7 @@
     reading.py     what a user says about a checkpoint that is to be read
     paths.py       URLs, packed files and ~ in the place of a folder
     options.py     all options that formats declare
+    groups.py      the groups that a target's optimizer expects
     private.py     how reports call what only one format's files can hold
     zero.py        the arithmetic of ZeRO partitions
 

@@ -5,7 +5,6 @@ A module here may name classes of optimizers and programs that train, but reads 
     steps.py            where optimizers keep their step, and which of several is true
     optimizers.py       what each optimizer keeps, and the defaults of its hyper-parameters
     hyperparameters.py  which hyper-parameters the groups of a target get
-    groups.py           the groups that a target's optimizer expects
     names.py            which parameter of one checkpoint is which of another
     order.py            in which order the module has them
     ties.py             second names of tied weights

@@ -1,7 +1,7 @@
 """What does zckpt do with these files?"""
 
-from ...training.groups import without_empty_groups
 from ..format import Functions
+from ..groups import without_empty_groups
 from .gather import partitions
 from .read import averaged, check, check_slices, read
 from .write import lay_out, seal

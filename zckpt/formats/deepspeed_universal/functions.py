@@ -1,7 +1,7 @@
 """What does zckpt do with these files?"""
 
-from ...training.groups import without_empty_groups
 from ..format import Functions
+from ..groups import without_empty_groups
 from .read import read
 from .write import lay_out, seal
 

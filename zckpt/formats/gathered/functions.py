@@ -1,7 +1,7 @@
 """What does zckpt do with these files?"""
 
-from ...training.groups import with_trainers_groups
 from ..format import Functions
+from ..groups import with_trainers_groups
 from .gather import partitions
 from .read import read
 from .write import has_models, lay_out, seal

@@ -29,10 +29,10 @@ from ....core.facts import FlatBufferEngine
 from ....core.filenames import numbers_of
 from ....core.manifest import Entry, Manifest
 from ....errors import UnsupportedCheckpoint, WrongOption
-from ....training.groups import without_empty_groups
 from ....training.options import Options
 from ...deepspeed_states.directories import LAYER
 from ...deepspeed_states.options import PP_PARTITION
+from ...groups import without_empty_groups
 from . import arguments
 from .apart import ModelGrid, ModelRank
 from .grid import TIED

@@ -20,11 +20,11 @@ from ....core.facts import FlatBufferEngine, StateDictEngine
 from ....core.layout import Shell
 from ....core.manifest import Manifest
 from ....errors import InconsistentCheckpoint, MissingData, WrongOption, counted, listed
-from ....training.groups import regrouped
 from ....training.options import DP, EP, Options
 from ...deepspeed_states.experts import ExpertLayers, expert_name, parameter_of
 from ...deepspeed_states.options import MAX_GROUP_SIZE
 from ...deepspeed_states.target import DeepSpeedTarget
+from ...groups import regrouped
 from .named_layers import with_named_layers
 
 GROUP_SIZE = 178_956_971  # elements, the engine's default of `max_group_size`

@@ -21,7 +21,7 @@ from ..core.manifest import Manifest, Sibling
 from ..errors import ZckptError
 from ..files.torchfile import TorchFile
 from ..files.torchshell import Storages, shell
-from .trainers import SCHEDULERS, TRANSFORMERS, program_of
+from ..training.trainers import SCHEDULERS, TRANSFORMERS, program_of
 
 # names of weights without weight decay in the Trainer (transformers 5.23)
 NOT_DECAYED = re.compile(r".*(?:bias|layernorm|rmsnorm|(?:^|[._])norm(?:$|\.))", re.IGNORECASE)
