@@ -1,6 +1,6 @@
 """What `save_pretrained` of the installed transformers makes of names and tensors, as a table.
 
-python -m tests.saved_names > zckpt/training/saving/table.json
+python -m tests.saved_names > zckpt/naming/saving/table.json
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
 
-from zckpt.training.saving.rules import claimed
+from zckpt.naming.saving.rules import claimed
 
 MADE_BY = (
     "python -m tests.saved_names, from the names and rules of transformers (Apache-2.0), reversed"

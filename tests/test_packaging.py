@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from zckpt.version import __version__
+from zckpt.core.version import __version__
 
 from .conftest import EXAMPLE, ROOT
 from .test_readme import PROJECT, requirements, with_their_own

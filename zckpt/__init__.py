@@ -17,16 +17,26 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .version import __version__ as __version__
+from .core.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from . import dcp as dcp
     from . import probe as probe
-    from .api import Options as Options
-    from .api import convert, diff, export, inspect, load, read, reshard, stats, verify
-    from .copying.sharing import Part
-    from .core.manifest import Manifest
-    from .core.resources import Copying
+    from .api import (
+        Copying,
+        Manifest,
+        Options,
+        Part,
+        convert,
+        diff,
+        export,
+        inspect,
+        load,
+        read,
+        reshard,
+        stats,
+        verify,
+    )
     from .errors import ZckptError
     from .processes.sharing import group
 
@@ -40,10 +50,10 @@ _PUBLIC = {
     "verify": "api",
     "diff": "api",
     "stats": "api",
-    "Copying": "core.resources",
-    "Manifest": "core.manifest",
+    "Copying": "api",
+    "Manifest": "api",
     "Options": "api",
-    "Part": "copying.sharing",
+    "Part": "api",
     "group": "processes.sharing",
     "ZckptError": "errors",
 }

@@ -15,7 +15,7 @@ from . import formats
 from .copying.sharing import Part as Part
 from .core import description, sources
 from .core.description import tensors as tensors
-from .core.manifest import Manifest
+from .core.manifest import Manifest as Manifest
 from .core.pooling import SINGLE, Pool
 from .core.resources import READING_JOBS as READING_JOBS
 from .core.resources import Begin
@@ -26,8 +26,8 @@ from .formats.options import Keywords, options_of
 from .formats.reading import NamedKeywords, Reading, SourceKeywords
 from .reading import read as read_manifest
 from .reading import read_other
-from .training.names import Renames
 from .training.options import Options as TargetOptions
+from .training.options import Renames
 from .writing import read_for, write
 from .writing.running import Keywords as RunningKeywords
 from .writing.running import Running

@@ -22,9 +22,10 @@ from .errors import (
 )
 from .formats.format import Format
 from .formats.reading import Reading
-from .training import families, steps
-from .training.names import called_as, names_of, renamed
-from .training.saving import spelled_as
+from .naming import families
+from .naming.names import called_as, names_of, renamed
+from .naming.saving import spelled_as
+from .training import steps
 from .training.trainers import lacking_state
 
 

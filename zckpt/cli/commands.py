@@ -9,9 +9,9 @@ from typing import Any
 import click
 
 from .. import display
+from ..core.version import __version__
 from ..errors import NotEnoughSpace, WrongOption, sized
 from ..formats import FORMATS, other_objects
-from ..version import __version__
 from . import launched, output, signals
 from .checking import diff, probe_diff, stats, verify
 from .help import WIDTH, Commands, FormatName

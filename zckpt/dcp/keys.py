@@ -23,7 +23,7 @@ from ..core.manifest import Entry, Manifest, slot_name
 from ..formats.statedict.keys import OPTIMIZER, in_folder, keys_of
 from ..formats.statedict.tree import dotted
 from ..formats.statedict.write import flattened
-from ..training.names import Rule, by_plain_name, leading, names_of, plain
+from ..naming.names import Rule, by_plain_name, leading, names_of, plain
 
 SECTION = re.compile(r"(?:^|\.)(state|param_groups)\.")
 NUMBERED = re.compile(r"(?:^|\.)state\.\d+\.[^.]+$")

@@ -15,7 +15,7 @@ from msgspec import Struct
 from ..errors import WrongOption
 
 if TYPE_CHECKING:
-    from ..training.names import Renames
+    from ..training.options import Renames
 
 REPLICAS = ("rank0", "mean")
 """What may be taken of the copies that tensor ranks hold, if they differ."""

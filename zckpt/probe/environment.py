@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from ..core.checksum import crc32
-from ..version import __version__
+from ..core.version import __version__
 from .compiled import is_compiled
 from .subscribers import modules
 

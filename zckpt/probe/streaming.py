@@ -34,8 +34,9 @@ from ..core.records import RecordChecker
 from ..core.weights import weight_of
 from ..errors import MissingData, listed
 from ..formats.reading import Reading
+from ..naming.names import matched, plain, renamed
 from ..reading import read
-from ..training.names import Renames, matched, plain, renamed
+from ..training.options import Renames
 from .compiled import is_compiled
 from .prefetch import Part, Prefetcher, most
 from .statistics import NAMES

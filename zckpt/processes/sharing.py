@@ -25,8 +25,8 @@ from ..copying.sharing import Portion, Sharing, largest_first
 from ..core.checksum import crc32
 from ..core.pooling import Pool, Running
 from ..core.resources import Progress
+from ..core.version import __version__
 from ..errors import MALFORMED, ProcessLost, WrongOption, brief, cause
-from ..version import __version__
 from .group import Group
 from .store import unreadable
 

@@ -13,8 +13,8 @@ from ..core.description import advice
 from ..core.difference import Difference
 from ..core.manifest import Entry, Manifest
 from ..core.plan import Match
+from ..core.version import __version__
 from ..errors import listed
-from ..version import __version__
 from . import damage
 
 Report = dict[str, Any]

@@ -8,7 +8,7 @@ command line, the functions of Python and the refusals follow from these lists.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypedDict, TypeVar
+from typing import Any, Generic, TypedDict, TypeVar
 
 from msgspec import Struct
 
@@ -18,10 +18,10 @@ from ..core.inert import is_dotted
 from ..errors import WrongOption
 from .steps import WRITTEN
 
-if TYPE_CHECKING:
-    from .names import Renames
-
 FILE_SIZE = 8 << 30
+
+Renames = Sequence[tuple[str, str]]
+"""Pairs of an old and a new name, or of a regular expression and its replacement."""
 
 Value = TypeVar("Value", covariant=True)
 GroupDefaults = Mapping[Any, Any] | Sequence[Mapping[str, Any]]

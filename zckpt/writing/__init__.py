@@ -31,14 +31,16 @@ from ..core.checksum import crc32
 from ..core.layout import remembered
 from ..core.manifest import Manifest
 from ..core.sources import files_seen
+from ..core.version import __version__
 from ..errors import TargetExists, WrongOption, counted
 from ..formats.deepspeed_states import estimates
 from ..formats.paths import strange_target
 from ..formats.reading import Reading
+from ..naming import ties
+from ..naming.names import former
 from ..reading import read
-from ..training import best, objects, steps, ties
+from ..training import best, objects, steps
 from ..training.hyperparameters import unused_defaults
-from ..training.names import former
 from ..training.options import (
     ACCEPT_WEIGHTS,
     ALLOW_OBJECT,
@@ -50,7 +52,6 @@ from ..training.options import (
     Options,
     refuse,
 )
-from ..version import __version__
 from . import models
 from .keeping import Keeping, dropped_states
 from .names import named_for

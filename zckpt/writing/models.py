@@ -18,9 +18,9 @@ from ..core.layout import Layout
 from ..core.manifest import Manifest
 from ..errors import MissingData, WrongOption
 from ..formats.reading import Reading
+from ..naming import ties
+from ..naming.names import names_in
 from ..reading import read, refuse_several
-from ..training import ties
-from ..training.names import names_in
 from ..training.options import DIALECT, FAMILY, PARAM_NAMES, RENAME, TIE, Options
 
 if TYPE_CHECKING:

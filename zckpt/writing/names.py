@@ -8,11 +8,11 @@ from .. import formats
 from ..core.experts import layers_of
 from ..core.manifest import Manifest
 from ..formats.hf.options import MODEL_CONFIG
-from ..training import ties
-from ..training.families import translated
-from ..training.names import called_as, canonical, renamed
+from ..naming import ties
+from ..naming.families import translated
+from ..naming.names import called_as, canonical, renamed
+from ..naming.order import in_order_of
 from ..training.options import FAMILY, PARAM_NAMES, RENAME, TIE, Options
-from ..training.order import in_order_of
 
 if TYPE_CHECKING:
     from ..formats.format import Format

@@ -9,9 +9,9 @@ from msgspec.structs import replace
 
 from ..copying import staging, targets
 from ..copying.journal import Identity
+from ..core.version import __version__
 from ..errors import WrongOption, counted, literal
 from ..training import best
-from ..version import __version__
 from . import Report
 from .running import Running
 

@@ -15,8 +15,8 @@ from msgspec.structs import replace
 import zckpt
 from zckpt.core import slicing
 from zckpt.core.slicing import Slicing
-from zckpt.training import tensor_rules
-from zckpt.training.tensor_rules import Rule, Shapes, Sliced
+from zckpt.naming import tensor_rules
+from zckpt.naming.tensor_rules import Rule, Shapes, Sliced
 
 from ...engines.deepspeed import submit
 from ...faults import swap_files

@@ -17,7 +17,7 @@ from zckpt.errors import InconsistentCheckpoint, MissingData, UnsupportedCheckpo
 from zckpt.formats.deepspeed.model_ranks.slices_by_engine import Cut
 from zckpt.formats.deepspeed.model_ranks.slices_by_engine import Info as ProofInfo
 from zckpt.formats.deepspeed.model_ranks.universal_info import UniversalInfo
-from zckpt.training.tensor_rules import Shapes, Sliced, decide
+from zckpt.naming.tensor_rules import Shapes, Sliced, decide
 
 NAME = "layers.0.mixer.weight"
 Info = dict[str, Any]

@@ -21,7 +21,7 @@ from ...core import sources
 from ...core.filenames import oldest_first
 from ...errors import UnsupportedCheckpoint
 from ...files.dcpfile import ITEMS, METADATA, names_any
-from ...training import peft
+from ...naming import peft
 from . import hf
 
 STEP = re.compile(r"step-\d+")

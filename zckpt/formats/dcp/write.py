@@ -34,7 +34,8 @@ from ...files.dcpshell import (
 )
 from ...files.pickling import dumps
 from ...files.torchshell import Storages, shell, thawed
-from ...training import peft, trainers
+from ...naming import peft
+from ...training import trainers
 from ...training.options import DIALECT, DP, Options
 from ...training.trainers import TRANSFORMERS, program_of
 from ..statedict.keys import ADAPTER, in_folder, own_key

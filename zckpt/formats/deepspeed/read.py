@@ -19,8 +19,8 @@ from ...errors import (
     WrongOption,
     not_understood,
 )
+from ...naming.tensor_rules import rules_of
 from ...training.steps import KEEP
-from ...training.tensor_rules import rules_of
 from ..deepspeed_states.directories import TagDirectory, refuse
 from ..deepspeed_states.saved_names import check_names
 from ..deepspeed_states.states import open_files, open_layers

@@ -12,9 +12,9 @@ from ...core.layout import Layout, Shell
 from ...core.manifest import Manifest
 from ...errors import counted, listed, literal
 from ...files.torchshell import seal_records
+from ...naming.order import need_order
 from ...training import trainers
 from ...training.options import LIKE, TP, Options
-from ...training.order import need_order
 from ..deepspeed_states import reports
 from ..deepspeed_states.hyper import check_states
 from ..deepspeed_states.target import DeepSpeedTarget

@@ -12,7 +12,7 @@ from ...core.inert import Size
 from ...core.layout import Shell
 from ...files.torchfile import Tensor
 from ...files.torchshell import Contents, Storages
-from ...training import peft
+from ...naming import peft
 from . import auto_ep
 from .experts import stacked
 from .target import DeepSpeedTarget

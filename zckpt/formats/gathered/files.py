@@ -33,7 +33,7 @@ from ...errors import (
     listed,
 )
 from ...files.torchfile import Tensor, is_torch, peek
-from ...training import peft
+from ...naming import peft
 from . import distributed, items
 
 if TYPE_CHECKING:

@@ -27,7 +27,8 @@ from ...errors import (
     UnsupportedCheckpoint,
 )
 from ...files.torchfile import Tensor, TorchFile, class_of
-from ...training import peft, steps
+from ...naming import peft
+from ...training import steps
 from ..statedict.finding import MEMBERS
 from ..statedict.tree import (
     Leaf,

@@ -35,7 +35,8 @@ from ...errors import listed, literal
 from ...files import safefile
 from ...files.torchfile import Tensor
 from ...files.torchshell import Storages, seal_records, shell
-from ...training import peft, trainers
+from ...naming import peft
+from ...training import trainers
 from ...training.options import DIALECT, DP, Options
 from ...training.trainers import ACCELERATE, TRANSFORMERS, program_of
 from ..statedict.keys import keys_of, trainers_dialect

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 
 from ...core import sources
-from ...training import peft
+from ...naming import peft
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 

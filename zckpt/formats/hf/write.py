@@ -7,7 +7,7 @@
 
 The files are those of `save_pretrained` (transformers 5.24, PEFT 0.21). Names that config.json ties
 are saved once, under the name that it ties them to; names of modules become those of files
-(training/saving); an adapter is saved without its base model. Files that only a trainer needs are
+(naming/saving); an adapter is saved without its base model. Files that only a trainer needs are
 left out.
 """
 
@@ -31,7 +31,7 @@ from ...core.siblings import SiblingList, refusals
 from ...core.weights import agreement, weight_of
 from ...errors import MissingData, UnsupportedCheckpoint, WrongOption, listed, literal
 from ...files import safefile
-from ...training import peft, saving, ties
+from ...naming import peft, saving, ties
 from ...training.options import Options
 from ...training.trainers import LOADED, files_to_load_by, json_of, without_folder
 from .files import INDEX, WEIGHTS

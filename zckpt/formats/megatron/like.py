@@ -31,9 +31,9 @@ from ...errors import (
     counted,
     listed,
 )
-from ...training.families.layouts import LAYOUTS
-from ...training.families.rules import MEGATRON
-from ...training.families.sizes import Sizes
+from ...naming.families.layouts import LAYOUTS
+from ...naming.families.rules import MEGATRON
+from ...naming.families.sizes import Sizes
 from ...training.hyperparameters import given_groups, torch_groups
 from ...training.objects import without_others
 from ...training.options import ALLOW_OBJECT, Options

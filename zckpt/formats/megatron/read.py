@@ -33,7 +33,7 @@ from ...errors import (
 from ...files.dcpfile import ItemTable, TensorItem, read_table
 from ...files.dcpitems import ItemFiles, require_same
 from ...files.torchfile import Tensor
-from ...training.tensor_rules import rules_of
+from ...naming.tensor_rules import rules_of
 from ..reading import USUAL, Reading
 from ..statedict.tree import TensorPiece, assembled
 from .buffers.flats import FlatItems, local_parts, read_bytes, slicing_of, states

@@ -16,9 +16,9 @@ from ...core.dtypes import SIZES
 from ...core.inert import Foreign
 from ...core.manifest import Entry, Manifest
 from ...errors import MissingData, WrongOption
-from ...training.families.layouts import LAYOUTS
-from ...training.families.rules import HUGGING_FACE, MEGATRON
-from ...training.families.sizes import Sizes
+from ...naming.families.layouts import LAYOUTS
+from ...naming.families.rules import HUGGING_FACE, MEGATRON
+from ...naming.families.sizes import Sizes
 from ...training.options import LIKE, TP, VOCAB_SIZE, Options
 from .common import arguments
 from .contents import size_of

@@ -16,7 +16,8 @@ from ...core.facts import StateDictEngine, StepPlace
 from ...core.inert import PYTHON_NUMBERS, Scalar, TensorName, inside, map_values
 from ...core.manifest import Entry, Manifest, Parameter, Sighting, Unread, slot_name
 from ...errors import UnsupportedCheckpoint, listed
-from ...training import steps, ties
+from ...naming import ties
+from ...training import steps
 from ...training.optimizers import name_of_groups
 from ...training.trainers import config_of
 from ..reading import Reading

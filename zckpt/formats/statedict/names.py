@@ -8,8 +8,8 @@ from typing import Any
 
 from ...errors import InconsistentCheckpoint, MissingData, WrongOption, listed
 from ...files.torchfile import class_of, shape_of_record
-from ...training import peft
-from ...training.names import matched
+from ...naming import peft
+from ...naming.names import matched
 from .finding import OptimizerState
 from .matching import keeps_order, match
 from .tree import Leaf, SavedTree

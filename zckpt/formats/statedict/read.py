@@ -10,8 +10,8 @@ from msgspec.structs import replace
 from ...core.filenames import number_of
 from ...core.manifest import Manifest, Unread
 from ...errors import InconsistentCheckpoint, MissingData, listed
-from ...training import peft
-from ...training.names import names_in
+from ...naming import peft
+from ...naming.names import names_in
 from ...training.trainers import config_of, of_model
 from ..reading import USUAL, Reading
 from .building import ManifestBuilder

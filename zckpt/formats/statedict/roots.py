@@ -20,7 +20,7 @@ from typing import Any
 from msgspec import Struct
 
 from ...errors import AmbiguousCheckpoint, MissingData, WrongOption, listed, meant
-from ...training.names import matched
+from ...naming.names import matched
 from .finding import OptimizerState
 from .names import shape_of
 from .tree import Leaf, Path, SavedTree, dotted

@@ -17,7 +17,7 @@ from ...core.inert import Scalar, TensorName
 from ...core.manifest import Manifest, slot_key
 from ...core.weights import WIDE, is_optimizers, weight_of
 from ...errors import WrongOption, brief, counted, listed
-from ...training import peft
+from ...naming import peft
 from ...training.hyperparameters import given_groups, torch_groups
 from ...training.optimizers import check_moments
 from ...training.options import DTYPE, Options

@@ -17,7 +17,7 @@ from typing import Any
 from msgspec import Struct
 
 from ....core.manifest import Manifest
-from ....training.ties import CONFIG
+from ....naming.ties import CONFIG
 from ....training.trainers import files_to_load_by, json_of
 from ...deepspeed_states.patterns import INFO
 from .universal_info import UniversalInfo

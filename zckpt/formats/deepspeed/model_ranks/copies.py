@@ -24,7 +24,7 @@ from ....core.manifest import Entry, Manifest
 from ....core.plan import Match
 from ....core.weights import is_optimizers
 from ....errors import InconsistentCheckpoint, UnsupportedCheckpoint, counted, listed
-from ....training.tensor_rules import SUM
+from ....naming.tensor_rules import SUM
 from ...deepspeed_states.directories import LAYER
 from ..files import model_rank_of
 from .grid import TIED

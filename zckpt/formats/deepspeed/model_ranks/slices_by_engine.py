@@ -19,7 +19,7 @@ from msgspec import Struct
 
 from ....core import sources
 from ....errors import UnsupportedCheckpoint
-from ....training.tensor_families import FAMILIES
+from ....naming.tensor_families import FAMILIES
 
 Shapes = Sequence[tuple[int, ...] | None]
 """A tensor's shape on every tensor rank; None where a rank has none of it."""

@@ -1,6 +1,6 @@
 """How the slices of tensor ranks become whole tensors, as boxes: no byte is read.
 
-Each tensor rank has been read as a model by itself. The rules of training/tensor_rules.py say how
+Each tensor rank has been read as a model by itself. The rules of naming/tensor_rules.py say how
 its parameters are cut. What all ranks have is taken from the first one, and the others are copies
 that must be equal.
 """
@@ -22,8 +22,8 @@ from ....core.manifest import Entry, Manifest
 from ....core.states import as_unread
 from ....core.weights import WEIGHTS
 from ....errors import InconsistentCheckpoint, listed
-from ....training.tensor_families import DOUBTS
-from ....training.tensor_rules import RuleFile, Rules, Shapes, Sliced, decide
+from ....naming.tensor_families import DOUBTS
+from ....naming.tensor_rules import RuleFile, Rules, Shapes, Sliced, decide
 from ...deepspeed_states.patterns import INFO
 from .together import MIXED, common, same_parameter
 from .universal_info import UniversalInfo

@@ -24,7 +24,7 @@ from typing import Any
 from ....core import slicing
 from ....core.slicing import Piece, Slicing
 from ....errors import InconsistentCheckpoint, UnsupportedCheckpoint, brief
-from ....training.tensor_rules import Rule, Shapes, Sliced, by_rule
+from ....naming.tensor_rules import Rule, Shapes, Sliced, by_rule
 from ...deepspeed_states.patterns import check_patterns, fields_of
 
 NEWEST_MAP = 1

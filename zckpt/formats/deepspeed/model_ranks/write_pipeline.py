@@ -21,8 +21,8 @@ from ....core.layout import Layout, Shell
 from ....core.manifest import Manifest
 from ....errors import UnsupportedCheckpoint, WrongOption, counted, literal
 from ....files.torchshell import Storages, shell
+from ....naming.order import need_order
 from ....training.options import PP, TP, WEIGHTS_ONLY, Options
-from ....training.order import need_order
 from ...deepspeed_states import reports
 from ...deepspeed_states.directories import TagDirectory
 from ...deepspeed_states.hyper import check_states

@@ -29,9 +29,9 @@ from ....errors import (
     listed,
     literal,
 )
+from ....naming.tensor_rules import Rules, Shapes, Sliced, stated_rule
 from ....training import objects
 from ....training.options import ALLOW_OBJECT, VOCAB_SIZE, WEIGHTS_ONLY, Options
-from ....training.tensor_rules import Rules, Shapes, Sliced, stated_rule
 from ... import engine_objects
 from ...deepspeed_states import reports
 from ...deepspeed_states.directories import TagDirectory

@@ -21,7 +21,7 @@ from msgspec import Struct
 
 from ....core.slicing import replicated
 from ....errors import UnsupportedCheckpoint
-from ....training.tensor_rules import Rule, Rules, Shapes, Sliced, by_rule, decide
+from ....naming.tensor_rules import Rule, Rules, Shapes, Sliced, by_rule, decide
 from ..common import WEIGHTS_ONLY
 from ..contents import size_of
 

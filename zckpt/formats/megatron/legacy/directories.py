@@ -32,7 +32,7 @@ from ....core.manifest import Entry, Manifest
 from ....core.slicing import Slicing, joined
 from ....errors import CorruptCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint, listed
 from ....files.torchfile import Parsed, Tensor, TorchFile
-from ....training.tensor_rules import Rules
+from ....naming.tensor_rules import Rules
 from ..buffers.flats import buffers_of, param_groups, read_bytes, states
 from ..buffers.order import LAYER, is_before, predicts
 from ..buffers.placing import places, places_of_trained

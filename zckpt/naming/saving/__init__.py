@@ -10,7 +10,7 @@ files stay as older versions, vLLM and converters to GGUF read them.
     translate.py    a manifest under the names of files
     modules.py      a manifest of files under the names of modules, for `verify` and `diff`
 
-The table is generated: `python -m tests.saved_names > zckpt/training/saving/table.json`. A test
+The table is generated: `python -m tests.saved_names > zckpt/naming/saving/table.json`. A test
 compares it with the installed transformers.
 """
 

@@ -8,8 +8,8 @@ import pytest
 
 from zckpt.errors import MissingData, WrongOption
 from zckpt.formats.deepspeed.model_ranks.universal_info import of_json
-from zckpt.training.tensor_families import FAMILIES
-from zckpt.training.tensor_rules import Shapes, decide, rules_of
+from zckpt.naming.tensor_families import FAMILIES
+from zckpt.naming.tensor_rules import Shapes, decide, rules_of
 
 # Names and the slices' shapes at tp 2: hidden 8, four heads, vocabulary 32
 GELU = {

@@ -17,9 +17,9 @@ from ...core.dtypes import SIZES
 from ...core.fragments import ZEROS, Extent, Fragment, Runs, solid
 from ...core.manifest import Entry, Manifest, Parameter
 from ...errors import ZckptError
+from ...training.trainers import json_of
 from ..names import names_of
 from ..ties import CONFIG
-from ..trainers import json_of
 from .rules import rules_of
 from .translate import as_saved
 

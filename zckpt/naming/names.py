@@ -22,6 +22,7 @@ from ..core.facts import FlatBufferEngine
 from ..core.manifest import Entry, Manifest
 from ..core.states import renamed_others
 from ..errors import MissingData, WrongOption, listed
+from ..training.options import Renames
 from .peft import saved_name
 
 if TYPE_CHECKING:
@@ -31,8 +32,6 @@ INSIDE = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint
 WRAPPERS = ("module.", "_forward_module.")
 PREFIXES = (*WRAPPERS, "model.")
 RENAME = "rename the source's names: --rename REGEX=REPL (rename=[(REGEX, REPL)] in Python)"
-
-Renames = Sequence[tuple[str, str]]
 
 
 def plain(name: str) -> str:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from zckpt.training import peft
+from zckpt.naming import peft
 
 
 class Model(nn.Module):

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from zckpt.training.families import rules
-from zckpt.training.families.layouts import LAYOUTS
+from zckpt.naming.families import rules
+from zckpt.naming.families.layouts import LAYOUTS
 
 H, HEADS, QUERY, GROUPS, VOCABULARY = 8, 2, 4, 2, 5
 LAYER = "model.layers.0."

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 import zckpt
 from zckpt import errors
-from zckpt.training import ties
+from zckpt.naming import ties
 
 from ..conftest import EXAMPLE, Result
 

@@ -12,8 +12,8 @@ from msgspec.structs import replace
 import zckpt
 from zckpt.core.manifest import Manifest
 from zckpt.errors import MissingData, WrongOption
-from zckpt.training import names as naming
-from zckpt.training.names import canonical, matched, renamed
+from zckpt.naming import names as naming
+from zckpt.naming.names import canonical, matched, renamed
 
 from ..conftest import EXAMPLE, Result
 

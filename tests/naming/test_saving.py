@@ -20,9 +20,9 @@ from msgspec.structs import replace
 from zckpt.core.fragments import ZEROS, Extent, solid
 from zckpt.core.manifest import Entry, Manifest, Parameter
 from zckpt.errors import InconsistentCheckpoint, MissingData, UnsupportedCheckpoint, WrongOption
-from zckpt.training.saving import as_saved
-from zckpt.training.saving.modules import as_modules, spelled_as
-from zckpt.training.saving.rules import _table, claimed, rules_for
+from zckpt.naming.saving import as_saved
+from zckpt.naming.saving.modules import as_modules, spelled_as
+from zckpt.naming.saving.rules import _table, claimed, rules_for
 
 from .. import saved_names
 
@@ -169,7 +169,7 @@ def not_older() -> None:
 
 
 def test_rules_are_those_of_transformers() -> None:
-    """If this fails: python -m tests.saved_names > zckpt/training/saving/table.json"""
+    """If this fails: python -m tests.saved_names > zckpt/naming/saving/table.json"""
     not_older()
     assert _table()["rules"] == saved_names.shared(saved_names.rules())
 

@@ -16,8 +16,8 @@ from ...core import sources
 from ...core.inert import Foreign
 from ...core.manifest import Manifest, Sibling
 from ...errors import InconsistentCheckpoint, WrongOption
+from ...training.trainers import files_to_load_by, json_of
 from ..ties import CONFIG
-from ..trainers import files_to_load_by, json_of
 from .rules import NAMES, Family, is_family
 
 KEYS = ("heads", "kv_heads", "vocab_size")
