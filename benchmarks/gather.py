@@ -39,7 +39,6 @@ import torch
 import torch.distributed as dist
 
 from zckpt import api, formats
-from zckpt.cli.parameters import Size
 from zckpt.core.dtypes import SIZES, TORCH_NAMES
 from zckpt.core.fileio import Reader, files_per_thread
 from zckpt.core.fragments import Extent
@@ -350,7 +349,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=layer.DTYPES, default="fp16", help="with --layer")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: a GPU if there is one")
-    parser.add_argument("--memory", type=Size(), default=256 << 20, metavar="SIZE")
+    parser.add_argument("--memory", type=int, default=256 << 20, metavar="BYTES")
     parser.add_argument("--jobs", type=int, default=4, help="threads of each process")
     arguments = parser.parse_args()
     if bool(arguments.source and arguments.against) == bool(arguments.layer):

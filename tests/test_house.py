@@ -35,7 +35,7 @@ ARROWS = {
     "cli": "api core display errors formats probe processes reading training",
     "__init__": "api core dcp errors probe processes",
     "__main__": "cli",
-    "benchmarks": "api cli core dcp formats probe proof",
+    "benchmarks": "api core dcp formats probe proof",
 }
 ENGINES = re.compile(
     r"deepspeed|fsdp|megatron|onnx|\bort\b|accelerate|lightning|hugging.?face|transformers|\bpeft\b",

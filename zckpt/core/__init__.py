@@ -12,6 +12,7 @@ What a checkpoint is:
     states.py         which states an optimizer keeps, and which of them another checkpoint lacks
     neighbors.py      which parameters lack a state that others have
     inert.py          objects of classes that are never imported
+    version.py        the version of zckpt
     dtypes.py         element types, and cast.py between them
 
 How a source is read:
