@@ -35,6 +35,19 @@ def pytest_runtest_makereport() -> None:
         os._exit(70)
 
 
+SLOW = {"engines", "matrix", "exhaustive", "gpu", "first"}
+OF_PROCESSES = ("tests/cli", "tests/peers", "tests/probe", "tests/processes", "tests/safety")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """`quick` are the tests of modules: they train nothing, and hardly any starts a process."""
+    for item in items:
+        path = item.path.relative_to(ROOT).as_posix()
+        is_of_module = path.count("/") > 1 and not path.startswith(OF_PROCESSES)
+        if is_of_module and SLOW.isdisjoint(mark.name for mark in item.iter_markers()):
+            item.add_marker("quick")
+
+
 def needs(*packages: str) -> None:
     """Skips a test without these packages; in CI it goes on, and fails where it imports them."""
     missing = [package for package in packages if find_spec(package) is None]
