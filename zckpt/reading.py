@@ -11,7 +11,7 @@ from . import formats
 from .core import sources
 from .core.folder import JOURNAL
 from .core.manifest import Manifest
-from .core.neighbors import lacking
+from .core.missing_states import lacking
 from .core.times import odd_times
 from .errors import (
     AmbiguousCheckpoint,

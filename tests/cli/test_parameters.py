@@ -8,7 +8,7 @@ from typing import Any
 import click
 import pytest
 
-from zckpt.cli.parameters import KINDS, Config, Names, Size
+from zckpt.cli.parameters import KINDS, ByteCount, Config, NameList
 from zckpt.formats import FORMATS
 
 
@@ -43,7 +43,7 @@ def test_files(tmp_path: Path) -> None:
     assert parsed("names", f"{tmp_path}/lines") == parsed("names", f"{tmp_path}/list") == ("a", "b")
 
 
-@pytest.mark.parametrize("type", [Config(), Names()])
+@pytest.mark.parametrize("type", [Config(), NameList()])
 def test_files_that_cannot_be_read(type: click.ParamType[Any], tmp_path: Path) -> None:
     (tmp_path / "broken").write_text("[")
     for name, why in (
@@ -59,8 +59,8 @@ def test_files_that_cannot_be_read(type: click.ParamType[Any], tmp_path: Path) -
     ("type", "text", "message"),
     [
         (Config(), "[1]", "is not a JSON object"),
-        (Names(), "[1]", "is not a list of names"),
-        (Names(), "", "is not a list of names"),
+        (NameList(), "[1]", "is not a list of names"),
+        (NameList(), "", "is not a list of names"),
     ],
 )
 def test_files_of_something_else(
@@ -74,7 +74,7 @@ def test_files_of_something_else(
 @pytest.mark.parametrize("value", ["much", "1.2.3", "5XB"])
 def test_wrong_sizes(value: str) -> None:
     with pytest.raises(click.BadParameter, match="is not a size"):
-        Size().convert(value, None, None)
+        ByteCount().convert(value, None, None)
 
 
 def test_every_kind_that_a_format_declares_is_known() -> None:

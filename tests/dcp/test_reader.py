@@ -341,7 +341,7 @@ def test_boxes_are_runs_of_elements() -> None:
         numbers = torch.arange(prod(shape)).view(shape)
         ends = zip(offsets, sizes, strict=True)
         inside = numbers[tuple(slice(start, start + size) for start, size in ends)]
-        box = regions.Region(
+        box = regions.BoxRegion(
             Entry("x/param", "F32", shape, Runs([])), offsets, sizes, torch.empty(sizes)
         )
         assert [n for start, stop in box.runs() for n in range(start, stop)] == (

@@ -33,7 +33,7 @@ def path(tmp_path: Path) -> Path:
     return path
 
 
-def read(path: Path) -> hdf5file.Contents:
+def read(path: Path) -> hdf5file.HDF5Contents:
     return hdf5file.read(str(path), lambda name: name.startswith("tensors/"))
 
 

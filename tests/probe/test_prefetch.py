@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from zckpt.probe import prefetch
-from zckpt.probe.prefetch import THREAD, Memory, Order, Part, Prefetcher
+from zckpt.probe.prefetch import THREAD, Memory, Order, Prefetcher, WeightPart
 
 A, B, C, D = range(4)
 WAIT = 30  # seconds, on a busy machine
@@ -131,13 +131,13 @@ class Reads:
         self.done[module].set()
 
 
-def parts_of(size: int) -> dict[int, list[Part]]:
-    return {module: [Part(size, [module], lambda view: view)] for module in (A, B, C, D)}
+def parts_of(size: int) -> dict[int, list[WeightPart]]:
+    return {module: [WeightPart(size, [module], lambda view: view)] for module in (A, B, C, D)}
 
 
 @contextmanager
 def reading(
-    reads: Reads, size: int = SIZE, parts: dict[int, list[Part]] | None = None
+    reads: Reads, size: int = SIZE, parts: dict[int, list[WeightPart]] | None = None
 ) -> Iterator[Prefetcher]:
     parts = parts or parts_of(size)
     prefetcher = Prefetcher(parts, {module: "abcd"[module] for module in parts}, reads)
@@ -191,7 +191,7 @@ def test_a_call_reads_what_the_thread_has_not_begun() -> None:
 
 def test_two_threads_read_one_large_module() -> None:
     reads = Reads()
-    parts = {A: [Part(SIZE, [A, B, C], lambda view: bytes(view[:1]))]}
+    parts = {A: [WeightPart(SIZE, [A, B, C], lambda view: bytes(view[:1]))]}
     with reading(reads, parts=parts) as prefetcher:
         reads.go_on.clear()
         threading.Timer(0.2, reads.go_on.set).start()
@@ -211,7 +211,7 @@ def test_what_was_read_for_a_call_that_came_later_is_not_read_again() -> None:
 
 def test_a_wrong_guess_needs_no_more_memory() -> None:
     parts = parts_of(SIZE)
-    parts[A] = [Part(1, [A], bytes)]
+    parts[A] = [WeightPart(1, [A], bytes)]
     with reading(reads := Reads(), parts=parts) as prefetcher:
         prefetcher.take(A)
         assert reads.done[B].wait(WAIT)
@@ -221,7 +221,7 @@ def test_a_wrong_guess_needs_no_more_memory() -> None:
 
 
 def test_a_tied_part_is_read_once() -> None:
-    tied = Part(SIZE, [A], bytes, stays=True)
+    tied = WeightPart(SIZE, [A], bytes, stays=True)
     parts = parts_of(4096)
     parts[A], parts[D] = [tied], [tied]
     with reading(reads := Reads(), parts=parts) as prefetcher:
@@ -244,7 +244,7 @@ def test_the_call_that_needs_a_module_raises_its_error() -> None:
 @pytest.mark.parametrize("stays", [True, False])
 def test_a_module_that_could_not_be_read_is_read_again(stays: bool) -> None:
     parts = parts_of(SIZE)
-    parts[B] = [Part(SIZE, [B], bytes, stays)]
+    parts[B] = [WeightPart(SIZE, [B], bytes, stays)]
     reads = Reads(B)
     with reading(reads, parts=parts) as prefetcher:
         with pytest.raises(OSError, match="module 1"):
@@ -258,7 +258,7 @@ def test_an_error_of_making_a_value_is_raised() -> None:
         raise MemoryError("no memory for this")
 
     parts = parts_of(SIZE)
-    parts[B] = [Part(SIZE, [B], fail)]
+    parts[B] = [WeightPart(SIZE, [B], fail)]
     with reading(reads := Reads(), parts=parts) as prefetcher:
         prefetcher.take(A)
         assert reads.done[B].wait(WAIT)  # on the thread

@@ -356,14 +356,14 @@ def _proof(root: Path) -> Target:
 def _options(root: Path) -> Target:
     import click
 
-    from zckpt.cli.parameters import Config, Names, Pairs
+    from zckpt.cli.parameters import Config, NameList, Pairs
     from zckpt.training.options import GROUP_DEFAULTS, Options
 
     path, config = root / "options", {"train_batch_size": 4, "optimizer": {"type": "Adam"}}
 
     def run(data: bytes) -> None:
         path.write_bytes(data)
-        for kind in (Config(), Names()):
+        for kind in (Config(), NameList()):
             with suppress(click.BadParameter):
                 kind.convert(str(path), None, None)
         with suppress(click.BadParameter):

@@ -15,7 +15,7 @@ from ..formats.format import Format
 from ..formats.options import declared
 from ..training.options import DROP_STATE, FAMILY, PARAM_NAMES, RENAME, WEIGHTS_ONLY, Option
 from .help import FormatName, GroupedOption
-from .parameters import KINDS, PATH, PartOf, Size
+from .parameters import KINDS, PATH, ByteCount, PartOf
 
 Command = Callable[..., Any]
 Decorator = Callable[[Command], Command]
@@ -161,7 +161,7 @@ memory = grouped(
     "Copying",
     "--memory",
     rare=True,
-    type=Size(),
+    type=ByteCount(),
     default="256MiB",
     show_default=True,
     help="Limit for the memory of all buffers together.",

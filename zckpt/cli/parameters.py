@@ -30,7 +30,7 @@ UNITS = {"": 1, "K": 1000, "M": 10**6, "G": 10**9, "T": 10**12}
 UNITS |= {f"{unit}I": 1024**power for power, unit in enumerate("KMGT", 1)}
 
 
-class Size(ParamType[int]):
+class ByteCount(ParamType[int]):
     """Bytes: 256MiB, 8GiB, 500MB, 1000000."""
 
     name = "size"
@@ -111,7 +111,7 @@ def names_in(text: str) -> Any:
     return json.loads(text) if text.lstrip().startswith("[") else text.splitlines()
 
 
-class Names(ParamType[tuple[str, ...]]):
+class NameList(ParamType[tuple[str, ...]]):
     """A file of names, one per line, or a JSON list of them."""
 
     name = "file"
@@ -196,9 +196,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "switch": {"is_flag": True},
     "integer": {"type": int},
     "integers": {"type": Integers()},
-    "size": {"type": Size()},
+    "size": {"type": ByteCount()},
     "json": {"type": Config()},
-    "names": {"type": Names()},
+    "names": {"type": NameList()},
     "pairs": {"type": Pairs(), "multiple": True, "callback": merged},
     "rules": {"type": Rename(), "multiple": True},
     "ties": {"type": Tie(), "multiple": True},

@@ -16,10 +16,10 @@ from itertools import chain
 
 from ..core import sources
 from ..core.checksum import crc32
-from ..core.expected import path_inside
 from ..core.fileio import sync_folder, write_all
 from ..core.folder import Folder
 from ..core.layout import Shell
+from ..core.missing_ranks import path_inside
 from ..core.streaming import together
 from ..errors import Interrupted, TargetExists, removal
 from .journal import Identity, Journal, set_mark

@@ -10,7 +10,7 @@ What a checkpoint is:
     experts.py        which layers have experts
     weights.py        what stands for a weight
     states.py         which states an optimizer keeps, and which of them another checkpoint lacks
-    neighbors.py      which parameters lack a state that others have
+    missing_states.py which parameters lack a state that others have
     inert.py          objects of classes that are never imported
     version.py        the version of zckpt
     dtypes.py         element types, and cast.py between them
@@ -20,7 +20,7 @@ How a source is read:
     times.py          files whose times are not those of their save
     siblings.py       the files beside it that are copied along
     filenames.py      numbers in the names of files
-    expected.py       how a missing file or rank is reported
+    missing_ranks.py  how a missing file or rank is reported
     saved_names.py    whose a file is, by the name under which it was saved
     fileio.py         reads and writes of files
     pieces.py         elements from files into a buffer

@@ -23,7 +23,7 @@ from ..core.manifest import Entry, Manifest, slot_name
 from ..formats.statedict.keys import OPTIMIZER, in_folder, keys_of
 from ..formats.statedict.tree import dotted
 from ..formats.statedict.write import flattened
-from ..naming.names import Rule, by_plain_name, leading, names_of, plain
+from ..naming.names import PrefixRule, by_plain_name, leading, names_of, plain
 
 SECTION = re.compile(r"(?:^|\.)(state|param_groups)\.")
 NUMBERED = re.compile(r"(?:^|\.)state\.\d+\.[^.]+$")
@@ -42,7 +42,7 @@ class KeyMeaning(Struct, frozen=True):
     name: str
     slot: str
     front: str
-    rule: Rule
+    rule: PrefixRule
 
 
 class KeyNames:
@@ -68,8 +68,8 @@ class KeyNames:
         own = OPTIMIZER if roots.optimizer is None else roots.optimizer
         self.model, self.optimizer = _root(in_folder(roots.model)), _root(in_folder(own))
         self.rules = {  # of the source's own keys: what precedes a name, and the name's rule
-            "weight": ("", Rule(self.model, "")),
-            "state": (f"{self.optimizer}state.", Rule("", "")),
+            "weight": ("", PrefixRule(self.model, "")),
+            "state": (f"{self.optimizer}state.", PrefixRule("", "")),
         }
         extra = manifest.state.get("module_extra") or {}
         self.extra: dict[str, Any] = {
@@ -84,8 +84,8 @@ class KeyNames:
             for name, parameter in manifest.parameters.items()
             for alias in parameter.aliases
         }
-        self._rules: dict[Rule, None] = {}  # of the weights that were looked up before
-        self._parameters: dict[str, tuple[str, Rule] | None] = {}
+        self._rules: dict[PrefixRule, None] = {}  # of the weights that were looked up before
+        self._parameters: dict[str, tuple[str, PrefixRule] | None] = {}
         self._meanings: dict[str, KeyMeaning | None] = {}
 
     def meaning(self, key: str) -> KeyMeaning | None:
@@ -104,7 +104,7 @@ class KeyNames:
                 continue
             name, _, slot = rest.rpartition(".")
             if match[1] == "param_groups" and name.isdecimal():
-                return KeyMeaning("group", "", slot, f"{front}{name}.", Rule("", ""))
+                return KeyMeaning("group", "", slot, f"{front}{name}.", PrefixRule("", ""))
             owner = self.parameter(name)
             if owner is not None and owner[0] in self.manifest.parameters:
                 kind = "state" if match[1] == "state" else "group"
@@ -120,10 +120,12 @@ class KeyNames:
         if key.partition(".")[0] in self.words:  # only wrappers' words may differ
             drops = leading([word.removeprefix(self.model)])
             pairs = product(drops, self._leading)
-            rules: Iterable[Rule] = (Rule(self.model + drop, add) for drop, add in pairs)
+            rules: Iterable[PrefixRule] = (
+                PrefixRule(self.model + drop, add) for drop, add in pairs
+            )
         else:
             cuts = ["", *(word[: match.end()] for match in re.finditer(r"\.", word))]
-            rules = (Rule(*rule) for rule in product(cuts, self._leading))
+            rules = (PrefixRule(*rule) for rule in product(cuts, self._leading))
             rules = chain(tuple(self._rules), rules)
         result = self._lookup(word, rules)
         if result is None:
@@ -132,7 +134,7 @@ class KeyNames:
         self._rules[rule] = None
         return KeyMeaning("extra" if name in self.extra else "weight", name, "", "", rule)
 
-    def parameter(self, name: str | int) -> tuple[str, Rule] | None:
+    def parameter(self, name: str | int) -> tuple[str, PrefixRule] | None:
         """The source's name of an optimizer's parameter, and the rule that leads to it."""
         if isinstance(name, int) or (name.isdecimal() and name not in self._names):
             number = int(name)
@@ -142,10 +144,10 @@ class KeyNames:
         if name not in self._parameters:  # each is asked for a dozen hyper-parameters
             word = plain(name)
             rules = product(leading([word]), self._leading)
-            self._parameters[name] = self._lookup(word, (Rule(*rule) for rule in rules))
+            self._parameters[name] = self._lookup(word, (PrefixRule(*rule) for rule in rules))
         return self._parameters[name]
 
-    def _lookup(self, name: str, rules: Iterable[Rule]) -> tuple[str, Rule] | None:
+    def _lookup(self, name: str, rules: Iterable[PrefixRule]) -> tuple[str, PrefixRule] | None:
         """The source's name by the first rule that fits; for a tied weight the owner's name."""
         for rule in rules:
             changed = rule.apply(name)

@@ -25,7 +25,7 @@ from ..core.streaming import reading
 BLOCK = 16 << 20  # bytes; read first, then copied into the tensors
 
 
-class Region(Struct, frozen=True, eq=False):
+class BoxRegion(Struct, frozen=True, eq=False):
     """Elements [offset, offset + size) along each axis of an entry, and their target tensor."""
 
     entry: Entry
@@ -56,7 +56,7 @@ class Region(Struct, frozen=True, eq=False):
             start = sum(offset * stride for offset, stride in zip(corner, strides, strict=True))
             yield start, start + length
 
-    def cut(self, most: int) -> Iterator[Region]:
+    def cut(self, most: int) -> Iterator[BoxRegion]:
         """Regions of at most `most` elements, along the first axis that has more than one."""
         if self.numel <= most:
             yield self
@@ -69,7 +69,7 @@ class Region(Struct, frozen=True, eq=False):
             offsets[axis] += start
             sizes[axis] = count
             part = self.target.narrow(axis, start, count)
-            yield from Region(self.entry, tuple(offsets), tuple(sizes), part).cut(most)
+            yield from BoxRegion(self.entry, tuple(offsets), tuple(sizes), part).cut(most)
 
     def position(self) -> tuple[str, int]:
         """File and offset of the first element."""
@@ -89,13 +89,13 @@ class Region(Struct, frozen=True, eq=False):
             at += (stop - start) * size
 
 
-def fill(regions: Iterable[Region], records: Sequence[Record]) -> None:
+def fill(regions: Iterable[BoxRegion], records: Sequence[Record]) -> None:
     """Reads all regions, many small ones together; raises CorruptCheckpoint for damaged records.
 
     Memory that has two names (a tied weight) is filled once.
     """
     seen = set()
-    parts: list[Region] = []
+    parts: list[BoxRegion] = []
     for region in regions:
         tensor = region.target
         memory = tensor.data_ptr(), tensor.stride(), tensor.dtype, tensor.device
@@ -103,7 +103,7 @@ def fill(regions: Iterable[Region], records: Sequence[Record]) -> None:
         if region.numel and key not in seen:
             seen.add(key)
             parts += region.cut(BLOCK // 8)
-    parts.sort(key=Region.position)
+    parts.sort(key=BoxRegion.position)
     view = Buffer(BLOCK).view
     with reading([RecordChecker(records)], BLOCK) as (element_reader,):
         for batch in _batches(parts):
@@ -114,9 +114,9 @@ def fill(regions: Iterable[Region], records: Sequence[Record]) -> None:
                 part.target.copy_(block.view(part.sizes))
 
 
-def _batches(regions: Iterable[Region]) -> Iterator[list[tuple[Region, int]]]:
+def _batches(regions: Iterable[BoxRegion]) -> Iterator[list[tuple[BoxRegion, int]]]:
     """Batches of regions that fit into one buffer, with the byte at which each begins."""
-    batch: list[tuple[Region, int]] = []
+    batch: list[tuple[BoxRegion, int]] = []
     end = 0
     for region in regions:
         size = SIZES[region.entry.dtype]

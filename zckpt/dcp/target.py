@@ -29,7 +29,7 @@ from ..training.steps import WRITTEN
 from . import lacking, regions
 from .groups import Groups
 from .keys import KeyMeaning
-from .regions import Region
+from .regions import BoxRegion
 from .source import Source
 from .values import NotLoaded, rebuilt, scalar
 
@@ -275,7 +275,7 @@ class LoadTarget:
 
     def _regions(
         self, targets: Sequence[tuple[planner.ReadItem, torch.Tensor, Sequence[Entry]]]
-    ) -> Iterator[Region]:
+    ) -> Iterator[BoxRegion]:
         rounded: dict[str, None] = {}
         for item, tensor, entries in targets:
             entry = _fitting(entries, tensor)
@@ -288,7 +288,7 @@ class LoadTarget:
             widened = is_widened(entry.dtype, DTYPES.get(tensor.dtype))
             if widened and self._is_trained(item.storage_index.fqn):
                 rounded[entry.dtype] = None
-            yield Region(entry, offsets, sizes, tensor)
+            yield BoxRegion(entry, offsets, sizes, tensor)
         if rounded:
             warnings.warn(
                 f"{self.source.path} holds no fp32 masters: float32 tensors are filled from "

@@ -32,8 +32,8 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ..core import sources
-from ..core.expected import missing_ranks, path_inside
 from ..core.inert import Foreign, Global
+from ..core.missing_ranks import missing_ranks, path_inside
 from ..errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,

@@ -13,12 +13,12 @@ from resource import RLIMIT_NOFILE, getrlimit
 from weakref import finalize
 
 from ..core import sources
-from ..core.expected import missing_file
 from ..core.fragments import Extent
+from ..core.missing_ranks import missing_file
 from ..core.sources import Fingerprint
 from ..errors import IncompleteCheckpoint, InconsistentCheckpoint
 from .dcpfile import ITEMS, METADATA, ItemLocation, ItemTable
-from .safefile import Stored, read_with_metadata
+from .safefile import SavedTensor, read_with_metadata
 from .torchfile import Parsed, TorchFile
 
 ALIGNMENT = 64  # bytes; of items in the files that zckpt writes, all of which are longer
@@ -35,12 +35,12 @@ class ItemFiles:
     def __init__(self, keeps_open: bool = True) -> None:
         self.sizes: dict[str, int] = {}
         self._parsed = Parsed()
-        self._tensors: dict[tuple[str, int], dict[str, Stored]] = {}
+        self._tensors: dict[tuple[str, int], dict[str, SavedTensor]] = {}
         self._open: dict[str, tuple[int, Fingerprint]] = {}
         self._most_open = getrlimit(RLIMIT_NOFILE)[0] // 4 if keeps_open else 0
         finalize(self, _close, self._open)
 
-    def stored(self, location: ItemLocation, key: str) -> Stored | None:
+    def stored(self, location: ItemLocation, key: str) -> SavedTensor | None:
         """The tensor `key`, if a safetensors file begins at the location; None if it does not."""
         begin = location.file, location.offset
         if begin not in self._tensors:

@@ -34,7 +34,7 @@ MAX_GAPS = 64 << 20  # bytes beside datasets that are read
 END_OF_LIST = 1
 
 
-class Block(Struct, frozen=True):
+class FileBlock(Struct, frozen=True):
     """Bytes [start, stop) of a file, and whose they are."""
 
     start: int
@@ -58,7 +58,7 @@ class Blocks:
         leaf, internal = struct.unpack_from("<HH", head, 16) if self.is_old else (0, 0)
         self.leaf_size = 8 + 2 * leaf * 40
         self.node_size = 24 + (2 * internal + 1) * 8 + 2 * internal * 8
-        self.blocks = {Block(0, SUPERBLOCK, "the superblock")}
+        self.blocks = {FileBlock(0, SUPERBLOCK, "the superblock")}
 
     def add_dataset(self, name: str, header: int, extent: Extent) -> None:
         """A dataset whose object header has this address."""
@@ -84,7 +84,7 @@ class Blocks:
 
     def require_apart(self) -> None:
         """Refuses blocks that share bytes."""
-        before = Block(0, 0, "")
+        before = FileBlock(0, 0, "")
         for block in self._in_order():
             if block.start < before.stop:
                 raise CorruptCheckpoint(
@@ -95,8 +95,8 @@ class Blocks:
     def orphans(self) -> list[Extent]:
         """Runs of bytes beside a dataset that belong to nothing and are not zero."""
         orphans, left = [], MAX_GAPS
-        before = Block(0, 0, "")
-        last = Block(self.size, self.size, "")
+        before = FileBlock(0, 0, "")
+        last = FileBlock(self.size, self.size, "")
         for block in [*self._in_order(), last] if self.is_old else ():
             length = block.start - before.stop
             if length and (before.is_data or block.is_data) and left > 0:
@@ -107,12 +107,12 @@ class Blocks:
             before = block
         return orphans
 
-    def _in_order(self) -> list[Block]:
+    def _in_order(self) -> list[FileBlock]:
         return sorted(self.blocks, key=attrgetter("start", "stop", "owner"))
 
     def _add(self, start: int, length: int, owner: str, *, is_data: bool = False) -> None:
         if length:
-            self.blocks.add(Block(start, start + length, owner, is_data))
+            self.blocks.add(FileBlock(start, start + length, owner, is_data))
 
     def _messages(self, address: int, name: str) -> Iterator[tuple[int, bytes]]:
         """The messages of an object header, by type."""

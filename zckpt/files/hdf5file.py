@@ -40,7 +40,7 @@ class Dataset(Struct, frozen=True):
     extent: Extent
 
 
-class Contents(Struct, frozen=True):
+class HDF5Contents(Struct, frozen=True):
     """A file's tensors and values (numbers, lists of them, text) by their paths inside it.
 
     `orphans` are bytes beside datasets that belong to nothing, though they are not zero.
@@ -96,7 +96,7 @@ def _raise_if_system(path: str, error: Exception) -> None:
             raise OSError(number, os.strerror(number), path) from error
 
 
-def read(path: str, is_tensor: Callable[[str], bool]) -> Contents:
+def read(path: str, is_tensor: Callable[[str], bool]) -> HDF5Contents:
     """What is in a file; `is_tensor` decides by a dataset's path, and tensors are not read.
 
     Raises CorruptCheckpoint, UnsupportedCheckpoint (chunks, compression, links, user blocks),
@@ -113,7 +113,7 @@ def read(path: str, is_tensor: Callable[[str], bool]) -> Contents:
 
 def _contents(
     h5py: Any, path: str, file: int, opened: Any, is_tensor: Callable[[str], bool]
-) -> Contents:
+) -> HDF5Contents:
     if opened.userblock_size:
         raise UnsupportedCheckpoint(
             f"{path} begins with a user block, which zckpt does not read",
@@ -132,7 +132,7 @@ def _contents(
             values[name], extent = _value(h5py, path, bounds, name, dataset, blocks)
         blocks.add_dataset(name, h5py.h5o.get_info(dataset).addr, extent)
     blocks.require_apart()
-    return Contents(tensors, values, blocks.orphans())
+    return HDF5Contents(tensors, values, blocks.orphans())
 
 
 class _Bounds:

@@ -31,7 +31,7 @@ FORMAT = {"format": "pt"}
 MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors package
 
 
-class Stored(Struct, frozen=True):
+class SavedTensor(Struct, frozen=True):
     """One tensor of a file."""
 
     name: str
@@ -40,12 +40,12 @@ class Stored(Struct, frozen=True):
     extent: Extent
 
 
-def read(path: str) -> list[Stored]:
+def read(path: str) -> list[SavedTensor]:
     """The tensors of a file in the order of their bytes; raises as `read_with_metadata`."""
     return read_with_metadata(path)[0]
 
 
-def read_with_metadata(path: str, begin: int = 0) -> tuple[list[Stored], dict[str, str]]:
+def read_with_metadata(path: str, begin: int = 0) -> tuple[list[SavedTensor], dict[str, str]]:
     """The tensors in the order of their bytes, and the texts of the header's metadata.
 
     `begin` is the first byte of the safetensors data in the file. Raises CorruptCheckpoint if the
@@ -102,7 +102,7 @@ def _texts(metadata: Any) -> dict[str, str]:
     return {key: text for key, text in metadata.items() if isinstance(text, str)}
 
 
-def _tensors(path: str, begin: int, header: dict[str, Any]) -> list[Stored]:
+def _tensors(path: str, begin: int, header: dict[str, Any]) -> list[SavedTensor]:
     """What a header lists, in the order of the bytes; these begin at byte `begin` of the file.
 
     Types are looked at for all tensors at once, in a third of the time. Raises ValueError.
@@ -118,7 +118,7 @@ def _tensors(path: str, begin: int, header: dict[str, Any]) -> list[Stored]:
     if not are_lists or not types_in(numbers) <= {int} or min(numbers, default=0) < 0:
         raise ValueError("no sizes")
     tensors = [
-        Stored(name, dtype, tuple(shape), Extent(path, begin + start, stop - start))
+        SavedTensor(name, dtype, tuple(shape), Extent(path, begin + start, stop - start))
         for name, dtype, shape, (start, stop) in zip(header, dtypes, shapes, ranges, strict=True)
     ]
     tensors.sort(key=lambda stored: (stored.extent.offset, stored.extent.length))

@@ -39,7 +39,7 @@ def plain(name: str) -> str:
     return INSIDE.sub("", name)
 
 
-class Rule(Struct, frozen=True):
+class PrefixRule(Struct, frozen=True):
     """How every name of one side becomes a name of the other: the prefix `drop` becomes `add`."""
 
     drop: str
@@ -50,9 +50,9 @@ class Rule(Struct, frozen=True):
         return self.add + name[len(self.drop) :] if name.startswith(self.drop) else None
 
     @property
-    def inverse(self) -> Rule:
+    def inverse(self) -> PrefixRule:
         """The rule for the opposite direction."""
-        return Rule(self.add, self.drop)
+        return PrefixRule(self.add, self.drop)
 
 
 Spelling = Callable[[str], str]
@@ -68,7 +68,7 @@ class Correspondence(Struct, frozen=True, eq=False):
     """How the names of two sides match: both go through `spelling`, then one rule applies."""
 
     spelling: Spelling
-    rule: Rule
+    rule: PrefixRule
     names: dict[str, str]
 
 
@@ -83,7 +83,7 @@ def matched(wanted: Collection[str], available: Collection[str]) -> dict[str, st
 def correspondence(wanted: Collection[str], available: Collection[str]) -> Correspondence:
     """How wanted names match available ones; raises MissingData as `matched` does."""
     if set(wanted) <= set(available):
-        return Correspondence(plain, Rule("", ""), {name: name for name in wanted})
+        return Correspondence(plain, PrefixRule("", ""), {name: name for name in wanted})
     try:
         return _by_rule(wanted, available, plain)
     except MissingData as error:
@@ -100,7 +100,9 @@ def _by_rule(
 ) -> Correspondence:
     theirs = by_plain_name(available, spelling)
     ours = [spelling(name) for name in wanted]
-    candidates = [Rule(*pair) for pair in product(_prefixes(ours, all), _prefixes(theirs, any))]
+    candidates = [
+        PrefixRule(*pair) for pair in product(_prefixes(ours, all), _prefixes(theirs, any))
+    ]
     best: dict[str, str] = {}
     for rule in sorted(candidates, key=lambda rule: len(rule.drop) + len(rule.add)):
         matches = {

@@ -73,14 +73,14 @@ class Sliced(Struct, frozen=True):
         return self.rule == SUM
 
 
-class Rules(Protocol):
+class TensorRules(Protocol):
     """What decides how parameters are cut."""
 
     def sliced(self, name: str, shapes: Shapes) -> Sliced | None:
         """How a parameter is cut; None if this does not say. Raises if the shapes contradict."""
 
 
-class Rule(Struct, frozen=True):
+class TensorRule(Struct, frozen=True):
     """One line: `axis` is None if ranks have the whole shape, `parts` are widths in the whole.
 
     `equal` is the number of equal sub-parameters, if the widths are not stated.
@@ -98,7 +98,7 @@ class RuleFile(Struct, frozen=True):
     """Rules that the user gives; `source` is the file or the family."""
 
     source: str
-    rules: Sequence[Rule]
+    rules: Sequence[TensorRule]
 
     def sliced(self, name: str, shapes: Shapes) -> Sliced | None:
         for rule in self.rules:
@@ -112,7 +112,7 @@ class RuleFile(Struct, frozen=True):
         return None
 
 
-def by_rule(rule: Rule, name: str, shapes: Shapes) -> Sliced:
+def by_rule(rule: TensorRule, name: str, shapes: Shapes) -> Sliced:
     """The pieces of a parameter that is cut as `rule` says; raises InconsistentCheckpoint."""
     known = [shape for shape in shapes if shape is not None]
     says = f"the rule `{rule.pattern} = {rule.text}` does not fit {name}"
@@ -163,7 +163,7 @@ def _on_ranks(shapes: Sequence[tuple[int, ...]]) -> str:
 # -- what a user gives
 
 
-def rules_of(source: str, of_json: Callable[[str], Rules] | None = None) -> Rules:
+def rules_of(source: str, of_json: Callable[[str], TensorRules] | None = None) -> TensorRules:
     """The rules of a family or of a file; raises WrongOption.
 
     `of_json` makes rules of a file with a JSON object, where the engine has rules of that form.
@@ -189,8 +189,8 @@ def rules_of(source: str, of_json: Callable[[str], Rules] | None = None) -> Rule
     return RuleFile(source, _parsed(text, source))
 
 
-def _parsed(text: str, source: str) -> list[Rule]:
-    rules: list[Rule] = []
+def _parsed(text: str, source: str) -> list[TensorRule]:
+    rules: list[TensorRule] = []
     for number, line in enumerate(text.splitlines(), 1):
         line = line.partition(" #")[0].strip()
         if not line or line.startswith("#"):
@@ -213,21 +213,21 @@ def _parsed(text: str, source: str) -> list[Rule]:
     return rules
 
 
-def _rule(pattern: str, text: str) -> Rule | None:
+def _rule(pattern: str, text: str) -> TensorRule | None:
     """The rule that a line states; None if it states none."""
     if text in ("replicated", SUM):
-        return Rule(pattern, text, None)
+        return TensorRule(pattern, text, None)
     if match := re.fullmatch(r"vocab:(\d+)", text):
-        return Rule(pattern, text, 0, vocabulary=int(match[1]))
+        return TensorRule(pattern, text, 0, vocabulary=int(match[1]))
     match = re.fullmatch(r"(\d)(?::(?:(\d+)x|(\d+(?:,\d+)*)))?", text.replace(" ", ""))
     if match is None:
         return None
     parts = tuple(map(int, match[3].split(","))) if match[3] else ()
     equal = int(match[2] or 1)
-    return Rule(pattern, text, int(match[1]), parts, equal) if equal else None
+    return TensorRule(pattern, text, int(match[1]), parts, equal) if equal else None
 
 
-def stated_rule(name: str, text: str) -> Rules | None:
+def stated_rule(name: str, text: str) -> TensorRules | None:
     """The rule of one parameter, as `Sliced.rule` has it; None if no line could state it."""
     rule = _rule(re.escape(name), text)
     return None if rule is None else RuleFile("the source", [rule])
@@ -237,7 +237,7 @@ def stated_rule(name: str, text: str) -> Rules | None:
 
 
 def decide(
-    root: str, shapes: Mapping[str, Shapes], rules: Sequence[Rules], ranks: int
+    root: str, shapes: Mapping[str, Shapes], rules: Sequence[TensorRules], ranks: int
 ) -> dict[str, Sliced]:
     """How every parameter is cut; raises MissingData that lists those that no rule decides."""
     decided: dict[str, Sliced] = {}
@@ -335,7 +335,7 @@ def _undecided(
     )
 
 
-def _fits(rules: Rules, undecided: Mapping[str, Shapes]) -> bool:
+def _fits(rules: TensorRules, undecided: Mapping[str, Shapes]) -> bool:
     """Whether rules decide all of these parameters."""
     try:
         return all(rules.sliced(*item) is not None for item in undecided.items())

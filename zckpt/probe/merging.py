@@ -38,7 +38,7 @@ Distance = Callable[[TensorRecord, TensorRecord], float]
 Tolerance = Callable[[TensorRecord], float]
 
 
-class Part(Struct, frozen=True):
+class RankRecord(Struct, frozen=True):
     """The record of one rank and one batch, of those that are merged."""
 
     record: TensorRecord
@@ -115,9 +115,9 @@ def _labels(a: Run, b: Run) -> set[tuple[int, str]]:
     return {place for place, number in counts[0].items() if counts[1].get(place) == number}
 
 
-def _grouped(run: Run, labels: set[tuple[int, str]]) -> dict[Group, list[Part]]:
+def _grouped(run: Run, labels: set[tuple[int, str]]) -> dict[Group, list[RankRecord]]:
     """The parts of each group, by batch and then by rank, in the order of the first rank."""
-    groups: dict[Group, list[Part]] = {}
+    groups: dict[Group, list[RankRecord]] = {}
     for rank in sorted(run.ranks):
         for record in run.ranks[rank]:
             phase, number = _split(record.batch)
@@ -125,7 +125,7 @@ def _grouped(run: Run, labels: set[tuple[int, str]]) -> dict[Group, list[Part]]:
             if record.kind == "parameter":  # once per step, whichever batch comes first
                 label = "0"
             group = record.step, label, record.kind, record.key
-            groups.setdefault(group, []).append(Part(record, rank, number))
+            groups.setdefault(group, []).append(RankRecord(record, rank, number))
     for parts in groups.values():
         parts.sort(key=lambda part: (part.batch, part.rank))
     return groups
@@ -141,7 +141,7 @@ def _named(record: TensorRecord, group: Group) -> TensorRecord:
 def _merged(
     group: Group,
     sides: Sequence[Run],
-    parts: Sequence[list[Part]],
+    parts: Sequence[list[RankRecord]],
     order: str,
     distance: Distance,
     shared: set[tuple[str, str]],
@@ -190,7 +190,7 @@ def _is_one(records: Sequence[TensorRecord]) -> bool:
     return len(known) == 1 and None not in known
 
 
-def _check_complete(side: Run, parts: Sequence[Part]) -> None:
+def _check_complete(side: Run, parts: Sequence[RankRecord]) -> None:
     """Raises Unmerged unless every rank has recorded every batch."""
     places = {(part.rank, part.batch) for part in parts}
     batches = {part.batch for part in parts}
@@ -310,7 +310,9 @@ ORDERS = ("first", "in turns", "unknown")
 """Rank 0 takes the first rows; ranks take rows in turns; unknown."""
 
 
-def _placed(side: Run, parts: Sequence[Part], axis: int, order: str) -> Iterator[tuple[int, Any]]:
+def _placed(
+    side: Run, parts: Sequence[RankRecord], axis: int, order: str
+) -> Iterator[tuple[int, Any]]:
     """The samples of all parts by their place in the joined tensor."""
     if order == "unknown" or not side.samples:
         return
@@ -333,7 +335,7 @@ def _placed(side: Run, parts: Sequence[Part], axis: int, order: str) -> Iterator
 
 def _order(
     sides: Sequence[Run],
-    grouped: Sequence[dict[Group, list[Part]]],
+    grouped: Sequence[dict[Group, list[RankRecord]]],
     distance: Distance,
     tolerance: Tolerance,
 ) -> str:

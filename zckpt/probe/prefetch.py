@@ -103,7 +103,7 @@ class Memory:
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class WeightPart:
     """Weights that are read together: `size` bytes, in `pieces` that any thread may read.
 
     `make` turns the bytes into what the module gets. A part that `stays` is loaded until the end;
@@ -124,7 +124,7 @@ class Part:
 class _Load:
     """A part that is being read, or has been; it has memory as soon as its first piece is begun."""
 
-    def __init__(self, part: Part) -> None:
+    def __init__(self, part: WeightPart) -> None:
         self.part = part
         self.view: memoryview | None = None
         self.waiting = list(reversed(part.pieces))  # pieces that no thread has begun
@@ -147,7 +147,7 @@ class Prefetcher:
     """
 
     def __init__(
-        self, parts: Mapping[int, Sequence[Part]], paths: Mapping[int, str], read: Read
+        self, parts: Mapping[int, Sequence[WeightPart]], paths: Mapping[int, str], read: Read
     ) -> None:
         self._parts = parts
         self._read = read
@@ -159,11 +159,11 @@ class Prefetcher:
         self._room = min(room, max(moving, AHEAD))  # bytes for what does not stay
         self._memory = Memory(self._most)
         self._guessed: dict[int, None] = {}  # modules, in the order of the guessed calls
-        self._loads: dict[Part, _Load] = {}  # what is read ahead or stays
-        self._spare: dict[Part, None] = {}  # what was read ahead for calls that did not come
+        self._loads: dict[WeightPart, _Load] = {}  # what is read ahead or stays
+        self._spare: dict[WeightPart, None] = {}  # what was read ahead for calls that did not come
         self._ahead = 0  # bytes of memory for loads that do not stay
         self._needed: list[_Load] = []  # by the call that waits
-        self._errors: dict[Part, BaseException] = {}  # that no call has raised
+        self._errors: dict[WeightPart, BaseException] = {}  # that no call has raised
         self._changed = threading.Condition()
         self._calling = threading.Lock()
         self._closed = False
@@ -201,20 +201,20 @@ class Prefetcher:
             self._changed.notify_all()
         self._thread.join()
 
-    def _taken(self, part: Part) -> _Load:
+    def _taken(self, part: WeightPart) -> _Load:
         load = self._loads.get(part) or self._begin(part)
         if not part.stays:
             self._drop(part)
         return load
 
-    def _begin(self, part: Part) -> _Load:
+    def _begin(self, part: WeightPart) -> _Load:
         self._loads[part] = load = _Load(part)
         self._changed.notify_all()
         if not part.stays:
             self._ahead += part.cost
         return load
 
-    def _drop(self, part: Part) -> None:
+    def _drop(self, part: WeightPart) -> None:
         del self._loads[part]
         self._spare.pop(part, None)
         self._ahead -= part.cost
@@ -240,7 +240,7 @@ class Prefetcher:
             for part in missing:
                 self._begin(part)
 
-    def _make_room(self, size: int, needed: Sequence[Part]) -> None:
+    def _make_room(self, size: int, needed: Sequence[WeightPart]) -> None:
         """Drops what was read in vain, if the memory of `size` bytes is short."""
         for part in [part for part in self._spare if part not in needed]:
             if self._ahead + size > self._room:

@@ -38,7 +38,7 @@ from ..naming.names import matched, plain, renamed
 from ..reading import read
 from ..training.options import Renames
 from .compiled import is_compiled
-from .prefetch import Part, Prefetcher, most
+from .prefetch import Prefetcher, WeightPart, most
 from .statistics import NAMES
 from .subscribers import LISTS, WHOLE, Place, Subscriber, subscribe, unwrapped
 
@@ -232,11 +232,11 @@ def _tensor(like: Tensor, view: memoryview, at: int) -> Tensor:
 
 def _parts(
     own: Mapping[int, Sequence[_Weight]], entries: Mapping[str, Entry]
-) -> dict[int, list[tuple[Part, list[_Weight]]]]:
+) -> dict[int, list[tuple[WeightPart, list[_Weight]]]]:
     """The parts of each module: the weights of its own, and each tied weight that stays."""
     staying = _staying(list(own.values()))
-    tied: dict[int, Part] = {}
-    parts: dict[int, list[tuple[Part, list[_Weight]]]] = {}
+    tied: dict[int, WeightPart] = {}
+    parts: dict[int, list[tuple[WeightPart, list[_Weight]]]] = {}
     for module, weights in own.items():
         shared = [weight for weight in weights if id(weight.original) in staying]
         alone = [weight for weight in weights if id(weight.original) not in staying]
@@ -279,7 +279,9 @@ def _size(weight: _Weight) -> int:
     return align(weight.original.numel() * weight.original.element_size(), ALIGNMENT)
 
 
-def _part(weights: Sequence[_Weight], entries: Mapping[str, Entry], stays: bool = False) -> Part:
+def _part(
+    weights: Sequence[_Weight], entries: Mapping[str, Entry], stays: bool = False
+) -> WeightPart:
     """Small weights are one piece; a large one is cut between rows, so that two threads read it."""
     small: list[_Piece] = []
     pieces = [small]
@@ -300,7 +302,7 @@ def _part(weights: Sequence[_Weight], entries: Mapping[str, Entry], stays: bool 
     def make(view: memoryview) -> list[Tensor]:
         return [_tensor(each.original, view, at) for each, at in zip(weights, places, strict=False)]
 
-    return Part(places[-1], [each for each in pieces if each], make, stays)
+    return WeightPart(places[-1], [each for each in pieces if each], make, stays)
 
 
 def _owned(

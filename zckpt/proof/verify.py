@@ -13,7 +13,7 @@ from typing import Any
 from ..core import compare
 from ..core.compare import Result
 from ..core.manifest import Manifest
-from ..core.neighbors import lacking
+from ..core.missing_states import lacking
 from ..core.plan import Match
 from ..core.resources import DEFAULT_COPYING, Begin, Copying
 from ..core.states import EVERYTHING, Selection

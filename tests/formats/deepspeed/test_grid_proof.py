@@ -16,7 +16,7 @@ import zckpt
 from zckpt.core import slicing
 from zckpt.core.slicing import Slicing
 from zckpt.naming import tensor_rules
-from zckpt.naming.tensor_rules import Rule, Shapes, Sliced
+from zckpt.naming.tensor_rules import Shapes, Sliced, TensorRule
 
 from ...engines.deepspeed import submit
 from ...faults import swap_files
@@ -81,7 +81,7 @@ RIGHT_CUT = slicing.cut
 RIGHT_RULE = tensor_rules.by_rule
 
 
-def other_dimension(rule: Rule, name: str, shapes: Shapes) -> Sliced:
+def other_dimension(rule: TensorRule, name: str, shapes: Shapes) -> Sliced:
     """Rows instead of columns, in the shape that columns have."""
     right = RIGHT_RULE(rule, name, shapes)
     if rule.axis != 1:

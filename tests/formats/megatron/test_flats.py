@@ -17,7 +17,7 @@ from zckpt.core.fragments import Extent, Fragment, Runs
 from zckpt.formats.megatron.buffers.flats import read_bytes
 from zckpt.formats.megatron.buffers.order import expert_of, orders
 from zckpt.formats.megatron.buffers.placing import Flat, Local, places
-from zckpt.formats.megatron.buffers.stages import Rank, placed
+from zckpt.formats.megatron.buffers.stages import ModelRank, placed
 
 from ...conftest import ROOT
 
@@ -316,10 +316,10 @@ def test_layers_of_stages(tmp_path: Path, equal: bool) -> None:
     tensors = [torch.ones(80) if equal else torch.randn(80) for _ in range(4)]
     parts = {name: written.local(name, t) for name, t in zip(_layers(4), tensors, strict=True)}
     buffers = [written.flat(_buffer(tensors[2::-1])), written.flat(_buffer(tensors[3:]))]
-    ranks = [Rank(0, stage, (flat,)) for stage, flat in enumerate(buffers)]
+    ranks = [ModelRank(0, stage, (flat,)) for stage, flat in enumerate(buffers)]
     if equal:  # the first stage begins with layer 0, and the last one ends with layer 3
         buffers.insert(1, written.flat(_buffer(tensors[:1])))
-        ranks = [Rank(0, stage, (flat,)) for stage, flat in enumerate(buffers)]
+        ranks = [ModelRank(0, stage, (flat,)) for stage, flat in enumerate(buffers)]
         with pytest.raises(errors.UnsupportedCheckpoint, match="in several ways"):
             placed(ranks, [parts], read_bytes, "run")
         return
@@ -339,7 +339,7 @@ def test_frozen_parameters(tmp_path: Path, coalesced: bool) -> None:
     parts = {name: written.local(name, t) for name, t in zip(names, tensors, strict=True)}
     first = written.flat(_buffer(tensors[:1]), coalesced=coalesced)
     last = written.flat(_buffer([tensors[4], tensors[3]]), coalesced=coalesced)
-    ranks = [Rank(0, stage, (flat,)) for stage, flat in enumerate([first, last])]
+    ranks = [ModelRank(0, stage, (flat,)) for stage, flat in enumerate([first, last])]
     (found,) = placed(ranks, [parts], read_bytes, "run")
     assert found == {
         names[0]: [(first, (0, 0))],
@@ -352,7 +352,7 @@ def test_frozen_parameters_that_bytes_do_not_tell(tmp_path: Path) -> None:
     """One of three equal layers is frozen: which one is not known."""
     written = Written(tmp_path / "file")
     parts = {name: written.local(name, torch.ones(80)) for name in _layers(3)}
-    ranks = [Rank(0, 0, (written.flat(_buffer([torch.ones(80)] * 2)),))]
+    ranks = [ModelRank(0, 0, (written.flat(_buffer([torch.ones(80)] * 2)),))]
     with pytest.raises(errors.UnsupportedCheckpoint, match="in several ways"):
         placed(ranks, [parts], read_bytes, "run")
 
@@ -363,7 +363,7 @@ def test_a_changed_weight_is_not_frozen(tmp_path: Path) -> None:
     parts = {name: written.local(name, t) for name, t in zip(_layers(3), tensors, strict=True)}
     flat = written.flat(_buffer([tensors[2], torch.randn(80), tensors[0]]))
     with pytest.raises(errors.UnsupportedCheckpoint, match="no range of layers fill"):
-        placed([Rank(0, 0, (flat,))], [parts], read_bytes, "run")
+        placed([ModelRank(0, 0, (flat,))], [parts], read_bytes, "run")
 
 
 def test_orders_of_specs() -> None:

@@ -83,7 +83,7 @@ class TestBuffers:
         numbers = [rule.WHOLE] if whole else range(len(numels))
         return {
             "param": {
-                number: rule.Buffer(
+                number: rule.BucketParts(
                     (BoxPart((0,), (numel,), Extent(f"bucket {number}", 0, numel * 4)),)
                 )
                 for number, numel in zip(numbers, numels, strict=True)

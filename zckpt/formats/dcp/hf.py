@@ -18,13 +18,13 @@ from math import prod
 from typing import Any
 
 from ...core.dtypes import SIZES, encode
-from ...core.expected import missing_file
 from ...core.fragments import Record
 from ...core.inert import Scalar
 from ...core.layout import Shell
+from ...core.missing_ranks import missing_file
 from ...files import safefile
 from ...files.dcpfile import ItemBox
-from ...files.safefile import Stored, read_with_metadata
+from ...files.safefile import SavedTensor, read_with_metadata
 from ..statedict.tree import Leaf, SavedTree, assembled, number_of, solid_piece
 from ..statedict.write import BlankTensor
 
@@ -47,7 +47,7 @@ def read(paths: Sequence[str], saved: SavedTree) -> dict[str, Leaf]:
     """
     tree: dict[str, Leaf] = {}
     _require_complete(paths)
-    pieces: dict[str, list[tuple[Stored, tuple[int, ...]]]] = {}
+    pieces: dict[str, list[tuple[SavedTensor, tuple[int, ...]]]] = {}
     for path in paths:
         tensors, metadata = read_with_metadata(path)
         saved.records += [Record(stored.extent, None) for stored in tensors]

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from msgspec import Struct, field
 
 from ...core import sources
-from ...core.expected import missing_ranks
 from ...core.filenames import file_names, numbers_of
+from ...core.missing_ranks import missing_ranks
 from ...errors import (
     IncompleteCheckpoint,
     InconsistentCheckpoint,

@@ -20,8 +20,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from ...core.expected import missing_ranks
 from ...core.filenames import numbers_of
+from ...core.missing_ranks import missing_ranks
 from ...errors import (
     IncompleteCheckpoint,
     InconsistentCheckpoint,

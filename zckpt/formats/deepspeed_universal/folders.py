@@ -8,10 +8,10 @@ from math import prod
 from typing import Any
 
 from ...core import sources
-from ...core.expected import missing_file
 from ...core.facts import StepPlace
 from ...core.inert import Scalar, to_json
 from ...core.manifest import Sighting, slot_name
+from ...core.missing_ranks import missing_file
 from ...core.saved_names import Place, refuse_others, saved_names
 from ...errors import CorruptCheckpoint, InconsistentCheckpoint, listed
 from ...files.torchfile import Parsed, Tensor, TorchFile

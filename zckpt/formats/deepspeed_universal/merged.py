@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ...core import sources
-from ...core.expected import missing_file
+from ...core.missing_ranks import missing_file
 from ...errors import (
     IncompleteCheckpoint,
     InconsistentCheckpoint,

@@ -17,9 +17,9 @@ from msgspec.structs import replace
 
 from ...core import sources
 from ...core.dtypes import SIZES
-from ...core.expected import missing_ranks
 from ...core.facts import MAX_DP
 from ...core.inert import Scalar, types_in
+from ...core.missing_ranks import missing_ranks
 from ...errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,

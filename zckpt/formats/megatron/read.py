@@ -40,7 +40,7 @@ from .buffers.flats import FlatItems, local_parts, read_bytes, slicing_of, state
 from .buffers.order import expert_of
 from .buffers.placing import Local
 from .buffers.spaces import FlatFragments
-from .buffers.stages import Rank, placed
+from .buffers.stages import ModelRank, placed
 from .common import (
     FLAT,
     ITEM,
@@ -271,7 +271,7 @@ class _Reader:
         self,
         names: Sequence[str],
         shapes: Mapping[str, tuple[int, ...]],
-        ranks: Sequence[Rank],
+        ranks: Sequence[ModelRank],
         tp: int,
     ) -> set[str]:
         """Enters the states of parameters that `ranks` have in flat buffers; returns the slots.

@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from msgspec import Struct
 
 from ...core import sources
-from ...core.expected import missing_ranks
 from ...core.facts import MAX_DP
 from ...core.filenames import oldest_first
+from ...core.missing_ranks import missing_ranks
 from ...errors import (
     AmbiguousCheckpoint,
     CorruptCheckpoint,

@@ -22,7 +22,7 @@ from ...errors import InconsistentCheckpoint, UnsupportedCheckpoint
 from . import hdf5, legacy
 from .files import locate
 from .legacy import FILE
-from .ranks import SLOTS, Rank, RankTensor, Save
+from .ranks import SLOTS, RankStates, RankTensor, Save
 
 Shape = tuple[int, ...]
 
@@ -90,7 +90,7 @@ def _is_apart(save: Save, name: str) -> bool:
     return not all(name in rank.weights for rank in save.ranks)
 
 
-def _current(name: str, owners: Sequence[Rank]) -> list[RankTensor]:
+def _current(name: str, owners: Sequence[RankStates]) -> list[RankTensor]:
     """The current part of each owner's whole weight: as long as its piece of the first moment."""
     parts, start = [], 0
     for rank in owners:

@@ -29,7 +29,7 @@ from ...core.facts import MAX_DP
 from ...core.fragments import Extent, Record
 from ...errors import CorruptCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint
 from ...files import hdf5file
-from .ranks import COUNT, OPTIMIZERS, SHARED, SLOTS, Rank, RankTensor, Save
+from .ranks import COUNT, OPTIMIZERS, SHARED, SLOTS, RankStates, RankTensor, Save
 
 FULL = "model/full_precision/"
 SHARED_GROUPS = ("shared_optimizer_state",)
@@ -253,8 +253,8 @@ def _split_weights(file: RankFile) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _rank(file: RankFile) -> Rank:
-    rank = Rank(file.path)
+def _rank(file: RankFile) -> RankStates:
+    rank = RankStates(file.path)
     split = _split_weights(file)
     for name, tensor in file.tensors.items():
         if name.startswith(FULL):

@@ -31,7 +31,7 @@ from ...core.manifest import Entry
 from ...core.saved_names import Place, nameless, refuse_others, saved_names
 from ...errors import CorruptCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint, ZckptError
 from ...files.torchfile import Parsed, Tensor, TorchFile, peek
-from .ranks import COUNT, OPTIMIZERS, SHARED, SLOTS, Rank, RankTensor, Save
+from .ranks import COUNT, OPTIMIZERS, SHARED, SLOTS, RankStates, RankTensor, Save
 
 SUFFIX = ".ort.pt"
 FILE = re.compile(r"(?s)(.*)\.ZeRO\.(\d+)\.(\d+)\.ort\.pt")  # rank, number of ranks - 1
@@ -156,9 +156,11 @@ def _is_state(model: Mapping[str, Tensor], key: str, tensor: Tensor) -> bool:
     return False
 
 
-def _rank(file: TorchFile, model: Mapping[str, Tensor], half: str | None, known: set[str]) -> Rank:
+def _rank(
+    file: TorchFile, model: Mapping[str, Tensor], half: str | None, known: set[str]
+) -> RankStates:
     """One file's tensors, by the weight that each belongs to."""
-    rank = Rank(file.path)
+    rank = RankStates(file.path)
     suffix = next((end for end, dtype in HALVES.items() if dtype == half), "")
 
     def weight_of(name: str, key: str) -> str:
@@ -221,7 +223,7 @@ def _count(file: TorchFile, key: str, tensor: Tensor) -> int:
     return int(value)
 
 
-def _optimizer(ranks: Sequence[Rank]) -> str | None:
+def _optimizer(ranks: Sequence[RankStates]) -> str | None:
     adam = any(rank.counts for rank in ranks)
     lamb = any(rank.shared is not None for rank in ranks)
     if adam and lamb:

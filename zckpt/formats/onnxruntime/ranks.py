@@ -28,7 +28,7 @@ class RankTensor(Struct, frozen=True):
         return prod(self.shape)
 
 
-class Rank(Struct, eq=False):
+class RankStates(Struct, eq=False):
     """One rank's file: tensors and counters, by the weight that they belong to.
 
     `weights` have the shape of the weight; `pieces` are flat parts of one; `halves` are the 16-bit
@@ -56,7 +56,7 @@ class Save(Struct, eq=False):
 
     root: str
     dialect: str
-    ranks: list[Rank]
+    ranks: list[RankStates]
     mixed: str | None
     optimizer: str | None = None
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)

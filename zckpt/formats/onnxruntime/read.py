@@ -32,7 +32,7 @@ from ..reading import USUAL, Reading
 from .files import opened
 from .owners import WRONG_FILE, Owned, Shapes, owners_of, weights_apart
 from .partition import by_name
-from .ranks import COUNT, SHARED, SLOTS, Rank, RankTensor, Save
+from .ranks import COUNT, SHARED, SLOTS, RankStates, RankTensor, Save
 
 CHECKING = Copying(memory=64 << 20)
 
@@ -208,7 +208,7 @@ class _Entries:
         self._add_copies(f"{name}/param", copies)
         self._add_moments(name)
 
-    def _add_copies(self, name: str, copies: Sequence[tuple[Rank, RankTensor]]) -> None:
+    def _add_copies(self, name: str, copies: Sequence[tuple[RankStates, RankTensor]]) -> None:
         """Enters the first copy, the others as its replicas; raises if stated checksums differ."""
         if not copies:
             return
@@ -260,7 +260,7 @@ def different_copies(name: str, first: str, other: str) -> InconsistentCheckpoin
     )
 
 
-def _check_dtype(rank: Rank, name: str, tensor: RankTensor, allowed: Sequence[str]) -> None:
+def _check_dtype(rank: RankStates, name: str, tensor: RankTensor, allowed: Sequence[str]) -> None:
     if tensor.dtype not in allowed:
         raise InconsistentCheckpoint(
             f"{rank.path} holds {name} or a state of it as {tensor.dtype}, not {allowed[0]}"

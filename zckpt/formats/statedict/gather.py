@@ -25,7 +25,7 @@ from msgspec.structs import replace
 
 from ...core.manifest import slot_name
 from ...core.partition import BoxPart, Joined, Nameless, Partition, Whole
-from ...files.safefile import Stored
+from ...files.safefile import SavedTensor
 from ...files.torchfile import Tensor, TorchFile
 
 Saved = Joined | Whole
@@ -234,7 +234,7 @@ def box_of(file: TorchFile, tensor: Tensor, offsets: tuple[int, ...]) -> BoxPart
     return BoxPart(offsets, tensor.shape, file.extent(reached), strides=tensor.strides)
 
 
-def stored_box(stored: Stored, offsets: tuple[int, ...]) -> BoxPart:
+def stored_box(stored: SavedTensor, offsets: tuple[int, ...]) -> BoxPart:
     """The same for a tensor of a safetensors file."""
     return BoxPart(offsets, stored.shape, stored.extent)
 

@@ -20,7 +20,7 @@ from ...core.fragments import Box, Extent, Fragments, Record, Runs, boxes, tile
 from ...core.inert import Scalar, map_values
 from ...core.manifest import Sibling, Unread
 from ...errors import IncompleteCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint
-from ...files.safefile import Stored
+from ...files.safefile import SavedTensor
 from ...files.torchfile import Tensor, TorchFile
 
 MAX_CUT = 8  # axes
@@ -163,7 +163,7 @@ def leaves(file: TorchFile, value: Any, names: Iterator[str] | None = None) -> A
     return map_values(value, lambda item, _: leaves(file, item, names))
 
 
-def number_of(stored: Stored) -> Callable[[], Scalar]:
+def number_of(stored: SavedTensor) -> Callable[[], Scalar]:
     """Reads the value of a 0-d tensor of a safetensors file."""
 
     def number() -> Scalar:
@@ -191,7 +191,7 @@ class TensorPiece(Struct, frozen=True):
         return prod(self.sizes)
 
 
-def solid_piece(stored: Stored, offsets: tuple[int, ...]) -> TensorPiece:
+def solid_piece(stored: SavedTensor, offsets: tuple[int, ...]) -> TensorPiece:
     """A piece in a safetensors file, where tensors are row-major."""
     shape = stored.shape
     strides = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))

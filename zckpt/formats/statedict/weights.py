@@ -9,8 +9,8 @@ from math import prod
 from typing import Any
 
 from ...core import sources
-from ...core.expected import missing_file, path_inside
 from ...core.fragments import Record, solid
+from ...core.missing_ranks import missing_file, path_inside
 from ...errors import InconsistentCheckpoint
 from ...files import safefile
 from .tree import Leaf, number_of

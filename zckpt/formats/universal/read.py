@@ -11,7 +11,6 @@ from typing import Any
 
 from ...core import sources
 from ...core.dtypes import SIZES
-from ...core.expected import path_inside
 from ...core.facts import MAX_DP, facts_of
 from ...core.fileio import crc_of
 from ...core.fragments import Extent, Fragment, Fragments, Record, Runs, solid
@@ -26,6 +25,7 @@ from ...core.manifest import (
     step_from_json,
     texts_from_json,
 )
+from ...core.missing_ranks import path_inside
 from ...core.siblings import SiblingList, leads_out
 from ...errors import (
     MALFORMED,
@@ -104,7 +104,7 @@ def shells_of(path: str, chosen: Manifest) -> Manifest:
     return shells
 
 
-def _place(path: str, entry: Entry, stored: Mapping[str, safefile.Stored]) -> Fragments:
+def _place(path: str, entry: Entry, stored: Mapping[str, safefile.SavedTensor]) -> Fragments:
     """Where a file has an entry's elements; raises if the file states another type or shape."""
     tensor = _require_stored(path, entry.name, stored)
     if (tensor.dtype, tensor.shape) != (entry.dtype, entry.shape):
@@ -181,7 +181,7 @@ def _check_checksum(path: str, document: Mapping[str, Any]) -> list[str]:
 
 
 def _entries(
-    path: str, listed: dict[str, Any], stored: Mapping[str, safefile.Stored]
+    path: str, listed: dict[str, Any], stored: Mapping[str, safefile.SavedTensor]
 ) -> dict[str, Entry]:
     """The entries that the manifest lists, with the places where files have `stored` them.
 
@@ -204,7 +204,9 @@ def _entries(
     return entries
 
 
-def _require_stored(path: str, name: str, stored: Mapping[str, safefile.Stored]) -> safefile.Stored:
+def _require_stored(
+    path: str, name: str, stored: Mapping[str, safefile.SavedTensor]
+) -> safefile.SavedTensor:
     tensor = stored.get(name)
     if tensor is None:
         raise CorruptCheckpoint(
@@ -214,7 +216,9 @@ def _require_stored(path: str, name: str, stored: Mapping[str, safefile.Stored])
     return tensor
 
 
-def _other_type(tensor: safefile.Stored, name: str, dtype: Any, shape: Any) -> CorruptCheckpoint:
+def _other_type(
+    tensor: safefile.SavedTensor, name: str, dtype: Any, shape: Any
+) -> CorruptCheckpoint:
     return CorruptCheckpoint(
         f"{tensor.extent.file} holds {name} as {tensor.dtype} {list(tensor.shape)}, "
         f"the manifest states {brief(dtype)} {brief(shape)}"
@@ -311,12 +315,14 @@ def _check_source(
         )
 
 
-def _stored(path: str, listed: Collection[str]) -> tuple[dict[str, safefile.Stored], list[str]]:
+def _stored(
+    path: str, listed: Collection[str]
+) -> tuple[dict[str, safefile.SavedTensor], list[str]]:
     """Every tensor of every listed safetensors file by entry name, and the files.
 
     If no file is listed, as while they are being written, all files are read.
     """
-    tensors: dict[str, safefile.Stored] = {}
+    tensors: dict[str, safefile.SavedTensor] = {}
     files = []
     for name in sorted(os.listdir(path)):
         if not name.endswith(".safetensors") or (listed and name not in listed):

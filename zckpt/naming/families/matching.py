@@ -9,12 +9,12 @@ from msgspec import Struct
 
 from ...errors import MissingData, WrongOption, listed
 from ..names import RENAME
-from .rules import HUGGING_FACE, MEGATRON, OTHER, Family, Rule
+from .rules import HUGGING_FACE, MEGATRON, OTHER, Family, FamilyRule
 
 NUMBER = re.compile(r"\\\{(layer|expert)\\\}")
 
 
-class Place(Struct, frozen=True):
+class NamePlace(Struct, frozen=True):
     """What a name is: the part of a rule, in a layer, of an expert; None where there is none."""
 
     rule: int
@@ -23,15 +23,15 @@ class Place(Struct, frozen=True):
     expert: int | None
 
 
-class Group(Struct, frozen=True):
+class TensorGroup(Struct, frozen=True):
     """Tensors of the source that become tensors of the target together, by their names."""
 
-    rule: Rule
+    rule: FamilyRule
     sources: tuple[str, ...]
     targets: tuple[str, ...]
 
 
-class Names:
+class FamilyNames:
     """The names of one program, as the rules of a family spell them."""
 
     def __init__(self, family: Family, side: str) -> None:
@@ -42,7 +42,7 @@ class Names:
             for part, template in enumerate(rule.names(side))
         ]
 
-    def place(self, name: str) -> Place | None:
+    def place(self, name: str) -> NamePlace | None:
         for pattern, rule, part in self.patterns:
             if match := pattern.fullmatch(name):
                 numbers = match.groupdict()
@@ -50,7 +50,7 @@ class Names:
                     None if (number := numbers.get(axis)) is None else int(number)
                     for axis in ("layer", "expert")
                 )
-                return Place(rule, part, layer, expert)
+                return NamePlace(rule, part, layer, expert)
         return None
 
 
@@ -58,15 +58,17 @@ def _pattern(template: str) -> re.Pattern[str]:
     return re.compile(NUMBER.sub(r"(?P<\1>0|[1-9]\\d{0,5})", re.escape(template)))
 
 
-def places_of(family: Family, text: str, names: Collection[str]) -> tuple[str, dict[str, Place]]:
+def places_of(
+    family: Family, text: str, names: Collection[str]
+) -> tuple[str, dict[str, NamePlace]]:
     """The program that the names are of, and the place of each.
 
     Raises WrongOption, which lists names that no rule knows, and if names are of both programs.
     `text` is the value of `--family`.
     """
-    by_side: dict[str, dict[str, Place]] = {}
+    by_side: dict[str, dict[str, NamePlace]] = {}
     for side in (HUGGING_FACE, MEGATRON):
-        spelled = Names(family, side)
+        spelled = FamilyNames(family, side)
         by_side[side] = {name: at for name in names if (at := spelled.place(name)) is not None}
     known = [side for side, places in by_side.items() if places]
     if len(known) > 1:
@@ -84,8 +86,8 @@ def places_of(family: Family, text: str, names: Collection[str]) -> tuple[str, d
 
 
 def groups_of(
-    family: Family, side: str, places: Mapping[str, Place], experts: Mapping[str, int]
-) -> list[Group]:
+    family: Family, side: str, places: Mapping[str, NamePlace], experts: Mapping[str, int]
+) -> list[TensorGroup]:
     """What becomes what, in the order of the family's rules, layer by layer.
 
     `experts` are how many experts a stacked tensor has, by its name. Raises MissingData if a part
@@ -111,11 +113,13 @@ def groups_of(
         target = OTHER[side]
         count = experts.get(sources[0], 0)
         numbers = _numbers(rule, target, expert, count)
-        groups.append(Group(rule, sources, tuple(_spelled(rule.names(target), layer, numbers))))
+        groups.append(
+            TensorGroup(rule, sources, tuple(_spelled(rule.names(target), layer, numbers)))
+        )
     return groups
 
 
-def _numbers(rule: Rule, side: str, expert: int | None, count: int) -> Sequence[int | None]:
+def _numbers(rule: FamilyRule, side: str, expert: int | None, count: int) -> Sequence[int | None]:
     """The experts that a rule's names on one side are of; `count` is how many there are."""
     return range(count) if rule.packing == "experts" and side == MEGATRON else [expert]
 
@@ -130,7 +134,7 @@ def _spelled(
 
 def in_module_order(family: Family, names: Iterable[str]) -> list[str]:
     """Names of Hugging Face in the order of `named_parameters()`: a bias follows its weight."""
-    spelled = Names(family, HUGGING_FACE)
+    spelled = FamilyNames(family, HUGGING_FACE)
     modules: dict[str, int] = {}
     for rule in family.rules:
         for template in rule.hugging_face:

@@ -39,7 +39,7 @@ MAX_FILE = 1 << 20  # bytes
 NUMBERS = re.compile(r"\{(.*?)\}")
 
 
-class Rule(Struct, frozen=True):
+class FamilyRule(Struct, frozen=True):
     """The names of both sides; `{layer}` and `{expert}` stand for numbers.
 
     `packing` is one of layouts.py. If `only` is set, the rule is for sources of this program alone.
@@ -57,7 +57,7 @@ class Rule(Struct, frozen=True):
 class Family(Struct, frozen=True):
     """The rules, the `model_type`s of config.json that they are for, and buffers to leave out."""
 
-    rules: tuple[Rule, ...]
+    rules: tuple[FamilyRule, ...]
     types: tuple[str, ...]
     buffers: tuple[str, ...] = ()
 
@@ -95,10 +95,10 @@ def _family(document: Any) -> Family:
     return Family(rules, _texts(document["types"]), buffers)
 
 
-def _rule(item: Mapping[str, Any]) -> Rule:
+def _rule(item: Mapping[str, Any]) -> FamilyRule:
     if unknown := item.keys() - {"hugging_face", "megatron", "packing", "only"}:
         raise ValueError(f"a rule has the key {sorted(unknown)[0]!r}")
-    rule = Rule(
+    rule = FamilyRule(
         _texts(item["hugging_face"]),
         _texts(item["megatron"]),
         item.get("packing", "same"),

@@ -24,7 +24,7 @@ from ...errors import (
 )
 from ..names import canonical, names_of
 from .layouts import LAYOUTS, Misfit, Move
-from .matching import Group, groups_of, in_module_order, places_of
+from .matching import TensorGroup, groups_of, in_module_order, places_of
 from .rules import HUGGING_FACE, OTHER, Family, family_of
 from .sizes import parsed, sizes_of
 
@@ -145,7 +145,7 @@ class _Translation:
             yield f"{listed(extra, 4)}: extra states of {self.side}'s modules"
         yield from self.dropped
 
-    def _layout(self, group: Group) -> tuple[list[tuple[int, ...]], Move]:
+    def _layout(self, group: TensorGroup) -> tuple[list[tuple[int, ...]], Move]:
         """The shapes of the targets, and what moves fragments; raises WrongOption, MissingData."""
         shapes = [self.source.parameters[name].shape for name in group.sources]
         try:
@@ -171,7 +171,7 @@ class _Translation:
                 )
         return result, move
 
-    def _fact(self, group: Group) -> Parameter:
+    def _fact(self, group: TensorGroup) -> Parameter:
         """What is said of the parameters of a group, in which they must agree."""
         source, names = self.source, group.sources
         parameters = [source.parameters[name] for name in names]
@@ -198,7 +198,7 @@ class _Translation:
         return replace(first, aliases=tuple(filter(None, aliases)))
 
     def _entries(
-        self, group: Group, shapes: Sequence[tuple[int, ...]], move: Move
+        self, group: TensorGroup, shapes: Sequence[tuple[int, ...]], move: Move
     ) -> Iterator[Entry]:
         """The tensors of the targets, slot by slot."""
         by_slot: dict[str, dict[str, Entry]] = {}

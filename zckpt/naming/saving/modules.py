@@ -47,7 +47,7 @@ def spelled_as(other: Manifest, first: Manifest) -> Manifest:
     return other
 
 
-class Place(Struct, frozen=True):
+class ModuleSpan(Struct, frozen=True):
     """Elements of a module's tensor that begin at `at`: elements [start, stop) of the file's."""
 
     at: int
@@ -62,11 +62,11 @@ def as_modules(saved: Manifest, model: Manifest, config: Mapping[str, Any]) -> M
     Tensors of which `model` has nothing keep their names.
     """
     blank = _blank(model)
-    places: dict[str, list[Place]] = {}
+    places: dict[str, list[ModuleSpan]] = {}
     for entry in as_saved(blank, config).entries.values():
         for fragment in entry.fragments:
             for run in fragment.runs(0, entry.numel):
-                place = Place(run.extent.offset, entry.parameter, run.start, run.stop)
+                place = ModuleSpan(run.extent.offset, entry.parameter, run.start, run.stop)
                 places.setdefault(run.extent.file, []).append(place)
     places.pop(ZEROS, None)
     parameters: dict[str, Parameter] = {}
@@ -124,7 +124,7 @@ def _blank(model: Manifest) -> Manifest:
 
 
 def _joined(
-    name: str, shape: tuple[int, ...], places: Sequence[Place], parts: Sequence[Entry]
+    name: str, shape: tuple[int, ...], places: Sequence[ModuleSpan], parts: Sequence[Entry]
 ) -> Entry | None:
     """The tensor whose places are in these entries; None if their types or sizes do not fit."""
     if len(parts) < len(places) or len({entry.dtype for entry in parts}) > 1:
@@ -139,7 +139,7 @@ def _joined(
     return Entry(name, first.dtype, shape, Runs(runs))
 
 
-def _runs(entry: Entry, place: Place) -> Iterator[Fragment]:
+def _runs(entry: Entry, place: ModuleSpan) -> Iterator[Fragment]:
     """The elements of a place, by their numbers in the module's tensor."""
     size = SIZES[entry.dtype]
     for fragment in entry.fragments.overlapping(place.start, place.stop):

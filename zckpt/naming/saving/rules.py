@@ -22,7 +22,7 @@ from ...errors import MissingData
 Step = Sequence[Any]
 
 
-class Match(Struct, frozen=True):
+class NameMatch(Struct, frozen=True):
     """Where a rule fits a name: what stands before and after the text `found`.
 
     `number` is that of the source of the rule, `group` what its first bracket matched.
@@ -40,7 +40,7 @@ class Match(Struct, frozen=True):
         return self.before + target.replace(r"\1", group) + self.after
 
 
-class Rule(Struct, frozen=True):
+class SavingRule(Struct, frozen=True):
     """One rule: names that fit one of its sources get its target.
 
     With `steps`, the tensors of all sources together become those of all targets. `scope` is the
@@ -54,7 +54,7 @@ class Rule(Struct, frozen=True):
     scope: str | None
     prefix: str
 
-    def match(self, name: str) -> Match | None:
+    def match(self, name: str) -> NameMatch | None:
         """Where the rule fits a name; None if it does not."""
         front = ""
         if self.scope is not None:
@@ -74,7 +74,7 @@ class Rule(Struct, frozen=True):
         place = self.pattern.groupindex[source]
         group = match[place + 1] if self.pattern.groups > place else None
         before, found, after = rest.partition(match[0])
-        return Match(front + before, found, after, int(source[1:]), group)
+        return NameMatch(front + before, found, after, int(source[1:]), group)
 
     def renamed(self, name: str) -> str:
         """The name that a rule without steps makes of a name."""
@@ -85,15 +85,15 @@ class Rule(Struct, frozen=True):
         return match.with_target(target, self.add)
 
 
-class Rules(Struct, frozen=True):
+class SavingRules(Struct, frozen=True):
     """The rules of a model in the order in which they are applied.
 
     Names with one of the `marks` are those of files already. `sizes` are numbers of the
     configuration.
     """
 
-    renames: Sequence[Rule]
-    converters: Sequence[Rule]
+    renames: Sequence[SavingRule]
+    converters: Sequence[SavingRule]
     marks: Sequence[str]
     sizes: Mapping[str, Any]
 
@@ -103,7 +103,7 @@ class Rules(Struct, frozen=True):
             name = rule.renamed(name)
         return name
 
-    def converter(self, name: str) -> tuple[Rule, Match] | None:
+    def converter(self, name: str) -> tuple[SavingRule, NameMatch] | None:
         """The first converter that a name fits."""
         for rule in self.converters:
             if match := rule.match(name):
@@ -125,12 +125,12 @@ class Rules(Struct, frozen=True):
         return value
 
 
-def rules_of(config: Mapping[str, Any]) -> Rules | None:
+def rules_of(config: Mapping[str, Any]) -> SavingRules | None:
     """The rules of the model that a configuration is for; None if it has none, or is unknown."""
     classes, kind = config.get("architectures"), config.get("model_type")
     name = str(classes[0]) if isinstance(classes, list) and classes else ""
     about = _models().get(name) or {"type": kind, "prefix": "", "modules": []}
-    rules: list[Rule] = []
+    rules: list[SavingRule] = []
     models = [("", name, str(kind or about["type"])), *_inside(about, config)]
     for path, key in claimed(models, _table()["rules"]):
         scope = None
@@ -141,7 +141,7 @@ def rules_of(config: Mapping[str, Any]) -> Rules | None:
     if not rules:
         return None
     sizes = {key: _stated(config, *path) for key, path in about.get("sizes", {}).items()}
-    return Rules(
+    return SavingRules(
         [rule for rule in rules if not rule.steps],
         [rule for rule in rules if rule.steps],
         about.get("saved", ()),
@@ -202,8 +202,8 @@ def rules_for(key: str) -> list[dict[str, Any]]:
     return rules_for(found) if isinstance(found, str) else list(found)
 
 
-def _rule(item: Mapping[str, Any], scope: str | None, prefix: str) -> Rule:
-    return Rule(
+def _rule(item: Mapping[str, Any], scope: str | None, prefix: str) -> SavingRule:
+    return SavingRule(
         _compiled(tuple(item["from"])),
         item["to"],
         item.get("do", ()),

@@ -14,7 +14,7 @@ from ...core.views import View, view_of
 from ...core.weights import WEIGHTS
 from ...errors import InconsistentCheckpoint, UnsupportedCheckpoint, WrongOption, listed
 from ..names import names_of
-from .rules import Match, Rule, Rules, rules_of
+from .rules import NameMatch, SavingRule, SavingRules, rules_of
 from .steps import converted
 
 
@@ -36,27 +36,27 @@ def as_saved(manifest: Manifest, config: Mapping[str, Any]) -> Manifest:
     return _Translation(manifest, rules, list(groups.items())).manifest()
 
 
-class Group(Struct, eq=False):
+class NameGroup(Struct, eq=False):
     """The names that become others together, by the number of the rule's source.
 
     Without a rule it is one name that becomes another one.
     """
 
-    rule: Rule | None
-    match: Match | None
+    rule: SavingRule | None
+    match: NameMatch | None
     names: dict[int, str] = field(default_factory=dict)
 
 
-def _groups(rules: Rules, names: Sequence[str]) -> dict[str, Group]:
+def _groups(rules: SavingRules, names: Sequence[str]) -> dict[str, NameGroup]:
     """The groups by the name of what a group becomes, or by the first one's with a `*` in it."""
-    groups: dict[str, Group] = {}
+    groups: dict[str, NameGroup] = {}
     for name in names:
         rule, match = rules.converter(name) or (None, None)
         if rule is None or match is None:
             key, number = rules.renamed(name), 0
         else:
             key, number = match.with_target(rule.targets[0]), match.number
-        group = groups.setdefault(key, Group(rule, match))
+        group = groups.setdefault(key, NameGroup(rule, match))
         if number in group.names:
             raise InconsistentCheckpoint(
                 f"{group.names[number]} and {name} would both become {key}",
@@ -67,7 +67,9 @@ def _groups(rules: Rules, names: Sequence[str]) -> dict[str, Group]:
 
 
 class _Translation:
-    def __init__(self, source: Manifest, rules: Rules, groups: Sequence[tuple[str, Group]]) -> None:
+    def __init__(
+        self, source: Manifest, rules: SavingRules, groups: Sequence[tuple[str, NameGroup]]
+    ) -> None:
         self.source = source
         self.rules = rules
         self.groups = groups
@@ -122,7 +124,7 @@ class _Translation:
         aliases = tuple(map(self.rules.renamed, about.aliases))
         self.parameters[name] = replace(about, aliases=aliases)
 
-    def _convert(self, group: Group, rule: Rule) -> None:
+    def _convert(self, group: NameGroup, rule: SavingRule) -> None:
         """Enters the tensors that those of a group become, slot by slot."""
         by_slot: dict[str, dict[int, Entry]] = {}
         for number, name in group.names.items():
@@ -141,7 +143,7 @@ class _Translation:
                 for entry in parts.values():
                     self._enter(entry)
 
-    def _is_whole(self, group: Group, parts: Mapping[int, Entry]) -> bool:
+    def _is_whole(self, group: NameGroup, parts: Mapping[int, Entry]) -> bool:
         """Whether all tensors of a group are there, of one type, each of its weight's shape."""
         known = self.source.parameters
         fits = all(
@@ -151,7 +153,7 @@ class _Translation:
         return fits and parts.keys() == group.names.keys() and len(_types(parts)) == 1
 
     def _enter_converted(
-        self, group: Group, rule: Rule, slot: str, parts: Mapping[int, Entry]
+        self, group: NameGroup, rule: SavingRule, slot: str, parts: Mapping[int, Entry]
     ) -> None:
         (dtype,) = _types(parts)
         names = dict.fromkeys(group.names.values())
@@ -166,7 +168,9 @@ class _Translation:
                 new = self.new.setdefault(old, [])
                 new += [name] * (name not in new)
 
-    def _views(self, group: Group, rule: Rule, parts: Mapping[int, Entry]) -> dict[str, View]:
+    def _views(
+        self, group: NameGroup, rule: SavingRule, parts: Mapping[int, Entry]
+    ) -> dict[str, View]:
         """The tensors of a slot by their new names."""
         if any(entry.mean for entry in parts.values()):
             raise WrongOption(

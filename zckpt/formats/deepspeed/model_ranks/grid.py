@@ -22,9 +22,9 @@ from typing import Any
 
 from msgspec import Struct
 
-from ....core.expected import refuse_other_writers
 from ....core.facts import Grid
 from ....core.filenames import numbers_of
+from ....core.missing_ranks import refuse_other_writers
 from ....errors import IncompleteCheckpoint, InconsistentCheckpoint, brief, counted, listed
 from ....files.torchfile import Parsed
 from ...deepspeed_states.directories import (

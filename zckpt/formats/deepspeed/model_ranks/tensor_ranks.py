@@ -23,7 +23,7 @@ from ....core.states import as_unread
 from ....core.weights import WEIGHTS
 from ....errors import InconsistentCheckpoint, listed
 from ....naming.tensor_families import DOUBTS
-from ....naming.tensor_rules import RuleFile, Rules, Shapes, Sliced, decide
+from ....naming.tensor_rules import RuleFile, Shapes, Sliced, TensorRules, decide
 from ...deepspeed_states.patterns import INFO
 from .together import MIXED, common, same_parameter
 from .universal_info import UniversalInfo
@@ -32,7 +32,7 @@ SLICES_ALONE = "of several tensor ranks, zckpt joins slices of the parameters' s
 
 
 def joined_slices(
-    ranks: Sequence[Manifest], given: Sequence[Rules], step_policy: str | None
+    ranks: Sequence[Manifest], given: Sequence[TensorRules], step_policy: str | None
 ) -> Manifest:
     """The model of all tensor ranks. `given` are the user's rules, the first ones that count.
 
@@ -95,7 +95,7 @@ def joined_slices(
     )
 
 
-def _doubts(given: Sequence[Rules], cut: Mapping[str, Sliced]) -> Iterator[str]:
+def _doubts(given: Sequence[TensorRules], cut: Mapping[str, Sliced]) -> Iterator[str]:
     """What the whole lacks by the user's rules, and what no file shows of them."""
     if sums := [name for name, sliced in cut.items() if sliced.is_sum]:
         yield (
@@ -121,7 +121,7 @@ def _facts(cut: Mapping[str, Sliced]) -> dict[str, Any]:
     }
 
 
-def _stated(ranks: Sequence[Manifest]) -> Iterator[Rules]:
+def _stated(ranks: Sequence[Manifest]) -> Iterator[TensorRules]:
     """The rules that the checkpoint states; all ranks must state the same."""
     stated = [(rank.state.get("client_state") or {}).get(INFO) for rank in ranks]
     if any(to_json(info) != to_json(stated[0]) for info in stated[1:]):
@@ -135,7 +135,7 @@ def _all_names(ranks: Sequence[Manifest], field: str) -> list[str]:
     return list(dict.fromkeys(name for rank in ranks for name in getattr(rank, field)))
 
 
-def _buffers(ranks: Sequence[Manifest], given: Sequence[Rules]) -> dict[str, Sliced]:
+def _buffers(ranks: Sequence[Manifest], given: Sequence[TensorRules]) -> dict[str, Sliced]:
     """Buffers are whole on all ranks, unless the user's rules or their shapes say otherwise."""
     decided: dict[str, Sliced] = {}
     undecided: dict[str, Shapes] = {}

@@ -24,7 +24,7 @@ from typing import Any
 from ....core import slicing
 from ....core.slicing import Piece, Slicing
 from ....errors import InconsistentCheckpoint, UnsupportedCheckpoint, brief
-from ....naming.tensor_rules import Rule, Shapes, Sliced, by_rule
+from ....naming.tensor_rules import Shapes, Sliced, TensorRule, by_rule
 from ...deepspeed_states.patterns import check_patterns, fields_of
 
 NEWEST_MAP = 1
@@ -59,17 +59,17 @@ class UniversalInfo:
             return _by_map(name, mapped, shapes, rows)
         for key in ("tp_replicated_parameter_patterns", "parameter_to_average_patterns"):
             for pattern in self._matching(key, name):
-                return by_rule(Rule(pattern, "replicated", None), name, shapes)
+                return by_rule(TensorRule(pattern, "replicated", None), name, shapes)
         for pattern in self._matching("parameter_with_2_sub_params_cat_dim_0", name):
-            return by_rule(Rule(pattern, "0:2x", 0, equal=2), name, shapes)
+            return by_rule(TensorRule(pattern, "0:2x", 0, equal=2), name, shapes)
         for stated in self.info.get("parameter_with_sub_params") or ():
             stated = fields_of(stated)
             for pattern in stated["patterns"]:
                 if re.match(pattern, name):
                     return self._of_view(name, pattern, stated, shapes)
         for pattern in self._matching("parameter_with_row_parallelism_patterns", name):
-            return by_rule(Rule(pattern, "1", 1), name, shapes)
-        return by_rule(Rule(".*", "0", 0, vocabulary=rows), name, shapes)
+            return by_rule(TensorRule(pattern, "1", 1), name, shapes)
+        return by_rule(TensorRule(".*", "0", 0, vocabulary=rows), name, shapes)
 
     def stated_shapes(self, name: str) -> Shapes | None:
         """Each rank's shape, if the affine_map has it."""

@@ -29,7 +29,7 @@ from ....errors import (
     listed,
     literal,
 )
-from ....naming.tensor_rules import Rules, Shapes, Sliced, stated_rule
+from ....naming.tensor_rules import Shapes, Sliced, TensorRules, stated_rule
 from ....training import objects
 from ....training.options import ALLOW_OBJECT, VOCAB_SIZE, WEIGHTS_ONLY, Options
 from ... import engine_objects
@@ -148,7 +148,7 @@ def _refuse(source: Manifest, options: Options) -> None:
 class Cuts(Struct, frozen=True):
     """How each parameter is cut over the target's ranks, and each rank's shape of it."""
 
-    rules: Mapping[str, Rules]
+    rules: Mapping[str, TensorRules]
     shapes: Mapping[str, Shapes]
 
     def sliced(self, name: str, shapes: Shapes) -> Sliced | None:
@@ -167,7 +167,7 @@ def cuts_of(source: Manifest, tp: int) -> Cuts:
     info = _state(source, tp)["client_state"].get(INFO)
     stated = UniversalInfo(info) if isinstance(info, Mapping) else None
     auto = AutoTP.of(source) if is_auto(_engine(source, tp).config) else None
-    rules: dict[str, Rules] = {}
+    rules: dict[str, TensorRules] = {}
     shapes: dict[str, Shapes] = {}
     uneven: dict[str, tuple[int, ...]] = {}
     for name, parameter in source.parameters.items():
@@ -190,7 +190,7 @@ def cuts_of(source: Manifest, tp: int) -> Cuts:
 
 
 def _slices(
-    rules: Rules,
+    rules: TensorRules,
     names: tuple[str, ...],
     whole: tuple[int, ...],
     tp: int,

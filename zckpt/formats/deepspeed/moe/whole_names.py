@@ -23,7 +23,7 @@ from ...deepspeed_states.states import FLAT_MASTERS, WHOLE_MASTERS, EngineStates
 from ...deepspeed_states.tensors import is_extra
 from ..files import NAMED, Numbered
 from ..stage_0 import naming
-from ..stage_0.samples import Stored, labels
+from ..stage_0.samples import TensorInFile, labels
 from ..stage_0.whole import WholeOptimizer, named_optimizer
 from .expert_files import LayerFiles
 from .layers import gate_of
@@ -39,17 +39,17 @@ def weights_of(
     files: Sequence[LayerFiles],
     layers: ExpertLayers,
     of_layer: Mapping[str, int],
-) -> dict[str, Stored]:
+) -> dict[str, TensorInFile]:
     """The weights of one ep rank by their names on it, in the order of the module.
 
     `of_layer` is the ep rank in each layer. Second names of tied weights are left out.
     """
     buffers, shared = {*(ranks.model.get("buffer_names") or ())}, ranks.model["shared_params"]
-    weights: dict[str, Stored] = {}
+    weights: dict[str, TensorInFile] = {}
     behind = {gate_of(layer): layer for layer in files}
     for name, file, tensor in _module(ranks, layers, behind, of_layer):
         if name not in buffers and name not in shared and tensor.dtype in FLOATS:
-            weights[name] = Stored(file, tensor)
+            weights[name] = TensorInFile(file, tensor)
     return weights
 
 
@@ -115,7 +115,7 @@ def is_of_experts(group: Mapping[str, Any]) -> bool:
 
 
 def named_whole(
-    ranks: EngineStates, weights: Mapping[str, Stored], numbered: Numbered
+    ranks: EngineStates, weights: Mapping[str, TensorInFile], numbered: Numbered
 ) -> WholeOptimizer:
     """The optimizer of the first ep rank with names; raises MissingData as `named_optimizer`."""
     if ranks.model.get("param_shapes") or numbered.param_names is not None:
@@ -142,7 +142,10 @@ def named_whole(
 
 
 def with_members(
-    ranks: EngineStates, members: Members, inferred: Sequence[str], weights: Mapping[str, Stored]
+    ranks: EngineStates,
+    members: Members,
+    inferred: Sequence[str],
+    weights: Mapping[str, TensorInFile],
 ) -> WholeOptimizer:
     """An ep rank's optimizer, whose parameters have these names."""
     shapes = [{n: weights[n].tensor.shape for n in own if n is not None} for own in members]
@@ -163,7 +166,7 @@ def _some_groups(ranks: EngineStates, places: Sequence[int]) -> EngineStates:
     return replace(ranks, states=[optimizer], bases=[base])
 
 
-def check_rounding(whole: WholeOptimizer, weights: Mapping[str, Stored]) -> None:
+def check_rounding(whole: WholeOptimizer, weights: Mapping[str, TensorInFile]) -> None:
     """Raises InconsistentCheckpoint unless the masters of experts round to their weights.
 
     In fp32 there are none, and nothing shows which rank an optimizer is of.
@@ -185,7 +188,9 @@ def check_rounding(whole: WholeOptimizer, weights: Mapping[str, Stored]) -> None
     for name, master in pieces:
         weight = weights[name].tensor
         flat = Tensor(weight.storage, weight.dtype, weight.offset, master.shape, master.strides)
-        (label,), (rounded,) = labels([Stored(weights[name].file, flat)], [Stored(file, master)])
+        (label,), (rounded,) = labels(
+            [TensorInFile(weights[name].file, flat)], [TensorInFile(file, master)]
+        )
         if label not in rounded:
             raise InconsistentCheckpoint(
                 f"{file.path}: the master of {name} does not round to the weight in "
@@ -195,7 +200,7 @@ def check_rounding(whole: WholeOptimizer, weights: Mapping[str, Stored]) -> None
 
 
 def refuse_swapped(
-    ranks: EngineStates, others: Sequence[Mapping[str, Stored]], error: MissingData
+    ranks: EngineStates, others: Sequence[Mapping[str, TensorInFile]], error: MissingData
 ) -> None:
     """Raises InconsistentCheckpoint if the masters are those of another ep rank, else `error`."""
     for weights in others:

@@ -20,7 +20,7 @@ from ....core.manifest import slot_name
 from ....core.partition import FlatMember, Nameless, Partition, Partitioned, Whole
 from ....errors import MissingData
 from ....files.torchfile import Tensor, TorchFile
-from .samples import Stored, labels
+from .samples import TensorInFile, labels
 
 Shapes = Mapping[str, tuple[int, ...]]
 FLATS = "fp32_groups_flat"
@@ -113,7 +113,7 @@ def _views(file: TorchFile, flats: Sequence[Tensor]) -> list[Shapes]:
         numel = first.storage.length // SIZES[first.dtype]
         shapes.append({name: tensor.shape for name, tensor in ordered})
         candidates.append(Tensor(first.storage, first.dtype, 0, (numel,), (1,)))
-    own = [[Stored(file, tensor) for tensor in tensors] for tensors in (candidates, flats)]
+    own = [[TensorInFile(file, tensor) for tensor in tensors] for tensors in (candidates, flats)]
     of_buffers, of_flats = labels(*own)
     if any(len(own) != 1 for own in of_flats):
         raise MissingData(

@@ -24,9 +24,9 @@ from ....core.dtypes import SIZES
 from ....errors import MissingData, WrongOption, listed
 from ....files.torchfile import Tensor, TorchFile
 from ...statedict.matching import HINT, MatchedNames, match
-from .samples import Stored, labels
+from .samples import TensorInFile, labels
 
-Weights = Mapping[str, Stored]
+Weights = Mapping[str, TensorInFile]
 TRAINED = """\
 name the trained parameters with --param-names names.txt, group by group. Two lines in the training \
 program, before deepspeed.initialize, write that file:
@@ -54,8 +54,8 @@ def by_place(file: TorchFile, flats: Sequence[Tensor], weights: Weights) -> list
     for name, weight in weights.items():
         buffers.setdefault(weight.tensor.storage.key, {})[name] = weight.tensor
     whole = [members for members in buffers.values() if _tiles(members)]
-    rivals = [Stored(file, _flat(members)) for members in whole]
-    of_buffers, of_flats = labels(rivals, [Stored(file, flat) for flat in flats])
+    rivals = [TensorInFile(file, _flat(members)) for members in whole]
+    of_buffers, of_flats = labels(rivals, [TensorInFile(file, flat) for flat in flats])
     if any(len(own) != 1 for own in of_flats):
         return None
     count = Counter(of_buffers)
@@ -130,12 +130,12 @@ def by_order(file: TorchFile, flats: Sequence[Tensor], weights: Weights) -> list
     return chosen
 
 
-def _rounds(file: TorchFile, flat: Tensor, start: int, stop: int, weight: Stored) -> bool:
+def _rounds(file: TorchFile, flat: Tensor, start: int, stop: int, weight: TensorInFile) -> bool:
     """Whether elements [start, stop) of a flat master round to a weight, by a sample."""
     shape = (stop - start,)
     own = Tensor(weight.tensor.storage, weight.tensor.dtype, weight.tensor.offset, shape, (1,))
     (label,), (rounded,) = labels(
-        [Stored(weight.file, own)], [Stored(file, flat.part(start, stop))]
+        [TensorInFile(weight.file, own)], [TensorInFile(file, flat.part(start, stop))]
     )
     return label in rounded
 
@@ -159,7 +159,7 @@ def in_sequence(
                 for shape in dict.fromkeys(stored.tensor.shape for stored in remaining.values())
                 if 0 < prod(shape) <= flat.numel - start
             ]
-            pieces = [Stored(file, _piece(flat, start, shape)) for shape in shapes]
+            pieces = [TensorInFile(file, _piece(flat, start, shape)) for shape in shapes]
             of_weights, of_pieces = labels(list(remaining.values()), pieces)
             fitting = {label for own in of_pieces for label in own}
             names = [n for n, label in zip(remaining, of_weights, strict=True) if label in fitting]
@@ -183,7 +183,7 @@ def by_bytes(file: TorchFile, orders: Sequence[Sequence[Tensor]], weights: Weigh
     Raises MissingData with the names of the weights that cannot be told apart.
     """
     masters = [master for order in orders for master in order]
-    stored = [Stored(file, master) for master in masters]
+    stored = [TensorInFile(file, master) for master in masters]
     of_weights, of_masters = labels(list(weights.values()), stored)
     for number, (master, own) in enumerate(zip(masters, of_masters, strict=True)):
         if len(own) != 1:
@@ -339,7 +339,7 @@ def _check_rounding(
     Unless `strict`, a master that rounds to no weight is taken: a program may have changed the
     weights since.
     """
-    stored = [Stored(file, master) for master in masters]
+    stored = [TensorInFile(file, master) for master in masters]
     of_weights, of_masters = labels([*weights.values()], stored)
     known = dict(zip(weights, of_weights, strict=True))
     for name, fitting in zip(names, of_masters, strict=True):

@@ -31,7 +31,7 @@ _UNSIGNED = {1: "B", 2: "H", 4: "I", 8: "Q"}
 _INFINITY = {"F32": 0x7F800000, "BF16": 0x7F80, "F16": 0x7C00}
 
 
-class Stored(Struct, frozen=True):
+class TensorInFile(Struct, frozen=True):
     """A tensor, and the file that it is in."""
 
     file: TorchFile
@@ -39,7 +39,7 @@ class Stored(Struct, frozen=True):
 
 
 def labels(
-    weights: Sequence[Stored], masters: Sequence[Stored]
+    weights: Sequence[TensorInFile], masters: Sequence[TensorInFile]
 ) -> tuple[list[Label], list[list[Label]]]:
     """The label of every weight, and those that each master may have, of different types."""
     shapes: dict[tuple[int, ...], _Set] = {}
@@ -66,7 +66,7 @@ class _Sampler:
     """Reads elements of tensors; their files stay open until `opened` ends."""
 
     def __init__(
-        self, opened: ExitStack, weights: Sequence[Stored], masters: Sequence[Stored]
+        self, opened: ExitStack, weights: Sequence[TensorInFile], masters: Sequence[TensorInFile]
     ) -> None:
         self.opened = opened
         self.descriptors: dict[str, int] = {}
@@ -127,7 +127,7 @@ class _Sampler:
             self.descriptors[path] = self.opened.enter_context(sources.opened(path)).fileno()
         return self.descriptors[path]
 
-    def _bytes(self, stored: Stored, start: int, stop: int) -> bytes:
+    def _bytes(self, stored: TensorInFile, start: int, stop: int) -> bytes:
         """Row-major elements [start, stop)."""
         file, tensor = stored.file, stored.tensor
         if tensor.contiguous:
@@ -137,11 +137,11 @@ class _Sampler:
         read = self._descriptor(file.path)
         return b"".join(sources.pread(read, part.length, part.offset) for part in parts)
 
-    def _bits(self, stored: Stored, start: int, stop: int) -> list[int]:
+    def _bits(self, stored: TensorInFile, start: int, stop: int) -> list[int]:
         """Row-major elements [start, stop) as unsigned integers; all NaNs are one number."""
         return _integers(self._bytes(stored, start, stop), stored.tensor.dtype)
 
-    def _rounded(self, master: Stored, dtype: str, start: int, stop: int) -> list[int]:
+    def _rounded(self, master: TensorInFile, dtype: str, start: int, stop: int) -> list[int]:
         """The same of elements that are rounded to `dtype`, as torch rounds."""
         data = self._bytes(master, start, stop)
         if master.tensor.dtype != dtype:

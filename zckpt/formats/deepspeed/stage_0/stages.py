@@ -37,7 +37,7 @@ from ...statedict.matching import HINT, MatchedNames, match
 from ..files import Numbered, RankFiles
 from ..model_ranks.grid import TIED
 from . import naming
-from .samples import Stored, labels
+from .samples import TensorInFile, labels
 from .whole import WholeOptimizer, named_optimizer, open_whole, shape_of, states_of, unnamed
 
 Shape = tuple[int, ...]
@@ -150,16 +150,16 @@ def alike(stages: Sequence[Manifest]) -> list[Manifest]:
 
 def _weights(
     layers: Mapping[int, TorchFile], buffers: set[str], tied: Mapping[int, str]
-) -> dict[str, Stored]:
+) -> dict[str, TensorInFile]:
     """The weights of all layers by their names in the whole model, tied ones once."""
-    weights: dict[str, Stored] = {}
+    weights: dict[str, TensorInFile] = {}
     for number, file in layers.items():
         prefix = f"{TIED}{tied[number]}." if number in tied else f"{number}."
         for inner, value in dictionary(file, file.value).items():
             name = prefix + inner
             if name in buffers or is_extra(inner, value) or value.dtype not in FLOATS:
                 continue
-            weights.setdefault(name, Stored(file, value))
+            weights.setdefault(name, TensorInFile(file, value))
     return weights
 
 
@@ -179,7 +179,9 @@ def _of_stages(
 
 
 def _in_order(
-    states: Sequence[EngineStates], layers: Mapping[int, TorchFile], weights: Mapping[str, Stored]
+    states: Sequence[EngineStates],
+    layers: Mapping[int, TorchFile],
+    weights: Mapping[str, TensorInFile],
 ) -> MatchedNames | None:
     """The names of each stage's parameters, which torch's own optimizer has in the layers' order.
 
@@ -212,7 +214,7 @@ def _in_order(
 def _has_layers_alike(layers: Mapping[int, TorchFile]) -> bool:
     """Whether two layers have tensors of the same names and bytes."""
     stored = [
-        (number, inner, Stored(file, value))
+        (number, inner, TensorInFile(file, value))
         for number, file in layers.items()
         for inner, value in dictionary(file, file.value).items()
         if not is_extra(inner, value)
@@ -228,7 +230,7 @@ def _of_flat_stages(
     directory: TagDirectory,
     states: Sequence[EngineStates],
     names: Sequence[str],
-    weights: Mapping[str, Stored],
+    weights: Mapping[str, TensorInFile],
 ) -> list[Sequence[str]]:
     """The user's names, cut into those whose weights fill the flat masters of each stage."""
     if unknown := [name for name in names if name not in weights]:
@@ -336,7 +338,7 @@ def _tied_layers(
             if str(number) not in named and _has(dictionary(file, file.value), wanted)
         ]
         for inner in wanted:
-            tensors = [Stored(layers[n], layers[n].value[inner]) for n in places]
+            tensors = [TensorInFile(layers[n], layers[n].value[inner]) for n in places]
             if len(set(labels(tensors, tensors[:1])[0])) > 1:
                 raise _unclear(places, f"the tied layer {key}")
         tied |= dict.fromkeys(places, key)

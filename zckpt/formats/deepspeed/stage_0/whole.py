@@ -44,7 +44,7 @@ from ..files import Numbered, RankFiles
 from ..ranks import check_kind, without_optimizer
 from . import naming
 from .naming import Weights
-from .samples import Stored
+from .samples import TensorInFile
 
 Shape = tuple[int, ...]
 FROZEN = "zckpt_frozen"
@@ -168,7 +168,7 @@ def _with_shapes(states: EngineStates, shapes: Sequence[Mapping[str, Shape]]) ->
     return replace(states, model={**states.model, "param_shapes": list(shapes)})
 
 
-def _weights(states: EngineStates) -> dict[str, Stored]:
+def _weights(states: EngineStates) -> dict[str, TensorInFile]:
     """The module's weights by their first names: no buffers, and each place in memory once."""
     buffers = {*(states.model.get("buffer_names") or ())}
     places: dict[object, str] = {}
@@ -178,7 +178,7 @@ def _weights(states: EngineStates) -> dict[str, Stored]:
             continue
         place = (value.place, value.shape, value.strides) if value.numel else name
         if places.setdefault(place, name) == name:
-            weights[name] = Stored(states.models[0], value)
+            weights[name] = TensorInFile(states.models[0], value)
     return weights
 
 

@@ -35,7 +35,7 @@ from ..common import OPTIMIZER, WEIGHTS_ONLY, kept
 from ..groups import FileStep
 from ..optimizers import SPREAD
 from .placing import SAMPLE, Flat, Local
-from .stages import Place, Rank
+from .stages import ModelRank, Place
 
 GROUP = r"(chained_(?P<optimizer>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)\."
 BUCKET = re.compile(
@@ -216,12 +216,12 @@ class FlatItems:
         """Whether experts have an optimizer of their own: they are spread over ranks."""
         return any(optimizer.has_experts for optimizer in self.optimizers.values())
 
-    def ranks(self, tp: int) -> list[Rank]:
+    def ranks(self, tp: int) -> list[ModelRank]:
         """The buffers of every model-parallel rank, without those of experts that are spread."""
         flats = self._flats(False, tp, f"{tp} tensor ranks")
-        return [Rank(group % tp, group // tp, own) for group, own in enumerate(flats)]
+        return [ModelRank(group % tp, group // tp, own) for group, own in enumerate(flats)]
 
-    def expert_ranks(self, tp: int, stages: int, ep: int | None, experts: int) -> list[Rank]:
+    def expert_ranks(self, tp: int, stages: int, ep: int | None, experts: int) -> list[ModelRank]:
         """The buffers of the experts' optimizer on every rank.
 
         `tp` ranks share an expert, and `ep` ranks the `experts` of a layer; without `ep` the number
@@ -240,7 +240,7 @@ class FlatItems:
         ranks = []
         for group, own in enumerate(flats):
             first = group // tp % ep * size
-            ranks.append(Rank(group % tp, group // (tp * ep), own, range(first, first + size)))
+            ranks.append(ModelRank(group % tp, group // (tp * ep), own, range(first, first + size)))
         return ranks
 
     def _flats(self, of_experts: bool, factor: int, sizes: str) -> list[tuple[Flat, ...]]:

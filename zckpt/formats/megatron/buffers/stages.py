@@ -23,7 +23,7 @@ Place = tuple[Flat, tuple[int, int]]
 """A buffer, and where in it a parameter begins: (bucket, element)."""
 
 
-class Rank(Struct, frozen=True, eq=False):
+class ModelRank(Struct, frozen=True, eq=False):
     """The flat buffers of one model-parallel rank, in the order of its model chunks.
 
     `experts` are the numbers of the experts in them, if experts are spread over ranks.
@@ -42,7 +42,7 @@ class Rank(Struct, frozen=True, eq=False):
 
 
 def placed(
-    ranks: Sequence[Rank], parts: Sequence[Mapping[str, Local]], read: ReadBytes, where: str
+    ranks: Sequence[ModelRank], parts: Sequence[Mapping[str, Local]], read: ReadBytes, where: str
 ) -> list[dict[str, list[Place]]]:
     """The places of all parameters, for every tensor rank; `parts` are its parts of parameters.
 

@@ -25,7 +25,7 @@ from .rule import (
     NOT_TRAINED,
     OUTPUT,
     SLOTS,
-    Buffer,
+    BucketParts,
     Filled,
     Shape,
     Slots,
@@ -183,13 +183,13 @@ class _Items:
     def _size(self, key: str) -> int:
         return int(self.args.get(key) or 1)
 
-    def _buffers(self) -> dict[tuple[bool, int, str, int], dict[str, dict[int, Buffer]]]:
+    def _buffers(self) -> dict[tuple[bool, int, str, int], dict[str, dict[int, BucketParts]]]:
         """The slots of every buffer.
 
         The keys say whether it is of the experts' own optimizer, which comes second; then the
         number of the model-parallel rank, the type of the weights, and the number of the buffer.
         """
-        buffers: dict[tuple[bool, int, str, int], dict[str, dict[int, Buffer]]] = {}
+        buffers: dict[tuple[bool, int, str, int], dict[str, dict[int, BucketParts]]] = {}
         for key, saved in self.table.items.items():
             match = BUFFER.fullmatch(key)
             if match is None:
@@ -203,7 +203,7 @@ class _Items:
                 boxes = (self._box(key, box) for box in saved.boxes if not box.is_empty)
                 place = spread, group, TORCH_DTYPES[match[4]], int(match[3])
                 slots = buffers.setdefault(place, {}).setdefault(match[6], {})
-                slots[int(match[5])] = Buffer(tuple(boxes))
+                slots[int(match[5])] = BucketParts(tuple(boxes))
         return buffers
 
     def _names(self, whole: Mapping[str, Any], chunk: int, chunks: int) -> list[str]:

@@ -69,7 +69,7 @@ Box = tuple[Shape, Shape]
 """Offsets and sizes along every axis."""
 
 
-class Buffer(Struct, frozen=True):
+class BucketParts(Struct, frozen=True):
     """A slot's elements of one bucket, in parts that stand in any order."""
 
     parts: tuple[BoxPart, ...]
@@ -89,7 +89,7 @@ class Buffer(Struct, frozen=True):
                 yield first - start, BoxPart((first,), (last - first,), extent)
 
 
-Slots = Mapping[str, Mapping[int, Buffer]]
+Slots = Mapping[str, Mapping[int, BucketParts]]
 """The buckets of every slot, by their numbers."""
 
 
@@ -101,13 +101,13 @@ def refusal(path: str, what: str) -> UnsupportedCheckpoint:
 
 def coalesced(
     file: TorchFile, optimizer: int = 0
-) -> Iterator[tuple[int, str, dict[str, dict[int, Buffer]]]]:
+) -> Iterator[tuple[int, str, dict[str, dict[int, BucketParts]]]]:
     """The number, the weights' type and the slots of each buffer in a file of whole buffers."""
     value = file.value[optimizer] if isinstance(file.value, list) else file.value
     for number, kinds in value.items():
         for types, tensors in kinds.items() if type(number) is int else ():
             slots = {
-                key: {WHOLE: Buffer((BoxPart((0,), tensor.shape, file.extent(tensor)),))}
+                key: {WHOLE: BucketParts((BoxPart((0,), tensor.shape, file.extent(tensor)),))}
                 for key, tensor in tensors.items()
                 if isinstance(tensor, Tensor)
             }

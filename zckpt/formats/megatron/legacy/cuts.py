@@ -21,7 +21,7 @@ from msgspec import Struct
 
 from ....core.slicing import replicated
 from ....errors import UnsupportedCheckpoint
-from ....naming.tensor_rules import Rule, Rules, Shapes, Sliced, by_rule, decide
+from ....naming.tensor_rules import Shapes, Sliced, TensorRule, TensorRules, by_rule, decide
 from ..common import WEIGHTS_ONLY
 from ..contents import size_of
 
@@ -49,16 +49,16 @@ class ModuleRules(Struct, frozen=True):
         if match := BY_SPEC.fullmatch(name):
             whole, rows = self._latent_rows(match["kind"]), self.shapes[name][0]
             if whole == rows:
-                rule = Rule(name, "replicated", None)
+                rule = TensorRule(name, "replicated", None)
             elif whole == rows * len(shapes):
-                rule = Rule(name, "0", 0)
+                rule = TensorRule(name, "0", 0)
         elif WHOLE.fullmatch(name):
-            rule = Rule(name, "replicated", None)
+            rule = TensorRule(name, "replicated", None)
         elif BY_ROWS.fullmatch(name):
             gated = is_gated(name, self.shapes)
-            rule = Rule(name, "0:2x", 0, equal=2) if gated else Rule(name, "0", 0)
+            rule = TensorRule(name, "0:2x", 0, equal=2) if gated else TensorRule(name, "0", 0)
         elif BY_COLUMNS.fullmatch(name) and len(self.shapes[name]) == 2:
-            rule = Rule(name, "1", 1)
+            rule = TensorRule(name, "1", 1)
         return None if rule is None else by_rule(rule, name, shapes)
 
     def _latent_rows(self, kind: str) -> int | None:
@@ -73,7 +73,7 @@ def cuts_of(
     shapes: Mapping[str, tuple[int, ...]],
     tp: int,
     args: Mapping[str, Any],
-    given: Rules | None,
+    given: TensorRules | None,
 ) -> dict[str, Sliced]:
     """How `tp` ranks cut all parameters; `shapes` are those that every one of them has.
 
@@ -85,7 +85,7 @@ def cuts_of(
             name: Sliced(shape, replicated(shape, 1), "replicated")
             for name, shape in shapes.items()
         }
-    rules: list[Rules] = [ModuleRules(shapes, args)]
+    rules: list[TensorRules] = [ModuleRules(shapes, args)]
     if given is not None:
         rules.insert(0, given)
     decided = decide(folder, {name: [shape] * tp for name, shape in shapes.items()}, rules, tp)

@@ -26,13 +26,13 @@ from msgspec.structs import replace
 
 from ....core import sources
 from ....core.dtypes import SIZES
-from ....core.expected import missing_file
 from ....core.fragments import Record
 from ....core.manifest import Entry, Manifest
+from ....core.missing_ranks import missing_file
 from ....core.slicing import Slicing, joined
 from ....errors import CorruptCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint, listed
 from ....files.torchfile import Parsed, Tensor, TorchFile
-from ....naming.tensor_rules import Rules
+from ....naming.tensor_rules import TensorRules
 from ..buffers.flats import buffers_of, param_groups, read_bytes, states
 from ..buffers.order import LAYER, is_before, predicts
 from ..buffers.placing import places, places_of_trained
@@ -45,7 +45,7 @@ from ..keys import OF_MODULE, OF_OUTPUT, KeysOfGpt
 from ..names import NORMS, with_plain_norms
 from ..optimizers import EXPERTS, SPREAD
 from .cuts import cuts_of
-from .ranks import OF_GROUPED, STATES_FILE, Rank, ranks_of, strangers, with_own_experts
+from .ranks import OF_GROUPED, STATES_FILE, RankDirectory, ranks_of, strangers, with_own_experts
 from .states import local_part, whole_states, without_members
 
 OF_CHUNK = re.compile(r"model\d*")
@@ -53,7 +53,7 @@ LOCAL_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+(?=\.)")
 
 
 def read_legacy(
-    folder: str, step_policy: str | None, weights_only: bool, given: Rules | None = None
+    folder: str, step_policy: str | None, weights_only: bool, given: TensorRules | None = None
 ) -> Manifest:
     """The manifest of a directory with `mp_rank_*` folders.
 
@@ -72,7 +72,7 @@ def read_legacy(
 class _LegacyReader:
     """All folders of one iteration."""
 
-    def __init__(self, folder: str, given: Rules | None) -> None:
+    def __init__(self, folder: str, given: TensorRules | None) -> None:
         self.folder = folder
         self.given = given
         self.parsed = Parsed()
@@ -90,7 +90,7 @@ class _LegacyReader:
         self.replicas: list[Entry] = []
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.slicings: dict[str, Slicing] = {}
-        self.modules: dict[str, tuple[Rank, Any]] = {}  # their own states, by name
+        self.modules: dict[str, tuple[RankDirectory, Any]] = {}  # their own states, by name
         self.objects: dict[str, Any] = {}
         self.keys: dict[str, int] = {}  # of torch_dist
         self.frozen: set[str] = set()
@@ -175,7 +175,7 @@ class _LegacyReader:
                 key = f"rng_state/shard_{rank.pp}.{rank.tp}_{self.pp}.{self.tp}"
                 self._keep(rank, key, [rank.value["rng_state"]])
 
-    def _experts(self, rank: Rank, model: Mapping[str, Any]) -> int:
+    def _experts(self, rank: RankDirectory, model: Mapping[str, Any]) -> int:
         """How many experts of a layer a rank has, if they are spread over ranks."""
         names = [name for name in model if EXPERTS in name and not OF_GROUPED.fullmatch(name)]
         names = names if self.ep > 1 else []
@@ -192,7 +192,7 @@ class _LegacyReader:
         """Whether a weight is in the folders of one expert rank alone."""
         return self.ep > 1 and EXPERTS in name
 
-    def _take(self, rank: Rank, name: str, value: Any) -> None:
+    def _take(self, rank: RankDirectory, name: str, value: Any) -> None:
         is_first = rank.tp == 0 and (rank.ep == 0 or self._is_spread(name))
         if isinstance(value, Tensor) and not name.endswith("_extra_state"):
             rank.weights[name] = value
@@ -202,7 +202,7 @@ class _LegacyReader:
         elif value is not None and is_first:
             self._keep(rank, name, value)
 
-    def _keep(self, rank: Rank, key: str, value: Any) -> None:
+    def _keep(self, rank: RankDirectory, key: str, value: Any) -> None:
         self.objects[key] = kept(rank.file, value, f"megatron.objects.{key}", self.entries)
 
     def _name_items(self) -> None:
@@ -234,7 +234,7 @@ class _LegacyReader:
                 dense = own
                 self._weights_of(ranks, dense if expert else set())
 
-    def _weights_of(self, ranks: Sequence[Rank], known: set[str]) -> None:
+    def _weights_of(self, ranks: Sequence[RankDirectory], known: set[str]) -> None:
         """Enters the weights of the tensor ranks that share a model; `known` ones are copies."""
         shapes = {name: tensor.shape for name, tensor in ranks[0].weights.items()}
         for name, tensor in ranks[0].weights.items():
@@ -315,7 +315,9 @@ class _LegacyReader:
                 slots.add(entry.slot)
         return distributed, [groups for _, groups in sorted(groups_of.items())]
 
-    def _distributed(self, rank: Rank, number: int, own: set[str]) -> Iterator[tuple[str, Place]]:
+    def _distributed(
+        self, rank: RankDirectory, number: int, own: set[str]
+    ) -> Iterator[tuple[str, Place]]:
         """The places of a rank's `own` parameters in the flat buffers of one optimizer."""
         path = os.path.join(rank.folder, STATES_FILE)
         if not sources.is_file(path):

@@ -20,7 +20,7 @@ from typing import Any
 from msgspec import Struct, field
 
 from ....core import sources
-from ....core.expected import missing_file, refuse_other_writers
+from ....core.missing_ranks import missing_file, refuse_other_writers
 from ....errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,
@@ -41,7 +41,7 @@ OLDEST = 2.0  # of checkpoint_version; before it the rows of linear_qkv have ano
 STATES_FILE = "distrib_optim.pt"
 
 
-class Rank(Struct, eq=False):
+class RankDirectory(Struct, eq=False):
     """One model-parallel rank: its file, its weights under their names in the whole model."""
 
     tp: int
@@ -104,7 +104,7 @@ def with_own_experts(model: Mapping[Any, Any], is_scaled: bool) -> Iterator[tupl
             yield f"{match['experts']}.local_experts.{number}.{match['rest']}", value
 
 
-def ranks_of(folder: str, parsed: Parsed) -> list[Rank]:
+def ranks_of(folder: str, parsed: Parsed) -> list[RankDirectory]:
     """Every rank: by stage, then by rank of experts, then by tensor rank.
 
     Raises IncompleteCheckpoint, InconsistentCheckpoint, CorruptCheckpoint and
@@ -143,7 +143,7 @@ def ranks_of(folder: str, parsed: Parsed) -> list[Rank]:
                 hint=EVERY_RANK,
             )
     ranks = [
-        Rank(tp, pp, ep, os.path.join(folder, name), files[name])
+        RankDirectory(tp, pp, ep, os.path.join(folder, name), files[name])
         for (pp, ep, tp), name in sorted(places.items())
     ]
     _require_sizes(folder, args, (tensors, stages, experts))
@@ -177,7 +177,9 @@ def _require_sizes(folder: str, args: Mapping[str, Any], sizes: tuple[int, int, 
         )
 
 
-def _require_known(folder: str, args: Mapping[str, Any], tp: int, ranks: Sequence[Rank]) -> None:
+def _require_known(
+    folder: str, args: Mapping[str, Any], tp: int, ranks: Sequence[RankDirectory]
+) -> None:
     """Raises UnsupportedCheckpoint for kinds of models that are not read."""
     version = ranks[0].value.get("checkpoint_version", 0)
     if not isinstance(version, (int, float)) or version < OLDEST:
@@ -200,7 +202,7 @@ def _require_known(folder: str, args: Mapping[str, Any], tp: int, ranks: Sequenc
             )
 
 
-def strangers(folder: str, ranks: Sequence[Rank]) -> list[str]:
+def strangers(folder: str, ranks: Sequence[RankDirectory]) -> list[str]:
     """Files and folders of the directory that zckpt does not read."""
     own = {os.path.basename(rank.folder) for rank in ranks}
     inside = [

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import zckpt
-from zckpt.core.neighbors import lacking
+from zckpt.core.missing_states import lacking
 
 from ..conftest import Result
 

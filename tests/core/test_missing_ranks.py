@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from zckpt.core.expected import missing_file, missing_ranks, path_inside
+from zckpt.core.missing_ranks import missing_file, missing_ranks, path_inside
 from zckpt.errors import CorruptCheckpoint, IncompleteCheckpoint, listed
 
 
