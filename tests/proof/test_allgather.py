@@ -15,12 +15,12 @@ import pytest
 from msgspec.structs import replace
 
 import zckpt
-from zckpt.core.buckets import buckets, share_of
 from zckpt.core.fragments import Extent, Fragment, Runs, Slices
 from zckpt.core.partition import FlatMember, Partition, Partitioned, Whole
 from zckpt.formats import zero
 from zckpt.formats.deepspeed import flats
 from zckpt.formats.deepspeed_states.states import EngineStates
+from zckpt.proof.allgather.buckets import buckets, share_of
 
 from .. import faults
 from ..conftest import EXAMPLE, ROOT

@@ -4,8 +4,6 @@ What a checkpoint is:
     manifest.py       one checkpoint: entries, parameters, groups
     fragments.py      where the elements of a tensor lie: extents, runs, boxes
     slicing.py        tensors that are cut over ranks, as boxes of whole ones
-    packing.py        several tensors that another program keeps as one
-    views.py          tensors that are cut, joined, turned or dealt out of others
     facts.py          which engine wrote a checkpoint, where its step stands; the grid of ranks
     experts.py        which layers have experts
     weights.py        what stands for a weight
@@ -41,7 +39,6 @@ How two checkpoints are compared:
     statistics.py     what one tensor's numbers are like
     masters.py        do the masters of one checkpoint round to its weights?
     partition.py      how an engine cuts tensors, in the words of gather.py files
-    buckets.py        which blocks of such tensors one all-gather brings back
 
 Start with manifest.py and fragments.py.
 """

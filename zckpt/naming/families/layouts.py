@@ -19,8 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from math import prod
 
 from ...core.fragments import ZEROS, Extent, Fragments, solid
-from ...core.packing import packed, packing, turned, unpacked
 from ...core.slicing import Piece, Slicing, joined
+from ..packing import packed, packing, turned, unpacked
 from .rules import HUGGING_FACE, MEGATRON
 from .sizes import Sizes
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ...core.views import View, cut, dealt, flattened, folded, joined, swapped, unstacked, zeros
+from ..views import View, cut, dealt, flattened, folded, joined, swapped, unstacked, zeros
 
 Tensors = dict[str, View]
 """Views by the pattern that becomes a part of their names; `*` stands for a number."""

@@ -10,10 +10,10 @@ from msgspec.structs import replace
 
 from ...core.dtypes import SIZES
 from ...core.manifest import Entry, Manifest, Parameter
-from ...core.views import View, view_of
 from ...core.weights import WEIGHTS
 from ...errors import InconsistentCheckpoint, UnsupportedCheckpoint, WrongOption, listed
 from ..names import names_of
+from ..views import View, view_of
 from .rules import NameMatch, SavingRule, SavingRules, rules_of
 from .steps import converted
 

@@ -14,6 +14,7 @@ tensor that one file holds whole is not gathered: each process reads and compare
     world.py       which processes take part        readers.py     threads that read both sides
     parts.py       what the ranks hold, by name     buffers.py     the memory of a bucket
     gathering.py   bucket after bucket              elements.py    comparison of two blocks
+    buckets.py     which blocks of tensors one all-gather brings back
 """
 
 from __future__ import annotations

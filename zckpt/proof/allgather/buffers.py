@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...core.buckets import Bucket
 from ...core.dtypes import SIZES
+from .buckets import Bucket
 from .elements import BITS
 from .readers import BlockMatch
 from .world import World, together_with_others

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from msgspec import Struct, field
 
-from ...core.buckets import Block, Bucket, Cut, buckets, lines_of, share_of
 from ...core.checksum import crc32
 from ...core.difference import Difference
 from ...core.dtypes import SIZES
 from ...core.partition import Joined
 from ...core.plan import Match
 from ...core.resources import Progress, describe
+from .buckets import Block, Bucket, Cut, buckets, lines_of, share_of
 from .buffers import BucketBuffers
 from .elements import BITS, any_unequal, bytes_of, difference_of
 from .readers import BlockMatch, Readers, Seen, memory_of

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from ...core.buckets import Cut, Spread, kind_of, side_by_side
 from ...core.dtypes import SIZES
 from ...core.fragments import Box, Extent, Fragment, Runs
 from ...core.manifest import Entry, Manifest
@@ -23,6 +22,7 @@ from ...core.partition import (
     Partitioned,
     Whole,
 )
+from .buckets import Cut, Spread, kind_of, side_by_side
 
 
 def alone(entry: Entry) -> Named:

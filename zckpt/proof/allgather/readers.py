@@ -16,7 +16,6 @@ import torch
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ...core.buckets import Block
 from ...core.checksum import crc32
 from ...core.dtypes import SIZES
 from ...core.fragments import Extent
@@ -25,6 +24,7 @@ from ...core.pieces import ElementReader, ReadRequest
 from ...core.plan import Match
 from ...core.records import RecordChecker
 from ...core.streaming import reading
+from .buckets import Block
 
 READ = 8 << 20  # bytes that one thread reads at a time
 T = TypeVar("T")

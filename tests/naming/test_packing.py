@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from zckpt.core.fragments import Extent, Fragments, solid
-from zckpt.core.packing import packed, packing, turned, unpacked
+from zckpt.naming.packing import packed, packing, turned, unpacked
 
 SIZE = 4
 

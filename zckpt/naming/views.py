@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from .fragments import ZEROS, Box, Extent, Fragments, boxes
-from .slicing import boxes_of
+from ..core.fragments import ZEROS, Box, Extent, Fragments, boxes
+from ..core.slicing import boxes_of
 
 if TYPE_CHECKING:
     from typing import TypeVar

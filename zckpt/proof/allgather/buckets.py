@@ -15,9 +15,9 @@ from math import prod
 from msgspec import Struct
 from msgspec.structs import replace
 
-from .dtypes import SIZES
-from .fragments import Extent
-from .partition import BoxPart, FlatMember, Joined, Partitioned
+from ...core.dtypes import SIZES
+from ...core.fragments import Extent
+from ...core.partition import BoxPart, FlatMember, Joined, Partitioned
 
 
 class Spread(Partitioned, frozen=True):

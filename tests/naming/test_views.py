@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from zckpt.core.fragments import Box, Extent, Fragment, Fragments, Runs, Slices, solid
-from zckpt.core.views import (
+from zckpt.naming.views import (
     View,
     cut,
     dealt,

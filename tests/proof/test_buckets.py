@@ -10,10 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from zckpt.core import buckets as module
-from zckpt.core.buckets import Beside, Block, Cut, buckets, lines_of, share_of, side_by_side
 from zckpt.core.fragments import Extent
 from zckpt.core.partition import BoxPart, FlatMember, Joined, Partitioned
+from zckpt.proof.allgather import buckets as module
+from zckpt.proof.allgather.buckets import (
+    Beside,
+    Block,
+    Cut,
+    buckets,
+    lines_of,
+    share_of,
+    side_by_side,
+)
 
 
 def cut_flat(chosen: random.Random, ranks: int) -> tuple[Partitioned, list[Any], dict[str, Any]]:

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .fragments import Box, Fragments, boxes
-from .slicing import Piece, Slicing, boxes_of, joined
+from ..core.fragments import Box, Fragments, boxes
+from ..core.slicing import Piece, Slicing, boxes_of, joined
 
 
 def packing(rows: Sequence[int], groups: int, inner: int) -> Slicing:
