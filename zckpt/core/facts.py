@@ -120,6 +120,9 @@ class StateDictEngine:
     rank, `adapter` for PEFT's file."""
     bare: bool = False
     """Whether the optimizer's names lack what PEFT adds to a module's."""
+    file: str | None = None
+    """The one file that has everything; beside sharded storage, the one with all that is no state
+    dict."""
 
     def to_state(self, group_step: str | None) -> dict[str, Any]:
         """The value of `state.engine` in a manifest.
@@ -140,6 +143,7 @@ class StateDictEngine:
             **({"dialect": self.dialect} if self.whole else {}),
             **({"storage": self.storage} if self.storage else {}),
             **({"bare": True} if self.bare else {}),
+            **({"file": self.file} if self.file else {}),
             **_ordered(self),
         }
 
@@ -162,6 +166,7 @@ class StateDictEngine:
             _flag(state, "ordered"),
             storage=_text(state, "storage"),
             bare=_flag(state, "bare") or False,
+            file=_text(state, "file"),
         )
 
 

@@ -5,6 +5,7 @@
 <dir>/pytorch_model_fsdp_0, optimizer_0       two folders of one checkpoint: Accelerate's and
                                               Hugging Face Trainer's; _1 for a second model
 <dir>/model, optim (or optimizer)             the same of NeMo AutoModel, and of many programs
+<dir>/meta.pt                                 beside items: all that is no state dict (Lightning)
 <dir>/shard-R-model-F-of-N.safetensors        Hugging Face's storage (see hf.py): weights alone
 
 The folder `model` of such a pair may have Hugging Face's storage, or PEFT's adapter_model.
@@ -20,7 +21,9 @@ from ...core.annotations import Any
 from ...core.filenames import Names, oldest_first
 from ...errors import UnsupportedCheckpoint
 from ...files.dcpnames import ITEMS, METADATA, names_any
+from ...files.torchfile import is_torch
 from ...training import peft
+from ...training.programs import META
 
 STEP = Names("step-#")
 MAX_MARKER = 1 << 16  # bytes
@@ -158,6 +161,12 @@ def _refuse_megatron(folder: str) -> None:
             f"{folder} was written by Megatron-Core",
             hint="read it with --from megatron",
         )
+
+
+def rest_of(folder: str) -> str | None:
+    """The file in which Lightning and Fabric keep all that is no state dict, beside items."""
+    path = os.path.join(folder, META)
+    return path if sources.is_file(path) and is_torch(path) else None
 
 
 def own_files(root: str, parts: list[str]) -> Iterator[str]:

@@ -56,7 +56,17 @@ from ..statedict.tree import (
 )
 from ..statedict.weights import weights_of
 from . import hf
-from .files import MODEL, adapter_of, has_items, is_pair, locate, own_files, place_in, whole_of
+from .files import (
+    MODEL,
+    adapter_of,
+    has_items,
+    is_pair,
+    locate,
+    own_files,
+    place_in,
+    rest_of,
+    whole_of,
+)
 
 MAX_LIST = 1_000_000  # elements of all lists
 FIELDS = {"planner_data", "storage_meta", "version", "zckpt"}  # that describe no item
@@ -88,6 +98,9 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
             saved.storage = RANKS
             saved.tree |= hf.state_dicts(hf.read(shards, saved))
         own = [*parts, *shards, *own_files(root, parts)]
+        if root in parts and (rest := rest_of(root)) is not None:
+            own.append(rest)
+            _read_rest(rest, saved)
         lists = [beside(root, own, path)]
         if is_pair(saved.folders):
             for folder in parts:
@@ -103,6 +116,19 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
         raise
     except MALFORMED as error:
         raise not_understood(root, error) from error
+
+
+def _read_rest(path: str, saved: SavedTree) -> None:
+    """Adds what a program keeps in a file beside the items."""
+    file = TorchFile(path)
+    if not isinstance(file.value, dict):
+        return
+    names = (saved.stated or {}).get("names", {}).get(os.path.basename(path), ())
+    values = leaves(file, file.value, iter(names))
+    saved.tree |= {key: value for key, value in values.items() if key not in saved.tree}
+    saved.records += file.records.values()
+    saved.files.append(path)
+    saved.file = os.path.basename(path)
 
 
 def _weights(folder: str, saved: SavedTree) -> dict[str, Leaf]:

@@ -20,6 +20,7 @@ from ...core.folder import Folder
 from ...core.inert import Foreign, Scalar, TensorName, map_values
 from ...core.layout import Layout, Shell
 from ...core.manifest import Manifest
+from ...core.values import replace
 from ...errors import MissingData, UnsupportedCheckpoint, counted, listed, literal
 from ...files import dcpseal, safefile
 from ...files.dcpfile import ItemBox, Items, TensorItem
@@ -33,16 +34,17 @@ from ...files.dcpshell import (
     seal_items,
 )
 from ...files.pickling import dumps
-from ...files.torchshell import Storages, shell, thawed
-from ...training import peft, trainers
+from ...files.torchshell import Storages, seal_records, shell, thawed
+from ...training import peft, programs, trainers
 from ...training.options import DIALECT, DP, Options
+from ...training.programs import program_in
 from ...training.trainers import TRANSFORMERS, program_of
 from ..statedict.keys import ADAPTER, in_folder, own_key
 from ..statedict.tree import Path, dotted
 from ..statedict.write import BlankTensor, StateDicts, left_out
 from . import hf
 from .files import ADAPTER as PEFT_FILE
-from .files import MODEL, folders, has_items, is_pair
+from .files import MODEL, folders, has_items, is_pair, rest_of
 from .options import LAYOUT
 
 SMALL = 64 << 10  # bytes; a rank finds smaller pieces more slowly than it reads them
@@ -79,7 +81,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
         writer.left_out,
         writer.warnings,
         about=about,
-        loading=trainers.resuming(source.siblings, loading) if of_trainer else loading,
+        loading=programs.resuming(source, loading) if of_trainer or writer.rest else loading,
     )
 
 
@@ -91,6 +93,7 @@ class DcpWriter:
         self.options = options
         self.world = options[DP] or source.dp
         self.dicts = StateDicts(source, options, "dcp", options[LAYOUT])
+        self.rest = self._rest()
         if options[DIALECT] == "torchtitan":
             self.dicts.model, self.dicts.optimizer, self.dicts.layout = TORCHTITAN
         self.warnings = [*self.dicts.warnings, *self._of_ranks(), *self._files_of_ranks()]
@@ -98,7 +101,7 @@ class DcpWriter:
         self.left_out += [
             f"client_state {key}: {count:,} values, of which torch.distributed.checkpoint would "
             "make an item each"
-            for key, count in self.dicts.leave_out_larger(MOST_VALUES)
+            for key, count in ([] if self.rest else self.dicts.leave_out_larger(MOST_VALUES))
         ]
         self.left_out += [*left_out(source, options), *self.dicts.collisions()]
         self.parts = self._parts()
@@ -106,6 +109,21 @@ class DcpWriter:
             self.left_out += self._values()
         self._shells: dict[tuple[str, tuple[int, ...]], Shell] = {}
         self._metadata: dict[str, bytes] = {}
+
+    def _rest(self) -> str | None:
+        """The file for all that is no state dict, if the program looks for it in one.
+
+        A program that had one file finds its state dicts under its keys for items.
+        """
+        dicts, keys, program = self.dicts, self.dicts.keys, program_in(self.source)
+        if self.options[DIALECT] is not None or self.options.weights_only:
+            return None
+        if keys.file is not None and not keys.whole:
+            return keys.file
+        if program is None or self.source.format == "dcp":
+            return None
+        dicts.model, dicts.optimizer = program.sharded.model, program.sharded.optimizer
+        return program.sharded.file
 
     def _of_ranks(self) -> list[str]:
         """Warnings about values that each rank saved for itself, such as those of a data loader."""
@@ -151,7 +169,7 @@ class DcpWriter:
         if dialect is None and before is not None and is_pair(before):
             return self._pair(before)
         if dialect == "torchtitan" or (dialect is None and not before):
-            return {"": list(dicts.items())}
+            return {"": [pair for pair in dicts.items() if not self._is_rest(pair[0])]}
         of_trainer = program_of(self.source.siblings) == TRANSFORMERS
         if of_trainer and (others := peft.other_adapters(self.source.parameters)):
             raise UnsupportedCheckpoint(
@@ -180,6 +198,11 @@ class DcpWriter:
                 parts.setdefault(root, []).append((path, value))
         self.left_out += [f"{key}: Accelerate keeps such things in other files" for key in lost]
         return parts
+
+    def _is_rest(self, path: Path) -> bool:
+        """Whether a value is none of the state dicts', and has a file for it."""
+        own = (self.dicts.model, self.dicts.optimizer)
+        return self.rest is not None and not any(path[: len(each)] == each for each in own)
 
     def _pair(self, folders: Sequence[str]) -> dict[str, list[PathValue]]:
         """Items by folder: the model's and the optimizer's, each under the keys of the source.
@@ -223,6 +246,19 @@ class DcpWriter:
             files = self._safetensors(values) if is_model and self.storage else None
             for file in files or self._folder(folder, values):
                 yield Shell(os.path.join(folder, file.name), file.size, file.parts)
+        if self.rest is not None:
+            storages = Storages()
+            value = thawed(self._values_of_rest(), self.source.entries, storages)
+            yield shell(self.rest, value, storages)
+
+    def _values_of_rest(self) -> dict[Any, Any]:
+        """The program's own state, and the scheduler."""
+        state = self.source.state
+        scheduler = state.get("lr_scheduler")
+        return {
+            **({} if scheduler is None else {self.dicts.scheduler: scheduler}),
+            **(state.get("client_state") or {}),
+        }
 
     def _safetensors(self, values: Sequence[PathValue]) -> Iterator[Shell]:
         """The weights as PEFT's file, or as Hugging Face's storage of all ranks."""
@@ -328,6 +364,8 @@ class DcpWriter:
                 items[key] = TensorItem(dtype, tensor.shape, tuple(boxes[key]))
             if inside := list(_tensor_names(value)):
                 names[key] = inside
+        if self.rest and (inside := list(_tensor_names(self._values_of_rest()))):
+            names[self.rest] = inside
         stated = {
             **self.dicts.unsaid(),
             "names": names,
@@ -354,3 +392,6 @@ def seal(root: Folder, manifest: Manifest, outcome: Any) -> None:
     """Writes the CRC-32 of every record into the zip directory of its item."""
     for folder in filter(has_items, folders(root.path)):
         seal_items(root, folder, crcs_of(outcome))
+    rest = rest_of(root.path)
+    records = tuple(each for each in manifest.records if each.extent.file == rest)
+    seal_records(root, replace(manifest, records=records), outcome)

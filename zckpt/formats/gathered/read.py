@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...core import sources
+from ...core.facts import StateDictEngine
 from ...core.manifest import Manifest
 from ...core.saved_names import nameless, refuse_others, saved_names
 from ...core.values import replace
@@ -23,6 +24,7 @@ from ...errors import (
 from ...files.torchfile import Parsed, TorchFile
 from ...training.trainers import beside
 from ..reading import USUAL, Reading
+from ..statedict.finding import value_at
 from ..statedict.keys import keys_of
 from ..statedict.read import manifest
 from ..statedict.stated import checked
@@ -34,6 +36,8 @@ from .items import METADATA, refusal, said_of
 
 CONFIG = "fsdp_config.json"
 """verl's file beside files of ranks; it has the version of FSDP and the number of ranks."""
+STATED = "zckpt"
+"""The key of what only zckpt states."""
 MESH = "mesh"
 """In `Manifest.source`: the mesh of ranks' files that can be written for other ranks."""
 
@@ -85,8 +89,9 @@ def read_tree(path: str, reading: Reading) -> tuple[Manifest, Sequence[ranked.Co
             _refuse_lost(result, reading.param_names)
         if reader.saved.orders is not None:
             result = _in_order(result, reading.param_names)
-        # numbers are usual in these files: they do not say which layout --to dcp should write
-        engine = replace(keys_of(result.engine), layout=None, whole=True, dialect=reader.dialect)
+        engine = replace(keys_of(result.engine), whole=True, dialect=reader.dialect)
+        if not is_kept(engine):
+            engine = replace(engine, layout=None, file=None)
         result = replace(result, engine=engine, notes=(*result.notes, *reader.notes))
         return result, reader.copies
     except MALFORMED as error:
@@ -160,6 +165,8 @@ class _TreeReader:
         self.notes = nameless([name for name in names if name.place[1]])
         extra = self._extra(files.whole)
         trees = {key: self._whole(name) for key, name in files.whole.items() if key != "extra"}
+        if None in files.whole:
+            self.saved.file = os.path.basename(files.whole[None])
         trees |= extra
         self.saved.tree = dict(trees)  # local states are matched with these
         trees |= {key: self._ranks(key, paths) for key, paths in files.ranks.items()}
@@ -193,7 +200,11 @@ class _TreeReader:
             for alias, owner in stated["aliases"].items():  # safetensors have tied weights once
                 if alias not in model and owner in model:
                     model[alias] = model[owner]
-            if not model.keys() >= {*stated["aliases"], *stated["buffers"], *stated["frozen"]}:
+        elif stated and "model" in stated:
+            model = value_at(alone, tuple(stated["model"]))
+        if stated and isinstance(model, dict):
+            own = {*stated["aliases"], *stated["buffers"], *stated["frozen"]}
+            if not model.keys() >= own:
                 self.saved.stated = None  # the model was saved again, by another program
         return {**extra, **alone, **trees}
 
@@ -205,14 +216,20 @@ class _TreeReader:
         if not isinstance(file.value, dict):  # the program's own file, which is carried unread
             return {}
         self._add(file)
+        return {"extra": self._leaves(file, self._without_stated(file))}
+
+    def _without_stated(self, file: TorchFile) -> dict[Any, Any]:
+        """What a program has in a file, without what zckpt stated there."""
         value = dict(file.value)
-        stated = checked(value.pop("zckpt", None), file.path)
+        stated = checked(value.pop(STATED, None), file.path)
         if stated is not None:
             self.saved.stated = stated
             self.saved.inferred = list(stated.get("inferred", ()))
             self.names = stated["names"]
-        names = iter(self.names.get(os.path.basename(file.path), ()))
-        return {"extra": leaves(file, value, names)}
+        return value
+
+    def _leaves(self, file: TorchFile, value: Any) -> Any:
+        return leaves(file, value, iter(self.names.get(os.path.basename(file.path), ())))
 
     def _open(self, path: str) -> TorchFile:
         # of an index of Hugging Face, files are opened one by one
@@ -238,7 +255,8 @@ class _TreeReader:
             ranked.refuse_part(file)
             return self._merge({0: file}).tree
         ranked.refuse_flat(file)
-        return leaves(file, file.value, iter(self.names.get(os.path.basename(path), ())))
+        is_one = path == self.files.whole.get(None) and isinstance(file.value, dict)
+        return self._leaves(file, self._without_stated(file) if is_one else file.value)
 
     def _ranks(self, key: str | None, paths: Mapping[int, str]) -> Any:
         files = {rank: self._open(paths[rank]) for rank in sorted(paths)}
@@ -289,6 +307,18 @@ class _TreeReader:
         self.saved.left_out += merged.left_out
         self.saved.of_ranks |= merged.of_ranks
         return merged
+
+
+def is_kept(engine: StateDictEngine) -> bool:
+    """Whether one file has everything, in a form that is written again.
+
+    The model and the optimizer have keys of their own in it, and lists of groups.
+    """
+    return (
+        engine.file is not None
+        and engine.layout != "flat"
+        and () not in (engine.model, engine.optimizer)
+    )
 
 
 def _dialect_of(weights: str) -> str | None:

@@ -321,6 +321,7 @@ class ManifestBuilder:
             self.saved.adapter,
             storage=None if self._are_several() else self.saved.storage,
             bare=self.saved.bare,
+            file=None if self._are_several() else self.saved.file,
         )
         state: dict[str, Any] = {
             "module": list(dict.fromkeys((*self.model, *self.aliases, *extra))),

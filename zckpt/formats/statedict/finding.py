@@ -212,10 +212,20 @@ def is_extra(key: Any) -> bool:
 
 
 def without(tree: Any, paths: set[Path], path: Path = ()) -> Any:
-    """The tree without the state dicts at these paths, and without containers of nothing else."""
+    """The tree without the state dicts at these paths, and without containers of nothing else.
+
+    In a list with other items, None is in their place.
+    """
     if () in paths and not path:
         values = {key: value for key, value in tree.items() if not isinstance(value, Leaf)}
         return without(values, paths - {()})
+    if isinstance(tree, list) and not types_in(tree) <= PLAIN:
+        places = [(*path, place) for place in range(len(tree))]
+        items = [
+            None if place in paths else without(item, paths, place)
+            for place, item in zip(places, tree, strict=True)
+        ]
+        return [] if paths >= {*places} else items
     if not isinstance(tree, dict):
         return tree
     rest = type(tree)()  # an OrderedDict stays one
@@ -226,6 +236,6 @@ def without(tree: Any, paths: set[Path], path: Path = ()) -> Any:
         if (*path, key) in paths:
             continue
         kept = without(value, paths, (*path, key))
-        if kept != {} or value == {}:
+        if kept not in ({}, []) or value in ({}, []):
             rest[key] = kept
     return rest

@@ -81,8 +81,8 @@ class SavedTree:
     are those where model and optimizer lie apart. `in_order` says whether the model's names stand
     in the program's order (safetensors sorts them). `inferred` are names of parameters that no file
     states. `adapter` says whether the model's state has PEFT's names (see peft.py). `steps` are all
-    that the ranks' files state; several of one path may differ. `storage` and `bare` are the
-    engine's.
+    that the ranks' files state; several of one path may differ. `storage`, `bare` and `file` are
+    the engine's.
     """
 
     root: str
@@ -106,6 +106,7 @@ class SavedTree:
     steps: list[StepStatement] = field(default_factory=list)
     storage: str | None = None
     bare: bool = False
+    file: str | None = None
 
     @property
     def keeps_groups(self) -> bool:

@@ -1,0 +1,77 @@
+"""Which program's state is in a checkpoint, and where does this program look for it?
+
+    lightning    x.ckpt                {"state_dict": {...}, "optimizer_states": [{...}], ...}
+                 .metadata, meta.pt    items of `state_dict` and `optimizer_0`; the rest in meta.pt
+                 checkpoint/, latest   DeepSpeed's, with the rest as the client's state
+
+A program that stores files of its own beside an engine's is found by these: see trainers.py.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from ..core.manifest import Manifest
+from ..core.values import valueclass
+from ..errors import literal
+from . import trainers
+
+META = "meta.pt"
+"""What Lightning and Fabric save beside items: all that is no state dict (2.6)."""
+
+
+@valueclass
+class Keys:
+    """The keys of the state dicts, and the `file` that has them, or the rest beside them."""
+
+    model: tuple[Any, ...]
+    optimizer: tuple[Any, ...]
+    file: str
+
+
+@valueclass
+class Program:
+    """A program that loads its whole state from one path; `mark` is a key of this state.
+
+    `whole` is one file, `sharded` a directory of items; `tag` is the only one of DeepSpeed's that
+    it looks for. `resuming` is the line with which it goes on, around the path.
+    """
+
+    mark: str
+    whole: Keys
+    sharded: Keys
+    tag: str
+    resuming: tuple[str, str]
+
+
+PROGRAMS = (
+    Program(
+        "pytorch-lightning_version",
+        Keys(("state_dict",), ("optimizer_states", 0), "last.ckpt"),
+        Keys(("state_dict",), ("optimizer_0",), META),
+        "checkpoint",
+        ("trainer.fit(module, ckpt_path=", ")"),
+    ),
+)
+
+
+def program_in(source: Manifest) -> Program | None:
+    """The program whose state is beside the state dicts, if it is one of these."""
+    state = source.state.get("client_state") or {}
+    return next((program for program in PROGRAMS if program.mark in state), None)
+
+
+def resuming(
+    source: Manifest, otherwise: Callable[[str], str], file: str = ""
+) -> Callable[[str], str]:
+    """Gives the line with which the program of a checkpoint resumes from a directory.
+
+    `file` is what it is given there. `otherwise` is for no program.
+    """
+    program = program_in(source)
+    if program is None:
+        return trainers.resuming(source.siblings, otherwise)
+    before, after = program.resuming
+    return lambda path: f"{before}{literal(os.path.join(path, file) if file else path)}{after}"
