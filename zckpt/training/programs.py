@@ -10,7 +10,7 @@ A program that stores files of its own beside an engine's is found by these: see
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from ..core.manifest import Manifest
@@ -57,10 +57,14 @@ PROGRAMS = (
 )
 
 
-def program_in(source: Manifest) -> Program | None:
-    """The program whose state is beside the state dicts, if it is one of these."""
-    state = source.state.get("client_state") or {}
+def program_of(state: Collection[Any]) -> Program | None:
+    """The program that saves such keys, if it is one of these."""
     return next((program for program in PROGRAMS if program.mark in state), None)
+
+
+def program_in(source: Manifest) -> Program | None:
+    """The program whose state is beside the state dicts."""
+    return program_of(source.state.get("client_state") or {})
 
 
 def resuming(

@@ -226,28 +226,6 @@ class TestOneFile(FormatContract):
         assert manifest.state["client_state"]["best"][0].value == 0.5
 
 
-class TestLightning(FormatContract):
-    """A .ckpt of Lightning that is one file."""
-
-    format = "gathered"
-
-    @pytest.fixture
-    def checkpoint(self, tmp_path: Path) -> Path:
-        model, optimizer = trained_pair(named=True)
-        states = {
-            "epoch": 1,
-            "global_step": 3,
-            "pytorch-lightning_version": "2.6.0",
-            "state_dict": model.state_dict(),
-            "loops": {"fit_loop": {"state_dict": {}}},
-            "callbacks": {},
-            "optimizer_states": [optimizer.state_dict()],
-            "lr_schedulers": [{"last_epoch": 3}],
-        }
-        torch.save(states, tmp_path / "last.ckpt")
-        return tmp_path / "last.ckpt"
-
-
 # -- names
 
 

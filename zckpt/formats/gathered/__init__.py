@@ -27,6 +27,7 @@ FORMAT = Format(
     gathers=True,
     keeps_steps=True,
     groups="with_trainers_groups",
+    fits_any_dp=True,
     of_ranks=("rank",),
     objects=frozenset(),
 )

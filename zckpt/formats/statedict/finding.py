@@ -22,6 +22,7 @@ from ...core.dtypes import FLOATS
 from ...core.inert import PLAIN, map_values, to_json, types_in
 from ...core.values import field, replace, valueclass
 from ...errors import MissingData
+from ...training.programs import program_of
 from .tree import Leaf, Path, SavedTree, dotted
 from .twins import is_float
 
@@ -161,6 +162,9 @@ def choose_models(
         )
     if saved.models:
         return [(key,) for key in saved.models]
+    program = program_of(saved.tree)
+    if program is not None and program.whole.model in models:
+        return [program.whole.model]
     fitting: dict[Path, dict[Any, Any]] = dict(models)
     if len(optimizers) == 1 and not optimizers[0].is_numbered:
         names = {name for members in optimizers[0].members for name in members}
