@@ -10,14 +10,16 @@ A program that stores files of its own beside an engine's is found by these: see
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Collection
 from typing import Any
 
 from ..core.manifest import Manifest
-from ..core.values import valueclass
+from ..core.values import replace, valueclass
 from ..errors import literal
 from . import trainers
 
+NUMBER = re.compile(r"(?<![0-9])[0-9]{1,3}$")
 META = "meta.pt"
 """What Lightning and Fabric save beside items: all that is no state dict (2.6)."""
 
@@ -29,6 +31,15 @@ class Keys:
     model: tuple[Any, ...]
     optimizer: tuple[Any, ...]
     file: str
+
+    def numbered_as(self, optimizer: tuple[Any, ...] | None) -> Keys:
+        """The same for the optimizer whose number is in these keys: one of several keeps it."""
+        number = NUMBER.search(str(optimizer[-1])) if optimizer else None
+        if number is None:
+            return self
+        *before, last = self.optimizer
+        own = int(number[0]) if type(last) is int else NUMBER.sub(number[0], last)
+        return replace(self, optimizer=(*before, own))
 
 
 @valueclass

@@ -192,6 +192,12 @@ class TestSeveralOptimizers:
         assert states[:place] == [None] * place
         expected = torch.load(checkpoint)["optimizer_states"][place]
         assert_same(states[place]["state"], expected["state"], "state")
+        zckpt.convert(checkpoint, tmp_path / "items", to="dcp", root=root)
+        items = FileSystemReader(tmp_path / "items").read_metadata().state_dict_metadata
+        assert any(key.startswith(f"optimizer_{place}.") for key in items)
+        zckpt.convert(tmp_path / "items", tmp_path / "again", to="gathered")
+        again = ours(tmp_path / "again" / "last.ckpt")["optimizer_states"]
+        assert_same(again[place]["state"], expected["state"], "state")
 
 
 class TestOneFile:

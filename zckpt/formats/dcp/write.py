@@ -122,7 +122,8 @@ class DcpWriter:
             return keys.file
         if program is None or self.source.format == "dcp":
             return None
-        dicts.model, dicts.optimizer = program.sharded.model, program.sharded.optimizer
+        own = program.sharded.numbered_as(keys.optimizer)
+        dicts.model, dicts.optimizer = own.model, own.optimizer
         return program.sharded.file
 
     def _of_ranks(self) -> list[str]:

@@ -83,7 +83,7 @@ def file_names(source: Manifest, options: Options) -> FileNames:
     engine = keys_of(source.engine)
     if options[DIALECT] is None and not options.weights_only:
         of_program = program_in(source)
-        keys = of_program.whole if of_program is not None else None
+        keys = of_program.whole.numbered_as(engine.optimizer) if of_program else None
         if engine.whole and engine.file is not None:
             keys = Keys(engine.model, engine.optimizer or OPTIMIZER, engine.file)
         if keys is not None:
