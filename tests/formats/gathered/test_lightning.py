@@ -305,3 +305,76 @@ def test_lightning_changes_its_strategy(
     path = tmp_path / "target" / ("last.ckpt" if to == "ddp" else "")
     assert report["next"] == f'trainer.fit(module, ckpt_path="{path}")'
     assert_goes_on(directory, to, path, world, tmp_path)
+
+
+@pytest.mark.engines
+def test_manual_optimization_with_two_optimizers(tmp_path: Path, zckpt: Zckpt) -> None:
+    import lightning.pytorch as pl
+
+    class Gan(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            self.generator, self.critic = nn.Linear(4, 8), nn.Linear(8, 1)
+
+        def training_step(self, batch: torch.Tensor, _: int) -> None:
+            for optimizer in self.optimizers():
+                loss = self.critic(self.generator(batch)).square().mean()
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                optimizer.step()
+
+        def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+            parts = (self.generator, self.critic)
+            return [torch.optim.Adam(part.parameters(), lr=0.1) for part in parts]
+
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=1, max_steps=4, enable_checkpointing=False, **quiet
+    )
+    batches: Any = torch.utils.data.DataLoader(torch.rand(16, 4), 4)
+    trainer.fit(Gan(), batches)
+    trainer.save_checkpoint(tmp_path / "gan.ckpt")
+    inspected = zckpt("inspect", tmp_path / "gan.ckpt")
+    assert inspected.code == 0
+    assert "state_dict (optimizer_states.0, optimizer_states.1)" in inspected.out
+    verified = zckpt("verify", tmp_path / "gan.ckpt")
+    assert verified.code == 0
+    assert "12 tensors (4 param, 4 exp_avg, 4 exp_avg_sq)" in verified.out
+    words = ("reshard", tmp_path / "gan.ckpt", tmp_path / "out")
+    assert zckpt(*words).code == 1
+    assert zckpt(*words, "--root", "state_dict=optimizer_states.1").code == 0
+
+
+@pytest.mark.engines
+def test_fabric_goes_on(tmp_path: Path) -> None:
+    from lightning import Fabric
+
+    fabric, batch = Fabric(accelerator="cpu", devices=1), torch.rand(8, 3)
+
+    def build(seed: int) -> dict[str, Any]:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1))
+        pair = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+        return {"model": pair[0], "optimizer": pair[1], "iter": 0}
+
+    def train(state: dict[str, Any]) -> list[float]:
+        losses = []
+        for _ in range(3):
+            loss = state["model"](batch).square().mean()
+            state["optimizer"].zero_grad()
+            fabric.backward(loss)
+            state["optimizer"].step()
+            state["iter"] += 1
+            losses.append(loss.item())
+        return losses
+
+    state = build(0)
+    train(state)
+    fabric.save(tmp_path / "ckpt.pt", state)
+    expected = train(state)
+    zckpt.reshard(tmp_path / "ckpt.pt", tmp_path / "out")
+    resumed = build(1)
+    rest = fabric.load(tmp_path / "out" / "ckpt.pt", resumed)
+    assert (resumed["iter"], [*rest]) == (3, ["zckpt"])
+    assert train(resumed) == expected
