@@ -136,6 +136,12 @@ class TestLightning(FormatContract):
         assert again["left_out"] == []
         assert_same(torch.load(tmp_path / "again" / "meta.pt"), rest, "meta.pt")
 
+    def test_another_file_of_that_name_is_carried(self, checkpoint: Path, tmp_path: Path) -> None:
+        zckpt.convert(checkpoint, tmp_path / "items", to="dcp")
+        torch.save([1, 2], tmp_path / "items" / "meta.pt")
+        zckpt.reshard(tmp_path / "items", tmp_path / "again")
+        assert torch.load(tmp_path / "again" / "meta.pt") == [1, 2]
+
     def test_a_flipped_bit_beside_items(self, checkpoint: Path, tmp_path: Path) -> None:
         zckpt.convert(checkpoint, tmp_path / "items", to="dcp")
         entry = zckpt.read(tmp_path / "items").entries["client_state.callbacks.Noise/state"]

@@ -98,9 +98,8 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
             saved.storage = RANKS
             saved.tree |= hf.state_dicts(hf.read(shards, saved))
         own = [*parts, *shards, *own_files(root, parts)]
-        if root in parts and (rest := rest_of(root)) is not None:
+        if root in parts and (rest := rest_of(root)) is not None and _read_rest(rest, saved):
             own.append(rest)
-            _read_rest(rest, saved)
         lists = [beside(root, own, path)]
         if is_pair(saved.folders):
             for folder in parts:
@@ -118,17 +117,18 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
         raise not_understood(root, error) from error
 
 
-def _read_rest(path: str, saved: SavedTree) -> None:
-    """Adds what a program keeps in a file beside the items."""
-    file = TorchFile(path)
+def _read_rest(path: str, saved: SavedTree) -> bool:
+    """Adds what a program keeps in a file beside the items; false for a file of another kind."""
+    file, name = TorchFile(path), os.path.basename(path)
     if not isinstance(file.value, dict):
-        return
-    names = (saved.stated or {}).get("names", {}).get(os.path.basename(path), ())
-    values = leaves(file, file.value, iter(names))
-    saved.tree |= {key: value for key, value in values.items() if key not in saved.tree}
+        return False
+    values = leaves(file, file.value, iter((saved.stated or {}).get("names", {}).get(name, ())))
+    saved.left_out += [f"{name}: {key}, which is an item" for key in values if key in saved.tree]
+    saved.tree = {**values, **saved.tree}
     saved.records += file.records.values()
     saved.files.append(path)
-    saved.file = os.path.basename(path)
+    saved.file = name
+    return True
 
 
 def _weights(folder: str, saved: SavedTree) -> dict[str, Leaf]:
