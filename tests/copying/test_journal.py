@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from zckpt.copying.journal import (
 )
 from zckpt.errors import TargetExists
 
+from ..conftest import given_away
 from .conftest import folder_at
 
 RUN = Identity("1", {"a.pt": [10, 5], "records": "00"}, {"--dp": 4}, {"x": 100})
@@ -132,13 +134,69 @@ def test_a_complete_target_says_of_which_run_it_is(
     target.mkdir()
     assert mark_of(str(target)) == {}
     if not attributes:
-
-        def refuse(*_: object) -> None:
-            raise OSError("no attributes here")
-
-        monkeypatch.setattr(os, "setxattr", refuse)
-        monkeypatch.setattr(os, "getxattr", refuse)
-    with folder_at(target).inner(str(target)) as inner:
-        set_mark(inner, str(target), RUN)
+        without_attributes(monkeypatch)
+    mark(target)
     assert mark_of(str(target)) == RUN.mark()
     assert list(target.iterdir()) == []
+
+
+def without_attributes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError("no attributes here")
+
+    monkeypatch.setattr(os, "setxattr", refuse)
+    monkeypatch.setattr(os, "getxattr", refuse)
+
+
+def mark(target: Path) -> None:
+    with folder_at(target.parent) as above, above.inner(str(target)) as inner:
+        set_mark(inner, above, str(target), RUN)
+
+
+@pytest.mark.parametrize("kind", ["owner", "link", "pipe", "folder"])
+def test_a_mark_that_another_user_has_planted_says_nothing(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_attributes(monkeypatch)
+    target, file, other = (tmp_path / name for name in ("out", ".out.zckpt", "other"))
+    target.mkdir()
+    mark(target)
+    file.rename(other)
+    if kind == "owner":
+        other.rename(file)
+        given_away(monkeypatch, file)
+    elif kind == "link":
+        file.symlink_to(other)
+    elif kind == "pipe":
+        os.mkfifo(file)
+    else:
+        file.mkdir()
+    assert mark_of(str(target)) == {}
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder", "protected"])
+def test_what_is_planted_at_the_path_of_a_mark(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is replaced, or the target has no mark; nothing that it leads to is changed."""
+    without_attributes(monkeypatch)
+    target, file, other = (tmp_path / name for name in ("out", ".out.zckpt", "other"))
+    target.mkdir()
+    other.write_text("kept")
+    if kind == "link":
+        file.symlink_to(other)
+    elif kind == "pipe":
+        os.mkfifo(file)
+    elif kind == "folder":
+        (file / "inner").mkdir(parents=True)
+    else:  # as in a directory with the sticky bit
+        file.touch()
+
+        def refuse(*_: object, **__: object) -> None:
+            raise PermissionError(errno.EPERM, "no", str(file))
+
+        monkeypatch.setattr(os, "unlink", refuse)
+    mark(target)
+    assert other.read_text() == "kept"
+    assert mark_of(str(target)) == (RUN.mark() if kind in ("link", "pipe") else {})
+    assert kind != "folder" or (file / "inner").is_dir()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -52,9 +53,17 @@ def equal_moments(name: str) -> torch.Tensor:
 NAMES = ("first.weight", "second.weight")
 
 
-def saved(run: Path, moment: Callable[[str], torch.Tensor]) -> Path:
+def random() -> torch.Tensor:
+    return torch.randn(4, 3)
+
+
+def saved(
+    run: Path,
+    moment: Callable[[str], torch.Tensor],
+    weight: Callable[[], torch.Tensor] = random,
+) -> Path:
     """Two weights and their moments, with a file for each tensor."""
-    weights = {name: torch.randn(4, 3) for name in NAMES}
+    weights = {name: weight() for name in NAMES}
     states = {
         name: {key: moment(key) for key in ("exp_avg", "exp_avg_sq")} | {"step": torch.tensor(3.0)}
         for name in NAMES
@@ -89,3 +98,30 @@ def test_a_state_of_another_parameter(state: str, tmp_path: Path) -> None:
     for report in (zckpt.convert(run, tmp_path / "target"), zckpt.verify(run)):
         (warning,) = report["warnings"]
         assert warning.startswith(f"{second} holds the same bytes as {first}")
+
+
+COPIES = {
+    "first.weight/param over second.weight/param": "other states of .* differ",
+    "first.weight/param over first.weight/exp_avg": "are never equal",
+    "second.weight/exp_avg over first.weight/exp_avg_sq": "are never equal",
+}
+
+
+@pytest.mark.parametrize("copy", COPIES)
+def test_a_file_of_one_tensor_over_another_one(copy: str, tmp_path: Path) -> None:
+    run = saved(tmp_path / "run", lambda _: torch.randn(4, 3))
+    entries = zckpt.read(run).entries
+    assert zckpt.verify(run)["warnings"] == []
+    first, second = (entries[name].fragments[0].extent.file for name in copy.split(" over "))
+    shutil.copy(first, second)
+    for report in (zckpt.convert(run, tmp_path / "target"), zckpt.verify(run)):
+        (warning,) = report["warnings"]
+        assert {first, second} <= set(re.split(r"[ ,]", warning))
+        assert re.search(COPIES[copy], warning)
+
+
+def test_rounded_weights_may_be_equal(tmp_path: Path) -> None:
+    """Two layers that were copies of one; their moments differ since then."""
+    weight = torch.randn(4, 3, dtype=torch.bfloat16)
+    run = saved(tmp_path / "run", lambda _: torch.randn(4, 3), lambda: weight)
+    assert zckpt.verify(run)["warnings"] == []

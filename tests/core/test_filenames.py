@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from zckpt.core.filenames import Names, counted, oldest_first
+from zckpt.core.filenames import Names, counted, number_of, numbered, oldest_first
 
 FORMS = (
     "mp_rank_#_model_states.pt",
@@ -79,3 +79,11 @@ def test_the_newest_is_the_last(names: list[str]) -> None:
 )
 def test_what_is_counted(name: str, place: tuple[str, int] | None) -> None:
     assert counted(name, ".pt") == place
+
+
+@pytest.mark.parametrize("name", ["optimizer.bin", "model", "model.safetensors.index.json"])
+def test_a_number_that_was_added_is_found(name: str) -> None:
+    for number in (0, 1, 2, 10, 123):
+        assert number_of(numbered(name, number)) == number
+    assert numbered("optimizer.bin", 1) == "optimizer_1.bin"
+    assert number_of("pytorch_model_fsdp") == number_of("model_x") == 0

@@ -35,11 +35,13 @@ class Job:
     state: dict[str, Any] | None = None
     saved: str = ""
     losses: list[float] = field(default_factory=list)
+    number: int = 0  # of a model among several
+    models: int = 1
 
     @property
     def seed(self) -> int:
         # so that nothing is right by luck after resuming
-        return self.run.seed + (1000 if self.directory else 0)
+        return self.run.seed + (1000 if self.directory else 0) + self.number
 
     @property
     def rows(self) -> int:
@@ -62,7 +64,7 @@ class Job:
 
     def finish(self, rank: int) -> None:
         if rank == 0 and self.state is not None:
-            losses = self.losses[:LOSSES]
+            losses = self.losses[: LOSSES * self.models]
             torch.save({**self.state, "losses": losses, "directory": self.saved}, self.output)
 
 
@@ -97,7 +99,7 @@ def of_torch(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         for key, value in state.items():
             if key == "step":
                 steps[name] = int(value)
-            else:
+            elif value is not None:
                 states[f"{name}/{key}"] = torch_oracle.whole(value)
     groups = [
         of_group({**group, "params": [named[id(each)] for each in group["params"]]})
@@ -107,9 +109,10 @@ def of_torch(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def of_group(group: dict[str, Any]) -> dict[str, Any]:
-    kept = ("params", "lr", "eps", "weight_decay")
+    kept = ("params", "lr", "eps", "weight_decay", "momentum")
     # torch's broadcast of whole states makes a list of the tuple
-    return copy.deepcopy({**{key: group[key] for key in kept}, "betas": tuple(group["betas"])})
+    betas = {"betas": tuple(group["betas"])} if "betas" in group else {}
+    return copy.deepcopy({**{key: group[key] for key in kept if key in group}, **betas})
 
 
 def clean(name: str) -> str:
@@ -313,6 +316,9 @@ def accelerate(job: Job) -> None:
             cpu_ram_efficient_loading=False,
         )
     accelerator = package.Accelerator(step_scheduler_with_optimizer=False, **options)
+    if job.run.program in NUMBERS:
+        several(job, accelerator, NUMBERS[job.run.program])
+        return
     model = build(job)
     decayed = [p for p in model.parameters() if p.requires_grad and p.ndim > 1]
     others = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
@@ -342,6 +348,51 @@ def accelerate(job: Job) -> None:
     train(SAVED_AT, SAVED_AT + LOSSES)
 
 
+def several(job: Job, accelerator: Any, numbers: tuple[int, ...]) -> None:
+    """Models of one architecture, each with a class of optimizer and a number of steps of its own.
+
+    Everything that is recorded has the number of its model; losses are those of each in turn.
+    """
+    prepared: list[Any] = []
+    for job.number in numbers:
+        model, rate = build(job), models.LEARNING_RATE * (1 + job.number)
+        optimizer: torch.optim.Optimizer = (
+            torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
+            if job.number
+            else torch.optim.AdamW(model.parameters(), lr=rate)
+        )
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 20 + job.number)
+        prepared.append(accelerator.prepare(model, optimizer, scheduler))
+    job.models = len(numbers)
+
+    def train(first: int, last: int) -> None:
+        rows = batches(first, last, accelerator.process_index, job.rows)
+        for step, inputs in enumerate(rows, first):
+            for number, (model, optimizer, scheduler) in zip(numbers, prepared, strict=True):
+                loss = model(input_ids=inputs, labels=inputs).loss
+                if step >= number:  # so the second one takes a step less
+                    accelerator.backward(loss)
+                    optimizer.step()
+                    scheduler.step()
+                    optimizer.zero_grad()
+                job.add(loss)
+
+    if job.directory:
+        accelerator.load_state(str(job.directory))
+    else:
+        train(0, SAVED_AT)
+        job.saved = str(job.root / "run" / "state")
+        accelerator.save_state(job.saved)
+    job.state = {"tensors": {}, "steps": {}, "groups": []}
+    for number, (model, optimizer, _) in zip(numbers, prepared, strict=True):
+        state = of_torch(model, optimizer.optimizer)
+        for kind in ("tensors", "steps"):
+            job.state[kind] |= {f"{number}.{name}": each for name, each in state[kind].items()}
+        job.state["groups"] += state["groups"]
+    job.losses.clear()
+    train(SAVED_AT, SAVED_AT + LOSSES)
+
+
 def batches(first: int, last: int, rank: int, count: int) -> Iterator[torch.Tensor]:
     for step in range(first, last):
         generator = torch.Generator().manual_seed(1000 + step)
@@ -349,7 +400,8 @@ def batches(first: int, last: int, rank: int, count: int) -> Iterator[torch.Tens
         yield data[rank * count : (rank + 1) * count]
 
 
-PROGRAMS = {"trainer": trainer, "sft": sft, "accelerate": accelerate}
+NUMBERS = {"pair": (0, 1), "second": (1,)}
+PROGRAMS = {"trainer": trainer, "sft": sft, **dict.fromkeys(("accelerate", *NUMBERS), accelerate)}
 
 
 # -- the process

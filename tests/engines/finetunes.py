@@ -2,7 +2,8 @@
 
     weights   full, lora (PEFT on q and v of 12 layers, so that sorted names are not in order)
     engine    one, ddp, zero1, zero2, zero3, fsdp (FSDP2, sharded), fsdp_full (FSDP2, whole)
-    program   trainer (transformers.Trainer), sft (TRL's SFTTrainer), accelerate (an own loop)
+    program   trainer (transformers.Trainer), sft (TRL's SFTTrainer), accelerate (an own loop),
+              pair (an own loop of two models, optimizers and schedulers), second (of the second)
 
 All run unmodified on a processor in fp32, so that losses of different engines can be compared.
 accelerate shards with GPUs only; it is told that it has them (see `finetune_rank.py`).

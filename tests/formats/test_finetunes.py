@@ -209,3 +209,65 @@ def assert_loads(run: Run, folder: Path, expected: dict[str, torch.Tensor]) -> N
         held = {name: each for name, each in model.named_parameters() if "lora_" in name}
     assert held.keys() == expected.keys()
     assert [name for name in expected if not same_bits(held[name].data, expected[name])] == []
+
+
+# -- two models of one program, by Accelerate
+
+PAIRS = [
+    *(("fsdp", engine) for engine in ("fsdp", "fsdp_full", "ddp")),
+    *(("fsdp_full", engine) for engine in ("fsdp_full", "fsdp")),
+    *(("ddp", engine) for engine in ("ddp", "fsdp")),
+]
+
+
+def names_of_pair(run: Run, directory: Path) -> dict[str, Any]:
+    """Names after those of their models, where the optimizers know parameters by number."""
+    if run.engine not in NUMBERED:
+        return {}
+    groups = oracle_of(directory)["groups"]
+    roots = zip(("model", "model_1"), groups, strict=True)
+    return {"param_names": [f"{root}.{name}" for root, group in roots for name in group["params"]]}
+
+
+@pytest.mark.engines
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param(*pair, marks=[pytest.mark.first] * (pair == ("fsdp_full", "fsdp")))
+        for pair in PAIRS
+    ],
+)
+def test_two_models(before: str, after: str, finetuned: Trained, tmp_path: Path) -> None:
+    """Accelerate loads both models, each with its optimizer, on fewer and on more ranks."""
+    run = Run("full", before, program="pair")
+    source = finetuned(run)
+    for ranks in (1, 3):
+        then, target = run.on(after, ranks), tmp_path / f"on-{ranks}"
+        names = names_of_pair(run, source)
+        if before in NUMBERED and after not in NUMBERED:  # safetensors have a tied weight once
+            tie = ("lm_head.weight", "model.embed_tokens.weight")
+            names["tie"] = [(f"{r}.{tie[0]}", f"{r}.{tie[1]}") for r in ("model", "model_1")]
+        if before == after:
+            zckpt.reshard(source, target, **size_of(then), **names)
+        else:
+            zckpt.convert(source, target, **to(then), **names)
+        report = zckpt.verify(target, source, param_names=names.get("param_names"))
+        assert report["equal"], report
+        assert_goes_on(then, target, source, tmp_path / str(ranks))
+
+
+@pytest.mark.engines
+@pytest.mark.parametrize("engine", ["fsdp", "fsdp_full"])
+def test_the_second_of_two_models(engine: str, finetuned: Trained, tmp_path: Path) -> None:
+    """A program of this model alone resumes, with its optimizer and with its scheduler."""
+    run = Run("full", engine, program="pair")
+    source = finetuned(run)
+    alone = Run("full", engine, 3, program="second")
+    zckpt.reshard(source, tmp_path / "t", root="model_1", **size_of(alone))
+    found = finetunes.resume(alone, tmp_path / "t", tmp_path / "r")
+    expected = oracle_of(source)
+    own = {name for name in expected["tensors"] if name.startswith("1.")}
+    assert own == found["tensors"].keys()
+    assert all(same_bits(found["tensors"][name], expected["tensors"][name]) for name in own)
+    pairs = zip(expected["losses"][1::2], found["losses"], strict=True)
+    assert max(abs(a - b) for a, b in pairs) < 1e-5

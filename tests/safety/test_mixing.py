@@ -26,7 +26,7 @@ class Unseen(NamedTuple):
     """Mixes that nothing shows: `reason` is a sentence of docs/limits.md.
 
     The others are regular expressions: of rows in SECURITY.md, of kinds of files, of what is done
-    to them, and of the names of samples.
+    to them, of the names of samples, and of what is wrong then.
     """
 
     reason: str
@@ -34,6 +34,7 @@ class Unseen(NamedTuple):
     kinds: str
     operations: str
     samples: str = ".*"
+    wrong: str = ".*"
 
 
 OTHER_RUN = "A file of another run, of the same rank and step"
@@ -41,12 +42,14 @@ OTHER_STEP = "A file of another step that does not state its step"
 LATER_MODEL = "All model files of a later step, in DeepSpeed's stage 3 and pipelines"
 SWAPPED = "Two files that are swapped, of the same layout"
 TIED = "The second file of a tied weight"
+ONE_VALUE = "A file of one value"
 LOST = "A file that is missing"
 BESIDE = "Files beside the checkpoint"
 
 RANKS = "DeepSpeed, (several model ranks|stage 0)"
 STAGE_3 = "DeepSpeed, stage 3|deepspeed-universal"
 STAGE_3_FILES = "(?!.*(z2|tp2)$).*"  # names of samples
+OF_ONE = r"groups|optimizer|model filter\.bias|exp_avg(_sq)? temperature"
 UNSEEN = (
     Unseen(OTHER_RUN, "DeepSpeed.*", r".*(model|optim)_states\.pt", "(all )?run"),
     Unseen(LATER_MODEL, STAGE_3, r".*mp_rank_N_model_states\.pt", "(all )?step", STAGE_3_FILES),
@@ -61,6 +64,8 @@ UNSEEN = (
     Unseen(TIED, "deepspeed-universal", r".*zero/P/fp32\.pt", "copy", "z2"),
     Unseen(OTHER_RUN, "dcp|gathered|megatron", r".*\.(distcp|pt|safetensors)", "(all )?run"),
     Unseen(OTHER_STEP, "dcp|gathered|megatron", r".*\.(distcp|pt|safetensors)", "(all )?step"),
+    Unseen(SWAPPED, "dcp", r".*__N_N\.distcp", "(rank )?swap", "fsdp2_many_files_.*|full_fsdp"),
+    Unseen(ONE_VALUE, "dcp", r"__N_N\.distcp", "copy", "fsdp2_many_files_.*", OF_ONE),
     Unseen(SWAPPED, "megatron", r".*__N_N\.distcp", "(rank )?swap"),
     Unseen(SWAPPED, "megatron", r".*mp_rank_N.*\.pt", "rank swap", ".*legacy.*"),
     Unseen(LOST, "gathered", r"optim\.pt", "drop"),
@@ -84,6 +89,7 @@ def row_of(outcome: Outcome, row: str, sample: str) -> Unseen | None:
             and re.fullmatch(each.kinds, outcome.mix.kind)
             and re.fullmatch(each.operations, outcome.mix.operation)
             and re.fullmatch(each.samples, sample)
+            and all(re.fullmatch(each.wrong, key) for key in outcome.wrong)
         ),
         None,
     )

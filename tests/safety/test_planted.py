@@ -123,6 +123,41 @@ def test_what_another_user_owns_is_refused(
     assert seen(partial) == before
 
 
+COMPLETE = {
+    "itself": "",
+    "folder": "global_step7",
+    "pointer": "latest",
+    "file": "global_step7/mp_rank_00_model_states.pt",
+}
+
+
+@pytest.mark.parametrize("command", CONTINUED)
+@pytest.mark.parametrize("place", COMPLETE)
+def test_a_complete_target_that_another_user_has_prepared(
+    place: str, command: str, home: Path, zckpt: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has all files and the mark of this run, but other bytes may be in them."""
+    target = home.parent / "out"
+    assert zckpt(*RESHARD).code == 0
+    with monkeypatch.context() as patch:
+        given_away(patch, path := target / COMPLETE[place])
+        ended = zckpt(*RESHARD, *CONTINUED[command])
+    assert (ended.code, ended.out) == (1, "")
+    owner = path.stat().st_uid
+    other = f"belongs to user {owner + 1}, and your files to user {owner}"
+    assert f"{target} exists, but {COMPLETE[place] or 'it'} {other}" in ended.err
+    ended = zckpt(*RESHARD, *CONTINUED[command])
+    assert (ended.code, "is complete already" in ended.out) == (0, True)
+
+
+def test_a_complete_target_on_a_filesystem_that_gives_files_away(
+    home: Path, zckpt: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert zckpt(*RESHARD).code == 0
+    monkeypatch.setattr(os, "geteuid", lambda: home.stat().st_uid + 1)
+    assert "is complete already" in zckpt(*RESHARD, "--resume").out
+
+
 @pytest.mark.parametrize("command", CONTINUED)
 @pytest.mark.parametrize("kind", ["link", "pipe"])
 def test_a_partial_that_another_user_has_prepared(

@@ -174,6 +174,19 @@ def test_a_policy_makes_one_step_of_several(policy: str | None, settled: dict[st
     assert stated("state").settled(policy) == {}
 
 
+@pytest.mark.parametrize("policy", [None, "keep", "3"])
+def test_a_step_that_is_no_number_of_updates(policy: str | None) -> None:
+    stated = steps.StatedSteps("state", {"a": 2, "b": 1.75})
+    if policy:
+        assert set(stated.settled(policy).values()) <= {1.75, 2, 3}
+        return
+    with pytest.raises(InconsistentCheckpoint, match=r"step is 1\.75, .* state of b") as refused:
+        stated.settled(policy)
+    assert "--step-policy keep" in str(refused.value.hint)
+    with pytest.raises(InconsistentCheckpoint, match=r"step is 1\.75, .* rank 1"):
+        steps.agree([("rank 0", 1.75), ("rank 1", 1.75)][::-1])
+
+
 def test_the_place_of_stated_steps_has_their_type_and_shape() -> None:
     states = steps.StatedSteps("state")
     assert states.place() is None

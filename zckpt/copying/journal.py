@@ -14,6 +14,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import stat
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,8 +23,8 @@ from itertools import chain, islice
 from typing import Any
 
 from ..core.checksum import crc32
-from ..core.fileio import sync_data
-from ..core.folder import Folder
+from ..core.fileio import sync_data, write_all
+from ..core.folder import NO_LINK, Folder
 from ..core.sources import close, naming, pread
 from ..core.values import field, valueclass
 from ..errors import TargetExists, listed, removal
@@ -300,31 +301,32 @@ def _lines(file: int) -> Iterator[bytes]:
 # -- the run of a complete target
 
 
-def set_mark(folder: Folder, target: str, identity: Identity) -> None:
-    """Notes of which run a directory is, which will be `target`.
+def set_mark(folder: Folder, above: Folder, target: str, identity: Identity) -> None:
+    """Notes of which run a directory is, which will be `target`; `above` will have it.
 
     It is an extended attribute, or a hidden file beside the target where a filesystem has none or
-    Python cannot set one (macOS).
+    Python cannot set one (macOS). There is none if what is at the path of that file cannot be
+    removed.
     """
     text = _text(identity.mark())
     try:
         os.setxattr(folder.file, MARK, text)
     except (AttributeError, OSError):
-        file = _mark_file(target)
-        with suppress(FileNotFoundError):
-            os.unlink(file)
-        with open(file, "xb") as stream:
-            stream.write(text)
+        path = _mark_file(target)
+        with suppress(PermissionError, IsADirectoryError, FileExistsError):
+            with suppress(FileNotFoundError):
+                above.unlink(path)
+            with above.opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as file:
+                write_all(file, memoryview(text), 0)
 
 
 def mark_of(target: str) -> dict[str, str]:
-    """The mark of a complete target; empty if it has none."""
+    """The mark of a complete target; empty if it has none, or if another user has set it."""
     try:
         text = os.getxattr(target, MARK)
     except (AttributeError, OSError):
         try:
-            with open(_mark_file(target), "rb") as file:
-                text = file.read(1 << 16)
+            text = _text_beside(target)
         except OSError:
             return {}
     try:
@@ -332,6 +334,16 @@ def mark_of(target: str) -> dict[str, str]:
     except ValueError:
         return {}
     return mark if isinstance(mark, dict) else {}
+
+
+def _text_beside(target: str) -> bytes:
+    file = os.open(_mark_file(target), os.O_RDONLY | NO_LINK)
+    try:
+        now = os.fstat(file)
+        is_own = stat.S_ISREG(now.st_mode) and now.st_uid == os.stat(target).st_uid
+        return pread(file, 1 << 16, 0) if is_own else b""
+    finally:
+        close(file)
 
 
 def _mark_file(target: str) -> str:

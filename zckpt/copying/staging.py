@@ -205,7 +205,7 @@ class Staging:
     def _complete(self) -> None:
         try:
             together([path for path, _ in self.root.walk()], self.root.sync)
-            set_mark(self.root, self.target, self.identity)
+            set_mark(self.root, self.above, self.target, self.identity)
             self.root.sync(self.path)
             if self.before_rename:
                 self.before_rename()

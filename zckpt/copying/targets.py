@@ -19,6 +19,8 @@ from ..errors import (
 )
 
 if TYPE_CHECKING:  # reading a checkpoint needs no journal
+    from collections.abc import Iterable
+
     from .journal import Identity
 
 JOURNAL = "journal"
@@ -61,7 +63,8 @@ def refuse_existing(target: str, partial: bool = True) -> None:
 def is_complete(target: str, identity: Identity) -> bool:
     """Whether an earlier run of this identity has completed the target; reads no tensor.
 
-    Raises TargetExists if the target is of another run, or does not say of which run it is.
+    Raises TargetExists if the target is of another run or another user, or does not say of which
+    run it is.
     """
     from .journal import difference, is_locked, mark_of
 
@@ -76,6 +79,7 @@ def is_complete(target: str, identity: Identity) -> bool:
     for name in identity.files:
         if not os.path.isfile(os.path.join(target, name)):
             raise of_another_run(target, f"but {name} is missing there")
+    _refuse_foreign(target, identity.files)
     path = f"{target}.partial"  # of a run that was stopped after the rename
     if os.path.lexists(path):
         with (
@@ -86,6 +90,24 @@ def is_complete(target: str, identity: Identity) -> bool:
             if not is_locked(folder):
                 remove_empty(folder, above)
     return True
+
+
+def _refuse_foreign(target: str, names: Iterable[str]) -> None:
+    """Raises TargetExists unless a complete target, and these files in it, are the user's own."""
+    below = (name.split(os.sep) for name in names)
+    paths = {os.path.join(target, *parts[:end]) for parts in below for end in range(len(parts) + 1)}
+    owners = {path: os.stat(path).st_uid for path in sorted(paths)}
+    owner = os.geteuid()
+    if {*owners.values()} <= {owner}:
+        return
+    with suppress(OSError), Folder.at(os.path.dirname(target)) as above:
+        owner = above.owner_of_new_files()  # of a network filesystem that gives files away
+    for path, user in owners.items():
+        if user != owner:
+            what = path.removeprefix(target).strip(os.sep) or "it"
+            raise of_another_run(
+                target, f"but {what} belongs to user {user}, and your files to user {owner}"
+            )
 
 
 def of_another_run(target: str, reason: str) -> TargetExists:

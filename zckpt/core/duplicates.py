@@ -11,7 +11,8 @@ prove nothing:
 
 Where each state of a parameter has a file of its own (DeepSpeed's universal directories), two
 parameters with equal gradients have equal moments of every kind. So if one state of two parameters
-is equal and another is not, that is said.
+is equal and another is not, that is said. A weight and a moment, or two kinds of moments, are never
+equal, unless they are zero.
 """
 
 from __future__ import annotations
@@ -20,14 +21,20 @@ from ..errors import InconsistentCheckpoint
 from . import sources
 from .annotations import TYPE_CHECKING
 from .dtypes import SIZES
-from .weights import is_optimizers
+from .weights import WEIGHTS, WIDE, is_optimizers
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
     from .fragments import Extent
-    from .manifest import Manifest
+    from .manifest import Entry, Manifest
 
+KINDS = {
+    **dict.fromkeys(("param", "master"), "weight"),
+    **dict.fromkeys(("exp_avg", "momentum_buffer"), "mean"),
+    **dict.fromkeys(("exp_avg_sq", "max_exp_avg_sq", "sum", "square_avg"), "mean of squares"),
+}
+"""What slots hold; values of two kinds are never equal, unless they are zeros."""
 SAMPLE = 1 << 12  # bytes of each piece; if all elements in them are equal, it is a constant
 
 
@@ -58,38 +65,52 @@ def check_duplicates(manifest: Manifest) -> list[str]:
 
 
 def _of_single_states(manifest: Manifest, pairs: Collection[tuple[str, str]]) -> list[str]:
-    """Warnings about equal files of one state each, of parameters whose other states differ.
+    """Warnings about equal files of one tensor each, which are of two kinds, or of two parameters
+    whose other states differ.
 
-    Of constant masters, such as those of norms, and of moments that are zero nothing is said. Whole
-    records are looked at, with the padding behind a tensor of one element.
+    Of constant weights, such as those of norms, of weights that are rounded, and of moments that
+    are zero nothing is said. Whole records are looked at, with the padding behind a tensor of one
+    element.
     """
-    tensors: dict[str, list[tuple[str, str]]] = {}
+    tensors: dict[str, list[Entry]] = {}
     for entry in manifest.entries.values() if pairs else ():
         for file in {fragment.extent.file for fragment in entry.fragments}:
-            tensors.setdefault(file, []).append((entry.parameter, entry.slot))
+            tensors.setdefault(file, []).append(entry)
     alone = {file: one for file, (one, *others) in tensors.items() if not others}
     states: dict[str, set[str]] = {}
-    for parameter, slot in alone.values():
-        if is_optimizers(slot):
-            states.setdefault(parameter, set()).add(slot)
-    equal: dict[tuple[str, str], dict[str, tuple[str, str]]] = {}
-    for first, second in pairs:
-        (one, slot), (other, same) = alone.get(first, ("", "")), alone.get(second, ("", ""))
-        if slot == same and (slot == "master" or is_optimizers(slot)):
-            equal.setdefault((one, other), {})[slot] = first, second
+    for entry in alone.values():
+        if is_optimizers(entry.slot):
+            states.setdefault(entry.parameter, set()).add(entry.slot)
     places: dict[str, list[Extent]] = {}
     for record in manifest.records:
         places.setdefault(record.extent.file, []).append(record.extent)
+
+    equal: dict[tuple[str, str], dict[str, tuple[str, str]]] = {}
+    copies = []
+    for first, second in pairs:
+        if first not in alone or second not in alone:
+            continue
+        one, other = alone[first], alone[second]
+        if one.slot == other.slot and (is_optimizers(one.slot) or other.dtype in WIDE):
+            equal.setdefault((one.parameter, other.parameter), {})[one.slot] = first, second
+        elif {one.slot, other.slot} <= KINDS.keys() and KINDS[one.slot] != KINDS[other.slot]:
+            copies.append((first, second, f"{other.slot} and {one.slot} are never equal"))
+    for (parameter, another), of_both in equal.items():
+        if not (states.get(parameter, set()) & states.get(another, set())) <= of_both.keys():
+            reason = f"other states of {another} and {parameter} differ"
+            copies += [(first, second, reason) for first, second in of_both.values()]
+
+    def has_values(first: str, second: str) -> bool:
+        size = SIZES[alone[second].dtype]
+        if {alone[first].slot, alone[second].slot} <= WEIGHTS:
+            return any(_differs(place, size) for place in places[second])
+        return any(any(_sample(place)) for place in places[second])
+
     return [
-        f"{second} holds the same bytes as {first}, but other states of {other} and {one} differ: "
-        "one of the files may have been copied over the other"
-        for (one, other), of_both in equal.items()
-        if not (states.get(one, set()) & states.get(other, set())) <= of_both.keys()
-        for slot, (first, second) in of_both.items()
-        if any(
-            _differs(place, SIZES["F32"]) if slot == "master" else any(_sample(place))
-            for place in places[second]
-        )
+        f"{second} holds the same bytes as {first}, but {reason}: one of the files may have been "
+        "copied over the other"
+        for first, second, reason in copies
+        if has_values(first, second)
     ]
 
 

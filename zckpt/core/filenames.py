@@ -65,3 +65,15 @@ def _age(name: str) -> tuple[list[int], str]:
     digits = after[: len(after) - len(after.lstrip(DIGITS))]
     runs = ("".join(run) for is_number, run in groupby(name, DIGITS.__contains__) if is_number)
     return ([int(digits)] if digits else [*map(int, runs)]), name
+
+
+def numbered(name: str, number: int) -> str:
+    """The name of a further model's file or key: `optimizer_1.bin` for `optimizer.bin`."""
+    stem, dot, ending = name.partition(".")
+    return f"{stem}_{number}{dot}{ending}" if number else name
+
+
+def number_of(name: str) -> int:
+    """The number in such a name, 0 for the first model: 1 for `model_1` and `optimizer_1.bin`."""
+    found = counted(name.partition(".")[0], "")
+    return found[1] if found else 0

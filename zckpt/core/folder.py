@@ -56,7 +56,7 @@ class Folder:
             folder = self.inner(path)
             folder.top = self.top or path
             try:
-                folder.owner = folder._owner_of_new_files()
+                folder.owner = folder.owner_of_new_files()
                 folder._refuse_foreign(path, folder.itself())
             except BaseException:
                 folder.close()
@@ -83,7 +83,8 @@ class Folder:
         if file >= 0:
             close(file)
 
-    def _owner_of_new_files(self) -> int:
+    def owner_of_new_files(self) -> int:
+        """The user that a file belongs to which zckpt makes here; makes one for a moment."""
         name = f"{PROBE}{os.urandom(4).hex()}"
         path = os.path.join(self.path, name)
         file = self._opened(self.file, name, path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

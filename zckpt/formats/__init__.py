@@ -78,6 +78,7 @@ if TYPE_CHECKING:  # mypy checks that the modules have the functions that Format
         CheckingReader,
         Files,
         Gatherer,
+        ModelsWriter,
         Reader,
         RebuildingReader,
         RulesGatherer,
@@ -103,11 +104,10 @@ if TYPE_CHECKING:  # mypy checks that the modules have the functions that Format
     CHECKING_READERS: tuple[CheckingReader, ...] = (onnxruntime_read, universal_read)
     TENSOR_RANKS_READERS: tuple[TensorRanksReader, ...] = (deepspeed_read,)
     REBUILDING_READERS: tuple[RebuildingReader, ...] = (megatron_read,)
+    MODELS_WRITERS: tuple[ModelsWriter, ...] = (dcp_write, gathered_write)
     WRITERS: tuple[Writer, ...] = (
-        dcp_write,
         deepspeed_write,
         deepspeed_universal_write,
-        gathered_write,
         hf_write,
         megatron_write,
         onnxruntime_write,
@@ -143,6 +143,8 @@ FORMATS: tuple[Format, ...] = (
 )
 
 
+DEPTH, MOST_FOLDERS = 4, 1000
+"""How many levels up and down, and among how many folders of one, an error looks around."""
 OTHER_WORDS = {
     "ddp torch pytorch pt pth torch.save": "DDP and plain PyTorch load files of torch.save: the "
     "format gathered",
@@ -213,18 +215,22 @@ def recognize(path: str, name: str | None = None, tag: str | None = None) -> For
         )
     for item, tags in tags_of.items():
         if len(tags) > 1 and tag is None:
+            # a folder of single files may be a part of a checkpoint, as of random states
+            holder = None if item.detect(path) else _holder(path)
             raise AmbiguousCheckpoint(
                 f"{path} holds {len(tags)} checkpoints and no file says which is meant: "
                 f"{listed(tags)}",
-                hint=f"choose with --tag {tags[-1]}",
+                hint=f"the directory above it, {holder}, is one"
+                if holder
+                else f"choose with --tag {tags[-1]}",
             )
         return item
-    inside = _inside(path)
+    inside = _inside(path) or _below(path)
     if len(inside) > 1:
         raise AmbiguousCheckpoint(
             f"{path} holds {len(inside)} checkpoints: {listed(inside)}",
-            hint=f"give one of them, such as {os.path.join(path, inside[-1])}; `zckpt reshard "
-            "--checkpoints` writes several of a Trainer's run",
+            hint=f"give one of them, such as {os.path.join(path, inside[-1])}"
+            + _all_of(path, inside),
         )
     what = f" of format {name}" if name else ""
     looks, hint = _looks(path)
@@ -243,18 +249,59 @@ def _weak(path: str, name: str | None) -> dict[Format, list[str]]:
 
 def _inside(path: str) -> list[str]:
     """Folders of `path` that are checkpoints, `checkpoint-9` before `checkpoint-10`."""
+    return oldest_first(
+        name
+        for name in _folders(path)
+        if any(item.detect(os.path.join(path, name)) for item in FORMATS)
+    )
+
+
+def _below(path: str) -> list[str]:
+    """Checkpoints deeper inside, for an error: `global_step_9/actor` of a run of verl.
+
+    Those of the least depth; if all folders there have weights alone, these.
+    """
+    level = [""]
+    for _ in range(DEPTH):
+        level = [
+            os.path.join(above, name)
+            for above in level
+            for name in _folders(os.path.join(path, above))
+        ][:MOST_FOLDERS]
+        for weak in (False, True):
+            found = [name for name in level if _detects(os.path.join(path, name), weak)]
+            if found:
+                return oldest_first(found)
+    return []
+
+
+def _detects(path: str, weak: bool) -> bool:
+    try:
+        return any((item.detect_weak if weak else item.detect)(path) for item in FORMATS)
+    except (OSError, ZckptError):
+        return False
+
+
+def _folders(path: str) -> list[str]:
+    """Names of the folders in a folder, without those that may not be listed."""
     if not sources.is_folder(path):
         return []
     with os.scandir(path) as items:
-        folders = [
+        return [
             item.name
             for item in items
             if sources.is_folder(item.path) and not sources.is_denied(item.path)
         ]
-    checkpoints = [
-        name for name in folders if any(item.detect(os.path.join(path, name)) for item in FORMATS)
-    ]
-    return oldest_first(checkpoints)
+
+
+def _all_of(path: str, inside: Sequence[str]) -> str:
+    """The command for all checkpoints of a Trainer's run, if they are that."""
+    from ..training.best import CHECKPOINT
+
+    of_trainer = [name for name in _folders(path) if CHECKPOINT.fullmatch(name)]
+    if not of_trainer or not {*of_trainer} <= {*inside}:
+        return ""
+    return f"; or write all: `zckpt reshard {path} DST --checkpoints all`"
 
 
 def _looks(path: str) -> tuple[str, str]:
@@ -293,13 +340,30 @@ def _of_torch(path: str) -> str | None:
 def _near(path: str, inside: Sequence[str]) -> str:
     if inside:
         return f"{os.path.join(path, inside[0])} is one"
-    above = os.path.dirname(os.path.abspath(path))
-    if any(item.detect(above) for item in FORMATS):
-        return f"the directory above it, {above}, is one"
+    if holder := _holder(path):
+        return f"the directory above it, {holder}, is one"
     names = sorted(os.listdir(path)) if sources.is_folder(path) else []
     if file := next((name for name in names if name.endswith(".safetensors")), None):
         return f"give one of its files, such as {os.path.join(path, file)}"
     return "give the directory that the training program saved; `zckpt formats` lists what is read"
+
+
+def _holder(path: str) -> str | None:
+    """The nearest directory above of which a path is a part; else the next one, if it has weights.
+
+    A folder in a directory of tags or of runs may belong to none of them.
+    """
+    next_above = folder = os.path.dirname(os.path.abspath(path))
+    inside = ""
+    for _ in range(DEPTH):
+        own = {"", os.path.basename(folder), inside}
+        is_beside = folder == next_above and not sources.is_folder(path)  # as `latest` is
+        for item in FORMATS:
+            tags = item.detect(folder)
+            if not own.isdisjoint(tags) or (is_beside and tags):
+                return folder
+        folder, inside = os.path.split(folder)
+    return next_above if _detects(next_above, weak=True) else None
 
 
 def _neighbors(path: str) -> str:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         CheckingReader,
         Files,
         Gatherer,
+        ModelsWriter,
         Reader,
         RebuildingReader,
         RulesGatherer,
@@ -99,6 +100,8 @@ class Format:
     """The name of the file that a program writes in a folder when all ranks have written theirs."""
     objects: frozenset[str] | None = None
     """Classes and functions that the engine's own pickles name; None if a target has no pickle."""
+    several_models: bool = False
+    """`write.py` has `has_models`, and lays out the files of a model with its number."""
     states: str = ""
     """Which states of an optimizer its targets can have, if not any; and another way, if there is
     one."""
@@ -207,7 +210,18 @@ class Format:
         result: tuple[Manifest, list[Shell]] = getattr(groups, self.groups)(manifest)
         return result
 
-    def lay_out(self, source: Manifest, options: Options) -> Layout:
+    def has_models(self, source: Manifest, options: Options) -> bool:
+        """Whether a target has a place for several models, each with a number."""
+        if not self.several_models:
+            return False
+        writer: ModelsWriter = self._module("write")
+        return writer.has_models(source, options)
+
+    def lay_out(self, source: Manifest, options: Options, number: int = 0) -> Layout:
+        """The files of a target; `number` is that of one of several models."""
+        if number:
+            of_models: ModelsWriter = self._module("write")
+            return of_models.lay_out(source, options, number)
         writer: Writer = self._module("write")
         return writer.lay_out(source, options)
 

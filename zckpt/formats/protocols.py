@@ -81,6 +81,16 @@ class Writer(Protocol):
         """Writes what is known when all tensors are in place: checksums."""
 
 
+class ModelsWriter(Writer, Protocol):
+    """`write.py` of a format whose targets may have several models."""
+
+    def has_models(self, source: Manifest, options: Options) -> bool:
+        """Whether this target has a place for several."""
+
+    def lay_out(self, source: Manifest, options: Options, number: int = 0) -> Layout:
+        """As of `Writer`, for the model of that number."""
+
+
 class TargetOptions(Protocol):
     """`options.py` of a format that is written."""
 

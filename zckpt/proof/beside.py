@@ -13,14 +13,17 @@ from typing import Any
 from ..core import sources
 from ..core.fileio import CRC_BLOCK
 from ..core.manifest import Manifest, Sibling
+from ..core.regex import Regex
 from ..errors import listed
 
 Report = dict[str, Any]
 MAX_JSON = 16 << 20  # bytes
-OF_RUN = frozenset(
-    ("trainer_state.json", "scheduler.pt", "scheduler.bin", "scaler.pt", "sampler.bin")
+OF_RUN = Regex(
+    r"trainer_state\.json|scheduler\.pt|scaler\.pt|(?:scheduler|sampler|dl_state_dict)(?:_\d+)?\.bin"
+    r"|custom_checkpoint_\d+\.pkl"
 )
-"""Files of trainers' programs that a run goes on with, whatever its size."""
+"""Files of trainers' programs that a run goes on with, whatever its size; those of a second model
+or object have a number."""
 PATHS = {"trainer_state.json": "best_model_checkpoint"}
 """A key that holds a path of the run, by the name of the JSON file: a converted run has another."""
 
@@ -41,7 +44,8 @@ def siblings(a: Manifest, b: Manifest) -> tuple[list[Report], list[str]]:
     sentences = []
     for side, root, own, others in (("a", a.root, ours, theirs), ("b", b.root, theirs, ours)):
         alone = [name for name in own if name not in others]
-        lost = OF_RUN.intersection(alone) if not OF_RUN.isdisjoint(others) else set()
+        goes_on = any(map(OF_RUN.fullmatch, others))
+        lost = {name for name in alone if goes_on and OF_RUN.fullmatch(name)}
         lines += [{"key": name, "only": side} for name in sorted(lost)]
         if rest := [name for name in alone if name not in lost]:
             sentences.append(f"{listed(rest, 4)}: only beside {root}")

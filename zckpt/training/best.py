@@ -44,13 +44,24 @@ def pointing_to(siblings: Iterable[Sibling], path: str) -> Shell:
     return Shell(STATE, len(text), ((0, text),))
 
 
-def warning(best: str) -> str:
-    """The warning for a single checkpoint that is converted without the best one."""
-    return (
+def warning(best: str, siblings: Iterable[Sibling], keeps_format: bool) -> str:
+    """The warning for a single checkpoint that is converted without the best one.
+
+    `--checkpoints` is proposed where it works: the best one lies beside this one, and the target
+    has the source's format, as `reshard` keeps it.
+    """
+    text = (
         f"{STATE} names the best checkpoint {best}, which is not written: with "
-        "load_best_model_at_end the Trainer loads it at the end. To convert both: zckpt reshard "
-        f"{os.path.dirname(best) or '.'} DST --checkpoints best-and-last"
+        "load_best_model_at_end the Trainer loads it at the end"
     )
+    state = next((item.path for item in siblings if item.name == STATE), "")
+    run = os.path.dirname(os.path.dirname(state))
+    name = os.path.basename(os.path.normpath(best))
+    if not (keeps_format and CHECKPOINT.fullmatch(name)):
+        return text
+    if not sources.is_folder(os.path.join(run, name)):
+        return text
+    return f"{text}. To convert both: zckpt reshard {run or '.'} DST --checkpoints best-and-last"
 
 
 def chosen(run: str, which: str) -> list[str]:

@@ -161,6 +161,12 @@ def leading(names: Collection[str]) -> list[str]:
 # -- a manifest under other names
 
 
+def names_in(names: Sequence[str] | None, prefix: str) -> Sequence[str] | None:
+    """Those of one of several models, without its `prefix`; all names if none begins with it."""
+    own = [name.removeprefix(prefix) for name in names or () if name.startswith(prefix)]
+    return own if prefix and own else names
+
+
 def renamed(manifest: Manifest, rules: Renames) -> Manifest:
     """The manifest with every name rewritten by `re.sub`, rule by rule in the given order.
 

@@ -147,7 +147,12 @@ class StatedSteps:
         return StepPlace(self.where, self.kinds[owner], self.shapes[owner])
 
     def settled(self, policy: str | None) -> dict[str, Step]:
-        """The steps; one for all owners if `policy` is max, min or a number."""
+        """The steps; one for all owners if `policy` is max, min or a number.
+
+        Raises InconsistentCheckpoint if one is no whole number, and no policy decides.
+        """
+        if policy is None:
+            _need_whole((f"{self.where} of {owner}", step) for owner, step in self.steps.items())
         if policy in (None, KEEP):
             return self.steps
         step = agree(list(self.steps.items()), policy)
@@ -201,8 +206,10 @@ def agree(places: Sequence[tuple[str, Step]], policy: str | None = None) -> Step
     """The step that all places state, or what `policy` (max, min or a number) makes of them.
 
     `keep` concerns different parameters, not several places of one parameter. Raises
-    InconsistentCheckpoint if places differ and no policy decides.
+    InconsistentCheckpoint if places differ, or state no whole number, and no policy decides.
     """
+    if policy is None:
+        _need_whole(places)
     values = {step for _, step in places}
     if len(values) <= 1:
         return values.pop() if values else None
@@ -214,6 +221,16 @@ def agree(places: Sequence[tuple[str, Step]], policy: str | None = None) -> Step
     if policy in ("max", "min"):
         return max(values) if policy == "max" else min(values)
     return int(str(policy))
+
+
+def _need_whole(places: Iterable[tuple[str, Step]]) -> None:
+    for place, step in places:
+        if step != int(step):
+            raise InconsistentCheckpoint(
+                f"the optimizer's step is {step:g}, which is no number of updates: {place}",
+                hint="a file with another number may lie in its place: copy all files again; if "
+                "the optimizer counts so, add --step-policy keep",
+            )
 
 
 def need_one_save(stated: Iterable[tuple[str, Step]], policy: str | None) -> None:

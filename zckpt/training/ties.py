@@ -96,11 +96,31 @@ def with_ties(manifest: Manifest, pairs: Iterable[tuple[str, str]]) -> Manifest:
     return replace(manifest, parameters=parameters, state=state)
 
 
-def likely(manifest: Manifest) -> tuple[str, str] | None:
-    """A tie that the source may have lost: its names have an embedding, but no head."""
-    parameters = manifest.parameters
-    aliases = {alias for parameter in parameters.values() for alias in parameter.aliases}
-    names = [*parameters, *aliases, *manifest.buffers]
+def of_root(pairs: Iterable[tuple[str, str]], root: str) -> list[tuple[str, str]]:
+    """The pairs of one of several models, without its name before them."""
+    front = f"{root}."
+    return [
+        (alias.removeprefix(front), owner.removeprefix(front))
+        for alias, owner in pairs
+        if owner.startswith(front)
+    ]
+
+
+def likely(manifest: Manifest) -> list[tuple[str, str]]:
+    """Ties that the source may have lost, of each of its models."""
+    fronts = [f"{root}." for root in manifest.roots] if len(manifest.roots) > 1 else [""]
+    pairs = ((front, _likely(manifest, front)) for front in fronts)
+    return [(front + pair[0], front + pair[1]) for front, pair in pairs if pair is not None]
+
+
+def _likely(manifest: Manifest, before: str) -> tuple[str, str] | None:
+    """A tie of the model whose names begin so: they have an embedding, but no head."""
+    aliases = (alias for each in manifest.parameters.values() for alias in each.aliases)
+    parameters, others = (
+        [name.removeprefix(before) for name in names if name.startswith(before)]
+        for names in (manifest.parameters, (*aliases, *manifest.buffers))
+    )
+    names = [*parameters, *others]
     embeddings = [name for name in parameters if EMBEDDING.fullmatch(name)]
     if len(embeddings) != 1 or any(HEAD.fullmatch(name) for name in names):
         return None

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from ..core import sources
+from ..core.filenames import number_of
 from ..core.inert import Scalar
 from ..core.manifest import Sibling
 from ..core.siblings import MAX_DEPTH, OPEN, SiblingList
@@ -24,6 +25,7 @@ from ..errors import literal
 
 TRANSFORMERS, ACCELERATE = "transformers", "accelerate"
 SCHEDULERS = ("scheduler.pt", "scheduler.bin")
+_SCHEDULER = re.compile(r"scheduler(?:_\d+)?\.bin")
 LOADING_FOLDERS = ("huggingface/", "model/.hf_metadata/", ".hf_metadata/", "model/")
 """Folders in which verl, NeMo AutoModel and its PEFT runs keep what from_pretrained needs."""
 CONSOLIDATED, SCRIPT = "consolidated", "consolidate.sh"
@@ -67,6 +69,12 @@ def lacking_state(siblings: Iterable[Sibling]) -> list[str]:
     ]
 
 
+def not_loaded(files: str, dialects: Iterable[str]) -> str:
+    """A warning about files that no trainer looks for; `dialects` name those that it does."""
+    ways = " or ".join(f"--dialect {name} ({LOADED_WITH[name]})" for name in dialects)
+    return f"{files} is not what the trainer looks for: to resume there, add {ways}"
+
+
 def resuming(siblings: Iterable[Sibling], otherwise: Callable[[str], str]) -> Callable[[str], str]:
     """Gives the line with which the program of these files resumes from a directory.
 
@@ -79,10 +87,24 @@ def resuming(siblings: Iterable[Sibling], otherwise: Callable[[str], str]) -> Ca
     return lambda path: f"{before}{literal(path)}{after}"
 
 
+LOADED_WITH = {"accelerate": "FSDP", "safetensors": "DDP, or one GPU"}
 RESUMING = {
     TRANSFORMERS: ("trainer.train(resume_from_checkpoint=", ")"),
     ACCELERATE: ("accelerator.load_state(", ")"),
 }
+
+
+def of_model(siblings: Iterable[Sibling], number: int) -> tuple[list[Sibling], list[str]]:
+    """Files beside one of several models, as if it were the only one; names of other models'."""
+    files, others = [], []
+    for item in siblings:
+        if not _SCHEDULER.fullmatch(item.name):
+            files.append(item)
+        elif number_of(item.name) == number:
+            files.append(replace(item, name="scheduler.bin"))
+        else:
+            others.append(item.name)
+    return files, others
 
 
 def json_of(siblings: Iterable[Sibling], name: str) -> dict[str, Any] | None:

@@ -6,6 +6,7 @@ the target's format lays out is then written by `copying.convert`.
     names.py      the names of the parameters, and their order
     keeping.py    whether the target has every state of the source's optimizer
     several.py    several checkpoints of a trainer's run as one target
+    models.py     several models of one program as one target
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from ..errors import TargetExists, WrongOption, counted
 from ..formats.deepspeed_states import estimates
 from ..formats.paths import strange_target
 from ..formats.reading import Reading
-from ..reading import read, refuse_several
+from ..reading import read
 from ..training import objects, steps, ties
 from ..training.names import former
 from ..training.optimizers import unused_defaults
@@ -42,6 +43,7 @@ from ..training.options import (
     Options,
 )
 from ..version import __version__
+from . import models
 from .keeping import Keeping, dropped_states
 from .names import named_for
 
@@ -130,13 +132,16 @@ def write(
     if not format.writes:
         raise WrongOption(f"zckpt can read {to}, but not write it yet")
     format.refuse(options, _called(command, to))
-    _refuse_several(format, manifest, options)
+    parts = models.parts_of(format, manifest, reading, options)
+    if not parts:
+        models.need_one(format, manifest, options)
     if not format.keeps_estimates and not options.weights_only:
         estimates.need_same_ranks(manifest)
     dropped = dropped_states(manifest, options)
     manifest = states.without(manifest, options[DROP_STATE])
-    named = named_for(format, manifest, options)
-    source, layout = _laid_out(format, manifest, named, target, options, best_in)
+    parts = [states.without(part, options[DROP_STATE]) for part in parts]
+    named = models.named(manifest, options) if parts else named_for(format, manifest, options)
+    source, layout = _laid_out(format, manifest, named, parts, target, options, best_in)
     files = convert.files_of(layout)
     size = sum(files.values())
     report = _report(command, source, target, format, layout, files, options)
@@ -201,25 +206,32 @@ def _laid_out(
     format: Format,
     manifest: Manifest,
     named: Manifest,
+    parts: Sequence[Manifest],
     target: str,
     options: Options,
     best_in: str | None,
 ) -> tuple[Manifest, Layout]:
     """The source as the target's engine needs it, and the files of the target.
 
-    `named` is the manifest under the target's names.
+    `named` is the manifest under the target's names; `parts` are its models, if there are several.
 
     Raises the ZckptError that says why the target cannot be written; no file is written here.
     """
     from ..core.layout import remembered
 
-    admitted = named
-    if format.objects is not None:
-        admitted = objects.without_others(named, formats.engine_objects(), options[ALLOW_OBJECT])
-    source, files = format.prepare(admitted)
-    layout = _with_files(format.lay_out(source, options), files)
+    def allowed(manifest: Manifest) -> Manifest:
+        if format.objects is None:
+            return manifest
+        return objects.without_others(manifest, formats.engine_objects(), options[ALLOW_OBJECT])
+
+    admitted = allowed(named)
+    if parts:
+        source, layout = admitted, models.lay_out(format, admitted, [*map(allowed, parts)], options)
+    else:
+        source, files = format.prepare(admitted)
+        layout = _with_files(format.lay_out(source, options), files)
     if format.is_resumed and not format.is_neutral:
-        layout = _pointing_to_the_best(layout, source, target, best_in)
+        layout = _pointing_to_the_best(layout, source, format.name, target, best_in)
     known = (*manifest.left_out, *layout.left_out)
     own = [line for line in admitted.left_out if line not in known]
     layout = replace(
@@ -229,17 +241,6 @@ def _laid_out(
         from_masters=layout.from_masters or options.module_dtype is not None,
     )
     return source, layout
-
-
-def _refuse_several(format: Format, manifest: Manifest, options: Options) -> None:
-    """Raises AmbiguousCheckpoint for several models, unless their weights alone are written.
-
-    `export` writes a folder of one model.
-    """
-    if not options.weights_only:
-        refuse_several(manifest, "; or write the weights of all with --weights-only")
-    elif len(manifest.roots) > 1 and not format.is_resumed:
-        refuse_several(manifest)
 
 
 def _filled(
@@ -323,11 +324,11 @@ def _report(
     warnings = list(layout.warnings)
     if not format.overrides_groups or options[LIKE] is not None:
         warnings += unused_defaults(manifest, options)
-    if not format.is_neutral and (tie := ties.likely(manifest)) is not None:
-        warnings.append(
-            f"the source has no output layer: if the model ties {tie[0]} to {tie[1]}, add --tie "
-            f"{tie[0]}={tie[1]}"
-        )
+    warnings += [
+        f"the source has no output layer: if the model ties {alias} to {owner}, add --tie "
+        f"{alias}={owner}"
+        for alias, owner in ([] if format.is_neutral else ties.likely(manifest))
+    ]
     takes_dp = DP in format.options and not format.fits_any_dp
     if command == "reshard" and not options.given and takes_dp:
         ranks = counted(manifest.dp, "rank")
@@ -368,7 +369,7 @@ def _with_files(layout: Layout, files: Sequence[Shell]) -> Layout:
 
 
 def _pointing_to_the_best(
-    layout: Layout, manifest: Manifest, target: str, best_in: str | None
+    layout: Layout, manifest: Manifest, to: str, target: str, best_in: str | None
 ) -> Layout:
     """The layout whose trainer_state.json names the best checkpoint where it will be.
 
@@ -384,5 +385,7 @@ def _pointing_to_the_best(
     elif best.is_best(manifest.siblings):
         path_of_best = os.path.abspath(target)
     else:
-        return replace(layout, warnings=[*layout.warnings, best.warning(path)])
+        keeps_format = manifest.source.get("format") == to
+        line = best.warning(path, manifest.siblings, keeps_format)
+        return replace(layout, warnings=[*layout.warnings, line])
     return _with_files(layout, [best.pointing_to(manifest.siblings, path_of_best)])

@@ -82,7 +82,7 @@ def test_a_file_stands_for_all_of_its_item(items: Path) -> None:
     assert manifest.groups is None
     with pytest.raises(errors.MissingData, match="no model's") as raised:
         zckpt.read(items / "optimizer_1.pt")
-    assert "the folder that has both" in raised.value.hint
+    assert raised.value.hint == f"give {items}, which has both"
     with pytest.raises(errors.NotACheckpoint) as other:
         zckpt.read(items / "epoch_0.pt")
     assert str(items) in other.value.hint

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import zckpt
+import zckpt as package
 from zckpt import errors
 from zckpt.dcp import StorageReader
 
@@ -368,6 +369,27 @@ def assert_are_accelerates(
     refused = zckpt("convert", path, tmp_path / "t")
     assert refused.code == 1
     assert "--root model" in refused.err
+    for number, words in enumerate(OF_ACCELERATE):  # of which each has a place for both
+        target = tmp_path / f"all-{number}"
+        written = zckpt("convert", path, target, *words)
+        assert written.code == 0, written.err
+        assert "(model, model_1)" in written.out
+        found = zckpt("verify", target, "--against", path)
+        assert (" has the same bytes " if "optim" in report["roots"]["model"] else " equals ") in (
+            found.out
+        )
+        again = tmp_path / f"again-{number}"  # and zckpt reads what it stated of each
+        assert zckpt("reshard", target, again).code == 0
+        assert list(package.read(again).roots) == ["model", "model_1"]
+        assert len(package.read(again).buffers) == 6
+        for root, pair in pairs.items():
+            assert_is_root(again, pair, f"{root}.")
+
+
+OF_ACCELERATE = [
+    ("--to", "dcp", "--dialect", "accelerate", "--dp", "3"),
+    ("--to", "gathered", "--dialect", "accelerate"),
+]
 
 
 def test_second_model_in_whole_files(
@@ -396,7 +418,7 @@ def test_second_model_in_whole_files_of_fsdp(
 
 
 def test_second_model_in_safetensors(tmp_path: Path, zckpt: Program) -> None:
-    """Sorted names do not show whose state is whose: the states are read, and not named."""
+    """Sorted names do not show whose state is whose: the user gives names, of both or of one."""
     pairs = trained(0), trained(1)
     accelerator = Accelerator(cpu=True)
     assert [accelerator.prepare(*pair) for pair in pairs]
@@ -407,14 +429,27 @@ def test_second_model_in_safetensors(tmp_path: Path, zckpt: Program) -> None:
     assert report["slots"]["state"]["tensors"] == 20
     assert zckpt("verify", folder).code == 0
     names = tmp_path / "names.txt"
-    names.write_text("\n".join(name for name, _ in pairs[1][0].named_parameters()))
+    own = [name for name, _ in pairs[1][0].named_parameters()]
+    names.write_text("\n".join(own))
     chosen = ("--root", "model_1", "--param-names", names)
     assert zckpt("convert", folder, tmp_path / "t", *chosen).code == 0
     assert_is_root(tmp_path / "t", pairs[1], "")
+    both = (*OF_ACCELERATE[0], "--param-names", names)
+    refused = zckpt("convert", folder, tmp_path / "both", *OF_ACCELERATE[0])
+    assert refused.code == 1
+    assert "each after its model's: model.NAME and model_1.NAME" in refused.err
+    names.write_text("\n".join(f"{root}.{name}" for root in ("model", "model_1") for name in own))
+    assert zckpt("convert", folder, tmp_path / "both", *both).code == 0
+    for root, pair in zip(("model", "model_1"), pairs, strict=True):
+        assert_is_root(tmp_path / "both", pair, f"{root}.")
+    changed = (*both, "--rename", "emb=embed")
+    refused = zckpt("convert", folder, tmp_path / "renamed", *changed)
+    assert refused.code == 2
+    assert "--rename is for one model" in refused.err
 
 
 def test_second_model_in_folders(tmp_path: Path, zckpt: Program) -> None:
-    """Laid out as Accelerate 1.15 does with SHARDED_STATE_DICT; the target is its first model."""
+    """Laid out as Accelerate 1.15 does with SHARDED_STATE_DICT."""
     pairs = {"model": trained(0), "model_1": trained(1)}
     folder = tmp_path / "state"
     for number, (model, optimizer) in enumerate(pairs.values()):
@@ -437,3 +472,77 @@ def test_second_model_in_folders(tmp_path: Path, zckpt: Program) -> None:
     assert train(resumed, 3, seed=5) == train(trained(1), 3, seed=5)
     with pytest.raises(errors.UnsupportedCheckpoint, match="several models"):
         StorageReader(folder)
+
+
+def test_one_of_two_models_gets_its_own_scheduler(
+    of_accelerate: tuple[dict[str, Pair], Path], tmp_path: Path, zckpt: Program
+) -> None:
+    """Of two of one program, as the number says; the others are named."""
+    folder = tmp_path / "state"
+    shutil.copytree(of_accelerate[1], folder)
+    for name in ("scheduler.bin", "scheduler_1.bin"):
+        torch.save({"last_epoch": len(name)}, folder / name)
+    to = ("--to", "dcp", "--dialect", "accelerate")
+    both = zckpt("convert", folder, tmp_path / "both", *to)
+    assert both.code == 0
+    for name in ("scheduler.bin", "scheduler_1.bin", "random_states_0.pkl"):
+        assert (tmp_path / "both" / name).read_bytes() == (folder / name).read_bytes()
+    for root, name, other in (
+        ("model", "scheduler.bin", "scheduler_1.bin"),
+        ("model_1", "scheduler_1.bin", "scheduler.bin"),
+    ):
+        written = zckpt("convert", folder, tmp_path / root, *to, "--root", root)
+        assert written.code == 0
+        assert f"left out: {other}: --root takes {root}" in written.out
+        assert (tmp_path / root / "scheduler.bin").read_bytes() == (folder / name).read_bytes()
+        assert not (tmp_path / root / "scheduler_1.bin").exists()
+    (tmp_path / "both" / "scheduler_1.bin").unlink()
+    found = zckpt("verify", tmp_path / "both", "--against", folder)
+    assert found.code == 3
+    assert "scheduler_1.bin" in found.out
+
+
+def test_models_without_optimizers(
+    of_accelerate: tuple[dict[str, Pair], Path], tmp_path: Path, zckpt: Program
+) -> None:
+    pairs, folder = of_accelerate
+    for number, words in enumerate(OF_ACCELERATE):
+        target = tmp_path / str(number)
+        assert zckpt("convert", folder, target, *words, "--weights-only").code == 0
+        for root, (model, _) in pairs.items():
+            for name, value in model.state_dict().items():
+                assert same_bits(zckpt_load(target, f"{root}.{name}/param"), value), name
+
+
+def test_two_models_in_one_file_keep_their_own_keys(tmp_path: Path, zckpt: Program) -> None:
+    """Their names are Accelerate's, but nothing else: a target has no place for both unasked."""
+    state: dict[str, Any] = {}
+    for root, key, pair in (("model", "optim", trained(0)), ("model_1", "optim_1", trained(1, 6))):
+        state[root] = get_model_state_dict(pair[0])
+        state[key] = get_optimizer_state_dict(*pair)
+    dcp.save(state, checkpoint_id=tmp_path / "run")
+    refused = zckpt("reshard", tmp_path / "run", tmp_path / "t")
+    assert refused.code == 1
+    assert "or write all with --dialect accelerate" in refused.err
+    done = zckpt("reshard", tmp_path / "run", tmp_path / "t", "--dialect", "accelerate")
+    assert done.code == 0
+    assert zckpt("verify", tmp_path / "t", "--against", tmp_path / "run").code == 0
+
+
+def test_two_adafactors(tmp_path: Path, zckpt: Program) -> None:
+    """States that are no tensors of the weight's shape are each model's own, too."""
+    folder = tmp_path / "state"
+    for number, seed in enumerate((0, 1)):
+        model, optimizer = trained(seed, kind=torch.optim.Adafactor)
+        state = {"model": get_model_state_dict(model)}
+        dcp.save(state, checkpoint_id=folder / f"pytorch_model_fsdp_{number}")
+        state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
+        dcp.save(state, checkpoint_id=folder / f"optimizer_{number}")
+    for number, words in enumerate(OF_ACCELERATE):
+        target = tmp_path / str(number)
+        assert zckpt("convert", folder, target, *words).code == 0
+        for root in ((), ("--root", "model"), ("--root", "model_1")):
+            found = zckpt("verify", target, "--against", folder, *root)
+            assert found.code == 0, found.out
+        assert zckpt("reshard", target, tmp_path / f"again-{number}").code == 0
+        assert zckpt("verify", tmp_path / f"again-{number}", "--against", folder).code == 0

@@ -21,9 +21,7 @@ from ...core.annotations import Any
 from ...core.filenames import Names, oldest_first
 from ...errors import UnsupportedCheckpoint
 from ...files.dcpnames import ITEMS, METADATA, names_any
-from ...files.torchfile import is_torch
 from ...training import peft
-from ...training.programs import META
 
 STEP = Names("step-#")
 MAX_MARKER = 1 << 16  # bytes
@@ -161,12 +159,6 @@ def _refuse_megatron(folder: str) -> None:
             f"{folder} was written by Megatron-Core",
             hint="read it with --from megatron",
         )
-
-
-def rest_of(folder: str) -> str | None:
-    """The file in which Lightning and Fabric keep all that is no state dict, beside items."""
-    path = os.path.join(folder, META)
-    return path if sources.is_file(path) and is_torch(path) else None
 
 
 def own_files(root: str, parts: list[str]) -> Iterator[str]:

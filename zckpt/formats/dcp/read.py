@@ -56,17 +56,8 @@ from ..statedict.tree import (
 )
 from ..statedict.weights import weights_of
 from . import hf
-from .files import (
-    MODEL,
-    adapter_of,
-    has_items,
-    is_pair,
-    locate,
-    own_files,
-    place_in,
-    rest_of,
-    whole_of,
-)
+from .files import MODEL, adapter_of, has_items, is_pair, locate, own_files, place_in, whole_of
+from .rest import read_rest
 
 MAX_LIST = 1_000_000  # elements of all lists
 FIELDS = {"planner_data", "storage_meta", "version", "zckpt"}  # that describe no item
@@ -89,17 +80,19 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
             saved.folders = [os.path.basename(folder) for folder in parts]
         for folder in parts:
             if has_items(folder):
-                _FolderReader(folder, saved).read()
+                # stated names are those of one model alone
+                is_one = reading.root is not None or all(place_in(f, ("",)) == ("",) for f in parts)
+                _FolderReader(folder, saved).read(is_one)
             else:
                 saved.tree[own_key(folder)] = _weights(folder, saved)
         models = [key for key in saved.tree if str(key).partition("_")[0] == "model"]
-        saved.models = models if saved.folders and len(models) > 1 else []
+        if saved.folders and len(models) > 1:
+            saved.models, saved.stated = models, None  # each model has its own
         if shards:
             saved.storage = RANKS
             saved.tree |= hf.state_dicts(hf.read(shards, saved))
-        own = [*parts, *shards, *own_files(root, parts)]
-        if root in parts and (rest := rest_of(root)) is not None and _read_rest(rest, saved):
-            own.append(rest)
+        rest = read_rest(root, saved) if root in parts else ()
+        own = [*parts, *shards, *own_files(root, parts), *rest]
         lists = [beside(root, own, path)]
         if is_pair(saved.folders):
             for folder in parts:
@@ -115,20 +108,6 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
         raise
     except MALFORMED as error:
         raise not_understood(root, error) from error
-
-
-def _read_rest(path: str, saved: SavedTree) -> bool:
-    """Adds what a program keeps in a file beside the items; false for a file of another kind."""
-    file, name = TorchFile(path), os.path.basename(path)
-    if not isinstance(file.value, dict):
-        return False
-    values = leaves(file, file.value, iter((saved.stated or {}).get("names", {}).get(name, ())))
-    saved.left_out += [f"{name}: {key}, which is an item" for key in values if key in saved.tree]
-    saved.tree = {**values, **saved.tree}
-    saved.records += file.records.values()
-    saved.files.append(path)
-    saved.file = name
-    return True
 
 
 def _weights(folder: str, saved: SavedTree) -> dict[str, Leaf]:
@@ -153,8 +132,8 @@ class _FolderReader:
         self.names: Mapping[str, list[str]] = {}
         self.items_in = Counter(location.file for location in self.table.every_location())
 
-    def read(self) -> None:
-        """Reads every item, in the order of the saved state."""
+    def read(self, with_names: bool) -> None:
+        """Reads every item, in the order of the saved state, with the names that zckpt stated."""
         table, saved = self.table, self.saved
         paths, planned = table.paths, table.others["planner_data"]
         if not isinstance(planned, (dict, type(None))):
@@ -168,9 +147,8 @@ class _FolderReader:
         saved.files += table.files
         stated = checked(table.others.get("zckpt"), os.path.join(table.folder, METADATA))
         if stated is not None:
-            saved.stated = stated
-            saved.inferred = list(stated.get("inferred", ()))
-            self.names = stated["names"]
+            saved.stated = saved.stated_of[place_in(table.folder, (MODEL,))] = stated
+            self.names = stated["names"] if with_names else {}
         room = MAX_LIST
         front = self._front()
         in_order = [key for key in paths if key in table.items]

@@ -17,10 +17,9 @@ from typing import Any
 
 from ...core.dtypes import SIZES, TORCH_NAMES
 from ...core.folder import Folder
-from ...core.inert import Foreign, Scalar, TensorName, map_values
+from ...core.inert import Foreign, Scalar, TensorName
 from ...core.layout import Layout, Shell
 from ...core.manifest import Manifest
-from ...core.values import replace
 from ...errors import MissingData, UnsupportedCheckpoint, counted, listed, literal
 from ...files import dcpseal, safefile
 from ...files.dcpfile import ItemBox, Items, TensorItem
@@ -34,18 +33,18 @@ from ...files.dcpshell import (
     seal_items,
 )
 from ...files.pickling import dumps
-from ...files.torchshell import Storages, seal_records, shell, thawed
+from ...files.torchshell import Storages, shell, thawed
 from ...training import peft, programs, trainers
 from ...training.options import DIALECT, DP, Options
-from ...training.programs import program_in
 from ...training.trainers import TRANSFORMERS, program_of
 from ..statedict.keys import ADAPTER, in_folder, own_key
 from ..statedict.tree import Path, dotted
 from ..statedict.write import BlankTensor, StateDicts, left_out
 from . import hf
 from .files import ADAPTER as PEFT_FILE
-from .files import MODEL, folders, has_items, is_pair, rest_of
+from .files import MODEL, PARTS, folders, has_items, is_pair
 from .options import LAYOUT
+from .rest import rest_for, rest_shell, rest_values, seal_rest, tensor_names
 
 SMALL = 64 << 10  # bytes; a rank finds smaller pieces more slowly than it reads them
 MOST_VALUES = 10_000  # of one key of the program's own state: each becomes an item, with a pickle
@@ -55,17 +54,18 @@ TORCHTITAN: tuple[Path, Path, str] = (), ("optimizer",), "flat"
 PathValue = tuple[Path, Any]
 
 
-def lay_out(source: Manifest, options: Options) -> Layout:
-    """The files of the target, and what it cannot take along.
+def lay_out(source: Manifest, options: Options, number: int = 0) -> Layout:
+    """The files of the target, and what it cannot take along; `number` is the model's.
 
     Raises WrongOption and MissingData before anything is written.
     """
-    writer = DcpWriter(source, options)
+    writer = DcpWriter(source, options, number)
     siblings = [(item.name, item) for item in source.siblings]
     about = "a directory of torch.distributed.checkpoint, which any number of ranks loads"
 
     def loading(path: str) -> str:
-        folder = os.path.join(path, MODEL) if MODEL in writer.parts else path
+        own = MODEL if MODEL in writer.parts else next(iter(writer.parts))
+        folder = os.path.join(path, own) if own else path
         file = literal(os.path.join(folder, PEFT_FILE))
         if writer.storage == ADAPTER:
             return f"safetensors.torch.load_file({file})"
@@ -85,15 +85,23 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     )
 
 
+def has_models(source: Manifest, options: Options) -> bool:
+    """Whether the target has a place for several models: Accelerate's folders, with numbers."""
+    folders = {os.path.basename(os.path.dirname(path)) for path in source.files}
+    dialect = options[DIALECT]
+    return dialect == "accelerate" or (dialect is None and any(map(PARTS.has, folders)))
+
+
 class DcpWriter:
     """Everything that is decided before the first byte is written."""
 
-    def __init__(self, source: Manifest, options: Options) -> None:
+    def __init__(self, source: Manifest, options: Options, number: int = 0) -> None:
         self.source = source
         self.options = options
+        self.number = number
         self.world = options[DP] or source.dp
         self.dicts = StateDicts(source, options, "dcp", options[LAYOUT])
-        self.rest = self._rest()
+        self.rest = rest_for(source, options, self.dicts)
         if options[DIALECT] == "torchtitan":
             self.dicts.model, self.dicts.optimizer, self.dicts.layout = TORCHTITAN
         self.warnings = [*self.dicts.warnings, *self._of_ranks(), *self._files_of_ranks()]
@@ -109,22 +117,6 @@ class DcpWriter:
             self.left_out += self._values()
         self._shells: dict[tuple[str, tuple[int, ...]], Shell] = {}
         self._metadata: dict[str, bytes] = {}
-
-    def _rest(self) -> str | None:
-        """The file for all that is no state dict, if the program looks for it in one.
-
-        A program that had one file finds its state dicts under its keys for items.
-        """
-        dicts, keys, program = self.dicts, self.dicts.keys, program_in(self.source)
-        if self.options[DIALECT] is not None or self.options.weights_only:
-            return None
-        if keys.file is not None and not keys.whole:
-            return keys.file
-        if program is None or self.source.format == "dcp":
-            return None
-        own = program.sharded.numbered_as(keys.optimizer)
-        dicts.model, dicts.optimizer = own.model, own.optimizer
-        return program.sharded.file
 
     def _of_ranks(self) -> list[str]:
         """Warnings about values that each rank saved for itself, such as those of a data loader."""
@@ -169,9 +161,12 @@ class DcpWriter:
             dicts.save_adapter_alone()
         if dialect is None and before is not None and is_pair(before):
             return self._pair(before)
+        program = program_of(self.source.siblings)
         if dialect == "torchtitan" or (dialect is None and not before):
+            if program is not None and dialect is None and dicts.optimizes:
+                self.warnings.append(trainers.not_loaded(".metadata", ["accelerate"]))
             return {"": [pair for pair in dicts.items() if not self._is_rest(pair[0])]}
-        of_trainer = program_of(self.source.siblings) == TRANSFORMERS
+        of_trainer = program == TRANSFORMERS
         if of_trainer and (others := peft.other_adapters(self.source.parameters)):
             raise UnsupportedCheckpoint(
                 f"the source has the adapter {', '.join(others)}: in accelerate's folders zckpt "
@@ -188,7 +183,10 @@ class DcpWriter:
         if keys.adapter or (of_trainer and any(map(peft.is_adapters, self.source.parameters))):
             dicts.save_adapter_alone()  # as the Trainer does with PEFT and FSDP
         dicts.model, dicts.optimizer = ("model",), ("optimizer",)  # Accelerate's own keys
-        names = {dicts.model: "pytorch_model_fsdp_0", dicts.optimizer: "optimizer_0"}
+        names = {
+            dicts.model: f"pytorch_model_fsdp_{self.number}",
+            dicts.optimizer: f"optimizer_{self.number}",
+        }
         parts: dict[str, list[PathValue]] = {}
         lost: dict[Any, None] = {}
         for path, value in dicts.items():
@@ -248,18 +246,7 @@ class DcpWriter:
             for file in files or self._folder(folder, values):
                 yield Shell(os.path.join(folder, file.name), file.size, file.parts)
         if self.rest is not None:
-            storages = Storages()
-            value = thawed(self._values_of_rest(), self.source.entries, storages)
-            yield shell(self.rest, value, storages)
-
-    def _values_of_rest(self) -> dict[Any, Any]:
-        """The program's own state, and the scheduler."""
-        state = self.source.state
-        scheduler = state.get("lr_scheduler")
-        return {
-            **({} if scheduler is None else {self.dicts.scheduler: scheduler}),
-            **(state.get("client_state") or {}),
-        }
+            yield rest_shell(self.rest, self.source, self.dicts)
 
     def _safetensors(self, values: Sequence[PathValue]) -> Iterator[Shell]:
         """The weights as PEFT's file, or as Hugging Face's storage of all ranks."""
@@ -363,9 +350,9 @@ class DcpWriter:
             if (tensor := self._tensor_of(value)) is not None:
                 dtype = TORCH_NAMES[tensor.dtype]
                 items[key] = TensorItem(dtype, tensor.shape, tuple(boxes[key]))
-            if inside := list(_tensor_names(value)):
+            if inside := list(tensor_names(value)):
                 names[key] = inside
-        if self.rest and (inside := list(_tensor_names(self._values_of_rest()))):
+        if self.rest and (inside := list(tensor_names(rest_values(self.source, self.dicts)))):
             names[self.rest] = inside
         stated = {
             **self.dicts.unsaid(),
@@ -376,15 +363,6 @@ class DcpWriter:
         return metadata(items, paths, locations, zckpt=stated)
 
 
-def _tensor_names(value: Any) -> Iterator[str]:
-    """The manifest's names of the tensors in a value, in the order of the value."""
-    if isinstance(value, TensorName):
-        yield value.name
-    names: list[str] = []
-    map_values(value, lambda item, _: names.extend(_tensor_names(item)))
-    yield from names
-
-
 def _shell(value: Any, storages: Storages) -> Shell:
     return shell("archive", value, storages)
 
@@ -393,6 +371,4 @@ def seal(root: Folder, manifest: Manifest, outcome: Any) -> None:
     """Writes the CRC-32 of every record into the zip directory of its item."""
     for folder in filter(has_items, folders(root.path)):
         seal_items(root, folder, crcs_of(outcome))
-    rest = rest_of(root.path)
-    records = tuple(each for each in manifest.records if each.extent.file == rest)
-    seal_records(root, replace(manifest, records=records), outcome)
+    seal_rest(root, manifest, outcome)

@@ -26,6 +26,7 @@ FORMAT = Format(
     numbers=True,
     gathers=True,
     keeps_steps=True,
+    several_models=True,
     groups="with_trainers_groups",
     fits_any_dp=True,
     of_ranks=("rank",),

@@ -21,7 +21,7 @@ from itertools import chain
 
 from ...core import sources
 from ...core.annotations import TYPE_CHECKING, Any
-from ...core.filenames import counted, oldest_first
+from ...core.filenames import counted, numbered, oldest_first
 from ...core.regex import Regex
 from ...core.values import field, mutable
 from ...errors import (
@@ -54,8 +54,12 @@ WHOLE = {  # names of whole files, the likeliest first
     ),
     "extra": ("extra.pt",),
 }
-NUMBERED = ("model.safetensors", "pytorch_model.bin", "pytorch_model_fsdp.bin", "optimizer.bin")
-"""Names to which Accelerate adds a number for a second model or optimizer (1.15)."""
+NUMBERED = (
+    *("model.safetensors", "pytorch_model.bin", "pytorch_model_fsdp.bin", "optimizer.bin"),
+    "extra.pt",
+)
+"""Names to which Accelerate adds a number for a second model or optimizer (1.15), and zckpt to its
+own file."""
 # of other formats: DeepSpeed's ranks, ONNX Runtime's, Megatron-Core's
 OTHER_ENDINGS = ("_model_states.pt", "_optim_states.pt", ".ort.pt")
 OTHER_NAMES = (
@@ -143,12 +147,14 @@ def _whole(names: Sequence[str]) -> dict[str, str]:
         for kind, likely in WHOLE.items()
         if (name := next((name for name in likely if name in present), None))
     }
-    if whole.get("optim") != "optimizer.bin":
+    if whole.get("optim", "optimizer.bin") != "optimizer.bin":
         return whole
     for kind, name in [(kind, name) for kind, name in whole.items() if name in NUMBERED]:
-        stem, _, ending = name.rpartition(".")
+        stem, dot, ending = name.partition(".")
+        if f"{stem}_0{dot}{ending}" in present:  # the numbers are those of ranks
+            continue
         for number in range(1, len(names)):
-            if (other := f"{stem}_{number}.{ending}") in present:
+            if (other := numbered(name, number)) in present:
                 whole[f"{kind}_{number}"] = other
     return whole
 
@@ -229,6 +235,19 @@ def _has_tensors(value: Any, depth: int = DEPTH) -> bool:
     from . import distributed
 
     return isinstance(value, Tensor) or distributed.is_distributed(value)
+
+
+def whole_of(path: str) -> str | None:
+    """The checkpoint of which a file has the optimizer alone."""
+    if not sources.is_file(path):
+        return None
+    folder, name = os.path.split(path)
+    names = _beside(path)
+    whole = _whole(names)
+    kind = next((kind for kind, own in whole.items() if own == name), None)
+    of_item = counted(name, ".pt") is not None and _items(folder or ".", names)
+    of_optimizer = kind is not None and kind.startswith("optim") and "model" in whole
+    return (folder or ".") if of_optimizer or of_item else None
 
 
 def _items(folder: str, names: Sequence[str]) -> dict[str | None, dict[int, str]]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from ...core import sources
 from ...core.facts import StateDictEngine
+from ...core.filenames import number_of, numbered
 from ...core.manifest import Manifest
 from ...core.saved_names import nameless, refuse_others, saved_names
 from ...core.values import replace
@@ -24,14 +25,13 @@ from ...errors import (
 from ...files.torchfile import Parsed, TorchFile
 from ...training.trainers import beside
 from ..reading import USUAL, Reading
-from ..statedict.finding import value_at
 from ..statedict.keys import keys_of
 from ..statedict.read import manifest
 from ..statedict.stated import checked
 from ..statedict.tree import Path, SavedTree, leaf, leaves
 from ..statedict.weights import tensors_of_index, weights_of
 from . import distributed, local, ranked
-from .files import StateDictFiles, locate, place_of, slices
+from .files import StateDictFiles, locate, place_of, slices, whole_of
 from .items import METADATA, refusal, said_of
 
 CONFIG = "fsdp_config.json"
@@ -80,8 +80,10 @@ def read_tree(path: str, reading: Reading) -> tuple[Manifest, Sequence[ranked.Co
             reader.saved.warnings.append(f"{said_of(files)}; shown is {os.path.basename(first)}")
         try:
             result = manifest(reader.saved, reading)
-        except (MissingData, WrongOption):
+        except (MissingData, WrongOption) as error:
             reader.refuse_flat_states()
+            if (whole := whole_of(path)) and isinstance(error, MissingData):
+                raise MissingData(error.message, hint=f"give {whole}, which has both") from error
             raise
         if (mesh := reader.rows_mesh(result)) is not None:
             result = replace(result, source={**result.source, MESH: mesh})
@@ -152,7 +154,8 @@ class _TreeReader:
         self.parsed = Parsed()
         source = {"format": "gathered", "version": None, "dp": files.world, "tag": None}
         self.saved = SavedTree(path, source, {}, models=files.models)
-        self.names: Mapping[str, list[str]] = {}
+        self.names: dict[str, list[str]] = {}
+        self.is_one = reading.root is not None or not files.models
         self.has_local_states = False
         self.copies: list[ranked.Copies] = []
         self.opened = {path: TorchFile(path, self.parsed) for path in files.of_torch}
@@ -163,11 +166,11 @@ class _TreeReader:
         )
         refuse_others(names, "ranks" if files.ranks else "kinds")
         self.notes = nameless([name for name in names if name.place[1]])
-        extra = self._extra(files.whole)
-        trees = {key: self._whole(name) for key, name in files.whole.items() if key != "extra"}
+        extra = {key: self._extra(path) for key, path in files.whole.items() if is_extra(key)}
+        trees = {key: self._whole(name) for key, name in files.whole.items() if key not in extra}
         if None in files.whole:
             self.saved.file = os.path.basename(files.whole[None])
-        trees |= extra
+        trees |= {key: value for key, value in extra.items() if value is not None}
         self.saved.tree = dict(trees)  # local states are matched with these
         trees |= {key: self._ranks(key, paths) for key, paths in files.ranks.items()}
         self.saved.tree = self._tree(trees)
@@ -188,44 +191,44 @@ class _TreeReader:
 
     def _tree(self, trees: dict[str | None, Any]) -> dict[Any, Any]:
         """All trees as one; what is beside model and optimizer keeps its keys."""
-        extra = trees.pop("extra", {})
+        extras = [trees.pop(key) for key in [*trees] if is_extra(key)]
+        extra = {key: value for each in extras for key, value in each.items()}
         alone = trees.pop(None, {})
-        if not isinstance(alone, dict) or not isinstance(extra, dict):
+        if not isinstance(alone, dict):
             raise NotACheckpoint(
                 f"{self.path} is not a dictionary of state dicts",
                 hint="save model.state_dict(), alone or under a key",
             )
-        model, stated = trees.get("model"), self.saved.stated
-        if stated and isinstance(model, dict):
+        tree = {**extra, **alone, **trees}
+        for path, stated in [*self.saved.stated_of.items()]:
+            model = _found(tree, path)
+            if not isinstance(model, dict):
+                continue
             for alias, owner in stated["aliases"].items():  # safetensors have tied weights once
                 if alias not in model and owner in model:
                     model[alias] = model[owner]
-        elif stated and "model" in stated:
-            model = value_at(alone, tuple(stated["model"]))
-        if stated and isinstance(model, dict):
-            own = {*stated["aliases"], *stated["buffers"], *stated["frozen"]}
-            if not model.keys() >= own:
-                self.saved.stated = None  # the model was saved again, by another program
-        return {**extra, **alone, **trees}
+            if not model.keys() >= {*stated["aliases"], *stated["buffers"], *stated["frozen"]}:
+                del self.saved.stated_of[path]  # the model was saved again, by another program
+        return tree
 
-    def _extra(self, whole: Mapping[str | None, str]) -> dict[str | None, Any]:
+    def _extra(self, path: str) -> dict[Any, Any] | None:
         """What is beside model and optimizer; if zckpt wrote it, also what it stated of them."""
-        if "extra" not in whole:
-            return {}
-        file = self.opened[whole["extra"]]
+        file = self.opened[path]
         if not isinstance(file.value, dict):  # the program's own file, which is carried unread
-            return {}
+            return None
         self._add(file)
-        return {"extra": self._leaves(file, self._without_stated(file))}
+        model = numbered("model", number_of(os.path.basename(path)))
+        extra: dict[Any, Any] = self._leaves(file, self._without_stated(file, (model,)))
+        return extra
 
-    def _without_stated(self, file: TorchFile) -> dict[Any, Any]:
-        """What a program has in a file, without what zckpt stated there."""
+    def _without_stated(self, file: TorchFile, model: Path) -> dict[Any, Any]:
+        """What a program has in a file, without what zckpt stated there of a model."""
         value = dict(file.value)
         stated = checked(value.pop(STATED, None), file.path)
         if stated is not None:
-            self.saved.stated = stated
-            self.saved.inferred = list(stated.get("inferred", ()))
-            self.names = stated["names"]
+            self.saved.stated_of[tuple(stated.get("model", model))] = stated
+            if self.is_one:  # the names are those of one model alone
+                self.names |= stated["names"]
         return value
 
     def _leaves(self, file: TorchFile, value: Any) -> Any:
@@ -256,7 +259,7 @@ class _TreeReader:
             return self._merge({0: file}).tree
         ranked.refuse_flat(file)
         is_one = path == self.files.whole.get(None) and isinstance(file.value, dict)
-        return self._leaves(file, self._without_stated(file) if is_one else file.value)
+        return self._leaves(file, self._without_stated(file, ()) if is_one else file.value)
 
     def _ranks(self, key: str | None, paths: Mapping[int, str]) -> Any:
         files = {rank: self._open(paths[rank]) for rank in sorted(paths)}
@@ -307,6 +310,18 @@ class _TreeReader:
         self.saved.left_out += merged.left_out
         self.saved.of_ranks |= merged.of_ranks
         return merged
+
+
+def _found(tree: Any, path: Path) -> Any:
+    """What is at a path of keys; None if nothing is."""
+    for key in path:
+        tree = tree.get(key) if isinstance(tree, dict) else None
+    return tree
+
+
+def is_extra(key: str | None) -> bool:
+    """Whether a key is of zckpt's own file, which has what is beside model and optimizer."""
+    return key is not None and key == numbered("extra", number_of(key))
 
 
 def is_kept(engine: StateDictEngine) -> bool:

@@ -27,6 +27,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
+from ...core.filenames import numbered
 from ...core.folder import Folder
 from ...core.inert import Scalar, TensorName, map_values
 from ...core.layout import Layout, Shell
@@ -40,12 +41,10 @@ from ...training import peft, programs, trainers
 from ...training.options import DIALECT, DP, Options
 from ...training.programs import Keys, program_in
 from ...training.trainers import ACCELERATE, TRANSFORMERS, program_of
-from ..statedict.keys import OPTIMIZER, keys_of
+from ..statedict.keys import OPTIMIZER, keys_of, trainers_dialect
 from ..statedict.tree import Path, dotted
 from ..statedict.write import BlankTensor, StateDicts, left_out
 from .read import STATED
-
-EXTRA = "extra.pt"
 
 
 @valueclass
@@ -61,6 +60,15 @@ class FileNames:
     scheduler: str | None = None
     by_name: bool = False
     keys: Keys | None = None
+    extra: str = "extra.pt"
+
+    def of_model(self, number: int) -> FileNames:
+        """Those of a further model."""
+        names = (self.weights, self.optimizer, self.scheduler or "", self.extra)
+        weights, optimizer, scheduler, extra = (numbered(name, number) for name in names)
+        return replace(
+            self, weights=weights, optimizer=optimizer, scheduler=scheduler or None, extra=extra
+        )
 
     @property
     def is_safetensors(self) -> bool:
@@ -76,6 +84,12 @@ OF_TRAINERS = {
     TRANSFORMERS: FileNames("model.safetensors", "optimizer.pt", "scheduler.pt"),
     ACCELERATE: FileNames("model.safetensors", "optimizer.bin", "scheduler.bin"),
 }
+
+
+def has_models(source: Manifest, options: Options) -> bool:
+    """Whether the target has a place for several models: Accelerate's files, with numbers."""
+    names = file_names(source, options)
+    return options[DP] is None and names.keys is None and names.optimizer == "optimizer.bin"
 
 
 def file_names(source: Manifest, options: Options) -> FileNames:
@@ -104,8 +118,8 @@ def file_names(source: Manifest, options: Options) -> FileNames:
     return of_trainer
 
 
-def lay_out(source: Manifest, options: Options) -> Layout:
-    """The files of the target, and what it cannot take along.
+def lay_out(source: Manifest, options: Options, number: int = 0) -> Layout:
+    """The files of the target, and what it cannot take along; `number` is the model's.
 
     Raises WrongOption and MissingData before anything is written.
     """
@@ -113,10 +127,10 @@ def lay_out(source: Manifest, options: Options) -> Layout:
         from . import write_ranks
 
         return write_ranks.lay_out(source, options)
-    writer = StateDictWriter(source, options)
+    writer = StateDictWriter(source, options, number)
     own = {shell.name for shell in writer.shells()}
     # a trainer's own files are written anew; any other file of such a name is lost
-    replaced = own - {EXTRA} if program_of(source.siblings) else ()
+    replaced = own - {writer.file_names.extra} if program_of(source.siblings) else ()
     siblings = [(item.name, item) for item in source.siblings if item.name not in own]
     writer.left_out += [
         f"{item.name}: a file of the target has this name"
@@ -154,9 +168,9 @@ def lay_out(source: Manifest, options: Options) -> Layout:
 class StateDictWriter(StateDicts):
     """Everything that is decided before the first byte is written."""
 
-    def __init__(self, source: Manifest, options: Options) -> None:
+    def __init__(self, source: Manifest, options: Options, number: int = 0) -> None:
         super().__init__(source, options, "gathered")
-        self.file_names = file_names(source, options)
+        self.file_names = file_names(source, options).of_model(number)
         self.left_out += left_out(source, options)
         if self.file_names.weights in peft.WEIGHTS:
             self.save_adapter_alone()
@@ -173,9 +187,8 @@ class StateDictWriter(StateDicts):
             self.files[self.file_names.optimizer] = self._optimizer_state()
         if not options.weights_only:
             self._add_scheduler()
-            extra = self._extra(("model", "optim", STATED))
-            named = [*self.files.items(), (EXTRA, extra)]
-            self.files[EXTRA] = {**extra, STATED: self._stated(named)}
+            extra, name = self._extra(("model", "optim", STATED)), self.file_names.extra
+            self.files[name] = {**extra, STATED: self._stated([*self.files.items(), (name, extra)])}
         self._warn_of_names()
 
     def shells(self) -> Iterator[Shell]:
@@ -206,7 +219,8 @@ class StateDictWriter(StateDicts):
     def _add_scheduler(self) -> None:
         """The scheduler's own file, if the trainer looks for one and the source has none."""
         name, step = self.file_names.scheduler, self.source.step
-        if name is None or any(item.name == name for item in self.source.siblings):
+        known = {item.name for item in self.source.siblings}
+        if name is None or known.intersection((name, *trainers.SCHEDULERS)):
             return
         state = self.source.state.get("lr_scheduler")
         if state is None or "last_epoch" not in state:
@@ -221,12 +235,11 @@ class StateDictWriter(StateDicts):
 
     def _warn_of_names(self) -> None:
         program, names = program_of(self.source.siblings), self.file_names
-        if program is not None and names.scheduler is None and not self.options.weights_only:
-            expected = OF_TRAINERS[program]
-            self.warnings.append(
-                f"{names.optimizer} is not what the trainer looks for ({expected.optimizer}): "
-                "to resume there, add --dialect safetensors"
-            )
+        if program is None or names.scheduler is not None or not self.optimizes:
+            return
+        own = trainers_dialect(self.source.engine)
+        dialects = [own] if own in PLAIN and own else ["safetensors", "accelerate"]
+        self.warnings.append(trainers.not_loaded(names.optimizer, dialects))
 
     def _blank_weights(self) -> list[tuple[str, BlankTensor]]:
         return [(name, w) for name, w in self.weights.items() if isinstance(w, BlankTensor)]

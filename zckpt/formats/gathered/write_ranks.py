@@ -28,7 +28,7 @@ from ...files.torchshell import Storages, shell
 from ...training.options import DIALECT, DP, Options
 from ..statedict.write import BlankTensor
 from .read import CONFIG, MESH, STATED, with_copies
-from .write import EXTRA, StateDictWriter
+from .write import StateDictWriter
 
 MESHES, LAYOUTS = "torch.distributed.device_mesh", "torch.distributed._mesh_layout"
 SPECS, PLACEMENTS = (
@@ -78,7 +78,7 @@ class RanksWriter(StateDictWriter):
         self.trees: dict[str, Any] = {"model": self.weights}
         if self.optimizes:
             self.trees["optim"] = self.files[self.file_names.optimizer]
-        for key, value in self.files.get(EXTRA, {}).items():
+        for key, value in self.files.get(self.file_names.extra, {}).items():
             if key != STATED:
                 self.trees[key] = value
         self.left_out = [line for line in self.left_out if not line.startswith(CONFIG)]

@@ -24,6 +24,13 @@ def in_folder(path: Path) -> Path:
     return path[1:] if path and str(path[0]).endswith("/") else path
 
 
+def trainers_dialect(engine: Engine | None) -> str | None:
+    """The `--dialect` of the source's own program; None if its files are those of no dialect."""
+    keys = keys_of(engine)
+    is_fsdp = any(name.startswith("pytorch_model_fsdp") for name in keys.folders or ())
+    return "accelerate" if is_fsdp else keys.dialect
+
+
 def is_optimizers_key(key: Any) -> bool:
     """Whether a key of a dictionary with an optimizer's state dict is one of this state dict."""
     return isinstance(key, str) and key.partition(".")[0] in ("state", "param_groups")

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from ...core.filenames import number_of
 from ...core.manifest import Manifest
 from ...core.values import replace
 from ...errors import InconsistentCheckpoint, MissingData, listed
 from ...training import peft
-from ...training.trainers import config_of
+from ...training.names import names_in
+from ...training.trainers import config_of, of_model
 from ..reading import USUAL, Reading
 from .building import ManifestBuilder
 from .finding import (
@@ -25,6 +27,7 @@ from .finding import (
 from .keys import is_optimizers_key
 from .names import names_of, refuse_twice
 from .roots import SOLE, Root, Roots, roots_of
+from .stated import joined
 from .tree import Leaf, Path, SavedTree, dotted
 
 NO_OPTIMIZER = "there is no optimizer: --param-names is not used"
@@ -55,10 +58,15 @@ def manifest(saved: SavedTree, reading: Reading = USUAL) -> Manifest:
         saved.source["root"] = name
     model: dict[str, Any] = {}
     named: dict[Path, OptimizerState] = {}
+    stated: dict[str, dict[str, Any] | None] = {}
+    of_any = saved.stated
     for root in roots:
+        saved.stated = stated[root.prefix] = saved.stated_of.get(root.model, of_any)
         own, states = _named(saved, root, models[root.model], optimizers, reading)
         model |= own
         named |= states
+    if len(stated) > 1:
+        saved.stated = joined(stated)
     result = ManifestBuilder(saved, roots, model, named, reading).build()
     unused = not optimizers and reading.param_names is not None
     return replace(result, notes=(NO_OPTIMIZER,)) if unused else result
@@ -94,6 +102,9 @@ def _several(saved: SavedTree, roots: Roots, reading: Reading) -> list[Root]:
         return list(roots.roots)
     chosen = roots.asked(reading.root, reading.weights_only)
     saved.left_out += roots.left_out(chosen)
+    if saved.models:
+        saved.siblings, others = of_model(saved.siblings, number_of(chosen.name))
+        saved.left_out += [f"{listed(others)}: --root takes {chosen.name}"] if others else []
     saved.tree = without(saved.tree, roots.paths - {chosen.model, *chosen.optimizers})
     if chosen.by_words:
         saved.warnings.append(
@@ -112,15 +123,17 @@ def _named(
 ) -> tuple[dict[str, Any], dict[Path, OptimizerState]]:
     """A root's model, and its optimizers' states under the names of the model."""
     own = {path: optimizers[path] for path in root.optimizers}
-    model = _with_names_of_adapters(saved, state_dict, own.values(), reading.param_names)
+    inferred, warnings = len(saved.inferred), len(saved.warnings)
+    saved.inferred += (saved.stated or {}).get("inferred", ())
+    param_names = names_in(reading.param_names, root.prefix)
+    model = _with_names_of_adapters(saved, state_dict, own.values(), param_names)
     is_one = not root.prefix and len(own) == 1
     named: dict[Path, OptimizerState] = {}
     trained: list[str] = []
-    inferred, warnings = len(saved.inferred), len(saved.warnings)
     for path, optimizer in own.items():
         refuse_twice(saved, [str(m) for members in optimizer.members for m in members])
         try:
-            name_of = names_of(saved, model, optimizer, reading.param_names)
+            name_of = names_of(saved, model, optimizer, param_names)
             members = [name_of[m] for members in optimizer.members for m in members]
             refuse_twice(saved, [*trained, *members])
         except (MissingData, InconsistentCheckpoint) as error:

@@ -131,7 +131,8 @@ def roots_of(
             unclear[place] = fitting
             continue
         own[chosen[0]].append(place)
-        if chosen != fitting:
+        # FSDP's optimizers know names, and Accelerate gives each the number of its model
+        if chosen != fitting and (optimizer.is_numbered or not saved.models):
             by_words.add(chosen[0])
     names = _names(list(models))
     prefixed = len(models) > 1

@@ -6,6 +6,7 @@ writes it beside them. Another program may have changed it since.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from ...errors import CorruptCheckpoint, listed
@@ -30,6 +31,18 @@ def checked(stated: Any, where: str) -> dict[str, Any] | None:
     if wrong:
         raise CorruptCheckpoint(f"{where}: zckpt's own record in it is damaged: {listed(wrong)}")
     return stated
+
+
+def joined(records: Mapping[str, dict[str, Any] | None]) -> dict[str, Any] | None:
+    """One record of several models, by what precedes their names; None if a model has none."""
+    whole: dict[str, Any] = {"aliases": {}, "buffers": [], "frozen": []}
+    for prefix, stated in records.items():
+        if stated is None:
+            return None
+        whole["aliases"] |= {prefix + a: prefix + name for a, name in stated["aliases"].items()}
+        for key in ("buffers", "frozen"):
+            whole[key] += [prefix + name for name in stated[key]]
+    return whole
 
 
 def _are_texts(values: Any) -> bool:

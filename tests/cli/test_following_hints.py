@@ -1,0 +1,368 @@
+"""Does the hint of a refusal lead to something that works, and not back to where it began?
+
+Each hint is followed as a user follows it: the path that it names is given instead, the option or
+the command that it names is typed. A hint with several ways out is followed in all of them. What
+comes after may be refused once more, by another sentence, whose hint is followed in turn.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ..conftest import EXAMPLE, ROOT, Result
+
+Program = Callable[..., Result]
+Words = tuple[str, ...]
+DATA = ROOT / "tests" / "data"
+TRAINER = ROOT / "examples" / "trainer" / "checkpoint-4"
+COMMAND = re.compile(r"`?zckpt ((?:convert|reshard|export) [^`;]+)`?")
+OPTION = re.compile(r"(--[a-z][a-z-]+)(?: (?!FILE)([^\s,;:()|]+))?")
+ALONE = {"--weights-only"}  # options without a value
+MOST = 3  # hints, one after another
+
+
+class Follower:
+    """Follows hints in `folder`, where targets are made; `names` is the file behind FILE."""
+
+    def __init__(self, zckpt: Program, folder: Path, names: Path | None = None) -> None:
+        self.zckpt, self.folder, self.names = zckpt, folder, names
+
+    def target(self) -> str:
+        return os.path.join(tempfile.mkdtemp(dir=self.folder), "target")
+
+    def follow(self, words: Words, before: tuple[Words, ...] = ()) -> None:
+        """Every way that the hints show from a command ends in one that works."""
+        assert words not in before, f"a circle: {before}"
+        assert len(before) <= MOST, f"too many hints: {before}"
+        shown = self.zckpt(*words)
+        if shown.code == 0:
+            return
+        line = next((each for each in shown.err.splitlines() if each.startswith("Hint: ")), "")
+        following = [
+            way
+            for part in re.split(r"; (?:or )?|, or ", line[6:])
+            for way in self.ways(part, words)
+        ]
+        assert following, f"{' '.join(words)} leads nowhere: {shown.err}"
+        for way in following:
+            self.follow(way, (*before, words))
+
+    def ways(self, hint: str, words: Words) -> Iterator[Words]:
+        """The commands that a part of a hint shows."""
+        if match := COMMAND.search(hint):
+            typed = match[1].split()
+            yield tuple(self.target() if word == "DST" else word for word in typed)
+            return
+        if match := re.search(r"copy the directory without (\S+), and give the copy", hint):
+            copy = self.target()
+            given = Path(words[1])
+            folder = given if given.is_dir() else given.parent
+            shutil.copytree(folder, copy, ignore=shutil.ignore_patterns(match[1]))
+            yield (words[0], copy, *words[2:])
+            return
+        paths = [each for each in re.findall(r"/[^\s,:;]+", hint) if Path(each).exists()]
+        options = [match.groups() for match in OPTION.finditer(hint)]
+        if options:
+            typed = []
+            for flag, value in options:
+                value = str(self.names) if flag == "--param-names" else value
+                if flag == "--tag" and paths:  # choose a tag with --tag: FOLDER has TAGS
+                    value = re.findall(r" has ([^\s,]+)", hint)[0]
+                typed += [flag] if flag in ALONE else [flag, str(value)]
+            rest = list(words[2:])
+            if len(rest) > 0 and not rest[0].startswith("-"):
+                rest[0] = self.target()
+            yield (*words[:2], *rest, *typed)
+        elif paths:
+            yield (words[0], paths[0], *words[2:])
+
+
+def refused(zckpt: Program, *words: object) -> bool:
+    return zckpt(*words).code != 0
+
+
+@pytest.fixture
+def follow(zckpt: Program, tmp_path: Path) -> Callable[..., None]:
+    """Follows the hint of a command that is refused."""
+
+    def run(*words: object, names: Sequence[str] = ()) -> None:
+        file = tmp_path / "names.txt"
+        file.write_text("\n".join(names))
+        typed = tuple(map(str, words))
+        assert refused(zckpt, *typed), "this is not refused"
+        Follower(zckpt, tmp_path, file).follow(typed)
+
+    return run
+
+
+# -- every file and folder of checkpoints of many programs
+
+TREES = {
+    "DeepSpeed": EXAMPLE,
+    "Trainer": TRAINER,
+    "FSDP2": DATA / "fsdp2-2.13.0-w2",
+    "AutoModel": DATA / "automodel-0.7.0-w2",
+    "AutoModel, LoRA": DATA / "automodel-0.7.0-lora-w2",
+    "Accelerate, LoRA": DATA / "accelerate-1.14.0-lora-w2",
+    "torchao": DATA / "torchao-0.18.0",
+    "torch_checkpointing": DATA / "torch_checkpointing-0.1.1-w2" / "items",
+    "Megatron-Core": DATA / "megatron-0.16.1-tp2",
+    "Megatron-Core, old": DATA / "megatron-0.16.1-legacy-tp2",
+    "Megatron-Core, experts": DATA / "megatron-0.16.1-legacy-ep2",
+    "ONNX Runtime": DATA / "onnxruntime" / "legacy-post5478__fp16__adam__dp3",
+    "ONNX Runtime, two forms": DATA / "onnxruntime" / "real-ort-1.16.3__fp32__adam__dp1",
+}
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_any_part_of_a_checkpoint(name: str, tmp_path: Path, zckpt: Program) -> None:
+    tree = tmp_path / "run"
+    shutil.copytree(TREES[name], tree)
+    follower, count = Follower(zckpt, tmp_path), 0
+    for path in sorted(tree.rglob("*")):
+        count += refused(zckpt, "inspect", path)
+        follower.follow(("inspect", str(path)))
+    assert count
+
+
+# -- directories around checkpoints
+
+
+def laid(folder: Path, *names: str, source: Path = EXAMPLE) -> Path:
+    """A folder in which copies of a checkpoint have these names."""
+    for name in names:
+        shutil.copytree(source, folder / name)
+    return folder
+
+
+LAYOUTS: dict[str, tuple[str, ...]] = {
+    "verl": ("global_step_5/actor", "global_step_5/critic", "global_step_10/actor"),
+    "verl, of one model": ("global_step_5/actor",),
+    "verl, a step": ("actor", "critic"),
+    "OpenRLHF": ("_actor", "_critic"),
+    "runs of several kinds": ("adam", "sgd"),
+    "several runs": ("a/run/checkpoints", "b/run/checkpoints"),
+}
+
+
+def of_verl(folder: Path) -> Path:
+    """The files of one rank, as verl's workers name them."""
+    (folder / "huggingface").mkdir(parents=True)
+    model, optimizer = trained(0)
+    optimizer["param_groups"][0]["param_names"] = [*NAMES]
+    torch.save(model, folder / "model_world_size_1_rank_0.pt")
+    torch.save(optimizer, folder / "optim_world_size_1_rank_0.pt")
+    torch.save({"lr_scheduler": None}, folder / "extra_state_world_size_1_rank_0.pt")
+    (folder / "huggingface" / "config.json").write_text("{}")
+    return folder
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_folder_of_a_run(
+    name: str, tmp_path: Path, zckpt: Program, follow: Callable[..., None]
+) -> None:
+    """The hint names a checkpoint inside, and no command for a Trainer's run."""
+    run = tmp_path / "run"
+    for inside in LAYOUTS[name]:
+        if name.startswith("verl"):
+            of_verl(run / inside)
+        else:
+            shutil.copytree(EXAMPLE, run / inside)
+    (run / "latest_checkpointed_iteration.txt").write_text("5")
+    hint = zckpt("inspect", run).err.splitlines()[-1]
+    assert any(str(run / inside) in hint for inside in LAYOUTS[name])
+    assert "--checkpoints" not in hint
+    follow("inspect", run)
+    follow("reshard", run, tmp_path / "out")
+
+
+def test_a_trainers_run(tmp_path: Path, zckpt: Program, follow: Callable[..., None]) -> None:
+    run = laid(tmp_path / "run", "checkpoint-4", "checkpoint-12", source=TRAINER)
+    assert f"`zckpt reshard {run} DST --checkpoints all`" in zckpt("inspect", run).err
+    follow("inspect", run)
+    (run / "checkpoint-3").mkdir()  # of a save that did not finish: not all can be written
+    assert "--checkpoints" not in zckpt("inspect", run).err
+    follow("inspect", run)
+
+
+def test_two_tags(tmp_path: Path, follow: Callable[..., None]) -> None:
+    run = laid(tmp_path / "run", "global_step7", "global_step9", source=EXAMPLE / "global_step7")
+    follow("inspect", run)
+    (run / "latest").write_text("global_step8")
+    follow("inspect", run)
+
+
+# -- files of torch.save
+
+
+def trained(seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """State dicts of a model, in which shapes repeat, and of its optimizer."""
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(3, 4)).sum().backward()
+    optimizer.step()
+    return dict(model.state_dict()), optimizer.state_dict()
+
+
+NAMES = ("0.weight", "0.bias", "1.weight", "1.bias")
+
+
+def test_state_dicts(tmp_path: Path, follow: Callable[..., None]) -> None:
+    run, (model, optimizer) = tmp_path / "run", trained(0)
+    run.mkdir()
+    torch.save(model, run / "model.pt")
+    torch.save(optimizer, run / "optim.pt")
+    follow("inspect", run / "optim.pt")
+    both = {"model": model, "optimizer": optimizer}
+    for name in ("epoch_9.pt", "epoch_10.pt"):
+        (tmp_path / "epochs").mkdir(exist_ok=True)
+        torch.save(both, tmp_path / "epochs" / name)
+    follow("inspect", tmp_path / "epochs")
+
+
+def test_several_models(tmp_path: Path, follow: Callable[..., None]) -> None:
+    pairs = [trained(0), trained(1)]
+    keys = ("generator", "optimizer_g"), ("discriminator", "optimizer_d")
+    gan = {
+        key: value
+        for names, pair in zip(keys, pairs, strict=True)
+        for key, value in zip(names, pair, strict=True)
+    }
+    torch.save(gan, tmp_path / "gan.pt")
+    for to in ("dcp", "gathered", "universal"):
+        follow("convert", tmp_path / "gan.pt", tmp_path / to, "--to", to)
+    unclear = dict(zip(("student", "first", "critic", "second"), gan.values(), strict=True))
+    torch.save(unclear, tmp_path / "unclear.pt")
+    follow("convert", tmp_path / "unclear.pt", tmp_path / "a", "--to", "dcp", "--root", "student")
+
+
+@pytest.mark.parametrize("kind", ["pytorch_model_fsdp.bin", "model.safetensors"])
+def test_two_models_of_accelerate(
+    kind: str, tmp_path: Path, zckpt: Program, follow: Callable[..., None]
+) -> None:
+    from safetensors.torch import save_file
+
+    run = tmp_path / "run"
+    run.mkdir()
+    numbered = kind.endswith(".safetensors")  # FSDP's optimizers know names
+    for number in (0, 1):
+        model, optimizer = trained(number)
+        end = f"_{number}" if number else ""
+        if numbered:
+            save_file(model, run / f"model{end}.safetensors")
+        else:
+            torch.save(model, run / f"pytorch_model_fsdp{end}.bin")
+            names = optimizer["param_groups"][0]["params"] = [*NAMES]
+            optimizer["state"] = dict(zip(names, optimizer["state"].values(), strict=True))
+        torch.save(optimizer, run / f"optimizer{end}.bin")
+    torch.save({"step": 3}, run / "random_states_0.pkl")
+    for name in ("optimizer.bin", "optimizer_1.bin", "random_states_0.pkl"):
+        follow("inspect", run / name)
+    if not numbered:
+        follow("convert", run, tmp_path / "out", "--to", "dcp")
+        follow("convert", run, tmp_path / "out", "--to", "deepspeed")
+        follow("export", run, tmp_path / "out")
+        return
+    to = ("--to", "dcp", "--dialect", "accelerate")
+    both = [f"{root}.{name}" for root in ("model", "model_1") for name in NAMES]
+    hint = zckpt("convert", run, tmp_path / "out", *to).err
+    assert "--param-names FILE, each after its model's" in hint
+    assert "--root model --param-names FILE" in hint
+    (tmp_path / "both.txt").write_text("\n".join(both))
+    (tmp_path / "one.txt").write_text("\n".join(NAMES))
+    ways = (
+        ("--param-names", tmp_path / "both.txt"),
+        ("--root", "model", "--param-names", tmp_path / "one.txt"),
+    )
+    for number, way in enumerate(ways):
+        assert zckpt("convert", run, tmp_path / f"out-{number}", *to, *way).code == 0
+
+
+def test_parameters_without_names(tmp_path: Path, follow: Callable[..., None]) -> None:
+    from safetensors.torch import save_file
+
+    run = tmp_path / "run"
+    run.mkdir()
+    model, optimizer = trained(0)
+    save_file(model, run / "model.safetensors")
+    torch.save(optimizer, run / "optimizer.pt")
+    for to in ("deepspeed", "dcp"):
+        follow("convert", run, tmp_path / "out", "--to", to, names=NAMES)
+
+
+def test_a_warning_names_the_dialect_that_the_trainer_loads(tmp_path: Path, zckpt: Program) -> None:
+    """By the program's own files: FSDP's whole and sharded ones, those of DDP, and DeepSpeed's."""
+    from safetensors.torch import save_file
+
+    runs = {name: tmp_path / name for name in ("whole", "ddp")}
+    for name, run in runs.items():
+        run.mkdir()
+        model, optimizer = trained(0)
+        group = optimizer["param_groups"][0]
+        if name == "ddp":
+            save_file(model, run / "model.safetensors")
+            group["param_names"] = [*NAMES]
+        else:
+            torch.save(model, run / "pytorch_model_fsdp.bin")
+            group["params"] = [*NAMES]
+            optimizer["state"] = dict(zip(NAMES, optimizer["state"].values(), strict=True))
+        torch.save(optimizer, run / "optimizer.bin")
+        torch.save({"step": 3}, run / "random_states_0.pkl")
+    sharded = runs["sharded"] = tmp_path / "sharded"
+    dialect = ("--dialect", "accelerate")
+    assert zckpt("convert", runs["whole"], sharded, "--to", "dcp", *dialect).code == 0
+    runs["deepspeed"] = TRAINER
+    fsdp, ddp = "--dialect accelerate (FSDP)", "--dialect safetensors (DDP, or one GPU)"
+    expected = {
+        ("whole", "dcp"): fsdp,
+        ("sharded", "gathered"): fsdp,
+        ("ddp", "dcp"): fsdp,
+        ("deepspeed", "dcp"): fsdp,
+        ("deepspeed", "gathered"): f"{ddp} or {fsdp}",
+        ("whole", "gathered"): None,
+        ("sharded", "dcp"): None,
+        ("ddp", "gathered"): None,
+    }
+    for (name, to), way in expected.items():
+        out = tmp_path / f"{name}-{to}"
+        said = zckpt("convert", runs[name], out, "--to", to)
+        assert said.code == 0, said.err
+        assert ("is not what the trainer looks for" in said.err) == (way is not None), (name, to)
+        if way is not None:
+            assert f"to resume there, add {way}\n" in said.err
+            typed = way.partition(" (")[0].split()
+            again = zckpt(
+                "convert", runs[name], tmp_path / f"{name}-{to}-again", "--to", to, *typed
+            )
+            assert again.code == 0
+            assert "is not what the trainer looks for" not in again.err
+            assert "load_state(" in again.out or "resume_from_checkpoint=" in again.out
+
+
+def test_the_best_checkpoint_is_proposed_where_it_lies(tmp_path: Path, zckpt: Program) -> None:
+    """`--checkpoints` writes what lies beside, and keeps the format."""
+    run = laid(tmp_path / "run", "checkpoint-4", source=TRAINER)
+    path = run / "checkpoint-4" / "trainer_state.json"
+    state = json.loads(path.read_text())
+    path.write_text(json.dumps({**state, "best_model_checkpoint": "/gone/run/checkpoint-2"}))
+    source = run / "checkpoint-4"
+    said = zckpt("reshard", source, tmp_path / "a", "--dp", "2").err
+    assert "names the best checkpoint /gone/run/checkpoint-2" in said
+    assert "--checkpoints" not in said
+    laid(run, "checkpoint-2", source=TRAINER)
+    command = f"zckpt reshard {run} DST --checkpoints best-and-last"
+    assert command in zckpt("reshard", source, tmp_path / "b", "--dp", "2").err
+    to = ("--to", "dcp", "--dialect", "accelerate")
+    assert "--checkpoints" not in zckpt("convert", source, tmp_path / "c", *to).err
+    Follower(zckpt, tmp_path).follow(tuple(command.replace("DST", str(tmp_path / "d")).split()[1:]))

@@ -1,0 +1,149 @@
+"""How do several models of one program become one target, each with its optimizer?
+
+Accelerate gives the files of a further model a number, and loads them by it. Each model is read and
+laid out as if it were the only one. What is copied is the source with all of them, in which the
+model's key precedes each name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING
+
+from ..core.filenames import number_of, numbered
+from ..core.layout import Layout
+from ..core.manifest import Manifest
+from ..core.values import replace
+from ..errors import MissingData, WrongOption
+from ..formats.reading import Reading
+from ..reading import read, refuse_several
+from ..training import ties
+from ..training.names import names_in
+from ..training.options import DIALECT, FAMILY, PARAM_NAMES, RENAME, TIE, Options
+
+if TYPE_CHECKING:
+    from ..formats.format import Format
+
+OF_ONE = (RENAME, FAMILY)
+"""Options that change names, which are those of one model."""
+
+
+def are_numbered(manifest: Manifest) -> bool:
+    """Whether there are several models by number, each with the optimizer of its number or none."""
+    roots = list(manifest.roots.items())
+    return len(roots) > 1 and all(
+        name == numbered("model", number) and {*map(number_of, own)} <= {number} and len(own) < 2
+        for number, (name, own) in enumerate(roots)
+    )
+
+
+def parts_of(
+    format: Format, manifest: Manifest, reading: Reading, options: Options
+) -> list[Manifest]:
+    """Each of several models alone, if the target has a place for all; otherwise none.
+
+    Raises WrongOption for an option that is for one model, MissingData if the files do not say
+    which weights an optimizer's states belong to.
+    """
+    if not are_numbered(manifest) or not format.has_models(manifest, options):
+        return []
+    if given := [option.flag for option in OF_ONE if options[option]]:
+        raise WrongOption(
+            f"{given[0]} is for one model, and {manifest.root} has {', '.join(manifest.roots)}",
+            hint=f"choose one with --root {next(iter(manifest.roots))}",
+        )
+    parts = []
+    for name in manifest.roots:
+        own = replace(
+            reading,
+            format=manifest.format,
+            tag=None,
+            root=name,
+            param_names=names_in(options[PARAM_NAMES], f"{name}."),
+            weights_only=options.weights_only,
+        )
+        try:
+            part = read(manifest.root, own)
+        except MissingData as error:
+            raise MissingData(
+                f"{name}: {error.message}",
+                hint="give the names of both with --param-names FILE, each after its model's: "
+                + " and ".join(f"{root}.NAME" for root in list(manifest.roots)[:2])
+                + f"; or take one, with --root {name} --param-names FILE",
+            ) from error
+        part = ties.with_ties(part, ties.of_root(options[TIE], name))
+        parts.append(replace(part, siblings=manifest.siblings))
+    return [parts[0], *map(_without_shared, parts[1:])]
+
+
+def need_one(format: Format, manifest: Manifest, options: Options) -> None:
+    """Raises AmbiguousCheckpoint for several models, unless their weights alone are written.
+
+    `export` writes a folder of one model.
+    """
+    if not options.weights_only:
+        ways = f"{_way_to_all(format, manifest, options)}; or write the weights of all with "
+        refuse_several(manifest, f"{ways}--weights-only")
+    elif len(manifest.roots) > 1 and not format.is_resumed:
+        refuse_several(manifest)
+
+
+def _way_to_all(format: Format, manifest: Manifest, options: Options) -> str:
+    """What to add for a target of all models, for an error; empty if there is no such target."""
+    choices = next((own.choices for own in format.options if own.name == DIALECT.name), ())
+    if not are_numbered(manifest) or options[DIALECT] is not None:
+        return ""
+    fitting = [
+        f"--dialect {choice}"
+        for choice in choices
+        if format.has_models(manifest, Options((*options.given, (DIALECT, choice))))
+    ]
+    return f"; or write all with {' or '.join(fitting)}" if fitting else ""
+
+
+def named(manifest: Manifest, options: Options) -> Manifest:
+    """All models under the names that the target needs."""
+    return ties.with_ties(manifest, options[TIE])
+
+
+def _without_shared(part: Manifest) -> Manifest:
+    """A further model without the program's own state, which the first one has."""
+    state = {key: v for key, v in part.state.items() if key not in ("lr_scheduler", "client_state")}
+    return replace(part, state=state)
+
+
+def lay_out(
+    format: Format,
+    whole: Manifest,
+    parts: Sequence[Manifest],
+    options: Options,
+) -> Layout:
+    """The files of all models as one target."""
+    layouts = [format.lay_out(part, options, number) for number, part in enumerate(parts)]
+    names = [name for name, _ in layouts[0].siblings]
+    kept = {name for name in names if all(name in dict(each.siblings) for each in layouts)}
+    return replace(
+        layouts[0],
+        shells=lambda: chain.from_iterable(each.shells() for each in layouts),
+        siblings=[(name, item) for name, item in layouts[0].siblings if name in kept],
+        left_out=_joined(whole, parts, [each.left_out for each in layouts], lambda m: m.left_out),
+        warnings=_joined(whole, parts, [each.warnings for each in layouts], lambda m: m.warnings),
+        about=f"{layouts[0].about} ({', '.join(whole.roots)})",
+    )
+
+
+def _joined(
+    whole: Manifest,
+    parts: Sequence[Manifest],
+    lines: Sequence[Sequence[str]],
+    of_source: Callable[[Manifest], Sequence[str]],
+) -> list[str]:
+    """What the reader says of all models, and what the writer says of each."""
+    own = [
+        f"{name}: {line}"
+        for name, part, said in zip(whole.roots, parts, lines, strict=True)
+        for line in said
+        if line not in of_source(part)
+    ]
+    return list(dict.fromkeys((*of_source(whole), *own)))
