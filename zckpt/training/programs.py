@@ -46,10 +46,13 @@ class Keys:
 class Program:
     """A program that loads its whole state from one path; `mark` is a key of this state.
 
+    It loads the states of all optimizers, by their places.
+
     `whole` is one file, `sharded` a directory of items; `tag` is the only one of DeepSpeed's that
     it looks for. `resuming` is the line with which it goes on, around the path.
     """
 
+    name: str
     mark: str
     whole: Keys
     sharded: Keys
@@ -59,6 +62,7 @@ class Program:
 
 PROGRAMS = (
     Program(
+        "Lightning",
         "pytorch-lightning_version",
         Keys(("state_dict",), ("optimizer_states", 0), "last.ckpt"),
         Keys(("state_dict",), ("optimizer_0",), META),

@@ -165,6 +165,42 @@ class TestLightning(FormatContract):
         assert manifest.buffers == zckpt.read(checkpoint).buffers
 
 
+class Config:
+    """A class of a program; OmegaConf's containers know their parents, too."""
+
+    def __init__(self, parent: Config | None = None) -> None:
+        self.width, self.parent = 16, parent
+        self.inner = Config(self) if parent is None else None
+
+
+class TestObjects:
+    """Hyper-parameters of a class that zckpt does not write unasked."""
+
+    @pytest.mark.parametrize("to", ["gathered", "dcp"])
+    @pytest.mark.parametrize("config", [Config(), Config(Config())], ids=["cycle", "chain"])
+    def test_are_named(self, config: Config, to: str, tmp_path: Path, zckpt: Zckpt) -> None:
+        if config.parent is not None:
+            config.parent.inner = None
+        source, target = tmp_path / "best.ckpt", tmp_path / "out"
+        run = run_of(trained_pair(named=True))
+        run["hyper_parameters"] = {"config": config, "width": 16}
+        torch.save(run, source)
+        key, name = "client_state.hyper_parameters.config", f"{Config.__module__}.Config"
+        written = zckpt("convert", source, target, "--to", to)
+        assert written.code == 0
+        [line] = [line for line in written.out.splitlines() if line.startswith("left out: ")]
+        assert line.startswith(f"left out: {key}: ")
+        assert ("refers to itself" in line) == (config.parent is None)
+        compared = zckpt("verify", target, "--against", source)
+        assert compared.code == 3
+        assert f"{key}: only in {source}" in compared.out
+        admitted = zckpt("reshard", source, tmp_path / "again", "--allow-object", name)
+        assert ("left out" in admitted.out) == (config.parent is None)
+        if config.parent is not None:
+            saved = torch.load(tmp_path / "again" / "best.ckpt", weights_only=False)
+            assert saved["hyper_parameters"]["config"].parent.width == 16
+
+
 class TestSeveralOptimizers:
     """A GAN: two optimizers of one model, each of a part of it."""
 
@@ -194,6 +230,8 @@ class TestSeveralOptimizers:
         root = f"state_dict=optimizer_states.{place}"
         report = zckpt.reshard(checkpoint, tmp_path / "out", root=root)
         assert f"optimizer_states.{1 - place}: " in report["left_out"][0]
+        [warning] = [line for line in report["warnings"] if line.startswith("Lightning")]
+        assert f"a module that has optimizer_states.{1 - place}, too, does not resume" in warning
         states = ours(tmp_path / "out" / "gan.ckpt")["optimizer_states"]
         assert states[:place] == [None] * place
         expected = torch.load(checkpoint)["optimizer_states"][place]
@@ -220,6 +258,41 @@ class TestOneFile:
         model.load_state_dict(found["model"])
         optimizer.load_state_dict(found["optimizer"])
         assert zckpt.verify(tmp_path / "out", against=tmp_path / "ckpt.pt")["differences"] == []
+
+    def test_what_is_stated_of_one_model_is_not_said_of_another(self, tmp_path: Path) -> None:
+        """The other model was put beside it by a program."""
+        state = {"fc.weight": torch.rand(3, 2), "bn.running_mean": torch.rand(3)}
+        models = {"generator": state, "critic": {k: v + 1 for k, v in state.items()}}
+        torch.save({**models, "epoch": 1}, tmp_path / "gan.pt")
+        zckpt.reshard(tmp_path / "gan.pt", tmp_path / "out", root="generator")
+        content = torch.load(tmp_path / "out" / "gan.pt")
+        assert content["zckpt"]["model"] == ["generator"]
+        content["zckpt"].update(buffers=[], frozen=["fc.weight"])
+        content["critic"] = models["critic"]
+        torch.save(content, tmp_path / "both.pt")
+        buffers = [
+            list(zckpt.read(tmp_path / "both.pt", root=root).buffers)
+            for root in ("generator", "critic")
+        ]
+        assert buffers == [[], ["bn.running_mean"]]
+
+    @pytest.mark.parametrize("name", ["both.pt", "optimizer.bin"])
+    def test_two_models_for_accelerate(self, name: str, tmp_path: Path) -> None:
+        """Models that have numbers become numbered files; one of them stays one file."""
+        content: dict[str, Any] = {}
+        for end in ("", "_1"):
+            model, optimizer = trained_pair(named=True)
+            content[f"model{end}"] = model.state_dict()
+            content[f"optimizer{end}"] = optimizer.state_dict()
+        torch.save(content, tmp_path / name)
+        with pytest.raises(errors.AmbiguousCheckpoint) as raised:
+            zckpt.reshard(tmp_path / name, tmp_path / "out")
+        assert "--dialect accelerate" in raised.value.hint
+        root = "model_1=optimizer_1"
+        zckpt.reshard(tmp_path / name, tmp_path / "one", root=root)
+        found = ours(tmp_path / "one" / name)
+        assert found.keys() == {"model_1", "optimizer_1"}
+        assert_same(found["model_1"], content["model_1"], "model_1")
 
     def test_weights_alone_are_a_state_dict(self, tmp_path: Path) -> None:
         model, optimizer = trained_pair()

@@ -366,3 +366,19 @@ class TestStepsOfRanks:
     def test_parameters_that_were_unfrozen_late(self, tmp_path: Path) -> None:
         run = self.save(tmp_path / "run", {"a": 6, "b": 2}, {"c": 6})
         assert [item.step for item in zckpt.read(run).parameters.values()] == [6, 2, 6]
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (3, "it has an int, not a dictionary of tensors"),
+        ([torch.ones(2)], "it has a list, not a dictionary of tensors"),
+        ({"a": 1}, "it has a dictionary without tensors"),
+        (torch.ones(3), "it has one tensor, which has no name"),
+    ],
+    ids=["int", "list", "dict", "tensor"],
+)
+def test_what_a_file_without_state_dicts_has(value: Any, said: str, tmp_path: Path) -> None:
+    torch.save(value, tmp_path / "scaler.pt")
+    with pytest.raises(errors.NotACheckpoint, match=said):
+        zckpt.read(tmp_path / "scaler.pt")

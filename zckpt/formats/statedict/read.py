@@ -11,6 +11,7 @@ from ...core.values import replace
 from ...errors import InconsistentCheckpoint, MissingData, listed
 from ...training import peft
 from ...training.names import names_in
+from ...training.programs import program_of
 from ...training.trainers import config_of, of_model
 from ..reading import USUAL, Reading
 from .building import ManifestBuilder
@@ -101,6 +102,14 @@ def _several(saved: SavedTree, roots: Roots, reading: Reading) -> list[Root]:
         ]
         return list(roots.roots)
     chosen = roots.asked(reading.root, reading.weights_only)
+    program = program_of(saved.tree)
+    every = [path for root in roots.roots for path in root.optimizers]
+    lost = [dotted(path) for path in every if path not in chosen.optimizers]
+    if program is not None and chosen.optimizers and lost:
+        saved.warnings.append(
+            f"{program.name} loads the state of each optimizer by its place: a module that has "
+            f"{listed(lost)}, too, does not resume from what is written"
+        )
     saved.left_out += roots.left_out(chosen)
     if saved.models:
         saved.siblings, others = of_model(saved.siblings, number_of(chosen.name))
