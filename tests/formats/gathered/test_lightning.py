@@ -13,6 +13,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 import zckpt
 from zckpt import errors
+from zckpt.core.filenames import numbered
 from zckpt.core.manifest import Manifest
 
 from ...conftest import Result
@@ -276,23 +277,27 @@ class TestOneFile:
         ]
         assert buffers == [[], ["bn.running_mean"]]
 
-    @pytest.mark.parametrize("name", ["both.pt", "optimizer.bin"])
-    def test_two_models_for_accelerate(self, name: str, tmp_path: Path) -> None:
+    def test_two_models_for_accelerate(self, tmp_path: Path) -> None:
         """Models that have numbers become numbered files; one of them stays one file."""
         content: dict[str, Any] = {}
         for end in ("", "_1"):
             model, optimizer = trained_pair(named=True)
             content[f"model{end}"] = model.state_dict()
             content[f"optimizer{end}"] = optimizer.state_dict()
-        torch.save(content, tmp_path / name)
+        torch.save(content, tmp_path / "both.pt")
         with pytest.raises(errors.AmbiguousCheckpoint) as raised:
-            zckpt.reshard(tmp_path / name, tmp_path / "out")
+            zckpt.reshard(tmp_path / "both.pt", tmp_path / "out")
         assert "--dialect accelerate" in raised.value.hint
         root = "model_1=optimizer_1"
-        zckpt.reshard(tmp_path / name, tmp_path / "one", root=root)
-        found = ours(tmp_path / "one" / name)
+        zckpt.reshard(tmp_path / "both.pt", tmp_path / "one", root=root)
+        found = ours(tmp_path / "one" / "both.pt")
         assert found.keys() == {"model_1", "optimizer_1"}
         assert_same(found["model_1"], content["model_1"], "model_1")
+        zckpt.convert(tmp_path / "both.pt", tmp_path / "out", to="gathered", dialect="accelerate")
+        names = {"pytorch_model_fsdp.bin", "optimizer.bin", "extra.pt"}
+        names |= {numbered(name, 1) for name in names}
+        assert {path.name for path in (tmp_path / "out").iterdir()} == names
+        assert zckpt.verify(tmp_path / "out", against=tmp_path / "both.pt")["differences"] == []
 
     def test_weights_alone_are_a_state_dict(self, tmp_path: Path) -> None:
         model, optimizer = trained_pair()

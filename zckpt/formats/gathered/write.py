@@ -64,10 +64,12 @@ class FileNames:
 
     def of_model(self, number: int) -> FileNames:
         """Those of a further model."""
-        names = (self.weights, self.optimizer, self.scheduler or "", self.extra)
-        weights, optimizer, scheduler, extra = (numbered(name, number) for name in names)
         return replace(
-            self, weights=weights, optimizer=optimizer, scheduler=scheduler or None, extra=extra
+            self,
+            weights=numbered(self.weights, number),
+            optimizer=numbered(self.optimizer, number),
+            scheduler=self.scheduler and numbered(self.scheduler, number),
+            extra=numbered(self.extra, number),
         )
 
     @property
@@ -88,8 +90,7 @@ OF_TRAINERS = {
 
 def has_models(source: Manifest, options: Options) -> bool:
     """Whether the target has a place for several models: Accelerate's files, with numbers."""
-    names = file_names(source, options)
-    return options[DP] is None and names.keys is None and names.optimizer == "optimizer.bin"
+    return options[DP] is None and file_names(source, options).optimizer == "optimizer.bin"
 
 
 def file_names(source: Manifest, options: Options) -> FileNames:
