@@ -83,7 +83,7 @@ def test_a_weight_without_entries_is_refused() -> None:
         ("F32", "BF16", "rounded"),
         ("F32", "F16", "rounded"),
         ("F64", "F32", "rounded"),
-        ("F32", "F8_E4M3", "rounded"),
+        ("F32", "F8_E4M3", None),
         ("F32", "F32", "bits"),
         ("BF16", "BF16", "bits"),
         ("BF16", "F16", None),  # a master of 16 bits is not what other 16 bits were rounded from

@@ -69,6 +69,26 @@ def test_a_state_of_the_parameters_shape_by_chance(tmp_path: Path, stage: int) -
     zckpt.convert(source, tmp_path / "run", to="deepspeed", dp=2, stage=stage, drop_state=["pre"])
 
 
+@pytest.mark.parametrize("key", ["pre_cond_0", "inv_precond_1", "Q", "GG"])
+@pytest.mark.parametrize("to", ["deepspeed", "deepspeed-universal"])
+def test_all_weights_are_square(tmp_path: Path, key: str, to: str) -> None:
+    """Then the name of a preconditioner shows what it is, and other states are elements."""
+    source = tmp_path / "source"
+    source.mkdir()
+    weights = {name: torch.ones(size, size) for name, size in (("a.weight", 3), ("b.weight", 4))}
+    state = {name: {"ema": each, key: each + 1} for name, each in weights.items()}
+    groups = [{"params": [*weights], "lr": 0.1}]
+    torch.save(weights, source / "model.pt")
+    torch.save({"state": state, "param_groups": groups}, source / "optim.pt")
+    options: dict[str, Any] = {"to": to, "dp": 2, "stage": 2}
+    with pytest.raises(UnsupportedState, match=f"the optimizer's {key} of a.weight, b.weight"):
+        zckpt.convert(source, tmp_path / "run", **options)
+    zckpt.convert(source, tmp_path / "run", **options, drop_state=[key])
+    assert {*zckpt.read(tmp_path / "run").slots} == {"param", "master", "ema"}
+    zckpt.convert(source, tmp_path / "whole", to="dcp")
+    assert zckpt.verify(source, tmp_path / "whole")["equal"]
+
+
 def test_the_report_begins_with_what_was_dropped(soap: Path, tmp_path: Path, zckpt: Zckpt) -> None:
     to = ("--to", "deepspeed", "--dp", 2, "--stage", 2)
     ended = zckpt("convert", soap, tmp_path / "run", *to)

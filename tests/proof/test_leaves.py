@@ -100,6 +100,8 @@ UNREAD = {
         r".*/optimizer_state\.pt: param_groups\.\d+\.params\.\d+": "the engine skips this key",
     },
     "gathered": {
+        r"extra\.pt: zckpt\.aliases\..*": "an owner that the model lacks: zckpt then ignores its "
+        "own record, and sees by equal bytes which weights are tied",
         r"extra\.pt: zckpt\.frozen\.\d+": "a name that the model lacks: zckpt then ignores its own "
         "record, and sees by the optimizer what is frozen",
         r"optim\.pt: param_groups\.\d+\.param_names\.\d+": "states have their names as keys",

@@ -680,3 +680,22 @@ class TestOptions:
             "Error: --gather needs torch, which is not installed\n"
             "Hint: pip install torch safetensors\n"
         )
+
+
+@pytest.mark.parametrize("command", ["verify", "diff"])
+@pytest.mark.parametrize("sides", [("wide", "narrow"), ("narrow", "wide")])
+def test_floats_of_8_bits_differ_from_wider_ones(
+    tmp_path: Path, zckpt: Zckpt, command: str, sides: tuple[str, str]
+) -> None:
+    """Nothing says by which number they were scaled."""
+    weights = {"a.weight": torch.ones(4, 4), "b.weight": torch.ones(3)}
+    torch.save(weights, tmp_path / "wide")
+    torch.save(
+        weights | {"a.weight": torch.ones(4, 4).to(torch.float8_e4m3fn)}, tmp_path / "narrow"
+    )
+    a, b = (tmp_path / side for side in sides)
+    ended = zckpt(command, a, b) if command == "diff" else zckpt(command, a, "--against", b)
+    assert ended.code == 3
+    types = ["F32", "F8_E4M3"][:: 1 if sides[0] == "wide" else -1]
+    assert f"a.weight/param: type {' against '.join(types)}\n" in ended.out
+    assert "b.weight" not in ended.out

@@ -116,8 +116,7 @@ class StateDictEngine:
     experts: tuple[ExpertLayer, ...] = ()
     """The layers of experts that a writer found in the names; no file states them."""
     storage: str | None = None
-    """How sharded storage keeps the weights, if not as items: `ranks` for safetensors of every
-    rank, `adapter` for PEFT's file."""
+    """Weights that are no items: `ranks` for safetensors of every rank, `adapter` for PEFT's."""
     bare: bool = False
     """Whether the optimizer's names lack what PEFT adds to a module's."""
     file: str | None = None
@@ -140,16 +139,13 @@ class StateDictEngine:
             "adapter": self.adapter,
             "group_step": group_step,
             **({"dialect": self.dialect} if self.whole else {}),
-            **({"storage": self.storage} if self.storage else {}),
-            **({"bare": True} if self.bare else {}),
-            **({"file": self.file} if self.file else {}),
+            **{key: value for key in ("storage", "bare", "file") if (value := getattr(self, key))},
             **_ordered(self),
         }
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any]) -> StateDictEngine:
         """The inverse of `to_state`."""
-        folders = _list(state, "folders")
         return cls(
             _text(state, "name") or "",
             _dtype(state),
@@ -157,7 +153,7 @@ class StateDictEngine:
             _path(state, "optimizer"),
             _text(state, "layout"),
             _text(state, "scheduler"),
-            None if folders is None else tuple(folders),
+            _path(state, "folders"),
             _flag(state, "guessed") or False,
             _flag(state, "adapter") or False,
             "dialect" in state,
@@ -219,8 +215,9 @@ class StepPlace:
     `where` is `state` or `group`. `kind` is a dtype (a tensor of `shape`), `int` or `float`.
     `stale` is the wrong step that groups hold beside a true one; None for nothing. `first` is the
     number that stands there before any update. With `last_only`, the state of a group's last
-    parameter counts for the group, and the other states hold `first`. `optimizer` is what a
-    configuration or the user named, if this place is where that one looks.
+    parameter counts for the group, and the other states hold `first`. `times` says how often one
+    update is counted. `optimizer` is what a configuration or the user named, if this place is where
+    that one looks.
     """
 
     where: str
@@ -229,6 +226,7 @@ class StepPlace:
     stale: Any = None
     first: int = 0
     last_only: bool = False
+    times: int = 1
     optimizer: str | None = None
 
     def number(self, step: float | int) -> Scalar:
@@ -247,6 +245,7 @@ class StepPlace:
             **({"shape": list(self.shape)} if self.shape else {}),
             **({"first": self.first} if self.first else {}),
             **({"last_only": True} if self.last_only else {}),
+            **({"times": self.times} if self.times != 1 else {}),
             **({"optimizer": self.optimizer} if self.optimizer else {}),
         }
 
@@ -263,6 +262,7 @@ class StepPlace:
             optimizer.get("group_step"),
             _of_type(stated, "first", int) or 0,
             _flag(stated, "last_only") or False,
+            _of_type(stated, "times", int) or 1,
             _text(stated, "optimizer"),
         )
 

@@ -89,6 +89,11 @@ class Foreign:
     appended: list[Any] = field(default_factory=list)
     items: list[tuple[Any, Any]] = field(default_factory=list)
 
+    @classmethod
+    def instance(cls, name: str, **attributes: Any) -> Foreign:
+        """An object of the class `name` as pickle makes it: `cls.__new__`, then its attributes."""
+        return cls(Global(name), (), attributes or None, "new")
+
     def __repr__(self) -> str:
         return f"<object of {self.name}>"
 

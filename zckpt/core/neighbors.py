@@ -16,6 +16,7 @@ from math import prod
 
 from ..errors import listed
 from .manifest import Manifest, slot_key
+from .states import others_of
 from .values import valueclass
 from .weights import is_optimizers
 
@@ -82,9 +83,7 @@ def _groups(manifest: Manifest) -> Iterator[list[_States]]:
     for entry in manifest.entries.values():
         if (key := key_of.get(entry.slot)) is not None:
             shaped.setdefault(entry.parameter, []).append(key)
-    others = manifest.state.get("optimizer")
-    others = others.get("other") if isinstance(others, Mapping) else None
-    others = others if isinstance(others, Mapping) else {}
+    others = others_of(manifest)
     unread: dict[str, list[str]] = {}
     for item in manifest.unread:
         for name in item.parameters:
@@ -97,9 +96,7 @@ def _groups(manifest: Manifest) -> Iterator[list[_States]]:
         if not parameter.trainable or not prod(parameter.shape):
             continue
         own = tuple(shaped.get(name, ()))
-        keys = (*own, *parameter.scalars)
-        if name in others and isinstance(other := others[name], Mapping):
-            keys += tuple(map(str, other))
+        keys = (*own, *parameter.scalars, *map(str, others.get(name, ())))
         keys += tuple(unread.get(name, ()))  # they are in the files
         if own_steps and parameter.step is not None:
             keys += (STEP,)

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..errors import MissingData
-from .dtypes import FLOATS
+from .dtypes import FLOATS, NUMBERS
 from .manifest import Entry
 from .values import valueclass
 
@@ -35,8 +35,11 @@ def is_optimizers(slot: str) -> bool:
 
 
 def is_rounded(wide: str, narrow: str) -> bool:
-    """Whether numbers of type `narrow` may be rounded from masters of type `wide`."""
-    return wide in WIDE and narrow in FLOATS and wide != narrow
+    """Whether numbers of type `narrow` may be rounded from masters of type `wide`.
+
+    Floats of 8 bits are scaled by numbers that lie elsewhere.
+    """
+    return wide in WIDE and narrow in FLOATS & NUMBERS and wide != narrow
 
 
 def is_widened(narrow: str, wide: str | None) -> bool:

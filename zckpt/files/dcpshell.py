@@ -150,4 +150,4 @@ def _item_record(item: TensorItem | None) -> Foreign:
 
 def _record(name: str, **state: Any) -> Foreign:
     """An object of one of torch.distributed.checkpoint's dataclasses."""
-    return Foreign(Global(f"torch.distributed.checkpoint.{name}"), (), state or None, "new")
+    return Foreign.instance(f"torch.distributed.checkpoint.{name}", **state)

@@ -66,7 +66,7 @@ class _Comparison:
 
     def __init__(self, a: Manifest, b: Manifest) -> None:
         self.sides = {"a": a, "b": b}
-        self.same_engine = _engine_name(a) == _engine_name(b)
+        self.same_engine = engine_name(a) == engine_name(b)
         self.same_format = a.format == b.format
         self.same_stage = a.source.get("zero_stage") == b.source.get("zero_stage")
         self.same_files = twins(a, b)
@@ -261,7 +261,7 @@ def _differing(path: str, a: Any, b: Any) -> Iterator[str]:
 
 def twins(a: Manifest, b: Manifest) -> bool:
     """Whether two checkpoints have the same files: of one format, sizes and names."""
-    same_engine = a.format == b.format and _engine_name(a) == _engine_name(b)
+    same_engine = a.format == b.format and engine_name(a) == engine_name(b)
     return same_engine and _sizes(a) == _sizes(b) and _wrapper(a)[1] == _wrapper(b)[1]
 
 
@@ -303,7 +303,7 @@ def _as_of_first(manifest: Manifest, path: str) -> Any:
     return to_json(value.get(key) if key and isinstance(value, Mapping) else value)
 
 
-def _engine_name(manifest: Manifest) -> tuple[str | None, ...]:
+def engine_name(manifest: Manifest) -> tuple[str | None, ...]:
     """The engine; with the kind of its files, where each kind has parts of its own."""
     engine = manifest.engine
     if isinstance(engine, GraphEngine):

@@ -12,7 +12,7 @@ from ..core.manifest import Manifest, Parameter
 from ..core.states import State, is_afresh, lost
 from ..core.values import replace
 from ..errors import counted, listed
-from .states import alike
+from .states import alike, engine_name
 
 Report = dict[str, Any]
 
@@ -217,6 +217,24 @@ def groups(a: Manifest, b: Manifest) -> list[Report]:
         if ours.group != theirs.group
     ]
     return lines
+
+
+def hypers_of_one_side(a: Manifest, b: Manifest) -> list[str]:
+    """Sentences about hyper-parameters that only one of two checkpoints has.
+
+    Another version or class of an optimizer has others by nature, and so have the optimizers of
+    another engine. To the groups of one that is not named none adds any.
+    """
+    is_named = a.optimizer is not None or b.optimizer is not None
+    if a.groups is None or b.groups is None or (is_named and engine_name(a) != engine_name(b)):
+        return []
+    keys = [{key for group in side for key in group} for side in (a.groups, b.groups)]
+    alone = (a, sorted(map(str, keys[0] - keys[1]))), (b, sorted(map(str, keys[1] - keys[0])))
+    return [
+        f"{listed(own, 4)} of the optimizer's groups: only in {side.root}"
+        for side, own in alone
+        if own
+    ]
 
 
 def _groups_of_experts(a: Manifest, b: Manifest) -> list[Report]:

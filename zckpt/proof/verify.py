@@ -217,7 +217,7 @@ def with_values(
         "scalars": values.scalars(a, b),
         "groups": values.groups(a, b) + values.trainable(a, b),
         "states": lines + of_files,
-        "not_compared": not_compared + one_sided,
+        "not_compared": [*not_compared, *values.hypers_of_one_side(a, b), *one_sided],
         "only_a": list(only_a),
         "only_b": list(only_b),
         "versions": versions(a, b),

@@ -226,6 +226,20 @@ def name_of_groups(
     return None if None in names else ", ".join(map(str, names)) or None
 
 
+# torch_optimizer's and pytorch_optimizer's Shampoo, Alice; L and R, QL and QR of small programs
+OF_MATRICES = Regex(r"(inv_)?pre_?cond(itioner)?_?\d*|GG|[QULR]|Q[LR]")
+
+
+def is_of_axis(key: str, shapes: Iterable[Sequence[int]]) -> bool:
+    """Whether a state is a matrix of one axis of each parameter, and has its shape by chance.
+
+    The preconditioner of a square matrix has the matrix's own shape, and not its elements. If all
+    `shapes` of the parameters are square, its name alone shows it.
+    """
+    is_square = all(len(shape) == 2 and shape[0] == shape[1] for shape in shapes)
+    return is_square and OF_MATRICES.fullmatch(key) is not None
+
+
 def is_of_muon(group: Mapping[str, Any]) -> bool:
     """Whether a group has what only Muon's have; `use_muon` may say that another updates it."""
     return bool({"use_muon", "ns_steps"} & group.keys())

@@ -159,8 +159,9 @@ def write(
         memory = convert.memory_of(source, running.copying)
         return report | {"dry_run": True, "memory": memory, "free": targets.free_space(target)}
     targets.need_space(target, size, running.continues)
-    report["warnings"] += duplicates.check_duplicates(manifest)
     origin, accepted = formats.named(manifest.format), options[ACCEPT_WEIGHTS]
+    if not origin.is_neutral:  # its manifest states the checksum of each file
+        report["warnings"] += duplicates.check_duplicates(manifest)
     report["warnings"] += origin.check(manifest, reading.replicas, accepted)
     if layout.check is not None:
         report["warnings"] += layout.check()

@@ -19,11 +19,12 @@ from ..core import states
 from ..core.manifest import Manifest
 from ..core.states import State
 from ..core.values import valueclass
-from ..errors import UnsupportedState, WrongOption
+from ..errors import UnsupportedState, WrongOption, listed
 from ..training import objects
 from ..training.options import DROP_STATE, WEIGHTS_ONLY, Options
 
 if TYPE_CHECKING:
+    from ..core.facts import StepPlace
     from ..core.layout import Layout, Shell
     from ..formats.format import Format
 
@@ -71,20 +72,48 @@ class Keeping:
 
         def read_and_check(folder: str) -> Manifest:
             shells = read(folder)
+            if shells.groups is not None:
+                self._keep_groups()
             self.report["computed_afresh"] = self._computed_afresh(shells)
+            self.report["warnings"] += _of_counts(self.source.step_place, shells.step_place)
             return shells
 
         return read_and_check
 
     def try_out(self, layout: Layout) -> None:
         """Reads the shells back from a temporary folder, for a run that writes nothing."""
-        if self.has_states and layout.read_back is not None:
+        if (self.has_states or any(self._lost_of_groups)) and layout.read_back is not None:
             with _laid_out(layout.shells()) as folder:
                 layout.read_back(folder)
 
     @property
     def has_states(self) -> bool:
         return not self.options.weights_only and bool(states.states_of(self.source))
+
+    @property
+    def _lost_of_groups(self) -> list[dict[str, Any]]:
+        """By group, the hyper-parameters that are objects of classes that are not admitted."""
+        if self.options.weights_only:
+            return []
+        groups = zip(self.named.groups or (), self.admitted.groups or (), strict=True)
+        return [
+            {key: value for key, value in before.items() if key not in after}
+            for before, after in groups
+        ]
+
+    def _keep_groups(self) -> None:
+        """Raises UnsupportedState for a hyper-parameter that no pickle of the target may have."""
+        values = self._lost_of_groups
+        if not (keys := dict.fromkeys(str(key) for own in values for key in own)):
+            return
+        hint = "write --weights-only"
+        if classes := objects.admissible(values, formats.engine_objects()):
+            allow = " ".join(f"--allow-object {name}" for name in classes)
+            hint = f"to write it, if you trust its class: {allow}; or {hint}"
+        raise UnsupportedState(
+            f"the target cannot have {listed(list(keys))} of the optimizer's groups ({OBJECTS})",
+            hint=hint,
+        )
 
     def _computed_afresh(self, shells: Manifest) -> list[Report]:
         """States that the target lacks and its optimizer computes afresh; raises for others."""
@@ -129,6 +158,17 @@ class Keeping:
         values = [*states.others_of(self.named).values(), *parts]
         own = [value[key] for key in keys for value in values if key in value]
         return objects.admissible(own, formats.engine_objects())
+
+
+def _of_counts(before: StepPlace | None, after: StepPlace | None) -> list[str]:
+    """A warning if the target's engine does not count an update as often as the source's."""
+    if before is None or after is None or before.times == after.times:
+        return []
+    return [
+        f"the optimizer's step stands in its groups. With each update, the target's engine adds "
+        f"{after.times} to it, the source's {before.times}: what the optimizer computes of it goes "
+        "on otherwise, and so do the losses"
+    ]
 
 
 OBJECTS = "objects of a class, which a program that loads the target would run"

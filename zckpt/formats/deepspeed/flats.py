@@ -126,19 +126,24 @@ class _RankedBuffer:
         """All that the ranks keep of this buffer; `numbers` are states of one number."""
         slots = [self._cut("master", self.masters)]
         scalars: dict[str, Scalar] = {}
-        own: dict[str, Sequence[Any]] = {}
+        own: dict[Any, Sequence[Any]] = {}
         states = self.ranks.flat_states(self.place)
-        for key in dict.fromkeys(key for state in states for key in state if key != "step"):
+        for key in dict.fromkeys(key for state in states for key in state):
             values = [state.get(key) for state in states]
+            if key == "step" and self._are_steps(values):
+                continue
             if key in numbers:
                 values = self._uncut(values)
-            slot = None if key in numbers else self._slot(str(key), values)
+            if not isinstance(key, str):  # a number as a key is no name of a slot
+                own[key] = values
+                continue
+            slot = None if key in numbers else self._slot(key, values)
             if slot is not None:
                 slots.append(slot)
             elif (scalar := self.ranks.scalar(values)) is not None:
-                scalars[str(key)] = scalar
+                scalars[key] = scalar
             elif any(value is not None for value in values):
-                own[str(key)] = values
+                own[key] = values
         sightings, place, warnings = self._steps(group, states, step_policy)
         step = next((line.step for line in sightings if line.truth), None)
         shapes = in_user_order(self.shapes, self.ranks)
@@ -146,6 +151,12 @@ class _RankedBuffer:
         return FlatBuffer(
             group, shapes, slots, step, place, scalars, sightings, warnings, own, starts
         )
+
+    def _are_steps(self, values: list[Any]) -> bool:
+        """Whether what ranks call a step is one; else it is a state like any other."""
+        pairs = enumerate(self._uncut(values))
+        numbers = (self.ranks.number(rank, value) for rank, value in pairs if value is not None)
+        return all(steps.step_of(number) is not None for number in numbers)
 
     # -- tensors
 
@@ -156,7 +167,7 @@ class _RankedBuffer:
         """
         tensors = [value for value in values if isinstance(value, Tensor) and value.shape]
         if len(tensors) == self.ranks.dp and all(
-            tensor.numel in {master.numel, *self.lengths}
+            len(tensor.shape) == 1 and tensor.numel in {master.numel, *self.lengths}
             for tensor, master in zip(tensors, self.masters, strict=True)
         ):
             return self._cut(slot_name(key), tensors)

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ...core.inert import Foreign, Global
+from ...core.inert import Foreign
 from ...core.layout import Shell
 from ...core.manifest import slot_key
 from ...core.states import partitions_of
@@ -187,13 +187,13 @@ class _RankPartition:
 
     def mapping(self) -> OrderedDict[str, Foreign]:
         """Where parameters lie in this partition, as DeepSpeed's own converter reads it."""
-        address = Global("deepspeed.utils.tensor_fragment.fragment_address")
+        address = "deepspeed.utils.tensor_fragment.fragment_address"
         places: dict[str, tuple[int, int]] = {}
         for name, _, start, stop in self._overlaps():
             first, _ = places.get(parameter_of(name), (start, stop))
             places[parameter_of(name)] = first, stop
         return OrderedDict(
-            (name, Foreign(address, (), {"numel": stop - start, "start": start}, "new"))
+            (name, Foreign.instance(address, numel=stop - start, start=start))
             for name, (start, stop) in places.items()
         )
 

@@ -40,7 +40,7 @@ def estimates_of(ranks: EngineStates) -> Estimates:
         for key in KEYS & groups[0].keys():
             pairs = zip(groups, ranks.optimizers, strict=True)
             values = [_number(group.get(key), file) for group, file in pairs]
-            if any(value != values[0] for value in values):
+            if any(repr(value) != repr(values[0]) for value in values):  # a NaN equals itself
                 result[-1][key] = values
     return result if any(result) else []
 

@@ -42,7 +42,7 @@ class FlatBuffer:
     scalars: Mapping[str, Scalar]
     sightings: Sequence[Sighting]
     warnings: Sequence[str]
-    own: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    own: Mapping[Any, Sequence[Any]] = field(default_factory=dict)
     starts: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -63,7 +63,7 @@ def states_of_partitions(
         if ranks.elastic or ranks.model.get("num_experts"):
             kind = "an elastic save" if ranks.elastic else "a run with experts"
             reason = f"in {kind}, zckpt does not read a state of the ranks' parts of flat buffers"
-            unread += [Unread(key, tuple(buffer.starts), reason) for key in buffer.own]
+            unread += [Unread(str(key), tuple(buffer.starts), reason) for key in buffer.own]
             continue
         path = f"optimizer.partitions.{len(partitions)}"
         states = {

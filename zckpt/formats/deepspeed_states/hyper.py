@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from ...core.dtypes import FLOATS, NUMBERS
 from ...core.manifest import Manifest
-from ...errors import MissingData, UnsupportedCheckpoint, WrongOption
+from ...errors import MissingData, UnsupportedCheckpoint, UnsupportedState, WrongOption, listed
 from ...training.optimizers import (
     ADAM,
     TORCH,
@@ -19,7 +20,7 @@ from ...training.optimizers import (
     likely_optimizer,
     plain_name,
 )
-from ...training.options import OPTIMIZER, Options
+from ...training.options import DROP_STATE, OPTIMIZER, Options
 from ...training.steps import kept_place
 from .engine import TargetEngine
 from .options import CONFIG
@@ -202,6 +203,23 @@ def _stated(engine: TargetEngine, needed: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in params
         if value != "auto" and key in needed
     }
+
+
+def one_type(key: str, dtypes: Sequence[str]) -> str:
+    """The type that a flat buffer gives to a state: that of all parameters, or one for all floats.
+
+    Raises UnsupportedState for integers beside others.
+    """
+    types = {*dtypes}
+    if len(types) == 1:
+        return dtypes[0]
+    if not types <= FLOATS & NUMBERS:
+        raise UnsupportedState(
+            f"the optimizer's {key} has the types {listed(sorted(types))} in one group, and a flat "
+            "buffer has one type",
+            hint=f"to go on without it: {DROP_STATE.flag} {key} (or --weights-only)",
+        )
+    return "F64" if "F64" in types else "F32"
 
 
 def check_states(engine: TargetEngine, source: Manifest, states: Collection[str]) -> None:

@@ -42,6 +42,7 @@ def manifest_of(
     groups = _groups(ranks, tensors)
     sightings = [line for buffer in buffers for line in buffer.sightings]
     beside = siblings(ranks.directory)
+    place = step_place(ranks, buffers)
     partitions, unread = states_of_partitions(ranks, buffers, tensors.kept)
     return Manifest(
         root=ranks.directory.path,
@@ -64,7 +65,7 @@ def manifest_of(
             ranks.excludes_frozen,
             config,
         ),
-        step_place=step_place(ranks, buffers),
+        step_place=place,
         state=_state(ranks, tensors, partitions),
         replicas=tuple(tensors.replicas),
         of_ranks=of_ranks(ranks),
@@ -91,7 +92,11 @@ def manifest_of(
             + _config_warnings(ranks)
             + _trainer_warnings(ranks)
             + _scaler_warnings(ranks.first)
-            + ([] if _has_zenflow(ranks.config) else ahead_of_counters(ranks, tensors.parameters))
+            + (
+                []
+                if _has_zenflow(ranks.config)
+                else ahead_of_counters(ranks, tensors.parameters, place)
+            )
         ),
         inferred=tuple(ranks.optimizers[0].value.get(INFERRED) or ()),
         weights_differ=_has_zenflow(ranks.config) or _is_quantized(ranks.config),

@@ -43,9 +43,21 @@ def step_place(ranks: EngineStates, buffers: Sequence[FlatBuffer]) -> StepPlace 
         return None
     place = replace(place, optimizer=_named_optimizer(ranks, place))
     if place.where == "group":
-        return place
+        return replace(place, times=_times(ranks, buffers)) if ranks.partitioned else place
     stale = ranks.groups(0)[0].get("step", ranks.first.get("base_optimizer_state_step"))
     return replace(place, stale=stale)
+
+
+def _times(ranks: EngineStates, buffers: Sequence[FlatBuffer]) -> int:
+    """How often stage 3 counts one update: it calls the optimizer for each sub-group (0.19.8).
+
+    The other groups are empty meanwhile. The FusedAdams of Apex and TransformerEngine, whose groups
+    have `bias_correction`, skip empty groups.
+    """
+    if not all("bias_correction" in group for group in ranks.groups(0)):
+        return len(buffers)
+    groups = [buffer.group for buffer in buffers]
+    return max(map(groups.count, groups))
 
 
 def _named_optimizer(ranks: EngineStates, place: StepPlace) -> str | None:
@@ -71,7 +83,9 @@ def counters(ranks: EngineStates) -> list[Sighting]:
     return sightings
 
 
-def ahead_of_counters(ranks: EngineStates, parameters: Mapping[str, Parameter]) -> list[str]:
+def ahead_of_counters(
+    ranks: EngineStates, parameters: Mapping[str, Parameter], place: StepPlace | None
+) -> list[str]:
     """A warning if the optimizer has counted more updates than the engine.
 
     The engine may be ahead: of skipped fp16 steps, and of an optimizer that was not loaded. Before
@@ -80,9 +94,10 @@ def ahead_of_counters(ranks: EngineStates, parameters: Mapping[str, Parameter]) 
     step_of = {name: each.step for name, each in parameters.items() if each.step is not None}
     last = max(step_of, key=lambda name: step_of[name], default="")
     model, counted = ranks.models[0], ranks.model.get("global_steps")
+    times = 1 if place is None else place.times
     if model is ranks.optimizers[0] or not isinstance(counted, int):
         return []
-    if not last or step_of[last] <= counted + 1:
+    if not last or step_of[last] <= (counted + 1) * times:
         return []
     return [
         f"{model.path} counts {counted} steps, but {last} in "

@@ -162,12 +162,11 @@ def _fresh_scaler(engine: TargetEngine) -> tuple[Foreign, bool]:
 
 
 def _static(scale: float) -> Foreign:
-    state: dict[str, Any] = {"cur_scale": scale, "dynamic": False}
-    return Foreign(Global(f"{SCALERS}.LossScaler"), (), state, "new")
+    return Foreign.instance(f"{SCALERS}.LossScaler", cur_scale=scale, dynamic=False)
 
 
 def _dynamic(state: Mapping[str, Any]) -> Foreign:
-    return Foreign(Global(f"{SCALERS}.DynamicLossScaler"), (), dict(state), "new")
+    return Foreign.instance(f"{SCALERS}.DynamicLossScaler", **state)
 
 
 def _dynamic_state(engine: TargetEngine) -> dict[str, Any]:

@@ -188,13 +188,13 @@ class EngineStates:
 
     def scalar(self, values: Sequence[Any]) -> Scalar | None:
         """A number that is equal on all ranks; a plain one keeps its Python type's name."""
-        numbers = set()
+        numbers: dict[str, Scalar | None] = {}  # by their texts: a NaN equals itself
         for rank, value in enumerate(values):
             number = self.number(rank, value)
             if isinstance(number, (bool, int, float)):
                 number = Scalar(number, type(number).__name__)
-            numbers.add(number if isinstance(number, Scalar) else None)
-        return numbers.pop() if len(numbers) == 1 else None
+            numbers[repr(number)] = number if isinstance(number, Scalar) else None
+        return next(iter(numbers.values())) if len(numbers) == 1 else None
 
 
 FLAT_MASTERS, WHOLE_MASTERS = "fp32_groups_flat", "fp32_groups"

@@ -20,11 +20,11 @@ from ...core.inert import Scalar
 from ...core.manifest import Manifest, Parameter, Sibling, slot_key
 from ...core.states import others_of, partitions_of, states_of
 from ...core.values import valueclass
-from ...core.weights import is_optimizers, weight_of
+from ...core.weights import WIDE, is_optimizers, weight_of
 from ...errors import InconsistentCheckpoint, MissingData, UnsupportedCheckpoint
 from ...files.torchshell import Storages, thawed
 from ...training import steps
-from ...training.optimizers import known_optimizer
+from ...training.optimizers import is_of_axis, known_optimizer
 from ...training.options import Options
 from ...training.programs import program_in
 from ...training.trainers import ACCELERATE, program_of
@@ -33,7 +33,7 @@ from .directories import POINTERS
 from .engine import TargetEngine
 from .estimates import need_same_ranks
 from .experts import ExpertLayers, ExpertRanks
-from .hyper import FLAT, adam_class, complete_groups, optimizer_name, wrapper
+from .hyper import FLAT, adam_class, complete_groups, one_type, optimizer_name, wrapper
 from .of_files import ENGINE_KEYS
 from .states import COUNTERS
 
@@ -161,7 +161,10 @@ class DeepSpeedTarget:
             paddings = zero.alignment_paddings(numels, SIZES[self.engine.dtype])
         members = others or names
         parameters = [self.trainable[name] for name in members]
-        slots = dict(pair for name in members for pair in self._states(name))
+        types: dict[str, list[str]] = {}
+        for slot, dtype in (pair for name in members for pair in self._states(name)):
+            types.setdefault(slot, []).append(dtype)
+        slots = {slot: one_type(slot_key(slot), own) for slot, own in types.items()}
         for name in members:
             missing = set(slots) - {slot for slot, _ in self._states(name)}
             if missing:
@@ -186,11 +189,15 @@ class DeepSpeedTarget:
         )
 
     def _states(self, name: str) -> tuple[tuple[str, str], ...]:
-        """Optimizer states of a parameter with their dtypes, as wide as its master."""
+        """Optimizer states of a parameter with their dtypes, as wide as its master.
+
+        A master that is cast from a weight of few bits has states of as few bits beside it.
+        """
         if self.options.weights_only:
             return ()
         entries, prefix = self.source.entries, f"{name}/"
-        widened = weight_of(entries, name).master is None  # the master is cast from a weight
+        weight = weight_of(entries, name)
+        widened = weight.master is None and weight.trained.dtype not in WIDE
         return tuple(
             (slot, "F32" if widened and dtype in ("BF16", "F16") else dtype)
             for slot in self._slots
@@ -200,12 +207,14 @@ class DeepSpeedTarget:
 
     @cached_property
     def _shaped(self) -> frozenset[str]:
-        """States that are no tensor of the parameter's shape, of one parameter at least.
-
-        The preconditioner of a square matrix has the matrix's own shape, and not its elements.
-        """
-        forms = states_of(self.source).values()
-        return frozenset(state.key for state in forms if state.form in ("other", "unread"))
+        """States that are no tensor of the parameter's elements, of one parameter at least."""
+        parameters, known = self.source.parameters, states_of(self.source).values()
+        return frozenset(
+            state.key
+            for state in known
+            if state.form in ("other", "unread")
+            or is_of_axis(state.key, [parameters[name].shape for name in state.parameters])
+        )
 
     def master_dtype(self, name: str) -> str:
         """The type of a parameter's master; raises MissingData where it has no weights."""

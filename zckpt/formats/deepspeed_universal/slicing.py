@@ -17,7 +17,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ...core.inert import Foreign, Global
+from ...core.inert import Foreign
 from ...core.manifest import Manifest
 from ...errors import (
     CorruptCheckpoint,
@@ -132,9 +132,12 @@ def _sub_param_shape(
 
 
 def _view(patterns: Iterable[str], sizes: Iterable[Any], axis: int) -> Foreign:
-    state = {"patterns": [*patterns], "shape": tuple(sizes), "partition_dim": axis}
-    named = Global("deepspeed.checkpoint.universal_checkpoint.SubparamShape")
-    return Foreign(named, (), state, "new")
+    return Foreign.instance(
+        "deepspeed.checkpoint.universal_checkpoint.SubparamShape",
+        patterns=[*patterns],
+        shape=tuple(sizes),
+        partition_dim=axis,
+    )
 
 
 # -- by rules

@@ -116,7 +116,7 @@ class _RankFile:
         self.storages = storages
         self.tensors: dict[int, Any] = {}  # by the identity of a blank tensor
         self.mesh = self._mesh()
-        self.placement = _object(f"{PLACEMENTS}.Shard", dim=0)
+        self.placement = Foreign.instance(f"{PLACEMENTS}.Shard", dim=0)
         order = Global(f"{SPECS}.ShardOrderEntry")
         self.order = Foreign(order, (0, (0,)), None, "new")
 
@@ -148,7 +148,7 @@ class _RankFile:
         strides = tuple(prod(blank.shape[axis + 1 :]) for axis in range(len(blank.shape)))
         dtype = Global(f"torch.{TORCH_NAMES[blank.dtype]}")
         about = (Size(blank.shape), strides, dtype)
-        spec = _object(
+        spec = Foreign.instance(
             f"{SPECS}.DTensorSpec",
             mesh=self.mesh,
             placements=(self.placement,),
@@ -169,13 +169,13 @@ class _RankFile:
     def _mesh(self) -> Foreign:
         ranks = self.writer.ranks
         sizes = {"shape": (ranks,), "stride": (1,)} if ranks > 1 else {"shape": (), "stride": ()}
-        axis = _object(f"{LAYOUTS}._FlatLayout", **sizes)
+        axis = Foreign.instance(f"{LAYOUTS}._FlatLayout", **sizes)
         places = self.storages.tensor("I32", (ranks,))
         self.storages.known[places.storage.key] = struct.pack(f"<{ranks}i", *range(ranks))
-        return _object(
+        return Foreign.instance(
             f"{MESHES}.DeviceMesh",
             _device_type=self.writer.device,
-            _layout=_object(f"{LAYOUTS}._MeshLayout", axes=(axis,)),
+            _layout=Foreign.instance(f"{LAYOUTS}._MeshLayout", axes=(axis,)),
             _rank_map=places,
             _mesh_dim_names=None if self.writer.axis is None else (self.writer.axis,),
             _root_mesh=None,
@@ -187,8 +187,3 @@ class _RankFile:
             _coordinate_on_dim=(self.rank,),
             _hash=None,
         )
-
-
-def _object(name: str, **state: Any) -> Foreign:
-    """An object as pickle makes it: `cls.__new__`, then its attributes."""
-    return Foreign(Global(name), (), state, "new")

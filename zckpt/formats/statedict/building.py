@@ -95,9 +95,12 @@ class ManifestBuilder:
             roots={root.name: tuple(map(dotted, root.optimizers)) for root in self.roots}
             if self._are_several()
             else {},
-            unread=tuple(
-                Unread(key, tuple(names), f"tensors of the class {kind}, saved in pieces")
-                for (key, kind), names in self.in_pieces.items()
+            unread=(
+                *saved.unread,
+                *(
+                    Unread(key, tuple(names), f"tensors of the class {kind}, saved in pieces")
+                    for (key, kind), names in self.in_pieces.items()
+                ),
             ),
             unused=tuple(saved.unused),
         )
@@ -203,11 +206,12 @@ class ManifestBuilder:
         assert self.optimizer is not None
         parameter = self.parameters[name]
         for key, value in self.optimizer.state.get(name, {}).items():
-            if key == "step":
+            if key == "step" and _is_step(value):
                 continue
-            if key in scalars and _is_number(value):
+            is_named = isinstance(key, str)
+            if is_named and key in scalars and _is_number(value):
                 parameter.scalars[key] = _number(value)
-            elif isinstance(value, Leaf) and value.shape == parameter.shape:
+            elif is_named and isinstance(value, Leaf) and value.shape == parameter.shape:
                 self._add_entry(f"{name}/{slot_name(key)}", value)
             elif isinstance(value, InPieces):
                 self.in_pieces.setdefault((key, value.name), []).append(name)
@@ -273,7 +277,7 @@ class ManifestBuilder:
             {
                 key: self._hyper(value, f"param_groups.{place}.{key}")
                 for key, value in group.items()
-                if key not in ("step", "param_names")
+                if key != "param_names" and not (key == "step" and _is_step(value))
             }
             for place, group in enumerate(self.optimizer.groups)
         )
@@ -377,6 +381,11 @@ def _number(value: Any) -> Scalar:
     if isinstance(value, Leaf):
         return replace(value.number(), shape=value.shape)
     return Scalar(value, type(value).__name__)
+
+
+def _is_step(value: Any) -> bool:
+    """Whether what is called a step is one; else it is a value like any other."""
+    return steps.step_of(_step(value)[0]) is not None
 
 
 def _step(state: Any) -> tuple[Any, tuple[int, ...]]:

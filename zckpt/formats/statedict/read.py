@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ...core.filenames import number_of
-from ...core.manifest import Manifest
+from ...core.manifest import Manifest, Unread
 from ...core.values import replace
 from ...errors import InconsistentCheckpoint, MissingData, listed
 from ...training import peft
@@ -31,6 +31,7 @@ from .roots import SOLE, Root, Roots, roots_of
 from .stated import joined
 from .tree import Leaf, Path, SavedTree, dotted
 
+OF_NO_GROUP = "no group contains it: zckpt reads the states of parameters alone"
 NO_OPTIMIZER = "there is no optimizer: --param-names is not used"
 
 
@@ -151,8 +152,12 @@ def _named(
             if not is_one:
                 saved.warnings.append(f"{dotted(path)} is read as the program's own state: {error}")
             continue
-        if strangers := [str(key) for key in optimizer.state if key not in name_of]:
-            saved.left_out.append(f"the state of {listed(strangers)}, which no group contains")
+        strangers = [key for key in optimizer.state if key not in name_of]
+        # a text that names no weight is a key of the optimizer's own, which looks there
+        own_keys = [key for key in strangers if isinstance(key, str) and key not in model]
+        saved.unread += [Unread(key, ("no parameter",), OF_NO_GROUP) for key in own_keys]
+        if unused := [str(key) for key in strangers if key not in own_keys]:
+            saved.left_out.append(f"the state of {listed(unused)}, which no group contains")
         trained += members
         named[path] = optimizer.renamed({m: root.prefix + name for m, name in name_of.items()})
     if root.prefix:

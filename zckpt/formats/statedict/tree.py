@@ -15,7 +15,7 @@ from ...core import sources
 from ...core.dtypes import SIZES, decode
 from ...core.fragments import Box, Extent, Fragments, Record, Runs, boxes, tile
 from ...core.inert import Scalar, map_values
-from ...core.manifest import Sibling
+from ...core.manifest import Sibling, Unread
 from ...core.values import field, mutable, replace, valueclass
 from ...errors import IncompleteCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint
 from ...files.safefile import Stored
@@ -82,7 +82,8 @@ class SavedTree:
     optimizer lie apart. `in_order` says whether the model's names stand in the program's order
     (safetensors sorts them). `inferred` are names of parameters that no file states. `adapter` says
     whether the model's state has PEFT's names (see peft.py). `steps` are all that the ranks' files
-    state; several of one path may differ. `storage`, `bare` and `file` are the engine's.
+    state; several of one path may differ. `storage`, `bare` and `file` are the engine's. `unread`
+    are states that belong to no parameter.
     """
 
     root: str
@@ -92,6 +93,7 @@ class SavedTree:
     files: list[str] = field(default_factory=list)
     siblings: list[Sibling] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
+    unread: list[Unread] = field(default_factory=list)
     of_ranks: dict[str, Any] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     orders: list[list[int]] | None = None

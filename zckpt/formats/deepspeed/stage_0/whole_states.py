@@ -65,8 +65,9 @@ def with_states(whole: WholeOptimizer) -> tuple[EngineStates, list[_Unit]]:
     other: States = {}
     for unit in units:
         for key, value in unit.state.items():
-            is_other = value is not None and not _is_slot(unit, value)
-            if key == "step" or not is_other or (key in numbers and _is_number(value)):
+            is_other = value is not None and not _is_slot(unit, key, value)
+            is_plain = not is_other or (key in numbers and _is_number(value))
+            if is_plain or (key == "step" and _is_step(whole.states, value)):
                 continue
             other.setdefault(unit.names[0], {})[key] = value
     places = {name: place for place, name in enumerate(whole.module)}
@@ -150,13 +151,13 @@ def buffers(
         slots = [] if unit.master is None else [unit.slot(file, "master", unit.master)]
         scalars: dict[str, Scalar] = {}
         for key, value in unit.state.items():
-            if key == "step":
+            if key == "step" and _is_step(states, value):
                 continue
             if key in numbers and _is_number(value):
                 number = states.scalar([value])
                 assert number is not None
                 scalars[key] = number
-            elif _is_slot(unit, value):
+            elif _is_slot(unit, key, value):
                 slots.append(unit.slot(file, slot_name(key), value))
         yield FlatBuffer(
             unit.group,
@@ -168,6 +169,11 @@ def buffers(
             sightings if not place else (),
             warnings if not place else (),
         )
+
+
+def _is_step(states: EngineStates, value: Any) -> bool:
+    """Whether what is called a step is one; else it is a state like any other."""
+    return steps.step_of(states.number(0, value)) is not None
 
 
 def _sight(
@@ -192,7 +198,7 @@ def _number_keys(units: Sequence[_Unit]) -> set[str]:
         key
         for unit in units
         for key, value in unit.state.items()
-        if _is_number(value) and not (isinstance(value, Tensor) and value.shape == unit.shape)
+        if isinstance(key, str) and _is_number(value) and not _is_slot(unit, key, value)
     }
 
 
@@ -202,5 +208,5 @@ def _is_number(value: Any) -> bool:
     return type(value) in PYTHON_NUMBERS.values()
 
 
-def _is_slot(unit: _Unit, value: Any) -> bool:
-    return isinstance(value, Tensor) and value.shape == unit.shape
+def _is_slot(unit: _Unit, key: Any, value: Any) -> bool:
+    return isinstance(key, str) and isinstance(value, Tensor) and value.shape == unit.shape

@@ -1,0 +1,255 @@
+"""What an optimizer of a program's own may keep, and a reader or a writer could lose unseen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zckpt
+from zckpt.errors import InconsistentCheckpoint, UnsupportedState
+
+from ..conftest import Result
+from .test_lost_states import alike
+from .test_odd_states import save
+
+Zckpt = Callable[..., Result]
+SHAPES = {"trunk.weight": (7, 5), "trunk.bias": (7,), "head.weight": (3, 7), "head.bias": (3,)}
+PLAIN: list[dict[str, Any]] = [{"to": "universal"}, {"to": "dcp"}, {"to": "gathered"}]
+WHOLE = {"to": "deepspeed", "dp": 2, "stage": 0, "dtype": "fp32"}
+FLAT: list[dict[str, Any]] = [{"to": "deepspeed", "dp": 2, "stage": stage} for stage in (1, 2, 3)]
+
+
+class Bounds:
+    """An object of a class that nobody has installed."""
+
+    def __init__(self) -> None:
+        self.low = 0.1
+
+
+def saved(
+    root: Path,
+    odd: Callable[[str], dict[str, Any]] = lambda _: {},
+    group: dict[str, Any] | None = None,
+    **more: Any,
+) -> Path:
+    """A run whose optimizer nothing names, with `odd` states, `group` in its groups, `more`."""
+    path = save(root / "source", "gathered", odd)
+    optim = torch.load(path / "optim.pt", weights_only=False)
+    for each in optim["param_groups"]:
+        each |= {"gamma": 2.0, **(group or {})}
+    optim["state"] |= more
+    torch.save(optim, path / "optim.pt")
+    return path
+
+
+def optimizer_of(path: Path) -> dict[str, Any]:
+    """The optimizer of files that zckpt wrote, with the names of its parameters."""
+    held: dict[str, Any] = torch.load(path / "optim.pt", weights_only=False)
+    names = [name for group in held["param_groups"] for name in group.get("param_names", ())]
+    states = {(names[key] if names else key): own for key, own in held["state"].items()}
+    return {"state": states, "param_groups": held["param_groups"]}
+
+
+def there_and_back(source: Path, root: Path, to: dict[str, Any]) -> dict[str, Any]:
+    zckpt.convert(source, root / "there", **to)
+    assert zckpt.verify(source, root / "there")["equal"]
+    zckpt.convert(root / "there", root / "back", to="gathered")
+    return optimizer_of(root / "back")
+
+
+# -- a step that is none
+
+
+@pytest.mark.parametrize("step", ["seven", [1, 2], float("nan"), torch.arange(2.0)])
+@pytest.mark.parametrize("to", [*PLAIN, WHOLE, FLAT[1]], ids=lambda to: to["to"])
+def test_what_is_called_a_step_and_is_none(tmp_path: Path, step: Any, to: dict[str, Any]) -> None:
+    source = saved(tmp_path, lambda _: {"step": step})
+    if to is FLAT[1] and not isinstance(step, float):
+        with pytest.raises(UnsupportedState, match=r"optimizer's step of trunk\.weight") as ended:
+            zckpt.convert(source, tmp_path / "there", **to)
+        assert "--drop-state step" in str(ended.value.hint)
+        return
+    state = there_and_back(source, tmp_path, to)["state"]
+    assert len(state) == 4
+    assert all(repr(own["step"]) == repr(step) for own in state.values())
+
+
+@pytest.mark.parametrize("to", [*PLAIN, FLAT[1]], ids=lambda to: to["to"])
+def test_what_a_group_calls_a_step(tmp_path: Path, to: dict[str, Any]) -> None:
+    source = saved(tmp_path, group={"step": "x"})
+    assert [g["step"] for g in there_and_back(source, tmp_path, to)["param_groups"]] == ["x", "x"]
+
+
+# -- keys, types, numbers
+
+
+@pytest.mark.parametrize("to", [*PLAIN, WHOLE], ids=lambda to: to["to"])
+def test_keys_that_are_numbers(tmp_path: Path, to: dict[str, Any]) -> None:
+    source = saved(tmp_path, lambda name: {5: torch.ones(SHAPES[name]), 6: 3})
+    for name, own in there_and_back(source, tmp_path, to)["state"].items():
+        assert torch.equal(own[5], torch.ones(SHAPES[name]))
+        assert own[6] == 3
+
+
+@pytest.mark.parametrize("to", FLAT, ids=lambda to: str(to["stage"]))
+def test_nan_equals_itself(tmp_path: Path, to: dict[str, Any]) -> None:
+    """It is no estimate that differs between ranks."""
+    nan = float("nan")
+    source = saved(tmp_path, lambda _: {"best": nan, "loss": torch.tensor(nan)}, {"d": nan})
+    held = there_and_back(source, tmp_path, to)
+    assert all(repr(own["best"]) == "nan" for own in held["state"].values())
+    assert all(repr(group["d"]) == "nan" for group in held["param_groups"])
+
+
+@pytest.mark.parametrize("to", FLAT[1:], ids=lambda to: str(to["stage"]))
+def test_states_keep_their_types_beside_wide_weights(tmp_path: Path, to: dict[str, Any]) -> None:
+    """One flat buffer has one type: that of all, or a wider one. No number is rounded."""
+    source = saved(
+        tmp_path,
+        lambda name: {
+            "narrow": torch.full(SHAPES[name], 1 / 3, dtype=torch.bfloat16),
+            "mixed": torch.full(
+                SHAPES[name], 1 / 3, dtype=torch.float16 if "head" in name else torch.bfloat16
+            ),
+        },
+    )
+    before = torch.load(source / "optim.pt")["state"]
+    for name, own in there_and_back(source, tmp_path, to)["state"].items():
+        assert own["narrow"].dtype == torch.bfloat16
+        assert alike(own["narrow"], before[name]["narrow"])
+        assert own["mixed"].dtype == torch.float32
+        assert alike(own["mixed"], before[name]["mixed"].float())
+
+
+def test_integers_beside_floats_are_refused(tmp_path: Path) -> None:
+    types = {"trunk": torch.int32, "head": torch.float32}
+    source = saved(
+        tmp_path,
+        lambda name: {"count": torch.ones(SHAPES[name], dtype=types[name.partition(".")[0]])},
+    )
+    with pytest.raises(
+        UnsupportedState, match="count has the types F32, I32 in one group"
+    ) as ended:
+        zckpt.convert(source, tmp_path / "run", **FLAT[1])
+    assert "--drop-state count" in str(ended.value.hint)
+
+
+# -- what belongs to no parameter
+
+
+@pytest.mark.parametrize("to", [*PLAIN, WHOLE, FLAT[1]], ids=lambda to: to["to"])
+def test_a_state_of_no_parameter(tmp_path: Path, to: dict[str, Any], zckpt: Zckpt) -> None:
+    """torch's optimizers load what they find under other keys as it is."""
+    import zckpt as library
+
+    source = saved(tmp_path, shared={"scale": torch.ones(2)})
+    with pytest.raises(UnsupportedState, match=r"the optimizer's shared of no parameter") as ended:
+        library.convert(source, tmp_path / "run", **to)
+    assert "--drop-state shared" in str(ended.value.hint)
+    library.convert(source, tmp_path / "run", drop_state=["shared"], **to)
+    assert not library.verify(source, tmp_path / "run")["equal"]
+    assert library.verify(source, tmp_path / "run", drop_state=["shared"])["equal"]
+    assert "not read: shared of no parameter" in zckpt("verify", source).out
+
+
+@pytest.mark.parametrize("to", [*PLAIN[1:], WHOLE, FLAT[1]], ids=lambda to: to["to"])
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_an_object_of_a_group(tmp_path: Path, to: dict[str, Any], dry_run: bool) -> None:
+    source = saved(tmp_path, group={"bounds": Bounds()})
+    name = f"{Bounds.__module__}.{Bounds.__qualname__}"
+    with pytest.raises(UnsupportedState, match="cannot have bounds of the optimizer's groups") as e:
+        zckpt.convert(source, tmp_path / "run", dry_run=dry_run, **to)
+    assert f"--allow-object {name}" in str(e.value.hint)
+    zckpt.convert(source, tmp_path / "weights", weights_only=True, **to)
+    zckpt.convert(source, tmp_path / "run", allow_object=[name], **to)
+    assert zckpt.verify(source, tmp_path / "run")["equal"]
+
+
+@pytest.mark.parametrize("to", [*PLAIN, FLAT[1]], ids=lambda to: to["to"])
+def test_a_hyper_parameter_of_one_side_is_named(tmp_path: Path, to: dict[str, Any]) -> None:
+    source = saved(tmp_path)
+    zckpt.convert(source, tmp_path / "run", **to)
+    assert not named_groups(zckpt.verify(source, tmp_path / "run"))
+    optim = torch.load(source / "optim.pt")
+    for group in optim["param_groups"]:
+        del group["gamma"]
+        group["delta"] = 1
+    torch.save(optim, source / "optim.pt")
+    gamma, delta = sorted(named_groups(zckpt.verify(source, tmp_path / "run")), reverse=True)
+    assert gamma.startswith("gamma of the optimizer's groups: only in ")
+    assert delta == f"delta of the optimizer's groups: only in {source}"
+
+
+def named_groups(report: dict[str, Any]) -> list[str]:
+    return [line for line in report["not_compared"] if "optimizer's groups" in line]
+
+
+def test_equal_states_are_no_copied_files(tmp_path: Path) -> None:
+    """Two averages before the first step; a manifest states the checksum of each of its files."""
+    numbers = torch.arange(35.0)
+    source = saved(
+        tmp_path,
+        lambda name: {
+            key: numbers[: prod(SHAPES[name])].reshape(SHAPES[name]) + 1
+            for key in ("slow", "slower")
+        },
+    )
+    there_and_back(source, tmp_path, PLAIN[0])
+    assert zckpt.verify(tmp_path / "there")["equal"]
+
+
+# -- in flat buffers
+
+
+def changed_ranks(run: Path, change: Callable[[int, dict[str, Any]], None]) -> None:
+    """Changes what each rank's file holds of the base optimizer."""
+    import deepspeed  # noqa: F401  (its classes are in the pickle)
+
+    for rank in (0, 1):
+        (file,) = run.rglob(f"*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+        held = torch.load(file, weights_only=False)
+        change(rank, held["optimizer_state_dict"]["base_optimizer_state"])
+        torch.save(held, file)
+
+
+@pytest.mark.parametrize("key", [5, "row"])
+def test_what_is_no_part_of_a_flat_buffer(tmp_path: Path, key: Any) -> None:
+    """A key that is a number, and a tensor of two dimensions: as they are, at the same size."""
+    run = tmp_path / "run"
+    zckpt.convert(saved(tmp_path), run, **FLAT[1])
+
+    def change(rank: int, base: dict[str, Any]) -> None:
+        for own in base["state"].values():
+            own[key] = own["exp_avg"].reshape(1, -1)
+
+    changed_ranks(run, change)
+    for number, to in enumerate(({"to": "dcp"}, {"to": "deepspeed", "dp": 3})):
+        with pytest.raises(UnsupportedState, match=f"the optimizer's {key} of trunk.weight, "):
+            zckpt.convert(run, tmp_path / str(number), **to)
+    zckpt.convert(run, tmp_path / "same", to="deepspeed", dp=2)
+    assert zckpt.verify(run, tmp_path / "same")["equal"]
+
+    def check(rank: int, base: dict[str, Any]) -> None:
+        for own in base["state"].values():
+            assert torch.equal(own[key], own["exp_avg"].reshape(1, -1))
+
+    changed_ranks(tmp_path / "same", check)
+
+
+def test_tensors_of_groups_differ_between_ranks(tmp_path: Path) -> None:
+    """The pickles of the files are equal: their tensors have other bytes."""
+    run = tmp_path / "run"
+    zckpt.convert(saved(tmp_path, group={"bounds": [torch.arange(3.0)]}), run, **FLAT[1])
+    assert zckpt.verify(run)["equal"]
+
+    def change(rank: int, base: dict[str, Any]) -> None:
+        base["param_groups"][1]["bounds"][0] += rank
+
+    changed_ranks(run, change)
+    with pytest.raises(InconsistentCheckpoint, match="has other tensors in param_groups than"):
+        zckpt.convert(run, tmp_path / "other", to="deepspeed", dp=3)
