@@ -12,6 +12,7 @@ A module here may name classes of optimizers and programs that train, but reads 
     families/           names and packings of models in Hugging Face and in Megatron-Core
     tensor_rules.py     which dimension tensor ranks cut; tensor_families.py for known models
     trainers.py         the files that trainer programs put beside a checkpoint
+    programs.py         programs whose whole state is one file, and where they look for what
     best.py             the best checkpoint of a Trainer's run
     objects.py          which objects may go into a target's pickles
     options.py          the options of a conversion

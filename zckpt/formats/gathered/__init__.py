@@ -28,6 +28,7 @@ FORMAT = Format(
     keeps_steps=True,
     several_models=True,
     groups="with_trainers_groups",
+    fits_any_dp=True,
     of_ranks=("rank",),
     objects=frozenset(),
 )
