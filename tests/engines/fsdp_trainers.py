@@ -1,8 +1,7 @@
-"""What one rank of a trainer does with FSDP: Accelerate, transformers.Trainer, Lightning.
+"""What one rank of a trainer does with FSDP: Accelerate, transformers.Trainer.
 
-None of them shards on a processor: accelerate 1.15 only where the processes have GPUs, Lightning
-2.6 only with a CUDA accelerator. Each is told that it has them; all else in them is as it is.
-Lightning's FSDPStrategy (FSDP1) says the number of a GPU to FSDP, so that it cannot run here.
+Neither shards on a processor: accelerate 1.15 does so only where the processes have GPUs. It is
+told that they have them; all else in it is as it is.
 """
 
 from __future__ import annotations
@@ -185,79 +184,6 @@ def hf_trainer(kind: str) -> Callable[[Any], None]:
     return work
 
 
-def lightning(kind: str) -> Callable[[Any], None]:
-    def work(job: Any) -> None:
-        import lightning.pytorch as pl
-        from lightning.pytorch.strategies import ModelParallelStrategy
-        from torch.distributed.fsdp import fully_shard
-
-        from .trainer_rank import processor
-
-        class Module(pl.LightningModule):
-            def __init__(self) -> None:
-                super().__init__()
-                self.network = models.build("full", job.seed)
-
-            def configure_model(self) -> None:
-                mesh = self.device_mesh["data_parallel"]
-                fully_shard(self.network.trunk, mesh=mesh)
-                fully_shard(self.network, mesh=mesh)
-
-            def configure_optimizers(self) -> Any:
-                optimizer = torch.optim.AdamW(groups_of(self, facts))
-                scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 20)
-                return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
-
-            def training_step(self, batch: torch.Tensor) -> torch.Tensor:
-                # Lightning starts its data anew when it resumes within an epoch.
-                step = self.trainer.global_step
-                loss = models.loss(self.network, step, self.global_rank, job.dp)
-                job.add(loss)
-                return loss
-
-        class Recorder(pl.Callback):
-            def keep(self, trainer: Any) -> None:
-                optimizer = trainer.optimizers[0]
-                scheduler = trainer.lr_scheduler_configs[0].scheduler
-                record(job, facts, trainer.strategy.model, optimizer, scheduler)
-
-            def on_train_start(self, trainer: Any, module: Any) -> None:
-                if job.directory:
-                    self.keep(trainer)
-
-            def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-                if not job.directory and trainer.global_step == SAVED_AT:
-                    job.saved = str(job.run / "x.ckpt")
-                    trainer.save_checkpoint(job.saved)
-                    self.keep(trainer)
-
-        module = Module()
-        facts = torch_oracle.Facts.of(module)
-        strategy = ModelParallelStrategy(
-            data_parallel_size=job.dp,
-            tensor_parallel_size=1,
-            save_distributed_checkpoint=not kind.endswith("full"),
-            process_group_backend="gloo",
-        )
-        trainer = pl.Trainer(
-            accelerator=processor([torch.device("cpu")] * job.dp),
-            devices=job.dp,
-            strategy=strategy,
-            max_steps=SAVED_AT + LOSSES,
-            default_root_dir=job.root,
-            callbacks=[Recorder()],
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            use_distributed_sampler=False,
-        )
-        steps: Any = torch.utils.data.DataLoader(range(SAVED_AT + LOSSES))
-        trainer.fit(module, steps, ckpt_path=job.directory, weights_only=False)
-
-    return work
-
-
 TRAINERS = {
     "accelerate_fsdp": accelerate("fsdp"),
     "accelerate_fsdp_full": accelerate("fsdp_full"),
@@ -266,6 +192,4 @@ TRAINERS = {
     "hf_trainer_fsdp": hf_trainer("fsdp"),
     "hf_trainer_fsdp_full": hf_trainer("fsdp_full"),
     "hf_trainer_fsdp1": hf_trainer("fsdp1"),
-    "lightning_fsdp": lightning("fsdp"),
-    "lightning_fsdp_full": lightning("fsdp_full"),
 }

@@ -374,6 +374,10 @@ def save_files(run: Any, path: Path, writer: Mapping[str, Any]) -> None:
 
 
 def load_two_files(run: Any, loading: Loading) -> None:
+    """Or the one file of a program that saves all in one."""
+    if (loading.path / "checkpoint.pt").exists():
+        load_one_file(run, loading)
+        return
     model = loading.path / "model.safetensors"
     if model.exists():
         load_model(run.module, model)

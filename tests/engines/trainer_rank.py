@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from . import fsdp_trainers, models, oracle
+from . import fsdp_trainers, lightning_rank, models, oracle
+from .lightning_rank import processor
 from .zygote import run as run_ranks
 
 SAVED_AT, LOSSES = 3, 5
@@ -156,38 +157,6 @@ def accelerate(job: Job) -> None:
     train(SAVED_AT, SAVED_AT + LOSSES)
 
 
-def processor(devices: list[torch.device]) -> Any:
-    """A Lightning accelerator: processes on the processor, which pretends to be CUDA."""
-    from lightning.pytorch.accelerators import CUDAAccelerator
-
-    class Processor(CUDAAccelerator):
-        """Lightning shards only with CUDA; nothing else in its strategies needs CUDA."""
-
-        def setup_device(self, device: torch.device) -> None: ...
-
-        def setup(self, trainer: Any) -> None: ...
-
-        def teardown(self) -> None: ...
-
-        @staticmethod
-        def parse_devices(devices: Any) -> Any:
-            return devices
-
-        @staticmethod
-        def get_parallel_devices(_: Any) -> list[torch.device]:
-            return devices
-
-        @staticmethod
-        def auto_device_count() -> int:
-            return len(devices)
-
-        @staticmethod
-        def is_available() -> bool:
-            return True
-
-    return Processor()
-
-
 def lightning(job: Job) -> None:
     import lightning.pytorch as pl
     from lightning.pytorch.strategies import DeepSpeedStrategy
@@ -244,6 +213,7 @@ TRAINERS = {
     "accelerate": accelerate,
     "lightning": lightning,
     **fsdp_trainers.TRAINERS,
+    **lightning_rank.TRAINERS,
 }
 
 

@@ -9,9 +9,10 @@
     *_fsdp1      with FSDP1               accelerate 1.15 loads no moments of it: it asks what an
                                           optimizer has that has not stepped
     *_fsdp_ranks one file per rank        pytorch_model_fsdp_0_rank0.bin, optimizer_0_rank0.bin
+    lightning_*  ddp: <x.ckpt>, one file; deepspeed: as `lightning`, in fp32
 
 All run unmodified on a processor, except that Lightning, and all with FSDP, are told that it is a
-CUDA device (see `trainer_rank.py`, `fsdp_trainers.py`).
+CUDA device (see `lightning_rank.py`, `fsdp_trainers.py`).
 
     python -m tests.engines.trainers TRAINER STAGE RANKS DIR
 """
@@ -33,7 +34,8 @@ from .deepspeed import ENVIRONMENT, EngineError
 TIMEOUT = 300.0  # seconds for one run, imports included
 TRAINERS = ("hf_trainer", "accelerate", "lightning")
 FSDP = ("fsdp", "fsdp_full", "fsdp1", "fsdp_ranks")  # not all trainers have all
-EVERY = (*TRAINERS, *(f"{trainer}_{kind}" for trainer in TRAINERS for kind in FSDP))
+LIGHTNING = ("lightning_ddp", "lightning_deepspeed")
+EVERY = (*TRAINERS, *LIGHTNING, *(f"{trainer}_{kind}" for trainer in TRAINERS for kind in FSDP))
 ACCELERATE = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_TORCH_DEVICE": "cpu"}
 
 

@@ -25,7 +25,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zckpt.core.inert import Foreign, Global, Size, from_json, to_json
+from zckpt.core.inert import ITSELF, Foreign, Global, Size, from_json, to_json
 from zckpt.errors import CorruptCheckpoint
 from zckpt.files.unpickle import Unpickler
 
@@ -162,6 +162,27 @@ def test_a_list_that_holds_itself_is_refused(protocol: int) -> None:
     value.append(value)
     with pytest.raises(CorruptCheckpoint, match="refers to itself"):
         load(pickle.dumps(value, protocol))
+
+
+class Parent:
+    """As OmegaConf's containers: each item knows its parent."""
+
+    def __init__(self) -> None:
+        self.content = {"child": Child(self), "others": [self]}
+
+
+class Child:
+    def __init__(self, parent: Parent) -> None:
+        self.parent = parent
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS[2:])
+def test_an_object_that_refers_to_itself(protocol: int) -> None:
+    """It is read; a mark stands for it where a value within it refers to it."""
+    loaded = load(pickle.dumps(Parent(), protocol))
+    content = loaded.state["content"]
+    assert content["child"].state == {"parent": ITSELF}
+    assert content["others"] == [ITSELF]
 
 
 @pytest.mark.parametrize("name", ["bytearray", "bytes"])

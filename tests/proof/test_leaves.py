@@ -36,7 +36,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "deepspeed, stage 3": DEEPSPEED | {"stage": 3},
     "deepspeed-universal": {"to": "deepspeed-universal"},
     "dcp": {"to": "dcp", "dp": 2},
-    "gathered": {"to": "gathered"},
+    "gathered": {"to": "gathered", "dialect": "accelerate"},
+    "gathered, one file": {"to": "gathered"},
     "universal": {"to": "universal"},
     "megatron": {"to": "megatron"},
 }
@@ -104,7 +105,7 @@ UNREAD = {
         "own record, and sees by equal bytes which weights are tied",
         r"extra\.pt: zckpt\.frozen\.\d+": "a name that the model lacks: zckpt then ignores its own "
         "record, and sees by the optimizer what is frozen",
-        r"optim\.pt: param_groups\.\d+\.param_names\.\d+": "states have their names as keys",
+        r"checkpoint\.pt: zckpt\.model\.0": "a place without a model: zckpt ignores its own record",
     },
     "universal": {
         r"manifest\.json: (?:source\..*|optimizer|state\.engine\..*)": "how the source was saved; "

@@ -24,11 +24,11 @@ from torch.torch_version import TorchVersion
 
 import zckpt
 from zckpt.core.facts import FlatBufferEngine
-from zckpt.core.inert import Foreign, Global, Size
+from zckpt.core.inert import ITSELF, Foreign, Global, Size
 from zckpt.core.manifest import Manifest
 from zckpt.errors import CorruptCheckpoint, WrongOption
 from zckpt.formats.options import options_of
-from zckpt.training.objects import COMMON, others_of, without_others
+from zckpt.training.objects import COMMON, admissible, others_of, without_others
 
 from ..manifests import changed
 from ..safety.targets import legacy_file, parts_of, torch_file
@@ -149,6 +149,19 @@ def test_a_value_within_itself_is_refused() -> None:
     state["a"].append(state)
     with pytest.raises(CorruptCheckpoint, match="refers to itself"):
         without_others(manifest(state=state), (), ())
+
+
+@pytest.mark.parametrize("admitted", [(), ("my.Config",), ("my.Config", "zckpt.itself")])
+def test_an_object_that_refers_to_itself_is_left_out_whole(admitted: tuple[str, ...]) -> None:
+    config = Foreign(Global("my.Config"), (), {"items": {"a": {"_parent": ITSELF}}}, "new")
+    source = manifest(state={"a": {"b": [config], "c": 1}})
+    result = without_others(source, (), admitted)
+    assert result.state == {"a": {"c": 1}}
+    [line] = result.left_out
+    assert line.startswith("a.b: it has an object that refers to itself")
+    assert "--allow-object" not in line
+    assert others_of(source) == ["my.Config"]
+    assert admissible(config, ()) == []
 
 
 def test_a_value_that_is_repeated_is_entered_once() -> None:
@@ -332,7 +345,7 @@ def own_items(target: Path) -> dict[str, Any]:
 
 
 LOADED: dict[str, Callable[[Path], dict[str, Any]]] = {
-    "gathered": lambda path: torch.load(path / "extra.pt", weights_only=False)["own"],
+    "gathered": lambda path: torch.load(path / "source.pt", weights_only=False)["own"],
     "dcp": own_items,
     "deepspeed": lambda path: torch.load(next(path.glob("*/*model_states.pt")), weights_only=False)[
         "own"

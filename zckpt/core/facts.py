@@ -115,10 +115,11 @@ class StateDictEngine(Struct, frozen=True):
     experts: tuple[ExpertLayer, ...] = ()
     """The layers of experts that a writer found in the names; no file states them."""
     storage: str | None = None
-    """How sharded storage keeps the weights, if not as items: `ranks` for safetensors of every
-    rank, `adapter` for PEFT's file."""
+    """Weights that are no items: `ranks` for safetensors of every rank, `adapter` for PEFT's."""
     bare: bool = False
     """Whether the optimizer's names lack what PEFT adds to a module's."""
+    file: str | None = None
+    """The one file that has everything; beside sharded storage, what is no state dict."""
 
     def to_state(self, group_step: str | None) -> dict[str, Any]:
         """The value of `state.engine` in a manifest.
@@ -137,23 +138,21 @@ class StateDictEngine(Struct, frozen=True):
             "adapter": self.adapter,
             "group_step": group_step,
             **({"dialect": self.dialect} if self.whole else {}),
-            **({"storage": self.storage} if self.storage else {}),
-            **({"bare": True} if self.bare else {}),
+            **{key: value for key in ("storage", "bare", "file") if (value := getattr(self, key))},
             **_ordered(self),
         }
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any]) -> StateDictEngine:
         """The inverse of `to_state`."""
-        optimizer, folders = _list(state, "optimizer"), _list(state, "folders")
         return cls(
             _text(state, "name") or "",
             _dtype(state),
-            tuple(_list(state, "model") or ()),
-            None if optimizer is None else tuple(optimizer),
+            _path(state, "model") or (),
+            _path(state, "optimizer"),
             _text(state, "layout"),
             _text(state, "scheduler"),
-            None if folders is None else tuple(folders),
+            _path(state, "folders"),
             _flag(state, "guessed") or False,
             _flag(state, "adapter") or False,
             "dialect" in state,
@@ -161,6 +160,7 @@ class StateDictEngine(Struct, frozen=True):
             _flag(state, "ordered"),
             storage=_text(state, "storage"),
             bare=_flag(state, "bare") or False,
+            file=_file_name(state, "file"),
         )
 
 
@@ -331,6 +331,23 @@ def _ordered(engine: Engine) -> dict[str, Any]:
 
 def _text(state: Mapping[str, Any], key: str) -> str | None:
     return _of_type(state, key, str)
+
+
+def _file_name(state: Mapping[str, Any], key: str) -> str | None:
+    """The name of a file in the checkpoint's own directory."""
+    name = _text(state, key)
+    if name is not None and (name in ("", ".", "..") or not {*name}.isdisjoint("/\\\0")):
+        raise TypeError(f"{key} is {name!r}, which is not a file's name")
+    return name
+
+
+def _path(state: Mapping[str, Any], key: str) -> tuple[Any, ...] | None:
+    """Keys that lead to a value; a number is a place in a list."""
+    keys = _list(state, key)
+    for each in keys or ():
+        if type(each) is not str and (type(each) is not int or not 0 <= each < MAX_DP):
+            raise TypeError(f"{key} is {keys!r}, which is not a path of keys")
+    return None if keys is None else tuple(keys)
 
 
 def _dtype(state: Mapping[str, Any]) -> str | None:

@@ -67,6 +67,13 @@ class Global(Struct, frozen=True):
             raise CorruptCheckpoint(f"{brief(self.name)} is not the name of a class or function")
 
 
+ITSELF = Global("zckpt.itself")
+"""What stands for an object, where a value within it refers to it. No pickle can be written of it.
+
+OmegaConf's containers are known by their items as `_parent`.
+"""
+
+
 class Foreign(Struct, eq=False):
     """An object of a class that is not imported: `function(*arguments)`, then `state`.
 
@@ -203,8 +210,9 @@ def require_tree(value: Any, most: int, most_containers: int) -> None:
     They enter a container wherever a value refers to it, and a small pickle can refer to one a
     million times, or double with every level. So every container counts as often as it is reached:
     all values together at most `most`, and the containers among them at most `most_containers`.
-    They may be nested MAX_NESTING deep, and not in themselves. A key is a value too. 64 characters
-    of a text are one, and so are two numbers of a list of nothing else: these are less work.
+    They may be nested MAX_NESTING deep, and not in themselves, except for an object: where a value
+    within it refers to it, ITSELF is put. A key is a value too. 64 characters of a text are one,
+    and so are two numbers of a list of nothing else: these are less work.
     """
     # of each container that is done: values, containers, depth
     done: dict[int, tuple[int, int, int]] = {}
@@ -248,14 +256,28 @@ def require_tree(value: Any, most: int, most_containers: int) -> None:
             waiting.pop()
             continue
         begun[key] = work, parts
+        if not begun.keys().isdisjoint(map(id, parts)):
+            _cut(top, begun)
+            parts[:] = [part for part in parts if id(part) not in begun]
         for part in parts:
-            if id(part) in begun:
-                raise CorruptCheckpoint("a value refers to itself")
             if id(part) not in done:
                 if type(part) in _TUPLES and types_in(part) <= NUMBERS:  # there may be many
                     done[id(part)] = len(part), 1, 1
                 else:
                     waiting.append(part)
+
+
+def _cut(value: Any, outer: Collection[int]) -> None:
+    """Puts ITSELF for the objects among the `outer` values, by identity, that `value` refers to."""
+    pairs: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, dict):
+        pairs = value.items()
+    elif isinstance(value, list):
+        pairs = enumerate(value)
+    for place in [key for key, part in pairs if type(part) is Foreign and id(part) in outer]:
+        value[place] = ITSELF
+    if any(id(part) in outer for part in _parts(value)):
+        raise CorruptCheckpoint("a value refers to itself")
 
 
 def _parts(value: Any) -> Collection[Any]:

@@ -259,8 +259,13 @@ def _of_torch(path: str) -> str | None:
         return f"it has an object of class {value.name} (save its state_dict() instead)"
     if isinstance(value, dict) and "param_groups" in value:
         return "it has an optimizer's state alone (put the model's beside it)"
-    what = "a tensor" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-    return f"it has {what} without a tensor by name"
+    if isinstance(value, Tensor):
+        return "it has one tensor, which has no name (a state dict is a dictionary of tensors)"
+    if isinstance(value, dict):
+        return "it has a dictionary without tensors (a state dict is a dictionary of tensors)"
+    what = type(value).__name__
+    article = "an" if what[0] in "aeiou" else "a"
+    return f"it has {article} {what}, not a dictionary of tensors"
 
 
 def _near(path: str, inside: Sequence[str]) -> str:

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from ..core.dtypes import STORAGES, TORCH_NAMES
 from ..core.facts import FlatBufferEngine
-from ..core.inert import MAX_DEPTH, Foreign, Global, inside, map_values
+from ..core.inert import ITSELF, MAX_DEPTH, Foreign, Global, inside, map_values
 from ..core.inert import PLAIN as PLAIN_TYPES
 from ..core.manifest import Manifest
 from ..errors import CorruptCheckpoint, listed
@@ -139,7 +139,7 @@ def without_others(
     `--allow-object`. A value that names another one is left out with its key in the nearest
     dictionary. Raises CorruptCheckpoint for a value within itself.
     """
-    filtered = _Filter(COMMON | {*needed, *admitted})
+    filtered = _Filter((COMMON | {*needed, *admitted}) - {ITSELF.name})
     state = filtered.dictionary(manifest.state, "")
     groups = manifest.groups
     if groups is not None:
@@ -167,7 +167,7 @@ def others_of(manifest: Manifest, needed: Collection[str] = ()) -> list[str]:
     names = _Names()
     values = (manifest.state, manifest.groups, _config(manifest))
     kept = frozenset().union(*map(names.of, values)) - COMMON
-    return _sorted((kept | (manifest.objects - DESCRIBING)) - {*needed})
+    return _sorted((kept | (manifest.objects - DESCRIBING)) - {ITSELF.name, *needed})
 
 
 def _sorted(names: Iterable[str]) -> list[str]:
@@ -176,12 +176,13 @@ def _sorted(names: Iterable[str]) -> list[str]:
 
 
 def admissible(value: Any, needed: Collection[str]) -> list[str]:
-    """The names in a value that `--allow-object` may admit, sorted; none if one runs programs.
+    """The names in a value that `--allow-object` may admit, sorted; none if it cannot admit all.
 
     `needed` are those that engines put into their own files.
     """
     names = _Names().of(value) - COMMON - {*needed}
-    return [] if any(map(runs_programs, names)) else sorted(names)
+    never = ITSELF.name in names or any(map(runs_programs, names))
+    return [] if never else sorted(names)
 
 
 def _config(manifest: Manifest) -> Mapping[str, Any] | None:
@@ -191,6 +192,12 @@ def _config(manifest: Manifest) -> Mapping[str, Any] | None:
 def _refusal(names: list[str]) -> str:
     """Why a value that names these is left out. There is no ready option for what runs programs."""
     running = [name for name in names if runs_programs(name)]
+    if not running and ITSELF.name in names:
+        own = [name for name in names if name != ITSELF.name]
+        return (
+            f"it has an object that refers to itself ({listed(own, 4)}), and zckpt writes none: "
+            "save plain dictionaries and lists"
+        )
     if not running:
         options = " ".join(f"--allow-object {name}" for name in names[:4])
         return (
@@ -245,6 +252,8 @@ class _Filter:
                     value.items,
                 )
                 names = frozenset().union(*map(self._wrong, parts), self._lost(value.state))
+                if ITSELF.name in self._wrong(value):  # it is written as a whole, or not at all
+                    names = self._wrong(value)
             elif isinstance(value, (list, tuple)):
                 names = frozenset().union(*map(self._lost, value))
             self.lost[id(value)] = names

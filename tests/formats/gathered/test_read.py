@@ -226,28 +226,6 @@ class TestOneFile(FormatContract):
         assert manifest.state["client_state"]["best"][0].value == 0.5
 
 
-class TestLightning(FormatContract):
-    """A .ckpt of Lightning that is one file."""
-
-    format = "gathered"
-
-    @pytest.fixture
-    def checkpoint(self, tmp_path: Path) -> Path:
-        model, optimizer = trained_pair(named=True)
-        states = {
-            "epoch": 1,
-            "global_step": 3,
-            "pytorch-lightning_version": "2.6.0",
-            "state_dict": model.state_dict(),
-            "loops": {"fit_loop": {"state_dict": {}}},
-            "callbacks": {},
-            "optimizer_states": [optimizer.state_dict()],
-            "lr_schedulers": [{"last_epoch": 3}],
-        }
-        torch.save(states, tmp_path / "last.ckpt")
-        return tmp_path / "last.ckpt"
-
-
 # -- names
 
 
@@ -388,3 +366,19 @@ class TestStepsOfRanks:
     def test_parameters_that_were_unfrozen_late(self, tmp_path: Path) -> None:
         run = self.save(tmp_path / "run", {"a": 6, "b": 2}, {"c": 6})
         assert [item.step for item in zckpt.read(run).parameters.values()] == [6, 2, 6]
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (3, "it has an int, not a dictionary of tensors"),
+        ([torch.ones(2)], "it has a list, not a dictionary of tensors"),
+        ({"a": 1}, "it has a dictionary without tensors"),
+        (torch.ones(3), "it has one tensor, which has no name"),
+    ],
+    ids=["int", "list", "dict", "tensor"],
+)
+def test_what_a_file_without_state_dicts_has(value: Any, said: str, tmp_path: Path) -> None:
+    torch.save(value, tmp_path / "scaler.pt")
+    with pytest.raises(errors.NotACheckpoint, match=said):
+        zckpt.read(tmp_path / "scaler.pt")

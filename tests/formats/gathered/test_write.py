@@ -240,7 +240,7 @@ class TestWritten:
         own = {"epoch": 3, "rng": torch.get_rng_state(), "history": [torch.ones(2), 1.5]}
         torch.save({**states, **own}, tmp_path / "run.pt")
         zckpt.convert(tmp_path / "run.pt", tmp_path / "t", to="gathered")
-        extra = torch.load(tmp_path / "t" / "extra.pt")
+        extra = torch.load(tmp_path / "t" / "run.pt")
         assert extra["epoch"] == 3
         assert same_bits(extra["rng"], own["rng"])
         assert same_bits(extra["history"][0], torch.ones(2))

@@ -1,6 +1,7 @@
 """Directories of torch.distributed.checkpoint, as FSDP1, FSDP2 and plain torch save them.
 
     files.py      which folders make the checkpoint
+    rest.py       the file beside items with all that is no state dict
     read.py       the state dicts in them, and their manifest
     items.py      the same by key: an item is read when a program asks for it
     hf.py         Hugging Face's storage of the same: safetensors without an index

@@ -5,6 +5,7 @@
 <dir>/pytorch_model_fsdp_0, optimizer_0       two folders of one checkpoint: Accelerate's and
                                               Hugging Face Trainer's; _1 for a second model
 <dir>/model, optim (or optimizer)             the same of NeMo AutoModel, and of many programs
+<dir>/meta.pt                                 beside items: all that is no state dict (Lightning)
 <dir>/shard-R-model-F-of-N.safetensors        Hugging Face's storage (see hf.py): weights alone
 
 The folder `model` of such a pair may have Hugging Face's storage, or PEFT's adapter_model.

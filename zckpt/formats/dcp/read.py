@@ -57,6 +57,7 @@ from ..statedict.tree import (
 from ..statedict.weights import weights_of
 from . import hf
 from .files import MODEL, adapter_of, has_items, is_pair, locate, own_files, place_in, whole_of
+from .rest import read_rest
 
 MAX_LIST = 1_000_000  # elements of all lists
 FIELDS = {"planner_data", "storage_meta", "version", "zckpt"}  # that describe no item
@@ -86,11 +87,12 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
                 saved.tree[own_key(folder)] = _weights(folder, saved)
         models = [key for key in saved.tree if str(key).partition("_")[0] == "model"]
         if saved.folders and len(models) > 1:
-            saved.models, saved.inferred = models, []  # each model has its own
+            saved.models, saved.stated = models, None  # each model has its own
         if shards:
             saved.storage = RANKS
             saved.tree |= hf.state_dicts(hf.read(shards, saved))
-        own = [*parts, *shards, *own_files(root, parts)]
+        rest = read_rest(root, saved) if root in parts else ()
+        own = [*parts, *shards, *own_files(root, parts), *rest]
         lists = [beside(root, own, path)]
         if is_pair(saved.folders):
             for folder in parts:
@@ -145,8 +147,7 @@ class _FolderReader:
         saved.files += table.files
         stated = checked(table.others.get("zckpt"), os.path.join(table.folder, METADATA))
         if stated is not None:
-            saved.stated = saved.stated_of[place_in(table.folder, (MODEL,))[0]] = stated
-            saved.inferred = list(stated.get("inferred", ()))
+            saved.stated = saved.stated_of[place_in(table.folder, (MODEL,))] = stated
             self.names = stated["names"] if with_names else {}
         room = MAX_LIST
         front = self._front()

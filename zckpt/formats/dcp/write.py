@@ -17,7 +17,7 @@ from typing import Any
 
 from ...core.dtypes import SIZES, TORCH_NAMES
 from ...core.folder import Folder
-from ...core.inert import Foreign, Scalar, TensorName, map_values
+from ...core.inert import Foreign, Scalar, TensorName
 from ...core.layout import Layout, Shell
 from ...core.manifest import Manifest
 from ...errors import MissingData, UnsupportedCheckpoint, counted, listed, literal
@@ -35,7 +35,7 @@ from ...files.dcpshell import (
 from ...files.pickling import dumps
 from ...files.torchshell import Storages, shell, thawed
 from ...naming import peft
-from ...training import trainers
+from ...training import programs, trainers
 from ...training.options import DIALECT, DP, Options
 from ...training.trainers import TRANSFORMERS, program_of
 from ..statedict.keys import ADAPTER, in_folder, own_key
@@ -45,6 +45,7 @@ from . import hf
 from .files import ADAPTER as PEFT_FILE
 from .files import MODEL, PARTS, folders, has_items, is_pair
 from .options import LAYOUT
+from .rest import rest_for, rest_shell, rest_values, seal_rest, tensor_names
 
 SMALL = 64 << 10  # bytes; a rank finds smaller pieces more slowly than it reads them
 MOST_VALUES = 10_000  # of one key of the program's own state: each becomes an item, with a pickle
@@ -81,7 +82,7 @@ def lay_out(source: Manifest, options: Options, number: int = 0) -> Layout:
         writer.left_out,
         writer.warnings,
         about=about,
-        loading=trainers.resuming(source.siblings, loading) if of_trainer else loading,
+        loading=programs.resuming(source, loading) if of_trainer or writer.rest else loading,
     )
 
 
@@ -101,6 +102,7 @@ class DcpWriter:
         self.number = number
         self.world = options[DP] or source.dp
         self.dicts = StateDicts(source, options, "dcp", options[LAYOUT])
+        self.rest = rest_for(source, options, self.dicts)
         if options[DIALECT] == "torchtitan":
             self.dicts.model, self.dicts.optimizer, self.dicts.layout = TORCHTITAN
         self.warnings = [*self.dicts.warnings, *self._of_ranks(), *self._files_of_ranks()]
@@ -108,7 +110,7 @@ class DcpWriter:
         self.left_out += [
             f"client_state {key}: {count:,} values, of which torch.distributed.checkpoint would "
             "make an item each"
-            for key, count in self.dicts.leave_out_larger(MOST_VALUES)
+            for key, count in ([] if self.rest else self.dicts.leave_out_larger(MOST_VALUES))
         ]
         self.left_out += [*left_out(source, options), *self.dicts.collisions()]
         self.parts = self._parts()
@@ -164,7 +166,7 @@ class DcpWriter:
         if dialect == "torchtitan" or (dialect is None and not before):
             if program is not None and dialect is None and dicts.optimizes:
                 self.warnings.append(trainers.not_loaded(".metadata", ["accelerate"]))
-            return {"": list(dicts.items())}
+            return {"": [pair for pair in dicts.items() if not self._is_rest(pair[0])]}
         of_trainer = program == TRANSFORMERS
         if of_trainer and (others := peft.other_adapters(self.source.parameters)):
             raise UnsupportedCheckpoint(
@@ -196,6 +198,11 @@ class DcpWriter:
                 parts.setdefault(root, []).append((path, value))
         self.left_out += [f"{key}: Accelerate keeps such things in other files" for key in lost]
         return parts
+
+    def _is_rest(self, path: Path) -> bool:
+        """Whether a value is none of the state dicts', and has a file for it."""
+        own = (self.dicts.model, self.dicts.optimizer)
+        return self.rest is not None and not any(path[: len(each)] == each for each in own)
 
     def _pair(self, folders: Sequence[str]) -> dict[str, list[PathValue]]:
         """Items by folder: the model's and the optimizer's, each under the keys of the source.
@@ -239,6 +246,8 @@ class DcpWriter:
             files = self._safetensors(values) if is_model and self.storage else None
             for file in files or self._folder(folder, values):
                 yield Shell(os.path.join(folder, file.name), file.size, file.parts)
+        if self.rest is not None:
+            yield rest_shell(self.rest, self.source, self.dicts)
 
     def _safetensors(self, values: Sequence[PathValue]) -> Iterator[Shell]:
         """The weights as PEFT's file, or as Hugging Face's storage of all ranks."""
@@ -342,8 +351,10 @@ class DcpWriter:
             if (tensor := self._tensor_of(value)) is not None:
                 dtype = TORCH_NAMES[tensor.dtype]
                 items[key] = TensorItem(dtype, tensor.shape, tuple(boxes[key]))
-            if inside := list(_tensor_names(value)):
+            if inside := list(tensor_names(value)):
                 names[key] = inside
+        if self.rest and (inside := list(tensor_names(rest_values(self.source, self.dicts)))):
+            names[self.rest] = inside
         stated = {
             **self.dicts.unsaid(),
             "names": names,
@@ -351,15 +362,6 @@ class DcpWriter:
         }
         locations = [(each.key, each.location) for each in saved]
         return metadata(items, paths, locations, zckpt=stated)
-
-
-def _tensor_names(value: Any) -> Iterator[str]:
-    """The manifest's names of the tensors in a value, in the order of the value."""
-    if isinstance(value, TensorName):
-        yield value.name
-    names: list[str] = []
-    map_values(value, lambda item, _: names.extend(_tensor_names(item)))
-    yield from names
 
 
 def _shell(value: Any, storages: Storages) -> Shell:
@@ -370,3 +372,4 @@ def seal(root: Folder, manifest: Manifest, outcome: Any) -> None:
     """Writes the CRC-32 of every record into the zip directory of its item."""
     for folder in filter(has_items, folders(root.path)):
         seal_items(root, folder, crcs_of(outcome))
+    seal_rest(root, manifest, outcome)

@@ -13,7 +13,7 @@ from ...core.manifest import Manifest
 from ...errors import counted, listed, literal
 from ...files.torchshell import seal_records
 from ...naming.order import need_order
-from ...training import trainers
+from ...training import programs
 from ...training.options import LIKE, TP, Options
 from ..deepspeed_states import reports
 from ..deepspeed_states.hyper import check_states
@@ -94,7 +94,7 @@ def _lay_out(source: Manifest, options: Options) -> Layout:
     def loading(path: str) -> str:
         return f"model_engine.load_checkpoint({literal(path)}{only})"
 
-    line = loading if options.weights_only else trainers.resuming(source.siblings, loading)
+    line = loading if options.weights_only else programs.resuming(source, loading)
     return Layout(shells, siblings, target.left_out, warnings, about=about, loading=line)
 
 

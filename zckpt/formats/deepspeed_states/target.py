@@ -27,6 +27,7 @@ from ...files.torchshell import Storages, thawed
 from ...training import steps
 from ...training.optimizers import is_of_axis, known_optimizer
 from ...training.options import Options
+from ...training.programs import program_in
 from ...training.trainers import ACCELERATE, program_of
 from .. import zero
 from .directories import POINTERS
@@ -357,6 +358,8 @@ class DeepSpeedTarget:
         stated = self.source.source.get("tag")
         if stated is None and program_of(self.source.siblings) == ACCELERATE:
             stated = "pytorch_model"  # which Accelerator.load_state asks for
+        if program := program_in(self.source):
+            stated = program.tag
         return str(stated or f"global_step{self.counters['global_steps']}")
 
     @property

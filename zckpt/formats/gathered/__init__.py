@@ -29,6 +29,7 @@ FORMAT = Format(
     options=OPTIONS,
     numbers=True,
     keeps_steps=True,
+    fits_any_dp=True,
     of_ranks=("rank",),
     objects=frozenset(),
 )

@@ -1,17 +1,27 @@
 """What does zckpt do with these files?"""
 
+from ...core.layout import Layout
+from ...core.manifest import Manifest
+from ...training.options import DP, Options
 from ..format import Functions
 from ..groups import with_trainers_groups
+from . import write, write_ranks
 from .gather import partitions
 from .read import read
-from .write import has_models, lay_out, seal
+
+
+def lay_out(source: Manifest, options: Options) -> Layout:
+    """Whole files, or with `--dp` those of ranks."""
+    lay_out_files = write.lay_out if options[DP] is None else write_ranks.lay_out
+    return lay_out_files(source, options)
+
 
 FUNCTIONS = Functions(
     read=read,
     lay_out=lay_out,
-    has_models=has_models,
-    lay_out_model=lay_out,
-    seal=seal,
+    has_models=write.has_models,
+    lay_out_model=write.lay_out,
+    seal=write.seal,
     partitions=partitions,
     groups=with_trainers_groups,
 )

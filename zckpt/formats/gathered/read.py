@@ -9,6 +9,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from ...core import sources
+from ...core.facts import StateDictEngine
 from ...core.filenames import number_of, numbered
 from ...core.manifest import Manifest
 from ...core.saved_names import nameless, refuse_others, saved_names
@@ -36,6 +37,8 @@ from .items import METADATA, refusal, said_of
 
 CONFIG = "fsdp_config.json"
 """verl's file beside files of ranks; it has the version of FSDP and the number of ranks."""
+STATED = "zckpt"
+"""The key of what only zckpt states."""
 MESH = "mesh"
 """In `Manifest.source`: the mesh of ranks' files that can be written for other ranks."""
 
@@ -89,8 +92,9 @@ def read_tree(path: str, reading: Reading) -> tuple[Manifest, Sequence[ranked.Co
             _refuse_lost(result, reading.param_names)
         if reader.saved.orders is not None:
             result = _in_order(result, reading.param_names)
-        # numbers are usual in these files: they do not say which layout --to dcp should write
-        engine = replace(keys_of(result.engine), layout=None, whole=True, dialect=reader.dialect)
+        engine = replace(keys_of(result.engine), whole=True, dialect=reader.dialect)
+        if not is_kept(engine):
+            engine = replace(engine, layout=None, file=None)
         result = replace(result, engine=engine, notes=(*result.notes, *reader.notes))
         return result, reader.copies
     except MALFORMED as error:
@@ -165,6 +169,8 @@ class _TreeReader:
         self.notes = nameless([name for name in names if name.place[1]])
         extra = {key: self._extra(path) for key, path in files.whole.items() if is_extra(key)}
         trees = {key: self._whole(name) for key, name in files.whole.items() if key not in extra}
+        if None in files.whole:
+            self.saved.file = os.path.basename(files.whole[None])
         trees |= {key: value for key, value in extra.items() if value is not None}
         self.saved.tree = dict(trees)  # local states are matched with these
         trees |= {key: self._ranks(key, paths) for key, paths in files.ranks.items()}
@@ -194,17 +200,17 @@ class _TreeReader:
                 f"{self.path} is not a dictionary of state dicts",
                 hint="save model.state_dict(), alone or under a key",
             )
-        for key, stated in [*self.saved.stated_of.items()]:
-            model = trees.get(key)
+        tree = {**extra, **alone, **trees}
+        for path, stated in [*self.saved.stated_of.items()]:
+            model = _found(tree, path)
             if not isinstance(model, dict):
                 continue
             for alias, owner in stated["aliases"].items():  # safetensors have tied weights once
                 if alias not in model and owner in model:
                     model[alias] = model[owner]
             if not model.keys() >= {*stated["aliases"], *stated["buffers"], *stated["frozen"]}:
-                del self.saved.stated_of[key]  # the model was saved again, by another program
-        self.saved.stated = self.saved.stated_of.get("model")
-        return {**extra, **alone, **trees}
+                del self.saved.stated_of[path]  # the model was saved again, by another program
+        return tree
 
     def _extra(self, path: str) -> dict[Any, Any] | None:
         """What is beside model and optimizer; if zckpt wrote it, also what it stated of them."""
@@ -212,17 +218,22 @@ class _TreeReader:
         if not isinstance(file.value, dict):  # the program's own file, which is carried unread
             return None
         self._add(file)
+        model = numbered("model", number_of(os.path.basename(path)))
+        extra: dict[Any, Any] = self._leaves(file, self._without_stated(file, (model,)))
+        return extra
+
+    def _without_stated(self, file: TorchFile, model: Path) -> dict[Any, Any]:
+        """What a program has in a file, without what zckpt stated there of a model."""
         value = dict(file.value)
-        stated = checked(value.pop("zckpt", None), file.path)
+        stated = checked(value.pop(STATED, None), file.path)
         if stated is not None:
-            number = number_of(os.path.basename(path))
-            self.saved.stated_of[numbered("model", number)] = stated
-            self.saved.inferred = [] if self.files.models else list(stated.get("inferred", ()))
+            self.saved.stated_of[tuple(stated.get("model", model))] = stated
             if self.is_one:  # the names are those of one model alone
                 self.names |= stated["names"]
-        names = iter(self.names.get(os.path.basename(file.path), ()))
-        value = leaves(file, value, names)
-        return value if isinstance(value, dict) else None
+        return value
+
+    def _leaves(self, file: TorchFile, value: Any) -> Any:
+        return leaves(file, value, iter(self.names.get(os.path.basename(file.path), ())))
 
     def _open(self, path: str) -> TorchFile:
         # of an index of Hugging Face, files are opened one by one
@@ -248,7 +259,8 @@ class _TreeReader:
             ranked.refuse_part(file)
             return self._merge({0: file}).tree
         ranked.refuse_flat(file)
-        return leaves(file, file.value, iter(self.names.get(os.path.basename(path), ())))
+        is_one = path == self.files.whole.get(None) and isinstance(file.value, dict)
+        return self._leaves(file, self._without_stated(file, ()) if is_one else file.value)
 
     def _ranks(self, key: str | None, paths: Mapping[int, str]) -> Any:
         files = {rank: self._open(paths[rank]) for rank in sorted(paths)}
@@ -301,9 +313,28 @@ class _TreeReader:
         return merged
 
 
+def _found(tree: Any, path: Path) -> Any:
+    """What is at a path of keys; None if nothing is."""
+    for key in path:
+        tree = tree.get(key) if isinstance(tree, dict) else None
+    return tree
+
+
 def is_extra(key: str | None) -> bool:
     """Whether a key is of zckpt's own file, which has what is beside model and optimizer."""
     return key is not None and key == numbered("extra", number_of(key))
+
+
+def is_kept(engine: StateDictEngine) -> bool:
+    """Whether one file has everything, in a form that is written again.
+
+    The model and the optimizer have keys of their own in it, and lists of groups.
+    """
+    return (
+        engine.file is not None
+        and engine.layout != "flat"
+        and () not in (engine.model, engine.optimizer)
+    )
 
 
 def _dialect_of(weights: str) -> str | None:

@@ -14,13 +14,17 @@ which has tied weights once, as safetensors requires. Trainers look for files wi
     safetensors, from Accelerate's             model.safetensors, optimizer.bin, scheduler.bin
     accelerate                                 pytorch_model_fsdp.bin, optimizer.bin: FSDP's whole
                                                state dicts, where the optimizer knows names
+
+A source that is one file, and the state of a program that loads one, become one file again: with
+the name and the keys of that file, and `zckpt` beside them.
 """
 
 from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 from msgspec import Struct
@@ -36,33 +40,39 @@ from ...files import safefile
 from ...files.torchfile import Tensor
 from ...files.torchshell import Storages, seal_records, shell
 from ...naming import peft
-from ...training import trainers
+from ...training import programs, trainers
 from ...training.options import DIALECT, DP, Options
+from ...training.programs import Keys, program_in
 from ...training.trainers import ACCELERATE, TRANSFORMERS, program_of
-from ..statedict.keys import keys_of, trainers_dialect
+from ..statedict.keys import OPTIMIZER, keys_of, trainers_dialect
+from ..statedict.tree import Path, dotted
 from ..statedict.write import BlankTensor, StateDicts, left_out
-
-STATED = "zckpt"
-"""The key of what only zckpt states."""
+from .read import STATED
 
 
 class FileNames(Struct, frozen=True):
     """A program's names of its files; `by_name` if its optimizer knows parameters by name.
 
-    Without a name of its own, the scheduler is in extra.pt.
+    Without a name of its own, the scheduler is in extra.pt. `keys` are those of the state dicts in
+    one file of everything.
     """
 
     weights: str
     optimizer: str
     scheduler: str | None = None
     by_name: bool = False
+    keys: Keys | None = None
     extra: str = "extra.pt"
 
     def of_model(self, number: int) -> FileNames:
         """Those of a further model."""
-        names = (self.weights, self.optimizer, self.scheduler or "", self.extra)
-        weights, optimizer, scheduler, extra = (numbered(name, number) for name in names)
-        return FileNames(weights, optimizer, self.scheduler and scheduler, self.by_name, extra)
+        return replace(
+            self,
+            weights=numbered(self.weights, number),
+            optimizer=numbered(self.optimizer, number),
+            scheduler=self.scheduler and numbered(self.scheduler, number),
+            extra=numbered(self.extra, number),
+        )
 
     @property
     def is_safetensors(self) -> bool:
@@ -87,8 +97,16 @@ def has_models(source: Manifest, options: Options) -> bool:
 
 def file_names(source: Manifest, options: Options) -> FileNames:
     """The names of the target's files: by `--dialect`, else as in a source of this format."""
-    stated = keys_of(source.engine).dialect
-    dialect = options[DIALECT] or (stated if stated in PLAIN else None)
+    engine = keys_of(source.engine)
+    if options[DIALECT] is None and not options.weights_only:
+        of_program = program_in(source)
+        keys = of_program.whole.numbered_as(engine.optimizer) if of_program else None
+        if engine.whole and engine.file is not None:
+            keys = Keys(engine.model, engine.optimizer or OPTIMIZER, engine.file)
+        if keys is not None:
+            by_name = engine.whole and engine.layout == "nested"
+            return FileNames(keys.file, keys.file, by_name=by_name, keys=keys)
+    dialect = options[DIALECT] or (engine.dialect if engine.dialect in PLAIN else None)
     program = program_of(source.siblings)
     names = PLAIN[dialect]
     if program is None:
@@ -108,10 +126,6 @@ def lay_out(source: Manifest, options: Options, number: int = 0) -> Layout:
 
     Raises WrongOption and MissingData before anything is written.
     """
-    if options[DP] is not None:
-        from . import write_ranks
-
-        return write_ranks.lay_out(source, options)
     writer = StateDictWriter(source, options, number)
     own = {shell.name for shell in writer.shells()}
     # a trainer's own files are written anew; any other file of such a name is lost
@@ -122,18 +136,23 @@ def lay_out(source: Manifest, options: Options, number: int = 0) -> Layout:
         for item in source.siblings
         if item.name in own and item.name not in replaced
     ]
-    optimizer = [writer.file_names.optimizer] * writer.optimizes
-    names = " and ".join([writer.file_names.weights, *optimizer])
-    about = f"whole state dicts, which any number of ranks loads: {names}"
     names_of_files = writer.file_names
+    optimizer = [names_of_files.optimizer] * writer.optimizes
+    names = " and ".join(dict.fromkeys([names_of_files.weights, *optimizer]))
+    about = f"whole state dicts, which any number of ranks loads: {names}"
 
     def loading(path: str) -> str:
         file = literal(os.path.join(path, names_of_files.weights))
+        if names_of_files.keys is not None:
+            return f"torch.load({file})"
         if names_of_files.is_safetensors:  # which has a tied weight once
             return f"safetensors.torch.load_model(model, {file})"
         return f"model.load_state_dict(torch.load({file}))"
 
     of_trainer = writer.optimizes and names_of_files.scheduler is not None
+    resuming = trainers.resuming(source.siblings, loading) if of_trainer else loading
+    if names_of_files.keys is not None:
+        resuming = programs.resuming(source, loading, names_of_files.weights)
     return Layout(
         writer.shells,
         siblings,
@@ -141,7 +160,7 @@ def lay_out(source: Manifest, options: Options, number: int = 0) -> Layout:
         writer.warnings,
         from_masters=True,
         about=about,
-        loading=trainers.resuming(source.siblings, loading) if of_trainer else loading,
+        loading=resuming,
     )
 
 
@@ -158,13 +177,17 @@ class StateDictWriter(StateDicts):
         if self.file_names.is_safetensors:
             self._check_safetensors()
         self.files: dict[str, Any] = {}
+        if self.file_names.keys is not None:
+            self.files[self.file_names.weights] = self._everything(self.file_names.keys)
+            return
         if not self.file_names.is_safetensors:
             self.files[self.file_names.weights] = self.weights
         if self.optimizes:
             self.files[self.file_names.optimizer] = self._optimizer_state()
         if not options.weights_only:
             self._add_scheduler()
-            self.files[self.file_names.extra] = self._extra()
+            extra, name = self._extra(("model", "optim", STATED)), self.file_names.extra
+            self.files[name] = {**extra, STATED: self._stated([*self.files.items(), (name, extra)])}
         self._warn_of_names()
 
     def shells(self) -> Iterator[Shell]:
@@ -252,25 +275,35 @@ class StateDictWriter(StateDicts):
         }
         return {"state": dict(sorted(state.items())), "param_groups": groups}
 
-    def _extra(self) -> dict[Any, Any]:
+    def _everything(self, keys: Keys) -> dict[Any, Any]:
+        """The content of one file with the program's own state, and the state dicts among it."""
+        tree = self._extra((STATED,))
+        own: dict[Path, Any] = {keys.model: self.weights}
+        if self.optimizes:
+            own[keys.optimizer] = self._optimizer_state()
+        for path, value in own.items():
+            if _placed(tree, path, value) is not None:
+                self.left_out.append(f"client_state {dotted(path)}: a state dict has this key")
+        stated = self._stated([(keys.file, tree)])
+        return {**tree, STATED: {**stated, "model": list(keys.model)}}
+
+    def _extra(self, taken: Sequence[str]) -> dict[Any, Any]:
+        """The scheduler, and the program's own state without the keys that are `taken`."""
         source = self.source
         extra: dict[Any, Any] = {}
         if source.state.get("lr_scheduler") is not None and self.file_names.scheduler is None:
             extra[self.scheduler] = source.state["lr_scheduler"]
         for key, value in (source.state.get("client_state") or {}).items():
-            if key in ("model", "optim", STATED, *extra):
+            if key in (*taken, *extra):
                 self.left_out.append(f"client_state {key!r}: a file of the target has this name")
             else:
                 extra[key] = value
-        stated = {
-            **self.unsaid(),
-            "names": {
-                name: names
-                for name, value in (*self.files.items(), (self.file_names.extra, extra))
-                if any(names := list(self._tensor_names(value)))
-            },
-        }
-        return {**extra, STATED: stated}
+        return extra
+
+    def _stated(self, files: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+        """What only zckpt states: see stated.py; and the names of the tensors in `files`."""
+        names = {name: own for name, value in files if any(own := list(self._tensor_names(value)))}
+        return {**self.unsaid(), "names": names}
 
     def _tensor_names(self, value: Any) -> Iterator[str]:
         """The manifest's names of the tensors in a file that are not 0-d; "" for weights."""
@@ -300,6 +333,22 @@ class StateDictWriter(StateDicts):
         if hasattr(value, "_metadata"):
             result._metadata = value._metadata
         return result
+
+
+def _placed(tree: dict[Any, Any], path: Path, value: Any) -> Any:
+    """Puts a value at a path, an integer of which is a place in a list; gives what was there."""
+    container: Any = tree
+    known: Any = None
+    for key, following in pairwise((*path, None)):
+        if isinstance(container, list):
+            container += [None] * (key + 1 - len(container))
+        known = container[key] if isinstance(container, list) else container.get(key)
+        kind = list if type(following) is int else dict
+        # containers of the source are not changed
+        item = kind(known) if isinstance(known, kind) else kind()
+        container[key] = value if following is None else item
+        container = item
+    return known
 
 
 def seal(root: Folder, manifest: Manifest, outcome: Any) -> None:

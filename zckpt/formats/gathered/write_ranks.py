@@ -27,8 +27,8 @@ from ...files.torchfile import REBUILD, Tensor
 from ...files.torchshell import Storages, shell
 from ...training.options import DIALECT, DP, Options
 from ..statedict.write import BlankTensor
-from .read import CONFIG, MESH, with_copies
-from .write import STATED, StateDictWriter
+from .read import CONFIG, MESH, STATED, with_copies
+from .write import StateDictWriter
 
 MESHES, LAYOUTS = "torch.distributed.device_mesh", "torch.distributed._mesh_layout"
 SPECS, PLACEMENTS = (

@@ -27,6 +27,8 @@ from .tree import InPieces, Leaf, Path, SavedTree, StepStatement, dotted
 from .twins import second_names
 
 SCHEDULERS = ("lr_scheduler", "scheduler", "sched")
+LISTED = "lr_schedulers"
+"""The key of a list of schedulers, which stay in the program's own state."""
 
 
 class ManifestBuilder:
@@ -327,6 +329,7 @@ class ManifestBuilder:
             self.saved.adapter,
             storage=None if self._are_several() else self.saved.storage,
             bare=self.saved.bare,
+            file=None if self._are_several() else self.saved.file,
         )
         state: dict[str, Any] = {
             "module": list(dict.fromkeys((*self.model, *self.aliases, *extra))),
@@ -334,17 +337,20 @@ class ManifestBuilder:
         }
         if scheduler is not None:
             state["lr_scheduler"] = self._kept(rest.pop(scheduler), "lr_scheduler")
-            self._sight_scheduler(state["lr_scheduler"])
+            self._sight_scheduler("lr_scheduler", state["lr_scheduler"])
         if rest:
             state["client_state"] = self._kept(rest, "client_state")
+            schedulers = state["client_state"].get(LISTED)
+            for place, each in enumerate(schedulers if isinstance(schedulers, list) else ()):
+                self._sight_scheduler(f"{LISTED}.{place}", each)
         if self.other:
             state["optimizer"] = {"other": self._kept(self.other, "optimizer.other")}
         return state, engine
 
-    def _sight_scheduler(self, scheduler: Mapping[str, Any]) -> None:
-        self.sightings += steps.counter_sightings(
-            "lr_scheduler", scheduler, steps.SCHEDULER_COUNTERS
-        )
+    def _sight_scheduler(self, where: str, scheduler: Any) -> None:
+        if isinstance(scheduler, dict):
+            counters = steps.SCHEDULER_COUNTERS
+            self.sightings += steps.counter_sightings(where, scheduler, counters)
 
     def _kept(self, value: Any, path: str) -> Any:
         """`value` with its tensors as entries of slot `state`; 0-d ones by value."""

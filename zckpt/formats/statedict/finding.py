@@ -24,6 +24,7 @@ from msgspec.structs import replace
 from ...core.dtypes import FLOATS
 from ...core.inert import PLAIN, map_values, to_json, types_in
 from ...errors import MissingData
+from ...training.programs import program_of
 from .tree import Leaf, Path, SavedTree, dotted
 from .twins import is_float
 
@@ -162,6 +163,9 @@ def choose_models(
         )
     if saved.models:
         return [(key,) for key in saved.models]
+    program = program_of(saved.tree)
+    if program is not None and program.whole.model in models:
+        return [program.whole.model]
     fitting: dict[Path, dict[Any, Any]] = dict(models)
     if len(optimizers) == 1 and not optimizers[0].is_numbered:
         names = {name for members in optimizers[0].members for name in members}
@@ -213,10 +217,20 @@ def is_extra(key: Any) -> bool:
 
 
 def without(tree: Any, paths: set[Path], path: Path = ()) -> Any:
-    """The tree without the state dicts at these paths, and without containers of nothing else."""
+    """The tree without the state dicts at these paths, and without containers of nothing else.
+
+    In a list with other items, None is in their place.
+    """
     if () in paths and not path:
         values = {key: value for key, value in tree.items() if not isinstance(value, Leaf)}
         return without(values, paths - {()})
+    if isinstance(tree, list) and not types_in(tree) <= PLAIN:
+        places = [(*path, place) for place in range(len(tree))]
+        items = [
+            None if place in paths else without(item, paths, place)
+            for place, item in zip(places, tree, strict=True)
+        ]
+        return [] if paths >= {*places} else items
     if not isinstance(tree, dict):
         return tree
     rest = type(tree)()  # an OrderedDict stays one
@@ -227,6 +241,6 @@ def without(tree: Any, paths: set[Path], path: Path = ()) -> Any:
         if (*path, key) in paths:
             continue
         kept = without(value, paths, (*path, key))
-        if kept != {} or value == {}:
+        if kept not in ({}, []) or value in ({}, []):
             rest[key] = kept
     return rest

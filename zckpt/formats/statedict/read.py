@@ -12,6 +12,7 @@ from ...core.manifest import Manifest, Unread
 from ...errors import InconsistentCheckpoint, MissingData, listed
 from ...naming import peft
 from ...naming.names import names_in
+from ...training.programs import program_of
 from ...training.trainers import config_of, of_model
 from ..reading import USUAL, Reading
 from .building import ManifestBuilder
@@ -61,11 +62,12 @@ def manifest(saved: SavedTree, reading: Reading = USUAL) -> Manifest:
     model: dict[str, Any] = {}
     named: dict[Path, OptimizerState] = {}
     stated: dict[str, dict[str, Any] | None] = {}
+    of_any = saved.stated
     for root in roots:
+        saved.stated = stated[root.prefix] = saved.stated_of.get(root.model, of_any)
         own, states = _named(saved, root, models[root.model], optimizers, reading)
         model |= own
         named |= states
-        stated[root.prefix] = saved.stated
     if len(stated) > 1:
         saved.stated = joined(stated)
     result = ManifestBuilder(saved, roots, model, named, reading).build()
@@ -102,6 +104,14 @@ def _several(saved: SavedTree, roots: Roots, reading: Reading) -> list[Root]:
         ]
         return list(roots.roots)
     chosen = roots.asked(reading.root, reading.weights_only)
+    program = program_of(saved.tree)
+    every = [path for root in roots.roots for path in root.optimizers]
+    lost = [dotted(path) for path in every if path not in chosen.optimizers]
+    if program is not None and chosen.optimizers and lost:
+        saved.warnings.append(
+            f"{program.name} loads the state of each optimizer by its place: a module that has "
+            f"{listed(lost)}, too, does not resume from what is written"
+        )
     saved.left_out += roots.left_out(chosen)
     if saved.models:
         saved.siblings, others = of_model(saved.siblings, number_of(chosen.name))
@@ -125,9 +135,7 @@ def _named(
     """A root's model, and its optimizers' states under the names of the model."""
     own = {path: optimizers[path] for path in root.optimizers}
     inferred, warnings = len(saved.inferred), len(saved.warnings)
-    if saved.models:
-        saved.stated = saved.stated_of.get(root.model[0])
-        saved.inferred += (saved.stated or {}).get("inferred", ())
+    saved.inferred += (saved.stated or {}).get("inferred", ())
     param_names = names_in(reading.param_names, root.prefix)
     model = _with_names_of_adapters(saved, state_dict, own.values(), param_names)
     is_one = not root.prefix and len(own) == 1

@@ -77,12 +77,12 @@ class SavedTree(Struct, eq=False):
     `models` are the keys of several models, if files of their own say that they are such.
     `beside` is the key under which an optimizer's keys are now that stood beside the model's.
     `stated` is what zckpt wrote beside the state dicts: aliases, buffers, frozen weights;
-    `stated_of` has that of each of `models`. `folders` are those where model and optimizer lie
-    apart. `in_order` says whether the model's names stand in the program's order (safetensors sorts
-    them). `inferred` are names of parameters that no file states. `adapter` says whether the
-    model's state has PEFT's names (see peft.py). `steps` are all that the ranks' files state;
-    several of one path may differ. `storage` and `bare` are the engine's. `unread` are states that
-    belong to no parameter.
+    `stated_of` has that of one of several models, by its place. `folders` are those where model and
+    optimizer lie apart. `in_order` says whether the model's names stand in the program's order
+    (safetensors sorts them). `inferred` are names of parameters that no file states. `adapter` says
+    whether the model's state has PEFT's names (see peft.py). `steps` are all that the ranks' files
+    state; several of one path may differ. `storage`, `bare` and `file` are the engine's. `unread`
+    are states that belong to no parameter.
     """
 
     root: str
@@ -99,7 +99,7 @@ class SavedTree(Struct, eq=False):
     models: list[str] = field(default_factory=list)
     beside: str = ""
     stated: dict[str, Any] | None = None
-    stated_of: dict[str, dict[str, Any]] = field(default_factory=dict)
+    stated_of: dict[Path, dict[str, Any]] = field(default_factory=dict)
     folders: list[str] | None = None
     in_order: bool = True
     unused: list[Extent] = field(default_factory=list)
@@ -108,6 +108,7 @@ class SavedTree(Struct, eq=False):
     steps: list[StepStatement] = field(default_factory=list)
     storage: str | None = None
     bare: bool = False
+    file: str | None = None
 
     @property
     def keeps_groups(self) -> bool:

@@ -58,7 +58,8 @@ class StateDicts:
         place = self.keys.optimizer  # () if its keys stand beside the model's
         self.optimizer: Path = OPTIMIZER if place is None else place
         self.scheduler = self.keys.scheduler or "lr_scheduler"
-        self.layout = layout or self.keys.layout or "nested"
+        # numbers are usual in whole files: they do not say which names items should have
+        self.layout = layout or (None if self.keys.whole else self.keys.layout) or "nested"
         self.warnings = list(source.warnings)
         self.left_out = list(source.left_out)
         self.aliases = {

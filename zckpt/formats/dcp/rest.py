@@ -1,0 +1,94 @@
+"""Which file beside items has all that is no state dict, and what is in it?
+
+Lightning and Fabric keep loops, callbacks and the like in `meta.pt`, and look for them there alone.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from msgspec.structs import replace
+
+from ...core import sources
+from ...core.folder import Folder
+from ...core.inert import TensorName, map_values
+from ...core.layout import Shell
+from ...core.manifest import Manifest
+from ...files.torchfile import TorchFile, is_torch
+from ...files.torchshell import Storages, seal_records, shell, thawed
+from ...training.options import DIALECT, Options
+from ...training.programs import META, program_in
+from ..statedict.tree import SavedTree, leaves
+from ..statedict.write import StateDicts
+
+
+def rest_of(folder: str) -> str | None:
+    """The path of such a file in a folder."""
+    path = os.path.join(folder, META)
+    return path if sources.is_file(path) and is_torch(path) else None
+
+
+def read_rest(folder: str, saved: SavedTree) -> list[str]:
+    """Adds the values of such a file to the items; gives its path, if there is one."""
+    path = rest_of(folder)
+    file = TorchFile(path) if path is not None else None
+    if file is None or not isinstance(file.value, dict):
+        return []
+    name = os.path.basename(file.path)
+    values = leaves(file, file.value, iter((saved.stated or {}).get("names", {}).get(name, ())))
+    saved.left_out += [f"{name}: {key}, which is an item" for key in values if key in saved.tree]
+    saved.tree = {**values, **saved.tree}
+    saved.records += file.records.values()
+    saved.files.append(file.path)
+    saved.file = name
+    return [file.path]
+
+
+def rest_for(source: Manifest, options: Options, dicts: StateDicts) -> str | None:
+    """The target's file, if the program looks for one.
+
+    A program that had one file with everything finds its state dicts under its keys for items.
+    """
+    keys, program = dicts.keys, program_in(source)
+    if options[DIALECT] is not None or options.weights_only:
+        return None
+    if keys.file is not None and not keys.whole:
+        return keys.file
+    if program is None or source.format == "dcp":
+        return None
+    own = program.sharded.numbered_as(keys.optimizer)
+    dicts.model, dicts.optimizer = own.model, own.optimizer
+    return program.sharded.file
+
+
+def rest_shell(name: str, source: Manifest, dicts: StateDicts) -> Shell:
+    """The target's file."""
+    storages = Storages()
+    return shell(name, thawed(rest_values(source, dicts), source.entries, storages), storages)
+
+
+def rest_values(source: Manifest, dicts: StateDicts) -> dict[Any, Any]:
+    """The program's own state, and the scheduler."""
+    scheduler = source.state.get("lr_scheduler")
+    return {
+        **({} if scheduler is None else {dicts.scheduler: scheduler}),
+        **(source.state.get("client_state") or {}),
+    }
+
+
+def tensor_names(value: Any) -> Iterator[str]:
+    """The manifest's names of the tensors in a value, in the order of the value."""
+    if isinstance(value, TensorName):
+        yield value.name
+    names: list[str] = []
+    map_values(value, lambda item, _: names.extend(tensor_names(item)))
+    yield from names
+
+
+def seal_rest(root: Folder, manifest: Manifest, outcome: Any) -> None:
+    """Writes the CRC-32 of every record of the file."""
+    path = rest_of(root.path)
+    records = tuple(each for each in manifest.records if each.extent.file == path)
+    seal_records(root, replace(manifest, records=records), outcome)
