@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -41,7 +42,7 @@ def members(held: dict[str, Any]) -> list[dict[str, Any]]:
 
 def resumes(root: Path, run: Path, tmp_path: Path, *, pp: int, tp: int, dp: int) -> None:
     """The unmodified engine has what the source's engine had, and trains on."""
-    case = replace(CASES[root.name], tp=tp)
+    case = dataclasses.replace(CASES[root.name], tp=tp)
     expected = torch.load(root / "oracle.pt", weights_only=False)
     held = grids.resume(case, run, tmp_path / "engine", dp, pp)
     for key in ("steps", "scalars", "counters"):
@@ -282,7 +283,7 @@ def test_the_engine_cuts_at_the_same_bounds(
     root, case = grid_trained(PLAIN), CASES[PLAIN]
     report = zckpt.reshard(root / "run", tmp_path / "run", pp=pp, dp=1, pp_partition=method)
     assert [f"--pp-partition {method}" in line for line in report["warnings"]].count(True) == 1
-    case = replace(case, method=method.partition(":")[0])
+    case = dataclasses.replace(case, method=method.partition(":")[0])
     held = grids.resume(case, tmp_path / "run", tmp_path / "engine", 1, pp)
     expected = torch.load(root / "oracle.pt", weights_only=False)
     assert held["tensors"].keys() == expected["tensors"].keys()

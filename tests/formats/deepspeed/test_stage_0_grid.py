@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from msgspec.structs import replace
 
 import zckpt
 from zckpt.errors import (
@@ -163,7 +163,7 @@ def test_a_pipeline_resumes(
     expected = torch.load(root / "oracle.pt", weights_only=False)
     zckpt.reshard(root / "run", tmp_path / "run", param_names=names_of(root), **options)
     config = grids.BF16_OPTIMIZER if name == PP_BF16 else case.config
-    resumed = replace(case, stage=stage, config=config, tp=options.get("tp", case.tp))
+    resumed = dataclasses.replace(case, stage=stage, config=config, tp=options.get("tp", case.tp))
     held = grids.resume(
         resumed, tmp_path / "run", tmp_path / "engine", options["dp"], options.get("pp")
     )
@@ -196,7 +196,7 @@ def test_a_pipeline_leaves_zero(
     said = "give the optimizer the trained" if dtype == "fp32" else "divides gradients by the loss"
     assert [said in line for line in report["warnings"]] == [True] * (case.dtype == dtype)
     assert zckpt.verify(tmp_path / "run", against=root / "run")["equal"]
-    resumed = replace(
+    resumed = dataclasses.replace(
         case, stage=0, dtype=dtype, tp=options.get("tp", case.tp), lists_frozen=dtype != "fp32"
     )
     held = grids.resume(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from msgspec.structs import replace
 
 import zckpt
 from zckpt.errors import (
@@ -51,7 +51,7 @@ def rules(tmp_path: Path) -> Path:
 def resumes(root: Path, run: Path, tp: int, dp: int, tmp_path: Path, stage: int | None) -> None:
     """The unmodified engine has what the source's engine had, and trains on."""
     case = CASES[root.name]
-    case = replace(case, tp=tp, stage=case.stage if stage is None else stage)
+    case = dataclasses.replace(case, tp=tp, stage=case.stage if stage is None else stage)
     held = grids.resume(case, run, tmp_path / "engine", dp)
     expected = torch.load(root / "oracle.pt", weights_only=False)
     for key in ("steps", "scalars", "counters", "groups", "trainable", "frozen"):
@@ -158,7 +158,7 @@ def test_another_element_type(
     """Masters and moments stay as they are; the module's weights are the masters, rounded."""
     root = grid_trained(name)
     zckpt.reshard(root / "run", tmp_path / "run", tp=tp, dp=dp, stage=stage, dtype=dtype)
-    case = replace(CASES[name], tp=tp, stage=stage, dtype=dtype)
+    case = dataclasses.replace(CASES[name], tp=tp, stage=stage, dtype=dtype)
     held = grids.resume(case, tmp_path / "run", tmp_path / "engine", dp)
     expected = torch.load(root / "oracle.pt", weights_only=False)
     assert held["steps"] == expected["steps"]
@@ -187,7 +187,7 @@ def test_rows_of_a_padded_vocabulary(tp: int, grid_trained: Trained, tmp_path: P
     assert zckpt.verify(tmp_path / "few")["equal"]
     zckpt.reshard(tmp_path / "few", tmp_path / "run", tp=tp, dp=1, vocab_size=36)
     expected = torch.load(root / "oracle.pt", weights_only=False)
-    case = replace(CASES[FP32], tp=tp)
+    case = dataclasses.replace(CASES[FP32], tp=tp)
     held = grids.resume(case, tmp_path / "run", tmp_path / "engine", 1)
     for name, tensor in expected["tensors"].items():
         if name.startswith(("embedding.", "head.")):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable, Mapping
@@ -10,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from msgspec.structs import replace
 from torch import nn
 
 import zckpt
@@ -171,7 +171,7 @@ class TestRanks(FormatContract):
             zckpt.read(checkpoint)
 
     def test_two_saves(self, checkpoint: Path, torch_trained: Trained, tmp_path: Path) -> None:
-        later = replace(CASES["fsdp1_sharded_pt"], steps=4)
+        later = dataclasses.replace(CASES["fsdp1_sharded_pt"], steps=4)
         torch_engine.train(later, 2, tmp_path / "later", losses=0)
         shutil.copy(tmp_path / "later" / "run" / self.file(checkpoint, "optim", 1).name, checkpoint)
         with pytest.raises(errors.InconsistentCheckpoint, match=r"step differs: 3 .*, 4 "):

@@ -133,7 +133,7 @@ def _alike(directory: TagDirectory, ranks: Sequence[RankFiles]) -> None:
     kinds: dict[Any, int] = {}
     for rank, files in enumerate(ranks):
         is_bf16 = any(os.path.basename(path).startswith(BF16) for path in files.optimizers[:1])
-        is_stage_3 = MODEL_3.fullmatch(os.path.basename(files.models[0]))
+        is_stage_3 = MODEL_3.fullmatch(os.path.basename(files.models[0])) is not None
         kinds.setdefault((is_bf16, is_stage_3), rank)
     if len(kinds) > 1:
         raise InconsistentCheckpoint(
