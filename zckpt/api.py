@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import formats
 from .copying.sharing import Part as Part
-from .core import description, sources
+from .core import description, loading, sources
 from .core.description import tensors as tensors
 from .core.manifest import Manifest as Manifest
 from .core.pooling import SINGLE, Pool
@@ -24,6 +24,9 @@ from .core.states import Selection
 from .formats.hf import options as hf
 from .formats.options import Keywords, options_of
 from .formats.reading import NamedKeywords, Reading, SourceKeywords
+from .proof import health
+from .proof import verify as proof
+from .proving import prove
 from .reading import read as read_manifest
 from .reading import read_other
 from .training.options import Options as TargetOptions
@@ -104,8 +107,6 @@ def load(path: Path, name: str, **source: Unpack[NamedKeywords]) -> Any:
     MissingExtra for bfloat16 and 8-bit floats without torch, CorruptCheckpoint if the bytes do not
     have the CRC-32 that a file states. `source` are the arguments of `read`.
     """
-    from .core import loading  # `read` does not need it
-
     manifest = read_manifest(path, _reading(source))
     entry = loading.entry_of(manifest, name)
     with sources.unchanged(manifest.fingerprints):
@@ -254,8 +255,6 @@ def verify(
     what was found; a ZckptError is raised only if nothing could be looked at. The processes of a
     `zckpt.group()` as `sharing` share the reading, and all get the report.
     """
-    from .proving import prove
-
     reading = _reading(source, weights_only=weights_only, rename=rename, family=family)
     selection = Selection(tensors, weights_only, tuple(drop_state))
     return prove(
@@ -294,8 +293,6 @@ def diff(
     `format`, `tag`, `step_policy`, `rename` and `family` are for `a`; `param_names` and the step
     policy `keep` are for both.
     """
-    from .proof import verify as proof
-
     started = time.monotonic()
     copying = Copying(jobs, memory, pool=sharing)
     reading = _reading(source, weights_only=weights_only, rename=rename, family=family)
@@ -325,8 +322,6 @@ def stats(
     numbers of a tensor, in float64: min, max, mean, std (with n - 1, as torch.std), norm (L2),
     counts, and a histogram of magnitudes.
     """
-    from .proof import health
-
     started = time.monotonic()
     copying = Copying(jobs, memory, pool=sharing)
     manifest = read_manifest(path, _reading(source))

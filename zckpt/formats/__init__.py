@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from ..core import sources
 from ..core.filenames import oldest_first
+from ..core.inert import Foreign
 from ..errors import (
     AmbiguousCheckpoint,
     NotACheckpoint,
@@ -29,6 +30,9 @@ from ..errors import (
     meant,
 )
 from ..files import hdf5file
+from ..files.torchfile import Tensor, peek
+from ..training import objects
+from ..training.best import CHECKPOINT
 from . import (
     dcp,
     deepspeed,
@@ -37,6 +41,7 @@ from . import (
     hf,
     megatron,
     onnxruntime,
+    paths,
     universal,
 )
 from .format import Format
@@ -96,8 +101,6 @@ def engine_objects() -> frozenset[str]:
 
 def other_objects(manifest: Manifest) -> list[str]:
     """Classes and functions that a checkpoint names, and that no engine needs."""
-    from ..training import objects
-
     return objects.others_of(manifest, engine_objects())
 
 
@@ -113,8 +116,6 @@ def recognize(path: str, name: str | None = None, tag: str | None = None) -> For
     there.
     """
     if sources.status(path) is None and not os.path.islink(path):
-        from . import paths  # for an error
-
         raise NotACheckpoint(*paths.elsewhere(path) or (f"{path} does not exist", _neighbors(path)))
     tags_of = {
         item: tags for item in ([named(name)] if name else FORMATS) if (tags := item.detect(path))
@@ -212,8 +213,6 @@ def _folders(path: str) -> list[str]:
 
 def _all_of(path: str, inside: Sequence[str]) -> str:
     """The command for all checkpoints of a Trainer's run, if they are that."""
-    from ..training.best import CHECKPOINT
-
     of_trainer = [name for name in _folders(path) if CHECKPOINT.fullmatch(name)]
     if not of_trainer or not {*of_trainer} <= {*inside}:
         return ""
@@ -223,8 +222,6 @@ def _all_of(path: str, inside: Sequence[str]) -> str:
 def _looks(path: str) -> tuple[str, str]:
     """What a path that is no checkpoint seems to be, and a hint if one follows from that."""
     if not sources.is_folder(path):
-        from . import paths  # for an error
-
         if what := _of_torch(path):
             return what, ""
         return paths.kind_of_file(path) or (f"it is a file of {sources.size(path)} bytes", "")
@@ -248,9 +245,6 @@ def _need_h5py(path: str) -> None:
 
 def _of_torch(path: str) -> str | None:
     """What a file of torch.save has, where that is no state dict; None for other files."""
-    from ..core.inert import Foreign
-    from ..files.torchfile import Tensor, peek
-
     try:
         value = peek(path)
     except ZckptError:
