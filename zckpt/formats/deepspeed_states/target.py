@@ -197,7 +197,9 @@ class DeepSpeedTarget:
             return ()
         entries, prefix = self.source.entries, f"{name}/"
         weight = weight_of(entries, name)
-        widened = weight.master is None and weight.trained.dtype not in WIDE
+        # the weight of a tied layer may be in the file of another pipeline stage
+        is_wide = weight.param is not None and weight.param.dtype in WIDE
+        widened = weight.master is None and not is_wide
         return tuple(
             (slot, "F32" if widened and dtype in ("BF16", "F16") else dtype)
             for slot in self._slots
