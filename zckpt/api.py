@@ -31,7 +31,7 @@ from .reading import read as read_manifest
 from .reading import read_other
 from .training.options import Options as TargetOptions
 from .training.options import Renames
-from .writing import read_for, write
+from .writing.conversion import read_for, write
 from .writing.running import Keywords as RunningKeywords
 from .writing.running import Running
 from .writing.several import write_run

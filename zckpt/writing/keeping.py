@@ -23,13 +23,12 @@ from ..core.states import State
 from ..errors import UnsupportedState, WrongOption, listed
 from ..training import objects
 from ..training.options import DROP_STATE, WEIGHTS_ONLY, Options
+from .report import Report
 
 if TYPE_CHECKING:
     from ..core.facts import StepPlace
     from ..core.layout import Layout, Shell
     from ..formats.format import Format
-
-Report = dict[str, Any]
 
 
 def dropped_states(manifest: Manifest, options: Options) -> list[Report]:
