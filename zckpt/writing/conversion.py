@@ -6,7 +6,6 @@ import json
 import os
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
@@ -14,13 +13,17 @@ from .. import formats
 from ..copying import convert, staging, targets
 from ..copying.journal import Identity
 from ..copying.sharing import ended
+from ..copying.staging import Staging
 from ..core import description, duplicates, masters, states
 from ..core.checksum import crc32
+from ..core.folder import Folder
+from ..core.layout import CopyOutcome, Layout
 from ..core.manifest import Manifest
 from ..core.sources import files_seen
 from ..core.version import __version__
 from ..errors import TargetExists, WrongOption
 from ..formats.deepspeed_states import estimates
+from ..formats.format import Format
 from ..formats.paths import strange_target
 from ..formats.reading import Reading
 from ..naming.names import former
@@ -32,12 +35,6 @@ from .keeping import Keeping, dropped_states
 from .report import Report, report_on
 from .running import Running
 from .target import laid_out, named_for
-
-if TYPE_CHECKING:
-    from ..copying.staging import Staging
-    from ..core.folder import Folder
-    from ..core.layout import CopyOutcome, Layout
-    from ..formats.format import Format
 
 
 def read_for(

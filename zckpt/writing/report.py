@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ..core.layout import Layout
 from ..core.manifest import Manifest
 from ..errors import counted
+from ..formats.format import Format
 from ..naming import ties
 from ..training.hyperparameters import unused_defaults
 from ..training.options import DP, LIKE, Options
-
-if TYPE_CHECKING:
-    from ..core.layout import Layout
-    from ..formats.format import Format
 
 Report = dict[str, Any]
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from itertools import chain
-from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
 from .. import formats
 from ..core.experts import layers_of
-from ..core.layout import remembered
+from ..core.layout import Layout, Shell, remembered
 from ..core.manifest import Manifest
+from ..formats.format import Format
 from ..formats.hf.options import MODEL_CONFIG
 from ..naming import ties
 from ..naming.families import translated
@@ -21,10 +21,6 @@ from ..naming.order import in_order_of
 from ..training import best, objects
 from ..training.options import ALLOW_OBJECT, FAMILY, PARAM_NAMES, RENAME, TIE, Options
 from . import models
-
-if TYPE_CHECKING:
-    from ..core.layout import Layout, Shell
-    from ..formats.format import Format
 
 
 def named_for(format: Format, manifest: Manifest, options: Options) -> Manifest:
