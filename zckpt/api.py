@@ -17,8 +17,7 @@ from .core import description, loading, sources
 from .core.description import tensors as tensors
 from .core.manifest import Manifest as Manifest
 from .core.pooling import SINGLE, Pool
-from .core.resources import READING_JOBS as READING_JOBS
-from .core.resources import Begin
+from .core.resources import READING_JOBS, Begin
 from .core.resources import Copying as Copying
 from .core.states import Selection
 from .formats.hf import options as hf
