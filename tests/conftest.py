@@ -10,9 +10,10 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import hypothesis
 import pytest
@@ -25,6 +26,7 @@ hypothesis.settings.load_profile("busy machine")
 
 ROOT = Path(__file__).parent.parent
 PROCESS = os.getpid()
+Made = TypeVar("Made")
 EXAMPLE = ROOT / "examples" / "run"
 
 
@@ -123,41 +125,54 @@ def given_away(monkeypatch: pytest.MonkeyPatch, *paths: Path) -> None:
         monkeypatch.setattr(os, name, changed(getattr(os, name)))
 
 
+class Once:
+    """What is trained once per session, for all tests that read it."""
+
+    def __init__(self, factory: pytest.TempPathFactory) -> None:
+        self._factory = factory
+        self._made: dict[tuple[str, Any], Any] = {}
+
+    def __call__(self, kind: str, key: Any, train: Callable[[Path], Made]) -> Made:
+        """What `train` gives for a new folder, which a key that is a text gives its name."""
+        if (kind, key) not in self._made:
+            root = self._factory.mktemp(kind) / (key if isinstance(key, str) else kind)
+            root.mkdir()
+            self._made[kind, key] = train(root)
+        made: Made = self._made[kind, key]
+        return made
+
+
 @pytest.fixture(scope="session")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any], Path]:
-    """Trains a case with real DeepSpeed, once per session: a folder with run/ and oracle.pt."""
-    made: dict[str, Path] = {}
+def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
+    return Once(tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def trained(once: Once) -> Callable[[Any], Path]:
+    """Trains a case with real DeepSpeed: a folder with run/ and oracle.pt."""
 
     def train(case: Any) -> Path:
         from .engines import deepspeed
 
-        if case.name not in made:
-            root = tmp_path_factory.mktemp("engine") / case.name
-            deepspeed.train(case, root)
-            made[case.name] = root
-        return made[case.name]
+        return once("engine", case.name, partial(deepspeed.train, case)).parent
 
     return train
 
 
 @pytest.fixture(scope="session")
-def torch_trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Path]:
-    """Trains a case with PyTorch's own means at a world size, once per session: run/, oracle.pt."""
-    made: dict[tuple[str, int], Path] = {}
+def torch_trained(once: Once) -> Callable[[str, int], Path]:
+    """Trains a case with PyTorch's own means at a world size: run/, oracle.pt."""
 
-    def train(name: str, world: int) -> Path:
+    def trained(name: str, world: int) -> Path:
         from .engines import torch_engine
         from .engines.torch_cases import CASES
 
         if package := CASES[name].package:
             needs(package)
-        if (name, world) not in made:
-            root = tmp_path_factory.mktemp("torch") / f"{name}_w{world}"
-            torch_engine.train(CASES[name], world, root)
-            made[name, world] = root
-        return made[name, world]
+        train = partial(torch_engine.train, CASES[name], world)
+        return once("torch", f"{name}_w{world}", train).parent
 
-    return train
+    return trained
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import zckpt
-from zckpt import writing
 from zckpt.core.manifest import Manifest
+from zckpt.writing import conversion
 
 from .conftest import EXAMPLE
 from .formats.gathered.plain_torch import names_by_group, save, trained_pair
@@ -22,14 +22,14 @@ Paths = list[Any]
 @pytest.fixture
 def paths_read(monkeypatch: pytest.MonkeyPatch) -> Paths:
     """The paths that a conversion reads, in order."""
-    read: Callable[..., Manifest] = writing.read
+    read: Callable[..., Manifest] = conversion.read
     paths: Paths = []
 
     def counted(path: Any, reading: Any) -> Manifest:
         paths.append(path)
         return read(path, reading)
 
-    monkeypatch.setattr(writing, "read", counted)
+    monkeypatch.setattr(conversion, "read", counted)
     return paths
 
 

@@ -15,6 +15,7 @@ Functions give the reports that the command line prints with --json. Errors are 
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from .core.version import __version__ as __version__
@@ -87,7 +88,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    from importlib.util import find_spec
-
     own = [name for name in globals() if name.startswith("__")]
     return sorted([*own, *__all__, *(_NEED_TORCH if find_spec("torch") else ())])

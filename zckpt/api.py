@@ -17,8 +17,7 @@ from .core import description, loading, sources
 from .core.description import tensors as tensors
 from .core.manifest import Manifest as Manifest
 from .core.pooling import SINGLE, Pool
-from .core.resources import READING_JOBS as READING_JOBS
-from .core.resources import Begin
+from .core.resources import READING_JOBS, Begin
 from .core.resources import Copying as Copying
 from .core.states import Selection
 from .formats.hf import options as hf
@@ -31,7 +30,7 @@ from .reading import read as read_manifest
 from .reading import read_other
 from .training.options import Options as TargetOptions
 from .training.options import Renames
-from .writing import read_for, write
+from .writing.conversion import read_for, write
 from .writing.running import Keywords as RunningKeywords
 from .writing.running import Running
 from .writing.several import write_run

@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ import torch
 import zckpt
 from zckpt import errors
 
+from ..conftest import Once
 from ..engines import finetunes
 from ..engines.finetunes import ENGINES, Run
 from .equality import same_bits
@@ -31,16 +33,9 @@ NUMBERED = ("one", "ddp")  # their optimizers know parameters by number
 
 
 @pytest.fixture(scope="session")
-def finetuned(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+def finetuned(once: Once) -> Trained:
     """What a program saved, once per session; oracle.pt is two folders above."""
-    made: dict[Run, Path] = {}
-
-    def train(run: Run) -> Path:
-        if run not in made:
-            made[run] = finetunes.train(run, tmp_path_factory.mktemp("finetune") / run.name)
-        return made[run]
-
-    return train
+    return lambda run: once("finetune", run, partial(finetunes.train, run))
 
 
 def size_of(run: Run) -> dict[str, Any]:

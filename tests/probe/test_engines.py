@@ -15,6 +15,7 @@ from zckpt import probe
 from zckpt.probe import runs
 
 from .. import faults
+from ..conftest import Once
 from ..engines import deepspeed
 from ..engines.cases import CASES, Case
 from ..engines.models import LEARNING_RATE
@@ -82,16 +83,15 @@ FSDP_PLACES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def recorded(
-    trained: Trained, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[int], tuple[Path, dict[str, list[float]]]]:
+Recorded = Callable[[int], tuple[Path, dict[str, list[float]]]]
+
+
+@pytest.fixture(scope="session")
+def recorded(trained: Trained, once: Once) -> Recorded:
     """Runs of a stage by name: the original twice, resharded, not recorded, with every fault."""
-    by_stage: dict[int, tuple[Path, dict[str, list[float]]]] = {}
 
     def record(stage: int) -> tuple[Path, dict[str, list[float]]]:
-        if stage not in by_stage:
-            root = tmp_path_factory.mktemp(f"stage{stage}")
+        def train(root: Path) -> tuple[Path, dict[str, list[float]]]:
             case = CASES[f"z{stage}_dp2_bf16"]
             original = trained(case) / "run"
             zckpt.reshard(original, root / "checkpoints" / "resharded", dp=case.dp)
@@ -111,13 +111,11 @@ def recorded(
             arguments = (case, list(named.values()), root / "losses.pt")
             deepspeed.submit("rank", "recorded", case.dp, arguments, root, case.extension)
             losses = torch.load(root / "losses.pt")
-            by_stage[stage] = root, dict(zip(named, losses, strict=True))
-        return by_stage[stage]
+            return root, dict(zip(named, losses, strict=True))
+
+        return once("recorded", f"stage{stage}", train)
 
     return record
-
-
-Recorded = Callable[[int], tuple[Path, dict[str, list[float]]]]
 
 
 @pytest.mark.parametrize("stage", STAGES)

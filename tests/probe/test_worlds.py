@@ -13,6 +13,7 @@ import pytest
 import zckpt
 from zckpt import probe
 
+from ..conftest import Once
 from ..engines import deepspeed
 from ..engines.cases import CASES, Case
 from .test_engines import FAULTS, FSDP_PLACES, PLACES, STEP
@@ -23,16 +24,13 @@ WORLDS = [(2, 3), (2, 4), (4, 1)]
 FIRST = {(3, (4, 1))}
 
 
-@pytest.fixture(scope="module")
-def recorded(trained: Trained, tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+@pytest.fixture(scope="session")
+def recorded(trained: Trained, once: Once) -> Recorded:
     """Recordings of a stage: `original` at the first number of ranks, `resharded` and every fault
     at the second one."""
-    made: dict[tuple[int, int, int], Path] = {}
 
     def record(stage: int, dp: int, new_dp: int) -> Path:
-        key = stage, dp, new_dp
-        if key not in made:
-            root = made[key] = tmp_path_factory.mktemp(f"stage{stage}_{dp}_{new_dp}")
+        def train(root: Path) -> Path:
             case = dataclasses.replace(CASES[f"z{stage}_dp2_fp32"], name=f"z{stage}_{dp}", dp=dp)
             original = trained(case) / "run"
             runs: list[tuple[Path, Path]] = []
@@ -45,7 +43,9 @@ def recorded(trained: Trained, tmp_path_factory: pytest.TempPathFactory) -> Reco
                 runs.append((target, root / name))
             submit(case, [(original, root / "original")], root)
             submit(dataclasses.replace(case, dp=new_dp), runs, root)
-        return made[key]
+            return root
+
+        return once("recorded", f"stage{stage}_{dp}_{new_dp}", train)
 
     return record
 
@@ -98,17 +98,16 @@ def test_a_fault_is_found_at_its_place(
 # -- FSDP2, whose ranks take rows in turns
 
 
-@pytest.fixture(scope="module")
-def fsdp(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int], Path]:
-    made: dict[tuple[int, int], Path] = {}
-
+@pytest.fixture(scope="session")
+def fsdp(once: Once) -> Callable[[int, int], Path]:
     def record(dp: int, new_dp: int) -> Path:
-        if (dp, new_dp) not in made:
-            root = made[dp, new_dp] = tmp_path_factory.mktemp(f"fsdp_{dp}_{new_dp}")
+        def train(root: Path) -> Path:
             deepspeed.submit("rank", "recorded_fsdp", dp, (dp, root), root)
             again = (new_dp, root, root / "resumed")
             deepspeed.submit("rank", "recorded_fsdp_again", new_dp, again, root)
-        return made[dp, new_dp]
+            return root
+
+        return once("recorded", f"fsdp_{dp}_{new_dp}", train)
 
     return record
 

@@ -90,7 +90,7 @@ def serve() -> None:
 
     import zckpt.cli.run
     import zckpt.display
-    import zckpt.writing
+    import zckpt.writing.conversion
     from zckpt import formats
 
     for folder in {item.name.replace("-", "_") for item in formats.FORMATS}:

@@ -265,7 +265,7 @@ def test_every_pickle_of_a_target_names_what_is_on_the_list_alone(
 ) -> None:
     source = zckpt.read(EXAMPLE)
     hostile = replace(source, state={**source.state, **HOSTILE})
-    monkeypatch.setattr("zckpt.writing.read", lambda *_: hostile)
+    monkeypatch.setattr("zckpt.writing.conversion.read", lambda *_: hostile)
     report = zckpt.convert(EXAMPLE, tmp_path / "target", **options, drop_state=["odd"])
     written = [names(pickle) for pickle in pickles(tmp_path / "target")]
     assert written
@@ -280,7 +280,7 @@ def test_the_user_admits_an_object_by_its_name(
 ) -> None:
     source = zckpt.read(EXAMPLE)
     hostile = replace(source, state={**source.state, **HOSTILE})
-    monkeypatch.setattr("zckpt.writing.read", lambda *_: hostile)
+    monkeypatch.setattr("zckpt.writing.conversion.read", lambda *_: hostile)
     allowed = ("my.module.Flavour",)
     zckpt.convert(
         EXAMPLE, tmp_path / "target", to="gathered", allow_object=allowed, drop_state=["odd"]
@@ -328,7 +328,7 @@ def test_verify_names_what_is_left_out_of_the_program_s_own_state(
     own = {"epoch": 3, "loader": {"seed": 1, "flavour": FLAVOUR}}
     changed = replace(source, state={**source.state, "client_state": own})
     with monkeypatch.context() as patch:
-        patch.setattr("zckpt.writing.read", lambda *_: changed)
+        patch.setattr("zckpt.writing.conversion.read", lambda *_: changed)
         for to in ("gathered", "universal"):
             zckpt.convert(EXAMPLE, tmp_path / to, to=to)
     report = zckpt.verify(tmp_path / "gathered", against=tmp_path / "universal")

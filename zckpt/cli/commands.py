@@ -9,9 +9,11 @@ from typing import Any
 import click
 
 from .. import display
+from ..core import description
 from ..core.version import __version__
 from ..errors import NotEnoughSpace, WrongOption, sized
 from ..formats import FORMATS, other_objects
+from ..formats.reading import Reading
 from . import launched, output, signals
 from .checking import diff, probe_diff, stats, verify
 from .help import WIDTH, Commands, FormatName
@@ -83,8 +85,6 @@ def inspect(
     (whole, or one per rank) or of ONNX Runtime's rank files; a Hugging Face Trainer, Accelerate,
     Lightning or torchtitan directory around one of these; a single file; a universal checkpoint.
     """
-    from ..core import description
-    from ..formats.reading import Reading
     from ..reading import read
 
     manifest = read(path, Reading(**reading, inspected=True))

@@ -8,7 +8,6 @@ from typing import Any
 from ..processes.launcher import Launch, address, launched
 
 Report = dict[str, Any]
-MEMORY = 256 << 20  # bytes of all buffers, unless --memory says another size
 
 
 def write(
@@ -50,17 +49,12 @@ def look(
     command: Callable[..., Report],
     *paths: Any,
     single: bool = False,
-    jobs: int | None = None,
-    memory: int = MEMORY,
     **words: Any,
 ) -> Report | None:
     """The report of a command that only reads, as `write` gives that of a conversion.
 
     The processes of `--gather` meet by themselves.
     """
-    from ..api import READING_JOBS
-
-    words |= {"jobs": jobs or READING_JOBS, "memory": memory}
     launch = None if words.get("gather") else _others(single)
     if launch is None:
         return command(*paths, **words)

@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from .. import formats
+from ..core.resources import READING_JOBS
 from ..formats.format import Format
 from ..formats.options import declared
 from ..training.options import DROP_STATE, FAMILY, PARAM_NAMES, RENAME, WEIGHTS_ONLY, Option
@@ -143,7 +144,7 @@ reading = of_sources(has_names=False)
 """The same for `export`, which refuses --param-names with a hint."""
 
 
-def threads(default: int | None, shown: str | bool = True) -> Decorator:
+def threads(default: int, shown: str | bool = True) -> Decorator:
     """The option for the number of threads; the help shows its default, or what `shown` says."""
     return grouped(
         "Copying",
@@ -167,7 +168,7 @@ memory = grouped(
     help="Limit for the memory of all buffers together.",
 )
 
-moving = together(threads(None, "one per processor, 2 to 4"), memory)
+moving = together(threads(READING_JOBS, "one per processor, 2 to 4"), memory)
 """Options for reading tensors."""
 
 single = grouped(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import MALFORMED, cause
+from ..processes.launcher import LAUNCHERS, launched
 
 if TYPE_CHECKING:
     from click import ParamType as ParamType
@@ -175,7 +176,6 @@ class PartOf(ParamType["Part"]):
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Part:
         from ..api import Part
-        from ..processes.launcher import LAUNCHERS, launched
 
         if isinstance(value, Part):
             return value

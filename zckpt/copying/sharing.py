@@ -13,16 +13,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from heapq import heappop, heappush
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
 from ..core.resources import Progress
 from ..errors import WrongOption
+from .journal import Identity, Journal, Region
 from .journals import PartJournal
-
-if TYPE_CHECKING:
-    from .journal import Identity, Journal, Region
 
 
 class Portion(Struct, frozen=True):

@@ -17,18 +17,14 @@ equal, unless they are zero.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Collection
 
 from ..errors import InconsistentCheckpoint
 from . import sources
 from .dtypes import SIZES
+from .fragments import Extent
+from .manifest import Entry, Manifest
 from .weights import WEIGHTS, WIDE, is_optimizers
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
-
-    from .fragments import Extent
-    from .manifest import Entry, Manifest
 
 KINDS = {
     **dict.fromkeys(("param", "master"), "weight"),

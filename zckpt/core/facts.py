@@ -12,7 +12,7 @@ Grid                 the sizes of the parallel axes
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 from msgspec import Struct
 
@@ -20,10 +20,7 @@ from .dtypes import SIZES
 from .experts import ExpertLayer, layers_from_json, layers_to_json
 from .inert import Scalar
 
-if TYPE_CHECKING:
-    from typing import TypeVar
-
-    T = TypeVar("T")
+T = TypeVar("T")
 
 MAX_DP = 1 << 16
 """The most data-parallel ranks of a run; a file that states more is damaged."""

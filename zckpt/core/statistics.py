@@ -96,10 +96,6 @@ class Statistics(Struct, eq=False):
             "positive": self.positive,
         }
 
-    def magnitudes(self) -> dict[str, Any] | None:
-        """The histogram as JSON; None if nothing was counted."""
-        return None if self.histogram is None else magnitudes(exponents(self.histogram))
-
 
 def exponents(histogram: Any) -> dict[int, int]:
     """The used part of a histogram: counts by exponent."""

@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from ..core import sources
 from ..core.filenames import oldest_first
 from ..core.inert import Foreign
+from ..core.manifest import Manifest
 from ..errors import (
     AmbiguousCheckpoint,
     NotACheckpoint,
@@ -45,9 +45,6 @@ from . import (
     universal,
 )
 from .format import Format
-
-if TYPE_CHECKING:
-    from ..core.manifest import Manifest
 
 FORMATS: tuple[Format, ...] = (
     deepspeed.FORMAT,

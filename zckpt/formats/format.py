@@ -19,21 +19,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from msgspec import Struct
 
+from ..core.folder import Folder
+from ..core.layout import CopyOutcome, Layout, Shell
+from ..core.manifest import Manifest
+from ..core.partition import Partition
 from ..training import steps
+from ..training.options import Option, Options
 from .reading import Reading
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from ..core.folder import Folder
-    from ..core.layout import CopyOutcome, Layout, Shell
-    from ..core.manifest import Manifest
-    from ..core.partition import Partition
-    from ..training.options import Option, Options
 
 
 def nothing(_path: str) -> list[str]:

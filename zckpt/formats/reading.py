@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypedDict
+from typing import TypedDict
 
 from msgspec import Struct
 
 from ..errors import WrongOption
-
-if TYPE_CHECKING:
-    from ..training.options import Renames
+from ..training.options import Renames
 
 REPLICAS = ("rank0", "mean")
 """What may be taken of the copies that tensor ranks hold, if they differ."""

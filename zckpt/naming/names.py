@@ -13,7 +13,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import product
-from typing import TYPE_CHECKING
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -24,9 +23,6 @@ from ..core.states import renamed_others
 from ..errors import MissingData, WrongOption, listed
 from ..training.options import Renames
 from .peft import saved_name
-
-if TYPE_CHECKING:
-    import re
 
 INSIDE = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 WRAPPERS = ("module.", "_forward_module.")

@@ -15,17 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
 from msgspec import Struct
 
 from ..core.fragments import ZEROS, Box, Extent, Fragments, boxes
 from ..core.slicing import boxes_of
 
-if TYPE_CHECKING:
-    from typing import TypeVar
-
-    T = TypeVar("T")
+T = TypeVar("T")
 
 Lengths = tuple[int, ...]
 

@@ -18,9 +18,9 @@ import weakref
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
+
+from msgspec import Struct
 
 from ..core.fileio import in_pages, memory_of
 
@@ -102,8 +102,7 @@ class Memory:
         return view
 
 
-@dataclass(frozen=True, eq=False)
-class WeightPart:
+class WeightPart(Struct, frozen=True, eq=False):
     """Weights that are read together: `size` bytes, in `pieces` that any thread may read.
 
     `make` turns the bytes into what the module gets. A part that `stays` is loaded until the end;
@@ -115,7 +114,7 @@ class WeightPart:
     make: Callable[[memoryview], Any]
     stays: bool = False
 
-    @cached_property
+    @property
     def cost(self) -> int:
         """Bytes of memory."""
         return in_pages(self.size)

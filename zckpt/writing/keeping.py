@@ -12,24 +12,21 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from shlex import quote
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from msgspec import Struct
 
 from .. import formats
 from ..core import states
+from ..core.facts import StepPlace
+from ..core.layout import Layout, Shell
 from ..core.manifest import Manifest
 from ..core.states import State
 from ..errors import UnsupportedState, WrongOption, listed
+from ..formats.format import Format
 from ..training import objects
 from ..training.options import DROP_STATE, WEIGHTS_ONLY, Options
-
-if TYPE_CHECKING:
-    from ..core.facts import StepPlace
-    from ..core.layout import Layout, Shell
-    from ..formats.format import Format
-
-Report = dict[str, Any]
+from .report import Report
 
 
 def dropped_states(manifest: Manifest, options: Options) -> list[Report]:

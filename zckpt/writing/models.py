@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
@@ -17,14 +16,12 @@ from ..core.filenames import number_of, numbered
 from ..core.layout import Layout
 from ..core.manifest import Manifest
 from ..errors import MissingData, WrongOption
+from ..formats.format import Format
 from ..formats.reading import Reading
 from ..naming import ties
 from ..naming.names import names_in
 from ..reading import read, refuse_several
 from ..training.options import DIALECT, FAMILY, PARAM_NAMES, RENAME, TIE, Options
-
-if TYPE_CHECKING:
-    from ..formats.format import Format
 
 OF_ONE = (RENAME, FAMILY)
 """Options that change names, which are those of one model."""

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypedDict
+from typing import TypedDict
 
 from msgspec import Struct
 
 from ..copying.sharing import ALONE, Sharing
+from ..core.folder import Folder
 from ..core.resources import DEFAULT_COPYING, Begin, Copying, Tell
-
-if TYPE_CHECKING:
-    from ..core.folder import Folder
 
 
 class Keywords(TypedDict, total=False):

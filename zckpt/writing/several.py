@@ -12,7 +12,7 @@ from ..copying.journal import Identity
 from ..core.version import __version__
 from ..errors import WrongOption, counted, literal
 from ..training import best
-from . import Report
+from .report import Report
 from .running import Running
 
 

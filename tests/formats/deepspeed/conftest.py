@@ -3,41 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from ...conftest import Once
 from ...engines import experts, grids
 
 Trained = Callable[[str], Path]
 
 
 @pytest.fixture(scope="session")
-def grid_trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """Trains a case of grids.py, once per session: a folder with run/ and oracle.pt."""
-    made: dict[str, Path] = {}
-
-    def train(name: str) -> Path:
-        if name not in made:
-            root = tmp_path_factory.mktemp("grid") / name
-            grids.train(grids.CASES[name], root)
-            made[name] = root
-        return made[name]
-
-    return train
+def grid_trained(once: Once) -> Trained:
+    """Trains a case of grids.py: a folder with run/ and oracle.pt."""
+    return lambda name: once("grid", name, partial(grids.train, grids.CASES[name])).parent
 
 
 @pytest.fixture(scope="session")
-def trained_experts(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """Trains a case of experts.py, once per session: a folder with run/ and oracle.pt."""
-    roots: dict[str, Path] = {}
+def trained_experts(once: Once) -> Trained:
+    """Trains a case of experts.py: a folder with run/ and oracle.pt."""
     cases = {**experts.CASES, **experts.WITHOUT_ZERO}
-
-    def trained(name: str) -> Path:
-        if name not in roots:
-            root = tmp_path_factory.mktemp("experts") / name
-            experts.train(cases[name], root)
-            roots[name] = root
-        return roots[name]
-
-    return trained
+    return lambda name: once("experts", name, partial(experts.train, cases[name])).parent

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from zckpt.errors import (
     WrongOption,
 )
 
+from ...conftest import Once
 from ...engines.autoep import CASES, AutoEPCase, resume, train
 from ..equality import is_equal, load, same_bits
 from .test_experts import oracle_of, swap, tag_of
@@ -34,18 +36,9 @@ engines, first = pytest.mark.engines, pytest.mark.first
 
 
 @pytest.fixture(scope="session")
-def trained_auto(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """Trains a case, once per session: a folder with run/ and oracle.pt."""
-    roots: dict[str, Path] = {}
-
-    def trained(name: str) -> Path:
-        if name not in roots:
-            root = tmp_path_factory.mktemp("auto_ep") / name
-            train(CASES[name], root)
-            roots[name] = root
-        return roots[name]
-
-    return trained
+def trained_auto(once: Once) -> Trained:
+    """Trains a case: a folder with run/ and oracle.pt."""
+    return lambda name: once("auto_ep", name, partial(train, CASES[name])).parent
 
 
 @pytest.fixture

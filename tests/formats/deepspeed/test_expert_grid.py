@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from zckpt.errors import (
     WrongOption,
 )
 
+from ...conftest import Once
 from ...engines.expert_grids import CASES, ExpertGridCase, resume, train
 from ..equality import load, same_bits
 from .test_experts import INSIDE, oracle_of, swap, tag_of
@@ -43,18 +45,9 @@ first = pytest.mark.first
 
 
 @pytest.fixture(scope="session")
-def trained_expert_grids(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """Trains a case, once per session: a folder with run/ and oracle.pt."""
-    roots: dict[str, Path] = {}
-
-    def trained(name: str) -> Path:
-        if name not in roots:
-            root = tmp_path_factory.mktemp("expert_grid") / name
-            train(CASES[name], root)
-            roots[name] = root
-        return roots[name]
-
-    return trained
+def trained_expert_grids(once: Once) -> Trained:
+    """Trains a case: a folder with run/ and oracle.pt."""
+    return lambda name: once("expert_grid", name, partial(train, CASES[name])).parent
 
 
 @pytest.fixture

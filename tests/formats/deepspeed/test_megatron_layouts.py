@@ -23,6 +23,7 @@ from zckpt.formats.reading import Reading
 from zckpt.reading import read
 
 from ... import faults
+from ...conftest import Once
 from ...engines import megatron_layouts as layouts
 from ...engines.megatron_layouts import Numbers, Run
 from ...faults import swap_files
@@ -43,17 +44,9 @@ Laid = Callable[[Run], tuple[Path, Numbers]]
 
 
 @pytest.fixture(scope="session")
-def laid(tmp_path_factory: pytest.TempPathFactory) -> Laid:
+def laid(once: Once) -> Laid:
     """Lays out a run, once per session: its directory, which no test may change; its numbers."""
-    known: dict[Run, tuple[Path, Numbers]] = {}
-
-    def lay_out(run: Run) -> tuple[Path, Numbers]:
-        if run not in known:
-            root = tmp_path_factory.mktemp("layouts") / "run"
-            known[run] = root, layouts.write(run, root)
-        return known[run]
-
-    return lay_out
+    return lambda run: once("layouts", run, lambda root: (root, layouts.write(run, root)))
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 import zckpt
 from zckpt.errors import InconsistentCheckpoint
 
+from ...conftest import Once
 from ...engines.strangers import CASES, Sizes, resume, train
 from ...engines.strangers_models import RULES, WORDS
 from ..equality import load, same_bits
@@ -31,17 +33,13 @@ UNSAVED = {"expert_names"}  # DeepSpeed does not save all weights of such names
 
 
 @pytest.fixture(scope="session")
-def trained_strangers(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """Trains a case, once per session: a folder with run/ and oracle.pt."""
-    roots: dict[str, Path] = {}
+def trained_strangers(once: Once) -> Trained:
+    """Trains a case: a folder with run/, oracle.pt and rules.txt."""
 
     def trained(name: str) -> Path:
-        if name not in roots:
-            root = tmp_path_factory.mktemp("strangers") / name
-            train(CASES[name], root)
-            (root / "rules.txt").write_text(RULES)
-            roots[name] = root
-        return roots[name]
+        root = once("strangers", name, partial(train, CASES[name])).parent
+        (root / "rules.txt").write_text(RULES)
+        return root
 
     return trained
 

@@ -11,6 +11,7 @@ import torch
 
 import zckpt
 
+from ...conftest import Once
 from ...engines import trainers
 from ..equality import assert_proven, load, same_bits
 
@@ -24,16 +25,12 @@ SIBLINGS = {
 PER_RANK = {"hf_trainer": "rng_state_1.pth", "accelerate": "random_states_1.pkl", "lightning": None}
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    """What a trainer saved at dp 2, once per module."""
-    directories: dict[tuple[str, int], Path] = {}
+@pytest.fixture(scope="session")
+def saved(once: Once) -> Saved:
+    """What a trainer saved at dp 2."""
 
     def save(trainer: str, stage: int) -> Path:
-        if (trainer, stage) not in directories:
-            root = tmp_path_factory.mktemp(trainer)
-            directories[trainer, stage] = getattr(trainers, trainer)(root, stage, 2)
-        return directories[trainer, stage]
+        return once(trainer, stage, lambda root: trainers.train(trainer, root, stage, 2))
 
     return save
 

@@ -16,7 +16,7 @@ from zckpt import errors
 from zckpt.core.filenames import numbered
 from zckpt.core.manifest import Manifest
 
-from ...conftest import Result
+from ...conftest import Once, Result
 from ...engines import trainers
 from ..contract import FormatContract
 from ..equality import same_bits
@@ -309,17 +309,13 @@ class TestOneFile:
 # -- real Lightning
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    """What Lightning saved under a strategy, on a number of ranks, once per module."""
-    paths: dict[tuple[str, int], Path] = {}
+@pytest.fixture(scope="session")
+def saved(once: Once) -> Saved:
+    """What Lightning saved under a strategy, on a number of ranks."""
 
     def save(kind: str, world: int) -> Path:
-        if (kind, world) not in paths:
-            root = tmp_path_factory.mktemp(kind)
-            stage = 2 if kind == "deepspeed" else 0
-            paths[kind, world] = trainers.train(f"lightning_{kind}", root, stage, world)
-        return paths[kind, world]
+        name, stage = f"lightning_{kind}", 2 if kind == "deepspeed" else 0
+        return once(name, world, lambda root: trainers.train(name, root, stage, world))
 
     return save
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
 from msgspec import Struct, field
 
@@ -33,10 +33,7 @@ from ..deepspeed_states.directories import (
 )
 from ..deepspeed_states.writers import is_foreign, refuse_foreign
 
-if TYPE_CHECKING:
-    from typing import TypeVar
-
-    Place = TypeVar("Place", int, tuple[int, int])
+Place = TypeVar("Place", int, tuple[int, int])
 
 KIND = TagKind("DeepSpeed checkpoint", "latest", holds_states, tags_of)
 OLD_EXPERT = file_names(r"expert_(\d+)_mp_rank_(\d+)_model_states\.pt")

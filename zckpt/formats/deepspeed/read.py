@@ -1,7 +1,4 @@
-"""The manifest of a DeepSpeed checkpoint.
-
-What only several model ranks or stage 0 need is imported when they are there.
-"""
+"""The manifest of a DeepSpeed checkpoint."""
 
 from __future__ import annotations
 

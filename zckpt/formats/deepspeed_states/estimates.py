@@ -8,16 +8,14 @@ number of ranks has partitions to which these belong.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...core.inert import Scalar
 from ...core.manifest import Manifest
 from ...errors import CorruptCheckpoint, UnsupportedCheckpoint, brief, listed
 from ...files.torchfile import Tensor, TorchFile
+from ...files.torchshell import Storages
 from .states import EngineStates
-
-if TYPE_CHECKING:
-    from ...files.torchshell import Storages
 
 KEYS = {
     *("d", "d_max", "d_hat", "d_prev", "d_numerator", "d_denom", "d_de_nom"),

@@ -19,12 +19,13 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from msgspec import Struct, field
 
 from ...core import sources
 from ...core.filenames import counted, numbered, oldest_first
+from ...core.saved_names import Place
 from ...errors import (
     AmbiguousCheckpoint,
     InconsistentCheckpoint,
@@ -35,11 +36,6 @@ from ...errors import (
 from ...files.torchfile import Tensor, is_torch, peek
 from ...naming import peft
 from . import distributed, items
-
-if TYPE_CHECKING:
-    import re
-
-    from ...core.saved_names import Place
 
 ENDINGS = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 RANK = re.compile(

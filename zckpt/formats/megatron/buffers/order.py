@@ -22,7 +22,6 @@ BEFORE = ("embedding.word_embeddings", "embedding.position_embeddings")
 BEHIND = ("decoder.final_layernorm", "mtp", "output_layer")
 PARTS = ("enorm", "hnorm", "eh_proj", "transformer_layer", "mtp_model_layer", "final_layernorm")
 """Of a layer of multi-token prediction; the layer of a decoder in it has two names (0.19)."""
-NORMS = ("input_layernorm", "pre_mlp_layernorm")
 MODULES = (
     "input_layernorm",
     "self_attention.linear_proj",

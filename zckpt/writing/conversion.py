@@ -1,0 +1,239 @@
+"""How is a source read for a target, and written as it?"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+
+from msgspec.structs import replace
+
+from .. import formats
+from ..copying import convert, staging, targets
+from ..copying.journal import Identity
+from ..copying.sharing import ended
+from ..copying.staging import Staging
+from ..core import description, duplicates, masters, states
+from ..core.checksum import crc32
+from ..core.folder import Folder
+from ..core.layout import CopyOutcome, Layout
+from ..core.manifest import Manifest
+from ..core.sources import files_seen
+from ..core.version import __version__
+from ..errors import TargetExists, WrongOption
+from ..formats.deepspeed_states import estimates
+from ..formats.format import Format
+from ..formats.paths import strange_target
+from ..formats.reading import Reading
+from ..naming.names import former
+from ..reading import read
+from ..training import steps
+from ..training.options import ACCEPT_WEIGHTS, DROP_STATE, PARAM_NAMES, RENAME, Options, refuse
+from . import models
+from .keeping import Keeping, dropped_states
+from .report import Report, report_on
+from .running import Running
+from .target import laid_out, named_for
+
+
+def read_for(
+    target: str | os.PathLike[str],
+    source: str | os.PathLike[str],
+    reading: Reading,
+    options: Options,
+    running: Running,
+) -> Manifest:
+    """The source of a conversion; raises TargetExists before a large source is read.
+
+    If the run continues, there may be a target: whether it fits is known once the source is read.
+    """
+    if strange := strange_target(os.fspath(target)):
+        raise WrongOption(*strange)
+    targets.refuse_inside(os.fspath(source), os.fspath(target))
+    if not running.continues:
+        targets.refuse_existing(os.fspath(target))
+    names, weights_only = options[PARAM_NAMES], options.weights_only
+    if names is not None and options[RENAME]:  # the user gives the names after renaming
+        manifest = read(source, replace(reading, weights_only=True))
+        if not formats.named(manifest.format).numbers:  # its reader needs no names
+            return manifest
+        names = former(manifest, options[RENAME], names)
+    return read(source, replace(reading, param_names=names, weights_only=weights_only))
+
+
+def write(
+    command: str,
+    manifest: Manifest,
+    target: str,
+    to: str,
+    reading: Reading,
+    options: Options,
+    running: Running,
+    best_in: str | None = None,
+) -> Report:
+    """Writes `manifest`, which was read as `reading` says, as the directory `target`.
+
+    `to` is the target's format. `best_in` is the directory in which a Trainer's best checkpoint
+    will lie. Gives the command's report.
+    """
+    started = time.monotonic()
+    format = formats.named(to)
+    if format.options is None:
+        raise WrongOption(f"zckpt can read {to}, but not write it yet")
+    refuse(options, _called(command, to), format.options, format.reasons or {})
+    parts = models.parts_of(format, manifest, reading, options)
+    if not parts:
+        models.need_one(format, manifest, options)
+    if not format.keeps_estimates and not options.weights_only:
+        estimates.need_same_ranks(manifest)
+    dropped = dropped_states(manifest, options)
+    manifest = states.without(manifest, options[DROP_STATE])
+    parts = [states.without(part, options[DROP_STATE]) for part in parts]
+    named = models.named(manifest, options) if parts else named_for(format, manifest, options)
+    source, layout = laid_out(format, manifest, named, parts, target, options, best_in)
+    files = convert.files_of(layout)
+    size = sum(files.values())
+    report = report_on(command, source, target, format, layout, files, options)
+    report["dropped"] = dropped if format.is_resumed else []
+    keeping = Keeping(manifest, named, source, format, options, report)
+    layout = replace(layout, read_back=keeping.read_back(layout))
+    report["warnings"] += steps.unused_policy(manifest, reading.step_policy)
+    run = _identity(layout.source or manifest, to, reading, options, files)
+    (sharing := running.sharing).agree_on(run, target)
+    if sharing.rank:
+        read_shells = layout.read_back or format.read_shells
+        convert.take_part(
+            layout.source or source, target, run, layout, read_shells, running.copying, sharing
+        )
+        return report | {"rank": sharing.rank, "seconds": _since(started)}
+    with ended(sharing):
+        if running.continues and targets.is_complete(target, run):
+            return report | {"already_complete": True, "seconds": _since(started)}
+        if running.tell:
+            running.tell(report["warnings"])
+        if running.dry_run:
+            keeping.try_out(layout)
+            memory = convert.memory_of(source, running.copying)
+            return report | {"dry_run": True, "memory": memory, "free": targets.free_space(target)}
+        targets.need_space(target, size, running.continues)
+        if not formats.named(manifest.format).is_neutral:  # it states each file's checksum
+            report["warnings"] += duplicates.check_duplicates(manifest)
+        report["warnings"] += _check(manifest, reading.replicas, options[ACCEPT_WEIGHTS])
+        if layout.check is not None:
+            report["warnings"] += layout.check()
+        chunk, before = convert.chunk_size_of(source, running.copying), running.before_rename
+        stage = staging.Staging(
+            target, run, chunk, running.continues, before, sharing, running.above
+        )
+        try:
+            outcome = _filled(stage, format, source, layout, size, running, report["warnings"])
+        except (OSError, TargetExists):
+            if not sharing.part or not targets.is_complete(target, run):
+                raise
+            outcome = None  # another part has completed the target meanwhile
+        report["warnings"] += stage.warnings
+        if sharing.part:
+            report["part"] = str(sharing)
+        if outcome is None:
+            key = "already_complete" if targets.is_complete(target, run) else "waits_for_parts"
+            return report | {key: True, "seconds": _since(started)}
+        report |= description.advice(source, outcome.bare)
+        return report | {
+            "tensors": len(outcome.digests),
+            "records": {
+                "checked": outcome.checked,
+                "unchecked": outcome.unchecked,
+                "without_checksum": outcome.bare,
+            },
+            "seconds": _since(started),
+            **({"resumed": stage.resumed} if running.continues else {}),
+        }
+
+
+def _called(command: str, to: str) -> str:
+    """What the error about an option calls the target, of which the user may have typed nothing."""
+    if command == "reshard":
+        return f"{to}, the format that reshard keeps"
+    if to == "universal":
+        return "a universal checkpoint, which convert writes without --to"
+    return f"--to {to}"
+
+
+def _check(manifest: Manifest, replicas: str | None, accept_weights: bool) -> list[str]:
+    """Warnings of the check of the source's bytes, before anything is written.
+
+    Raises InconsistentCheckpoint if masters do not round to their weights, unless the engine
+    changes weights beside them, or `accept_weights` says that this is meant.
+    """
+    format = formats.named(manifest.format)
+    functions, warnings = format.functions, []
+    if format.compares is not None and not manifest.weights_differ:
+        hint = functions.way_out(manifest) if functions.way_out else masters.MIXED
+        warnings += masters.check(manifest, format.compares, hint, accept_weights)
+    if functions.check:
+        warnings += functions.check(manifest, replicas)
+    return warnings
+
+
+def _filled(
+    stage: Staging,
+    format: Format,
+    source: Manifest,
+    layout: Layout,
+    size: int,
+    running: Running,
+    warnings: list[str],
+) -> CopyOutcome | None:
+    """Writes the files and fills them, `size` bytes in all; `warnings` gets what the bytes show.
+
+    None if another process, or another part, will complete the target. Raises UnsupportedState if
+    the files have no place for a state of the source.
+    """
+
+    def seal(root: Folder, shells: Manifest, outcome: CopyOutcome) -> None:
+        if warning := steps.never_stepped(shells, outcome.digests):
+            warnings.append(warning)
+            shells = replace(shells, warnings=(*shells.warnings, warning))
+        assert format.functions.seal is not None
+        format.functions.seal(root, shells, outcome)
+
+    return convert.convert(
+        layout.source or source,
+        stage,
+        layout,
+        size,
+        layout.read_back or format.read_shells,
+        seal,
+        running.copying,
+        running.begin,
+    )
+
+
+def _identity(
+    manifest: Manifest, to: str, reading: Reading, options: Options, files: Mapping[str, int]
+) -> Identity:
+    """Which conversion this is: another one may not continue what it leaves unfinished."""
+    crc = 0
+    for record in manifest.records:
+        place = record.extent
+        crc = crc32(b"%d %d %d;" % (place.offset, place.length, record.crc or 0), crc)
+    source = {"records": f"{crc:08x}", **files_seen(manifest.root, manifest.fingerprints)}
+    flags = {option.flag: value for option, value in options.given}
+    flags |= {
+        "--to": to,
+        "--from": reading.format,
+        "--tag": reading.tag,
+        "--root": reading.root,
+        "--step-policy": reading.step_policy,
+        "--replicas": reading.replicas,
+        "--masters-from-weights": reading.masters_from_weights or None,
+        "--tp-rules": reading.tp_rules,
+    }
+    stated = {flag: value for flag, value in flags.items() if value is not None}
+    return Identity(__version__, source, json.loads(json.dumps(stated, default=repr)), dict(files))
+
+
+def _since(started: float) -> float:
+    """Seconds, for a report."""
+    return round(time.monotonic() - started, 3)

@@ -1,0 +1,57 @@
+"""What can be said of a conversion before its first byte is written?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..core.layout import Layout
+from ..core.manifest import Manifest
+from ..errors import counted
+from ..formats.format import Format
+from ..naming import ties
+from ..training.hyperparameters import unused_defaults
+from ..training.options import DP, LIKE, Options
+
+Report = dict[str, Any]
+
+
+def report_on(
+    command: str,
+    manifest: Manifest,
+    target: str,
+    format: Format,
+    layout: Layout,
+    files: dict[str, int],
+    options: Options,
+) -> Report:
+    """The report of a command, as far as the layout says it."""
+    warnings = list(layout.warnings)
+    if not format.overrides_groups or options[LIKE] is not None:
+        warnings += unused_defaults(manifest, options)
+    warnings += [
+        f"the source has no output layer: if the model ties {alias} to {owner}, add --tie "
+        f"{alias}={owner}"
+        for alias, owner in ([] if format.is_neutral else ties.likely(manifest))
+    ]
+    takes_dp = DP in (format.options or ()) and not format.fits_any_dp
+    if command == "reshard" and not options.given and takes_dp:
+        ranks = counted(manifest.dp, "rank")
+        warnings.append(f"no --dp was given: the target is for {ranks}, as the source")
+    return {
+        "zckpt": 1,
+        "command": command,
+        "dropped": [],
+        "computed_afresh": [],
+        "source": {**manifest.source, "path": manifest.root},
+        "format": format.name,
+        "target": target,
+        "about": layout.about,
+        "next": layout.loading(target),
+        "step": manifest.step,
+        "files": list(files),
+        "bytes": sum(files.values()),
+        "copied": [name for name, _ in layout.siblings],
+        "left_out": list(layout.left_out),
+        "warnings": warnings,
+        "inferred": list(manifest.inferred),
+    }

@@ -1,0 +1,121 @@
+"""What does a target get of its source: which names, in which order, in which files?"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from itertools import chain
+
+from msgspec.structs import replace
+
+from .. import formats
+from ..core.experts import layers_of
+from ..core.layout import Layout, Shell, remembered
+from ..core.manifest import Manifest
+from ..formats.format import Format
+from ..formats.hf.options import MODEL_CONFIG
+from ..naming import ties
+from ..naming.families import translated
+from ..naming.names import called_as, canonical, renamed
+from ..naming.order import in_order_of
+from ..training import best, objects
+from ..training.options import ALLOW_OBJECT, FAMILY, PARAM_NAMES, RENAME, TIE, Options
+from . import models
+
+
+def named_for(format: Format, manifest: Manifest, options: Options) -> Manifest:
+    """The source under the names that the target needs, in the order that the user gives."""
+    origin = formats.family_of(str(manifest.source.get("format")))
+    if options[RENAME]:
+        manifest = renamed(manifest, options[RENAME])
+    elif not format.is_neutral and format.family != origin:
+        manifest = canonical(manifest)
+    family, names = options[FAMILY], options[PARAM_NAMES]
+    if family is not None:
+        manifest = translated(manifest, family, options[MODEL_CONFIG])
+    if names is not None and not _is_in_order(manifest):
+        manifest = in_order_of(called_as(manifest, names), names)
+    return ties.with_ties(manifest, options[TIE]) if options[TIE] else manifest
+
+
+def _is_in_order(manifest: Manifest) -> bool:
+    """Whether it was read in the order of --param-names, which do not name all of it.
+
+    Model ranks have the names of their own; without ZeRO experts have those of one rank.
+    """
+    is_whole = manifest.source.get("zero_stage") == 0
+    return "model_ranks" in manifest.source or (is_whole and bool(layers_of(manifest.engine)))
+
+
+def laid_out(
+    format: Format,
+    manifest: Manifest,
+    named: Manifest,
+    parts: Sequence[Manifest],
+    target: str,
+    options: Options,
+    best_in: str | None,
+) -> tuple[Manifest, Layout]:
+    """The source as the target's engine needs it, and the files of the target.
+
+    `named` is the manifest under the target's names; `parts` are its models, if there are several.
+
+    Raises the ZckptError that says why the target cannot be written; no file is written here.
+    """
+
+    def allowed(manifest: Manifest) -> Manifest:
+        if format.objects is None:
+            return manifest
+        return objects.without_others(manifest, formats.engine_objects(), options[ALLOW_OBJECT])
+
+    admitted, functions = allowed(named), format.functions
+    if parts:
+        source, layout = admitted, models.lay_out(format, admitted, [*map(allowed, parts)], options)
+    else:
+        assert functions.lay_out is not None
+        source, files = functions.groups(admitted) if functions.groups else (admitted, [])
+        layout = _with_files(functions.lay_out(source, options), files)
+    if format.is_resumed and not format.is_neutral:
+        layout = _pointing_to_the_best(layout, source, format.name, target, best_in)
+    known = (*manifest.left_out, *layout.left_out)
+    own = [line for line in admitted.left_out if line not in known]
+    layout = replace(
+        layout,
+        shells=remembered(layout.shells),
+        left_out=[*layout.left_out, *own],
+        from_masters=layout.from_masters or options.module_dtype is not None,
+    )
+    return source, layout
+
+
+def _with_files(layout: Layout, files: Sequence[Shell]) -> Layout:
+    """The layout with these files in place of the siblings of the same names."""
+    if not files:
+        return layout
+    unchanged, names = layout.shells, {file.name for file in files}
+    return replace(
+        layout,
+        shells=lambda: chain(unchanged(), files),
+        siblings=[pair for pair in layout.siblings if pair[0] not in names],
+    )
+
+
+def _pointing_to_the_best(
+    layout: Layout, manifest: Manifest, to: str, target: str, best_in: str | None
+) -> Layout:
+    """The layout whose trainer_state.json names the best checkpoint where it will be.
+
+    If the best checkpoint is another one, which is not written too, the layout gets a warning.
+    """
+    path = best.best_of(manifest.siblings)
+    if path is None:
+        return layout
+    if best_in:
+        path_of_best = os.path.join(os.path.abspath(best_in), os.path.basename(path))
+    elif best.is_best(manifest.siblings):
+        path_of_best = os.path.abspath(target)
+    else:
+        keeps_format = manifest.source.get("format") == to
+        line = best.warning(path, manifest.siblings, keeps_format)
+        return replace(layout, warnings=[*layout.warnings, line])
+    return _with_files(layout, [best.pointing_to(manifest.siblings, path_of_best)])
