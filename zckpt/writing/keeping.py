@@ -92,10 +92,15 @@ class Keeping(Struct, frozen=True):
         """By group, the hyper-parameters that are objects of classes that are not admitted."""
         if self.options.weights_only:
             return []
-        groups = zip(self.named.groups or (), self.admitted.groups or (), strict=True)
+        before, after = self.named.groups or (), self.admitted.groups or ()
+        places = {name: item.group for name, item in self.admitted.parameters.items()}
+        pairs = {  # a target may lack an empty group, or have one more
+            (parameter.group, places.get(name)) for name, parameter in self.named.parameters.items()
+        }
         return [
-            {key: value for key, value in before.items() if key not in after}
-            for before, after in groups
+            {key: value for key, value in before[a].items() if key not in after[b]}
+            for a, b in pairs
+            if before and after and a is not None and b is not None
         ]
 
     def _keep_groups(self) -> None:
