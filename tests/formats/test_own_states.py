@@ -157,6 +157,37 @@ def test_a_state_of_no_parameter(tmp_path: Path, to: dict[str, Any], zckpt: Zckp
     assert "not read: shared of no parameter" in zckpt("verify", source).out
 
 
+@pytest.mark.parametrize("to", [*PLAIN, WHOLE, FLAT[1]], ids=lambda to: to["to"])
+@pytest.mark.parametrize("place", ["beside", "in no group"])
+def test_what_the_state_of_parameters_lacks(tmp_path: Path, to: dict[str, Any], place: str) -> None:
+    """A key beside `state` and `param_groups`, and a number that no group contains."""
+    sources = []
+    for value in (0.0, 1.0):
+        (tmp_path / str(value)).mkdir()
+        source = saved(tmp_path / str(value))
+        optim = torch.load(source / "optim.pt", weights_only=False)
+        key, where = ("rho", optim) if place == "beside" else (99, optim["state"])
+        where[key] = {"mean": torch.full((2,), value)}
+        torch.save(optim, source / "optim.pt")
+        sources.append(source)
+    assert not zckpt.verify(sources[0], sources[1])["equal"]
+    with pytest.raises(UnsupportedState, match=f"optimizer's {key} of no parameter"):
+        zckpt.convert(sources[0], tmp_path / "run", **to)
+    zckpt.convert(sources[0], tmp_path / "run", drop_state=[str(key)], **to)
+
+
+@pytest.mark.parametrize("to", [WHOLE, *FLAT], ids=lambda to: str(to["stage"]))
+def test_an_empty_group(tmp_path: Path, to: dict[str, Any]) -> None:
+    """DeepSpeed drops it."""
+    source = saved(tmp_path)
+    optim = torch.load(source / "optim.pt", weights_only=False)
+    optim["param_groups"].insert(0, {**optim["param_groups"][0], "params": [], "param_names": []})
+    torch.save(optim, source / "optim.pt")
+    zckpt.convert(source, tmp_path / "run", **to)
+    groups = zckpt.read(tmp_path / "run").groups or ()
+    assert len(groups) == len(optim["param_groups"]) - 1
+
+
 @pytest.mark.parametrize("to", [*PLAIN[1:], WHOLE, FLAT[1]], ids=lambda to: to["to"])
 @pytest.mark.parametrize("dry_run", [False, True])
 def test_an_object_of_a_group(tmp_path: Path, to: dict[str, Any], dry_run: bool) -> None:

@@ -33,6 +33,7 @@ from .stated import joined
 from .tree import Leaf, Path, SavedTree, dotted
 
 OF_NO_GROUP = "no group contains it: zckpt reads the states of parameters alone"
+BESIDE_STATE = "it stands beside the optimizer's `state`, which alone zckpt reads"
 NO_OPTIMIZER = "there is no optimizer: --param-names is not used"
 
 
@@ -154,11 +155,10 @@ def _named(
                 saved.warnings.append(f"{dotted(path)} is read as the program's own state: {error}")
             continue
         strangers = [key for key in optimizer.state if key not in name_of]
-        # a text that names no weight is a key of the optimizer's own, which looks there
-        own_keys = [key for key in strangers if isinstance(key, str) and key not in model]
-        saved.unread += [Unread(key, ("no parameter",), OF_NO_GROUP) for key in own_keys]
-        if unused := [str(key) for key in strangers if key not in own_keys]:
-            saved.left_out.append(f"the state of {listed(unused)}, which no group contains")
+        saved.unread += [Unread(str(key), ("no parameter",), OF_NO_GROUP) for key in strangers]
+        whole = value_at(saved.tree, path) if path else {}  # or the optimizer is the whole tree
+        beside = [key for key, value in whole.items() if not is_optimizers_key(key) and value != {}]
+        saved.unread += [Unread(str(key), ("no parameter",), BESIDE_STATE) for key in beside]
         trained += members
         named[path] = optimizer.renamed({m: root.prefix + name for m, name in name_of.items()})
     if root.prefix:
