@@ -132,6 +132,7 @@ def written(path: Path, size: int, mode: str, chunk: int = 8192) -> bytes:
             buffer.view[:] = b"\xee" * chunk  # what lies behind must not stay
             buffer.view[:length] = data[start : start + length]
             writer.write(buffer.view, length, start)
+            assert path.stat().st_size == size, "another process may be reading it"
     assert path.read_bytes() == data
     assert opened(path.parent) == 0
     return data

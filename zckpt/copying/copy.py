@@ -258,13 +258,6 @@ class _Copy:
             yield (CHECKED, self.record_numbers[id(record)], 0), start, stop, crc
         log.clear()
 
-    def trim(self) -> None:
-        """Cuts off what another process wrote past the end of a file before it was killed."""
-        for target in self.targets.values():
-            if self.root.size(target.path) > target.size:
-                with self.root.opened(target.path, os.O_RDWR) as file:
-                    os.ftruncate(file, target.size)
-
     def close(self, error: BaseException) -> None:
         """Closes files after a failure, without a sync, whose own failure would hide the first."""
         for target in self.targets.values():
@@ -355,5 +348,4 @@ def copy(
     running.take(regions)
     if running.lacking():
         return None
-    running.trim()
     return running.finish()

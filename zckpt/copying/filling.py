@@ -96,10 +96,7 @@ class UnfinishedRegion:
 
 
 class TargetFile:
-    """A target file while it is filled: its writer, its records, its regions; it is below `root`.
-
-    `size` is given, since another process may have just written more, up to alignment.
-    """
+    """A target file below `root` while it is filled: its writer, its records, its regions."""
 
     def __init__(
         self,

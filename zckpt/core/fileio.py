@@ -162,7 +162,6 @@ class Writer:
     def __init__(self, folder: Folder, path: str, size: int, mode: str = "auto") -> None:
         self.folder = folder
         self.path = path
-        self.size = size
         self.mode = mode
         self.file = folder.open(path, os.O_RDWR)  # for buffered writes
         self._direct = -1
@@ -191,22 +190,28 @@ class Writer:
             return -1
 
     def write(self, buffer: memoryview, length: int, offset: int) -> None:
-        """Writes `length` bytes of an aligned buffer; a direct write takes more, up to alignment.
+        """Writes `length` bytes of an aligned buffer.
 
-        A buffered write starts its writeback at once. Otherwise the kernel would collect gigabytes
-        and then stop the writer.
+        What is less than a block, at the end of a file, is always buffered: a direct write of it
+        would make the file longer, which another process may be reading. A buffered write starts
+        its writeback at once. Otherwise the kernel would collect gigabytes and then stop the
+        writer.
         """
+        done = 0
         with naming(self.path):
             if self._is_direct:
+                whole = length - length % ALIGNMENT
                 try:
-                    write_all(self._direct, buffer[: align(length)], offset, len(buffer))
-                    return
+                    write_all(self._direct, buffer[:whole], offset, len(buffer))
+                    done = whole
                 except OSError as error:
                     if self.mode == "direct" or error.errno not in REFUSALS:
                         raise
                     self._is_direct = False
+            if done == length:
+                return
             with self._in_turn:
-                write_all(self.file, buffer[:length], offset, BUFFERED_WRITE)
+                write_all(self.file, buffer[done:length], offset + done, BUFFERED_WRITE)
             # starts writing what is dirty (and drops what is clean already)
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(self.file, offset, length, os.POSIX_FADV_DONTNEED)
@@ -226,9 +231,6 @@ class Writer:
         try:
             if kind is None:
                 with naming(self.path):
-                    # a direct write rounds the end up; truncating costs as much as writing 1 MB
-                    if os.fstat(self.file).st_size != self.size:
-                        os.ftruncate(self.file, self.size)
                     os.fsync(self.file)
         finally:
             self._close()
