@@ -350,3 +350,18 @@ def test_every_rank_has_hyper_parameters_that_are_tensors(stage: int, tmp_path: 
             state = torch.load(file, weights_only=False)["optimizer_state_dict"]
             base = state.get("base_optimizer_state") or state["optimizer_state_dict"]
             assert torch.equal(base["param_groups"][0]["rates"], rates)
+
+
+def test_a_text_among_the_numbers_of_parameters(tmp_path: Path) -> None:
+    """torch's optimizers keep such a key; it is not read, and the file is not damaged."""
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.named_parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    state = optimizer.state_dict()
+    state["state"]["global"] = {"count": 3}
+    torch.save({"model": model.state_dict(), "optimizer": state}, tmp_path / "run.pt")
+    (unread,) = zckpt.read(tmp_path / "run.pt").unread
+    assert unread.key == "global"
+    with pytest.raises(errors.UnsupportedState, match="optimizer's global of no parameter"):
+        zckpt.convert(tmp_path / "run.pt", tmp_path / "universal")

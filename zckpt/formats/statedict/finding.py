@@ -103,7 +103,7 @@ def read_optimizer(state_dict: dict[Any, Any]) -> OptimizerState:
     if not optimizer.is_numbered:
         return optimizer
     # planners of torch.distributed.checkpoint turn the numbers into text
-    numbered = {int(key): value for key, value in state.items()}
+    numbered = {int(key) if str(key).isdecimal() else key: own for key, own in state.items()}
     return replace(optimizer, layout="raw", state=numbered)
 
 
