@@ -18,7 +18,7 @@ import pytest
 import zckpt as package
 from zckpt.copying import filling
 from zckpt.copying.filling import TargetFile
-from zckpt.copying.journal import Identity, Region
+from zckpt.copying.journal import Identity
 from zckpt.copying.journals import PartJournal
 from zckpt.copying.sharing import Part, Portion, shares
 from zckpt.core.folder import Folder
@@ -280,23 +280,3 @@ def test_checkpoints_of_a_run_are_not_shared(example: Path, tmp_path: Path, zckp
     assert ended.code == 2
     assert "cannot share --checkpoints" in ended.err
     assert not os.path.lexists(tmp_path / "out.partial")
-
-
-def test_a_part_that_was_killed_before_it_cut_a_file(
-    sources: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Direct writes round the end of a file up, and its regions may all be noted already."""
-    out = tmp_path / "out"
-    package.convert(sources["dcp"], tmp_path / "single", copying=COPYING)
-    package.convert(sources["dcp"], out, sharing=Part(1, 2), copying=COPYING)
-    taken = PartJournal.of_all_parts
-
-    def lengthened(self: PartJournal) -> list[Region] | None:
-        for path in Path(self.folder.path).rglob("*.safetensors"):
-            with open(path, "ab") as file:
-                file.write(b"x" * 100)
-        return taken(self)
-
-    monkeypatch.setattr(PartJournal, "of_all_parts", lengthened)
-    package.convert(sources["dcp"], out, sharing=Part(2, 2), copying=COPYING)
-    assert files(out) == files(tmp_path / "single")
