@@ -157,8 +157,11 @@ def _named(
         strangers = [key for key in optimizer.state if key not in name_of]
         saved.unread += [Unread(str(key), ("no parameter",), OF_NO_GROUP) for key in strangers]
         whole = value_at(saved.tree, path) if path else {}  # or the optimizer is the whole tree
-        beside = [key for key, value in whole.items() if not is_optimizers_key(key) and value != {}]
-        saved.unread += [Unread(str(key), ("no parameter",), BESIDE_STATE) for key in beside]
+        for key in (key for key in whole if not is_optimizers_key(key)):
+            if isinstance(whole[key], (Leaf, dict, list, tuple)) and whole[key]:
+                saved.unread.append(Unread(str(key), ("no parameter",), BESIDE_STATE))
+            else:  # a number or a text of the program that saved it
+                saved.left_out.append(f"{key} of the optimizer")
         trained += members
         named[path] = optimizer.renamed({m: root.prefix + name for m, name in name_of.items()})
     if root.prefix:
