@@ -221,11 +221,12 @@ class Group:
         with suppress(ProcessLost, KeyboardInterrupt):
             if error is not None:
                 other = self._fail(error)
-            self.store.add(f"{self._name}left", 1)
-            if self.store.is_hosted and (self.rank == 0 or error is None):
-                # the others wait for the end of the store: a program may open one at this address
-                least = self.size + (self.rank > 0)
-                self._wait_shortly(lambda: self.store.add(f"{self._name}left", 0) >= least)
+            left = f"{self._name}left"
+            if self.store.is_hosted and self.rank and error is None:
+                # a program may open its own store at this address
+                self.store.outlived(lambda: self.store.add(left, 1), LEAVING)
+            elif self.store.add(left, 1) < self.size and self.store.is_hosted and self.rank == 0:
+                self._wait_shortly(lambda: self.store.add(left, 0) >= self.size)
         self.store.close()
         if other is not None:
             raise other from error

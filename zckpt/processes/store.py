@@ -7,11 +7,13 @@ opens at MASTER_ADDR and MASTER_PORT. All keys of zckpt begin with `zckpt/`.
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -59,7 +61,7 @@ class Store:
         opened: Any = torch_store.TCPStore  # type: ignore[attr-defined]
         is_host = self.is_hosted and launch.rank == 0
         words = {"is_master": is_host, "timeout": ATTEMPT, "wait_for_workers": False}
-        where, patience = f"{place[0]}:{place[1]}", patient()
+        self._place, where, patience = place, f"{place[0]}:{place[1]}", patient()
         while True:
             try:
                 store = _patiently(
@@ -92,6 +94,15 @@ class Store:
         if len(value) > VALUE:
             raise unreadable(f"it has {len(value)} bytes")
         return value
+
+    def outlived(self, last: Callable[[], object], seconds: float) -> None:
+        """Calls `last`; returns when rank 0 has ended the store, or after some seconds.
+
+        A request to a store that has ended makes torch print a stack; a plain connection does not.
+        """
+        with suppress(OSError), socket.create_connection(self._place, seconds) as line:
+            last()
+            line.recv(1)
 
     def close(self) -> None:
         """Ends the connection, and the store if this process is its host."""
