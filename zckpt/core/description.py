@@ -9,8 +9,10 @@ from fnmatch import fnmatchcase
 from math import prod
 from typing import Any, Protocol, TypeVar
 
+from msgspec import to_builtins
+
 from ..errors import WrongOption, listed
-from .experts import layers_of, layers_to_json
+from .experts import layers_of
 from .facts import with_facts
 from .inert import plain_group, to_json
 from .manifest import Entry, Manifest
@@ -62,7 +64,9 @@ def inspect(manifest: Manifest, objects: Sequence[str]) -> Report:
             for state in states_of(manifest).values()
             if state.form in FORMS
         ],
-        **({"experts": layers_to_json(layers)} if (layers := layers_of(manifest.engine)) else {}),
+        **(
+            {"experts": to_builtins(list(layers))} if (layers := layers_of(manifest.engine)) else {}
+        ),
         "groups": None
         if manifest.groups is None
         else [plain_group(group) for group in manifest.groups],
