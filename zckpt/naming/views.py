@@ -13,7 +13,9 @@ No byte is read.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from math import prod
 from typing import TypeVar
 
@@ -64,27 +66,34 @@ def zeros(shape: Sequence[int], size: int) -> View:
 
 def cut(view: View, axis: int, length: int) -> list[View]:
     """Neighbors of `length` along an axis that is not folded; the last one may be shorter."""
-    ((whole,), place) = view.axes[axis], view.place(axis)
-    starts = range(0, whole, length)
+    whole = view.shape[axis]
+    return parted(view, axis, [min(length, whole - start) for start in range(0, whole, length)])
+
+
+def parted(view: View, axis: int, lengths: Sequence[int]) -> list[View]:
+    """Neighbors of these lengths along an axis that is not folded; together they are all of it."""
+    place = view.place(axis)
+    starts = list(accumulate(lengths, initial=0))[:-1]
     parts: list[list[Box]] = [[] for _ in starts]
     for box in view.boxes:
-        first, last = box.offsets[place], box.offsets[place] + box.sizes[place] - 1
-        for number in range(first // length, last // length + 1):
-            start, stop = number * length, min(whole, (number + 1) * length)
-            low, high = max(first, start), min(last + 1, stop)
-            parts[number].append(
-                _box(
-                    box,
-                    _with(box.whole, place, stop - start),
-                    _with(box.offsets, place, low - start),
-                    _with(box.sizes, place, high - low),
-                    box.strides,
-                    (low - first) * box.strides[place],
+        first, stop = box.offsets[place], box.offsets[place] + box.sizes[place]
+        for number in range(bisect_right(starts, first) - 1, bisect_left(starts, stop)):
+            start, length = starts[number], lengths[number]
+            low, high = max(first, start), min(stop, start + length)
+            if low < high:
+                parts[number].append(
+                    _box(
+                        box,
+                        _with(box.whole, place, length),
+                        _with(box.offsets, place, low - start),
+                        _with(box.sizes, place, high - low),
+                        box.strides,
+                        (low - first) * box.strides[place],
+                    )
                 )
-            )
     return [
-        View(_with(view.axes, axis, (min(length, whole - start),)), tuple(part), view.size)
-        for start, part in zip(starts, parts, strict=True)
+        View(_with(view.axes, axis, (length,)), tuple(part), view.size)
+        for length, part in zip(lengths, parts, strict=True)
     ]
 
 
@@ -164,6 +173,13 @@ def dealt(view: View, axis: int, order: Sequence[int]) -> View:
     places[place : place + len(lengths)] = [place + number for number in order]
     axes = _with(view.axes, axis, tuple(lengths[number] for number in order))
     return _ordered(view, axes, places)
+
+
+def split(view: View, axis: int, count: int) -> View:
+    """The tensor whose axis of one length is two: `count`, and the length of each of these."""
+    inner = folded(view, axis, (view.shape[axis] // count,))
+    outer, length = inner.axes[axis]
+    return View(_with(inner.axes, axis, (outer,), (length,)), inner.boxes, view.size)
 
 
 def flattened(view: View, axis: int) -> View:
