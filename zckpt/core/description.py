@@ -16,7 +16,7 @@ from .experts import layers_of
 from .facts import with_facts
 from .inert import plain_group, to_json
 from .manifest import Entry, Manifest
-from .states import State, states_of
+from .states import states_of
 
 Report = dict[str, Any]
 
@@ -60,7 +60,11 @@ def inspect(manifest: Manifest, objects: Sequence[str]) -> Report:
             for slot, entries in manifest.slots.items()
         },
         "states": [
-            {"state": state.key, "parameters": len(state.tensors), "form": _form(state)}
+            {
+                "state": state.key,
+                "parameters": len(state.tensors),
+                "form": FORMS[state.form] + (f": {state.reason}" if state.form == "unread" else ""),
+            }
             for state in states_of(manifest).values()
             if state.form in FORMS
         ],
@@ -88,10 +92,6 @@ FORMS = {
     "unread": "not read",
 }
 """How `inspect` calls states that no slot has."""
-
-
-def _form(state: State) -> str:
-    return FORMS[state.form] + (f": {state.reason}" if state.form == "unread" else "")
 
 
 def advice(manifest: Manifest, bare: int) -> Report:

@@ -89,6 +89,14 @@ class Fragments(Sequence[Fragment]):
         """The fragments that hold any of the elements [start, stop)."""
         raise NotImplementedError
 
+    def runs(self, start: int, stop: int, size: int) -> Iterator[Fragment]:
+        """Elements [start, stop), of `size` bytes each, as runs of these alone."""
+        for fragment in self.overlapping(start, stop):
+            for run in fragment.runs(start, stop):
+                low, high = max(start, run.start), min(stop, run.stop)
+                extent = run.extent.part((low - run.start) * size, (high - run.start) * size)
+                yield Fragment(low, high, extent)
+
     def alone(self, start: int, stop: int, size: int) -> Extent | None:
         """The bytes of elements [start, stop), of `size` bytes each, if one run has all of them."""
         return None

@@ -278,6 +278,11 @@ class Manifest(Struct, frozen=True):
         return steps.pop() if len(steps) == 1 else None
 
     @property
+    def owners(self) -> dict[str, str]:
+        """The first name of each tied weight, by its other names."""
+        return {alias: name for name, own in self.parameters.items() for alias in own.aliases}
+
+    @property
     def slots(self) -> dict[str, list[Entry]]:
         """The entries of every slot, in manifest order."""
         entries: dict[str, list[Entry]] = {}

@@ -74,13 +74,11 @@ class _Translation:
             )
         self.target = OTHER[self.side]
         self.sizes = sizes_of(source, family, given, self.target == HUGGING_FACE, config)
-        self.aliases = {
-            alias: owner for owner, item in source.parameters.items() for alias in item.aliases
-        }
-        own = {name: at for name, at in self.places.items() if name not in self.aliases}
+        aliases = source.owners
+        own = {name: at for name, at in self.places.items() if name not in aliases}
         stacked = {name: shape[0] for name in own if (shape := source.parameters[name].shape)}
         self.groups = groups_of(family, self.side, own, stacked)
-        second = {name: at for name, at in self.places.items() if name in self.aliases}
+        second = {name: at for name, at in self.places.items() if name in aliases}
         self.second_names = {
             group.sources[0]: group.targets[0]
             for group in groups_of(family, self.side, second, {})
