@@ -17,7 +17,7 @@ from typing import Annotated, Any, TypeVar
 from msgspec import Meta, Struct, convert, field, to_builtins
 from msgspec.structs import fields, replace
 
-from .dtypes import SIZES
+from .dtypes import Dtype
 from .experts import ExpertLayer
 from .inert import Scalar
 
@@ -25,7 +25,6 @@ MAX_DP = 1 << 16
 """The most data-parallel ranks of a run; a file that states more is damaged."""
 
 T = TypeVar("T", bound=Struct)
-Dtype = Annotated[str, Meta(pattern=rf"\A({'|'.join(SIZES)})\Z")]
 FileName = Annotated[str, Meta(pattern=r"\A(?!\.{0,2}\Z)[^/\\\0]*\Z")]
 """A file in the checkpoint's own directory."""
 Key = str | Annotated[int, Meta(ge=0, lt=MAX_DP)]

@@ -10,7 +10,8 @@ from msgspec import Struct, convert, field
 
 from ..core import compare, sources
 from ..core.compare import Result
-from ..core.facts import Dtype, facts_of, with_facts
+from ..core.dtypes import Dtype
+from ..core.facts import facts_of, with_facts
 from ..core.fragments import Runs
 from ..core.inert import from_json, plain_group, to_json
 from ..core.manifest import (
