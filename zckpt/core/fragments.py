@@ -374,10 +374,24 @@ def range_of_box(
     """Elements [start, stop) of a box, in the box's own row-major order, as boxes of the tensor.
 
     This is a partition of a tensor-parallel slice: `sizes` at `offsets` is the slice in a tensor of
-    shape `whole`, and the elements follow each other in `extent`. `size` is bytes per element. A
-    range begins and ends inside of rows, planes, ..., so n axes give up to 2 * n - 1 boxes.
+    shape `whole`, and the elements follow each other in `extent`. `size` is bytes per element.
     """
     assert 0 <= start <= stop <= prod(sizes), (start, stop, sizes)
+    place = start
+    for corner, lengths in corners_of_range(sizes, start, stop):
+        strides = [prod(lengths[n + 1 :]) for n in range(len(lengths))]
+        at = [offset + inner for offset, inner in zip(offsets, corner, strict=True)]
+        yield Box(whole, at, lengths, strides, place - start, size, extent)
+        place += prod(lengths)
+
+
+def corners_of_range(
+    sizes: Sequence[int], start: int, stop: int
+) -> Iterator[tuple[list[int], list[int]]]:
+    """The boxes that row-major elements [start, stop) of a tensor are: where they begin, and sizes.
+
+    A range begins and ends inside of rows, planes, ..., so n axes give up to 2 * n - 1 boxes.
+    """
     steps = [prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
     place = start
     while place < stop:
@@ -389,9 +403,7 @@ def range_of_box(
         lengths = [*(1 for _ in sizes[:axis]), *sizes[axis:]]
         if sizes:
             lengths[axis] = min(sizes[axis] - corner[axis], (stop - place) // steps[axis])
-        strides = [prod(lengths[n + 1 :]) for n in range(len(lengths))]
-        at = [offset + inner for offset, inner in zip(offsets, corner, strict=True)]
-        yield Box(whole, at, lengths, strides, place - start, size, extent)
+        yield corner, lengths
         place += prod(lengths)
 
 

@@ -21,7 +21,7 @@ from typing import TypeVar
 
 from msgspec import Struct
 
-from ..core.fragments import ZEROS, Box, Extent, Fragments, boxes
+from ..core.fragments import ZEROS, Box, Extent, Fragments, boxes, corners_of_range
 from ..core.slicing import boxes_of
 
 T = TypeVar("T")
@@ -202,19 +202,11 @@ def _ordered(view: View, axes: tuple[Lengths, ...], places: Sequence[int]) -> Vi
 
 
 def _folded(box: Box, place: int, lengths: Lengths) -> Iterator[Box]:
-    """A box whose length at `place` is folded: a box for every part that is one.
-
-    A range of a row begins and ends inside of planes, as `range_of_box` says.
-    """
+    """A box whose length at `place` is folded: a box for every part that is one."""
     steps = [prod(lengths[number + 1 :]) for number in range(len(lengths))]
-    start = box.offsets[place]
-    stop, stride = start + box.sizes[place], box.strides[place]
+    start, stride = box.offsets[place], box.strides[place]
     at = start
-    while at < stop:
-        axis = next((n for n, step in enumerate(steps) if not at % step and at + step <= stop), 0)
-        corner = [at // step % length for step, length in zip(steps, lengths, strict=True)]
-        sizes = [*(1 for _ in lengths[:axis]), *lengths[axis:]]
-        sizes[axis] = min(lengths[axis] - corner[axis], (stop - at) // steps[axis])
+    for corner, sizes in corners_of_range(lengths, start, start + box.sizes[place]):
         yield _box(
             box,
             _with(box.whole, place, *lengths),
