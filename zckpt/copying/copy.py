@@ -18,6 +18,7 @@ from ..core.checksum import Cover, Scattered
 from ..core.fileio import Buffer, is_small
 from ..core.folder import Folder
 from ..core.fragments import Extent, Fragments, Runs, Slices
+from ..core.grouping import by_key
 from ..core.layout import CopyOutcome
 from ..core.manifest import Manifest
 from ..core.pieces import ElementReader
@@ -60,9 +61,7 @@ class _Copy:
         self.source_records = source.records
         self.record_numbers = {id(record): n for n, record in enumerate(source.records)}
         self.checker = RecordChecker(source.records, fingerprints=source.fingerprints)
-        self.records: dict[str, list[Extent]] = {}
-        for record in target.records:
-            self.records.setdefault(record.extent.file, []).append(record.extent)
+        self.records = by_key((record.extent.file, record.extent) for record in target.records)
         self.outcome = CopyOutcome()
         self.sums = Sums()
         self.lengths = [pair.target.length for pair in pairs]  # bytes

@@ -11,6 +11,7 @@ What a checkpoint is:
     missing_states.py which parameters lack a state that others have
     inert.py          objects of classes that are never imported
     version.py        the version of zckpt
+    grouping.py       what belongs together, by a key
     dtypes.py         element types, and cast.py between them
 
 How a source is read:

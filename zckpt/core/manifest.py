@@ -17,6 +17,7 @@ from ..errors import brief
 from .dtypes import NUMBERS, SIZES
 from .facts import Engine, StepPlace
 from .fragments import Extent, Fragments, Record
+from .grouping import by_key
 from .inert import PYTHON_NUMBERS, Scalar, from_json, to_json
 from .sources import Fingerprint
 
@@ -285,10 +286,7 @@ class Manifest(Struct, frozen=True):
     @property
     def slots(self) -> dict[str, list[Entry]]:
         """The entries of every slot, in manifest order."""
-        entries: dict[str, list[Entry]] = {}
-        for entry in self.entries.values():
-            entries.setdefault(entry.slot, []).append(entry)
-        return entries
+        return by_key((entry.slot, entry) for entry in self.entries.values())
 
 
 _OF_SLOTS = frozenset("abcdefghijklmnopqrstuvwxyz0123456789_")

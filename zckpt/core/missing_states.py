@@ -17,6 +17,7 @@ from math import prod
 from msgspec import Struct
 
 from ..errors import listed
+from .grouping import by_key
 from .manifest import Manifest, slot_key
 from .states import others_of
 from .weights import is_optimizers
@@ -45,10 +46,11 @@ def lacking(manifest: Manifest) -> tuple[list[str], list[str]]:
 
 
 def _lost(groups: Sequence[list[_States]]) -> list[str]:
-    lost: dict[tuple[str, ...], list[str]] = {}
-    for group in groups:
-        for states, missing in _lost_in(group):
-            lost.setdefault(tuple(sorted(missing)), []).append(states.name)
+    lost = by_key(
+        (tuple(sorted(missing)), states.name)
+        for group in groups
+        for states, missing in _lost_in(group)
+    )
     return [
         f"{listed(names, 4)}: the optimizer's {listed(keys)} is missing, which other parameters of "
         "the same group have"
@@ -79,19 +81,13 @@ def _groups(manifest: Manifest) -> Iterator[list[_States]]:
     key_of = {slot: slot_key(slot) for slot in slots if is_optimizers(slot)}
     if not key_of:
         return
-    shaped: dict[str, list[str]] = {}
-    for entry in manifest.entries.values():
-        if (key := key_of.get(entry.slot)) is not None:
-            shaped.setdefault(entry.parameter, []).append(key)
+    entries = manifest.entries.values()
+    shaped = by_key((e.parameter, key_of[e.slot]) for e in entries if e.slot in key_of)
     others = others_of(manifest)
-    unread: dict[str, list[str]] = {}
-    for item in manifest.unread:
-        for name in item.parameters:
-            unread.setdefault(name, []).append(item.key)
+    unread = by_key((name, item.key) for item in manifest.unread for name in item.parameters)
     # a step of the group is stated for parameters that were never updated too
     own_steps = manifest.step_place is None or manifest.step_place.where == "state"
     groups: dict[int | None, list[_States]] = {}
-    sets: dict[tuple[str, ...], frozenset[str]] = {}  # most parameters have equal ones
     for name, parameter in manifest.parameters.items():
         if not parameter.trainable or not prod(parameter.shape):
             continue
@@ -100,10 +96,7 @@ def _groups(manifest: Manifest) -> Iterator[list[_States]]:
         keys += tuple(unread.get(name, ()))  # they are in the files
         if own_steps and parameter.step is not None:
             keys += (STEP,)
-        for each in (own, keys):
-            if each not in sets:
-                sets[each] = frozenset(each)
-        states = _States(name, len(parameter.shape), sets[keys], sets[own])
+        states = _States(name, len(parameter.shape), frozenset(keys), frozenset(own))
         groups.setdefault(parameter.group, []).append(states)
     yield from groups.values()
 

@@ -21,6 +21,7 @@ from msgspec.structs import replace
 
 from ..errors import WrongOption, joined, listed
 from .facts import FlatBufferEngine
+from .grouping import by_key
 from .inert import TensorName, inside, map_values
 from .manifest import Manifest, Unread, slot_key
 from .weights import WEIGHTS, is_optimizers
@@ -389,7 +390,5 @@ def renamed_others(
 
 def in_words(states: Iterable[State]) -> str:
     """States as a sentence names them: `GG and Q of fc1.weight, fc2.weight`."""
-    keys: dict[str, list[str]] = {}
-    for state in states:
-        keys.setdefault(listed(state.parameters, 4), []).append(state.key)
+    keys = by_key((listed(state.parameters, 4), state.key) for state in states)
     return "; ".join(f"{joined(own)} of {names}" for names, own in keys.items())

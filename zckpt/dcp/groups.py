@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+from ..core.grouping import by_key
 from ..core.inert import Scalar, alike
 from ..errors import InconsistentCheckpoint
 from ..training import steps
@@ -118,9 +119,7 @@ class Groups:
         for key, meaning in self.keys.items():
             if meaning.name:
                 values.setdefault(meaning.name, {})[meaning.slot] = repr(self.state.get(key))
-        groups: dict[tuple[tuple[str, str], ...], list[str]] = {}
-        for name, hyper in values.items():
-            groups.setdefault(tuple(sorted(hyper.items())), []).append(name)
+        groups = by_key((tuple(sorted(hyper.items())), name) for name, hyper in values.items())
         return list(groups.values())
 
 

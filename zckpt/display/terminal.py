@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..core import fileio
+from ..core.grouping import by_key
 from ..errors import WrongOption, counted, joined
 
 NARROW = 6  # characters per column; a drawn table would lose some with less
@@ -47,9 +48,7 @@ def states(lines: Sequence[dict[str, Any]], *keys: str) -> Iterator[tuple[str, d
 
     States of as many parameters are named together if their lines have equal values for `keys`.
     """
-    alike: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for line in lines:
-        alike.setdefault((line["parameters"], *(line.get(key) for key in keys)), []).append(line)
+    alike = by_key(((line["parameters"], *(line.get(key) for key in keys)), line) for line in lines)
     for own in alike.values():
         names = joined([safe(line["state"]) for line in own])
         yield f"{names} of {counted(own[0]['parameters'], 'parameter')}", own[0]
