@@ -205,6 +205,17 @@ def test_slow_packages_are_imported_late() -> None:
             assert not tops & LATE, f"{path}:{node.lineno}: import it in the function that uses it"
 
 
+def test_no_process_unpickles_what_another_one_sends() -> None:
+    """`all_gather_object` and its relatives pickle: what processes tell each other is plain."""
+    for path, _ in modules():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute):
+                sends = re.fullmatch(
+                    r"(all_gather|broadcast|scatter|gather|send|recv)_object.*", node.attr
+                )
+                assert not sends, f"{path}:{node.lineno} calls {node.attr}"
+
+
 HIDING = {"walk", "access", "open", "pread", "isfile", "isdir", "exists", "getsize"}
 TARGETS = re.compile(r"write|.*shell|options")  # modules that work on files of a target
 
