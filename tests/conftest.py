@@ -37,7 +37,9 @@ def pytest_runtest_makereport() -> None:
         os._exit(70)
 
 
-QUICK = tuple(f"tests/{room}" for room in "core files copying naming training proof".split())
+QUICK = tuple(
+    f"tests/{room}" for room in ("core", "files", "copying", "naming", "training", "proof")
+)
 SLOW = {"engines", "matrix", "exhaustive", "gpu", "first"}
 OF_WHOLE_RUNS = {"test_allgather.py", "test_leaves.py"}
 
