@@ -22,11 +22,13 @@ from msgspec.structs import replace
 from ..errors import WrongOption, joined, listed
 from .facts import FlatBufferEngine
 from .inert import TensorName, inside, map_values
-from .manifest import Manifest, Unread, slot_key
+from .manifest import Manifest, slot_key
 from .weights import WEIGHTS, is_optimizers
 
-OTHER, PARTITIONS = "other", "partitions"
-"""Keys of `Manifest.state["optimizer"]`."""
+OTHER, PARTITIONS, BESIDE = "other", "partitions", "beside"
+"""Keys of `Manifest.state["optimizer"]`; the last one has numbers of no parameter."""
+NO_PARAMETER = "no parameter"
+"""Whose a state is that stands beside those of parameters."""
 
 FACTORING = frozenset(("scale_parameter", "clip_threshold", "eps1", "beta2_decay"))
 """Hyper-parameters that only optimizers have which keep rows and columns of a matrix: Adafactor and
@@ -329,35 +331,6 @@ class Selection(Struct, frozen=True):
 
 
 EVERYTHING = Selection()
-
-
-def as_unread(manifest: Manifest, reason: str) -> Manifest:
-    """The manifest whose states that are neither slots nor numbers are listed as not read."""
-    others, parts = others_of(manifest), partitions_of(manifest)
-    if not others and not parts:
-        return manifest
-    names: dict[str, dict[str, None]] = {}
-    for name, own in others.items():
-        for key, value in own.items():
-            if value is not None:
-                names.setdefault(str(key), {})[name] = None
-    for part in parts:
-        for key in part["states"]:
-            names.setdefault(str(key), {}).update(dict.fromkeys(part["parameters"]))
-    tensors = {f"{tensor}/state" for tensor in tensors_in([others, *parts])}
-    optimizer = {
-        key: value for key, value in _optimizer(manifest).items() if key not in (OTHER, PARTITIONS)
-    }
-    return replace(
-        manifest,
-        entries={name: entry for name, entry in manifest.entries.items() if name not in tensors},
-        replicas=tuple(entry for entry in manifest.replicas if entry.name not in tensors),
-        state={**manifest.state, "optimizer": optimizer},
-        unread=(
-            *manifest.unread,
-            *(Unread(key, tuple(own), reason) for key, own in names.items()),
-        ),
-    )
 
 
 def renamed_others(
