@@ -4,6 +4,7 @@
     number       one number: `Parameter.scalars`
     other        any other value of a parameter: `state.optimizer.other`, by parameter and key
     partition    what a rank keeps of its part of a flat buffer: `state.optimizer.partitions`
+    wrapper      what an optimizer around the optimizer keeps: in `state.client_state`
     unread       what is in the files, and has none of these forms: `Manifest.unread`
 
 A state has the same key in all of these forms, so that a manifest and another one are compared
@@ -24,6 +25,7 @@ from .facts import FlatBufferEngine
 from .inert import TensorName, inside, map_values
 from .manifest import Manifest, slot_key
 from .weights import WEIGHTS, is_optimizers
+from .wrapper import without_wrapped, wrapped
 
 OTHER, PARTITIONS, BESIDE = "other", "partitions", "beside"
 """Keys of `Manifest.state["optimizer"]`; the last one has numbers of no parameter."""
@@ -47,6 +49,9 @@ BOUND = (
     "the ranks keep this for their parts of flat buffers, so that no other number of ranks, no "
     "other stage and no other engine can have it"
 )
+
+
+OF_WRAPPER = "an optimizer around this one keeps it"
 
 
 class State(Struct, frozen=True):
@@ -94,6 +99,10 @@ def states_of(manifest: Manifest) -> dict[str, State]:
             for name in part["parameters"]:
                 add(str(key), name, names, "partition", BOUND)
                 names = []
+    for key, value in wrapped(manifest).items():
+        names = [f"{tensor}/state" for tensor in tensors_in(value)]
+        if names:
+            add(str(key), NO_PARAMETER, names, "wrapper", OF_WRAPPER)
     for item in manifest.unread:
         for name in item.parameters:
             add(item.key, name, (), "unread", item.reason)
@@ -129,6 +138,12 @@ def _is_partition(value: Any) -> bool:
 def _optimizer(manifest: Manifest) -> Mapping[str, Any]:
     values = manifest.state.get("optimizer")
     return values if isinstance(values, Mapping) else {}
+
+
+def beside(manifest: Manifest) -> dict[str, Any]:
+    """`state.optimizer.beside`: numbers and texts that stand beside the states of parameters."""
+    values = _optimizer(manifest).get(BESIDE)
+    return dict(values) if isinstance(values, Mapping) else {}
 
 
 def tensors_in(value: Any) -> list[str]:
@@ -248,7 +263,7 @@ def without(manifest: Manifest, keys: Collection[str]) -> Manifest:
         for tensors in states[key].tensors.values()
         for name in tensors
     }
-    state = manifest.state
+    state = without_wrapped(manifest, gone)
     if "optimizer" in state:
         state = {**state, "optimizer": optimizer}
     return replace(

@@ -72,6 +72,7 @@ class Keeping(Struct, frozen=True):
             if shells.groups is not None:
                 self._keep_groups()
             self.report["computed_afresh"] = self._computed_afresh(shells)
+            self.report["left_out"] += self._beside(shells)
             self.report["warnings"] += _of_counts(self.source.step_place, shells.step_place)
             return shells
 
@@ -79,7 +80,8 @@ class Keeping(Struct, frozen=True):
 
     def try_out(self, layout: Layout) -> None:
         """Reads the shells back from a temporary folder, for a run that writes nothing."""
-        if (self.has_states or any(self._lost_of_groups)) and layout.read_back is not None:
+        asks = self.has_states or states.beside(self.source) or any(self._lost_of_groups)
+        if asks and layout.read_back is not None:
             with _laid_out(layout.shells()) as folder:
                 layout.read_back(folder)
 
@@ -128,6 +130,13 @@ class Keeping(Struct, frozen=True):
         if len(lost) > len(afresh):
             self._refuse([state for state in lost.values() if state not in afresh])
         return [_line(state, "the optimizer computes it afresh") for state in afresh]
+
+    def _beside(self, shells: Manifest) -> list[str]:
+        """Numbers beside the states of parameters that the target lacks."""
+        lost = states.beside(self.source).keys() - states.beside(shells).keys()
+        if not lost or self.options.weights_only:
+            return []
+        return [f"{listed(sorted(lost))}, beside the optimizer's states"]
 
     def _refuse(self, lost: Sequence[State]) -> None:
         filtered = states.lost(self.named, self.admitted)
