@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..core.facts import FlatBufferEngine, NamedWeightsEngine, StateDictEngine, with_facts
-from ..core.inert import Foreign, alike, inside, to_json
+from ..core.inert import Foreign, alike, from_json, inside, to_json
 from ..core.manifest import Manifest
 from ..core.weights import WEIGHTS, is_optimizers
 from ..errors import listed
@@ -48,7 +48,10 @@ SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_w
 SCALING = tuple(f"optimizer.{key}" for key in ("loss_scaler", "dynamic_loss_scale", *SCALE))
 """Where the scale of the loss is: fp16 runs need one, and each wrapper has a form of its own."""
 CLIPPING = "optimizer.clip_grad"
-"""Some wrappers leave clipping to the configuration."""
+CLIPS = ("DeepSpeedZeroOptimizer", "BF16_Optimizer", "FP16_Optimizer")
+"""The wrappers that keep it; the others leave it to the configuration."""
+BESIDE = "optimizer.beside"
+"""Numbers that stand beside the states of parameters: state dicts have them anywhere."""
 GUESSES = ("guessed", "ordered")
 """Facts about names that files do not state."""
 _NOTHING: tuple[Any, ...] = (None, {}, [])
@@ -183,7 +186,7 @@ class _Comparison:
         side, other = ("a", "b") if b in _NOTHING else ("b", "a")
         if a in _NOTHING and b in _NOTHING:
             return
-        if self._is_of_saving(path) or (path == CLIPPING and self.other_wrapper):
+        if self._is_of_saving(path):
             self.of_saving.append(path)
         elif self._has_place(self.sides[other], path):
             self.lines.append({"key": path, "only": side})
@@ -195,6 +198,10 @@ class _Comparison:
         part, engine = path.partition(".")[0], manifest.engine
         if _is_weights(manifest) or path.startswith(OF_VERSIONS):
             return False
+        if path == CLIPPING:
+            return self.same_engine and _wrapper(manifest)[0] in CLIPS
+        if path.startswith(BESIDE):
+            return isinstance(engine, (FlatBufferEngine, StateDictEngine))
         if part in OF_PROGRAM:
             if isinstance(engine, StateDictEngine):
                 return engine.folders is None or part == "module_extra"
@@ -224,7 +231,7 @@ class _Comparison:
     def _key(self, key: Any) -> Any:
         """A key of a dictionary; torch.distributed.checkpoint turns them into texts."""
         plain = isinstance(key, (str, int)) and self.same_format
-        return key if plain else str(key)
+        return key if plain else str(from_json(key))
 
     def not_compared(self) -> Iterator[str]:
         """Sentences, each of which begins with what they are about."""

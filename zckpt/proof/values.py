@@ -147,10 +147,11 @@ def _lost(owner: Manifest, other: Manifest, reported: Collection[str]) -> Iterat
 
 def not_read(manifest: Manifest) -> list[str]:
     """Sentences about states of the optimizer that the files have and that were not read."""
-    return [
+    lines = (
         f"not read: {item.key} of {listed(item.parameters, 4)}: {item.reason}"
         for item in manifest.unread
-    ]
+    )
+    return list(dict.fromkeys(lines))  # model ranks have the same
 
 
 def _kinds(a: Scalar | None, b: Scalar | None) -> Report:

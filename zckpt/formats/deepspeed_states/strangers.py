@@ -11,7 +11,7 @@ from typing import Any
 from ...core.inert import alike
 from ...core.manifest import Entry, Unread
 from ..strangers import BESIDE_STATE, OF_NO_GROUP, Stranger, is_plain, sorted_out
-from .states import FLAT_MASTERS, WHOLE_MASTERS, EngineStates, kept
+from .states import FLAT_MASTERS, WHOLE_MASTERS, EngineStates, kept, wrapper_of
 
 OF_BASE = frozenset(("state", "param_groups"))
 """What the state of a torch optimizer has."""
@@ -50,9 +50,10 @@ def _strangers(ranks: EngineStates) -> Iterator[Stranger]:
     for group in ranks.bases[0].get("param_groups") or ():
         known |= {*(group.get("params") or ())}
     states = [base.get("state") or {} for base in ranks.bases]
+    is_wrapped = not ranks.whole or wrapper_of(ranks.first) is not None
     for dictionaries, own, reason in (
         (states, known, OF_NO_GROUP),
-        (ranks.bases, OF_BASE if ranks.bases[0] is not ranks.first else OF_ENGINE, BESIDE_STATE),
+        (ranks.bases if is_wrapped else (), OF_BASE, BESIDE_STATE),
         (ranks.states, OF_ENGINE, BESIDE_STATE),
     ):
         for key in dict.fromkeys(key for each in dictionaries for key in each):
