@@ -58,7 +58,7 @@ def inspect(manifest: Manifest, objects: Sequence[str]) -> Report:
             for slot, entries in manifest.slots.items()
         },
         "states": [
-            {"state": state.key, "parameters": len(state.tensors), "form": _form(state)}
+            {"state": state.key, "parameters": state.count, "form": _form(state)}
             for state in states_of(manifest).values()
             if state.form in FORMS
         ],

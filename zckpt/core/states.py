@@ -69,6 +69,11 @@ class State(Struct, frozen=True):
     def parameters(self) -> list[str]:
         return list(self.tensors)
 
+    @property
+    def count(self) -> int:
+        """The number of parameters that have it."""
+        return len(self.tensors.keys() - {NO_PARAMETER})
+
 
 def states_of(manifest: Manifest) -> dict[str, State]:
     """All states by key. A state of several forms has that of the last one in the list above."""

@@ -118,14 +118,14 @@ def lacking(a: Manifest, b: Manifest, reported: Collection[str]) -> tuple[list[R
         for state in _lost(owner, other, reported):
             if is_afresh(state.key, owner):
                 notes.append(
-                    f"{state.key} of {counted(len(state.tensors), 'parameter')}: only in "
+                    f"{state.key} of {counted(state.count, 'parameter')}: only in "
                     f"{owner.root}; the optimizer computes it afresh"
                 )
                 continue
             line = {
                 "state": state.key,
                 "only": only,
-                "parameters": len(state.tensors),
+                "parameters": state.count,
                 "parameter": next(iter(state.tensors)),
                 "tensors": len({name for names in state.tensors.values() for name in names}),
             }

@@ -22,10 +22,11 @@ from ..core.facts import StepPlace
 from ..core.layout import Layout, Shell
 from ..core.manifest import Manifest
 from ..core.states import State
-from ..errors import UnsupportedState, WrongOption, listed
+from ..errors import UnsupportedState, WrongOption, joined, listed
 from ..formats.format import Format
 from ..training import objects
-from ..training.options import DROP_STATE, WEIGHTS_ONLY, Options
+from ..training.optimizers import needed_states
+from ..training.options import DROP_STATE, OPTIMIZER, WEIGHTS_ONLY, Options
 from .report import Report
 
 
@@ -45,8 +46,28 @@ def dropped_states(manifest: Manifest, options: Options) -> list[Report]:
     return [_line(known[key], option.flag) for key in dict.fromkeys(keys or known)]
 
 
+def unable_to_step(manifest: Manifest, options: Options) -> list[str]:
+    """A warning if the optimizer stops without what is dropped; `manifest` lacks it already.
+
+    Of a parameter without any state it begins afresh.
+    """
+    place = manifest.step_place
+    steps = (each.step for each in manifest.parameters.values())
+    has_step = any(step is not None for step in steps) and (place is None or place.where == "state")
+    if not (has_step or states.states_of(manifest)):
+        return []
+    names = (options[OPTIMIZER] or manifest.optimizer or "").split(", ")
+    lost = {name: needed_states(name).intersection(options[DROP_STATE]) for name in names}
+    return [
+        f"{name} cannot take a step without {joined(sorted(keys))}: load this into an optimizer "
+        "that needs no such state, or write --weights-only"
+        for name, keys in lost.items()
+        if keys
+    ]
+
+
 def _line(state: State, reason: str) -> Report:
-    return {"state": state.key, "parameters": len(state.tensors), "reason": reason}
+    return {"state": state.key, "parameters": state.count, "reason": reason}
 
 
 class Keeping(Struct, frozen=True):
