@@ -6,7 +6,7 @@ have no place for it, or it belongs to sizes that the two do not share: this is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ..core.facts import FlatBufferEngine, NamedWeightsEngine, StateDictEngine, with_facts
@@ -221,17 +221,12 @@ class _Comparison:
         if tag in ("$tuple", "$size"):
             return inner
         if tag in ("$dict", "$ordered"):
-            return {self._key(key): item for key, item in inner}
+            return by_comparable_keys(inner, self.same_format)
         if tag == "$object":
             rest = {key: item for key, item in inner.items() if key != "state"}
             state = self._opened(inner.get("state"))
             return {**rest, **(state if isinstance(state, dict) else {"state": state})}
         return value
-
-    def _key(self, key: Any) -> Any:
-        """A key of a dictionary; torch.distributed.checkpoint turns them into texts."""
-        plain = isinstance(key, (str, int)) and self.same_format
-        return key if plain else str(from_json(key))
 
     def not_compared(self) -> Iterator[str]:
         """Sentences, each of which begins with what they are about."""
@@ -255,6 +250,14 @@ class _Comparison:
                     f"{listed(paths, 4)}: only {self.sides[other].root} has {them}, and the files "
                     f"of {root} have no place for {them}"
                 )
+
+
+def by_comparable_keys(pairs: Iterable[Any], same_format: bool) -> dict[Any, Any]:
+    """The items of a dictionary in JSON; torch.distributed.checkpoint makes texts of all keys."""
+    return {
+        key if same_format and isinstance(key, (str, int)) else str(from_json(key)): item
+        for key, item in pairs
+    }
 
 
 def _differing(path: str, a: Any, b: Any) -> Iterator[str]:

@@ -256,7 +256,8 @@ class StateDicts:
             if parameter.trainable and (parameter.group or 0) == group
         ]
 
-    def _state_path(self, name: str, key: str) -> Path:
+    def _state_path(self, name: str, key: Any) -> Path:
+        key = key if isinstance(key, (str, int)) else str(key)
         if self.layout == "flat":
             return (*self.optimizer, f"state.{self.own_name(name)}.{key}")
         own = str(self.numbers[name]) if self.layout == "raw" else self.own_name(name)
