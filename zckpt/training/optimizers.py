@@ -197,6 +197,12 @@ SIGNATURES = (
 )
 
 
+def strange_to_adam(groups: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The hyper-parameters that no Adam has, and that no program adds."""
+    known = OF_PROGRAMS.union(*(each.keys for each in SIGNATURES if each.name == "Adam"))
+    return sorted({str(key) for group in groups for key in group} - known)
+
+
 LAZY = frozenset(("sgd", "muon"))
 """Those that make anew what they do not find in a parameter's state."""
 
