@@ -48,8 +48,8 @@ SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_w
 SCALING = tuple(f"optimizer.{key}" for key in ("loss_scaler", "dynamic_loss_scale", *SCALE))
 """Where the scale of the loss is: fp16 runs need one, and each wrapper has a form of its own."""
 CLIPPING = "optimizer.clip_grad"
-CLIPS = ("DeepSpeedZeroOptimizer", "BF16_Optimizer", "FP16_Optimizer")
-"""The wrappers that keep it; the others leave it to the configuration."""
+UNCLIPPED = (None, "DeepSpeedZeroOptimizer_Stage3", "FP16_UnfusedOptimizer")
+"""The wrappers that leave it to the configuration."""
 BESIDE = "optimizer.beside"
 """Numbers that stand beside the states of parameters: state dicts have them anywhere."""
 GUESSES = ("guessed", "ordered")
@@ -198,8 +198,8 @@ class _Comparison:
         part, engine = path.partition(".")[0], manifest.engine
         if _is_weights(manifest) or path.startswith(OF_VERSIONS):
             return False
-        if path == CLIPPING:
-            return self.same_engine and _wrapper(manifest)[0] in CLIPS
+        if path == CLIPPING and self.other_wrapper and _wrapper(manifest)[0] in UNCLIPPED:
+            return False
         if path.startswith(BESIDE):
             return isinstance(engine, (FlatBufferEngine, StateDictEngine))
         if part in OF_PROGRAM:

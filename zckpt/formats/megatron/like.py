@@ -326,9 +326,8 @@ class _Run:
         common = dict(self.common)
         step, before = self.source.step, common.get("iteration")
         if self.states:
-            first = optimizers_of(common)[0]
-            known = {key: first[key] for key in first if key in OF_WRAPPER}
-            common["optimizer"] = {**known, "optimizer": {"param_groups": self._groups()}}
+            first = {k: v for k, v in optimizers_of(common)[0].items() if k in OF_WRAPPER}
+            common["optimizer"] = {**first, "optimizer": {"param_groups": self._groups()}}
             if "grad_scaler" in first:
                 self.warnings.append("grad_scaler, the loss scale, is that of --like")
         if step is None:
