@@ -35,6 +35,7 @@ from ...core.plan import Match, match
 from ...core.resources import Begin
 from ...core.states import Selection
 from ...errors import MissingExtra, listed
+from .. import unread as of_unread
 from ..pairs import selected
 from ..report import findings, versions
 from ..verify import inferences, needs_weights, nothing_found, roundings, with_values
@@ -131,7 +132,9 @@ def _verify(
             [name for name in names if not name.endswith("/state")] for names in (only_a, only_b)
         ]
         report = with_values(report, ours, other, *one_sided)
-        if names := [entry.name for entry in manifest.entries.values() if entry.slot == "state"]:
+        kept = [entry for entry in manifest.entries.values() if entry.slot == "state"]
+        kept += [item.a for item in of_unread.pairs(ours, other)]
+        if names := [entry.name for entry in kept]:
             line = f"{listed(names, 4)}: --gather does not read the tensors of the state"
             report["not_compared"].append(line)
     return {
