@@ -6,7 +6,7 @@
     values.py       steps, scalars, groups                states.py    schedulers, counters, ...
     health.py       statistics of all tensors
     damage.py       whose bytes are damaged               beside.py    files of a trainer, ...
-    saved.py        the file of --save-proof
+    saved.py        the file of --save-proof              contents.py  whether files are copies
 
 Only allgather/ needs torch.
 """

@@ -49,8 +49,8 @@ SCALING = tuple(f"optimizer.{key}" for key in ("loss_scaler", "dynamic_loss_scal
 """Where the scale of the loss is: fp16 runs need one, and each wrapper has a form of its own."""
 CLIPPING = "optimizer.clip_grad"
 """Some wrappers leave clipping to the configuration."""
-GUESSES = ("guessed", "ordered")
-"""Facts about names that files do not state."""
+OF_NAMES = ("guessed", "ordered", "file")
+"""Facts about names: what files do not state of them, and what a file itself is called."""
 _NOTHING: tuple[Any, ...] = (None, {}, [])
 
 
@@ -282,7 +282,7 @@ def _facts(manifest: Manifest) -> Report:
     """How a checkpoint was saved: a program may save the same run in another way."""
     place = manifest.step_place
     facts = with_facts({}, manifest.engine, None).get("engine") or {}
-    facts = {key: value for key, value in facts.items() if key not in GUESSES}
+    facts = {key: value for key, value in facts.items() if key not in OF_NAMES}
     return {
         "engine": to_json(facts),
         "optimizer": manifest.optimizer,
