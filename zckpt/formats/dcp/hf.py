@@ -87,8 +87,8 @@ def require_last(folder: str, weights: Mapping[str, Any], optimizers: Iterable[A
                 count = max(int(match[3]) for match in numbers if match)
                 raise missing_file(
                     os.path.join(folder, NAMED.format(rank + 1, 1, count)),
-                    hint=f"copy it again: without it, {name} has the shape {list(weight.shape)}, and "
-                    f"its moments have {list(whole)}",
+                    hint=f"copy it again: without it, {name} has the shape {list(weight.shape)}, "
+                    f"and its moments have {list(whole)}",
                 )
 
 

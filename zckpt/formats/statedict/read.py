@@ -42,8 +42,9 @@ NO_OPTIMIZER = "there is no optimizer: --param-names is not used"
 def manifest(saved: SavedTree, reading: Reading = USUAL) -> Manifest:
     """The manifest of state dicts; `reading.param_names` are for an optimizer by numbers.
 
-    With `reading.weights_only`, an optimizer whose numbers get no names is ignored. Of several
-    models, `reading.root` chooses one. Without it all are read, with the root before each name.
+    With `reading.weights_only`, an optimizer whose numbers get no names is ignored; with `nameless`
+    it is the program's own state. Of several models, `reading.root` chooses one. Without it all are
+    read, with the root before each name.
 
     Raises MissingData (no model; numbers that fit several names), AmbiguousCheckpoint (see
     roots.py), WrongOption (no such root), InconsistentCheckpoint.
@@ -194,10 +195,13 @@ def _named(
             members = [name_of[m] for members in optimizer.members for m in members]
             refuse_twice(saved, [*trained, *members])
         except (MissingData, InconsistentCheckpoint) as error:
-            if is_one and not (reading.weights_only and isinstance(error, MissingData)):
+            may_lack = reading.weights_only or (reading.nameless and param_names is None)
+            if is_one and not (may_lack and isinstance(error, MissingData)):
                 raise
-            if not is_one:
-                saved.warnings.append(f"{dotted(path)} is read as the program's own state: {error}")
+            if not (is_one and reading.weights_only):
+                way = "; --param-names FILE names its parameters" if is_one else ""
+                key = dotted(path) or "the optimizer"
+                saved.warnings.append(f"{key} is read as the program's own state: {error}{way}")
             continue
         strangers = [key for key in optimizer.state if key not in name_of]
         saved.unread += [Unread(str(key), ("no parameter",), OF_NO_GROUP) for key in strangers]
