@@ -62,7 +62,7 @@ def inspect(manifest: Manifest, objects: Sequence[str]) -> Report:
         "states": [
             {
                 "state": state.key,
-                "parameters": len(state.tensors),
+                "parameters": state.count,
                 "form": FORMS[state.form] + (f": {state.reason}" if state.form == "unread" else ""),
             }
             for state in states_of(manifest).values()
@@ -89,6 +89,7 @@ def inspect(manifest: Manifest, objects: Sequence[str]) -> Report:
 FORMS = {
     "other": "of other shapes than the parameters, or no tensors",
     "partition": "of the ranks' parts of flat buffers",
+    "wrapper": "of an optimizer around this one",
     "unread": "not read",
 }
 """How `inspect` calls states that no slot has."""
