@@ -18,7 +18,7 @@ from zckpt.training.options import DIALECT, DP, DTYPE, EVERYWHERE, WEIGHTS_ONLY,
 
 from ..conftest import EXAMPLE, ROOT, Result
 
-SHAPE: Option[str | None] = Option("shape", "--shape", None, "The shape", usual="round")
+SHAPE: Option[str | None] = Option("shape", None, "The shape", usual="round")
 ALWAYS = [option.name for option in EVERYWHERE]
 
 

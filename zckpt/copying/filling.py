@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from threading import Lock
 
+from msgspec import Struct, field
+
 from ..core.checksum import Cover, Scattered, combine
 from ..core.fileio import Writer
 from ..core.folder import Folder
@@ -85,14 +87,13 @@ class Sums:
         return [*covered, *alone]
 
 
-class UnfinishedRegion:
+class UnfinishedRegion(Struct, eq=False):
     """Bytes [start, stop) of a target file, how many chunks they lack, and what has passed."""
 
-    def __init__(self, start: int, stop: int, left: int) -> None:
-        self.start = start
-        self.stop = stop
-        self.left = left
-        self.sums = Sums()
+    start: int
+    stop: int
+    left: int
+    sums: Sums = field(default_factory=Sums)
 
 
 class TargetFile:

@@ -4,8 +4,7 @@ What a checkpoint is:
     manifest.py       one checkpoint: entries, parameters, groups
     fragments.py      where the elements of a tensor lie: extents, runs, boxes
     slicing.py        tensors that are cut over ranks, as boxes of whole ones
-    facts.py          which engine wrote a checkpoint, where its step stands; the grid of ranks
-    experts.py        which layers have experts
+    facts.py          which engine wrote a checkpoint, where its step stands; ranks and experts
     weights.py        what stands for a weight
     states.py         which states an optimizer keeps, and which of them another checkpoint lacks
     missing_states.py which parameters lack a state that others have

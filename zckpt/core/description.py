@@ -12,8 +12,7 @@ from typing import Any, Protocol, TypeVar
 from msgspec import to_builtins
 
 from ..errors import WrongOption, listed
-from .experts import layers_of
-from .facts import with_facts
+from .facts import layers_of, with_facts
 from .inert import plain_group, to_json
 from .manifest import Entry, Manifest
 from .states import states_of

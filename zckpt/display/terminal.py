@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from math import isfinite
 from typing import Any
 
 from rich import box
@@ -121,15 +120,7 @@ def warn(lines: Sequence[str], quiet: bool) -> None:
 
 def brief(value: Any) -> str:
     """A value as JSON; a text without quotes."""
-    if isinstance(value, str):
-        return value
-    if type(value) is bool:
-        return "true" if value else "false"
-    if type(value) is int or (type(value) is float and isfinite(value)):
-        return repr(value)
-    if type(value) is list and {*map(type, value)} <= {bool, int, float}:
-        return f"[{', '.join(map(brief, value))}]"
-    return json.dumps(value)
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def checked(records: dict[str, int] | None) -> str:

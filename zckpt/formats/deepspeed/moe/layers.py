@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ....core.experts import ExpertLayer
+from ....core.facts import ExpertLayer
 from ....errors import InconsistentCheckpoint, listed
 from ...deepspeed_states.directories import refuse
 from ...deepspeed_states.experts import expert_name

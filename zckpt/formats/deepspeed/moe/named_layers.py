@@ -14,8 +14,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from ....core.experts import ExpertLayer
-from ....core.facts import StateDictEngine
+from ....core.facts import ExpertLayer, StateDictEngine
 from ....core.manifest import Manifest
 from ....errors import InconsistentCheckpoint, MissingData, listed
 from ...deepspeed_states.experts import expert_name

@@ -19,7 +19,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from ....core import compare
-from ....core.experts import ExpertLayer
+from ....core.facts import ExpertLayer
 from ....core.inert import inside
 from ....core.manifest import Entry, Manifest, Unread
 from ....core.plan import Match
