@@ -86,7 +86,7 @@ class _Copy:
         self.pieces_of = lru_cache(jobs)(pieces_of)
         for path in paths:
             self._add_target(path)
-        self.tasks = in_turns(map(self._chunks, sharing.mine([*self._portions()], progress)), jobs)
+        self.tasks = in_turns(map(self._chunks, sharing.mine([*self.portions()], progress)), jobs)
         self.io = io
 
     def _counted_pairs(self) -> set[int]:
@@ -133,7 +133,7 @@ class _Copy:
             for chunk in plan.chunks(target.path, within, pieces, self.chunk):
                 yield target, chunk
 
-    def _portions(self) -> Iterator[Portion]:
+    def portions(self) -> Iterator[Portion]:
         for name, target in self.targets.items():
             for region in target.regions:
                 is_complete = (name, region.start) in self.complete
@@ -155,10 +155,6 @@ class _Copy:
                     self.checker.passed_before(self.source_records[key[1]], start, stop, crc)
             taken.append(region)
         return taken
-
-    def lacking(self) -> list[Portion]:
-        """The portions that nobody has written yet."""
-        return [portion for portion in self._portions() if not portion.is_complete]
 
     def _count(self, passed: Iterable[Passed]) -> None:
         """Takes the CRC-32s of a region; the checker has those of source records already."""
@@ -345,6 +341,6 @@ def copy(
     if regions is None:
         return None
     running.take(regions)
-    if running.lacking():
+    if not all(portion.is_complete for portion in running.portions()):
         return None
     return running.finish()

@@ -21,12 +21,11 @@ FILE, RECORD = "file", "record"
 """Of what a CRC-32 is: a target file, a record in it."""
 
 
-class Neighbors:
+class Neighbors(Struct, eq=False):
     """CRC-32s of parts in the order of a file; those of neighbors with one key are joined."""
 
-    def __init__(self) -> None:
-        self._last: dict[Key, tuple[int, int, int]] = {}
-        self._before: list[Passed] = []
+    _last: dict[Key, tuple[int, int, int]] = field(default_factory=dict)
+    _before: list[Passed] = field(default_factory=list)
 
     def add(self, parts: Iterable[Passed]) -> None:
         for key, start, stop, crc in parts:
@@ -46,15 +45,14 @@ class Neighbors:
 CoverOf = Callable[[Key], Cover | Scattered]
 
 
-class Sums:
+class Sums(Struct, eq=False):
     """CRC-32s by key, while their parts arrive in any order.
 
     A key whose bytes came as one part, as those of a small tensor do, has no cover.
     """
 
-    def __init__(self) -> None:
-        self._alone: dict[Key, Passed] = {}
-        self._covers: dict[Key, Cover | Scattered] = {}
+    _alone: dict[Key, Passed] = field(default_factory=dict)
+    _covers: dict[Key, Cover | Scattered] = field(default_factory=dict)
 
     def add(self, passed: Iterable[Passed], cover_of: CoverOf) -> None:
         """Takes CRC-32s of parts; `cover_of` gives the empty cover of a key."""

@@ -102,11 +102,12 @@ class _Comparison:
         self.jobs = jobs
         self.measure = measure
         self.progress = progress
-        self.checkers = [RecordChecker(a.records, collect=True, fingerprints=a.fingerprints)]
-        if b is not a:
-            self.checkers.append(
-                RecordChecker(b.records, collect=True, fingerprints=b.fingerprints)
-            )
+        sides = [a] if b is a else [a, b]
+        self.records = [each.records for each in sides]
+        self.checkers = [
+            RecordChecker(each.records, collect=True, fingerprints=each.fingerprints)
+            for each in sides
+        ]
         self.covers: dict[int, Cover] = {}
         self.first: dict[int, int] = {}  # the match that counts an entry's bytes, by identity
         for number, item in enumerate(matches):
@@ -117,7 +118,6 @@ class _Comparison:
         self.differences: dict[int, Difference] = {}  # by the number of the match
         self.bytes = 0
         self.lock = Lock()
-        self.records = [a.records] if b is a else [a.records, b.records]
 
     def run(self, claim: Claim) -> None:
         """Carries out the blocks of tasks that this process gets."""

@@ -73,9 +73,7 @@ def inspect(manifest: Manifest, objects: Sequence[str]) -> Report:
         "groups": None
         if manifest.groups is None
         else [plain_group(group) for group in manifest.groups],
-        "steps": [
-            {"where": line.where, "step": line.step, "truth": line.truth} for line in manifest.steps
-        ],
+        "steps": to_builtins(list(manifest.steps)),
         "files": len(manifest.files),
         "bytes": sum(os.path.getsize(file) for file in manifest.files),
         "problems": list(manifest.warnings),

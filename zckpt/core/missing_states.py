@@ -11,6 +11,7 @@ others. Not every difference is a loss:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 
@@ -103,11 +104,7 @@ def _groups(manifest: Manifest) -> Iterator[list[_States]]:
 
 def _lost_in(group: list[_States]) -> Iterator[tuple[_States, set[str]]]:
     """The parameters of a group that lack states, with the keys of these."""
-    kinds: dict[tuple[int, frozenset[str]], int] = {}
-    for states in group:
-        if states.keys:
-            kind = states.axes, states.keys
-            kinds[kind] = kinds.get(kind, 0) + 1
+    kinds = Counter((states.axes, states.keys) for states in group if states.keys)
     if len(kinds) < 2:
         return
     countable = {STEP}.union(*(states.shaped for states in group))
@@ -122,13 +119,13 @@ def _missing(
 ) -> set[str]:
     """The keys that parameters of a kind lack, while as many others or more have them."""
     axes, keys = kind
-    like = {other: count for (each, other), count in kinds.items() if each == axes}
+    like = Counter({other: n for (each, other), n in kinds.items() if each == axes})
     if len(like) > 1 or like[keys] > 1:
         most = like
     else:  # the only one of so many axes: all others must have them
-        most = {}
+        most = Counter()
         for (_, other), count in kinds.items():
-            most[other] = most.get(other, 0) + count
+            most[other] += count
     total = sum(most.values())
     alone = most is not like
     missing = set()

@@ -186,7 +186,7 @@ def lost(source: Manifest, target: Manifest) -> list[State]:
         own = {} if there is None or there.form == "unread" else there.tensors
         if state.tensors.keys() <= own.keys():
             continue
-        known = known or _names(target)
+        known = known or {name: name for name in target.parameters} | target.owners
         names = {known.get(name, name) for name in own}
         missing = {
             name: tensors
@@ -233,15 +233,6 @@ def _is_flat(manifest: Manifest) -> bool:
     """Whether its optimizer updates flat buffers, and not the parameters themselves."""
     stage = manifest.source.get("zero_stage")
     return isinstance(manifest.engine, FlatBufferEngine) and bool(stage)
-
-
-def _names(manifest: Manifest) -> dict[str, str]:
-    """The first name of every parameter, by each of its names."""
-    return {
-        name: owner
-        for owner, parameter in manifest.parameters.items()
-        for name in (owner, *parameter.aliases)
-    }
 
 
 # -- a manifest with fewer states

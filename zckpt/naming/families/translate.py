@@ -146,7 +146,7 @@ class _Translation:
         yield from self.dropped
 
     def _laid_out(self, group: TensorGroup, views: Sequence[View]) -> Sequence[View]:
-        return LAYOUTS[group.rule.packing, self.target](views, self.sizes)
+        return LAYOUTS[group.rule.packing][self.target](views, self.sizes)
 
     def _shapes(self, group: TensorGroup) -> list[tuple[int, ...]]:
         """The shapes of the targets; raises WrongOption, MissingData."""
