@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 from ..core.description import matching
@@ -158,13 +159,9 @@ def _bar(entry: Entry, marks: dict[str, str]) -> str:
 
 
 def _ranges(entry: Entry, marks: dict[str, str]) -> str:
-    shown = []
-    for place, fragment in enumerate(entry.fragments):
-        if place == 4:
-            shown.append(f"and {len(entry.fragments) - 4} more")
-            break
-        shown.append(f"{marks[fragment.extent.file]}:{fragment.start}-{fragment.stop}")
-    return " ".join(shown)
+    shown = [f"{marks[f.extent.file]}:{f.start}-{f.stop}" for f in islice(entry.fragments, 4)]
+    more = len(entry.fragments) - len(shown)
+    return " ".join([*shown, *([f"and {more} more"] if more else [])])
 
 
 def converted(report: dict[str, Any], quiet: bool, shown: Sequence[str] = ()) -> None:
