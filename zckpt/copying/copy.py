@@ -163,12 +163,13 @@ class _Copy:
 
     def _length_of(self, key: Key) -> int:
         """The bytes that a key names."""
-        kind, number, _ = key
+        kind, number, place = key
         if kind == TENSOR:
             return self.lengths[number]
         if kind == SOURCE:
             return self.pairs[number].source.length
-        return self.in_order[number].length_of(key)
+        target = self.in_order[number]
+        return target.size if kind == FILE else target.records[place].length
 
     def _cover_of(self, key: Key) -> Cover | Scattered:
         kind, number, _ = key
@@ -207,7 +208,7 @@ class _Copy:
 
         `log` has what was read of source records for it.
         """
-        region = target.region_at(chunk.offset)
+        region = target.regions[chunk.offset // target.width]
         with self.lock:
             self.outcome.bytes += chunk.length
             region.sums.add(passed, self._cover_of)

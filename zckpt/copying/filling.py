@@ -113,11 +113,11 @@ class TargetFile:
         self.size = size
         self.records = sorted(records, key=lambda extent: extent.offset)
         self._starts = [extent.offset for extent in self.records]
-        self._width = max(1, REGION // chunk) * chunk
+        self.width = max(1, REGION // chunk) * chunk
         self.regions = [
             UnfinishedRegion(start, stop, -(-(stop - start) // chunk))
-            for start in range(0, self.size, self._width)
-            for stop in [min(start + self._width, self.size)]
+            for start in range(0, self.size, self.width)
+            for stop in [min(start + self.width, self.size)]
         ]
         self.stack = ExitStack()
         self._lock = Lock()
@@ -138,14 +138,6 @@ class TargetFile:
                 self.stack.close()
                 return
         self.writer.sync()
-
-    def length_of(self, key: Key) -> int:
-        """The bytes of this file, or of the record in it, that a key names."""
-        kind, _, place = key
-        return self.size if kind == FILE else self.records[place].length
-
-    def region_at(self, offset: int) -> UnfinishedRegion:
-        return self.regions[offset // self._width]
 
     def edges(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """[start, stop) of the file, cut where records begin and end."""

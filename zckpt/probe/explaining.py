@@ -115,7 +115,10 @@ def meaning(
 ) -> str:
     """What the first difference says about the two runs, if it is that of these records."""
     if what.startswith(("shape", "type")):
-        return _of_form(a, b, what)
+        of_batch = len(a.shape) == len(b.shape) > 0 and a.shape[1:] == b.shape[1:]
+        if what.startswith("shape") and of_batch and a.kind not in OF_WEIGHTS:
+            return "the batches on each rank have other sizes: only parameters can be compared"
+        return "the models or their precisions differ"
     if a.kind == "metric":
         return METRICS.get(a.key.partition(".")[0], "this number differs, and no tensor before it")
     if a.kind == "input":
@@ -131,13 +134,6 @@ def meaning(
             "the accumulation steps, or a sum where the other run has a mean"
         )
     return _of_position(a, about.steps)
-
-
-def _of_form(a: TensorRecord, b: TensorRecord, what: str) -> str:
-    of_batch = len(a.shape) == len(b.shape) > 0 and a.shape[1:] == b.shape[1:]
-    if what.startswith("shape") and of_batch and a.kind not in OF_WEIGHTS:
-        return "the batches on each rank have other sizes: only parameters can be compared"
-    return "the models or their precisions differ"
 
 
 def _of_module(
