@@ -20,8 +20,9 @@ OF_ENGINE = OF_BASE | {
     *("single_partition_of_fp32_groups", "fp32_flat_groups", FLAT_MASTERS, WHOLE_MASTERS),
     *("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad"),
     *("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window"),
-    *("zero_stage", "partition_count", "group_paddings", "param_alignment_paddings"),
-    *("param_slice_mappings", "ds_zero_partition_groups", "universal_checkpoint_info"),
+    *("zero_stage", "partition_count", "group_paddings", "groups_padding"),
+    *("param_alignment_paddings", "param_slice_mappings", "ds_zero_partition_groups"),
+    "universal_checkpoint_info",
     *("param_shapes", "ds_config", "ds_version"),
 }
 """What the engine's wrappers of optimizers write (0.5.10 to 0.19.8); a converter leaves some."""
