@@ -9,6 +9,7 @@ What a checkpoint is:
     weights.py        what stands for a weight
     states.py         which states an optimizer keeps, and which of them another checkpoint lacks
     missing_states.py which parameters lack a state that others have
+    unread.py         states that are not read; wrapper.py: those of an optimizer around this one
     inert.py          objects of classes that are never imported
     version.py        the version of zckpt
     dtypes.py         element types, and cast.py between them
