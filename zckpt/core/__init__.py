@@ -11,7 +11,6 @@ What a checkpoint is:
     wrapper.py        what an optimizer around it keeps
     unread.py         states that are only compared
     missing_states.py which parameters lack a state that others have
-    unread.py         states that are not read; wrapper.py: those of an optimizer around this one
     inert.py          objects of classes that are never imported
     version.py        the version of zckpt
     dtypes.py         element types, and cast.py between them
