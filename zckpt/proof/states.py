@@ -52,8 +52,8 @@ UNCLIPPED = (None, "DeepSpeedZeroOptimizer_Stage3", "FP16_UnfusedOptimizer")
 """The wrappers that leave it to the configuration."""
 BESIDE = "optimizer.beside"
 """Numbers that stand beside the states of parameters: state dicts have them anywhere."""
-GUESSES = ("guessed", "ordered")
-"""Facts about names that files do not state."""
+OF_NAMES = ("guessed", "ordered", "file")
+"""Facts about names: what files do not state of them, and what a file itself is called."""
 _NOTHING: tuple[Any, ...] = (None, {}, [])
 
 
@@ -292,7 +292,7 @@ def _facts(manifest: Manifest) -> Report:
     """How a checkpoint was saved: a program may save the same run in another way."""
     place = manifest.step_place
     facts = with_facts({}, manifest.engine, None).get("engine") or {}
-    facts = {key: value for key, value in facts.items() if key not in GUESSES}
+    facts = {key: value for key, value in facts.items() if key not in OF_NAMES}
     return {
         "engine": to_json(facts),
         "optimizer": manifest.optimizer,

@@ -21,6 +21,7 @@ from ..core.weights import WEIGHTS, is_optimizers
 from ..errors import MissingData, counted, listed
 from . import damage, unread, values
 from .beside import siblings
+from .contents import digest
 from .pairs import missing, mutual_matches, only_rounded, own_matches, selected
 from .report import difference, findings, versions
 from .states import states
@@ -174,14 +175,19 @@ def roundings(report: Report, results: Iterable[Result], a: Manifest, b: Manifes
     return {"rounded": rounded, "notes": [*report["notes"], *notes]}
 
 
-def inferences(matches: Iterable[Match], a: Manifest, b: Manifest) -> Report:
+def inferences(
+    matches: Iterable[Match], a: Manifest, b: Manifest, contents: str | None = None
+) -> Report:
     """Inferred names of both sides, and what equal tensors do not prove because of them.
 
-    If an optimizer's state has the same wrong name in both checkpoints, it is equal in both.
+    If an optimizer's state has the same wrong name in both checkpoints, it is equal in both. A copy
+    of the files is equal all the same; `contents` are those of `b`, if it is a proof.
     """
     compared = {match.a.parameter for match in matches if is_optimizers(match.a.slot)}
     theirs = set(b.inferred if b.states_inferred else a.inferred)
     shared = [name for name in a.inferred if name in compared and name in theirs]
+    if shared and digest(a) == (digest(b) if contents is None else contents):
+        shared = []
     unproven = {
         "message": f"the names of {listed(shared, 4)} are inferred in both checkpoints: their "
         "optimizer states are equal whether or not the names are right",

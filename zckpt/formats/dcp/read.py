@@ -35,7 +35,7 @@ from ...files.dcpitems import ItemFiles, require_same
 from ...files.torchfile import Tensor, TorchFile, class_of
 from ...training.trainers import beside, inside
 from ..reading import USUAL, Reading
-from ..statedict.finding import is_extra
+from ..statedict.finding import find_optimizers, is_extra, read_optimizer, value_at
 from ..statedict.keys import ADAPTER, RANKS, own_key
 from ..statedict.read import manifest
 from ..statedict.stated import checked
@@ -85,6 +85,10 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
                 _FolderReader(folder, saved).read(is_one)
             else:
                 saved.tree[own_key(folder)] = _weights(folder, saved)
+        if saved.storage == RANKS:
+            key = own_key(parts[0])
+            found = (value_at(saved.tree, path) for path in find_optimizers(saved.tree))
+            hf.require_last(parts[0], saved.tree[key], map(read_optimizer, found))
         models = [key for key in saved.tree if str(key).partition("_")[0] == "model"]
         if saved.folders and len(models) > 1:
             saved.models, saved.stated = models, None  # each model has its own

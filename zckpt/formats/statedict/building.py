@@ -19,6 +19,7 @@ from ...errors import listed
 from ...naming import ties
 from ...training import steps
 from ...training.optimizers import name_of_groups
+from ...training.programs import place_of
 from ...training.trainers import config_of
 from ..reading import Reading
 from ..strangers import Stranger, sorted_out
@@ -322,7 +323,7 @@ class ManifestBuilder:
         engine = StateDictEngine(
             "torch",
             max(dtypes, key=dtypes.count, default="F32"),
-            self.roots[0].model if len(self.roots) == 1 else (),
+            place_of(self.saved.tree, self.roots[0].model) if len(self.roots) == 1 else (),
             optimizers[0] if len(optimizers) == 1 else None,
             self.optimizer.layout if self.optimizer else None,
             scheduler,
