@@ -151,6 +151,27 @@ def test_equal_files_are_equal(kind: str, place: str, tmp_path: Path, zckpt: Zck
     assert '"count": 4' in ended.out
 
 
+def test_a_proof_has_them_too(tmp_path: Path, zckpt: Zckpt) -> None:
+    run = run_of(tmp_path, "stage 2", {"mean": torch.ones(2), "count": 3})
+    proof = tmp_path / "proof.json"
+    assert zckpt("verify", run, "--save-proof", proof).code == 0
+    ended = zckpt("verify", run, "--against", proof)
+    assert ended.code == 0, ended.out
+    assert "note: rho of no parameter: not read, and compared as it is" in ended.out
+
+    def tensor(own: dict[str, Any]) -> None:
+        own["base"]["rho"]["mean"][1] = 7
+
+    def number(own: dict[str, Any]) -> None:
+        own["base"]["rho"]["count"] = 4
+
+    for change in (tensor, number):
+        other = changed(run, tmp_path / change.__name__, change)
+        ended = zckpt("verify", other, "--against", proof)
+        assert ended.code == 3
+        assert "rho" in ended.out
+
+
 def test_state_dicts_are_compared_as_they_are(tmp_path: Path) -> None:
     source = saved(tmp_path, shared={"scale": torch.ones(2)})
     shutil.copytree(source, tmp_path / "same")
