@@ -41,7 +41,10 @@ def key_of(place: str) -> Any:
 
 
 def changed(run: Path, copy: Path, change: Callable[[dict[str, Any]], None]) -> Path:
-    """A copy of a run with changed dictionaries: the engine's, the base optimizer's, its state."""
+    """A copy of a run with changed dictionaries: the engine's, the base optimizer's, its state.
+
+    And that of a file that is the optimizer's own.
+    """
     import deepspeed  # noqa: F401  (its classes are in the pickle)
 
     shutil.copytree(run, copy)
@@ -51,7 +54,7 @@ def changed(run: Path, copy: Path, change: Callable[[dict[str, Any]], None]) -> 
         outer = held["optimizer_state_dict" if ranks else "optimizer"]
         keys = ("base_optimizer_state", "optimizer_state_dict")
         base = next((outer[key] for key in keys if key in outer), outer)
-        change({"outer": outer, "base": base, "state": base["state"]})
+        change({"outer": outer, "base": base, "state": base["state"], "file": held})
         torch.save(held, file)
     return copy
 
@@ -104,6 +107,13 @@ def test_what_the_engine_itself_writes_is_known(run: str | Path, tmp_path: Path)
     manifest = zckpt.read(run_of(tmp_path, run) if isinstance(run, str) else run)
     assert manifest.unread == ()
     assert "beside" not in manifest.state["optimizer"]
+
+
+@pytest.mark.parametrize("kind", ["stage 1", "stage 3"])
+def test_what_a_file_has_beside_the_optimizer(kind: str, tmp_path: Path) -> None:
+    run = run_of(tmp_path, kind, {"mean": torch.ones(2)}, "file")
+    with pytest.raises(UnsupportedState, match="optimizer's rho of no parameter"):
+        zckpt.convert(run, tmp_path / "new", to="universal")
 
 
 def test_numbers_that_ranks_have_of_their_own(tmp_path: Path) -> None:

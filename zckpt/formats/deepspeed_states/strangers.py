@@ -51,10 +51,13 @@ def _strangers(ranks: EngineStates) -> Iterator[Stranger]:
         known |= {*(group.get("params") or ())}
     states = [own if isinstance(own := base.get("state"), dict) else {} for base in ranks.bases]
     is_wrapped = not ranks.whole or wrapper_of(ranks.first) is not None
+    files = [file.value for file in ranks.optimizers]
+    has_files = not ranks.whole and files[0] is not ranks.first  # of their own
     for dictionaries, own, reason in (
         (states, known, OF_NO_GROUP),
         (ranks.bases if is_wrapped else (), OF_BASE, BESIDE_STATE),
         (ranks.states, OF_ENGINE, BESIDE_STATE),
+        (files if has_files else (), OF_ENGINE, BESIDE_STATE),
     ):
         for key in dict.fromkeys(key for each in dictionaries for key in each):
             if key in own or key in OF_ZCKPT or str(key).startswith("zckpt"):
