@@ -98,7 +98,8 @@ def _source_of(entry: Entry, name: str, source: Manifest, from_masters: bool) ->
         )
     if origin.dtype != entry.dtype and not {origin.dtype, entry.dtype} <= {*CASTABLE}:
         raise UnsupportedCheckpoint(
-            f"{origin.name} is of type {origin.dtype}, which zckpt does not turn into {entry.dtype}",
+            f"{origin.name} is of type {origin.dtype}, which zckpt does not turn into "
+            f"{entry.dtype}",
             hint="without --dtype, `--to dcp`, `--to gathered` and `--to universal` keep each type",
         )
     return origin

@@ -53,7 +53,7 @@ def manifest(saved: SavedTree, reading: Reading = USUAL) -> Manifest:
     optimizers = {
         path: read_optimizer(value_at(saved.tree, path)) for path in find_optimizers(saved.tree)
     }
-    every = dict(find_models(saved.tree, optimizers))
+    every = find_models(saved.tree, optimizers)
     name = (reading.root or "").partition("=")[0]
     paths = choose_models(saved, every, list(optimizers.values()), name)
     models = {path: every[path] for path in paths}
