@@ -19,7 +19,7 @@ from ..core.resources import DEFAULT_COPYING, Begin, Copying
 from ..core.states import EVERYTHING, Selection
 from ..core.weights import WEIGHTS, is_optimizers
 from ..errors import MissingData, counted, listed
-from . import damage, values
+from . import damage, unread, values
 from .beside import siblings
 from .contents import digest
 from .pairs import missing, mutual_matches, only_rounded, own_matches, selected
@@ -217,18 +217,19 @@ def with_values(
     ]
     lines, not_compared = states(a, b)
     of_files, one_sided = siblings(a, b)
+    a, b, not_read, as_they_are = unread.rest(a, b)
     lacking, afresh = values.lacking(a, b, {line["tensor"] for line in lost})
     step_place, moved = values.step_places(a, b)
     report = {
         **report,
         "problems": report["problems"] + lost,
-        "notes": [*report.get("notes", ()), *afresh, *moved],
+        "notes": [*report.get("notes", ()), *as_they_are, *afresh, *moved],
         "lacking": lacking,
         "steps": values.steps(a, b),
         "step_place": step_place,
         "scalars": values.scalars(a, b),
         "groups": values.groups(a, b) + values.trainable(a, b),
-        "states": lines + of_files,
+        "states": lines + not_read + of_files,
         "not_compared": [*not_compared, *values.hypers_of_one_side(a, b), *one_sided],
         "only_a": list(only_a),
         "only_b": list(only_b),

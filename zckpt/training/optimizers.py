@@ -38,36 +38,13 @@ class KnownOptimizer(Struct, frozen=True):
     numbers: tuple[str, ...] = ()
 
 
+_OF_ADAM = {**ADAM, "amsgrad": False, **TORCH, "fused": None, "decoupled_weight_decay": False}
+_OF_ADAMW = {**_OF_ADAM, "weight_decay": 1e-2, "decoupled_weight_decay": True}
+_OF_NADAM = {"momentum_decay": 4e-3, "decoupled_weight_decay": False, **TORCH}
 OPTIMIZERS: dict[str, KnownOptimizer] = {
-    "adam": KnownOptimizer(
-        "adam",
-        {**ADAM, "amsgrad": False, **TORCH, "fused": None, "decoupled_weight_decay": False},
-        MOMENTS,
-    ),
-    "adamw": KnownOptimizer(
-        "adam",
-        {
-            **ADAM,
-            "weight_decay": 1e-2,
-            "amsgrad": False,
-            **TORCH,
-            "fused": None,
-            "decoupled_weight_decay": True,
-        },
-        MOMENTS,
-    ),
-    "nadam": KnownOptimizer(
-        "nadam",
-        {
-            **ADAM,
-            "lr": 2e-3,
-            "momentum_decay": 4e-3,
-            "decoupled_weight_decay": False,
-            **TORCH,
-        },
-        MOMENTS,
-        ("mu_product",),
-    ),
+    "adam": KnownOptimizer("adam", _OF_ADAM, MOMENTS),
+    "adamw": KnownOptimizer("adam", _OF_ADAMW, MOMENTS),
+    "nadam": KnownOptimizer("nadam", {**ADAM, "lr": 2e-3, **_OF_NADAM}, MOMENTS, ("mu_product",)),
     "rmsprop": KnownOptimizer(
         "rmsprop",
         {
@@ -195,6 +172,24 @@ SIGNATURES = (
     _signature("SGD", (), needed=("dampening",)),
     _signature("Lion", ("exp_avg",), TORCH),
 )
+
+
+def strange_to_adam(groups: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The hyper-parameters that no Adam has, and that no program adds."""
+    known = OF_PROGRAMS.union(*(each.keys for each in SIGNATURES if each.name == "Adam"))
+    return sorted({str(key) for group in groups for key in group} - known)
+
+
+LAZY = frozenset(("sgd", "muon"))
+"""Those that make anew what they do not find in a parameter's state."""
+
+
+def needed_states(name: str) -> frozenset[str]:
+    """The states that an optimizer takes for given wherever a parameter has any state."""
+    plain = plain_name(name)
+    plain = known_optimizer(plain).family or plain
+    known = [each for each in SIGNATURES if each.name.lower() == plain and plain not in LAZY]
+    return frozenset(key for each in known for key in each.states | each.others)
 
 
 def infer_optimizer(keys: Iterable[str], group: Mapping[str, Any] | None) -> str | None:

@@ -254,6 +254,8 @@ class _FolderReader:
         pieces: list[TensorPiece] = []
         parts: list[tuple[tuple[int, ...], Tensor, TorchFile]] = []
         number = _no_number
+        inner: list[tuple[tuple[int, ...], Any]] = []
+        kind = ""
         for box in item.boxes:
             if box.is_empty:
                 continue
@@ -267,11 +269,11 @@ class _FolderReader:
                 continue
             file = self.files.torch_file(location)
             tensor = file.value
-            if name_of_class := class_of(tensor):  # an object with tensors inside
-                if len(item.boxes) > 1:
-                    return InPieces(name_of_class)
+            if own_class := class_of(tensor):  # an object with tensors inside
                 self.saved.records += file.records.values()
-                return leaves(file, tensor, names)
+                kind = own_class
+                inner.append((box.offsets, leaves(file, tensor, names)))
+                continue
             described = (tensor.dtype, tensor.shape) if isinstance(tensor, Tensor) else None
             require_same(location, key, described, (dtype, box.sizes))
             self.saved.records += file.records.values()
@@ -281,6 +283,8 @@ class _FolderReader:
             )
             parts.append((box.offsets, tensor, file))
             number = cache(partial(file.scalar, tensor))
+        if inner:
+            return inner[0][1] if len(item.boxes) == 1 else InPieces(kind, inner)
         fragments = assembled(f"{key} in {self.table.folder}", dtype, shape, pieces)
         # every item has its own memory; safetensors have no checksums
         twin = identities(dtype, shape, parts)[1] if len(parts) == len(pieces) else None

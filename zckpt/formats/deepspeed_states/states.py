@@ -11,7 +11,8 @@ from typing import Any
 from msgspec import Struct
 
 from ...core.dtypes import NUMBERS
-from ...core.inert import Foreign, Scalar, map_values, to_json
+from ...core.inert import Foreign, Scalar, TensorName, inside, map_values, to_json
+from ...core.manifest import Entry
 from ...errors import CorruptCheckpoint, UnsupportedCheckpoint
 from ...files.torchfile import Parsed, Tensor, TorchFile
 from .. import zero
@@ -314,6 +315,17 @@ def item(items: Any, place: int) -> dict[str, Any]:
     else:
         value = items.get(place, {}) if isinstance(items, dict) else {}
     return value if isinstance(value, dict) else {}
+
+
+def kept(value: Any, path: str, file: TorchFile, entries: dict[str, Entry]) -> Any:
+    """`value` with its tensors among the entries, of slot `state`; 0-d ones by value."""
+    if isinstance(value, Tensor):
+        if not value.shape and value.dtype != "C64":
+            return file.scalar(value)
+        name = f"{path}/state"
+        entries[name] = Entry(name, value.dtype, value.shape, file.fragments(value))
+        return TensorName(path)
+    return map_values(value, lambda item, key: kept(item, inside(path, key), file, entries))
 
 
 def comparable(value: Any) -> Any:

@@ -18,6 +18,7 @@ from ...core.facts import FlatBufferEngine
 from ...core.folder import Folder
 from ...core.layout import Layout, Shell
 from ...core.manifest import Manifest, slot_key
+from ...core.states import beside
 from ...errors import (
     InconsistentCheckpoint,
     UnsupportedCheckpoint,
@@ -279,7 +280,7 @@ def _common_file(target: DeepSpeedTarget, name: str) -> Shell:
     if facts := target.source.state.get("tensor_parallel"):
         value[CUTS] = facts
     base = base_state(target, states, storages)
-    value["param_groups"] = base["param_groups"]
+    value |= {"param_groups": base["param_groups"], **beside(target.source)}
     if target.engine.partitioned:
         value["optimizer_state_dict"] = base
     return shell(name, value, storages)

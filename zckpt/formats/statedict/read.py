@@ -8,13 +8,14 @@ from typing import Any
 from msgspec.structs import replace
 
 from ...core.filenames import number_of
-from ...core.manifest import Manifest, Unread
+from ...core.manifest import Manifest
 from ...errors import InconsistentCheckpoint, MissingData, listed
 from ...naming import peft
 from ...naming.names import names_in
 from ...training.programs import program_of
 from ...training.trainers import config_of, of_model
 from ..reading import USUAL, Reading
+from ..strangers import BESIDE_STATE, OF_NO_GROUP, Stranger
 from .building import ManifestBuilder
 from .finding import (
     OptimizerState,
@@ -34,8 +35,6 @@ from .stated import joined
 from .tree import Leaf, Path, SavedTree, dotted
 from .twins import is_float
 
-OF_NO_GROUP = "no group contains it: zckpt reads the states of parameters alone"
-BESIDE_STATE = "it stands beside the optimizer's `state`, which alone zckpt reads"
 NO_OPTIMIZER = "there is no optimizer: --param-names is not used"
 
 
@@ -203,14 +202,13 @@ def _named(
                 key = dotted(path) or "the optimizer"
                 saved.warnings.append(f"{key} is read as the program's own state: {error}{way}")
             continue
-        strangers = [key for key in optimizer.state if key not in name_of]
-        saved.unread += [Unread(str(key), ("no parameter",), OF_NO_GROUP) for key in strangers]
         whole = value_at(saved.tree, path) if path else {}  # or the optimizer is the whole tree
-        for key in (key for key in whole if not is_optimizers_key(key)):
-            if isinstance(whole[key], (Leaf, dict, list, tuple)) and whole[key]:
-                saved.unread.append(Unread(str(key), ("no parameter",), BESIDE_STATE))
-            else:  # a number or a text of the program that saved it
-                saved.left_out.append(f"{key} of the optimizer")
+        for values, known, reason in (
+            (optimizer.state, name_of.__contains__, OF_NO_GROUP),
+            (whole, is_optimizers_key, BESIDE_STATE),
+        ):
+            strangers = [key for key in values if not known(key)]
+            saved.strangers += [Stranger(key, values[key], reason) for key in strangers]
         trained += members
         named[path] = optimizer.renamed({m: root.prefix + name for m, name in name_of.items()})
     if root.prefix:

@@ -64,7 +64,7 @@ def common(manifests: Sequence[Manifest]) -> Common:
         tuple(_lines(manifests, "inferred")),
         _of_ranks(manifests),
         {name: values for each in manifests for name, values in each.layout.items()},
-        tuple(dict.fromkeys(item for each in manifests for item in each.unread)),
+        tuple(item for each in manifests for item in each.unread),
     )
 
 
