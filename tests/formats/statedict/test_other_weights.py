@@ -47,7 +47,7 @@ def test_weights_alone(name: str, tmp_path: Path, zckpt: Program) -> None:
     root, content = FILES[name]
     torch.save(content, tmp_path / "x.pt")
     said = zckpt("convert", tmp_path / "x.pt", tmp_path / "a", "--weights-only")
-    assert f"left out: {root}: other weights; --root {root} takes them\n" in said.out
+    assert f"left out: {root}: tensors beside the model; --root {root} takes them\n" in said.out
     zckpt("convert", tmp_path / "x.pt", tmp_path / "b", "--weights-only", "--root", root)
     for folder, weights in (("a", WEIGHTS), ("b", AVERAGES)):
         written = load_file(tmp_path / folder / "model.safetensors")
@@ -76,7 +76,7 @@ def test_an_exported_model(tmp_path: Path, zckpt: Program) -> None:
     torch.save(FILES["with an optimizer"][1], tmp_path / "x.pt")
     config = ("--config", ROOT / "examples" / "trainer" / "checkpoint-4" / "config.json")
     said = zckpt("export", tmp_path / "x.pt", tmp_path / "a", *config).out
-    assert "left out: ema: other weights; --root ema takes them\n" in said
+    assert "left out: ema: tensors beside the model; --root ema takes them\n" in said
     zckpt("export", tmp_path / "x.pt", tmp_path / "b", "--root", "ema", *config)
     written = load_file(tmp_path / "b" / "model.safetensors")
     assert torch.equal(written["fc.weight"], AVERAGES["fc.weight"])

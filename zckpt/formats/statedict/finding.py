@@ -178,7 +178,8 @@ def choose_models(
         return [(key,) for key in saved.models]
     program = program_of(saved.tree)
     if program is not None and program.whole.model in models:
-        return [(asked,) if asked == program.trained in saved.tree else program.whole.model]
+        chosen = (asked,) if asked == program.trained else program.whole.model
+        return [chosen if chosen in models else program.whole.model]
     fitting: dict[Path, dict[Any, Any]] = dict(models)
     if len(optimizers) == 1 and not optimizers[0].is_numbered:
         names = {name for members in optimizers[0].members for name in members}

@@ -67,7 +67,9 @@ def manifest(saved: SavedTree, reading: Reading = USUAL) -> Manifest:
         roots = _several(saved, roots_of(saved, models, optimizers), reading)
     if reading.weights_only:
         left = [dotted(path) for path in others if path not in models]
-        saved.left_out += [f"{key}: other weights; --root {key} takes them" for key in left]
+        saved.left_out += [
+            f"{key}: tensors beside the model; --root {key} takes them" for key in left
+        ]
     if name in (roots[0].name, dotted(roots[0].model)) and name:
         saved.source["root"] = name
     model: dict[str, Any] = {}
