@@ -393,6 +393,8 @@ def test_files_of_steps_beside_the_last_one(
     steps.mkdir(parents=True)
     for path in (steps / "step1.pt", steps / "step2.pt", steps.parent / "final.pt"):
         torch.save({"model": model, "optimizer": optimizer}, path)
+    torch.save({"losses": [torch.ones(2)]}, steps.parent / "losses.pt")  # no checkpoint
+    assert zckpt("inspect", steps.parent).code == 0
     assert "--tag step2.pt" in zckpt("inspect", steps).err
     follow("inspect", steps)
     (steps.parent / "notes.pt").write_bytes((steps / "step1.pt").read_bytes())

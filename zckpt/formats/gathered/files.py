@@ -229,9 +229,10 @@ def _has_state_dicts(path: str) -> bool:
 
 
 def _has_tensors(value: Any, depth: int = DEPTH) -> bool:
-    if isinstance(value, (dict, list)) and depth:
-        items = value.values() if isinstance(value, dict) else value
-        return any(_has_tensors(item, depth - 1) for item in items)
+    if isinstance(value, dict) and depth:
+        return any(_has_tensors(item, depth - 1) for item in value.values())
+    if isinstance(value, list) and depth:  # of models
+        return any(_has_tensors(item, depth - 1) for item in value if isinstance(item, dict))
     return isinstance(value, Tensor) or distributed.is_distributed(value)
 
 
