@@ -13,6 +13,7 @@ parameter); it is not a format itself.
     experts.py             names, layers and places of experts
     flats.py               the record of one flat buffer
     optimizer_facts.py     what they say about the optimizer: its name, its step, counters
+    strangers.py           what optimizer files have that the engine does not write
     tensors.py             parameters, buffers, aliases and replicas of a manifest
     of_files.py            what files of single ranks hold beside tensors
     manifest.py            the manifest of it all

@@ -20,8 +20,9 @@ OF_ENGINE = OF_BASE | {
     *("single_partition_of_fp32_groups", "fp32_flat_groups", FLAT_MASTERS, WHOLE_MASTERS),
     *("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad"),
     *("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window"),
-    *("zero_stage", "partition_count", "group_paddings", "param_alignment_paddings"),
-    *("param_slice_mappings", "ds_zero_partition_groups", "universal_checkpoint_info"),
+    *("zero_stage", "partition_count", "group_paddings", "groups_padding"),
+    *("param_alignment_paddings", "param_slice_mappings", "ds_zero_partition_groups"),
+    "universal_checkpoint_info",
     *("param_shapes", "ds_config", "ds_version"),
 }
 """What the engine's wrappers of optimizers write (0.5.10 to 0.19.8); a converter leaves some."""
@@ -34,12 +35,11 @@ def strangers_of(ranks: EngineStates) -> tuple[dict[str, Any], list[Unread]]:
 
     Each has the values of all ranks, unless they are one number.
     """
-    files = ranks.optimizers
 
     def keep(values: Any, path: str, tensors: dict[str, Entry]) -> Any:
-        pairs = zip(values, files, strict=True)
         return [
-            kept(value, f"{path}.{rank}", file, tensors) for rank, (value, file) in enumerate(pairs)
+            kept(value, f"{path}.{rank}", file, tensors)
+            for rank, (value, file) in enumerate(zip(values, ranks.optimizers, strict=True))
         ]
 
     return sorted_out(_strangers(ranks), keep)
@@ -49,12 +49,15 @@ def _strangers(ranks: EngineStates) -> Iterator[Stranger]:
     known = set(range(len(ranks.param_shapes())))
     for group in ranks.bases[0].get("param_groups") or ():
         known |= {*(group.get("params") or ())}
-    states = [base.get("state") or {} for base in ranks.bases]
+    states = [own if isinstance(own := base.get("state"), dict) else {} for base in ranks.bases]
     is_wrapped = not ranks.whole or wrapper_of(ranks.first) is not None
+    files = [file.value for file in ranks.optimizers]
+    has_files = not ranks.whole and files[0] is not ranks.first  # of their own
     for dictionaries, own, reason in (
         (states, known, OF_NO_GROUP),
         (ranks.bases if is_wrapped else (), OF_BASE, BESIDE_STATE),
         (ranks.states, OF_ENGINE, BESIDE_STATE),
+        (files if has_files else (), OF_ENGINE, BESIDE_STATE),
     ):
         for key in dict.fromkeys(key for each in dictionaries for key in each):
             if key in own or key in OF_ZCKPT or str(key).startswith("zckpt"):
