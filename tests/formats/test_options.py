@@ -101,7 +101,7 @@ FORMAT = Format("toy", "a toy", "toy", options=OPTIONS if {writes} else None)
 DECLARES = """
 from zckpt.training.options import Option
 
-SHAPE = Option("shape", "--shape", None, "The shape", choices=("round", "flat"), usual="round")
+SHAPE = Option("shape", None, "The shape", choices=("round", "flat"), usual="round")
 OPTIONS = (SHAPE,)
 """
 LAYS_OUT = """
