@@ -144,7 +144,7 @@ def verify_proof(
     matches = selected(comparable, pattern)
     _refuse_rounded(only_rounded(selected(mutual, pattern), manifest, proven), manifest.root, path)
     if pattern is None:
-        needs_weights(matches, manifest.root, path)
+        needs_weights(matches, manifest, proven)
     alone = [Match(item.a) for item in matches]
     outcome = compare.compare(alone, manifest, manifest, copying, begin=begin)
     report = findings(outcome, manifest, manifest) | inferences(matches, manifest, proven, contents)
