@@ -50,8 +50,6 @@ BOUND = (
     "the ranks keep this for their parts of flat buffers, so that no other number of ranks, no "
     "other stage and no other engine can have it"
 )
-
-
 OF_WRAPPER = "an optimizer around this one keeps it"
 
 
