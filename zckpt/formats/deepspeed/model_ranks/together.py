@@ -64,8 +64,17 @@ def common(manifests: Sequence[Manifest]) -> Common:
         tuple(_lines(manifests, "inferred")),
         _of_ranks(manifests),
         {name: values for each in manifests for name, values in each.layout.items()},
-        tuple(item for each in manifests for item in each.unread),
+        tuple(
+            replace(item, tensors=tuple(_of_rank(number, entry) for entry in item.tensors))
+            for number, each in enumerate(manifests)
+            for item in each.unread
+        ),
     )
+
+
+def _of_rank(number: int, entry: Entry) -> Entry:
+    """An entry with a name that no other model rank's has."""
+    return replace(entry, name=f"{number}:{entry.name}")
 
 
 def _of_all(values: Mapping[str, Any] | None) -> object:
