@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from json.encoder import encode_basestring
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec import Struct
 
@@ -25,7 +25,10 @@ from ..core.dtypes import SIZES
 from ..core.fileio import align
 from ..core.fragments import Extent
 from ..core.inert import types_in
+from ..core.layout import Shell
 from ..errors import MALFORMED, CorruptCheckpoint, brief
+
+T = TypeVar("T")
 
 FORMAT = {"format": "pt"}
 MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors package
@@ -130,6 +133,30 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(by_name) != len(pairs):
         raise ValueError("a name occurs twice")
     return by_name
+
+
+def split(
+    stem: str, tensors: Iterable[T], length: Callable[[T], int], most: int
+) -> list[tuple[str, list[T]]]:
+    """Files of at most `most` bytes each, by their names; a larger tensor has one of its own."""
+    parts: list[list[T]] = [[]]
+    size = 0
+    for tensor in tensors:
+        if parts[-1] and size + length(tensor) > most:
+            parts.append([])
+            size = 0
+        parts[-1].append(tensor)
+        size += length(tensor)
+    if len(parts) == 1:
+        return [(f"{stem}.safetensors", parts[0])]
+    names = (f"{stem}-{n:05d}-of-{len(parts):05d}.safetensors" for n in range(1, 1 + len(parts)))
+    return list(zip(names, parts, strict=True))
+
+
+def shell(name: str, tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> Shell:
+    """A file with consecutive tensors `(name, dtype, shape)`."""
+    head, size = header(tensors)
+    return Shell(name, size, ((0, head),))
 
 
 def header(

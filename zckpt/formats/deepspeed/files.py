@@ -11,10 +11,7 @@ from msgspec import Struct, field
 from ...core import sources
 from ...core.filenames import file_names, numbers_of
 from ...core.missing_ranks import missing_ranks
-from ...errors import (
-    IncompleteCheckpoint,
-    InconsistentCheckpoint,
-)
+from ...errors import IncompleteCheckpoint, InconsistentCheckpoint
 from ...files.torchfile import Parsed
 from ..deepspeed_states.directories import (
     BF16,
@@ -28,10 +25,11 @@ from ..deepspeed_states.directories import (
     TagKind,
     file_of_rank,
     holds_states,
+    is_foreign,
     refuse,
+    refuse_foreign,
     tags_of,
 )
-from ..deepspeed_states.writers import is_foreign, refuse_foreign
 
 Place = TypeVar("Place", int, tuple[int, int])
 

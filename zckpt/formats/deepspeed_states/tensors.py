@@ -11,12 +11,11 @@ from msgspec.structs import replace
 
 from ...core.dtypes import NUMBERS, SIZES
 from ...core.fragments import Fragments, Runs, Slices
-from ...core.inert import TensorName, inside, map_values
+from ...core.inert import inside, map_values
 from ...core.manifest import Entry, Parameter
 from ...errors import CorruptCheckpoint, InconsistentCheckpoint
 from ...files.torchfile import Tensor, TorchFile
-from .flats import FlatBuffer
-from .states import EngineStates
+from .states import EngineStates, FlatBuffer
 
 
 class ManifestTensors:
@@ -188,12 +187,7 @@ class ManifestTensors:
 
     def kept(self, value: Any, path: str, file: TorchFile) -> Any:
         """`value` with its tensors as entries of slot `state`; 0-d ones by value."""
-        if isinstance(value, Tensor):
-            if not value.shape and value.dtype != "C64":
-                return file.scalar(value)
-            self.enter(f"{path}/state", value.dtype, value.shape, file.fragments(value))
-            return TensorName(path)
-        return map_values(value, lambda item, key: self.kept(item, inside(path, key), file))
+        return file.kept(value, path, self.entries)
 
     def hyper(self, value: Any, path: str, file: TorchFile) -> Any:
         """A hyper-parameter of a group; a tensor of one element by value, as Prodigy has them.

@@ -16,15 +16,7 @@ from ...errors import UnsupportedCheckpoint, brief, counted, listed
 from ...files.torchfile import TorchFile
 from ...training.optimizers import name_of_groups
 from ...training.steps import STATED
-from .common import (
-    DISTRIBUTED,
-    FLAT,
-    FSDP,
-    NOT_DISTRIBUTED,
-    WEIGHTS_ONLY,
-    arguments,
-    kept,
-)
+from .common import DISTRIBUTED, FLAT, FSDP, NOT_DISTRIBUTED, WEIGHTS_ONLY, arguments
 from .files import is_iteration
 from .groups import FileStep, agreed_step, groups_of, members, stated_step
 from .programs import program_of
@@ -169,7 +161,7 @@ def _state(content: Content, common: dict[Any, Any], args: Mapping[str, Any]) ->
     """
     gated = args.get("swiglu")
     return {
-        "common": kept(content.file, common, "megatron.common", content.entries),
+        "common": content.file.kept(common, "megatron.common", content.entries),
         "keys": content.keys,
         "gated": gated if isinstance(gated, bool) else None,
         "vocabulary": _vocabulary(args, content.shapes),

@@ -30,8 +30,7 @@ from ...errors import (
 from ...training import steps
 from ..reading import USUAL, Reading
 from .files import opened
-from .owners import WRONG_FILE, Owned, Shapes, owners_of, weights_apart
-from .partition import by_name
+from .partition import WRONG_FILE, Owned, Shapes, by_name, owners_of, weights_apart
 from .ranks import COUNT, SHARED, SLOTS, RankStates, RankTensor, Save
 
 CHECKING = Copying(memory=64 << 20)

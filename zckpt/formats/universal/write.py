@@ -18,11 +18,7 @@ from ...core.fileio import write_all
 from ...core.folder import Folder
 from ...core.inert import plain_group
 from ...core.layout import Layout, Shell
-from ...core.manifest import (
-    Entry,
-    Manifest,
-    parameters_to_json,
-)
+from ...core.manifest import Entry, Manifest, parameters_to_json
 from ...core.sources import pread
 from ...errors import MissingData, UnsupportedCheckpoint, literal
 from ...files import safefile
@@ -147,12 +143,10 @@ def _shells(chosen: Manifest, options: Options) -> Iterator[Shell]:
     for name, entries in _files(chosen, options):
         room += FILE + len(name)
         tensors = [(entry.parameter, entry.dtype, entry.shape) for entry in entries]
-        head, size = safefile.header(tensors)
-        yield Shell(name, size, ((0, head),))
+        yield safefile.shell(name, tensors)
     weights = _split("model", _in_slot(chosen, "param"), options.file_size)
     if len(weights) > 1:
-        text = _index(weights)
-        yield Shell("model.safetensors.index.json", len(text), ((0, text),))
+        yield Shell.of("model.safetensors.index.json", _index(weights))
     text = _text(describe(chosen, _digests(chosen)))
     size = len(text) + len(CHECKSUM)
     if size + room > MAX_MANIFEST:
@@ -261,22 +255,7 @@ def _files(manifest: Manifest, options: Options) -> Iterator[tuple[str, list[Ent
 
 
 def _split(stem: str, entries: Sequence[Entry], most: int) -> list[tuple[str, list[Entry]]]:
-    """Files of at most `most` bytes of tensors each; a larger tensor has a file of its own."""
-    parts: list[list[Entry]] = [[]]
-    size = 0
-    for entry in entries:
-        if parts[-1] and size + entry.length > most:
-            parts.append([])
-            size = 0
-        parts[-1].append(entry)
-        size += entry.length
-    if len(parts) == 1:
-        return [(f"{stem}.safetensors", parts[0])]
-    count = len(parts)
-    return [
-        (f"{stem}-{place:05d}-of-{count:05d}.safetensors", part)
-        for place, part in enumerate(parts, 1)
-    ]
+    return safefile.split(stem, entries, lambda entry: entry.length, most)
 
 
 def _index(files: Sequence[tuple[str, Sequence[Entry]]]) -> bytes:

@@ -33,9 +33,8 @@ from ....training.options import Options
 from ...deepspeed_states.directories import LAYER
 from ...deepspeed_states.options import PP_PARTITION
 from ...groups import without_empty_groups
-from . import arguments
 from .apart import ModelGrid, ModelRank
-from .grid import TIED
+from .grid import STAGE_SIZES, TIED, with_sizes
 from .stage_bounds import Uses, bounds_of, layers_alike, ranges, stage_spans
 
 
@@ -284,8 +283,8 @@ def _parameters(model: Manifest, uses: Uses, start: int, stop: int) -> tuple[str
 def of_stage(model: Manifest, rank: ModelRank, names: Sequence[str]) -> Manifest:
     """One model rank of the target, as the part of a whole pipeline that has the parameters."""
     kept = frozenset(names)
-    sizes = dict.fromkeys(arguments.STAGES, rank.grid.pp)
-    client = arguments.with_sizes(model.state.get("client_state") or {}, sizes)
+    sizes = dict.fromkeys(STAGE_SIZES, rank.grid.pp)
+    client = with_sizes(model.state.get("client_state") or {}, sizes)
     assert isinstance(model.engine, FlatBufferEngine)
     manifest = replace(
         model,

@@ -26,14 +26,14 @@ from ...deepspeed_states.directories import TagDirectory
 from ...deepspeed_states.hyper import check_states
 from ...deepspeed_states.options import MAX_GROUP_SIZE, PP_BOUNDS, PP_PARTITION, STAGE
 from ...deepspeed_states.target import DeepSpeedTarget
-from .. import elastic, read
+from .. import read
 from ..files import Numbered, locate, rank_files, recovery_scripts
 from ..moe import regroup
+from ..optimizer_files import is_elastic, run_shells
 from . import write_pipeline
 from .apart import ModelGrid, layer_siblings, open_apart, stacked
 from .copies import compare_copies
 from .grid import TIED, GridFiles, grid_files
-from .rank_shells import run_shells
 from .recut import recut, under_names_of
 from .stage_bounds import STAGES, refuse_without_stages
 
@@ -146,7 +146,7 @@ def _targets_of(
         spread, schedulers = regroup.over_ranks(manifest, options)
         targets.append(_target(spread, options))
         regroup.check_target(targets[-1])
-    if any(map(elastic.is_elastic, targets)):
+    if any(map(is_elastic, targets)):
         raise UnsupportedCheckpoint(f"{root}: zckpt writes elastic files for one model rank alone")
     for target in targets:
         check_states(target.engine, target.source, target.states)

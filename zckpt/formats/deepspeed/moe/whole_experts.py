@@ -33,16 +33,14 @@ from ....files.torchfile import TorchFile
 from ....training import steps
 from ...deepspeed_states.directories import TagDirectory, refuse
 from ...deepspeed_states.experts import ExpertLayers, ExpertRanks, expert_name
-from ...deepspeed_states.flats import BufferSlot, FlatBuffer
 from ...deepspeed_states.manifest import manifest_of
-from ...deepspeed_states.states import EngineStates, dictionary, open_files
+from ...deepspeed_states.states import BufferSlot, EngineStates, FlatBuffer, dictionary, open_files
 from ..files import Numbered, RankFiles
 from ..stage_0 import whole_states
 from ..stage_0.whole import WholeOptimizer, states_with
 from .auto_ep import READ, layers_in
-from .expert_files import LayerFiles, layers_of
+from .expert_files import LayerFiles, check_order, check_ranks, layers_of, named_of, spread_over
 from .experts import Experts
-from .layers import check_order, check_ranks, named_of, spread_over
 from .whole_names import (
     check_rounding,
     is_of_experts,

@@ -25,8 +25,7 @@ from ..files import NAMED, Numbered
 from ..stage_0 import naming
 from ..stage_0.samples import TensorInFile, labels
 from ..stage_0.whole import WholeOptimizer, named_optimizer
-from .expert_files import LayerFiles
-from .layers import gate_of
+from .expert_files import LayerFiles, gate_of
 
 Members = Sequence[Sequence[str | None]]
 SWAPPED = (

@@ -20,7 +20,6 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ....core.dtypes import FLOATS
-from ....core.manifest import Manifest
 from ....errors import MissingData, UnsupportedCheckpoint, WrongOption, listed
 from ....files.torchfile import Tensor, TorchFile
 from ...deepspeed_states.directories import TagDirectory
@@ -29,7 +28,6 @@ from ...deepspeed_states.states import (
     WHOLE_MASTERS,
     EngineStates,
     dictionary,
-    open_layers,
     wrapper_of,
 )
 from ...deepspeed_states.tensors import is_extra
@@ -38,7 +36,7 @@ from ..files import Numbered, RankFiles
 from ..model_ranks.grid import TIED
 from . import naming
 from .samples import TensorInFile, labels
-from .whole import WholeOptimizer, named_optimizer, open_whole, shape_of, states_of, unnamed
+from .whole import WholeOptimizer, named_optimizer, shape_of, states_of, unnamed
 
 Shape = tuple[int, ...]
 
@@ -111,41 +109,6 @@ def open_stages(
             hint=_hint(states[0]),
         )
     return WholeStages(stages, tied)
-
-
-def open_model_ranks(
-    directory: TagDirectory,
-    files: Sequence[RankFiles],
-    layers: Sequence[Mapping[int, str]] | None,
-    numbered: Numbered,
-) -> list[WholeOptimizer]:
-    """The optimizers of all model ranks, in order; `layers` are the files by tensor rank.
-
-    Without `layers` the run is not a pipeline. Raises as `open_stages` and `open_whole`.
-    """
-    if layers is None:
-        return [open_whole(directory, each, numbered) for each in files]
-    parsed, tp = files[0].parsed, len(layers)
-    wholes = []
-    for rank, paths in enumerate(layers):
-        opened = open_layers(paths, parsed)
-        wholes.append(open_stages(directory, files[rank::tp], opened, numbered).wholes)
-    return [stages[number] for number in range(len(wholes[0])) for stages in wholes]
-
-
-def alike(stages: Sequence[Manifest]) -> list[Manifest]:
-    """The stages with what their optimizers have together, instead of what each one has.
-
-    Which frozen parameters an optimizer lists is known of each stage, not of the whole pipeline.
-    """
-    optimizers = [stage.state.get("optimizer") or {} for stage in stages]
-    other = {name: own for each in optimizers for name, own in (each.get("other") or {}).items()}
-    alike = []
-    for stage, own in zip(stages, optimizers, strict=True):
-        plain = {key: value for key, value in own.items() if key not in ("members", "other")}
-        state = {**stage.state, "optimizer": {**plain, **({"other": other} if other else {})}}
-        alike.append(replace(stage, state=state))
-    return alike
 
 
 def _weights(

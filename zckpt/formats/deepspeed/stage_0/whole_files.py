@@ -69,15 +69,11 @@ def optimizer(
         **(whole_scaling(target) if target.engine.dtype == "F16" else {}),
         "optimizer_state_dict": base,
         FLAT_MASTERS: [flat for (flat,) in masters],
-        "clip_grad": _usual_norm(target),
+        # if the ds_config states none; 0 is for no clipping
+        "clip_grad": 1.0 if version_numbers(target.version) >= (0, 19, 3) else 0.0,
         **clipping(target),
         **own,
     }
-
-
-def _usual_norm(target: DeepSpeedTarget) -> float:
-    """The norm to which the engine clips if its ds_config states none; 0 is for no clipping."""
-    return 1.0 if version_numbers(target.version) >= (0, 19, 3) else 0.0
 
 
 def _members(target: DeepSpeedTarget) -> list[list[TargetBuffer | None]]:

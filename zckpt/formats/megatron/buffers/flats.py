@@ -28,10 +28,10 @@ from ....core.manifest import Entry, slot_name
 from ....core.slicing import Slicing, cut, joined, replicated
 from ....errors import CorruptCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint
 from ....files.dcpfile import ItemTable
-from ....files.dcpitems import ItemFiles, require_same
+from ....files.dcpitems import ItemFiles
 from ....files.torchfile import TORCH_DTYPES, Tensor, TorchFile
 from ...statedict.tree import TensorPiece
-from ..common import OPTIMIZER, WEIGHTS_ONLY, kept
+from ..common import OPTIMIZER, WEIGHTS_ONLY
 from ..groups import FileStep
 from ..optimizers import SPREAD
 from .placing import SAMPLE, Flat, Local
@@ -106,13 +106,19 @@ def read_bytes(extent: Extent) -> bytes:
     return data
 
 
-def states(
+def enter_states(
     names: Iterable[str],
     shapes: Mapping[str, tuple[int, ...]],
     slicings: Mapping[str, Slicing],
     places: Sequence[Mapping[str, Sequence[Place]]],
-) -> Iterator[tuple[Entry, bool]]:
-    """Whole masters and moments; True for a further copy, which another rank has."""
+    entries: dict[str, Entry],
+    replicas: list[Entry],
+) -> set[str]:
+    """Enters whole masters and moments, and the further copies that other ranks have.
+
+    Returns the optimizer's own slots.
+    """
+    slots = set()
     for name in names:
         slicing = slicings[name]
         for slot in places[0][name][0][0].tensors:
@@ -122,7 +128,13 @@ def states(
                     flat, place = known[name][min(copy, len(known[name]) - 1)]
                     slices.append(flat.part(slot, place, prod(slicing.slices[rank])))
                 whole = joined(slicing, slices, SIZES["F32"], copy)
-                yield Entry(f"{name}/{slot}", "F32", shapes[name], whole), copy > 0
+                entry = Entry(f"{name}/{slot}", "F32", shapes[name], whole)
+                if copy:
+                    replicas.append(entry)
+                else:
+                    entries[entry.name] = entry
+            slots.add(slot)
+    return slots - {"master"}
 
 
 class _Optimizer(Struct, eq=False):
@@ -207,7 +219,8 @@ class FlatItems:
             place = inside(place, "grad_scaler")
             beside = {}
             if optimizer.scalers:
-                beside["grad_scaler"] = kept(*optimizer.scalers[0], place, entries)
+                file, value = optimizer.scalers[0]
+                beside["grad_scaler"] = file.kept(value, place, entries)
             result.append(beside)
         return result
 
@@ -277,14 +290,8 @@ class FlatItems:
         item = self.table.items[key]
         assert item is not None
         parts = []
-        for box in item.boxes:
-            if box.is_empty:
-                continue
-            location = self.table.location(key, box)
-            file = self.files.torch_file(location)
-            tensor = file.value
-            described = (tensor.dtype, tensor.shape) if isinstance(tensor, Tensor) else None
-            require_same(location, key, described, ("F32", box.sizes))
+        for box, file in self.files.boxes(self.table, key, "F32"):
+            tensor: Tensor = file.value
             self.records += file.records.values()
             if len(box.sizes) != 1 or not tensor.contiguous:
                 raise CorruptCheckpoint(f"{file.path}: a part of {key} is not flat")

@@ -18,7 +18,7 @@ from ....core.fragments import Fragment, Fragments, Record, Runs
 from ....core.slicing import Piece, Slicing, joined
 from ....errors import InconsistentCheckpoint
 from ....files.dcpfile import ItemTable, TensorItem
-from ....files.dcpitems import ItemFiles, require_same
+from ....files.dcpitems import ItemFiles
 from ....files.torchfile import Tensor
 
 Place = tuple[int, ...]
@@ -31,14 +31,8 @@ class FlatFragments:
         self.key, self.item, self.folder = key, item, table.folder
         self.parts: dict[Place, list[Fragment]] = {}
         self.records: list[Record] = []
-        for box in item.boxes:
-            if box.is_empty:
-                continue
-            location = table.location(key, box)
-            file = files.torch_file(location)
-            tensor = file.value
-            described = (tensor.dtype, tensor.shape) if isinstance(tensor, Tensor) else None
-            require_same(location, key, described, (item.dtype, box.sizes))
+        for box, file in files.boxes(table, key):
+            tensor: Tensor = file.value
             if prod(box.sizes[:-1]) != 1 or not tensor.contiguous:
                 raise InconsistentCheckpoint(f"{file.path}: a piece of {key} is no range")
             self.records += file.records.values()

@@ -23,19 +23,13 @@ from msgspec.structs import replace
 
 from ....core.inert import Scalar, inside
 from ....core.manifest import Manifest, slot_name
-from ....errors import (
-    CorruptCheckpoint,
-    IncompleteCheckpoint,
-    UnsupportedCheckpoint,
-    counted,
-)
+from ....errors import CorruptCheckpoint, IncompleteCheckpoint, UnsupportedCheckpoint, counted
 from ....files.dcpfile import shown
 from ....training import steps
 from ..common import FSDP, WEIGHTS_ONLY, arguments
 from ..contents import Content, manifest_of, require_groups, size_of
 from ..groups import FileStep, agreed_step
-from ..keys import OF_OUTPUT, KeysOfGpt
-from ..names import NORMS
+from ..names import NORMS, OF_OUTPUT, KeysOfGpt
 from ..weightless import without_weights
 from .items import FsdpItems, joined, plain_name
 

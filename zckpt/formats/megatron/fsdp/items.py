@@ -21,12 +21,11 @@ from ....errors import (
     UnsupportedCheckpoint,
 )
 from ....files.dcpfile import ItemTable, KeyPath, read_table, shown
-from ....files.dcpitems import ItemFiles, require_same
+from ....files.dcpitems import ItemFiles
 from ....files.torchfile import Tensor, TorchFile
 from ...statedict.tree import TensorPiece, assembled
-from ..common import WEIGHTS_ONLY, kept
-from ..keys import OF_MODULE
-from ..names import with_own_expert, with_plain_norms
+from ..common import WEIGHTS_ONLY
+from ..names import OF_MODULE, with_own_expert, with_plain_norms
 
 MODEL = re.compile(r"model\d*")
 WRAPPERS = re.compile(r"(?:module\.)+")
@@ -121,7 +120,7 @@ class FsdpItems:
         if item is None:
             self.file = file = self.files.torch_file(self.table.location(key))
             self.records += file.records.values()
-            return kept(file, file.value, place, self.entries)
+            return file.kept(file.value, place, self.entries)
         if not item.shape:
             return self.number(key)
         fragments = assembled(shown(key), item.dtype, item.shape, self._pieces(key))
@@ -173,16 +172,9 @@ class FsdpItems:
 
     def _pieces(self, key: str, rows: int = 0) -> list[TensorPiece]:
         """The boxes of a tensor, `rows` further down than they are under its key."""
-        item = self.table.items[key]
         pieces = []
-        for box in item.boxes if item is not None else ():
-            if item is None or box.is_empty:
-                continue
-            location = self.table.location(key, box)
-            file = self.files.torch_file(location)
-            tensor = file.value
-            described = (tensor.dtype, tensor.shape) if isinstance(tensor, Tensor) else None
-            require_same(location, key, described, (item.dtype, box.sizes))
+        for box, file in self.files.boxes(self.table, key):
+            tensor: Tensor = file.value
             self.records += file.records.values()
             offsets = (box.offsets[0] + rows, *box.offsets[1:]) if rows else box.offsets
             extent = file.whole(tensor)
