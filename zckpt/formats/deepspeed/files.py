@@ -57,19 +57,6 @@ class RankFiles(Struct, frozen=True):
         return [*self.models, *self.optimizers, *self.experts.values(), *self.of_ep]
 
 
-class Numbered(Struct, frozen=True):
-    """What the user says of an optimizer that knows its parameters by number, as in stage 0.
-
-    `param_names` are the names in its order. For the weights alone they are not needed.
-    """
-
-    param_names: Sequence[str] | None = None
-    weights_only: bool = False
-
-
-NAMED = Numbered()
-
-
 def detect(path: str) -> list[str]:
     """Tags of the checkpoints at `path`; a tag directory's own is its name.
 

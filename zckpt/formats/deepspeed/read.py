@@ -22,7 +22,7 @@ from ..deepspeed_states.agreement import check_names
 from ..deepspeed_states.directories import TagDirectory, refuse
 from ..deepspeed_states.states import open_files, open_layers
 from ..reading import USUAL, Reading
-from .files import NAMED, Numbered, locate
+from .files import locate
 from .model_ranks.apart import (
     ModelGrid,
     manifests_of,
@@ -45,6 +45,9 @@ from .model_ranks.tensor_ranks import joined_slices
 from .model_ranks.universal_info import of_json
 from .moe.whole_experts import compare_ranks, manifest_of_experts
 
+WEIGHTS = Reading(step_policy=KEEP, weights_only=True)
+"""Of a run that was read before: its weights and what stands beside them, whatever its steps."""
+
 
 def read(path: str, reading: Reading = USUAL) -> Manifest:
     """The manifest of a run directory, a tag directory, or a trainer's directory around one.
@@ -66,12 +69,11 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
 
 
 def _manifest(directory: TagDirectory, files: GridFiles, reading: Reading) -> Manifest:
-    numbered = Numbered(reading.param_names, reading.weights_only)
     if reading.ranks_apart and not files.is_plain:
-        ranks = _apart(directory, files, reading.step_policy, numbered)
+        ranks = _apart(directory, files, reading)
         rules = {"tp_rules": reading.tp_rules} if reading.tp_rules else {}
         return replace(ranks, source={**ranks.source, **rules})
-    models = tensor_ranks(directory, files, reading.step_policy, numbered)
+    models = tensor_ranks(directory, files, reading)
     if reading.with_slicings or files.tp > 1:
         return _joined(models, reading.tp_rules, reading.step_policy)
     return models[0]
@@ -112,9 +114,8 @@ def _own_copies(manifest: Manifest) -> list[str]:
     if tp == 1:
         return stages
     directory = locate(manifest.root, None)
-    weights = Numbered(weights_only=True)
     try:
-        ranks = tensor_ranks(directory, grid_files(directory), KEEP, weights)
+        ranks = tensor_ranks(directory, grid_files(directory), WEIGHTS)
         model = _joined(ranks, manifest.source.get("tp_rules"), KEEP)
     except (InconsistentCheckpoint, MissingData, UnsupportedCheckpoint, WrongOption):
         return stages  # stage 0 may need the user's names too
@@ -134,20 +135,17 @@ def check_slices(manifest: Manifest) -> None:
     if int(manifest.source.get("tp") or 0) < 2:
         return
     directory = locate(manifest.root, None)
-    weights = Numbered(weights_only=True)
     pipeline = manifest.state.get("pipeline") or {"tied": ()}
     tied = {int(number): str(key) for number, key in pipeline["tied"]}
-    ranks = tensor_ranks(directory, grid_files(directory), KEEP, weights, tied)
+    ranks = tensor_ranks(directory, grid_files(directory), WEIGHTS, tied)
     refuse_equal_slices(manifest.root, ranks, manifest.state["tensor_parallel"]["rules"])
 
 
-def _apart(
-    directory: TagDirectory, files: GridFiles, step_policy: str | None, numbered: Numbered
-) -> Manifest:
+def _apart(directory: TagDirectory, files: GridFiles, reading: Reading) -> Manifest:
     """The model ranks apart, once the joined reading has found the same grid in their contents."""
-    models = tensor_ranks(directory, files, KEEP, numbered)
+    models = tensor_ranks(directory, files, replace(reading, step_policy=KEEP))
     grid = ModelGrid.of(files, models[0])
-    apart = open_apart(directory, files.ranks, grid, step_policy, numbered, files)
+    apart = open_apart(directory, files.ranks, grid, reading, files)
     ranks = stacked(apart)
     warnings = [*ranks.warnings, *(line for model in models for line in model.warnings)]
     return replace(
@@ -160,8 +158,7 @@ def _apart(
 def tensor_ranks(
     directory: TagDirectory,
     files: GridFiles,
-    step_policy: str | None,
-    numbered: Numbered = NAMED,
+    reading: Reading = USUAL,
     tied: Mapping[int, str] | None = None,
 ) -> list[Manifest]:
     """The model of each tensor rank by itself: its slices of all stages of the pipeline.
@@ -169,10 +166,11 @@ def tensor_ranks(
     `tied` gives the keys of tied layers by the numbers of their files, for files without bytes.
     """
     layers = [files.layers_of(tp) for tp in range(files.tp)] if files.layers else None
+    step_policy = reading.step_policy
     first = files.ranks[0]
     if files.is_plain and first.of_ep and not first.optimizers:
-        return [manifest_of_experts(directory, first, numbered, step_policy)]
-    ranks = opened_ranks(directory, files.ranks, layers, numbered, tied)
+        return [manifest_of_experts(directory, first, reading)]
+    ranks = opened_ranks(directory, files.ranks, layers, reading, tied)
     states = [each.states for each in ranks]
     check_grid(directory, files, states)
     with_experts = [bool(each.model.get("num_experts")) for each in states]

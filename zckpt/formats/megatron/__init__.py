@@ -11,7 +11,7 @@
     masters.py     what is left if masters do not round to their weights; the check of copies
     buffers/       flat buffers of the optimizer
     legacy/        the older directories, mp_rank_*
-    fsdp/          the directories of Megatron-FSDP
+    fsdp.py        the directories of Megatron-FSDP
     write.py       an iteration's directory, from which any tp, pp and dp resumes
     optimizers.py  the optimizers and groups that a target's run has
     vocabulary.py  the rows of a padded vocabulary: `--tp`

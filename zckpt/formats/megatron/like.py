@@ -19,9 +19,9 @@ from typing import Any
 from msgspec.structs import replace
 
 from ...core import sources
-from ...core.inert import Foreign, Scalar
+from ...core.inert import Foreign, unwrapped
 from ...core.manifest import Entry, Manifest, Parameter
-from ...core.weights import is_optimizers
+from ...core.weights import is_optimizers, states_by_weight
 from ...errors import (
     InconsistentCheckpoint,
     MissingData,
@@ -238,7 +238,7 @@ class _Run:
                 f"--like {like.root} has no parameter groups whose members are known",
                 hint="give a run that has saved its optimizer, or add --weights-only",
             )
-        ours, theirs = _states(entries), _states(like.entries)
+        ours, theirs = (states_by_weight(each.values()) for each in (entries, like.entries))
         for name in self.owners:
             if ours.get(name) != theirs.get(name):
                 raise MissingData(
@@ -279,7 +279,7 @@ class _Run:
                     f"the source does not state {listed(lost)} of {name}",
                     hint=f"give it: --group-defaults {','.join(f'{key}=...' for key in lost)}",
                 )
-            hyper = {key: _plain(group[key]) for key in HYPER}
+            hyper = {key: unwrapped(group[key]) for key in HYPER}
             first, known = chosen.setdefault(item.group, (name, hyper))
             if known != hyper:
                 wrong = [key for key in HYPER if known[key] != hyper[key]]
@@ -309,7 +309,7 @@ class _Run:
                 )
                 break
         for key, usual in (("bias_correction", True), ("amsgrad", False), ("maximize", False)):
-            values = [_plain(group[key]) for group in self.source.groups or () if key in group]
+            values = [unwrapped(group[key]) for group in self.source.groups or () if key in group]
             if any(value is not usual and value != usual for value in values):
                 self.warnings.append(
                     f"the source's optimizer has {key}={not usual}, Megatron-Core's {usual}"
@@ -367,15 +367,6 @@ def _scaled(count: int, before: Any, step: int) -> int | None:
     return count // before * step
 
 
-def _states(entries: Mapping[str, Entry]) -> dict[str, set[str]]:
-    """The optimizer's states of every weight."""
-    states: dict[str, set[str]] = {}
-    for entry in entries.values():
-        if is_optimizers(entry.slot):
-            states.setdefault(entry.parameter, set()).add(entry.slot)
-    return states
-
-
 def _listed(slots: set[str] | None) -> str:
     return listed(sorted(slots)) if slots else "none"
 
@@ -387,10 +378,3 @@ def _sides(ours: list[str], theirs: list[str]) -> str:
 
 def _shape(shape: tuple[int, ...]) -> str:
     return str(list(shape))
-
-
-def _plain(value: Any) -> Any:
-    """A hyper-parameter as Megatron-Core keeps it: a number, or a tuple of numbers."""
-    if isinstance(value, Scalar):
-        return value.value
-    return tuple(map(_plain, value)) if isinstance(value, (list, tuple)) else value

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...core.inert import Scalar
+from ...core.inert import unwrapped
 from ...core.manifest import Manifest
 from ...errors import (
     InconsistentCheckpoint,
@@ -125,11 +125,11 @@ def _joined(dense: list[Group], spread: Sequence[Group]) -> list[Group]:
         same = [other for other in joined if _multipliers(other) == _multipliers(plain)]
         if not same:
             joined.append(plain)
-        elif not any(_equal(other, plain) for other in same):
+        elif not any(unwrapped(other) == unwrapped(plain) for other in same):
             different = sorted(
                 str(key)
                 for key in {*plain, *same[0]}
-                if not _equal({0: plain.get(key)}, {0: same[0].get(key)})
+                if unwrapped(plain.get(key)) != unwrapped(same[0].get(key))
             )
             raise InconsistentCheckpoint(
                 "--ep 1 makes one group of experts and other parameters, but their "
@@ -146,16 +146,3 @@ def _multipliers(group: Mapping[str, Any]) -> tuple[Any, ...]:
         group.get("lr_mult", group.get("pre_lr_mult")),
         group.get("is_decoupled_lr"),
     )
-
-
-def _equal(a: Mapping[Any, Any], b: Mapping[Any, Any]) -> bool:
-    return bool(_plain(a) == _plain(b))
-
-
-def _plain(value: Any) -> Any:
-    """A value whose equality means what the numbers say: a 0-d tensor as its number."""
-    if isinstance(value, Scalar):
-        return value.value
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value

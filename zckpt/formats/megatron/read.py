@@ -31,10 +31,16 @@ from ...files.torchfile import Tensor
 from ...naming.tensor_rules import rules_of
 from ..reading import USUAL, Reading
 from ..statedict.tree import TensorPiece, assembled
-from .buffers.flats import FlatItems, enter_states, local_parts, read_bytes, slicing_of
+from .buffers.flats import (
+    FlatFragments,
+    FlatItems,
+    enter_states,
+    local_parts,
+    read_bytes,
+    slicing_of,
+)
 from .buffers.order import expert_of
 from .buffers.placing import Local
-from .buffers.spaces import FlatFragments
 from .buffers.stages import ModelRank, placed
 from .common import (
     FLAT,
@@ -56,7 +62,7 @@ from .contents import (
     size_of,
 )
 from .files import MARKER, is_fsdp, is_legacy, locate
-from .fsdp.directories import read_fsdp
+from .fsdp import read_fsdp
 from .groups import FileStep
 from .legacy.directories import read_legacy
 from .masters import check as check
@@ -208,7 +214,7 @@ class _Reader:
     def _states(self, shapes: Mapping[str, tuple[int, ...]], is_flat: bool) -> set[str]:
         """Enters masters and moments; returns the optimizer's own slots.
 
-        `is_flat` says whether keys have fragments that are flat (buffers/spaces.py).
+        `is_flat` says whether keys have fragments that are flat (buffers/flats.py).
         """
         slots = set()
         for key, item in self.table.items.items():

@@ -23,7 +23,8 @@ from ....core.states import as_unread
 from ...deepspeed_states.directories import TagDirectory
 from ...deepspeed_states.manifest import manifest_of
 from ...deepspeed_states.states import EngineStates, open_layers
-from ..files import NAMED, Numbered, RankFiles
+from ...reading import USUAL, Reading
+from ..files import RankFiles
 from ..flats import flat_buffers
 from ..moe.experts import with_experts
 from ..ranks import open_ranks
@@ -53,7 +54,7 @@ def opened_ranks(
     directory: TagDirectory,
     files: Sequence[RankFiles],
     layers: Sequence[Mapping[int, str]] | None,
-    numbered: Numbered,
+    reading: Reading,
     tied: Mapping[int, str] | None = None,
 ) -> list[OpenedRank]:
     """What the files of all model ranks say.
@@ -71,11 +72,11 @@ def opened_ranks(
         ]
     wholes = []
     if layers is None:
-        wholes = [(open_whole(directory, each, numbered), tied) for each in files]
+        wholes = [(open_whole(directory, each, reading), tied) for each in files]
     else:
         paths = [open_layers(each, files[0].parsed) for each in layers]
         stages = [
-            open_stages(directory, files[rank::tp], own, numbered, tied)
+            open_stages(directory, files[rank::tp], own, reading, tied)
             for rank, own in enumerate(paths)
         ]
         for number in range(len(files) // tp):
@@ -140,8 +141,7 @@ def open_apart(
     directory: TagDirectory,
     files: Sequence[RankFiles],
     grid: ModelGrid,
-    step_policy: str | None,
-    numbered: Numbered = NAMED,
+    reading: Reading = USUAL,
     layers: GridFiles | None = None,
 ) -> list[Manifest]:
     """The manifest of each model rank; its `source` has a ModelRank, under `model_rank`.
@@ -151,8 +151,8 @@ def open_apart(
     Raises InconsistentCheckpoint if they are of different saves.
     """
     of_layers = [{} if layers is None else layers.layers_of(tp) for tp in range(grid.tp)]
-    opened = opened_ranks(directory, files, of_layers if grid.staged else None, numbered)
-    manifests = manifests_of(opened, files, step_policy)
+    opened = opened_ranks(directory, files, of_layers if grid.staged else None, reading)
+    manifests = manifests_of(opened, files, reading.step_policy)
     for number, (each, manifest) in enumerate(zip(opened, manifests, strict=True)):
         rank = ModelRank(number, grid, tuple(each.states.model.get("buffer_names") or ()))
         assert isinstance(manifest.engine, FlatBufferEngine)

@@ -81,7 +81,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     def read_back(path: str) -> Manifest:
         directory = TagDirectory(locate(path, tag).path, tag, None)
         tied = pipeline.tied if pipeline else None
-        ranks = read.tensor_ranks(directory, grid_files(directory), None, tied=tied)
+        ranks = read.tensor_ranks(directory, grid_files(directory), tied=tied)
         model = joined_slices(ranks, [cuts], None) if cuts.rules else ranks[0]
         return shared(model, before)
 

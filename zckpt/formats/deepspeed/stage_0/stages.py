@@ -31,8 +31,9 @@ from ...deepspeed_states.states import (
     wrapper_of,
 )
 from ...deepspeed_states.tensors import is_extra
+from ...reading import Reading
 from ...statedict.matching import HINT, MatchedNames, match
-from ..files import Numbered, RankFiles
+from ..files import RankFiles
 from ..model_ranks.grid import TIED
 from . import naming
 from .samples import TensorInFile, labels
@@ -54,7 +55,7 @@ def open_stages(
     directory: TagDirectory,
     files: Sequence[RankFiles],
     layers: Mapping[int, TorchFile],
-    numbered: Numbered,
+    reading: Reading,
     tied: Mapping[int, str] | None = None,
 ) -> WholeStages:
     """The optimizers of the stages of one tensor rank, whose layers have the files `layers`.
@@ -67,7 +68,7 @@ def open_stages(
     states = [states_of(directory, each, is_stage=True) for each in files]
     is_flat = any(FLAT_MASTERS in each.first for each in states)
     buffers = {name for each in states for name in each.model.get("buffer_names") or ()}
-    names = numbered.param_names
+    names = reading.param_names
     own: list[Sequence[str] | None] = [None] * len(states)
     shapes: dict[str, Shape | None] = {}
     if is_stated := all(each.model.get("param_shapes") for each in states):  # zckpt wrote them
@@ -79,7 +80,7 @@ def open_stages(
         own = [*_of_stages(directory, states, names)]
         in_order = [shape for each in states for shape in _shapes(each)]
         shapes = dict(zip(names, in_order, strict=True))
-    alone = numbered.weights_only and tied is not None
+    alone = reading.weights_only and tied is not None
     tied = tied or _tied_layers(shapes, layers)
     weights = _weights(layers, buffers, tied)
     if names is not None and is_flat and not is_stated:
@@ -89,7 +90,7 @@ def open_stages(
         return WholeStages([unnamed(first, weights), *(unnamed(each, {}) for each in others)], tied)
     try:
         stages = [
-            named_optimizer(each, weights, Numbered(part))
+            named_optimizer(each, weights, Reading(param_names=part))
             for each, part in zip(states, own, strict=True)
         ]
     except MissingData as error:
@@ -97,7 +98,9 @@ def open_stages(
         if matched is None:
             raise MissingData(str(error), hint=_hint(states[0])) from error
         stages = [
-            replace(named_optimizer(each, weights, Numbered(part)), inferred=matched.inferred)
+            replace(
+                named_optimizer(each, weights, Reading(param_names=part)), inferred=matched.inferred
+            )
             for each, part in zip(states, matched.names, strict=True)
         ]
     counts = Counter(n for stage in stages for members in stage.members for n in members if n)
