@@ -37,16 +37,29 @@ def pytest_runtest_makereport() -> None:
         os._exit(70)
 
 
+QUICK = tuple(
+    f"tests/{room}" for room in ("core", "files", "copying", "naming", "training", "proof")
+)
 SLOW = {"engines", "matrix", "exhaustive", "gpu", "first"}
-OF_PROCESSES = ("tests/cli", "tests/peers", "tests/probe", "tests/processes", "tests/safety")
+OF_WHOLE_RUNS = {"test_allgather.py", "test_leaves.py"}
+
+
+def is_quick(path: Path) -> bool:
+    """`pytest -m quick`: tests of the rooms that know no engine. They train nothing."""
+    place = path.relative_to(ROOT).as_posix()
+    return place.startswith(QUICK) and path.name not in OF_WHOLE_RUNS
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Other test files import engines, which takes longer than the quick tests."""
+    if config.option.markexpr != "quick" or collection_path.suffix != ".py":
+        return None
+    return None if is_quick(collection_path) else True
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """`quick` are the tests of modules: they train nothing, and hardly any starts a process."""
     for item in items:
-        path = item.path.relative_to(ROOT).as_posix()
-        is_of_module = path.count("/") > 1 and not path.startswith(OF_PROCESSES)
-        if is_of_module and SLOW.isdisjoint(mark.name for mark in item.iter_markers()):
+        if is_quick(item.path) and SLOW.isdisjoint(mark.name for mark in item.iter_markers()):
             item.add_marker("quick")
 
 

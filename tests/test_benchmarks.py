@@ -10,7 +10,7 @@ import pytest
 import zckpt
 from benchmarks import gather, layer, memory, scale
 from benchmarks.measure import Cost, Job, run
-from benchmarks.rows import Goal, pieces, times, wall, without_start
+from benchmarks.rows import Goal, own, pieces, times, wall
 
 
 @pytest.mark.parametrize("elements", [50_000, 9_834_560, 9_834_561])
@@ -46,10 +46,15 @@ def test_a_ratio_is_judged_by_its_target(more: bool, ours: float, expected: str)
     assert goal.verdict(ratio) == expected
 
 
-def test_figures_of_one_command_and_of_three() -> None:
+def test_figures_of_one_command_and_of_two() -> None:
     assert pieces(Cost(9.0, 1.92, 1.0)) == pytest.approx(2.0)
-    costs = (Cost(seconds, 1.0, 1.0) for seconds in (3.5, 2.0, 1.3))
-    assert without_start(*costs) == pytest.approx(1.1)
+    assert own(Cost(9.0, 9.0, 1.0, own=2.0), Cost(1.0, 1.0, 1.0, own=2.5)) == pytest.approx(0.8)
+
+
+def test_the_seconds_of_a_report_are_read() -> None:
+    assert (
+        run(Job("report", ("sh", "-c", """echo '{"seconds": 1.5}'""", "sh", "--json"))).own == 1.5
+    )
 
 
 def test_an_unknown_state_of_memory_is_refused() -> None:

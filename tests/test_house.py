@@ -186,6 +186,36 @@ def test_code_names_no_engine(folder: str) -> None:
                     assert not ENGINES.search(word), f"{path}:{node.lineno} names {word!r}"
 
 
+LATE = {"torch", "numpy", "h5py", "ml_dtypes"}  # slow to import
+OF_TORCH = (("zckpt", "probe"), ("zckpt", "dcp"), ("zckpt", "proof", "allgather"))
+
+
+def test_slow_packages_are_imported_late() -> None:
+    """At the top of a module only in the rooms that work inside a program of torch."""
+    for path, name in modules():
+        if name[0] == "benchmarks" or any(name[: len(room)] == room for room in OF_TORCH):
+            continue
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.Import):
+                tops = {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                tops = {(node.module or "").partition(".")[0]}
+            else:
+                continue
+            assert not tops & LATE, f"{path}:{node.lineno}: import it in the function that uses it"
+
+
+def test_no_process_unpickles_what_another_one_sends() -> None:
+    """`all_gather_object` and its relatives pickle: what processes tell each other is plain."""
+    for path, _ in modules():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute):
+                sends = re.fullmatch(
+                    r"(all_gather|broadcast|scatter|gather|send|recv)_object.*", node.attr
+                )
+                assert not sends, f"{path}:{node.lineno} calls {node.attr}"
+
+
 HIDING = {"walk", "access", "open", "pread", "isfile", "isdir", "exists", "getsize"}
 TARGETS = re.compile(r"write|.*shell|options")  # modules that work on files of a target
 

@@ -27,7 +27,7 @@ from .proof import health
 from .proof import verify as proof
 from .proving import prove
 from .reading import read as read_manifest
-from .reading import read_other
+from .reading import read_both
 from .training.options import Options as TargetOptions
 from .training.options import Renames
 from .writing.conversion import read_for, write
@@ -296,8 +296,7 @@ def diff(
     copying = Copying(jobs, memory, pool=sharing)
     reading = _reading(source, weights_only=weights_only, rename=rename, family=family)
     selection = Selection(tensors, weights_only, tuple(drop_state))
-    first = read_manifest(a, reading, alone=False)
-    second = read_other(b, first, reading)
+    first, second = read_both(a, b, reading)
     with sources.unchanged(first.fingerprints, second.fingerprints):
         findings = proof.diff(first, second, selection, copying, begin)
     report: Report = {"zckpt": 1, "command": "diff", "a": os.fspath(a), "b": os.fspath(b)}
@@ -323,7 +322,7 @@ def stats(
     """
     started = time.monotonic()
     copying = Copying(jobs, memory, pool=sharing)
-    manifest = read_manifest(path, _reading(source))
+    manifest = read_manifest(path, _reading(source, nameless=True))
     report: Report = {"zckpt": 1, "command": "stats", "path": os.fspath(path)}
     report["format"] = manifest.format
     with sources.unchanged(manifest.fingerprints):

@@ -6,6 +6,8 @@ import os
 import time
 from typing import Any
 
+from msgspec.structs import replace
+
 from . import formats
 from .core import duplicates, sources
 from .core.pooling import Pool
@@ -20,7 +22,7 @@ from .errors import (
 from .formats.reading import Reading
 from .proof import saved
 from .proof.verify import verify_against, verify_alone
-from .reading import oddly_timed, read, read_other
+from .reading import oddly_timed, read, read_both, read_other
 
 Path = str | os.PathLike[str]
 Report = dict[str, Any]
@@ -103,7 +105,10 @@ def _verify(
 ) -> Report:
     """The findings of a verification through the manifests of both sides."""
     is_proof = against is not None and saved.is_proof(os.fspath(against))
-    manifest = read(path, reading, alone=against is None or is_proof)
+    if against is None or is_proof:
+        manifest = other = read(path, replace(reading, nameless=True))
+    else:
+        manifest, other = read_both(path, against, reading)
     about = saved.about(manifest)
     with sources.unchanged(manifest.fingerprints):
         if against is None:
@@ -117,7 +122,6 @@ def _verify(
             return about | saved.verify_proof(
                 manifest, os.fspath(against), selection, copying, begin
             )
-        other = read_other(against, manifest, reading)
         with sources.unchanged(other.fingerprints):
             about["warnings"] += oddly_timed(other)
             return about | verify_against(manifest, other, selection, copying, begin)

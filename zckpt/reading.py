@@ -17,6 +17,7 @@ from .errors import (
     AmbiguousCheckpoint,
     CorruptCheckpoint,
     IncompleteCheckpoint,
+    MissingData,
     WrongOption,
     listed,
 )
@@ -24,6 +25,7 @@ from .formats.format import Format
 from .formats.reading import Reading
 from .naming import families
 from .naming.names import called_as, names_of, renamed
+from .naming.order import is_known
 from .naming.saving import spelled_as
 from .training import steps
 from .training.trainers import lacking_state
@@ -58,7 +60,7 @@ def read(path: str | os.PathLike[str], reading: Reading, alone: bool = True) -> 
     lines = [*manifest.warnings, *lost, *stateless, *_unused(manifest, reading, format)]
     if manifest.siblings and manifest.groups is not None:  # a model that is to be loaded needs none
         lines += lacking_state(manifest.siblings)
-    lines += oddly_timed(manifest)
+    lines += [*oddly_timed(manifest), *_in_other_order(manifest, reading)]
     return replace(manifest, warnings=tuple(dict.fromkeys(lines)))  # universal ones keep warnings
 
 
@@ -127,6 +129,18 @@ def _unused(manifest: Manifest, reading: Reading, format: Format) -> list[str]:
     ]
 
 
+def _in_other_order(manifest: Manifest, reading: Reading) -> list[str]:
+    """A sentence about `--param-names` that names the parameters which the files name themselves.
+
+    A reader that needs names has taken those of the option, in its order.
+    """
+    trained = [name for name, parameter in manifest.parameters.items() if parameter.trainable]
+    given = [name for name in reading.param_names or () if name in trained]
+    if given == trained or {*given} != {*trained} or not is_known(manifest):
+        return []
+    return [f"{manifest.root} names its parameters itself, in another order than --param-names has"]
+
+
 def _need_root(reading: Reading, *manifests: Manifest) -> None:
     """Raises WrongOption if `--root` chose nothing."""
     name = reading.root and reading.root.partition("=")[0]
@@ -149,6 +163,30 @@ def _check_names(manifest: Manifest) -> None:
             ) from error
 
 
+def read_both(
+    path: str | os.PathLike[str], other: str | os.PathLike[str], reading: Reading
+) -> tuple[Manifest, Manifest]:
+    """Two checkpoints that are compared, under the names of the first.
+
+    If the optimizers of both know their parameters by number, and no file shows the names, their
+    states are compared as they are.
+    """
+
+    def pair(reading: Reading) -> tuple[Manifest, Manifest]:
+        first = read(path, reading, alone=False)
+        return first, read_other(other, first, reading)
+
+    try:
+        return pair(reading)
+    except MissingData:
+        if reading.param_names is not None:
+            raise
+        first, second = pair(replace(reading, nameless=True))
+        if first.groups is None and second.groups is None:
+            return first, second
+        raise
+
+
 def read_other(path: str | os.PathLike[str], first: Manifest, reading: Reading) -> Manifest:
     """The checkpoint at `path` under the names of `first`, to be compared with it.
 
@@ -161,6 +199,7 @@ def read_other(path: str | os.PathLike[str], first: Manifest, reading: Reading) 
         step_policy=steps.KEEP if reading.step_policy == steps.KEEP else None,
         param_names=reading.param_names,
         weights_only=reading.weights_only,
+        nameless=reading.nameless,
         root=reading.root,
         tp_rules=reading.tp_rules,
     )

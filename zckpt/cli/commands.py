@@ -87,7 +87,7 @@ def inspect(
     """
     from ..reading import read
 
-    manifest = read(path, Reading(**reading, inspected=True))
+    manifest = read(path, Reading(**reading, inspected=True, nameless=True))
     is_summary = not (tensors or steps or layout or state)
     if "slices" in manifest.source and not (is_summary or as_json):
         display.warn(list(manifest.warnings), quiet)  # a shape in a list is not the tensor's

@@ -58,7 +58,7 @@ def inspect(manifest: Manifest, objects: Sequence[str]) -> Report:
             for slot, entries in manifest.slots.items()
         },
         "states": [
-            {"state": state.key, "parameters": len(state.tensors), "form": _form(state)}
+            {"state": state.key, "parameters": state.count, "form": _form(state)}
             for state in states_of(manifest).values()
             if state.form in FORMS
         ],
@@ -81,6 +81,7 @@ def inspect(manifest: Manifest, objects: Sequence[str]) -> Report:
 FORMS = {
     "other": "of other shapes than the parameters, or no tensors",
     "partition": "of the ranks' parts of flat buffers",
+    "wrapper": "of an optimizer around this one",
     "unread": "not read",
 }
 """How `inspect` calls states that no slot has."""

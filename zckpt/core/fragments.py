@@ -2,6 +2,7 @@
 
     Fragment    a run of row-major elements of one tensor, in an extent
     Extent      bytes in one file
+    Record      an extent for which the file may state a checksum
 
 The fragments of a tensor are a sequence of one of these kinds:
 

@@ -206,12 +206,15 @@ class Sibling(Struct, frozen=True):
 class Unread(Struct, frozen=True):
     """A state of the optimizer that the files have, and that the manifest does not.
 
-    It has the `key` for these parameters; `reason` says why it was not read.
+    It has the `key` for these parameters; `reason` says why it was not read. It is only compared:
+    `content` is its value as a text of JSON, in which `tensors` are named; "" if it is not known.
     """
 
     key: str
     parameters: tuple[str, ...]
     reason: str
+    content: str = ""
+    tensors: tuple[Entry, ...] = ()
 
 
 class Manifest(Struct, frozen=True):

@@ -4,6 +4,7 @@
     number       one number: `Parameter.scalars`
     other        any other value of a parameter: `state.optimizer.other`, by parameter and key
     partition    what a rank keeps of its part of a flat buffer: `state.optimizer.partitions`
+    wrapper      what an optimizer around the optimizer keeps: in `state.client_state`
     unread       what is in the files, and has none of these forms: `Manifest.unread`
 
 A state has the same key in all of these forms, so that a manifest and another one are compared
@@ -22,11 +23,14 @@ from msgspec.structs import replace
 from ..errors import WrongOption, joined, listed
 from .facts import FlatBufferEngine
 from .inert import TensorName, inside, map_values
-from .manifest import Manifest, Unread, slot_key
+from .manifest import Manifest, slot_key
 from .weights import WEIGHTS, is_optimizers
+from .wrapper import without_wrapped, wrapped
 
-OTHER, PARTITIONS = "other", "partitions"
-"""Keys of `Manifest.state["optimizer"]`."""
+OTHER, PARTITIONS, BESIDE = "other", "partitions", "beside"
+"""Keys of `Manifest.state["optimizer"]`; the last one has numbers of no parameter."""
+NO_PARAMETER = "no parameter"
+"""Whose a state is that stands beside those of parameters."""
 
 FACTORING = frozenset(("scale_parameter", "clip_threshold", "eps1", "beta2_decay"))
 """Hyper-parameters that only optimizers have which keep rows and columns of a matrix: Adafactor and
@@ -47,6 +51,9 @@ BOUND = (
 )
 
 
+OF_WRAPPER = "an optimizer around this one keeps it"
+
+
 class State(Struct, frozen=True):
     """The state `key` of a checkpoint, with the names of its tensors by parameter.
 
@@ -61,6 +68,11 @@ class State(Struct, frozen=True):
     @property
     def parameters(self) -> list[str]:
         return list(self.tensors)
+
+    @property
+    def count(self) -> int:
+        """The number of parameters that have it."""
+        return len(self.tensors.keys() - {NO_PARAMETER})
 
 
 def states_of(manifest: Manifest) -> dict[str, State]:
@@ -92,6 +104,10 @@ def states_of(manifest: Manifest) -> dict[str, State]:
             for name in part["parameters"]:
                 add(str(key), name, names, "partition", BOUND)
                 names = []
+    for key, value in wrapped(manifest).items():
+        names = [f"{tensor}/state" for tensor in tensors_in(value)]
+        if names:
+            add(str(key), NO_PARAMETER, names, "wrapper", OF_WRAPPER)
     for item in manifest.unread:
         for name in item.parameters:
             add(item.key, name, (), "unread", item.reason)
@@ -127,6 +143,12 @@ def _is_partition(value: Any) -> bool:
 def _optimizer(manifest: Manifest) -> Mapping[str, Any]:
     values = manifest.state.get("optimizer")
     return values if isinstance(values, Mapping) else {}
+
+
+def beside(manifest: Manifest) -> dict[str, Any]:
+    """`state.optimizer.beside`: numbers and texts that stand beside the states of parameters."""
+    values = _optimizer(manifest).get(BESIDE)
+    return dict(values) if isinstance(values, Mapping) else {}
 
 
 def tensors_in(value: Any) -> list[str]:
@@ -246,7 +268,7 @@ def without(manifest: Manifest, keys: Collection[str]) -> Manifest:
         for tensors in states[key].tensors.values()
         for name in tensors
     }
-    state = manifest.state
+    state = without_wrapped(manifest, gone)
     if "optimizer" in state:
         state = {**state, "optimizer": optimizer}
     return replace(
@@ -329,35 +351,6 @@ class Selection(Struct, frozen=True):
 
 
 EVERYTHING = Selection()
-
-
-def as_unread(manifest: Manifest, reason: str) -> Manifest:
-    """The manifest whose states that are neither slots nor numbers are listed as not read."""
-    others, parts = others_of(manifest), partitions_of(manifest)
-    if not others and not parts:
-        return manifest
-    names: dict[str, dict[str, None]] = {}
-    for name, own in others.items():
-        for key, value in own.items():
-            if value is not None:
-                names.setdefault(str(key), {})[name] = None
-    for part in parts:
-        for key in part["states"]:
-            names.setdefault(str(key), {}).update(dict.fromkeys(part["parameters"]))
-    tensors = {f"{tensor}/state" for tensor in tensors_in([others, *parts])}
-    optimizer = {
-        key: value for key, value in _optimizer(manifest).items() if key not in (OTHER, PARTITIONS)
-    }
-    return replace(
-        manifest,
-        entries={name: entry for name, entry in manifest.entries.items() if name not in tensors},
-        replicas=tuple(entry for entry in manifest.replicas if entry.name not in tensors),
-        state={**manifest.state, "optimizer": optimizer},
-        unread=(
-            *manifest.unread,
-            *(Unread(key, tuple(own), reason) for key, own in names.items()),
-        ),
-    )
 
 
 def renamed_others(

@@ -52,7 +52,9 @@ def states(lines: Sequence[dict[str, Any]], *keys: str) -> Iterator[tuple[str, d
         alike.setdefault((line["parameters"], *(line.get(key) for key in keys)), []).append(line)
     for own in alike.values():
         names = joined([safe(line["state"]) for line in own])
-        yield f"{names} of {counted(own[0]['parameters'], 'parameter')}", own[0]
+        count = own[0]["parameters"]
+        owners = counted(count, "parameter") if count else "no parameter"
+        yield f"{names} of {owners}", own[0]
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> None:

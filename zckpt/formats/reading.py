@@ -55,6 +55,7 @@ class Reading(Struct, frozen=True):
                         no whole tensors
         with_slicings   a checkpoint of one tensor rank also says how several would cut its tensors
         inspected       it is only shown: what may be one rank's slice of a model is read alone
+        nameless        an optimizer whose numbers get no names is read as the program's own state
 
     `zckpt.reading.read` applies the others to any format:
         format          its name, if the path has checkpoints of several formats
@@ -78,6 +79,7 @@ class Reading(Struct, frozen=True):
     ranks_apart: bool = False
     with_slicings: bool = False
     inspected: bool = False
+    nameless: bool = False
     masters_from_weights: bool = False
 
     def __post_init__(self) -> None:

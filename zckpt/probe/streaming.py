@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from ..core.fileio import Reader, align, in_pages
 from ..core.manifest import Entry, Manifest
@@ -40,7 +39,7 @@ from ..training.options import Renames
 from .compiled import is_compiled
 from .prefetch import Prefetcher, WeightPart, most
 from .statistics import NAMES
-from .subscribers import LISTS, WHOLE, Place, Subscriber, subscribe, unwrapped
+from .subscribers import LISTS, WHOLE, Place, Subscriber, subscribe, tensors_in, unwrapped
 
 SCRATCH = 8 << 20  # bytes; small pieces of many ranks are joined there
 ALIGNMENT = 64  # bytes, as torch allocates tensors: the order of additions can depend on it
@@ -98,7 +97,7 @@ class _Absent(Tensor):
     ) -> Any:
         if function is Tensor.__deepcopy__:  # called with copies that were made before
             return args[0]
-        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        tensors = [tensor for _, tensor in tensors_in((args, kwargs), "")]
         absent = [each for each in tensors if isinstance(each, cls)]
         if any(not isinstance(each, cls) and each.device.type != "meta" for each in tensors):
             raise MissingData(

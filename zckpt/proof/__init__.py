@@ -6,7 +6,8 @@
     values.py       steps, scalars, groups                states.py    schedulers, counters, ...
     health.py       statistics of all tensors
     damage.py       whose bytes are damaged               beside.py    files of a trainer, ...
-    saved.py        the file of --save-proof
+    saved.py        the file of --save-proof              unread.py    states that are not read
+    contents.py     whether files are copies
 
 Only allgather/ needs torch.
 """

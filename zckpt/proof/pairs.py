@@ -12,6 +12,7 @@ from ..core.manifest import Entry, Manifest
 from ..core.masters import with_masters
 from ..core.plan import Match, match
 from ..core.weights import WEIGHTS, weight_of
+from . import unread
 from .states import twins
 
 
@@ -47,7 +48,7 @@ def mutual_matches(a: Manifest, b: Manifest) -> tuple[list[Match], list[str], li
         for item in copies(b, ours)
         if item.b is not None and id(item.a) not in alone
     ]
-    return matches + paired, only_a, only_b
+    return [*matches, *paired, *unread.pairs(a, b)], only_a, only_b
 
 
 def _of_same_ranks(a: Manifest, b: Manifest) -> list[Match]:

@@ -33,6 +33,7 @@ from ..errors import (
     cause,
     listed,
 )
+from .contents import digest
 from .pairs import only_rounded, selected
 from .report import difference, findings
 from .states import plain_facts
@@ -62,6 +63,7 @@ def about(manifest: Manifest) -> Report:
             "state": to_json(with_facts(manifest.state, manifest.engine, manifest.step_place)),
             "of_ranks": manifest.of_ranks,
             "layout": manifest.layout,
+            **({"contents": digest(manifest)} if manifest.inferred else {}),
         },
     }
 
@@ -91,7 +93,8 @@ def verify_proof(
 
     Raises CorruptCheckpoint if the file is not a proof, or if it proves a difference.
     """
-    manifest, proven = selection.of(manifest, _read_proof(path, manifest))
+    proven, contents = _read_proof(path, manifest)
+    manifest, proven = selection.of(manifest, proven)
     pattern = selection.tensors
     mutual, only_a, only_b = match(manifest, proven)
     comparable = [item for item in mutual if item.how in ("bits", "shapes", "types")]
@@ -101,7 +104,7 @@ def verify_proof(
         needs_weights(matches, manifest.root, path)
     alone = [Match(item.a) for item in matches]
     outcome = compare.compare(alone, manifest, manifest, copying, begin=begin)
-    report = findings(outcome, manifest, manifest) | inferences(matches, manifest, proven)
+    report = findings(outcome, manifest, manifest) | inferences(matches, manifest, proven, contents)
     for item, result in zip(matches, outcome.results, strict=True):
         assert item.b is not None
         crc = result.digests[0]
@@ -144,8 +147,10 @@ def _hex(crc: int | None) -> str | None:
     return None if crc is None else f"{crc:08x}"
 
 
-def _read_proof(path: str, manifest: Manifest) -> Manifest:
+def _read_proof(path: str, manifest: Manifest) -> tuple[Manifest, str]:
     """The checkpoint that was proven, as its proof describes it: tensors are checksums only.
+
+    And the digest of its contents; empty if there is none.
 
     An older proof does not list states that are no tensors of a parameter's shape: it is taken to
     have those of `manifest`.
@@ -180,7 +185,7 @@ def _read_proof(path: str, manifest: Manifest) -> Manifest:
             stated = {state.key: state.parameters for state in _others(manifest)}
         if "state" not in description:  # a proof of zckpt 0.1
             state = {"optimizer": {"other": _by_parameter(_dictionary(stated))}}
-        return Manifest(
+        proven = Manifest(
             root=path,
             format=str(description.get("format", "proof")),
             source=_dictionary(description.get("source", report["versions"]["a"])),
@@ -198,6 +203,7 @@ def _read_proof(path: str, manifest: Manifest) -> Manifest:
             layout=_dictionaries(description.get("layout", {})),
             states_inferred=False,
         )
+        return proven, str(description.get("contents", ""))
     except MALFORMED as error:
         raise CorruptCheckpoint(
             f"{path} is not a proof: {cause(error)}",

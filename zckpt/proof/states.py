@@ -6,11 +6,11 @@ have no place for it, or it belongs to sizes that the two do not share: this is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ..core.facts import FlatBufferEngine, NamedWeightsEngine, StateDictEngine, with_facts
-from ..core.inert import Foreign, alike, inside, to_json
+from ..core.inert import Foreign, alike, from_json, inside, to_json
 from ..core.manifest import Manifest
 from ..core.weights import WEIGHTS, is_optimizers
 from ..errors import listed
@@ -48,9 +48,12 @@ SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_w
 SCALING = tuple(f"optimizer.{key}" for key in ("loss_scaler", "dynamic_loss_scale", *SCALE))
 """Where the scale of the loss is: fp16 runs need one, and each wrapper has a form of its own."""
 CLIPPING = "optimizer.clip_grad"
-"""Some wrappers leave clipping to the configuration."""
-GUESSES = ("guessed", "ordered")
-"""Facts about names that files do not state."""
+UNCLIPPED = (None, "DeepSpeedZeroOptimizer_Stage3", "FP16_UnfusedOptimizer")
+"""The wrappers that leave it to the configuration."""
+BESIDE = "optimizer.beside"
+"""Numbers that stand beside the states of parameters: state dicts have them anywhere."""
+OF_NAMES = ("guessed", "ordered", "file")
+"""Facts about names: what files do not state of them, and what a file itself is called."""
 _NOTHING: tuple[Any, ...] = (None, {}, [])
 
 
@@ -183,7 +186,7 @@ class _Comparison:
         side, other = ("a", "b") if b in _NOTHING else ("b", "a")
         if a in _NOTHING and b in _NOTHING:
             return
-        if self._is_of_saving(path) or (path == CLIPPING and self.other_wrapper):
+        if self._is_of_saving(path):
             self.of_saving.append(path)
         elif self._has_place(self.sides[other], path):
             self.lines.append({"key": path, "only": side})
@@ -195,6 +198,10 @@ class _Comparison:
         part, engine = path.partition(".")[0], manifest.engine
         if _is_weights(manifest) or path.startswith(OF_VERSIONS):
             return False
+        if path == CLIPPING and self.other_wrapper and _wrapper(manifest)[0] in UNCLIPPED:
+            return False
+        if path.startswith(BESIDE):
+            return isinstance(engine, (FlatBufferEngine, StateDictEngine))
         if part in OF_PROGRAM:
             if isinstance(engine, StateDictEngine):
                 return engine.folders is None or part == "module_extra"
@@ -214,17 +221,12 @@ class _Comparison:
         if tag in ("$tuple", "$size"):
             return inner
         if tag in ("$dict", "$ordered"):
-            return {self._key(key): item for key, item in inner}
+            return by_comparable_keys(inner, self.same_format)
         if tag == "$object":
             rest = {key: item for key, item in inner.items() if key != "state"}
             state = self._opened(inner.get("state"))
             return {**rest, **(state if isinstance(state, dict) else {"state": state})}
         return value
-
-    def _key(self, key: Any) -> Any:
-        """A key of a dictionary; torch.distributed.checkpoint turns them into texts."""
-        plain = isinstance(key, (str, int)) and self.same_format
-        return key if plain else str(key)
 
     def not_compared(self) -> Iterator[str]:
         """Sentences, each of which begins with what they are about."""
@@ -248,6 +250,14 @@ class _Comparison:
                     f"{listed(paths, 4)}: only {self.sides[other].root} has {them}, and the files "
                     f"of {root} have no place for {them}"
                 )
+
+
+def by_comparable_keys(pairs: Iterable[Any], same_format: bool) -> dict[Any, Any]:
+    """The items of a dictionary in JSON; torch.distributed.checkpoint makes texts of all keys."""
+    return {
+        key if same_format and isinstance(key, (str, int)) else str(from_json(key)): item
+        for key, item in pairs
+    }
 
 
 def _differing(path: str, a: Any, b: Any) -> Iterator[str]:
@@ -282,7 +292,7 @@ def _facts(manifest: Manifest) -> Report:
     """How a checkpoint was saved: a program may save the same run in another way."""
     place = manifest.step_place
     facts = with_facts({}, manifest.engine, None).get("engine") or {}
-    facts = {key: value for key, value in facts.items() if key not in GUESSES}
+    facts = {key: value for key, value in facts.items() if key not in OF_NAMES}
     return {
         "engine": to_json(facts),
         "optimizer": manifest.optimizer,

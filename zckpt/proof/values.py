@@ -13,7 +13,7 @@ from ..core.inert import Scalar, alike, plain_group, to_json
 from ..core.manifest import Manifest, Parameter
 from ..core.states import State, is_afresh, lost
 from ..errors import counted, listed
-from .states import engine_name
+from .states import by_comparable_keys, engine_name
 
 Report = dict[str, Any]
 
@@ -118,14 +118,14 @@ def lacking(a: Manifest, b: Manifest, reported: Collection[str]) -> tuple[list[R
         for state in _lost(owner, other, reported):
             if is_afresh(state.key, owner):
                 notes.append(
-                    f"{state.key} of {counted(len(state.tensors), 'parameter')}: only in "
+                    f"{state.key} of {counted(state.count, 'parameter')}: only in "
                     f"{owner.root}; the optimizer computes it afresh"
                 )
                 continue
             line = {
                 "state": state.key,
                 "only": only,
-                "parameters": len(state.tensors),
+                "parameters": state.count,
                 "parameter": next(iter(state.tensors)),
                 "tensors": len({name for names in state.tensors.values() for name in names}),
             }
@@ -147,10 +147,11 @@ def _lost(owner: Manifest, other: Manifest, reported: Collection[str]) -> Iterat
 
 def not_read(manifest: Manifest) -> list[str]:
     """Sentences about states of the optimizer that the files have and that were not read."""
-    return [
+    lines = (
         f"not read: {item.key} of {listed(item.parameters, 4)}: {item.reason}"
         for item in manifest.unread
-    ]
+    )
+    return list(dict.fromkeys(lines))  # model ranks have the same
 
 
 def _kinds(a: Scalar | None, b: Scalar | None) -> Report:
@@ -203,9 +204,12 @@ def groups(a: Manifest, b: Manifest) -> list[Report]:
     lines: list[Report] = []
     if len(a.groups) != len(b.groups):
         lines.append({"group": None, "key": "groups", "a": len(a.groups), "b": len(b.groups)})
-    keys = [{key for group in side for key in group} for side in (a.groups, b.groups)]
-    for place, (ours, theirs) in enumerate(zip(a.groups, b.groups, strict=False)):
-        one, other = _hyper(ours), _hyper(theirs)
+    plain = [
+        [_by_keys(_hyper(group), a.format == b.format) for group in side]
+        for side in (a.groups, b.groups)
+    ]
+    keys = [{key for group in side for key in group} for side in plain]
+    for place, (one, other) in enumerate(zip(*plain, strict=False)):
         lines += [
             {"group": place, "key": key, "a": one.get(key), "b": other.get(key)}
             for key in {**one, **other}
@@ -229,8 +233,8 @@ def hypers_of_one_side(a: Manifest, b: Manifest) -> list[str]:
     is_named = a.optimizer is not None or b.optimizer is not None
     if a.groups is None or b.groups is None or (is_named and engine_name(a) != engine_name(b)):
         return []
-    keys = [{key for group in side for key in group} for side in (a.groups, b.groups)]
-    alone = (a, sorted(map(str, keys[0] - keys[1]))), (b, sorted(map(str, keys[1] - keys[0])))
+    keys = [{key for group in side for key in plain_group(group)} for side in (a.groups, b.groups)]
+    alone = (a, sorted(keys[0] - keys[1])), (b, sorted(keys[1] - keys[0]))
     return [
         f"{listed(own, 4)} of the optimizer's groups: only in {side.root}"
         for side, own in alone
@@ -273,3 +277,12 @@ def _hyper(group: dict[str, Any]) -> Report:
     return plain_group(
         {key: item.value if isinstance(item, Scalar) else item for key, item in group.items()}
     )
+
+
+def _by_keys(value: Any, same_format: bool) -> Any:
+    """JSON with dictionaries by their keys, as far as these can be compared."""
+    if isinstance(value, dict) and value.keys() == {"$dict"}:
+        value = by_comparable_keys(value["$dict"], same_format)
+    if isinstance(value, dict):
+        return {key: _by_keys(item, same_format) for key, item in value.items()}
+    return [_by_keys(item, same_format) for item in value] if isinstance(value, list) else value

@@ -19,8 +19,9 @@ from ..core.resources import DEFAULT_COPYING, Begin, Copying
 from ..core.states import EVERYTHING, Selection
 from ..core.weights import WEIGHTS, is_optimizers
 from ..errors import MissingData, counted, listed
-from . import damage, values
+from . import damage, unread, values
 from .beside import siblings
+from .contents import digest
 from .pairs import missing, mutual_matches, only_rounded, own_matches, selected
 from .report import difference, findings, versions
 from .states import states
@@ -174,14 +175,19 @@ def roundings(report: Report, results: Iterable[Result], a: Manifest, b: Manifes
     return {"rounded": rounded, "notes": [*report["notes"], *notes]}
 
 
-def inferences(matches: Iterable[Match], a: Manifest, b: Manifest) -> Report:
+def inferences(
+    matches: Iterable[Match], a: Manifest, b: Manifest, contents: str | None = None
+) -> Report:
     """Inferred names of both sides, and what equal tensors do not prove because of them.
 
-    If an optimizer's state has the same wrong name in both checkpoints, it is equal in both.
+    If an optimizer's state has the same wrong name in both checkpoints, it is equal in both. A copy
+    of the files is equal all the same; `contents` are those of `b`, if it is a proof.
     """
     compared = {match.a.parameter for match in matches if is_optimizers(match.a.slot)}
     theirs = set(b.inferred if b.states_inferred else a.inferred)
     shared = [name for name in a.inferred if name in compared and name in theirs]
+    if shared and digest(a) == (digest(b) if contents is None else contents):
+        shared = []
     unproven = {
         "message": f"the names of {listed(shared, 4)} are inferred in both checkpoints: their "
         "optimizer states are equal whether or not the names are right",
@@ -205,18 +211,19 @@ def with_values(
     ]
     lines, not_compared = states(a, b)
     of_files, one_sided = siblings(a, b)
+    a, b, not_read, as_they_are = unread.rest(a, b)
     lacking, afresh = values.lacking(a, b, {line["tensor"] for line in lost})
     step_place, moved = values.step_places(a, b)
     report = {
         **report,
         "problems": report["problems"] + lost,
-        "notes": [*report.get("notes", ()), *afresh, *moved],
+        "notes": [*report.get("notes", ()), *as_they_are, *afresh, *moved],
         "lacking": lacking,
         "steps": values.steps(a, b),
         "step_place": step_place,
         "scalars": values.scalars(a, b),
         "groups": values.groups(a, b) + values.trainable(a, b),
-        "states": lines + of_files,
+        "states": lines + not_read + of_files,
         "not_compared": [*not_compared, *values.hypers_of_one_side(a, b), *one_sided],
         "only_a": list(only_a),
         "only_b": list(only_b),

@@ -197,6 +197,24 @@ SIGNATURES = (
 )
 
 
+def strange_to_adam(groups: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The hyper-parameters that no Adam has, and that no program adds."""
+    known = OF_PROGRAMS.union(*(each.keys for each in SIGNATURES if each.name == "Adam"))
+    return sorted({str(key) for group in groups for key in group} - known)
+
+
+LAZY = frozenset(("sgd", "muon"))
+"""Those that make anew what they do not find in a parameter's state."""
+
+
+def needed_states(name: str) -> frozenset[str]:
+    """The states that an optimizer takes for given wherever a parameter has any state."""
+    plain = plain_name(name)
+    plain = known_optimizer(plain).family or plain
+    known = [each for each in SIGNATURES if each.name.lower() == plain and plain not in LAZY]
+    return frozenset(key for each in known for key in each.states | each.others)
+
+
 def infer_optimizer(keys: Iterable[str], group: Mapping[str, Any] | None) -> str | None:
     """The optimizer's usual name from the keys of its state and of a group; None if unsure."""
     states, hyper = frozenset(keys) - {"step"}, group or {}

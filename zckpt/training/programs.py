@@ -17,8 +17,9 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
+from ..core.facts import StateDictEngine
 from ..core.manifest import Manifest
-from ..errors import literal
+from ..errors import AmbiguousCheckpoint, literal
 from . import trainers
 
 NUMBER = re.compile(r"(?<![0-9])[0-9]{1,3}$")
@@ -48,6 +49,10 @@ class Program(Struct, frozen=True):
 
     It loads the states of all optimizers, by their places.
 
+    If it saves averages of the weights in the place of the model's, `trained` is the key of the
+    weights that the optimizer updates, and `averaging` that of what belongs to the averages. It
+    loads both from one file only.
+
     `whole` is one file, `sharded` a directory of items; `tag` is the only one of DeepSpeed's that
     it looks for. `resuming` is the line with which it goes on, around the path.
     """
@@ -58,6 +63,8 @@ class Program(Struct, frozen=True):
     sharded: Keys
     tag: str
     resuming: tuple[str, str]
+    trained: str
+    averaging: str
 
 
 PROGRAMS = (
@@ -68,6 +75,8 @@ PROGRAMS = (
         Keys(("state_dict",), ("optimizer_0",), META),
         "checkpoint",
         ("trainer.fit(module, ckpt_path=", ")"),
+        "current_model_state",  # by the callback WeightAveraging, as averaging_state
+        "averaging_state",
     ),
 )
 
@@ -75,6 +84,12 @@ PROGRAMS = (
 def program_of(state: Collection[Any]) -> Program | None:
     """The program that saves such keys, if it is one of these."""
     return next((program for program in PROGRAMS if program.mark in state), None)
+
+
+def place_of(state: Collection[Any], model: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Where a target has a model: the weights that a program trains take the averages' place."""
+    program = program_of(state)
+    return program.whole.model if program and model == (program.trained,) else model
 
 
 def program_in(source: Manifest) -> Program | None:
@@ -87,10 +102,27 @@ def resuming(
 ) -> Callable[[str], str]:
     """Gives the line with which the program of a checkpoint resumes from a directory.
 
-    `file` is what it is given there. `otherwise` is for no program.
+    `file` is what it is given there. `otherwise` is for no program, and for the state of an
+    optimizer that is not the program's first. Raises AmbiguousCheckpoint if averages of the weights
+    would be trained on.
     """
     program = program_in(source)
     if program is None:
         return trainers.resuming(source.siblings, otherwise)
+    model = program.whole.model[0]
+    if (
+        not file
+        and program.trained in source.state["client_state"]
+        and not source.source.get("root")
+    ):
+        raise AmbiguousCheckpoint(
+            f"{source.root} has averages of the weights in {model}, and the weights that the "
+            f"optimizer updates in {program.trained}: {program.name} loads both from one file only",
+            hint=f"convert the file that {program.name} saved, with --root {program.trained}, or "
+            f"with --root {model}",
+        )
+    own = source.engine.optimizer if isinstance(source.engine, StateDictEngine) else None
+    if program.whole.numbered_as(own) != program.whole:
+        return otherwise
     before, after = program.resuming
     return lambda path: f"{before}{literal(os.path.join(path, file) if file else path)}{after}"

@@ -31,7 +31,7 @@ from ..reading import read
 from ..training import steps
 from ..training.options import ACCEPT_WEIGHTS, DROP_STATE, PARAM_NAMES, RENAME, Options, refuse
 from . import models
-from .keeping import Keeping, dropped_states
+from .keeping import Keeping, dropped_states, unable_to_step
 from .report import Report, report_on
 from .running import Running
 from .target import laid_out, named_for
@@ -96,6 +96,7 @@ def write(
     size = sum(files.values())
     report = report_on(command, source, target, format, layout, files, options)
     report["dropped"] = dropped if format.is_resumed else []
+    report["warnings"] += unable_to_step(manifest, options)
     keeping = Keeping(manifest, named, source, format, options, report)
     layout = replace(layout, read_back=keeping.read_back(layout))
     report["warnings"] += steps.unused_policy(manifest, reading.step_policy)

@@ -22,10 +22,11 @@ from ..core.facts import StepPlace
 from ..core.layout import Layout, Shell
 from ..core.manifest import Manifest
 from ..core.states import State
-from ..errors import UnsupportedState, WrongOption, listed
+from ..errors import UnsupportedState, WrongOption, joined, listed
 from ..formats.format import Format
 from ..training import objects
-from ..training.options import DROP_STATE, WEIGHTS_ONLY, Options
+from ..training.optimizers import needed_states
+from ..training.options import DROP_STATE, OPTIMIZER, WEIGHTS_ONLY, Options
 from .report import Report
 
 
@@ -45,8 +46,28 @@ def dropped_states(manifest: Manifest, options: Options) -> list[Report]:
     return [_line(known[key], option.flag) for key in dict.fromkeys(keys or known)]
 
 
+def unable_to_step(manifest: Manifest, options: Options) -> list[str]:
+    """A warning if the optimizer stops without what is dropped; `manifest` lacks it already.
+
+    Of a parameter without any state it begins afresh.
+    """
+    place = manifest.step_place
+    steps = (each.step for each in manifest.parameters.values())
+    has_step = any(step is not None for step in steps) and (place is None or place.where == "state")
+    if not (has_step or states.states_of(manifest)):
+        return []
+    names = (options[OPTIMIZER] or manifest.optimizer or "").split(", ")
+    lost = {name: needed_states(name).intersection(options[DROP_STATE]) for name in names}
+    return [
+        f"{name} cannot take a step without {joined(sorted(keys))}: load this into an optimizer "
+        "that needs no such state, or write --weights-only"
+        for name, keys in lost.items()
+        if keys
+    ]
+
+
 def _line(state: State, reason: str) -> Report:
-    return {"state": state.key, "parameters": len(state.tensors), "reason": reason}
+    return {"state": state.key, "parameters": state.count, "reason": reason}
 
 
 class Keeping(Struct, frozen=True):
@@ -72,6 +93,7 @@ class Keeping(Struct, frozen=True):
             if shells.groups is not None:
                 self._keep_groups()
             self.report["computed_afresh"] = self._computed_afresh(shells)
+            self.report["left_out"] += self._beside(shells)
             self.report["warnings"] += _of_counts(self.source.step_place, shells.step_place)
             return shells
 
@@ -79,7 +101,8 @@ class Keeping(Struct, frozen=True):
 
     def try_out(self, layout: Layout) -> None:
         """Reads the shells back from a temporary folder, for a run that writes nothing."""
-        if (self.has_states or any(self._lost_of_groups)) and layout.read_back is not None:
+        asks = self.has_states or states.beside(self.source) or any(self._lost_of_groups)
+        if asks and layout.read_back is not None:
             with _laid_out(layout.shells()) as folder:
                 layout.read_back(folder)
 
@@ -128,6 +151,13 @@ class Keeping(Struct, frozen=True):
         if len(lost) > len(afresh):
             self._refuse([state for state in lost.values() if state not in afresh])
         return [_line(state, "the optimizer computes it afresh") for state in afresh]
+
+    def _beside(self, shells: Manifest) -> list[str]:
+        """Numbers beside the states of parameters that the target lacks."""
+        lost = states.beside(self.source).keys() - states.beside(shells).keys()
+        if not lost or self.options.weights_only:
+            return []
+        return [f"{listed(sorted(lost))}, beside the optimizer's states"]
 
     def _refuse(self, lost: Sequence[State]) -> None:
         filtered = states.lost(self.named, self.admitted)

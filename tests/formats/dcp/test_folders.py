@@ -213,6 +213,17 @@ def test_a_lost_shard_is_named(tmp_path: Path) -> None:
         zckpt.read(run)
 
 
+def test_the_last_shard_is_named(tmp_path: Path, zckpt: Program) -> None:
+    """Nothing in `model` states the whole shapes; the moments in `optim` have them."""
+    run = Path(shutil.copytree(AUTOMODEL, tmp_path / "run"))
+    (run / "model/shard-00002-model-00001-of-00001.safetensors").unlink()
+    assert zckpt("verify", run).code == 3
+    for command in (("inspect", run), ("convert", run, tmp_path / "a", "--weights-only")):
+        said = zckpt(*command)
+        assert said.code == 1
+        assert "model/shard-00002-model-00001-of-00001.safetensors is missing" in said.err
+
+
 class TestStorage:
     """Directories that torch's HuggingFaceStorageWriter wrote."""
 

@@ -236,7 +236,7 @@ def test_names_from_a_file(tmp_path: Path, zckpt: Zckpt) -> None:
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     save(tmp_path / "run", (model, optimizer))
-    refused = zckpt("inspect", tmp_path / "run")
+    refused = zckpt("convert", tmp_path / "run", tmp_path / "u")
     assert refused.code == 1
     assert "several weights have the same shape" in refused.err
     (tmp_path / "names").write_text("1.weight\n")

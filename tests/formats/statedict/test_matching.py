@@ -136,7 +136,7 @@ def test_names_in_another_order_are_what_there_is_to_choose_from() -> None:
     names = [("a", A), ("b", C), ("c", B)]
     matched = match([[C], [A, B]], names, False, param_names=["a", "b", "c"])
     assert matched == ([["b"], ["a", "c"]], [])
-    with pytest.raises(errors.MissingData, match=r"parameter 0, of shape .2, 3."):
+    with pytest.raises(errors.WrongOption, match=r"c of shape .3. in place 0, where .* .2, 3."):
         match([[C], [A, B]], names, False, param_names=["c", "b", "a"])
 
 
@@ -146,7 +146,7 @@ def test_fewer_names_are_what_there_is_to_choose_from() -> None:
         match([[A, A], [C]], names, True)
     matched = match([[A, A], [C]], names, True, param_names=["a", "b", "c"])
     assert matched == ([["a", "b"], ["c"]], [])
-    with pytest.raises(errors.MissingData, match="parameter 2"):
+    with pytest.raises(errors.WrongOption, match="in place 2"):
         match([[A, A], [C]], names, True, param_names=["a", "frozen", "b"])
 
 

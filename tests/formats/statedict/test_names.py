@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -120,7 +121,8 @@ def test_the_lines_for_a_trainer_write_its_names(tmp_path: Path, zckpt: Program)
     model = transformers.LlamaForCausalLM(config)
     arguments = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
     trainer = transformers.Trainer(model, arguments)
-    refused = zckpt("inspect", save(tmp_path / "run", trained(), "model.safetensors"))
+    run = save(tmp_path / "run", trained(), "model.safetensors")
+    refused = zckpt("convert", run, tmp_path / "out")
     names = tmp_path / "names.txt"
     exec(lines_of(refused.err, 1).replace("names.txt", str(names)), {"trainer": trainer})
     listed = names.read_text().splitlines()
@@ -210,10 +212,10 @@ def test_rows_and_columns_of_adafactor_are_not_taken_for_a_shape(tmp_path: Path)
 
 def test_the_hint_is_of_several_lines(tmp_path: Path, zckpt: Program) -> None:
     source = save(tmp_path / "run", trained(), "model.safetensors")
-    text = zckpt("inspect", source).err
+    text = zckpt("convert", source, tmp_path / "out").err
     assert re.search(r"^Hint: name the optimizer's parameters", text, re.MULTILINE)
     assert "\\n    names" not in text
-    document = zckpt("inspect", source, "--json").document
+    document = zckpt("convert", source, tmp_path / "out", "--json").document
     assert document["error"] == "MissingData"
     assert document["hint"].count("names.txt") >= 3
 
@@ -243,3 +245,84 @@ def test_complex_weights(names: list[str] | None, to: str, tmp_path: Path) -> No
     assert torch.equal(
         torch.view_as_real(moments), torch.view_as_real(optimizer.state[model.mixing]["exp_avg"])
     )
+
+
+# -- names that nothing shows
+
+
+def two_groups(folder: Path, named: bool = False) -> tuple[Path, list[str]]:
+    """A file of Lightning's form, and the names: shapes repeat, and two groups share the layers."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3))
+    weights = list(model.parameters())
+    groups = [{"params": weights[:2]}, {"params": weights[2:], "lr": 0.01}]
+    optimizer = torch.optim.AdamW(groups)
+    model(torch.randn(3, 4)).sum().backward()
+    optimizer.step()
+    names = [name for name, _ in model.named_parameters()]
+    state = optimizer.state_dict()
+    if named:
+        for group in state["param_groups"]:
+            group["param_names"] = [names[number] for number in group["params"]]
+    run = {"pytorch-lightning_version": "2.6.0", "state_dict": model.state_dict()}
+    torch.save({**run, "optimizer_states": [state]}, folder / "x.ckpt")
+    return folder / "x.ckpt", names
+
+
+def test_what_needs_no_names_works(tmp_path: Path, zckpt: Program) -> None:
+    path, _ = two_groups(tmp_path)
+    copy = Path(shutil.copy(path, tmp_path / "y.ckpt"))
+    for command in (
+        ("inspect", path),
+        ("verify", path),
+        ("stats", path),
+        ("verify", path, "--against", copy),
+    ):
+        said = zckpt(*command)
+        assert said.code == 0, said.err
+        assert "optimizer_states.0 is read as the program's own state: the optimizer knows" in (
+            said.err
+        )
+        assert "--param-names FILE" in said.err
+    assert zckpt("diff", path, copy).code == 0
+    changed = torch.load(copy)
+    changed["optimizer_states"][0]["state"][1]["exp_avg"][0] += 1
+    torch.save(changed, copy)
+    assert zckpt("verify", path, "--against", copy).code == 3
+
+
+def test_what_needs_names_asks_for_them(tmp_path: Path, zckpt: Program) -> None:
+    path, names = two_groups(tmp_path)
+    out, file = tmp_path / "out", tmp_path / "names.txt"
+    file.write_text("\n".join(names))
+    assert "--param-names names.txt" in zckpt("convert", path, out, "--to", "dcp").err
+    assert zckpt("convert", path, out, "--to", "dcp", "--param-names", file).code == 0
+    refused = zckpt("verify", path, "--against", out)  # the states of one side have names
+    assert refused.code == 1
+    assert "--param-names names.txt" in refused.err
+    assert zckpt("verify", path, "--against", out, "--param-names", file).code == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda names: names[::-1], r"has 2.bias of shape \[3\] in place 0, where the optimizer"),
+        (lambda names: names[:4], "names 4 parameters, and the optimizer has 6"),
+    ],
+    ids=["another order", "too few"],
+)
+def test_wrong_names_are_not_asked_for_again(
+    change: Callable[[list[str]], list[str]], message: str, tmp_path: Path
+) -> None:
+    path, names = two_groups(tmp_path)
+    with pytest.raises(errors.WrongOption, match=f"--param-names {message}") as raised:
+        zckpt.convert(path, tmp_path / "out", to="dcp", param_names=change(names))
+    assert "in its own order, group after group" in raised.value.hint
+
+
+def test_names_that_a_file_has_itself(tmp_path: Path) -> None:
+    path, names = two_groups(tmp_path, named=True)
+    line = f"{path} names its parameters itself, in another order than --param-names has"
+    assert line in zckpt.read(path, param_names=names[::-1]).warnings
+    assert line not in zckpt.read(path, param_names=names).warnings
+    assert line not in zckpt.read(path).warnings

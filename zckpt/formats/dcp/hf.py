@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from math import prod
 from typing import Any
@@ -25,6 +25,7 @@ from ...core.missing_ranks import missing_file
 from ...files import safefile
 from ...files.dcpfile import ItemBox
 from ...files.safefile import SavedTensor, read_with_metadata
+from ..statedict.names import shape_of
 from ..statedict.tree import Leaf, SavedTree, assembled, number_of, solid_piece
 from ..statedict.write import BlankTensor
 
@@ -68,6 +69,27 @@ def read(paths: Sequence[str], saved: SavedTree) -> dict[str, Leaf]:
         tree[name] = Leaf(dtype, shape, fragments, number, sharded=len(parts) > 1)
     saved.files += paths
     return tree
+
+
+def require_last(folder: str, weights: Mapping[str, Any], optimizers: Iterable[Any]) -> None:
+    """Raises IncompleteCheckpoint if the moments of a weight are larger than the weight.
+
+    The file of the last rank is missing then, without which nothing shows the whole shape.
+    """
+    for optimizer in optimizers:
+        for name, state in optimizer.state.items():
+            weight, whole = weights.get(name), shape_of(state)
+            if not isinstance(weight, Leaf) or whole is None or len(whole) != len(weight.shape):
+                continue
+            if whole[1:] == weight.shape[1:] and whole[0] > weight.shape[0]:
+                numbers = [NAME.fullmatch(os.path.basename(path)) for path in files(folder)]
+                rank = max(int(match[1]) for match in numbers if match)
+                count = max(int(match[3]) for match in numbers if match)
+                raise missing_file(
+                    os.path.join(folder, NAMED.format(rank + 1, 1, count)),
+                    hint=f"copy it again: without it, {name} has the shape {list(weight.shape)}, "
+                    f"and its moments have {list(whole)}",
+                )
 
 
 def state_dicts(tensors: Mapping[str, Leaf]) -> dict[Any, Any]:

@@ -28,7 +28,7 @@ from ...files.dcpitems import ItemFiles, require_same
 from ...files.torchfile import Tensor, TorchFile, class_of
 from ...training.trainers import beside, inside
 from ..reading import USUAL, Reading
-from ..statedict.finding import is_extra
+from ..statedict.finding import find_optimizers, is_extra, read_optimizer, value_at
 from ..statedict.keys import ADAPTER, RANKS, own_key
 from ..statedict.read import manifest
 from ..statedict.stated import checked
@@ -79,6 +79,10 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
                 _FolderReader(folder, saved).read(is_one)
             else:
                 saved.tree[own_key(folder)] = _weights(folder, saved)
+        if saved.storage == RANKS:
+            key = own_key(parts[0])
+            found = (value_at(saved.tree, path) for path in find_optimizers(saved.tree))
+            hf.require_last(parts[0], saved.tree[key], map(read_optimizer, found))
         models = [key for key in saved.tree if str(key).partition("_")[0] == "model"]
         if saved.folders and len(models) > 1:
             saved.models, saved.stated = models, None  # each model has its own
@@ -244,6 +248,8 @@ class _FolderReader:
         pieces: list[TensorPiece] = []
         parts: list[tuple[tuple[int, ...], Tensor, TorchFile]] = []
         number = _no_number
+        inner: list[tuple[tuple[int, ...], Any]] = []
+        kind = ""
         for box in item.boxes:
             if box.is_empty:
                 continue
@@ -257,11 +263,11 @@ class _FolderReader:
                 continue
             file = self.files.torch_file(location)
             tensor = file.value
-            if name_of_class := class_of(tensor):  # an object with tensors inside
-                if len(item.boxes) > 1:
-                    return InPieces(name_of_class)
+            if own_class := class_of(tensor):  # an object with tensors inside
                 self.saved.records += file.records.values()
-                return leaves(file, tensor, names)
+                kind = own_class
+                inner.append((box.offsets, leaves(file, tensor, names)))
+                continue
             described = (tensor.dtype, tensor.shape) if isinstance(tensor, Tensor) else None
             require_same(location, key, described, (dtype, box.sizes))
             self.saved.records += file.records.values()
@@ -271,6 +277,8 @@ class _FolderReader:
             )
             parts.append((box.offsets, tensor, file))
             number = cache(partial(file.scalar, tensor))
+        if inner:
+            return inner[0][1] if len(item.boxes) == 1 else InPieces(kind, inner)
         fragments = assembled(f"{key} in {self.table.folder}", dtype, shape, pieces)
         # every item has its own memory; safetensors have no checksums
         twin = identities(dtype, shape, parts)[1] if len(parts) == len(pieces) else None

@@ -20,7 +20,14 @@ from ...core.folder import Folder
 from ...core.inert import Foreign, Scalar, TensorName
 from ...core.layout import Layout, Shell
 from ...core.manifest import Manifest
-from ...errors import MissingData, UnsupportedCheckpoint, counted, listed, literal
+from ...errors import (
+    MissingData,
+    UnsupportedCheckpoint,
+    UnsupportedState,
+    counted,
+    listed,
+    literal,
+)
 from ...files import safefile
 from ...files.dcpfile import ItemBox, Items, TensorItem, sealed
 from ...files.dcpshell import (
@@ -338,6 +345,12 @@ class DcpWriter:
         names: dict[str, list[str]] = {}
         for path, value in values:
             key = dotted(path)
+            if key in items:
+                raise UnsupportedState(
+                    f"two values would have the key {key}, as torch.distributed.checkpoint makes "
+                    "texts of all keys",
+                    hint="write --to gathered or universal, which keep the keys as they are",
+                )
             paths[key], items[key] = path, None
             if (tensor := self._tensor_of(value)) is not None:
                 dtype = TORCH_NAMES[tensor.dtype]

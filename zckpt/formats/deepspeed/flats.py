@@ -154,7 +154,17 @@ class _RankedBuffer:
         shapes = in_user_order(self.shapes, self.ranks)
         starts = {name: start for name, (start, _) in self.spans.items()}
         return FlatBuffer(
-            group, shapes, slots, step, place, scalars, sightings, warnings, own, starts
+            group,
+            shapes,
+            slots,
+            step,
+            place,
+            scalars,
+            sightings,
+            warnings,
+            own,
+            starts,
+            self.ranks.optimizers,
         )
 
     def _are_steps(self, values: list[Any]) -> bool:

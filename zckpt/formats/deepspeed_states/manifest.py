@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from ...core.facts import FlatBufferEngine, StepPlace
 from ...core.inert import Foreign
 from ...core.manifest import Manifest, Parameter, Sighting
+from ...core.states import BESIDE, PARTITIONS
 from ...errors import listed
 from ...files.torchfile import TorchFile
 from ...training import steps
@@ -26,6 +27,7 @@ from .states import (
     states_of_partitions,
     version_numbers,
 )
+from .strangers import strangers_of
 from .tensors import ManifestTensors
 
 INFERRED = "zckpt_inferred"
@@ -53,7 +55,8 @@ def manifest_of(
     sightings = [line for buffer in buffers for line in buffer.sightings]
     beside, around = siblings(ranks.directory), trainer_around(ranks.directory)
     place = step_place(ranks, buffers)
-    partitions, unread = states_of_partitions(ranks, buffers, tensors.kept)
+    partitions, unread = states_of_partitions(ranks, buffers, tensors.entries)
+    numbers, strange = strangers_of(ranks)
     return Manifest(
         root=ranks.directory.path,
         format=format,
@@ -76,7 +79,7 @@ def manifest_of(
             config,
         ),
         step_place=place,
-        state=_state(ranks, tensors, partitions),
+        state=_state(ranks, tensors, {PARTITIONS: partitions, BESIDE: numbers}),
         replicas=tuple(tensors.replicas),
         of_ranks=of_ranks(ranks),
         layout=layout(ranks),
@@ -87,7 +90,7 @@ def manifest_of(
         records=tuple(record for file in _files(ranks) for record in file.records.values()),
         files=tuple(file.path for file in _files(ranks)),
         siblings=tuple(beside.files),
-        unread=tuple(unread),
+        unread=(*unread, *strange),
         left_out=tuple(
             own_client_state(ranks)
             + beside.left_out
@@ -169,9 +172,12 @@ def _elastic_groups(
 
 
 def _state(
-    ranks: EngineStates, tensors: ManifestTensors, partitions: Sequence[Mapping[str, Any]]
+    ranks: EngineStates, tensors: ManifestTensors, more: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Everything that is not a parameter's tensor, so that an engine's files can be rewritten."""
+    """Everything that is not a parameter's tensor, so that an engine's files can be rewritten.
+
+    `more` is of the optimizer.
+    """
     optimizer = {
         key.removeprefix("optimizer."): tensors.kept(value, key, ranks.optimizers[0])
         for key, value in optimizer_values(ranks.first).items()
@@ -191,7 +197,7 @@ def _state(
         "module": list(tensors.module),
         **of_model,
         "optimizer": optimizer
-        | ({"partitions": list(partitions)} if partitions else {})
+        | {key: value for key, value in more.items() if value}
         | ({estimates.BY_RANK: by_rank} if by_rank else {}),
     }
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...core.inert import Foreign, Global, Scalar
+from ...core.states import beside
 from ...errors import InconsistentCheckpoint
 from ...files.torchshell import Storages
 from ...training import steps
@@ -53,6 +54,7 @@ def base_state(
     return {
         "state": {place: state for place, state in states.items() if state},
         "param_groups": groups,
+        **beside(target.source),
     }
 
 

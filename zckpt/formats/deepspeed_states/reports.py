@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from ...core.facts import StateDictEngine
 from ...core.weights import weight_of
-from ...errors import listed
+from ...errors import brief, listed
 from ...training.options import PARAM_NAMES
-from ...training.trainers import TRANSFORMERS, program_of
-from .hyper import optimizer_name
+from ...training.trainers import TRANSFORMERS, number, program_of
+from .hyper import FLAT, optimizer_name
 from .states import version_numbers
 from .target import DeepSpeedTarget
 
@@ -37,9 +37,19 @@ def of_assumed(target: DeepSpeedTarget) -> list[str]:
     return [f"hyper-parameters that the source does not hold are {name}'s defaults: {values}"]
 
 
+def usual_norm(target: DeepSpeedTarget) -> float:
+    """The norm to which the engine clips if its ds_config states none; 0 is for no clipping."""
+    return 1.0 if version_numbers(target.version) >= (0, 19, 3) else 0.0
+
+
 def of_weights(target: DeepSpeedTarget) -> list[str]:
-    """What may be wrong about weights, and batch sizes that no longer fit."""
-    return [*_of_guessed(target), *_of_masters(target), *_of_batch(target)]
+    """What may be wrong about weights, and what the target's ds_config should say."""
+    return [
+        *_of_guessed(target),
+        *_of_masters(target),
+        *_of_batch(target),
+        *_of_clipping(target),
+    ]
 
 
 def of_stage_0(target: DeepSpeedTarget) -> list[str]:
@@ -118,3 +128,18 @@ def _of_batch(target: DeepSpeedTarget) -> list[str]:
             f"batch of {total}"
         ]
     return []
+
+
+def _of_clipping(target: DeepSpeedTarget) -> list[str]:
+    """The norm to which the source clips, where the target's optimizer keeps none (0.19.8)."""
+    norm = number(target.optimizer_state.get("clip_grad"))
+    keeps = not target.engine.partitioned and (not target.engine.whole or target.wrapper == FLAT)
+    known = target.engine.option("gradient_clipping")
+    if target.options.weights_only or keeps or norm is None:
+        return []
+    if norm == (usual_norm(target) if known is None else known):
+        return []
+    return [
+        f"the source clips gradients to {brief(norm)} (clip_grad), and the target's optimizer "
+        f'takes that of its ds_config: state "gradient_clipping": {brief(norm)} there'
+    ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,7 +15,8 @@ from ...core.dtypes import NUMBERS
 from ...core.facts import StepPlace
 from ...core.fragments import Fragments
 from ...core.inert import Foreign, Scalar, inside, map_values, to_json
-from ...core.manifest import Sighting, Unread
+from ...core.manifest import Entry, Sighting, Unread
+from ...core.unread import unread
 from ...errors import CorruptCheckpoint, UnsupportedCheckpoint
 from ...files.torchfile import Parsed, Tensor, TorchFile
 from ...training import steps
@@ -342,8 +343,8 @@ class FlatBuffer(Struct, frozen=True):
     """One flat buffer: its parameters in the user's order, and what all of them share.
 
     `step_place` is where the true step stands; `sightings` are all places that state one. `own` are
-    states that have no part for each parameter, by key, with the value of every rank; `starts` say
-    where the parameters lie, by their names in that order.
+    states that have no part for each parameter, by key, with the value of every rank, which lies in
+    its one of the `files`; `starts` say where the parameters lie, by their names in that order.
     """
 
     group: int
@@ -356,36 +357,37 @@ class FlatBuffer(Struct, frozen=True):
     warnings: Sequence[str]
     own: Mapping[Any, Sequence[Any]] = field(default_factory=dict)
     starts: Mapping[str, int] = field(default_factory=dict)
+    files: Sequence[TorchFile] = ()
 
 
 def states_of_partitions(
-    ranks: EngineStates,
-    buffers: Sequence[FlatBuffer],
-    kept: Callable[[Any, str, TorchFile], Any],
+    ranks: EngineStates, buffers: Sequence[FlatBuffer], entries: dict[str, Entry]
 ) -> tuple[list[dict[str, Any]], list[Unread]]:
     """States of the ranks' parts of flat buffers that no parameter has a part of.
 
     SOAP's matrices, and 8-bit optimizers' scales of 256 elements. An elastic save cuts its padding
     off them, and ranks that share experts have parts of other buffers each: these are not read.
-    `kept` enters the tensors of a value in a file, under a path.
+    `entries` gets the tensors of the others.
     """
     partitions: list[dict[str, Any]] = []
-    unread = []
-    for buffer in buffers:
-        if ranks.elastic or ranks.model.get("num_experts"):
-            kind = "an elastic save" if ranks.elastic else "a run with experts"
-            reason = f"in {kind}, zckpt does not read a state of the ranks' parts of flat buffers"
-            unread += [Unread(str(key), tuple(buffer.starts), reason) for key in buffer.own]
-            continue
-        path = f"optimizer.partitions.{len(partitions)}"
-        states = {
-            key: [
-                kept(value, inside(f"{path}.{rank}", key), ranks.optimizers[rank])
-                for rank, value in enumerate(values)
+    others: list[Unread] = []
+    kind = "a run with experts" if ranks.model.get("num_experts") else ""
+    kind = "an elastic save" if ranks.elastic else kind
+    reason = f"in {kind}, zckpt does not read a state of the ranks' parts of flat buffers"
+    for number, buffer in enumerate(buffers):
+        path = f"optimizer.partitions.{number if kind else len(partitions)}"
+        states = {}
+        for key, values in buffer.own.items():
+            tensors: dict[str, Entry] = {}
+            states[key] = [
+                file.kept(value, inside(f"{path}.{rank}", key), tensors)
+                for rank, (value, file) in enumerate(zip(values, buffer.files, strict=True))
             ]
-            for key, values in buffer.own.items()
-        }
-        if states:
+            if kind:
+                others.append(unread(key, buffer.starts, reason, states[key], tensors.values()))
+            else:
+                entries |= tensors
+        if states and not kind:
             partitions.append(
                 {
                     "stage": ranks.stage,
@@ -395,4 +397,4 @@ def states_of_partitions(
                     "states": states,
                 }
             )
-    return partitions, unread
+    return partitions, others

@@ -214,7 +214,7 @@ class DeepSpeedTarget:
         return frozenset(
             state.key
             for state in known
-            if state.form in ("other", "unread")
+            if state.form in ("other", "unread", "wrapper")
             or is_of_axis(state.key, [parameters[name].shape for name in state.parameters])
         )
 

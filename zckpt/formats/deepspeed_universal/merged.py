@@ -196,10 +196,8 @@ def _patterns(model: dict[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
 def _base(state: dict[str, Any]) -> dict[str, Any]:
     """The base optimizer's state, which stage 3 has, and its param_groups."""
     base = state.get("optimizer_state_dict")
-    return {
-        "state": base.get("state") if isinstance(base, dict) else {},
-        "param_groups": state.get("param_groups"),
-    }
+    own = base if isinstance(base, dict) else {"state": {}}
+    return {**own, "param_groups": state.get("param_groups")}
 
 
 def _dp(directory: TagDirectory, model: dict[str, Any], count: int, partitioned: bool) -> int:

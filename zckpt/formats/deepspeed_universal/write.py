@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from ...core.facts import FlatBufferEngine
 from ...core.layout import Layout, Shell
 from ...core.manifest import Manifest, slot_key
+from ...core.states import beside
 from ...errors import InconsistentCheckpoint, UnsupportedCheckpoint, WrongOption, listed, literal
 from ...files.torchshell import Storages, shell
 from ...training.options import Options
@@ -266,7 +267,7 @@ def _common_file(target: DeepSpeedTarget, name: str) -> Shell:
     if facts := target.source.state.get("tensor_parallel"):
         value[CUTS] = facts
     base = base_state(target, states, storages)
-    value["param_groups"] = base["param_groups"]
+    value |= {"param_groups": base["param_groups"], **beside(target.source)}
     if target.engine.partitioned:
         value["optimizer_state_dict"] = base
     return shell(name, value, storages)

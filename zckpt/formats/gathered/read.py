@@ -80,6 +80,8 @@ def read_tree(path: str, reading: Reading) -> tuple[Manifest, Sequence[ranked.Co
             reader.saved.source["slices"] = len(files)
             reader.saved.warnings.append(f"{said_of(files)}; shown is {os.path.basename(first)}")
         try:
+            if reading.nameless:
+                reader.refuse_flat_states()
             result = manifest(reader.saved, reading)
         except (MissingData, WrongOption) as error:
             reader.refuse_flat_states()

@@ -35,6 +35,7 @@ from ...core.folder import Folder
 from ...core.inert import Scalar, TensorName, map_values
 from ...core.layout import Layout, Shell
 from ...core.manifest import Manifest
+from ...core.states import beside
 from ...errors import listed, literal
 from ...files import safefile
 from ...files.torchfile import Tensor
@@ -271,6 +272,7 @@ class StateDictWriter(StateDicts):
                     {**group, "params": self.members(place)}
                     for place, group in enumerate(self.groups)
                 ],
+                **beside(self.source),
             }
         for place, group in enumerate(self.groups):
             members = self.members(place)
@@ -279,7 +281,8 @@ class StateDictWriter(StateDicts):
         state = {
             self.numbers[name]: state for name, state in self._states() if name in self.numbers
         }
-        return {"state": dict(sorted(state.items())), "param_groups": groups}
+        states = {"state": dict(sorted(state.items())), "param_groups": groups}
+        return states | beside(self.source)
 
     def _everything(self, keys: Keys) -> dict[Any, Any]:
         """The content of one file with the program's own state, and the state dicts among it."""

@@ -36,11 +36,13 @@ from ...naming.families.rules import MEGATRON
 from ...naming.families.sizes import Sizes
 from ...training.hyperparameters import given_groups, torch_groups
 from ...training.objects import without_others
+from ...training.optimizers import strange_to_adam
 from ...training.options import ALLOW_OBJECT, Options
 from . import FORMAT
 from .common import arguments, optimizers_of
 from .groups import groups_of
 from .names import with_plain_norms
+from .optimizers import OF_WRAPPER
 from .programs import NEMO, TRAIN_STATE
 from .read import read
 from .vocabulary import WEIGHTS as VOCABULARY
@@ -133,6 +135,8 @@ class _Run:
             item for item in like.siblings if item.name != TRAIN_STATE
         ]  # it counts RUN's steps
         left_out = [f"--like: {line}" for line in like.left_out if not line.endswith("directory")]
+        if lost := strange_to_adam(source.groups or ()) if self.states else []:
+            left_out.append(f"{listed(lost)} of the optimizer's groups: Adam has no such thing")
         if "megatron" in source.state:
             left_out.append(
                 "megatron: the arguments and objects of the source, for those of --like"
@@ -322,7 +326,7 @@ class _Run:
         common = dict(self.common)
         step, before = self.source.step, common.get("iteration")
         if self.states:
-            first = optimizers_of(common)[0]
+            first = {k: v for k, v in optimizers_of(common)[0].items() if k in OF_WRAPPER}
             common["optimizer"] = {**first, "optimizer": {"param_groups": self._groups()}}
             if "grad_scaler" in first:
                 self.warnings.append("grad_scaler, the loss scale, is that of --like")

@@ -30,6 +30,13 @@ SPREAD = "is_expert_parallel"
 EXPERTS = ".experts."  # in the names of the parameters of experts
 OVERRIDES = ("max_lr", "min_lr", "start_wd", "end_wd")
 """By these 0.19 finds groups too (ParamGroupOverride), so they must be those of the run."""
+OF_WRAPPER = frozenset(
+    (
+        *("optimizer", "grad_scaler", "param_state", "param_state_sharding_type"),
+        *("fp32_from_fp16_params", "state", "param_groups"),
+    )
+)
+"""What Megatron-Core's optimizers have beside what a program may have put there."""
 Group = dict[str, Any]
 
 
@@ -48,23 +55,34 @@ def optimizers(source: Manifest, common: Mapping[Any, Any], options: Options) ->
         groups = _with_given(groups, options)
     spread = [group for group in groups if group.get(SPREAD)]
     dense = [group for group in groups if not group.get(SPREAD)]
-    first = optimizers_of(dict(common))[0]
-    scaler = {key: first[key] for key in ("grad_scaler",) if key in first}
+    first, *others = optimizers_of(dict(common))
     if ep is not None and ep > 1 and not spread:
         spread = _spread(source, groups)
     elif ep == 1 and spread:
         dense, spread = _joined(dense, spread), []
     if not spread:
-        return _optimizer(dense, scaler)
-    return {0: _optimizer(dense, scaler), 1: _optimizer(spread, scaler)}
+        return _optimizer(dense, first, first)
+    of_experts = others[0] if others else {}
+    return {0: _optimizer(dense, first, first), 1: _optimizer(spread, of_experts, first)}
 
 
-def _optimizer(groups: Sequence[Group], others: Mapping[str, Any]) -> dict[str, Any]:
+def _optimizer(
+    groups: Sequence[Group], own: Mapping[str, Any], first: Mapping[str, Any]
+) -> dict[str, Any]:
+    """One optimizer with what a program keeps in its `own`; the `first` has the loss scale."""
+    inner = own.get("optimizer")
+    known = inner if isinstance(inner, Mapping) else {}
     return {
-        "optimizer": {"param_groups": list(groups)},
-        **others,
+        "optimizer": {"param_groups": list(groups), **strangers_in(known)},
+        **{key: first[key] for key in ("grad_scaler",) if key in first},
+        **strangers_in(own),
         "param_state_sharding_type": READABLE,
     }
+
+
+def strangers_in(optimizer: Mapping[str, Any]) -> dict[str, Any]:
+    """What Megatron-Core has not put there."""
+    return {key: value for key, value in optimizer.items() if key not in OF_WRAPPER}
 
 
 def _step(source: Manifest) -> float | int | None:

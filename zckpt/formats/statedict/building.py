@@ -14,13 +14,15 @@ from msgspec.structs import replace
 from ...core.dtypes import NUMBERS
 from ...core.facts import StateDictEngine, StepPlace
 from ...core.inert import PYTHON_NUMBERS, Scalar, TensorName, inside, map_values
-from ...core.manifest import Entry, Manifest, Parameter, Sighting, Unread, slot_name
-from ...errors import UnsupportedCheckpoint, listed
+from ...core.manifest import Entry, Manifest, Parameter, Sighting, slot_name
+from ...errors import listed
 from ...naming import ties
 from ...training import steps
 from ...training.optimizers import name_of_groups
+from ...training.programs import place_of
 from ...training.trainers import config_of
 from ..reading import Reading
+from ..strangers import Stranger, sorted_out
 from .finding import OptimizerState, is_buffer, is_extra, merged, value_at, without
 from .roots import Root
 from .tree import InPieces, Leaf, Path, SavedTree, StepStatement, dotted
@@ -47,7 +49,7 @@ class ManifestBuilder:
         self.model = {name: leaf for name, leaf in model.items() if isinstance(leaf, Leaf)}
         for name, value in model.items():
             if isinstance(value, InPieces):
-                raise _in_pieces(name, value)
+                raise value.refused(name)
         self.optimizers = optimizers
         self.optimizer = merged(list(optimizers.values()))
         own = [path for root in roots for path in root.optimizers]
@@ -58,7 +60,7 @@ class ManifestBuilder:
         self.parameters: dict[str, Parameter] = {}
         self.buffers: list[str] = []
         self.other: dict[str, dict[str, Any]] = {}
-        self.in_pieces: dict[tuple[str, str], list[str]] = {}
+        self.in_pieces: dict[tuple[str, str], dict[str, InPieces]] = {}
         self.sightings: list[Sighting] = []
         self.step_place: StepPlace | None = None
         self.aliases: dict[str, str] = {}
@@ -72,7 +74,12 @@ class ManifestBuilder:
         self._add_others(trained)
         self._add_aliases()
         groups = self._groups() if optimizer and saved.keeps_groups else None
-        state, engine = self._state()
+        in_pieces = (
+            Stranger(key, own, f"tensors of the class {kind}, saved in pieces", tuple(own))
+            for (key, kind), own in self.in_pieces.items()
+        )
+        beside, unread = sorted_out([*saved.strangers, *in_pieces], self._kept)
+        state, engine = self._state(beside)
         return Manifest(
             root=saved.root,
             format=str(saved.source["format"]),
@@ -97,13 +104,7 @@ class ManifestBuilder:
             roots={root.name: tuple(map(dotted, root.optimizers)) for root in self.roots}
             if self._are_several()
             else {},
-            unread=(
-                *saved.unread,
-                *(
-                    Unread(key, tuple(names), f"tensors of the class {kind}, saved in pieces")
-                    for (key, kind), names in self.in_pieces.items()
-                ),
-            ),
+            unread=tuple(unread),
             unused=tuple(saved.unused),
         )
 
@@ -183,7 +184,7 @@ class ManifestBuilder:
                 self.replicas.append(replace(self.entries[f"{owner}/param"], fragments=copy))
 
     def _add_entry(self, name: str, leaf: Leaf) -> None:
-        self.entries[name] = Entry(name, leaf.dtype, leaf.shape, leaf.fragments)
+        self.entries[name] = leaf.entry(name)
 
     def _add_weight(self, name: str, parameter: Parameter) -> None:
         self.parameters[name] = parameter
@@ -216,7 +217,7 @@ class ManifestBuilder:
             elif is_named and isinstance(value, Leaf) and value.shape == parameter.shape:
                 self._add_entry(f"{name}/{slot_name(key)}", value)
             elif isinstance(value, InPieces):
-                self.in_pieces.setdefault((key, value.name), []).append(name)
+                self.in_pieces.setdefault((key, value.name), {})[name] = value
             else:
                 self.other.setdefault(name, {})[key] = value
 
@@ -300,7 +301,7 @@ class ManifestBuilder:
         ]
         return name_of_groups(keys, groups)
 
-    def _state(self) -> tuple[dict[str, Any], StateDictEngine]:
+    def _state(self, beside: Mapping[str, Any]) -> tuple[dict[str, Any], StateDictEngine]:
         """Everything else, so that the state dicts can be written again."""
         models = {root.model for root in self.roots}
         rest = without(self.saved.tree, models | {*self.optimizers, *self.ignored})
@@ -320,7 +321,7 @@ class ManifestBuilder:
         engine = StateDictEngine(
             "torch",
             max(dtypes, key=dtypes.count, default="F32"),
-            self.roots[0].model if len(self.roots) == 1 else (),
+            place_of(self.saved.tree, self.roots[0].model) if len(self.roots) == 1 else (),
             optimizers[0] if len(optimizers) == 1 else None,
             self.optimizer.layout if self.optimizer else None,
             scheduler,
@@ -343,8 +344,9 @@ class ManifestBuilder:
             schedulers = state["client_state"].get(LISTED)
             for place, each in enumerate(schedulers if isinstance(schedulers, list) else ()):
                 self._sight_scheduler(f"{LISTED}.{place}", each)
-        if self.other:
-            state["optimizer"] = {"other": self._kept(self.other, "optimizer.other")}
+        own = {"other": self._kept(self.other, "optimizer.other"), "beside": dict(beside)}
+        if any(own.values()):
+            state["optimizer"] = {key: values for key, values in own.items() if values}
         return state, engine
 
     def _sight_scheduler(self, where: str, scheduler: Any) -> None:
@@ -352,24 +354,20 @@ class ManifestBuilder:
             counters = steps.SCHEDULER_COUNTERS
             self.sightings += steps.counter_sightings(where, scheduler, counters)
 
-    def _kept(self, value: Any, path: str) -> Any:
+    def _kept(self, value: Any, path: str, entries: dict[str, Entry] | None = None) -> Any:
         """`value` with its tensors as entries of slot `state`; 0-d ones by value."""
+        entries = self.entries if entries is None else entries
         if isinstance(value, Leaf):
             if not value.shape and value.dtype != "C64":
                 return value.number()
             name = value.name or path
-            self._add_entry(f"{name}/state", value)
+            entries[f"{name}/state"] = value.entry(f"{name}/state")
             return TensorName(name)
-        if isinstance(value, InPieces):
-            raise _in_pieces(path, value)
-        return map_values(value, lambda item, key: self._kept(item, inside(path, key)))
-
-
-def _in_pieces(name: str, value: InPieces) -> UnsupportedCheckpoint:
-    return UnsupportedCheckpoint(
-        f"{name} is a tensor of the class {value.name}, saved in pieces, which zckpt does not read",
-        hint="save it whole, or as a plain tensor",
-    )
+        if isinstance(value, InPieces) and entries is self.entries:
+            raise value.refused(path)
+        if isinstance(value, InPieces):  # a state that is only compared
+            value = list(value.pieces)
+        return map_values(value, lambda item, key: self._kept(item, inside(path, key), entries))
 
 
 def _is_number(value: Any) -> bool:

@@ -145,11 +145,14 @@ def find_models(
 
 
 def choose_models(
-    saved: SavedTree, models: Mapping[Path, dict[Any, Any]], optimizers: Sequence[OptimizerState]
+    saved: SavedTree,
+    models: Mapping[Path, dict[Any, Any]],
+    optimizers: Sequence[OptimizerState],
+    asked: str = "",
 ) -> list[Path]:
     """The paths of the models' state dicts: one, unless nothing tells which one is trained.
 
-    Raises MissingData.
+    `asked` is the key that the user gives for one. Raises MissingData.
     """
     if not models:
         if not optimizers:
@@ -165,7 +168,7 @@ def choose_models(
         return [(key,) for key in saved.models]
     program = program_of(saved.tree)
     if program is not None and program.whole.model in models:
-        return [program.whole.model]
+        return [(asked,) if asked == program.trained in saved.tree else program.whole.model]
     fitting: dict[Path, dict[Any, Any]] = dict(models)
     if len(optimizers) == 1 and not optimizers[0].is_numbered:
         names = {name for members in optimizers[0].members for name in members}
@@ -193,6 +196,21 @@ def choose_models(
         fitting = {path: model for path, model in fitting.items() if path not in averages}
     # what a module keeps beside its weights (get_extra_state) may be a dictionary of tensors
     return [path for path in fitting if not any(path[:end] in fitting for end in range(len(path)))]
+
+
+def beside(
+    models: Mapping[Path, Mapping[Any, Any]], chosen: Sequence[Path]
+) -> dict[Path, Mapping[Any, Any]]:
+    """Dictionaries of weights beside the chosen models, such as those of an EMA."""
+    own = [path for path in chosen if path]
+    return {
+        path: model
+        for path, model in models.items()
+        if path not in chosen
+        and not any(path[: len(each)] == each for each in own)
+        and not any(map(is_extra, path))
+        and any(is_float(leaf) and leaf.shape for leaf in model.values())
+    }
 
 
 def value_at(tree: Any, path: Path) -> Any:

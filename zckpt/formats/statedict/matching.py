@@ -18,7 +18,7 @@ import re
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 from ...errors import MissingData, WrongOption, listed
@@ -149,19 +149,38 @@ def _stated(
     if twice := [name for name, count in Counter(param_names).items() if count > 1]:
         raise WrongOption(f"--param-names names {listed(twice, 4)} twice")
     stated = [(name, shapes[name]) for name in param_names]
-    if len(stated) != sum(map(len, orders)):
-        return _by_order(orders, stated)
     stops = list(accumulate(map(len, orders)))
     try:
         return [
             _by_order([order], stated[stop - len(order) : stop], stop - len(order))[0]
             for order, stop in zip(orders, stops, strict=True)
-        ]
-    except MissingData as error:
+            if len(stated) == stops[-1]
+        ] or _by_order(orders, stated)
+    except MissingData:
         try:
             return _by_order(orders, stated)
-        except MissingData:
-            raise error from None
+        except MissingData as error:
+            raise _misstated(list(chain(*orders)), stated) from error
+
+
+def _misstated(order: Order, stated: Sequence[NamedShape]) -> WrongOption:
+    """Why names that the user states are not those of the optimizer's parameters."""
+    hint = f"give the optimizer's names alone, in its own order, group after group: {HINT}"
+    if len(stated) != len(order):
+        return WrongOption(
+            f"--param-names names {len(stated)} parameters, and the optimizer has {len(order)}",
+            hint=hint,
+        )
+    number, (name, shape), own = next(
+        (number, named, own)
+        for number, (named, own) in enumerate(zip(stated, order, strict=True))
+        if own not in (None, named[1])
+    )
+    return WrongOption(
+        f"--param-names has {name} of shape {list(shape)} in place {number}, where the optimizer "
+        f"has a parameter of shape {list(own or ())}",
+        hint=hint,
+    )
 
 
 # -- by order

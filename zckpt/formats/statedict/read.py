@@ -8,16 +8,18 @@ from typing import Any
 from msgspec.structs import replace
 
 from ...core.filenames import number_of
-from ...core.manifest import Manifest, Unread
+from ...core.manifest import Manifest
 from ...errors import InconsistentCheckpoint, MissingData, listed
 from ...naming import peft
 from ...naming.names import names_in
 from ...training.programs import program_of
 from ...training.trainers import config_of, of_model
 from ..reading import USUAL, Reading
+from ..strangers import BESIDE_STATE, OF_NO_GROUP, Stranger
 from .building import ManifestBuilder
 from .finding import (
     OptimizerState,
+    beside,
     choose_models,
     find_models,
     find_optimizers,
@@ -31,17 +33,17 @@ from .names import names_of, refuse_twice
 from .roots import SOLE, Root, Roots, roots_of
 from .stated import joined
 from .tree import Leaf, Path, SavedTree, dotted
+from .twins import is_float
 
-OF_NO_GROUP = "no group contains it: zckpt reads the states of parameters alone"
-BESIDE_STATE = "it stands beside the optimizer's `state`, which alone zckpt reads"
 NO_OPTIMIZER = "there is no optimizer: --param-names is not used"
 
 
 def manifest(saved: SavedTree, reading: Reading = USUAL) -> Manifest:
     """The manifest of state dicts; `reading.param_names` are for an optimizer by numbers.
 
-    With `reading.weights_only`, an optimizer whose numbers get no names is ignored. Of several
-    models, `reading.root` chooses one. Without it all are read, with the root before each name.
+    With `reading.weights_only`, an optimizer whose numbers get no names is ignored; with `nameless`
+    it is the program's own state. Of several models, `reading.root` chooses one. Without it all are
+    read, with the root before each name.
 
     Raises MissingData (no model; numbers that fit several names), AmbiguousCheckpoint (see
     roots.py), WrongOption (no such root), InconsistentCheckpoint.
@@ -51,13 +53,21 @@ def manifest(saved: SavedTree, reading: Reading = USUAL) -> Manifest:
         path: read_optimizer(value_at(saved.tree, path)) for path in find_optimizers(saved.tree)
     }
     every = dict(find_models(saved.tree, optimizers))
-    paths = choose_models(saved, every, list(optimizers.values()))
+    name = (reading.root or "").partition("=")[0]
+    paths = choose_models(saved, every, list(optimizers.values()), name)
     models = {path: every[path] for path in paths}
-    if len(models) == 1 and len(optimizers) < 2:
+    others = beside(every, paths)
+    _settle_averages(saved, paths[0])
+    if name in map(dotted, others):
+        found = roots_of(saved, models, optimizers).and_weights(others)
+        roots = _several(saved, found, reading)
+        models |= others
+    elif len(models) == 1 and len(optimizers) < 2:
         roots = [Root(dotted(paths[0]) or SOLE, paths[0], tuple(optimizers))]
     else:
         roots = _several(saved, roots_of(saved, models, optimizers), reading)
-    name = (reading.root or "").partition("=")[0]
+    if reading.weights_only:
+        saved.left_out += _other_weights(saved.tree, {*optimizers, *models}, others)
     if name in (roots[0].name, dotted(roots[0].model)) and name:
         saved.source["root"] = name
     model: dict[str, Any] = {}
@@ -74,6 +84,41 @@ def manifest(saved: SavedTree, reading: Reading = USUAL) -> Manifest:
     result = ManifestBuilder(saved, roots, model, named, reading).build()
     unused = not optimizers and reading.param_names is not None
     return replace(result, notes=(NO_OPTIMIZER,)) if unused else result
+
+
+def _settle_averages(saved: SavedTree, model: Path) -> None:
+    """Where a program saves averages of the weights too: drops them if the others are asked for."""
+    program = program_of(saved.tree)
+    if program is None or program.trained not in saved.tree:
+        return
+    averages = [str(program.whole.model[0]), program.averaging]
+    if model == program.whole.model:
+        saved.warnings.append(
+            f"{averages[0]} has averages of the weights; {program.trained} has those that the "
+            f"optimizer updates: --root {program.trained} takes these"
+        )
+        return
+    saved.tree = {key: value for key, value in saved.tree.items() if key not in averages}
+    saved.left_out.append(f"{listed(averages)}: --root takes {program.trained}")
+
+
+def _other_weights(tree: Any, taken: set[Path], others: Iterable[Path]) -> list[str]:
+    """Lines about tensors that a target of weights alone lacks: those of an EMA, and others."""
+    roots = {path[0]: dotted(path) for path in others if path not in taken}
+    rest = without(tree, taken)
+    return [
+        f"{roots[key]}: other weights; --root {roots[key]} takes them"
+        if key in roots
+        else f"{key}: tensors of the program's own state"
+        for key, value in rest.items()
+        if _has_weights(value)
+    ]
+
+
+def _has_weights(value: Any) -> bool:
+    if isinstance(value, (dict, list, tuple)):
+        return any(map(_has_weights, value.values() if isinstance(value, dict) else value))
+    return is_float(value) and bool(value.shape)
 
 
 def _separate(saved: SavedTree) -> None:
@@ -149,19 +194,21 @@ def _named(
             members = [name_of[m] for members in optimizer.members for m in members]
             refuse_twice(saved, [*trained, *members])
         except (MissingData, InconsistentCheckpoint) as error:
-            if is_one and not (reading.weights_only and isinstance(error, MissingData)):
+            may_lack = reading.weights_only or (reading.nameless and param_names is None)
+            if is_one and not (may_lack and isinstance(error, MissingData)):
                 raise
-            if not is_one:
-                saved.warnings.append(f"{dotted(path)} is read as the program's own state: {error}")
+            if not (is_one and reading.weights_only):
+                way = "; --param-names FILE names its parameters" if is_one else ""
+                key = dotted(path) or "the optimizer"
+                saved.warnings.append(f"{key} is read as the program's own state: {error}{way}")
             continue
-        strangers = [key for key in optimizer.state if key not in name_of]
-        saved.unread += [Unread(str(key), ("no parameter",), OF_NO_GROUP) for key in strangers]
         whole = value_at(saved.tree, path) if path else {}  # or the optimizer is the whole tree
-        for key in (key for key in whole if not is_optimizers_key(key)):
-            if isinstance(whole[key], (Leaf, dict, list, tuple)) and whole[key]:
-                saved.unread.append(Unread(str(key), ("no parameter",), BESIDE_STATE))
-            else:  # a number or a text of the program that saved it
-                saved.left_out.append(f"{key} of the optimizer")
+        for values, known, reason in (
+            (optimizer.state, name_of.__contains__, OF_NO_GROUP),
+            (whole, is_optimizers_key, BESIDE_STATE),
+        ):
+            strangers = [key for key in values if not known(key)]
+            saved.strangers += [Stranger(key, values[key], reason) for key in strangers]
         trained += members
         named[path] = optimizer.renamed({m: root.prefix + name for m, name in name_of.items()})
     if root.prefix:

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from ...errors import AmbiguousCheckpoint, MissingData, WrongOption, listed, meant
 from ...naming.names import matched
@@ -61,6 +62,11 @@ class Roots(Struct, frozen=True):
     path: str
     roots: tuple[Root, ...]
     unclear: Mapping[Path, Sequence[Path]]
+
+    def and_weights(self, paths: Iterable[Path]) -> Roots:
+        """With dictionaries of weights that no optimizer trains, unless the user says so."""
+        others = (Root(dotted(path), path) for path in paths)
+        return replace(self, roots=(*self.roots, *others))
 
     @property
     def paths(self) -> set[Path]:

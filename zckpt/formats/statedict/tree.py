@@ -18,10 +18,11 @@ from ...core import sources
 from ...core.dtypes import SIZES, decode
 from ...core.fragments import Box, Extent, Fragments, Record, Runs, boxes, tile
 from ...core.inert import Scalar, map_values
-from ...core.manifest import Sibling, Unread
+from ...core.manifest import Entry, Sibling
 from ...errors import IncompleteCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint
 from ...files.safefile import SavedTensor
 from ...files.torchfile import Tensor, TorchFile
+from ..strangers import Stranger
 
 MAX_CUT = 8  # axes
 Path = tuple[Any, ...]
@@ -62,6 +63,9 @@ class Leaf(Struct, frozen=True, eq=False):
     def numel(self) -> int:
         return prod(self.shape)
 
+    def entry(self, name: str) -> Entry:
+        return Entry(name, self.dtype, self.shape, self.fragments)
+
 
 class StepStatement(Struct, frozen=True):
     """The value under a key `step`, a leaf or a number, that these files state."""
@@ -88,8 +92,8 @@ class SavedTree(Struct, eq=False):
     optimizer lie apart. `in_order` says whether the model's names stand in the program's order
     (safetensors sorts them). `inferred` are names of parameters that no file states. `adapter` says
     whether the model's state has PEFT's names (see peft.py). `steps` are all that the ranks' files
-    state; several of one path may differ. `storage`, `bare` and `file` are the engine's. `unread`
-    are states that belong to no parameter.
+    state; several of one path may differ. `storage`, `bare` and `file` are the engine's.
+    `strangers` are what the optimizers have beside the states of parameters.
     """
 
     root: str
@@ -99,7 +103,7 @@ class SavedTree(Struct, eq=False):
     files: list[str] = field(default_factory=list)
     siblings: list[Sibling] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
-    unread: list[Unread] = field(default_factory=list)
+    strangers: list[Stranger] = field(default_factory=list)
     of_ranks: dict[str, Any] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     orders: list[list[int]] | None = None
@@ -126,10 +130,20 @@ class SavedTree(Struct, eq=False):
 class InPieces(Struct, frozen=True):
     """A tensor with the class `name` of its own, of which every rank has saved a piece.
 
-    What a piece means is known to the class alone, so nothing of it is read.
+    What a piece means is known to the class alone, so that they are only compared: `pieces` are by
+    their offsets.
     """
 
     name: str
+    pieces: Sequence[tuple[tuple[int, ...], Any]]
+
+    def refused(self, path: str) -> UnsupportedCheckpoint:
+        """The error for one that is no state of an optimizer."""
+        return UnsupportedCheckpoint(
+            f"{path} is a tensor of the class {self.name}, saved in pieces, which zckpt does not "
+            "read",
+            hint="save it whole, or as a plain tensor",
+        )
 
 
 def leaf(file: TorchFile, tensor: Tensor) -> Leaf:

@@ -15,6 +15,7 @@ from msgspec import Struct
 from ...core.facts import FlatBufferEngine
 from ...core.inert import Scalar, TensorName
 from ...core.manifest import Manifest, slot_key
+from ...core.states import beside
 from ...core.weights import WIDE, is_optimizers, weight_of
 from ...errors import WrongOption, brief, counted, listed
 from ...naming import peft
@@ -239,6 +240,9 @@ class StateDicts:
                 for name in members
             ]
             yield (*self.optimizer, "param_groups", place, "params"), params
+        if self.optimizer:  # else its keys stand among the program's own
+            for key, value in beside(self.source).items():
+                yield (*self.optimizer, key), value
 
     def own_name(self, name: str) -> str:
         """What the program's optimizer calls a parameter."""
@@ -252,7 +256,8 @@ class StateDicts:
             if parameter.trainable and (parameter.group or 0) == group
         ]
 
-    def _state_path(self, name: str, key: str) -> Path:
+    def _state_path(self, name: str, key: Any) -> Path:
+        key = key if isinstance(key, (str, int)) else str(key)
         if self.layout == "flat":
             return (*self.optimizer, f"state.{self.own_name(name)}.{key}")
         own = str(self.numbers[name]) if self.layout == "raw" else self.own_name(name)
@@ -316,7 +321,7 @@ def left_out(source: Manifest, options: Options) -> list[str]:
         return []
     kept = source.state.get("optimizer") or {}
     clipping = _clipping(source, kept.get("clip_grad"))
-    written = {"other", "clip_grad"} if clipping else {"other"}
+    written = {"other", "beside", *(["clip_grad"] if clipping else [])}
     lost = [
         f"optimizer.{key}"
         for key, value in kept.items()

@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from msgspec import Struct, msgpack
 from msgspec.structs import replace
 
 from ...core.checksum import Cover
@@ -34,20 +35,20 @@ from ...core.plan import Match, match
 from ...core.resources import Begin
 from ...core.states import Selection
 from ...errors import MissingExtra, listed
+from .. import unread as of_unread
 from ..pairs import selected
 from ..report import findings, versions
 from ..verify import inferences, needs_weights, nothing_found, roundings, with_values
 
 try:
     import torch
-    import torch.distributed as dist
 except ImportError as error:
     raise MissingExtra(
         "--gather needs torch, which is not installed", hint="pip install torch safetensors"
     ) from error
 from .gathering import Gathering
 from .parts import alone, by_kind, by_name, cut_over, first_extent, names_of, strided, with_names
-from .world import World, join_world, together_with_others
+from .world import World, exchanged, join_world
 
 Report = dict[str, Any]
 
@@ -131,7 +132,9 @@ def _verify(
             [name for name in names if not name.endswith("/state")] for names in (only_a, only_b)
         ]
         report = with_values(report, ours, other, *one_sided)
-        if names := [entry.name for entry in manifest.entries.values() if entry.slot == "state"]:
+        kept = [entry for entry in manifest.entries.values() if entry.slot == "state"]
+        kept += [item.a for item in of_unread.pairs(ours, other)]
+        if names := [entry.name for entry in kept]:
             line = f"{listed(names, 4)}: --gather does not read the tensors of the state"
             report["not_compared"].append(line)
     return {
@@ -182,20 +185,25 @@ def _not_read(unread: Sequence[Nameless]) -> list[Report]:
     ]
 
 
+class _Findings(Struct, frozen=True):
+    """What one process tells the others: by place in `matches`; CRCs by place, side and range."""
+
+    differences: dict[int, Difference]
+    crcs: list[tuple[int, int, list[tuple[int, int, int]]]]
+    bytes: int
+
+
 def _of_all_processes(world: World, own: Gathering) -> ComparisonOutcome:
     """The outcome of all processes together; each of them gets it."""
-    mine = (own.differences, own.crcs, own.bytes)
-    everyone: list[Any] = [mine]
-    if world.size > 1:
-        everyone = [None] * world.size
-        with together_with_others():
-            dist.all_gather_object(everyone, mine)
+    crcs = [(*key, ranges) for key, ranges in own.crcs.items()]
+    mine = msgpack.encode(_Findings(own.differences, crcs, own.bytes))
+    everyone = [msgpack.decode(each, type=_Findings) for each in exchanged(world, mine)]
     differences: dict[int, Difference] = {}
     covers: dict[tuple[int, int], Cover] = {}
-    for its_differences, its_crcs, _ in everyone:
-        for place, difference in its_differences.items():
+    for its in everyone:
+        for place, difference in its.differences.items():
             differences.setdefault(place, Difference()).add(difference)
-        for (place, side), ranges in its_crcs.items():
+        for place, side, ranges in its.crcs:
             item = own.matches[place]
             entry = item.b if side else item.a
             assert entry is not None
@@ -207,4 +215,4 @@ def _of_all_processes(world: World, own: Gathering) -> ComparisonOutcome:
         sides = [covers.get((place, side)) for side in (0, 1)]
         digests = [0 if not item.a.numel else cover.crc if cover else None for cover in sides]
         results.append(Result(item, (digests[0], digests[1]), differences.get(place)))
-    return ComparisonOutcome(results, bytes=sum(size for _, _, size in everyone))
+    return ComparisonOutcome(results, bytes=sum(its.bytes for its in everyone))

@@ -65,6 +65,23 @@ def _stated(*names: str, default: int) -> int:
     return int(text) if text.isdecimal() else default
 
 
+def exchanged(world: World, data: bytes) -> list[bytes]:
+    """The bytes of every process, by rank. Torch's own way to send objects would pickle them."""
+    if world.size == 1:
+        return [data]
+    with together_with_others():
+        length = torch.tensor([len(data)], device=world.transport)
+        lengths = [torch.empty_like(length) for _ in range(world.size)]
+        dist.all_gather(lengths, length)
+        sizes = [int(each) for each in lengths]
+        buffer = torch.zeros(max(sizes), dtype=torch.uint8)
+        buffer[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        buffer = buffer.to(world.transport)
+        buffers = [torch.empty_like(buffer) for _ in range(world.size)]
+        dist.all_gather(buffers, buffer)
+    return [each.cpu().numpy().tobytes()[:size] for each, size in zip(buffers, sizes, strict=True)]
+
+
 @contextmanager
 def together_with_others() -> Iterator[None]:
     """For work of all processes together: raises ProcessFailed if another process failed."""

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from ....core import sources
 from ....core.facts import FlatBufferEngine
 from ....core.manifest import Entry, Manifest, Sibling
-from ....core.states import as_unread
+from ....core.unread import as_unread
 from ...deepspeed_states.directories import TagDirectory
 from ...deepspeed_states.manifest import manifest_of
 from ...deepspeed_states.states import EngineStates, open_layers

@@ -19,7 +19,7 @@ from ....core.dtypes import SIZES
 from ....core.fragments import Fragments
 from ....core.inert import to_json
 from ....core.manifest import Entry, Manifest
-from ....core.states import as_unread
+from ....core.unread import as_unread
 from ....core.weights import WEIGHTS
 from ....errors import InconsistentCheckpoint, listed
 from ....naming.tensor_families import DOUBTS

@@ -44,7 +44,7 @@ def merged(manifests: Sequence[Manifest]) -> Manifest:
     ]
     once = {
         field: tuple(dict.fromkeys(item for each in manifests for item in getattr(each, field)))
-        for field in ("steps", "left_out", "warnings", "inferred", "unread")
+        for field in ("steps", "left_out", "warnings", "inferred")
     }
     once["left_out"] = tuple(dict.fromkeys([*once["left_out"], *_own_values(manifests)]))
     return replace(
@@ -54,6 +54,7 @@ def merged(manifests: Sequence[Manifest]) -> Manifest:
         files=tuple(file for each in manifests for file in each.files),
         of_ranks=_of_ranks(manifests),
         layout={name: values for each in manifests for name, values in each.layout.items()},
+        unread=tuple(item for each in manifests for item in each.unread),
         **once,
     )
 

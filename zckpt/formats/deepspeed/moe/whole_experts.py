@@ -14,12 +14,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from msgspec.structs import replace
 
 from ....core import compare
 from ....core.experts import ExpertLayer
+from ....core.inert import inside
 from ....core.manifest import Entry, Manifest, Unread
+from ....core.unread import unread
 from ....errors import (
     IncompleteCheckpoint,
     InconsistentCheckpoint,
@@ -34,6 +37,7 @@ from ...deepspeed_states.directories import TagDirectory, refuse
 from ...deepspeed_states.experts import ExpertLayers, ExpertRanks, expert_name
 from ...deepspeed_states.manifest import manifest_of
 from ...deepspeed_states.states import BufferSlot, EngineStates, FlatBuffer, dictionary, open_files
+from ...deepspeed_states.strangers import strangers_of
 from ...reading import Reading
 from ..files import RankFiles
 from ..model_ranks.copies import matches_of
@@ -230,6 +234,12 @@ def compare_ranks(manifest: Manifest, replicas: str | None) -> list[str]:
 OF_EXPERTS = "in stage 0, zckpt reads states of other shapes than the parameters of ep rank 0 alone"
 
 
+def _unread(key: Any, owner: str, value: Any, whole: WholeOptimizer) -> Unread:
+    tensors: dict[str, Entry] = {}
+    own = whole.file.kept(value, inside(f"optimizer.other.{owner}", key), tensors)
+    return unread(key, [owner], OF_EXPERTS, own, tensors.values())
+
+
 class _Joined:
     """All optimizers together: those of `count` ep ranks, then a copy of the first's."""
 
@@ -254,7 +264,7 @@ class _Joined:
         known: dict[str, FlatBuffer] = {}
         buffers: list[FlatBuffer] = []
         other: dict[str, dict[str, object]] = {}
-        unread: list[Unread] = []
+        others: list[Unread] = []
         for number, whole in enumerate(self.wholes):
             states, units = whole_states.with_states(whole)
             of_layer = self.places.in_layers(self.layers, number % self.count)
@@ -271,7 +281,9 @@ class _Joined:
                 if not number:
                     other[owner] = values
                 elif owner not in other:
-                    unread += [Unread(str(key), (owner,), OF_EXPERTS) for key in values]
+                    others += [_unread(key, owner, value, whole) for key, value in values.items()]
+            if number:
+                others += strangers_of(states)[1]
         first, _ = whole_states.with_states(self.first)
         optimizer = {key: v for key, v in first.first.items() if key not in ("members", "other")}
         ranks = replace(first, states=[{**optimizer, **({"other": other} if other else {})}])
@@ -292,7 +304,7 @@ class _Joined:
                     )
                 ),
                 inferred=tuple(self._inferred()),
-                unread=(*manifest.unread, *dict.fromkeys(unread)),
+                unread=(*manifest.unread, *others),
                 warnings=(*manifest.warnings, *self._warnings()),
                 zero_padding=True,
             )

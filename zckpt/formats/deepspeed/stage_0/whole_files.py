@@ -12,6 +12,7 @@ from typing import Any
 
 from ....core.layout import Shell
 from ....core.manifest import slot_key
+from ....core.states import beside
 from ....files.torchshell import Storages, shell
 from ...deepspeed_states.hyper import FLAT
 from ...deepspeed_states.model_files import model_files
@@ -22,7 +23,8 @@ from ...deepspeed_states.optimizer_values import (
     own_statements,
     whole_scaling,
 )
-from ...deepspeed_states.states import FLAT_MASTERS, WHOLE_MASTERS, version_numbers
+from ...deepspeed_states.reports import usual_norm
+from ...deepspeed_states.states import FLAT_MASTERS, WHOLE_MASTERS
 from ...deepspeed_states.target import DeepSpeedTarget, TargetBuffer
 from .whole import FROZEN
 
@@ -69,8 +71,7 @@ def optimizer(
         **(whole_scaling(target) if target.engine.dtype == "F16" else {}),
         "optimizer_state_dict": base,
         FLAT_MASTERS: [flat for (flat,) in masters],
-        # if the ds_config states none; 0 is for no clipping
-        "clip_grad": 1.0 if version_numbers(target.version) >= (0, 19, 3) else 0.0,
+        "clip_grad": usual_norm(target),
         **clipping(target),
         **own,
     }
@@ -109,7 +110,7 @@ def _base(
                 states[number] = state
         stepped = group_step(target, [places[id(each)] for each in group if each], storages)
         param_groups.append(target.thawed(hyper, storages) | stepped | {"params": own})
-    return {"state": states, "param_groups": param_groups}, frozen
+    return {"state": states, "param_groups": param_groups, **beside(target.source)}, frozen
 
 
 def _state(

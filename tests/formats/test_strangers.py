@@ -1,0 +1,332 @@
+"""What an optimizer's state dict has beside the states of its parameters: kept, or ends the run."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zckpt
+from zckpt.errors import UnsupportedState, ZckptError
+
+from ..conftest import Result
+from .test_own_states import FLAT, PLAIN, WHOLE, saved
+
+Zckpt = Callable[..., Result]
+HALF = {**WHOLE, "dtype": "bf16"}
+RUNS: dict[str, dict[str, Any]] = {
+    "stage 0 in fp32": WHOLE,
+    "stage 0 in bf16": HALF,
+    **{f"stage {to['stage']}": to for to in FLAT},
+}
+"""DeepSpeed's kinds of files."""
+
+
+def run_of(root: Path, kind: str, value: Any = None, place: str = "base") -> Path:
+    """A run of DeepSpeed whose optimizer files have a `value` in a place, on every rank."""
+    run = root / "run"
+    if not run.exists():
+        zckpt.convert(saved(root), run, **RUNS[kind])
+    if value is None:
+        return run
+    return changed(run, root / "strange", lambda own: own[place].update({key_of(place): value}))
+
+
+def key_of(place: str) -> Any:
+    return 99 if place == "state" else "rho"
+
+
+def changed(run: Path, copy: Path, change: Callable[[dict[str, Any]], None]) -> Path:
+    """A copy of a run with changed dictionaries: the engine's, the base optimizer's, its state."""
+    import deepspeed  # noqa: F401  (its classes are in the pickle)
+
+    shutil.copytree(run, copy)
+    ranks = [*copy.rglob("*optim_states.pt")]
+    for file in ranks or [*copy.rglob("mp_rank_00_model_states.pt")]:
+        held = torch.load(file, weights_only=False)
+        outer = held["optimizer_state_dict" if ranks else "optimizer"]
+        keys = ("base_optimizer_state", "optimizer_state_dict")
+        base = next((outer[key] for key in keys if key in outer), outer)
+        change({"outer": outer, "base": base, "state": base["state"]})
+        torch.save(held, file)
+    return copy
+
+
+# -- in DeepSpeed's files
+
+
+@pytest.mark.parametrize("kind", RUNS)
+@pytest.mark.parametrize("place", ["outer", "base", "state"])
+def test_a_state_of_no_parameter(kind: str, place: str, tmp_path: Path) -> None:
+    run = run_of(tmp_path, kind, {"mean": torch.ones(2)}, place)
+    key = str(key_of(place))
+    (item,) = zckpt.read(run).unread
+    assert item.key == key
+    assert not zckpt.verify(run, tmp_path / "run")["equal"]
+    for to in (PLAIN[0], RUNS[kind]):
+        with pytest.raises(UnsupportedState, match=f"optimizer's {key} of no parameter") as ended:
+            zckpt.convert(run, tmp_path / "new", **to)
+        assert f"--drop-state {key}" in str(ended.value.hint)
+    zckpt.convert(run, tmp_path / "new", drop_state=[key], **RUNS[kind])
+    assert not zckpt.verify(run, tmp_path / "new")["equal"]
+    assert zckpt.verify(run, tmp_path / "new", drop_state=[key])["equal"]
+
+
+@pytest.mark.parametrize("kind", RUNS)
+@pytest.mark.parametrize("place", ["outer", "base"])
+def test_a_number_is_kept(kind: str, place: str, tmp_path: Path) -> None:
+    run = run_of(tmp_path, kind, 3, place)
+    assert not zckpt.verify(run, tmp_path / "run")["equal"]
+    for to in (*PLAIN, RUNS[kind], {"to": "deepspeed-universal"}):
+        if to["to"] == "deepspeed-universal" and kind.startswith("stage 0"):
+            continue
+        report = zckpt.convert(run, tmp_path / "new", **to)
+        assert not any("rho" in line for line in report["left_out"])
+        report = zckpt.verify(run, tmp_path / "new")
+        assert report["equal"], report["states"]
+        assert zckpt.read(tmp_path / "new").state["optimizer"]["beside"] == {"rho": 3}
+        shutil.rmtree(tmp_path / "new")
+
+
+def test_what_the_engine_itself_writes_is_known(tmp_path: Path) -> None:
+    for kind in RUNS:
+        (tmp_path / kind).mkdir()
+        manifest = zckpt.read(run_of(tmp_path / kind, kind))
+        assert manifest.unread == ()
+        assert "beside" not in manifest.state["optimizer"]
+
+
+def test_numbers_that_ranks_have_of_their_own(tmp_path: Path) -> None:
+    numbers = iter((3, 4))
+    run = run_of(tmp_path, "stage 2")
+    run = changed(run, tmp_path / "own", lambda own: own["base"].update(rho=next(numbers)))
+    with pytest.raises(UnsupportedState, match="optimizer's rho of no parameter"):
+        zckpt.convert(run, tmp_path / "new", to="universal")
+
+
+def test_a_target_without_a_place_for_numbers(tmp_path: Path) -> None:
+    run = run_of(tmp_path, "stage 2", 3)
+    report = zckpt.convert(run, tmp_path / "new", to="onnxruntime", drop_state=[])
+    assert "rho, beside the optimizer's states" in report["left_out"]
+
+
+# -- compared as they are
+
+
+@pytest.mark.parametrize("kind", RUNS)
+@pytest.mark.parametrize("place", ["outer", "base", "state"])
+def test_equal_files_are_equal(kind: str, place: str, tmp_path: Path, zckpt: Zckpt) -> None:
+    run = run_of(tmp_path, kind, {"mean": torch.ones(2), "count": 3}, place)
+    key = key_of(place)
+    same = changed(run, tmp_path / "same", lambda own: None)
+    report = zckpt("verify", same, "--against", run, "--json").document
+    assert (report["equal"], report["lacking"]) == (True, [])
+    assert f"{key} of no parameter: not read, and compared as it is" in report["notes"]
+
+    def tensor(own: dict[str, Any]) -> None:
+        own[place][key]["mean"][1] = 7
+
+    def number(own: dict[str, Any]) -> None:
+        own[place][key]["count"] = 4
+
+    other = changed(run, tmp_path / "tensor", tensor)
+    report = zckpt("verify", other, "--against", run, "--json").document
+    assert {line["count"] for line in report["differences"]} == {1}
+    assert not report["lacking"]
+    assert zckpt("diff", other, run).code == 3
+    other = changed(run, tmp_path / "number", number)
+    ended = zckpt("verify", other, "--against", run)
+    assert ended.code == 3
+    assert f"{key} of no parameter: " in ended.out
+    assert '"count": 4' in ended.out
+
+
+def test_state_dicts_are_compared_as_they_are(tmp_path: Path) -> None:
+    source = saved(tmp_path, shared={"scale": torch.ones(2)})
+    shutil.copytree(source, tmp_path / "same")
+    assert zckpt.verify(source, tmp_path / "same")["equal"]
+    optim = torch.load(source / "optim.pt")
+    optim["state"]["shared"]["scale"][0] = 2
+    torch.save(optim, tmp_path / "same" / "optim.pt")
+    report = zckpt.verify(source, tmp_path / "same")
+    assert [line["tensor"] for line in report["differences"]] == [
+        "optimizer.beside.shared.scale/state"
+    ]
+
+
+# -- an optimizer around the optimizer
+
+
+def wrapped(root: Path, own: Callable[[dict[str, Any]], dict[str, Any]]) -> Path:
+    """One file with a model and an optimizer's state dict that another one has wrapped."""
+    source = saved(root)
+    model, optim = (torch.load(source / name) for name in ("model.pt", "optim.pt"))
+    torch.save({"model": model, "optimizer": own(optim), "epoch": 3}, root / "run.pt")
+    return root / "run.pt"
+
+
+WRAPPERS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "lookahead_state": lambda optim: {
+        "base_optimizer": optim,
+        "lookahead_state": {n: {"slow": own["exp_avg"]} for n, own in optim["state"].items()},
+        "alpha": 0.5,
+    },
+    "fp32_from_fp16": lambda optim: {
+        "optimizer_state_dict": optim,
+        "fp32_from_fp16": [[own["exp_avg"] for own in optim["state"].values()]],
+    },
+}
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+@pytest.mark.parametrize(
+    "to", [*PLAIN, WHOLE, *FLAT], ids=lambda to: f"{to['to']}{to.get('stage')}"
+)
+def test_what_a_wrapper_keeps(name: str, to: dict[str, Any], tmp_path: Path) -> None:
+    source = wrapped(tmp_path, WRAPPERS[name])
+    if to in PLAIN:
+        zckpt.convert(source, tmp_path / "new", **to)
+        assert zckpt.verify(source, tmp_path / "new")["equal"]
+        source = tmp_path / "new"
+        to = FLAT[1]
+    with pytest.raises(UnsupportedState, match=f"optimizer's {name} of no parameter") as ended:
+        zckpt.convert(source, tmp_path / "run", **to)
+    assert f"--drop-state {name}" in str(ended.value.hint)
+    report = zckpt.convert(source, tmp_path / "run", drop_state=[name], **to)
+    assert [line["state"] for line in report["dropped"]] == [name]
+    assert name in [line["state"] for line in zckpt.verify(source, tmp_path / "run")["lacking"]]
+
+
+def test_a_dropped_state_of_a_wrapper_is_gone(tmp_path: Path) -> None:
+    source = wrapped(tmp_path, WRAPPERS["lookahead_state"])
+    zckpt.convert(source, tmp_path / "new", to="gathered", drop_state=["lookahead_state"])
+    (file,) = (tmp_path / "new").iterdir()
+    optimizer = torch.load(file)["optimizer"]
+    assert sorted(optimizer) == ["alpha", "base_optimizer"]
+
+
+def test_a_programs_own_state_is_no_wrapper(tmp_path: Path) -> None:
+    """The keys around the optimizer name none, or the model is there too."""
+    source = saved(tmp_path)
+    model, optim = (torch.load(source / name) for name in ("model.pt", "optim.pt"))
+    rng = torch.arange(4)
+    for number, tree in enumerate(
+        (
+            {"model": model, "training": {"optimizer": optim, "rng": rng}},
+            {"optimization": {"model": model, "optimizer": optim, "rng": rng}},
+        )
+    ):
+        torch.save(tree, tmp_path / f"{number}.pt")
+        zckpt.convert(tmp_path / f"{number}.pt", tmp_path / str(number), **FLAT[1])
+
+
+# -- keys that become texts
+
+
+def test_keys_that_are_tuples(tmp_path: Path) -> None:
+    source = saved(tmp_path, lambda _: {(0, 0): torch.ones(2), "grid": {(0, 1): torch.ones(3)}})
+    zckpt.convert(source, tmp_path / "dcp", to="dcp")
+    assert zckpt.verify(source, tmp_path / "dcp")["equal"]
+    zckpt.convert(tmp_path / "dcp", tmp_path / "back", to="gathered")
+    assert zckpt.verify(source, tmp_path / "back")["equal"]
+
+
+def test_two_keys_of_one_text(tmp_path: Path) -> None:
+    source = saved(tmp_path, lambda _: {"grid": {1: torch.ones(2), "1": torch.zeros(2)}})
+    with pytest.raises(UnsupportedState, match=r"two values would have the key .*\.grid\.1"):
+        zckpt.convert(source, tmp_path / "dcp", to="dcp")
+    zckpt.convert(source, tmp_path / "new", to="universal")
+    assert zckpt.verify(source, tmp_path / "new")["equal"]
+
+
+def test_keys_of_groups(tmp_path: Path) -> None:
+    source = saved(tmp_path, group={5: 1.5, "own": {1: 2}})
+    for number, to in enumerate(PLAIN):
+        zckpt.convert(source, tmp_path / str(number), **to)
+        report = zckpt.verify(source, tmp_path / str(number))
+        assert (report["groups"], report["not_compared"]) == ([], [])
+
+
+# -- what an optimizer needs
+
+
+def plain_adam(root: Path) -> Path:
+    source = saved(root)
+    optim = torch.load(source / "optim.pt")
+    for group in optim["param_groups"]:
+        del group["gamma"]
+    torch.save(optim, source / "optim.pt")
+    return source
+
+
+@pytest.mark.parametrize("to", [*PLAIN, *FLAT], ids=lambda to: f"{to['to']}{to.get('stage')}")
+def test_a_state_without_which_no_step_is_possible(to: dict[str, Any], tmp_path: Path) -> None:
+    source = plain_adam(tmp_path)
+    report = zckpt.convert(source, tmp_path / "new", drop_state=["exp_avg_sq"], **to)
+    (line,) = [line for line in report["warnings"] if "cannot take a step" in line]
+    assert line.startswith("AdamW cannot take a step without exp_avg_sq")
+    assert "--weights-only" in line
+
+
+def test_torch_cannot_take_a_step_without_it(tmp_path: Path) -> None:
+    zckpt.convert(plain_adam(tmp_path), tmp_path / "new", to="gathered", drop_state=["exp_avg_sq"])
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3))
+    weights, biases = ([p for p in model.parameters() if p.ndim == n] for n in (2, 1))
+    optimizer = torch.optim.AdamW([{"params": weights}, {"params": biases}])
+    optimizer.load_state_dict(torch.load(tmp_path / "new" / "optim.pt"))
+    model(torch.ones(1, 5)).sum().backward()
+    with pytest.raises(KeyError, match="exp_avg_sq"):
+        optimizer.step()
+
+
+def test_an_optimizer_that_begins_afresh(tmp_path: Path) -> None:
+    """Of a parameter without any state, Lion makes a new one; SGD makes what it does not find."""
+    source = plain_adam(tmp_path)
+    optim = torch.load(source / "optim.pt")
+    optim["state"] = {n: {"momentum_buffer": s["exp_avg"]} for n, s in optim["state"].items()}
+    optim["param_groups"] = [
+        {"params": group["params"], "lr": 0.1, "momentum": 0.9, "dampening": 0}
+        for group in optim["param_groups"]
+    ]
+    torch.save(optim, source / "optim.pt")
+    assert zckpt.read(source).optimizer == "SGD"
+    report = zckpt.convert(source, tmp_path / "new", to="dcp", drop_state=["momentum_buffer"])
+    assert not any("cannot take a step" in line for line in report["warnings"])
+
+
+# -- clipping
+
+
+def test_clipping_that_stage_3_does_not_read(tmp_path: Path, zckpt: Zckpt) -> None:
+    """Its engine clips to the norm of the ds_config."""
+    run = run_of(tmp_path, "stage 2")
+    run = changed(run, tmp_path / "clipped", lambda own: own["outer"].update(clip_grad=0.7))
+    ended = zckpt("reshard", run, tmp_path / "new", "--stage", "3")
+    assert 'state "gradient_clipping": 0.7 there' in ended.err
+    ended = zckpt("verify", tmp_path / "new", "--against", run)
+    assert ended.code == 0
+    assert "not compared: optimizer.clip_grad: only " in ended.out
+    assert "differ in how they were saved" not in ended.out
+    other = changed(run, tmp_path / "unclipped", lambda own: own["outer"].pop("clip_grad"))
+    ended = zckpt("verify", other, "--against", run)
+    assert ended.code == 3
+    assert f"optimizer.clip_grad: only in {run}" in ended.out
+
+
+def test_clipping_of_the_config_is_no_news(tmp_path: Path) -> None:
+    run = run_of(tmp_path, "stage 2")
+    run = changed(run, tmp_path / "clipped", lambda own: own["outer"].update(clip_grad=0.7))
+    config = {"gradient_clipping": 0.7, "zero_optimization": {"stage": 3}}
+    report = zckpt.convert(run, tmp_path / "new", to="deepspeed", dp=2, config=config)
+    assert not any("gradient_clipping" in line for line in report["warnings"])
+
+
+def test_every_error_names_a_way_on(tmp_path: Path) -> None:
+    run = run_of(tmp_path, "stage 3", [torch.ones(2)], "outer")
+    with pytest.raises(ZckptError) as ended:
+        zckpt.reshard(run, tmp_path / "new", dp=3)
+    assert ended.value.hint == "to go on without it: --drop-state rho (or --weights-only)"

@@ -1,0 +1,57 @@
+"""What does an optimizer keep that a program has put around the one whose states are read?
+
+Its state dict is a dictionary with the inner one's: a Lookahead's slow weights, the masters of a
+16-bit wrapper. Programs of torch keep it as their own state; no other engine reads it there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from .facts import StateDictEngine
+from .manifest import Manifest
+
+
+def wrapped(manifest: Manifest) -> dict[Any, Any]:
+    """The values in that dictionary, beside the inner optimizer."""
+    return _find(manifest)[1]
+
+
+def without_wrapped(manifest: Manifest, gone: Collection[str]) -> dict[str, Any]:
+    """The manifest's state without those of these keys."""
+    path, values = _find(manifest)
+    rest = {key: value for key, value in values.items() if str(key) not in gone}
+    if len(rest) == len(values):
+        return manifest.state
+    return {**manifest.state, "client_state": _with(manifest.state["client_state"], path, rest)}
+
+
+def _find(manifest: Manifest) -> tuple[tuple[Any, ...], dict[Any, Any]]:
+    """The keys in the program's state that lead to the dictionary, and what is in it.
+
+    One of them names an optimizer, and the model is not there: else it is the program's.
+    """
+    engine = manifest.engine
+    inner = (engine.optimizer or ()) if isinstance(engine, StateDictEngine) else ()
+    value, known = manifest.state.get("client_state"), False
+    for end, key in enumerate(inner[:-1], 1):
+        try:
+            value = value[key]  # type: ignore[index]
+        except (KeyError, IndexError, TypeError):
+            break
+        known = known or "optim" in str(key).lower()
+        path = inner[:end]
+        if known and isinstance(value, Mapping) and engine.model[:end] != path:  # type: ignore[union-attr]
+            return path, dict(value)
+    return (), {}
+
+
+def _with(value: Any, path: tuple[Any, ...], rest: Any) -> Any:
+    """A value with `rest` at a path in it."""
+    if not path:
+        return rest
+    inner = _with(value[path[0]], path[1:], rest)
+    if isinstance(value, list):
+        return [inner if place == path[0] else item for place, item in enumerate(value)]
+    return {**value, path[0]: inner}
