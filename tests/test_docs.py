@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import difflib
 import io
+import json
 import os
 import re
 import shlex
@@ -128,8 +129,8 @@ def test_no_merge_is_unfinished(page: Path) -> None:
 def no_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files that a command line names need not be there to parse it."""
 
-    def in_file(kind: click.ParamType[Any], *_: Any) -> Any:
-        return {} if isinstance(kind, parameters.Config) else ["name"]
+    def in_file(path: str, parse: Callable[[str], Any]) -> Any:
+        return {} if parse is json.loads else ["name"]
 
     monkeypatch.setattr(parameters, "in_file", in_file)
 

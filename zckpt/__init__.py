@@ -41,23 +41,7 @@ if TYPE_CHECKING:
     from .errors import ZckptError
     from .processes.sharing import group
 
-_PUBLIC = {
-    "read": "api",
-    "load": "api",
-    "inspect": "api",
-    "convert": "api",
-    "export": "api",
-    "reshard": "api",
-    "verify": "api",
-    "diff": "api",
-    "stats": "api",
-    "Copying": "api",
-    "Manifest": "api",
-    "Options": "api",
-    "Part": "api",
-    "group": "processes.sharing",
-    "ZckptError": "errors",
-}
+_ELSEWHERE = {"group": "processes.sharing", "ZckptError": "errors"}  # and not in api.py
 _NEED_TORCH = ("dcp", "probe")
 __all__ = [
     "Copying",
@@ -82,8 +66,8 @@ def __getattr__(name: str) -> Any:
     # on use: `zckpt --help` needs none of them
     if name in _NEED_TORCH:
         return import_module(f".{name}", __name__)
-    if name in _PUBLIC:
-        return getattr(import_module(f".{_PUBLIC[name]}", __name__), name)
+    if name in __all__:
+        return getattr(import_module(f".{_ELSEWHERE.get(name, 'api')}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 import pytest
 
-from zckpt.cli.parameters import KINDS, ByteCount, Config, NameList
+from zckpt.cli.parameters import KINDS, config, names, size
 from zckpt.formats import FORMATS
 
 
@@ -43,8 +44,8 @@ def test_files(tmp_path: Path) -> None:
     assert parsed("names", f"{tmp_path}/lines") == parsed("names", f"{tmp_path}/list") == ("a", "b")
 
 
-@pytest.mark.parametrize("type", [Config(), NameList()])
-def test_files_that_cannot_be_read(type: click.ParamType[Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("value_of", [config, names])
+def test_files_that_cannot_be_read(value_of: Callable[[str], Any], tmp_path: Path) -> None:
     (tmp_path / "broken").write_text("[")
     for name, why in (
         ("nothing", "No such file"),
@@ -52,29 +53,29 @@ def test_files_that_cannot_be_read(type: click.ParamType[Any], tmp_path: Path) -
         (".", "directory"),
     ):
         with pytest.raises(click.BadParameter, match=rf"cannot be read: .*{why}"):
-            type.convert(str(tmp_path / name), None, None)
+            value_of(str(tmp_path / name))
 
 
 @pytest.mark.parametrize(
-    ("type", "text", "message"),
+    ("value_of", "text", "message"),
     [
-        (Config(), "[1]", "is not a JSON object"),
-        (NameList(), "[1]", "is not a list of names"),
-        (NameList(), "", "is not a list of names"),
+        (config, "[1]", "is not a JSON object"),
+        (names, "[1]", "is not a list of names"),
+        (names, "", "is not a list of names"),
     ],
 )
 def test_files_of_something_else(
-    type: click.ParamType[Any], text: str, message: str, tmp_path: Path
+    value_of: Callable[[str], Any], text: str, message: str, tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text(text)
     with pytest.raises(click.BadParameter, match=message):
-        type.convert(str(tmp_path / "file"), None, None)
+        value_of(str(tmp_path / "file"))
 
 
 @pytest.mark.parametrize("value", ["much", "1.2.3", "5XB"])
 def test_wrong_sizes(value: str) -> None:
     with pytest.raises(click.BadParameter, match="is not a size"):
-        ByteCount().convert(value, None, None)
+        size(value)
 
 
 def test_every_kind_that_a_format_declares_is_known() -> None:

@@ -166,5 +166,5 @@ def test_a_manifest_of_fewer_keys_is_read() -> None:
     ],
 )
 def test_facts_of_other_types_are_refused(state: dict[str, Any]) -> None:
-    with pytest.raises(TypeError, match="is not a"):
+    with pytest.raises(ValueError, match="Expected"):
         facts_of(state)

@@ -16,6 +16,8 @@ from zckpt.naming.views import (
     flattened,
     folded,
     joined,
+    parted,
+    split,
     swapped,
     unstacked,
     view_of,
@@ -154,3 +156,15 @@ def test_shapes_that_do_not_fit() -> None:
         folded(view, 1, (4,))
     with pytest.raises(ValueError, match="differ along another axis"):
         joined([view, cut(view, 2, 3)[0]], 1)
+
+
+def test_uneven_parts_and_two_axes_of_one() -> None:
+    view = view_of(two_runs("0", SHAPE), SHAPE, SIZE)
+    expected = array(view.fragments, SHAPE)
+    for part, own in zip(
+        parted(view, 1, [1, 0, 2, 3]), np.split(expected, [1, 1, 3], 1), strict=True
+    ):
+        assert part.shape == own.shape
+        assert not own.size or (array(part.fragments, part.shape) == own).all()
+    same(split(view, 1, 2), expected.reshape(4, 2, 3, 5))
+    same(flattened(split(view, 1, 2), 1), expected)

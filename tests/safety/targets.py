@@ -356,19 +356,20 @@ def _proof(root: Path) -> Target:
 def _options(root: Path) -> Target:
     import click
 
-    from zckpt.cli.parameters import Config, NameList, Pairs
+    from zckpt.cli.parameters import config as config_in
+    from zckpt.cli.parameters import names, pairs
     from zckpt.training.options import GROUP_DEFAULTS, Options
 
     path, config = root / "options", {"train_batch_size": 4, "optimizer": {"type": "Adam"}}
 
     def run(data: bytes) -> None:
         path.write_bytes(data)
-        for kind in (Config(), NameList()):
+        for value_of in (config_in, names):
             with suppress(click.BadParameter):
-                kind.convert(str(path), None, None)
+                value_of(str(path))
         with suppress(click.BadParameter):
-            pairs = Pairs().convert(data.decode("utf-8", "replace"), None, None)
-            Options(((GROUP_DEFAULTS, pairs),))
+            defaults = pairs(data.decode("utf-8", "replace"))
+            Options(((GROUP_DEFAULTS, defaults),))
 
     samples = [b"a\nb.c\n", b'["a", "b"]', json.dumps(config).encode(), b"1:lr=3e-4,betas=[0.9,1]"]
     return Target(run, samples, (mutations.json_, mutations.bytes_))

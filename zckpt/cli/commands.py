@@ -16,7 +16,7 @@ from ..formats import FORMATS, other_objects
 from ..formats.reading import Reading
 from . import launched, output, signals
 from .checking import diff, probe_diff, stats, verify
-from .help import WIDTH, Commands, FormatName
+from .help import WIDTH, Commands, format_names
 from .options import (
     as_document,
     common,
@@ -177,10 +177,10 @@ def write(
 @grouped(
     "Target",
     "--to",
-    type=FormatName(targets=True),
     default="universal",
     show_default=True,
     help="The target's format: see `zckpt formats`.",
+    **format_names(targets=True),
 )
 @writing
 @replicas

@@ -13,7 +13,6 @@ import click
 from click.shell_completion import CompletionItem
 
 from .. import formats
-from .parameters import ParamType
 
 WIDTH = 100  # characters, on a terminal that has them
 OPTION_WIDTH = 32
@@ -95,22 +94,19 @@ class Commands(click.Group):
             formatter.write_dl(summaries)
 
 
-class FormatName(ParamType[str]):
-    """The name of a format, which a shell completes; unknown names are refused later."""
+def format_names(targets: bool) -> dict[str, Any]:
+    """What click needs for the name of a format; unknown names are refused later."""
 
-    name = "format"
-
-    def __init__(self, targets: bool) -> None:
-        self.targets = targets
-
-    def shell_complete(
-        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    def completed(
+        _context: click.Context, _option: click.Parameter, begin: str
     ) -> list[CompletionItem]:
         return [
             CompletionItem(item.name, help=item.about)
             for item in formats.FORMATS
-            if (item.writes if self.targets else item.reads) and item.name.startswith(incomplete)
+            if (item.writes if targets else item.reads) and item.name.startswith(begin)
         ]
+
+    return {"metavar": "FORMAT", "shell_complete": completed}
 
 
 def show_all(ctx: click.Context, _option: click.Parameter, value: bool) -> None:

@@ -15,8 +15,8 @@ from ..core.resources import READING_JOBS
 from ..formats.format import Format
 from ..formats.options import declared
 from ..training.options import DROP_STATE, FAMILY, PARAM_NAMES, RENAME, WEIGHTS_ONLY, Option
-from .help import FormatName, GroupedOption
-from .parameters import KINDS, PATH, ByteCount, PartOf
+from .help import GroupedOption, format_names
+from .parameters import KINDS, PATH, part, size
 
 Command = Callable[..., Any]
 Decorator = Callable[[Command], Command]
@@ -83,8 +83,8 @@ _format = grouped(
     "Source",
     "--from",
     "format",
-    type=FormatName(targets=False),
     help="The source's format.  [default: by content]",
+    **format_names(targets=False),
 )
 _tag = grouped("Source", "--tag", metavar="NAME", help="The tag to read, if a run has several.")
 _root = grouped(
@@ -162,7 +162,7 @@ memory = grouped(
     "Copying",
     "--memory",
     rare=True,
-    type=ByteCount(),
+    type=size,
     default="256MiB",
     show_default=True,
     help="Limit for the memory of all buffers together.",
@@ -203,7 +203,7 @@ copying = together(
         "Copying",
         "--part",
         rare=True,
-        type=PartOf(),
+        type=part,
         metavar="K/N|auto",
         help="Write part K of N, or the part that srun or mpirun give this process; the last part "
         "to end completes DST.",

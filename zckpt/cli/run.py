@@ -51,14 +51,11 @@ def main(arguments: list[str] | None = None) -> NoReturn:
                 hint="a variable of your shell may be empty; `set -x` shows what the shell runs",
             )
         code = command(words)
-    except ProcessFailed as error:
-        if error.code is not None:  # another process prints it
-            sys.exit(error.code)
-        fail(words, type(error).__name__, error.message, error.hint, 1)
-    except WrongOption as error:
-        fail(words, type(error).__name__, error.message, error.hint, 2)
     except ZckptError as error:
-        fail(words, type(error).__name__, error.message, error.hint, 1)
+        if isinstance(error, ProcessFailed) and error.code is not None:  # another process prints it
+            sys.exit(error.code)
+        code = 2 if isinstance(error, WrongOption) else 1
+        fail(words, type(error).__name__, error.message, error.hint, code)
     except OSError as error:
         what = f"{error.filename}: {error.strerror}" if error.filename else str(error)
         fail(words, "OSError", what, hint_for(error), 1)
@@ -72,14 +69,8 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         what = f"the checkpoint cannot be read: {why_of(error)}"
         fail(words, "CorruptCheckpoint", what, CorruptCheckpoint.usual_hint, 1)
     except Exception as error:
-        what = f"{type(error).__name__}: {error}"
-        fail(
-            words,
-            "InternalError",
-            what,
-            "a bug of zckpt: please report it, with what ZCKPT_TRACEBACK=1 shows",
-            1,
-        )
+        hint = "a bug of zckpt: please report it, with what ZCKPT_TRACEBACK=1 shows"
+        fail(words, "InternalError", f"{type(error).__name__}: {error}", hint, 1)
     output.flush()
     sys.exit(code if isinstance(code, int) else 0)
 

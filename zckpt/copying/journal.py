@@ -23,6 +23,7 @@ from itertools import chain
 from typing import Any
 
 from msgspec import Struct, field
+from msgspec.structs import asdict
 
 from ..core.checksum import crc32
 from ..core.fileio import sync_data, write_all
@@ -56,12 +57,7 @@ class Identity(Struct, frozen=True):
 
     def document(self) -> dict[str, Any]:
         """The identity as JSON."""
-        return {
-            "version": self.version,
-            "source": dict(self.source),
-            "options": dict(self.options),
-            "files": dict(self.files),
-        }
+        return asdict(self)
 
     def mark(self) -> dict[str, str]:
         """A short form: the CRC-32 of each part."""

@@ -4,10 +4,12 @@ What a checkpoint is:
     manifest.py       one checkpoint: entries, parameters, groups
     fragments.py      where the elements of a tensor lie: extents, runs, boxes
     slicing.py        tensors that are cut over ranks, as boxes of whole ones
-    facts.py          which engine wrote a checkpoint, where its step stands; the grid of ranks
+    facts.py          which engine wrote a checkpoint, where its step stands
     experts.py        which layers have experts
     weights.py        what stands for a weight
     states.py         which states an optimizer keeps, and which of them another checkpoint lacks
+    wrapper.py        what a program's wrapper of an optimizer keeps
+    unread.py         which states are not read
     missing_states.py which parameters lack a state that others have
     inert.py          objects of classes that are never imported
     version.py        the version of zckpt

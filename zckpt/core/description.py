@@ -9,12 +9,14 @@ from fnmatch import fnmatchcase
 from math import prod
 from typing import Any, Protocol, TypeVar
 
+from msgspec import to_builtins
+
 from ..errors import WrongOption, listed
-from .experts import layers_of, layers_to_json
+from .experts import layers_of
 from .facts import with_facts
 from .inert import plain_group, to_json
 from .manifest import Entry, Manifest
-from .states import State, states_of
+from .states import states_of
 
 Report = dict[str, Any]
 
@@ -58,11 +60,17 @@ def inspect(manifest: Manifest, objects: Sequence[str]) -> Report:
             for slot, entries in manifest.slots.items()
         },
         "states": [
-            {"state": state.key, "parameters": state.count, "form": _form(state)}
+            {
+                "state": state.key,
+                "parameters": state.count,
+                "form": FORMS[state.form] + (f": {state.reason}" if state.form == "unread" else ""),
+            }
             for state in states_of(manifest).values()
             if state.form in FORMS
         ],
-        **({"experts": layers_to_json(layers)} if (layers := layers_of(manifest.engine)) else {}),
+        **(
+            {"experts": to_builtins(list(layers))} if (layers := layers_of(manifest.engine)) else {}
+        ),
         "groups": None
         if manifest.groups is None
         else [plain_group(group) for group in manifest.groups],
@@ -85,10 +93,6 @@ FORMS = {
     "unread": "not read",
 }
 """How `inspect` calls states that no slot has."""
-
-
-def _form(state: State) -> str:
-    return FORMS[state.form] + (f": {state.reason}" if state.form == "unread" else "")
 
 
 def advice(manifest: Manifest, bare: int) -> Report:

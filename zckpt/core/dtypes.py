@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import struct
+from typing import Annotated
+
+from msgspec import Meta
 
 SIZES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
     "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1,
     "BOOL": 1, "C64": 8,
 }  # fmt: skip
+
+Dtype = Annotated[str, Meta(pattern=rf"\A({'|'.join(SIZES)})\Z")]
 
 TORCH_NAMES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16",

@@ -10,19 +10,24 @@ StepPlace            where an optimizer keeps its step, and in which type
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, TypeVar
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, TypeVar
 
-from msgspec import Struct
+from msgspec import Meta, Struct, convert, field, to_builtins
+from msgspec.structs import fields, replace
 
-from .dtypes import SIZES
-from .experts import ExpertLayer, layers_from_json, layers_to_json
+from .dtypes import Dtype
+from .experts import ExpertLayer
 from .inert import Scalar
-
-T = TypeVar("T")
 
 MAX_DP = 1 << 16
 """The most data-parallel ranks of a run; a file that states more is damaged."""
+
+T = TypeVar("T", bound=Struct)
+FileName = Annotated[str, Meta(pattern=r"\A(?!\.{0,2}\Z)[^/\\\0]*\Z")]
+"""A file in the checkpoint's own directory."""
+Key = str | Annotated[int, Meta(ge=0, lt=MAX_DP)]
+"""A key that leads to a value; a number is a place in a list."""
 
 
 class FlatBufferEngine(Struct, frozen=True):
@@ -34,64 +39,48 @@ class FlatBufferEngine(Struct, frozen=True):
 
     name: str
     version: str | None
-    optimizer_class: str | None
+    optimizer_class: str | None = field(name="class")
     """Its wrapper around the optimizer."""
-    dtype: str | None
+    dtype: Dtype | None
     """The type in which its module computes."""
     elastic: bool
     """Whether the files have no hyper-parameters: those of the manifest are inferred from the
     configuration and the scheduler."""
     excludes_frozen: bool | None
     """Whether the save left frozen weights out; None if no file shows that."""
-    config: Mapping[str, Any]
+    config: Mapping[Any, Any]
     ordered: bool | None = None
     """Whether the user stated the order of the parameters."""
-    given: bool = False
+    given: bool = field(default=False, name="hyper_parameters")
     """Whether the user stated the hyper-parameters of an elastic save."""
     experts: tuple[ExpertLayer, ...] = ()
     """The layers of experts, in the engine's order."""
 
     def to_state(self) -> dict[str, Any]:
         """The value of `state.engine` in a manifest."""
-        return {
-            "name": self.name,
-            "version": self.version,
-            "class": self.optimizer_class,
-            "dtype": self.dtype,
-            "elastic": self.elastic,
-            "excludes_frozen": self.excludes_frozen,
-            "config": self.config,
-            **_ordered(self),
-            **({"hyper_parameters": "given"} if self.given else {}),
-            **({"experts": layers_to_json(self.experts)} if self.experts else {}),
-        }
+        return _document(self) | ({"hyper_parameters": "given"} if self.given else {})
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any]) -> FlatBufferEngine:
         """The inverse of `to_state`."""
-        return cls(
-            _text(state, "name") or "",
-            _text(state, "version"),
-            _text(state, "class"),
-            _dtype(state),
-            _flag(state, "elastic") or False,
-            _flag(state, "excludes_frozen"),
-            _dictionary(state, "config"),
-            _flag(state, "ordered"),
-            state.get("hyper_parameters") == "given",
-            layers_from_json(state.get("experts", [])),
+        engine = _record(
+            cls, {**state, "hyper_parameters": state.get("hyper_parameters") == "given"}
         )
+        for layer in engine.experts:
+            if not 0 < layer.ep <= layer.experts or layer.experts % layer.ep:
+                raise ValueError(f"{layer} is not a layer of experts")
+        return engine
 
 
 class StateDictEngine(Struct, frozen=True):
     """A program that saves a model's and an optimizer's state dict."""
 
     name: str
-    dtype: str | None
+    dtype: Dtype | None
     """The type of most weights."""
-    model: tuple[Any, ...]
+    model: tuple[Key, ...]
     """The keys that lead to the model's state dict."""
-    optimizer: tuple[Any, ...] | None
+    optimizer: tuple[Key, ...] | None
     """The keys that lead to the optimizer's; None if there is none."""
     layout: str | None
     """The form of the optimizer's keys."""
@@ -114,7 +103,7 @@ class StateDictEngine(Struct, frozen=True):
     """Weights that are no items: `ranks` for safetensors of every rank, `adapter` for PEFT's."""
     bare: bool = False
     """Whether the optimizer's names lack what PEFT adds to a module's."""
-    file: str | None = None
+    file: FileName | None = None
     """The one file that has everything; beside sharded storage, what is no state dict."""
 
     def to_state(self, group_step: str | None) -> dict[str, Any]:
@@ -122,42 +111,18 @@ class StateDictEngine(Struct, frozen=True):
 
         `group_step` is the type of a step that only groups keep; None if states keep it.
         """
+        required, others = self.__struct_fields__[:9], ("storage", "bare", "file", "ordered")
         return {
-            "name": self.name,
-            "dtype": self.dtype,
-            "model": list(self.model),
-            "optimizer": None if self.optimizer is None else list(self.optimizer),
-            "layout": self.layout,
-            "scheduler": self.scheduler,
-            "folders": None if self.folders is None else list(self.folders),
-            "guessed": self.guessed,
-            "adapter": self.adapter,
+            **_document(self, required),
             "group_step": group_step,
             **({"dialect": self.dialect} if self.whole else {}),
-            **{key: value for key in ("storage", "bare", "file") if (value := getattr(self, key))},
-            **_ordered(self),
+            **_document(self, others),
         }
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any]) -> StateDictEngine:
         """The inverse of `to_state`."""
-        return cls(
-            _text(state, "name") or "",
-            _dtype(state),
-            _path(state, "model") or (),
-            _path(state, "optimizer"),
-            _text(state, "layout"),
-            _text(state, "scheduler"),
-            _path(state, "folders"),
-            _flag(state, "guessed") or False,
-            _flag(state, "adapter") or False,
-            "dialect" in state,
-            _text(state, "dialect"),
-            _flag(state, "ordered"),
-            storage=_text(state, "storage"),
-            bare=_flag(state, "bare") or False,
-            file=_file_name(state, "file"),
-        )
+        return _record(cls, {**state, "whole": "dialect" in state, "experts": ()})
 
 
 class NamedWeightsEngine(Struct, frozen=True):
@@ -172,32 +137,18 @@ class NamedWeightsEngine(Struct, frozen=True):
     name: str
     version: str | None
     dialect: str | None
-    dtype: str | None
+    dtype: Dtype | None
     moments: str | None
-    ordered: bool | None = False
+    ordered: bool | None = field(default_factory=bool)  # which is written
 
     def to_state(self) -> dict[str, Any]:
         """The value of `state.engine` in a manifest."""
-        return {
-            "name": self.name,
-            "version": self.version,
-            "dialect": self.dialect,
-            "dtype": self.dtype,
-            "moments": self.moments,
-            **_ordered(self),
-        }
+        return _document(self)
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any]) -> NamedWeightsEngine:
         """The inverse of `to_state`."""
-        return cls(
-            _text(state, "name") or "",
-            _text(state, "version"),
-            _text(state, "dialect"),
-            _dtype(state),
-            _text(state, "moments"),
-            _flag(state, "ordered"),
-        )
+        return _record(cls, state)
 
 
 Engine = FlatBufferEngine | StateDictEngine | NamedWeightsEngine
@@ -214,8 +165,8 @@ class StepPlace(Struct, frozen=True):
     that one looks.
     """
 
-    where: str
-    kind: str
+    where: str = field(name="in")
+    kind: str = field(name="type")
     shape: tuple[int, ...] = ()
     stale: Any = None
     first: int = 0
@@ -233,32 +184,15 @@ class StepPlace(Struct, frozen=True):
 
     def to_state(self) -> dict[str, Any]:
         """The value of `state.optimizer.step` in a manifest (`stale` is `group_step` beside it)."""
-        return {
-            "in": self.where,
-            "type": self.kind,
-            **({"shape": list(self.shape)} if self.shape else {}),
-            **({"first": self.first} if self.first else {}),
-            **({"last_only": True} if self.last_only else {}),
-            **({"times": self.times} if self.times != 1 else {}),
-            **({"optimizer": self.optimizer} if self.optimizer else {}),
-        }
+        return _document(self, [name for name in self.__struct_fields__ if name != "stale"])
 
     @classmethod
     def of_state(cls, optimizer: Mapping[str, Any]) -> StepPlace | None:
         """The place that `state.optimizer` of a manifest states; None if it states none."""
-        stated = _dictionary(optimizer, "step")
-        if not stated:
+        if not (stated := _dictionary(optimizer, "step")):
             return None
-        return cls(
-            _text(stated, "in") or "state",
-            _text(stated, "type") or "F32",
-            _sizes(stated, "shape"),
-            optimizer.get("group_step"),
-            _of_type(stated, "first", int) or 0,
-            _flag(stated, "last_only") or False,
-            _of_type(stated, "times", int) or 1,
-            _text(stated, "optimizer"),
-        )
+        place = _record(cls, {"in": "state", "type": "F32", **stated})
+        return replace(place, stale=optimizer.get("group_step"))
 
 
 def with_facts(
@@ -291,7 +225,7 @@ def with_facts(
 def facts_of(
     state: Mapping[str, Any],
 ) -> tuple[dict[str, Any], Engine | None, StepPlace | None]:
-    """The inverse of `with_facts`; raises TypeError for values of other types.
+    """The inverse of `with_facts`; raises ValueError for values of other types.
 
     The keys tell the kinds of engines apart: `config` or `elastic` is a FlatBufferEngine's, `model`
     a StateDictEngine's.
@@ -308,9 +242,9 @@ def facts_of(
         engine = NamedWeightsEngine.of_state(stated)
     optimizer = _dictionary(rest, "optimizer")
     place = StepPlace.of_state(optimizer)
-    kind = _text(stated, "group_step")
+    kind = stated.get("group_step")
     if place is None and isinstance(engine, StateDictEngine) and kind is not None:
-        place = StepPlace("group", kind)
+        place = _record(StepPlace, {"in": "group", "type": kind})
     if optimizer.keys() & {"step", "group_step"}:
         kept = {key: item for key, item in optimizer.items() if key not in ("step", "group_step")}
         if kept or not isinstance(engine, StateDictEngine):
@@ -320,61 +254,35 @@ def facts_of(
     return rest, engine, place
 
 
-def _ordered(engine: Engine) -> dict[str, Any]:
-    """The key `ordered` of an engine that states it."""
-    return {} if engine.ordered is None else {"ordered": engine.ordered}
+def _document(record: Struct, names: Iterable[str] | None = None) -> dict[str, Any]:
+    """A record as JSON, or these fields of it: those that are required, or not as usual."""
+    document = {}
+    for each in fields(record):
+        value = getattr(record, each.name)
+        is_usual = value == each.default or (value is None and not each.required)
+        if not is_usual and (names is None or each.name in names):
+            as_list = isinstance(value, tuple)
+            document[each.encode_name] = to_builtins(list(value)) if as_list else value
+    return document
 
 
-def _text(state: Mapping[str, Any], key: str) -> str | None:
-    return _of_type(state, key, str)
+BLANK = {
+    "name": "",
+    "elastic": False,
+    "config": {},
+    "model": (),
+    "guessed": False,
+    "adapter": False,
+}
 
 
-def _file_name(state: Mapping[str, Any], key: str) -> str | None:
-    """The name of a file in the checkpoint's own directory."""
-    name = _text(state, key)
-    if name is not None and (name in ("", ".", "..") or not {*name}.isdisjoint("/\\\0")):
-        raise TypeError(f"{key} is {name!r}, which is not a file's name")
-    return name
+def _record(kind: type[T], document: Mapping[str, Any]) -> T:
+    """The inverse of `_document`; what is missing, or null, is as usual, or nothing."""
+    nothing = dict.fromkeys(each.encode_name for each in fields(kind) if each.required)
+    stated = {key: value for key, value in document.items() if value is not None}
+    return convert({**nothing, **BLANK, "ordered": None, **stated}, kind)
 
 
-def _path(state: Mapping[str, Any], key: str) -> tuple[Any, ...] | None:
-    """Keys that lead to a value; a number is a place in a list."""
-    keys = _list(state, key)
-    for each in keys or ():
-        if type(each) is not str and (type(each) is not int or not 0 <= each < MAX_DP):
-            raise TypeError(f"{key} is {keys!r}, which is not a path of keys")
-    return None if keys is None else tuple(keys)
-
-
-def _dtype(state: Mapping[str, Any]) -> str | None:
-    dtype = _text(state, "dtype")
-    if dtype is not None and dtype not in SIZES:
-        raise TypeError(f"dtype is {dtype!r}, which is not a type of elements")
-    return dtype
-
-
-def _sizes(state: Mapping[str, Any], key: str) -> tuple[int, ...]:
-    sizes = _list(state, key) or []
-    if not all(type(size) is int for size in sizes):
-        raise TypeError(f"{key} is {sizes!r}, which is not a list of sizes")
-    return tuple(sizes)
-
-
-def _flag(state: Mapping[str, Any], key: str) -> bool | None:
-    return _of_type(state, key, bool)
-
-
-def _list(state: Mapping[str, Any], key: str) -> list[Any] | None:
-    return _of_type(state, key, list)
-
-
-def _dictionary(state: Mapping[str, Any], key: str) -> dict[str, Any]:
-    return _of_type(state, key, dict) or {}
-
-
-def _of_type(state: Mapping[str, Any], key: str, kind: type[T]) -> T | None:
-    """The value of a key; None if it is absent. Raises TypeError for a value of another type."""
+def _dictionary(state: Mapping[str, Any], key: str) -> dict[Any, Any]:
     value = state.get(key)
-    if value is not None and not isinstance(value, kind):
-        raise TypeError(f"{key} is {value!r}, which is not a {kind.__name__}")
-    return value
+    return {} if value is None else convert(value, dict[Any, Any])

@@ -186,12 +186,8 @@ class Folder:
 
     def sync(self, path: str) -> None:
         """Returns when a file, or the names in a directory, are on the disk."""
-        file = self.open(path)
-        try:
-            with self._naming(path):
-                os.fsync(file)
-        finally:
-            close(file)
+        with self.opened(path) as file:
+            os.fsync(file)
 
     def move(self, path: str, into: Folder, target: str) -> None:
         """Renames `path` to `target`, which is below `into`."""

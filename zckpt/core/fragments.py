@@ -90,6 +90,14 @@ class Fragments(Sequence[Fragment]):
         """The fragments that hold any of the elements [start, stop)."""
         raise NotImplementedError
 
+    def runs(self, start: int, stop: int, size: int) -> Iterator[Fragment]:
+        """Elements [start, stop), of `size` bytes each, as runs of these alone."""
+        for fragment in self.overlapping(start, stop):
+            for run in fragment.runs(start, stop):
+                low, high = max(start, run.start), min(stop, run.stop)
+                extent = run.extent.part((low - run.start) * size, (high - run.start) * size)
+                yield Fragment(low, high, extent)
+
     def alone(self, start: int, stop: int, size: int) -> Extent | None:
         """The bytes of elements [start, stop), of `size` bytes each, if one run has all of them."""
         return None
@@ -367,10 +375,24 @@ def range_of_box(
     """Elements [start, stop) of a box, in the box's own row-major order, as boxes of the tensor.
 
     This is a partition of a tensor-parallel slice: `sizes` at `offsets` is the slice in a tensor of
-    shape `whole`, and the elements follow each other in `extent`. `size` is bytes per element. A
-    range begins and ends inside of rows, planes, ..., so n axes give up to 2 * n - 1 boxes.
+    shape `whole`, and the elements follow each other in `extent`. `size` is bytes per element.
     """
     assert 0 <= start <= stop <= prod(sizes), (start, stop, sizes)
+    place = start
+    for corner, lengths in corners_of_range(sizes, start, stop):
+        strides = [prod(lengths[n + 1 :]) for n in range(len(lengths))]
+        at = [offset + inner for offset, inner in zip(offsets, corner, strict=True)]
+        yield Box(whole, at, lengths, strides, place - start, size, extent)
+        place += prod(lengths)
+
+
+def corners_of_range(
+    sizes: Sequence[int], start: int, stop: int
+) -> Iterator[tuple[list[int], list[int]]]:
+    """The boxes that row-major elements [start, stop) of a tensor are: where they begin, and sizes.
+
+    A range begins and ends inside of rows, planes, ..., so n axes give up to 2 * n - 1 boxes.
+    """
     steps = [prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
     place = start
     while place < stop:
@@ -382,9 +404,7 @@ def range_of_box(
         lengths = [*(1 for _ in sizes[:axis]), *sizes[axis:]]
         if sizes:
             lengths[axis] = min(sizes[axis] - corner[axis], (stop - place) // steps[axis])
-        strides = [prod(lengths[n + 1 :]) for n in range(len(lengths))]
-        at = [offset + inner for offset, inner in zip(offsets, corner, strict=True)]
-        yield Box(whole, at, lengths, strides, place - start, size, extent)
+        yield corner, lengths
         place += prod(lengths)
 
 

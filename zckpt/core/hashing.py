@@ -32,14 +32,9 @@ def is_hashed_apart(entry: Entry) -> bool:
 
 def pieces_of(request: ReadRequest) -> Iterator[Extent]:
     """The bytes of an entry that `is_hashed_apart`, in the order of its elements."""
-    if (alone := request.extent) is not None:
-        yield alone
-        return
-    size = SIZES[request.entry.dtype]
-    for fragment in request.entry.fragments.overlapping(request.start, request.stop):
-        start, stop = max(request.start, fragment.start), min(request.stop, fragment.stop)
-        first = (start - fragment.start) * size
-        yield fragment.extent.part(first, first + (stop - start) * size)
+    entry = request.entry
+    runs = entry.fragments.runs(request.start, request.stop, SIZES[entry.dtype])
+    return (run.extent for run in runs)
 
 
 class PieceHasher:

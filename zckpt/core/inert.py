@@ -139,24 +139,18 @@ def map_values(value: Any, change: Callable[[Any, Any], Any]) -> Any:
     Items of the types in PLAIN stay as they are.
     """
     kind = type(value)
-    if kind in (list, tuple, Size) and types_in(value) <= PLAIN:
-        return kind(value)
-    if kind in (dict, OrderedDict) and types_in(value.values()) <= PLAIN:
-        return kind(value)
+
+    def changed(item: Any, key: Any) -> Any:
+        return item if type(item) in PLAIN else change(item, key)
+
     if kind in (dict, OrderedDict):
-        return kind(
-            [
-                (key, item if type(item) in PLAIN else change(item, key))
-                for key, item in value.items()
-            ]
-        )
+        if types_in(value.values()) <= PLAIN:
+            return kind(value)
+        return kind([(key, changed(item, key)) for key, item in value.items()])
     if kind in (list, tuple, Size):
-        return kind(
-            [
-                item if type(item) in PLAIN else change(item, number)
-                for number, item in enumerate(value)
-            ]
-        )
+        if types_in(value) <= PLAIN:
+            return kind(value)
+        return kind([changed(item, number) for number, item in enumerate(value)])
     if kind is Foreign:
         return Foreign(
             value.function,

@@ -30,8 +30,7 @@ def entry_of(manifest: Manifest, name: str) -> Entry:
     Raises WrongOption, whose hint lists similar names.
     """
     parameter, _, slot = name.rpartition("/")
-    owners = {alias: owner for owner, item in manifest.parameters.items() for alias in item.aliases}
-    entries = manifest.entries
+    owners, entries = manifest.owners, manifest.entries
     entry = entries.get(name) or entries.get(f"{owners.get(parameter, parameter)}/{slot}")
     if entry is not None:
         return entry

@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from math import prod
-from typing import Any
+from typing import Annotated, Any
 
-from msgspec import Struct, field
+from msgspec import Meta, Struct, convert, field
 
 from ..errors import brief
 from .dtypes import NUMBERS, SIZES
@@ -22,6 +22,8 @@ from .sources import Fingerprint
 
 RESERVED_SLOTS = frozenset({"model", "param", "master", "state", "manifest"})
 MAX_STEP = 1 << 63
+Sizes = tuple[Annotated[int, Meta(ge=0)], ...]
+Hex = Annotated[str, Meta(pattern=r"\A[0-9a-f]{8}\Z")]
 
 
 class Entry(Struct, frozen=True):
@@ -99,40 +101,38 @@ def parameters_to_json(parameters: Mapping[str, Parameter]) -> dict[str, Any]:
     return documents
 
 
+class _Stated(Struct):
+    """A parameter as JSON."""
+
+    shape: Sizes
+    trainable: bool
+    group: int | None
+    step: Any
+    scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
+    aliases: tuple[str, ...] = ()
+
+
 def parameters_from_json(document: Mapping[str, Any]) -> dict[str, Parameter]:
-    """The inverse of `parameters_to_json`; raises KeyError, TypeError etc. for other documents."""
-    return {
-        name: Parameter(
-            sizes_from_json(item["shape"]),
-            _flag_from_json(item["trainable"]),
-            _group_from_json(item["group"]),
-            step_from_json(item["step"]),
-            {key: _scalar_from_json(scalar) for key, scalar in item.get("scalars", {}).items()},
-            texts_from_json(item.get("aliases", [])),
+    """The inverse of `parameters_to_json`; raises one of MALFORMED for other documents."""
+    parameters = {}
+    for name, item in document.items():
+        stated = convert(item, _Stated)
+        scalars = {key: _scalar_from_json(scalar) for key, scalar in stated.scalars.items()}
+        step = step_from_json(stated.step)
+        parameters[name] = Parameter(
+            stated.shape, stated.trainable, stated.group, step, scalars, stated.aliases
         )
-        for name, item in document.items()
-    }
+    return parameters
 
 
 def sizes_from_json(value: Any) -> tuple[int, ...]:
-    """A shape; raises TypeError for anything but a list of sizes."""
-    if not is_sizes(value):
-        raise TypeError(f"{brief(value)} is not a shape")
-    return tuple(value)
-
-
-def is_sizes(value: Any) -> bool:
-    """Whether a value of a JSON document is a list of integers that are not negative."""
-    if type(value) is not list:
-        return False
-    return not [size for size in value if type(size) is not int or size < 0]
+    """A shape; raises ValueError for anything but a list of sizes."""
+    return convert(value, Sizes)
 
 
 def texts_from_json(value: Any) -> tuple[str, ...]:
-    """Names or sentences; raises TypeError for anything but a list of texts."""
-    if not isinstance(value, list) or not all(type(text) is str for text in value):
-        raise TypeError(f"{brief(value)} is not a list of texts")
-    return tuple(value)
+    """Names or sentences; raises ValueError for anything but a list of texts."""
+    return convert(value, tuple[str, ...])
 
 
 def step_from_json(value: Any) -> float | int | None:
@@ -150,25 +150,7 @@ def is_step(value: Any) -> bool:
 
 def crc_from_json(value: Any) -> int:
     """A CRC-32; raises ValueError for anything but eight hex digits."""
-    if not isinstance(value, str) or not _HEX.fullmatch(value):
-        raise ValueError(f"{brief(value)} is not a CRC-32")
-    return int(value, 16)
-
-
-_HEX = re.compile("[0-9a-f]{8}")
-
-
-def _flag_from_json(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError(f"{brief(value)} is not true or false")
-    return value
-
-
-def _group_from_json(value: Any) -> int | None:
-    if value is not None and type(value) is not int:
-        raise TypeError(f"{brief(value)} is not the number of a group")
-    group: int | None = value
-    return group
+    return int(convert(value, Hex), 16)
 
 
 def _scalar_to_json(scalar: Scalar) -> dict[str, Any]:
@@ -178,12 +160,11 @@ def _scalar_to_json(scalar: Scalar) -> dict[str, Any]:
 
 
 def _scalar_from_json(document: Mapping[str, Any]) -> Scalar:
-    shape = sizes_from_json(document.get("shape", []))
-    scalar = Scalar(from_json(document["value"]), document["dtype"], shape)
+    scalar = convert({**document, "value": from_json(document["value"])}, Scalar)
     if scalar.dtype not in PYTHON_NUMBERS and scalar.dtype not in NUMBERS:
         raise ValueError(f"a number of type {brief(scalar.dtype)}")
-    if type(scalar.value) not in (bool, int, float) or any(size != 1 for size in scalar.shape):
-        raise ValueError(f"{brief(scalar.value)} of shape {list(scalar.shape)} is not a number")
+    if any(size != 1 for size in scalar.shape):
+        raise ValueError(f"a number of shape {list(scalar.shape)}")
     return scalar
 
 
@@ -298,6 +279,11 @@ class Manifest(Struct, frozen=True):
         """Completed updates, if all parameters that have a step share the same one."""
         steps = {item.step for item in self.parameters.values() if item.step is not None}
         return steps.pop() if len(steps) == 1 else None
+
+    @property
+    def owners(self) -> dict[str, str]:
+        """The first name of each tied weight, by its other names."""
+        return {alias: name for name, own in self.parameters.items() for alias in own.aliases}
 
     @property
     def slots(self) -> dict[str, list[Entry]]:

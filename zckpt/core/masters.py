@@ -143,7 +143,7 @@ def _heads(fragments: Fragments) -> Iterator[tuple[int, int]]:
         return
     for box in fragments.parts if isinstance(fragments, Boxes) else (fragments,):
         left = FEW
-        for run in _runs(box, box.start, box.stop, box.size):
+        for run in box.runs(box.start, box.stop, box.size):
             if not left:
                 break
             stop = min(run.stop, run.start + left)
@@ -162,19 +162,10 @@ def _part(entry: Entry, ranges: Iterable[tuple[int, int]]) -> Entry:
             parts.append(Fragment(first, first + stop - start, extent))
         else:
             shift = first - start
-            runs = sorted(_runs(fragments, start, stop, size), key=lambda run: run.start)
+            runs = sorted(fragments.runs(start, stop, size), key=lambda run: run.start)
             parts += [Fragment(run.start + shift, run.stop + shift, run.extent) for run in runs]
         first += stop - start
     return Entry(entry.name, entry.dtype, (first,), Runs(parts))
-
-
-def _runs(fragments: Fragments, start: int, stop: int, size: int) -> Iterator[Fragment]:
-    """Elements [start, stop), of `size` bytes each, as runs."""
-    for fragment in fragments.overlapping(start, stop):
-        for run in fragment.runs(start, stop):
-            low, high = max(start, run.start), min(stop, run.stop)
-            extent = run.extent.part((low - run.start) * size, (high - run.start) * size)
-            yield Fragment(low, high, extent)
 
 
 # -- where a difference is

@@ -102,8 +102,8 @@ class ElementReader:
                     pending = extent, at, item.check
                     continue
                 before, begin, check = pending
-                follows = _follows(before, extent) and begin + before.length == at
-                if follows and check == item.check:
+                end = Extent(before.file, before.offset + before.length, extent.length)
+                if end == extent and begin + before.length == at and check == item.check:
                     joined = Extent(before.file, before.offset, before.length + extent.length)
                     pending = joined, begin, check
                 else:
@@ -288,7 +288,3 @@ def _slices(item: ReadRequest) -> Slices:
     slices = item.entry.fragments
     assert isinstance(slices, Slices)
     return slices
-
-
-def _follows(before: Extent, extent: Extent) -> bool:
-    return before.file == extent.file and before.offset + before.length == extent.offset

@@ -73,7 +73,7 @@ def join(source: Manifest, target: Manifest, from_masters: bool = False) -> list
     masters. Raises MissingData.
     """
     entries = (*target.entries.values(), *target.replicas)
-    owners = {alias: name for name, alias in _aliases(source)}
+    owners = source.owners
     names = (owners.get(entry.parameter, entry.parameter) for entry in entries)
     return [
         Pair(_source_of(entry, name, source, from_masters), entry)
@@ -146,7 +146,7 @@ def match(a: Manifest, b: Manifest) -> tuple[list[Match], list[str], list[str]]:
         if counterpart is not None:
             matches.append(counterpart)
     taken = {id(entry) for item in matches for entry in (item.a, item.b)}
-    owners = {alias: name for side in (b, a) for name, alias in _aliases(side)}
+    owners = b.owners | a.owners
     for entry in ours.values():  # a tied weight that one side stores twice
         same = theirs.get(f"{owners.get(entry.parameter)}/{entry.slot}")
         if id(entry) not in taken and same is not None:
@@ -176,13 +176,6 @@ def match(a: Manifest, b: Manifest) -> tuple[list[Match], list[str], list[str]]:
     return matches, only_a, only_b
 
 
-def _aliases(manifest: Manifest) -> Iterator[tuple[str, str]]:
-    """For each tied weight: the owner's name, paired with each other name."""
-    for name, parameter in manifest.parameters.items():
-        for alias in parameter.aliases:
-            yield name, alias
-
-
 def _copy(a: Entry, b: Entry) -> Match:
     alike = (a.dtype, a.shape) == (b.dtype, b.shape)
     return Match(a, b, "bits" if alike else "shapes", copy=True)
@@ -190,8 +183,7 @@ def _copy(a: Entry, b: Entry) -> Match:
 
 def _renamed(b: Manifest, a: Manifest) -> dict[str, Entry]:
     """The entries of `b`; a tied weight has the name that `a` has for it."""
-    owners = {alias: name for name, alias in _aliases(a)}
-    entries = {}
+    owners, entries = a.owners, {}
     for entry in b.entries.values():
         owner = owners.get(entry.parameter, entry.parameter)
         name = f"{owner}/{entry.slot}"

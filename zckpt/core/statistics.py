@@ -116,15 +116,8 @@ def magnitudes(counts: Mapping[int, int]) -> dict[str, Any] | None:
     return {"first": first - BIAS, "counts": listed}
 
 
-COUNTS = (
-    "finite",
-    "nan",
-    "positive_inf",
-    "negative_inf",
-    "negative",
-    "zero",
-    "positive",
-)
+COUNTS = Statistics.__struct_fields__[:7]
+"""From `finite` to `positive`."""
 
 
 def json_number(number: float) -> float | str:

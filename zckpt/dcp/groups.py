@@ -38,11 +38,6 @@ class Groups:
         self._members = members
         self._sources: dict[str, dict[int, str]] = {}
 
-    @property
-    def are_unknown(self) -> bool:
-        """Whether the source has no hyper-parameters."""
-        return not self.names.manifest.groups
-
     def values(self, meaning: KeyMeaning) -> list[Any]:
         """The value of a hyper-parameter; an empty list if the source has none for this group.
 

@@ -79,11 +79,7 @@ class KeyNames:
         }
         self._names = by_plain_name([*names_of(manifest), *self.extra])
         self._leading = leading(self._names)
-        self._owners = {
-            alias: name
-            for name, parameter in manifest.parameters.items()
-            for alias in parameter.aliases
-        }
+        self._owners = manifest.owners
         self._rules: dict[PrefixRule, None] = {}  # of the weights that were looked up before
         self._parameters: dict[str, tuple[str, PrefixRule] | None] = {}
         self._meanings: dict[str, KeyMeaning | None] = {}

@@ -181,7 +181,9 @@ class LoadTarget:
             value = _rebuilt(stored)
             self.assumes |= value is not None
             return [value]
-        if meaning.slot != "params" and (groups.sources(meaning) or groups.are_unknown):
+        if meaning.slot != "params" and (
+            groups.sources(meaning) or not groups.names.manifest.groups
+        ):
             self.kept[meaning.slot] = None
         return []
 

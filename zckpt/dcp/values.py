@@ -149,21 +149,12 @@ def _path(self: _Rebuilding, value: Foreign) -> pathlib.PurePath:
     return cls(*map(str, self.arguments(value)))
 
 
-def _namespace(self: _Rebuilding, value: Foreign) -> argparse.Namespace:
-    return argparse.Namespace(**self.rebuild(value.state or {}))
-
-
 def _file(self: _Rebuilding, value: Foreign) -> io.BytesIO:
     """The extra state of TransformerEngine's modules."""
     data, position, _ = value.state
     result = io.BytesIO(data)
     result.seek(position)
     return result
-
-
-def _default(self: _Rebuilding, value: Foreign) -> collections.defaultdict[Any, Any]:
-    (factory,) = self.arguments(value) or [None]
-    return collections.defaultdict(factory)
 
 
 # -- numpy's
@@ -213,32 +204,26 @@ def _numpy_scalar(self: _Rebuilding, value: Foreign) -> Any:
     return numpy.frombuffer(data, _dtype(self, dtype), 1)[0]
 
 
+_PLAIN: tuple[type, ...] = (
+    *(torch.device, TorchVersion, range, slice, decimal.Decimal),
+    *(collections.defaultdict, collections.Counter, collections.deque),
+    *(datetime.datetime, datetime.date, datetime.time, datetime.timedelta, datetime.timezone),
+)
+"""Classes that are called with the arguments that the pickle has."""
 _NUMPY: dict[str, Callable[[_Rebuilding, Foreign], Any]] = {
     "multiarray._reconstruct": _array,
     "multiarray.scalar": _numpy_scalar,
     "numeric._frombuffer": _buffer,
 }
 _OBJECTS: dict[str, Callable[[_Rebuilding, Foreign], Any]] = {
-    "torch.device": _plain(torch.device),
-    "collections.defaultdict": _default,
-    "collections.Counter": _plain(collections.Counter),
-    "collections.deque": _plain(collections.deque),
-    "builtins.range": _plain(range),
+    **{f"{cls.__module__}.{cls.__qualname__}": _plain(cls) for cls in _PLAIN},
     "builtins.xrange": _plain(range),
-    "builtins.slice": _plain(slice),
-    "datetime.datetime": _plain(datetime.datetime),
-    "datetime.date": _plain(datetime.date),
-    "datetime.time": _plain(datetime.time),
-    "datetime.timedelta": _plain(datetime.timedelta),
-    "datetime.timezone": _plain(datetime.timezone),
-    "decimal.Decimal": _plain(decimal.Decimal),
-    "torch.torch_version.TorchVersion": _plain(TorchVersion),
     **{
         f"{module}.{name}": _path
         for module in ("pathlib", "pathlib._local")  # Python 3.13's
         for name in ("PosixPath", "PurePosixPath")
     },
-    "argparse.Namespace": _namespace,
+    "argparse.Namespace": lambda self, value: argparse.Namespace(**self.rebuild(value.state or {})),
     "_io.BytesIO": _file,
     "numpy.dtype": _dtype,
     **{f"numpy.{core}.{name}": make for core in ("core", "_core") for name, make in _NUMPY.items()},

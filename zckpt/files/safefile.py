@@ -13,24 +13,23 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
-from itertools import chain
-from json.encoder import encode_basestring
 from math import prod
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from msgspec import Struct
+from msgspec import Meta, Struct, convert
 
 from ..core import sources
-from ..core.dtypes import SIZES
+from ..core.dtypes import SIZES, Dtype
 from ..core.fileio import align
 from ..core.fragments import Extent
-from ..core.inert import types_in
 from ..core.layout import Shell
+from ..core.manifest import Sizes
 from ..errors import MALFORMED, CorruptCheckpoint, brief
 
 T = TypeVar("T")
 
 FORMAT = {"format": "pt"}
+Offset = Annotated[int, Meta(ge=0)]
 MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors package
 
 
@@ -41,6 +40,19 @@ class SavedTensor(Struct, frozen=True):
     dtype: str
     shape: tuple[int, ...]
     extent: Extent
+
+
+class _Stated(Struct):
+    """A tensor as the header has it: its bytes are counted from the header's end."""
+
+    dtype: Dtype
+    shape: Sizes
+    data_offsets: tuple[Offset, Offset]
+
+    def at(self, name: str, path: str, first: int) -> SavedTensor:
+        """The tensor in a file whose header ends at byte `first`."""
+        start, stop = self.data_offsets
+        return SavedTensor(name, self.dtype, self.shape, Extent(path, first + start, stop - start))
 
 
 def read(path: str) -> list[SavedTensor]:
@@ -67,9 +79,14 @@ def read_with_metadata(path: str, begin: int = 0) -> tuple[list[SavedTensor], di
                 f"{path} has a header of {length} bytes; safetensors allows {MAX_HEADER}"
             )
         try:
-            header = _parsed(file.read(length).decode())
-            metadata = _texts(header.pop("__metadata__", None) or {})
-            tensors = _tensors(path, first, header)
+            header = json.loads(file.read(length).decode(), object_pairs_hook=_unique)
+            metadata = header.pop("__metadata__", None) or {}
+            texts = {key: text for key, text in metadata.items() if isinstance(text, str)}
+            tensors = [
+                item.at(name, path, first)
+                for name, item in convert(header, dict[str, _Stated]).items()
+            ]
+            tensors.sort(key=lambda stored: (stored.extent.offset, stored.extent.length))
         except MALFORMED as error:
             raise CorruptCheckpoint(f"{path}: the safetensors header is malformed") from error
     end = first
@@ -85,47 +102,7 @@ def read_with_metadata(path: str, begin: int = 0) -> tuple[list[SavedTensor], di
             f"{path} has {size} bytes, but its header says {end}",
             hint="use another copy: the file was cut short or changed",
         )
-    return tensors, metadata
-
-
-def _parsed(text: str) -> Any:
-    """The header; raises ValueError if a name occurs twice.
-
-    Of two values of one name the first is lost, but not its colon. Only if there are more colons
-    than values, which may be in names too, every dictionary is looked at: that takes twice as long.
-    """
-    header = json.loads(text)
-    if text.count(":") == len(header) + sum(map(len, header.values())):
-        return header
-    return json.loads(text, object_pairs_hook=_unique)
-
-
-def _texts(metadata: Any) -> dict[str, str]:
-    """The texts of the metadata: safetensors itself has no other values there."""
-    return {key: text for key, text in metadata.items() if isinstance(text, str)}
-
-
-def _tensors(path: str, begin: int, header: dict[str, Any]) -> list[SavedTensor]:
-    """What a header lists, in the order of the bytes; these begin at byte `begin` of the file.
-
-    Types are looked at for all tensors at once, in a third of the time. Raises ValueError.
-    """
-    items = header.values()
-    dtypes = [item["dtype"] for item in items]
-    shapes = [item["shape"] for item in items]
-    ranges = [item["data_offsets"] for item in items]
-    if not types_in(dtypes) <= {str} or not {*dtypes} <= SIZES.keys():
-        raise ValueError("unknown dtype")
-    numbers = [*chain.from_iterable(shapes), *chain.from_iterable(ranges)]
-    are_lists = types_in(shapes) | types_in(ranges) <= {list}
-    if not are_lists or not types_in(numbers) <= {int} or min(numbers, default=0) < 0:
-        raise ValueError("no sizes")
-    tensors = [
-        SavedTensor(name, dtype, tuple(shape), Extent(path, begin + start, stop - start))
-        for name, dtype, shape, (start, stop) in zip(header, dtypes, shapes, ranges, strict=True)
-    ]
-    tensors.sort(key=lambda stored: (stored.extent.offset, stored.extent.length))
-    return tensors
+    return tensors, texts
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -166,16 +143,11 @@ def header(
 
     The data begin at a multiple of 4096 bytes, so that direct reads need no copy.
     """
-    items = [f'"__metadata__":{json.dumps(metadata, separators=(",", ":"))}']
-    start = 0
+    start, items = 0, {"__metadata__": dict[str, Any](metadata)}
     for name, dtype, shape in tensors:
         stop = start + prod(shape) * SIZES[dtype]
-        sizes = ",".join(map(str, shape))
-        items.append(
-            f'{encode_basestring(name)}:{{"dtype":"{dtype}","shape":[{sizes}],'
-            f'"data_offsets":[{start},{stop}]}}'
-        )
+        items[name] = {"dtype": dtype, "shape": shape, "data_offsets": (start, stop)}
         start = stop
-    text = f"{{{','.join(items)}}}".encode()
+    text = json.dumps(items, ensure_ascii=False, separators=(",", ":")).encode()
     length = align(8 + len(text)) - 8
     return length.to_bytes(8, "little") + text.ljust(length), 8 + length + start

@@ -6,7 +6,6 @@
     peft.py             names of adapters' weights
     families/           names and packings of models in Hugging Face and in Megatron-Core
     saving/             names under which transformers saves what a module calls otherwise
-    packing.py          several tensors that another program keeps as one
     views.py            tensors that are cut, joined, turned or dealt out of others
     tensor_rules.py     which dimension tensor ranks cut; tensor_families.py for known models
 

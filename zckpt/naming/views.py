@@ -13,13 +13,15 @@ No byte is read.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from math import prod
 from typing import TypeVar
 
 from msgspec import Struct
 
-from ..core.fragments import ZEROS, Box, Extent, Fragments, boxes
+from ..core.fragments import ZEROS, Box, Extent, Fragments, boxes, corners_of_range
 from ..core.slicing import boxes_of
 
 T = TypeVar("T")
@@ -64,27 +66,34 @@ def zeros(shape: Sequence[int], size: int) -> View:
 
 def cut(view: View, axis: int, length: int) -> list[View]:
     """Neighbors of `length` along an axis that is not folded; the last one may be shorter."""
-    ((whole,), place) = view.axes[axis], view.place(axis)
-    starts = range(0, whole, length)
+    whole = view.shape[axis]
+    return parted(view, axis, [min(length, whole - start) for start in range(0, whole, length)])
+
+
+def parted(view: View, axis: int, lengths: Sequence[int]) -> list[View]:
+    """Neighbors of these lengths along an axis that is not folded; together they are all of it."""
+    place = view.place(axis)
+    starts = list(accumulate(lengths, initial=0))[:-1]
     parts: list[list[Box]] = [[] for _ in starts]
     for box in view.boxes:
-        first, last = box.offsets[place], box.offsets[place] + box.sizes[place] - 1
-        for number in range(first // length, last // length + 1):
-            start, stop = number * length, min(whole, (number + 1) * length)
-            low, high = max(first, start), min(last + 1, stop)
-            parts[number].append(
-                _box(
-                    box,
-                    _with(box.whole, place, stop - start),
-                    _with(box.offsets, place, low - start),
-                    _with(box.sizes, place, high - low),
-                    box.strides,
-                    (low - first) * box.strides[place],
+        first, stop = box.offsets[place], box.offsets[place] + box.sizes[place]
+        for number in range(bisect_right(starts, first) - 1, bisect_left(starts, stop)):
+            start, length = starts[number], lengths[number]
+            low, high = max(first, start), min(stop, start + length)
+            if low < high:
+                parts[number].append(
+                    _box(
+                        box,
+                        _with(box.whole, place, length),
+                        _with(box.offsets, place, low - start),
+                        _with(box.sizes, place, high - low),
+                        box.strides,
+                        (low - first) * box.strides[place],
+                    )
                 )
-            )
     return [
-        View(_with(view.axes, axis, (min(length, whole - start),)), tuple(part), view.size)
-        for start, part in zip(starts, parts, strict=True)
+        View(_with(view.axes, axis, (length,)), tuple(part), view.size)
+        for length, part in zip(lengths, parts, strict=True)
     ]
 
 
@@ -166,6 +175,13 @@ def dealt(view: View, axis: int, order: Sequence[int]) -> View:
     return _ordered(view, axes, places)
 
 
+def split(view: View, axis: int, count: int) -> View:
+    """The tensor whose axis of one length is two: `count`, and the length of each of these."""
+    inner = folded(view, axis, (view.shape[axis] // count,))
+    outer, length = inner.axes[axis]
+    return View(_with(inner.axes, axis, (outer,), (length,)), inner.boxes, view.size)
+
+
 def flattened(view: View, axis: int) -> View:
     """The tensor whose axis is this one and the next together."""
     together = (*view.axes[axis], *view.axes[axis + 1])
@@ -186,19 +202,11 @@ def _ordered(view: View, axes: tuple[Lengths, ...], places: Sequence[int]) -> Vi
 
 
 def _folded(box: Box, place: int, lengths: Lengths) -> Iterator[Box]:
-    """A box whose length at `place` is folded: a box for every part that is one.
-
-    A range of a row begins and ends inside of planes, as `range_of_box` says.
-    """
+    """A box whose length at `place` is folded: a box for every part that is one."""
     steps = [prod(lengths[number + 1 :]) for number in range(len(lengths))]
-    start = box.offsets[place]
-    stop, stride = start + box.sizes[place], box.strides[place]
+    start, stride = box.offsets[place], box.strides[place]
     at = start
-    while at < stop:
-        axis = next((n for n, step in enumerate(steps) if not at % step and at + step <= stop), 0)
-        corner = [at // step % length for step, length in zip(steps, lengths, strict=True)]
-        sizes = [*(1 for _ in lengths[:axis]), *lengths[axis:]]
-        sizes[axis] = min(lengths[axis] - corner[axis], (stop - at) // steps[axis])
+    for corner, sizes in corners_of_range(lengths, start, start + box.sizes[place]):
         yield _box(
             box,
             _with(box.whole, place, *lengths),

@@ -22,6 +22,7 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
+from ..core.statistics import json_number
 from ..errors import MissingData, WrongOption, counted, listed
 from . import runs
 from .distances import SAME, TOLERANCES, apart, has_numbers, tolerance
@@ -114,7 +115,7 @@ def report(a: Run, b: Run, noise: Run | None) -> Report:
         "a": a.path,
         "b": b.path,
         "noise": None if noise is None else noise.path,
-        "noise_floor": number(floor) if noise else None,
+        "noise_floor": json_number(floor) if noise else None,
         "equal": not differing and not only_a and not only_b,
         "records": len(events),
         "differing": len(differing),
@@ -253,8 +254,8 @@ def metrics(events: Sequence[Event]) -> Report:
 
 
 def _mean(values: Sequence[float]) -> float | str:
-    mean = math.fsum(values) / len(values) if all(map(math.isfinite, values)) else sum(values)
-    return mean if math.isfinite(mean) else str(mean)
+    finite = all(map(math.isfinite, values))
+    return json_number(math.fsum(values) / len(values) if finite else sum(values))
 
 
 def heat(events: Sequence[Event], steps: Sequence[int]) -> Report:
@@ -269,14 +270,10 @@ def heat(events: Sequence[Event], steps: Sequence[int]) -> Report:
         "steps": list(steps),
         "modules": list(rows),
         "distances": [
-            [None if value is None else number(value) for value in row] for row in rows.values()
+            [None if value is None else json_number(value) for value in row]
+            for row in rows.values()
         ],
     }
-
-
-def number(value: float) -> float | str:
-    """The number in a form that JSON can represent."""
-    return value if math.isfinite(value) else "inf"
 
 
 def _described(event: Event, explained: str) -> Report:
@@ -290,8 +287,8 @@ def _described(event: Event, explained: str) -> Report:
         "dtype": event.a.dtype,
         "shape": list(event.a.shape),
         "what": event.what,
-        "distance": number(event.distance),
-        "tolerated": number(event.tolerated),
+        "distance": json_number(event.distance),
+        "tolerated": json_number(event.tolerated),
         "meaning": explained,
     }
 

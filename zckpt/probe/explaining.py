@@ -43,7 +43,8 @@ def _circumstances(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:
         and a.get("seeds") == b.get("seeds")
         and a.get("random_state") != b.get("random_state")
     ):
-        yield f"the random state at the beginning, which {_drops(drops)} use"
+        modules = f"{counted(len(drops), 'module')} with dropout, such as {next(iter(drops))},"
+        yield f"the random state at the beginning, which {modules} use"
     for key in ("device", "threads"):
         if key in a and key in b and a[key] != b[key]:
             yield f"{key} {_stated(a[key])} against {_stated(b[key])}"
@@ -61,10 +62,6 @@ def _circumstances(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:
 
 def _stated(value: Any) -> str:
     return "none" if value is None else str(value).lower() if value in (True, False) else str(value)
-
-
-def _drops(drops: Mapping[str, float]) -> str:
-    return f"{counted(len(drops), 'module')} with dropout, such as {next(iter(drops))},"
 
 
 class Surroundings(Struct, frozen=True):

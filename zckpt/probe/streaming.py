@@ -355,9 +355,8 @@ def sources(model: nn.Module, manifest: Manifest) -> dict[str, Entry]:
             f"these buffers are on the meta device, and no checkpoint has them: {listed(lost)}",
             hint="create the modules that compute them on the CPU",
         )
-    owners = {name: name for name in {entry.parameter for entry in manifest.entries.values()}}
-    for owner, parameter in manifest.parameters.items():
-        owners |= {alias: owner for alias in parameter.aliases if alias not in owners}
+    own = {entry.parameter: entry.parameter for entry in manifest.entries.values()}
+    owners = manifest.owners | own
     known = {plain(name) for name in owners}
     chosen: dict[int, str] = {}  # one name of each tied tensor, if possible one of the checkpoint
     for name, tensor in wanted.items():

@@ -96,6 +96,9 @@ class Subscriber:
         """A call of the module has ended, after all hooks or with an error."""
 
 
+BACKWARD = ("pre_backward_module", "gradient_tensor", "post_backward_module")
+
+
 @contextmanager
 def subscribe(
     model: nn.Module, *subscribers: Subscriber, inside_compiled: bool = True
@@ -167,20 +170,12 @@ class _Hooks:
     """The hooks of one block, and the number of calls of each module."""
 
     def __init__(self, subscribers: Sequence[Subscriber]) -> None:
-        self.before = {
+        self.by_method = {
             name: [each for each in subscribers if overrides(each, name)]
-            for name in ("pre_forward_module", "pre_forward_tensor")
-        }
-        self.after = {
-            name: [each for each in reversed(subscribers) if overrides(each, name)]
-            for name in ("post_forward_module", "post_forward_tensor")
-        }
-        self.backward = {
-            name: [each for each in subscribers if overrides(each, name)]
-            for name in ("pre_backward_module", "gradient_tensor", "post_backward_module")
+            for name in vars(Subscriber)
+            if not name.startswith("_")
         }
         self.of_leaves: list[Any] = []
-        self.leaving = [each for each in subscribers if overrides(each, "leave_module")]
         self.calls: Counter[str] = Counter()
         self.again: Counter[str] = Counter()
         self.copies: list[Any] = []
@@ -199,7 +194,7 @@ class _Hooks:
             module.register_forward_pre_hook(pre, with_kwargs=True),
             module.register_forward_hook(post, with_kwargs=True, prepend=True),
         ]
-        if path == ROOT or self.leaving:
+        if path == ROOT or self.by_method["leave_module"]:
             self.handles.append(module.register_forward_hook(leave, always_call=True))
 
     def remove(self) -> None:
@@ -225,9 +220,9 @@ class _Hooks:
                 self.roots.append(self.calls[path] - 1)
         place = Place(module, path, self._call(path, recomputed), recomputed)
         new_args, new_kwargs = args, kwargs
-        for each in self.before["pre_forward_module"]:
+        for each in self.by_method["pre_forward_module"]:
             new_args, new_kwargs = each.pre_forward_module(place, new_args, new_kwargs)
-        for each in self.before["pre_forward_tensor"]:
+        for each in self.by_method["pre_forward_tensor"]:
 
             def change(where: str, tensor: Tensor, each: Subscriber = each) -> Tensor:
                 return each.pre_forward_tensor(place, where, tensor)
@@ -249,20 +244,20 @@ class _Hooks:
         if recomputed:
             self.again[path] += 1
         new_output = output
-        for each in self.after["post_forward_module"]:
+        for each in reversed(self.by_method["post_forward_module"]):
             new_output = each.post_forward_module(place, args, new_output)
-        for each in self.after["post_forward_tensor"]:
+        for each in reversed(self.by_method["post_forward_tensor"]):
 
             def change(where: str, tensor: Tensor, each: Subscriber = each) -> Tensor:
                 return each.post_forward_tensor(place, where, tensor)
 
             new_output = mapped(new_output, "out", change)
-        if any(self.backward.values()) and torch.is_grad_enabled():
+        if any(self.by_method[name] for name in BACKWARD) and torch.is_grad_enabled():
             self._watch_backward(place, (args, kwargs), new_output)
         return None if new_output is output else new_output
 
     def _watch_backward(self, place: Place, inputs: Any, output: Any) -> None:
-        subscribed = self.backward
+        subscribed = self.by_method
 
         def before() -> None:
             for each in subscribed["pre_backward_module"]:
@@ -285,7 +280,7 @@ class _Hooks:
         """A call has returned, or has raised an error."""
         if path == ROOT and self.roots and not in_backward():
             self.roots.pop()
-        for each in self.leaving:
+        for each in self.by_method["leave_module"]:
             each.leave_module(module)
 
     def _call(self, path: str, recomputed: bool) -> int:
@@ -356,20 +351,18 @@ def mapped(value: Any, path: str, change: Callable[[str, Tensor], Tensor]) -> An
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, Mapping):
-        named = {key: mapped(item, f"{path}.{key}", change) for key, item in value.items()}
-        if all(named[key] is item for key, item in value.items()):
-            return value
-        changed: Any = copy.copy(value)
-        for key, item in named.items():
-            changed[key] = item
-        return changed
-    if is_dataclass(value) and not isinstance(value, type):
+        values: Mapping[Any, Any] = value
+    elif is_dataclass(value) and not isinstance(value, type):
         values = {field.name: getattr(value, field.name, None) for field in fields(value)}
-        named = {key: mapped(item, f"{path}.{key}", change) for key, item in values.items()}
-        if all(named[key] is item for key, item in values.items()):
-            return value
-        changed = copy.copy(value)
-        for key, item in named.items():
+    else:
+        return value
+    named = {key: mapped(item, f"{path}.{key}", change) for key, item in values.items()}
+    if all(named[key] is item for key, item in values.items()):
+        return value
+    changed: Any = copy.copy(value)
+    for key, item in named.items():
+        if isinstance(value, Mapping):
+            changed[key] = item
+        else:
             object.__setattr__(changed, key, item)
-        return changed
-    return value
+    return changed

@@ -6,20 +6,21 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from msgspec import Struct, convert, field
+
 from ..core import compare, sources
 from ..core.compare import Result
-from ..core.dtypes import SIZES
+from ..core.dtypes import Dtype
 from ..core.facts import facts_of, with_facts
 from ..core.fragments import Runs
 from ..core.inert import from_json, plain_group, to_json
 from ..core.manifest import (
     Entry,
+    Hex,
     Manifest,
-    crc_from_json,
+    Sizes,
     parameters_from_json,
     parameters_to_json,
-    sizes_from_json,
-    texts_from_json,
 )
 from ..core.plan import Match, match
 from ..core.resources import DEFAULT_COPYING, Begin, Copying
@@ -29,7 +30,6 @@ from ..errors import (
     CorruptCheckpoint,
     MissingData,
     UnsupportedCheckpoint,
-    brief,
     cause,
     listed,
 )
@@ -42,6 +42,30 @@ from .verify import inferences, needs_weights, nothing_found, with_values
 Report = dict[str, Any]
 MAX_PROOF = 1 << 29
 """Bytes: 100 to 200 for each of a tensor's and a parameter's lines, as those of a manifest."""
+
+
+class _Digest(Struct):
+    """A tensor of the checkpoint, and of another one that it was compared with."""
+
+    dtype: Dtype
+    shape: Sizes
+    a: Hex | None = None
+
+
+class _Held(Struct):
+    """What `about` has stated; older proofs lack some of it."""
+
+    parameters: dict[str, Any]
+    buffers: tuple[str, ...]
+    groups: tuple[dict[str, Any], ...] | None
+    format: str = "proof"
+    source: dict[str, Any] | None = None
+    states: dict[str, tuple[str, ...]] | None = None
+    state: dict[str, Any] = field(default_factory=dict)
+    optimizer: str | None = None
+    contents: str = ""
+    of_ranks: dict[str, dict[str, Any]] = field(default_factory=dict)
+    layout: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 def about(manifest: Manifest) -> Report:
@@ -166,44 +190,34 @@ def _read_proof(path: str, manifest: Manifest) -> tuple[Manifest, str]:
                 f"{path} proves a difference",
                 hint="give a file that `zckpt verify --save-proof` wrote when it found nothing",
             )
-        description = report["held"]
-        entries = {
-            name: Entry(
-                name,
-                _dtype(item["dtype"]),
-                sizes_from_json(item["shape"]),
-                Runs([]),
-                crc_from_json(item["a"]),
-            )
-            for name, item in report["digests"].items()
-            if "a" in item
-        }
-        groups = description["groups"]
-        state, engine, place = facts_of(_dictionary(from_json(description.get("state", {}))))
-        stated = description.get("states")
-        if stated is None:
-            stated = {state.key: state.parameters for state in _others(manifest)}
-        if "state" not in description:  # a proof of zckpt 0.1
-            state = {"optimizer": {"other": _by_parameter(_dictionary(stated))}}
+        held = convert(report["held"], _Held)
+        digests = convert(report["digests"], dict[str, _Digest])
+        state, engine, place = facts_of(_dictionary(held.state))
+        if "state" not in report["held"]:  # a proof of zckpt 0.1
+            known = {state.key: state.parameters for state in _others(manifest)}
+            stated = known if held.states is None else held.states
+            state = {"optimizer": {"other": _by_parameter(stated)}}
         proven = Manifest(
             root=path,
-            format=str(description.get("format", "proof")),
-            source=_dictionary(description.get("source", report["versions"]["a"])),
-            entries=entries,
-            parameters=parameters_from_json(description["parameters"]),
-            buffers=texts_from_json(description["buffers"]),
-            groups=None
-            if groups is None
-            else tuple(_dictionary(from_json(group)) for group in groups),
-            optimizer=None if (name := description.get("optimizer")) is None else str(name),
+            format=held.format,
+            source=report["versions"]["a"] if held.source is None else held.source,
+            entries={
+                name: Entry(name, item.dtype, item.shape, Runs([]), int(item.a, 16))
+                for name, item in digests.items()
+                if item.a is not None
+            },
+            parameters=parameters_from_json(held.parameters),
+            buffers=held.buffers,
+            groups=None if held.groups is None else tuple(map(_dictionary, held.groups)),
+            optimizer=held.optimizer,
             engine=engine,
             step_place=place,
             state=state,
-            of_ranks=_dictionaries(description.get("of_ranks", {})),
-            layout=_dictionaries(description.get("layout", {})),
+            of_ranks=held.of_ranks,
+            layout=held.layout,
             states_inferred=False,
         )
-        return proven, str(description.get("contents", ""))
+        return proven, held.contents
     except MALFORMED as error:
         raise CorruptCheckpoint(
             f"{path} is not a proof: {cause(error)}",
@@ -211,26 +225,14 @@ def _read_proof(path: str, manifest: Manifest) -> tuple[Manifest, str]:
         ) from error
 
 
-def _by_parameter(stated: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def _dictionary(document: Mapping[str, Any]) -> dict[str, Any]:
+    return convert(from_json(document), dict[str, Any])
+
+
+def _by_parameter(stated: Mapping[str, Sequence[str]]) -> dict[str, dict[str, Any]]:
     """States that are there, by parameter and key; their values are not known."""
     values: dict[str, dict[str, Any]] = {}
     for key, names in stated.items():
-        for name in texts_from_json(names):
+        for name in names:
             values.setdefault(name, {})[key] = True
     return values
-
-
-def _dtype(name: Any) -> str:
-    if name not in SIZES:
-        raise ValueError(f"{brief(name)} is not a type of elements")
-    return str(name)
-
-
-def _dictionaries(value: Any) -> dict[str, dict[str, Any]]:
-    return {key: _dictionary(item) for key, item in _dictionary(value).items()}
-
-
-def _dictionary(value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict) or not all(type(key) is str for key in value):
-        raise TypeError(f"{brief(value)} is not a JSON object")
-    return value

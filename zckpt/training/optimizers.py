@@ -38,36 +38,13 @@ class KnownOptimizer(Struct, frozen=True):
     numbers: tuple[str, ...] = ()
 
 
+_OF_ADAM = {**ADAM, "amsgrad": False, **TORCH, "fused": None, "decoupled_weight_decay": False}
+_OF_ADAMW = {**_OF_ADAM, "weight_decay": 1e-2, "decoupled_weight_decay": True}
+_OF_NADAM = {"momentum_decay": 4e-3, "decoupled_weight_decay": False, **TORCH}
 OPTIMIZERS: dict[str, KnownOptimizer] = {
-    "adam": KnownOptimizer(
-        "adam",
-        {**ADAM, "amsgrad": False, **TORCH, "fused": None, "decoupled_weight_decay": False},
-        MOMENTS,
-    ),
-    "adamw": KnownOptimizer(
-        "adam",
-        {
-            **ADAM,
-            "weight_decay": 1e-2,
-            "amsgrad": False,
-            **TORCH,
-            "fused": None,
-            "decoupled_weight_decay": True,
-        },
-        MOMENTS,
-    ),
-    "nadam": KnownOptimizer(
-        "nadam",
-        {
-            **ADAM,
-            "lr": 2e-3,
-            "momentum_decay": 4e-3,
-            "decoupled_weight_decay": False,
-            **TORCH,
-        },
-        MOMENTS,
-        ("mu_product",),
-    ),
+    "adam": KnownOptimizer("adam", _OF_ADAM, MOMENTS),
+    "adamw": KnownOptimizer("adam", _OF_ADAMW, MOMENTS),
+    "nadam": KnownOptimizer("nadam", {**ADAM, "lr": 2e-3, **_OF_NADAM}, MOMENTS, ("mu_product",)),
     "rmsprop": KnownOptimizer(
         "rmsprop",
         {

@@ -64,11 +64,11 @@ def at_least_one(flag: str, hint: str) -> Callable[[int], None]:
     return check
 
 
-RANKS = "give a number of ranks, at least 1"
+RANKS = "ranks, at least 1"
 
 
 def _check_dp(dp: int) -> None:
-    at_least_one("--dp", RANKS)(dp)
+    at_least_one("--dp", f"give a number of {RANKS}")(dp)
     if dp > MAX_DP:
         raise WrongOption(f"--dp cannot be {dp}", hint=f"give a number of ranks, at most {MAX_DP}")
 
@@ -99,56 +99,40 @@ def _check_objects(names: Sequence[str]) -> None:
 
 # -- options that several formats understand
 
-DP: Option[int | None] = Option(
-    "dp",
-    "--dp",
-    None,
-    "Number of ranks of the target",
-    kind="integer",
-    usual="the source's",
-    check=_check_dp,
-)
-EP: Option[int | None] = Option(
+
+def _number(
+    name: str, help: str, needed: str, usual: str = "the source's", **more: Any
+) -> Option[int | None]:
+    """An option for a number of at least 1, which `needed` calls."""
+    flag = f"--{name.replace('_', '-')}"
+    check = at_least_one(flag, f"give a number of {needed}")
+    words = {"kind": "integer", "usual": usual, "check": check, **more}
+    return Option(name, flag, None, help, **words)
+
+
+DP = _number("dp", "Number of ranks of the target", RANKS, check=_check_dp)
+EP = _number(
     "ep",
-    "--ep",
-    None,
     "Number of ranks that share the experts of a MoE layer",
-    kind="integer",
-    usual="the source's",
-    check=at_least_one("--ep", RANKS),
+    RANKS,
     rare=True,
     reason="whole experts are written",
 )
-TP: Option[int | None] = Option(
-    "tp",
-    "--tp",
-    None,
-    "Number of tensor-parallel ranks",
-    kind="integer",
-    usual="the source's",
-    check=at_least_one("--tp", RANKS),
-    rare=True,
-    reason="whole tensors are written",
+TP = _number(
+    "tp", "Number of tensor-parallel ranks", RANKS, rare=True, reason="whole tensors are written"
 )
-PP: Option[int | None] = Option(
+PP = _number(
     "pp",
-    "--pp",
-    None,
     "Number of stages of the pipeline",
-    kind="integer",
-    usual="the source's",
-    check=at_least_one("--pp", "give a number of stages, at least 1"),
+    "stages, at least 1",
     rare=True,
     reason="the whole model is written",
 )
-VOCAB_SIZE: Option[int | None] = Option(
+VOCAB_SIZE = _number(
     "vocab_size",
-    "--vocab-size",
-    None,
     "Rows of the vocabulary that have a meaning; --tp rounds up to a multiple of the ranks",
-    kind="integer",
+    "rows",
     usual="as the source states",
-    check=at_least_one("--vocab-size", "give a number of rows"),
     rare=True,
     reason="whole tensors are written",
 )

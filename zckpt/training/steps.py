@@ -33,7 +33,7 @@ from ..core.facts import NamedWeightsEngine, StateDictEngine, StepPlace
 from ..core.inert import Scalar
 from ..core.manifest import Manifest, Sighting, is_step
 from ..core.weights import is_optimizers
-from ..errors import InconsistentCheckpoint, WrongOption
+from ..errors import InconsistentCheckpoint, WrongOption, listed
 from .optimizers import plain_name
 
 Step = float | int
@@ -277,13 +277,10 @@ def check_policy(policy: str | None) -> None:
 def _by_step(places: Sequence[tuple[str, Step]]) -> str:
     """The steps, each with some of the places that state it."""
     values = {step for _, step in places}
-    lines = [f"{step} ({_some(where for where, s in places if s == step)})" for step in values]
+    lines = [
+        f"{step} ({listed([where for where, s in places if s == step], 3)})" for step in values
+    ]
     return ", ".join(sorted(lines))
-
-
-def _some(places: Iterable[str]) -> str:
-    names = list(places)
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def stalled(step: Step, kind: str, where: str) -> str | None:

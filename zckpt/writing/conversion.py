@@ -27,9 +27,10 @@ from ..formats.format import Format
 from ..formats.paths import strange_target
 from ..formats.reading import Reading
 from ..naming.names import former
+from ..naming.ties import with_ties
 from ..reading import read
 from ..training import steps
-from ..training.options import ACCEPT_WEIGHTS, DROP_STATE, PARAM_NAMES, RENAME, Options, refuse
+from ..training.options import ACCEPT_WEIGHTS, DROP_STATE, PARAM_NAMES, RENAME, TIE, Options, refuse
 from . import models
 from .keeping import Keeping, dropped_states, unable_to_step
 from .report import Report, report_on
@@ -90,7 +91,7 @@ def write(
     dropped = dropped_states(manifest, options)
     manifest = states.without(manifest, options[DROP_STATE])
     parts = [states.without(part, options[DROP_STATE]) for part in parts]
-    named = models.named(manifest, options) if parts else named_for(format, manifest, options)
+    named = with_ties(manifest, options[TIE]) if parts else named_for(format, manifest, options)
     source, layout = laid_out(format, manifest, named, parts, target, options, best_in)
     files = convert.files_of(layout)
     size = sum(files.values())

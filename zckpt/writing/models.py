@@ -56,7 +56,7 @@ def parts_of(
             f"{given[0]} is for one model, and {manifest.root} has {', '.join(manifest.roots)}",
             hint=f"choose one with --root {next(iter(manifest.roots))}",
         )
-    parts = []
+    parts: list[Manifest] = []
     for name in manifest.roots:
         own = replace(
             reading,
@@ -76,8 +76,11 @@ def parts_of(
                 + f"; or take one, with --root {name} --param-names FILE",
             ) from error
         part = ties.with_ties(part, ties.of_root(options[TIE], name))
-        parts.append(replace(part, siblings=manifest.siblings))
-    return [parts[0], *map(_without_shared, parts[1:])]
+        state = part.state
+        if parts:  # the first one has the program's own state
+            state = {k: v for k, v in state.items() if k not in ("lr_scheduler", "client_state")}
+        parts.append(replace(part, siblings=manifest.siblings, state=state))
+    return parts
 
 
 def need_one(format: Format, manifest: Manifest, options: Options) -> None:
@@ -103,17 +106,6 @@ def _way_to_all(format: Format, manifest: Manifest, options: Options) -> str:
         if _has_place(format, manifest, Options((*options.given, (DIALECT, choice))))
     ]
     return f"; or write all with {' or '.join(fitting)}" if fitting else ""
-
-
-def named(manifest: Manifest, options: Options) -> Manifest:
-    """All models under the names that the target needs."""
-    return ties.with_ties(manifest, options[TIE])
-
-
-def _without_shared(part: Manifest) -> Manifest:
-    """A further model without the program's own state, which the first one has."""
-    state = {key: v for key, v in part.state.items() if key not in ("lr_scheduler", "client_state")}
-    return replace(part, state=state)
 
 
 def lay_out(

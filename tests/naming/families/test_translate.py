@@ -220,13 +220,13 @@ def test_a_family_in_a_file(tmp_path: Path, zckpt: Callable[..., Any]) -> None:
     ("before", "after", "words"),
     [
         ("{", "", "is not a family"),
-        ('"rules"', '"rule"', "KeyError"),
+        ('"rules"', '"rule"', "missing required field `rules`"),
         ("attention", "atention", "there is no packing 'atention'"),
-        ('"packing"', '"packings"', "the key 'packings'"),
+        ('"packing"', '"packings"', "unknown field `packings`"),
         ('"only": "Megatron"', '"only": "megatron"', "none of Hugging Face, Megatron"),
         ("{layer}", "{block}", "are not those of a rule"),
         ("(pos_)", "(pos_", "is not a family"),
-        ('["llama"', '[["llama"]', "is not a list of texts"),
+        ('["llama"', '[["llama"]', "Expected `str`, got `array` - at `$.types[0]`"),
     ],
 )
 def test_a_file_that_is_no_family(

@@ -31,9 +31,7 @@ from ...errors import (
     counted,
     listed,
 )
-from ...naming.families.layouts import LAYOUTS
-from ...naming.families.rules import MEGATRON
-from ...naming.families.sizes import Sizes
+from ...naming.families.layouts import with_rows
 from ...training.hyperparameters import given_groups, torch_groups
 from ...training.objects import without_others
 from ...training.optimizers import strange_to_adam
@@ -224,9 +222,7 @@ class _Run:
                 f"{name} has {counted(entry.shape[0], 'row')}, in the run of --like {wanted[0]}: "
                 "the others are zeros"
             )
-        (shape,), move = LAYOUTS["vocabulary", MEGATRON]([entry.shape], Sizes(vocab_size=wanted[0]))
-        (fragments,) = move([entry.fragments], entry.length // max(1, entry.numel))
-        return Entry(full, entry.dtype, shape, fragments)
+        return replace(with_rows(entry, wanted[0]), name=full)
 
     def _parameter(self, name: str) -> Parameter:
         like, own = self.like.parameters[name], self.source.parameters[self.owners[name]]

@@ -12,13 +12,10 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ...core.dtypes import SIZES
 from ...core.inert import Foreign
 from ...core.manifest import Entry, Manifest
 from ...errors import MissingData, WrongOption
-from ...naming.families.layouts import LAYOUTS
-from ...naming.families.rules import HUGGING_FACE, MEGATRON
-from ...naming.families.sizes import Sizes
+from ...naming.families.layouts import with_rows
 from ...training.options import LIKE, TP, VOCAB_SIZE, Options
 from .common import arguments
 from .contents import size_of
@@ -90,10 +87,7 @@ def _with_rows(
         shape = source.parameters[entry.parameter].shape if entry.parameter in names else None
         if entry.shape != shape or shape[0] == rows:
             return entry
-        side = MEGATRON if rows > shape[0] else HUGGING_FACE
-        (changed,), move = LAYOUTS["vocabulary", side]([shape], Sizes(vocab_size=rows))
-        (fragments,) = move([entry.fragments], SIZES[entry.dtype])
-        return Entry(entry.name, entry.dtype, changed, fragments)
+        return with_rows(entry, rows)
 
     common = {**kept["common"]}
     if isinstance(common.get("args"), Foreign) and PADDED in args:

@@ -1,7 +1,7 @@
-"""Which shapes and which fragments do tensors have once they are packed or unpacked?
+"""What becomes of tensors that are packed or unpacked for the other program?
 
-A layout gets the shapes of the tensors of one side. It gives the shapes of the other side, and a
-function for their fragments. It opens no file. These are the packings:
+A layout gets the tensors of one side as views, and gives those of the other side. It opens no file.
+These are the packings:
 
     same                     one tensor that both have alike
     vocabulary               the same; rows that only pad the vocabulary go or come
@@ -16,17 +16,14 @@ function for their fragments. It opens no file. These are the packings:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from math import prod
 
-from ...core.fragments import ZEROS, Extent, Fragments, solid
-from ...core.slicing import Piece, Slicing, joined
-from ..packing import packed, packing, turned, unpacked
+from ...core.dtypes import SIZES
+from ...core.manifest import Entry
+from ..views import View, cut, flattened, joined, parted, split, swapped, unstacked, view_of, zeros
 from .rules import HUGGING_FACE, MEGATRON
 from .sizes import Sizes
 
-Shape = tuple[int, ...]
-Move = Callable[[Sequence[Fragments], int], list[Fragments]]
-Layout = tuple[list[Shape], Move]
+Views = Sequence[View]
 
 
 class Misfit(Exception):
@@ -37,115 +34,97 @@ class Misfit(Exception):
         self.needs = tuple(needs)
 
 
-def _same(shapes: Sequence[Shape], _: Sizes) -> Layout:
-    return list(shapes), lambda parts, size: list(parts)
+def _same(views: Views, _: Sizes) -> Views:
+    return views
 
 
-def _join_rows(shapes: Sequence[Shape], _: Sizes) -> Layout:
-    if len(set(shapes)) > 1 or not shapes[0]:
-        raise Misfit(f"gate and up have the shapes {_listed(shapes)}, which are not the same")
-    return _joining(packing([shape[0] for shape in shapes], 1, _inner(shapes[0])), shapes[0])
+def _join_rows(views: Views, _: Sizes) -> Views:
+    if len({view.shape for view in views}) > 1 or not views[0].shape:
+        raise Misfit(f"gate and up have the shapes {_listed(views)}, which are not the same")
+    return [joined(views, 0)]
 
 
-def _split_rows(shapes: Sequence[Shape], _: Sizes) -> Layout:
-    (shape,) = shapes
-    if not shape or shape[0] % 2:
-        raise Misfit(f"{_listed(shapes)} does not have the rows of gate and up: two equal halves")
-    return _splitting(packing([shape[0] // 2] * 2, 1, _inner(shape)), shape)
+def _split_rows(views: Views, _: Sizes) -> Views:
+    (view,) = views
+    if not view.shape or not view.shape[0] or view.shape[0] % 2:
+        raise Misfit(f"{_listed(views)} does not have the rows of gate and up: two equal halves")
+    return cut(view, 0, view.shape[0] // 2)
 
 
-def _join_attention(shapes: Sequence[Shape], sizes: Sizes) -> Layout:
-    rows, inner = _rows(shapes)
-    return _joining(packing(rows, _groups(rows, sizes), inner), shapes[0])
+def _join_attention(views: Views, sizes: Sizes) -> Views:
+    query, key, value = (view.shape for view in views)
+    if not query or key != value or query[1:] != key[1:]:
+        raise Misfit(f"q, k and v have the shapes {_listed(views)}")
+    groups = _groups([query[0], key[0], value[0]], sizes)
+    return [flattened(joined([split(view, 0, groups) for view in views], 1), 0)]
 
 
-def _split_attention(shapes: Sequence[Shape], sizes: Sizes) -> Layout:
-    (shape,) = shapes
-    rows = _rows_of_heads(shape, sizes)
-    return _splitting(packing(rows, _groups(rows, sizes), _inner(shape)), shape)
+def _split_attention(views: Views, sizes: Sizes) -> Views:
+    (view,) = views
+    rows = _rows_of_heads(view.shape, sizes)
+    groups = _groups(rows, sizes)
+    parts = parted(split(view, 0, groups), 1, [count // groups for count in rows])
+    return [flattened(part, 0) for part in parts]
 
 
-def _join_whole_attention(shapes: Sequence[Shape], sizes: Sizes) -> Layout:
-    (shape,) = shapes
-    rows = _rows_of_heads(shape, sizes)
-    apart = packing(rows, 1, _inner(shape))
-    dealt = packing(rows, _groups(rows, sizes), _inner(shape))
-    return [shape], lambda parts, size: [packed(dealt, unpacked(apart, parts[0], size), size)]
+def _join_whole_attention(views: Views, sizes: Sizes) -> Views:
+    (view,) = views
+    return _join_attention(parted(view, 0, _rows_of_heads(view.shape, sizes)), sizes)
 
 
-def _split_whole_attention(shapes: Sequence[Shape], sizes: Sizes) -> Layout:
-    (shape,) = shapes
-    rows = _rows_of_heads(shape, sizes)
-    apart = packing(rows, 1, _inner(shape))
-    dealt = packing(rows, _groups(rows, sizes), _inner(shape))
-    return [shape], lambda parts, size: [packed(apart, unpacked(dealt, parts[0], size), size)]
+def _split_whole_attention(views: Views, sizes: Sizes) -> Views:
+    parts = _split_attention(views, sizes)
+    return [joined([view_of(part.fragments, part.shape, part.size) for part in parts], 0)]
 
 
-def _turn(shapes: Sequence[Shape], _: Sizes) -> Layout:
-    (shape,) = shapes
-    if len(shape) != 2:
-        raise Misfit(f"{_listed(shapes)} is not a matrix")
-    return [shape[::-1]], lambda parts, size: [turned(parts[0], shape, size)]
+def _turn(views: Views, _: Sizes) -> Views:
+    (view,) = views
+    if len(view.shape) != 2:
+        raise Misfit(f"{_listed(views)} is not a matrix")
+    return [swapped(view, 0, 1)]
 
 
-def _turn_then_join(shapes: Sequence[Shape], sizes: Sizes) -> Layout:
-    between, turn = _turn(shapes, sizes)
-    result, join = _join_whole_attention(between, sizes)
-    return result, lambda parts, size: join(turn(parts, size), size)
+def _turn_then_join(views: Views, sizes: Sizes) -> Views:
+    return _join_whole_attention(_turn(views, sizes), sizes)
 
 
-def _split_then_turn(shapes: Sequence[Shape], sizes: Sizes) -> Layout:
-    between, split = _split_whole_attention(shapes, sizes)
-    result, turn = _turn(between, sizes)
-    return result, lambda parts, size: turn(split(parts, size), size)
+def _split_then_turn(views: Views, sizes: Sizes) -> Views:
+    return _turn(_split_whole_attention(views, sizes), sizes)
 
 
-def _split_experts(shapes: Sequence[Shape], _: Sizes) -> Layout:
-    (shape,) = shapes
-    if len(shape) != 3 or not prod(shape):
-        raise Misfit(f"{_listed(shapes)} is not a stack of the experts' matrices")
-    return _splitting(packing([shape[1]] * shape[0], 1, shape[2]), shape[1:])
+def _split_experts(views: Views, _: Sizes) -> Views:
+    (view,) = views
+    if len(view.shape) != 3 or 0 in view.shape:
+        raise Misfit(f"{_listed(views)} is not a stack of the experts' matrices")
+    return unstacked(view, 0)
 
 
-def _join_experts(shapes: Sequence[Shape], _: Sizes) -> Layout:
-    if len(set(shapes)) > 1 or len(shapes[0]) != 2:
-        raise Misfit(f"experts have the shapes {_listed(sorted(set(shapes)))}")
-    slicing = packing([shape[0] for shape in shapes], 1, shapes[0][1])
-    whole = (len(shapes), *shapes[0])
-    return [whole], lambda parts, size: [packed(slicing, parts, size)]
+def _join_experts(views: Views, _: Sizes) -> Views:
+    shapes = {view.shape for view in views}
+    if len(shapes) > 1 or len(views[0].shape) != 2:
+        raise Misfit(f"experts have the shapes {' and '.join(str([*s]) for s in sorted(shapes))}")
+    return [split(joined(views, 0), 0, len(views))]
 
 
-def _drop_rows(shapes: Sequence[Shape], sizes: Sizes) -> Layout:
-    (shape,) = shapes
-    rows = sizes.vocab_size
-    if rows is None or shape[:1] == (rows,):
-        return _same(shapes, sizes)
-    if not shape or rows > shape[0]:
-        raise Misfit(f"{_listed(shapes)} has fewer rows than the vocabulary, which has {rows}")
-    inner = _inner(shape)
-    piece = Piece(0, (0, 0), (0, 0), (rows, inner))
-    slicing = Slicing((rows, inner), ((shape[0], inner),), (piece,))
-    return [(rows, *shape[1:])], lambda parts, size: [joined(slicing, parts, size)]
+def _drop_rows(views: Views, sizes: Sizes) -> Views:
+    (view,), rows = views, sizes.vocab_size
+    if rows is None or view.shape[:1] == (rows,):
+        return views
+    if not view.shape or rows > view.shape[0]:
+        raise Misfit(f"{_listed(views)} has fewer rows than the vocabulary, which has {rows}")
+    return parted(view, 0, [rows, view.shape[0] - rows])[:1]
 
 
-def _add_rows(shapes: Sequence[Shape], sizes: Sizes) -> Layout:
-    (shape,) = shapes
-    rows = sizes.vocab_size
-    if rows is None or shape[:1] == (rows,):
-        return _same(shapes, sizes)
-    if not shape or rows < shape[0]:
-        raise Misfit(f"{_listed(shapes)} has more rows than vocab_size={rows}")
-    slicing = packing([shape[0], rows - shape[0]], 1, _inner(shape))
-    more = (rows - shape[0]) * _inner(shape)
-
-    def move(parts: Sequence[Fragments], size: int) -> list[Fragments]:
-        zeros = solid(more, Extent(ZEROS, 0, more * size))
-        return [packed(slicing, [parts[0], zeros], size)]
-
-    return [(rows, *shape[1:])], move
+def _add_rows(views: Views, sizes: Sizes) -> Views:
+    (view,), rows = views, sizes.vocab_size
+    if rows is None or view.shape[:1] == (rows,):
+        return views
+    if not view.shape or rows < view.shape[0]:
+        raise Misfit(f"{_listed(views)} has more rows than vocab_size={rows}")
+    return [joined([view, zeros((rows - view.shape[0], *view.shape[1:]), view.size)], 0)]
 
 
-LAYOUTS: Mapping[tuple[str, str], Callable[[Sequence[Shape], Sizes], Layout]] = {
+LAYOUTS: Mapping[tuple[str, str], Callable[[Views, Sizes], Views]] = {
     ("same", MEGATRON): _same,
     ("same", HUGGING_FACE): _same,
     ("vocabulary", MEGATRON): _add_rows,
@@ -166,36 +145,19 @@ LAYOUTS: Mapping[tuple[str, str], Callable[[Sequence[Shape], Sizes], Layout]] = 
 """By the packing, and the program that the target is for."""
 
 
-# -- shapes
+def with_rows(entry: Entry, rows: int) -> Entry:
+    """A tensor of a vocabulary with more rows, which are zeros, or without those that only pad."""
+    side = MEGATRON if rows > entry.shape[0] else HUGGING_FACE
+    whole = view_of(entry.fragments, entry.shape, SIZES[entry.dtype])
+    (view,) = LAYOUTS["vocabulary", side]([whole], Sizes(vocab_size=rows))
+    return Entry(entry.name, entry.dtype, view.shape, view.fragments)
 
 
-def _listed(shapes: Sequence[Shape]) -> str:
-    return " and ".join(str(list(shape)) for shape in shapes)
+def _listed(views: Views) -> str:
+    return " and ".join(str(list(view.shape)) for view in views)
 
 
-def _inner(shape: Shape) -> int:
-    return prod(shape[1:])
-
-
-def _joining(slicing: Slicing, shape: Shape) -> Layout:
-    whole = (slicing.whole[0], *shape[1:])
-    return [whole], lambda parts, size: [packed(slicing, parts, size)]
-
-
-def _splitting(slicing: Slicing, shape: Shape) -> Layout:
-    shapes = [(rows, *shape[1:]) for rows, _ in slicing.slices]
-    return shapes, lambda parts, size: unpacked(slicing, parts[0], size)
-
-
-def _rows(shapes: Sequence[Shape]) -> tuple[list[int], int]:
-    """The rows of q, k and v, and the elements of one."""
-    first, key, value = shapes
-    if not first or key != value or first[1:] != key[1:]:
-        raise Misfit(f"q, k and v have the shapes {_listed(shapes)}")
-    return [shape[0] for shape in shapes], _inner(first)
-
-
-def _rows_of_heads(shape: Shape, sizes: Sizes) -> list[int]:
+def _rows_of_heads(shape: Sequence[int], sizes: Sizes) -> list[int]:
     """The rows of q, k and v in a packed tensor; raises Misfit."""
     if sizes.heads is None or sizes.kv_heads is None:
         names = ("heads", "kv_heads")

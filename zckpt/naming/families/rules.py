@@ -9,13 +9,11 @@ Engine, and experts as the Hub's files have them.
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping
 from importlib.resources import files
-from typing import Any
 
 from msgspec import Struct
+from msgspec.json import decode
 
 from ...core import sources
 from ...errors import MALFORMED, WrongOption, cause
@@ -39,7 +37,7 @@ MAX_FILE = 1 << 20  # bytes
 NUMBERS = re.compile(r"\{(.*?)\}")
 
 
-class FamilyRule(Struct, frozen=True):
+class FamilyRule(Struct, frozen=True, forbid_unknown_fields=True):
     """The names of both sides; `{layer}` and `{expert}` stand for numbers.
 
     `packing` is one of layouts.py. If `only` is set, the rule is for sources of this program alone.
@@ -49,6 +47,16 @@ class FamilyRule(Struct, frozen=True):
     megatron: tuple[str, ...]
     packing: str = "same"
     only: str | None = None
+
+    def __post_init__(self) -> None:
+        names = [*self.hugging_face, *self.megatron]
+        places = {place for name in names for place in NUMBERS.findall(name)}
+        if not self.hugging_face or not self.megatron or not places <= {"layer", "expert"}:
+            raise ValueError(f"the names {', '.join(names)} are not those of a rule")
+        if self.packing not in PACKINGS:
+            raise ValueError(f"there is no packing {self.packing!r}: choose {', '.join(PACKINGS)}")
+        if self.only not in (None, *OTHER):
+            raise ValueError(f"only {self.only!r} is none of {', '.join(OTHER)}")
 
     def names(self, side: str) -> tuple[str, ...]:
         return self.hugging_face if side == HUGGING_FACE else self.megatron
@@ -60,6 +68,12 @@ class Family(Struct, frozen=True):
     rules: tuple[FamilyRule, ...]
     types: tuple[str, ...]
     buffers: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not any("{layer}" in rule.hugging_face[0] for rule in self.rules):
+            raise ValueError("no rule has {layer} in its names")
+        for pattern in self.buffers:
+            re.compile(pattern)
 
 
 def is_family(name: str) -> bool:
@@ -73,49 +87,12 @@ def family_of(name: str) -> Family:
     Raises WrongOption for a file that is missing or is no family, OSError if it cannot be read.
     """
     if name in NAMES:
-        return _family(json.loads(files(__package__).joinpath(name + SUFFIX).read_text("utf-8")))
+        return decode(files(__package__).joinpath(name + SUFFIX).read_bytes(), type=Family)
     hint = "docs/megatron.md shows such a file"
     if not sources.is_file(name):
         raise WrongOption(f"--family {name}: there is no such file", hint=hint)
     try:
         with sources.opened(name) as file:
-            return _family(json.loads(file.read(MAX_FILE).decode("utf-8-sig")))
+            return decode(file.read(MAX_FILE).decode("utf-8-sig"), type=Family)
     except (*MALFORMED, re.error) as error:
         raise WrongOption(f"--family {name} is not a family: {cause(error)}", hint=hint) from error
-
-
-def _family(document: Any) -> Family:
-    """Raises ValueError, KeyError or TypeError for a document that is not one."""
-    rules = tuple(_rule(item) for item in document["rules"])
-    if not any("{layer}" in rule.hugging_face[0] for rule in rules):
-        raise ValueError("no rule has {layer} in its names")
-    buffers = _texts(document.get("buffers", []))
-    for pattern in buffers:
-        re.compile(pattern)
-    return Family(rules, _texts(document["types"]), buffers)
-
-
-def _rule(item: Mapping[str, Any]) -> FamilyRule:
-    if unknown := item.keys() - {"hugging_face", "megatron", "packing", "only"}:
-        raise ValueError(f"a rule has the key {sorted(unknown)[0]!r}")
-    rule = FamilyRule(
-        _texts(item["hugging_face"]),
-        _texts(item["megatron"]),
-        item.get("packing", "same"),
-        item.get("only"),
-    )
-    names = [*rule.hugging_face, *rule.megatron]
-    places = {place for name in names for place in NUMBERS.findall(name)}
-    if not rule.hugging_face or not rule.megatron or not places <= {"layer", "expert"}:
-        raise ValueError(f"the names {', '.join(names)} are not those of a rule")
-    if rule.packing not in PACKINGS:
-        raise ValueError(f"there is no packing {rule.packing!r}: choose {', '.join(PACKINGS)}")
-    if rule.only not in (None, *OTHER):
-        raise ValueError(f"only {rule.only!r} is none of {', '.join(OTHER)}")
-    return rule
-
-
-def _texts(value: Any) -> tuple[str, ...]:
-    if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
-        raise TypeError(f"{value!r} is not a list of texts")
-    return tuple(value)

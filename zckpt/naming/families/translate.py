@@ -13,7 +13,6 @@ from msgspec.structs import replace
 
 from ...core.dtypes import SIZES
 from ...core.facts import FlatBufferEngine
-from ...core.inert import Scalar
 from ...core.manifest import Entry, Manifest, Parameter
 from ...errors import (
     InconsistentCheckpoint,
@@ -23,7 +22,8 @@ from ...errors import (
     listed,
 )
 from ..names import canonical, names_of
-from .layouts import LAYOUTS, Misfit, Move
+from ..views import View, view_of
+from .layouts import LAYOUTS, Misfit
 from .matching import TensorGroup, groups_of, in_module_order, places_of
 from .rules import HUGGING_FACE, OTHER, Family, family_of
 from .sizes import parsed, sizes_of
@@ -74,19 +74,21 @@ class _Translation:
             )
         self.target = OTHER[self.side]
         self.sizes = sizes_of(source, family, given, self.target == HUGGING_FACE, config)
-        self.aliases = {
-            alias: owner for owner, item in source.parameters.items() for alias in item.aliases
-        }
-        own = {name: at for name, at in self.places.items() if name not in self.aliases}
+        aliases = source.owners
+        own = {name: at for name, at in self.places.items() if name not in aliases}
         stacked = {name: shape[0] for name in own if (shape := source.parameters[name].shape)}
         self.groups = groups_of(family, self.side, own, stacked)
-        second = {name: at for name, at in self.places.items() if name in self.aliases}
+        second = {name: at for name, at in self.places.items() if name in aliases}
         self.second_names = {
             group.sources[0]: group.targets[0]
             for group in groups_of(family, self.side, second, {})
             if len(group.sources) == len(group.targets) == 1
         }
         self.dropped: list[str] = []
+        self.of_parameter: dict[str, list[Entry]] = {}
+        for entry in source.entries.values():
+            if entry.slot != "state":
+                self.of_parameter.setdefault(entry.parameter, []).append(entry)
 
     def manifest(self) -> Manifest:
         """The manifest of the target."""
@@ -94,11 +96,10 @@ class _Translation:
         parameters: dict[str, Parameter] = {}
         entries: dict[str, Entry] = {}
         for group in self.groups:
-            shapes, move = self._layout(group)
-            fact = self._fact(group)
+            shapes, fact = self._shapes(group), self._fact(group)
             for name, shape in zip(group.targets, shapes, strict=True):
                 parameters[name] = replace(fact, shape=shape)
-            for entry in self._entries(group, shapes, move):
+            for entry in self._entries(group):
                 if entry.name in entries:
                     raise InconsistentCheckpoint(f"two tensors would become {entry.name}")
                 entries[entry.name] = entry
@@ -145,11 +146,15 @@ class _Translation:
             yield f"{listed(extra, 4)}: extra states of {self.side}'s modules"
         yield from self.dropped
 
-    def _layout(self, group: TensorGroup) -> tuple[list[tuple[int, ...]], Move]:
-        """The shapes of the targets, and what moves fragments; raises WrongOption, MissingData."""
+    def _laid_out(self, group: TensorGroup, views: Sequence[View]) -> Sequence[View]:
+        return LAYOUTS[group.rule.packing, self.target](views, self.sizes)
+
+    def _shapes(self, group: TensorGroup) -> list[tuple[int, ...]]:
+        """The shapes of the targets; raises WrongOption, MissingData."""
         shapes = [self.source.parameters[name].shape for name in group.sources]
         try:
-            result, move = LAYOUTS[group.rule.packing, self.target](shapes, self.sizes)
+            blank = [View(tuple((length,) for length in shape), (), 1) for shape in shapes]
+            result = [view.shape for view in self._laid_out(group, blank)]
         except Misfit as error:
             names = listed(group.sources, 3)
             if error.needs:
@@ -169,7 +174,7 @@ class _Translation:
                     f"{group.sources[0]}: rows {after[0]} to {before[0] - 1}, which only pad the "
                     "vocabulary"
                 )
-        return result, move
+        return result
 
     def _fact(self, group: TensorGroup) -> Parameter:
         """What is said of the parameters of a group, in which they must agree."""
@@ -181,7 +186,7 @@ class _Translation:
             for what, a, b in (
                 ("is trained", first.trainable, other.trainable),
                 ("has made so many steps:", first.step, other.step),
-                ("has the numbers", _numbers(first), _numbers(other)),
+                ("has the numbers", first.scalars, other.scalars),
                 ("has the hyper-parameters", _of(groups, first), _of(groups, other)),
             ):
                 if a != b:
@@ -197,15 +202,12 @@ class _Translation:
             )
         return replace(first, aliases=tuple(filter(None, aliases)))
 
-    def _entries(
-        self, group: TensorGroup, shapes: Sequence[tuple[int, ...]], move: Move
-    ) -> Iterator[Entry]:
+    def _entries(self, group: TensorGroup) -> Iterator[Entry]:
         """The tensors of the targets, slot by slot."""
         by_slot: dict[str, dict[str, Entry]] = {}
         for name in group.sources:
-            for entry in self._of_parameter[name]:
+            for entry in self.of_parameter.get(name, ()):
                 by_slot.setdefault(entry.slot, {})[name] = entry
-        moved = group.rule.packing != "same"
         for slot, parts in by_slot.items():
             if lacking := [name for name in group.sources if name not in parts]:
                 raise MissingData(
@@ -218,38 +220,25 @@ class _Translation:
                     f"{listed([entry.name for entry in own], 3)} would become one tensor, but have "
                     f"the types {listed([entry.dtype for entry in own], 3)}"
                 )
-            odd = [e for e in own if e.shape != self.source.parameters[e.parameter].shape]
-            if not moved:
+            if group.rule.packing == "same":
                 yield replace(first, name=f"{group.targets[0]}/{slot}")
                 continue
-            if odd:
+            if odd := [e for e in own if e.shape != self.source.parameters[e.parameter].shape]:
                 raise UnsupportedCheckpoint(
                     f"{odd[0].name} has the shape {list(odd[0].shape)}, which is not that of its "
                     "weight: --family cannot pack it",
                     hint="--weights-only leaves the optimizer's states out",
                 )
-            fragments = move([entry.fragments for entry in own], SIZES[first.dtype])
-            for name, shape, part in zip(group.targets, shapes, fragments, strict=True):
-                same = len(own) == 1 and part is first.fragments
-                digest = first.digest if same else None
-                yield Entry(f"{name}/{slot}", first.dtype, shape, part, digest)
-
-    @property
-    def _of_parameter(self) -> Mapping[str, Sequence[Entry]]:
-        if not hasattr(self, "_by_parameter"):
-            self._by_parameter: dict[str, list[Entry]] = {}
-            for entry in self.source.entries.values():
-                if entry.slot != "state":
-                    self._by_parameter.setdefault(entry.parameter, []).append(entry)
-        return self._by_parameter
+            views = [view_of(e.fragments, e.shape, SIZES[e.dtype]) for e in own]
+            for name, view in zip(group.targets, self._laid_out(group, views), strict=True):
+                if view is views[0]:  # nothing was packed
+                    yield replace(first, name=f"{name}/{slot}")
+                else:
+                    yield Entry(f"{name}/{slot}", first.dtype, view.shape, view.fragments)
 
 
 MODULE = frozenset({"module", "module_extra", "module_metadata"})
 """What a manifest's state says about the modules of the source."""
-
-
-def _numbers(parameter: Parameter) -> dict[str, Scalar]:
-    return parameter.scalars
 
 
 def _of(groups: Any, parameter: Parameter) -> Any:

@@ -6,7 +6,7 @@ file here, and what the rules take out of it says where its elements are in the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -109,7 +109,7 @@ def as_modules(saved: Manifest, model: Manifest, config: Mapping[str, Any]) -> M
 
 def _blank(model: Manifest) -> Manifest:
     """A manifest in which every name of a module is a tensor of bytes in a file of that name."""
-    owners = {alias: name for name, each in model.parameters.items() for alias in each.aliases}
+    owners = model.owners
     parameters: dict[str, Parameter] = {}
     entries: dict[str, Entry] = {}
     for name in names_of(model):
@@ -134,17 +134,11 @@ def _joined(
         return None
     if len(parts) == 1 and first.shape == shape:
         return replace(first, name=name)
-    runs = [run for place, entry in zip(places, parts, strict=True) for run in _runs(entry, place)]
+    runs = [
+        Fragment(run.start + shift, run.stop + shift, run.extent)
+        for place, entry in zip(places, parts, strict=True)
+        for shift in [place.at - place.start]
+        for run in entry.fragments.runs(place.start, place.stop, SIZES[entry.dtype])
+    ]
     runs.sort(key=lambda run: run.start)
     return Entry(name, first.dtype, shape, Runs(runs))
-
-
-def _runs(entry: Entry, place: ModuleSpan) -> Iterator[Fragment]:
-    """The elements of a place, by their numbers in the module's tensor."""
-    size = SIZES[entry.dtype]
-    for fragment in entry.fragments.overlapping(place.start, place.stop):
-        for run in fragment.runs(place.start, place.stop):
-            low, high = max(run.start, place.start), min(run.stop, place.stop)
-            at = place.at + low - place.start
-            part = run.extent.part((low - run.start) * size, (high - run.start) * size)
-            yield Fragment(at, at + high - low, part)

@@ -110,10 +110,6 @@ class SavingRules(Struct, frozen=True):
                 return rule, match
         return None
 
-    def are_saved(self, names: Sequence[str]) -> bool:
-        """Whether these are names of files, which would change again."""
-        return any(f".{mark}." in f".{name}." for mark in self.marks for name in names)
-
     def size(self, key: str) -> int:
         """A number that a step needs; raises MissingData."""
         value = self.sizes.get(key)

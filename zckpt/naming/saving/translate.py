@@ -26,9 +26,8 @@ def as_saved(manifest: Manifest, config: Mapping[str, Any]) -> Manifest:
     names, and further copies (`replicas`) do not come along. Raises UnsupportedCheckpoint for
     tensors that do not fit, and InconsistentCheckpoint if two would get one name.
     """
-    rules = rules_of(config)
-    names = names_of(manifest)
-    if rules is None or rules.are_saved(names):
+    rules, names = rules_of(config), names_of(manifest)
+    if rules is None or any(f".{mark}." in f".{n}." for mark in rules.marks for n in names):
         return manifest
     groups = _groups(rules, names)
     if all(group.rule is None and name in group.names.values() for name, group in groups.items()):
@@ -114,15 +113,13 @@ class _Translation:
     def _rename(self, old: str, new: str) -> None:
         self.new[old] = [new]
         if old in self.source.parameters:
-            self._add_parameter(new, self.source.parameters[old])
+            about = self.source.parameters[old]
+            aliases = tuple(map(self.rules.renamed, about.aliases))
+            self.parameters[new] = replace(about, aliases=aliases)
         elif old in self.source.buffers:
             self.buffers.append(new)
         for entry in self.of.get(old, ()):
             self._enter(replace(entry, name=f"{new}/{entry.slot}"))
-
-    def _add_parameter(self, name: str, about: Parameter) -> None:
-        aliases = tuple(map(self.rules.renamed, about.aliases))
-        self.parameters[name] = replace(about, aliases=aliases)
 
     def _convert(self, group: NameGroup, rule: SavingRule) -> None:
         """Enters the tensors that those of a group become, slot by slot."""

@@ -117,7 +117,7 @@ def by_name(
     A tied weight gets its owner's name. Copies are whole momenta on several ranks, and tied weights
     that were saved separately.
     """
-    owners = {alias: name for name, about in manifest.parameters.items() for alias in about.aliases}
+    owners = manifest.owners
     named: list[Named] = []
     entries: dict[str, Entry] = {}
     copies: dict[str, Entry] = {}
