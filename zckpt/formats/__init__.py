@@ -5,6 +5,7 @@
     paths.py       URLs, packed files and ~ in the place of a folder
     options.py     all options that formats declare
     groups.py      the groups that a target's optimizer expects
+    strangers.py   what an optimizer has beside the states of its parameters
     private.py     how reports call what only one format's files can hold
     zero.py        the arithmetic of ZeRO partitions
 
