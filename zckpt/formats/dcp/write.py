@@ -20,14 +20,7 @@ from ...core.folder import Folder
 from ...core.inert import Foreign, Scalar, TensorName
 from ...core.layout import Layout, Shell
 from ...core.manifest import Manifest
-from ...errors import (
-    MissingData,
-    UnsupportedCheckpoint,
-    UnsupportedState,
-    counted,
-    listed,
-    literal,
-)
+from ...errors import MissingData, UnsupportedCheckpoint, UnsupportedState, counted, listed, literal
 from ...files import safefile
 from ...files.dcpfile import ItemBox, Items, TensorItem, sealed
 from ...files.dcpshell import (

@@ -45,6 +45,11 @@ TIED = "tied_modules."
 SOME_STAGES = "mixture-of-experts layers in some stages of a pipeline alone"
 
 
+def tied_key(name: str) -> str | None:
+    """The key of a tied layer's parameter; None for a parameter of another layer."""
+    return name.removeprefix(TIED).partition(".")[0] if name.startswith(TIED) else None
+
+
 class GridFiles(Struct, frozen=True):
     """The files of every model rank, in order, and those of layers by layer and tensor rank."""
 

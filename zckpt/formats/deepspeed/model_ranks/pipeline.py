@@ -32,7 +32,7 @@ from ...deepspeed_states.experts import ExpertLayers
 from ...deepspeed_states.states import EngineStates, dictionary
 from ...deepspeed_states.tensors import is_extra
 from ...statedict.finding import BUFFERS
-from .grid import TIED
+from .grid import TIED, tied_key
 from .stage_bounds import stage_spans
 from .together import joined_groups, merged, require_alike, with_agreed_steps
 
@@ -178,8 +178,8 @@ def _layers(
     known = {*shapes, *buffers}
     tied: dict[str, list[str]] = {}
     for name in shapes:
-        if name.startswith(TIED):
-            tied.setdefault(name.removeprefix(TIED).partition(".")[0], []).append(name)
+        if (key := tied_key(name)) is not None:
+            tied.setdefault(key, []).append(name)
     layers, lacking = [], set(tied)
     for number, file in files.items():
         value = dictionary(file, file.value)
@@ -266,8 +266,7 @@ def _spans(stages: Sequence[Manifest], layers: Sequence[Layer]) -> list[range]:
 
 def _keys(names: Iterable[str]) -> list[str]:
     """The keys of the tied layers among parameters."""
-    tied = (name.removeprefix(TIED) for name in names if name.startswith(TIED))
-    return [*dict.fromkeys(name.partition(".")[0] for name in tied)]
+    return [*dict.fromkeys(key for name in names if (key := tied_key(name)) is not None)]
 
 
 def _perhaps_tied(stages: Sequence[Manifest], layers: Sequence[Layer]) -> Iterator[str]:
