@@ -99,7 +99,8 @@ def manifest_of(
         warnings=tuple(
             [warning for buffer in buffers for warning in buffer.warnings]
             + _frozen_warnings(ranks, lost)
-            + _buffer_warnings(differing)
+            + [f"the buffers {listed(differing)} differ between ranks; rank 0's are taken"]
+            * bool(differing)
             + _elastic_warnings(ranks, groups)
             + estimates.warnings(estimates.estimates_of(ranks))
             + _config_warnings(ranks)
@@ -225,12 +226,6 @@ def _frozen_warnings(ranks: EngineStates, lost: Sequence[str]) -> list[str]:
             "saved with exclude_frozen_parameters: frozen weights, if any, are not here"
         )
     return warnings
-
-
-def _buffer_warnings(differing: Sequence[str]) -> list[str]:
-    if not differing:
-        return []
-    return [f"the buffers {listed(differing)} differ between ranks; rank 0's are taken"]
 
 
 def _has_zenflow(config: object) -> bool:

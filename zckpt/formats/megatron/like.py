@@ -38,7 +38,7 @@ from ...training.optimizers import strange_to_adam
 from ...training.options import ALLOW_OBJECT, Options
 from . import FORMAT
 from .common import arguments, optimizers_of
-from .groups import groups_of
+from .groups import decay_multiplier, groups_of
 from .names import with_plain_norms
 from .optimizers import OF_WRAPPER
 from .programs import NEMO, TRAIN_STATE
@@ -168,9 +168,10 @@ class _Run:
         lost = [name for name in wanted if name not in owners]
         strangers = [name for name in known.values() if name not in owners.values()]
         if lost or strangers:
+            sides = {"only the source has": strangers, "only --like has": lost}
+            text = "; ".join(f"{what} {listed(names, 4)}" for what, names in sides.items() if names)
             raise MissingData(
-                f"the source and --like {like.root} have different parameters: "
-                f"{_sides(strangers, lost)}",
+                f"the source and --like {like.root} have different parameters: {text}",
                 hint="names of Hugging Face need --family, other names --rename REGEX=REPL",
             )
         shapes = self._shapes()
@@ -291,7 +292,7 @@ class _Run:
         result = []
         for number, group in enumerate(groups_of(self.common)):
             name, hyper = chosen.get(number, ("", {}))
-            if hyper.get("weight_decay") and not group.get("wd_mult", group.get("pre_wd_mult", 1)):
+            if hyper.get("weight_decay") and not decay_multiplier(group):
                 self.warnings.append(
                     f"the source decays the weights of a group with wd_mult 0, such as {name}: "
                     "Megatron-LM's scheduler will set its weight_decay to 0"
@@ -369,11 +370,6 @@ def _scaled(count: int, before: Any, step: int) -> int | None:
 
 def _listed(slots: set[str] | None) -> str:
     return listed(sorted(slots)) if slots else "none"
-
-
-def _sides(ours: list[str], theirs: list[str]) -> str:
-    sides = {"only the source has": ours, "only --like has": theirs}
-    return "; ".join(f"{text} {listed(names, 4)}" for text, names in sides.items() if names)
 
 
 def _shape(shape: tuple[int, ...]) -> str:

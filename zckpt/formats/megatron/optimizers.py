@@ -24,7 +24,7 @@ from ...errors import (
 )
 from ...training.options import EP, LIKE, Options
 from .common import READABLE, optimizers_of
-from .groups import groups_of
+from .groups import groups_of, hyper_parameters
 
 SPREAD = "is_expert_parallel"
 EXPERTS = ".experts."  # in the names of the parameters of experts
@@ -48,7 +48,8 @@ def optimizers(source: Manifest, common: Mapping[Any, Any], options: Options) ->
     InconsistentCheckpoint.
     """
     step, ep = _step(source), options[EP]
-    groups = [_with_step(group, step) for group in groups_of(dict(common))]
+    own = {} if step is None else {"step": step}
+    groups = [{**hyper_parameters(group), **own} for group in groups_of(dict(common))]
     if not groups:
         raise MissingData("the source has no parameter groups", hint="add --weights-only")
     if options[LIKE] is None:  # else they are in the groups
@@ -94,12 +95,6 @@ def _step(source: Manifest) -> float | int | None:
             hint="choose one: --step-policy max|min|N",
         )
     return int(step) if step is not None and step == int(step) else step
-
-
-def _with_step(group: Mapping[str, Any], step: float | int | None) -> Group:
-    """A group without its members' numbers, and with the step, if there is one."""
-    rest = {key: value for key, value in group.items() if key not in ("params", "step")}
-    return rest if step is None else {**rest, "step": step}
 
 
 def _with_given(groups: Sequence[Group], options: Options) -> list[Group]:

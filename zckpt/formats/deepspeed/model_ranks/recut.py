@@ -77,7 +77,8 @@ def recut(
             rank = ModelRank(number * grid.tp + tensor_rank, target, stage.buffers)
             whole = replace(model, state={**model.state, **scheduler})
             if with_experts:
-                own = {name for name in _named(whole) if stage.has(name, uses)}
+                module = [*(whole.state.get("module") or ()), *whole.parameters, *whole.buffers]
+                own = {name for name in module if stage.has(name, uses)}
                 ranks.append(stage_with_experts(whole, rank, own))
             else:
                 ranks.append(of_stage(whole, rank, stage.parameters))
@@ -307,11 +308,6 @@ def _with_parameters(model: Manifest, rank: ModelRank, names: Iterable[str]) -> 
         parameters={name: model.parameters[name] for name in names},
         replicas=(),
     )
-
-
-def _named(model: Manifest) -> set[str]:
-    """All names of a model's module."""
-    return {*(model.state.get("module") or ()), *model.parameters, *model.buffers}
 
 
 def stage_with_experts(model: Manifest, rank: ModelRank, names: Collection[str]) -> Manifest:

@@ -51,7 +51,11 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     """
     pipeline = _Pipeline.of(source, options) if source.state.get("pipeline") else None
     if pipeline is None:
-        _refuse_options(source, options)
+        refuse_without_stages(source.root, options)
+        for option in (WEIGHTS_ONLY, CONFIG):
+            if options[option]:
+                text = f"{option.flag} does not go with --tp"
+                raise WrongOption(text, hint="leave out one of them")
     tp = options[TP] or int(source.source.get("tp") or 1)
     rows = rows_of(source, tp, options)
     model = resized(source, rows)
@@ -161,14 +165,6 @@ class _Pipeline:
         key = self.tied.get(layer)
         prefix = f"{layer}." if key is None else f"{TIED}{key}."
         return {name.removeprefix(prefix): name for name in self.module if name.startswith(prefix)}
-
-
-def _refuse_options(source: Manifest, options: Options) -> None:
-    """Raises WrongOption for what does not go with tensor ranks alone."""
-    refuse_without_stages(source.root, options)
-    for option in (WEIGHTS_ONLY, CONFIG):
-        if options[option]:
-            raise WrongOption(f"{option.flag} does not go with --tp", hint="leave out one of them")
 
 
 def _unstaged(model: Manifest) -> Manifest:

@@ -152,7 +152,8 @@ class Experts(Struct, frozen=True):
             for item in layer.files:
                 for name, tensor in item.tensors.items():
                     owner = aliases.get(name, name)
-                    entry = _entry(owner, tensor, item.file)
+                    fragments = item.file.fragments(tensor)
+                    entry = Entry(f"{owner}/param", tensor.dtype, tensor.shape, fragments)
                     if owner not in parameters and owner not in known:
                         parameters[owner] = Parameter(tensor.shape, trainable=False)
                     _check_shape(item.file, name, tensor, parameters.get(owner))
@@ -342,10 +343,6 @@ def _with_one_step(buffers: Sequence[FlatBuffer], policy: str | None) -> list[Fl
     return result
 
 
-def _entry(owner: str, tensor: Tensor, file: TorchFile) -> Entry:
-    return Entry(f"{owner}/param", tensor.dtype, tensor.shape, file.fragments(tensor))
-
-
 def _check_shape(file: TorchFile, name: str, tensor: Tensor, parameter: Parameter | None) -> None:
     if parameter is not None and parameter.shape != tensor.shape:
         raise InconsistentCheckpoint(
@@ -422,7 +419,8 @@ def _fits(
                     file, weight = stored[layers.global_name(name, ep_rank)]
                     wide = master.part(first, first + stop - start)
                     narrow = weight.part(start, stop)
-                    yield _rounds(ranks.optimizers[rank], wide, file, narrow)
+                    a, b = ranks.optimizers[rank].read(wide), file.read(narrow)
+                    yield are_rounded(a, wide.dtype, b, narrow.dtype) is not False
                 begin += master.numel
 
 
@@ -436,8 +434,3 @@ def _parts(
         if low < high and count < PARAMETERS:
             count += 1
             yield name, low - start, min(high, low + ELEMENTS) - start, low - begin
-
-
-def _rounds(wide_file: TorchFile, wide: Tensor, narrow_file: TorchFile, narrow: Tensor) -> bool:
-    a, b = wide_file.read(wide), narrow_file.read(narrow)
-    return are_rounded(a, wide.dtype, b, narrow.dtype) is not False

@@ -341,16 +341,14 @@ def _joined_buckets(
         raise InconsistentCheckpoint(f"{name} lacks buckets or masters: {sorted(buckets)}")
     sizes: list[int] = []
     for number in range(len(buckets)):
-        ends = {_end(runs) for runs in buckets[number].values()}
+        ends = {
+            max((r.stop for r in runs.listed[-1:]), default=0) for runs in buckets[number].values()
+        }
         if list(buckets[number]) != slots or len(ends) != 1:
             raise InconsistentCheckpoint(f"{name}: the states of bucket {number} differ in size")
         sizes += ends
     tensors = {slot: [buckets[number][slot] for number in range(len(buckets))] for slot in slots}
     return Flat(name, dtype, tuple(sizes), tensors, coalesced)
-
-
-def _end(runs: Runs) -> int:
-    return runs.listed[-1].stop if runs.listed else 0
 
 
 def _slot(key: str) -> str:
