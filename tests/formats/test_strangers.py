@@ -13,7 +13,7 @@ import torch
 import zckpt
 from zckpt.errors import UnsupportedState, ZckptError
 
-from ..conftest import Result
+from ..conftest import ROOT, Result
 from .test_own_states import FLAT, PLAIN, WHOLE, saved
 
 Zckpt = Callable[..., Result]
@@ -92,12 +92,18 @@ def test_a_number_is_kept(kind: str, place: str, tmp_path: Path) -> None:
         shutil.rmtree(tmp_path / "new")
 
 
-def test_what_the_engine_itself_writes_is_known(tmp_path: Path) -> None:
-    for kind in RUNS:
-        (tmp_path / kind).mkdir()
-        manifest = zckpt.read(run_of(tmp_path / kind, kind))
-        assert manifest.unread == ()
-        assert "beside" not in manifest.state["optimizer"]
+RECORDED = [
+    *(ROOT / "examples" / name for name in ("run", "trainer/checkpoint-4")),
+    *sorted((ROOT / "tests" / "data").glob("deepspeed-*/run")),
+]
+"""Runs of real DeepSpeed, 0.8.2 to 0.19.8."""
+
+
+@pytest.mark.parametrize("run", [*RUNS, *RECORDED], ids=str)
+def test_what_the_engine_itself_writes_is_known(run: str | Path, tmp_path: Path) -> None:
+    manifest = zckpt.read(run_of(tmp_path, run) if isinstance(run, str) else run)
+    assert manifest.unread == ()
+    assert "beside" not in manifest.state["optimizer"]
 
 
 def test_numbers_that_ranks_have_of_their_own(tmp_path: Path) -> None:

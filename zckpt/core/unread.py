@@ -38,23 +38,23 @@ def as_unread(manifest: Manifest, reason: str) -> Manifest:
             names.setdefault(str(key), {}).update(dict.fromkeys(part["parameters"]))
             values.setdefault(str(key), []).append(value)
     entries = dict(manifest.entries)
-    own_entries = {
-        key: [entries.pop(f"{tensor}/state") for tensor in tensors_in(value)]
-        for key, value in values.items()
-    }
-    tensors = {entry.name for own in own_entries.values() for entry in own}
+    states = []
+    for key, value in values.items():
+        tensors = [entries.pop(f"{name}/state", None) for name in tensors_in(value)]
+        known = [entry for entry in tensors if entry is not None]
+        is_whole = len(known) == len(tensors)  # a stage of a pipeline lacks those of others
+        state = unread(key, names[key], reason, value, known)
+        states.append(state if is_whole else replace(state, content="", tensors=()))
     optimizer = {
         key: value
         for key, value in manifest.state["optimizer"].items()
         if key not in (OTHER, PARTITIONS)
     }
+    gone = manifest.entries.keys() - entries.keys()
     return replace(
         manifest,
         entries=entries,
-        replicas=tuple(entry for entry in manifest.replicas if entry.name not in tensors),
+        replicas=tuple(entry for entry in manifest.replicas if entry.name not in gone),
         state={**manifest.state, "optimizer": optimizer},
-        unread=(
-            *manifest.unread,
-            *(unread(key, names[key], reason, values[key], own_entries[key]) for key in values),
-        ),
+        unread=(*manifest.unread, *states),
     )

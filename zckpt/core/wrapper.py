@@ -33,16 +33,18 @@ def _find(manifest: Manifest) -> tuple[tuple[Any, ...], dict[Any, Any]]:
     One of them names an optimizer, and the model is not there: else it is the program's.
     """
     engine = manifest.engine
-    inner = (engine.optimizer or ()) if isinstance(engine, StateDictEngine) else ()
-    value, known = manifest.state.get("client_state"), False
-    for end, key in enumerate(inner[:-1], 1):
+    if not isinstance(engine, StateDictEngine) or not engine.optimizer:
+        return (), {}
+    value: Any = manifest.state.get("client_state")
+    is_named = False
+    for end, key in enumerate(engine.optimizer[:-1], 1):
         try:
-            value = value[key]  # type: ignore[index]
+            value = value[key]
         except (KeyError, IndexError, TypeError):
             break
-        known = known or "optim" in str(key).lower()
-        path = inner[:end]
-        if known and isinstance(value, Mapping) and engine.model[:end] != path:  # type: ignore[union-attr]
+        is_named = is_named or "optim" in str(key).lower()
+        path = engine.optimizer[:end]
+        if is_named and isinstance(value, Mapping) and engine.model[:end] != path:
             return path, dict(value)
     return (), {}
 

@@ -241,6 +241,78 @@ class TestRefusals:
         assert "--like RUN" in caught.value.hint
 
 
+ODD: dict[str, Any] = {
+    "mu": 0.5,
+    "rate": torch.tensor([0.5]),
+    "row": torch.ones(3),
+    "note": "text",
+    "step": "seven",
+    5: torch.ones(2),
+}
+"""States that Megatron-Core's Adam does not have."""
+
+
+@pytest.mark.filterwarnings("ignore")
+class TestOddStates:
+    @pytest.mark.parametrize("key", ODD, ids=str)
+    def test_an_odd_state(self, key: Any, other: Path, run: Path, tmp_path: Path) -> None:
+        def change(optimizer: dict[str, Any]) -> None:
+            for own in optimizer["state"].values():
+                own[key] = ODD[key]
+
+        edit(other / "optim.pt", change)
+        error = TestRefusals.refused(other, run, tmp_path / "new")
+        assert str(error).startswith(f"the target cannot have the optimizer's {key} of embedding.")
+        assert f"--drop-state {key}" in error.hint
+        options: dict[str, Any] = {"to": "megatron", "like": str(run), "drop_state": [str(key)]}
+        package.convert(other, tmp_path / "new", **options)
+        report = package.verify(tmp_path / "new", other)
+        assert [line["state"] for line in report["lacking"]] == [str(key)]
+        report = package.verify(tmp_path / "new", other, drop_state=[str(key)])
+        assert report["lacking"] == report["differences"] == report["problems"] == []
+
+    @pytest.mark.parametrize("key", ["slow", "max_exp_avg_sq"])
+    def test_a_moment_that_the_run_lacks(
+        self, key: str, other: Path, run: Path, tmp_path: Path
+    ) -> None:
+        def change(optimizer: dict[str, Any]) -> None:
+            for own in optimizer["state"].values():
+                own[key] = own["exp_avg"].clone()
+
+        edit(other / "optim.pt", change)
+        assert key in str(TestRefusals.refused(other, run, tmp_path / "new"))
+        package.convert(other, tmp_path / "new", to="megatron", like=str(run), drop_state=[key])
+
+    def test_what_belongs_to_no_parameter(self, other: Path, run: Path, tmp_path: Path) -> None:
+        edit(other / "optim.pt", lambda each: each.update(rho={"mean": torch.ones(2)}))
+        error = TestRefusals.refused(other, run, tmp_path / "new")
+        assert "optimizer's rho of no parameter" in str(error)
+        edit(other / "optim.pt", lambda each: each.update(rho=3))
+        report = package.convert(other, tmp_path / "new", to="megatron", like=str(run))
+        assert "rho, beside the optimizer's states" in report["left_out"]
+
+    def test_hyper_parameters_of_another_optimizer(
+        self, other: Path, run: Path, tmp_path: Path
+    ) -> None:
+        def change(optimizer: dict[str, Any]) -> None:
+            for group in optimizer["param_groups"]:
+                group["gamma"] = 2.0
+
+        edit(other / "optim.pt", change)
+        report = package.convert(other, tmp_path / "new", to="megatron", like=str(run))
+        assert "gamma of the optimizer's groups: Adam has no such thing" in report["left_out"]
+
+    def test_what_the_run_has_beside_its_groups(
+        self, other: Path, run: Path, tmp_path: Path
+    ) -> None:
+        """It is the state of another run."""
+        common = run / "iter_0000001" / "common.pt"
+        edit(common, lambda each: each["optimizer"].update(rho={"mean": torch.ones(2)}))
+        package.convert(other, tmp_path / "new", to="megatron", like=str(run))
+        target = torch.load(tmp_path / "new" / ITERATION / "common.pt", weights_only=False)
+        assert "rho" not in target["optimizer"]
+
+
 @pytest.mark.engines
 def test_losses_go_on_through_fsdp_and_back(tmp_path: Path, zckpt: Callable[..., Any]) -> None:
     """A Llama: Megatron-Core at tp 2, FSDP2 of transformers on 3 ranks, Megatron-Core at pp 2."""

@@ -179,6 +179,23 @@ def test_tensors_of_the_common_state_move_with_it() -> None:
     assert writer.moved[f"{new}/state"].fragments is entry.fragments
 
 
+@pytest.mark.parametrize("place", ["optimizer", "optimizer.optimizer"])
+@pytest.mark.parametrize("value", [3, {"mean": torch.ones(2)}], ids=["number", "tensor"])
+def test_what_stands_beside_the_groups(place: str, value: Any, tmp_path: Path) -> None:
+    """A program may have put it there: it stays, and no other run equals this one."""
+    shutil.copytree(SOURCE, tmp_path / "run")
+    file = tmp_path / "run" / ITERATION / "common.pt"
+    common = torch.load(file, weights_only=False)
+    own = common["optimizer"]
+    (own if place == "optimizer" else own["optimizer"])["rho"] = value
+    torch.save(common, file)
+    package.reshard(tmp_path / "run", tmp_path / "new")
+    assert package.verify(tmp_path / "new", tmp_path / "run")["equal"]
+    assert not package.verify(tmp_path / "new", SOURCE)["equal"]
+    own = torch.load(tmp_path / "new" / ITERATION / "common.pt", weights_only=False)["optimizer"]
+    assert str((own if place == "optimizer" else own["optimizer"])["rho"]) == str(value)
+
+
 def test_refusals(tmp_path: Path, zckpt: Callable[..., Any]) -> None:
     ended = zckpt("convert", ROOT / "examples" / "run", tmp_path / "new", "--to", "megatron")
     assert (ended.code, "only from a checkpoint of Megatron-Core" in ended.err) == (1, True)

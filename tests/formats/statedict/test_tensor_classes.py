@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from ..equality import same_bits
 Program = Callable[..., Result]
 DATA = ROOT / "tests" / "data" / "torchao-0.18.0"  # two layers, AdamW8bit, three updates
 CLASS = "torchao.optim.subclass_8bit.OptimState8bit"
-load = zckpt.load  # a fixture has the module's name
+load, read = zckpt.load, zckpt.read  # a fixture has the module's name
 
 
 class Quantized(torch.Tensor):
@@ -73,6 +74,24 @@ def test_pieces_of_fsdp2_are_named_and_not_read(tmp_path: Path, zckpt: Program) 
         assert "the target cannot have the optimizer's exp_avg and exp_avg_sq of" in refused.err
         assert f"(tensors of the class {CLASS}, saved in pieces)" in refused.err
         assert not (tmp_path / "t").exists()
+
+
+def test_pieces_are_compared_as_they_are(tmp_path: Path, zckpt: Program) -> None:
+    source, copy = DATA / "adamw8bit_fsdp2", tmp_path / "copy"
+    shutil.copytree(source, copy)
+    report = zckpt("verify", source, "--against", copy, "--json").document
+    assert report["equal"]
+    assert "exp_avg of 2.weight: not read, and compared as it is" in report["notes"]
+    tensors = [entry for item in read(copy).unread for entry in item.tensors]
+    assert len(tensors) == 12  # codes, scale and qmap of two moments, on two ranks
+    extent = next(iter(tensors[-1].fragments)).extent
+    with open(extent.file, "r+b") as file:
+        file.seek(extent.offset)
+        byte = file.read(1)[0]
+        file.seek(extent.offset)
+        file.write(bytes([byte ^ 1]))
+    report = zckpt("verify", source, "--against", copy, "--json").document
+    assert [line["tensor"] for line in report["differences"]] == [tensors[-1].name]
 
 
 def test_both_containers_have_the_same_states() -> None:

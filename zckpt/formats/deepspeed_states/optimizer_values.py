@@ -52,9 +52,9 @@ def base_state(
         own = estimates.of_rank(target.source, number, rank, storages)
         groups.append(target.thawed(group, storages) | own | stepped | {"params": members})
     return {
+        **beside(target.source),
         "state": {place: state for place, state in states.items() if state},
         "param_groups": groups,
-        **beside(target.source),
     }
 
 

@@ -34,12 +34,11 @@ def strangers_of(ranks: EngineStates) -> tuple[dict[str, Any], list[Unread]]:
 
     Each has the values of all ranks, unless they are one number.
     """
-    files = ranks.optimizers
 
     def keep(values: Any, path: str, tensors: dict[str, Entry]) -> Any:
-        pairs = zip(values, files, strict=True)
         return [
-            file.kept(value, f"{path}.{rank}", tensors) for rank, (value, file) in enumerate(pairs)
+            file.kept(value, f"{path}.{rank}", tensors)
+            for rank, (value, file) in enumerate(zip(values, ranks.optimizers, strict=True))
         ]
 
     return sorted_out(_strangers(ranks), keep)
@@ -49,7 +48,7 @@ def _strangers(ranks: EngineStates) -> Iterator[Stranger]:
     known = set(range(len(ranks.param_shapes())))
     for group in ranks.bases[0].get("param_groups") or ():
         known |= {*(group.get("params") or ())}
-    states = [base.get("state") or {} for base in ranks.bases]
+    states = [own if isinstance(own := base.get("state"), dict) else {} for base in ranks.bases]
     is_wrapped = not ranks.whole or wrapper_of(ranks.first) is not None
     for dictionaries, own, reason in (
         (states, known, OF_NO_GROUP),

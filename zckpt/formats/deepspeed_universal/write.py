@@ -267,7 +267,7 @@ def _common_file(target: DeepSpeedTarget, name: str) -> Shell:
     if facts := target.source.state.get("tensor_parallel"):
         value[CUTS] = facts
     base = base_state(target, states, storages)
-    value |= {"param_groups": base["param_groups"], **beside(target.source)}
+    value = {**beside(target.source), **value, "param_groups": base["param_groups"]}
     if target.engine.partitioned:
         value["optimizer_state_dict"] = base
     return shell(name, value, storages)

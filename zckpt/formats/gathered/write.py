@@ -267,12 +267,12 @@ class StateDictWriter(StateDicts):
         groups = []
         if self.file_names.by_name:
             return {
+                **beside(self.source),
                 "state": dict(self._states()),
                 "param_groups": [
                     {**group, "params": self.members(place)}
                     for place, group in enumerate(self.groups)
                 ],
-                **beside(self.source),
             }
         for place, group in enumerate(self.groups):
             members = self.members(place)
@@ -281,8 +281,8 @@ class StateDictWriter(StateDicts):
         state = {
             self.numbers[name]: state for name, state in self._states() if name in self.numbers
         }
-        states = {"state": dict(sorted(state.items())), "param_groups": groups}
-        return states | beside(self.source)
+        own = {"state": dict(sorted(state.items())), "param_groups": groups}
+        return beside(self.source) | own
 
     def _everything(self, keys: Keys) -> dict[Any, Any]:
         """The content of one file with the program's own state, and the state dicts among it."""

@@ -75,7 +75,9 @@ class ManifestBuilder:
         self._add_aliases()
         groups = self._groups() if optimizer and saved.keeps_groups else None
         in_pieces = (
-            Stranger(key, own, f"tensors of the class {kind}, saved in pieces", tuple(own))
+            Stranger(
+                key, [*own.values()], f"tensors of the class {kind}, saved in pieces", tuple(own)
+            )
             for (key, kind), own in self.in_pieces.items()
         )
         beside, unread = sorted_out([*saved.strangers, *in_pieces], self._kept)

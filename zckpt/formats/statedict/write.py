@@ -242,7 +242,8 @@ class StateDicts:
             yield (*self.optimizer, "param_groups", place, "params"), params
         if self.optimizer:  # else its keys stand among the program's own
             for key, value in beside(self.source).items():
-                yield (*self.optimizer, key), value
+                if not is_optimizers_key(key):
+                    yield (*self.optimizer, key), value
 
     def own_name(self, name: str) -> str:
         """What the program's optimizer calls a parameter."""

@@ -110,7 +110,7 @@ def _base(
                 states[number] = state
         stepped = group_step(target, [places[id(each)] for each in group if each], storages)
         param_groups.append(target.thawed(hyper, storages) | stepped | {"params": own})
-    return {"state": states, "param_groups": param_groups, **beside(target.source)}, frozen
+    return {**beside(target.source), "state": states, "param_groups": param_groups}, frozen
 
 
 def _state(
