@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import Any
 
 from msgspec.structs import replace
 
 from . import formats
 from .core import sources
+from .core.dtypes import FLOATS
 from .core.folder import JOURNAL
+from .core.inert import TensorName
 from .core.manifest import Manifest
 from .core.missing_states import lacking
 from .core.times import odd_times
@@ -29,6 +32,8 @@ from .naming.order import is_known
 from .naming.saving import spelled_as
 from .training import steps
 from .training.trainers import lacking_state
+
+OWN_TENSORS = "tensors of the program's own state"
 
 
 def read(path: str | os.PathLike[str], reading: Reading, alone: bool = True) -> Manifest:
@@ -60,8 +65,32 @@ def read(path: str | os.PathLike[str], reading: Reading, alone: bool = True) -> 
     lines = [*manifest.warnings, *lost, *stateless, *_unused(manifest, reading, format)]
     if manifest.siblings and manifest.groups is not None:  # a model that is to be loaded needs none
         lines += lacking_state(manifest.siblings)
+    left_out = [*manifest.left_out, *(_own_tensors(manifest) if reading.weights_only else ())]
     lines += [*oddly_timed(manifest), *_in_other_order(manifest, reading)]
-    return replace(manifest, warnings=tuple(dict.fromkeys(lines)))  # universal ones keep warnings
+    lines = [*dict.fromkeys(lines)]  # universal ones keep warnings
+    return replace(manifest, warnings=tuple(lines), left_out=tuple(left_out))
+
+
+def _own_tensors(manifest: Manifest) -> list[str]:
+    """Lines about tensors of the program's own state, of which weights alone have nothing.
+
+    The averages of an EMA may be among them.
+    """
+    said = {line.partition(":")[0].partition(".")[0] for line in manifest.left_out}
+
+    def has_tensors(value: Any) -> bool:
+        if isinstance(value, TensorName):
+            entry = manifest.entries[f"{value.name}/state"]
+            return entry.dtype in FLOATS and bool(entry.shape)
+        if isinstance(value, (dict, list, tuple)):
+            return any(map(has_tensors, value.values() if isinstance(value, dict) else value))
+        return False
+
+    return [
+        f"{key}: {OWN_TENSORS}"
+        for key, value in (manifest.state.get("client_state") or {}).items()
+        if str(key) not in said and has_tensors(value)
+    ]
 
 
 def _rebuilt(manifest: Manifest, format: Format) -> Manifest:

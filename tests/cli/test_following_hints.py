@@ -7,6 +7,7 @@ comes after may be refused once more, by another sentence, whose hint is followe
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -18,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from ..conftest import EXAMPLE, ROOT, Result
 
@@ -366,3 +368,138 @@ def test_the_best_checkpoint_is_proposed_where_it_lies(tmp_path: Path, zckpt: Pr
     to = ("--to", "dcp", "--dialect", "accelerate")
     assert "--checkpoints" not in zckpt("convert", source, tmp_path / "c", *to).err
     Follower(zckpt, tmp_path).follow(tuple(command.replace("DST", str(tmp_path / "d")).split()[1:]))
+
+
+# -- weights, several models, and names
+
+
+def test_a_folder_of_automodel_without_its_optimizer(
+    tmp_path: Path, zckpt: Program, follow: Callable[..., None]
+) -> None:
+    """The weights are meant, and not the random states beside them."""
+    for name in ("AutoModel", "AutoModel, LoRA"):
+        run = tmp_path / name.replace(", ", "-")
+        shutil.copytree(TREES[name], run, ignore=shutil.ignore_patterns("optim"))
+        assert f"{run}/model is one" in zckpt("inspect", run).err
+        for words in (("inspect", run), ("reshard", run, tmp_path / f"out-{run.name}")):
+            follow(*words)
+
+
+def test_files_of_steps_beside_the_last_one(
+    tmp_path: Path, zckpt: Program, follow: Callable[..., None]
+) -> None:
+    model, optimizer = trained(0)
+    steps = tmp_path / "run" / "checkpoints"
+    steps.mkdir(parents=True)
+    for path in (steps / "step1.pt", steps / "step2.pt", steps.parent / "final.pt"):
+        torch.save({"model": model, "optimizer": optimizer}, path)
+    torch.save({"losses": [torch.ones(2)]}, steps.parent / "losses.pt")  # no checkpoint
+    assert zckpt("inspect", steps.parent).code == 0
+    assert "--tag step2.pt" in zckpt("inspect", steps).err
+    follow("inspect", steps)
+    (steps.parent / "notes.pt").write_bytes((steps / "step1.pt").read_bytes())
+    torch.save([model, optimizer], steps.parent / "list.pt")
+    assert "not a dictionary of tensors" in zckpt("inspect", steps.parent / "list.pt").err
+    assert "directory above" not in zckpt("inspect", steps.parent / "list.pt").err
+
+
+def test_models_in_lists(tmp_path: Path, zckpt: Program, follow: Callable[..., None]) -> None:
+    pairs = [trained(0), trained(1)]
+    lists = {
+        "models": [model for model, _ in pairs],
+        "optimizers": [optimizer for _, optimizer in pairs],
+    }
+    torch.save(lists, tmp_path / "x.pt")
+    shown = zckpt("inspect", tmp_path / "x.pt").out
+    assert "models.0 (optimizers.0), models.1 (optimizers.1)" in shown
+    for to in ("dcp", "gathered", "deepspeed", "universal"):
+        follow("convert", tmp_path / "x.pt", tmp_path / "out", "--to", to)
+    target = tmp_path / "second"
+    said = zckpt("convert", tmp_path / "x.pt", target, "--to", "gathered", "--root", "models.1")
+    assert said.code == 0
+    written = torch.load(target / "x.pt")
+    assert torch.equal(written["models"][1]["0.weight"], pairs[1][0]["0.weight"])
+    assert written["models"][0] is written["optimizers"][0] is None
+
+
+def test_names_in_a_wrong_order(tmp_path: Path, follow: Callable[..., None]) -> None:
+    model, optimizer = trained(0)
+    torch.save({"model": model, "optimizer": optimizer}, tmp_path / "x.pt")
+    wrong = tmp_path / "wrong.txt"
+    for names in (NAMES[::-1], NAMES[:2]):
+        wrong.write_text("\n".join(names))
+        words = ("--to", "dcp", "--param-names", wrong)
+        follow("convert", tmp_path / "x.pt", tmp_path / "out", *words, names=NAMES)
+
+
+@pytest.mark.parametrize("to", ["gathered", "dcp", "deepspeed"])
+def test_an_optimizer_that_is_not_the_first(to: str, tmp_path: Path, zckpt: Program) -> None:
+    """Lightning resumes no module with its state alone."""
+    model, optimizer = trained(0)
+    run = {"pytorch-lightning_version": "2.6.0", "state_dict": model}
+    torch.save({**run, "optimizer_states": [optimizer, optimizer]}, tmp_path / "x.ckpt")
+    for number in (0, 1):
+        root = f"state_dict=optimizer_states.{number}"
+        target = tmp_path / f"{number}"
+        said = zckpt("convert", tmp_path / "x.ckpt", target, "--to", to, "--root", root)
+        assert said.code == 0
+        assert ("trainer.fit(" in said.out) == (number == 0)
+
+
+def test_averages_of_lightning(tmp_path: Path, follow: Callable[..., None]) -> None:
+    (model, optimizer), (averages, _) = trained(0), trained(1)
+    run = {
+        "pytorch-lightning_version": "2.6.0",
+        "state_dict": averages,
+        "current_model_state": model,
+        "averaging_state": {"n_averaged": torch.tensor(3)},
+        "optimizer_states": [optimizer],
+    }
+    torch.save(run, tmp_path / "x.ckpt")
+    for to in ("dcp", "deepspeed"):
+        follow("convert", tmp_path / "x.ckpt", tmp_path / "out", "--to", to)
+
+
+def test_two_models_of_accelerate_around_deepspeed(
+    tmp_path: Path, zckpt: Program, follow: Callable[..., None]
+) -> None:
+    """`latest` names the model that was saved last, as if it were the only one."""
+    run = laid(
+        tmp_path / "run", "pytorch_model", "pytorch_model_1", source=EXAMPLE / "global_step7"
+    )
+    (run / "latest").write_text("pytorch_model_1")
+    for name in ("scheduler.bin", "scheduler_1.bin", "random_states_0.pkl"):
+        torch.save({"name": name}, run / name)
+    assert "2 checkpoints" in zckpt("inspect", run).err
+    follow("inspect", run)
+    follow("reshard", run, tmp_path / "out", "--dp", "2")
+    target = tmp_path / "second"
+    assert zckpt("reshard", run, target, "--dp", "2", "--tag", "pytorch_model_1").code == 0
+    assert (target / "pytorch_model").is_dir()  # what a program with one model looks for
+    assert torch.load(target / "scheduler.bin") == {"name": "scheduler_1.bin"}
+
+
+def shifted(value: Any, number: int) -> None:
+    """Gives another model other values: adds a number to a rank's part of a tensor."""
+    part = getattr(value, "_local_tensor", None)
+    if part is not None and part.is_floating_point():
+        part += number
+
+
+def test_ranks_files_of_two_models(
+    tmp_path: Path, zckpt: Program, follow: Callable[..., None]
+) -> None:
+    """Accelerate's, of FSDP2 with `use_dcp=False` (1.15)."""
+    items = DATA / "torch_checkpointing-0.1.1-w2" / "items"
+    run = tmp_path / "run"
+    run.mkdir()
+    for number, rank in itertools.product((0, 1), (0, 1)):
+        for item, name in (("model", "pytorch_model_fsdp"), ("optimizer", "optimizer")):
+            state = torch.load(items / f"{item}_{rank}.pt", weights_only=False)
+            for value in tree_leaves(state):
+                shifted(value, number)
+            torch.save(state, run / f"{name}_{number}_rank{rank}.bin")
+    shown = zckpt("inspect", run).out
+    assert "pytorch_model_fsdp_0 (optimizer_0), pytorch_model_fsdp_1 (optimizer_1)" in shown
+    for to in ("dcp", "gathered", "deepspeed"):
+        follow("convert", run, tmp_path / "out", "--to", to)

@@ -41,7 +41,10 @@ def key_of(place: str) -> Any:
 
 
 def changed(run: Path, copy: Path, change: Callable[[dict[str, Any]], None]) -> Path:
-    """A copy of a run with changed dictionaries: the engine's, the base optimizer's, its state."""
+    """A copy of a run with changed dictionaries: the engine's, the base optimizer's, its state.
+
+    And that of a file that is the optimizer's own.
+    """
     import deepspeed  # noqa: F401  (its classes are in the pickle)
 
     shutil.copytree(run, copy)
@@ -51,7 +54,7 @@ def changed(run: Path, copy: Path, change: Callable[[dict[str, Any]], None]) -> 
         outer = held["optimizer_state_dict" if ranks else "optimizer"]
         keys = ("base_optimizer_state", "optimizer_state_dict")
         base = next((outer[key] for key in keys if key in outer), outer)
-        change({"outer": outer, "base": base, "state": base["state"]})
+        change({"outer": outer, "base": base, "state": base["state"], "file": held})
         torch.save(held, file)
     return copy
 
@@ -106,6 +109,13 @@ def test_what_the_engine_itself_writes_is_known(run: str | Path, tmp_path: Path)
     assert "beside" not in manifest.state["optimizer"]
 
 
+@pytest.mark.parametrize("kind", ["stage 1", "stage 3"])
+def test_what_a_file_has_beside_the_optimizer(kind: str, tmp_path: Path) -> None:
+    run = run_of(tmp_path, kind, {"mean": torch.ones(2)}, "file")
+    with pytest.raises(UnsupportedState, match="optimizer's rho of no parameter"):
+        zckpt.convert(run, tmp_path / "new", to="universal")
+
+
 def test_numbers_that_ranks_have_of_their_own(tmp_path: Path) -> None:
     numbers = iter((3, 4))
     run = run_of(tmp_path, "stage 2")
@@ -149,6 +159,27 @@ def test_equal_files_are_equal(kind: str, place: str, tmp_path: Path, zckpt: Zck
     assert ended.code == 3
     assert f"{key} of no parameter: " in ended.out
     assert '"count": 4' in ended.out
+
+
+def test_a_proof_has_them_too(tmp_path: Path, zckpt: Zckpt) -> None:
+    run = run_of(tmp_path, "stage 2", {"mean": torch.ones(2), "count": 3})
+    proof = tmp_path / "proof.json"
+    assert zckpt("verify", run, "--save-proof", proof).code == 0
+    ended = zckpt("verify", run, "--against", proof)
+    assert ended.code == 0, ended.out
+    assert "note: rho of no parameter: not read, and compared as it is" in ended.out
+
+    def tensor(own: dict[str, Any]) -> None:
+        own["base"]["rho"]["mean"][1] = 7
+
+    def number(own: dict[str, Any]) -> None:
+        own["base"]["rho"]["count"] = 4
+
+    for change in (tensor, number):
+        other = changed(run, tmp_path / change.__name__, change)
+        ended = zckpt("verify", other, "--against", proof)
+        assert ended.code == 3
+        assert "rho" in ended.out
 
 
 def test_state_dicts_are_compared_as_they_are(tmp_path: Path) -> None:

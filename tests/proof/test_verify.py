@@ -696,3 +696,30 @@ def test_floats_of_8_bits_differ_from_wider_ones(
     types = ["F32", "F8_E4M3"][:: 1 if sides[0] == "wide" else -1]
     assert f"a.weight/param: type {' against '.join(types)}\n" in ended.out
     assert "b.weight" not in ended.out
+
+
+def test_weights_without_elements(tmp_path: Path, zckpt: Zckpt) -> None:
+    """They are equal if neither side has others; whole tensors without a part are gathered."""
+    torch.save({"weight": torch.zeros(3, 0)}, tmp_path / "a.pt")
+    for to in ("universal", "dcp"):
+        target = tmp_path / to
+        assert zckpt("convert", tmp_path / "a.pt", target, "--to", to).code == 0
+        for options in ((), ("--gather",)):
+            ended = zckpt("verify", target, "--against", tmp_path / "a.pt", *options)
+            assert ended.code == 0, ended.err
+            assert "equals" in ended.out
+    torch.save({"weight": torch.zeros(3, 0), "a": torch.ones(2)}, tmp_path / "b.pt")
+    torch.save({"weight": torch.zeros(3, 0), "b": torch.ones(2)}, tmp_path / "c.pt")
+    ended = zckpt("verify", tmp_path / "b.pt", "--against", tmp_path / "c.pt")
+    assert "share no weights" in ended.err
+
+
+def test_a_type_that_is_not_cast_is_named(tmp_path: Path, zckpt: Zckpt) -> None:
+    """With what keeps it as the next step."""
+    torch.save({"a.weight": torch.ones(4).to(torch.float8_e4m3fn)}, tmp_path / "x.pt")
+    words = ("convert", tmp_path / "x.pt", tmp_path / "out")
+    ended = zckpt(*words, "--weights-only", "--dtype", "bf16")
+    assert ended.code == 1
+    assert "a.weight/param is of type F8_E4M3, which zckpt does not turn into BF16" in ended.err
+    assert "without --dtype" in ended.err
+    assert zckpt(*words, "--to", "dcp").code == 0

@@ -13,7 +13,8 @@ from operator import attrgetter
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ..errors import MissingData
+from ..errors import MissingData, UnsupportedCheckpoint
+from .cast import CASTABLE
 from .dtypes import NUMBERS, SIZES
 from .fragments import Fragment, Slices
 from .manifest import Entry, Manifest
@@ -94,6 +95,12 @@ def _source_of(entry: Entry, name: str, source: Manifest, from_masters: bool) ->
     if origin.shape != entry.shape:
         raise MissingData(
             f"{entry.name} has shape {origin.shape} in the source and {entry.shape} in the target"
+        )
+    if origin.dtype != entry.dtype and not {origin.dtype, entry.dtype} <= {*CASTABLE}:
+        raise UnsupportedCheckpoint(
+            f"{origin.name} is of type {origin.dtype}, which zckpt does not turn into "
+            f"{entry.dtype}",
+            hint="without --dtype, `--to dcp`, `--to gathered` and `--to universal` keep each type",
         )
     return origin
 

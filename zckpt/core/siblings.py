@@ -74,6 +74,11 @@ class SiblingList:
     def left_out(self) -> list[str]:
         return [f"{', '.join(names)}: {reason}" for reason, names in self._refused.items()]
 
+    def refuse(self, names: Iterable[str], reason: str) -> None:
+        """Adds names to those that are left out."""
+        for name in names:
+            self._refused.setdefault(reason, []).append(name)
+
     def add(self, name: str, path: str) -> None:
         """Adds a file under this name, or the name to those that are left out; raises OSError.
 

@@ -124,7 +124,7 @@ def recognize(path: str, name: str | None = None, tag: str | None = None) -> For
     for item, tags in tags_of.items():
         if len(tags) > 1 and tag is None:
             # a folder of single files may be a part of a checkpoint, as of random states
-            holder = None if item.detect(path) else _holder(path)
+            holder = None if item.detect(path) else _holder(path, weak=False)
             raise AmbiguousCheckpoint(
                 f"{path} holds {len(tags)} checkpoints and no file says which is meant: "
                 f"{listed(tags)}",
@@ -183,9 +183,11 @@ def _below(path: str) -> list[str]:
     return []
 
 
-def _detects(path: str, weak: bool) -> bool:
+def _detects(path: str, weak: bool, tags: list[str] | None = None) -> bool:
+    """Whether a format finds a checkpoint, or one with just these tags."""
     try:
-        return any((item.detect_weak if weak else item.detect)(path) for item in FORMATS)
+        found = ((item.detect_weak if weak else item.detect)(path) for item in FORMATS)
+        return any(each if tags is None else each == tags for each in found)
     except (OSError, ZckptError):
         return False
 
@@ -250,7 +252,7 @@ def _of_torch(path: str) -> str | None:
         return "it has a dictionary without tensors (a state dict is a dictionary of tensors)"
     what = type(value).__name__
     article = "an" if what[0] in "aeiou" else "a"
-    return f"it has {article} {what}, not a dictionary of tensors"
+    return f"it has {article} {what}, not a dictionary of tensors (save one of state dicts)"
 
 
 def _near(path: str, inside: Sequence[str]) -> str:
@@ -264,8 +266,9 @@ def _near(path: str, inside: Sequence[str]) -> str:
     return "give the directory that the training program saved; `zckpt formats` lists what is read"
 
 
-def _holder(path: str) -> str | None:
-    """The nearest directory above of which a path is a part; else the next one, if it has weights.
+def _holder(path: str, weak: bool = True) -> str | None:
+    """The nearest directory above of which a path is a part; else the next one, if it has weights
+    of one model, and `weak` says that these count.
 
     A folder in a directory of tags or of runs may belong to none of them.
     """
@@ -279,7 +282,7 @@ def _holder(path: str) -> str | None:
             if not own.isdisjoint(tags) or (is_beside and tags):
                 return folder
         folder, inside = os.path.split(folder)
-    return next_above if _detects(next_above, weak=True) else None
+    return next_above if weak and _detects(next_above, weak=True, tags=[""]) else None
 
 
 def _neighbors(path: str) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct, convert, field
+from msgspec.structs import asdict
 
 from ..core import compare, sources
 from ..core.compare import Result
@@ -19,6 +20,7 @@ from ..core.manifest import (
     Hex,
     Manifest,
     Sizes,
+    Unread,
     parameters_from_json,
     parameters_to_json,
 )
@@ -33,6 +35,7 @@ from ..errors import (
     cause,
     listed,
 )
+from . import unread
 from .contents import digest
 from .pairs import only_rounded, selected
 from .report import difference, findings
@@ -52,6 +55,16 @@ class _Digest(Struct):
     a: Hex | None = None
 
 
+class _Unread(Struct):
+    """A state that is not read; `tensors` are the names of its tensors among all."""
+
+    key: str
+    parameters: tuple[str, ...]
+    reason: str
+    content: str
+    tensors: tuple[str, ...]
+
+
 class _Held(Struct):
     """What `about` has stated; older proofs lack some of it."""
 
@@ -66,6 +79,7 @@ class _Held(Struct):
     contents: str = ""
     of_ranks: dict[str, dict[str, Any]] = field(default_factory=dict)
     layout: dict[str, dict[str, Any]] = field(default_factory=dict)
+    unread: tuple[_Unread, ...] = ()
 
 
 def about(manifest: Manifest) -> Report:
@@ -87,6 +101,10 @@ def about(manifest: Manifest) -> Report:
             "state": to_json(with_facts(manifest.state, manifest.engine, manifest.step_place)),
             "of_ranks": manifest.of_ranks,
             "layout": manifest.layout,
+            "unread": [
+                {**asdict(item), "tensors": [entry.name for entry in item.tensors]}
+                for item in manifest.unread
+            ],
             **({"contents": digest(manifest)} if manifest.inferred else {}),
         },
     }
@@ -121,11 +139,12 @@ def verify_proof(
     manifest, proven = selection.of(manifest, proven)
     pattern = selection.tensors
     mutual, only_a, only_b = match(manifest, proven)
+    mutual += unread.pairs(manifest, proven)
     comparable = [item for item in mutual if item.how in ("bits", "shapes", "types")]
     matches = selected(comparable, pattern)
     _refuse_rounded(only_rounded(selected(mutual, pattern), manifest, proven), manifest.root, path)
     if pattern is None:
-        needs_weights(matches, manifest.root, path)
+        needs_weights(matches, manifest, proven)
     alone = [Match(item.a) for item in matches]
     outcome = compare.compare(alone, manifest, manifest, copying, begin=begin)
     report = findings(outcome, manifest, manifest) | inferences(matches, manifest, proven, contents)
@@ -197,15 +216,17 @@ def _read_proof(path: str, manifest: Manifest) -> tuple[Manifest, str]:
             known = {state.key: state.parameters for state in _others(manifest)}
             stated = known if held.states is None else held.states
             state = {"optimizer": {"other": _by_parameter(stated)}}
+        entries = {
+            name: Entry(name, item.dtype, item.shape, Runs([]), int(item.a, 16))
+            for name, item in digests.items()
+            if item.a is not None
+        }
+        not_read = [_with_tensors(item, entries) for item in held.unread]
         proven = Manifest(
             root=path,
             format=held.format,
             source=report["versions"]["a"] if held.source is None else held.source,
-            entries={
-                name: Entry(name, item.dtype, item.shape, Runs([]), int(item.a, 16))
-                for name, item in digests.items()
-                if item.a is not None
-            },
+            entries=entries,
             parameters=parameters_from_json(held.parameters),
             buffers=held.buffers,
             groups=None if held.groups is None else tuple(map(_dictionary, held.groups)),
@@ -215,6 +236,7 @@ def _read_proof(path: str, manifest: Manifest) -> tuple[Manifest, str]:
             state=state,
             of_ranks=held.of_ranks,
             layout=held.layout,
+            unread=tuple(not_read),
             states_inferred=False,
         )
         return proven, held.contents
@@ -223,6 +245,13 @@ def _read_proof(path: str, manifest: Manifest) -> tuple[Manifest, str]:
             f"{path} is not a proof: {cause(error)}",
             hint="`zckpt verify PATH --save-proof FILE` writes one",
         ) from error
+
+
+def _with_tensors(item: _Unread, entries: dict[str, Entry]) -> Unread:
+    """The state with its tensors, which are no entries then."""
+    tensors = tuple(entries.pop(name) for name in item.tensors if name in entries)
+    content = item.content if len(tensors) == len(item.tensors) else ""  # of some tensors alone
+    return Unread(item.key, item.parameters, item.reason, content, tensors)
 
 
 def _dictionary(document: Mapping[str, Any]) -> dict[str, Any]:

@@ -84,7 +84,7 @@ def verify_against(
     matches, only_a, only_b = mutual_matches(a, b)
     matches = selected(matches, pattern)
     if pattern is None:
-        needs_weights(matches, a.root, b.root)
+        needs_weights(matches, a, b)
     outcome = compare.compare(matches, a, b, copying, begin=begin)
     report = findings(outcome, a, b)
     report["notes"] += damage.other_padding(a, b, outcome)
@@ -153,11 +153,17 @@ def _has_masters(manifest: Manifest, names: Iterable[str]) -> bool:
 # -- what a proof needs, and what it adds
 
 
-def needs_weights(matches: Iterable[Match], a: str, b: str) -> None:
-    """Raises MissingData unless weights are compared: anything else proves nothing."""
-    if not any(match.a.slot in WEIGHTS and match.a.numel for match in matches):
+def needs_weights(matches: Iterable[Match], a: Manifest, b: Manifest) -> None:
+    """Raises MissingData unless weights are compared: anything else proves nothing.
+
+    Weights without elements are enough if neither side has others.
+    """
+    shared = [match.a for match in matches if match.a.slot in WEIGHTS]
+    entries = (*a.entries.values(), *b.entries.values())
+    are_empty = not any(entry.numel for entry in entries if entry.slot in WEIGHTS)
+    if not any(entry.numel or are_empty for entry in shared):
         raise MissingData(
-            f"{a} and {b} share no weights, so nothing can be compared",
+            f"{a.root} and {b.root} share no weights, so nothing can be compared",
             hint="`zckpt inspect PATH --tensors '*'` lists the names of each",
         )
 

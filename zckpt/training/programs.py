@@ -109,20 +109,17 @@ def resuming(
     program = program_in(source)
     if program is None:
         return trainers.resuming(source.siblings, otherwise)
-    model = program.whole.model[0]
-    if (
-        not file
-        and program.trained in source.state["client_state"]
-        and not source.source.get("root")
-    ):
+    engine = source.engine if isinstance(source.engine, StateDictEngine) else None
+    is_chosen = file or source.source.get("root")
+    if engine and not is_chosen and program.trained in source.state["client_state"]:
+        model = program.whole.model[0]
         raise AmbiguousCheckpoint(
             f"{source.root} has averages of the weights in {model}, and the weights that the "
             f"optimizer updates in {program.trained}: {program.name} loads both from one file only",
             hint=f"convert the file that {program.name} saved, with --root {program.trained}, or "
             f"with --root {model}",
         )
-    own = source.engine.optimizer if isinstance(source.engine, StateDictEngine) else None
-    if program.whole.numbered_as(own) != program.whole:
+    if engine and program.whole.numbered_as(engine.optimizer) != program.whole:
         return otherwise
     before, after = program.resuming
     return lambda path: f"{before}{literal(os.path.join(path, file) if file else path)}{after}"

@@ -18,6 +18,7 @@ from ..naming import ties
 from ..naming.families import translated
 from ..naming.names import called_as, canonical, renamed
 from ..naming.order import in_order_of
+from ..reading import OWN_TENSORS
 from ..training import best, objects
 from ..training.options import ALLOW_OBJECT, FAMILY, PARAM_NAMES, RENAME, TIE, Options
 from . import models
@@ -79,10 +80,12 @@ def laid_out(
         layout = _pointing_to_the_best(layout, source, format.name, target, best_in)
     known = (*manifest.left_out, *layout.left_out)
     own = [line for line in admitted.left_out if line not in known]
+    # a folder for inference lacks much else of a run, which is not listed
+    weights = [line for line in manifest.left_out if "--root" in line or OWN_TENSORS in line]
     layout = replace(
         layout,
         shells=remembered(layout.shells),
-        left_out=[*layout.left_out, *own],
+        left_out=[*dict.fromkeys((*layout.left_out, *weights, *own))],
         from_masters=layout.from_masters or options.module_dtype is not None,
     )
     return source, layout

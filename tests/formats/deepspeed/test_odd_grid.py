@@ -18,7 +18,7 @@ from .test_grid import edit
 pytestmark = [pytest.mark.engines, pytest.mark.first]
 
 
-def plant(root: Path, folder: Path) -> Path:
+def plant(root: Path, folder: Path, first: float = 0.0) -> Path:
     """A copy of a run in which every state of the optimizer has a matrix of its own."""
     shutil.copytree(root / "run", folder)
     files = sorted(folder.glob("*/*mp_rank_*_optim_states.pt"))
@@ -31,7 +31,7 @@ def plant(root: Path, folder: Path) -> Path:
                 optimizer = optimizer["base_optimizer_state"]
             optimizer = optimizer.get("optimizer_state_dict", optimizer)
             for key, state in optimizer["state"].items():
-                state["Q"] = [torch.full((2, 3), 100.0 * number + key)]
+                state["Q"] = [torch.full((2, 3), first + 100.0 * number + key)]
 
         edit(file, change)
     return folder
@@ -74,7 +74,8 @@ def test_stages_without_zero(grid_trained: Trained, tmp_path: Path) -> None:
 
 
 def test_tensor_ranks_of_flat_buffers(grid_trained: Trained, tmp_path: Path) -> None:
-    run = plant(grid_trained("tensor_tp2_dp2"), tmp_path / "planted")
+    trained = grid_trained("tensor_tp2_dp2")
+    run = plant(trained, tmp_path / "planted")
     for convert in (
         lambda: zckpt.convert(run, tmp_path / "universal"),
         lambda: zckpt.reshard(run, tmp_path / "run", dp=1),
@@ -88,5 +89,9 @@ def test_tensor_ranks_of_flat_buffers(grid_trained: Trained, tmp_path: Path) -> 
     report = zckpt.verify(run)
     assert report["equal"]
     assert any(note.startswith("not read: Q of ") for note in report["notes"])
-    assert not zckpt.verify(run, run)["equal"]  # nobody knows
-    assert zckpt.verify(run, run, drop_state=["Q"])["equal"]
+    assert zckpt.verify(run, run)["equal"]
+    other = plant(trained, tmp_path / "other", 1.0)
+    report = zckpt.verify(run, other)
+    assert len(report["differences"]) == 8  # of two groups, on two tensor ranks and two data ranks
+    assert not report["lacking"]
+    assert zckpt.verify(run, other, drop_state=["Q"])["equal"]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from zckpt import load
 
-from ...conftest import Result
+from ...conftest import ROOT, Result
 
 Program = Callable[..., Result]
 FIRST = torch.arange(16.0).reshape(4, 4)
@@ -47,7 +47,7 @@ def test_weights_alone(name: str, tmp_path: Path, zckpt: Program) -> None:
     root, content = FILES[name]
     torch.save(content, tmp_path / "x.pt")
     said = zckpt("convert", tmp_path / "x.pt", tmp_path / "a", "--weights-only")
-    assert f"left out: {root}: other weights; --root {root} takes them\n" in said.out
+    assert f"left out: {root}: tensors beside the model; --root {root} takes them\n" in said.out
     zckpt("convert", tmp_path / "x.pt", tmp_path / "b", "--weights-only", "--root", root)
     for folder, weights in (("a", WEIGHTS), ("b", AVERAGES)):
         written = load_file(tmp_path / folder / "model.safetensors")
@@ -61,6 +61,25 @@ def test_weights_without_names(tmp_path: Path, zckpt: Program) -> None:
     torch.save({"model": WEIGHTS, "ema": shadow, "rng": torch.ones(4)}, tmp_path / "x.pt")
     said = zckpt("convert", tmp_path / "x.pt", tmp_path / "a", "--weights-only").out
     assert "left out: ema: tensors of the program's own state\n" in said
+
+
+@pytest.mark.parametrize("to", ["universal", "deepspeed", "dcp"])
+def test_weights_alone_of_a_target(to: str, tmp_path: Path, zckpt: Program) -> None:
+    """Every target keeps them, and its weights alone lack them."""
+    torch.save(FILES["with an optimizer"][1], tmp_path / "x.pt")
+    assert zckpt("convert", tmp_path / "x.pt", tmp_path / "a", "--to", to).code == 0
+    said = zckpt("convert", tmp_path / "a", tmp_path / "b", "--weights-only").out
+    assert "left out: ema: " in said
+
+
+def test_an_exported_model(tmp_path: Path, zckpt: Program) -> None:
+    torch.save(FILES["with an optimizer"][1], tmp_path / "x.pt")
+    config = ("--config", ROOT / "examples" / "trainer" / "checkpoint-4" / "config.json")
+    said = zckpt("export", tmp_path / "x.pt", tmp_path / "a", *config).out
+    assert "left out: ema: tensors beside the model; --root ema takes them\n" in said
+    zckpt("export", tmp_path / "x.pt", tmp_path / "b", "--root", "ema", *config)
+    written = load_file(tmp_path / "b" / "model.safetensors")
+    assert torch.equal(written["fc.weight"], AVERAGES["fc.weight"])
 
 
 def test_averages_with_the_optimizer(tmp_path: Path, zckpt: Program) -> None:

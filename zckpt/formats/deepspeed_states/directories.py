@@ -10,10 +10,11 @@ from typing import NoReturn
 from msgspec import Struct
 
 from ...core import sources
-from ...core.filenames import file_names, oldest_first
+from ...core.filenames import file_names, number_of, oldest_first
 from ...core.siblings import SiblingList, leads_out
 from ...errors import AmbiguousCheckpoint, NotACheckpoint, UnsupportedCheckpoint, ZckptError, listed
 from ...files.torchfile import peek
+from ...training.trainers import of_model
 
 MODEL = file_names(r"mp_rank_(\d+)_model_states\.pt")
 MODEL_3 = file_names(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
@@ -31,6 +32,8 @@ FILES = (MODEL, MODEL_3, OPTIMIZER)
 TRAINER = file_names(
     r"trainer_state\.json|rng_state(_\d+)?\.pth|random_states_\d+\.pkl|scheduler\.bin"
 )
+# the tags of Accelerate's models, each an engine; `latest` names the one that was saved last (1.15)
+OF_MODELS = file_names(r"pytorch_model(_[1-9]\d*)?")
 # what DeepSpeed itself puts beside the tags
 SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")
 POINTERS = ("latest", "latest_universal")
@@ -64,7 +67,10 @@ class TagKind(Struct, frozen=True):
         if self.holds(path):
             return [os.path.basename(os.path.abspath(path))]
         latest = pointed(path, self.pointer)
-        return self.tags(path) if latest is None else [latest]
+        if latest is None:
+            return self.tags(path)
+        models = _of_models(self.tags(path)) if OF_MODELS.fullmatch(latest) else []
+        return models if len(models) > 1 else [latest]
 
     def locate(self, path: str, tag: str | None) -> TagDirectory:
         """The tag that is meant; raises NotACheckpoint and AmbiguousCheckpoint."""
@@ -81,7 +87,8 @@ class TagKind(Struct, frozen=True):
             raise NotACheckpoint(f"{path} holds no {self.what}")
         if len(tags) > 1:
             raise AmbiguousCheckpoint(
-                f"{path} holds {len(tags)} tags and no file `{self.pointer}`: {listed(tags)}",
+                f"{path} holds {len(tags)} tags, and no file `{self.pointer}` says which is meant: "
+                f"{listed(tags)}",
                 hint=f"choose one with --tag {tags[-1]}",
             )
         if self.holds(path):
@@ -129,6 +136,10 @@ def _folders(path: str) -> list[str]:
     with os.scandir(path) as items:
         folders = [item for item in items if sources.is_folder(item.path)]
     return oldest_first(item.name for item in folders if not sources.is_denied(item.path))
+
+
+def _of_models(tags: list[str]) -> list[str]:
+    return [tag for tag in tags if OF_MODELS.fullmatch(tag)]
 
 
 def tags_of(path: str) -> list[str]:
@@ -182,6 +193,9 @@ def siblings(directory: TagDirectory) -> SiblingList:
         return name.endswith(".partial") or sources.is_file(stated)
 
     files.add_below(run, is_other)
+    if len(models := _of_models(tags_of(run))) > 1 and directory.tag in models:
+        files.files, others = of_model(files.files, number_of(directory.tag))
+        files.refuse(others, f"--tag takes {directory.tag}")
     return files
 
 

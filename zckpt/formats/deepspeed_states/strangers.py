@@ -20,8 +20,9 @@ OF_ENGINE = OF_BASE | {
     *("single_partition_of_fp32_groups", "fp32_flat_groups", FLAT_MASTERS, WHOLE_MASTERS),
     *("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad"),
     *("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window"),
-    *("zero_stage", "partition_count", "group_paddings", "param_alignment_paddings"),
-    *("param_slice_mappings", "ds_zero_partition_groups", "universal_checkpoint_info"),
+    *("zero_stage", "partition_count", "group_paddings", "groups_padding"),
+    *("param_alignment_paddings", "param_slice_mappings", "ds_zero_partition_groups"),
+    "universal_checkpoint_info",
     *("param_shapes", "ds_config", "ds_version"),
 }
 """What the engine's wrappers of optimizers write (0.5.10 to 0.19.8); a converter leaves some."""
@@ -50,10 +51,13 @@ def _strangers(ranks: EngineStates) -> Iterator[Stranger]:
         known |= {*(group.get("params") or ())}
     states = [own if isinstance(own := base.get("state"), dict) else {} for base in ranks.bases]
     is_wrapped = not ranks.whole or wrapper_of(ranks.first) is not None
+    files = [file.value for file in ranks.optimizers]
+    has_files = not ranks.whole and files[0] is not ranks.first  # of their own
     for dictionaries, own, reason in (
         (states, known, OF_NO_GROUP),
         (ranks.bases if is_wrapped else (), OF_BASE, BESIDE_STATE),
         (ranks.states, OF_ENGINE, BESIDE_STATE),
+        (files if has_files else (), OF_ENGINE, BESIDE_STATE),
     ):
         for key in dict.fromkeys(key for each in dictionaries for key in each):
             if key in own or key in OF_ZCKPT or str(key).startswith("zckpt"):

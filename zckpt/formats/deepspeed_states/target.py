@@ -30,7 +30,7 @@ from ...training.options import Options
 from ...training.programs import program_in
 from ...training.trainers import ACCELERATE, program_of
 from .. import zero
-from .directories import POINTERS
+from .directories import OF_MODELS, POINTERS
 from .engine import TargetEngine
 from .estimates import need_same_ranks
 from .experts import ExpertLayers, ExpertRanks
@@ -358,7 +358,8 @@ class DeepSpeedTarget:
     @property
     def tag(self) -> str:
         stated = self.source.source.get("tag")
-        if stated is None and program_of(self.source.siblings) == ACCELERATE:
+        of_accelerate = program_of(self.source.siblings) == ACCELERATE
+        if of_accelerate and (stated is None or OF_MODELS.fullmatch(stated)):
             stated = "pytorch_model"  # which Accelerator.load_state asks for
         if program := program_in(self.source):
             stated = program.tag

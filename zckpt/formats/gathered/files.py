@@ -171,7 +171,7 @@ def _single_files(folder: str, names: Sequence[str]) -> list[str]:
 
 def _is_others(name: str) -> bool:
     """Whether files of this name are other formats' or trainers' own."""
-    is_random_state = name.startswith("rng_state") and name.endswith(".pth")
+    is_random_state = name.startswith(("rng_state", "rng_global_rank"))  # AutoModel's is the last
     is_part = "_states.pt-" in name  # DeepSpeed's, of FastPersist
     return name.endswith(OTHER_ENDINGS) or name in OTHER_NAMES or is_random_state or is_part
 
@@ -218,15 +218,21 @@ def _has_state_dicts(path: str) -> bool:
         value = peek(path)
     except ZckptError:
         return name.endswith(ENDINGS)  # reading it will say what is wrong
-    return _has_tensors(value) and not any(
-        isinstance(key, str) and key.startswith(("Moment_1_", "Update_Count"))  # ONNX Runtime's
-        for key in (value.get("model", value) if isinstance(value, dict) else ())
+    return (
+        not isinstance(value, list)
+        and _has_tensors(value)
+        and not any(
+            isinstance(key, str) and key.startswith(("Moment_1_", "Update_Count"))  # ONNX Runtime's
+            for key in (value.get("model", value) if isinstance(value, dict) else ())
+        )
     )
 
 
 def _has_tensors(value: Any, depth: int = DEPTH) -> bool:
     if isinstance(value, dict) and depth:
         return any(_has_tensors(item, depth - 1) for item in value.values())
+    if isinstance(value, list) and depth:  # of models
+        return any(_has_tensors(item, depth - 1) for item in value if isinstance(item, dict))
     return isinstance(value, Tensor) or distributed.is_distributed(value)
 
 

@@ -130,18 +130,28 @@ def _plain(value: Any) -> Any:
     return map_values(value, lambda item, _: _plain(item))
 
 
-def find_models(
-    tree: Any, optimizers: Collection[Path], path: Path = ()
-) -> Iterator[tuple[Path, Any]]:
-    """Dictionaries of tensors by name, outside of the optimizers' state dicts."""
-    if path in optimizers or not isinstance(tree, dict) or len(path) > DEPTH:
-        return
-    keys = [key for key, value in tree.items() if isinstance(value, Leaf)]
-    if keys and all(isinstance(key, str) for key in keys):
-        yield path, tree
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from find_models(value, optimizers, (*path, key))
+def find_models(tree: Any, optimizers: Collection[Path]) -> dict[Path, dict[Any, Any]]:
+    """Dictionaries of tensors by name, outside of the optimizers' state dicts.
+
+    Those in lists count if there are no others: a program has such lists for other things, too.
+    """
+    return dict(_models_in(tree, optimizers, (dict,)) or _models_in(tree, optimizers, (dict, list)))
+
+
+def _models_in(
+    tree: Any, optimizers: Collection[Path], kinds: tuple[type, ...], path: Path = ()
+) -> list[tuple[Path, dict[Any, Any]]]:
+    if path in optimizers or not isinstance(tree, kinds) or len(path) > DEPTH:
+        return []
+    models = []
+    if isinstance(tree, dict):
+        keys = [key for key, value in tree.items() if isinstance(value, Leaf)]
+        if keys and all(isinstance(key, str) for key in keys):
+            models.append((path, tree))
+    values: Any = tree
+    for key, value in tree.items() if isinstance(tree, dict) else enumerate(values):
+        models += _models_in(value, optimizers, kinds, (*path, key))
+    return models
 
 
 def choose_models(
@@ -168,7 +178,8 @@ def choose_models(
         return [(key,) for key in saved.models]
     program = program_of(saved.tree)
     if program is not None and program.whole.model in models:
-        return [(asked,) if asked == program.trained in saved.tree else program.whole.model]
+        chosen = (asked,) if asked == program.trained else program.whole.model
+        return [chosen if chosen in models else program.whole.model]
     fitting: dict[Path, dict[Any, Any]] = dict(models)
     if len(optimizers) == 1 and not optimizers[0].is_numbered:
         names = {name for members in optimizers[0].members for name in members}
@@ -248,7 +259,8 @@ def without(tree: Any, paths: set[Path], path: Path = ()) -> Any:
             None if place in paths else without(item, paths, place)
             for place, item in zip(places, tree, strict=True)
         ]
-        return [] if paths >= {*places} else items
+        is_empty = not paths.isdisjoint(places) and all(item is None for item in items)
+        return [] if is_empty else items
     if not isinstance(tree, dict):
         return tree
     rest = type(tree)()  # an OrderedDict stays one

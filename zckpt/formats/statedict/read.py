@@ -33,7 +33,6 @@ from .names import names_of, refuse_twice
 from .roots import SOLE, Root, Roots, roots_of
 from .stated import joined
 from .tree import Leaf, Path, SavedTree, dotted
-from .twins import is_float
 
 NO_OPTIMIZER = "there is no optimizer: --param-names is not used"
 
@@ -52,7 +51,7 @@ def manifest(saved: SavedTree, reading: Reading = USUAL) -> Manifest:
     optimizers = {
         path: read_optimizer(value_at(saved.tree, path)) for path in find_optimizers(saved.tree)
     }
-    every = dict(find_models(saved.tree, optimizers))
+    every = find_models(saved.tree, optimizers)
     name = (reading.root or "").partition("=")[0]
     paths = choose_models(saved, every, list(optimizers.values()), name)
     models = {path: every[path] for path in paths}
@@ -67,7 +66,10 @@ def manifest(saved: SavedTree, reading: Reading = USUAL) -> Manifest:
     else:
         roots = _several(saved, roots_of(saved, models, optimizers), reading)
     if reading.weights_only:
-        saved.left_out += _other_weights(saved.tree, {*optimizers, *models}, others)
+        left = [dotted(path) for path in others if path not in models]
+        saved.left_out += [
+            f"{key}: tensors beside the model; --root {key} takes them" for key in left
+        ]
     if name in (roots[0].name, dotted(roots[0].model)) and name:
         saved.source["root"] = name
     model: dict[str, Any] = {}
@@ -100,25 +102,6 @@ def _settle_averages(saved: SavedTree, model: Path) -> None:
         return
     saved.tree = {key: value for key, value in saved.tree.items() if key not in averages}
     saved.left_out.append(f"{listed(averages)}: --root takes {program.trained}")
-
-
-def _other_weights(tree: Any, taken: set[Path], others: Iterable[Path]) -> list[str]:
-    """Lines about tensors that a target of weights alone lacks: those of an EMA, and others."""
-    roots = {path[0]: dotted(path) for path in others if path not in taken}
-    rest = without(tree, taken)
-    return [
-        f"{roots[key]}: other weights; --root {roots[key]} takes them"
-        if key in roots
-        else f"{key}: tensors of the program's own state"
-        for key, value in rest.items()
-        if _has_weights(value)
-    ]
-
-
-def _has_weights(value: Any) -> bool:
-    if isinstance(value, (dict, list, tuple)):
-        return any(map(_has_weights, value.values() if isinstance(value, dict) else value))
-    return is_float(value) and bool(value.shape)
 
 
 def _separate(saved: SavedTree) -> None:

@@ -105,7 +105,7 @@ def _verify(
     by_pattern = {id(item) for item in selected([item for _, item in matches], pattern)}
     matches = [(key, item) for key, item in matches if id(item) in by_pattern]
     if pattern is None:
-        needs_weights([item for _, item in matches], manifest.root, other.root)
+        needs_weights([item for _, item in matches], manifest, other)
     total = sum(2 * item.b.length for _, item in matches if item.b) // world.size
     progress = begin(total) if begin and not world.rank else None
     gathering = Gathering(world, matches, jobs, progress)

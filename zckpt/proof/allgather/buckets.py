@@ -300,6 +300,8 @@ def buckets(parts: Sequence[Cut], room: int, processes: int) -> Iterator[Bucket]
     segments: list[Segment] = []
     end, kind, width, lines = 0, ("", 0, False), 0, 0
     for part in parts:
+        if not part.ranks:  # a tensor without elements, of which no file has a part
+            continue
         if kind_of(part) != kind:
             if segments:
                 yield Bucket(*kind, end, tuple(segments))

@@ -54,9 +54,18 @@ def merged(manifests: Sequence[Manifest]) -> Manifest:
         files=tuple(file for each in manifests for file in each.files),
         of_ranks=_of_ranks(manifests),
         layout={name: values for each in manifests for name, values in each.layout.items()},
-        unread=tuple(item for each in manifests for item in each.unread),
+        unread=tuple(
+            replace(item, tensors=tuple(_of_rank(number, entry) for entry in item.tensors))
+            for number, each in enumerate(manifests)
+            for item in each.unread
+        ),
         **once,
     )
+
+
+def _of_rank(number: int, entry: Entry) -> Entry:
+    """An entry with a name that no other model rank's has."""
+    return replace(entry, name=f"{number}:{entry.name}")
 
 
 def _of_all(values: Mapping[str, Any] | None) -> object:

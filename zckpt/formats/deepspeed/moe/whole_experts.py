@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from msgspec.structs import replace
 
@@ -234,12 +233,6 @@ def compare_ranks(manifest: Manifest, replicas: str | None) -> list[str]:
 OF_EXPERTS = "in stage 0, zckpt reads states of other shapes than the parameters of ep rank 0 alone"
 
 
-def _unread(key: Any, owner: str, value: Any, whole: WholeOptimizer) -> Unread:
-    tensors: dict[str, Entry] = {}
-    own = whole.file.kept(value, inside(f"optimizer.other.{owner}", key), tensors)
-    return unread(key, [owner], OF_EXPERTS, own, tensors.values())
-
-
 class _Joined:
     """All optimizers together: those of `count` ep ranks, then a copy of the first's."""
 
@@ -281,7 +274,11 @@ class _Joined:
                 if not number:
                     other[owner] = values
                 elif owner not in other:
-                    others += [_unread(key, owner, value, whole) for key, value in values.items()]
+                    path = f"optimizer.{number}.{owner}"
+                    for key, value in values.items():
+                        tensors: dict[str, Entry] = {}
+                        own = whole.file.kept(value, inside(path, key), tensors)
+                        others.append(unread(key, [owner], OF_EXPERTS, own, tensors.values()))
             if number:
                 others += strangers_of(states)[1]
         first, _ = whole_states.with_states(self.first)
