@@ -13,7 +13,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from ....core.inert import to_json
-from ....core.manifest import Manifest, Parameter
+from ....core.manifest import Entry, Manifest, Parameter
 from ....errors import InconsistentCheckpoint, UnsupportedCheckpoint
 from ....training import steps
 
