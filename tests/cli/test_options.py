@@ -131,6 +131,6 @@ def test_the_usual_form_of_keys_is_that_of_the_help(
     ],
 )
 def test_declared_options_are_parsed(words: list[str], given: dict[str, Any]) -> None:
-    size: Option[int | None] = Option("size", "--size", None, "The size", choices=(1, 2))
+    size: Option[int | None] = Option("size", None, "The size", choices=(1, 2))
     command = together(*map(declared_option, (DP, WEIGHTS_ONLY, size)))(lambda **values: values)
     assert click.command()(command).main(words, standalone_mode=False) == given

@@ -18,7 +18,7 @@ from zckpt.training.options import DIALECT, DP, DTYPE, EVERYWHERE, WEIGHTS_ONLY,
 
 from ..conftest import EXAMPLE, ROOT, Result
 
-SHAPE: Option[str | None] = Option("shape", "--shape", None, "The shape", usual="round")
+SHAPE: Option[str | None] = Option("shape", None, "The shape", usual="round")
 ALWAYS = [option.name for option in EVERYWHERE]
 
 
@@ -101,7 +101,7 @@ FORMAT = Format("toy", "a toy", "toy", options=OPTIONS if {writes} else None)
 DECLARES = """
 from zckpt.training.options import Option
 
-SHAPE = Option("shape", "--shape", None, "The shape", choices=("round", "flat"), usual="round")
+SHAPE = Option("shape", None, "The shape", choices=("round", "flat"), usual="round")
 OPTIONS = (SHAPE,)
 """
 LAYS_OUT = """

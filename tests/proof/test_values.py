@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from zckpt.core.experts import ExpertLayer
-from zckpt.core.facts import Engine, FlatBufferEngine, NamedWeightsEngine, StepPlace
+from zckpt.core.facts import Engine, ExpertLayer, FlatBufferEngine, NamedWeightsEngine, StepPlace
 from zckpt.core.inert import Scalar
 from zckpt.core.manifest import Manifest, Parameter
 from zckpt.formats.statedict.keys import keys_of

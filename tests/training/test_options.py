@@ -26,7 +26,7 @@ from zckpt.training.options import (
 )
 
 CORES: Option[int | None] = Option(
-    "cores", "--cores", None, "Cores of the engine", kind="integer", reason="it is of one engine"
+    "cores", None, "Cores of the engine", kind="integer", reason="it is of one engine"
 )
 UNDERSTOOD = (WEIGHTS_ONLY, DTYPE, replace(DIALECT, choices=("plain", "hdf5")))
 

@@ -6,6 +6,7 @@ Those of a conversion are declared by the formats that understand them: see form
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable
+from functools import reduce
 from typing import Any
 
 import click
@@ -24,13 +25,7 @@ Decorator = Callable[[Command], Command]
 
 def together(*options: Decorator) -> Decorator:
     """One decorator for several options, in the order of `--help`."""
-
-    def decorate(command: Command) -> Command:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return decorate
+    return lambda command: reduce(lambda inner, option: option(inner), reversed(options), command)
 
 
 def grouped(group: str, *flags: str, **words: Any) -> Decorator:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
+from msgspec import Struct
+
 from ..core.cast import CAST_BLOCK, cast, put_mean, refuse_overflow
 from ..core.checksum import crc32, crc_of_runs
 from ..core.dtypes import SIZES
@@ -24,7 +26,7 @@ TENSOR, SOURCE = "tensor", "source"
 SHORT_PIECE = 256 << 10  # bytes; fewer are hashed again: to combine CRC-32s holds Python's lock
 
 
-class Assembler:
+class Assembler(Struct, frozen=True, eq=False):
     """Assembles chunks, for one thread.
 
     `numbers` are those of the pairs, by identity. The bytes of the pairs in `checking` count for
@@ -32,17 +34,10 @@ class Assembler:
     it is cast.
     """
 
-    def __init__(
-        self,
-        element_reader: ElementReader,
-        numbers: Mapping[int, int],
-        checking: Container[int],
-        hashed_first: Container[int],
-    ) -> None:
-        self.reader = element_reader
-        self._numbers = numbers
-        self._checking = checking
-        self._hashed_first = hashed_first
+    reader: ElementReader
+    numbers: Mapping[int, int]
+    checking: Container[int]
+    hashed_first: Container[int]
 
     def assemble(self, target: TargetFile, chunk: Chunk, view: memoryview) -> list[Passed]:
         """Puts a chunk's bytes into `view`; gives their CRC-32s."""
@@ -59,7 +54,7 @@ class Assembler:
             elif source.dtype != piece.pair.target.dtype:
                 passed += self._cast(piece, at, view)
             else:
-                check = id(piece.pair) in self._checking
+                check = id(piece.pair) in self.checking
                 is_apart = check and is_hashed_apart(source)
                 is_cut = piece.is_cut or type(piece.pair.target.fragments) is not Slices
                 same.append(
@@ -86,8 +81,8 @@ class Assembler:
             self.reader.reader.read_from(target.writer.file, extent, part)
 
     def _cast(self, piece: TargetPiece, at: int, view: memoryview) -> list[Passed]:
-        source, key = piece.pair.source, (SOURCE, self._numbers[id(piece.pair)], 0)
-        size, check = SIZES[source.dtype], id(piece.pair) in self._checking
+        source, key = piece.pair.source, (SOURCE, self.numbers[id(piece.pair)], 0)
+        size, check = SIZES[source.dtype], id(piece.pair) in self.checking
         passed: list[Passed] = []
 
         def count(start: int, stop: int, elements: memoryview) -> None:
@@ -95,7 +90,7 @@ class Assembler:
 
         request = ReadRequest(source, piece.start, piece.stop, at, check)
         dtype = piece.pair.target.dtype
-        counted = count if key[1] in self._hashed_first else None
+        counted = count if key[1] in self.hashed_first else None
         self.reader.read_as(dtype, request, view, counted, bounded=True)
         return passed
 
@@ -109,7 +104,7 @@ class Assembler:
                 copies, block = [], self.reader.block()
                 for copy in source.mean:
                     # a weight's masters are read for the masters too, and count there
-                    check = id(piece.pair) in self._checking and copy.name == source.name
+                    check = id(piece.pair) in self.checking and copy.name == source.name
                     length = (stop - start) * SIZES[copy.dtype]
                     self.reader.read([ReadRequest(copy, start, stop, 0, check)], block[:length])
                     copies.append((block[:length], copy.dtype))
@@ -125,7 +120,7 @@ class Assembler:
         size, length, stride = SIZES[source.dtype], piece.stop - piece.start, piece.stride
         block = self.reader.block()
         most = max(1, min(CAST_BLOCK, len(block) // size) // stride)
-        key, passed = (SOURCE, self._numbers[id(piece.pair)], 0), []
+        key, passed = (SOURCE, self.numbers[id(piece.pair)], 0), []
         for first in range(0, piece.count, most):
             count = min(most, piece.count - first)
             start = piece.start + first * stride
@@ -142,7 +137,7 @@ class Assembler:
                 continue
             cast(runs, source.dtype, into, target.dtype)
             refuse_overflow(source.name, runs, source.dtype, into, target.dtype)
-            if key[1] in self._hashed_first:
+            if key[1] in self.hashed_first:
                 passed.append(_passed_runs(key, source, piece, runs, stop))
         return passed
 
@@ -159,7 +154,7 @@ class Assembler:
         `hasher` hashes the pieces `apart`, by their byte in the file, for the source's records too.
         """
         passed: list[Passed] = []
-        begin, numbers = chunk.offset, self._numbers
+        begin, numbers = chunk.offset, self.numbers
         crcs = [
             hasher.crc(apart[piece.offset], view)
             if piece.offset in apart

@@ -18,6 +18,7 @@ from ..core.checksum import Cover, Scattered
 from ..core.fileio import Buffer, is_small
 from ..core.folder import Folder
 from ..core.fragments import Extent, Fragments, Runs, Slices
+from ..core.grouping import by_key
 from ..core.layout import CopyOutcome
 from ..core.manifest import Manifest
 from ..core.pieces import ElementReader
@@ -60,9 +61,7 @@ class _Copy:
         self.source_records = source.records
         self.record_numbers = {id(record): n for n, record in enumerate(source.records)}
         self.checker = RecordChecker(source.records, fingerprints=source.fingerprints)
-        self.records: dict[str, list[Extent]] = {}
-        for record in target.records:
-            self.records.setdefault(record.extent.file, []).append(record.extent)
+        self.records = by_key((record.extent.file, record.extent) for record in target.records)
         self.outcome = CopyOutcome()
         self.sums = Sums()
         self.lengths = [pair.target.length for pair in pairs]  # bytes
@@ -87,7 +86,7 @@ class _Copy:
         self.pieces_of = lru_cache(jobs)(pieces_of)
         for path in paths:
             self._add_target(path)
-        self.tasks = in_turns(map(self._chunks, sharing.mine([*self._portions()], progress)), jobs)
+        self.tasks = in_turns(map(self._chunks, sharing.mine([*self.portions()], progress)), jobs)
         self.io = io
 
     def _counted_pairs(self) -> set[int]:
@@ -134,7 +133,7 @@ class _Copy:
             for chunk in plan.chunks(target.path, within, pieces, self.chunk):
                 yield target, chunk
 
-    def _portions(self) -> Iterator[Portion]:
+    def portions(self) -> Iterator[Portion]:
         for name, target in self.targets.items():
             for region in target.regions:
                 is_complete = (name, region.start) in self.complete
@@ -157,10 +156,6 @@ class _Copy:
             taken.append(region)
         return taken
 
-    def lacking(self) -> list[Portion]:
-        """The portions that nobody has written yet."""
-        return [portion for portion in self._portions() if not portion.is_complete]
-
     def _count(self, passed: Iterable[Passed]) -> None:
         """Takes the CRC-32s of a region; the checker has those of source records already."""
         with self.lock:
@@ -168,12 +163,13 @@ class _Copy:
 
     def _length_of(self, key: Key) -> int:
         """The bytes that a key names."""
-        kind, number, _ = key
+        kind, number, place = key
         if kind == TENSOR:
             return self.lengths[number]
         if kind == SOURCE:
             return self.pairs[number].source.length
-        return self.in_order[number].length_of(key)
+        target = self.in_order[number]
+        return target.size if kind == FILE else target.records[place].length
 
     def _cover_of(self, key: Key) -> Cover | Scattered:
         kind, number, _ = key
@@ -212,7 +208,7 @@ class _Copy:
 
         `log` has what was read of source records for it.
         """
-        region = target.region_at(chunk.offset)
+        region = target.regions[chunk.offset // target.width]
         with self.lock:
             self.outcome.bytes += chunk.length
             region.sums.add(passed, self._cover_of)
@@ -346,6 +342,6 @@ def copy(
     if regions is None:
         return None
     running.take(regions)
-    if running.lacking():
+    if not all(portion.is_complete for portion in running.portions()):
         return None
     return running.finish()

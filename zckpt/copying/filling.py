@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from threading import Lock
 
+from msgspec import Struct, field
+
 from ..core.checksum import Cover, Scattered, combine
 from ..core.fileio import Writer
 from ..core.folder import Folder
@@ -19,12 +21,11 @@ FILE, RECORD = "file", "record"
 """Of what a CRC-32 is: a target file, a record in it."""
 
 
-class Neighbors:
+class Neighbors(Struct, eq=False):
     """CRC-32s of parts in the order of a file; those of neighbors with one key are joined."""
 
-    def __init__(self) -> None:
-        self._last: dict[Key, tuple[int, int, int]] = {}
-        self._before: list[Passed] = []
+    _last: dict[Key, tuple[int, int, int]] = field(default_factory=dict)
+    _before: list[Passed] = field(default_factory=list)
 
     def add(self, parts: Iterable[Passed]) -> None:
         for key, start, stop, crc in parts:
@@ -44,15 +45,14 @@ class Neighbors:
 CoverOf = Callable[[Key], Cover | Scattered]
 
 
-class Sums:
+class Sums(Struct, eq=False):
     """CRC-32s by key, while their parts arrive in any order.
 
     A key whose bytes came as one part, as those of a small tensor do, has no cover.
     """
 
-    def __init__(self) -> None:
-        self._alone: dict[Key, Passed] = {}
-        self._covers: dict[Key, Cover | Scattered] = {}
+    _alone: dict[Key, Passed] = field(default_factory=dict)
+    _covers: dict[Key, Cover | Scattered] = field(default_factory=dict)
 
     def add(self, passed: Iterable[Passed], cover_of: CoverOf) -> None:
         """Takes CRC-32s of parts; `cover_of` gives the empty cover of a key."""
@@ -85,14 +85,13 @@ class Sums:
         return [*covered, *alone]
 
 
-class UnfinishedRegion:
+class UnfinishedRegion(Struct, eq=False):
     """Bytes [start, stop) of a target file, how many chunks they lack, and what has passed."""
 
-    def __init__(self, start: int, stop: int, left: int) -> None:
-        self.start = start
-        self.stop = stop
-        self.left = left
-        self.sums = Sums()
+    start: int
+    stop: int
+    left: int
+    sums: Sums = field(default_factory=Sums)
 
 
 class TargetFile:
@@ -114,11 +113,11 @@ class TargetFile:
         self.size = size
         self.records = sorted(records, key=lambda extent: extent.offset)
         self._starts = [extent.offset for extent in self.records]
-        self._width = max(1, REGION // chunk) * chunk
+        self.width = max(1, REGION // chunk) * chunk
         self.regions = [
             UnfinishedRegion(start, stop, -(-(stop - start) // chunk))
-            for start in range(0, self.size, self._width)
-            for stop in [min(start + self._width, self.size)]
+            for start in range(0, self.size, self.width)
+            for stop in [min(start + self.width, self.size)]
         ]
         self.stack = ExitStack()
         self._lock = Lock()
@@ -139,14 +138,6 @@ class TargetFile:
                 self.stack.close()
                 return
         self.writer.sync()
-
-    def length_of(self, key: Key) -> int:
-        """The bytes of this file, or of the record in it, that a key names."""
-        kind, _, place = key
-        return self.size if kind == FILE else self.records[place].length
-
-    def region_at(self, offset: int) -> UnfinishedRegion:
-        return self.regions[offset // self._width]
 
     def edges(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """[start, stop) of the file, cut where records begin and end."""

@@ -11,7 +11,7 @@ import os
 import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from itertools import chain
 
 from ..core import sources
@@ -174,13 +174,11 @@ class Staging:
         """The end of the block leaves everything as it is: another process completes the target."""
         self._is_postponed = True
 
-    @contextmanager
-    def _created(self, name: str, mode: int) -> Iterator[int]:
+    def _created(self, name: str, mode: int) -> AbstractContextManager[int]:
         """A new file; of a run that is continued, the file that is there. OSErrors name it."""
         path = os.path.normpath(path_inside(self.path, name, "the source"))
         flags = os.O_RDWR | os.O_CREAT | (0 if self.resume else os.O_EXCL)
-        with self.root.opened(path, flags, mode) as file:
-            yield file
+        return self.root.opened(path, flags, mode)
 
     def copy(self, source: str, name: str) -> tuple[int, int]:
         """Copies a whole file with its mode to `name`; gives its size and CRC-32."""

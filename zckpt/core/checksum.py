@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from msgspec import Struct, field
 from zlib_ng.zlib_ng import crc32, crc32_combine
 
 __all__ = ["Cover", "Scattered", "combine", "crc32", "crc_of_runs", "crc_of_zeros"]
@@ -58,19 +59,16 @@ _LAST_BIT = 0xEDB88320
 """How a CRC-32 changes if the very last bit is flipped: its polynomial, bits reversed."""
 
 
-class Cover:
+class Cover(Struct, eq=False):
     """Which of `length` bytes have been seen, and their CRC-32 once all have been.
 
     Neighboring pieces are merged as they come, so that memory does not grow with the bytes.
     """
 
-    __slots__ = ("_by_start", "_by_stop", "length", "seen")
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-        self.seen = 0
-        self._by_start: dict[int, tuple[int, int]] = {}  # start -> stop, crc
-        self._by_stop: dict[int, int] = {}  # stop -> start
+    length: int
+    seen: int = 0
+    _by_start: dict[int, tuple[int, int]] = field(default_factory=dict)  # start -> stop, crc
+    _by_stop: dict[int, int] = field(default_factory=dict)  # stop -> start
 
     def add(self, start: int, stop: int, crc: int) -> None:
         """Bytes [start, stop) have this CRC; what was seen before is not counted again."""
@@ -114,7 +112,7 @@ class Cover:
         return gaps
 
 
-class Scattered:
+class Scattered(Struct, eq=False):
     """The CRC-32 of `length` bytes whose pieces arrive in any order, each of them once.
 
     A CRC is linear, so each piece adds its share by itself. Unlike `Cover`, this class keeps
@@ -122,12 +120,9 @@ class Scattered:
     neighbors. The price: a piece that arrives twice is not noticed.
     """
 
-    __slots__ = ("_sum", "length", "seen")
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-        self.seen = 0
-        self._sum = 0
+    length: int
+    seen: int = 0
+    _sum: int = 0
 
     def add(self, start: int, stop: int, crc: int) -> None:
         """Bytes [start, stop) have this CRC."""

@@ -102,11 +102,12 @@ class _Comparison:
         self.jobs = jobs
         self.measure = measure
         self.progress = progress
-        self.checkers = [RecordChecker(a.records, collect=True, fingerprints=a.fingerprints)]
-        if b is not a:
-            self.checkers.append(
-                RecordChecker(b.records, collect=True, fingerprints=b.fingerprints)
-            )
+        sides = [a] if b is a else [a, b]
+        self.records = [each.records for each in sides]
+        self.checkers = [
+            RecordChecker(each.records, collect=True, fingerprints=each.fingerprints)
+            for each in sides
+        ]
         self.covers: dict[int, Cover] = {}
         self.first: dict[int, int] = {}  # the match that counts an entry's bytes, by identity
         for number, item in enumerate(matches):
@@ -117,7 +118,6 @@ class _Comparison:
         self.differences: dict[int, Difference] = {}  # by the number of the match
         self.bytes = 0
         self.lock = Lock()
-        self.records = [a.records] if b is a else [a.records, b.records]
 
     def run(self, claim: Claim) -> None:
         """Carries out the blocks of tasks that this process gets."""
@@ -193,7 +193,8 @@ class _Comparison:
         self, parts: list[_MatchPart], sides: Sequence[ElementReader], buffers: _Buffers
     ) -> None:
         match = parts[0].match
-        if len(parts) == 1 and self._is_only_hashed(parts[0]):
+        is_counted = self.first[id(match.a)] == parts[0].number
+        if match.b is None and len(parts) == 1 and is_counted and is_hashed_apart(match.a):
             self._hash_alone(parts[0], sides[0], buffers.a)
             return
         a = self._read(parts, "a", sides[0], buffers.a)
@@ -209,11 +210,6 @@ class _Comparison:
             self.bytes += count
         if self.progress:
             self.progress(count)
-
-    def _is_only_hashed(self, part: _MatchPart) -> bool:
-        entry = part.match.a
-        is_counted = self.first[id(entry)] == part.number
-        return part.match.b is None and is_counted and is_hashed_apart(entry)
 
     def _hash_alone(self, part: _MatchPart, element_reader: ElementReader, buffer: Buffer) -> None:
         """Reads elements that are compared with nothing, and counts their CRCs."""

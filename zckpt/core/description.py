@@ -12,8 +12,7 @@ from typing import Any, Protocol, TypeVar
 from msgspec import to_builtins
 
 from ..errors import WrongOption, listed
-from .experts import layers_of
-from .facts import with_facts
+from .facts import layers_of, with_facts
 from .inert import plain_group, to_json
 from .manifest import Entry, Manifest
 from .states import states_of
@@ -74,9 +73,7 @@ def inspect(manifest: Manifest, objects: Sequence[str]) -> Report:
         "groups": None
         if manifest.groups is None
         else [plain_group(group) for group in manifest.groups],
-        "steps": [
-            {"where": line.where, "step": line.step, "truth": line.truth} for line in manifest.steps
-        ],
+        "steps": to_builtins(list(manifest.steps)),
         "files": len(manifest.files),
         "bytes": sum(os.path.getsize(file) for file in manifest.files),
         "problems": list(manifest.warnings),

@@ -23,7 +23,8 @@ from ..errors import InconsistentCheckpoint
 from . import sources
 from .dtypes import SIZES
 from .fragments import Extent
-from .manifest import Entry, Manifest
+from .grouping import by_key
+from .manifest import Manifest
 from .weights import WEIGHTS, WIDE, is_optimizers
 
 KINDS = {
@@ -69,18 +70,17 @@ def _of_single_states(manifest: Manifest, pairs: Collection[tuple[str, str]]) ->
     are zero nothing is said. Whole records are looked at, with the padding behind a tensor of one
     element.
     """
-    tensors: dict[str, list[Entry]] = {}
-    for entry in manifest.entries.values() if pairs else ():
-        for file in {fragment.extent.file for fragment in entry.fragments}:
-            tensors.setdefault(file, []).append(entry)
+    tensors = by_key(
+        (file, entry)
+        for entry in (manifest.entries.values() if pairs else ())
+        for file in {fragment.extent.file for fragment in entry.fragments}
+    )
     alone = {file: one for file, (one, *others) in tensors.items() if not others}
     states: dict[str, set[str]] = {}
     for entry in alone.values():
         if is_optimizers(entry.slot):
             states.setdefault(entry.parameter, set()).add(entry.slot)
-    places: dict[str, list[Extent]] = {}
-    for record in manifest.records:
-        places.setdefault(record.extent.file, []).append(record.extent)
+    places = by_key((record.extent.file, record.extent) for record in manifest.records)
 
     equal: dict[tuple[str, str], dict[str, tuple[str, str]]] = {}
     copies = []
@@ -113,10 +113,10 @@ def _of_single_states(manifest: Manifest, pairs: Collection[tuple[str, str]]) ->
 
 def _pairs(manifest: Manifest) -> list[tuple[str, str]]:
     """Pairs of files whose records have equal places, lengths and checksums."""
-    records: dict[str, list[tuple[int, int, int | None]]] = {}
-    for record in manifest.records:
-        place = record.extent
-        records.setdefault(place.file, []).append((place.offset, place.length, record.crc))
+    records = by_key(
+        (record.extent.file, (record.extent.offset, record.extent.length, record.crc))
+        for record in manifest.records
+    )
     first: dict[tuple[tuple[int, int, int | None], ...], str] = {}
     pairs = []
     for file, of_file in records.items():

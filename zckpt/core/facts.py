@@ -4,6 +4,7 @@ FlatBufferEngine     an engine whose ranks share flat buffers, and that keeps it
 StateDictEngine      a program that saves state dicts under keys of its own
 NamedWeightsEngine   an engine with optimizers of its own, whose files know weights by name alone
 StepPlace            where an optimizer keeps its step, and in which type
+ExpertLayer          a layer whose experts are spread over ranks
 
 `with_facts` and `facts_of` write these records into a manifest's JSON state, and read them again.
 """
@@ -17,7 +18,6 @@ from msgspec import Meta, Struct, convert, field, to_builtins
 from msgspec.structs import fields, replace
 
 from .dtypes import Dtype
-from .experts import ExpertLayer
 from .inert import Scalar
 
 MAX_DP = 1 << 16
@@ -28,6 +28,25 @@ FileName = Annotated[str, Meta(pattern=r"\A(?!\.{0,2}\Z)[^/\\\0]*\Z")]
 """A file in the checkpoint's own directory."""
 Key = str | Annotated[int, Meta(ge=0, lt=MAX_DP)]
 """A key that leads to a value; a number is a place in a list."""
+
+
+class ExpertLayer(Struct, frozen=True):
+    """A layer with `experts` experts over `ep` ranks; `name` is the path of its module."""
+
+    name: str = field(name="layer")
+    experts: int
+    ep: int
+
+    @property
+    def local(self) -> int:
+        """How many experts each rank has."""
+        return self.experts // self.ep
+
+
+def layers_of(engine: Any) -> tuple[ExpertLayer, ...]:
+    """The layers with experts that the facts of an engine state; none for other engines."""
+    layers: tuple[ExpertLayer, ...] = getattr(engine, "experts", ())
+    return layers
 
 
 class FlatBufferEngine(Struct, frozen=True):

@@ -16,6 +16,8 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from msgspec import Struct
+
 from ..errors import CorruptCheckpoint, TargetExists, brief, removal
 from .sources import close, named, naming, status
 
@@ -29,7 +31,7 @@ PROBE = "owner-"
 """How the names of the files begin whose owner is looked at; they are removed at once."""
 
 
-class Folder:
+class Folder(Struct, eq=False):
     """An open directory. Its methods take paths below `path`, and raise OSErrors with whole paths.
 
     `owner` is the number of the user that everything below must belong to; None if it may belong to
@@ -37,13 +39,10 @@ class Folder:
     CorruptCheckpoint for a path that is not below.
     """
 
-    def __init__(
-        self, path: str, file: int, owner: int | None = None, top: str | None = None
-    ) -> None:
-        self.path = path
-        self.file = file
-        self.owner = owner
-        self.top = top
+    path: str
+    file: int
+    owner: int | None = None
+    top: str | None = None
 
     @classmethod
     def at(cls, path: str) -> Folder:

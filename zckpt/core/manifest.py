@@ -17,6 +17,7 @@ from ..errors import brief
 from .dtypes import NUMBERS, SIZES
 from .facts import Engine, StepPlace
 from .fragments import Extent, Fragments, Record
+from .grouping import by_key
 from .inert import PYTHON_NUMBERS, Scalar, from_json, to_json
 from .sources import Fingerprint
 
@@ -125,9 +126,16 @@ def parameters_from_json(document: Mapping[str, Any]) -> dict[str, Parameter]:
     return parameters
 
 
+class _Field(Struct):
+    """A value of every tensor: msgspec looks at the types of a Struct once, and not each time."""
+
+    sizes: Sizes = ()
+    crc: Hex = ""
+
+
 def sizes_from_json(value: Any) -> tuple[int, ...]:
     """A shape; raises ValueError for anything but a list of sizes."""
-    return convert(value, Sizes)
+    return convert({"sizes": value}, _Field).sizes
 
 
 def texts_from_json(value: Any) -> tuple[str, ...]:
@@ -150,7 +158,7 @@ def is_step(value: Any) -> bool:
 
 def crc_from_json(value: Any) -> int:
     """A CRC-32; raises ValueError for anything but eight hex digits."""
-    return int(convert(value, Hex), 16)
+    return int(convert({"crc": value}, _Field).crc, 16)
 
 
 def _scalar_to_json(scalar: Scalar) -> dict[str, Any]:
@@ -288,10 +296,7 @@ class Manifest(Struct, frozen=True):
     @property
     def slots(self) -> dict[str, list[Entry]]:
         """The entries of every slot, in manifest order."""
-        entries: dict[str, list[Entry]] = {}
-        for entry in self.entries.values():
-            entries.setdefault(entry.slot, []).append(entry)
-        return entries
+        return by_key((entry.slot, entry) for entry in self.entries.values())
 
 
 _OF_SLOTS = frozenset("abcdefghijklmnopqrstuvwxyz0123456789_")

@@ -20,6 +20,7 @@ from ..errors import InconsistentCheckpoint, counted, listed
 from .compare import Result, compare
 from .dtypes import SIZES
 from .fragments import Box, Boxes, Extent, Fragment, Fragments, Runs
+from .grouping import by_key
 from .manifest import Entry, Manifest
 from .plan import Match
 from .records import RecordChecker
@@ -104,11 +105,7 @@ def _masters(manifest: Manifest) -> Iterator[tuple[Entry, list[Entry]]]:
 
 def _of_slot(slot: str, tensors: Iterable[Entry]) -> dict[str, list[Entry]]:
     """The tensors of a slot, by parameter."""
-    by_parameter: dict[str, list[Entry]] = {}
-    for entry in tensors:
-        if entry.slot == slot:
-            by_parameter.setdefault(entry.parameter, []).append(entry)
-    return by_parameter
+    return by_key((entry.parameter, entry) for entry in tensors if entry.slot == slot)
 
 
 def _matches(master: Entry, weights: Iterable[Entry]) -> list[Match]:

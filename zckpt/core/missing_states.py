@@ -11,12 +11,14 @@ others. Not every difference is a loss:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 
 from msgspec import Struct
 
 from ..errors import listed
+from .grouping import by_key
 from .manifest import Manifest, slot_key
 from .states import others_of
 from .weights import is_optimizers
@@ -45,10 +47,11 @@ def lacking(manifest: Manifest) -> tuple[list[str], list[str]]:
 
 
 def _lost(groups: Sequence[list[_States]]) -> list[str]:
-    lost: dict[tuple[str, ...], list[str]] = {}
-    for group in groups:
-        for states, missing in _lost_in(group):
-            lost.setdefault(tuple(sorted(missing)), []).append(states.name)
+    lost = by_key(
+        (tuple(sorted(missing)), states.name)
+        for group in groups
+        for states, missing in _lost_in(group)
+    )
     return [
         f"{listed(names, 4)}: the optimizer's {listed(keys)} is missing, which other parameters of "
         "the same group have"
@@ -79,19 +82,13 @@ def _groups(manifest: Manifest) -> Iterator[list[_States]]:
     key_of = {slot: slot_key(slot) for slot in slots if is_optimizers(slot)}
     if not key_of:
         return
-    shaped: dict[str, list[str]] = {}
-    for entry in manifest.entries.values():
-        if (key := key_of.get(entry.slot)) is not None:
-            shaped.setdefault(entry.parameter, []).append(key)
+    entries = manifest.entries.values()
+    shaped = by_key((e.parameter, key_of[e.slot]) for e in entries if e.slot in key_of)
     others = others_of(manifest)
-    unread: dict[str, list[str]] = {}
-    for item in manifest.unread:
-        for name in item.parameters:
-            unread.setdefault(name, []).append(item.key)
+    unread = by_key((name, item.key) for item in manifest.unread for name in item.parameters)
     # a step of the group is stated for parameters that were never updated too
     own_steps = manifest.step_place is None or manifest.step_place.where == "state"
     groups: dict[int | None, list[_States]] = {}
-    sets: dict[tuple[str, ...], frozenset[str]] = {}  # most parameters have equal ones
     for name, parameter in manifest.parameters.items():
         if not parameter.trainable or not prod(parameter.shape):
             continue
@@ -100,21 +97,14 @@ def _groups(manifest: Manifest) -> Iterator[list[_States]]:
         keys += tuple(unread.get(name, ()))  # they are in the files
         if own_steps and parameter.step is not None:
             keys += (STEP,)
-        for each in (own, keys):
-            if each not in sets:
-                sets[each] = frozenset(each)
-        states = _States(name, len(parameter.shape), sets[keys], sets[own])
+        states = _States(name, len(parameter.shape), frozenset(keys), frozenset(own))
         groups.setdefault(parameter.group, []).append(states)
     yield from groups.values()
 
 
 def _lost_in(group: list[_States]) -> Iterator[tuple[_States, set[str]]]:
     """The parameters of a group that lack states, with the keys of these."""
-    kinds: dict[tuple[int, frozenset[str]], int] = {}
-    for states in group:
-        if states.keys:
-            kind = states.axes, states.keys
-            kinds[kind] = kinds.get(kind, 0) + 1
+    kinds = Counter((states.axes, states.keys) for states in group if states.keys)
     if len(kinds) < 2:
         return
     countable = {STEP}.union(*(states.shaped for states in group))
@@ -129,13 +119,13 @@ def _missing(
 ) -> set[str]:
     """The keys that parameters of a kind lack, while as many others or more have them."""
     axes, keys = kind
-    like = {other: count for (each, other), count in kinds.items() if each == axes}
+    like = Counter({other: n for (each, other), n in kinds.items() if each == axes})
     if len(like) > 1 or like[keys] > 1:
         most = like
     else:  # the only one of so many axes: all others must have them
-        most = {}
+        most = Counter()
         for (_, other), count in kinds.items():
-            most[other] = most.get(other, 0) + count
+            most[other] += count
     total = sum(most.values())
     alone = most is not like
     missing = set()

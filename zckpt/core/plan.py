@@ -147,11 +147,8 @@ def match(a: Manifest, b: Manifest) -> tuple[list[Match], list[str], list[str]]:
     fewer bits matches the master that it was rounded from. A tied weight has the name that `a` has.
     """
     ours, theirs = a.entries, _renamed(b, a)
-    matches: list[Match] = []
-    for entry in ours.values():
-        counterpart = _counterpart(entry, theirs, ours)
-        if counterpart is not None:
-            matches.append(counterpart)
+    found = (_counterpart(entry, theirs, ours) for entry in ours.values())
+    matches = [item for item in found if item is not None]
     taken = {id(entry) for item in matches for entry in (item.a, item.b)}
     owners = b.owners | a.owners
     for entry in ours.values():  # a tied weight that one side stores twice
@@ -239,15 +236,8 @@ def files(pairs: Sequence[Pair]) -> tuple[list[str], Callable[[str], list[Target
 
     def pieces_of(file: str) -> list[TargetPiece]:
         pieces = [
-            TargetPiece(
-                fragment.extent.offset,
-                fragment.start,
-                fragment.stop,
-                pair,
-                fragment.count,
-                fragment.stride,
-            )
-            for pair, fragment in listed.get(file, ())
+            TargetPiece(each.extent.offset, each.start, each.stop, pair, each.count, each.stride)
+            for pair, each in listed.get(file, ())
         ]
         for flats, rank in slices_in.get(file, ()):
             pieces += [

@@ -17,6 +17,7 @@ from ..errors import CorruptCheckpoint
 from .checksum import Cover, crc32
 from .fileio import Buffer, Reader
 from .fragments import Extent, Record
+from .grouping import by_key
 from .sources import Fingerprints
 
 LITTLE = 1 << 20  # bytes that may be read only to complete a record's CRC
@@ -47,10 +48,7 @@ class RecordChecker:
         fingerprints: Fingerprints = MappingProxyType({}),
     ) -> None:
         self.fingerprints = fingerprints
-        by_file: dict[str, list[Record]] = {}
-        for record in records:
-            if record.extent.length:
-                by_file.setdefault(record.extent.file, []).append(record)
+        by_file = by_key((record.extent.file, record) for record in records if record.extent.length)
         self._records = {
             file: sorted(in_file, key=lambda record: record.extent.offset)
             for file, in_file in by_file.items()

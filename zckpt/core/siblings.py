@@ -112,14 +112,15 @@ class SiblingList:
         self,
         folder: str,
         is_other: Callable[[str, os.DirEntry[str]], bool] = lambda name, entry: False,
+        root: str | None = None,
     ) -> None:
-        """Adds everything below a folder under its path from there; raises OSError.
+        """Adds everything below a folder under its path from `root`, or there; raises OSError.
 
         What `is_other` is true for, by its path and its entry, is no sibling, and not mentioned.
         """
         closed: set[str] = set()
         for entry in sources.walk(folder, lambda path: path not in closed):
-            name = os.path.relpath(entry.path, folder)
+            name = os.path.relpath(entry.path, root or folder)
             if is_other(name, entry):
                 closed.add(entry.path)
             elif (

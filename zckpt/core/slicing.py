@@ -18,6 +18,7 @@ from typing import cast
 from msgspec import Struct
 
 from .fragments import Box, Boxes, Fragments, boxes, range_of_box, tile
+from .grouping import by_key
 
 
 class Piece(Struct, frozen=True):
@@ -64,10 +65,7 @@ class Slicing(Struct, frozen=True):
         return [ranks[min(copy, len(ranks) - 1)] for ranks in self._holders().values()]
 
     def _holders(self) -> dict[tuple[tuple[int, ...], tuple[int, ...]], list[Piece]]:
-        holders: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Piece]] = {}
-        for piece in self.pieces:
-            holders.setdefault((piece.offsets, piece.sizes), []).append(piece)
-        return holders
+        return by_key(((piece.offsets, piece.sizes), piece) for piece in self.pieces)
 
 
 def replicated(shape: Sequence[int], ranks: int) -> Slicing:
@@ -112,9 +110,7 @@ def joined(
 
     A slice that holds nothing is None. `copy` chooses among ranks that hold the same elements.
     """
-    by_rank: dict[int, list[Piece]] = {}
-    for piece in slicing.chosen(copy):
-        by_rank.setdefault(piece.rank, []).append(piece)
+    by_rank = by_key((piece.rank, piece) for piece in slicing.chosen(copy))
     parts: list[Box] = []
     for rank, pieces in by_rank.items():
         fragments, shape = slices[rank], slicing.slices[rank]

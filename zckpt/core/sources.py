@@ -176,7 +176,9 @@ def open_file(path: str, fingerprints: Fingerprints | None = None) -> int:
     try:
         now = os.fstat(file)
         if not stat.S_ISREG(now.st_mode):
-            raise _not_regular(path, now)
+            what = "directory" if stat.S_ISDIR(now.st_mode) else "pipe, a socket or a device"
+            hint = "put a copy of the file there"
+            raise CorruptCheckpoint(f"{path} is not a regular file: it is a {what}", hint)
         note(path, now)
         if fingerprints is not None:
             _check(path, fingerprints.get(path), now)
@@ -201,13 +203,6 @@ def note_objects(names: Iterable[str]) -> None:
     watch = _watch.get()
     if watch is not None:
         watch.objects.update(names)
-
-
-def _not_regular(path: str, now: os.stat_result) -> CorruptCheckpoint:
-    what = "directory" if stat.S_ISDIR(now.st_mode) else "pipe, a socket or a device"
-    return CorruptCheckpoint(
-        f"{path} is not a regular file: it is a {what}", hint="put a copy of the file there"
-    )
 
 
 def close(file: int) -> None:

@@ -22,6 +22,7 @@ from msgspec.structs import replace
 
 from ..errors import WrongOption, joined, listed
 from .facts import FlatBufferEngine
+from .grouping import by_key
 from .inert import TensorName, inside, map_values
 from .manifest import Manifest, slot_key
 from .weights import WEIGHTS, is_optimizers
@@ -49,8 +50,6 @@ BOUND = (
     "the ranks keep this for their parts of flat buffers, so that no other number of ranks, no "
     "other stage and no other engine can have it"
 )
-
-
 OF_WRAPPER = "an optimizer around this one keeps it"
 
 
@@ -185,7 +184,7 @@ def lost(source: Manifest, target: Manifest) -> list[State]:
         own = {} if there is None or there.form == "unread" else there.tensors
         if state.tensors.keys() <= own.keys():
             continue
-        known = known or _names(target)
+        known = known or {name: name for name in target.parameters} | target.owners
         names = {known.get(name, name) for name in own}
         missing = {
             name: tensors
@@ -232,15 +231,6 @@ def _is_flat(manifest: Manifest) -> bool:
     """Whether its optimizer updates flat buffers, and not the parameters themselves."""
     stage = manifest.source.get("zero_stage")
     return isinstance(manifest.engine, FlatBufferEngine) and bool(stage)
-
-
-def _names(manifest: Manifest) -> dict[str, str]:
-    """The first name of every parameter, by each of its names."""
-    return {
-        name: owner
-        for owner, parameter in manifest.parameters.items()
-        for name in (owner, *parameter.aliases)
-    }
 
 
 # -- a manifest with fewer states
@@ -382,7 +372,5 @@ def renamed_others(
 
 def in_words(states: Iterable[State]) -> str:
     """States as a sentence names them: `GG and Q of fc1.weight, fc2.weight`."""
-    keys: dict[str, list[str]] = {}
-    for state in states:
-        keys.setdefault(listed(state.parameters, 4), []).append(state.key)
+    keys = by_key((listed(state.parameters, 4), state.key) for state in states)
     return "; ".join(f"{joined(own)} of {names}" for names, own in keys.items())

@@ -20,6 +20,7 @@ from typing import TypeVar
 from .dtypes import SIZES
 from .fileio import Reader, files_per_thread
 from .fragments import Extent, Record
+from .grouping import by_key
 from .manifest import Entry
 from .pieces import ElementReader, ReadRequest
 from .records import RecordChecker
@@ -47,10 +48,7 @@ def batches(entries: Iterable[Entry], chunk: int) -> Iterator[list[ReadRequest]]
 
     They come slot by slot, since tensors of one slot are neighbors in their files.
     """
-    slots: dict[str, list[Entry]] = {}
-    for entry in entries:
-        slots.setdefault(entry.slot, []).append(entry)
-    for same_slot in slots.values():
+    for same_slot in by_key((entry.slot, entry) for entry in entries).values():
         batch: list[ReadRequest] = []
         offset = 0
         for entry in same_slot:

@@ -11,13 +11,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from ..core.inert import Scalar, alike
+from msgspec import Struct, field
+
+from ..core.grouping import by_key
+from ..core.inert import alike
 from ..errors import InconsistentCheckpoint
 from ..training import steps
+from ..training.trainers import number
 from .keys import KeyMeaning, KeyNames
 
 
-class Groups:
+class Groups(Struct, frozen=True, eq=False, dict=True):
     """The source's hyper-parameters, for the groups of a state dict.
 
     `state` is the flattened state dict; `keys` are its keys of hyper-parameters, with their
@@ -25,18 +29,11 @@ class Groups:
     was given.
     """
 
-    def __init__(
-        self,
-        names: KeyNames,
-        members: Sequence[Sequence[str]],
-        state: Mapping[str, Any],
-        keys: Mapping[str, KeyMeaning],
-    ) -> None:
-        self.names = names
-        self.state = state
-        self.keys = keys
-        self._members = members
-        self._sources: dict[str, dict[int, str]] = {}
+    names: KeyNames
+    members: Sequence[Sequence[str]]
+    state: Mapping[str, Any]
+    keys: Mapping[str, KeyMeaning]
+    _sources: dict[str, dict[int, str]] = field(default_factory=dict)
 
     def values(self, meaning: KeyMeaning) -> list[Any]:
         """The value of a hyper-parameter; an empty list if the source has none for this group.
@@ -45,12 +42,12 @@ class Groups:
         """
         groups = self._groups
         values = [
-            (name, groups[number][meaning.slot])
-            for number, name in self.sources(meaning).items()
-            if number < len(groups) and meaning.slot in groups[number]
+            (name, groups[place][meaning.slot])
+            for place, name in self.sources(meaning).items()
+            if place < len(groups) and meaning.slot in groups[place]
         ]
         for name, value in values[1:]:
-            if not alike(_number(values[0][1]), _number(value)):
+            if not alike(number(values[0][1]), number(value)):
                 raise InconsistentCheckpoint(self._difference(meaning, values[0], (name, value)))
         return [value for _, value in values[:1]]
 
@@ -73,8 +70,8 @@ class Groups:
             group = f"the frozen {meaning.name} may be in the group of {a[0]} or of {b[0]}"
             way_out = "leave it out of the optimizer, or give model= and optimizer="
         return (
-            f"{group}, whose {meaning.slot} differ in the source ({_number(a[1])} and "
-            f"{_number(b[1])}): {way_out}"
+            f"{group}, whose {meaning.slot} differ in the source ({number(a[1])} and "
+            f"{number(b[1])}): {way_out}"
         )
 
     def sources(self, meaning: KeyMeaning) -> dict[int, str]:
@@ -103,7 +100,7 @@ class Groups:
         if not meaning.name:
             listed = self.state.get(f"{meaning.front}params")
             return self._source_names(listed if isinstance(listed, (list, tuple)) else ())
-        for group in map(self._source_names, self._members):
+        for group in map(self._source_names, self.members):
             if meaning.name in group:
                 return group
         return next(group for group in self._alike if meaning.name in group)
@@ -118,11 +115,5 @@ class Groups:
         for key, meaning in self.keys.items():
             if meaning.name:
                 values.setdefault(meaning.name, {})[meaning.slot] = repr(self.state.get(key))
-        groups: dict[tuple[tuple[str, str], ...], list[str]] = {}
-        for name, hyper in values.items():
-            groups.setdefault(tuple(sorted(hyper.items())), []).append(name)
+        groups = by_key((tuple(sorted(hyper.items())), name) for name, hyper in values.items())
         return list(groups.values())
-
-
-def _number(value: Any) -> Any:
-    return value.value if isinstance(value, Scalar) else value

@@ -5,8 +5,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any
 
+from ..core.grouping import by_key
 from ..errors import MissingData, listed
 from ..formats.dcp.items import StoredTensor
 from .keys import NUMBERED, KeyMeaning
@@ -49,10 +49,11 @@ class Lookup:
         if names is None:
             return
         for kind, own in names.rules.items():
-            rules: dict[Any, list[str]] = {}
-            for key, meaning in self.by_name.items():
-                if meaning.kind == kind:
-                    rules.setdefault((meaning.front, meaning.rule), []).append(key)
+            rules = by_key(
+                ((meaning.front, meaning.rule), key)
+                for key, meaning in self.by_name.items()
+                if meaning.kind == kind
+            )
             if self._asks_for_stored(own[0] or names.model):
                 rules.pop(own, None)
                 self.missing.update((key, None) for keys in rules.values() for key in keys)

@@ -166,10 +166,9 @@ def _item(manifest: Manifest, value: Any) -> StoredTensor | StoredValue:
 
     if isinstance(value, BlankTensor):
         return StoredTensor(TORCH_NAMES[value.dtype], value.shape, {})
+    item = OpenedItem(value, entry, manifest.records)
     if isinstance(value, TensorName):
         tensor = entry(value)
-        item = OpenedItem(value, entry, manifest.records)
         boxes = {(0,) * len(tensor.shape): StoredBox(tensor.shape, lambda: item)}
         return StoredTensor(TORCH_NAMES[tensor.dtype], tensor.shape, boxes)
-    item = OpenedItem(value, entry, manifest.records)
     return StoredValue(lambda: item, isinstance(value, Scalar))

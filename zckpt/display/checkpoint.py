@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 from ..core.description import matching
@@ -20,24 +21,27 @@ RANKS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 def summary(report: dict[str, Any], quiet: bool) -> None:
     """The first page of `inspect`."""
-    stage = report.get("zero_stage")
+    stage, tp = report.get("zero_stage"), report.get("tp")
+    program, version = PROGRAMS.get(report["written_by"]), report.get("version")
+    roots = (report.get("roots") or {}).items()
     facts = [
         ("checkpoint", report["path"]),
         ("format", f"{report['format']}" + (f", ZeRO stage {stage}" if stage is not None else "")),
-        *_program(report),
-        *([("dialect", report["dialect"])] if report.get("dialect") else []),
+        ("written by", program and (program if version is None else f"{program} {version}")),
+        ("dialect", report.get("dialect")),
         ("data-parallel size", str(report.get("dp") or "-")),
-        *_grid(report),
-        *([("experts", _experts(report["experts"]))] if report.get("experts") else []),
+        ("tensor-parallel size", tp and str(tp)),
+        ("pipeline stages", tp and str(report.get("pp") or "-")),
+        ("experts", _experts(report.get("experts") or ())),
         ("tag", report.get("tag")),
         ("step", cell(report["step"])),
         ("optimizer", report["optimizer"] or _unnamed(report)),
-        *([("models", _roots(report["roots"]))] if report.get("roots") else []),
+        ("models", listed([f"{name} ({', '.join(own)})" if own else name for name, own in roots])),
         ("parameters", f"{report['parameters']:,} ({report['elements']:,} elements)"),
         ("files", f"{report['files']:,} ({sized(report['bytes'])})"),
-        *([("objects of", safe(listed(report["objects"], 20)))] if report["objects"] else []),
+        ("objects of", listed(report["objects"], 20)),
     ]
-    table(("", ""), facts)
+    table(("", ""), [(name, value) for name, value in facts if value or name not in OF_SOME])
     print()
     table(
         ("slot", "dtype", "tensors", "elements", "bytes"),
@@ -58,29 +62,12 @@ def summary(report: dict[str, Any], quiet: bool) -> None:
     warn(report["problems"], quiet)
 
 
-def _roots(roots: dict[str, Sequence[str]]) -> str:
-    """The models, each with its optimizers in brackets."""
-    return safe(
-        listed([f"{name} ({', '.join(own)})" if own else name for name, own in roots.items()])
-    )
-
-
 def _unnamed(report: dict[str, Any]) -> str | None:
     """What an optimizer is called that no file names; None without states."""
     states = report["slots"].keys() - {"param", "master", "state"}
     if {"exp_avg", "exp_avg_sq"} <= states:
         return "Adam-like (not named)"
     return "not named" if states else None
-
-
-def _grid(report: dict[str, Any]) -> list[tuple[str, str]]:
-    """The other axes of a run that has several model ranks."""
-    if not report.get("tp"):
-        return []
-    return [
-        ("tensor-parallel size", str(report["tp"])),
-        ("pipeline stages", str(report.get("pp") or "-")),
-    ]
 
 
 def _experts(layers: Sequence[dict[str, Any]]) -> str:
@@ -97,14 +84,12 @@ PROGRAMS = {
     "dcp": "torch.distributed.checkpoint",
     "onnxruntime": "ONNX Runtime Training",
 }
-
-
-def _program(report: dict[str, Any]) -> list[tuple[str, str]]:
-    """Who wrote the files, where they show it: anybody may have saved whole tensors."""
-    name, version = PROGRAMS.get(report["written_by"]), report.get("version")
-    if name is None:
-        return []
-    return [("written by", name if version is None else f"{name} {version}")]
+"""Who wrote the files, where they show it: anybody may have saved whole tensors."""
+OF_SOME = frozenset({
+    "written by", "dialect", "tensor-parallel size", "pipeline stages", "experts", "models",
+    "objects of",
+})  # fmt: skip
+"""Facts that are named only where there is something to say."""
 
 
 def steps(manifest: Manifest) -> None:
@@ -149,22 +134,15 @@ def layout(manifest: Manifest, pattern: str) -> None:
 
 def _bar(entry: Entry, marks: dict[str, str]) -> str:
     width = min(BAR, entry.numel)
-    bar = ""
-    for place in range(width):
-        first = place * entry.numel // width
-        fragment = next(iter(entry.fragments.overlapping(first, first + 1)), None)
-        bar += marks[fragment.extent.file] if fragment else "?"
-    return bar
+    firsts = (place * entry.numel // width for place in range(width))
+    found = (next(entry.fragments.overlapping(first, first + 1), None) for first in firsts)
+    return "".join(marks[fragment.extent.file] if fragment else "?" for fragment in found)
 
 
 def _ranges(entry: Entry, marks: dict[str, str]) -> str:
-    shown = []
-    for place, fragment in enumerate(entry.fragments):
-        if place == 4:
-            shown.append(f"and {len(entry.fragments) - 4} more")
-            break
-        shown.append(f"{marks[fragment.extent.file]}:{fragment.start}-{fragment.stop}")
-    return " ".join(shown)
+    shown = [f"{marks[f.extent.file]}:{f.start}-{f.stop}" for f in islice(entry.fragments, 4)]
+    more = len(entry.fragments) - len(shown)
+    return " ".join([*shown, *([f"and {more} more"] if more else [])])
 
 
 def converted(report: dict[str, Any], quiet: bool, shown: Sequence[str] = ()) -> None:

@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from math import isfinite
 from typing import Any
 
 from rich import box
@@ -17,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..core import fileio
+from ..core.grouping import by_key
 from ..errors import WrongOption, counted, joined
 
 NARROW = 6  # characters per column; a drawn table would lose some with less
@@ -47,9 +47,7 @@ def states(lines: Sequence[dict[str, Any]], *keys: str) -> Iterator[tuple[str, d
 
     States of as many parameters are named together if their lines have equal values for `keys`.
     """
-    alike: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for line in lines:
-        alike.setdefault((line["parameters"], *(line.get(key) for key in keys)), []).append(line)
+    alike = by_key(((line["parameters"], *(line.get(key) for key in keys)), line) for line in lines)
     for own in alike.values():
         names = joined([safe(line["state"]) for line in own])
         count = own[0]["parameters"]
@@ -122,15 +120,7 @@ def warn(lines: Sequence[str], quiet: bool) -> None:
 
 def brief(value: Any) -> str:
     """A value as JSON; a text without quotes."""
-    if isinstance(value, str):
-        return value
-    if type(value) is bool:
-        return "true" if value else "false"
-    if type(value) is int or (type(value) is float and isfinite(value)):
-        return repr(value)
-    if type(value) is list and {*map(type, value)} <= {bool, int, float}:
-        return f"[{', '.join(map(brief, value))}]"
-    return json.dumps(value)
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def checked(records: dict[str, int] | None) -> str:

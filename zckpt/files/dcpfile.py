@@ -32,6 +32,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ..core import sources
+from ..core.grouping import by_key
 from ..core.inert import Foreign, Global
 from ..core.missing_ranks import missing_ranks, path_inside
 from ..errors import (
@@ -474,9 +475,7 @@ def _need_separate(table: ItemTable, name: str) -> None:
 
     All of these state where the file begins (torch 2.13, filesystem.py).
     """
-    by_file: dict[str, list[ItemLocation]] = {}
-    for location in table.every_location():
-        by_file.setdefault(location.file, []).append(location)
+    by_file = by_key((location.file, location) for location in table.every_location())
     for file, locations in by_file.items():
         locations.sort(key=lambda location: location.offset)
         stop = begin = 0

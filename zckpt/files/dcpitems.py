@@ -14,6 +14,7 @@ from weakref import finalize
 
 from ..core import sources
 from ..core.fragments import Extent
+from ..core.grouping import by_key
 from ..core.missing_ranks import missing_file
 from ..core.sources import Fingerprint
 from ..errors import IncompleteCheckpoint, InconsistentCheckpoint
@@ -91,19 +92,16 @@ class ItemFiles:
 
         zckpt aligns items, so a gap before an aligned one is no finding if no item fits into it.
         """
-        locations: dict[str, list[ItemLocation]] = {}
+        locations = by_key((location.file, location) for location in table.every_location())
         with os.scandir(table.folder) as entries:
-            for entry in entries:
-                if entry.name.endswith(ITEMS):
-                    locations[entry.path] = []
-        for location in table.every_location():
-            locations.setdefault(location.file, []).append(location)
+            files = {entry.path for entry in entries if entry.name.endswith(ITEMS)}
         unused = []
-        for file in sorted(locations):
-            for location in locations[file]:
+        for file in sorted(files | locations.keys()):
+            of_file = locations.get(file, [])
+            for location in of_file:
                 self._require(location, 0)  # also if nothing was read of it
             size, reached = sources.size(file), 0
-            for location in sorted(locations[file], key=lambda location: location.offset):
+            for location in sorted(of_file, key=lambda location: location.offset):
                 start = location.offset
                 if start > reached and (start - reached >= ALIGNMENT or start % ALIGNMENT):
                     unused.append(Extent(file, reached, start - reached))

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from itertools import pairwise
 from operator import attrgetter
 
 from msgspec import Struct
@@ -84,13 +85,11 @@ class Blocks:
 
     def require_apart(self) -> None:
         """Refuses blocks that share bytes."""
-        before = FileBlock(0, 0, "")
-        for block in self._in_order():
+        for before, block in pairwise(self._in_order()):
             if block.start < before.stop:
                 raise CorruptCheckpoint(
                     f"{self.path} is damaged: {before.owner} and {block.owner} share bytes"
                 )
-            before = block
 
     def orphans(self) -> list[Extent]:
         """Runs of bytes beside a dataset that belong to nothing and are not zero."""

@@ -14,6 +14,8 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
+from msgspec import Struct, field
+
 from ..core.inert import Foreign, Global, Size, types_in
 
 _PYTHON2 = {"builtins": "__builtin__", "copyreg": "copy_reg"}  # names of modules in protocol 2
@@ -32,20 +34,16 @@ def dumps(value: Any, special: Callable[[Any], Any]) -> bytes:
     return b"".join(parts)
 
 
-class Persistent:
+class Persistent(Struct, frozen=True):
     """A value that the pickle names by a persistent id (torch: a storage)."""
 
-    __slots__ = ("identity",)
-
-    def __init__(self, identity: tuple[Any, ...]) -> None:
-        self.identity = identity
+    identity: tuple[Any, ...]
 
 
-class _Writer:
-    def __init__(self, emit: Callable[[bytes], None], special: Callable[[Any], Any]) -> None:
-        self.emit = emit
-        self.special = special
-        self.memo: dict[str | Global, int] = {}
+class _Writer(Struct, eq=False):
+    emit: Callable[[bytes], None]
+    special: Callable[[Any], Any]
+    memo: dict[str | Global, int] = field(default_factory=dict)
 
     def write(self, value: Any) -> None:
         write = _WRITERS.get(type(value))

@@ -48,8 +48,7 @@ def in_order_of(manifest: Manifest, names: Sequence[str]) -> Manifest:
     tied = {entry.parameter for entry in manifest.replicas} if is_pipeline else set()
     trained = [name for name, parameter in parameters.items() if parameter.trainable]
     lacking = [name for name in trained if name not in positions]
-    aliases = {alias for parameter in parameters.values() for alias in parameter.aliases}
-    known = {*parameters, *manifest.buffers, *aliases}
+    known = {*parameters, *manifest.buffers, *manifest.owners}
     unknown = [name for name in names if name not in known]
     again = [name for position, name in enumerate(names) if positions[name] != position]
     twice = [name for name in again if name not in tied]

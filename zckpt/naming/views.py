@@ -14,7 +14,7 @@ No byte is read.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from math import prod
 from typing import TypeVar
@@ -88,7 +88,7 @@ def parted(view: View, axis: int, lengths: Sequence[int]) -> list[View]:
                         _with(box.offsets, place, low - start),
                         _with(box.sizes, place, high - low),
                         box.strides,
-                        (low - first) * box.strides[place],
+                        later=(low - first) * box.strides[place],
                     )
                 )
     return [
@@ -100,23 +100,10 @@ def parted(view: View, axis: int, lengths: Sequence[int]) -> list[View]:
 def unstacked(view: View, axis: int) -> list[View]:
     """Every element of an axis as a tensor without it."""
     place = view.place(axis)
-    return [
-        View(
-            _with(part.axes, axis),
-            tuple(
-                _box(
-                    box,
-                    _with(box.whole, place),
-                    _with(box.offsets, place),
-                    _with(box.sizes, place),
-                    _with(box.strides, place),
-                )
-                for box in part.boxes
-            ),
-            view.size,
-        )
-        for part in cut(view, axis, 1)
-    ]
+    parts = cut(view, axis, 1)
+    inner = [[_each(box, lambda values: _with(values, place)) for box in p.boxes] for p in parts]
+    axes = _with(view.axes, axis)
+    return [View(axes, tuple(own), view.size) for own in inner]
 
 
 def joined(views: Sequence[View], axis: int) -> View:
@@ -194,11 +181,7 @@ def _ordered(view: View, axes: tuple[Lengths, ...], places: Sequence[int]) -> Vi
     def order(values: Lengths) -> Lengths:
         return tuple(values[place] for place in places)
 
-    parts = [
-        _box(box, order(box.whole), order(box.offsets), order(box.sizes), order(box.strides))
-        for box in view.boxes
-    ]
-    return View(axes, tuple(parts), view.size)
+    return View(axes, tuple(_each(box, order) for box in view.boxes), view.size)
 
 
 def _folded(box: Box, place: int, lengths: Lengths) -> Iterator[Box]:
@@ -213,7 +196,7 @@ def _folded(box: Box, place: int, lengths: Lengths) -> Iterator[Box]:
             _with(box.offsets, place, *corner),
             _with(box.sizes, place, *sizes),
             _with(box.strides, place, *(step * stride for step in steps)),
-            (at - start) * stride,
+            later=(at - start) * stride,
         )
         at += prod(sizes)
 
@@ -224,10 +207,16 @@ def _box(
     offsets: Lengths,
     sizes: Lengths,
     strides: Lengths,
+    *,
     later: int = 0,
 ) -> Box:
     """A box of the same extent, which begins `later` elements after the first one."""
     return Box(whole, offsets, sizes, strides, box.first + later, box.size, box.extent)
+
+
+def _each(box: Box, change: Callable[[Lengths], Lengths]) -> Box:
+    """A box of the same extent with other axes: of its lengths `change` makes others."""
+    return _box(box, *map(change, (box.whole, box.offsets, box.sizes, box.strides)))
 
 
 def _with(values: tuple[T, ...], place: int, *new: T) -> tuple[T, ...]:

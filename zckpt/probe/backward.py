@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.grouping import by_key
+
 KEY = "zckpt"
 """The key of zckpt's hooks in the metadata of a node of torch's graph."""
 Change = Callable[[str, Tensor], Tensor]
@@ -40,10 +42,8 @@ class Call:
 
     def watch(self, inputs: Iterable[Tensor], outputs: Sequence[tuple[str, Tensor]]) -> list[Any]:
         """Hooks the outputs' nodes and the inputs; gives the handles of those that would stay."""
-        nodes: dict[Any, list[tuple[int, str]]] = {}
-        for path, tensor in outputs:
-            if tensor.grad_fn is not None:
-                nodes.setdefault(tensor.grad_fn, []).append((tensor.output_nr, path))
+        differentiable = ((path, each) for path, each in outputs if each.grad_fn is not None)
+        nodes = by_key((each.grad_fn, (each.output_nr, path)) for path, each in differentiable)
         if not nodes:
             return []
         for node, places in nodes.items():

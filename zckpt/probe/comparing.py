@@ -302,7 +302,4 @@ def _range(steps: Sequence[int]) -> str:
 
 
 def _example(run: Run) -> str:
-    for records in run.ranks.values():
-        if records:
-            return records[0].key
-    return "none"
+    return next((records[0].key for records in run.ranks.values() if records), "none")

@@ -71,9 +71,8 @@ def _pairs(a: Any, b: Any) -> Iterator[tuple[str, float, float]]:
     for key in ("mean", "std", "min", "max"):
         if a.get(key) is not None and b.get(key) is not None:
             yield key, float(a[key]), float(b[key])
-    for place, (one, other) in enumerate(
-        zip(a.get("samples", ()), b.get("samples", ()), strict=False)
-    ):
+    samples = zip(a.get("samples", ()), b.get("samples", ()), strict=False)
+    for place, (one, other) in enumerate(samples):
         yield f"sample {place}", float(one), float(other)
 
 

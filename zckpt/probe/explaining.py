@@ -38,11 +38,8 @@ def _circumstances(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:
                 if one != other:
                     yield f"{word}{name} {one} against {other}"
     drops = {**(a.get("dropout") or {}), **(b.get("dropout") or {})}
-    if (
-        drops
-        and a.get("seeds") == b.get("seeds")
-        and a.get("random_state") != b.get("random_state")
-    ):
+    same_seeds = a.get("seeds") == b.get("seeds")
+    if drops and same_seeds and a.get("random_state") != b.get("random_state"):
         modules = f"{counted(len(drops), 'module')} with dropout, such as {next(iter(drops))},"
         yield f"the random state at the beginning, which {modules} use"
     for key in ("device", "threads"):
@@ -118,15 +115,16 @@ def meaning(
 ) -> str:
     """What the first difference says about the two runs, if it is that of these records."""
     if what.startswith(("shape", "type")):
-        return _of_form(a, b, what)
+        of_batch = len(a.shape) == len(b.shape) > 0 and a.shape[1:] == b.shape[1:]
+        if what.startswith("shape") and of_batch and a.kind not in OF_WEIGHTS:
+            return "the batches on each rank have other sizes: only parameters can be compared"
+        return "the models or their precisions differ"
     if a.kind == "metric":
         return METRICS.get(a.key.partition(".")[0], "this number differs, and no tensor before it")
-    if a.kind == "input" or (a.kind == "forward" and a.dtype not in FLOATS):
-        return (
-            "the inputs of the model differ: the data"
-            if a.kind == "input"
-            else ("other integers: the data differ")
-        )
+    if a.kind == "input":
+        return "the inputs of the model differ: the data"
+    if a.kind == "forward" and a.dtype not in FLOATS:
+        return "other integers: the data differ"
     if a.kind == "forward" and (known := _of_module(a, b, rank, about, is_merged)):
         return known
     factor = _factor(a, b) if a.kind in ("backward", "gradient") else None
@@ -136,13 +134,6 @@ def meaning(
             "the accumulation steps, or a sum where the other run has a mean"
         )
     return _of_position(a, about.steps)
-
-
-def _of_form(a: TensorRecord, b: TensorRecord, what: str) -> str:
-    of_batch = len(a.shape) == len(b.shape) > 0 and a.shape[1:] == b.shape[1:]
-    if what.startswith("shape") and of_batch and a.kind not in OF_WEIGHTS:
-        return "the batches on each rank have other sizes: only parameters can be compared"
-    return "the models or their precisions differ"
 
 
 def _of_module(
@@ -170,12 +161,8 @@ def _of_module(
 
 def _factor(a: TensorRecord, b: TensorRecord) -> float | None:
     """By what all samples of two gradients differ, if it is one factor."""
-    pairs = [
-        (float(one), float(other))
-        for one, other in zip(
-            a.numbers.get("samples", ()), b.numbers.get("samples", ()), strict=False
-        )
-    ]
+    samples = (map(float, each.numbers.get("samples", ())) for each in (a, b))
+    pairs = list(zip(*samples, strict=False))
     ratios = [one / other for one, other in pairs if one and other]
     if len(ratios) < min(2, len(pairs)) or not ratios or not all(map(math.isfinite, ratios)):
         return None

@@ -286,24 +286,16 @@ def _joined(
 
 def _statistics(record: TensorRecord) -> Statistics:
     numbers = record.numbers
-    nan, inf = int(numbers["nan"]), int(numbers["inf"])
-    finite = math.prod(record.shape) - nan - inf
-    lower = int(numbers.get("negative_inf", 0))
-    counts = {key: int(numbers[key]) for key in ("negative", "zero", "positive")}
-    if not finite:
-        return Statistics(nan=nan, positive_inf=inf - lower, negative_inf=lower)
-    return Statistics(
-        finite=finite,
-        nan=nan,
-        positive_inf=inf - lower,
-        negative_inf=lower,
-        min=float(numbers["min"]),
-        max=float(numbers["max"]),
-        mean=float(numbers["mean"]),
-        spread=float(numbers["std"] or 0.0) * math.sqrt(finite - 1),
-        norm=float(numbers["norm"]),
-        **counts,
-    )
+    nan, inf, lower = (int(numbers.get(key, 0)) for key in ("nan", "inf", "negative_inf"))
+    statistics = Statistics(nan=nan, positive_inf=inf - lower, negative_inf=lower)
+    if finite := math.prod(record.shape) - nan - inf:
+        statistics.finite = finite
+        statistics.spread = float(numbers["std"] or 0.0) * math.sqrt(finite - 1)
+        for key in ("min", "max", "mean", "norm"):
+            setattr(statistics, key, float(numbers[key]))
+        for key in ("negative", "zero", "positive"):
+            setattr(statistics, key, int(numbers[key]))
+    return statistics
 
 
 ORDERS = ("first", "in turns", "unknown")

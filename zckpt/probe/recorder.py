@@ -149,8 +149,9 @@ class Recorder(Subscriber):
 
     def post_forward_module(self, place: Place, args: tuple[Any, ...], output: Any) -> Any:
         self._take_parameters(place, released=True)
-        if place.is_root:
-            self._take_others(place)
+        if place.is_root:  # parameters of modules that were not called
+            for path, module in modules(place.module).items():
+                self._take_own(place, "" if path == ROOT else path, module, released=False)
         return output
 
     def _take_parameters(self, place: Place, released: bool) -> None:
@@ -160,11 +161,6 @@ class Recorder(Subscriber):
         for below, module in used_by(place.module):
             path = ".".join(filter(None, ("" if place.is_root else place.path, below)))
             self._take_own(place, path, module, released and not below)
-
-    def _take_others(self, root: Place) -> None:
-        """Records, once per step, parameters of modules that were not called."""
-        for path, module in modules(root.module).items():
-            self._take_own(root, "" if path == ROOT else path, module, released=False)
 
     def _take_own(self, place: Place, path: str, module: nn.Module, released: bool) -> None:
         if not (self._parameters and self._recording) or place.recomputed:

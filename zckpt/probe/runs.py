@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from msgspec import Struct, field
+from msgspec import Struct, convert, field
 
 from ..core.dtypes import TORCH_NAMES
 from ..errors import (
@@ -169,26 +169,19 @@ def _no_record(file: str, number: int) -> CorruptCheckpoint:
     return CorruptCheckpoint(f"{file}, line {number}, is not a record", hint="record the run again")
 
 
-_ABOUT = {"step": int, "batch": str, "kind": str, "key": str, "dtype": str, "shape": list}
-
-
 def _record(line: dict[str, Any]) -> TensorRecord:
     """The record of a line; raises KeyError, TypeError, ValueError or OverflowError."""
     if line["kind"] == "metric":
-        value = {"samples": [float(line["value"])]}
-        line = {**line, "dtype": "F64", "shape": [], **value}
-    about = {key: line[key] for key in _ABOUT}
-    if any(not isinstance(about[key], kind) for key, kind in _ABOUT.items()):
-        raise TypeError
-    if about["kind"] not in KINDS:
+        line = {**line, "dtype": "F64", "shape": [], "samples": [float(line["value"])]}
+    if line["kind"] not in KINDS:
         raise ValueError
-    numbers = {key: value for key, value in line.items() if key not in about and key != "order"}
+    about = {*TensorRecord.__struct_fields__, "order"}
+    numbers = {key: value for key, value in line.items() if key not in about}
     for key in ("min", "max", "mean", "std", "norm", "nan", "inf"):
         float(numbers.get(key) or 0)
     for value in numbers.get("samples", ()):
         float(value)
-    shape = tuple(int(size) for size in about.pop("shape"))
-    return TensorRecord(**about, shape=shape, numbers=numbers)
+    return convert({**line, "numbers": numbers}, TensorRecord)
 
 
 # -- ONNX Runtime
@@ -273,11 +266,6 @@ def _parsed(text: str, step: int) -> TensorRecord:
 def _numbers(printed: str) -> list[float]:
     """The numbers of a tensor as torch prints it; its dtype may follow the list."""
     inside = printed[printed.find("[") + 1 : printed.rfind("]")]
-    values = []
-    for word in inside.replace("\n", " ").split(","):
-        word = word.strip()
-        if not word or word == "...":
-            continue
-        known = {"True": 1.0, "False": 0.0}
-        values.append(known[word] if word in known else float(word))
-    return values
+    words = map(str.strip, inside.split(","))
+    known = {"True": 1.0, "False": 0.0}
+    return [float(known.get(word, word)) for word in words if word not in ("", "...")]

@@ -71,12 +71,9 @@ def stream(
     embedding's weight in an output layer. A forward, or the end of the block, raises
     CorruptCheckpoint if bytes contradict their file, and OSError if a file cannot be read.
     """
-    manifest = (
-        checkpoint
-        if isinstance(checkpoint, Manifest)
-        else read(checkpoint, Reading(format, tag, step_policy))
-    )
-    manifest = renamed(manifest, rename)
+    if not isinstance(checkpoint, Manifest):
+        checkpoint = read(checkpoint, Reading(format, tag, step_policy))
+    manifest = renamed(checkpoint, rename)
     streamer = _Streamer(unwrapped(model), manifest, device, (*WHOLE, *whole))
     try:
         with subscribe(model, streamer, inside_compiled=False):
@@ -264,11 +261,10 @@ def _staying(modules: Sequence[Sequence[_Weight]]) -> set[int]:
         if isinstance(weight.original, nn.Parameter)
     )
     staying: set[int] = set()
-    for tied in sorted(
-        (key for key in count if count[key] > 1), key=sizes.__getitem__, reverse=True
-    ):
-        more = {tied, *staying}
-        if needed(more) + sum(in_pages(sizes[key]) for key in more) <= needed(set()):
+    tied = [key for key, times in count.items() if times > 1]
+    for key in sorted(tied, key=sizes.__getitem__, reverse=True):
+        more = {key, *staying}
+        if needed(more) + sum(in_pages(sizes[each]) for each in more) <= needed(set()):
             staying = more
     return staying
 

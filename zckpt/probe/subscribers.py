@@ -171,8 +171,8 @@ class _Hooks:
 
     def __init__(self, subscribers: Sequence[Subscriber]) -> None:
         self.by_method = {
-            name: [each for each in subscribers if overrides(each, name)]
-            for name in vars(Subscriber)
+            name: [each for each in subscribers if getattr(type(each), name) is not usual]
+            for name, usual in vars(Subscriber).items()
             if not name.startswith("_")
         }
         self.of_leaves: list[Any] = []
@@ -318,10 +318,6 @@ def _silence() -> Callable[..., None]:
 
 def _silent(*about: Any) -> None:
     """The hook of a copied module: does nothing."""
-
-
-def overrides(subscriber: Subscriber, method: str) -> bool:
-    return getattr(type(subscriber), method) is not getattr(Subscriber, method)
 
 
 def in_backward() -> bool:

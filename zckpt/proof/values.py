@@ -7,8 +7,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ..core.experts import layers_of
-from ..core.facts import FlatBufferEngine, NamedWeightsEngine, StateDictEngine, StepPlace
+from ..core.facts import FlatBufferEngine, NamedWeightsEngine, StateDictEngine, StepPlace, layers_of
 from ..core.inert import Scalar, alike, plain_group, to_json
 from ..core.manifest import Manifest, Parameter
 from ..core.states import State, is_afresh, lost

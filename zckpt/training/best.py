@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterable
 
 from ..core import sources
+from ..core.filenames import oldest_first
 from ..core.layout import Shell
 from ..core.manifest import Sibling
 from ..core.siblings import SiblingList
@@ -70,8 +71,8 @@ def chosen(run: str, which: str) -> list[str]:
     Raises NotACheckpoint if there are none, or if the best one is missing.
     """
     with os.scandir(run) as items:
-        names = [item.name for item in items if item.is_dir() and CHECKPOINT.fullmatch(item.name)]
-    names.sort(key=_number)
+        found = (item.name for item in items if item.is_dir() and CHECKPOINT.fullmatch(item.name))
+        names = oldest_first(found)
     if not names:
         raise NotACheckpoint(
             f"{run} contains no checkpoint-N folder",
@@ -92,8 +93,4 @@ def chosen(run: str, which: str) -> list[str]:
             f"{last} names the best checkpoint {best}, but {run} has no {name}",
             hint="copy it there, or convert a single checkpoint",
         )
-    return sorted({name, names[-1]}, key=_number)
-
-
-def _number(name: str) -> int:
-    return int(name.rpartition("-")[2])
+    return oldest_first({name, names[-1]})

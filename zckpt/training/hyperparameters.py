@@ -89,7 +89,11 @@ def torch_groups(
         warnings.append(
             f"hyper-parameters that the source does not hold are {name}'s defaults: {values}"
         )
-    return [_typed({**needed, **group}) for group in groups], warnings
+    complete = [{**needed, **group} for group in groups]
+    for group in complete:  # a list if it comes from a JSON config
+        if isinstance(betas := group.get("betas"), Sequence):
+            group["betas"] = tuple(betas)
+    return complete, warnings
 
 
 def _adam_w_mode(source: Manifest) -> bool:
@@ -97,11 +101,3 @@ def _adam_w_mode(source: Manifest) -> bool:
     for key in ("optimizer", "params", "adam_w_mode"):
         params = params.get(key) if isinstance(params, dict) else None
     return params is not False
-
-
-def _typed(group: dict[str, Any]) -> dict[str, Any]:
-    """`betas` as a tuple, as in torch; it is a list if it comes from a JSON config."""
-    return {
-        key: tuple(value) if key == "betas" and isinstance(value, Sequence) else value
-        for key, value in group.items()
-    }

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypedDict, TypeVar
 
 from msgspec import Struct
+from msgspec.structs import force_setattr
 
 from ..core.dtypes import OPTIONS as DTYPES
 from ..core.facts import MAX_DP
@@ -32,16 +33,16 @@ one group ({"eps": 1e-8, 1: {"weight_decay": 0.0}}), or a list with one dictiona
 class Option(Struct, Generic[Value], frozen=True, eq=False):
     """The declaration of one option: what Python, the command line and messages need of it.
 
-    `name` is the keyword in Python, `flag` the option of the command line. `default` is the value
-    without it, and `usual` says in words what is done then. `help` is a sentence without its
-    period. `choices` are the allowed values. Where there are none, `kind` says how a command line
-    writes the value: a key of `KINDS` in cli/parameters.py. `check` raises WrongOption for a value
-    that no format accepts. `reason` says why the option does not apply to other formats. `group` is
-    its section of `--help`; a `rare` option is shown by `--help-all` alone.
+    `name` is the keyword in Python, `flag` the option of the command line, which usually has the
+    same name. `default` is the value without it, and `usual` says in words what is done then.
+    `help` is a sentence without its period. `choices` are the allowed values. Where there are none,
+    `kind` says how a command line writes the value: a key of `KINDS` in cli/parameters.py. `check`
+    raises WrongOption for a value that no format accepts. `reason` says why the option does not
+    apply to other formats. `group` is its section of `--help`; a `rare` option is shown by
+    `--help-all` alone.
     """
 
     name: str
-    flag: str
     default: Value
     help: str
     kind: str = "text"
@@ -52,6 +53,10 @@ class Option(Struct, Generic[Value], frozen=True, eq=False):
     reason: str = ""
     group: str = "Target"
     rare: bool = False
+    flag: str = ""
+
+    def __post_init__(self) -> None:
+        force_setattr(self, "flag", self.flag or f"--{self.name.replace('_', '-')}")
 
 
 def at_least_one(flag: str, hint: str) -> Callable[[int], None]:
@@ -104,10 +109,9 @@ def _number(
     name: str, help: str, needed: str, usual: str = "the source's", **more: Any
 ) -> Option[int | None]:
     """An option for a number of at least 1, which `needed` calls."""
-    flag = f"--{name.replace('_', '-')}"
-    check = at_least_one(flag, f"give a number of {needed}")
+    check = at_least_one(f"--{name.replace('_', '-')}", f"give a number of {needed}")
     words = {"kind": "integer", "usual": usual, "check": check, **more}
-    return Option(name, flag, None, help, **words)
+    return Option(name, None, help, **words)
 
 
 DP = _number("dp", "Number of ranks of the target", RANKS, check=_check_dp)
@@ -138,7 +142,6 @@ VOCAB_SIZE = _number(
 )
 LIKE: Option[str | None] = Option(
     "like",
-    "--like",
     None,
     "A directory that a run of the target's engine has saved, for a source of another engine: its "
     "keys or stages, arguments and groups are taken",
@@ -146,23 +149,21 @@ LIKE: Option[str | None] = Option(
     rare=True,
 )
 WEIGHTS_ONLY: Option[bool] = Option(
-    "weights_only", "--weights-only", False, "Write no optimizer state", kind="switch"
+    "weights_only", False, "Write no optimizer state", kind="switch"
 )
 DTYPE: Option[str | None] = Option(
     "dtype",
-    "--dtype",
     None,
     "Type of the weights",
     choices=tuple(DTYPES),
     usual="unchanged",
 )
 DIALECT: Option[str | None] = Option(
-    "dialect", "--dialect", None, "The kind of files", metavar="KIND", rare=True
+    "dialect", None, "The kind of files", metavar="KIND", rare=True
 )
 """A format that has several kinds of files lists its own: `replace(DIALECT, choices=...)`."""
 GROUP_DEFAULTS: Option[GroupDefaults] = Option(
     "group_defaults",
-    "--group-defaults",
     {},
     "Hyper-parameters that the source does not store, for all groups or group N. May be repeated",
     rare=True,
@@ -173,7 +174,6 @@ GROUP_DEFAULTS: Option[GroupDefaults] = Option(
 )
 OPTIMIZER: Option[str | None] = Option(
     "optimizer",
-    "--optimizer",
     None,
     "Store the step where this Adam looks for it: torch, deepspeed-fused-adam, deepspeed-cpu-adam "
     "or apex-fused-adam",
@@ -185,7 +185,6 @@ OPTIMIZER: Option[str | None] = Option(
 )
 MAX_FILE_SIZE: Option[int | None] = Option(
     "max_file_size",
-    "--max-file-size",
     None,
     "Split safetensors and .distcp files that would be larger than this",
     rare=True,
@@ -194,7 +193,6 @@ MAX_FILE_SIZE: Option[int | None] = Option(
 )
 ALLOW_OBJECT: Option[Sequence[str]] = Option(
     "allow_object",
-    "--allow-object",
     (),
     "If you trust this class: write its objects too. The program that loads the target runs "
     "them. May be repeated",
@@ -209,7 +207,6 @@ ALLOW_OBJECT: Option[Sequence[str]] = Option(
 
 PARAM_NAMES: Option[Sequence[str] | None] = Option(
     "param_names",
-    "--param-names",
     None,
     "A file of names: all of model.named_parameters(), or the optimizer's if the source has "
     "numbers there",
@@ -219,7 +216,6 @@ PARAM_NAMES: Option[Sequence[str] | None] = Option(
 )
 TIE: Option[Renames] = Option(
     "tie",
-    "--tie",
     (),
     "A tied weight's second name, which the source lacks, and its name in the source. May be "
     "repeated",
@@ -230,7 +226,6 @@ TIE: Option[Renames] = Option(
 )
 RENAME: Option[Renames] = Option(
     "rename",
-    "--rename",
     (),
     "Rename parameters by re.sub. May be repeated",
     group="Names",
@@ -239,7 +234,6 @@ RENAME: Option[Renames] = Option(
 )
 FAMILY: Option[str | None] = Option(
     "family",
-    "--family",
     None,
     "Give the parameters of Hugging Face the names and packings of Megatron-Core, or the way back: "
     "llama, qwen3, mixtral, gpt2 or a .json file of rules, with sizes that the source does not "
@@ -252,13 +246,13 @@ FAMILY: Option[str | None] = Option(
 # -- options that need nothing of a writer: the source is checked, or loses states, before that
 
 ACCEPT_WEIGHTS: Option[bool] = Option(
-    "accept_weights", "--accept-weights", False,
+    "accept_weights", False,
     "Go on if weights are not the rounded fp32 masters, for example if those of an EMA were saved "
     "in place of the trained ones",
     kind="switch", group="Source", rare=True,
 )  # fmt: skip
 DROP_STATE: Option[Sequence[str]] = Option(
-    "drop_state", "--drop-state", (), "Go on without this state of the optimizer. May be repeated",
+    "drop_state", (), "Go on without this state of the optimizer. May be repeated",
     kind="texts", metavar="NAME", group="Optimizer and steps",
 )  # fmt: skip
 EVERYWHERE: tuple[Option[Any], ...] = (

@@ -21,7 +21,7 @@ from ..core import sources
 from ..core.filenames import number_of
 from ..core.inert import Scalar
 from ..core.manifest import Sibling
-from ..core.siblings import MAX_DEPTH, OPEN, SiblingList
+from ..core.siblings import OPEN, SiblingList
 from ..errors import literal
 
 TRANSFORMERS, ACCELERATE = "transformers", "accelerate"
@@ -208,27 +208,19 @@ def inside(
     siblings = SiblingList(source)
     lines: list[str] = []
 
-    def add(path: str) -> None:
-        with os.scandir(path) as items:
-            entries = sorted(items, key=lambda item: item.name)
-        for entry in entries:
-            name = os.path.relpath(entry.path, root)
-            if entry.path in own:
-                continue
-            if name == f"{folder}/{CONSOLIDATED}":
-                lines.append(f"{name}/: the weights once more; `zckpt export` writes them")
-            elif name == f"{folder}/{SCRIPT}":
-                lines.append(f"{name}: a script for the folder in which it stands")
-            elif (
-                entry.is_dir(follow_symlinks=False)
-                and not siblings.is_closed(entry)
-                and name.count("/") < MAX_DEPTH
-            ):
-                add(entry.path)
-            else:
-                siblings.add(name, entry.path)
+    def is_other(name: str, entry: os.DirEntry[str]) -> bool:
+        if entry.path in own:
+            return True
+        if name == f"{folder}/{CONSOLIDATED}":
+            lines.append(f"{name}/: the weights once more; `zckpt export` writes them")
+        elif name == f"{folder}/{SCRIPT}":
+            lines.append(f"{name}: a script for the folder in which it stands")
+        else:
+            return False
+        return True
 
-    add(os.path.join(root, folder))
+    siblings.add_below(os.path.join(root, folder), is_other, root)
+    siblings.files.sort(key=lambda file: file.name.split("/"))
     return siblings.files, lines + siblings.left_out
 
 

@@ -155,7 +155,7 @@ class Keeping(Struct, frozen=True):
     def _beside(self, shells: Manifest) -> list[str]:
         """Numbers beside the states of parameters that the target lacks."""
         lost = states.beside(self.source).keys() - states.beside(shells).keys()
-        if not lost or self.options.weights_only:
+        if not lost or self.options.weights_only or not self.format.is_resumed:
             return []
         return [f"{listed(sorted(lost))}, beside the optimizer's states"]
 

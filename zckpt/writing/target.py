@@ -9,7 +9,7 @@ from itertools import chain
 from msgspec.structs import replace
 
 from .. import formats
-from ..core.experts import layers_of
+from ..core.facts import layers_of
 from ..core.layout import Layout, Shell, remembered
 from ..core.manifest import Manifest
 from ..formats.format import Format

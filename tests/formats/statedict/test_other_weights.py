@@ -55,6 +55,14 @@ def test_weights_alone(name: str, tmp_path: Path, zckpt: Program) -> None:
         assert all(torch.equal(written[key], tensor) for key, tensor in weights.items())
 
 
+def test_a_tensor_beside_the_model(tmp_path: Path, zckpt: Program) -> None:
+    """It is no model, and no root."""
+    torch.save({"model": WEIGHTS, "loss_scale": torch.ones(2)}, tmp_path / "x.pt")
+    assert "models" not in zckpt("inspect", tmp_path / "x.pt").out
+    said = zckpt("convert", tmp_path / "x.pt", tmp_path / "a", "--weights-only").out
+    assert "left out: loss_scale: tensors of the program's own state\n" in said
+
+
 def test_weights_without_names(tmp_path: Path, zckpt: Program) -> None:
     """Those of torch_ema are a list."""
     shadow = {"decay": 0.9, "shadow_params": [*AVERAGES.values()]}

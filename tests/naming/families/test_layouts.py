@@ -49,18 +49,18 @@ def test_dealt_rows(groups: int, inner: int, packing: str) -> None:
         tables = np.split(pairs[0][1].T if turn else pairs[0][1], [12, 18])
     shares = [np.split(table, groups) for table in tables]
     expected = np.concatenate([share[group] for group in range(groups) for share in shares])
-    (packed,) = LAYOUTS[packing, MEGATRON]([view for view, _ in pairs], sizes)
+    (packed,) = LAYOUTS[packing][MEGATRON]([view for view, _ in pairs], sizes)
     assert (elements(packed) == expected).all()
     again = view_of(packed.fragments, packed.shape, SIZE)
-    back = LAYOUTS[packing, HUGGING_FACE]([again], sizes)
+    back = LAYOUTS[packing][HUGGING_FACE]([again], sizes)
     for view, (_, table) in zip(back, pairs, strict=True):
         assert (elements(view) == table).all()
 
 
 def test_experts_are_taken_apart_and_stacked() -> None:
     stack, table = part("0", 3, 4, 5)
-    apart = LAYOUTS["experts", MEGATRON]([stack], Sizes())
+    apart = LAYOUTS["experts"][MEGATRON]([stack], Sizes())
     for view, expected in zip(apart, table, strict=True):
         assert (elements(view) == expected).all()
-    (again,) = LAYOUTS["experts", HUGGING_FACE](apart, Sizes())
+    (again,) = LAYOUTS["experts"][HUGGING_FACE](apart, Sizes())
     assert (elements(again) == table).all()

@@ -20,7 +20,6 @@ from ...training.options import (
 
 LAYOUT: Option[str | None] = Option(
     "dcp_layout",
-    "--dcp-layout",
     None,
     "The form of the keys",
     choices=("nested", "flat"),

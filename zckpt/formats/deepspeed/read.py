@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from msgspec.structs import replace
 
-from ...core.experts import layers_of
+from ...core.facts import layers_of
 from ...core.manifest import Manifest
 from ...errors import (
     MALFORMED,

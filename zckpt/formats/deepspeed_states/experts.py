@@ -26,7 +26,7 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ...core.experts import ExpertLayer, layers_of
+from ...core.facts import ExpertLayer, layers_of
 from ...core.manifest import Manifest
 from ...errors import UnsupportedCheckpoint, listed
 from .states import nested

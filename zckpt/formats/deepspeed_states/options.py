@@ -43,7 +43,6 @@ def _check_partition(method: str) -> None:
 
 STAGE: Option[int | None] = Option(
     "stage",
-    "--stage",
     None,
     "The ZeRO stage",
     choices=(0, 1, 2, 3),
@@ -52,7 +51,6 @@ STAGE: Option[int | None] = Option(
 )
 MAX_GROUP_SIZE: Option[int | None] = Option(
     "max_group_size",
-    "--max-group-size",
     None,
     "Elements at which the program cuts groups of experts, for another --ep",
     kind="integer",
@@ -64,7 +62,6 @@ MAX_GROUP_SIZE: Option[int | None] = Option(
 )
 PP_BOUNDS: Option[Sequence[int] | None] = Option(
     "pp_bounds",
-    "--pp-bounds",
     None,
     "The first layer of each stage, then the number of all layers, functions included: 0,12,24",
     kind="integers",
@@ -75,7 +72,6 @@ PP_BOUNDS: Option[Sequence[int] | None] = Option(
 )
 PP_PARTITION: Option[str | None] = Option(
     "pp_partition",
-    "--pp-partition",
     None,
     "How DeepSpeed finds the stages' bounds: uniform, uniform:LAYERS (functions included), "
     "parameters, or type:REGEX",
@@ -86,13 +82,13 @@ PP_PARTITION: Option[str | None] = Option(
 )
 CONFIG: Option[dict[str, Any] | None] = Option(
     "config",
-    "--ds-config",
     None,
     "The ds_config that the target will run with",
     kind="json",
     usual="the source's",
     metavar="FILE",
     rare=True,
+    flag="--ds-config",
 )
 
 OPTIONS = (DP, STAGE, WEIGHTS_ONLY, DTYPE, OPTIMIZER, CONFIG, GROUP_DEFAULTS, ALLOW_OBJECT)

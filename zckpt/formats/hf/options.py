@@ -10,11 +10,11 @@ from ...training.options import DTYPE, MAX_FILE_SIZE, WEIGHTS_ONLY, Option
 
 MODEL_CONFIG: Option[str | None] = Option(
     "model_config",
-    "--config",
     None,
     "A config.json (PEFT: adapter_config.json), or a folder with it and the tokenizer, if SRC has "
     "none",
     metavar="FILE|DIR",
+    flag="--config",
 )
 OPTIONS = (
     WEIGHTS_ONLY,

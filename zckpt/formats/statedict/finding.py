@@ -217,7 +217,8 @@ def beside(
     return {
         path: model
         for path, model in models.items()
-        if path not in chosen
+        if path  # a tensor may stand beside the model's key
+        and path not in chosen
         and not any(path[: len(each)] == each for each in own)
         and not any(map(is_extra, path))
         and any(is_float(leaf) and leaf.shape for leaf in model.values())

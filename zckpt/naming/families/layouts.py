@@ -124,23 +124,15 @@ def _add_rows(views: Views, sizes: Sizes) -> Views:
     return [joined([view, zeros((rows - view.shape[0], *view.shape[1:]), view.size)], 0)]
 
 
-LAYOUTS: Mapping[tuple[str, str], Callable[[Views, Sizes], Views]] = {
-    ("same", MEGATRON): _same,
-    ("same", HUGGING_FACE): _same,
-    ("vocabulary", MEGATRON): _add_rows,
-    ("vocabulary", HUGGING_FACE): _drop_rows,
-    ("rows", MEGATRON): _join_rows,
-    ("rows", HUGGING_FACE): _split_rows,
-    ("attention", MEGATRON): _join_attention,
-    ("attention", HUGGING_FACE): _split_attention,
-    ("whole attention", MEGATRON): _join_whole_attention,
-    ("whole attention", HUGGING_FACE): _split_whole_attention,
-    ("turned", MEGATRON): _turn,
-    ("turned", HUGGING_FACE): _turn,
-    ("turned whole attention", MEGATRON): _turn_then_join,
-    ("turned whole attention", HUGGING_FACE): _split_then_turn,
-    ("experts", MEGATRON): _split_experts,
-    ("experts", HUGGING_FACE): _join_experts,
+LAYOUTS: Mapping[str, Mapping[str, Callable[[Views, Sizes], Views]]] = {
+    "same": {MEGATRON: _same, HUGGING_FACE: _same},
+    "vocabulary": {MEGATRON: _add_rows, HUGGING_FACE: _drop_rows},
+    "rows": {MEGATRON: _join_rows, HUGGING_FACE: _split_rows},
+    "attention": {MEGATRON: _join_attention, HUGGING_FACE: _split_attention},
+    "whole attention": {MEGATRON: _join_whole_attention, HUGGING_FACE: _split_whole_attention},
+    "turned": {MEGATRON: _turn, HUGGING_FACE: _turn},
+    "turned whole attention": {MEGATRON: _turn_then_join, HUGGING_FACE: _split_then_turn},
+    "experts": {MEGATRON: _split_experts, HUGGING_FACE: _join_experts},
 }
 """By the packing, and the program that the target is for."""
 
@@ -149,7 +141,7 @@ def with_rows(entry: Entry, rows: int) -> Entry:
     """A tensor of a vocabulary with more rows, which are zeros, or without those that only pad."""
     side = MEGATRON if rows > entry.shape[0] else HUGGING_FACE
     whole = view_of(entry.fragments, entry.shape, SIZES[entry.dtype])
-    (view,) = LAYOUTS["vocabulary", side]([whole], Sizes(vocab_size=rows))
+    (view,) = LAYOUTS["vocabulary"][side]([whole], Sizes(vocab_size=rows))
     return Entry(entry.name, entry.dtype, view.shape, view.fragments)
 
 

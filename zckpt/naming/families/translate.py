@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from ...core.dtypes import SIZES
 from ...core.facts import FlatBufferEngine
+from ...core.grouping import by_key
 from ...core.manifest import Entry, Manifest, Parameter
 from ...errors import (
     InconsistentCheckpoint,
@@ -85,10 +86,8 @@ class _Translation:
             if len(group.sources) == len(group.targets) == 1
         }
         self.dropped: list[str] = []
-        self.of_parameter: dict[str, list[Entry]] = {}
-        for entry in source.entries.values():
-            if entry.slot != "state":
-                self.of_parameter.setdefault(entry.parameter, []).append(entry)
+        tensors = (entry for entry in source.entries.values() if entry.slot != "state")
+        self.of_parameter = by_key((entry.parameter, entry) for entry in tensors)
 
     def manifest(self) -> Manifest:
         """The manifest of the target."""
@@ -147,7 +146,7 @@ class _Translation:
         yield from self.dropped
 
     def _laid_out(self, group: TensorGroup, views: Sequence[View]) -> Sequence[View]:
-        return LAYOUTS[group.rule.packing, self.target](views, self.sizes)
+        return LAYOUTS[group.rule.packing][self.target](views, self.sizes)
 
     def _shapes(self, group: TensorGroup) -> list[tuple[int, ...]]:
         """The shapes of the targets; raises WrongOption, MissingData."""

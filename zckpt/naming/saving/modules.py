@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from ...core.dtypes import SIZES
 from ...core.fragments import ZEROS, Extent, Fragment, Runs, solid
+from ...core.grouping import by_key
 from ...core.manifest import Entry, Manifest, Parameter
 from ...errors import ZckptError
 from ...training.trainers import json_of
@@ -62,12 +63,11 @@ def as_modules(saved: Manifest, model: Manifest, config: Mapping[str, Any]) -> M
     Tensors of which `model` has nothing keep their names.
     """
     blank = _blank(model)
-    places: dict[str, list[ModuleSpan]] = {}
-    for entry in as_saved(blank, config).entries.values():
-        for fragment in entry.fragments:
-            for run in fragment.runs(0, entry.numel):
-                place = ModuleSpan(run.extent.offset, entry.parameter, run.start, run.stop)
-                places.setdefault(run.extent.file, []).append(place)
+    places = by_key(
+        (run.extent.file, ModuleSpan(run.extent.offset, entry.parameter, run.start, run.stop))
+        for entry in as_saved(blank, config).entries.values()
+        for run in entry.fragments.runs(0, entry.numel, SIZES[entry.dtype])
+    )
     places.pop(ZEROS, None)
     parameters: dict[str, Parameter] = {}
     buffers: list[str] = []

@@ -9,6 +9,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ...core.dtypes import SIZES
+from ...core.grouping import by_key
 from ...core.manifest import Entry, Manifest, Parameter
 from ...core.weights import WEIGHTS
 from ...errors import InconsistentCheckpoint, UnsupportedCheckpoint, WrongOption, listed
@@ -76,10 +77,8 @@ class _Translation:
         self.parameters: dict[str, Parameter] = {}
         self.buffers: list[str] = []
         self.new: dict[str, list[str]] = {}  # by a name of the source
-        self.of: dict[str, list[Entry]] = {}
-        for entry in source.entries.values():
-            owner = "" if entry.slot == "state" else entry.parameter
-            self.of.setdefault(owner, []).append(entry)
+        entries = source.entries.values()
+        self.of = by_key((e.parameter if e.slot != "state" else "", e) for e in entries)
 
     def manifest(self) -> Manifest:
         """The manifest under the new names."""

@@ -24,8 +24,7 @@ from itertools import pairwise
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ....core.experts import layers_of
-from ....core.facts import FlatBufferEngine
+from ....core.facts import FlatBufferEngine, layers_of
 from ....core.filenames import numbers_of
 from ....core.manifest import Entry, Manifest
 from ....errors import UnsupportedCheckpoint, WrongOption

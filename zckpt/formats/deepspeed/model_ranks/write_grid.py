@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ....core.experts import layers_of
+from ....core.facts import layers_of
 from ....core.layout import Layout, Shell
 from ....core.manifest import Manifest
 from ....core.states import without

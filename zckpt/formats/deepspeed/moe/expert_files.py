@@ -16,7 +16,7 @@ from itertools import islice
 
 from msgspec import Struct
 
-from ....core.experts import ExpertLayer
+from ....core.facts import ExpertLayer
 from ....core.layout import Shell
 from ....errors import CorruptCheckpoint, IncompleteCheckpoint, InconsistentCheckpoint, listed
 from ....files.torchfile import Tensor, TorchFile

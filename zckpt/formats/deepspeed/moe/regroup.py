@@ -17,8 +17,7 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ....core.experts import ExpertLayer
-from ....core.facts import FlatBufferEngine, StateDictEngine
+from ....core.facts import ExpertLayer, FlatBufferEngine, StateDictEngine
 from ....core.layout import Shell
 from ....core.manifest import Manifest
 from ....errors import InconsistentCheckpoint, MissingData, WrongOption, counted, listed

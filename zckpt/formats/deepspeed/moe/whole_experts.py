@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from msgspec.structs import replace
 
 from ....core import compare
-from ....core.experts import ExpertLayer
+from ....core.facts import ExpertLayer
 from ....core.inert import inside
 from ....core.manifest import Entry, Manifest, Unread
 from ....core.unread import unread
