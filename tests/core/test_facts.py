@@ -1,4 +1,4 @@
-"""Facts of an engine in a manifest's JSON; the grid: which coordinate each rank has."""
+"""Facts of an engine in a manifest's JSON."""
 
 from __future__ import annotations
 
@@ -10,20 +10,12 @@ from msgspec.structs import replace
 from zckpt.core.facts import (
     Engine,
     FlatBufferEngine,
-    Grid,
     NamedWeightsEngine,
     StateDictEngine,
     StepPlace,
     facts_of,
     with_facts,
 )
-
-
-@pytest.mark.parametrize("axis", ["dp", "tp", "pp"])
-def test_an_axis_below_one_is_refused(axis: str) -> None:
-    with pytest.raises(ValueError, match=f"{axis} is 0"):
-        Grid(**{axis: 0})
-
 
 FLAT = FlatBufferEngine("flats", "1.2", "Wrapper", "BF16", True, None, {"stage": 2})
 FLAT_JSON = {

@@ -8,7 +8,7 @@ import pytest
 
 from zckpt.core.saved_names import nameless, refuse_others, saved_names
 from zckpt.errors import InconsistentCheckpoint
-from zckpt.formats.deepspeed_states import saved_names as deepspeed
+from zckpt.formats.deepspeed_states import agreement as deepspeed
 from zckpt.formats.gathered import files as gathered
 from zckpt.formats.onnxruntime import legacy as onnxruntime
 

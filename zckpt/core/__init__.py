@@ -4,7 +4,7 @@ What a checkpoint is:
     manifest.py       one checkpoint: entries, parameters, groups
     fragments.py      where the elements of a tensor lie: extents, runs, boxes
     slicing.py        tensors that are cut over ranks, as boxes of whole ones
-    facts.py          which engine wrote a checkpoint, where its step stands; ranks and experts
+    facts.py          which engine wrote a checkpoint, where its step stands; layers with experts
     weights.py        what stands for a weight
     states.py         which states an optimizer keeps, and which of them another checkpoint lacks
     wrapper.py        what an optimizer around it keeps

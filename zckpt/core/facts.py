@@ -4,7 +4,6 @@ FlatBufferEngine     an engine whose ranks share flat buffers, and that keeps it
 StateDictEngine      a program that saves state dicts under keys of its own
 NamedWeightsEngine   an engine with optimizers of its own, whose files know weights by name alone
 StepPlace            where an optimizer keeps its step, and in which type
-Grid                 the sizes of the parallel axes
 ExpertLayer          a layer whose experts are spread over ranks
 
 `with_facts` and `facts_of` write these records into a manifest's JSON state, and read them again.
@@ -306,16 +305,3 @@ def _record(kind: type[T], document: Mapping[str, Any]) -> T:
 def _dictionary(state: Mapping[str, Any], key: str) -> dict[Any, Any]:
     value = state.get(key)
     return {} if value is None else convert(value, dict[Any, Any])
-
-
-class Grid(Struct, frozen=True):
-    """The sizes of the parallel axes: data, tensor, pipeline; raises ValueError below 1."""
-
-    dp: int = 1
-    tp: int = 1
-    pp: int = 1
-
-    def __post_init__(self) -> None:
-        for axis in ("dp", "tp", "pp"):
-            if getattr(self, axis) < 1:
-                raise ValueError(f"{axis} is {getattr(self, axis)}; a grid needs at least 1")

@@ -15,7 +15,7 @@ import hashlib
 import json
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from itertools import chain
 from typing import Any
 
@@ -394,6 +394,15 @@ def _are_json(values: Collection[Any]) -> bool:
         return all(map(math.isfinite, numbers))
     except OverflowError:  # an integer beyond 1e308
         return False
+
+
+def unwrapped(value: Any) -> Any:
+    """A value whose equality means what its numbers say: scalars by value, lists as tuples."""
+    if isinstance(value, Scalar):
+        return value.value
+    if isinstance(value, Mapping):
+        return {key: unwrapped(item) for key, item in value.items()}
+    return tuple(map(unwrapped, value)) if isinstance(value, (list, tuple)) else value
 
 
 def plain_group(group: dict[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,11 @@ class Shell(Struct, frozen=True):
     size: int
     parts: tuple[tuple[int, bytes], ...]
 
+    @classmethod
+    def of(cls, name: str, data: bytes) -> Shell:
+        """A file that has no tensor."""
+        return cls(name, len(data), ((0, data),))
+
 
 class Layout(Struct, frozen=True):
     """What a format is going to write."""

@@ -15,7 +15,7 @@ which slots and types its files have; it does not say where the values come from
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from msgspec import Struct
 
@@ -80,6 +80,15 @@ class Weight(Struct, frozen=True):
 def weight_of(entries: Mapping[str, Entry], name: str) -> Weight:
     """The entries of the weight `name`; one that is missing is None."""
     return Weight(name, entries.get(f"{name}/param"), entries.get(f"{name}/master"))
+
+
+def states_by_weight(entries: Iterable[Entry]) -> dict[str, set[str]]:
+    """The optimizer's states of every weight that has any."""
+    states: dict[str, set[str]] = {}
+    for entry in entries:
+        if is_optimizers(entry.slot):
+            states.setdefault(entry.parameter, set()).add(entry.slot)
+    return states
 
 
 def agreement(master: Entry, weight: Entry) -> str | None:

@@ -18,9 +18,9 @@ from ..core.grouping import by_key
 from ..core.missing_ranks import missing_file
 from ..core.sources import Fingerprint
 from ..errors import IncompleteCheckpoint, InconsistentCheckpoint
-from .dcpfile import ITEMS, METADATA, ItemLocation, ItemTable
+from .dcpfile import ITEMS, METADATA, ItemBox, ItemLocation, ItemTable
 from .safefile import SavedTensor, read_with_metadata
-from .torchfile import Parsed, TorchFile
+from .torchfile import Parsed, Tensor, TorchFile
 
 ALIGNMENT = 64  # bytes; of items in the files that zckpt writes, all of which are longer
 
@@ -68,6 +68,24 @@ class ItemFiles:
         extent = Extent(location.file, location.offset, location.length)
         with self._opened(location.file) as file:
             return TorchFile(location.file, self._parsed, extent, file)
+
+    def boxes(
+        self, table: ItemTable, key: str, dtype: str | None = None
+    ) -> Iterator[tuple[ItemBox, TorchFile]]:
+        """The boxes of a tensor that are not empty, each with the file whose value it is.
+
+        Without `dtype` it is of the type that the metadata states. Raises InconsistentCheckpoint.
+        """
+        item = table.items[key]
+        for box in item.boxes if item is not None else ():
+            if item is None or box.is_empty:
+                continue
+            location = table.location(key, box)
+            file = self.torch_file(location)
+            tensor = file.value
+            described = (tensor.dtype, tensor.shape) if isinstance(tensor, Tensor) else None
+            require_same(location, key, described, (dtype or item.dtype, box.sizes))
+            yield box, file
 
     def unused(self, table: ItemTable) -> list[Extent]:
         """Bytes of the item files that no item covers: something is lost, or left of another save.

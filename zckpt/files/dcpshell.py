@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import groupby
 from operator import attrgetter
 from typing import Any
@@ -19,7 +20,7 @@ from ..core.fragments import Extent
 from ..core.inert import Foreign, Global, Size
 from ..core.layout import Shell
 from .dcpfile import VERSION, ItemBox, ItemKey, ItemLocation, Items, TensorItem, read_table
-from .torchshell import ALIGNMENT, state_checksums
+from .torchshell import ALIGNMENT, Storages, shell, state_checksums
 
 
 class ItemShell(Struct, frozen=True):
@@ -41,6 +42,13 @@ class SavedItem(Struct, frozen=True):
         """What `.metadata` calls it."""
         box = self.item.box
         return self.item.key, None if box is None else box.offsets
+
+
+@lru_cache(1 << 12)
+def tensor_shell(dtype: str, sizes: tuple[int, ...]) -> Shell:
+    """The shell of a tensor; equal tensors have the same one."""
+    storages = Storages()
+    return shell("archive", storages.tensor(dtype, sizes), storages)
 
 
 def in_files(items: Iterable[ItemShell], limit: int) -> Iterator[list[ItemShell]]:

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from math import prod
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from msgspec import Meta, Struct, convert
 
@@ -22,8 +22,11 @@ from ..core import sources
 from ..core.dtypes import SIZES, Dtype
 from ..core.fileio import align
 from ..core.fragments import Extent
+from ..core.layout import Shell
 from ..core.manifest import Sizes
 from ..errors import MALFORMED, CorruptCheckpoint, brief
+
+T = TypeVar("T")
 
 FORMAT = {"format": "pt"}
 Offset = Annotated[int, Meta(ge=0)]
@@ -107,6 +110,30 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(by_name) != len(pairs):
         raise ValueError("a name occurs twice")
     return by_name
+
+
+def split(
+    stem: str, tensors: Iterable[T], length: Callable[[T], int], most: int
+) -> list[tuple[str, list[T]]]:
+    """Files of at most `most` bytes each, by their names; a larger tensor has one of its own."""
+    parts: list[list[T]] = [[]]
+    size = 0
+    for tensor in tensors:
+        if parts[-1] and size + length(tensor) > most:
+            parts.append([])
+            size = 0
+        parts[-1].append(tensor)
+        size += length(tensor)
+    if len(parts) == 1:
+        return [(f"{stem}.safetensors", parts[0])]
+    names = (f"{stem}-{n:05d}-of-{len(parts):05d}.safetensors" for n in range(1, 1 + len(parts)))
+    return list(zip(names, parts, strict=True))
+
+
+def shell(name: str, tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> Shell:
+    """A file with consecutive tensors `(name, dtype, shape)`."""
+    head, size = header(tensors)
+    return Shell(name, size, ((0, head),))
 
 
 def header(

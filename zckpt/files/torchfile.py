@@ -22,7 +22,8 @@ from ..core import sources
 from ..core.dtypes import SIZES, STORAGES, TORCH_NAMES, decode
 from ..core.fileio import crc_of
 from ..core.fragments import Box, Extent, Fragments, Record, boxes, solid
-from ..core.inert import Foreign, Global, Scalar, map_values, to_json
+from ..core.inert import Foreign, Global, Scalar, TensorName, inside, map_values, to_json
+from ..core.manifest import Entry
 from ..errors import CorruptCheckpoint, NotACheckpoint, UnsupportedCheckpoint, ZckptError, brief
 from .unpickle import BUILTINS, Build, Unpickler
 from .zipdirectory import ZipMember, read_directory
@@ -183,6 +184,14 @@ class TorchFile:
         start = tensor.storage.start + tensor.offset * size
         return record.extent.part(start, start + tensor.numel * size)
 
+    def reach(self, tensor: Tensor) -> tuple[Extent, tuple[int, ...] | None]:
+        """The bytes from its first element to its last, and its strides if it is not contiguous."""
+        if tensor.contiguous:
+            return self.extent(tensor), None
+        pairs = zip(tensor.shape, tensor.strides, strict=True)
+        count = 1 + sum((size - 1) * stride for size, stride in pairs)
+        return self.extent(tensor.part(0, count)), tensor.strides
+
     def fragments(self, tensor: Tensor) -> Fragments:
         """The bytes of any tensor, in runs of row-major elements."""
         if tensor.contiguous:
@@ -223,6 +232,16 @@ class TorchFile:
             raise UnsupportedCheckpoint(
                 f"{self.path} has a number of type {tensor.dtype}, which zckpt does not read"
             ) from error
+
+    def kept(self, value: Any, path: str, entries: dict[str, Entry]) -> Any:
+        """A value with its tensors as entries of slot `state`; 0-d ones by value."""
+        if isinstance(value, Tensor):
+            if not value.shape and value.dtype != "C64":
+                return self.scalar(value)
+            name = f"{path}/state"
+            entries[name] = Entry(name, value.dtype, value.shape, self.fragments(value))
+            return TensorName(path)
+        return map_values(value, lambda item, key: self.kept(item, inside(path, key), entries))
 
     def crc(self, tensor: Tensor) -> tuple[int, int | None]:
         """Length and stated CRC-32 of the record with the tensor's storage."""

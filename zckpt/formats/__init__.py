@@ -22,14 +22,7 @@ from ..core import sources
 from ..core.filenames import oldest_first
 from ..core.inert import Foreign
 from ..core.manifest import Manifest
-from ..errors import (
-    AmbiguousCheckpoint,
-    NotACheckpoint,
-    WrongOption,
-    ZckptError,
-    listed,
-    meant,
-)
+from ..errors import AmbiguousCheckpoint, NotACheckpoint, WrongOption, ZckptError, listed, meant
 from ..files import hdf5file
 from ..files.torchfile import Tensor, peek
 from ..training import objects

@@ -42,7 +42,7 @@ def pointing_to(siblings: Iterable[Sibling], path: str) -> Shell:
     """trainer_state.json with a new path of the best checkpoint, in the Trainer's own form."""
     state = {**(json_of(siblings, STATE) or {}), KEY: path}
     text = (json.dumps(state, indent=2, sort_keys=True) + "\n").encode()
-    return Shell(STATE, len(text), ((0, text),))
+    return Shell.of(STATE, text)
 
 
 def warning(best: str, siblings: Iterable[Sibling], keeps_format: bool) -> str:

@@ -23,7 +23,7 @@ from zckpt.errors import (
     UnsupportedCheckpoint,
     WrongOption,
 )
-from zckpt.formats.deepspeed.moe.named_layers import with_named_layers
+from zckpt.formats.deepspeed.moe.regroup import with_named_layers
 from zckpt.formats.deepspeed_states.experts import ExpertRanks
 
 from ... import faults

@@ -16,7 +16,7 @@ import torch
 import zckpt
 from zckpt.errors import InconsistentCheckpoint
 from zckpt.files.torchfile import TorchFile
-from zckpt.formats.deepspeed_states.saved_names import place_of
+from zckpt.formats.deepspeed_states.agreement import place_of
 
 from ... import faults
 from ...conftest import EXAMPLE, ROOT

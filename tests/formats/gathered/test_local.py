@@ -11,7 +11,7 @@ import torch
 
 import zckpt
 from zckpt import errors
-from zckpt.formats.gathered import zro
+from zckpt.formats.gathered.local import partition
 
 from .plain_torch import (
     Pair,
@@ -32,7 +32,7 @@ def save_local(folder: Path, pair: Pair, world: int) -> Path:
     whole = pair[1].state_dict()
     groups = whole["param_groups"]
     numels = [[p.numel() for p in group["params"]] for group in pair[1].param_groups]
-    for rank, parts in enumerate(zro.partition(numels, world)):
+    for rank, parts in enumerate(partition(numels, world)):
         state: dict[int, Any] = {}
         merged = []
         count = 0

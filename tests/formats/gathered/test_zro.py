@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from zckpt import errors
-from zckpt.formats.gathered import zro
+from zckpt.formats.gathered.local import dealt, partition, runs
 
 GROUPS = st.lists(st.lists(st.integers(0, 9), max_size=8), min_size=1, max_size=4)
 
@@ -34,21 +34,21 @@ def torchs(groups: list[list[int]], world: int) -> list[list[list[int]]]:
 
 @given(GROUPS, st.integers(1, 5))
 def test_the_rule_is_torchs(groups: list[list[int]], world: int) -> None:
-    assert zro.partition(groups, world) == torchs(groups, world)
+    assert partition(groups, world) == torchs(groups, world)
 
 
 @given(GROUPS, st.integers(1, 5))
 def test_dealing_again_gives_the_order_back(groups: list[list[int]], world: int) -> None:
-    parts = zro.partition(groups, world)
+    parts = partition(groups, world)
     numels = [
         [[groups[group][place] for place in part] for group, part in enumerate(rank)]
         for rank in parts
     ]
-    for group, order in enumerate(zro.dealt(numels)):
+    for group, order in enumerate(dealt(numels)):
         places = [parts[rank][group][position] for rank, position in order]
         assert places == sorted(range(len(groups[group])), key=lambda p: -groups[group][p])
         sizes = [groups[group][place] for place in places]
-        for start, stop in zro.runs(sizes):
+        for start, stop in runs(sizes):
             assert len(set(sizes[start:stop])) == 1
             assert places[start:stop] == sorted(places[start:stop])
 
@@ -71,7 +71,7 @@ def test_dealing_again_gives_the_order_back(groups: list[list[int]], world: int)
 )
 def test_what_the_rule_never_makes_is_refused(ranks: list[list[list[int]]], said: str) -> None:
     if said is None:
-        zro.dealt(ranks)
+        dealt(ranks)
         return
     with pytest.raises(errors.InconsistentCheckpoint, match=said):
-        zro.dealt(ranks)
+        dealt(ranks)

@@ -18,14 +18,7 @@ from ...core.fragments import Record, solid
 from ...core.inert import Foreign
 from ...core.manifest import Entry
 from ...errors import MALFORMED, IncompleteCheckpoint, UnsupportedCheckpoint, not_understood
-from ...files.dcpfile import (
-    METADATA,
-    ItemBox,
-    ItemTable,
-    TensorItem,
-    attributes,
-    read_table,
-)
+from ...files.dcpfile import METADATA, ItemBox, ItemTable, TensorItem, attributes, read_table
 from ...files.dcpitems import ItemFiles, require_same
 from ...files.torchfile import Tensor, TorchFile
 from ..statedict.tree import Path

@@ -23,14 +23,7 @@ from ...errors import (
     listed,
     not_understood,
 )
-from ...files.dcpfile import (
-    METADATA,
-    VERSION,
-    ItemLocation,
-    ItemTable,
-    TensorItem,
-    read_table,
-)
+from ...files.dcpfile import METADATA, VERSION, ItemLocation, ItemTable, TensorItem, read_table
 from ...files.dcpitems import ItemFiles, require_same
 from ...files.torchfile import Tensor, TorchFile, class_of
 from ...training.trainers import beside, inside
@@ -47,6 +40,7 @@ from ..statedict.tree import (
     StepStatement,
     TensorPiece,
     assembled,
+    at,
     dotted,
     identities,
     leads_to_step,
@@ -161,7 +155,7 @@ class _FolderReader:
             path = (*front, *place_in(table.folder, paths.get(key) or (key,)))
             if leads_to_step(path):
                 saved.steps += self._stated(key, path, value)
-            if is_pair(saved.folders) and (known := _at(saved.tree, path)) is not None:
+            if is_pair(saved.folders) and (known := at(saved.tree, path)) is not None:
                 if not _are_equal(value, known):
                     name = os.path.relpath(table.folder, saved.root)
                     saved.left_out.append(f"{name}: {dotted(path)}, which {MODEL}/ has otherwise")
@@ -294,13 +288,6 @@ class _FolderReader:
 
 def _no_number() -> Any:
     raise CorruptCheckpoint("a number is expected, but the tensor has no elements")
-
-
-def _at(tree: Any, path: Path) -> Any:
-    """The value at a path; None without one."""
-    for key in path:
-        tree = tree.get(key) if isinstance(tree, dict) else None
-    return tree
 
 
 def _are_equal(value: Any, known: Any) -> bool:

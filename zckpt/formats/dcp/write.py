@@ -20,14 +20,7 @@ from ...core.folder import Folder
 from ...core.inert import Foreign, Scalar, TensorName
 from ...core.layout import Layout, Shell
 from ...core.manifest import Manifest
-from ...errors import (
-    MissingData,
-    UnsupportedCheckpoint,
-    UnsupportedState,
-    counted,
-    listed,
-    literal,
-)
+from ...errors import MissingData, UnsupportedCheckpoint, UnsupportedState, counted, listed, literal
 from ...files import safefile
 from ...files.dcpfile import ItemBox, Items, TensorItem, sealed
 from ...files.dcpshell import (
@@ -38,6 +31,7 @@ from ...files.dcpshell import (
     item_file,
     metadata,
     seal_items,
+    tensor_shell,
 )
 from ...files.pickling import dumps
 from ...files.torchshell import Storages, shell, thawed
@@ -123,7 +117,6 @@ class DcpWriter:
         self.parts = self._parts()
         if self.storage:
             self.left_out += self._values()
-        self._shells: dict[tuple[str, tuple[int, ...]], Shell] = {}
         self._metadata: dict[str, bytes] = {}
 
     def _of_ranks(self) -> list[str]:
@@ -265,8 +258,7 @@ class DcpWriter:
         }
         if self.storage == ADAPTER:
             described = [(name, each.dtype, each.shape) for name, each in tensors.items()]
-            head, size = safefile.header(described)
-            yield Shell(PEFT_FILE, size, ((0, head),))
+            yield safefile.shell(PEFT_FILE, described)
             return
         scalars = {dotted(path): value for path, value in values if isinstance(value, Scalar)}
         yield from hf.shells(tensors, scalars, self._box_of, self.world, self.options.file_size)
@@ -286,8 +278,7 @@ class DcpWriter:
         if folder not in self._metadata:  # it is the same the second time
             text = dumps(self._describe(values, saved), lambda _: None)
             self._metadata[folder] = sealed(text)
-        text = self._metadata[folder]
-        yield Shell(".metadata", len(text), ((0, text),))
+        yield Shell.of(".metadata", self._metadata[folder])
 
     def _of_rank(self, key: str, value: Any, rank: int) -> Iterator[ItemShell]:
         """What a rank saves of a value: its rows of a tensor; rank 0 everything that is not cut."""
@@ -299,7 +290,7 @@ class DcpWriter:
                 yield ItemShell(key, whole, _shell(storages.scalar(value), storages))
         elif tensor is not None:
             if (box := self._box_of(tensor, rank)) is not None:
-                yield ItemShell(key, box, self._tensor_shell(tensor.dtype, box.sizes))
+                yield ItemShell(key, box, tensor_shell(tensor.dtype, box.sizes))
         elif not rank:
             storages = Storages()
             frozen = thawed(value, self.source.entries, storages)
@@ -335,13 +326,6 @@ class DcpWriter:
         own = -(-tensor.shape[0] // self.world)
         length = prod(tensor.shape[1:]) * SIZES[tensor.dtype]
         return own * max(1, -(-SMALL // (own * length)))
-
-    def _tensor_shell(self, dtype: str, sizes: tuple[int, ...]) -> Shell:
-        """Equal tensors have equal shells."""
-        if (dtype, sizes) not in self._shells:
-            storages = Storages()
-            self._shells[dtype, sizes] = _shell(storages.tensor(dtype, sizes), storages)
-        return self._shells[dtype, sizes]
 
     def _describe(self, values: Sequence[PathValue], saved: Sequence[SavedItem]) -> Foreign:
         """The content of `.metadata`."""

@@ -15,10 +15,8 @@ such files, and layer_NN[-model_TT]-model_states.pt with the weights of a pipeli
     flats.py             the flat buffers of fp32 masters and optimizer states
     read.py              the manifest
     write.py             the same files for another data-parallel size, stage or type
-    options.py           what a user may ask of them
     functions.py         what zckpt does with them
-    optimizer_files.py   the optimizer files of a target
-    elastic.py           targets whose files any number of ranks loads
+    optimizer_files.py   the files of a target, elastic ones too
     like.py              sources of other engines, with the ranks and groups of a run: `--like`
     gather.py            the engine's own rule for its partitions
     stage_0/             runs without ZeRO
@@ -29,10 +27,9 @@ What DeepSpeed's universal checkpoints share with these files is in formats/deep
 Facts in this package are of DeepSpeed 0.19.8 unless said otherwise; files back to 0.5.10 are read.
 """
 
-from ..deepspeed_states import OBJECTS
+from ..deepspeed_states import OBJECTS, options
 from ..format import Format
 from .files import detect
-from .options import OPTIONS
 
 FORMAT = Format(
     name="deepspeed",
@@ -40,7 +37,7 @@ FORMAT = Format(
     "(real files of 0.8.2, 0.9.3, 0.11.0, 0.13.1, 0.19.8)",
     family="deepspeed",
     detect=detect,
-    options=OPTIONS,
+    options=(*options.OPTIONS, *options.OF_RANKS),
     numbers=True,
     compares="beginnings",
     states="a flat buffer has place for tensors of the parameters' shapes, and for numbers that "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
@@ -11,10 +12,7 @@ from msgspec import Struct, field
 from ...core import sources
 from ...core.filenames import file_names, numbers_of
 from ...core.missing_ranks import missing_ranks
-from ...errors import (
-    IncompleteCheckpoint,
-    InconsistentCheckpoint,
-)
+from ...errors import IncompleteCheckpoint, InconsistentCheckpoint
 from ...files.torchfile import Parsed
 from ..deepspeed_states.directories import (
     BF16,
@@ -28,12 +26,13 @@ from ..deepspeed_states.directories import (
     TagKind,
     file_of_rank,
     holds_states,
+    is_foreign,
     refuse,
+    refuse_foreign,
     tags_of,
 )
-from ..deepspeed_states.writers import is_foreign, refuse_foreign
 
-Place = TypeVar("Place", int, tuple[int, int])
+Place = TypeVar("Place", bound=tuple[int, ...])
 
 KIND = TagKind("DeepSpeed checkpoint", "latest", holds_states, tags_of)
 OLD_EXPERT = file_names(r"expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
@@ -49,7 +48,7 @@ class RankFiles(Struct, frozen=True):
 
     models: Sequence[str]
     optimizers: Sequence[str]
-    experts: Mapping[tuple[int, int], str] = field(default_factory=dict)
+    experts: Mapping[tuple[int, ...], str] = field(default_factory=dict)
     of_ep: Sequence[str] = ()
     parsed: Parsed = field(default_factory=Parsed)
 
@@ -57,19 +56,6 @@ class RankFiles(Struct, frozen=True):
     def paths(self) -> list[str]:
         """Those of all files."""
         return [*self.models, *self.optimizers, *self.experts.values(), *self.of_ep]
-
-
-class Numbered(Struct, frozen=True):
-    """What the user says of an optimizer that knows its parameters by number, as in stage 0.
-
-    `param_names` are the names in its order. For the weights alone they are not needed.
-    """
-
-    param_names: Sequence[str] | None = None
-    weights_only: bool = False
-
-
-NAMED = Numbered()
 
 
 def detect(path: str) -> list[str]:
@@ -106,9 +92,30 @@ def rank_files(
     if "offloaded_tensors" in names:
         refuse(directory, "optimizer states offloaded to NVMe")
 
-    files = _by_number(directory, names, model_rank)
-    _refuse_two_runs(directory, files)
-    models = files.models or files.models_3
+    found: dict[re.Pattern[str], dict[tuple[int, ...], str]]
+    found = {kind: {} for kind in (MODEL, MODEL_3, OPTIMIZER, EXPERT, OF_EP)}
+    are_bf16 = set()
+    for name in names:
+        for kind, files in found.items():
+            if not (numbers := numbers_of(kind, name)) or numbers[-1] != model_rank:
+                continue
+            is_bf16, place = name.startswith(BF16), numbers[:-1]
+            is_second = kind is not OPTIMIZER or is_bf16 in are_bf16
+            add_file(files, place, os.path.join(directory.path, name), is_second=is_second)
+            if kind is OPTIMIZER:
+                are_bf16.add(is_bf16)
+    whole, of_stage_3, optimizers, experts, of_ep = found.values()
+    for kinds, is_mixed in {
+        "one of bf16, one of another type": len(are_bf16) > 1,
+        "one of stage 3, one of stage 1 or 2": whole and of_stage_3,
+        "one of stage 0 with experts (expp_rank_0), one of another stage": optimizers and of_ep,
+    }.items():
+        if is_mixed:
+            raise InconsistentCheckpoint(
+                f"{directory.path} has files of two runs: {kinds}",
+                hint="keep only the files of one save",
+            )
+    models = whole or of_stage_3
     if not models:
         raise IncompleteCheckpoint(
             f"{directory.path} holds no model states"
@@ -116,77 +123,25 @@ def rank_files(
             hint=f"expected mp_rank_{model_rank:02d}_model_states.pt (stage 1, 2) or one per rank "
             "(stage 3)",
         )
-    if files.optimizers:
-        _all_ranks(directory, files.optimizers, "optimizer")
-    if missing := sorted(set(range(max(files.of_ep, default=-1) + 1)) - set(files.of_ep)):
+    _all_ranks(directory, optimizers, "optimizer")
+    if missing := _missing(of_ep):
         raise IncompleteCheckpoint(
             f"{directory.path} lacks the optimizer of ep rank {missing[0]}",
             hint=f"expected expp_rank_{missing[0]}_mp_rank_{model_rank:02d}_optim_states.pt",
         )
-    if files.models_3:
-        _all_ranks(directory, models, "model")
-        if files.optimizers and len(models) != len(files.optimizers):
-            raise IncompleteCheckpoint(
-                f"{directory.path} has {len(models)} model files, but {len(files.optimizers)} "
-                "optimizer files",
-                hint="copy all files again: stage 3 writes one of each per rank",
-            )
+    _all_ranks(directory, of_stage_3, "model")
+    if of_stage_3 and optimizers and len(models) != len(optimizers):
+        raise IncompleteCheckpoint(
+            f"{directory.path} has {len(models)} model files, but {len(optimizers)} optimizer "
+            "files",
+            hint="copy all files again: stage 3 writes one of each per rank",
+        )
     return RankFiles(
-        [models[rank] for rank in sorted(models)],
-        [files.optimizers[rank] for rank in sorted(files.optimizers)],
-        files.experts,
-        [files.of_ep[rank] for rank in sorted(files.of_ep)],
+        [path for _, path in sorted(models.items())],
+        [path for _, path in sorted(optimizers.items())],
+        experts,
+        [path for _, path in sorted(of_ep.items())],
         parsed,
-    )
-
-
-class _FilesByNumber(Struct, eq=False):
-    """The files of one model rank by the numbers in their names.
-
-    `are_bf16` says of the optimizers' names whether they begin with bf16_.
-    """
-
-    models: dict[int, str] = field(default_factory=dict)
-    models_3: dict[int, str] = field(default_factory=dict)  # of stage 3
-    optimizers: dict[int, str] = field(default_factory=dict)
-    experts: dict[tuple[int, int], str] = field(default_factory=dict)
-    of_ep: dict[int, str] = field(default_factory=dict)
-    are_bf16: set[bool] = field(default_factory=set)
-
-
-def _by_number(directory: TagDirectory, names: Sequence[str], model_rank: int) -> _FilesByNumber:
-    files = _FilesByNumber()
-    for name in names:
-        full = os.path.join(directory.path, name)
-        if (numbers := numbers_of(EXPERT, name)) and numbers[2] == model_rank:
-            add_file(files.experts, (numbers[0], numbers[1]), full)
-        if (numbers := numbers_of(OF_EP, name)) and numbers[1] == model_rank:
-            add_file(files.of_ep, numbers[0], full)
-        if model_rank_of(name) != model_rank:
-            continue
-        if MODEL.fullmatch(name):
-            add_file(files.models, 0, full)
-        elif numbers := numbers_of(MODEL_3, name):
-            add_file(files.models_3, numbers[0], full)
-        elif numbers := numbers_of(OPTIMIZER, name):
-            is_bf16 = name.startswith(BF16)
-            add_file(files.optimizers, numbers[0], full, is_second=is_bf16 in files.are_bf16)
-            files.are_bf16.add(is_bf16)
-    return files
-
-
-def _refuse_two_runs(directory: TagDirectory, files: _FilesByNumber) -> None:
-    """Raises InconsistentCheckpoint for files that one run does not write together."""
-    if len(files.are_bf16) > 1:
-        kinds = "one of bf16, one of another type"
-    elif files.models and files.models_3:
-        kinds = "one of stage 3, one of stage 1 or 2"
-    elif files.optimizers and files.of_ep:
-        kinds = "one of stage 0 with experts (expp_rank_0), one of another stage"
-    else:
-        return
-    raise InconsistentCheckpoint(
-        f"{directory.path} has files of two runs: {kinds}", hint="keep only the files of one save"
     )
 
 
@@ -211,10 +166,15 @@ def model_rank_of(name: str) -> int | None:
     return None
 
 
-def _all_ranks(directory: TagDirectory, files: Mapping[int, str], what: str) -> None:
+def _missing(files: Mapping[tuple[int, ...], str]) -> list[int]:
+    """The ranks without a file, though a later one has one."""
+    ranks = {rank for (rank,) in files}
+    return sorted(set(range(max(ranks, default=-1) + 1)) - ranks)
+
+
+def _all_ranks(directory: TagDirectory, files: Mapping[tuple[int, ...], str], what: str) -> None:
     """Ranks are sorted as numbers: rank_10 comes after rank_9."""
-    missing = sorted(set(range(max(files) + 1)) - set(files))
-    if missing:
+    if missing := _missing(files):
         expected = file_of_rank(files[max(files)], missing[0])
         raise missing_ranks(directory.path, missing, what, hint=f"expected {expected}")
 

@@ -21,8 +21,13 @@ from ...files.torchfile import Tensor
 from ...training import steps
 from .. import zero
 from ..deepspeed_states.directories import refuse
-from ..deepspeed_states.flats import BufferSlot, FlatBuffer
-from ..deepspeed_states.states import EngineStates, ParameterShapes, in_user_order
+from ..deepspeed_states.states import (
+    BufferSlot,
+    EngineStates,
+    FlatBuffer,
+    ParameterShapes,
+    in_user_order,
+)
 
 Sharing = Callable[[int, ParameterShapes], Sequence[tuple[EngineStates, ParameterShapes]]]
 """The flat buffers of a group: the ranks that share each of them, and the parameters in it."""

@@ -1,15 +1,16 @@
 """What does zckpt do with these files?"""
 
+from ...files.torchshell import seal_records
 from ..format import Functions
 from ..groups import without_empty_groups
 from .gather import partitions
 from .read import averaged, check, check_slices, read
-from .write import lay_out, seal
+from .write import lay_out
 
 FUNCTIONS = Functions(
     read=read,
     lay_out=lay_out,
-    seal=seal,
+    seal=seal_records,
     partitions=partitions,
     averaged=averaged,
     check=check,

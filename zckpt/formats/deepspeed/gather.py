@@ -25,7 +25,6 @@ from ...core.partition import FlatMember, Partition, Partitioned, Whole
 from ...errors import MissingData
 from ...files.torchfile import Parsed, Tensor, TorchFile
 from .model_ranks import gather_grid, slices_by_engine
-from .moe import gather_experts
 from .stage_0 import gather_whole
 from .stage_0.gather_whole import whole
 
@@ -49,7 +48,7 @@ def partitions(directory: str, tp_rules: str | None = None) -> list[Partition]:
     engine = _EngineFiles(directory)
     if not engine.optimizers and engine.expert_files:  # stage 0 with experts
         model = engine.models[0]
-        optimizers = gather_experts.partitions(directory, model)
+        optimizers = gather_whole.of_experts(directory, model)
         return [*gather_whole.module(model), *engine.experts(), *optimizers]
     if not engine.optimizers:  # stage 0
         return list(gather_whole.partitions(engine.models[0]))

@@ -22,9 +22,9 @@ from msgspec.structs import replace
 from ... import formats
 from ...core import sources
 from ...core.facts import FlatBufferEngine
-from ...core.inert import Scalar
+from ...core.inert import unwrapped
 from ...core.manifest import Entry, Manifest, Parameter
-from ...core.weights import is_optimizers
+from ...core.weights import states_by_weight
 from ...errors import (
     InconsistentCheckpoint,
     MissingData,
@@ -199,7 +199,7 @@ class _Run:
                 f"{like.optimizer}",
                 hint="give a run with the optimizer of the source",
             )
-        own, wanted = _states(entries), _states(like.entries)
+        own, wanted = (states_by_weight(each.values()) for each in (entries, like.entries))
         for name, parameter in like.parameters.items():
             of_source = own.get(name, set())
             of_run = wanted.get(name, of_source if parameter.trainable else set())
@@ -224,7 +224,9 @@ class _Run:
             first, group = chosen.setdefault(item.group, (name, groups[own.group or 0]))
             other = groups[own.group or 0]
             keys = [k for k in (like.groups or ())[item.group] if k not in OF_IMPLEMENTATIONS]
-            if wrong := [key for key in keys if _plain(group.get(key)) != _plain(other.get(key))]:
+            if wrong := [
+                key for key in keys if unwrapped(group.get(key)) != unwrapped(other.get(key))
+            ]:
                 raise InconsistentCheckpoint(
                     f"{first} and {name} are in one group of the run of --like, but the source "
                     f"has another {listed(wrong)} for each",
@@ -314,24 +316,8 @@ def _shape(manifest: Manifest, name: str) -> tuple[int, ...]:
     return manifest.entries[f"{name}/param"].shape if parameter is None else parameter.shape
 
 
-def _states(entries: Mapping[str, Entry]) -> dict[str, set[str]]:
-    """The optimizer's states of every weight."""
-    states: dict[str, set[str]] = {}
-    for entry in entries.values():
-        if is_optimizers(entry.slot):
-            states.setdefault(entry.parameter, set()).add(entry.slot)
-    return states
-
-
 def _listed(slots: set[str]) -> str:
     return listed(sorted(slots)) if slots else "none"
-
-
-def _plain(value: Any) -> Any:
-    """A hyper-parameter as it is compared: a number, or a tuple of numbers."""
-    if isinstance(value, Scalar):
-        return value.value
-    return tuple(map(_plain, value)) if isinstance(value, (list, tuple)) else value
 
 
 def _taken(key: str, theirs: Any, group: Mapping[str, Any]) -> Any:

@@ -22,8 +22,7 @@ from ..deepspeed_states.states import (
     version_of,
 )
 from .files import RankFiles
-from .model_ranks.stated_slices import shapes_of_stage
-from .moe.group_order import in_order_of_first
+from .model_ranks.pipeline import shapes_of_stage
 
 # what all ranks state alike, once groups of experts are in one order
 OF_OPTIMIZERS = ("partition_count", "param_alignment_paddings", "overflow", "ds_version")
@@ -59,11 +58,13 @@ def open_ranks(
     partitioned = "fp32_flat_groups" in states[0]
     bases = for_each(states, lambda state: _base(directory, state, partitioned))
     if model.get("num_experts"):
-        states, bases = in_order_of_first(states, bases)
+        states, bases = _in_order_of_first(states, bases)
     ranks = EngineStates(
         directory, models, optimizers, model, states, bases, version, len(states), partitioned
     )
-    _check_same_save(ranks)
+    check_models(models)
+    check_facts(optimizers, states, _facts_of_optimizer)
+    check_facts(optimizers, bases, _hyper_parameters)
     return ranks
 
 
@@ -142,13 +143,6 @@ def _check_world(
         refuse(directory, f"partitions over {sizes} of {dp} ranks (MiCS)")
 
 
-def _check_same_save(ranks: EngineStates) -> None:
-    """All ranks of one save state the same of their run; raises InconsistentCheckpoint."""
-    check_models(ranks.models)
-    check_facts(ranks.optimizers, ranks.states, _facts_of_optimizer)
-    check_facts(ranks.optimizers, ranks.bases, _hyper_parameters)
-
-
 def _facts_of_optimizer(state: Mapping[str, Any]) -> dict[str, Any]:
     scaler = state.get("loss_scaler")
     return {
@@ -161,3 +155,66 @@ def _facts_of_optimizer(state: Mapping[str, Any]) -> dict[str, Any]:
 def _hyper_parameters(base: Mapping[str, Any]) -> dict[str, Any]:
     groups, own = base.get("param_groups") or (), {"step", *ESTIMATES}
     return {"param_groups": [{k: v for k, v in each.items() if k not in own} for each in groups]}
+
+
+# -- groups of experts in one order
+
+
+Dictionaries = Sequence[dict[str, Any]]
+LISTS = (
+    "single_partition_of_fp32_groups",
+    "group_paddings",
+    "partition_count",
+    "param_alignment_paddings",
+)
+"""What a rank's optimizer state lists by group, as far as it is read."""
+
+
+def _in_order_of_first(
+    states: Dictionaries, bases: Dictionaries
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Optimizer states and base states of all ranks, with the groups in the order of the first's.
+
+    If layers of experts have several expert-parallel sizes, DeepSpeed (0.19.8, moe/utils.py) goes
+    through a set of their names: every process may list its groups of experts in another order.
+    Ranks whose groups have other names keep their order: the reader refuses these later.
+    """
+    first = _names(bases[0])
+    ordered_states, ordered_bases = [], []
+    for state, base in zip(states, bases, strict=True):
+        names = _names(base)
+        if names != first and sorted(names) == sorted(first):
+            order = _order(names, first)
+            base = _reordered(base, order)
+            state = {
+                **state,
+                **{key: [state[key][old] for old in order] for key in LISTS if key in state},
+                "base_optimizer_state": base,
+            }
+        ordered_states.append(state)
+        ordered_bases.append(base)
+    return ordered_states, ordered_bases
+
+
+def _names(base: Mapping[str, Any]) -> list[tuple[str, bool]]:
+    """Name and kind of every group of a rank."""
+    groups = base.get("param_groups") or ()
+    return [(str(group.get("name")), group.get("moe") is True) for group in groups]
+
+
+def _order(names: Sequence[tuple[str, bool]], first: Sequence[tuple[str, bool]]) -> list[int]:
+    """For each group of the first rank, its place in another; equal names stand in one order."""
+    places: dict[tuple[str, bool], list[int]] = {}
+    for place, name in enumerate(names):
+        places.setdefault(name, []).append(place)
+    return [places[name].pop(0) for name in first]
+
+
+def _reordered(base: Mapping[str, Any], order: Sequence[int]) -> dict[str, Any]:
+    """The base optimizer's state with its groups, each of one flat tensor, in another order."""
+    states, groups = base["state"], base["param_groups"]
+    return {
+        **base,
+        "state": {new: states[old] for new, old in enumerate(order) if old in states},
+        "param_groups": [{**groups[old], "params": [new]} for new, old in enumerate(order)],
+    }

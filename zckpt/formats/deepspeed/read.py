@@ -18,16 +18,16 @@ from ...errors import (
 )
 from ...naming.tensor_rules import rules_of
 from ...training.steps import KEEP
+from ..deepspeed_states.agreement import check_names
 from ..deepspeed_states.directories import TagDirectory, refuse
-from ..deepspeed_states.saved_names import check_names
 from ..deepspeed_states.states import open_files, open_layers
 from ..reading import USUAL, Reading
-from .files import NAMED, Numbered, locate
+from .files import locate
 from .model_ranks.apart import (
     ModelGrid,
-    of_model_rank,
-    of_rank,
+    manifests_of,
     open_apart,
+    opened_ranks,
     stacked,
     weights_of_layers,
 )
@@ -40,15 +40,13 @@ from .model_ranks.copies import (
     with_means,
 )
 from .model_ranks.grid import SOME_STAGES, GridFiles, check_grid, grid_files
-from .model_ranks.pipeline import joined_stages
+from .model_ranks.pipeline import joined_stages, joined_stages_with_experts
 from .model_ranks.tensor_ranks import joined_slices
 from .model_ranks.universal_info import of_json
-from .moe.stages import joined_stages_with_experts
 from .moe.whole_experts import compare_ranks, manifest_of_experts
-from .ranks import open_ranks
-from .stage_0.stages import alike, open_stages
-from .stage_0.whole import open_whole
-from .stage_0.whole_states import manifest_of_whole
+
+WEIGHTS = Reading(step_policy=KEEP, weights_only=True)
+"""Of a run that was read before: its weights and what stands beside them, whatever its steps."""
 
 
 def read(path: str, reading: Reading = USUAL) -> Manifest:
@@ -71,12 +69,11 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
 
 
 def _manifest(directory: TagDirectory, files: GridFiles, reading: Reading) -> Manifest:
-    numbered = Numbered(reading.param_names, reading.weights_only)
     if reading.ranks_apart and not files.is_plain:
-        ranks = _apart(directory, files, reading.step_policy, numbered)
+        ranks = _apart(directory, files, reading)
         rules = {"tp_rules": reading.tp_rules} if reading.tp_rules else {}
         return replace(ranks, source={**ranks.source, **rules})
-    models = tensor_ranks(directory, files, reading.step_policy, numbered)
+    models = tensor_ranks(directory, files, reading)
     if reading.with_slicings or files.tp > 1:
         return _joined(models, reading.tp_rules, reading.step_policy)
     return models[0]
@@ -117,9 +114,8 @@ def _own_copies(manifest: Manifest) -> list[str]:
     if tp == 1:
         return stages
     directory = locate(manifest.root, None)
-    weights = Numbered(weights_only=True)
     try:
-        ranks = tensor_ranks(directory, grid_files(directory), KEEP, weights)
+        ranks = tensor_ranks(directory, grid_files(directory), WEIGHTS)
         model = _joined(ranks, manifest.source.get("tp_rules"), KEEP)
     except (InconsistentCheckpoint, MissingData, UnsupportedCheckpoint, WrongOption):
         return stages  # stage 0 may need the user's names too
@@ -139,20 +135,17 @@ def check_slices(manifest: Manifest) -> None:
     if int(manifest.source.get("tp") or 0) < 2:
         return
     directory = locate(manifest.root, None)
-    weights = Numbered(weights_only=True)
     pipeline = manifest.state.get("pipeline") or {"tied": ()}
     tied = {int(number): str(key) for number, key in pipeline["tied"]}
-    ranks = tensor_ranks(directory, grid_files(directory), KEEP, weights, tied)
+    ranks = tensor_ranks(directory, grid_files(directory), WEIGHTS, tied)
     refuse_equal_slices(manifest.root, ranks, manifest.state["tensor_parallel"]["rules"])
 
 
-def _apart(
-    directory: TagDirectory, files: GridFiles, step_policy: str | None, numbered: Numbered
-) -> Manifest:
+def _apart(directory: TagDirectory, files: GridFiles, reading: Reading) -> Manifest:
     """The model ranks apart, once the joined reading has found the same grid in their contents."""
-    models = tensor_ranks(directory, files, KEEP, numbered)
+    models = tensor_ranks(directory, files, replace(reading, step_policy=KEEP))
     grid = ModelGrid.of(files, models[0])
-    apart = open_apart(directory, files.ranks, grid, step_policy, numbered, files)
+    apart = open_apart(directory, files.ranks, grid, reading, files)
     ranks = stacked(apart)
     warnings = [*ranks.warnings, *(line for model in models for line in model.warnings)]
     return replace(
@@ -165,84 +158,39 @@ def _apart(
 def tensor_ranks(
     directory: TagDirectory,
     files: GridFiles,
-    step_policy: str | None,
-    numbered: Numbered = NAMED,
+    reading: Reading = USUAL,
     tied: Mapping[int, str] | None = None,
 ) -> list[Manifest]:
     """The model of each tensor rank by itself: its slices of all stages of the pipeline.
 
     `tied` gives the keys of tied layers by the numbers of their files, for files without bytes.
     """
-    staged = bool(files.layers)
-    if not files.ranks[0].optimizers:  # not the ds_config: bf16 before 0.17.6 has some in stage 0
-        return _without_zero(directory, files, step_policy, numbered, tied)
-    layers_of = [files.layers_of(tp) if staged else None for tp in range(files.tp)]
-    ranks = [
-        open_ranks(directory, each, layers_of[number % files.tp])
-        for number, each in enumerate(files.ranks)
-    ]
-    grid = check_grid(directory, files, ranks)
-    with_experts = [bool(each.model.get("num_experts")) for each in ranks]
+    layers = [files.layers_of(tp) for tp in range(files.tp)] if files.layers else None
+    step_policy = reading.step_policy
+    first = files.ranks[0]
+    if files.is_plain and first.of_ep and not first.optimizers:
+        return [manifest_of_experts(directory, first, reading)]
+    ranks = opened_ranks(directory, files.ranks, layers, reading, tied)
+    states = [each.states for each in ranks]
+    check_grid(directory, files, states)
+    with_experts = [bool(each.model.get("num_experts")) for each in states]
     if any(with_experts) and not all(with_experts):
         refuse(directory, SOME_STAGES)
-    pairs = zip(ranks, files.ranks, strict=True)
-    read_one = of_rank if files.is_plain else of_model_rank
-    manifests = [read_one(each, own, step_policy) for each, own in pairs]
     if files.is_plain:
-        return manifests
-    sizes = {"dp": grid.dp, "tp": grid.tp, "pp": grid.pp}
+        return [ranks[0].manifest(step_policy)]
+    sizes = {"tp": files.tp, "pp": files.pp}
+    manifests = [
+        replace(each, source={**each.source, **sizes})
+        for each in manifests_of(ranks, files.ranks, step_policy)
+    ]
     models = []
     for tp in range(files.tp):
-        of_stages = [replace(m, source={**m.source, **sizes}) for m in manifests[tp :: files.tp]]
-        if files.pp == 1 and not staged:
+        of_stages, own = manifests[tp :: files.tp], slice(tp, None, files.tp)
+        if layers is not None:
+            opened, keys = open_layers(layers[tp], files.parsed), ranks[tp].tied
+            models.append(joined_stages(of_stages, opened, states[own], step_policy, keys))
+        elif files.pp == 1:
             models += of_stages
-            continue
-        if not staged:
+        else:
             models.append(joined_stages_with_experts(of_stages, step_policy))
-            continue
-        opened = open_layers(files.layers_of(tp), files.parsed)
-        models.append(joined_stages(of_stages, opened, ranks[tp :: files.tp], step_policy, tied))
-    return models
-
-
-def _without_zero(
-    directory: TagDirectory,
-    files: GridFiles,
-    step_policy: str | None,
-    numbered: Numbered,
-    tied: Mapping[int, str] | None,
-) -> list[Manifest]:
-    """The manifest of each tensor rank in stage 0."""
-    if files.layers:
-        return _pipelines_without_zero(directory, files, step_policy, numbered, tied)
-    if files.ranks[0].of_ep and len(files.ranks) == 1:
-        return [manifest_of_experts(directory, files.ranks[0], numbered, step_policy)]
-    wholes = [open_whole(directory, each, numbered) for each in files.ranks]
-    check_grid(directory, files, [whole.states for whole in wholes])
-    manifests = [manifest_of_whole(whole, step_policy) for whole in wholes]
-    if files.is_plain:
-        return manifests
-    sizes = {"tp": files.tp, "pp": files.pp}
-    return [replace(each, source={**each.source, **sizes}) for each in manifests]
-
-
-def _pipelines_without_zero(
-    directory: TagDirectory,
-    files: GridFiles,
-    step_policy: str | None,
-    numbered: Numbered,
-    tied: Mapping[int, str] | None,
-) -> list[Manifest]:
-    """The pipeline of each tensor rank in stage 0."""
-    models, every = [], []
-    for tp in range(files.tp):
-        opened = open_layers(files.layers_of(tp), files.parsed)
-        stages = open_stages(directory, files.ranks[tp :: files.tp], opened, numbered, tied)
-        states = [whole.states for whole in stages.wholes]
-        every.append(states)
-        sizes = {"tp": files.tp, "pp": files.pp}
-        manifests = [manifest_of_whole(whole, step_policy) for whole in stages.wholes]
-        manifests = [replace(each, source={**each.source, **sizes}) for each in alike(manifests)]
-        models.append(joined_stages(manifests, opened, states, step_policy, stages.tied))
-    check_grid(directory, files, [states[stage] for stage in range(files.pp) for states in every])
     return models

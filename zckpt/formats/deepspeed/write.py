@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from msgspec.structs import replace
 
-from ...core.folder import Folder
 from ...core.layout import Layout, Shell
 from ...core.manifest import Manifest
 from ...errors import counted, listed, literal
-from ...files.torchshell import seal_records
 from ...naming.order import need_order
 from ...training import programs
 from ...training.options import LIKE, TP, Options
 from ..deepspeed_states import reports
 from ..deepspeed_states.hyper import check_states
 from ..deepspeed_states.target import DeepSpeedTarget
-from . import elastic
 from .files import recovery_scripts
 from .like import as_in_run
 from .model_ranks import stage_bounds, write_grid, write_pipeline, write_tensor_ranks
-from .model_ranks.rank_shells import run_shells
 from .moe import regroup
+from .optimizer_files import is_elastic, run_shells, warnings_of_elastic
 
 
 def lay_out(source: Manifest, options: Options) -> Layout:
@@ -47,11 +43,9 @@ def _of_any(source: Manifest, options: Options) -> Layout:
         return write_grid.lay_out(source, options)
     if (apart := write_grid.with_stages(source, options)) is not source:
         return replace(write_grid.lay_out(apart, options), source=apart)
-    if source.state.get("pipeline"):
-        return write_pipeline.lay_out(source, options)
     tp = options[TP] or source.source.get("tp")
-    if tp is not None and tp > 1:
-        return write_tensor_ranks.lay_out(source, tp, options)
+    if source.state.get("pipeline") or (tp is not None and tp > 1):
+        return write_pipeline.lay_out(source, options)
     if tp is not None:
         return write_tensor_ranks.for_one_rank(source, options, _lay_out)
     return _lay_out(source, options)
@@ -69,7 +63,7 @@ def _lay_out(source: Manifest, options: Options) -> Layout:
     if not options.weights_only:
         check_states(target.engine, source, target.states)
         warnings += (
-            elastic.warnings(target) if elastic.is_elastic(target) else reports.of_assumed(target)
+            warnings_of_elastic(target) if is_elastic(target) else reports.of_assumed(target)
         )
     warnings += [*reports.of_stage_0(target), *reports.of_weights(target)]
     warnings += regroup.warnings(target, source)
@@ -96,8 +90,3 @@ def _lay_out(source: Manifest, options: Options) -> Layout:
 
     line = loading if options.weights_only else programs.resuming(source, loading)
     return Layout(shells, siblings, target.left_out, warnings, about=about, loading=line)
-
-
-def seal(root: Folder, manifest: Manifest, outcome: Any) -> None:
-    """Writes the CRC-32 of every record into the files' zip directories."""
-    seal_records(root, manifest, outcome)

@@ -4,20 +4,17 @@ Shared by the formats `deepspeed` (a partition per rank) and `deepspeed_universa
 parameter); it is not a format itself.
 
     options.py             the options of a conversion that only DeepSpeed's formats understand
-    directories.py         which tags a run directory has, and the trainer's files around them
-    agreement.py           whether all ranks state the same of their run
-    saved_names.py         whether every file states the rank that its name says
-    writers.py             which files torch.save did not write: they are refused by name
-    states.py              what model and optimizer states say of the run
-    auto_ep.py             what model files say of experts that AutoEP spreads
+    directories.py         which tags a run directory has, the trainer's files around them, and
+                           files of other writers, which are refused by name
+    agreement.py           whether all ranks state the same of their run, and every file the rank
+                           that its name says
+    states.py              what model and optimizer states say of the run and of a flat buffer
     experts.py             names, layers and places of experts
-    flats.py               the record of one flat buffer
-    optimizer_facts.py     what they say about the optimizer: its name, its step, counters
-    strangers.py           what optimizer files have that the engine does not write
     tensors.py             parameters, buffers, aliases and replicas of a manifest
     of_files.py            what files of single ranks hold beside tensors
     manifest.py            the manifest of it all
     engine.py              which engine a target is written for
+    strangers.py           what optimizer files hold that the engine does not write
     estimates.py           hyper-parameters that each rank has estimated of its own
     hyper.py               what its optimizer needs and a source may lack
     target.py              what is decided before the first byte is written

@@ -1,14 +1,17 @@
-"""Do all ranks of one model rank state the same facts of their run?"""
+"""Do all ranks state the same facts of their run, and every file the rank that its name says?"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import zip_longest
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import combinations, zip_longest
 from typing import Any
 
+from ...core.filenames import numbers_of
+from ...core.saved_names import Place, SavedName, nameless, refuse_others, saved_names
 from ...errors import InconsistentCheckpoint, brief
 from ...files.torchfile import Tensor, TorchFile
+from .directories import EXPERT, LAYER, MODEL, MODEL_3, OF_EP, OPTIMIZER
 from .states import COUNTERS, comparable
 
 MIXED = "files of different saves seem to be mixed; take those of one tag"
@@ -21,7 +24,8 @@ OF_MODELS = (
 
 def check_models(files: Sequence[TorchFile]) -> None:
     """Raises InconsistentCheckpoint if a model file states another fact than the first one."""
-    check_facts(files, [file.value for file in files], _facts_of_model)
+    values = [file.value for file in files]
+    check_facts(files, values, lambda model: {key: model.get(key) for key in OF_MODELS})
 
 
 def check_facts(
@@ -77,10 +81,6 @@ def for_each(states: Sequence[dict[str, Any]], of: Callable[[dict[str, Any]], An
     return [values[id(state)] for state in states]
 
 
-def _facts_of_model(model: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: model.get(key) for key in OF_MODELS}
-
-
 def _difference(own: Any, first: Any, fact: str = "") -> tuple[str, Any, Any] | None:
     """The first difference inside of two values, and what it is of; None if they are equal."""
     if own is first or own == first:
@@ -95,3 +95,96 @@ def _difference(own: Any, first: Any, fact: str = "") -> tuple[str, Any, Any] | 
             return difference
     # tensors and objects of two pickles, or another order
     return None if comparable(own) == comparable(first) else (fact, own, first)
+
+
+# -- whether every file states the rank that its name says
+
+
+KINDS = (MODEL, MODEL_3, OPTIMIZER, EXPERT, OF_EP, LAYER)
+
+
+def check_names(files: Iterable[TorchFile]) -> list[str]:
+    """Notes on files whose names prove nothing; `files` are all of a directory.
+
+    All numbers in a name count: of the data rank, the model rank, a layer, an expert. Earlier
+    versions of zckpt saved several files under one name:
+
+        stage 3               optimizer files            archive, which is no name
+                              model files                rank 1's from rank 2 on
+        several model ranks   all but files of layers    mp_rank_00
+
+    If all files of a directory have these names, they are not compared, and a note says so. If only
+    some have them, another program saved them, and one was copied. A whole model rank that was
+    copied over another has these names too: the bytes show it.
+
+    Raises InconsistentCheckpoint if the file of one rank was saved as that of another one.
+    """
+    opened = {file.path: file for file in files}
+    names = saved_names({path: file.saved_as for path, file in opened.items()}, place_of)
+    others = sum(name.is_other for name in names)
+    if not others or not _are_as_before(names):
+        refuse_others(names)
+        return nameless(names)
+    _refuse_copied_ranks(names, opened)
+    return [
+        f"{others} of {len(names)} rank files were saved under the name of another rank, as "
+        "earlier versions of zckpt did: if one of these was swapped or copied, no name shows it "
+        "(`zckpt reshard` writes files with names of their own)",
+        *nameless(names),
+    ]
+
+
+def place_of(name: str) -> Place | None:
+    """The kind of a rank's file, and the numbers in its name; None for any other file."""
+    for kind in KINDS:
+        if numbers := numbers_of(kind, name):
+            # without a second number, a layer is of the only tensor rank
+            return kind, (*numbers, 0)[:2] if kind is LAYER else numbers
+    return None
+
+
+def _are_as_before(names: Sequence[SavedName]) -> bool:
+    """Whether all files have the names that earlier versions of zckpt gave them."""
+    in_stage_3 = any(name.place[0] is MODEL_3 for name in names)
+    return all(name.stated in (None, _before(name.place, in_stage_3)) for name in names)
+
+
+def _before(place: Place, in_stage_3: bool) -> Place | None:
+    """The place of the name that earlier versions of zckpt gave the file of a place."""
+    kind, numbers = place
+    if kind is LAYER:
+        return place
+    if kind is OPTIMIZER and in_stage_3:
+        return None
+    if kind is MODEL_3:
+        return kind, (min(numbers[0], 1), 0)
+    return kind, (*numbers[:-1], 0)
+
+
+def _refuse_copied_ranks(names: Sequence[SavedName], files: Mapping[str, TorchFile]) -> None:
+    """Raises InconsistentCheckpoint if two model ranks have the same optimizer, byte by byte."""
+    contents: dict[int, list[object]] = {}
+    paths: dict[int, str] = {}
+    for name in sorted(names, key=lambda name: name.place[1]):
+        (kind, numbers), file = name.place, files[name.path]
+        if kind is OPTIMIZER or (kind is MODEL and _has_optimizer(file.value)):
+            records = sorted(file.records.items())
+            # without a checksum, nothing is known to be equal
+            contents.setdefault(numbers[-1], []).append(
+                [(key, record.crc or name.path) for key, record in records]
+            )
+            paths.setdefault(numbers[-1], name.path)
+    for one, other in combinations(sorted(contents), 2):
+        if contents[one] == contents[other]:
+            raise InconsistentCheckpoint(
+                f"{paths[other]}: model rank {other} has the optimizer of model rank {one}, byte "
+                "by byte",
+                hint="the files of one model rank seem to be copied over those of another: copy "
+                "all files again",
+            )
+
+
+def _has_optimizer(model: Any) -> bool:
+    """Whether a model file has the states of an optimizer, as in stage 0."""
+    optimizer = model.get("optimizer") if isinstance(model, dict) else None
+    return isinstance(optimizer, dict) and bool(optimizer.get("state", optimizer))

@@ -13,8 +13,8 @@ from ...core.layout import Shell
 from ...files.torchfile import Tensor
 from ...files.torchshell import Contents, Storages
 from ...naming import peft
-from . import auto_ep
-from .experts import stacked
+from .experts import ExpertLayers, expert_name, stacked
+from .patterns import INFO
 from .target import DeepSpeedTarget
 
 Optimizer = Callable[[DeepSpeedTarget, Storages], dict[str, Any]]
@@ -119,12 +119,12 @@ def _of_experts(target: DeepSpeedTarget) -> dict[str, Any]:
     if not target.experts:
         return {}
     counts = [layer.experts for layer in target.experts.listed]
-    stated = auto_ep.layers(target.experts, target.source.parameters)
-    info = target.client_state.get(auto_ep.INFO) or {}
+    stated = _auto_ep_layers(target.experts, target.source.parameters)
+    info = target.client_state.get(INFO) or {}
     return {
         "num_experts": counts,
         "ds_autoep_layers": stated or None,
-        **({auto_ep.INFO: {**info, **auto_ep.info(stated)}} if stated else {}),
+        **({INFO: {**info, **_auto_ep_info(stated)}} if stated else {}),
     }
 
 
@@ -187,3 +187,56 @@ def _frozen(
         (name, storages.tensor(weights[name].dtype, (widths[name],))) for name in names
     )
     return shapes, fragments
+
+
+# -- layers whose experts AutoEP spreads over ranks
+
+
+def _auto_ep_layers(experts: ExpertLayers, names: Iterable[str]) -> list[dict[str, Any]]:
+    """The layers of AutoEP, as rank 0 states them; none for other layers of experts.
+
+    DeepSpeed 0.19.8, engine.py `_save_moe_checkpoint` and checkpoint/autoep_affine.py.
+    """
+    parts = filter(None, map(expert_name, names))
+    spread = {part.layer for part in parts if part.is_slice}
+    stated = []
+    for number, layer in enumerate(experts.listed):
+        if layer.name not in spread:
+            continue
+        ranks = [
+            {"rank": rank, "experts": [*range(rank * layer.local, (rank + 1) * layer.local)]}
+            for rank in range(layer.ep)
+        ]
+        stated.append(
+            {
+                "moe_layer_id": number,
+                "module_path": layer.name,
+                "num_experts": layer.experts,
+                "num_local_experts": layer.local,
+                "ep_size": layer.ep,
+                "expert_placement": {
+                    "version": 1,
+                    "num_experts": layer.experts,
+                    "ep_size": layer.ep,
+                    "ranks": ranks,
+                },
+                "expert_key_prefix": f"{layer.name}.experts",
+                "checkpoint_format": "per_expert_files",
+                "checkpoint_format_version": None,
+                "ep_group_name": f"ep_size_{layer.ep}",
+                "ep_rank": 0,
+                "expert_data_parallel_rank": 0,
+                "global_expert_start": 0,
+                "global_expert_end": layer.local,
+            }
+        )
+    return stated
+
+
+def _auto_ep_info(stated: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What `universal_checkpoint_info` says of these layers."""
+    return {
+        "universal_checkpoint_version": 0.4,
+        "expert_parameter_patterns": [r".*\.experts\.w[123]$"],
+        "ds_autoep_layers": list(stated),
+    }

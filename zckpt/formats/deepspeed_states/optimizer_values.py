@@ -13,8 +13,7 @@ from ...training import steps
 from ...training.options import OPTIMIZER
 from . import estimates
 from .engine import TargetEngine
-from .manifest import INFERRED
-from .optimizer_facts import STEPS_OF
+from .manifest import INFERRED, STEPS_OF
 from .target import DeepSpeedTarget, TargetBuffer
 
 SCALERS = "deepspeed.runtime.fp16.loss_scaler"

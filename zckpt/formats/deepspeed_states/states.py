@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from ...core.dtypes import NUMBERS
-from ...core.inert import Foreign, Scalar, TensorName, inside, map_values, to_json
-from ...core.manifest import Entry
+from ...core.facts import StepPlace
+from ...core.fragments import Fragments
+from ...core.inert import Foreign, Scalar, inside, map_values, to_json
+from ...core.manifest import Entry, Sighting, Unread
+from ...core.unread import unread
 from ...errors import CorruptCheckpoint, UnsupportedCheckpoint
 from ...files.torchfile import Parsed, Tensor, TorchFile
+from ...training import steps
 from .. import zero
 from .directories import TagDirectory
 
@@ -280,18 +285,12 @@ def version_of(*places: Mapping[str, Any]) -> str:
     """The engine's version, from the first place that states one."""
     for place in places:
         version = place.get("ds_version")
-        if isinstance(version, str) and _is_version(version):
+        if isinstance(version, str) and re.match(r"\d+\.\d", version):
             return version
     raise UnsupportedCheckpoint(
         "the files state no DeepSpeed version",
         hint="DeepSpeed writes it since 0.4.0; zckpt reads files since 0.5.10",
     )
-
-
-def _is_version(text: str) -> bool:
-    """Whether a text begins as 0.19 does."""
-    major, _, rest = text.partition(".")
-    return major.isdecimal() and rest[:1].isdecimal()
 
 
 def version_numbers(version: str) -> tuple[int, ...]:
@@ -317,17 +316,6 @@ def item(items: Any, place: int) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def kept(value: Any, path: str, file: TorchFile, entries: dict[str, Entry]) -> Any:
-    """`value` with its tensors among the entries, of slot `state`; 0-d ones by value."""
-    if isinstance(value, Tensor):
-        if not value.shape and value.dtype != "C64":
-            return file.scalar(value)
-        name = f"{path}/state"
-        entries[name] = Entry(name, value.dtype, value.shape, file.fragments(value))
-        return TensorName(path)
-    return map_values(value, lambda item, key: kept(item, inside(path, key), file, entries))
-
-
 def comparable(value: Any) -> Any:
     """`value` as JSON, its tensors by type and shape alone."""
 
@@ -337,3 +325,76 @@ def comparable(value: Any) -> Any:
         return map_values(value, plain)
 
     return to_json(plain(value, None))
+
+
+# -- what a reader finds of one flat buffer
+
+
+class BufferSlot(Struct, frozen=True):
+    """One kind of tensor for all parameters of a flat buffer; `copies` are further ones."""
+
+    name: str
+    dtype: str
+    fragments: Mapping[str, Fragments]
+    copies: Sequence[tuple[str, Fragments]] = ()
+
+
+class FlatBuffer(Struct, frozen=True):
+    """One flat buffer: its parameters in the user's order, and what all of them share.
+
+    `step_place` is where the true step stands; `sightings` are all places that state one. `own` are
+    states that have no part for each parameter, by key, with the value of every rank, which lies in
+    its one of the `files`; `starts` say where the parameters lie, by their names in that order.
+    """
+
+    group: int
+    shapes: Mapping[str, tuple[int, ...]]
+    slots: Sequence[BufferSlot]
+    step: steps.Step | None
+    step_place: StepPlace | None
+    scalars: Mapping[str, Scalar]
+    sightings: Sequence[Sighting]
+    warnings: Sequence[str]
+    own: Mapping[Any, Sequence[Any]] = field(default_factory=dict)
+    starts: Mapping[str, int] = field(default_factory=dict)
+    files: Sequence[TorchFile] = ()
+
+
+def states_of_partitions(
+    ranks: EngineStates, buffers: Sequence[FlatBuffer], entries: dict[str, Entry]
+) -> tuple[list[dict[str, Any]], list[Unread]]:
+    """States of the ranks' parts of flat buffers that no parameter has a part of.
+
+    SOAP's matrices, and 8-bit optimizers' scales of 256 elements. An elastic save cuts its padding
+    off them, and ranks that share experts have parts of other buffers each: these are not read.
+    `entries` gets the tensors of the others.
+    """
+    partitions: list[dict[str, Any]] = []
+    others: list[Unread] = []
+    kind = "a run with experts" if ranks.model.get("num_experts") else ""
+    kind = "an elastic save" if ranks.elastic else kind
+    reason = f"in {kind}, zckpt does not read a state of the ranks' parts of flat buffers"
+    for number, buffer in enumerate(buffers):
+        path = f"optimizer.partitions.{number if kind else len(partitions)}"
+        states = {}
+        for key, values in buffer.own.items():
+            tensors: dict[str, Entry] = {}
+            states[key] = [
+                file.kept(value, inside(f"{path}.{rank}", key), tensors)
+                for rank, (value, file) in enumerate(zip(values, buffer.files, strict=True))
+            ]
+            if kind:
+                others.append(unread(key, buffer.starts, reason, states[key], tensors.values()))
+            else:
+                entries |= tensors
+        if states and not kind:
+            partitions.append(
+                {
+                    "stage": ranks.stage,
+                    "dp": ranks.dp,
+                    "parameters": list(buffer.starts),
+                    "starts": list(buffer.starts.values()),
+                    "states": states,
+                }
+            )
+    return partitions, others

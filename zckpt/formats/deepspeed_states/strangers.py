@@ -11,7 +11,7 @@ from typing import Any
 from ...core.inert import alike
 from ...core.manifest import Entry, Unread
 from ..strangers import BESIDE_STATE, OF_NO_GROUP, Stranger, is_plain, sorted_out
-from .states import FLAT_MASTERS, WHOLE_MASTERS, EngineStates, kept, wrapper_of
+from .states import FLAT_MASTERS, WHOLE_MASTERS, EngineStates, wrapper_of
 
 OF_BASE = frozenset(("state", "param_groups"))
 """What the state of a torch optimizer has."""
@@ -38,7 +38,7 @@ def strangers_of(ranks: EngineStates) -> tuple[dict[str, Any], list[Unread]]:
 
     def keep(values: Any, path: str, tensors: dict[str, Entry]) -> Any:
         return [
-            kept(value, f"{path}.{rank}", file, tensors)
+            file.kept(value, f"{path}.{rank}", tensors)
             for rank, (value, file) in enumerate(zip(values, ranks.optimizers, strict=True))
         ]
 

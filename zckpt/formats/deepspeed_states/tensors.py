@@ -15,8 +15,7 @@ from ...core.inert import inside, map_values
 from ...core.manifest import Entry, Parameter
 from ...errors import CorruptCheckpoint, InconsistentCheckpoint
 from ...files.torchfile import Tensor, TorchFile
-from .flats import FlatBuffer
-from .states import EngineStates, kept
+from .states import EngineStates, FlatBuffer
 
 
 class ManifestTensors:
@@ -188,7 +187,7 @@ class ManifestTensors:
 
     def kept(self, value: Any, path: str, file: TorchFile) -> Any:
         """`value` with its tensors as entries of slot `state`; 0-d ones by value."""
-        return kept(value, path, file, self.entries)
+        return file.kept(value, path, self.entries)
 
     def hyper(self, value: Any, path: str, file: TorchFile) -> Any:
         """A hyper-parameter of a group; a tensor of one element by value, as Prodigy has them.

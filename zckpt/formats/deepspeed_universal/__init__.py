@@ -6,23 +6,21 @@
     read.py       the manifest
     slicing.py    how the engine cuts a whole tensor for tensor parallelism
     write.py      such a directory for any data-parallel size
-    options.py    what a user may ask of it
     functions.py  what zckpt does with them
 
 The model files are those of formats/deepspeed; both share formats/deepspeed_states.
 """
 
-from ..deepspeed_states import OBJECTS
+from ..deepspeed_states import OBJECTS, options
 from ..format import Format
 from .files import detect
-from .options import OPTIONS
 
 FORMAT = Format(
     name="deepspeed-universal",
     about="DeepSpeed's own universal checkpoints, for load_universal",
     family="deepspeed",
     detect=detect,
-    options=OPTIONS,
+    options=options.OPTIONS,
     compares="beginnings",
     states="it has place for tensors of the parameters' shapes, and for numbers that all "
     "parameters of a group share",

@@ -22,10 +22,7 @@ from typing import Any
 
 from ...core.filenames import numbers_of
 from ...core.missing_ranks import missing_ranks
-from ...errors import (
-    IncompleteCheckpoint,
-    InconsistentCheckpoint,
-)
+from ...errors import IncompleteCheckpoint, InconsistentCheckpoint
 from ..deepspeed_states.directories import (
     MODEL,
     MODEL_3,

@@ -16,8 +16,7 @@ from ...core.saved_names import Place, refuse_others, saved_names
 from ...errors import CorruptCheckpoint, InconsistentCheckpoint, listed
 from ...files.torchfile import Parsed, Tensor, TorchFile
 from ...training import steps
-from ..deepspeed_states.flats import BufferSlot, FlatBuffer
-from ..deepspeed_states.states import open_files
+from ..deepspeed_states.states import BufferSlot, FlatBuffer, open_files
 from .files import MASTER, VIEW, ZERO, SliceInfo, is_name
 from .merged import MergedStates
 

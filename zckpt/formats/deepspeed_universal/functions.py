@@ -1,13 +1,14 @@
 """What does zckpt do with these files?"""
 
+from ...files.torchshell import seal_records
 from ..format import Functions
 from ..groups import without_empty_groups
 from .read import read
-from .write import lay_out, seal
+from .write import lay_out
 
 FUNCTIONS = Functions(
     read=read,
     lay_out=lay_out,
-    seal=seal,
+    seal=seal_records,
     groups=without_empty_groups,
 )

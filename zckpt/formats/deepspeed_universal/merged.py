@@ -8,18 +8,12 @@ from typing import Any
 
 from ...core import sources
 from ...core.missing_ranks import missing_file
-from ...errors import (
-    IncompleteCheckpoint,
-    InconsistentCheckpoint,
-    UnsupportedCheckpoint,
-    listed,
-)
+from ...errors import IncompleteCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint, listed
 from ...files.torchfile import Parsed, Tensor, TorchFile
 from .. import zero
-from ..deepspeed_states.agreement import check_models
+from ..deepspeed_states.agreement import check_models, check_names
 from ..deepspeed_states.directories import MODEL_3, TagDirectory, refuse
 from ..deepspeed_states.patterns import INFO, check_patterns
-from ..deepspeed_states.saved_names import check_names
 from ..deepspeed_states.states import (
     EngineStates,
     ParameterShapes,

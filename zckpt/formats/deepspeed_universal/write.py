@@ -15,18 +15,11 @@ from typing import Any
 from msgspec.structs import replace
 
 from ...core.facts import FlatBufferEngine
-from ...core.folder import Folder
 from ...core.layout import Layout, Shell
 from ...core.manifest import Manifest, slot_key
 from ...core.states import beside
-from ...errors import (
-    InconsistentCheckpoint,
-    UnsupportedCheckpoint,
-    WrongOption,
-    listed,
-    literal,
-)
-from ...files.torchshell import Storages, seal_records, shell
+from ...errors import InconsistentCheckpoint, UnsupportedCheckpoint, WrongOption, listed, literal
+from ...files.torchshell import Storages, shell
 from ...training.options import Options
 from .. import zero
 from ..deepspeed_states import reports
@@ -85,8 +78,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     ]
 
     def shells() -> Iterator[Shell]:
-        pointer = target.tag.encode()
-        yield Shell(POINTER, len(pointer), ((0, pointer),))
+        yield Shell.of(POINTER, target.tag.encode())
         # the loader does not load the modules' weights: only what the source holds is written
         yield from model_files(target, derives=False)
         yield _common_file(target, f"{target.tag}/{ZERO}/{COMMON}")
@@ -111,11 +103,6 @@ def lay_out(source: Manifest, options: Options) -> Layout:
         loading=loading,
         source=shared(source, rows),
     )
-
-
-def seal(root: Folder, manifest: Manifest, outcome: Any) -> None:
-    """Writes the CRC-32 of every record into the files' zip directories."""
-    seal_records(root, manifest, outcome)
 
 
 def _as_one_rank(source: Manifest) -> Manifest:

@@ -18,11 +18,7 @@ from msgspec import Struct
 
 from ...core.dtypes import SIZES
 from ...core.inert import PLAIN, Foreign, types_in
-from ...errors import (
-    CorruptCheckpoint,
-    InconsistentCheckpoint,
-    UnsupportedCheckpoint,
-)
+from ...errors import CorruptCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint
 from ...files.torchfile import TORCH_DTYPES, Tensor, TorchFile, class_of
 
 MIXED = "files of different saves seem to be mixed; take those of one save"
@@ -71,26 +67,16 @@ def distributed_in(value: Any) -> Iterator[Foreign]:
                 yield from distributed_in(item)
 
 
-def world_of(value: Foreign, file: TorchFile) -> int:
-    """The number of ranks that the record states."""
+def ranks_of(value: Foreign, file: TorchFile) -> tuple[int, int | None]:
+    """The number of ranks that the record states, and the rank that saved it, if it says so."""
     try:
         state = value.arguments[3]
         if isinstance(state, tuple) and len(state) > 2:
-            (world,) = _ints(_attribute(state[2], "global_world_size"))
-            return world
-        return len(_mesh_ranks(_attribute(_merged_state(state)["_spec"], "mesh"), file))
-    except MALFORMED as error:
-        raise CorruptCheckpoint(f"{file.path}: a malformed sharded tensor: {error!r}") from error
-
-
-def writer_of(value: Foreign, file: TorchFile) -> int | None:
-    """The rank that saved the record, if it says so."""
-    try:
-        state = value.arguments[3]
-        if isinstance(state, tuple) and len(state) > 2:
-            (rank,) = _ints(_attribute(state[2], "global_rank"))
-            return rank
-        return _read_mesh(_attribute(_merged_state(state)["_spec"], "mesh"), file).writer
+            names = ("global_world_size", "global_rank")
+            world, rank = _ints([_attribute(state[2], name) for name in names])
+            return world, rank
+        mesh = _read_mesh(_attribute(_merged_state(state)["_spec"], "mesh"), file)
+        return len(mesh.places), mesh.writer
     except MALFORMED as error:
         raise CorruptCheckpoint(f"{file.path}: a malformed sharded tensor: {error!r}") from error
 

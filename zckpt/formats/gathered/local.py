@@ -1,21 +1,21 @@
 """One optimizer's state from the local states of ZeroRedundancyOptimizer's ranks.
 
 Every rank's optimizer has whole tensors of the parameters that it owns, under numbers of its own
-that start at 0. zro.py says which rank owns which parameter.
+that start at 0. py says which rank owns which parameter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...errors import InconsistentCheckpoint, MissingData
 from ...files.torchfile import Tensor, TorchFile
 from ...training import steps
 from ..statedict.tree import Leaf, SavedTree, leaves
-from . import distributed, ranked, zro
+from . import distributed, ranked
 
 
 def is_local(files: Mapping[int, TorchFile]) -> bool:
@@ -71,7 +71,7 @@ def merge(
 
 def _owners_by_names(
     saved: SavedTree, files: Mapping[int, TorchFile], param_names: Sequence[str] | None
-) -> list[list[zro.OwnedParameter]] | None:
+) -> list[list[OwnedParameter]] | None:
     """Every group's parameters in the program's order, if the user names all of them.
 
     Their sizes are the model's then, and no state is needed.
@@ -88,8 +88,8 @@ def _owners_by_names(
         names[stop - size : stop] for size, stop in zip(sizes, accumulate(sizes), strict=True)
     ]
     numels = [[prod(shapes[name]) for name in group] for group in of_group]
-    owners = [[zro.OwnedParameter(0, 0)] * size for size in sizes]
-    for rank, parts in enumerate(zro.partition(numels, len(files))):
+    owners = [[OwnedParameter(0, 0)] * size for size in sizes]
+    for rank, parts in enumerate(partition(numels, len(files))):
         for group, part in enumerate(parts):
             if len(part) != counts[rank][group]:
                 raise InconsistentCheckpoint(
@@ -99,13 +99,11 @@ def _owners_by_names(
                     hint="list them in the order of the optimizer: group after group",
                 )
             for position, place in enumerate(part):
-                owners[group][place] = zro.OwnedParameter(rank, position)
+                owners[group][place] = OwnedParameter(rank, position)
     return owners
 
 
-def _owners_by_size(
-    saved: SavedTree, files: Mapping[int, TorchFile]
-) -> list[list[zro.OwnedParameter]]:
+def _owners_by_size(saved: SavedTree, files: Mapping[int, TorchFile]) -> list[list[OwnedParameter]]:
     """Every group's parameters, the largest first; equal ones are in the program's order."""
     numels = [
         [
@@ -115,14 +113,14 @@ def _owners_by_size(
         for file in files.values()
     ]
     try:
-        owners = zro.dealt(numels)
+        owners = dealt(numels)
     except InconsistentCheckpoint as error:
         raise InconsistentCheckpoint(f"{saved.root}: {error.message}", error.hint) from error
     saved.orders = orders = []
     first = 0
     for place, order in enumerate(owners):
         sizes = [numels[rank][place][position] for rank, position in order]
-        for start, stop in zro.runs(sizes):
+        for start, stop in runs(sizes):
             orders.append(list(range(first + start, first + stop)))
         first += len(order)
     return owners
@@ -178,3 +176,74 @@ def _last_step(file: TorchFile) -> steps.Step | None:
     values = [state.get("step") for state in file.value["state"].values()]
     numbers = [file.scalar(value) if isinstance(value, Tensor) else value for value in values]
     return max((s for s in map(steps.step_of, numbers) if s is not None), default=None)
+
+
+# -- the rule of ZeroRedundancyOptimizer
+
+
+class OwnedParameter(NamedTuple):
+    """A parameter by the rank that owns it, and by its place in that rank's part of its group."""
+
+    rank: int
+    position: int
+
+
+def partition(groups: Sequence[Sequence[int]], world: int) -> list[list[list[int]]]:
+    """What each rank owns of each group, by place in the group: `[rank][group]`."""
+    parts: list[list[list[int]]] = [[] for _ in range(world)]
+    sizes = [0] * world
+    for numels in groups:
+        for part in parts:
+            part.append([])
+        for place in sorted(range(len(numels)), key=lambda place: -numels[place]):
+            rank = sizes.index(min(sizes))
+            parts[rank][-1].append(place)
+            sizes[rank] += numels[place]
+    return parts
+
+
+def dealt(ranks: Sequence[Sequence[Sequence[int]]]) -> list[list[OwnedParameter]]:
+    """Every group's parameters in the order in which they were dealt, largest first.
+
+    `ranks[rank][group]` lists numels in the order of the rank's local numbers. Raises
+    InconsistentCheckpoint, which names rank and group, for lists that the rule never gives.
+    """
+    if len({len(groups) for groups in ranks}) > 1:
+        counts = ", ".join(str(len(groups)) for groups in ranks)
+        raise InconsistentCheckpoint(f"ranks have different numbers of parameter groups: {counts}")
+    sizes = [0] * len(ranks)
+    orders: list[list[OwnedParameter]] = []
+    for group in range(len(ranks[0])):
+        numels = [groups[group] for groups in ranks]
+        taken = [0] * len(ranks)
+        order: list[OwnedParameter] = []
+        before: int | None = None
+        for _ in range(sum(map(len, numels))):
+            rank = sizes.index(min(sizes))
+            if taken[rank] == len(numels[rank]):
+                more = next(r for r, each in enumerate(numels) if taken[r] < len(each))
+                raise InconsistentCheckpoint(
+                    f"group {group}: by the rule of ZeroRedundancyOptimizer over {len(ranks)} "
+                    f"ranks, rank {rank} should own the next parameter, but rank {more} does",
+                    hint="is a rank's file of another save, or was the partition the program's own "
+                    "(overlap_with_ddp)? consolidate_state_dict() gives files without ranks",
+                )
+            numel = numels[rank][taken[rank]]
+            if before is not None and numel > before:
+                raise InconsistentCheckpoint(
+                    f"group {group}: rank {rank} owns a parameter of {numel} elements after one of "
+                    f"{before} elements, but ZeroRedundancyOptimizer deals the largest first",
+                    hint="files of different saves seem to be mixed; take those of one save",
+                )
+            order.append(OwnedParameter(rank, taken[rank]))
+            taken[rank] += 1
+            sizes[rank] += numel
+            before = numel
+        orders.append(order)
+    return orders
+
+
+def runs(numels: Sequence[int]) -> list[tuple[int, int]]:
+    """Ranges [start, stop) of equal numel: these parameters are in the program's own order."""
+    cuts = [place for place in range(1, len(numels)) if numels[place] != numels[place - 1]]
+    return list(pairwise([0, *cuts, len(numels)])) if numels else []

@@ -49,9 +49,8 @@ from .distributed import (
     MeshCache,
     distributed_in,
     is_distributed,
+    ranks_of,
     read_distributed,
-    world_of,
-    writer_of,
 )
 
 ACCELERATE = "pytorch_model_fsdp"
@@ -69,7 +68,7 @@ class MergedRanks(Struct, eq=False):
     the key `step`.
     """
 
-    tree: Any
+    tree: Any = None
     left_out: list[str] = field(default_factory=list)
     of_ranks: dict[str, dict[str, Any]] = field(default_factory=dict)
     steps: list[StepStatement] = field(default_factory=list)
@@ -89,11 +88,13 @@ def merge(
         refuse_flat(file)
     for file in files.values():
         if (first := next(distributed_in(file.value), None)) is not None:
-            refuse_missing(files, world_of(first, file))
-    merger = _Merger(dict(sorted(files.items())), step_policy)
-    tree = merger.merge({rank: file.value for rank, file in merger.files.items()}, place)
-    left_out = list(_report(merger.different))
-    return MergedRanks(tree, left_out, merger.of_ranks, merger.steps, merger.copies)
+            refuse_missing(files, ranks_of(first, file)[0])
+    files = dict(sorted(files.items()))
+    merger = _Merger(files, step_policy)
+    merged = merger.merged
+    merged.tree = merger.merge({rank: file.value for rank, file in files.items()}, place)
+    merged.left_out += _report(merger.different)
+    return merged
 
 
 def refuse_missing(files: Mapping[int, TorchFile], world: int) -> None:
@@ -121,13 +122,15 @@ def refuse_missing(files: Mapping[int, TorchFile], world: int) -> None:
 def refuse_part(file: TorchFile) -> None:
     """Raises IncompleteCheckpoint if a file with the name of a whole one has one rank's parts."""
     values = list(distributed_in(file.value))
-    world = world_of(values[0], file) if values else 1
+    world, writer = ranks_of(values[0], file) if values else (1, None)
     if world == 1:
         return
     folder, name = os.path.split(file.path)
-    rank, meshes = writer_of(values[0], file) or 0, MeshCache()
+    rank, meshes = writer or 0, MeshCache()
     cuts = max(read_distributed(value, rank, file, meshes).cuts for value in values)
-    if name.startswith(ACCELERATE) and _is_adapter(file.value):
+    is_state_dict = isinstance(file.value, dict) and types_in(file.value) <= {str}
+    is_adapter = is_state_dict and bool(peft.module_names(file.value))
+    if name.startswith(ACCELERATE) and is_adapter:
         beside = (n for n in peft.WEIGHTS if sources.is_file(os.path.join(folder, n)))
         whole = next(beside, None)
         raise IncompleteCheckpoint(
@@ -145,12 +148,6 @@ def refuse_part(file: TorchFile) -> None:
         f"model_rank_0.pt to model_rank_{world - 1}.pt; if not, save whole tensors "
         "(full_state_dict=True)",
     )
-
-
-def _is_adapter(value: Any) -> bool:
-    """Whether it is an adapter's state dict, with the names that PEFT saves."""
-    is_state_dict = isinstance(value, dict) and types_in(value) <= {str}
-    return is_state_dict and bool(peft.module_names(value))
 
 
 def refuse_flat(file: TorchFile) -> None:
@@ -189,18 +186,13 @@ def _values(value: Any) -> Iterable[Any]:
 
 
 class _Merger:
-    """Merges all ranks' values; `different` are the paths where only rank 0's value is kept.
-
-    `steps` are all values that a rank's file has under the key `step`.
-    """
+    """Merges all ranks' values; `different` are the paths where only rank 0's value is kept."""
 
     def __init__(self, files: dict[int, TorchFile], step_policy: str | None) -> None:
         self.files = files
         self.step_policy = step_policy
         self.different: list[Path] = []
-        self.of_ranks: dict[str, dict[str, Any]] = {}
-        self.steps: list[StepStatement] = []
-        self.copies: list[Copies] = []
+        self.merged = MergedRanks()
         self.meshes: MeshCache = {}
 
     def merge(self, by_rank: dict[int, Any], path: Path) -> Any:
@@ -242,7 +234,7 @@ class _Merger:
             ]
             same = all(_same(copies[0], other) for other in copies[1:])
             value: Any = replace(leaf(self.files[first], values[0]), sharded=False)
-            self.copies.append((value, copies[1:]))
+            self.merged.copies.append((value, copies[1:]))
         else:
             texts = (text(value, self.files[rank]) for rank, value in by_rank.items())
             same = len(values) == 1 or len(set(texts)) == 1
@@ -251,7 +243,7 @@ class _Merger:
             self.different.append(path)
             for rank in by_rank.keys() - {first}:
                 file = self.files[rank]
-                own = self.of_ranks.setdefault(os.path.basename(file.path), {})
+                own = self.merged.of_ranks.setdefault(os.path.basename(file.path), {})
                 own[dotted(path)] = file.summary(by_rank[rank])
         return value
 
@@ -270,7 +262,7 @@ class _Merger:
         ]
         agreed = steps.agree(stated, self.step_policy)
         paths = tuple(self.files[rank].path for rank in numbers)
-        self.steps.append(StepStatement(path, paths, agreed))
+        self.merged.steps.append(StepStatement(path, paths, agreed))
         if agreed is None or {step for _, step in stated} == {agreed}:
             return self._rank_0s(by_rank, path)
         if not isinstance(by_rank[first], Tensor):

@@ -29,7 +29,7 @@ from ..reading import USUAL, Reading
 from ..statedict.keys import keys_of
 from ..statedict.read import manifest
 from ..statedict.stated import checked
-from ..statedict.tree import Path, SavedTree, leaf, leaves
+from ..statedict.tree import Path, SavedTree, at, leaf, leaves
 from ..statedict.weights import tensors_of_index, weights_of
 from . import distributed, local, ranked
 from .files import StateDictFiles, locate, place_of, slices, whole_of
@@ -204,7 +204,7 @@ class _TreeReader:
             )
         tree = {**extra, **alone, **trees}
         for path, stated in [*self.saved.stated_of.items()]:
-            model = _found(tree, path)
+            model = at(tree, path)
             if not isinstance(model, dict):
                 continue
             for alias, owner in stated["aliases"].items():  # safetensors have tied weights once
@@ -313,13 +313,6 @@ class _TreeReader:
         self.saved.left_out += merged.left_out
         self.saved.of_ranks |= merged.of_ranks
         return merged
-
-
-def _found(tree: Any, path: Path) -> Any:
-    """What is at a path of keys; None if nothing is."""
-    for key in path:
-        tree = tree.get(key) if isinstance(tree, dict) else None
-    return tree
 
 
 def is_extra(key: str | None) -> bool:

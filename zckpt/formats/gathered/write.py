@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -49,6 +49,9 @@ from ..statedict.keys import OPTIMIZER, keys_of, trainers_dialect
 from ..statedict.tree import Path, dotted
 from ..statedict.write import BlankTensor, StateDicts, left_out
 from .read import STATED
+
+Make = Callable[[BlankTensor], Any]
+"""What stands for a blank tensor in a file."""
 
 
 class FileNames(Struct, frozen=True):
@@ -194,13 +197,19 @@ class StateDictWriter(StateDicts):
     def shells(self) -> Iterator[Shell]:
         """Every file."""
         if self.file_names.is_safetensors:
-            first = {id(blank): (name, blank) for name, blank in reversed(self._blank_weights())}
+            weights = [
+                (n, each) for n, each in self.weights.items() if isinstance(each, BlankTensor)
+            ]
+            first = {id(blank): (name, blank) for name, blank in reversed(weights)}
             tensors = [(name, blank.dtype, blank.shape) for name, blank in reversed(first.values())]
-            head, size = safefile.header(tensors)
-            yield Shell(self.file_names.weights, size, ((0, head),))
+            yield safefile.shell(self.file_names.weights, tensors)
         for name, value in self.files.items():
             storages = Storages()
-            yield shell(name, self._with_tensors(value, storages, {}), storages)
+
+            def blank(each: BlankTensor, storages: Storages = storages) -> Tensor:
+                return storages.tensor(each.dtype, each.shape)
+
+            yield shell(name, self.with_tensors(value, storages, blank, {}), storages)
 
     # -- the content of the files, with blank tensors
 
@@ -240,9 +249,6 @@ class StateDictWriter(StateDicts):
         own = trainers_dialect(self.source.engine)
         dialects = [own] if own in PLAIN and own else ["safetensors", "accelerate"]
         self.warnings.append(trainers.not_loaded(names.optimizer, dialects))
-
-    def _blank_weights(self) -> list[tuple[str, BlankTensor]]:
-        return [(name, w) for name, w in self.weights.items() if isinstance(w, BlankTensor)]
 
     def _check_safetensors(self) -> None:
         lost = [name for name, w in self.weights.items() if not isinstance(w, BlankTensor)]
@@ -318,10 +324,10 @@ class StateDictWriter(StateDicts):
         map_values(value, lambda item, _: names.extend(self._tensor_names(item)))
         yield from names
 
-    def _with_tensors(self, value: Any, storages: Storages, tensors: dict[int, Tensor]) -> Any:
+    def with_tensors(self, value: Any, storages: Storages, make: Make, made: dict[int, Any]) -> Any:
         """`value` with tensors of the file; one for a blank tensor that stands at several places.
 
-        `tensors` are those of blank tensors so far, by identity.
+        `made` are those of blank tensors so far, by identity.
         """
         if isinstance(value, Scalar):
             return storages.scalar(value)
@@ -329,10 +335,10 @@ class StateDictWriter(StateDicts):
             entry = self.source.entries[f"{value.name}/state"]
             return storages.tensor(entry.dtype, entry.shape)
         if isinstance(value, BlankTensor):
-            if id(value) not in tensors:
-                tensors[id(value)] = storages.tensor(value.dtype, value.shape)
-            return tensors[id(value)]
-        result = map_values(value, lambda item, _: self._with_tensors(item, storages, tensors))
+            if id(value) not in made:
+                made[id(value)] = make(value)
+            return made[id(value)]
+        result = map_values(value, lambda item, _: self.with_tensors(item, storages, make, made))
         if hasattr(value, "_metadata"):
             result._metadata = value._metadata
         return result

@@ -18,7 +18,7 @@ from math import prod
 from typing import Any
 
 from ...core.dtypes import TORCH_NAMES
-from ...core.inert import Foreign, Global, Scalar, Size, TensorName, map_values
+from ...core.inert import Foreign, Global, Size
 from ...core.layout import Layout, Shell
 from ...core.manifest import Manifest
 from ...core.states import others_of
@@ -100,7 +100,7 @@ class RanksWriter(StateDictWriter):
                 value = _RankFile(self, rank, storages).with_tensors(tree)
                 yield shell(self.name(kind, rank), value, storages)
         text = json.dumps({"FSDP_version": 2, "world_size": self.ranks}, indent=4).encode()
-        yield Shell(CONFIG, len(text), ((0, text),))
+        yield Shell.of(CONFIG, text)
 
     def is_cut(self, value: BlankTensor) -> bool:
         """Whether ranks have rows of it: of all but the module's buffers."""
@@ -114,7 +114,6 @@ class _RankFile:
         self.writer = writer
         self.rank = rank
         self.storages = storages
-        self.tensors: dict[int, Any] = {}  # by the identity of a blank tensor
         self.mesh = self._mesh()
         self.placement = Foreign.instance(f"{PLACEMENTS}.Shard", dim=0)
         order = Global(f"{SPECS}.ShardOrderEntry")
@@ -122,22 +121,11 @@ class _RankFile:
 
     def with_tensors(self, value: Any) -> Any:
         """`value` with this rank's part of each tensor."""
-        if isinstance(value, Scalar):
-            return self.storages.scalar(value)
-        if isinstance(value, TensorName):
-            entry = self.writer.source.entries[f"{value.name}/state"]
-            return self.storages.tensor(entry.dtype, entry.shape)
-        if isinstance(value, BlankTensor):
-            if id(value) not in self.tensors:
-                make = self._rows if self.writer.is_cut(value) else self._whole
-                self.tensors[id(value)] = make(value)
-            return self.tensors[id(value)]
-        result = map_values(value, lambda item, _: self.with_tensors(item))
-        if hasattr(value, "_metadata"):
-            result._metadata = value._metadata
-        return result
+        return self.writer.with_tensors(value, self.storages, self._made, {})
 
-    def _whole(self, blank: BlankTensor) -> Tensor:
+    def _made(self, blank: BlankTensor) -> Tensor | Foreign:
+        if self.writer.is_cut(blank):
+            return self._rows(blank)
         return self.storages.tensor(blank.dtype, blank.shape)
 
     def _rows(self, blank: BlankTensor) -> Foreign:

@@ -1,6 +1,5 @@
 """Folders for `from_pretrained` of transformers and PEFT: weights, and the files that load them.
 
-    files.py      the names of the weights' files
     read.py       the weights of a folder that was laid out
     write.py      the folder for `zckpt export`
     options.py    what a user may ask of the folder

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import os
+
+from ...core import sources
 from ...core.manifest import Manifest
+from ...naming import peft
 from ...training.trainers import beside
 from ..reading import USUAL, Reading
 from ..statedict.read import manifest
 from ..statedict.tree import SavedTree
 from ..statedict.weights import files_of_index, weights_of
-from .files import INDEX, locate
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+"""One file of weights, or the index of model-00001-of-00003.safetensors and so on."""
 
 
 def read(path: str, reading: Reading = USUAL) -> Manifest:
     """The manifest of the shells. Folders of other programs are read by the format `gathered`."""
-    weights = locate(path)
+    paths = [os.path.join(path, name) for name in (WEIGHTS, INDEX, peft.WEIGHTS[0])]
+    weights = next(file for file in paths if sources.is_file(file))
     files = files_of_index(weights) if weights.endswith(INDEX) else [weights]
     saved = SavedTree(
         path,

@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterator
+from math import prod
 from typing import Any
 
 from msgspec.structs import replace
@@ -34,8 +36,8 @@ from ...files import safefile
 from ...naming import peft, saving, ties
 from ...training.options import Options
 from ...training.trainers import LOADED, files_to_load_by, json_of, without_folder
-from .files import INDEX, WEIGHTS
 from .options import MODEL_CONFIG
+from .read import INDEX, WEIGHTS
 
 
 def lay_out(source: Manifest, options: Options) -> Layout:
@@ -122,7 +124,7 @@ class PretrainedWriter:
             files |= {item.name: item for item in inside.files}
             self.refused = inside.left_out
         elif sources.is_file(path):
-            files[self._config_name] = _sibling(self._config_name, path)
+            files[self._config_name] = Sibling(self._config_name, path, sources.size(path))
         else:
             raise WrongOption(f"--config {path} does not exist")
         return list(files.values())
@@ -245,42 +247,22 @@ class PretrainedWriter:
     # -- files
 
     def shells(self) -> Iterator[Shell]:
-        stem = peft.WEIGHTS[0] if self.adapter else WEIGHTS
-        parts = self._parts()
-        count = len(parts)
-        index: dict[str, str] = {}
-        for place, part in enumerate(parts, 1):
-            front = stem.removesuffix(".safetensors")
-            name = stem if count == 1 else f"{front}-{place:05d}-of-{count:05d}.safetensors"
-            index |= dict.fromkeys(part, name)
-            head, size = safefile.header([(n, *self.tensors[n]) for n in part])
-            yield Shell(name, size, ((0, head),))
-        if count > 1:
+        stem = (peft.WEIGHTS[0] if self.adapter else WEIGHTS).removesuffix(".safetensors")
+        most = sys.maxsize if self.adapter else self.options.file_size  # an adapter is one file
+        # large elements first, so that all are aligned
+        names = sorted(self.tensors, key=lambda name: -SIZES[self.tensors[name][0]])
+        parts = safefile.split(stem, names, self._length, most)
+        for name, part in parts:
+            yield safefile.shell(name, [(n, *self.tensors[n]) for n in part])
+        if len(parts) > 1:
+            index = {tensor: name for name, part in parts for tensor in part}
             total = sum(map(self._length, self.tensors))
             yield _text(INDEX, {"metadata": {"total_size": total}, "weight_map": index})
         yield _text(self._config_name, self._config_as_saved())
 
     def _length(self, name: str) -> int:
         dtype, shape = self.tensors[name]
-        size = SIZES[dtype]
-        for count in shape:
-            size *= count
-        return size
-
-    def _parts(self) -> list[list[str]]:
-        """Names by file, of at most `--max-shard-size` each; an adapter is one file."""
-        most = self.options.file_size
-        parts: list[list[str]] = [[]]
-        size = 0
-        # large elements first, so that all are aligned
-        for name in sorted(self.tensors, key=lambda name: -SIZES[self.tensors[name][0]]):
-            length = self._length(name)
-            if parts[-1] and size + length > most and not self.adapter:
-                parts.append([])
-                size = 0
-            parts[-1].append(name)
-            size += length
-        return parts
+        return prod(shape) * SIZES[dtype]
 
     def _config_as_saved(self) -> dict[str, Any]:
         """The configuration; with `--dtype` it says the type that is written."""
@@ -291,10 +273,5 @@ class PretrainedWriter:
         return {**self.config, key: TORCH_NAMES[dtype]}
 
 
-def _sibling(name: str, path: str) -> Sibling:
-    return Sibling(name, path, sources.size(path))
-
-
 def _text(name: str, value: Any) -> Shell:
-    text = (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
-    return Shell(name, len(text), ((0, text),))
+    return Shell.of(name, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())

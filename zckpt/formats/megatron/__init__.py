@@ -3,8 +3,7 @@
     files.py       which directory is meant; the kinds that are refused
     programs.py    whose directory it is, and what lies beside the items
     common.py      what the ranks share: arguments, hyper-parameters, the step
-    names.py       names of parameters, from keys under which layers are stacked
-    keys.py        the keys that a GPTModel has in torch_dist
+    names.py       names of parameters, and the keys in torch_dist under which layers are stacked
     groups.py      which group each parameter is in, and its step
     read.py        a torch_dist directory, item by item
     contents.py    the manifest of what a reader has collected
@@ -12,28 +11,42 @@
     masters.py     what is left if masters do not round to their weights; the check of copies
     buffers/       flat buffers of the optimizer
     legacy/        the older directories, mp_rank_*
-    fsdp/          the directories of Megatron-FSDP
+    fsdp.py        the directories of Megatron-FSDP
     write.py       an iteration's directory, from which any tp, pp and dp resumes
     optimizers.py  the optimizers and groups that a target's run has
     vocabulary.py  the rows of a padded vocabulary: `--tp`
     like.py        sources of other engines, with the keys and groups of a run: `--like`
-    options.py     what a user may ask of the writer
     functions.py   what zckpt does with them
     gather/        what Megatron-Core's own rule brings back, for `verify --gather`
 
 Facts in this package are of megatron-core 0.16.1 unless said otherwise.
 """
 
+from ...training.options import (
+    ALLOW_OBJECT,
+    DP,
+    DTYPE,
+    EP,
+    GROUP_DEFAULTS,
+    LIKE,
+    MAX_FILE_SIZE,
+    PP,
+    TP,
+    VOCAB_SIZE,
+    WEIGHTS_ONLY,
+)
 from ..format import Format
 from .files import detect
-from .options import OPTIONS
 
 FORMAT = Format(
     name="megatron",
     about="Megatron-Core: torch_dist, mp_rank_*, fsdp_dtensor",
     family="megatron",
     detect=detect,
-    options=OPTIONS,
+    options=(
+        *(WEIGHTS_ONLY, DTYPE, GROUP_DEFAULTS, MAX_FILE_SIZE, ALLOW_OBJECT),
+        *(DP, TP, PP, EP, VOCAB_SIZE, LIKE),
+    ),
     numbers=True,
     reports_unused_rules=True,
     compares="all",

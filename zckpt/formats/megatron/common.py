@@ -12,12 +12,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...core import sources
-from ...core.inert import Foreign, TensorName, inside, map_values
-from ...core.manifest import Entry
+from ...core.inert import Foreign
 from ...errors import CorruptCheckpoint, IncompleteCheckpoint, UnsupportedCheckpoint
 from ...files.dcpfile import ItemTable
 from ...files.dcpitems import ItemFiles
-from ...files.torchfile import Tensor, TorchFile
+from ...files.torchfile import TorchFile
 from ...training.options import DP, EP, PP, TP
 
 OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.(?P<rest>.+)")
@@ -135,14 +134,3 @@ def arguments(common: dict[Any, Any]) -> dict[str, Any]:
     namespace = common.get("args")
     state = namespace.state if isinstance(namespace, Foreign) else None
     return state if isinstance(state, dict) else {}
-
-
-def kept(file: TorchFile, value: Any, path: str, entries: dict[str, Entry]) -> Any:
-    """A value with its tensors as entries of slot `state`; 0-d ones by value."""
-    if isinstance(value, Tensor):
-        if not value.shape and value.dtype != "C64":
-            return file.scalar(value)
-        name = f"{path}/state"
-        entries[name] = Entry(name, value.dtype, value.shape, file.fragments(value))
-        return TensorName(path)
-    return map_values(value, lambda item, key: kept(file, item, inside(path, key), entries))

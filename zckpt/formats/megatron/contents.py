@@ -16,17 +16,9 @@ from ...errors import UnsupportedCheckpoint, brief, counted, listed
 from ...files.torchfile import TorchFile
 from ...training.optimizers import name_of_groups
 from ...training.steps import STATED
-from .common import (
-    DISTRIBUTED,
-    FLAT,
-    FSDP,
-    NOT_DISTRIBUTED,
-    WEIGHTS_ONLY,
-    arguments,
-    kept,
-)
+from .common import DISTRIBUTED, FLAT, FSDP, NOT_DISTRIBUTED, WEIGHTS_ONLY, arguments
 from .files import is_iteration
-from .groups import FileStep, agreed_step, groups_of, members, stated_step
+from .groups import FileStep, agreed_step, groups_of, hyper_parameters, members, stated_step
 from .programs import program_of
 
 BUFFERS = re.compile(r".*\.router\.expert_bias")
@@ -128,7 +120,7 @@ def manifest_of(content: Content, step_policy: str | None) -> Manifest:
         entries=content.entries,
         parameters=dict(sorted(parameters.items(), key=lambda item: not item[1].trainable)),
         buffers=tuple(name for name in shapes if name not in known),
-        groups=_hyper_parameters(groups) if has_groups else None,
+        groups=tuple(map(hyper_parameters, groups)) if has_groups else None,
         optimizer=name_of_groups([slots] * max(len(groups), 1), groups or None) if slots else None,
         engine=NamedWeightsEngine(
             "megatron",
@@ -169,7 +161,7 @@ def _state(content: Content, common: dict[Any, Any], args: Mapping[str, Any]) ->
     """
     gated = args.get("swiglu")
     return {
-        "common": kept(content.file, common, "megatron.common", content.entries),
+        "common": content.file.kept(common, "megatron.common", content.entries),
         "keys": content.keys,
         "gated": gated if isinstance(gated, bool) else None,
         "vocabulary": _vocabulary(args, content.shapes),
@@ -227,12 +219,6 @@ def _aliases(name: str, tied: bool, shapes: Mapping[str, Any]) -> tuple[str, ...
     """The output layer is the embedding, if the arguments say so and no key has it."""
     embedding, output = "embedding.word_embeddings.weight", "output_layer.weight"
     return (output,) if tied and name == embedding and output not in shapes else ()
-
-
-def _hyper_parameters(groups: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
-    """Groups without their members and their step."""
-    rest = {"params", "step"}
-    return tuple({k: value for k, value in group.items() if k not in rest} for group in groups)
 
 
 def _vocabulary(args: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> Any:

@@ -57,7 +57,7 @@ def members(
             number
             for number, group in enumerate(groups)
             if bool(group.get("is_expert_parallel")) == is_expert
-            and bool(_multiplier(group)) == _is_decayed(name, shape, args)
+            and bool(decay_multiplier(group)) == _is_decayed(name, shape, args)
         ]
         if len(fitting) > 1 and args.get("decoupled_lr") is not None:
             decoupled = name in OF_VOCABULARY
@@ -82,8 +82,14 @@ def _is_decoupled(group: Mapping[str, Any], args: Mapping[str, Any]) -> bool:
     return group.get("default_config") is False and group.get("max_lr") == args["decoupled_lr"]
 
 
-def _multiplier(group: Mapping[str, Any]) -> Any:
+def decay_multiplier(group: Mapping[str, Any]) -> Any:
+    """By what a group's weight decay is multiplied; NeMo writes `pre_` before the key."""
     return group.get("wd_mult", group.get("pre_wd_mult", 1.0))
+
+
+def hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group without its members and their step."""
+    return {key: value for key, value in group.items() if key not in ("params", "step")}
 
 
 def agreed_step(folder: str, stated: Iterable[FileStep], policy: str | None) -> steps.Step | None:

@@ -19,9 +19,9 @@ from typing import Any
 from msgspec.structs import replace
 
 from ...core import sources
-from ...core.inert import Foreign, Scalar
+from ...core.inert import Foreign, unwrapped
 from ...core.manifest import Entry, Manifest, Parameter
-from ...core.weights import is_optimizers
+from ...core.weights import is_optimizers, states_by_weight
 from ...errors import (
     InconsistentCheckpoint,
     MissingData,
@@ -38,7 +38,7 @@ from ...training.optimizers import strange_to_adam
 from ...training.options import ALLOW_OBJECT, Options
 from . import FORMAT
 from .common import arguments, optimizers_of
-from .groups import groups_of
+from .groups import decay_multiplier, groups_of
 from .names import with_plain_norms
 from .optimizers import OF_WRAPPER
 from .programs import NEMO, TRAIN_STATE
@@ -168,9 +168,10 @@ class _Run:
         lost = [name for name in wanted if name not in owners]
         strangers = [name for name in known.values() if name not in owners.values()]
         if lost or strangers:
+            sides = {"only the source has": strangers, "only --like has": lost}
+            text = "; ".join(f"{what} {listed(names, 4)}" for what, names in sides.items() if names)
             raise MissingData(
-                f"the source and --like {like.root} have different parameters: "
-                f"{_sides(strangers, lost)}",
+                f"the source and --like {like.root} have different parameters: {text}",
                 hint="names of Hugging Face need --family, other names --rename REGEX=REPL",
             )
         shapes = self._shapes()
@@ -238,7 +239,7 @@ class _Run:
                 f"--like {like.root} has no parameter groups whose members are known",
                 hint="give a run that has saved its optimizer, or add --weights-only",
             )
-        ours, theirs = _states(entries), _states(like.entries)
+        ours, theirs = (states_by_weight(each.values()) for each in (entries, like.entries))
         for name in self.owners:
             if ours.get(name) != theirs.get(name):
                 raise MissingData(
@@ -279,7 +280,7 @@ class _Run:
                     f"the source does not state {listed(lost)} of {name}",
                     hint=f"give it: --group-defaults {','.join(f'{key}=...' for key in lost)}",
                 )
-            hyper = {key: _plain(group[key]) for key in HYPER}
+            hyper = {key: unwrapped(group[key]) for key in HYPER}
             first, known = chosen.setdefault(item.group, (name, hyper))
             if known != hyper:
                 wrong = [key for key in HYPER if known[key] != hyper[key]]
@@ -291,7 +292,7 @@ class _Run:
         result = []
         for number, group in enumerate(groups_of(self.common)):
             name, hyper = chosen.get(number, ("", {}))
-            if hyper.get("weight_decay") and not group.get("wd_mult", group.get("pre_wd_mult", 1)):
+            if hyper.get("weight_decay") and not decay_multiplier(group):
                 self.warnings.append(
                     f"the source decays the weights of a group with wd_mult 0, such as {name}: "
                     "Megatron-LM's scheduler will set its weight_decay to 0"
@@ -309,7 +310,7 @@ class _Run:
                 )
                 break
         for key, usual in (("bias_correction", True), ("amsgrad", False), ("maximize", False)):
-            values = [_plain(group[key]) for group in self.source.groups or () if key in group]
+            values = [unwrapped(group[key]) for group in self.source.groups or () if key in group]
             if any(value is not usual and value != usual for value in values):
                 self.warnings.append(
                     f"the source's optimizer has {key}={not usual}, Megatron-Core's {usual}"
@@ -367,30 +368,9 @@ def _scaled(count: int, before: Any, step: int) -> int | None:
     return count // before * step
 
 
-def _states(entries: Mapping[str, Entry]) -> dict[str, set[str]]:
-    """The optimizer's states of every weight."""
-    states: dict[str, set[str]] = {}
-    for entry in entries.values():
-        if is_optimizers(entry.slot):
-            states.setdefault(entry.parameter, set()).add(entry.slot)
-    return states
-
-
 def _listed(slots: set[str] | None) -> str:
     return listed(sorted(slots)) if slots else "none"
 
 
-def _sides(ours: list[str], theirs: list[str]) -> str:
-    sides = {"only the source has": ours, "only --like has": theirs}
-    return "; ".join(f"{text} {listed(names, 4)}" for text, names in sides.items() if names)
-
-
 def _shape(shape: tuple[int, ...]) -> str:
     return str(list(shape))
-
-
-def _plain(value: Any) -> Any:
-    """A hyper-parameter as Megatron-Core keeps it: a number, or a tuple of numbers."""
-    if isinstance(value, Scalar):
-        return value.value
-    return tuple(map(_plain, value)) if isinstance(value, (list, tuple)) else value

@@ -13,8 +13,11 @@ calls them like the keys.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
+from math import prod
+from typing import Any
 
 LAYERS = re.compile(r"(?P<stack>(?:decoder|encoder)\.layers)\.(?P<rest>(?!\d+\.).+)")
 EXPERTS = re.compile(r"(?P<before>.*\bmlp\.experts)\.experts\.(?P<rest>(?!\d+\.).+)")
@@ -108,3 +111,127 @@ def _generalized(name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
             place.append(int(match["number"]))
         else:
             yield general, tuple(place)
+
+
+# -- the keys that a GPTModel has in torch_dist
+
+
+KNOWN = re.compile(
+    r"embedding\.(?:word|position)_embeddings\.weight|output_layer\.weight"
+    r"|decoder\.final_layernorm\.(?:weight|bias)"
+    r"|decoder\.layers\.\d+\.(?:"
+    r"(?:input_layernorm|pre_mlp_layernorm)\.(?:weight|bias)"
+    r"|self_attention\.linear_(?:qkv|proj)\.(?:weight|bias)"
+    r"|self_attention\.linear_(?:q|(?:q|kv)_(?:down|up))_proj\.(?:weight|bias|layer_norm_\w+)"
+    r"|self_attention\.(?:q|k|kv)_layernorm\.(?:weight|bias)"
+    r"|mlp\.(?:experts\.local_experts\.\d+\.|shared_experts\.)?linear_fc[12]\.(?:weight|bias)"
+    r"|mlp\.shared_experts\.gate_weight"
+    r"|mlp\.router\.(?:weight|bias|expert_bias))"
+)
+LINEAR = re.compile(r"(?P<module>decoder\.layers\..*\blinear_(?:\w+_proj|qkv|proj|fc[12]))\.weight")
+LATENT = re.compile(r"decoder\.layers\.\d+\.self_attention\.linear_kv_up_proj\.weight")
+ROUTER = re.compile(r"decoder\.layers\.(?P<layer>\d+)\.mlp\.router\.weight")
+OF_MODULE = "._extra_state"
+OF_OUTPUT = "output_layer._extra_state"  # of no key: GPTModel.sharded_state_dict takes it out
+FREQUENCIES = ("moe_layer_freq", "linear_attention_freq")
+MARKS_OF_LAYERS = ("hetereogenous_dist_checkpoint", "heterogeneous_layers_config_path")
+
+
+class KeysOfGpt:
+    """The keys of one GPTModel in `torch_dist`.
+
+    module of a rank                            key                                axes
+    decoder.layers.3.mlp.linear_fc2.weight      decoder.layers.mlp.linear_fc2.weight      1
+    decoder.layers.3.input_layernorm.weight     ...self_attention.linear_qkv.layer_norm_weight
+    decoder.layers.3.mlp.linear_fc2._extra_state    ...linear_fc2._extra_state/shard_3_L
+
+    If layers differ, each has keys of its own, with its number in them, and no axis of layers. The
+    keys of other modules depend on their code, so they get none. Proven with 0.16.1.
+
+    `names` are those of all parameters, buffers and modules' own states, as in the local spec and
+    in the whole model. `fused` says that the file calls norms as Transformer Engine's spec does.
+    If `args` state that layers differ, no key has an axis of layers.
+    """
+
+    def __init__(self, names: Iterable[str], fused: bool, args: Mapping[str, Any]) -> None:
+        self.names = list(names)
+        self.fused = fused
+        self.stacked = not layers_differ(args)
+        self.latent = any(map(LATENT.fullmatch, self.names))
+        self.with_experts = {m["layer"] for name in self.names if (m := ROUTER.fullmatch(name))}
+        self.sizes = (
+            1 + max(_numbers(LAYER, self.names), default=0),
+            1 + max(_numbers(EXPERT, self.names), default=0),
+        )
+
+    def keys(self) -> dict[str, int]:
+        """The keys of parameters and buffers, with their number of axes.
+
+        Modules of another kind get no key, nor do those that only some layers or experts have.
+        """
+        found = [self._key(name) for name in self.names if KNOWN.fullmatch(name)]
+        return {
+            key: axes for (key, axes), n in Counter(found).items() if n == prod(self._grid(axes))
+        }
+
+    def items(self) -> dict[str, str]:
+        """The key of every module's own state, by its name.
+
+        A run loads only if all of its modules have one, even an empty one. If no name is such a
+        state, the linear modules of the local spec get one; those of Transformer Engine's spec
+        (`fused`) are not known without it.
+        """
+        modules = [name for name in self.names if name.endswith(OF_MODULE)]
+        if not modules and not self.fused:
+            linears = (LINEAR.fullmatch(name) for name in self.names)
+            modules = [f"{match['module']}{OF_MODULE}" for match in linears if match]
+        items = {}
+        for name in modules:
+            key, axes = self._key(name, norms=False)
+            layer = _numbers(LAYER, [name]) if self.stacked else []
+            place = (*layer, *_numbers(EXPERT, [name])) or (0,)
+            grid = self._grid(axes) or (1,)
+            items[name] = f"{key}/shard_{_joined(place)}_{_joined(grid)}"
+        return items
+
+    def _grid(self, axes: int) -> tuple[int, ...]:
+        """The sizes of the axes in front of a parameter's own."""
+        return self.sizes[:axes] if self.stacked else self.sizes[1 : 1 + axes]
+
+    def _key(self, name: str, norms: bool = True) -> tuple[str, int]:
+        """The key of a name, and the number of axes in front of the parameter's own."""
+        match = LAYER.fullmatch(name)
+        if match is None:
+            return name, 0
+        rest, axes = match["rest"], int(self.stacked)
+        if expert := EXPERT.fullmatch(rest):
+            before = expert["before"].removesuffix("local_experts.")
+            rest, axes = f"{before}experts{expert['rest']}", axes + 1
+        for norm, plain in NORMS.items() if norms else ():
+            if not self._is_plain(plain, match["number"]):
+                rest = rest.replace(f".{plain}", f".{norm}")
+        stack = match["before"].removesuffix(".") if self.stacked else name[: match.end("number")]
+        return f"{stack}{rest}", axes
+
+    def _is_plain(self, norm: str, layer: str) -> bool:
+        """Whether a norm has a key of its own name: it is not fused with a linear module."""
+        if self.latent and not (self.fused and norm.startswith("pre_mlp")):
+            return True
+        return self.fused and norm.startswith("pre_mlp") and layer in self.with_experts
+
+
+def layers_differ(args: Mapping[str, Any]) -> bool:
+    """Whether every layer has keys of its own, by the arguments (TransformerBlock, 0.16.1)."""
+    frequencies = [args.get(name) for name in FREQUENCIES]
+    return any(isinstance(each, list) or (each or 1) != 1 for each in frequencies) or any(
+        args.get(name) for name in MARKS_OF_LAYERS
+    )
+
+
+def _numbers(pattern: re.Pattern[str], names: Sequence[str]) -> list[int]:
+    """The numbers of layers or experts in names."""
+    return [int(match["number"]) for name in names if (match := pattern.fullmatch(name))]
+
+
+def _joined(numbers: Iterable[int]) -> str:
+    return ".".join(map(str, numbers))

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...core.inert import Scalar
+from ...core.inert import unwrapped
 from ...core.manifest import Manifest
 from ...errors import (
     InconsistentCheckpoint,
@@ -24,7 +24,7 @@ from ...errors import (
 )
 from ...training.options import EP, LIKE, Options
 from .common import READABLE, optimizers_of
-from .groups import groups_of
+from .groups import groups_of, hyper_parameters
 
 SPREAD = "is_expert_parallel"
 EXPERTS = ".experts."  # in the names of the parameters of experts
@@ -48,7 +48,8 @@ def optimizers(source: Manifest, common: Mapping[Any, Any], options: Options) ->
     InconsistentCheckpoint.
     """
     step, ep = _step(source), options[EP]
-    groups = [_with_step(group, step) for group in groups_of(dict(common))]
+    own = {} if step is None else {"step": step}
+    groups = [{**hyper_parameters(group), **own} for group in groups_of(dict(common))]
     if not groups:
         raise MissingData("the source has no parameter groups", hint="add --weights-only")
     if options[LIKE] is None:  # else they are in the groups
@@ -96,12 +97,6 @@ def _step(source: Manifest) -> float | int | None:
     return int(step) if step is not None and step == int(step) else step
 
 
-def _with_step(group: Mapping[str, Any], step: float | int | None) -> Group:
-    """A group without its members' numbers, and with the step, if there is one."""
-    rest = {key: value for key, value in group.items() if key not in ("params", "step")}
-    return rest if step is None else {**rest, "step": step}
-
-
 def _with_given(groups: Sequence[Group], options: Options) -> list[Group]:
     """The groups with the values of `--group-defaults`; raises WrongOption for unknown ones."""
     given = options.defaults(len(groups))
@@ -143,11 +138,11 @@ def _joined(dense: list[Group], spread: Sequence[Group]) -> list[Group]:
         same = [other for other in joined if _multipliers(other) == _multipliers(plain)]
         if not same:
             joined.append(plain)
-        elif not any(_equal(other, plain) for other in same):
+        elif not any(unwrapped(other) == unwrapped(plain) for other in same):
             different = sorted(
                 str(key)
                 for key in {*plain, *same[0]}
-                if not _equal({0: plain.get(key)}, {0: same[0].get(key)})
+                if unwrapped(plain.get(key)) != unwrapped(same[0].get(key))
             )
             raise InconsistentCheckpoint(
                 "--ep 1 makes one group of experts and other parameters, but their "
@@ -164,16 +159,3 @@ def _multipliers(group: Mapping[str, Any]) -> tuple[Any, ...]:
         group.get("lr_mult", group.get("pre_lr_mult")),
         group.get("is_decoupled_lr"),
     )
-
-
-def _equal(a: Mapping[Any, Any], b: Mapping[Any, Any]) -> bool:
-    return bool(_plain(a) == _plain(b))
-
-
-def _plain(value: Any) -> Any:
-    """A value whose equality means what the numbers say: a 0-d tensor as its number."""
-    if isinstance(value, Scalar):
-        return value.value
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value

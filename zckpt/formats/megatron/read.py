@@ -24,22 +24,23 @@ from typing import Any
 from msgspec.structs import replace
 
 from ...core.manifest import Entry, Manifest, Sibling, slot_name
-from ...errors import (
-    MALFORMED,
-    InconsistentCheckpoint,
-    UnsupportedCheckpoint,
-    not_understood,
-)
+from ...errors import MALFORMED, InconsistentCheckpoint, UnsupportedCheckpoint, not_understood
 from ...files.dcpfile import ItemTable, TensorItem, read_table
-from ...files.dcpitems import ItemFiles, require_same
+from ...files.dcpitems import ItemFiles
 from ...files.torchfile import Tensor
 from ...naming.tensor_rules import rules_of
 from ..reading import USUAL, Reading
 from ..statedict.tree import TensorPiece, assembled
-from .buffers.flats import FlatItems, local_parts, read_bytes, slicing_of, states
+from .buffers.flats import (
+    FlatFragments,
+    FlatItems,
+    enter_states,
+    local_parts,
+    read_bytes,
+    slicing_of,
+)
 from .buffers.order import expert_of
 from .buffers.placing import Local
-from .buffers.spaces import FlatFragments
 from .buffers.stages import ModelRank, placed
 from .common import (
     FLAT,
@@ -48,7 +49,6 @@ from .common import (
     OPTIMIZER,
     WEIGHTS_ONLY,
     arguments,
-    kept,
     read_common,
     sharding_of,
     with_groups,
@@ -62,7 +62,7 @@ from .contents import (
     size_of,
 )
 from .files import MARKER, is_fsdp, is_legacy, locate
-from .fsdp.directories import read_fsdp
+from .fsdp import read_fsdp
 from .groups import FileStep
 from .legacy.directories import read_legacy
 from .masters import check as check
@@ -137,7 +137,7 @@ class _Reader:
         if not self.weights_only:
             require_states_by_parameter(self.folder, self.args)
             sharding = sharding_of(self.table, self.common)
-        tensor_ranks = self._stated("tensor_model_parallel_size") or 1
+        tensor_ranks = size_of(self.args, "tensor_model_parallel_size") or 1
         require_groups(self.folder, self.args, tensor_ranks)
         shapes, trained = self._weights() or self._masters(), trained_keys(self.table.items)
         slots: set[str] = set()
@@ -182,7 +182,7 @@ class _Reader:
 
     def _weights(self) -> dict[str, tuple[int, ...]]:
         """Enters every weight of the model; returns the shapes by name."""
-        shapes = {}
+        stacked = {}
         for key, item in self.table.items.items():
             if item is None or OPTIMIZER.fullmatch(key):
                 continue
@@ -191,19 +191,22 @@ class _Reader:
                     f"{self.folder} has {key}: zckpt reads no weights of Megatron-FSDP in such a "
                     "directory"
                 )
-            self.keys[key] = axes_of(key)
-            for name, entry in self._parts(key, item, key, "param"):
-                shapes[name] = entry.shape
-                self.key_of[name] = key
-        return shapes
+            stacked[key] = key, item
+        return self._entered(stacked, "param")
 
     def _masters(self) -> dict[str, tuple[int, ...]]:
         """Enters the masters of a directory without weights; returns the shapes by name."""
         require_masters(self.folder, self.table.items, sharding_of(self.table, self.common))
+        return self._entered(masters_of(self.table.items), "master")
+
+    def _entered(
+        self, items: Mapping[str, tuple[str, TensorItem]], slot: str
+    ) -> dict[str, tuple[int, ...]]:
+        """Enters items by the keys of their weights; returns the shapes of these by name."""
         shapes = {}
-        for stacked, (key, item) in masters_of(self.table.items).items():
+        for stacked, (key, item) in items.items():
             self.keys[stacked] = axes_of(stacked)
-            for name, entry in self._parts(key, item, stacked, "master"):
+            for name, entry in self._parts(key, item, stacked, slot):
                 shapes[name] = entry.shape
                 self.key_of[name] = stacked
         return shapes
@@ -211,7 +214,7 @@ class _Reader:
     def _states(self, shapes: Mapping[str, tuple[int, ...]], is_flat: bool) -> set[str]:
         """Enters masters and moments; returns the optimizer's own slots.
 
-        `is_flat` says whether keys have fragments that are flat (buffers/spaces.py).
+        `is_flat` says whether keys have fragments that are flat (buffers/flats.py).
         """
         slots = set()
         for key, item in self.table.items.items():
@@ -261,7 +264,7 @@ class _Reader:
         ranks = items.ranks(tp)
         slots = self._placed(others, shapes, ranks, tp)
         if experts:
-            stages, ep = len(ranks) // tp, self._stated("expert_model_parallel_size")
+            stages, ep = len(ranks) // tp, size_of(self.args, "expert_model_parallel_size")
             tp = self._tensor_ranks(list(experts), "expert_tensor_parallel_size")
             ranks = items.expert_ranks(tp, stages, ep, max(experts.values()) + 1)
             slots |= self._placed(list(experts), shapes, ranks, tp)
@@ -287,23 +290,12 @@ class _Reader:
                 known[name] = local
         found = placed(ranks, parts, read_bytes, self.folder)
         trained = [name for name in names if name in found[0]]
-        slots = set()
-        for entry, is_copy in states(trained, shapes, slicings, found):
-            if is_copy:
-                self.replicas.append(entry)
-                continue
-            self.entries[entry.name] = entry
-            if entry.slot != "master":
-                slots.add(entry.slot)
-        return slots
+        return enter_states(trained, shapes, slicings, found, self.entries, self.replicas)
 
     def _tensor_ranks(self, names: Sequence[str], argument: str) -> int:
         """How many ranks have slices of parameters: as the arguments state it, else by pieces."""
         seen = [len(self.pieces[name]) for name in names if "linear_fc1" not in name]
-        return self._stated(argument) or max(seen, default=1)
-
-    def _stated(self, argument: str) -> int | None:
-        return size_of(self.args, argument)
+        return size_of(self.args, argument) or max(seen, default=1)
 
     def _parts(
         self, key: str, item: TensorItem, stacked: str, slot: str
@@ -313,14 +305,8 @@ class _Reader:
         if len(item.shape) <= axes:
             raise InconsistentCheckpoint(f"{self.folder}: {key} has no axis of layers or experts")
         pieces: dict[tuple[int, ...], list[TensorPiece]] = {}
-        for box in item.boxes:
-            if box.is_empty:
-                continue
-            location = self.table.location(key, box)
-            file = self.files.torch_file(location)
-            tensor = file.value
-            described = (tensor.dtype, tensor.shape) if isinstance(tensor, Tensor) else None
-            require_same(location, key, described, (dtype, box.sizes))
+        for box, file in self.files.boxes(self.table, key):
+            tensor: Tensor = file.value
             self.records += file.records.values()
             extent = file.whole(tensor)
             for inner in places(box.sizes, axes):
@@ -387,5 +373,5 @@ class _Reader:
                 continue
             file = self.files.torch_file(self.table.location(key))
             self.records += file.records.values()
-            values[key] = kept(file, file.value, f"megatron.objects.{key}", self.entries)
+            values[key] = file.kept(file.value, f"megatron.objects.{key}", self.entries)
         return values

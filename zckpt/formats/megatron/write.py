@@ -43,6 +43,7 @@ from ...files.dcpshell import (
     item_file,
     metadata,
     seal_items,
+    tensor_shell,
 )
 from ...files.pickling import dumps
 from ...files.torchshell import Storages, seal_whole, shell, thawed
@@ -146,7 +147,6 @@ class MegatronWriter:
         self.program = program if program in LOADING else None
         self.folder = WEIGHTS if self.program == NEMO else self._folder(common)
         self._text: bytes | None = None
-        self._shells: dict[tuple[str, tuple[int, ...]], Shell] = {}
         others = {key for key, value in source.state.items() if key != "megatron" and value}
         self.left_out += [f"{key}: Megatron-Core has no place for it" for key in sorted(others)]
 
@@ -340,16 +340,16 @@ class MegatronWriter:
             yield self._inside(file)
         if self._text is None:  # it is the same the second time
             self._text = sealed(dumps(self._describe(saved), lambda _: None))
-        yield self._inside(_known(".metadata", self._text))
+        yield self._inside(Shell.of(".metadata", self._text))
         storages = Storages()
         common = thawed(self.common, {**self.source.entries, **self.moved}, storages)
         yield self._inside(shell(FILE, common, storages))
-        yield self._inside(_known(MARKER, json.dumps(FORMATS).encode()))
+        yield self._inside(Shell.of(MARKER, json.dumps(FORMATS).encode()))
         if self.program == NEMO:
             return
         iteration = self.folder.removeprefix("iter_")
         latest = str(int(iteration)) if iteration.isdecimal() else iteration
-        yield _known(LATEST, latest.encode())
+        yield Shell.of(LATEST, latest.encode())
 
     def _inside(self, file: Shell) -> Shell:
         return replace(file, name=os.path.join(self.folder, file.name))
@@ -357,20 +357,12 @@ class MegatronWriter:
     def _items(self) -> Iterator[ItemShell]:
         for tensor in self.tensors:
             for box in _boxes(tensor):
-                yield ItemShell(tensor.key, box, self._tensor_shell(tensor.dtype, box.sizes))
+                yield ItemShell(tensor.key, box, tensor_shell(tensor.dtype, box.sizes))
         for key, value in self.objects.items():
             storages = Storages()
             yield ItemShell(
                 key, None, shell("archive", thawed(value, self.source.entries, storages), storages)
             )
-
-    def _tensor_shell(self, dtype: str, sizes: tuple[int, ...]) -> Shell:
-        """Equal tensors have equal shells."""
-        if (dtype, sizes) not in self._shells:
-            storages = Storages()
-            value = storages.tensor(dtype, sizes)
-            self._shells[dtype, sizes] = shell("archive", value, storages)
-        return self._shells[dtype, sizes]
 
     def _describe(self, saved: list[SavedItem]) -> Foreign:
         """The content of `.metadata`."""
@@ -394,7 +386,3 @@ def _boxes(tensor: TargetTensor) -> Iterator[ItemBox]:
             inner = (min(most, rows - start), *own[1:]) if own else ()
             offsets = (start, *(0 for _ in own[1:])) if own else ()
             yield ItemBox((*place, *offsets), (*(1 for _ in place), *inner))
-
-
-def _known(name: str, data: bytes) -> Shell:
-    return Shell(name, len(data), ((0, data),))

@@ -7,27 +7,33 @@
     legacy.py       what the files of torch.save hold
     hdf5.py         what the HDF5 files hold
     ranks.py        what both kinds of files say of a rank
-    partition.py    which elements of which weight each rank owns
-    owners.py       the fragments of every weight, from the ranks that own them
+    partition.py    which elements of which weight each rank owns, and whether files agree
     read.py         the manifest
     gather.py       what ONNX Runtime's own aggregators would join
     write.py        L2 and HDF5 files for any data-parallel size
-    options.py      what a user may ask of these files
     functions.py    what zckpt does with them
 
 Facts in this package are of onnxruntime-training 1.16.3 and its sources back to 1.3.
 """
 
+from msgspec.structs import replace
+
+from ...training.options import ALLOW_OBJECT, DIALECT, DP, DTYPE, WEIGHTS_ONLY
 from ..format import Format
 from .files import detect
-from .options import OPTIONS
 
 FORMAT = Format(
     name="onnxruntime",
     about="ONNX Runtime Training ZeRO-1, .ort.pt and HDF5, 1.3 to 1.16 (real files of 1.16.3)",
     family="onnxruntime",
     detect=detect,
-    options=OPTIONS,
+    options=(
+        DP,
+        WEIGHTS_ONLY,
+        DTYPE,
+        replace(DIALECT, choices=("hdf5", "l2"), usual="hdf5"),
+        ALLOW_OBJECT,
+    ),
     compares="all",
     keeps_steps=True,
     states="ONNX Runtime keeps the moments of Adam and Lamb",

@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...core import sources
-from ...core.inert import TensorName, inside, map_values
+from ...core.inert import inside
 from ...core.manifest import Entry
 from ...core.saved_names import Place, nameless, refuse_others, saved_names
 from ...errors import CorruptCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint, ZckptError
@@ -246,25 +246,16 @@ def _client_state(
     """
     kept: dict[str, Entry] = {}
     copies: list[Entry] = []
-
-    def keep(value: Any, path: str, file: TorchFile, entries: list[Entry]) -> Any:
-        if isinstance(value, Tensor):
-            if not value.shape and value.dtype != "C64":
-                return file.scalar(value)
-            name = f"{path}/state"
-            entries.append(Entry(name, value.dtype, value.shape, file.fragments(value)))
-            return TensorName(path)
-        return map_values(value, lambda item, key: keep(item, inside(path, key), file, entries))
-
     state, left_out = {}, []
     for key, value in _user(files[0]).items():
-        path, entries = inside("client_state", key), list[Entry]()
-        state[key] = keep(value, path, files[0], entries)
-        kept |= {entry.name: entry for entry in entries}
+        path = inside("client_state", key)
+        state[key] = files[0].kept(value, path, kept)
         first = files[0].summary(value)
         for file in files[1:]:
             if file.summary(_user(file).get(key)) == first:
-                keep(_user(file)[key], path, file, copies)
+                own: dict[str, Entry] = {}
+                file.kept(_user(file)[key], path, own)
+                copies += own.values()
             elif str(key) not in left_out:
                 left_out.append(str(key))
     left_out += sorted({str(key) for file in files for key in _user(file)} - set(map(str, state)))

@@ -30,8 +30,7 @@ from ...errors import (
 from ...training import steps
 from ..reading import USUAL, Reading
 from .files import opened
-from .owners import WRONG_FILE, Owned, Shapes, owners_of, weights_apart
-from .partition import by_name
+from .partition import WRONG_FILE, Owned, Shapes, by_name, owners_of, weights_apart
 from .ranks import COUNT, SHARED, SLOTS, RankStates, RankTensor, Save
 
 CHECKING = Copying(memory=64 << 20)
@@ -90,6 +89,10 @@ def manifest(save: Save, step_policy: str | None) -> Manifest:
             collected.add_whole(name)
     collected.refuse_lost()
     sightings = list(_sightings(save, owned)) if save.has_moments else []
+    # ORTTrainer's own counters, which drive its schedule of learning rates
+    counted = save.state.get("train_step_info") or {}
+    counters = steps.counter_sightings("train_step_info", counted, counted)
+    moments = {entry.dtype for entry in collected.entries.values() if entry.slot == "exp_avg"}
     step_of = _steps(sightings, owned, step_policy)
     return Manifest(
         root=save.root,
@@ -108,9 +111,11 @@ def manifest(save: Save, step_policy: str | None) -> Manifest:
             for name in collected.names
         },
         optimizer=save.optimizer,
-        engine=_engine(save, collected),
+        engine=NamedWeightsEngine(
+            "onnxruntime", None, save.dialect, save.mixed or "F32", min(moments, default=None)
+        ),
         state=save.state,
-        steps=(*(line for _, _, line in sightings), *_counters(save)),
+        steps=(*(line for _, _, line in sightings), *counters),
         records=tuple(save.records),
         replicas=(*collected.replicas, *save.copies),
         files=tuple(rank.path for rank in save.ranks),
@@ -303,17 +308,3 @@ def _steps(
         stated.setdefault(weight, []).append((place, line.step))
     agreed = {name: steps.agree(places, policy) for name, places in stated.items()}
     return {name: agreed.get(name, agreed.get("")) for name in owned} if agreed else {}
-
-
-def _counters(save: Save) -> list[Sighting]:
-    """ORTTrainer's own, which drive its schedule of learning rates."""
-    counters = save.state.get("train_step_info") or {}
-    return steps.counter_sightings("train_step_info", counters, counters)
-
-
-def _engine(save: Save, collected: _Entries) -> NamedWeightsEngine:
-    """What the files show of the engine; they state no version."""
-    moments = {entry.dtype for entry in collected.entries.values() if entry.slot == "exp_avg"}
-    return NamedWeightsEngine(
-        "onnxruntime", None, save.dialect, save.mixed or "F32", min(moments, default=None)
-    )

@@ -59,6 +59,13 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     UnsupportedCheckpoint (a name that HDF5 files cannot hold), MissingExtra (h5py).
     """
     writer = OnnxRuntimeWriter(source, options)
+
+    def loading(path: str) -> str:
+        if writer.dialect == "hdf5":
+            files = literal(os.path.join(path, "*"))
+            return f"trainer.load_checkpoint(*sorted(glob.glob({files})))"
+        return f"checkpoint.experimental_load_checkpoint(trainer, {literal(path)})"
+
     if writer.dialect == "hdf5":
         import_h5py()
     return Layout(
@@ -68,16 +75,8 @@ def lay_out(source: Manifest, options: Options) -> Layout:
         writer.warnings,
         from_masters=writer.half is not None,
         about="files of ONNX Runtime Training for " + counted(writer.dp, "rank"),
-        loading=_loading_of_hdf5 if writer.dialect == "hdf5" else _loading_of_l2,
+        loading=loading,
     )
-
-
-def _loading_of_hdf5(path: str) -> str:
-    return f"trainer.load_checkpoint(*sorted(glob.glob({literal(os.path.join(path, '*'))})))"
-
-
-def _loading_of_l2(path: str) -> str:
-    return f"checkpoint.experimental_load_checkpoint(trainer, {literal(path)})"
 
 
 def seal(root: Folder, manifest: Manifest, outcome: Any) -> None:

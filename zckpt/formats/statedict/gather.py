@@ -227,11 +227,8 @@ def whole(file: TorchFile, tensor: Tensor) -> Whole:
 
 def box_of(file: TorchFile, tensor: Tensor, offsets: tuple[int, ...]) -> BoxPart:
     """A tensor of a file as the part of another one, in which it begins at `offsets`."""
-    if tensor.contiguous:
-        return BoxPart(offsets, tensor.shape, file.extent(tensor))
-    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.strides, strict=True))
-    reached = Tensor(tensor.storage, tensor.dtype, tensor.offset, (last + 1,), (1,))
-    return BoxPart(offsets, tensor.shape, file.extent(reached), strides=tensor.strides)
+    extent, strides = file.reach(tensor)
+    return BoxPart(offsets, tensor.shape, extent, strides=strides)
 
 
 def stored_box(stored: SavedTensor, offsets: tuple[int, ...]) -> BoxPart:

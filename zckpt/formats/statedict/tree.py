@@ -34,6 +34,13 @@ def dotted(path: Path) -> str:
     return ".".join(map(str, path))
 
 
+def at(tree: Any, path: Path) -> Any:
+    """The value at a path; None without one."""
+    for key in path:
+        tree = tree.get(key) if isinstance(tree, dict) else None
+    return tree
+
+
 class Leaf(Struct, frozen=True, eq=False):
     """One whole tensor.
 

@@ -4,21 +4,20 @@ files.py      which files make the checkpoint, and the version that is written
 read.py       manifest.json, and where the safetensors files hold each tensor
 agreement.py  whether the parts of manifest.json agree
 write.py      the files for `convert --to universal`
-options.py    what a user may ask of these files
 functions.py  what zckpt does with them
 """
 
+from ...training.options import DTYPE, GROUP_DEFAULTS, MAX_FILE_SIZE, WEIGHTS_ONLY
 from ..format import Format
 from .files import detect
-from .options import OPTIONS, REASONS
 
 FORMAT = Format(
     name="universal",
     about="zckpt's own: whole tensors as safetensors",
     family="universal",
     detect=detect,
-    options=OPTIONS,
-    reasons=REASONS,
+    options=(WEIGHTS_ONLY, DTYPE, GROUP_DEFAULTS, MAX_FILE_SIZE),
+    reasons={"dp": "a universal checkpoint has no ranks"},
     is_neutral=True,
     keeps_estimates=True,
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from shlex import quote
 from typing import Any
 
@@ -18,11 +18,7 @@ from ...core.fileio import write_all
 from ...core.folder import Folder
 from ...core.inert import plain_group
 from ...core.layout import Layout, Shell
-from ...core.manifest import (
-    Entry,
-    Manifest,
-    parameters_to_json,
-)
+from ...core.manifest import Entry, Manifest, parameters_to_json
 from ...core.sources import pread
 from ...errors import MissingData, UnsupportedCheckpoint, literal
 from ...files import safefile
@@ -144,16 +140,23 @@ CHECKSUM = ',\n "crc32": "00000000"'
 
 def _shells(chosen: Manifest, options: Options) -> Iterator[Shell]:
     room = DIGEST * len(chosen.entries)  # bytes that `seal` adds to the manifest
-    for name, entries in _files(chosen, options):
-        room += FILE + len(name)
-        tensors = [(entry.parameter, entry.dtype, entry.shape) for entry in entries]
-        head, size = safefile.header(tensors)
-        yield Shell(name, size, ((0, head),))
-    weights = _split("model", _in_slot(chosen, "param"), options.file_size)
-    if len(weights) > 1:
-        text = _index(weights)
-        yield Shell("model.safetensors.index.json", len(text), ((0, text),))
-    text = _text(describe(chosen, _digests(chosen)))
+    weights: dict[str, str] = {}
+    for slot, own in chosen.slots.items():
+        # large elements first, so that all are aligned
+        entries = sorted(own, key=lambda entry: -SIZES[entry.dtype])
+        stem = "model" if slot == "param" else slot
+        for name, part in safefile.split(
+            stem, entries, lambda entry: entry.length, options.file_size
+        ):
+            room += FILE + len(name)
+            yield safefile.shell(name, [(each.parameter, each.dtype, each.shape) for each in part])
+            weights |= {entry.parameter: name for entry in part if slot == "param"}
+    if len({*weights.values()}) > 1:
+        total = sum(entry.length for entry in chosen.slots["param"])
+        index = {"metadata": {"total_size": total}, "weight_map": weights}
+        yield Shell.of("model.safetensors.index.json", _text(index))
+    known = {entry.name: entry.digest for entry in chosen.entries.values()}
+    text = _text(describe(chosen, known))
     size = len(text) + len(CHECKSUM)
     if size + room > MAX_MANIFEST:
         raise UnsupportedCheckpoint(
@@ -183,21 +186,10 @@ def seal(root: Folder, manifest: Manifest, outcome: Any) -> None:
     }
     with root.opened(os.path.join(root.path, MANIFEST), os.O_RDWR) as file:
         os.ftruncate(file, 0)
-        write_all(file, memoryview(_text(_sealed(document))), 0)
+        write_all(file, memoryview(_text({**document, "crc32": checksum(document)})), 0)
 
 
-def _sealed(document: dict[str, Any]) -> dict[str, Any]:
-    """The document with the checksum of everything in it."""
-    return {**document, "crc32": checksum(document)}
-
-
-def _digests(manifest: Manifest) -> dict[str, int]:
-    """The digests that are known already, by the name of the entry."""
-    entries = manifest.entries.items()
-    return {name: entry.digest for name, entry in entries if entry.digest is not None}
-
-
-def describe(manifest: Manifest, digests: Mapping[str, int]) -> dict[str, Any]:
+def describe(manifest: Manifest, digests: Mapping[str, int | None]) -> dict[str, Any]:
     """The contents of manifest.json, as a dictionary; `digests` are those of the entries."""
     groups = manifest.groups or ()
     tuples = {key for group in groups for key, value in group.items() if type(value) is tuple}
@@ -246,41 +238,3 @@ def _text(document: Mapping[str, Any]) -> bytes:
 
 
 _line = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
-
-
-def _in_slot(manifest: Manifest, slot: str) -> list[Entry]:
-    """A slot's entries in the order of its files: large elements first, so that all are aligned."""
-    entries = [entry for entry in manifest.entries.values() if entry.slot == slot]
-    return sorted(entries, key=lambda entry: -SIZES[entry.dtype])
-
-
-def _files(manifest: Manifest, options: Options) -> Iterator[tuple[str, list[Entry]]]:
-    for slot in manifest.slots:
-        stem = "model" if slot == "param" else slot
-        yield from _split(stem, _in_slot(manifest, slot), options.file_size)
-
-
-def _split(stem: str, entries: Sequence[Entry], most: int) -> list[tuple[str, list[Entry]]]:
-    """Files of at most `most` bytes of tensors each; a larger tensor has a file of its own."""
-    parts: list[list[Entry]] = [[]]
-    size = 0
-    for entry in entries:
-        if parts[-1] and size + entry.length > most:
-            parts.append([])
-            size = 0
-        parts[-1].append(entry)
-        size += entry.length
-    if len(parts) == 1:
-        return [(f"{stem}.safetensors", parts[0])]
-    count = len(parts)
-    return [
-        (f"{stem}-{place:05d}-of-{count:05d}.safetensors", part)
-        for place, part in enumerate(parts, 1)
-    ]
-
-
-def _index(files: Sequence[tuple[str, Sequence[Entry]]]) -> bytes:
-    """Hugging Face's index of a model in several files."""
-    total = sum(entry.length for _, entries in files for entry in entries)
-    weights = {entry.parameter: name for name, entries in files for entry in entries}
-    return _text({"metadata": {"total_size": total}, "weight_map": weights})

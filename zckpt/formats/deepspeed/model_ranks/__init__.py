@@ -10,12 +10,8 @@ apart.py            all model ranks in one manifest, without joining them
 gather_grid.py      what model ranks have together, by the engine's own rule: verify --gather
 slices_by_engine.py where slices belong, by that rule
 write_grid.py       those of several model ranks for another data-parallel size
-write_tensor_ranks.py  for another number of tensor ranks
-arguments.py        what Megatron's programs save of the grid
-stated_slices.py    parameters of a stage whose model file lists none
-rank_shells.py      the files of all model ranks of a target
-auto_tp.py          shares of AutoTP, which deals whole key-value heads
-write_pipeline.py   a pipeline of any sizes, from the whole model
+write_tensor_ranks.py  how a target's tensor ranks cut the whole model
+write_pipeline.py   a run of any sizes, with or without a pipeline, from the whole model
 recut.py            a pipeline at other bounds of its stages
 stage_bounds.py     which bounds: --pp-bounds, --pp-partition
 """

@@ -9,7 +9,8 @@ rank keeps its own copies, drifted or not, and nothing has to be known about how
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 
 from msgspec import Struct
@@ -21,23 +22,81 @@ from ....core.manifest import Entry, Manifest, Sibling
 from ....core.unread import as_unread
 from ...deepspeed_states.directories import TagDirectory
 from ...deepspeed_states.manifest import manifest_of
-from ...deepspeed_states.states import EngineStates
-from ..files import NAMED, Numbered, RankFiles
+from ...deepspeed_states.states import EngineStates, open_layers
+from ...reading import USUAL, Reading
+from ..files import RankFiles
 from ..flats import flat_buffers
 from ..moe.experts import with_experts
 from ..ranks import open_ranks
-from ..stage_0.stages import open_model_ranks
+from ..stage_0.stages import open_stages
+from ..stage_0.whole import open_whole
 from ..stage_0.whole_states import manifest_of_whole
 from .grid import GridFiles
-from .together import check_equal, common
+from .together import check_equal, merged
 
 OF_MODEL_RANKS = (
     "of several model ranks, zckpt does not read a state of the ranks' parts of flat buffers"
 )
 
 
-def of_rank(ranks: EngineStates, files: RankFiles, step_policy: str | None) -> Manifest:
-    """The manifest of one model rank by itself."""
+class OpenedRank(Struct, frozen=True):
+    """What the files of one model rank say, and how they become its manifest at a step policy.
+
+    In stage 0 `tied` are the keys of tied layers by the numbers of their files.
+    """
+
+    states: EngineStates
+    manifest: Callable[[str | None], Manifest]
+    tied: Mapping[int, str] | None = None
+
+
+def opened_ranks(
+    directory: TagDirectory,
+    files: Sequence[RankFiles],
+    layers: Sequence[Mapping[int, str]] | None,
+    reading: Reading,
+    tied: Mapping[int, str] | None = None,
+) -> list[OpenedRank]:
+    """What the files of all model ranks say.
+
+    `layers` are the files of a pipeline's layers, by tensor rank; None without a pipeline. `tied`
+    gives the keys of tied layers, if they are known.
+    """
+    tp = 1 if layers is None else len(layers)
+    if files[0].optimizers:
+        own = [None if layers is None else layers[number % tp] for number in range(len(files))]
+        opened = [open_ranks(directory, *pair) for pair in zip(files, own, strict=True)]
+        return [
+            OpenedRank(states, partial(_of_rank, states, each), tied)
+            for states, each in zip(opened, files, strict=True)
+        ]
+    wholes = []
+    if layers is None:
+        wholes = [(open_whole(directory, each, reading), tied) for each in files]
+    else:
+        paths = [open_layers(each, files[0].parsed) for each in layers]
+        stages = [
+            open_stages(directory, files[rank::tp], own, reading, tied)
+            for rank, own in enumerate(paths)
+        ]
+        for number in range(len(files) // tp):
+            wholes += [(each.wholes[number], each.tied) for each in stages]
+    return [
+        OpenedRank(whole.states, partial(manifest_of_whole, whole), keys) for whole, keys in wholes
+    ]
+
+
+def manifests_of(
+    ranks: Sequence[OpenedRank], files: Sequence[RankFiles], step_policy: str | None
+) -> list[Manifest]:
+    """The manifests of several model ranks, whose parts of flat buffers are not joined."""
+    manifests = [each.manifest(step_policy) for each in ranks]
+    if not files[0].optimizers:  # stage 0 has no flat buffers of ranks
+        return manifests
+    return [as_unread(manifest, OF_MODEL_RANKS) for manifest in manifests]
+
+
+def _of_rank(ranks: EngineStates, files: RankFiles, step_policy: str | None) -> Manifest:
     if files.experts or ranks.model.get("num_experts"):
         return with_experts(ranks, files, step_policy)
     manifest = manifest_of(
@@ -49,11 +108,6 @@ def of_rank(ranks: EngineStates, files: RankFiles, step_policy: str | None) -> M
     )
     # stages 1 and 2 fill up with zeros; stage 3 leaves what was in memory (0.19.8)
     return replace(manifest, zero_padding=not ranks.partitioned)
-
-
-def of_model_rank(ranks: EngineStates, files: RankFiles, step_policy: str | None) -> Manifest:
-    """The same of one among several model ranks, whose parts of flat buffers are not joined."""
-    return as_unread(of_rank(ranks, files, step_policy), OF_MODEL_RANKS)
 
 
 class ModelGrid(Struct, frozen=True):
@@ -87,8 +141,7 @@ def open_apart(
     directory: TagDirectory,
     files: Sequence[RankFiles],
     grid: ModelGrid,
-    step_policy: str | None,
-    numbered: Numbered = NAMED,
+    reading: Reading = USUAL,
     layers: GridFiles | None = None,
 ) -> list[Manifest]:
     """The manifest of each model rank; its `source` has a ModelRank, under `model_rank`.
@@ -98,40 +151,26 @@ def open_apart(
     Raises InconsistentCheckpoint if they are of different saves.
     """
     of_layers = [{} if layers is None else layers.layers_of(tp) for tp in range(grid.tp)]
-    if files[0].optimizers:
-        staged = [each if grid.staged else None for each in of_layers]
-        opened = [
-            open_ranks(directory, each, staged[number % grid.tp])
-            for number, each in enumerate(files)
-        ]
-        pairs = [
-            (ranks, of_model_rank(ranks, each, step_policy))
-            for ranks, each in zip(opened, files, strict=True)
-        ]
-    else:
-        wholes = open_model_ranks(directory, files, of_layers if grid.staged else None, numbered)
-        pairs = [(whole.states, manifest_of_whole(whole, step_policy)) for whole in wholes]
-    manifests = []
-    for number, (ranks, manifest) in enumerate(pairs):
-        buffers = tuple(ranks.model.get("buffer_names") or ())
-        rank = ModelRank(number, grid, buffers)
+    opened = opened_ranks(directory, files, of_layers if grid.staged else None, reading)
+    manifests = manifests_of(opened, files, reading.step_policy)
+    for number, (each, manifest) in enumerate(zip(opened, manifests, strict=True)):
+        rank = ModelRank(number, grid, tuple(each.states.model.get("buffer_names") or ()))
         assert isinstance(manifest.engine, FlatBufferEngine)
         engine = replace(manifest.engine, dtype=grid.dtype)
         source = {**manifest.source, "model_rank": rank}
-        manifests.append(replace(manifest, source=source, engine=engine))
+        manifests[number] = replace(manifest, source=source, engine=engine)
     check_equal(manifests)
     return manifests
 
 
 def stacked(manifests: Sequence[Manifest]) -> Manifest:
     """All model ranks in one manifest, under names that begin with the rank's number."""
-    first, together = manifests[0], common(manifests)
-    numbered = list(enumerate(manifests))
+    together, numbered = merged(manifests), list(enumerate(manifests))
     entries = (_prefixed(number, entry) for number, m in numbered for entry in m.entries.values())
-    rank: ModelRank = first.source["model_rank"]
-    source = {key: value for key, value in first.source.items() if key != "model_rank"}
+    source = {**together.source}
+    rank: ModelRank = source.pop("model_rank")
     return replace(
-        first,
+        together,
         source={**source, "tp": rank.grid.tp, "pp": rank.grid.pp, "model_ranks": len(manifests)},
         entries={entry.name: entry for entry in entries},
         parameters={
@@ -143,15 +182,7 @@ def stacked(manifests: Sequence[Manifest]) -> Manifest:
         },
         buffers=tuple(f"{number}:{name}" for number, m in numbered for name in m.buffers),
         replicas=tuple(_prefixed(number, e) for number, m in numbered for e in m.replicas),
-        records=together.records,
-        files=together.files,
-        steps=together.steps,
-        of_ranks=together.of_ranks,
-        layout=together.layout,
         left_out=tuple(dict.fromkeys(chain.from_iterable(m.left_out for m in manifests))),
-        warnings=together.warnings,
-        inferred=together.inferred,
-        unread=together.unread,
     )
 
 

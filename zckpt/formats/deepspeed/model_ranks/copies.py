@@ -34,6 +34,15 @@ SAMPLE = 1 << 14  # elements of each slice
 OWN = "own"  # of what may be taken of several copies: nothing is joined, and all stay
 
 
+def matches_of(manifest: Manifest) -> list[Match]:
+    """Every copy of a tensor of a parameter, with the tensor that is taken."""
+    return [
+        Match(entry, manifest.entries[entry.name])
+        for entry in manifest.replicas
+        if entry.slot != "state" and entry.name in manifest.entries
+    ]
+
+
 def compare_copies(manifest: Manifest, tp: int, replicas: str | None) -> list[str]:
     """Compares every copy with the tensor that is taken; gives warnings.
 
@@ -41,11 +50,7 @@ def compare_copies(manifest: Manifest, tp: int, replicas: str | None) -> list[st
     taken: `rank0`, `mean` or `OWN`, if nothing is joined. Then copies of stages, which may be
     large, are not compared.
     """
-    matches = [
-        Match(entry, manifest.entries[entry.name])
-        for entry in manifest.replicas
-        if entry.slot != "state" and entry.name in manifest.entries
-    ]
+    matches = matches_of(manifest)
     if replicas == OWN:
         matches = [each for each in matches if _stage(each.a, tp) == _stage(each.b, tp)]
     results = compare.compare(matches, manifest, manifest).results

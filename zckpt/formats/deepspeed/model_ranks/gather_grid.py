@@ -191,13 +191,8 @@ def _of_layers(
 
 
 def _of_file(name: str, file: TorchFile, tensor: Tensor) -> Slice:
-    if tensor.contiguous or not tensor.numel:
-        runs = [(0, tensor.numel, file.extent(tensor))]
-        return Slice(name, tensor.dtype, tensor.shape, runs)
-    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.strides, strict=True))
-    flat = Tensor(tensor.storage, tensor.dtype, tensor.offset, (last + 1,), (1,))
-    runs = [(0, tensor.numel, file.extent(flat))]
-    return Slice(name, tensor.dtype, tensor.shape, runs, tensor.strides)
+    extent, strides = file.reach(tensor)
+    return Slice(name, tensor.dtype, tensor.shape, [(0, tensor.numel, extent)], strides)
 
 
 def _rounds(master: Slice, weight: Slice) -> bool:

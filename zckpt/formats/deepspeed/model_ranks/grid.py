@@ -21,9 +21,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
-from ....core.facts import Grid
 from ....core.filenames import numbers_of
+from ....core.inert import Foreign
 from ....core.missing_ranks import refuse_other_writers
 from ....errors import IncompleteCheckpoint, InconsistentCheckpoint, brief, counted, listed
 from ....files.torchfile import Parsed
@@ -39,10 +40,14 @@ from ...deepspeed_states.directories import (
 from ...deepspeed_states.states import EngineStates, dictionary, open_files, shapes_of_groups
 from ..files import RankFiles, add_file, model_rank_of, rank_files
 from ..moe.auto_ep import refuse_folded
-from .arguments import arguments
 
 TIED = "tied_modules."
 SOME_STAGES = "mixture-of-experts layers in some stages of a pipeline alone"
+
+
+def tied_key(name: str) -> str | None:
+    """The key of a tied layer's parameter; None for a parameter of another layer."""
+    return name.removeprefix(TIED).partition(".")[0] if name.startswith(TIED) else None
 
 
 class GridFiles(Struct, frozen=True):
@@ -177,8 +182,8 @@ def _sizes_with_experts(ranks: Sequence[RankFiles]) -> tuple[int, int]:
     return (1, len(ranks)) if len(ranks) % tp else (len(ranks) // tp, tp)
 
 
-def check_grid(directory: TagDirectory, files: GridFiles, ranks: Sequence[EngineStates]) -> Grid:
-    """The grid, once its contents agree with the names; raises InconsistentCheckpoint."""
+def check_grid(directory: TagDirectory, files: GridFiles, ranks: Sequence[EngineStates]) -> None:
+    """Raises InconsistentCheckpoint unless the contents show the grid that the names show."""
     for number, rank in enumerate(ranks):
         path = rank.models[0].path
         if files.layers and rank.model.get("module"):
@@ -214,7 +219,6 @@ def check_grid(directory: TagDirectory, files: GridFiles, ranks: Sequence[Engine
     refuse_other_writers(directory.path, [arguments(rank.model).get("rank") for rank in ranks])
     if files.layers:
         _check_stages(directory, files, ranks)
-    return Grid(ranks[0].dp, files.tp, files.pp)
 
 
 def _check_stages(directory: TagDirectory, files: GridFiles, ranks: Sequence[EngineStates]) -> None:
@@ -268,3 +272,41 @@ def _check_names(
 
 def _names(rank: EngineStates) -> set[str]:
     return {name for group in rank.param_shapes() for name in group}
+
+
+# -- the arguments that Megatron's programs save
+
+
+ARGS = "args"
+TENSOR_SIZES = ("tensor_model_parallel_size", "model_parallel_size")
+STAGE_SIZES = ("pipeline_model_parallel_size",)
+VOCABULARY_SIZES = ("padded_vocab_size",)
+"""When they load, Megatron's programs compare their arguments with these, and stop if they differ.
+So a target for another grid has other numbers in them. They are in the client state under `args`:
+
+    Megatron-DeepSpeed   an object: tensor_model_parallel_size (below version 3
+                         model_parallel_size), pipeline_model_parallel_size, padded_vocab_size
+    GPT-NeoX             a dictionary: model_parallel_size, padded_vocab_size
+
+Both have `make_vocab_size_divisible_by` too (checkpointing.py of both, `check_checkpoint_args`).
+"""
+
+
+def arguments(client_state: Mapping[Any, Any] | None) -> Mapping[Any, Any]:
+    """The saved arguments; none if the program saved none."""
+    args = (client_state or {}).get(ARGS)
+    values = args.state if isinstance(args, Foreign) else args
+    return values if isinstance(values, Mapping) else {}
+
+
+def with_sizes(client_state: Mapping[Any, Any], sizes: Mapping[str, int]) -> dict[Any, Any]:
+    """The client state with other sizes in its arguments, where it has arguments of these names."""
+    values = arguments(client_state)
+    changed = {**values, **{name: size for name, size in sizes.items() if name in values}}
+    if changed == values:
+        return dict(client_state)
+    args = client_state[ARGS]
+    return {
+        **client_state,
+        ARGS: replace(args, state=changed) if isinstance(args, Foreign) else changed,
+    }

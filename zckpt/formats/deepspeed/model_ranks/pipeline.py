@@ -24,15 +24,17 @@ from ....core.cast import are_rounded
 from ....core.dtypes import SIZES
 from ....core.facts import FlatBufferEngine
 from ....core.fragments import Fragments
+from ....core.inert import Foreign
 from ....core.manifest import Entry, Manifest, Parameter
 from ....errors import IncompleteCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint, listed
 from ....files.torchfile import Tensor, TorchFile
+from ...deepspeed_states.experts import ExpertLayers
 from ...deepspeed_states.states import EngineStates, dictionary
 from ...deepspeed_states.tensors import is_extra
 from ...statedict.finding import BUFFERS
-from .grid import TIED
+from .grid import TIED, tied_key
 from .stage_bounds import stage_spans
-from .together import common, joined_groups, with_agreed_steps
+from .together import joined_groups, merged, require_alike, with_agreed_steps
 
 SAMPLE = 1 << 14  # elements that are compared with masters to tell a tied layer
 
@@ -64,6 +66,7 @@ def joined_stages(
     contradict each other.
     """
     buffers = [list(each.model.get("buffer_names") or ()) for each in states]
+    stages = _with_one_optimizer(stages)
     fullest = max(stages, key=lambda stage: len(stage.groups or ()))  # others dropped groups
     stages, groups = joined_groups(stages)
     trained, copies = _trained(stages)
@@ -88,15 +91,15 @@ def joined_stages(
         for name in untrained
         if name not in names
     }
-    together = common(stages)
+    together = merged(stages)
     entries |= {name: e for name, e in stages[0].entries.items() if e.slot == "state"}
-    for stage in stages[1:]:  # in stage 0 (`stage_0.stages.alike`)
+    for stage in stages[1:]:  # in stage 0 (`_with_one_optimizer`)
         entries |= {n: e for n, e in stage.entries.items() if n.startswith("optimizer.other.")}
     dtypes = [weights[name].dtype for name in trained]
     engine = stages[0].engine
     assert isinstance(engine, FlatBufferEngine)
     manifest = replace(
-        stages[0],
+        together,
         entries=entries,
         parameters=parameters,
         buffers=tuple(names),
@@ -111,15 +114,24 @@ def joined_stages(
         replicas=(*together.replicas, *copies, *replicas),
         files=(*together.files, *(layer.file.path for layer in layers)),
         records=(*together.records, *(r for x in layers for r in x.file.records.values())),
-        steps=together.steps,
-        of_ranks=together.of_ranks,
-        layout=together.layout,
-        left_out=together.left_out,
         warnings=(*together.warnings, *_perhaps_tied(stages, layers)),
-        inferred=together.inferred,
-        unread=together.unread,
     )
     return with_agreed_steps(manifest, step_policy)
+
+
+def _with_one_optimizer(stages: Sequence[Manifest]) -> list[Manifest]:
+    """The stages with what their optimizers have together, instead of what each one has.
+
+    In stage 0 it is known of each stage, not of the whole, which frozen parameters are listed.
+    """
+    optimizers = [stage.state.get("optimizer") or {} for stage in stages]
+    other = {name: own for each in optimizers for name, own in (each.get("other") or {}).items()}
+    joined = []
+    for stage, own in zip(stages, optimizers, strict=True):
+        plain = {key: value for key, value in own.items() if key not in ("members", "other")}
+        state = {**stage.state, "optimizer": {**plain, **({"other": other} if other else {})}}
+        joined.append(replace(stage, state=state))
+    return joined
 
 
 def _facts(
@@ -149,12 +161,7 @@ def _trained(
             if name not in trained:
                 trained[name] = parameter, of_name[name]
                 continue
-            first = trained[name][0]
-            if (first.shape, first.group) != (parameter.shape, parameter.group):
-                raise InconsistentCheckpoint(
-                    f"{stage.root}: {name} has the shape {list(first.shape)} in one stage of the "
-                    f"pipeline, and {list(parameter.shape)} in stage {number}, or another group"
-                )
+            require_alike(stage.root, name, trained[name][0], parameter, number)
             copies += of_name[name]
     return trained, copies
 
@@ -171,8 +178,8 @@ def _layers(
     known = {*shapes, *buffers}
     tied: dict[str, list[str]] = {}
     for name in shapes:
-        if name.startswith(TIED):
-            tied.setdefault(name.removeprefix(TIED).partition(".")[0], []).append(name)
+        if (key := tied_key(name)) is not None:
+            tied.setdefault(key, []).append(name)
     layers, lacking = [], set(tied)
     for number, file in files.items():
         value = dictionary(file, file.value)
@@ -259,8 +266,7 @@ def _spans(stages: Sequence[Manifest], layers: Sequence[Layer]) -> list[range]:
 
 def _keys(names: Iterable[str]) -> list[str]:
     """The keys of the tied layers among parameters."""
-    tied = (name.removeprefix(TIED) for name in names if name.startswith(TIED))
-    return [*dict.fromkeys(name.partition(".")[0] for name in tied)]
+    return [*dict.fromkeys(key for name in names if (key := tied_key(name)) is not None)]
 
 
 def _perhaps_tied(stages: Sequence[Manifest], layers: Sequence[Layer]) -> Iterator[str]:
@@ -379,3 +385,135 @@ def _is_buffer(name: str, entry: Entry, stated: Collection[str]) -> bool:
     if stated:
         return name in stated
     return entry.dtype not in ("F64", "F32", "F16", "BF16") or bool(BUFFERS.fullmatch(name))
+
+
+# -- the parameters of a stage whose model file lists none
+
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def shapes_of_stage(
+    states: Sequence[Mapping[str, Any]], layers: Mapping[int, TorchFile]
+) -> list[Shapes] | None:
+    """Names and shapes of each flat buffer, in their order; None if no slices are stated.
+
+    DeepSpeed 0.19.8 saves a bf16 pipeline without ZeRO (stage 0) with BF16_Optimizer's files, but
+    with `param_shapes: None`. The optimizer files state the name, the place and the number of
+    elements of each slice (`param_slice_mappings`). The files of layers have the shapes.
+
+    `states` are the optimizer's of all data ranks, `layers` the files of the tensor rank's layers.
+    Raises InconsistentCheckpoint if no layer has a parameter of the stated size,
+    UnsupportedCheckpoint if several tied layers may have it.
+    """
+    mappings = [state.get("param_slice_mappings") for state in states]
+    if not all(isinstance(groups, list) for groups in mappings):
+        return None
+    numels: list[dict[str, int]] = [{} for _ in mappings[0] or ()]
+    for groups in mappings:
+        for own, mapping in zip(numels, groups or (), strict=True):
+            for name, slice_ in mapping.items():
+                own[name] = own.get(name, 0) + _numel(slice_)
+    tensors = {number: dictionary(file, file.value) for number, file in layers.items()}
+    untied = {name.partition(".")[0] for own in numels for name in own}
+    return [
+        {name: _shape(name, numel, tensors, untied) for name, numel in own.items()}
+        for own in numels
+    ]
+
+
+def _numel(slice_: Any) -> int:
+    """The elements of a `fragment_address`."""
+    state = slice_.state if isinstance(slice_, Foreign) else slice_
+    return int(state["numel"])
+
+
+def _shape(
+    name: str, numel: int, layers: Mapping[int, Mapping[str, Any]], untied: Collection[str]
+) -> tuple[int, ...]:
+    """The shape of a parameter; no file says which layer is a tied one."""
+    if name.startswith(TIED):
+        inner = name.removeprefix(TIED).partition(".")[2]
+        places = [number for number in layers if str(number) not in untied]
+    else:
+        number, _, inner = name.partition(".")
+        places = [int(number)] if number.isdecimal() and int(number) in layers else []
+    shapes = {
+        tensor.shape
+        for place in places
+        if isinstance(tensor := layers[place].get(inner), Tensor) and tensor.numel == numel
+    }
+    if len(shapes) == 1:
+        return tuple(shapes.pop())
+    if shapes:
+        raise UnsupportedCheckpoint(
+            f"several layers may be the tied one of {name}, whose shapes are "
+            f"{' and '.join(str(list(shape)) for shape in sorted(shapes))}",
+            hint="no file says which one it is",
+        )
+    raise InconsistentCheckpoint(
+        f"no file of a layer has {name} with the {numel} elements that the optimizer's files state",
+        hint="files of another save may lie between them; keep those of one save",
+    )
+
+
+# -- stages with experts
+
+
+def joined_stages_with_experts(stages: Sequence[Manifest], step_policy: str | None) -> Manifest:
+    """The whole model of one tensor rank, from its stages.
+
+    Each stage with experts keeps its module in its own model file, as a run without a pipeline
+    does. There are no files of layers (DeepSpeed 0.19.8, engine.py `_save_moe_checkpoint`). Files
+    of experts count the layers of their stage alone. Raises InconsistentCheckpoint if stages
+    contradict each other in a tied layer.
+    """
+    stages, groups = joined_groups(stages)
+    parameters = _parameters(stages)
+    entries: dict[str, Entry] = {}
+    copies: list[Entry] = []
+    for number, stage in enumerate(stages):
+        for entry in stage.entries.values():
+            if entry.slot == "state" and number:
+                continue  # `merged` has these
+            first = entries.setdefault(entry.name, entry)
+            if (first.dtype, first.shape) != (entry.dtype, entry.shape):
+                raise InconsistentCheckpoint(
+                    f"{stage.root}: the copies of {entry.name} have other types or shapes"
+                )
+            if first is not entry:
+                copies.append(entry)
+    together = merged(stages)
+    layers = {layer.name: layer for m in stages for layer in ExpertLayers.of_manifest(m).listed}
+    engine = stages[0].engine
+    assert isinstance(engine, FlatBufferEngine)
+    module = dict.fromkeys(name for stage in stages for name in stage.state["module"])
+    buffers = dict.fromkeys(name for stage in stages for name in stage.buffers)
+    manifest = replace(
+        together,
+        source={**stages[0].source, "ep": max(stage.source["ep"] for stage in stages)},
+        entries=entries,
+        parameters=parameters,
+        buffers=tuple(buffers),
+        groups=groups,
+        engine=replace(engine, experts=tuple(layers.values())),
+        state={**stages[0].state, "module": list(module)},
+        replicas=(*together.replicas, *copies, *(e for stage in stages for e in stage.replicas)),
+    )
+    return with_agreed_steps(manifest, step_policy)
+
+
+def _parameters(stages: Sequence[Manifest]) -> dict[str, Parameter]:
+    """All parameters: the trained ones by group, then the frozen ones."""
+    parameters: dict[str, Parameter] = {}
+    for number, stage in enumerate(stages):
+        for name, parameter in stage.parameters.items():
+            first = parameters.setdefault(name, parameter)
+            require_alike(stage.root, name, first, parameter, number)
+    last = max((each.group or 0 for each in parameters.values()), default=0) + 1
+    return dict(
+        sorted(
+            parameters.items(),
+            key=lambda item: (item[1].group or 0) if item[1].trainable else last,
+        )
+    )

@@ -18,7 +18,7 @@ each has its own copy. A source of one stage does not: then the last layer witho
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import pairwise
 
 from msgspec import Struct
@@ -32,10 +32,9 @@ from ....training.options import Options
 from ...deepspeed_states.directories import LAYER
 from ...deepspeed_states.options import PP_PARTITION
 from ...groups import without_empty_groups
-from . import arguments
 from .apart import ModelGrid, ModelRank
-from .grid import TIED
-from .stage_bounds import Uses, bounds_of, layers_alike, ranges, stage_spans
+from .grid import STAGE_SIZES, tied_key, with_sizes
+from .stage_bounds import Uses, bounds_of, layers_alike, layers_with, ranges, stage_spans
 
 
 class Recut(Struct, frozen=True):
@@ -66,7 +65,7 @@ def recut(
     uses = _uses_with_files(models[0])
     if with_experts:  # no layer has a file
         buffers = list(models[0].buffers)
-        uses = {key: set() for name in models[0].parameters if (key := _key(name)) is not None}
+        uses = {key: set() for name in models[0].parameters if (key := tied_key(name)) is not None}
     new, inferred = new_stages(models[0], names, buffers, layers, uses, options)
     target = replace(grid, pp=len(new))
     fullest = max(stages, key=lambda stage: len(stage.groups or ()))  # others dropped groups
@@ -77,7 +76,8 @@ def recut(
             rank = ModelRank(number * grid.tp + tensor_rank, target, stage.buffers)
             whole = replace(model, state={**model.state, **scheduler})
             if with_experts:
-                own = {name for name in _named(whole) if stage.has(name, uses)}
+                module = [*(whole.state.get("module") or ()), *whole.parameters, *whole.buffers]
+                own = {name for name in module if stage.has(name, uses)}
                 ranks.append(stage_with_experts(whole, rank, own))
             else:
                 ranks.append(of_stage(whole, rank, stage.parameters))
@@ -138,15 +138,6 @@ def new_stages(
 # -- uses of tied layers
 
 
-def _key(name: str) -> str | None:
-    """The key of a tied layer's parameter; None for a parameter of another layer."""
-    return name.removeprefix(TIED).partition(".")[0] if name.startswith(TIED) else None
-
-
-def _layer(name: str) -> int:
-    return int(name.partition(".")[0])
-
-
 def _uses_without_files(
     uses: dict[str, set[int]],
     root: str,
@@ -167,11 +158,7 @@ def _uses_without_files(
     if len(bounds) == 2:  # one stage has all
         return inferred
     for key in uses:
-        holders = [
-            span
-            for stage, span in zip(stages, stage_spans(stages, bounds[-1]), strict=True)
-            if any(_key(name) == key for name in stage)
-        ]
+        holders = _holders(key, stages, bounds)
         for start, stop in holders:
             known = sorted(at for at in uses[key] if start <= at < stop)
             without_file = sorted(set(range(start, stop)).difference(layers))
@@ -202,8 +189,7 @@ def _ends(
 
     At the first layer without names of the first stage that has it, and the last one of the last.
     """
-    spans = zip(stages, stage_spans(stages, bounds[-1]), strict=True)
-    holders = [span for stage, span in spans if any(_key(name) == key for name in stage)]
+    holders = _holders(key, stages, bounds)
     free = [sorted(set(range(start, stop)).difference(layers)) for start, stop in holders]
     known = [numbers for numbers in free if numbers]
     if len(known) < len(holders) and len(bounds) > 2:
@@ -216,11 +202,19 @@ def _ends(
     return middle | {known[0][0], known[-1][-1]} if known else {0}
 
 
+def _holders(
+    key: str, stages: Sequence[Sequence[str]], bounds: Sequence[int]
+) -> list[tuple[int, int]]:
+    """The layers of each stage that has a tied layer."""
+    spans = zip(stages, stage_spans(stages, bounds[-1]), strict=True)
+    return [span for stage, span in spans if key in map(tied_key, stage)]
+
+
 def _uses_with_files(model: Manifest) -> dict[str, set[int]]:
     """The tied layers' uses that have files of their own."""
     uses: dict[str, set[int]] = {}
     for entry in (*model.entries.values(), *model.replicas):
-        key = _key(entry.parameter)
+        key = tied_key(entry.parameter)
         if key is None or entry.slot != "param":
             continue
         fragment = next(iter(entry.fragments), None)
@@ -236,10 +230,8 @@ def _stage_of(layer: int, bounds: Sequence[int]) -> int:
 
 def _first_use(name: str, uses: Uses, start: int, stop: int) -> tuple[int, int] | None:
     """What sorts a parameter within the stage [start, stop); None if it is not there."""
-    key = _key(name)
-    numbers = [_layer(name)] if key is None else sorted(uses.get(key, ()))
-    place = next((number for number in numbers if start <= number < stop), None)
-    return None if place is None else (int(key is None), place)
+    place = next((number for number in layers_with(name, uses) if start <= number < stop), None)
+    return None if place is None else (int(tied_key(name) is None), place)
 
 
 # -- stages
@@ -282,70 +274,66 @@ def _parameters(model: Manifest, uses: Uses, start: int, stop: int) -> tuple[str
 
 def of_stage(model: Manifest, rank: ModelRank, names: Sequence[str]) -> Manifest:
     """One model rank of the target, as the part of a whole pipeline that has the parameters."""
-    kept = frozenset(names)
-    sizes = dict.fromkeys(arguments.STAGES, rank.grid.pp)
-    client = arguments.with_sizes(model.state.get("client_state") or {}, sizes)
+    sizes = dict.fromkeys(STAGE_SIZES, rank.grid.pp)
+    client = with_sizes(model.state.get("client_state") or {}, sizes)
+    entries = _entries(model, frozenset(names))
+    part = replace(
+        _with_parameters(model, rank, names),
+        # weights are in files of layers, unless they are the masters too
+        entries={
+            name: entry
+            for name, entry in entries.items()
+            if entry.slot != "param" or f"{entry.parameter}/master" not in model.entries
+        },
+        buffers=(),
+        state={**model.state, "client_state": client},
+    )
+    return without_empty_groups(part)[0]
+
+
+def _entries(model: Manifest, names: Collection[str]) -> dict[str, Entry]:
+    """The entries of these parameters, and those of the state."""
+    every = model.entries.values()
+    return {e.name: e for e in every if e.slot == "state" or e.parameter in names}
+
+
+def _with_parameters(model: Manifest, rank: ModelRank, names: Iterable[str]) -> Manifest:
+    """The model with these parameters alone, as a model rank of the target."""
     assert isinstance(model.engine, FlatBufferEngine)
-    manifest = replace(
+    return replace(
         model,
         source={**model.source, "model_rank": rank},
         engine=replace(model.engine, dtype=rank.grid.dtype),
-        entries={e.name: e for e in model.entries.values() if _is_kept(e, kept, model)},
         parameters={name: model.parameters[name] for name in names},
-        buffers=(),
         replicas=(),
-        state={**model.state, "client_state": client},
     )
-    return without_empty_groups(manifest)[0]
-
-
-def _named(model: Manifest) -> set[str]:
-    """All names of a model's module."""
-    return {*(model.state.get("module") or ()), *model.parameters, *model.buffers}
 
 
 def stage_with_experts(model: Manifest, rank: ModelRank, names: Collection[str]) -> Manifest:
     """One model rank of the target, whose model file and files of experts have its module."""
-    assert isinstance(model.engine, FlatBufferEngine)
-    layers = [layer for layer in model.engine.experts if any(_is_in(layer.name, n) for n in names)]
-    trained = [name for name in model.parameters if name in names]
-    source = {key: value for key, value in model.source.items() if key != "ep"}
-    ep = {"ep": max(layer.ep for layer in layers)} if layers else {}
-    return without_empty_groups(
-        replace(
-            model,
-            source={**source, **ep, "model_rank": rank},
-            engine=replace(model.engine, dtype=rank.grid.dtype, experts=tuple(layers)),
-            entries={
-                e.name: e
-                for e in model.entries.values()
-                if e.slot == "state" or e.parameter in names
-            },
-            parameters={name: model.parameters[name] for name in trained},
-            buffers=tuple(name for name in model.buffers if name in names),
-            replicas=(),
-            state={
-                **model.state,
-                "module": [n for n in model.state.get("module") or () if n in names],
-                "module_extra": {
-                    name: value
-                    for name, value in (model.state.get("module_extra") or {}).items()
-                    if name in names
-                },
-            },
-        )
-    )[0]
-
-
-def _is_in(layer: str, name: str) -> bool:
-    return name.startswith(f"{layer}.")
-
-
-def _is_kept(entry: Entry, names: Collection[str], model: Manifest) -> bool:
-    """Weights are in files of layers, unless they are the masters too."""
-    if entry.slot == "param" and f"{entry.parameter}/master" in model.entries:
-        return False
-    return entry.slot == "state" or entry.parameter in names
+    part = _with_parameters(model, rank, [name for name in model.parameters if name in names])
+    assert isinstance(part.engine, FlatBufferEngine)
+    layers = tuple(
+        layer
+        for layer in part.engine.experts
+        if any(name.startswith(f"{layer.name}.") for name in names)
+    )
+    ep = max((layer.ep for layer in layers), default=None)
+    extra = model.state.get("module_extra") or {}
+    part = replace(
+        part,
+        source={key: value for key, value in part.source.items() if key != "ep"}
+        | ({} if ep is None else {"ep": ep}),
+        engine=replace(part.engine, experts=layers),
+        entries=_entries(model, names),
+        buffers=tuple(name for name in model.buffers if name in names),
+        state={
+            **model.state,
+            "module": [name for name in model.state.get("module") or () if name in names],
+            "module_extra": {name: value for name, value in extra.items() if name in names},
+        },
+    )
+    return without_empty_groups(part)[0]
 
 
 def under_names_of(source: Manifest, target: Manifest, tp: int) -> Manifest:

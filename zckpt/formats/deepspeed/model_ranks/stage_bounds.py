@@ -15,7 +15,7 @@ stage loads only what it has itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from math import inf, prod
 
@@ -23,7 +23,7 @@ from ....core.manifest import Manifest
 from ....errors import WrongOption
 from ....training.options import PP, Options
 from ...deepspeed_states.options import PP_BOUNDS, PP_PARTITION
-from .grid import TIED
+from .grid import tied_key
 
 STAGES = (PP, PP_BOUNDS, PP_PARTITION)
 GIVE = "give the first layer of each stage and the number of all layers, functions included"
@@ -126,11 +126,22 @@ def stage_spans(stages: Sequence[Sequence[str]], count: int) -> Iterator[tuple[i
 
     `stages` are the names of each one's parameters, and `count` is the number of layers.
     """
-    shown = [[int(n.partition(".")[0]) for n in own if not n.startswith(TIED)] for own in stages]
+    shown = [untied_layers(names) for names in stages]
     for number in range(len(stages)):
         before = [layer for each in shown[:number] for layer in each]
         after = [layer for each in shown[number + 1 :] for layer in each]
         yield max(before, default=-1) + 1, min(after, default=count)
+
+
+def untied_layers(names: Iterable[str]) -> list[int]:
+    """The layer of each parameter that is not tied."""
+    return [int(name.partition(".")[0]) for name in names if tied_key(name) is None]
+
+
+def layers_with(name: str, uses: Uses) -> Sequence[int]:
+    """The layers that have a parameter."""
+    key = tied_key(name)
+    return untied_layers([name]) if key is None else sorted(uses.get(key, ()))
 
 
 # -- what layers have
@@ -141,7 +152,7 @@ def _weights(model: Manifest, layers: Sequence[int], uses: Uses) -> list[int]:
 
     Raises WrongOption if a use of a tied layer is in no file.
     """
-    keys = {name.removeprefix(TIED).partition(".")[0] for name in _tied(model)}
+    keys = {key for name in model.parameters if (key := tied_key(name)) is not None}
     hidden = sorted(key for key in keys if len(uses.get(key, ())) < 2)
     if hidden:
         raise WrongOption(
@@ -152,20 +163,9 @@ def _weights(model: Manifest, layers: Sequence[int], uses: Uses) -> list[int]:
     counts = [0] * (max(layers) + 1)
     for name, parameter in model.parameters.items():
         if parameter.trainable:
-            for number in _numbers(name, uses):
+            for number in layers_with(name, uses):
                 counts[number] += prod(parameter.shape)
     return counts
-
-
-def _tied(model: Manifest) -> list[str]:
-    return [name for name in model.parameters if name.startswith(TIED)]
-
-
-def _numbers(name: str, uses: Uses) -> Sequence[int]:
-    """The layers that have a parameter."""
-    if name.startswith(TIED):
-        return sorted(uses[name.removeprefix(TIED).partition(".")[0]])
-    return [int(name.partition(".")[0])]
 
 
 # -- layers of one class
@@ -178,7 +178,7 @@ def layers_alike(model: Manifest) -> tuple[int, ...]:
     """
     kinds: dict[int, list[tuple[str, tuple[int, ...]]]] = {}
     for name, parameter in model.parameters.items():
-        if not name.startswith(TIED):
+        if tied_key(name) is None:
             number, _, inner = name.partition(".")
             kinds.setdefault(int(number), []).append((inner, parameter.shape))
     members: dict[tuple[tuple[str, tuple[int, ...]], ...], list[int]] = {}
@@ -208,7 +208,7 @@ def _by_class(
     weights = [int(number in alike) for number in range(max(layers) + 1)]
     before, after = balanced(weights, len(source)), balanced(weights, stages)
     for stage, names in enumerate(source):
-        numbers = [int(n.partition(".")[0]) for n in names if not n.startswith(TIED)]
+        numbers = untied_layers(names)
         if numbers and not before[stage] <= min(numbers) <= max(numbers) < before[stage + 1]:
             raise WrongOption(
                 f"{says}, and the stages of {model.root} do not begin at layers "

@@ -25,7 +25,7 @@ from ....errors import InconsistentCheckpoint, listed
 from ....naming.tensor_families import DOUBTS
 from ....naming.tensor_rules import RuleFile, Shapes, Sliced, TensorRules, decide
 from ...deepspeed_states.patterns import INFO
-from .together import MIXED, common, same_parameter
+from .together import MIXED, merged, same_parameter
 from .universal_info import UniversalInfo
 
 SLICES_ALONE = "of several tensor ranks, zckpt joins slices of the parameters' shapes, and numbers"
@@ -65,7 +65,7 @@ def joined_slices(
                 replicas += whole[1:]
     replicas += _joined_replicas(ranks, {**cut, **buffers}, first.root)
     entries |= {name: e for name, e in first.entries.items() if e.slot == "state"}
-    together = common(ranks)
+    together = merged(ranks)
     parameters = {}
     for name, sliced in cut.items():
         # AutoTP leaves ranks past the last head an empty slice, which no optimizer owns
@@ -77,20 +77,12 @@ def joined_slices(
         }
         parameters[name] = replace(same_parameter(name, copies, step_policy), shape=sliced.shape)
     return replace(
-        first,
+        together,
         entries=_in_order(entries, parameters, tuple(buffers)),
         parameters=parameters,
         buffers=tuple(buffers),
         replicas=(*together.replicas, *replicas),
-        files=together.files,
-        records=together.records,
-        steps=together.steps,
-        of_ranks=together.of_ranks,
-        layout=together.layout,
-        left_out=together.left_out,
         warnings=(*together.warnings, *_doubts(given, cut)),
-        inferred=together.inferred,
-        unread=together.unread,
         state={**first.state, "tensor_parallel": _facts(cut)},
     )
 

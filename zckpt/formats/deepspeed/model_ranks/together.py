@@ -10,12 +10,10 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from msgspec import Struct
 from msgspec.structs import replace
 
-from ....core.fragments import Record
 from ....core.inert import to_json
-from ....core.manifest import Entry, Manifest, Parameter, Sighting, Unread
+from ....core.manifest import Entry, Manifest, Parameter
 from ....errors import InconsistentCheckpoint, UnsupportedCheckpoint
 from ....training import steps
 
@@ -24,23 +22,12 @@ OF_RANKS = ("lr_scheduler", "data_sampler", "random_ltd", "client_state", "modul
 MIXED = "files of different saves seem to be mixed; take those of one tag"
 
 
-class Common(Struct, frozen=True):
-    """What is put together of all model ranks, whatever the axis."""
+def merged(manifests: Sequence[Manifest]) -> Manifest:
+    """The first model rank, with what all of them have together, whatever the axis.
 
-    replicas: tuple[Entry, ...]
-    records: tuple[Record, ...]
-    files: tuple[str, ...]
-    steps: tuple[Sighting, ...]
-    left_out: tuple[str, ...]
-    warnings: tuple[str, ...]
-    inferred: tuple[str, ...]
-    of_ranks: dict[str, Mapping[str, Any]]
-    layout: dict[str, Mapping[str, Any]]
-    unread: tuple[Unread, ...]
-
-
-def common(manifests: Sequence[Manifest]) -> Common:
-    """What several model ranks have together; raises InconsistentCheckpoint for mixed saves."""
+    Its entries and parameters are its own still, and the replicas are those of its `state`. Raises
+    InconsistentCheckpoint for mixed saves.
+    """
     first = manifests[0]
     for other in manifests[1:]:
         for what, key in (("its counters", "counters"), ("its loss scale", "optimizer")):
@@ -52,23 +39,27 @@ def common(manifests: Sequence[Manifest]) -> Common:
         entry
         for other in manifests[1:]
         for entry in other.entries.values()
-        if entry.slot == "state" and _is_like(first.entries.get(entry.name), entry)
+        if entry.slot == "state" and (own := first.entries.get(entry.name)) is not None
+        if (own.dtype, own.shape) == (entry.dtype, entry.shape)
     ]
-    return Common(
-        tuple(state_copies),
-        tuple(record for each in manifests for record in each.records),
-        tuple(file for each in manifests for file in each.files),
-        tuple(dict.fromkeys(line for each in manifests for line in each.steps)),
-        tuple(dict.fromkeys([*_lines(manifests, "left_out"), *_own_values(manifests)])),
-        tuple(_lines(manifests, "warnings")),
-        tuple(_lines(manifests, "inferred")),
-        _of_ranks(manifests),
-        {name: values for each in manifests for name, values in each.layout.items()},
-        tuple(
+    once = {
+        field: tuple(dict.fromkeys(item for each in manifests for item in getattr(each, field)))
+        for field in ("steps", "left_out", "warnings", "inferred")
+    }
+    once["left_out"] = tuple(dict.fromkeys([*once["left_out"], *_own_values(manifests)]))
+    return replace(
+        first,
+        replicas=tuple(state_copies),
+        records=tuple(record for each in manifests for record in each.records),
+        files=tuple(file for each in manifests for file in each.files),
+        of_ranks=_of_ranks(manifests),
+        layout={name: values for each in manifests for name, values in each.layout.items()},
+        unread=tuple(
             replace(item, tensors=tuple(_of_rank(number, entry) for entry in item.tensors))
             for number, each in enumerate(manifests)
             for item in each.unread
         ),
+        **once,
     )
 
 
@@ -82,16 +73,8 @@ def _of_all(values: Mapping[str, Any] | None) -> object:
     return to_json({k: v for k, v in (values or {}).items() if k not in ("members", "other")})
 
 
-def _lines(manifests: Sequence[Manifest], field: str) -> list[str]:
-    return list(dict.fromkeys(line for each in manifests for line in getattr(each, field)))
-
-
 def _file_of(manifest: Manifest) -> str:
     return next((file for file in manifest.files if "model_states" in file), manifest.root)
-
-
-def _is_like(first: Entry | None, entry: Entry) -> bool:
-    return first is not None and (first.dtype, first.shape) == (entry.dtype, entry.shape)
 
 
 def _of_ranks(manifests: Sequence[Manifest]) -> dict[str, Mapping[str, Any]]:
@@ -131,6 +114,15 @@ def _own_values(manifests: Sequence[Manifest]) -> list[str]:
             if to_json(first.get(key)) != to_json(state.get(key)):
                 lines.add(f"{key} of model ranks other than 0")
     return sorted(lines)
+
+
+def require_alike(root: str, name: str, first: Parameter, copy: Parameter, stage: int) -> None:
+    """Raises InconsistentCheckpoint if a stage has a tied parameter otherwise than the first."""
+    if (first.shape, first.group) != (copy.shape, copy.group):
+        raise InconsistentCheckpoint(
+            f"{root}: {name} has the shape {list(first.shape)} in one stage of the pipeline, and "
+            f"{list(copy.shape)} in stage {stage}, or another group"
+        )
 
 
 # -- groups

@@ -26,14 +26,15 @@ from ...deepspeed_states.directories import TagDirectory
 from ...deepspeed_states.hyper import check_states
 from ...deepspeed_states.options import MAX_GROUP_SIZE, PP_BOUNDS, PP_PARTITION, STAGE
 from ...deepspeed_states.target import DeepSpeedTarget
-from .. import elastic, read
-from ..files import Numbered, locate, rank_files, recovery_scripts
+from ...reading import Reading
+from .. import read
+from ..files import locate, rank_files, recovery_scripts
 from ..moe import regroup
+from ..optimizer_files import is_elastic, run_shells
 from . import write_pipeline
 from .apart import ModelGrid, layer_siblings, open_apart, stacked
 from .copies import compare_copies
 from .grid import TIED, GridFiles, grid_files
-from .rank_shells import run_shells
 from .recut import recut, under_names_of
 from .stage_bounds import STAGES, refuse_without_stages
 
@@ -67,10 +68,10 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     directory = TagDirectory(source.root, tag, None)
     files = grid_files(directory)
     _refuse_options(source.root, files, options)
-    numbered = Numbered(options[PARAM_NAMES])
+    reading = Reading(param_names=options[PARAM_NAMES])
     if files.tp == 1 and any(option.name in OF_WEIGHTS for option, _ in options.given):
-        return _as_pipeline(source, directory, files, numbered, options)
-    ranks = _ranks_of(source, directory, files, numbered, options)
+        return _as_pipeline(source, directory, files, reading, options)
+    ranks = _ranks_of(source, directory, files, reading, options)
     targets, schedulers = _targets_of(source.root, ranks, options)
     first, grid, models = targets[0], ranks.grid, ranks.models
 
@@ -83,7 +84,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
         directory = locate(path, tag)
         names, parsed = sorted(os.listdir(directory.path)), Parsed()
         written = [rank_files(directory, names, parsed, number) for number in range(len(targets))]
-        shells = stacked(open_apart(directory, written, grid, None))
+        shells = stacked(open_apart(directory, written, grid))
         return under_names_of(source, shells, grid.tp) if models else shells
 
     def check() -> list[str]:
@@ -109,7 +110,7 @@ def _ranks_of(
     source: Manifest,
     directory: TagDirectory,
     files: GridFiles,
-    numbered: Numbered,
+    reading: Reading,
     options: Options,
 ) -> _Ranks:
     """The source's model ranks, or those of other stages, if the options ask for some.
@@ -117,9 +118,9 @@ def _ranks_of(
     Raises WrongOption if a stage would have no layer of experts and another one has some.
     """
     grid = ModelGrid.of(files, source)
-    ranks = _Ranks(grid, open_apart(directory, files.ranks, grid, None, numbered, files))
+    ranks = _Ranks(grid, open_apart(directory, files.ranks, grid, reading, files))
     if _cuts_again(source.root, files, options):
-        models = read.tensor_ranks(directory, files, None)
+        models = read.tensor_ranks(directory, files)
         layers = [*files.layers_of(0)] or _layers_of_names(models[0], options)
         pipeline = recut(ranks.apart, models, layers, grid, options)
         ranks = _Ranks(pipeline.grid, [*pipeline.ranks], models, pipeline.inferred)
@@ -146,7 +147,7 @@ def _targets_of(
         spread, schedulers = regroup.over_ranks(manifest, options)
         targets.append(_target(spread, options))
         regroup.check_target(targets[-1])
-    if any(map(elastic.is_elastic, targets)):
+    if any(map(is_elastic, targets)):
         raise UnsupportedCheckpoint(f"{root}: zckpt writes elastic files for one model rank alone")
     for target in targets:
         check_states(target.engine, target.source, target.states)
@@ -169,11 +170,11 @@ def _as_pipeline(
     source: Manifest,
     directory: TagDirectory,
     files: GridFiles,
-    numbered: Numbered,
+    reading: Reading,
     options: Options,
 ) -> Layout:
     """The files of a pipeline whose layers change too; one tensor rank needs no rules for that."""
-    (model,) = read.tensor_ranks(directory, files, None, numbered)
+    (model,) = read.tensor_ranks(directory, files, reading)
     model = without(model, options[DROP_STATE])
     model = replace(model, fingerprints=source.fingerprints, siblings=source.siblings)
     layout = write_pipeline.lay_out(model, options)
@@ -224,7 +225,7 @@ def with_stages(source: Manifest, options: Options) -> Manifest:
     if len(files.ranks) > 1 or not files.ranks[0].optimizers:
         return source
     _layers_of_names(source, options)
-    stage = stacked(open_apart(directory, files.ranks, ModelGrid.of(files, source), None))
+    stage = stacked(open_apart(directory, files.ranks, ModelGrid.of(files, source)))
     return replace(stage, fingerprints=source.fingerprints, objects=source.objects)
 
 

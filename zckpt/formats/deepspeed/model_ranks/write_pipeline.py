@@ -1,11 +1,12 @@
-"""A pipeline of any stages, tensor and data ranks, from the whole model.
+"""A run of any stages, tensor and data ranks, from the whole model.
 
     the whole model             names of layers, and which stage had which of them
     slices of a tensor rank     by the rules by which they were cut
     a stage of these slices     masters and moments: the files of one model rank
     a layer of these slices     weights, buffers and frozen weights: a file for each tensor rank
 
-As for tensor ranks without a pipeline, no offset is computed here: the files are read back.
+No offset is computed here: the files are read back. Without a pipeline there are no files of
+layers, and each tensor rank is one model rank.
 """
 
 from __future__ import annotations
@@ -30,20 +31,15 @@ from ...deepspeed_states.model_files import module_weights
 from ...deepspeed_states.options import CONFIG, PP_BOUNDS, PP_PARTITION
 from ...deepspeed_states.target import DeepSpeedTarget
 from ...deepspeed_states.vocabulary import lost_rows, resized, shared
-from .. import elastic, read
+from .. import read
 from ..files import locate, recovery_scripts
+from ..optimizer_files import is_elastic, run_shells
 from .apart import ModelGrid, ModelRank
 from .grid import TIED, grid_files
-from .rank_shells import run_shells
 from .recut import Stage, new_stages, of_stage
+from .stage_bounds import refuse_without_stages
 from .tensor_ranks import joined_slices
-from .write_tensor_ranks import (
-    Cuts,
-    cuts_of,
-    rows_of,
-    slices_of,
-    target_of,
-)
+from .write_tensor_ranks import cuts_of, rows_of, slices_of, target_of, warnings_of_heads
 
 
 def lay_out(source: Manifest, options: Options) -> Layout:
@@ -53,42 +49,43 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     be cut evenly, for stages that DeepSpeed does not train a pipeline with and for elastic files,
     and WrongOption for bounds of stages that do not fit.
     """
-    for option in (WEIGHTS_ONLY, CONFIG):
-        if options[option]:
-            raise WrongOption(
-                f"{option.flag} does not apply to {source.root}, which is a pipeline",
-                hint="leave it out",
-            )
-    need_order(source)
-    pipeline = _Pipeline.of(source)
+    pipeline = _Pipeline.of(source, options) if source.state.get("pipeline") else None
+    if pipeline is None:
+        refuse_without_stages(source.root, options)
+        for option in (WEIGHTS_ONLY, CONFIG):
+            if options[option]:
+                text = f"{option.flag} does not go with --tp"
+                raise WrongOption(text, hint="leave out one of them")
     tp = options[TP] or int(source.source.get("tp") or 1)
     rows = rows_of(source, tp, options)
     model = resized(source, rows)
-    cuts = _cuts(model, tp)
-    stages, inferred = pipeline.stages(model, options)
-    grid = ModelGrid(len(stages), tp, True, None)
+    cuts = cuts_of(model, tp)
     slices = [slices_of(model, number, cuts, tp) for number in range(tp)]
-    targets = [
-        target_of(_of_stage(slices[rank], stage, number * tp + rank, grid), options)
-        for number, stage in enumerate(stages)
-        for rank in range(tp)
-    ]
-    wholes = [target_of(_unstaged(each), options) for each in slices]
+    sizes, ranks, inferred = f"tp {tp}", slices, list[str]()
+    if pipeline is not None:
+        stages, inferred = pipeline.stages(model, options)
+        grid, sizes = ModelGrid(len(stages), tp, True, None), f"pp {len(stages)}, {sizes}"
+        places = [(stage, number) for stage in stages for number in range(tp)]
+        ranks = [_of_stage(slices[n], each, place, grid) for place, (each, n) in enumerate(places)]
+    targets = [target_of(rank, options) for rank in ranks]
     first = targets[0]
-    _refuse_target(first)
+    _refuse_target(first, pipeline)
     for target in targets:
         check_states(target.engine, target.source, target.states)
+    wholes = [target_of(_unstaged(each), options) for each in slices] if pipeline else []
     tag, before = first.tag, {name: source.parameters[name].shape[0] for name in rows}
 
     def shells() -> Iterator[Shell]:
         yield from run_shells(tag, targets)
-        for number in pipeline.layers:
-            for rank, whole in enumerate(wholes):
-                yield _layer_file(whole, pipeline, number, rank, tp)
+        if pipeline is not None:
+            for number in pipeline.layers:
+                for rank, whole in enumerate(wholes):
+                    yield _layer_file(whole, pipeline, number, rank, tp)
 
     def read_back(path: str) -> Manifest:
         directory = TagDirectory(locate(path, tag).path, tag, None)
-        ranks = read.tensor_ranks(directory, grid_files(directory), None, tied=pipeline.tied)
+        tied = pipeline.tied if pipeline else None
+        ranks = read.tensor_ranks(directory, grid_files(directory), tied=tied)
         model = joined_slices(ranks, [cuts], None) if cuts.rules else ranks[0]
         return shared(model, before)
 
@@ -101,14 +98,15 @@ def lay_out(source: Manifest, options: Options) -> Layout:
             dict.fromkeys(
                 [
                     *source.warnings,
-                    *reports.of_stage_0(wholes[0]),
+                    *(line for whole in wholes[:1] for line in reports.of_stage_0(whole)),
                     *reports.of_weights(first),
+                    *warnings_of_heads(source, first),
                     *inferred,
                 ]
             )
         ),
-        about=f"a DeepSpeed run of {counted(first.dp, 'data-parallel rank')}, pp {grid.pp}, tp "
-        f"{tp}, ZeRO stage {first.engine.stage}, tag {tag}",
+        about=f"a DeepSpeed run of {counted(first.dp, 'data-parallel rank')}, {sizes}, ZeRO stage "
+        f"{first.engine.stage}, tag {tag}",
         loading=lambda path: f"model_engine.load_checkpoint({literal(path)})",
         read_back=read_back,
         source=shared(source, rows),
@@ -130,8 +128,15 @@ class _Pipeline:
         self.module = module
 
     @classmethod
-    def of(cls, source: Manifest) -> _Pipeline:
+    def of(cls, source: Manifest, options: Options) -> _Pipeline:
         """Raises UnsupportedCheckpoint if names of parameters were changed since."""
+        for option in (WEIGHTS_ONLY, CONFIG):
+            if options[option]:
+                raise WrongOption(
+                    f"{option.flag} does not apply to {source.root}, which is a pipeline",
+                    hint="leave it out",
+                )
+        need_order(source)
         pipeline = cls(source.state["pipeline"], source.state.get("module") or ())
         known = {name for layer in pipeline.layers for name in pipeline.names_in(layer).values()}
         trained = {name for name, item in source.parameters.items() if item.trainable}
@@ -162,13 +167,6 @@ class _Pipeline:
         return {name.removeprefix(prefix): name for name in self.module if name.startswith(prefix)}
 
 
-def _cuts(model: Manifest, tp: int) -> Cuts:
-    """How parameters are cut; one rank has them whole, whatever the rules."""
-    if tp == 1:
-        return Cuts({}, {name: [item.shape] for name, item in model.parameters.items()})
-    return cuts_of(model, tp)
-
-
 def _unstaged(model: Manifest) -> Manifest:
     """The slices of a tensor rank as a run by itself, whose module has all layers."""
     facts = {key: value for key, value in model.source.items() if key != "model_rank"}
@@ -182,7 +180,16 @@ def _of_stage(model: Manifest, stage: Stage, number: int, grid: ModelGrid) -> Ma
     return of_stage(model, rank, stage.parameters)
 
 
-def _refuse_target(target: DeepSpeedTarget) -> None:
+def _refuse_target(target: DeepSpeedTarget, pipeline: _Pipeline | None) -> None:
+    """Raises for stages of ZeRO and kinds of files that the engine or zckpt does not have here."""
+    if pipeline is None:
+        if is_elastic(target) or target.experts:
+            raise UnsupportedCheckpoint(
+                f"{target.source.root}: zckpt writes elastic files and experts for one tensor rank "
+                "alone",
+                hint="leave out --tp",
+            )
+        return
     if target.engine.stage > 1:
         raise WrongOption(
             f"--stage {target.engine.stage} does not go with a pipeline",
@@ -194,7 +201,7 @@ def _refuse_target(target: DeepSpeedTarget) -> None:
             "(0.19.8)",
             hint="choose --stage 1, and grad_accum_dtype fp32 in the ds_config",
         )
-    if elastic.is_elastic(target) or target.experts:
+    if is_elastic(target) or target.experts:
         raise UnsupportedCheckpoint(
             f"{target.source.root}: zckpt writes elastic files and experts without pipelines alone"
         )

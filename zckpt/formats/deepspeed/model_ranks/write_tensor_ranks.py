@@ -1,4 +1,4 @@
-"""A DeepSpeed directory for another number of tensor ranks, from the whole model.
+"""How a whole model is cut over the tensor ranks of a target.
 
     source                      the whole tensors, with the rules by which they were cut
     one manifest for each rank  shapes of its slices: they give the files of that rank
@@ -9,7 +9,9 @@ So no offset is computed here. Each parameter is cut evenly, as the engine's lay
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Mapping
+from math import gcd
 from typing import Any
 
 from msgspec import Struct
@@ -18,7 +20,7 @@ from msgspec.structs import replace
 from ....core import slicing
 from ....core.facts import FlatBufferEngine
 from ....core.fragments import Runs
-from ....core.layout import Layout, Shell
+from ....core.layout import Layout
 from ....core.manifest import Entry, Manifest, Parameter
 from ....errors import (
     InconsistentCheckpoint,
@@ -27,82 +29,26 @@ from ....errors import (
     WrongOption,
     counted,
     listed,
-    literal,
 )
 from ....naming.tensor_rules import Shapes, Sliced, TensorRules, stated_rule
+from ....naming.ties import CONFIG
 from ....training import objects
-from ....training.options import ALLOW_OBJECT, VOCAB_SIZE, WEIGHTS_ONLY, Options
+from ....training.options import ALLOW_OBJECT, VOCAB_SIZE, Options
+from ....training.trainers import files_to_load_by, json_of
 from ... import engine_objects
-from ...deepspeed_states import reports
-from ...deepspeed_states.directories import TagDirectory
-from ...deepspeed_states.hyper import check_states
-from ...deepspeed_states.options import CONFIG
 from ...deepspeed_states.patterns import INFO
 from ...deepspeed_states.target import DeepSpeedTarget
 from ...deepspeed_states.vocabulary import lost_rows, resized, shared
-from .. import elastic, read
-from ..files import locate, recovery_scripts
+from .. import read
 from .apart import ModelGrid, ModelRank
-from .arguments import TENSOR_RANKS, VOCABULARY, arguments, with_sizes
-from .auto_tp import AutoTP, is_auto
-from .grid import grid_files
-from .rank_shells import run_shells
-from .stage_bounds import refuse_without_stages
-from .tensor_ranks import joined_slices
+from .grid import TENSOR_SIZES, VOCABULARY_SIZES, arguments, with_sizes
 from .universal_info import UniversalInfo, info_for
-
-
-def lay_out(source: Manifest, tp: int, options: Options) -> Layout:
-    """The files of all tensor ranks; `source` has the whole model.
-
-    Raises MissingData if nothing says how a parameter is cut, UnsupportedCheckpoint for what cannot
-    be cut evenly, for experts and elastic files, and WrongOption.
-    """
-    _refuse(source, options)
-    rows = rows_of(source, tp, options)
-    model = resized(source, rows)
-    cuts = cuts_of(model, tp)
-    targets = [target_of(slices_of(model, number, cuts, tp), options) for number in range(tp)]
-    first = targets[0]
-    if elastic.is_elastic(first) or first.experts:
-        raise UnsupportedCheckpoint(
-            f"{source.root}: zckpt writes elastic files and experts for one tensor rank alone",
-            hint="leave out --tp",
-        )
-    for target in targets:
-        check_states(target.engine, target.source, target.states)
-    tag, before = first.tag, {name: source.parameters[name].shape[0] for name in rows}
-
-    def shells() -> Iterator[Shell]:
-        yield from run_shells(tag, targets)
-
-    def read_back(path: str) -> Manifest:
-        directory = locate(path, tag)
-        ranks = read.tensor_ranks(
-            TagDirectory(directory.path, tag, None), grid_files(directory), None
-        )
-        return shared(joined_slices(ranks, [cuts], None), before)
-
-    left_out = dict.fromkeys(line for target in targets for line in target.left_out)
-    return Layout(
-        shells,
-        list(first.take_siblings()),
-        [*left_out, *lost_rows(source, rows), *recovery_scripts(source.root)],
-        list(
-            dict.fromkeys([*source.warnings, *reports.of_weights(first), *_of_heads(source, first)])
-        ),
-        about=f"a DeepSpeed run of {counted(first.dp, 'data-parallel rank')}, tp {tp}, ZeRO stage "
-        f"{first.engine.stage}, tag {tag}",
-        loading=lambda path: f"model_engine.load_checkpoint({literal(path)})",
-        read_back=read_back,
-        source=shared(source, rows),
-    )
 
 
 def for_one_rank(
     source: Manifest, options: Options, lay_out_one: Callable[[Manifest, Options], Layout]
 ) -> Layout:
-    """The whole model as a run without tensor parallelism; raises as `lay_out`."""
+    """The whole model as a run without tensor parallelism; raises as `rows_of`."""
     rows = rows_of(source, 1, options)
     before = {name: source.parameters[name].shape[0] for name in rows}
     layout = lay_out_one(as_one_rank(resized(source, rows)), options)
@@ -116,7 +62,7 @@ def for_one_rank(
     return replace(layout, read_back=read_back, source=shared(source, rows), left_out=left_out)
 
 
-def _of_heads(source: Manifest, target: DeepSpeedTarget) -> list[str]:
+def warnings_of_heads(source: Manifest, target: DeepSpeedTarget) -> list[str]:
     """AutoTP gives some ranks more heads if it cannot deal them evenly (0.19.8, tp_shard.py)."""
     is_as_before = "affine_map" in (target.client_state.get(INFO) or {})
     if is_as_before or not is_auto(target.engine.config) or AutoTP.of(source).heads:
@@ -135,13 +81,6 @@ def as_one_rank(source: Manifest) -> Manifest:
     return replace(source, source=facts, engine=_engine(source, 1), state=_state(source, 1))
 
 
-def _refuse(source: Manifest, options: Options) -> None:
-    refuse_without_stages(source.root, options)
-    for option in (WEIGHTS_ONLY, CONFIG):
-        if options[option]:
-            raise WrongOption(f"{option.flag} does not go with --tp", hint="leave out one of them")
-
-
 # -- how parameters are cut
 
 
@@ -157,6 +96,8 @@ class Cuts(Struct, frozen=True):
 
 
 def cuts_of(source: Manifest, tp: int) -> Cuts:
+    if tp == 1:  # whole, whatever the rules
+        return Cuts({}, {name: [item.shape] for name, item in source.parameters.items()})
     texts = (source.state.get("tensor_parallel") or {}).get("rules") or {}
     if not source.parameters.keys() <= texts.keys():  # none, or of other names
         raise MissingData(
@@ -323,7 +264,9 @@ def _state(source: Manifest, tp: int) -> dict[str, Any]:
         client[INFO] = info_for(client[INFO], tp, whole)
         if padded and "padded_vocab_size" in client[INFO]:
             client[INFO]["padded_vocab_size"] = padded
-    sizes = dict.fromkeys(TENSOR_RANKS, tp) | (dict.fromkeys(VOCABULARY, padded) if padded else {})
+    sizes = dict.fromkeys(TENSOR_SIZES, tp) | (
+        dict.fromkeys(VOCABULARY_SIZES, padded) if padded else {}
+    )
     return {**state, "client_state": with_sizes(client, sizes)}
 
 
@@ -331,3 +274,79 @@ def target_of(source: Manifest, options: Options) -> DeepSpeedTarget:
     """The target of one rank, without objects that its pickles may not name."""
     admitted = options[ALLOW_OBJECT]
     return DeepSpeedTarget(objects.without_others(source, engine_objects(), admitted), options)
+
+
+# -- the shares of AutoTP
+
+
+# the output layer's shares are also those of an embedding that is tied to it
+NEAR_EVEN = re.compile(r"(^|\.)(lm_head|embed_out|mlp|gate_proj|up_proj|down_proj|w[123])\.")
+HEADS = (
+    "num_key_value_heads",
+    "num_kv_heads",
+    "multi_query_group_num",
+    "n_head_kv",
+    "kv_n_heads",
+    "num_attention_heads",
+    "n_heads",
+    "attention_heads",
+)
+"""Keys of config.json, in the order in which DeepSpeed asks for them."""
+
+
+def is_auto(config: Mapping[str, Any] | None) -> bool:
+    """Whether a ds_config is of a run with AutoTP."""
+    return isinstance((config or {}).get("tensor_parallel"), Mapping)
+
+
+class AutoTP(Struct, frozen=True):
+    """The shares of a dimension that AutoTP gives to tensor ranks: the first ranks have one more.
+
+    Of attention these are whole key-value heads, of MLP and output layer rows (DeepSpeed 0.19.8,
+    module_inject/tp_shard.py `get_shard_size`). Its files do not state the number of `heads`:
+    uneven shares of the source show it, and so does config.json of a trainer's directory.
+    """
+
+    heads: int | None
+
+    @classmethod
+    def of(cls, source: Manifest) -> AutoTP:
+        return cls(_of_config(source) or _of_shares(source))
+
+    def shares(self, names: tuple[str, ...], size: int, tp: int) -> list[int] | None:
+        """What each rank has of a dimension; None if that is not known.
+
+        `names` are those of the parameter, also second ones.
+        """
+        if any(map(NEAR_EVEN.search, names)) or (self.heads and size % self.heads):
+            return _dealt(size, tp)
+        if self.heads:
+            return [count * (size // self.heads) for count in _dealt(self.heads, tp)]
+        return None if size % tp else [size // tp] * tp
+
+
+def _dealt(count: int, ranks: int) -> list[int]:
+    return [count // ranks + (rank < count % ranks) for rank in range(ranks)]
+
+
+def _of_config(source: Manifest) -> int | None:
+    config = json_of(files_to_load_by(source.siblings), CONFIG) or {}
+    config = config.get("text_config") or config
+    if not isinstance(config, Mapping):
+        return None
+    number = next((config[key] for key in HEADS if config.get(key) is not None), None)
+    return number if type(number) is int and number > 0 else None
+
+
+def _of_shares(source: Manifest) -> int | None:
+    """The number of heads that uneven shares have together; None if no share is uneven."""
+    numbers = set()
+    stated = UniversalInfo((source.state.get("client_state") or {}).get(INFO) or {})
+    for name, parameter in source.parameters.items():
+        if any(map(NEAR_EVEN.search, (name, *parameter.aliases))):
+            continue
+        shapes = [shape for shape in stated.stated_shapes(name) or () if shape is not None]
+        for sizes in zip(*shapes, strict=True):
+            if len({*sizes}) > 1:
+                numbers.add(sum(sizes) // gcd(*sizes))
+    return numbers.pop() if len(numbers) == 1 else None

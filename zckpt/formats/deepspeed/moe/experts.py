@@ -16,30 +16,27 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import replace
 
+from ....core.cast import are_rounded
 from ....core.facts import FlatBufferEngine
 from ....core.manifest import Entry, Manifest, Parameter
 from ....errors import InconsistentCheckpoint, listed
 from ....files.torchfile import Tensor, TorchFile
 from ....training import steps
+from ... import zero
 from ...deepspeed_states.directories import refuse
-from ...deepspeed_states.experts import (
-    ExpertLayers,
-    ExpertRanks,
-)
-from ...deepspeed_states.flats import FlatBuffer
+from ...deepspeed_states.experts import ExpertLayers, ExpertRanks
 from ...deepspeed_states.manifest import manifest_of
-from ...deepspeed_states.states import EngineStates, ParameterShapes
+from ...deepspeed_states.states import EngineStates, FlatBuffer, ParameterShapes
 from ..files import RankFiles
 from ..flats import flat_buffers
 from .auto_ep import with_slices
-from .expert_files import LayerFiles, layers_of
-from .expert_places import UNKNOWN, places_by_bytes
-from .layers import check_order, gate_of, named_of, spread_over
+from .expert_files import LayerFiles, check_order, gate_of, layers_of, named_of, spread_over
 
 SPREAD = "mixture-of-experts layers whose experts are spread over tensor ranks"
 
@@ -155,7 +152,8 @@ class Experts(Struct, frozen=True):
             for item in layer.files:
                 for name, tensor in item.tensors.items():
                     owner = aliases.get(name, name)
-                    entry = _entry(owner, tensor, item.file)
+                    fragments = item.file.fragments(tensor)
+                    entry = Entry(f"{owner}/param", tensor.dtype, tensor.shape, fragments)
                     if owner not in parameters and owner not in known:
                         parameters[owner] = Parameter(tensor.shape, trainable=False)
                     _check_shape(item.file, name, tensor, parameters.get(owner))
@@ -345,10 +343,6 @@ def _with_one_step(buffers: Sequence[FlatBuffer], policy: str | None) -> list[Fl
     return result
 
 
-def _entry(owner: str, tensor: Tensor, file: TorchFile) -> Entry:
-    return Entry(f"{owner}/param", tensor.dtype, tensor.shape, file.fragments(tensor))
-
-
 def _check_shape(file: TorchFile, name: str, tensor: Tensor, parameter: Parameter | None) -> None:
     if parameter is not None and parameter.shape != tensor.shape:
         raise InconsistentCheckpoint(
@@ -371,3 +365,72 @@ def _in_order(
         for entry in sorted(own.get(name, ()), key=lambda entry: entry.slot != "param")
     ]
     return {entry.name: entry for entry in (*ordered, *others)}
+
+
+# -- which ranks have which experts, if only the masters show it
+
+
+UNKNOWN = "mixture-of-experts layers, and with the name of its ds_config alone"
+MASTERS = "single_partition_of_fp32_groups"
+ELEMENTS = 64  # that are compared of a parameter
+PARAMETERS = 8  # that are compared of a partition
+
+Stored = Mapping[str, tuple[TorchFile, Tensor]]
+"""The tensors of experts by their names in the whole model, with their files."""
+
+
+def places_by_bytes(ranks: EngineStates, layers: ExpertLayers, stored: Stored) -> ExpertRanks:
+    """Which ranks have which experts, where no ds_config says it: the masters' bytes do.
+
+    A run that was started with the file of a ds_config saves only its name. Then neighbors may have
+    different experts, or the same (`use_data_before_expert_parallelism`). Every rank's masters
+    round to the weights of its own experts, so that only one of the two fits.
+    Raises UnsupportedCheckpoint if both orders fit, and InconsistentCheckpoint if none does.
+    """
+    orders = [ExpertRanks(ranks.dp, data_first) for data_first in (False, True)]
+    fitting = [order for order in orders if all(_fits(ranks, layers, stored, order))]
+    if not fitting:
+        raise InconsistentCheckpoint(
+            f"{ranks.directory.path}: the ranks' masters are not those of the experts' weights",
+            hint="files of different saves seem to be mixed; copy all files again",
+        )
+    if len(fitting) > 1:
+        refuse(ranks.directory, UNKNOWN)
+    return fitting[0]
+
+
+def _fits(
+    ranks: EngineStates, layers: ExpertLayers, stored: Stored, order: ExpertRanks
+) -> Iterator[bool]:
+    """Whether masters of each rank round to the weights that they would have in this order."""
+    alignment = ranks.first.get("param_alignment_paddings")
+    for group, shapes in enumerate(ranks.param_shapes()):
+        layer = next(filter(None, map(layers.layer_of, shapes)), None)
+        if layer is None or not 1 < layer.ep < ranks.dp:
+            continue
+        paddings = alignment[group] if alignment else [0] * len(shapes)
+        starts = zero.offsets([prod(shape) for shape in shapes.values()], paddings)
+        for ep_rank in range(layer.ep):
+            begin = 0
+            for rank in order.alike(ep_rank, layer.ep):
+                master = ranks.states[rank][MASTERS][group]
+                parts = _parts(shapes, starts, begin, begin + master.numel)
+                for name, start, stop, first in parts:
+                    file, weight = stored[layers.global_name(name, ep_rank)]
+                    wide = master.part(first, first + stop - start)
+                    narrow = weight.part(start, stop)
+                    a, b = ranks.optimizers[rank].read(wide), file.read(narrow)
+                    yield are_rounded(a, wide.dtype, b, narrow.dtype) is not False
+                begin += master.numel
+
+
+def _parts(
+    shapes: ParameterShapes, starts: list[int], begin: int, end: int
+) -> Iterator[tuple[str, int, int, int]]:
+    """Some elements of the first parameters in a partition: name, start, stop, and their place."""
+    count = 0
+    for (name, shape), start in zip(shapes.items(), starts, strict=False):
+        low, high = max(start, begin), min(start + prod(shape), end)
+        if low < high and count < PARAMETERS:
+            count += 1
+            yield name, low - start, min(high, low + ELEMENTS) - start, low - begin

@@ -8,6 +8,7 @@ themselves and all dense groups stay as they are.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from math import prod
@@ -16,7 +17,7 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ....core.facts import FlatBufferEngine, StateDictEngine
+from ....core.facts import ExpertLayer, FlatBufferEngine, StateDictEngine
 from ....core.layout import Shell
 from ....core.manifest import Manifest
 from ....errors import InconsistentCheckpoint, MissingData, WrongOption, counted, listed
@@ -25,7 +26,6 @@ from ...deepspeed_states.experts import ExpertLayers, expert_name, parameter_of
 from ...deepspeed_states.options import MAX_GROUP_SIZE
 from ...deepspeed_states.target import DeepSpeedTarget
 from ...groups import regrouped
-from .named_layers import with_named_layers
 
 GROUP_SIZE = 178_956_971  # elements, the engine's default of `max_group_size`
 
@@ -243,3 +243,65 @@ def _cuts(source: Manifest, names: Sequence[str], limit: int) -> Iterator[list[s
 
 def _numels(source: Manifest, names: Sequence[str]) -> list[int]:
     return [prod(source.parameters[name].shape) for name in names]
+
+
+# -- layers that the names of a source show, if it does not state them
+
+
+EP_SIZE = re.compile(r"ep_size_(\d+)")
+
+
+def with_named_layers(source: Manifest, strangers: Sequence[str]) -> Manifest:
+    """A manifest that states its layers; `strangers` are experts' tensors of unknown layers.
+
+    State dicts of a whole model, such as those that zckpt wrote from a DeepSpeed run, have all
+    experts by their numbers, and the groups of their optimizer still have DeepSpeed's names.
+
+    Raises InconsistentCheckpoint (experts are missing) and MissingData (the engine cannot be one
+    whose names show layers; or the optimizer has no groups of experts).
+    """
+    engine = source.engine
+    if not isinstance(engine, StateDictEngine):
+        raise MissingData(
+            f"{source.root} has experts ({listed(strangers, 1)}) and does not state their layers",
+            hint="take the DeepSpeed run, or the universal checkpoint that was made of it",
+        )
+    sizes = _sizes(source)
+    numbers: dict[str, set[int]] = {}
+    for name in (*(source.state.get("module") or ()), *source.parameters):
+        if parts := expert_name(name):
+            numbers.setdefault(parts.layer, set()).add(parts.number)
+    layers = []
+    for layer, known in numbers.items():
+        missing = sorted(set(range(max(known) + 1)) - known)
+        if missing:
+            raise InconsistentCheckpoint(
+                f"{source.root} has expert {max(known)} of {layer}, but not expert {missing[0]}"
+            )
+        layers.append(ExpertLayer(layer, len(known), sizes.get(layer, 1)))
+    return replace(source, engine=replace(engine, experts=tuple(layers)))
+
+
+def _sizes(source: Manifest) -> dict[str, int]:
+    """The expert-parallel size of each layer, by the names of the optimizer's groups."""
+    sizes: dict[str, int] = {}
+    for name, parameter in source.parameters.items():
+        if not parameter.trainable or source.groups is None:
+            continue
+        number = parameter.group or 0
+        group, parts = source.groups[number], expert_name(name)
+        match = EP_SIZE.fullmatch(str(group.get("name"))) if group.get("moe") else None
+        if (parts is None) != (match is None):
+            raise MissingData(
+                f"{source.root}: {name} is in group {number}, and DeepSpeed needs groups of "
+                "experts alone, which it names ep_size_N",
+                hint="take the DeepSpeed run, or a checkpoint that zckpt made of it",
+            )
+        if parts is not None and match is not None:
+            size = int(match[1])
+            if sizes.setdefault(parts.layer, size) != size:
+                raise InconsistentCheckpoint(
+                    f"{source.root} has parameters of {parts.layer} in groups of the "
+                    f"expert-parallel sizes {sizes[parts.layer]} and {size}"
+                )
+    return sizes

@@ -21,7 +21,6 @@ from ....core import compare
 from ....core.facts import ExpertLayer
 from ....core.inert import inside
 from ....core.manifest import Entry, Manifest, Unread
-from ....core.plan import Match
 from ....core.unread import unread
 from ....errors import (
     IncompleteCheckpoint,
@@ -35,17 +34,17 @@ from ....files.torchfile import TorchFile
 from ....training import steps
 from ...deepspeed_states.directories import TagDirectory, refuse
 from ...deepspeed_states.experts import ExpertLayers, ExpertRanks, expert_name
-from ...deepspeed_states.flats import BufferSlot, FlatBuffer
 from ...deepspeed_states.manifest import manifest_of
-from ...deepspeed_states.states import EngineStates, dictionary, kept, open_files
+from ...deepspeed_states.states import BufferSlot, EngineStates, FlatBuffer, dictionary, open_files
 from ...deepspeed_states.strangers import strangers_of
-from ..files import Numbered, RankFiles
+from ...reading import Reading
+from ..files import RankFiles
+from ..model_ranks.copies import matches_of
 from ..stage_0 import whole_states
 from ..stage_0.whole import WholeOptimizer, states_with
 from .auto_ep import READ, layers_in
-from .expert_files import LayerFiles, layers_of
+from .expert_files import LayerFiles, check_order, check_ranks, layers_of, named_of, spread_over
 from .experts import Experts
-from .layers import check_order, check_ranks, named_of, spread_over
 from .whole_names import (
     check_rounding,
     is_of_experts,
@@ -59,9 +58,7 @@ from .whole_names import (
 EP_SIZE = re.compile(r"ep_size_(\d+)")
 
 
-def manifest_of_experts(
-    directory: TagDirectory, files: RankFiles, numbered: Numbered, step_policy: str | None
-) -> Manifest:
+def manifest_of_experts(directory: TagDirectory, files: RankFiles, reading: Reading) -> Manifest:
     """The manifest of one model rank with experts in stage 0.
 
     Raises IncompleteCheckpoint (an ep rank or an expert is missing), InconsistentCheckpoint (files
@@ -84,10 +81,10 @@ def manifest_of_experts(
     check_order(ranks[0], layers_files)
     model = {**model, "shared_params": second_names(ranks[0], layers_files)}
     ranks = [replace(each, model=model) for each in ranks]
-    layers = _layers(ranks[0], layers_files, numbered)
+    layers = _layers(ranks[0], layers_files, reading)
     _check_files(ranks, layers)
     places = ExpertRanks.of_config(ranks[0].dp, ranks[0].config)
-    wholes = _named(ranks, layers_files, layers, places, numbered)
+    wholes = _named(ranks, layers_files, layers, places, reading)
     model_copy = model.get("optimizer")
     if isinstance(model_copy, dict) and model_copy:
         states = states_with(directory, file, model, file, model_copy)
@@ -95,15 +92,15 @@ def manifest_of_experts(
         shapes = first.states.model["param_shapes"]
         states = replace(states, model={**model, "param_shapes": shapes})
         wholes.append(replace(first, states=states))
-    return _Joined(wholes, layers_files, layers, places, len(ranks)).manifest(step_policy)
+    return _Joined(wholes, layers_files, layers, places, len(ranks)).manifest(reading.step_policy)
 
 
 # -- the sizes of layers
 
 
-def _layers(ranks: EngineStates, files: Sequence[LayerFiles], numbered: Numbered) -> ExpertLayers:
+def _layers(ranks: EngineStates, files: Sequence[LayerFiles], reading: Reading) -> ExpertLayers:
     """Over how many ranks each layer is spread."""
-    named = [*(numbered.param_names or ())]
+    named = [*(reading.param_names or ())]
     if ranks.model.get("param_shapes"):
         named += named_of(ranks)
     if named:
@@ -193,7 +190,7 @@ def _named(
     files: Sequence[LayerFiles],
     layers: ExpertLayers,
     places: ExpertRanks,
-    numbered: Numbered,
+    reading: Reading,
 ) -> list[WholeOptimizer]:
     """The optimizers with the names of their parameters, which are those of the first one."""
     weights = [
@@ -201,7 +198,7 @@ def _named(
         for number, each in enumerate(ranks)
     ]
     try:
-        first = named_whole(ranks[0], weights[0], numbered)
+        first = named_whole(ranks[0], weights[0], reading)
     except MissingData as error:
         refuse_swapped(ranks[0], weights[1:], error)
     is_stated = bool(ranks[0].model.get("param_shapes"))
@@ -219,12 +216,7 @@ def compare_ranks(manifest: Manifest, replicas: str | None) -> list[str]:
 
     Raises InconsistentCheckpoint if they differ, unless `replicas` says that rank 0's are taken.
     """
-    matches = [
-        Match(entry, manifest.entries[entry.name])
-        for entry in manifest.replicas
-        if entry.slot != "state" and entry.name in manifest.entries
-    ]
-    results = compare.compare(matches, manifest, manifest).results
+    results = compare.compare(matches_of(manifest), manifest, manifest).results
     differing = list(dict.fromkeys(r.match.a.name for r in results if r.differs))
     if differing and replicas != "rank0":
         raise InconsistentCheckpoint(
@@ -285,7 +277,7 @@ class _Joined:
                     path = f"optimizer.{number}.{owner}"
                     for key, value in values.items():
                         tensors: dict[str, Entry] = {}
-                        own = kept(value, inside(path, key), whole.file, tensors)
+                        own = whole.file.kept(value, inside(path, key), tensors)
                         others.append(unread(key, [owner], OF_EXPERTS, own, tensors.values()))
             if number:
                 others += strangers_of(states)[1]

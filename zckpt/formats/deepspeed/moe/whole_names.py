@@ -21,12 +21,11 @@ from ....files.torchfile import Tensor, TorchFile
 from ...deepspeed_states.experts import ExpertLayers, expert_name
 from ...deepspeed_states.states import FLAT_MASTERS, WHOLE_MASTERS, EngineStates
 from ...deepspeed_states.tensors import is_extra
-from ..files import NAMED, Numbered
+from ...reading import USUAL, Reading
 from ..stage_0 import naming
 from ..stage_0.samples import TensorInFile, labels
 from ..stage_0.whole import WholeOptimizer, named_optimizer
-from .expert_files import LayerFiles
-from .layers import gate_of
+from .expert_files import LayerFiles, gate_of
 
 Members = Sequence[Sequence[str | None]]
 SWAPPED = (
@@ -115,11 +114,11 @@ def is_of_experts(group: Mapping[str, Any]) -> bool:
 
 
 def named_whole(
-    ranks: EngineStates, weights: Mapping[str, TensorInFile], numbered: Numbered
+    ranks: EngineStates, weights: Mapping[str, TensorInFile], reading: Reading
 ) -> WholeOptimizer:
     """The optimizer of the first ep rank with names; raises MissingData as `named_optimizer`."""
-    if ranks.model.get("param_shapes") or numbered.param_names is not None:
-        whole = named_optimizer(ranks, weights, numbered)
+    if ranks.model.get("param_shapes") or reading.param_names is not None:
+        whole = named_optimizer(ranks, weights, reading)
         return with_members(ranks, whole.members, whole.inferred, weights)
     groups = ranks.bases[0]["param_groups"]
     members: list[Sequence[str | None]] = [()] * len(groups)
@@ -134,7 +133,7 @@ def named_whole(
         if FLAT_MASTERS in part.first:
             names = naming.by_order(part.optimizers[0], part.first[FLAT_MASTERS], own)
         else:
-            whole = named_optimizer(part, own, NAMED)
+            whole = named_optimizer(part, own, USUAL)
             names, inferred = whole.members, [*inferred, *whole.inferred]
         for place, group in zip(places, names, strict=True):
             members[place] = group
@@ -205,7 +204,7 @@ def refuse_swapped(
     """Raises InconsistentCheckpoint if the masters are those of another ep rank, else `error`."""
     for weights in others:
         try:
-            named_whole(ranks, weights, NAMED)
+            named_whole(ranks, weights, USUAL)
         except MissingData:
             continue
         raise InconsistentCheckpoint(

@@ -11,6 +11,8 @@ This states again where everything lies, so that a proof does not repeat a mista
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
@@ -19,7 +21,7 @@ from ....core.dtypes import SIZES
 from ....core.manifest import slot_name
 from ....core.partition import FlatMember, Nameless, Partition, Partitioned, Whole
 from ....errors import MissingData
-from ....files.torchfile import Tensor, TorchFile
+from ....files.torchfile import Parsed, Tensor, TorchFile
 from .samples import TensorInFile, labels
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -28,11 +30,7 @@ FLATS = "fp32_groups_flat"
 
 def whole(name: str, file: TorchFile, tensor: Tensor) -> Whole:
     """A tensor as it lies in its storage."""
-    if tensor.contiguous:
-        return Whole(name, tensor.dtype, tensor.shape, file.extent(tensor))
-    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.strides, strict=True))
-    flat = Tensor(tensor.storage, tensor.dtype, tensor.offset, (last + 1,), (1,))
-    return Whole(name, tensor.dtype, tensor.shape, file.extent(flat), tensor.strides)
+    return Whole(name, tensor.dtype, tensor.shape, *file.reach(tensor))
 
 
 def partitions(file: TorchFile) -> Iterator[Partition]:
@@ -122,3 +120,71 @@ def _views(file: TorchFile, flats: Sequence[Tensor]) -> list[Shapes]:
             hint="verify without --gather",
         )
     return [shapes[of_buffers.index(own[0])] for own in of_flats]
+
+
+# -- experts
+
+
+OF_RANK = re.compile(r"expp_rank_(\d+)_mp_rank_0+_optim_states\.pt")
+LOCAL = re.compile(r"(.*\.deepspeed_moe\.experts\.deepspeed_experts\.)(\d+)(\..*)")
+LISTS = ("fp32_groups_flat", "fp32_groups")
+
+
+def of_experts(directory: str, model: TorchFile) -> Iterator[Partition]:
+    """The optimizers of all ep ranks, each copy of a parameter once.
+
+    A rank loads the model file, its own experts' files and the optimizer of its ep rank, whose
+    numbers stand in the order of its own groups (DeepSpeed 0.19.8, engine.py
+    `load_moe_state_dict`). Dense parameters are taken from the first optimizer. Names are in
+    zckpt's files alone.
+    """
+    paths = {int(m[1]): name for name in os.listdir(directory) if (m := OF_RANK.fullmatch(name))}
+    parsed = Parsed()
+    files = [TorchFile(os.path.join(directory, paths[rank]), parsed) for rank in sorted(paths)]
+    config = model.value.get("ds_config")
+    data_first = isinstance(config, dict) and config.get("use_data_before_expert_parallelism")
+    shapes = [{n: tuple(s) for n, s in own.items()} for own in model.value["param_shapes"] or ()]
+    local = _local_counts(shapes)
+    for rank, file in enumerate(files):
+        optimizer = file.value["optimizer"]
+        base = optimizer.get("optimizer_state_dict", optimizer)
+        if LISTS[0] in optimizer and not shapes:
+            raise MissingData(
+                f"{file.path}: the engine's rule cannot name the flat tensors of the optimizer",
+                hint="verify without --gather",
+            )
+        kept, listed = [], []
+        for place, group in enumerate(base["param_groups"]):
+            ep = int(group["name"].removeprefix("ep_size_")) if group.get("moe") else 1
+            alike = len(files) // ep  # that have the same experts
+            own, again = divmod(rank, alike) if data_first else (rank % ep, rank // ep)
+            if again:
+                continue
+            kept.append(place)
+            if shapes:
+                listed.append({_name(n, own, local): s for n, s in shapes[place].items()})
+        yield from of_optimizer(file, _with_groups(optimizer, kept), listed)
+
+
+def _local_counts(shapes: list[dict[str, tuple[int, ...]]]) -> Mapping[str, int]:
+    """How many experts a rank has of each layer."""
+    numbers: dict[str, set[str]] = {}
+    for match in (LOCAL.fullmatch(name) for own in shapes for name in own):
+        if match:
+            numbers.setdefault(match[1], set()).add(match[2])
+    return {layer: len(own) for layer, own in numbers.items()}
+
+
+def _name(name: str, rank: int, local: Mapping[str, int]) -> str:
+    """The name in the whole model; dense parameters have no number."""
+    if (match := LOCAL.fullmatch(name)) is None:
+        return name
+    return f"{match[1]}{rank * local[match[1]] + int(match[2])}{match[3]}"
+
+
+def _with_groups(optimizer: Mapping[str, Any], places: list[int]) -> dict[str, Any]:
+    """The optimizer with some of its groups alone."""
+    base = optimizer.get("optimizer_state_dict", optimizer)
+    base = {**base, "param_groups": [base["param_groups"][place] for place in places]}
+    lists = {key: [optimizer[key][place] for place in places] for key in LISTS if key in optimizer}
+    return {**lists, "optimizer_state_dict": base, "zckpt_frozen": optimizer.get("zckpt_frozen")}

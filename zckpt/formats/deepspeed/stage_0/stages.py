@@ -20,7 +20,6 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ....core.dtypes import FLOATS
-from ....core.manifest import Manifest
 from ....errors import MissingData, UnsupportedCheckpoint, WrongOption, listed
 from ....files.torchfile import Tensor, TorchFile
 from ...deepspeed_states.directories import TagDirectory
@@ -29,16 +28,16 @@ from ...deepspeed_states.states import (
     WHOLE_MASTERS,
     EngineStates,
     dictionary,
-    open_layers,
     wrapper_of,
 )
 from ...deepspeed_states.tensors import is_extra
+from ...reading import Reading
 from ...statedict.matching import HINT, MatchedNames, match
-from ..files import Numbered, RankFiles
+from ..files import RankFiles
 from ..model_ranks.grid import TIED
 from . import naming
 from .samples import TensorInFile, labels
-from .whole import WholeOptimizer, named_optimizer, open_whole, shape_of, states_of, unnamed
+from .whole import WholeOptimizer, named_optimizer, shape_of, states_of, unnamed
 
 Shape = tuple[int, ...]
 
@@ -56,7 +55,7 @@ def open_stages(
     directory: TagDirectory,
     files: Sequence[RankFiles],
     layers: Mapping[int, TorchFile],
-    numbered: Numbered,
+    reading: Reading,
     tied: Mapping[int, str] | None = None,
 ) -> WholeStages:
     """The optimizers of the stages of one tensor rank, whose layers have the files `layers`.
@@ -69,7 +68,7 @@ def open_stages(
     states = [states_of(directory, each, is_stage=True) for each in files]
     is_flat = any(FLAT_MASTERS in each.first for each in states)
     buffers = {name for each in states for name in each.model.get("buffer_names") or ()}
-    names = numbered.param_names
+    names = reading.param_names
     own: list[Sequence[str] | None] = [None] * len(states)
     shapes: dict[str, Shape | None] = {}
     if is_stated := all(each.model.get("param_shapes") for each in states):  # zckpt wrote them
@@ -81,7 +80,7 @@ def open_stages(
         own = [*_of_stages(directory, states, names)]
         in_order = [shape for each in states for shape in _shapes(each)]
         shapes = dict(zip(names, in_order, strict=True))
-    alone = numbered.weights_only and tied is not None
+    alone = reading.weights_only and tied is not None
     tied = tied or _tied_layers(shapes, layers)
     weights = _weights(layers, buffers, tied)
     if names is not None and is_flat and not is_stated:
@@ -91,7 +90,7 @@ def open_stages(
         return WholeStages([unnamed(first, weights), *(unnamed(each, {}) for each in others)], tied)
     try:
         stages = [
-            named_optimizer(each, weights, Numbered(part))
+            named_optimizer(each, weights, Reading(param_names=part))
             for each, part in zip(states, own, strict=True)
         ]
     except MissingData as error:
@@ -99,7 +98,9 @@ def open_stages(
         if matched is None:
             raise MissingData(str(error), hint=_hint(states[0])) from error
         stages = [
-            replace(named_optimizer(each, weights, Numbered(part)), inferred=matched.inferred)
+            replace(
+                named_optimizer(each, weights, Reading(param_names=part)), inferred=matched.inferred
+            )
             for each, part in zip(states, matched.names, strict=True)
         ]
     counts = Counter(n for stage in stages for members in stage.members for n in members if n)
@@ -111,41 +112,6 @@ def open_stages(
             hint=_hint(states[0]),
         )
     return WholeStages(stages, tied)
-
-
-def open_model_ranks(
-    directory: TagDirectory,
-    files: Sequence[RankFiles],
-    layers: Sequence[Mapping[int, str]] | None,
-    numbered: Numbered,
-) -> list[WholeOptimizer]:
-    """The optimizers of all model ranks, in order; `layers` are the files by tensor rank.
-
-    Without `layers` the run is not a pipeline. Raises as `open_stages` and `open_whole`.
-    """
-    if layers is None:
-        return [open_whole(directory, each, numbered) for each in files]
-    parsed, tp = files[0].parsed, len(layers)
-    wholes = []
-    for rank, paths in enumerate(layers):
-        opened = open_layers(paths, parsed)
-        wholes.append(open_stages(directory, files[rank::tp], opened, numbered).wholes)
-    return [stages[number] for number in range(len(wholes[0])) for stages in wholes]
-
-
-def alike(stages: Sequence[Manifest]) -> list[Manifest]:
-    """The stages with what their optimizers have together, instead of what each one has.
-
-    Which frozen parameters an optimizer lists is known of each stage, not of the whole pipeline.
-    """
-    optimizers = [stage.state.get("optimizer") or {} for stage in stages]
-    other = {name: own for each in optimizers for name, own in (each.get("other") or {}).items()}
-    alike = []
-    for stage, own in zip(stages, optimizers, strict=True):
-        plain = {key: value for key, value in own.items() if key not in ("members", "other")}
-        state = {**stage.state, "optimizer": {**plain, **({"other": other} if other else {})}}
-        alike.append(replace(stage, state=state))
-    return alike
 
 
 def _weights(

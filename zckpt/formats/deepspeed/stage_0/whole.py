@@ -39,8 +39,9 @@ from ...deepspeed_states.states import (
     wrapper_of,
 )
 from ...deepspeed_states.tensors import is_extra
+from ...reading import Reading
 from ...statedict.names import ELEMENTWISE
-from ..files import Numbered, RankFiles
+from ..files import RankFiles
 from ..ranks import check_kind, without_optimizer
 from . import naming
 from .naming import Weights
@@ -71,14 +72,14 @@ class WholeOptimizer(Struct, frozen=True):
         return self.states.optimizers[0]
 
 
-def open_whole(directory: TagDirectory, files: RankFiles, numbered: Numbered) -> WholeOptimizer:
+def open_whole(directory: TagDirectory, files: RankFiles, reading: Reading) -> WholeOptimizer:
     """The model file with its optimizer, whose parameters have names.
 
     Raises IncompleteCheckpoint if there is no optimizer, and MissingData if nothing shows the names
     of its parameters; for the weights alone not where the weights need none.
     """
     states = states_of(directory, files)
-    return named_optimizer(states, _weights(states), numbered)
+    return named_optimizer(states, _weights(states), reading)
 
 
 def states_of(directory: TagDirectory, files: RankFiles, *, is_stage: bool = False) -> EngineStates:
@@ -135,7 +136,7 @@ def states_with(
     )
 
 
-def named_optimizer(states: EngineStates, weights: Weights, numbered: Numbered) -> WholeOptimizer:
+def named_optimizer(states: EngineStates, weights: Weights, reading: Reading) -> WholeOptimizer:
     """The optimizer with names of its parameters, which are among `weights`.
 
     Raises MissingData as `open_whole`.
@@ -145,9 +146,9 @@ def named_optimizer(states: EngineStates, weights: Weights, numbered: Numbered) 
     if states.model.get("param_shapes") and not weights:  # a stage whose layers are not there yet
         shapes = {name: shape for group in states.param_shapes() for name, shape in group.items()}
     try:
-        members, inferred = _members(states, weights, numbered.param_names)
+        members, inferred = _members(states, weights, reading.param_names)
     except MissingData:
-        if not numbered.weights_only or wrapper_of(states.first) is not None:  # masters are weights
+        if not reading.weights_only or wrapper_of(states.first) is not None:  # masters are weights
             raise
         return unnamed(states, weights)
     if unknown := [name for own in members for name in own if name and name not in shapes]:

@@ -16,9 +16,15 @@ from ....core.manifest import Manifest, Sighting, slot_name
 from ....errors import InconsistentCheckpoint, counted, listed
 from ....files.torchfile import Tensor, TorchFile
 from ....training import steps
-from ...deepspeed_states.flats import BufferSlot, FlatBuffer
 from ...deepspeed_states.manifest import manifest_of
-from ...deepspeed_states.states import FLAT_MASTERS, WHOLE_MASTERS, EngineStates, ParameterShapes
+from ...deepspeed_states.states import (
+    FLAT_MASTERS,
+    WHOLE_MASTERS,
+    BufferSlot,
+    EngineStates,
+    FlatBuffer,
+    ParameterShapes,
+)
 from .whole import WholeOptimizer
 
 States = dict[str, dict[str, Any]]

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -22,16 +23,16 @@ from msgspec import Struct, field
 
 from ....core import sources
 from ....core.dtypes import SIZES
-from ....core.fragments import Extent, Fragment, Record, Runs
+from ....core.fragments import Extent, Fragment, Fragments, Record, Runs
 from ....core.inert import Global, inside
 from ....core.manifest import Entry, slot_name
-from ....core.slicing import Slicing, cut, joined, replicated
+from ....core.slicing import Piece, Slicing, cut, joined, replicated
 from ....errors import CorruptCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint
-from ....files.dcpfile import ItemTable
-from ....files.dcpitems import ItemFiles, require_same
+from ....files.dcpfile import ItemTable, TensorItem
+from ....files.dcpitems import ItemFiles
 from ....files.torchfile import TORCH_DTYPES, Tensor, TorchFile
 from ...statedict.tree import TensorPiece
-from ..common import OPTIMIZER, WEIGHTS_ONLY, kept
+from ..common import OPTIMIZER, WEIGHTS_ONLY
 from ..groups import FileStep
 from ..optimizers import SPREAD
 from .placing import SAMPLE, Flat, Local
@@ -106,13 +107,19 @@ def read_bytes(extent: Extent) -> bytes:
     return data
 
 
-def states(
+def enter_states(
     names: Iterable[str],
     shapes: Mapping[str, tuple[int, ...]],
     slicings: Mapping[str, Slicing],
     places: Sequence[Mapping[str, Sequence[Place]]],
-) -> Iterator[tuple[Entry, bool]]:
-    """Whole masters and moments; True for a further copy, which another rank has."""
+    entries: dict[str, Entry],
+    replicas: list[Entry],
+) -> set[str]:
+    """Enters whole masters and moments, and the further copies that other ranks have.
+
+    Returns the optimizer's own slots.
+    """
+    slots = set()
     for name in names:
         slicing = slicings[name]
         for slot in places[0][name][0][0].tensors:
@@ -122,7 +129,13 @@ def states(
                     flat, place = known[name][min(copy, len(known[name]) - 1)]
                     slices.append(flat.part(slot, place, prod(slicing.slices[rank])))
                 whole = joined(slicing, slices, SIZES["F32"], copy)
-                yield Entry(f"{name}/{slot}", "F32", shapes[name], whole), copy > 0
+                entry = Entry(f"{name}/{slot}", "F32", shapes[name], whole)
+                if copy:
+                    replicas.append(entry)
+                else:
+                    entries[entry.name] = entry
+            slots.add(slot)
+    return slots - {"master"}
 
 
 class _Optimizer(Struct, eq=False):
@@ -207,7 +220,8 @@ class FlatItems:
             place = inside(place, "grad_scaler")
             beside = {}
             if optimizer.scalers:
-                beside["grad_scaler"] = kept(*optimizer.scalers[0], place, entries)
+                file, value = optimizer.scalers[0]
+                beside["grad_scaler"] = file.kept(value, place, entries)
             result.append(beside)
         return result
 
@@ -277,14 +291,8 @@ class FlatItems:
         item = self.table.items[key]
         assert item is not None
         parts = []
-        for box in item.boxes:
-            if box.is_empty:
-                continue
-            location = self.table.location(key, box)
-            file = self.files.torch_file(location)
-            tensor = file.value
-            described = (tensor.dtype, tensor.shape) if isinstance(tensor, Tensor) else None
-            require_same(location, key, described, ("F32", box.sizes))
+        for box, file in self.files.boxes(self.table, key, "F32"):
+            tensor: Tensor = file.value
             self.records += file.records.values()
             if len(box.sizes) != 1 or not tensor.contiguous:
                 raise CorruptCheckpoint(f"{file.path}: a part of {key} is not flat")
@@ -333,16 +341,14 @@ def _joined_buckets(
         raise InconsistentCheckpoint(f"{name} lacks buckets or masters: {sorted(buckets)}")
     sizes: list[int] = []
     for number in range(len(buckets)):
-        ends = {_end(runs) for runs in buckets[number].values()}
+        ends = {
+            max((r.stop for r in runs.listed[-1:]), default=0) for runs in buckets[number].values()
+        }
         if list(buckets[number]) != slots or len(ends) != 1:
             raise InconsistentCheckpoint(f"{name}: the states of bucket {number} differ in size")
         sizes += ends
     tensors = {slot: [buckets[number][slot] for number in range(len(buckets))] for slot in slots}
     return Flat(name, dtype, tuple(sizes), tensors, coalesced)
-
-
-def _end(runs: Runs) -> int:
-    return runs.listed[-1].stop if runs.listed else 0
 
 
 def _slot(key: str) -> str:
@@ -374,3 +380,66 @@ def param_groups(file: TorchFile, value: Any) -> list[Any]:
     if not isinstance(listed, list) or not all(isinstance(group, dict) for group in listed):
         raise CorruptCheckpoint(f"{file.path}: param_groups are not a list of dictionaries")
     return [_numbers(file, group) for group in listed]
+
+
+# -- fully_sharded_model_space
+
+
+class FlatFragments:
+    """The pieces of one item, by the place of its fragment.
+
+    States that are `fully_sharded_model_space`, the default of Megatron-Core up to 0.13:
+
+    decoder.layers.mlp.linear_fc2.weight                           (L, h, ffn), tp cuts ffn
+    optimizer.state.fp32_param.decoder.layers.mlp.linear_fc2...    (L, 1, tp, h * ffn / tp)
+
+    The axes of layers and experts are the same. Then comes the number of fragments along each axis
+    of the parameter, and at last the elements of one fragment, flat. A data-parallel rank has a
+    range of these elements (megatron-core 0.13.1).
+    """
+
+    def __init__(self, table: ItemTable, files: ItemFiles, key: str, item: TensorItem) -> None:
+        self.key, self.item, self.folder = key, item, table.folder
+        self.parts: dict[tuple[int, ...], list[Fragment]] = {}
+        self.records: list[Record] = []
+        for box, file in files.boxes(table, key):
+            tensor: Tensor = file.value
+            if prod(box.sizes[:-1]) != 1 or not tensor.contiguous:
+                raise InconsistentCheckpoint(f"{file.path}: a piece of {key} is no range")
+            self.records += file.records.values()
+            start = box.offsets[-1]
+            part = Fragment(start, start + box.sizes[-1], file.extent(tensor))
+            self.parts.setdefault(box.offsets[:-1], []).append(part)
+
+    def whole(self, before: tuple[int, ...], shape: tuple[int, ...]) -> Fragments:
+        """The tensor of a parameter of this shape; `before` are its layer and its expert.
+
+        Raises InconsistentCheckpoint if its fragments do not give the shape or are not complete.
+        """
+        grid = self.item.shape[len(before) : -1]
+        local: tuple[int, ...] = ()
+        if len(grid) == len(shape) and all(grid):
+            local = tuple(size // count for size, count in zip(shape, grid, strict=True))
+        each = self.item.shape[-1]
+        if len(local) != len(shape) or prod(local) != each or each * prod(grid) != prod(shape):
+            raise InconsistentCheckpoint(
+                f"{self.folder}: {self.key} of shape {list(self.item.shape)} is no state of a "
+                f"parameter of shape {list(shape)}"
+            )
+        slices: list[Fragments | None] = []
+        pieces = []
+        for number, place in enumerate(product(*map(range, grid))):
+            slices.append(self._fragment((*before, *place)))
+            offsets = tuple(a * b for a, b in zip(place, local, strict=True))
+            pieces.append(Piece(number, (0,) * len(local), offsets, local))
+        slicing = Slicing(shape, (local,) * len(pieces), tuple(pieces))
+        return joined(slicing, slices, SIZES[self.item.dtype])
+
+    def _fragment(self, place: tuple[int, ...]) -> Runs:
+        parts = sorted(self.parts.get(place, []), key=lambda part: part.start)
+        ends = [0, *(part.stop for part in parts)]
+        if [*(part.start for part in parts), self.item.shape[-1]] != ends:
+            raise InconsistentCheckpoint(
+                f"{self.folder}: pieces of {self.key} at {list(place)} overlap or leave gaps"
+            )
+        return Runs(parts)

@@ -64,8 +64,7 @@ def placed(
                 is_last = rank.pp == last and number == len(flats) - 1
                 own = rank.own(parts[rank.tp])
                 ways = _ways(flat, own, is_first, is_last, read)
-                if not ways:
-                    ways = _ways_of_trained(flat, own, is_first, is_last, read)
+                ways = ways or _ways(flat, own, is_first, is_last, read, of_trained=True)
                 require_one(ways, flat, where)
                 for name, place in ways[0]:
                     result[rank.tp].setdefault(name, []).append((flat, place))
@@ -109,46 +108,41 @@ def require_one(ways: Sequence[object], flat: Flat, where: str) -> None:
 
 
 def _ways(
-    flat: Flat, parts: Mapping[str, Local], is_first: bool, is_last: bool, read: ReadBytes
+    flat: Flat,
+    parts: Mapping[str, Local],
+    is_first: bool,
+    is_last: bool,
+    read: ReadBytes,
+    *,
+    of_trained: bool = False,
 ) -> list[Way]:
-    """The ways in which a range of layers fills a buffer."""
+    """The ways in which a range of layers fills a buffer.
+
+    If only the trained parameters are there, the others are frozen, or of other ranks.
+    """
     ways: list[Way] = []
+    find = places_of_trained if of_trained else places
     for each in _kinds(flat, parts, is_first, is_last):
         for order in orders(each):
-            for names in _ranges(order, each, flat, is_first, is_last):
+            ranges = _ranges(order, each, flat, is_first, is_last)
+            for names in [_possible(order, is_first, is_last)] if of_trained else ranges:
                 locals_ = [each[name] for name in reversed(names)]
-                for found in places(locals_, flat, read):
-                    way = tuple(
-                        (local.name, place) for local, place in zip(locals_, found, strict=True)
-                    )
+                for found in find(locals_, flat, read):
+                    pairs = zip(locals_, found, strict=True)
+                    way = tuple((own.name, place) for own, place in pairs if place is not None)
                     if way not in ways:
                         ways.append(way)
     return ways
 
 
-def _ways_of_trained(
-    flat: Flat, parts: Mapping[str, Local], is_first: bool, is_last: bool, read: ReadBytes
-) -> list[Way]:
-    """The ways in which some parameters fill a buffer: the others are frozen, or of other ranks."""
-    ways: list[Way] = []
-    for each in _kinds(flat, parts, is_first, is_last):
-        for order in orders(each):
-            names = [
-                name
-                for name in reversed(order)
-                if layer_of(name) is not None
-                or (is_first or (is_last and predicts(order)) if is_before(name) else is_last)
-            ]
-            locals_ = [each[name] for name in names]
-            for chosen in places_of_trained(locals_, flat, read):
-                way = tuple(
-                    (local.name, place)
-                    for local, place in zip(locals_, chosen, strict=True)
-                    if place is not None
-                )
-                if way not in ways:
-                    ways.append(way)
-    return ways
+def _possible(order: Sequence[str], is_first: bool, is_last: bool) -> list[str]:
+    """The parameters that a model chunk may have, whatever its layers."""
+    has_embedding = is_first or (is_last and predicts(order))
+    return [
+        name
+        for name in order
+        if layer_of(name) is not None or (has_embedding if is_before(name) else is_last)
+    ]
 
 
 def _kinds(

@@ -3,5 +3,4 @@
 directories.py     a directory, from its folders to one model
 ranks.py           the folders, and which rank each is
 cuts.py            how tensor ranks cut parameters
-states.py          the optimizer's states
 """

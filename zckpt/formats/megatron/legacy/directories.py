@@ -26,27 +26,25 @@ from msgspec.structs import replace
 
 from ....core import sources
 from ....core.dtypes import SIZES
-from ....core.fragments import Record
-from ....core.manifest import Entry, Manifest
+from ....core.fragments import Fragment, Record, Runs
+from ....core.manifest import Entry, Manifest, slot_name
 from ....core.missing_ranks import missing_file
 from ....core.slicing import Slicing, joined
 from ....errors import CorruptCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint, listed
 from ....files.torchfile import Parsed, Tensor, TorchFile
 from ....naming.tensor_rules import TensorRules
-from ..buffers.flats import buffers_of, param_groups, read_bytes, states
+from ..buffers.flats import buffers_of, enter_states, param_groups, read_bytes
 from ..buffers.order import LAYER, is_before, predicts
-from ..buffers.placing import places, places_of_trained
+from ..buffers.placing import SAMPLE, Flat, Local, places, places_of_trained
 from ..buffers.stages import EMBEDDING, OUTPUT, Place, require_one
-from ..common import DISTRIBUTED, NOT_DISTRIBUTED, WEIGHTS_ONLY, arguments, kept, with_groups
+from ..common import DISTRIBUTED, NOT_DISTRIBUTED, WEIGHTS_ONLY, arguments, with_groups
 from ..contents import BUFFERS, TIED, Content, manifest_of, require_states_by_parameter
 from ..files import LEGACY
-from ..groups import FileStep, agreed_step
-from ..keys import OF_MODULE, OF_OUTPUT, KeysOfGpt
-from ..names import NORMS, with_plain_norms
+from ..groups import FileStep, agreed_step, members
+from ..names import NORMS, OF_MODULE, OF_OUTPUT, KeysOfGpt, with_plain_norms
 from ..optimizers import EXPERTS, SPREAD
 from .cuts import cuts_of
 from .ranks import OF_GROUPED, STATES_FILE, RankDirectory, ranks_of, strangers, with_own_experts
-from .states import local_part, whole_states, without_members
 
 OF_CHUNK = re.compile(r"model\d*")
 LOCAL_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+(?=\.)")
@@ -203,7 +201,7 @@ class _LegacyReader:
             self._keep(rank, name, value)
 
     def _keep(self, rank: RankDirectory, key: str, value: Any) -> None:
-        self.objects[key] = kept(rank.file, value, f"megatron.objects.{key}", self.entries)
+        self.objects[key] = rank.file.kept(value, f"megatron.objects.{key}", self.entries)
 
     def _name_items(self) -> None:
         """Keeps the states of modules, and the keys of all weights, as torch_dist has them."""
@@ -306,13 +304,9 @@ class _LegacyReader:
                     f"{self.folder}: no optimizer of tensor rank {tp} has {listed(lost, 4)}",
                     hint=WEIGHTS_ONLY,
                 )
-        for entry, is_copy in states(names, self.shapes, self.slicings, placed):
-            if is_copy:
-                self.replicas.append(entry)
-                continue
-            self.entries[entry.name] = entry
-            if entry.slot != "master":
-                slots.add(entry.slot)
+        slots |= enter_states(
+            names, self.shapes, self.slicings, placed, self.entries, self.replicas
+        )
         return distributed, [groups for _, groups in sorted(groups_of.items())]
 
     def _distributed(
@@ -360,3 +354,80 @@ class _LegacyReader:
                     yield local.name, (flat, place)
         if own:
             raise InconsistentCheckpoint(f"{path} has no buffer for {min(own)}", hint=WEIGHTS_ONLY)
+
+
+# -- states of the optimizer
+
+
+def local_part(name: str, tensor: Tensor, file: TorchFile) -> Local:
+    """A rank's weight with its first elements."""
+    count = min(tensor.numel, SAMPLE) if tensor.contiguous else 1
+    first = file.whole(tensor).part(tensor.offset * SIZES[tensor.dtype], 0)
+    return Local(name, tensor.numel, tensor.dtype, first.part(0, count * SIZES[tensor.dtype]))
+
+
+def whole_states(
+    file: TorchFile,
+    order: Sequence[str],
+    weights: Mapping[str, Tensor],
+    optimizer: dict[Any, Any],
+    groups: list[Any],
+    args: Mapping[str, Any],
+) -> Iterator[tuple[str, Place]]:
+    """The states of an optimizer that is not distributed, each as a buffer of its own.
+
+    It knows parameters by number: group by group, each in the `order` of the model.
+    """
+    member = members(groups, {name: weights[name].shape for name in order}, args)
+    masters = optimizer.get("fp32_from_fp16_params", [])
+    known = optimizer.get("optimizer", optimizer).get("state")
+    if member is None or not isinstance(known, dict) or not isinstance(masters, list):
+        raise UnsupportedCheckpoint(
+            f"{file.path}: Megatron-Core's usual rule does not give the members of the groups",
+            hint=WEIGHTS_ONLY,
+        )
+    for number, group in enumerate(groups):
+        names = [name for name in order if member[name] == number]
+        halves = iter(masters[number] if number < len(masters) else ())
+        numbers = group.get("params")
+        if not isinstance(numbers, list) or len(numbers) != len(names):
+            raise InconsistentCheckpoint(
+                f"{file.path}: group {number} has not the {len(names)} parameters of the model",
+                hint=WEIGHTS_ONLY,
+            )
+        for name, key in zip(names, numbers, strict=True):
+            weight = weights[name]
+            state = {**known.get(key, {})}
+            if weight.dtype != "F32":
+                state["param"] = next(halves, None)
+            tensors = {}
+            for slot, tensor in state.items():
+                if slot == "step":
+                    continue
+                if (
+                    not isinstance(tensor, Tensor)
+                    or tensor.shape != weight.shape
+                    or tensor.dtype != "F32"
+                    or not tensor.contiguous
+                ):
+                    raise InconsistentCheckpoint(
+                        f"{file.path}: state {slot} of number {key} does not fit {name}",
+                        hint=WEIGHTS_ONLY,
+                    )
+                runs = Runs([Fragment(0, tensor.numel, file.extent(tensor))])
+                tensors["master" if slot == "param" else slot_name(slot)] = [runs]
+            yield name, (Flat(name, weight.dtype, (weight.numel,), tensors), (0, 0))
+
+
+def without_members(file: TorchFile, group: dict[str, Any], inner: dict[Any, Any]) -> Any:
+    """A group without the numbers of its parameters, with the step that its states have."""
+    numbers = group.get("params", ())
+    result = {key: value for key, value in group.items() if key != "params"}
+    known = inner.get("state", {})
+    steps = [known[key].get("step") for key in numbers if key in known]
+    if steps and "step" not in result and steps[0] is not None:
+        values = [file.scalar(step) if isinstance(step, Tensor) else step for step in steps]
+        if any(value != values[0] for value in values):
+            raise InconsistentCheckpoint(f"{file.path}: the steps of parameters differ")
+        result["step"] = values[0]
+    return result
