@@ -161,8 +161,11 @@ def _unused(manifest: Manifest, reading: Reading, format: Format) -> list[str]:
 def _in_other_order(manifest: Manifest, reading: Reading) -> list[str]:
     """A sentence about `--param-names` that names the parameters which the files name themselves.
 
-    A reader that needs names has taken those of the option, in its order.
+    A reader that needs names has taken those of the option, in its order. Only stages of a pipeline
+    have an order of their own.
     """
+    if manifest.source.get("pp") not in (None, 1):
+        return []
     trained = [name for name, parameter in manifest.parameters.items() if parameter.trainable]
     given = [name for name in reading.param_names or () if name in trained]
     if given == trained or {*given} != {*trained} or not is_known(manifest):
