@@ -347,7 +347,7 @@ def _proof(root: Path) -> Target:
     def run(data: bytes) -> None:
         path.write_bytes(data)
         saved.is_proof(str(path))
-        proven, *_ = saved._read_proof(str(path), manifest)
+        proven, *_ = saved.read_proof(str(path), manifest)
         saved.with_values({"differences": [], "problems": []}, manifest, proven, [], [])
 
     return Target(run, [sample], (mutations.json_, mutations.json_, mutations.bytes_))
