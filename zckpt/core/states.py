@@ -28,8 +28,8 @@ from .manifest import Manifest, slot_key
 from .weights import WEIGHTS, is_optimizers
 from .wrapper import without_wrapped, wrapped
 
-OTHER, PARTITIONS, BESIDE = "other", "partitions", "beside"
-"""Keys of `Manifest.state["optimizer"]`; the last one has numbers of no parameter."""
+OTHER, PARTITIONS, BESIDE, AMONG = "other", "partitions", "beside", "among"
+"""Keys of `Manifest.state["optimizer"]`; the last two have numbers of no parameter."""
 NO_PARAMETER = "no parameter"
 """Whose a state is that stands beside those of parameters."""
 
@@ -145,8 +145,18 @@ def _optimizer(manifest: Manifest) -> Mapping[str, Any]:
 
 
 def beside(manifest: Manifest) -> dict[str, Any]:
-    """`state.optimizer.beside`: numbers and texts that stand beside the states of parameters."""
-    values = _optimizer(manifest).get(BESIDE)
+    """`state.optimizer.beside`: numbers and texts beside an optimizer's `state`."""
+    return _numbers(manifest, BESIDE)
+
+
+def among(manifest: Manifest) -> dict[str, Any]:
+    """`state.optimizer.among`: numbers and texts in an optimizer's `state`, among the states of
+    parameters."""
+    return _numbers(manifest, AMONG)
+
+
+def _numbers(manifest: Manifest, place: str) -> dict[str, Any]:
+    values = _optimizer(manifest).get(place)
     return dict(values) if isinstance(values, Mapping) else {}
 
 

@@ -1,7 +1,8 @@
 """What does an optimizer's state dict have beside the states of its parameters?
 
-A number or a text is kept in `state.optimizer.beside`, and a target may lack it: the report says
-so. Anything else is a state of no parameter, which is not read: a target would lack it.
+A number or a text is kept where it stands, in `state.optimizer.beside` or `among`, and a target
+may lack it: the report says so. Anything else is a state of no parameter, which is not read: a
+target would lack it.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from msgspec import Struct
 
 from ..core.inert import PLAIN, inside
 from ..core.manifest import Entry, Unread
-from ..core.states import NO_PARAMETER
+from ..core.states import AMONG, BESIDE, NO_PARAMETER
 from ..core.unread import unread
 
 OF_NO_GROUP = "no group contains it: zckpt reads the states of parameters alone"
 BESIDE_STATE = "it stands beside the optimizer's `state`, which alone zckpt reads"
+PLACES = {OF_NO_GROUP: AMONG, BESIDE_STATE: BESIDE}
 
 Keep = Callable[[Any, str, dict[str, Entry]], Any]
 """Gives an inert value; the entries of its tensors, whose names begin with a path, are added."""
@@ -33,12 +35,16 @@ class Stranger(Struct, frozen=True):
 
 
 def sorted_out(strangers: Iterable[Stranger], keep: Keep) -> tuple[dict[str, Any], list[Unread]]:
-    """The numbers and texts by their keys, and what is not read."""
-    numbers: dict[str, Any] = {}
+    """The numbers and texts by their places and keys, and what is not read.
+
+    A key that is no text could be a parameter's; and of two that are equal, only one has the place.
+    """
+    numbers: dict[str, dict[Any, Any]] = {place: {} for place in PLACES.values()}
     states = []
     for item in strangers:
-        if is_plain(item.value):
-            numbers[str(item.key)] = item.value
+        own = numbers.get(PLACES.get(item.reason, ""))
+        if own is not None and is_plain(item.value) and type(item.key) is str and item.key not in own:
+            own[item.key] = item.value
             continue
         tensors: dict[str, Entry] = {}
         value = keep(item.value, inside("optimizer.beside", item.key), tensors)

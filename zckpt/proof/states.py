@@ -50,8 +50,10 @@ SCALING = tuple(f"optimizer.{key}" for key in ("loss_scaler", "dynamic_loss_scal
 CLIPPING = "optimizer.clip_grad"
 UNCLIPPED = (None, "DeepSpeedZeroOptimizer_Stage3", "FP16_UnfusedOptimizer")
 """The wrappers that leave it to the configuration."""
-BESIDE = "optimizer.beside"
-"""Numbers that stand beside the states of parameters: state dicts have them anywhere."""
+OF_NO_PARAMETER = ("optimizer.beside", "optimizer.among")
+"""Numbers beside an optimizer's `state`, or in it."""
+MERGED = "deepspeed-universal"
+"""The format whose loader takes nothing of the optimizer but states and groups."""
 OF_NAMES = ("guessed", "ordered", "file")
 """Facts about names: what files do not state of them, and what a file itself is called."""
 _NOTHING: tuple[Any, ...] = (None, {}, [])
@@ -200,8 +202,9 @@ class _Comparison:
             return False
         if path == CLIPPING and self.other_wrapper and _wrapper(manifest)[0] in UNCLIPPED:
             return False
-        if path.startswith(BESIDE):
-            return isinstance(engine, (FlatBufferEngine, StateDictEngine))
+        if path.startswith(OF_NO_PARAMETER):
+            has_dict = isinstance(engine, (FlatBufferEngine, StateDictEngine))
+            return has_dict and manifest.format != MERGED
         if part in OF_PROGRAM:
             if isinstance(engine, StateDictEngine):
                 return engine.folders is None or part == "module_extra"

@@ -66,6 +66,12 @@ def unable_to_step(manifest: Manifest, options: Options) -> list[str]:
     ]
 
 
+def _numbers(manifest: Manifest) -> dict[str, Any]:
+    """Numbers of no parameter, those in the optimizer's `state` as `state.n`."""
+    own = {f"state.{key}": value for key, value in states.among(manifest).items()}
+    return states.beside(manifest) | own
+
+
 def _line(state: State, reason: str) -> Report:
     return {"state": state.key, "parameters": state.count, "reason": reason}
 
@@ -101,7 +107,7 @@ class Keeping(Struct, frozen=True):
 
     def try_out(self, layout: Layout) -> None:
         """Reads the shells back from a temporary folder, for a run that writes nothing."""
-        asks = self.has_states or states.beside(self.source) or any(self._lost_of_groups)
+        asks = self.has_states or _numbers(self.source) or any(self._lost_of_groups)
         if asks and layout.read_back is not None:
             with _laid_out(layout.shells()) as folder:
                 layout.read_back(folder)
@@ -153,8 +159,8 @@ class Keeping(Struct, frozen=True):
         return [_line(state, "the optimizer computes it afresh") for state in afresh]
 
     def _beside(self, shells: Manifest) -> list[str]:
-        """Numbers beside the states of parameters that the target lacks."""
-        lost = states.beside(self.source).keys() - states.beside(shells).keys()
+        """Numbers of no parameter that the target lacks."""
+        lost = _numbers(self.source).keys() - _numbers(shells).keys()
         if not lost or self.options.weights_only or not self.format.is_resumed:
             return []
         return [f"{listed(sorted(lost))}, beside the optimizer's states"]

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from ...core.facts import FlatBufferEngine, StepPlace
 from ...core.inert import Foreign
 from ...core.manifest import Manifest, Parameter, Sighting
-from ...core.states import BESIDE, PARTITIONS
+from ...core.states import PARTITIONS
 from ...errors import listed
 from ...files.torchfile import TorchFile
 from ...training import steps
@@ -79,7 +79,7 @@ def manifest_of(
             config,
         ),
         step_place=place,
-        state=_state(ranks, tensors, {PARTITIONS: partitions, BESIDE: numbers}),
+        state=_state(ranks, tensors, {PARTITIONS: partitions, **numbers}),
         replicas=tuple(tensors.replicas),
         of_ranks=of_ranks(ranks),
         layout=layout(ranks),

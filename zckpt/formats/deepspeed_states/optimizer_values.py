@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...core.inert import Foreign, Global, Scalar
-from ...core.states import beside
+from ...core.states import among, beside
 from ...errors import InconsistentCheckpoint
 from ...files.torchshell import Storages
 from ...training import steps
@@ -53,7 +53,7 @@ def base_state(
         groups.append(target.thawed(group, storages) | own | stepped | {"params": members})
     return {
         **beside(target.source),
-        "state": {place: state for place, state in states.items() if state},
+        "state": {place: state for place, state in states.items() if state} | among(target.source),
         "param_groups": groups,
     }
 

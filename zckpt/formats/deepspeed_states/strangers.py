@@ -31,7 +31,7 @@ OF_ZCKPT = frozenset(("members", "other"))
 
 
 def strangers_of(ranks: EngineStates) -> tuple[dict[str, Any], list[Unread]]:
-    """The numbers beside the states of parameters, and the states that are not read.
+    """The numbers of no parameter by their places, and the states that are not read.
 
     Each has the values of all ranks, unless they are one number.
     """

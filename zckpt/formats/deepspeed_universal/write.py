@@ -17,7 +17,6 @@ from msgspec.structs import replace
 from ...core.facts import FlatBufferEngine
 from ...core.layout import Layout, Shell
 from ...core.manifest import Manifest, slot_key
-from ...core.states import beside
 from ...errors import InconsistentCheckpoint, UnsupportedCheckpoint, WrongOption, listed, literal
 from ...files.torchshell import Storages, shell
 from ...training.options import Options
@@ -260,16 +259,18 @@ def _common_file(target: DeepSpeedTarget, name: str) -> Shell:
     if target.engine.partitioned:
         value["partition_count"] = target.dp
         states = {
-            number: _step(target, buffer, storages) for number, buffer in enumerate(target.buffers)
+            number: step
+            for number, buffer in enumerate(target.buffers)
+            if (step := _step(target, buffer, storages))
         }
     else:
         value |= clipping(target)
     if facts := target.source.state.get("tensor_parallel"):
         value[CUTS] = facts
-    base = base_state(target, states, storages)
-    value = {**beside(target.source), **value, "param_groups": base["param_groups"]}
+    # the loader takes nothing of what stands beside groups and states
+    groups = value["param_groups"] = base_state(target, states, storages)["param_groups"]
     if target.engine.partitioned:
-        value["optimizer_state_dict"] = base
+        value["optimizer_state_dict"] = {"state": states, "param_groups": groups}
     return shell(name, value, storages)
 
 

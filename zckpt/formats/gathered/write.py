@@ -35,7 +35,7 @@ from ...core.folder import Folder
 from ...core.inert import Scalar, TensorName, map_values
 from ...core.layout import Layout, Shell
 from ...core.manifest import Manifest
-from ...core.states import beside
+from ...core.states import among, beside
 from ...errors import listed, literal
 from ...files import safefile
 from ...files.torchfile import Tensor
@@ -268,7 +268,7 @@ class StateDictWriter(StateDicts):
         if self.file_names.by_name:
             return {
                 **beside(self.source),
-                "state": dict(self._states()),
+                "state": dict(self._states()) | among(self.source),
                 "param_groups": [
                     {**group, "params": self.members(place)}
                     for place, group in enumerate(self.groups)
@@ -281,7 +281,7 @@ class StateDictWriter(StateDicts):
         state = {
             self.numbers[name]: state for name, state in self._states() if name in self.numbers
         }
-        own = {"state": dict(sorted(state.items())), "param_groups": groups}
+        own = {"state": dict(sorted(state.items())) | among(self.source), "param_groups": groups}
         return beside(self.source) | own
 
     def _everything(self, keys: Keys) -> dict[Any, Any]:

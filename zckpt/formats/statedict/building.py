@@ -80,8 +80,8 @@ class ManifestBuilder:
             )
             for (key, kind), own in self.in_pieces.items()
         )
-        beside, unread = sorted_out([*saved.strangers, *in_pieces], self._kept)
-        state, engine = self._state(beside)
+        numbers, unread = sorted_out([*saved.strangers, *in_pieces], self._kept)
+        state, engine = self._state(numbers)
         return Manifest(
             root=saved.root,
             format=str(saved.source["format"]),
@@ -303,7 +303,7 @@ class ManifestBuilder:
         ]
         return name_of_groups(keys, groups)
 
-    def _state(self, beside: Mapping[str, Any]) -> tuple[dict[str, Any], StateDictEngine]:
+    def _state(self, numbers: Mapping[str, Any]) -> tuple[dict[str, Any], StateDictEngine]:
         """Everything else, so that the state dicts can be written again."""
         models = {root.model for root in self.roots}
         rest = without(self.saved.tree, models | {*self.optimizers, *self.ignored})
@@ -346,7 +346,7 @@ class ManifestBuilder:
             schedulers = state["client_state"].get(LISTED)
             for place, each in enumerate(schedulers if isinstance(schedulers, list) else ()):
                 self._sight_scheduler(f"{LISTED}.{place}", each)
-        own = {"other": self._kept(self.other, "optimizer.other"), "beside": dict(beside)}
+        own = {"other": self._kept(self.other, "optimizer.other"), **numbers}
         if any(own.values()):
             state["optimizer"] = {key: values for key, values in own.items() if values}
         return state, engine

@@ -15,7 +15,7 @@ from msgspec import Struct
 from ...core.facts import FlatBufferEngine
 from ...core.inert import Scalar, TensorName
 from ...core.manifest import Manifest, slot_key
-from ...core.states import beside
+from ...core.states import AMONG, BESIDE, OTHER, among, beside
 from ...core.weights import WIDE, is_optimizers, weight_of
 from ...errors import WrongOption, brief, counted, listed
 from ...naming import peft
@@ -223,6 +223,9 @@ class StateDicts:
         for name, state in self._states():
             for key, value in state.items():
                 yield from flattened(self._state_path(name, key), value)
+        if self.layout != "flat":  # torch finds there what begins with a parameter's name
+            for key, value in among(self.source).items():
+                yield (*self.optimizer, "state", key), value
         for place, group in enumerate(self.groups):
             members = self.members(place)
             if self.layout == "flat":
@@ -322,7 +325,7 @@ def left_out(source: Manifest, options: Options) -> list[str]:
         return []
     kept = source.state.get("optimizer") or {}
     clipping = _clipping(source, kept.get("clip_grad"))
-    written = {"other", "beside", *(["clip_grad"] if clipping else [])}
+    written = {OTHER, BESIDE, AMONG, *(["clip_grad"] if clipping else [])}
     lost = [
         f"optimizer.{key}"
         for key, value in kept.items()

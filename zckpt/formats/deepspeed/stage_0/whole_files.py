@@ -12,7 +12,7 @@ from typing import Any
 
 from ....core.layout import Shell
 from ....core.manifest import slot_key
-from ....core.states import beside
+from ....core.states import among, beside
 from ....files.torchshell import Storages, shell
 from ...deepspeed_states.hyper import FLAT
 from ...deepspeed_states.model_files import model_files
@@ -110,6 +110,7 @@ def _base(
                 states[number] = state
         stepped = group_step(target, [places[id(each)] for each in group if each], storages)
         param_groups.append(target.thawed(hyper, storages) | stepped | {"params": own})
+    states |= among(target.source)
     return {**beside(target.source), "state": states, "param_groups": param_groups}, frozen
 
 
