@@ -19,6 +19,7 @@ from ..core.unread import unread
 
 OF_NO_GROUP = "no group contains it: zckpt reads the states of parameters alone"
 BESIDE_STATE = "it stands beside the optimizer's `state`, which alone zckpt reads"
+NO_NAMES = "it has no names: zckpt reads the states of a parameter by their names"
 PLACES = {OF_NO_GROUP: AMONG, BESIDE_STATE: BESIDE}
 
 Keep = Callable[[Any, str, dict[str, Entry]], Any]

@@ -107,6 +107,10 @@ class _Comparison:
         one, other = (
             {key: item for key, item in side.items() if key not in left} for side in (a, b)
         )
+        for place in OF_NO_PARAMETER:  # so that a line names each number
+            key = place.partition(".")[2]
+            if one.keys() ^ other.keys() >= {key}:
+                one, other = ({key: {}, **side} for side in (one, other))
         return one, other
 
     def _names(self) -> list[dict[str, str]]:

@@ -38,12 +38,16 @@ BUFFERS = re.compile(  # the names that modules of torch and transformers give t
 
 
 class OptimizerState(Struct, frozen=True):
-    """An optimizer's state by name (or number), and its groups with their members."""
+    """An optimizer's state by name (or number), and its groups with their members.
+
+    `others` are the values in its `state` that are no states by their names.
+    """
 
     layout: str
     state: dict[Any, dict[str, Any]]
     groups: list[dict[str, Any]]
     members: list[list[Any]] = field(default_factory=list)
+    others: dict[Any, Any] = field(default_factory=dict)
 
     @property
     def is_numbered(self) -> bool:
@@ -94,17 +98,22 @@ def is_optimizer(value: dict[Any, Any]) -> bool:
 def read_optimizer(state_dict: dict[Any, Any]) -> OptimizerState:
     if "param_groups" not in state_dict:
         return _flat(state_dict)
-    state = state_dict.get("state") or {}
+    values = state_dict.get("state") or {}
+    state = {key: own for key, own in values.items() if isinstance(own, dict)}
+    others = {key: own for key, own in values.items() if key not in state}
     keys = [next(key for key in MEMBERS if key in group) for group in state_dict["param_groups"]]
     pairs = list(zip(keys, state_dict["param_groups"], strict=True))
     members = [list(group[key]) for key, group in pairs]
     groups = [{name: value for name, value in group.items() if name != key} for key, group in pairs]
-    optimizer = OptimizerState("nested", state, groups, members)
+    optimizer = OptimizerState("nested", state, groups, members, others)
     if not optimizer.is_numbered:
         return optimizer
     # planners of torch.distributed.checkpoint turn the numbers into text
-    numbered = {int(key) if str(key).isdecimal() else key: own for key, own in state.items()}
-    return replace(optimizer, layout="raw", state=numbered)
+    state, others = (
+        {int(key) if str(key).isdecimal() else key: own for key, own in each.items()}
+        for each in (state, others)
+    )
+    return replace(optimizer, layout="raw", state=state, others=others)
 
 
 def _flat(state_dict: dict[Any, Any]) -> OptimizerState:

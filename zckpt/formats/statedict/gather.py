@@ -172,7 +172,8 @@ def _optimizer(state_dict: Mapping[Any, Any], numbers: Sequence[str]) -> _Optimi
     groups = _listed(state_dict["param_groups"]) or []
     members = [member for group in groups for member in _members(group) or ()]
     # planners of torch.distributed.checkpoint turn numbers into text
-    states = {str(key): value for key, value in (state_dict.get("state") or {}).items()}
+    values = (state_dict.get("state") or {}).items()
+    states = {str(key): value for key, value in values if isinstance(value, dict)}
     if any(type(member) is int for member in members):
         beside = [name for group in groups for name in _listed(group.get("param_names")) or ()]
         names = next((list(n) for n in (numbers, beside) if len(n) == len(members)), None)

@@ -15,7 +15,7 @@ from ...naming.names import names_in
 from ...training.programs import program_of
 from ...training.trainers import config_of, of_model
 from ..reading import USUAL, Reading
-from ..strangers import BESIDE_STATE, OF_NO_GROUP, Stranger
+from ..strangers import BESIDE_STATE, NO_NAMES, OF_NO_GROUP, Stranger
 from .building import ManifestBuilder
 from .finding import (
     OptimizerState,
@@ -186,7 +186,13 @@ def _named(
                 saved.warnings.append(f"{key} is read as the program's own state: {error}{way}")
             continue
         whole = value_at(saved.tree, path) if path else {}  # or the optimizer is the whole tree
+        saved.strangers += [
+            Stranger(key, value, NO_NAMES, (root.prefix + name_of[key],))
+            for key, value in optimizer.others.items()
+            if key in name_of
+        ]
         for values, known, reason in (
+            (optimizer.others, name_of.__contains__, OF_NO_GROUP),
             (optimizer.state, name_of.__contains__, OF_NO_GROUP),
             (whole, is_optimizers_key, BESIDE_STATE),
         ):
