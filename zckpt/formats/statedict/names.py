@@ -154,9 +154,11 @@ def shape_of(state: Mapping[str, Any]) -> tuple[int, ...] | None:
     """The shape of a parameter, as its states show it; None if they do not.
 
     Adafactor keeps rows and columns, 8-bit optimizers keep scales: no shape is taken from those.
+    SPAM's moments are vectors, of the elements where its mask is true.
     """
     tensors = {key: leaf for key, leaf in state.items() if isinstance(leaf, Leaf) and key != "step"}
-    shapes = {leaf.shape for key, leaf in tensors.items() if key in ELEMENTWISE}
+    shapes = {leaf.shape for leaf in tensors.values() if leaf.dtype == "BOOL"}
+    shapes = shapes or {leaf.shape for key, leaf in tensors.items() if key in ELEMENTWISE}
     records = [shape_of_record(value) for value in state.values() if class_of(value)]
     shapes = shapes or {shape for shape in records if shape is not None}
     shapes = shapes or {leaf.shape for leaf in tensors.values()}

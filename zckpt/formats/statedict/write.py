@@ -237,7 +237,8 @@ class StateDicts:
                         yield from flattened(path, value)
                 continue
             for key, value in group.items():
-                yield from flattened((*self.optimizer, "param_groups", place, key), value)
+                path = (*self.optimizer, "param_groups", place, _kept_key(key))
+                yield from flattened(path, value)
             params = [
                 self.numbers[name] if self.layout == "raw" else self.own_name(name)
                 for name in members
@@ -261,7 +262,7 @@ class StateDicts:
         ]
 
     def _state_path(self, name: str, key: Any) -> Path:
-        key = key if isinstance(key, (str, int)) else str(key)
+        key = _kept_key(key)
         if self.layout == "flat":
             return (*self.optimizer, f"state.{self.own_name(name)}.{key}")
         own = str(self.numbers[name]) if self.layout == "raw" else self.own_name(name)
@@ -286,6 +287,11 @@ class StateDicts:
             state |= other.get(name) or {}
             if state:
                 yield name, state
+
+
+def _kept_key(key: Any) -> Any:
+    """A text or number; torch.distributed.checkpoint has no other keys."""
+    return key if isinstance(key, (str, int)) else str(key)
 
 
 def _refuse_tensors(group: dict[str, Any]) -> None:
