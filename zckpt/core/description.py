@@ -84,6 +84,7 @@ def inspect(manifest: Manifest, objects: Sequence[str]) -> Report:
 
 
 FORMS = {
+    "none": "None",
     "other": "of other shapes than the parameters, or no tensors",
     "partition": "of the ranks' parts of flat buffers",
     "wrapper": "of an optimizer around this one",

@@ -17,7 +17,7 @@ from ..errors import MissingData, UnsupportedCheckpoint
 from .cast import CASTABLE
 from .dtypes import NUMBERS, SIZES
 from .fragments import Fragment, Slices
-from .manifest import Entry, Manifest
+from .manifest import Entry, Manifest, slot_key
 from .weights import WEIGHTS, WIDE, counterpart, weight_of
 
 
@@ -91,7 +91,7 @@ def _source_of(entry: Entry, name: str, source: Manifest, from_masters: bool) ->
     else:
         origin = source.entries.get(f"{name}/{entry.slot}")
     if origin is None:
-        raise MissingData(f"the source holds no {entry.slot} of {entry.parameter}")
+        raise MissingData(f"the source holds no {slot_key(entry.slot)} of {entry.parameter}")
     if origin.shape != entry.shape:
         raise MissingData(
             f"{entry.name} has shape {origin.shape} in the source and {entry.shape} in the target"

@@ -2,6 +2,7 @@
 
     slot         a tensor of the parameter's shape: the entry `parameter/slot`
     number       one number: `Parameter.scalars`
+    none         None for all parameters that have it: in `state.optimizer.other` too
     other        any other value of a parameter: `state.optimizer.other`, by parameter and key
     partition    what a rank keeps of its part of a flat buffer: `state.optimizer.partitions`
     wrapper      what an optimizer around the optimizer keeps: in `state.client_state`
@@ -85,7 +86,7 @@ def states_of(manifest: Manifest) -> dict[str, State]:
     def add(key: str, name: str, tensors: Sequence[str], form: str, reason: str = "") -> None:
         state = states.get(key)
         if state is None or state.form != form:
-            known = {} if state is None else state.tensors
+            known = {} if state is None or state.form == "none" else state.tensors
             state = states[key] = State(key, known, form, reason)
         state.tensors[name] = (*state.tensors.get(name, ()), *tensors)
 
@@ -94,9 +95,12 @@ def states_of(manifest: Manifest) -> dict[str, State]:
             add(key, name, (), "number")
     for name, values in others_of(manifest).items():
         for key, value in values.items():
-            if value is not None:  # torch's SGD keeps a momentum_buffer that is None
-                tensors = [f"{tensor}/state" for tensor in tensors_in(value)]
+            tensors = [f"{tensor}/state" for tensor in tensors_in(value)]
+            known = states.get(str(key))
+            if value is not None:
                 add(str(key), name, tensors, "other")
+            elif known is None or known.form == "none":  # a momentum_buffer of torch's SGD
+                add(str(key), name, tensors, "none")
     for part in partitions_of(manifest):
         for key, values in part["states"].items():
             names = [f"{tensor}/state" for tensor in tensors_in(values)]
@@ -173,10 +177,13 @@ def tensors_in(value: Any) -> list[str]:
     return list(names)
 
 
-def is_afresh(key: str, manifest: Manifest) -> bool:
-    """Whether the optimizer computes a state before it uses it: it may be lost."""
-    shown_by = AFRESH.get(key, frozenset())
-    return any(not shown_by.isdisjoint(group) for group in manifest.groups or ())
+def harmless(state: State, manifest: Manifest) -> str:
+    """Why a state may be lost; empty if it may not."""
+    if state.form == "none":
+        return "it is None"
+    shown_by = AFRESH.get(state.key, frozenset())
+    is_afresh = any(not shown_by.isdisjoint(group) for group in manifest.groups or ())
+    return "the optimizer computes it afresh" if is_afresh else ""
 
 
 def lost(source: Manifest, target: Manifest) -> list[State]:

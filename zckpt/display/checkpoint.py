@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any
 
 from ..core.description import matching
-from ..core.manifest import Entry, Manifest
+from ..core.manifest import Entry, Manifest, slot_key
 from ..errors import counted, listed, sized
 from .terminal import brief, cell, checked, safe, states, table, unchecked, warn
 
@@ -46,7 +46,7 @@ def summary(report: dict[str, Any], quiet: bool) -> None:
     table(
         ("slot", "dtype", "tensors", "elements", "bytes"),
         [
-            (slot, s["dtype"], s["tensors"], s["elements"], s["bytes"])
+            (safe(slot_key(slot)), s["dtype"], s["tensors"], s["elements"], s["bytes"])
             for slot, s in report["slots"].items()
         ],
     )

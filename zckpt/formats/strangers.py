@@ -44,7 +44,8 @@ def sorted_out(strangers: Iterable[Stranger], keep: Keep) -> tuple[dict[str, Any
     states = []
     for item in strangers:
         own = numbers.get(PLACES.get(item.reason, ""))
-        if own is not None and is_plain(item.value) and type(item.key) is str and item.key not in own:
+        is_named = type(item.key) is str and own is not None and item.key not in own
+        if own is not None and is_named and is_plain(item.value):
             own[item.key] = item.value
             continue
         tensors: dict[str, Entry] = {}

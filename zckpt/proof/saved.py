@@ -112,7 +112,7 @@ def about(manifest: Manifest) -> Report:
 
 def _others(manifest: Manifest) -> list[State]:
     """The states that are neither tensors of a parameter's shape nor numbers."""
-    return [s for s in states_of(manifest).values() if s.form not in ("slot", "number")]
+    return [s for s in states_of(manifest).values() if s.form not in ("slot", "number", "none")]
 
 
 def is_proof(path: str) -> bool:

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from ..core.facts import FlatBufferEngine, NamedWeightsEngine, StateDictEngine, StepPlace, layers_of
 from ..core.inert import Scalar, alike, plain_group, to_json
 from ..core.manifest import Manifest, Parameter
-from ..core.states import State, is_afresh, lost
+from ..core.states import State, harmless, lost
 from ..errors import counted, listed
 from .states import by_comparable_keys, engine_name
 
@@ -115,10 +115,10 @@ def lacking(a: Manifest, b: Manifest, reported: Collection[str]) -> tuple[list[R
     lines, notes = [], []
     for only, owner, other in (("a", a, b), ("b", b, a)):
         for state in _lost(owner, other, reported):
-            if is_afresh(state.key, owner):
+            if reason := harmless(state, owner):
                 notes.append(
                     f"{state.key} of {counted(state.count, 'parameter')}: only in "
-                    f"{owner.root}; the optimizer computes it afresh"
+                    f"{owner.root}; {reason}"
                 )
                 continue
             line = {

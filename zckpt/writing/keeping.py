@@ -147,16 +147,16 @@ class Keeping(Struct, frozen=True):
         )
 
     def _computed_afresh(self, shells: Manifest) -> list[Report]:
-        """States that the target lacks and its optimizer computes afresh; raises for others."""
+        """States that the target lacks without harm; raises for others."""
         if not self.has_states:
             return []
         renamed = () if self.named is self.source else states.lost(self.source, self.named)
         unfit = states.of_vectors(self.source, shells)
         lost = {state.key: state for state in (*unfit, *states.lost(self.named, shells), *renamed)}
-        afresh = [state for key, state in lost.items() if states.is_afresh(key, self.source)]
-        if len(lost) > len(afresh):
-            self._refuse([state for state in lost.values() if state not in afresh])
-        return [_line(state, "the optimizer computes it afresh") for state in afresh]
+        reasons = {key: states.harmless(state, self.source) for key, state in lost.items()}
+        if needed := [state for key, state in lost.items() if not reasons[key]]:
+            self._refuse(needed)
+        return [_line(state, reasons[key]) for key, state in lost.items()]
 
     def _beside(self, shells: Manifest) -> list[str]:
         """Numbers of no parameter that the target lacks."""

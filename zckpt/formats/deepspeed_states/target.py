@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from math import prod
+from shlex import quote
 from typing import Any
 
 from msgspec import Struct
@@ -168,11 +169,12 @@ class DeepSpeedTarget:
         for name in members:
             missing = set(slots) - {slot for slot, _ in self._states(name)}
             if missing:
+                key = slot_key(min(missing))
                 raise MissingData(
-                    f"the source holds {sorted(missing)[0]} of other parameters of the same group, "
-                    f"but not of {name}",
-                    hint=f"to go on without it: --drop-state {sorted(missing)[0]} (or "
-                    "--weights-only)",
+                    f"the source holds {key} of other parameters of the same group, but not of "
+                    f"{name}",
+                    hint=f"--to gathered and --to dcp keep it as it is; to go on without it: "
+                    f"--drop-state {quote(key)} (or --weights-only)",
                 )
         masters = {self.master_dtype(name) for name in members}
         return TargetBuffer(

@@ -228,7 +228,7 @@ class MegatronWriter:
     def _state(self, name: str, slot: str) -> Entry:
         entry = self.source.entries.get(f"{name}/{slot}")
         if entry is None:
-            raise MissingData(f"the source holds no {slot} of {name}")
+            raise MissingData(f"the source holds no {slot_key(slot)} of {name}")
         return entry
 
     # -- what is not a tensor

@@ -100,7 +100,8 @@ def _base(
     """The base optimizer's state_dict, and the numbers of frozen parameters."""
     numbered = count()
     places = {id(buffer): place for place, buffer in enumerate(target.buffers)}
-    states, param_groups, frozen = {}, [], []
+    states: dict[Any, Any] = {}
+    param_groups, frozen = [], []
     for hyper, group in zip(target.groups, groups, strict=True):
         own = [next(numbered) for _ in group]
         for number, buffer in zip(own, group, strict=True):

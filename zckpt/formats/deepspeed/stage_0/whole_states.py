@@ -73,8 +73,7 @@ def with_states(whole: WholeOptimizer) -> tuple[EngineStates, list[_Unit]]:
     other: States = {}
     for unit in units:
         for key, value in unit.state.items():
-            is_other = value is not None and not _is_slot(unit, key, value)
-            is_plain = not is_other or (key in numbers and _is_number(value))
+            is_plain = _is_slot(unit, key, value) or (key in numbers and _is_number(value))
             if is_plain or (key == "step" and _is_step(whole.states, value)):
                 continue
             other.setdefault(unit.names[0], {})[key] = value
