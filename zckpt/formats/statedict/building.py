@@ -214,9 +214,11 @@ class ManifestBuilder:
             if key == "step" and _is_step(value):
                 continue
             is_named = isinstance(key, str)
+            # a key to whose tensor zckpt gave a name was no text before
+            is_slot = isinstance(value, Leaf) and value.shape == parameter.shape and not value.name
             if is_named and key in scalars and _is_number(value):
                 parameter.scalars[key] = _number(value)
-            elif is_named and _is_slot(value, parameter):
+            elif is_named and is_slot:
                 self._add_entry(f"{name}/{slot_name(key)}", value)
             elif isinstance(value, InPieces):
                 self.in_pieces.setdefault((key, value.name), {})[name] = value
@@ -377,11 +379,6 @@ def _is_number(value: Any) -> bool:
     if isinstance(value, Leaf):
         return value.numel == 1 and value.dtype in NUMBERS
     return type(value) in PYTHON_NUMBERS.values()
-
-
-def _is_slot(value: Any, parameter: Parameter) -> bool:
-    """Whether a state is a tensor of the parameter's shape; what zckpt gave a name is none."""
-    return isinstance(value, Leaf) and value.shape == parameter.shape and not value.name
 
 
 def _number(value: Any) -> Scalar:

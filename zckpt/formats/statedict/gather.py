@@ -102,11 +102,11 @@ def states(
             single = isinstance(value, Saved) and prod(value.shape) == 1
             if key == "step" or (key in values and single) or not isinstance(value, Saved):
                 continue
-            if value.shape == model[name].shape:
+            if isinstance(key, str) and value.shape == model[name].shape:
                 yield replace(value, name=f"{name}/{slot_name(key)}")
     for state in optimizer.nameless(model):
         for key, value in state.items():
-            if key != "step" and isinstance(value, Saved):
+            if isinstance(key, str) and key != "step" and isinstance(value, Saved):
                 yield Nameless(slot_name(key), value)
 
 
