@@ -8,7 +8,6 @@ What a checkpoint is:
     weights.py        what stands for a weight
     states.py         which states an optimizer keeps, and which of them another checkpoint lacks
     wrapper.py        what an optimizer around it keeps
-    unread.py         states that are only compared
     missing_states.py which parameters lack a state that others have
     inert.py          objects of classes that are never imported
     version.py        the version of zckpt

@@ -14,8 +14,10 @@ from msgspec.structs import replace
 
 from ....core.inert import to_json
 from ....core.manifest import Entry, Manifest, Parameter
+from ....core.states import OTHER, PARTITIONS, others_of, partitions_of, tensors_in
 from ....errors import InconsistentCheckpoint, UnsupportedCheckpoint
 from ....training import steps
+from ...strangers import unread
 
 Groups = tuple[dict[str, Any], ...] | None
 OF_RANKS = ("lr_scheduler", "data_sampler", "random_ltd", "client_state", "module_extra")
@@ -123,6 +125,48 @@ def require_alike(root: str, name: str, first: Parameter, copy: Parameter, stage
             f"{root}: {name} has the shape {list(first.shape)} in one stage of the pipeline, and "
             f"{list(copy.shape)} in stage {stage}, or another group"
         )
+
+
+# -- states that are not read
+
+
+def as_unread(manifest: Manifest, reason: str) -> Manifest:
+    """The manifest whose states that are neither slots nor numbers are listed as not read."""
+    others, parts = others_of(manifest), partitions_of(manifest)
+    if not others and not parts:
+        return manifest
+    names: dict[str, dict[str, None]] = {}
+    values: dict[str, list[Any]] = {}
+    for name, own in others.items():
+        for key, value in own.items():
+            if value is not None:
+                names.setdefault(str(key), {})[name] = None
+                values.setdefault(str(key), []).append(value)
+    for part in parts:
+        for key, value in part["states"].items():
+            names.setdefault(str(key), {}).update(dict.fromkeys(part["parameters"]))
+            values.setdefault(str(key), []).append(value)
+    entries = dict(manifest.entries)
+    states = []
+    for key, value in values.items():
+        tensors = [entries.pop(f"{name}/state", None) for name in tensors_in(value)]
+        known = [entry for entry in tensors if entry is not None]
+        is_whole = len(known) == len(tensors)  # a stage of a pipeline lacks those of others
+        state = unread(key, names[key], reason, value, known)
+        states.append(state if is_whole else replace(state, content="", tensors=()))
+    optimizer = {
+        key: value
+        for key, value in manifest.state["optimizer"].items()
+        if key not in (OTHER, PARTITIONS)
+    }
+    gone = manifest.entries.keys() - entries.keys()
+    return replace(
+        manifest,
+        entries=entries,
+        replicas=tuple(entry for entry in manifest.replicas if entry.name not in gone),
+        state={**manifest.state, "optimizer": optimizer},
+        unread=(*manifest.unread, *states),
+    )
 
 
 # -- groups
