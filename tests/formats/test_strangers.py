@@ -48,7 +48,7 @@ def changed(run: Path, copy: Path, change: Callable[[dict[str, Any]], None]) -> 
     import deepspeed  # noqa: F401  (its classes are in the pickle)
 
     shutil.copytree(run, copy)
-    ranks = [*copy.rglob("*optim_states.pt")]
+    ranks = sorted(copy.rglob("*optim_states.pt"))
     for file in ranks or [*copy.rglob("mp_rank_00_model_states.pt")]:
         held = torch.load(file, weights_only=False)
         outer = held["optimizer_state_dict" if ranks else "optimizer"]
@@ -116,12 +116,47 @@ def test_what_a_file_has_beside_the_optimizer(kind: str, tmp_path: Path) -> None
         zckpt.convert(run, tmp_path / "new", to="universal")
 
 
-def test_numbers_that_ranks_have_of_their_own(tmp_path: Path) -> None:
-    numbers = iter((3, 4))
-    run = run_of(tmp_path, "stage 2")
-    run = changed(run, tmp_path / "own", lambda own: own["base"].update(rho=next(numbers)))
-    with pytest.raises(UnsupportedState, match="optimizer's rho of no parameter"):
+def grid_of(root: Path) -> Path:
+    """A run of two stages and two tensor ranks."""
+    zckpt.reshard(ROOT / "tests" / "data" / "zckpt-0.1-pp2_tp2" / "run", root / "grid", dp=1)
+    return root / "grid"
+
+
+def of_ranks(run: Path, copy: Path, *numbers: int) -> Path:
+    """A copy of a run whose ranks have these numbers beside the optimizer's states."""
+    each = iter(numbers)
+    return changed(run, copy, lambda own: own["base"].update(rho=next(each)))
+
+
+@pytest.mark.parametrize("numbers", [(3, 4), (3, 4, 3, 4), (3, 3, 4, 4), (3, 3, 3, 4)])
+def test_numbers_that_ranks_have_of_their_own(numbers: tuple[int, ...], tmp_path: Path) -> None:
+    """Data ranks, or stages of a pipeline and tensor ranks."""
+    plain = run_of(tmp_path, "stage 2") if len(numbers) == 2 else grid_of(tmp_path)
+    run = of_ranks(plain, tmp_path / "own", *numbers)
+    manifest = zckpt.read(run)
+    assert {item.key for item in manifest.unread} == {"rho"}
+    assert "beside" not in manifest.state["optimizer"]
+    with pytest.raises(UnsupportedState, match="optimizer's rho of no parameter") as ended:
         zckpt.convert(run, tmp_path / "new", to="universal")
+    assert "--drop-state rho" in str(ended.value.hint)
+    with pytest.raises(UnsupportedState, match="optimizer's rho of no parameter"):
+        zckpt.reshard(run, tmp_path / "new", dp=3)
+    zckpt.convert(run, tmp_path / "new", to="universal", drop_state=["rho"])
+    assert not zckpt.verify(run, tmp_path / "new")["equal"]
+    assert zckpt.verify(run, tmp_path / "new", drop_state=["rho"])["equal"]
+    zckpt.reshard(run, tmp_path / "dp3", dp=3, drop_state=["rho"])
+    assert zckpt.verify(run, of_ranks(plain, tmp_path / "same", *numbers))["equal"]
+    other = of_ranks(plain, tmp_path / "other", *reversed(numbers))
+    (line,) = zckpt.verify(run, other)["states"]
+    assert line["key"] == "rho of no parameter"
+
+
+def test_a_number_that_all_model_ranks_have(tmp_path: Path) -> None:
+    run = of_ranks(grid_of(tmp_path), tmp_path / "own", 3, 3, 3, 3)
+    zckpt.convert(run, tmp_path / "new", to="universal")
+    zckpt.reshard(run, tmp_path / "dp3", dp=3)
+    for path in (run, tmp_path / "new", tmp_path / "dp3"):
+        assert zckpt.read(path).state["optimizer"]["beside"] == {"rho": 3}
 
 
 def test_a_target_without_a_place_for_numbers(tmp_path: Path) -> None:

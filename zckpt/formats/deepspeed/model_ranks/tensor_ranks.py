@@ -82,7 +82,7 @@ def joined_slices(
         buffers=tuple(buffers),
         replicas=(*together.replicas, *replicas),
         warnings=(*together.warnings, *_doubts(given, cut)),
-        state={**first.state, "tensor_parallel": _facts(cut)},
+        state={**together.state, "tensor_parallel": _facts(cut)},
     )
 
 
