@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 import zckpt
 from zckpt.errors import UnsupportedState, ZckptError
+from zckpt.proof import unread, values
 
 from ..conftest import ROOT, Result
 from .test_own_states import FLAT, PLAIN, WHOLE, saved
@@ -215,6 +218,32 @@ def test_a_proof_has_them_too(tmp_path: Path, zckpt: Zckpt) -> None:
         ended = zckpt("verify", other, "--against", proof)
         assert ended.code == 3
         assert "rho" in ended.out
+
+
+def test_a_proof_with_another_form(tmp_path: Path, zckpt: Zckpt) -> None:
+    """The text of its value names the tensor's type and shape, which is not there."""
+    run = run_of(tmp_path, "stage 2", {"mean": torch.ones(2)})
+    proof = tmp_path / "proof.json"
+    assert zckpt("verify", run, "--save-proof", proof).code == 0
+    report = json.loads(proof.read_text())
+    (item,) = report["held"]["unread"]
+    item |= {"content": f"{item['content']} F32 [2] F32 [2]", "tensors": []}
+    proof.write_text(json.dumps(report))
+    ended = zckpt("verify", run, "--against", proof)
+    assert ended.code == 3, ended.err
+    assert "rho of no parameter: " in ended.out
+
+
+def test_ranks_of_which_one_is_not_known(tmp_path: Path) -> None:
+    """A stage of a pipeline may lack the tensors of a state: then nobody knows the whole state."""
+    manifest = zckpt.read(run_of(tmp_path, "stage 2", {"mean": torch.ones(2)}))
+    (known,) = manifest.unread
+    mixed = replace(manifest, unread=(known, replace(known, content="", tensors=())))
+    for a, b in ((mixed, mixed), (manifest, mixed), (mixed, manifest)):
+        assert unread.pairs(a, b) == []
+        assert unread.rest(a, b) == (a, b, [], [])
+    assert len(values.lacking(mixed, mixed, ())[0]) == 2
+    assert unread.rest(manifest, manifest)[0].unread == ()
 
 
 def test_state_dicts_are_compared_as_they_are(tmp_path: Path) -> None:
