@@ -336,21 +336,30 @@ def _gathered(root: Path) -> Target:
 
 
 def _proof(root: Path) -> Target:
-    from zckpt.proof import saved
+    import torch
 
-    folder, path = root / "universal-proof", root / "proof.json"
-    zckpt.convert(EXAMPLE, folder)
+    from zckpt.proof import saved, unread
+
+    folder, path = root / "proven", root / "proof.json"
+    zckpt.convert(EXAMPLE, folder, to="gathered")
+    optimizer = torch.load(folder / "optim.pt")
+    optimizer["state"]["shared"] = {"scale": torch.ones(2)}  # of no parameter: it is not read
+    torch.save(optimizer, folder / "optim.pt")
     manifest = zckpt.read(folder)
     report = zckpt.verify(folder)
-    sample = json.dumps(report).encode()
+    samples = [json.dumps(report).encode()]
+    (item,) = report["held"]["unread"]
+    item |= {"content": f"{item['content']} F32 [2]", "tensors": []}  # it looks like one of them
+    samples.append(json.dumps(report).encode())
 
     def run(data: bytes) -> None:
         path.write_bytes(data)
         saved.is_proof(str(path))
         proven, *_ = saved._read_proof(str(path), manifest)
+        unread.pairs(manifest, proven)
         saved.with_values({"differences": [], "problems": []}, manifest, proven, [], [])
 
-    return Target(run, [sample], (mutations.json_, mutations.json_, mutations.bytes_))
+    return Target(run, samples, (mutations.json_, mutations.json_, mutations.bytes_))
 
 
 def _options(root: Path) -> Target:
