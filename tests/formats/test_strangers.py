@@ -294,20 +294,64 @@ def test_what_a_wrapper_keeps(name: str, to: dict[str, Any], tmp_path: Path) -> 
         assert zckpt.verify(source, tmp_path / "new")["equal"]
         source = tmp_path / "new"
         to = FLAT[1]
-    with pytest.raises(UnsupportedState, match=f"optimizer's {name} of no parameter") as ended:
+    key = f"around.{name}"
+    with pytest.raises(UnsupportedState, match=f"optimizer's {key} of no parameter") as ended:
         zckpt.convert(source, tmp_path / "run", **to)
-    assert f"--drop-state {name}" in str(ended.value.hint)
-    report = zckpt.convert(source, tmp_path / "run", drop_state=[name], **to)
-    assert [line["state"] for line in report["dropped"]] == [name]
-    assert name in [line["state"] for line in zckpt.verify(source, tmp_path / "run")["lacking"]]
+    assert f"--drop-state {key}" in str(ended.value.hint)
+    report = zckpt.convert(source, tmp_path / "run", drop_state=[key], **to)
+    assert [line["state"] for line in report["dropped"]] == [key]
+    assert key in [line["state"] for line in zckpt.verify(source, tmp_path / "run")["lacking"]]
 
 
 def test_a_dropped_state_of_a_wrapper_is_gone(tmp_path: Path) -> None:
     source = wrapped(tmp_path, WRAPPERS["lookahead_state"])
-    zckpt.convert(source, tmp_path / "new", to="gathered", drop_state=["lookahead_state"])
+    zckpt.convert(source, tmp_path / "new", to="gathered", drop_state=["around.lookahead_state"])
     (file,) = (tmp_path / "new").iterdir()
     optimizer = torch.load(file)["optimizer"]
     assert sorted(optimizer) == ["alpha", "base_optimizer"]
+
+
+def test_a_key_that_a_slot_has_too(tmp_path: Path) -> None:
+    """What stands around the optimizer is dropped alone, and Adam's moment alone."""
+    source = wrapped(tmp_path, lambda optim: {"inner": optim, "exp_avg": torch.ones(3)})
+    with pytest.raises(UnsupportedState, match=r"optimizer's around\.exp_avg of no") as ended:
+        zckpt.convert(source, tmp_path / "run", **FLAT[1])
+    assert (
+        ended.value.hint == "to go on without it: --drop-state around.exp_avg (or --weights-only)"
+    )
+    for key, slots, around in (
+        ("around.exp_avg", ["exp_avg", "exp_avg_sq"], ["inner"]),
+        ("exp_avg", ["exp_avg_sq"], ["exp_avg", "inner"]),
+    ):
+        zckpt.convert(source, tmp_path / key, to="gathered", drop_state=[key])
+        manifest = zckpt.read(tmp_path / key)
+        assert sorted(manifest.slots.keys() - {"param", "state"}) == slots
+        (file,) = (tmp_path / key).iterdir()
+        assert sorted(torch.load(file)["optimizer"]) == around
+
+
+@pytest.mark.parametrize("key", ["rng", "rng_state", "torch_rng_state", "cuda_rng_state_all"])
+def test_random_states_are_no_states_of_an_optimizer(key: str, tmp_path: Path) -> None:
+    source = saved(tmp_path)
+    model, optim = (torch.load(source / name) for name in ("model.pt", "optim.pt"))
+    random = torch.arange(4)
+    torch.save(
+        {"model": model, "optim_state": {"optimizer": optim, key: random}}, tmp_path / "a.pt"
+    )
+    for number, to in enumerate((*PLAIN, WHOLE, *FLAT)):
+        zckpt.convert(tmp_path / "a.pt", tmp_path / str(number), **to)
+        assert zckpt.verify(tmp_path / "a.pt", tmp_path / str(number))["equal"]
+    report = zckpt.convert(tmp_path / "a.pt", tmp_path / "ort", to="onnxruntime")
+    assert "client_state: ONNX Runtime's files cannot hold it" in report["left_out"]
+
+
+def test_what_is_known_of_a_state_around_the_optimizer(tmp_path: Path) -> None:
+    """Nobody says that an optimizer has put it there."""
+    source = wrapped(tmp_path, lambda optim: {"inner": optim, "seen": torch.arange(4)})
+    with pytest.raises(UnsupportedState, match="stands around the optimizer's state dict"):
+        zckpt.convert(source, tmp_path / "run", **FLAT[1])
+    (line,) = zckpt.inspect(zckpt.read(source))["states"]
+    assert line["form"] == "around the optimizer's state dict"
 
 
 def test_a_programs_own_state_is_no_wrapper(tmp_path: Path) -> None:
