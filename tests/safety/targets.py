@@ -18,11 +18,14 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from msgspec import structs
+
 import zckpt
 from zckpt import api
 from zckpt.core import description
 from zckpt.core.fragments import Extent
 from zckpt.core.inert import Foreign, Global, from_json, map_values, to_json
+from zckpt.core.manifest import Unread
 from zckpt.files import hdf5file, safefile, torchfile
 from zckpt.files.pickling import dumps
 from zckpt.files.torchfile import Tensor, TorchFile
@@ -336,21 +339,23 @@ def _gathered(root: Path) -> Target:
 
 
 def _proof(root: Path) -> Target:
-    import torch
-
     from zckpt.proof import saved, unread
 
-    folder, path = root / "proven", root / "proof.json"
-    zckpt.convert(EXAMPLE, folder, to="gathered")
-    optimizer = torch.load(folder / "optim.pt")
-    optimizer["state"]["shared"] = {"scale": torch.ones(2)}  # of no parameter: it is not read
-    torch.save(optimizer, folder / "optim.pt")
-    manifest = zckpt.read(folder)
-    report = zckpt.verify(folder)
+    folder, path = root / "universal-proof", root / "proof.json"
+    zckpt.convert(EXAMPLE, folder)
+    manifest, report = zckpt.read(folder), zckpt.verify(folder)
     samples = [json.dumps(report).encode()]
-    (item,) = report["held"]["unread"]
-    item |= {"content": f"{item['content']} F32 [2]", "tensors": []}  # it looks like one of them
-    samples.append(json.dumps(report).encode())
+    entries = dict(manifest.entries)
+    name = next(name for name in entries if name.endswith("/exp_avg"))
+    entry = entries.pop(name)  # as if it were not read
+    item: dict[str, Any] = {"key": "rho", "parameters": ("no parameter",), "reason": ""}
+    manifest = structs.replace(
+        manifest, entries=entries, unread=(Unread(**item, content="1", tensors=(entry,)),)
+    )
+    like = f"1 {entry.dtype} {list(entry.shape)}"  # a text that looks like a tensor's
+    for content, tensors in (("1", [name]), (like, [])):
+        report["held"]["unread"] = [{**item, "content": content, "tensors": tensors}]
+        samples.append(json.dumps(report).encode())
 
     def run(data: bytes) -> None:
         path.write_bytes(data)
