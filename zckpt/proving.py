@@ -107,6 +107,10 @@ def _verify(
     is_proof = against is not None and saved.is_proof(os.fspath(against))
     if against is None or is_proof:
         manifest = other = read(path, replace(reading, nameless=True))
+        if is_proof and manifest.groups is None:
+            proven, _ = saved.read_proof(os.fspath(against or ""), manifest)
+            if proven.groups is not None:
+                manifest = other = read(path, reading)  # it says why its states have no names
     else:
         manifest, other = read_both(path, against, reading)
     about = saved.about(manifest)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
 
 from msgspec.structs import replace
 
@@ -12,9 +11,9 @@ from . import formats
 from .core import sources
 from .core.dtypes import FLOATS
 from .core.folder import JOURNAL
-from .core.inert import TensorName
 from .core.manifest import Manifest
 from .core.missing_states import lacking
+from .core.states import tensors_in
 from .core.times import odd_times
 from .errors import (
     AmbiguousCheckpoint,
@@ -76,20 +75,16 @@ def _own_tensors(manifest: Manifest) -> list[str]:
 
     The averages of an EMA may be among them.
     """
-    said = {line.partition(":")[0].partition(".")[0] for line in manifest.left_out}
-
-    def has_tensors(value: Any) -> bool:
-        if isinstance(value, TensorName):
-            entry = manifest.entries[f"{value.name}/state"]
-            return entry.dtype in FLOATS and bool(entry.shape)
-        if isinstance(value, (dict, list, tuple)):
-            return any(map(has_tensors, value.values() if isinstance(value, dict) else value))
-        return False
-
+    values = {
+        name.partition(":")[2] if "model_ranks" in manifest.source else name
+        for name, entry in manifest.entries.items()
+        if entry.slot == "state" and entry.dtype in FLOATS and entry.shape
+    }
     return [
         f"{key}: {OWN_TENSORS}"
         for key, value in (manifest.state.get("client_state") or {}).items()
-        if str(key) not in said and has_tensors(value)
+        if not any(line.startswith((f"{key}:", f"{key}.")) for line in manifest.left_out)
+        and any(f"{name}/state" in values for name in tensors_in(value))
     ]
 
 

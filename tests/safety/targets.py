@@ -360,7 +360,7 @@ def _proof(root: Path) -> Target:
     def run(data: bytes) -> None:
         path.write_bytes(data)
         saved.is_proof(str(path))
-        proven, *_ = saved._read_proof(str(path), manifest)
+        proven, *_ = saved.read_proof(str(path), manifest)
         unread.pairs(manifest, proven)
         saved.with_values({"differences": [], "problems": []}, manifest, proven, [], [])
 

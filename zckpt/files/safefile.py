@@ -24,7 +24,7 @@ from ..core.fileio import align
 from ..core.fragments import Extent
 from ..core.layout import Shell
 from ..core.manifest import Sizes
-from ..errors import MALFORMED, CorruptCheckpoint, brief
+from ..errors import MALFORMED, CorruptCheckpoint, UnsupportedCheckpoint, brief
 
 T = TypeVar("T")
 
@@ -145,6 +145,8 @@ def header(
     """
     start, items = 0, {"__metadata__": dict[str, Any](metadata)}
     for name, dtype, shape in tensors:
+        if name in items:
+            raise UnsupportedCheckpoint(f"a safetensors file cannot have two things named {name}")
         stop = start + prod(shape) * SIZES[dtype]
         items[name] = {"dtype": dtype, "shape": shape, "data_offsets": (start, stop)}
         start = stop

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from itertools import chain
 
 from ..core import sources
 from ..core.checksum import crc32
@@ -14,37 +15,50 @@ from ..core.fileio import CRC_BLOCK
 from ..core.fragments import Extent
 from ..core.manifest import Manifest
 
+Covered = tuple[int, int, int]
+"""Offset and length of bytes, and their CRC-32, or -1 for those of a tensor."""
+
+
+def same_files(a: Manifest, b: Manifest) -> bool:
+    return digest(a) == digest(b)
+
 
 def digest(manifest: Manifest) -> str:
     """The CRC-32 of all that its files state beside tensors, and of where tensors lie.
 
     It is of the checksums that the files have, and of all bytes that no checksum and no tensor
-    covers. The name of a checkpoint that is one file does not count.
+    covers; tensors are compared by themselves. The name of a checkpoint that is one file does not
+    count.
     """
-    tensors = {part.extent for entry in manifest.entries.values() for part in entry.fragments}
-    known: dict[str, list[tuple[Extent, int | None]]] = {}
+    covered: dict[str, set[Covered]] = {}
     for record in manifest.records:
-        if record.crc is not None or record.extent in tensors:
-            known.setdefault(record.extent.file, []).append((record.extent, record.crc))
+        if record.crc is not None:
+            covered.setdefault(record.extent.file, set()).add(_covered(record.extent, record.crc))
+    for entry in chain(manifest.entries.values(), manifest.replicas):
+        for extent in (fragment.extent for fragment in entry.fragments):
+            covered.setdefault(extent.file, set()).add(_covered(extent))
     crc = 0
     for path in sorted(manifest.files):
         name = "" if path == manifest.root else os.path.relpath(path, manifest.root)
-        covered = sorted(known.get(path, []), key=lambda item: item[0].offset)
-        places = [(extent.offset, extent.length, own) for extent, own in covered]
+        places = sorted(covered.get(path, ()))
         crc = crc32(repr((name, sources.size(path), places)).encode(), crc)
-        crc = _crc_between(path, [extent for extent, _ in covered], crc)
+        crc = _crc_between(path, places, crc)
     return f"{crc:08x}"
 
 
-def _crc_between(path: str, covered: Iterable[Extent], crc: int) -> int:
-    """Continues a CRC-32 with the bytes of a file that these extents do not cover."""
+def _covered(extent: Extent, crc: int = -1) -> Covered:
+    return extent.offset, extent.length, crc
+
+
+def _crc_between(path: str, places: Iterable[Covered], crc: int) -> int:
+    """Continues a CRC-32 with the bytes of a file that lie in none of these places."""
     size = sources.size(path)
     with sources.opened(path) as file:
         reached = 0
-        for extent in (*covered, Extent(path, size, 0)):
-            while reached < extent.offset:
-                length = min(CRC_BLOCK, extent.offset - reached)
-                crc = crc32(sources.pread(file.fileno(), length, reached), crc)
-                reached += length
-            reached = max(reached, extent.offset + extent.length)
+        for offset, length, _ in (*places, (size, 0, 0)):
+            while reached < offset:
+                portion = min(CRC_BLOCK, offset - reached)
+                crc = crc32(sources.pread(file.fileno(), portion, reached), crc)
+                reached += portion
+            reached = max(reached, offset + length)
     return crc

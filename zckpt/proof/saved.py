@@ -135,8 +135,8 @@ def verify_proof(
 
     Raises CorruptCheckpoint if the file is not a proof, or if it proves a difference.
     """
-    proven, contents = _read_proof(path, manifest)
-    manifest, proven = selection.of(manifest, proven)
+    proven, contents = read_proof(path, manifest)
+    whole, (manifest, proven) = manifest, selection.of(manifest, proven)
     pattern = selection.tensors
     mutual, only_a, only_b = match(manifest, proven)
     mutual += unread.pairs(manifest, proven)
@@ -147,7 +147,8 @@ def verify_proof(
         needs_weights(matches, manifest, proven)
     alone = [Match(item.a) for item in matches]
     outcome = compare.compare(alone, manifest, manifest, copying, begin=begin)
-    report = findings(outcome, manifest, manifest) | inferences(matches, manifest, proven, contents)
+    report = findings(outcome, manifest, manifest)
+    report |= inferences(matches, manifest, proven, lambda: digest(whole) == contents)
     for item, result in zip(matches, outcome.results, strict=True):
         assert item.b is not None
         crc = result.digests[0]
@@ -190,7 +191,7 @@ def _hex(crc: int | None) -> str | None:
     return None if crc is None else f"{crc:08x}"
 
 
-def _read_proof(path: str, manifest: Manifest) -> tuple[Manifest, str]:
+def read_proof(path: str, manifest: Manifest) -> tuple[Manifest, str]:
     """The checkpoint that was proven, as its proof describes it: tensors are checksums only.
 
     And the digest of its contents; empty if there is none.

@@ -7,7 +7,7 @@ formats must be equal, bit for bit, in everything that both of them have.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ..core import compare
@@ -21,7 +21,7 @@ from ..core.weights import WEIGHTS, is_optimizers
 from ..errors import MissingData, counted, listed
 from . import damage, unread, values
 from .beside import siblings
-from .contents import digest
+from .contents import same_files
 from .pairs import missing, mutual_matches, only_rounded, own_matches, selected
 from .report import difference, findings, versions
 from .states import states
@@ -80,7 +80,7 @@ def verify_against(
 
     Raises MissingData if they share no weights, because then nothing would be proven.
     """
-    (a, b), pattern = selection.of(a, b), selection.tensors
+    whole, (a, b), pattern = (a, b), selection.of(a, b), selection.tensors
     matches, only_a, only_b = mutual_matches(a, b)
     matches = selected(matches, pattern)
     if pattern is None:
@@ -92,7 +92,7 @@ def verify_against(
         f"{line['key']}: {line['a']} in {a.root}, {line['b']} in {b.root}"
         for line in values.forms(a, b)
     ]
-    report |= inferences(matches, a, b)
+    report |= inferences(matches, a, b, lambda: same_files(*whole))
     report |= roundings(report, outcome.results, a, b)
     if pattern is None:
         return with_values(report, a, b, only_a, only_b)
@@ -107,7 +107,7 @@ def diff(
     begin: Begin | None = None,
 ) -> Report:
     """Every difference between two checkpoints, tensors in the order of the model."""
-    (a, b), pattern = selection.of(a, b), selection.tensors
+    whole, (a, b), pattern = (a, b), selection.of(a, b), selection.tensors
     matches, only_a, only_b = mutual_matches(a, b)
     matches = selected([match for match in matches if not match.copy], pattern)
     outcome = compare.compare(matches, a, b, copying, measure="first", begin=begin)
@@ -115,7 +115,8 @@ def diff(
     measured = compare.compare(unequal, a, b, copying, measure="all").results
     by_match = {id(result.match): result for result in measured}
     outcome.results = [by_match.get(id(result.match), result) for result in outcome.results]
-    tensors = findings(outcome, a, b) | inferences(matches, a, b)
+    tensors = findings(outcome, a, b)
+    tensors |= inferences(matches, a, b, lambda: same_files(*whole))
     tensors |= roundings(tensors, outcome.results, a, b)
     lines = []
     for result in outcome.results:
@@ -182,17 +183,17 @@ def roundings(report: Report, results: Iterable[Result], a: Manifest, b: Manifes
 
 
 def inferences(
-    matches: Iterable[Match], a: Manifest, b: Manifest, contents: str | None = None
+    matches: Iterable[Match], a: Manifest, b: Manifest, are_copies: Callable[[], bool]
 ) -> Report:
     """Inferred names of both sides, and what equal tensors do not prove because of them.
 
     If an optimizer's state has the same wrong name in both checkpoints, it is equal in both. A copy
-    of the files is equal all the same; `contents` are those of `b`, if it is a proof.
+    of the files is equal all the same.
     """
     compared = {match.a.parameter for match in matches if is_optimizers(match.a.slot)}
     theirs = set(b.inferred if b.states_inferred else a.inferred)
     shared = [name for name in a.inferred if name in compared and name in theirs]
-    if shared and digest(a) == (digest(b) if contents is None else contents):
+    if shared and are_copies():
         shared = []
     unproven = {
         "message": f"the names of {listed(shared, 4)} are inferred in both checkpoints: their "

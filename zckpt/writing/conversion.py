@@ -57,9 +57,10 @@ def read_for(
     names, weights_only = options[PARAM_NAMES], options.weights_only
     if names is not None and options[RENAME]:  # the user gives the names after renaming
         manifest = read(source, replace(reading, weights_only=True))
-        if not formats.named(manifest.format).numbers:  # its reader needs no names
-            return manifest
-        names = former(manifest, options[RENAME], names)
+        if formats.named(manifest.format).numbers:  # its reader needs names
+            names = former(manifest, options[RENAME], names)
+        else:
+            names = None
     return read(source, replace(reading, param_names=names, weights_only=weights_only))
 
 

@@ -55,6 +55,25 @@ def test_weights_alone(name: str, tmp_path: Path, zckpt: Program) -> None:
         assert all(torch.equal(written[key], tensor) for key, tensor in weights.items())
 
 
+def test_a_key_with_a_point_is_named_once(tmp_path: Path, zckpt: Program) -> None:
+    torch.save({"model": WEIGHTS, "x.y": {"t": torch.ones(2, 2)}}, tmp_path / "x.pt")
+    said = zckpt("convert", tmp_path / "x.pt", tmp_path / "a", "--weights-only")
+    assert said.code == 0, said.err
+    assert said.out.count("left out: x.y") == 1
+
+
+def test_names_after_renaming_take_nothing_away(tmp_path: Path, zckpt: Program) -> None:
+    """A source that needs no names is read as it is."""
+    content = {"model": WEIGHTS, "optimizer": OPTIMIZER, "own": {"x": torch.ones(2, 2)}}
+    torch.save(content, tmp_path / "x.pt")
+    zckpt("convert", tmp_path / "x.pt", tmp_path / "u")
+    (tmp_path / "names.txt").write_text("lin.weight\nlin.bias\n")
+    words = ("--rename", "^fc=lin", "--param-names", tmp_path / "names.txt")
+    said = zckpt("convert", tmp_path / "u", tmp_path / "d", "--to", "dcp", *words)
+    assert said.code == 0, said.err
+    assert "tensors of the program's own state" not in said.out
+
+
 def test_a_tensor_beside_the_model(tmp_path: Path, zckpt: Program) -> None:
     """It is no model, and no root."""
     torch.save({"model": WEIGHTS, "loss_scale": torch.ones(2)}, tmp_path / "x.pt")

@@ -105,6 +105,12 @@ class TestRefusals:
             assert zckpt(*command).code == 1
         assert sorted(path.name for path in universal.parent.iterdir()) == ["universal"]
 
+    def test_a_tensor_of_the_state_that_is_not_listed(self, universal: Path) -> None:
+        with changed(universal) as manifest:
+            manifest["state"]["client_state"] = {"own": {"$tensor": "nope"}}
+        with pytest.raises(errors.CorruptCheckpoint, match="nope"):
+            zckpt.read(universal)
+
     @pytest.mark.parametrize("keep", [slice(1), slice(1, None), slice(0)])
     def test_fragments_that_do_not_cover(self, keep: slice, universal: Path) -> None:
         extent = zckpt.read(universal).entries["fc1.bias/master"].fragments[0].extent

@@ -27,6 +27,7 @@ from ...core.manifest import (
 )
 from ...core.missing_ranks import path_inside
 from ...core.siblings import SiblingList, leads_out
+from ...core.states import tensors_in
 from ...errors import (
     MALFORMED,
     CorruptCheckpoint,
@@ -34,6 +35,7 @@ from ...errors import (
     UnsupportedCheckpoint,
     brief,
     cause,
+    listed,
 )
 from ...files import safefile
 from ...training.trainers import LOADED
@@ -141,6 +143,8 @@ def _manifest(path: str, document: Mapping[str, Any]) -> Manifest:
     _require_room(path, entries, [*files, *_listed_files(entries)])
     records = _records(path, document.get("files", {}))
     state, engine, step_place = facts_of(from_json(document["state"]))
+    if lost := [name for name in tensors_in(state) if f"{name}/state" not in entries]:
+        raise ValueError(f"its state has tensors that it does not list: {listed(lost, 4)}")
     siblings = _siblings(path)
     return Manifest(
         root=path,

@@ -36,6 +36,7 @@ from ...core.resources import Begin
 from ...core.states import Selection
 from ...errors import MissingExtra, listed
 from .. import unread as of_unread
+from ..contents import same_files
 from ..pairs import selected
 from ..report import findings, versions
 from ..verify import inferences, needs_weights, nothing_found, roundings, with_values
@@ -93,6 +94,7 @@ def _verify(
     names = [name for name in manifest.entries if name in entries]  # in the order of the model
     entries = {name: entries[name] for name in (*names, *entries)}
     ours = replace(manifest, entries=entries, replicas=())
+    whole = manifest, other
     (ours, other), pattern = selection.of(ours, other), selection.tensors
     shared, only_a, only_b = match(ours, other)
     matches = [(item.a.name, item) for item in shared if item.a.slot != "state"]
@@ -120,7 +122,7 @@ def _verify(
         gathering.readers.close()
     outcome = _of_all_processes(world, gathering)
     report = findings(outcome, manifest, other)
-    report |= inferences([item for _, item in matches], manifest, other)
+    report |= inferences([item for _, item in matches], manifest, other, lambda: same_files(*whole))
     report |= roundings(report, outcome.results, ours, other)
     report["problems"] += _uncovered(outcome)
     report["records"] = None  # gathering reads parts of records, so it checks no CRC of a record
