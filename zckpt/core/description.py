@@ -87,7 +87,7 @@ FORMS = {
     "none": "None",
     "other": "of other shapes than the parameters, or no tensors",
     "partition": "of the ranks' parts of flat buffers",
-    "wrapper": "of an optimizer around this one",
+    "wrapper": "around the optimizer's state dict",
     "unread": "not read",
 }
 """How `inspect` calls states that no slot has."""
