@@ -83,18 +83,156 @@ def test_a_state_of_no_parameter(kind: str, place: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", RUNS)
-@pytest.mark.parametrize("place", ["outer", "base"])
+@pytest.mark.parametrize("place", ["outer", "base", "state"])
 def test_a_number_is_kept(kind: str, place: str, tmp_path: Path) -> None:
-    run = run_of(tmp_path, kind, 3, place)
+    run = run_of(tmp_path, kind)
+    run = changed(run, tmp_path / "strange", lambda own: own[place].update(rho=3))
     assert not zckpt.verify(run, tmp_path / "run")["equal"]
-    for to in (*PLAIN, RUNS[kind], {"to": "deepspeed-universal"}):
-        if to["to"] == "deepspeed-universal" and kind.startswith("stage 0"):
-            continue
+    where = "among" if place == "state" else "beside"
+    for to in (*PLAIN, RUNS[kind]):
         report = zckpt.convert(run, tmp_path / "new", **to)
         assert not any("rho" in line for line in report["left_out"])
         report = zckpt.verify(run, tmp_path / "new")
         assert report["equal"], report["states"]
-        assert zckpt.read(tmp_path / "new").state["optimizer"]["beside"] == {"rho": 3}
+        assert zckpt.read(tmp_path / "new").state["optimizer"][where] == {"rho": 3}
+        shutil.rmtree(tmp_path / "new")
+
+
+@pytest.mark.parametrize("kind", ["stage 1", "stage 3"])
+def test_numbers_that_the_universal_loader_does_not_take(kind: str, tmp_path: Path) -> None:
+    """DeepSpeed's takes groups and states alone of its universal directory."""
+    run = run_of(tmp_path, kind)
+
+    def counted(own: dict[str, Any]) -> None:
+        own["base"]["rho"] = own["state"]["n"] = 3
+
+    run = changed(run, tmp_path / "strange", counted)
+    report = zckpt.convert(run, tmp_path / "new", to="deepspeed-universal")
+    assert "rho, state.n, beside the optimizer's states" in report["left_out"]
+    (file,) = (tmp_path / "new").rglob("optimizer_state.pt")
+    held = torch.load(file, weights_only=False)
+    assert "rho" not in {*held, *held.get("optimizer_state_dict", ())}
+    assert "n" not in held.get("optimizer_state_dict", {}).get("state", {})
+    report = zckpt.verify(tmp_path / "new", run)
+    (line,) = [line for line in report["not_compared"] if "rho" in line]
+    assert "optimizer.beside.rho" in line
+    assert "optimizer.among.n" in line
+
+
+# -- in the optimizer's `state`, or beside it
+
+
+def with_numbers(root: Path, name: str, among: Any = None, beside: Any = None) -> Path:
+    """State dicts in one file; the optimizer has `n` in its `state`, or beside it."""
+    own = root / f"of {name}"
+    own.mkdir()
+    source = saved(own)
+    model, optim = (torch.load(source / file) for file in ("model.pt", "optim.pt"))
+    optim["state"] |= {} if among is None else {"n": among}
+    optim |= {} if beside is None else {"n": beside}
+    torch.save({"model": model, "optimizer": optim}, root / f"{name}.pt")
+    return root / f"{name}.pt"
+
+
+@pytest.mark.parametrize("value", [3, 0.5, "warm", True, []])
+@pytest.mark.parametrize(
+    "to", [*PLAIN, WHOLE, *FLAT], ids=lambda to: f"{to['to']}{to.get('stage')}"
+)
+def test_a_number_stays_where_it_is(value: Any, to: dict[str, Any], tmp_path: Path) -> None:
+    source = with_numbers(tmp_path, "source", value, 7)
+    zckpt.convert(source, tmp_path / "there", **to)
+    assert zckpt.verify(source, tmp_path / "there")["equal"]
+    zckpt.convert(tmp_path / "there", tmp_path / "back", to="gathered")
+    (file,) = [*(tmp_path / "back").glob("optim*.pt")] or (tmp_path / "back").iterdir()
+    held = torch.load(file)
+    optimizer = held.get("optimizer", held)
+    assert (optimizer["state"]["n"], optimizer["n"]) == (value, 7)
+
+
+def test_torch_loads_a_number_where_it_saved_it(tmp_path: Path) -> None:
+    source = with_numbers(tmp_path, "source", 3)
+    zckpt.convert(source, tmp_path / "dcp", to="dcp", dp=3)
+    tree: dict[str, Any] = {"optimizer": {"state": {"n": 0}}}
+    torch.distributed.checkpoint.load(tree, checkpoint_id=tmp_path / "dcp")
+    assert tree["optimizer"]["state"]["n"] == 3
+
+
+@pytest.mark.parametrize(
+    ("one", "other"), [((4, 3), (9, 3)), ((4, 3), (4, 5)), ((3, None), (None, 3))]
+)
+def test_numbers_are_compared_by_their_places(
+    one: tuple[Any, Any], other: tuple[Any, Any], tmp_path: Path
+) -> None:
+    a, b = (with_numbers(tmp_path, name, *n) for name, n in (("a", one), ("b", other)))
+    for to in (PLAIN[2], PLAIN[1], WHOLE, FLAT[1]):
+        zckpt.convert(a, tmp_path / "new", **to)
+        assert zckpt.verify(tmp_path / "new", a)["equal"]
+        assert not zckpt.verify(tmp_path / "new", b)["equal"]
+        shutil.rmtree(tmp_path / "new")
+
+
+def test_a_layout_without_a_place_in_the_state(tmp_path: Path) -> None:
+    source = with_numbers(tmp_path, "source", 3)
+    report = zckpt.convert(source, tmp_path / "new", to="dcp", dcp_layout="flat")
+    assert "state.n, beside the optimizer's states" in report["left_out"]
+
+
+# -- in the optimizer's `state`, and no dictionary
+
+
+def numbered(source: Path) -> dict[str, Any]:
+    """The optimizer's state dict as torch itself saves it."""
+    optim: dict[str, Any] = torch.load(source / "optim.pt")
+    names = [name for group in optim["param_groups"] for name in group["params"]]
+    for group in optim["param_groups"]:
+        group["params"] = [names.index(name) for name in group["params"]]
+    optim["state"] = {names.index(name): own for name, own in optim["state"].items()}
+    return optim
+
+
+ODD: dict[str, tuple[Any, Any]] = {
+    "list": ("n", [torch.ones(2), 3]),
+    "tensor": ("n", torch.ones(2)),
+    "one number": ("k", torch.tensor([6])),
+    "number of no parameter": (99, 3),
+    "a parameter's tensor": (0, torch.ones(7, 5)),
+    "a parameter's list": (0, [1]),
+    "a parameter's None": (0, None),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_a_state_that_is_no_dictionary(name: str, tmp_path: Path, zckpt: Zckpt) -> None:
+    key, value = ODD[name]
+    source = saved(tmp_path)
+    optim = numbered(source)
+    optim["state"][key] = value
+    torch.save(optim, source / "optim.pt")
+    (state,) = zckpt("inspect", source, "--json").document["states"]
+    assert (state["state"], state["parameters"]) == (str(key), int(key == 0))
+    assert zckpt("verify", source, "--against", source, "--gather").code == 0
+    for to in ("gathered", "dcp", "universal", "deepspeed --stage 0 --dp 1"):
+        ended = zckpt("convert", source, tmp_path / "new", "--to", *to.split())
+        assert f"--drop-state {key} " in ended.err
+    assert zckpt("convert", source, tmp_path / "new", "--to", "dcp", "--drop-state", key).code == 0
+    weights = zckpt("convert", source, tmp_path / "w", "--to", "gathered", "--weights-only")
+    assert weights.code == 0
+
+
+def test_vectors_under_a_mask(tmp_path: Path) -> None:
+    """SPAM of pytorch_optimizer: moments are those elements of a weight where its mask is true."""
+    source = saved(tmp_path)
+    model, optim = torch.load(source / "model.pt"), numbered(source)
+    for state in optim["state"].values():
+        if state["exp_avg"].ndim > 1:
+            mask = torch.zeros_like(state["exp_avg"], dtype=torch.bool)
+            mask[0] = True
+            state |= {"mask": mask, "exp_avg": state["exp_avg"][mask]}
+    optim["state"] |= {"total_step": 6}
+    torch.save({"model": model, "optimizer": optim}, tmp_path / "run.pt")
+    for to in PLAIN:
+        zckpt.convert(tmp_path / "run.pt", tmp_path / "new", **to)
+        assert zckpt.verify(tmp_path / "run.pt", tmp_path / "new")["equal"]
         shutil.rmtree(tmp_path / "new")
 
 
@@ -378,6 +516,61 @@ def test_keys_that_are_tuples(tmp_path: Path) -> None:
     assert zckpt.verify(source, tmp_path / "dcp")["equal"]
     zckpt.convert(tmp_path / "dcp", tmp_path / "back", to="gathered")
     assert zckpt.verify(source, tmp_path / "back")["equal"]
+
+
+@pytest.mark.parametrize("key", [("a", 1), 7])
+def test_tensors_of_the_parameters_shape_under_such_keys(key: Any, tmp_path: Path) -> None:
+    source = saved(tmp_path)
+    optim = torch.load(source / "optim.pt")
+    for state in optim["state"].values():
+        state[key] = torch.ones_like(state["exp_avg"])
+    torch.save(optim, source / "optim.pt")
+    for to in (*PLAIN, WHOLE):
+        zckpt.convert(source, tmp_path / "new", **to)
+        assert zckpt.verify(source, tmp_path / "new")["equal"]
+        assert zckpt.verify(source, tmp_path / "new", gather=True)["equal"]
+        shutil.rmtree(tmp_path / "new")
+
+
+@pytest.mark.parametrize("layout", ["nested", "flat"])
+def test_keys_of_groups_that_are_tuples(layout: str, tmp_path: Path) -> None:
+    source = saved(tmp_path, group={("x",): 4})
+    zckpt.convert(source, tmp_path / "dcp", to="dcp", dcp_layout=layout)
+    assert zckpt.verify(source, tmp_path / "dcp")["equal"]
+
+
+def test_a_state_of_some_parameters_is_named_as_inspect_names_it(
+    tmp_path: Path, zckpt: Zckpt
+) -> None:
+    source = saved(tmp_path)
+    optim = torch.load(source / "optim.pt")
+    state = next(iter(optim["state"].values()))
+    state["('a', 1)"] = torch.ones_like(state["exp_avg"])
+    torch.save(optim, source / "optim.pt")
+    assert "('a', 1)" in zckpt("inspect", source).out
+    command = ("convert", source, tmp_path / "run", "--to", "deepspeed", "--dp", "2")
+    ended = zckpt(*command)
+    assert "('a', 1)" in ended.err
+    assert "--to gathered and --to dcp keep it" in ended.err
+    assert "esc_" not in ended.err
+    assert zckpt(*command, "--drop-state", "('a', 1)").code == 0
+
+
+# -- a state that is None
+
+
+@pytest.mark.parametrize(
+    "to", [*PLAIN, WHOLE, *FLAT], ids=lambda to: f"{to['to']}{to.get('stage')}"
+)
+def test_a_state_that_is_none(to: dict[str, Any], tmp_path: Path) -> None:
+    source = saved(tmp_path, lambda _: {"nil": None})
+    report = zckpt.convert(source, tmp_path / "new", **to)
+    lines = [(each["state"], each["reason"]) for each in report["computed_afresh"]]
+    assert lines == ([("nil", "it is None")] if to in FLAT else [])
+    report = zckpt.verify(source, tmp_path / "new")
+    assert report["equal"], report
+    assert any("nil of 4 parameters" in note for note in report["notes"]) == (to in FLAT)
+    assert ("nil" in str(zckpt.read(tmp_path / "new").state["optimizer"])) == (to not in FLAT)
 
 
 def test_two_keys_of_one_text(tmp_path: Path) -> None:
