@@ -57,6 +57,35 @@ class Odd(torch.optim.Optimizer):
             parameter.sub_(average * scale * group["lr"])
 
 
+class Counted(torch.optim.SGD):
+    """Counts updates in its `state`, as pytorch_optimizer's SPAM, and beside it, as Ranger21; each
+    count scales the update."""
+
+    def __init__(self, groups: Groups) -> None:
+        super().__init__(groups, lr=0.001, momentum=0.9)
+        self.number = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "number": self.number}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        own = dict(state_dict)
+        self.number = own.pop("number")
+        super().load_state_dict(own)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.number += 1
+        state: dict[Any, Any] = self.state
+        state["number"] = count = state.get("number", 0) + 1
+        rates = [group["lr"] for group in self.param_groups]
+        for group in self.param_groups:
+            group["lr"] *= self.number + 3 * count
+        super().step()
+        for group, rate in zip(self.param_groups, rates, strict=True):
+            group["lr"] = rate
+
+
 class Estimating(torch.optim.Optimizer):
     """Estimates a learning rate from the gradients it sees, as Prodigy does: under ZeRO each rank
     has its own."""
@@ -289,6 +318,7 @@ FACTORIES: dict[str, Callable[[Groups], torch.optim.Optimizer]] = {
     "lion": Lion,
     "odd": Odd,
     "estimating": Estimating,
+    "counted": Counted,
     "matrices of trained": lambda groups: Matrices(trained_alone(groups)),
     "grafted of trained": lambda groups: Grafted(trained_alone(groups)),
     "adafactor": torch.optim.Adafactor,

@@ -138,6 +138,7 @@ def whole_states(module: nn.Module, optimizer: Any) -> tuple[Any, Any, Any, Any]
     numbers = {
         key
         for master, kept in base.state.items()
+        if isinstance(kept, dict)  # else a number of no parameter
         for key, value in kept.items()
         if not torch.is_tensor(value) or value.shape != master.shape
     }

@@ -17,6 +17,8 @@ from zckpt.errors import UnsupportedState, ZckptError
 from zckpt.proof import unread, values
 
 from ..conftest import ROOT, Result
+from ..engines import deepspeed
+from ..engines.cases import Case
 from .test_own_states import FLAT, PLAIN, WHOLE, saved
 
 Zckpt = Callable[..., Result]
@@ -175,6 +177,18 @@ def test_a_layout_without_a_place_in_the_state(tmp_path: Path) -> None:
     source = with_numbers(tmp_path, "source", 3)
     report = zckpt.convert(source, tmp_path / "new", to="dcp", dcp_layout="flat")
     assert "state.n, beside the optimizer's states" in report["left_out"]
+
+
+@pytest.mark.engines
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_engine_goes_on_counting(stage: int, tmp_path: Path) -> None:
+    case = Case(f"z{stage}_dp2_counted", "counted", stage, 2, optimizer="counted")
+    source = deepspeed.train(case, tmp_path / "trained")
+    own = deepspeed.resume(case, source, tmp_path / "own")
+    zckpt.convert(source, tmp_path / "new", to="universal")
+    zckpt.reshard(tmp_path / "new", tmp_path / "run", dp=2)
+    after = deepspeed.resume(case, tmp_path / "run", tmp_path / "resumed")
+    assert after["losses"] == own["losses"]
 
 
 # -- in the optimizer's `state`, and no dictionary
