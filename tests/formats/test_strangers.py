@@ -191,6 +191,18 @@ def test_the_engine_goes_on_counting(stage: int, tmp_path: Path) -> None:
     assert after["losses"] == own["losses"]
 
 
+def test_a_number_under_the_name_of_a_parameter(tmp_path: Path) -> None:
+    source = saved(tmp_path)
+    optim = numbered(source)
+    optim["state"]["trunk.bias"] = 3
+    torch.save(optim, source / "optim.pt")
+    zckpt.convert(source, tmp_path / "gathered", to="gathered")
+    assert zckpt.verify(source, tmp_path / "gathered")["equal"]
+    report = zckpt.convert(source, tmp_path / "dcp", to="dcp")
+    assert "state.trunk.bias, beside the optimizer's states" in report["left_out"]
+    assert not zckpt.verify(source, tmp_path / "dcp")["equal"]
+
+
 # -- in the optimizer's `state`, and no dictionary
 
 

@@ -268,7 +268,7 @@ class StateDictWriter(StateDicts):
         if self.file_names.by_name:
             return {
                 **beside(self.source),
-                "state": dict(self._states()) | among(self.source),
+                "state": among(self.source) | dict(self._states()),
                 "param_groups": [
                     {**group, "params": self.members(place)}
                     for place, group in enumerate(self.groups)

@@ -225,7 +225,8 @@ class StateDicts:
                 yield from flattened(self._state_path(name, key), value)
         if self.layout != "flat":  # torch finds there what begins with a parameter's name
             for key, value in among(self.source).items():
-                yield (*self.optimizer, "state", key), value
+                if key not in self.names:
+                    yield (*self.optimizer, "state", key), value
         for place, group in enumerate(self.groups):
             members = self.members(place)
             if self.layout == "flat":
