@@ -251,6 +251,8 @@ class Manifest(Struct, frozen=True):
     """Whether the engine changes weights without their masters: these need not round to them."""
     files: tuple[str, ...] = ()
     siblings: tuple[Sibling, ...] = ()
+    uncopied: tuple[Sibling, ...] = ()
+    """Files that a target does not get: they are only compared."""
     left_out: tuple[str, ...] = ()
     """Lines about what has no meaning outside the source."""
     unread: tuple[Unread, ...] = ()

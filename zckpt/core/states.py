@@ -308,6 +308,8 @@ def weights_alone(manifest: Manifest) -> Manifest:
         state={},
         steps=(),
         unread=(),
+        siblings=(),
+        uncopied=(),
     )
 
 

@@ -102,6 +102,7 @@ class SavedTree(Struct, eq=False):
     records: list[Record] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
     siblings: list[Sibling] = field(default_factory=list)
+    uncopied: list[Sibling] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     strangers: list[Stranger] = field(default_factory=list)
     of_ranks: dict[str, Any] = field(default_factory=dict)
