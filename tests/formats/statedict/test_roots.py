@@ -173,7 +173,39 @@ def test_the_hint_leads_to_one_that_resumes(
         assert zckpt("diff", *pair, "--root", root).code == verified.code
     refused = zckpt("verify", tmp_path / "t", "--against", source)
     assert refused.code == 1
-    assert "--root generator" in refused.err
+    assert f"Hint: choose one with --root {root}\n" in refused.err
+
+
+@pytest.mark.parametrize("root", ["generator", "discriminator"])
+def test_a_proof_of_all_is_one_of_each(
+    root: str, checkpoints: dict[str, Path], tmp_path: Path, zckpt: Program
+) -> None:
+    source, proof, out = checkpoints["dcp"], tmp_path / "proof.json", tmp_path / "out"
+    assert zckpt("verify", source, "--save-proof", proof).code == 0
+    assert zckpt("convert", source, out, "--root", root).code == 0
+    for path in (out, source):
+        said = zckpt("verify", path, "--against", proof, "--root", root)
+        assert said.code == 0, said.out + said.err
+    (other,) = {"generator", "discriminator"} - {root}
+    said = zckpt("verify", out, "--against", proof, "--root", other)
+    assert said.code == 3
+    assert "emb.weight/exp_avg: CRC-32" in said.out
+    assert "step 2 against 3" in said.out or "step 3 against 2" in said.out
+    refused = zckpt("verify", out, "--against", proof)
+    assert "choose one with --root generator or --root discriminator" in refused.err
+    unknown = zckpt("verify", out, "--against", proof, "--root", "nix")
+    assert "one model, and it is not called nix" in unknown.err
+
+
+def test_the_hint_names_those_whose_shapes_fit(tmp_path: Path, zckpt: Program) -> None:
+    whole: dict[str, Any] = {}
+    for name, pair in (("a", trained(0, 4)), ("b", trained(1)), ("c", trained(2))):
+        whole |= {name: pair[0].state_dict(), f"optimizer_{name}": pair[1].state_dict()}
+    torch.save(whole, tmp_path / "all.pt")
+    torch.save({"model": whole["b"], "optimizer": whole["optimizer_b"]}, tmp_path / "one.pt")
+    for pair in (("one.pt", "all.pt"), ("all.pt", "one.pt")):
+        said = zckpt("verify", tmp_path / pair[0], "--against", tmp_path / pair[1])
+        assert "Hint: choose one with --root b or --root c\n" in said.err
 
 
 @pytest.mark.parametrize("to", ["universal", "dcp", "gathered", "deepspeed"])
