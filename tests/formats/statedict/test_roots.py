@@ -492,6 +492,13 @@ def test_second_model_in_folders(tmp_path: Path, zckpt: Program) -> None:
         dcp.save(state, checkpoint_id=folder / f"optimizer_{number}")
     assert_are_accelerates(pairs, folder, tmp_path, zckpt)
     assert zckpt("verify", folder, "--against", folder, "--gather").code == 0
+    lost = Path(shutil.copytree(folder, tmp_path / "lost"))
+    shutil.rmtree(lost / "optimizer_0")
+    said = zckpt("inspect", lost, "--json").document
+    assert said["roots"] == {"model": [], "model_1": ["optimizer_1"]}
+    assert said["problems"] == ["optimizer_1 is there, and optimizer_0 is not: it may be lost"]
+    refused = zckpt("convert", lost, tmp_path / "ds", "--to", "deepspeed", "--root", "model")
+    assert "nothing shows that an optimizer trains model\nHint: write" in refused.err
     target = tmp_path / "resharded"
     assert zckpt("reshard", folder, target, "--root", "model_1", "--dp", "3").code == 0
     assert sorted(path.name for path in target.iterdir()) == ["optimizer_0", "pytorch_model_fsdp_0"]

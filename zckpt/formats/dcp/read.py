@@ -50,7 +50,17 @@ from ..statedict.tree import (
 )
 from ..statedict.weights import weights_of
 from . import hf
-from .files import MODEL, adapter_of, has_items, is_pair, locate, own_files, place_in, whole_of
+from .files import (
+    MODEL,
+    adapter_of,
+    has_items,
+    is_pair,
+    locate,
+    lost,
+    own_files,
+    place_in,
+    whole_of,
+)
 from .rest import read_rest
 
 MAX_LIST = 1_000_000  # elements of all lists
@@ -72,6 +82,7 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
     try:
         if parts and parts != [root]:
             saved.folders = [os.path.basename(folder) for folder in parts]
+            saved.warnings += lost(parts)
         for folder in parts:
             if has_items(folder):
                 # stated names are those of one model alone

@@ -167,12 +167,13 @@ def roots_of(
     for place, optimizer in optimizers.items():
         fitting = [path for path, model in models.items() if _fits(optimizer, model)]
         chosen = fitting if len(fitting) == 1 else _by_words(place, fitting)
-        every[place] = fitting
+        # FSDP's optimizers know names, and Accelerate gives each the number of its model
+        is_sure = bool(saved.models) and not optimizer.is_numbered and len(chosen) == 1
+        every[place] = chosen if is_sure else fitting
         if len(chosen) != 1:
             continue
         own[chosen[0]].append(place)
-        # FSDP's optimizers know names, and Accelerate gives each the number of its model
-        if chosen != fitting and (optimizer.is_numbered or not saved.models):
+        if chosen != every[place]:
             by_words.add(chosen[0])
     names = _names(list(models))
     prefixed = len(models) > 1
