@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 import zckpt
 from zckpt.errors import UnsupportedState, ZckptError
+from zckpt.proof import unread, values
 
 from ..conftest import ROOT, Result
 from .test_own_states import FLAT, PLAIN, WHOLE, saved
@@ -48,7 +51,7 @@ def changed(run: Path, copy: Path, change: Callable[[dict[str, Any]], None]) -> 
     import deepspeed  # noqa: F401  (its classes are in the pickle)
 
     shutil.copytree(run, copy)
-    ranks = [*copy.rglob("*optim_states.pt")]
+    ranks = sorted(copy.rglob("*optim_states.pt"))
     for file in ranks or [*copy.rglob("mp_rank_00_model_states.pt")]:
         held = torch.load(file, weights_only=False)
         outer = held["optimizer_state_dict" if ranks else "optimizer"]
@@ -116,12 +119,47 @@ def test_what_a_file_has_beside_the_optimizer(kind: str, tmp_path: Path) -> None
         zckpt.convert(run, tmp_path / "new", to="universal")
 
 
-def test_numbers_that_ranks_have_of_their_own(tmp_path: Path) -> None:
-    numbers = iter((3, 4))
-    run = run_of(tmp_path, "stage 2")
-    run = changed(run, tmp_path / "own", lambda own: own["base"].update(rho=next(numbers)))
-    with pytest.raises(UnsupportedState, match="optimizer's rho of no parameter"):
+def grid_of(root: Path) -> Path:
+    """A run of two stages and two tensor ranks."""
+    zckpt.reshard(ROOT / "tests" / "data" / "zckpt-0.1-pp2_tp2" / "run", root / "grid", dp=1)
+    return root / "grid"
+
+
+def of_ranks(run: Path, copy: Path, *numbers: int) -> Path:
+    """A copy of a run whose ranks have these numbers beside the optimizer's states."""
+    each = iter(numbers)
+    return changed(run, copy, lambda own: own["base"].update(rho=next(each)))
+
+
+@pytest.mark.parametrize("numbers", [(3, 4), (3, 4, 3, 4), (3, 3, 4, 4), (3, 3, 3, 4)])
+def test_numbers_that_ranks_have_of_their_own(numbers: tuple[int, ...], tmp_path: Path) -> None:
+    """Data ranks, or stages of a pipeline and tensor ranks."""
+    plain = run_of(tmp_path, "stage 2") if len(numbers) == 2 else grid_of(tmp_path)
+    run = of_ranks(plain, tmp_path / "own", *numbers)
+    manifest = zckpt.read(run)
+    assert {item.key for item in manifest.unread} == {"rho"}
+    assert "beside" not in manifest.state["optimizer"]
+    with pytest.raises(UnsupportedState, match="optimizer's rho of no parameter") as ended:
         zckpt.convert(run, tmp_path / "new", to="universal")
+    assert "--drop-state rho" in str(ended.value.hint)
+    with pytest.raises(UnsupportedState, match="optimizer's rho of no parameter"):
+        zckpt.reshard(run, tmp_path / "new", dp=3)
+    zckpt.convert(run, tmp_path / "new", to="universal", drop_state=["rho"])
+    assert not zckpt.verify(run, tmp_path / "new")["equal"]
+    assert zckpt.verify(run, tmp_path / "new", drop_state=["rho"])["equal"]
+    zckpt.reshard(run, tmp_path / "dp3", dp=3, drop_state=["rho"])
+    assert zckpt.verify(run, of_ranks(plain, tmp_path / "same", *numbers))["equal"]
+    other = of_ranks(plain, tmp_path / "other", *reversed(numbers))
+    (line,) = zckpt.verify(run, other)["states"]
+    assert line["key"] == "rho of no parameter"
+
+
+def test_a_number_that_all_model_ranks_have(tmp_path: Path) -> None:
+    run = of_ranks(grid_of(tmp_path), tmp_path / "own", 3, 3, 3, 3)
+    zckpt.convert(run, tmp_path / "new", to="universal")
+    zckpt.reshard(run, tmp_path / "dp3", dp=3)
+    for path in (run, tmp_path / "new", tmp_path / "dp3"):
+        assert zckpt.read(path).state["optimizer"]["beside"] == {"rho": 3}
 
 
 def test_a_target_without_a_place_for_numbers(tmp_path: Path) -> None:
@@ -182,6 +220,32 @@ def test_a_proof_has_them_too(tmp_path: Path, zckpt: Zckpt) -> None:
         assert "rho" in ended.out
 
 
+def test_a_proof_with_another_form(tmp_path: Path, zckpt: Zckpt) -> None:
+    """The text of its value names the tensor's type and shape, which is not there."""
+    run = run_of(tmp_path, "stage 2", {"mean": torch.ones(2)})
+    proof = tmp_path / "proof.json"
+    assert zckpt("verify", run, "--save-proof", proof).code == 0
+    report = json.loads(proof.read_text())
+    (item,) = report["held"]["unread"]
+    item |= {"content": f"{item['content']} F32 [2] F32 [2]", "tensors": []}
+    proof.write_text(json.dumps(report))
+    ended = zckpt("verify", run, "--against", proof)
+    assert ended.code == 3, ended.err
+    assert "rho of no parameter: " in ended.out
+
+
+def test_ranks_of_which_one_is_not_known(tmp_path: Path) -> None:
+    """A stage of a pipeline may lack the tensors of a state: then nobody knows the whole state."""
+    manifest = zckpt.read(run_of(tmp_path, "stage 2", {"mean": torch.ones(2)}))
+    (known,) = manifest.unread
+    mixed = replace(manifest, unread=(known, replace(known, content="", tensors=())))
+    for a, b in ((mixed, mixed), (manifest, mixed), (mixed, manifest)):
+        assert unread.pairs(a, b) == []
+        assert unread.rest(a, b) == (a, b, [], [])
+    assert len(values.lacking(mixed, mixed, ())[0]) == 2
+    assert unread.rest(manifest, manifest)[0].unread == ()
+
+
 def test_state_dicts_are_compared_as_they_are(tmp_path: Path) -> None:
     source = saved(tmp_path, shared={"scale": torch.ones(2)})
     shutil.copytree(source, tmp_path / "same")
@@ -230,20 +294,64 @@ def test_what_a_wrapper_keeps(name: str, to: dict[str, Any], tmp_path: Path) -> 
         assert zckpt.verify(source, tmp_path / "new")["equal"]
         source = tmp_path / "new"
         to = FLAT[1]
-    with pytest.raises(UnsupportedState, match=f"optimizer's {name} of no parameter") as ended:
+    key = f"around.{name}"
+    with pytest.raises(UnsupportedState, match=f"optimizer's {key} of no parameter") as ended:
         zckpt.convert(source, tmp_path / "run", **to)
-    assert f"--drop-state {name}" in str(ended.value.hint)
-    report = zckpt.convert(source, tmp_path / "run", drop_state=[name], **to)
-    assert [line["state"] for line in report["dropped"]] == [name]
-    assert name in [line["state"] for line in zckpt.verify(source, tmp_path / "run")["lacking"]]
+    assert f"--drop-state {key}" in str(ended.value.hint)
+    report = zckpt.convert(source, tmp_path / "run", drop_state=[key], **to)
+    assert [line["state"] for line in report["dropped"]] == [key]
+    assert key in [line["state"] for line in zckpt.verify(source, tmp_path / "run")["lacking"]]
 
 
 def test_a_dropped_state_of_a_wrapper_is_gone(tmp_path: Path) -> None:
     source = wrapped(tmp_path, WRAPPERS["lookahead_state"])
-    zckpt.convert(source, tmp_path / "new", to="gathered", drop_state=["lookahead_state"])
+    zckpt.convert(source, tmp_path / "new", to="gathered", drop_state=["around.lookahead_state"])
     (file,) = (tmp_path / "new").iterdir()
     optimizer = torch.load(file)["optimizer"]
     assert sorted(optimizer) == ["alpha", "base_optimizer"]
+
+
+def test_a_key_that_a_slot_has_too(tmp_path: Path) -> None:
+    """What stands around the optimizer is dropped alone, and Adam's moment alone."""
+    source = wrapped(tmp_path, lambda optim: {"inner": optim, "exp_avg": torch.ones(3)})
+    with pytest.raises(UnsupportedState, match=r"optimizer's around\.exp_avg of no") as ended:
+        zckpt.convert(source, tmp_path / "run", **FLAT[1])
+    assert (
+        ended.value.hint == "to go on without it: --drop-state around.exp_avg (or --weights-only)"
+    )
+    for key, slots, around in (
+        ("around.exp_avg", ["exp_avg", "exp_avg_sq"], ["inner"]),
+        ("exp_avg", ["exp_avg_sq"], ["exp_avg", "inner"]),
+    ):
+        zckpt.convert(source, tmp_path / key, to="gathered", drop_state=[key])
+        manifest = zckpt.read(tmp_path / key)
+        assert sorted(manifest.slots.keys() - {"param", "state"}) == slots
+        (file,) = (tmp_path / key).iterdir()
+        assert sorted(torch.load(file)["optimizer"]) == around
+
+
+@pytest.mark.parametrize("key", ["rng", "rng_state", "torch_rng_state", "cuda_rng_state_all"])
+def test_random_states_are_no_states_of_an_optimizer(key: str, tmp_path: Path) -> None:
+    source = saved(tmp_path)
+    model, optim = (torch.load(source / name) for name in ("model.pt", "optim.pt"))
+    random = torch.arange(4)
+    torch.save(
+        {"model": model, "optim_state": {"optimizer": optim, key: random}}, tmp_path / "a.pt"
+    )
+    for number, to in enumerate((*PLAIN, WHOLE, *FLAT)):
+        zckpt.convert(tmp_path / "a.pt", tmp_path / str(number), **to)
+        assert zckpt.verify(tmp_path / "a.pt", tmp_path / str(number))["equal"]
+    report = zckpt.convert(tmp_path / "a.pt", tmp_path / "ort", to="onnxruntime")
+    assert "client_state: ONNX Runtime's files cannot hold it" in report["left_out"]
+
+
+def test_what_is_known_of_a_state_around_the_optimizer(tmp_path: Path) -> None:
+    """Nobody says that an optimizer has put it there."""
+    source = wrapped(tmp_path, lambda optim: {"inner": optim, "seen": torch.arange(4)})
+    with pytest.raises(UnsupportedState, match="stands around the optimizer's state dict"):
+        zckpt.convert(source, tmp_path / "run", **FLAT[1])
+    (line,) = zckpt.inspect(zckpt.read(source))["states"]
+    assert line["form"] == "around the optimizer's state dict"
 
 
 def test_a_programs_own_state_is_no_wrapper(tmp_path: Path) -> None:

@@ -51,6 +51,7 @@ def begun(
     preparing = dict.fromkeys(range(3), lambda: stop_at_second_portion(tmp_path / "go"))
     with monkeypatch.context() as patch:
         patch.setattr(group, "PATIENCE", 0.5)
+        patch.setattr(group, "LEAVING", 3.0)
         processes = launch(3, *words, preparing=preparing)
     wait_for_journals(tmp_path / "out.partial", 3)
     return processes, words

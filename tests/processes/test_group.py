@@ -73,8 +73,11 @@ def test_a_store_of_an_earlier_command(
 
         Group.__exit__ = late  # type: ignore[method-assign, assignment]
 
+    def leaves_early() -> None:
+        groups.LEAVING = 0.5
+
     more: dict[str, Any] = {"launcher": launcher, "MASTER_PORT": free_port()}
-    old = launch(3, "verify", sources["dcp"], preparing={2: leaves_late}, **more)
+    old = launch(3, "verify", sources["dcp"], preparing={1: leaves_early, 2: leaves_late}, **more)
     until((tmp_path / "ends").exists)
     assert old[1].wait().code == 0
     words = ("stats", sources["dcp"])

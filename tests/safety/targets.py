@@ -18,11 +18,14 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from msgspec import structs
+
 import zckpt
 from zckpt import api
 from zckpt.core import description
 from zckpt.core.fragments import Extent
 from zckpt.core.inert import Foreign, Global, from_json, map_values, to_json
+from zckpt.core.manifest import Unread
 from zckpt.files import hdf5file, safefile, torchfile
 from zckpt.files.pickling import dumps
 from zckpt.files.torchfile import Tensor, TorchFile
@@ -336,21 +339,32 @@ def _gathered(root: Path) -> Target:
 
 
 def _proof(root: Path) -> Target:
-    from zckpt.proof import saved
+    from zckpt.proof import saved, unread
 
     folder, path = root / "universal-proof", root / "proof.json"
     zckpt.convert(EXAMPLE, folder)
-    manifest = zckpt.read(folder)
-    report = zckpt.verify(folder)
-    sample = json.dumps(report).encode()
+    manifest, report = zckpt.read(folder), zckpt.verify(folder)
+    samples = [json.dumps(report).encode()]
+    entries = dict(manifest.entries)
+    name = next(name for name in entries if name.endswith("/exp_avg"))
+    entry = entries.pop(name)  # as if it were not read
+    item: dict[str, Any] = {"key": "rho", "parameters": ("no parameter",), "reason": ""}
+    manifest = structs.replace(
+        manifest, entries=entries, unread=(Unread(**item, content="1", tensors=(entry,)),)
+    )
+    like = f"1 {entry.dtype} {list(entry.shape)}"  # a text that looks like a tensor's
+    for content, tensors in (("1", [name]), (like, [])):
+        report["held"]["unread"] = [{**item, "content": content, "tensors": tensors}]
+        samples.append(json.dumps(report).encode())
 
     def run(data: bytes) -> None:
         path.write_bytes(data)
         saved.is_proof(str(path))
         proven, *_ = saved.read_proof(str(path), manifest)
+        unread.pairs(manifest, proven)
         saved.with_values({"differences": [], "problems": []}, manifest, proven, [], [])
 
-    return Target(run, [sample], (mutations.json_, mutations.json_, mutations.bytes_))
+    return Target(run, samples, (mutations.json_, mutations.json_, mutations.bytes_))
 
 
 def _options(root: Path) -> Target:

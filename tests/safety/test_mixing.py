@@ -110,12 +110,18 @@ def judged(kind: Kind, folder: Path, once: bool = False) -> Iterator[Outcome]:
             yield judge.judge(mix)
 
 
+DEFAULT = {"DeepSpeed, stage 3", "dcp"}
+"""The rows that the default run takes."""
+
+
 def test_what_is_unseen_is_on_the_page() -> None:
     page = (ROOT / "docs" / "limits.md").read_text()
     assert [each.reason for each in UNSEEN if f"**{each.reason}" not in page] == []
 
 
-@pytest.mark.parametrize("row", KINDS)
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, marks=() if row in DEFAULT else pytest.mark.engines) for row in KINDS]
+)
 def test_some_mixes(row: str, tmp_path: Path) -> None:
     """Of the first kind in a row of the table."""
     name, kind = next(iter(KINDS[row].items()))

@@ -86,7 +86,7 @@ def inspect(manifest: Manifest, objects: Sequence[str]) -> Report:
 FORMS = {
     "other": "of other shapes than the parameters, or no tensors",
     "partition": "of the ranks' parts of flat buffers",
-    "wrapper": "of an optimizer around this one",
+    "wrapper": "around the optimizer's state dict",
     "unread": "not read",
 }
 """How `inspect` calls states that no slot has."""

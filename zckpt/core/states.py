@@ -4,7 +4,7 @@
     number       one number: `Parameter.scalars`
     other        any other value of a parameter: `state.optimizer.other`, by parameter and key
     partition    what a rank keeps of its part of a flat buffer: `state.optimizer.partitions`
-    wrapper      what an optimizer around the optimizer keeps: in `state.client_state`
+    wrapper      tensors around the optimizer's state dict: in `state.client_state`
     unread       what is in the files, and has none of these forms: `Manifest.unread`
 
 A state has the same key in all of these forms, so that a manifest and another one are compared
@@ -50,7 +50,7 @@ BOUND = (
     "the ranks keep this for their parts of flat buffers, so that no other number of ranks, no "
     "other stage and no other engine can have it"
 )
-OF_WRAPPER = "an optimizer around this one keeps it"
+OF_WRAPPER = "it stands around the optimizer's state dict, where no other engine reads it"
 
 
 class State(Struct, frozen=True):
@@ -106,7 +106,7 @@ def states_of(manifest: Manifest) -> dict[str, State]:
     for key, value in wrapped(manifest).items():
         names = [f"{tensor}/state" for tensor in tensors_in(value)]
         if names:
-            add(str(key), NO_PARAMETER, names, "wrapper", OF_WRAPPER)
+            add(key, NO_PARAMETER, names, "wrapper", OF_WRAPPER)
     for item in manifest.unread:
         for name in item.parameters:
             add(item.key, name, (), "unread", item.reason)

@@ -1,7 +1,8 @@
-"""What does an optimizer keep that a program has put around the one whose states are read?
+"""Which tensors stand around the state dict of the optimizer whose states are read?
 
-Its state dict is a dictionary with the inner one's: a Lookahead's slow weights, the masters of a
-16-bit wrapper. Programs of torch keep it as their own state; no other engine reads it there.
+A program has put another optimizer around it (a Lookahead's slow weights, the masters of a 16-bit
+wrapper), or has put them there itself. Programs of torch keep them as their own state; no other
+engine reads them there.
 """
 
 from __future__ import annotations
@@ -13,18 +14,31 @@ from .facts import StateDictEngine
 from .manifest import Manifest
 
 
-def wrapped(manifest: Manifest) -> dict[Any, Any]:
-    """The values in that dictionary, beside the inner optimizer."""
-    return _find(manifest)[1]
+def wrapped(manifest: Manifest) -> dict[str, Any]:
+    """The values there, by keys that no state of a parameter has: `around.slow`.
+
+    Random states are the program's own: no optimizer needs them.
+    """
+    values = _find(manifest)[1]
+    return {_name(key): value for key, value in values.items() if not _is_random(key)}
 
 
 def without_wrapped(manifest: Manifest, gone: Collection[str]) -> dict[str, Any]:
     """The manifest's state without those of these keys."""
     path, values = _find(manifest)
-    rest = {key: value for key, value in values.items() if str(key) not in gone}
+    rest = {key: value for key, value in values.items() if _name(key) not in gone}
     if len(rest) == len(values):
         return manifest.state
     return {**manifest.state, "client_state": _with(manifest.state["client_state"], path, rest)}
+
+
+def _name(key: Any) -> str:
+    return f"around.{key}"
+
+
+def _is_random(key: Any) -> bool:
+    """Whether it is `rng`, `torch_rng_state`."""
+    return "rng" in str(key).lower().split("_")
 
 
 def _find(manifest: Manifest) -> tuple[tuple[Any, ...], dict[Any, Any]]:

@@ -6,15 +6,15 @@ so. Anything else is a state of no parameter, which is not read: a target would 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from msgspec import Struct
 
-from ..core.inert import PLAIN, inside
+from ..core.inert import PLAIN, inside, to_json
 from ..core.manifest import Entry, Unread
 from ..core.states import NO_PARAMETER
-from ..core.unread import unread
 
 OF_NO_GROUP = "no group contains it: zckpt reads the states of parameters alone"
 BESIDE_STATE = "it stands beside the optimizer's `state`, which alone zckpt reads"
@@ -44,6 +44,14 @@ def sorted_out(strangers: Iterable[Stranger], keep: Keep) -> tuple[dict[str, Any
         value = keep(item.value, inside("optimizer.beside", item.key), tensors)
         states.append(unread(item.key, item.parameters, item.reason, value, tensors.values()))
     return numbers, states
+
+
+def unread(
+    key: Any, parameters: Iterable[str], reason: str, value: Any, tensors: Iterable[Entry]
+) -> Unread:
+    """A state that is compared as it is; `tensors` are those in its inert value."""
+    content = json.dumps(to_json(value), sort_keys=True)
+    return Unread(str(key), tuple(parameters), reason, content, tuple(tensors))
 
 
 def is_plain(value: Any) -> bool:

@@ -16,16 +16,17 @@ from ..errors import listed
 
 Report = dict[str, Any]
 Owned = tuple[str, tuple[str, ...]]
+Form = tuple[tuple[str, tuple[tuple[str, tuple[int, ...]], ...]], ...]
+"""Of each rank, the value, and the types and shapes of its tensors."""
 
 
 def pairs(a: Manifest, b: Manifest) -> list[Match]:
     """The tensors that both have in the same place of such a state."""
-    ours, theirs = _known(a), _known(b)
     return [
         Match(one, other)
-        for key in ours
-        if _form(ours[key]) == _form(theirs.get(key, []))
-        for mine, its in zip(ours[key], theirs[key], strict=True)
+        for ours, theirs in _shared(a, b).values()
+        if _form(ours) == _form(theirs)
+        for mine, its in zip(ours, theirs, strict=True)
         for one, other in zip(mine.tensors, its.tensors, strict=True)
     ]
 
@@ -35,16 +36,14 @@ def rest(a: Manifest, b: Manifest) -> tuple[Manifest, Manifest, list[Report], li
 
     What differs in its tensors alone is no line: `pairs` are compared with all tensors.
     """
-    ours, theirs = _known(a), _known(b)
-    shared = [key for key in ours if key in theirs]
+    shared = _shared(a, b)
     lines, notes = [], []
-    for key, owners in shared:
-        one, other = (_form(side[key, owners]) for side in (ours, theirs))
+    for (key, owners), (ours, theirs) in shared.items():
         name = f"{key} of {listed(owners, 4)}"
-        if one == other:
+        if _form(ours) == _form(theirs):
             notes.append(f"{name}: not read, and compared as it is")
         else:
-            lines.append({"key": name, "a": one, "b": other})
+            lines.append({"key": name, "a": _text(ours), "b": _text(theirs)})
     a, b = (
         replace(side, unread=tuple(i for i in side.unread if (i.key, i.parameters) not in shared))
         for side in (a, b)
@@ -52,18 +51,32 @@ def rest(a: Manifest, b: Manifest) -> tuple[Manifest, Manifest, list[Report], li
     return a, b, lines, notes
 
 
-def _known(manifest: Manifest) -> dict[Owned, list[Unread]]:
-    """The states whose values are known; each model rank has its own."""
+def _shared(a: Manifest, b: Manifest) -> dict[Owned, tuple[list[Unread], list[Unread]]]:
+    """The states of both whose values are known; each model rank has its own."""
+    ours, theirs = _by_owner(a), _by_owner(b)
+    return {
+        key: (own, theirs[key])
+        for key, own in ours.items()
+        if key in theirs and all(item.content for item in (*own, *theirs[key]))
+    }
+
+
+def _by_owner(manifest: Manifest) -> dict[Owned, list[Unread]]:
     states: dict[Owned, list[Unread]] = {}
     for item in manifest.unread:
-        if item.content:
-            states.setdefault((item.key, item.parameters), []).append(item)
+        states.setdefault((item.key, item.parameters), []).append(item)
     return states
 
 
-def _form(states: list[Unread]) -> str:
-    """The values, and the types and shapes of their tensors."""
+def _form(states: list[Unread]) -> Form:
+    return tuple(
+        (item.content, tuple((each.dtype, each.shape) for each in item.tensors)) for item in states
+    )
+
+
+def _text(states: list[Unread]) -> str:
+    """How a report shows it."""
     return ", ".join(
-        " ".join([item.content, *(f"{each.dtype} {list(each.shape)}" for each in item.tensors)])
-        for item in states
+        " ".join([content, *(f"{dtype} {list(shape)}" for dtype, shape in tensors)])
+        for content, tensors in _form(states)
     )

@@ -277,6 +277,12 @@ class TestFiles:
         with pytest.raises(InconsistentCheckpoint, match="counters"):
             zckpt.read(run)
 
+    def test_weights_alone_of_a_run_with_own_tensors(self, run: Path, tmp_path: Path) -> None:
+        for path in run.glob("*/mp_rank_*_model_states.pt"):
+            edit(path, lambda model: model.update(own=torch.ones(2, 2)))
+        with pytest.raises(WrongOption, match="model ranks"):
+            zckpt.reshard(run, tmp_path / "out", dp=1, weights_only=True)
+
     def test_client_state_of_other_ranks_is_named(self, run: Path) -> None:
         (path,) = run.glob("*/mp_rank_03_*")
         edit(path, lambda model: model.update(own=torch.arange(3)))

@@ -16,11 +16,11 @@ from ...core.facts import StepPlace
 from ...core.fragments import Fragments
 from ...core.inert import Foreign, Scalar, inside, map_values, to_json
 from ...core.manifest import Entry, Sighting, Unread
-from ...core.unread import unread
 from ...errors import CorruptCheckpoint, UnsupportedCheckpoint
 from ...files.torchfile import Parsed, Tensor, TorchFile
 from ...training import steps
 from .. import zero
+from ..strangers import unread
 from .directories import TagDirectory
 
 FIRST = 16  # files that are opened one after another

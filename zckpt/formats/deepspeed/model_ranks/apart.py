@@ -19,7 +19,6 @@ from msgspec.structs import replace
 from ....core import sources
 from ....core.facts import FlatBufferEngine
 from ....core.manifest import Entry, Manifest, Sibling
-from ....core.unread import as_unread
 from ...deepspeed_states.directories import TagDirectory
 from ...deepspeed_states.manifest import manifest_of
 from ...deepspeed_states.states import EngineStates, open_layers
@@ -32,7 +31,7 @@ from ..stage_0.stages import open_stages
 from ..stage_0.whole import open_whole
 from ..stage_0.whole_states import manifest_of_whole
 from .grid import GridFiles
-from .together import check_equal, merged
+from .together import as_unread, check_equal, merged
 
 OF_MODEL_RANKS = (
     "of several model ranks, zckpt does not read a state of the ranks' parts of flat buffers"

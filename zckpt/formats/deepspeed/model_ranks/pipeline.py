@@ -106,7 +106,7 @@ def joined_stages(
         groups=groups,
         engine=replace(engine, dtype=dtypes[0] if dtypes else engine.dtype),
         state={
-            **stages[0].state,
+            **together.state,
             "module": list(weights),
             "lr_scheduler": fullest.state.get("lr_scheduler"),
             "pipeline": _facts(stages, buffers, layers),
@@ -497,7 +497,7 @@ def joined_stages_with_experts(stages: Sequence[Manifest], step_policy: str | No
         buffers=tuple(buffers),
         groups=groups,
         engine=replace(engine, experts=tuple(layers.values())),
-        state={**stages[0].state, "module": list(module)},
+        state={**together.state, "module": list(module)},
         replicas=(*together.replicas, *copies, *(e for stage in stages for e in stage.replicas)),
     )
     return with_agreed_steps(manifest, step_policy)

@@ -19,13 +19,12 @@ from ....core.dtypes import SIZES
 from ....core.fragments import Fragments
 from ....core.inert import to_json
 from ....core.manifest import Entry, Manifest
-from ....core.unread import as_unread
 from ....core.weights import WEIGHTS
 from ....errors import InconsistentCheckpoint, listed
 from ....naming.tensor_families import DOUBTS
 from ....naming.tensor_rules import RuleFile, Shapes, Sliced, TensorRules, decide
 from ...deepspeed_states.patterns import INFO
-from .together import MIXED, merged, same_parameter
+from .together import MIXED, as_unread, merged, same_parameter
 from .universal_info import UniversalInfo
 
 SLICES_ALONE = "of several tensor ranks, zckpt joins slices of the parameters' shapes, and numbers"
@@ -83,7 +82,7 @@ def joined_slices(
         buffers=tuple(buffers),
         replicas=(*together.replicas, *replicas),
         warnings=(*together.warnings, *_doubts(given, cut)),
-        state={**first.state, "tensor_parallel": _facts(cut)},
+        state={**together.state, "tensor_parallel": _facts(cut)},
     )
 
 

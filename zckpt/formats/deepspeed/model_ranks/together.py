@@ -7,26 +7,39 @@ must be those of one save; what a program keeps per rank is the first one's, and
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from msgspec.structs import replace
 
-from ....core.inert import to_json
+from ....core.inert import alike, to_json
 from ....core.manifest import Entry, Manifest, Parameter
+from ....core.states import (
+    BESIDE,
+    NO_PARAMETER,
+    OTHER,
+    PARTITIONS,
+    others_of,
+    partitions_of,
+    tensors_in,
+)
+from ....core.states import beside as beside_of
 from ....errors import InconsistentCheckpoint, UnsupportedCheckpoint
 from ....training import steps
+from ...strangers import BESIDE_STATE, unread
 
 Groups = tuple[dict[str, Any], ...] | None
 OF_RANKS = ("lr_scheduler", "data_sampler", "random_ltd", "client_state", "module_extra")
+OF_ONE_RANK = ("members", OTHER, BESIDE)  # of the optimizer
 MIXED = "files of different saves seem to be mixed; take those of one tag"
 
 
 def merged(manifests: Sequence[Manifest]) -> Manifest:
     """The first model rank, with what all of them have together, whatever the axis.
 
-    Its entries and parameters are its own still, and the replicas are those of its `state`. Raises
-    InconsistentCheckpoint for mixed saves.
+    Its entries and parameters are its own still, and the replicas are those of its `state`, which
+    lacks numbers that ranks have of their own: these are not read. Raises InconsistentCheckpoint
+    for mixed saves.
     """
     first = manifests[0]
     for other in manifests[1:]:
@@ -47,17 +60,22 @@ def merged(manifests: Sequence[Manifest]) -> Manifest:
         for field in ("steps", "left_out", "warnings", "inferred")
     }
     once["left_out"] = tuple(dict.fromkeys([*once["left_out"], *_own_values(manifests)]))
+    numbers = _own_numbers(manifests)
     return replace(
         first,
+        state=_without_numbers(first, numbers),
         replicas=tuple(state_copies),
         records=tuple(record for each in manifests for record in each.records),
         files=tuple(file for each in manifests for file in each.files),
         of_ranks=_of_ranks(manifests),
         layout={name: values for each in manifests for name, values in each.layout.items()},
-        unread=tuple(
-            replace(item, tensors=tuple(_of_rank(number, entry) for entry in item.tensors))
-            for number, each in enumerate(manifests)
-            for item in each.unread
+        unread=(
+            *(
+                replace(item, tensors=tuple(_of_rank(number, entry) for entry in item.tensors))
+                for number, each in enumerate(manifests)
+                for item in each.unread
+            ),
+            *(unread(k, (NO_PARAMETER,), BESIDE_STATE, own, ()) for k, own in numbers.items()),
         ),
         **once,
     )
@@ -69,8 +87,24 @@ def _of_rank(number: int, entry: Entry) -> Entry:
 
 
 def _of_all(values: Mapping[str, Any] | None) -> object:
-    """Without what is of single parameters, of which each stage has others."""
-    return to_json({k: v for k, v in (values or {}).items() if k not in ("members", "other")})
+    """Without what is of single parameters, of which each stage has others, or of no parameter."""
+    return to_json({k: v for k, v in (values or {}).items() if k not in OF_ONE_RANK})
+
+
+def _own_numbers(manifests: Sequence[Manifest]) -> dict[str, list[Any]]:
+    """By key, the values of all ranks beside the optimizer's states, if they are not alike."""
+    beside = [beside_of(manifest) for manifest in manifests]
+    values = {key: [own.get(key) for own in beside] for each in beside for key in each}
+    return {k: own for k, own in values.items() if not all(alike(each, own[0]) for each in own)}
+
+
+def _without_numbers(manifest: Manifest, gone: Collection[str]) -> dict[str, Any]:
+    """Its state without what stands under these keys beside the optimizer's states."""
+    if not gone:
+        return manifest.state
+    rest = {key: value for key, value in beside_of(manifest).items() if key not in gone}
+    optimizer = {k: v for k, v in manifest.state["optimizer"].items() if k != BESIDE}
+    return {**manifest.state, "optimizer": optimizer | ({BESIDE: rest} if rest else {})}
 
 
 def _file_of(manifest: Manifest) -> str:
@@ -123,6 +157,48 @@ def require_alike(root: str, name: str, first: Parameter, copy: Parameter, stage
             f"{root}: {name} has the shape {list(first.shape)} in one stage of the pipeline, and "
             f"{list(copy.shape)} in stage {stage}, or another group"
         )
+
+
+# -- states that are not read
+
+
+def as_unread(manifest: Manifest, reason: str) -> Manifest:
+    """The manifest whose states that are neither slots nor numbers are listed as not read."""
+    others, parts = others_of(manifest), partitions_of(manifest)
+    if not others and not parts:
+        return manifest
+    names: dict[str, dict[str, None]] = {}
+    values: dict[str, list[Any]] = {}
+    for name, own in others.items():
+        for key, value in own.items():
+            if value is not None:
+                names.setdefault(str(key), {})[name] = None
+                values.setdefault(str(key), []).append(value)
+    for part in parts:
+        for key, value in part["states"].items():
+            names.setdefault(str(key), {}).update(dict.fromkeys(part["parameters"]))
+            values.setdefault(str(key), []).append(value)
+    entries = dict(manifest.entries)
+    states = []
+    for key, value in values.items():
+        tensors = [entries.pop(f"{name}/state", None) for name in tensors_in(value)]
+        known = [entry for entry in tensors if entry is not None]
+        is_whole = len(known) == len(tensors)  # a stage of a pipeline lacks those of others
+        state = unread(key, names[key], reason, value, known)
+        states.append(state if is_whole else replace(state, content="", tensors=()))
+    optimizer = {
+        key: value
+        for key, value in manifest.state["optimizer"].items()
+        if key not in (OTHER, PARTITIONS)
+    }
+    gone = manifest.entries.keys() - entries.keys()
+    return replace(
+        manifest,
+        entries=entries,
+        replicas=tuple(entry for entry in manifest.replicas if entry.name not in gone),
+        state={**manifest.state, "optimizer": optimizer},
+        unread=(*manifest.unread, *states),
+    )
 
 
 # -- groups

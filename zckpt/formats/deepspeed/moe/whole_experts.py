@@ -21,7 +21,6 @@ from ....core import compare
 from ....core.facts import ExpertLayer
 from ....core.inert import inside
 from ....core.manifest import Entry, Manifest, Unread
-from ....core.unread import unread
 from ....errors import (
     IncompleteCheckpoint,
     InconsistentCheckpoint,
@@ -38,6 +37,7 @@ from ...deepspeed_states.manifest import manifest_of
 from ...deepspeed_states.states import BufferSlot, EngineStates, FlatBuffer, dictionary, open_files
 from ...deepspeed_states.strangers import strangers_of
 from ...reading import Reading
+from ...strangers import unread
 from ..files import RankFiles
 from ..model_ranks.copies import matches_of
 from ..stage_0 import whole_states
