@@ -166,6 +166,7 @@ def roots_of(
     every: dict[Path, Sequence[Path]] = {}
     for place, optimizer in optimizers.items():
         fitting = [path for path, model in models.items() if _fits(optimizer, model)]
+        fitting = [path for path in fitting if _has_shapes(models[path], optimizer)] or fitting
         chosen = fitting if len(fitting) == 1 else _by_words(place, fitting)
         # FSDP's optimizers know names, and Accelerate gives each the number of its model
         is_sure = bool(saved.models) and not optimizer.is_numbered and len(chosen) == 1
@@ -209,6 +210,16 @@ def _fits(optimizer: OptimizerState, model: Mapping[Any, Any]) -> bool:
     floats = Counter(leaf.shape for leaf in weights.values() if is_float(leaf))
     known = Counter(shape for shape in shapes if shape is not None)
     return len(shapes) <= floats.total() and known <= floats
+
+
+def _has_shapes(model: Mapping[Any, Any], optimizer: OptimizerState) -> bool:
+    """Whether states have the shapes of the weights, where both have the same name."""
+    named = (
+        (model.get(name), shape_of(optimizer.state.get(member, {})))
+        for members, group in zip(optimizer.members, optimizer.groups, strict=False)
+        for member, name in zip(members, group.get("param_names") or members, strict=False)
+    )
+    return all(shape in (None, leaf.shape) for leaf, shape in named if isinstance(leaf, Leaf))
 
 
 def _has_names(weights: Collection[str], names: Sequence[str]) -> bool:
