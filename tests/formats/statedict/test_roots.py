@@ -605,7 +605,8 @@ def test_an_optimizer_belongs_to_its_model_whatever_is_lost(
     said = zckpt("inspect", two_models, "--json").document
     assert said["roots"] == {"model": [], "model_1": ["optim_1"]}
     # the target's optimizer has names, which both models have; the shapes are those of one
-    assert zckpt("reshard", two_models, tmp_path / "again").code == 0
+    again = ("convert", two_models, tmp_path / "again", "--to", "gathered")
+    assert zckpt(*again, "--dialect", "safetensors").code == 0
     assert "taken for" not in zckpt("inspect", tmp_path / "again").err
     lost = f"{two_models}/optimizer_1.bin is there, and optimizer.bin is not: it may be lost"
     assert lost in said["problems"]
