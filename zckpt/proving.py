@@ -106,11 +106,13 @@ def _verify(
     """The findings of a verification through the manifests of both sides."""
     is_proof = against is not None and saved.is_proof(os.fspath(against))
     if against is None or is_proof:
-        manifest = other = read(path, replace(reading, nameless=True))
+        manifest = other = read(path, replace(reading, nameless=True), alone=not is_proof)
         if is_proof and manifest.groups is None:
             proven, _ = saved.read_proof(os.fspath(against or ""), manifest)
             if proven.groups is not None:
-                manifest = other = read(path, reading)  # it says why its states have no names
+                manifest = other = read(
+                    path, reading, alone=False
+                )  # it says why its states have no names
     else:
         manifest, other = read_both(path, against, reading)
     about = saved.about(manifest)
@@ -123,8 +125,9 @@ def _verify(
                 check_slices(manifest)
             return about | verify_alone(manifest, selection.tensors, copying, begin)
         if is_proof:
+            root = (reading.root or "").partition("=")[0]
             return about | saved.verify_proof(
-                manifest, os.fspath(against), selection, copying, begin
+                manifest, os.fspath(against), selection, copying, begin, root
             )
         with sources.unchanged(other.fingerprints):
             about["warnings"] += oddly_timed(other)

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from . import formats
 from .core import sources
 from .core.dtypes import FLOATS
+from .core.facts import StateDictEngine
 from .core.folder import JOURNAL
 from .core.manifest import Manifest
 from .core.missing_states import lacking
@@ -236,16 +237,36 @@ def read_other(path: str | os.PathLike[str], first: Manifest, reading: Reading) 
         other = spelled_as(other, first)
     other = called_as(other, names_of(first))
     if set(names_of(first)).isdisjoint(names_of(other)):
-        for manifest in (first, other):
-            refuse_several(manifest)
+        for manifest, twin in ((first, other), (other, first)):
+            refuse_several(manifest, like=twin)
     return other
 
 
-def refuse_several(manifest: Manifest, others: str = "") -> None:
-    """Raises AmbiguousCheckpoint for several models; `others` is another way out."""
+def _roots_like(manifest: Manifest, other: Manifest) -> list[str]:
+    """The models whose names and shapes another checkpoint has; the one that it states, if so."""
+    own, theirs = manifest.parameters, other.parameters
+    fitting = [
+        root
+        for root in manifest.roots
+        if all(
+            f"{root}.{name}" in own and own[f"{root}.{name}"].shape == parameter.shape
+            for name, parameter in theirs.items()
+        )
+    ]
+    keys = other.engine.model if isinstance(other.engine, StateDictEngine) else ()
+    stated = str(other.source.get("root") or ".".join(map(str, keys)))
+    return [stated] if stated in fitting else fitting
+
+
+def refuse_several(manifest: Manifest, others: str = "", like: Manifest | None = None) -> None:
+    """Raises AmbiguousCheckpoint for several models; `others` is another way out.
+
+    If one is to be compared with another checkpoint, the hint names those that are `like` it.
+    """
     if roots := manifest.roots:
         name, own = next(iter(roots.items()))
-        what, choice = f"models: {listed([*roots])}", name
+        fitting = (like and _roots_like(manifest, like)) or [name]
+        what, choice = f"models: {listed([*roots])}", " or --root ".join(fitting)
         if len(roots) == 1:
             what, choice = f"optimizers: {listed(own)}", f"{name}={own[0]}"
         raise AmbiguousCheckpoint(

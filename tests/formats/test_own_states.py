@@ -272,6 +272,29 @@ def test_what_is_no_part_of_a_flat_buffer(tmp_path: Path, key: Any) -> None:
     changed_ranks(tmp_path / "same", check)
 
 
+def test_foreign_states_leave_an_optimizer_unnamed(tmp_path: Path) -> None:
+    """A rank's state of its part of a flat buffer: nothing of Adam's is added to the groups."""
+    run = tmp_path / "run"
+    zckpt.convert(save(tmp_path / "source", "gathered", lambda _: {}), run, **FLAT[1])
+    assert zckpt.read(run).optimizer == "AdamW"
+
+    def change(rank: int, base: dict[str, Any]) -> None:
+        for own in base["state"].values():
+            own["m_norm_t"] = torch.ones(3)
+        for group in base["param_groups"]:
+            group.pop("amsgrad", None)
+
+    changed_ranks(run, change)
+    assert zckpt.read(run).optimizer is None
+    zckpt.convert(run, tmp_path / "out", to="gathered", drop_state=["m_norm_t"])
+    optimizer = torch.load(tmp_path / "out" / "optim.pt")
+    ours, theirs = (
+        {key: item for key, item in group.items() if key not in ("params", "param_names", "step")}
+        for group in ((zckpt.read(run).groups or ())[0], optimizer["param_groups"][0])
+    )
+    assert ours == theirs
+
+
 def test_tensors_of_groups_differ_between_ranks(tmp_path: Path) -> None:
     """The pickles of the files are equal: their tensors have other bytes."""
     run = tmp_path / "run"

@@ -59,6 +59,17 @@ def test_a_copy_is_equal(form: str, original: Path, zckpt: Program) -> None:
         assert "not compared" not in said.out
 
 
+@pytest.mark.parametrize("name", ["x.pt", "other.pt"])
+def test_a_copy_in_a_folder_is_equal(name: str, original: Path, zckpt: Program) -> None:
+    folder, proof = original.with_name("folder"), original.with_name("proof.json")
+    folder.mkdir()
+    shutil.copy(original, folder / name)
+    assert zckpt("verify", folder, "--save-proof", proof).code == 0
+    for copy, against in ((folder, original), (original, folder), (original, proof)):
+        said = zckpt("verify", copy, "--against", against)
+        assert said.code == 0, said.out
+
+
 def test_a_copy_is_equal_also_without_a_state(original: Path, zckpt: Program) -> None:
     """Files without checksums: what is not compared is a tensor all the same."""
     torch.save(content(), original, _use_new_zipfile_serialization=False)

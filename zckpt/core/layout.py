@@ -44,6 +44,8 @@ class Layout(Struct, frozen=True):
     """Reads the files that were laid out, if the format's reader does not."""
     source: Manifest | None = None
     """What fills them, if a part of the source does, or more than it."""
+    in_one_file: bool = False
+    """Whether a program finds in one file all that the source has."""
     check: Callable[[], Sequence[str]] | None = None
     """Reads tensors of the source before the first byte is written, and gives warnings."""
 

@@ -251,6 +251,8 @@ class Manifest(Struct, frozen=True):
     """Whether the engine changes weights without their masters: these need not round to them."""
     files: tuple[str, ...] = ()
     siblings: tuple[Sibling, ...] = ()
+    uncopied: tuple[Sibling, ...] = ()
+    """Files that a target does not get: they are only compared."""
     left_out: tuple[str, ...] = ()
     """Lines about what has no meaning outside the source."""
     unread: tuple[Unread, ...] = ()
@@ -264,6 +266,9 @@ class Manifest(Struct, frozen=True):
     roots: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """The keys of the optimizers of each model, if several models or optimizers were read. Only the
     weights can be written together."""
+    likely: tuple[str, ...] = ()
+    """Keys of optimizers that fit the model which the user chose, and that no file shows to be its
+    own."""
     states_inferred: bool = True
     """Whether the files can state that a name was inferred."""
     zero_padding: bool = False

@@ -325,6 +325,8 @@ def weights_alone(manifest: Manifest) -> Manifest:
         state={},
         steps=(),
         unread=(),
+        siblings=(),
+        uncopied=(),
     )
 
 

@@ -24,6 +24,8 @@ OF_RUN = re.compile(
 )
 """Files of trainers' programs that a run goes on with, whatever its size; those of a second model
 or object have a number."""
+OF_TENSORS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".pkl", ".distcp")
+"""Endings of files that may have tensors."""
 PATHS = {"trainer_state.json": "best_model_checkpoint"}
 """A key that holds a path of the run, by the name of the JSON file: a converted run has another."""
 
@@ -31,11 +33,18 @@ PATHS = {"trainer_state.json": "best_model_checkpoint"}
 def siblings(a: Manifest, b: Manifest) -> tuple[list[Report], list[str]]:
     """A line for each file that differs; sentences about files that only one side has.
 
-    None of two checkpoints of weights alone, from which no run goes on.
+    Of two checkpoints of weights alone, from which no run goes on, only files that may have tensors
+    are compared.
     """
-    if a.groups is None and b.groups is None:
-        return [], []
-    ours, theirs = ({item.name: item for item in side.siblings} for side in (a, b))
+    has_run = a.groups is not None or b.groups is not None
+    ours, theirs = (
+        {
+            item.name: item
+            for item in (*side.siblings, *side.uncopied)
+            if has_run or item.name.endswith(OF_TENSORS)
+        }
+        for side in (a, b)
+    )
     lines: list[Report] = [
         {"key": name, "a": f"{item.size} bytes", "b": f"{theirs[name].size} bytes"}
         for name, item in ours.items()

@@ -27,8 +27,8 @@ def digest(manifest: Manifest) -> str:
     """The CRC-32 of all that its files state beside tensors, and of where tensors lie.
 
     It is of the checksums that the files have, and of all bytes that no checksum and no tensor
-    covers; tensors are compared by themselves. The name of a checkpoint that is one file does not
-    count.
+    covers; tensors are compared by themselves. The name of a checkpoint that is one file, alone or
+    in a folder, does not count.
     """
     covered: dict[str, set[Covered]] = {}
     for record in manifest.records:
@@ -39,7 +39,7 @@ def digest(manifest: Manifest) -> str:
             covered.setdefault(extent.file, set()).add(_covered(extent))
     crc = 0
     for path in sorted(manifest.files):
-        name = "" if path == manifest.root else os.path.relpath(path, manifest.root)
+        name = os.path.relpath(path, manifest.root) if len(manifest.files) > 1 else ""
         places = sorted(covered.get(path, ()))
         crc = crc32(repr((name, sources.size(path), places)).encode(), crc)
         crc = _crc_between(path, places, crc)

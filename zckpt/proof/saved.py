@@ -39,6 +39,7 @@ from . import unread
 from .contents import digest
 from .pairs import only_rounded, selected
 from .report import difference, findings
+from .roots import of_root, refuse_several
 from .states import plain_facts
 from .verify import inferences, needs_weights, nothing_found, with_values
 
@@ -130,12 +131,18 @@ def verify_proof(
     selection: Selection = EVERYTHING,
     copying: Copying = DEFAULT_COPYING,
     begin: Begin | None = None,
+    root: str = "",
 ) -> Report:
     """Whether a checkpoint still equals the one that was proven, by the CRC-32 of every tensor.
 
+    Of several models that were proven, `root` is the name of the one that is compared.
     Raises CorruptCheckpoint if the file is not a proof, or if it proves a difference.
     """
     proven, contents = read_proof(path, manifest)
+    if root:
+        proven = of_root(proven, root, manifest)
+    else:
+        refuse_several(proven, manifest)
     whole, (manifest, proven) = manifest, selection.of(manifest, proven)
     pattern = selection.tensors
     mutual, only_a, only_b = match(manifest, proven)

@@ -103,23 +103,31 @@ def resuming(
     """Gives the line with which the program of a checkpoint resumes from a directory.
 
     `file` is what it is given there. `otherwise` is for no program, and for the state of an
-    optimizer that is not the program's first. Raises AmbiguousCheckpoint if averages of the weights
-    would be trained on.
+    optimizer that is not the program's first.
     """
     program = program_in(source)
     if program is None:
         return trainers.resuming(source.siblings, otherwise)
     engine = source.engine if isinstance(source.engine, StateDictEngine) else None
-    is_chosen = file or source.source.get("root")
-    if engine and not is_chosen and program.trained in source.state["client_state"]:
-        model = program.whole.model[0]
-        raise AmbiguousCheckpoint(
-            f"{source.root} has averages of the weights in {model}, and the weights that the "
-            f"optimizer updates in {program.trained}: {program.name} loads both from one file only",
-            hint=f"convert the file that {program.name} saved, with --root {program.trained}, or "
-            f"with --root {model}",
-        )
     if engine and program.whole.numbered_as(engine.optimizer) != program.whole:
         return otherwise
     before, after = program.resuming
     return lambda path: f"{before}{literal(os.path.join(path, file) if file else path)}{after}"
+
+
+def refuse_averages(source: Manifest) -> None:
+    """Raises AmbiguousCheckpoint if averages of the weights would be trained on.
+
+    A target with everything in one file keeps both the averages and the weights that are trained.
+    """
+    program = program_in(source)
+    is_chosen = "root" in source.source or not isinstance(source.engine, StateDictEngine)
+    if program is None or is_chosen or program.trained not in source.state["client_state"]:
+        return
+    model = program.whole.model[0]
+    raise AmbiguousCheckpoint(
+        f"{source.root} has averages of the weights in {model}, and the weights that the "
+        f"optimizer updates in {program.trained}: {program.name} loads both from one file only",
+        hint=f"convert the file that {program.name} saved, with --root {program.trained}, or "
+        f"with --root {model}",
+    )

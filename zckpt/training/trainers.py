@@ -224,6 +224,28 @@ def inside(
     return siblings.files, lines + siblings.left_out
 
 
+def once_more(folder: str, source: str) -> list[Sibling]:
+    """The files in a folder's own folder of whole weights, which a target does not get.
+
+    Links are followed inside of the directory `source`.
+    """
+    own = os.path.join(folder, CONSOLIDATED)
+    files = SiblingList(source)
+    if sources.is_folder(own) and not sources.is_denied(own):
+        files.add_below(own, root=source)
+    return files.files
+
+
+def vocabulary(path: str) -> int | None:
+    """The number of a model's tokens, as its configuration states it; None if it does not."""
+    if not sources.is_file(path):
+        return None
+    config = json_of([Sibling("config.json", path, sources.size(path))], "config.json") or {}
+    text = config.get("text_config")
+    stated = [each.get("vocab_size") for each in (config, text) if isinstance(each, dict)]
+    return next((size for size in stated if type(size) is int), None)
+
+
 def ranks_of(siblings: Iterable[Sibling]) -> dict[str, int]:
     """Folders that have a file of each rank, with the number of the files."""
     matches = filter(None, (_OF_RANKS.fullmatch(item.name) for item in siblings))

@@ -31,6 +31,7 @@ from ..naming.ties import with_ties
 from ..reading import read
 from ..training import steps
 from ..training.options import ACCEPT_WEIGHTS, DROP_STATE, PARAM_NAMES, RENAME, TIE, Options, refuse
+from ..training.programs import refuse_averages
 from . import models
 from .keeping import Keeping, dropped_states, unable_to_step
 from .report import Report, report_on
@@ -94,6 +95,8 @@ def write(
     parts = [states.without(part, options[DROP_STATE]) for part in parts]
     named = with_ties(manifest, options[TIE]) if parts else named_for(format, manifest, options)
     source, layout = laid_out(format, manifest, named, parts, target, options, best_in)
+    if format.is_resumed and not (format.is_neutral or layout.in_one_file or options.weights_only):
+        refuse_averages(source)
     files = convert.files_of(layout)
     size = sum(files.values())
     report = report_on(command, source, target, format, layout, files, options)

@@ -224,6 +224,53 @@ def test_the_last_shard_is_named(tmp_path: Path, zckpt: Program) -> None:
         assert "model/shard-00002-model-00001-of-00001.safetensors is missing" in said.err
 
 
+@pytest.mark.parametrize("witness", ["consolidated", ".hf_metadata"])
+@pytest.mark.parametrize("command", ["inspect", "verify", "reshard"])
+def test_the_last_shard_is_named_without_an_optimizer(
+    witness: str, command: str, tmp_path: Path, zckpt: Program
+) -> None:
+    """Whole weights beside the shards show the shapes, and so does the model's configuration."""
+    model = shutil.copytree(AUTOMODEL / "model", tmp_path / "model")
+    for other in {"consolidated", ".hf_metadata"} - {witness}:
+        shutil.rmtree(model / other)
+    assert zckpt("verify", model).code == 0
+    lost = model / "shard-00002-model-00001-of-00001.safetensors"
+    lost.unlink()
+    said = zckpt(command, model, *([tmp_path / "out"] if command == "reshard" else []))
+    assert said.code == (3 if command == "verify" else 1)
+    assert f"{lost} is missing" in said.out + said.err
+    assert f"has the shape [8, 8], and {'by ' * witness.startswith('.')}{model}/{witness}/" in (
+        said.out + said.err
+    )
+
+
+def test_damaged_whole_weights_show_no_shapes(tmp_path: Path) -> None:
+    model = Path(shutil.copytree(AUTOMODEL / "model", tmp_path / "model"))
+    (whole,) = (model / "consolidated").glob("*.safetensors")
+    whole.write_bytes(whole.read_bytes()[:100])
+    (warning,) = zckpt.read(model).warnings
+    assert warning.startswith(f"not compared with the weights: {whole}")
+
+
+@pytest.mark.parametrize("part", [".", "model"])
+def test_whole_weights_beside_shards_are_compared(
+    part: str, tmp_path: Path, zckpt: Program
+) -> None:
+    """No reader takes them: their bytes are compared, and one that is lost is named."""
+    run = Path(shutil.copytree(AUTOMODEL, tmp_path / "run"))
+    (whole,) = (run / "model" / "consolidated").glob("*.safetensors")
+    name = whole.relative_to(run / part)
+    assert zckpt("verify", run / part, "--against", AUTOMODEL / part).code == 0
+    content = bytearray(whole.read_bytes())
+    content[-100] ^= 16
+    whole.write_bytes(content)
+    said = zckpt("verify", run / part, "--against", AUTOMODEL / part)
+    assert (said.code, f"{name}: " in said.out) == (3, True)
+    whole.unlink()
+    said = zckpt("verify", run / part, "--against", AUTOMODEL / part)
+    assert f"not compared: {name}: only beside {AUTOMODEL / part}" in said.out
+
+
 class TestStorage:
     """Directories that torch's HuggingFaceStorageWriter wrote."""
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -172,7 +173,39 @@ def test_the_hint_leads_to_one_that_resumes(
         assert zckpt("diff", *pair, "--root", root).code == verified.code
     refused = zckpt("verify", tmp_path / "t", "--against", source)
     assert refused.code == 1
-    assert "--root generator" in refused.err
+    assert f"Hint: choose one with --root {root}\n" in refused.err
+
+
+@pytest.mark.parametrize("root", ["generator", "discriminator"])
+def test_a_proof_of_all_is_one_of_each(
+    root: str, checkpoints: dict[str, Path], tmp_path: Path, zckpt: Program
+) -> None:
+    source, proof, out = checkpoints["dcp"], tmp_path / "proof.json", tmp_path / "out"
+    assert zckpt("verify", source, "--save-proof", proof).code == 0
+    assert zckpt("convert", source, out, "--root", root).code == 0
+    for path in (out, source):
+        said = zckpt("verify", path, "--against", proof, "--root", root)
+        assert said.code == 0, said.out + said.err
+    (other,) = {"generator", "discriminator"} - {root}
+    said = zckpt("verify", out, "--against", proof, "--root", other)
+    assert said.code == 3
+    assert "emb.weight/exp_avg: CRC-32" in said.out
+    assert "step 2 against 3" in said.out or "step 3 against 2" in said.out
+    refused = zckpt("verify", out, "--against", proof)
+    assert "choose one with --root generator or --root discriminator" in refused.err
+    unknown = zckpt("verify", out, "--against", proof, "--root", "nix")
+    assert "one model, and it is not called nix" in unknown.err
+
+
+def test_the_hint_names_those_whose_shapes_fit(tmp_path: Path, zckpt: Program) -> None:
+    whole: dict[str, Any] = {}
+    for name, pair in (("a", trained(0, 4)), ("b", trained(1)), ("c", trained(2))):
+        whole |= {name: pair[0].state_dict(), f"optimizer_{name}": pair[1].state_dict()}
+    torch.save(whole, tmp_path / "all.pt")
+    torch.save({"model": whole["b"], "optimizer": whole["optimizer_b"]}, tmp_path / "one.pt")
+    for pair in (("one.pt", "all.pt"), ("all.pt", "one.pt")):
+        said = zckpt("verify", tmp_path / pair[0], "--against", tmp_path / pair[1])
+        assert "Hint: choose one with --root b or --root c\n" in said.err
 
 
 @pytest.mark.parametrize("to", ["universal", "dcp", "gathered", "deepspeed"])
@@ -459,6 +492,13 @@ def test_second_model_in_folders(tmp_path: Path, zckpt: Program) -> None:
         dcp.save(state, checkpoint_id=folder / f"optimizer_{number}")
     assert_are_accelerates(pairs, folder, tmp_path, zckpt)
     assert zckpt("verify", folder, "--against", folder, "--gather").code == 0
+    lost = Path(shutil.copytree(folder, tmp_path / "lost"))
+    shutil.rmtree(lost / "optimizer_0")
+    said = zckpt("inspect", lost, "--json").document
+    assert said["roots"] == {"model": [], "model_1": ["optimizer_1"]}
+    assert said["problems"] == ["optimizer_1 is there, and optimizer_0 is not: it may be lost"]
+    refused = zckpt("convert", lost, tmp_path / "ds", "--to", "deepspeed", "--root", "model")
+    assert "nothing shows that an optimizer trains model\nHint: write" in refused.err
     target = tmp_path / "resharded"
     assert zckpt("reshard", folder, target, "--root", "model_1", "--dp", "3").code == 0
     assert sorted(path.name for path in target.iterdir()) == ["optimizer_0", "pytorch_model_fsdp_0"]
@@ -546,3 +586,89 @@ def test_two_adafactors(tmp_path: Path, zckpt: Program) -> None:
             assert found.code == 0, found.out
         assert zckpt("reshard", target, tmp_path / f"again-{number}").code == 0
         assert zckpt("verify", tmp_path / f"again-{number}", "--against", folder).code == 0
+
+
+@pytest.fixture
+def two_models(tmp_path: Path) -> Path:
+    """A generator and a discriminator of other widths, as Accelerate saves them."""
+    accelerator = Accelerator(cpu=True)
+    for pair in (trained(0, 5, torch.optim.SGD), trained(1, 4)):
+        accelerator.prepare(*pair)
+    accelerator.save_state(str(tmp_path / "two"), safe_serialization=False)
+    return tmp_path / "two"
+
+
+def test_an_optimizer_belongs_to_its_model_whatever_is_lost(
+    two_models: Path, tmp_path: Path, zckpt: Program
+) -> None:
+    (two_models / "optimizer.bin").unlink()
+    said = zckpt("inspect", two_models, "--json").document
+    assert said["roots"] == {"model": [], "model_1": ["optim_1"]}
+    # the target's optimizer has names, which both models have; the shapes are those of one
+    again = ("convert", two_models, tmp_path / "again", "--to", "gathered")
+    assert zckpt(*again, "--dialect", "safetensors").code == 0
+    assert "taken for" not in zckpt("inspect", tmp_path / "again").err
+    lost = f"{two_models}/optimizer_1.bin is there, and optimizer.bin is not: it may be lost"
+    assert lost in said["problems"]
+    assert lost in zckpt("verify", two_models).err
+    changed = Path(shutil.copytree(two_models, tmp_path / "changed"))
+    optimizer = torch.load(changed / "optimizer_1.bin")
+    optimizer["state"][0]["exp_avg"] += 1
+    torch.save(optimizer, changed / "optimizer_1.bin")
+    assert zckpt("verify", changed, "--against", two_models).code == 3
+    chosen = zckpt("convert", two_models, tmp_path / "ds", "--to", "deepspeed", "--root", "model_1")
+    assert chosen.code == 0
+    assert "exp_avg" in zckpt("inspect", tmp_path / "ds").out
+
+
+def test_a_lost_first_model_is_named(tmp_path: Path, zckpt: Program) -> None:
+    save_file({"w": torch.ones(3)}, tmp_path / "model_1.safetensors")
+    said = zckpt("inspect", tmp_path)
+    assert "model_1.safetensors is there, and model.safetensors is not: it may be" in said.err
+
+
+def test_files_that_no_reader_takes_are_compared(tmp_path: Path, zckpt: Program) -> None:
+    """Also beside weights alone, whose configurations may differ."""
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        torch.save({"w": torch.ones(3)}, tmp_path / name / "model.pt")
+        torch.save({"step": ord(name)}, tmp_path / name / "sampler_7.bin")
+        (tmp_path / name / "config.json").write_text(name)
+    said = zckpt("verify", tmp_path / "a", "--against", tmp_path / "b")
+    assert said.code == 3
+    assert "sampler_7.bin: " in said.out
+    assert "config.json" not in said.out
+    assert zckpt("verify", tmp_path / "a", "--against", tmp_path / "b", "--weights-only").code == 0
+
+
+def test_an_optimizer_that_fits_another_model_too(tmp_path: Path, zckpt: Program) -> None:
+    """A teacher that is not trained, and a student: the numbers say that the teacher is trained."""
+    accelerator = Accelerator(cpu=True)
+    teacher, (student, optimizer) = Net(5), trained(1)
+    accelerator.prepare(teacher, student, optimizer)
+    run = tmp_path / "run"
+    accelerator.save_state(str(run), safe_serialization=False)
+    way = "--root model_1=optim"
+    said = zckpt("inspect", run)
+    assert f"it fits model_1 too, which has none; {way} takes it for that" in said.err
+    chosen = ("convert", run, tmp_path / "out", "--root", "model_1")
+    refused = zckpt(*chosen, "--to", "deepspeed")
+    assert refused.code == 1
+    assert "holds no optimizer state" not in refused.err
+    assert f"name it: {way}; or write --weights-only" in refused.err
+    alone = zckpt(*chosen, "--to", "gathered")
+    assert f"nothing shows that optim trains it; {way} says so" in alone.err
+    right = zckpt("convert", run, tmp_path / "right", *way.split(), "--to", "deepspeed")
+    assert right.code == 0
+    assert_is_root(tmp_path / "right", (student, optimizer), "")
+
+
+def test_averages_have_no_optimizer_of_their_own(tmp_path: Path, zckpt: Program) -> None:
+    model, optimizer = trained(0)
+    whole = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save({**whole, "ema": model.state_dict()}, tmp_path / "run.pt")
+    way = ("convert", tmp_path / "run.pt", tmp_path / "out", "--root", "ema", "--to")
+    refused = zckpt(*way, "deepspeed")
+    assert refused.code == 1
+    assert "nothing shows that an optimizer trains ema" in refused.err
+    assert "name it: --root ema=optimizer; or write --weights-only" in refused.err

@@ -29,7 +29,7 @@ STEP = re.compile(r"step-\d+")
 MAX_MARKER = 1 << 16  # bytes
 MEGATRON_FSDP = (b"optimizer.param_to_group_meta.", b"rng_state.(")  # of 0.16.1
 MEGATRON = (b"_extra_state/shard_", b"common_state/shard_", b"rng_state/shard_")
-PARTS = re.compile(r"(pytorch_model_fsdp|optimizer)_\d+")
+PARTS = re.compile(r"(pytorch_model_fsdp|optimizer)_(\d+)", re.ASCII)
 MODEL, OPTIMIZERS = "model", ("optim", "optimizer")
 ADAPTER = peft.WEIGHTS[0]
 
@@ -96,6 +96,18 @@ def whole_of(folder: str) -> str | None:
     others = folders(above)
     is_part = os.path.basename(os.path.abspath(folder)) in map(os.path.basename, others)
     return os.path.dirname(folder.rstrip(os.sep)) or "." if is_part else None
+
+
+def lost(folders: Sequence[str]) -> list[str]:
+    """Sentences about folders of Accelerate's that are not there, though further ones are."""
+    numbers: dict[str, set[int]] = {}
+    for match in filter(None, (PARTS.fullmatch(os.path.basename(folder)) for folder in folders)):
+        numbers.setdefault(match[1], set()).add(int(match[2]))
+    return [
+        f"{stem}_{max(own)} is there, and {stem}_{number} is not: it may be lost"
+        for stem, own in numbers.items()
+        for number in sorted({*range(max(own))} - own)
+    ]
 
 
 def is_pair(names: Sequence[str] | None) -> bool:

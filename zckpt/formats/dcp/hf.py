@@ -2,9 +2,8 @@
 
     shard-RRRRR-model-FFFFF-of-NNNNN.safetensors    rank R from 1 on, file F of N
 
-A header's `DCP_SHARDING_INFO` says at which offsets each piece begins in the whole tensor. No file
-states the whole shape: it ends where the last piece ends (torch 2.13, hf_storage.py). The files
-have tensors alone, and no index.
+A header's `DCP_SHARDING_INFO` says at which offsets each piece begins in the whole tensor. None of
+them XX
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from math import prod
 from typing import Any
@@ -22,15 +21,21 @@ from ...core.fragments import Record
 from ...core.inert import Scalar
 from ...core.layout import Shell
 from ...core.missing_ranks import missing_file
+from ...errors import CorruptCheckpoint
 from ...files import safefile
 from ...files.dcpfile import ItemBox
 from ...files.safefile import SavedTensor, read_with_metadata
+from ...training.trainers import CONSOLIDATED, once_more, vocabulary
+from ..statedict.finding import find_optimizers, read_optimizer, value_at
 from ..statedict.names import shape_of
 from ..statedict.tree import Leaf, SavedTree, assembled, number_of, solid_piece
 from ..statedict.write import BlankTensor
 
 NAME = re.compile(r"shard-(\d+)-model-(\d+)-of-(\d+)\.safetensors")
 NAMED = "shard-{:05d}-model-{:05d}-of-{:05d}.safetensors"
+EMBEDDING = re.compile(r"(?:.*\.)?(?:embed_tokens|wte|word_embeddings|embed_in)\.weight")
+CONFIGS = ((".hf_metadata",), (), (CONSOLIDATED,))
+"""Where programs keep a model's configuration, in the folder of its weights."""
 STATE = re.compile(r"(?:[^.]+\.)*?state\.")
 INFO, VERSION = "DCP_SHARDING_INFO", "1.0"
 
@@ -71,25 +76,46 @@ def read(paths: Sequence[str], saved: SavedTree) -> dict[str, Leaf]:
     return tree
 
 
-def require_last(folder: str, weights: Mapping[str, Any], optimizers: Iterable[Any]) -> None:
-    """Raises IncompleteCheckpoint if the moments of a weight are larger than the weight.
+def require_last(folder: str, weights: Mapping[str, Any], saved: SavedTree) -> None:
+    """Raises IncompleteCheckpoint if another file states a larger shape of a weight.
 
-    The file of the last rank is missing then, without which nothing shows the whole shape.
+    The file of the last rank is missing then, without which nothing else shows the whole shape.
     """
-    for optimizer in optimizers:
-        for name, state in optimizer.state.items():
-            weight, whole = weights.get(name), shape_of(state)
-            if not isinstance(weight, Leaf) or whole is None or len(whole) != len(weight.shape):
-                continue
-            if whole[1:] == weight.shape[1:] and whole[0] > weight.shape[0]:
-                numbers = [NAME.fullmatch(os.path.basename(path)) for path in files(folder)]
-                rank = max(int(match[1]) for match in numbers if match)
-                count = max(int(match[3]) for match in numbers if match)
-                raise missing_file(
-                    os.path.join(folder, NAMED.format(rank + 1, 1, count)),
-                    hint=f"copy it again: without it, {name} has the shape {list(weight.shape)}, "
-                    f"and its moments have {list(whole)}",
-                )
+    for name, whole, source in _stated_shapes(folder, weights, saved):
+        weight = weights.get(name)
+        if not isinstance(weight, Leaf) or len(whole) != len(weight.shape):
+            continue
+        if whole[1:] == weight.shape[1:] and whole[:1] > weight.shape[:1]:
+            numbers = [NAME.fullmatch(os.path.basename(path)) for path in files(folder)]
+            rank = max(int(match[1]) for match in numbers if match)
+            count = max(int(match[3]) for match in numbers if match)
+            raise missing_file(
+                os.path.join(folder, NAMED.format(rank + 1, 1, count)),
+                hint=f"copy it again: without it, {name} has the shape {list(weight.shape)}, "
+                f"and {source} {list(whole)}",
+            )
+
+
+def _stated_shapes(
+    folder: str, weights: Mapping[str, Any], saved: SavedTree
+) -> Iterator[tuple[str, tuple[int, ...], str]]:
+    """Shapes of weights as other files state them: an optimizer, whole weights, a configuration."""
+    for path in find_optimizers(saved.tree):
+        for name, state in read_optimizer(value_at(saved.tree, path)).state.items():
+            if (whole := shape_of(state)) is not None:
+                yield name, whole, "its moments have"
+    for item in once_more(folder, folder):
+        try:
+            whole_weights = safefile.read(item.path) if item.name.endswith(".safetensors") else ()
+        except CorruptCheckpoint as error:
+            saved.warnings.append(f"not compared with the weights: {error}")
+            continue
+        for stored in whole_weights:
+            yield stored.name, stored.shape, f"{item.path} has"
+    for config in (os.path.join(folder, *place, "config.json") for place in CONFIGS):
+        if size := vocabulary(config):
+            for name in filter(EMBEDDING.fullmatch, weights):
+                yield name, (size, *weights[name].shape[1:]), f"by {config} it has"
 
 
 def state_dicts(tensors: Mapping[str, Leaf]) -> dict[Any, Any]:

@@ -26,9 +26,9 @@ from ...errors import (
 from ...files.dcpfile import METADATA, VERSION, ItemLocation, ItemTable, TensorItem, read_table
 from ...files.dcpitems import ItemFiles, require_same
 from ...files.torchfile import Tensor, TorchFile, class_of
-from ...training.trainers import beside, inside
+from ...training.trainers import beside, inside, once_more
 from ..reading import USUAL, Reading
-from ..statedict.finding import find_optimizers, is_extra, read_optimizer, value_at
+from ..statedict.finding import is_extra
 from ..statedict.keys import ADAPTER, RANKS, own_key
 from ..statedict.read import manifest
 from ..statedict.stated import checked
@@ -50,7 +50,17 @@ from ..statedict.tree import (
 )
 from ..statedict.weights import weights_of
 from . import hf
-from .files import MODEL, adapter_of, has_items, is_pair, locate, own_files, place_in, whole_of
+from .files import (
+    MODEL,
+    adapter_of,
+    has_items,
+    is_pair,
+    locate,
+    lost,
+    own_files,
+    place_in,
+    whole_of,
+)
 from .rest import read_rest
 
 MAX_LIST = 1_000_000  # elements of all lists
@@ -72,6 +82,7 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
     try:
         if parts and parts != [root]:
             saved.folders = [os.path.basename(folder) for folder in parts]
+            saved.warnings += lost(parts)
         for folder in parts:
             if has_items(folder):
                 # stated names are those of one model alone
@@ -80,15 +91,15 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
             else:
                 saved.tree[own_key(folder)] = _weights(folder, saved)
         if saved.storage == RANKS:
-            key = own_key(parts[0])
-            found = (value_at(saved.tree, path) for path in find_optimizers(saved.tree))
-            hf.require_last(parts[0], saved.tree[key], map(read_optimizer, found))
+            hf.require_last(parts[0], saved.tree[own_key(parts[0])], saved)
         models = [key for key in saved.tree if str(key).partition("_")[0] == "model"]
         if saved.folders and len(models) > 1:
             saved.models, saved.stated = models, None  # each model has its own
         if shards:
             saved.storage = RANKS
-            saved.tree |= hf.state_dicts(hf.read(shards, saved))
+            weights = hf.read(shards, saved)
+            hf.require_last(root, weights, saved)
+            saved.tree |= hf.state_dicts(weights)
         rest = read_rest(root, saved) if root in parts else ()
         own = [*parts, *shards, *own_files(root, parts), *rest]
         lists = [beside(root, own, path)]
@@ -96,6 +107,8 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
             for folder in parts:
                 files = {*saved.files, *own_files(folder, [folder])}
                 lists.append(inside(root, os.path.basename(folder), files, path))
+        for folder in dict.fromkeys((root, *parts)):
+            saved.uncopied += once_more(folder, path)
         for siblings, left_out in lists:
             saved.siblings += siblings
             saved.left_out += left_out

@@ -220,11 +220,21 @@ def one_type(key: str, dtypes: Sequence[str]) -> str:
     return "F64" if "F64" in types else "F32"
 
 
+def _no_states(source: Manifest) -> MissingData:
+    """The error of a source without an optimizer, or of a model without one of several."""
+    root, ways = source.source.get("root"), "write --weights-only"
+    if root is None:
+        return MissingData(f"{source.root} holds no optimizer state", hint=ways)
+    if source.likely:
+        ways = f"name it: --root {root}={source.likely[0]}; or {ways}"
+    return MissingData(f"{source.root}: nothing shows that an optimizer trains {root}", hint=ways)
+
+
 def check_states(engine: TargetEngine, source: Manifest, states: Collection[str]) -> None:
     """Raises if the target's optimizer needs optimizer states that the source does not hold."""
     listing = ", ".join(sorted(states)) or "none"
     if not states and source.groups is None and not are_inferred(source):
-        raise MissingData(f"{source.root} holds no optimizer state", hint="write --weights-only")
+        raise _no_states(source)
     name = optimizer_name(engine, source)
     before = [plain_name(each) for each in (source.optimizer or "").split(", ")]
     family = known_optimizer(name).family

@@ -308,7 +308,7 @@ def stated_optimizer(
     states: dict[int, set[str]] = {group: set() for group, _ in enumerate(groups or ())}
     for buffer in buffers:
         slots = {slot.name for slot in buffer.slots} - {"master"}
-        states.setdefault(buffer.group, set()).update(slots, buffer.scalars)
+        states.setdefault(buffer.group, set()).update(slots, buffer.scalars, map(str, buffer.own))
         for name in buffer.shapes:
             states[buffer.group].update((ranks.first.get("other") or {}).get(name, ()))
     return name_of_groups([*states.values()], groups)

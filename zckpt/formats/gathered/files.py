@@ -24,7 +24,7 @@ from typing import Any
 from msgspec import Struct, field
 
 from ...core import sources
-from ...core.filenames import counted, numbered, oldest_first
+from ...core.filenames import counted, number_of, numbered, oldest_first
 from ...core.saved_names import Place
 from ...errors import (
     AmbiguousCheckpoint,
@@ -41,6 +41,7 @@ ENDINGS = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 RANK = re.compile(
     r"(?P<stem>.*?)[._-]?(world_size_(?P<world>\d+)_)?(?<![a-z])rank_?(?P<rank>\d+)\.(pt|pth|bin|ckpt)"
 )
+ACCELERATES = "optimizer.bin"
 WHOLE = {  # names of whole files, the likeliest first
     "model": (
         *("model.pt", "model.pth", "model.bin", "pytorch_model_fsdp.bin", "pytorch_model.bin"),
@@ -48,12 +49,12 @@ WHOLE = {  # names of whole files, the likeliest first
         *peft.WEIGHTS,
     ),
     "optim": (
-        *("optim.pt", "optimizer.pt", "optim.pth", "optimizer.pth", "optim.bin", "optimizer.bin"),
+        *("optim.pt", "optimizer.pt", "optim.pth", "optimizer.pth", "optim.bin", ACCELERATES),
     ),
     "extra": ("extra.pt",),
 }
 NUMBERED = (
-    *("model.safetensors", "pytorch_model.bin", "pytorch_model_fsdp.bin", "optimizer.bin"),
+    *("model.safetensors", "pytorch_model.bin", "pytorch_model_fsdp.bin", ACCELERATES),
     "extra.pt",
 )
 """Names to which Accelerate adds a number for a second model or optimizer (1.15), and zckpt to its
@@ -84,6 +85,23 @@ class StateDictFiles(Struct, eq=False):
         """The keys of several models' files; empty for one model."""
         keys = [key for key in self.whole if key and key.startswith("model")]
         return keys if len(keys) > 1 else []
+
+    @property
+    def lost(self) -> list[str]:
+        """Sentences about files of Accelerate's that are not there, though further ones are."""
+        lines = []
+        for kind in ("model", "optim"):
+            paths = [path for key, path in self.whole.items() if key and key.startswith(kind)]
+            by_number = {number_of(os.path.basename(path)): path for path in paths}
+            last = by_number[max(by_number)] if by_number else ""
+            first = _without_number(os.path.basename(last))
+            if first in NUMBERED:
+                missing = {*range(max(by_number))} - {*by_number}
+                lines += [
+                    f"{last} is there, and {numbered(first, number)} is not: it may be lost"
+                    for number in sorted(missing)
+                ]
+        return lines
 
     @property
     def of_torch(self) -> list[str]:
@@ -144,16 +162,23 @@ def _whole(names: Sequence[str]) -> dict[str, str]:
         for kind, likely in WHOLE.items()
         if (name := next((name for name in likely if name in present), None))
     }
-    if whole.get("optim", "optimizer.bin") != "optimizer.bin":
+    if whole.get("optim", ACCELERATES) != ACCELERATES:
         return whole
-    for kind, name in [(kind, name) for kind, name in whole.items() if name in NUMBERED]:
-        stem, dot, ending = name.partition(".")
-        if f"{stem}_0{dot}{ending}" in present:  # the numbers are those of ranks
-            continue
-        for number in range(1, len(names)):
-            if (other := numbered(name, number)) in present:
-                whole[f"{kind}_{number}"] = other
+    # the first optimizer's file may be lost, and further ones not
+    first = {"optim": ACCELERATES, **whole} if "model" in whole else whole
+    for kind, name in [(kind, name) for kind, name in first.items() if name in NUMBERED]:
+        further = [other for other in names if other != name and _without_number(other) == name]
+        by_number = {number_of(other): other for other in further}
+        if 0 not in by_number:  # then the numbers are those of ranks
+            whole |= {f"{kind}_{number}": by_number[number] for number in sorted(by_number)}
     return whole
+
+
+def _without_number(name: str) -> str:
+    """The first model's name: `optimizer.bin` for `optimizer_1.bin`."""
+    stem, dot, ending = name.partition(".")
+    found = counted(stem, "")
+    return f"{found[0] if found else stem}{dot}{ending}"
 
 
 def _safetensors(names: Sequence[str]) -> list[str]:

@@ -157,6 +157,7 @@ class _TreeReader:
         self.parsed = Parsed()
         source = {"format": "gathered", "version": None, "dp": files.world, "tag": None}
         self.saved = SavedTree(path, source, {}, models=files.models)
+        self.saved.warnings += files.lost
         self.names: dict[str, list[str]] = {}
         self.is_one = reading.root is not None or not files.models
         self.has_local_states = False

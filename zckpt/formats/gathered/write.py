@@ -165,6 +165,7 @@ def lay_out(source: Manifest, options: Options, number: int = 0) -> Layout:
         from_masters=True,
         about=about,
         loading=resuming,
+        in_one_file=names_of_files.keys is not None,
     )
 
 

@@ -99,6 +99,8 @@ class ManifestBuilder:
             replicas=tuple(self.replicas),
             files=tuple(saved.files),
             siblings=tuple(saved.siblings),
+            uncopied=tuple(saved.uncopied),
+            likely=tuple(saved.likely),
             of_ranks=saved.of_ranks,
             left_out=tuple(saved.left_out),
             warnings=tuple(self.warnings),

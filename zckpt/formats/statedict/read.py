@@ -58,13 +58,17 @@ def manifest(saved: SavedTree, reading: Reading = USUAL) -> Manifest:
     others = beside(every, paths)
     _settle_averages(saved, paths[0])
     if name in map(dotted, others):
-        found = roots_of(saved, models, optimizers).and_weights(others)
+        found = roots_of(saved, models, optimizers).and_weights(others, optimizers)
         roots = _several(saved, found, reading)
         models |= others
     elif len(models) == 1 and len(optimizers) < 2:
         roots = [Root(dotted(paths[0]) or SOLE, paths[0], tuple(optimizers))]
     else:
         roots = _several(saved, roots_of(saved, models, optimizers), reading)
+        saved.warnings += [
+            f"{name}: nothing shows that {key} trains it; --root {name}={key} says so"
+            for key in saved.likely
+        ]
     if reading.weights_only:
         left = [dotted(path) for path in others if path not in models]
         saved.left_out += [
@@ -131,8 +135,10 @@ def _several(saved: SavedTree, roots: Roots, reading: Reading) -> list[Root]:
             "optimizer trains"
             for path in roots.unclear
         ]
+        saved.warnings += roots.doubts
         return list(roots.roots)
     chosen = roots.asked(reading.root, reading.weights_only)
+    saved.likely = [] if reading.weights_only else roots.likely(chosen)
     program = program_of(saved.tree)
     every = [path for root in roots.roots for path in root.optimizers]
     lost = [dotted(path) for path in every if path not in chosen.optimizers]

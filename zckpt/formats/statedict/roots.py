@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -57,16 +57,50 @@ class Root(Struct, frozen=True):
 
 
 class Roots(Struct, frozen=True):
-    """All roots of a checkpoint; `unclear` are other optimizers, with the models that fit each."""
+    """All roots of a checkpoint; `fitting` are the models that fit each optimizer."""
 
     path: str
     roots: tuple[Root, ...]
-    unclear: Mapping[Path, Sequence[Path]]
+    fitting: Mapping[Path, Sequence[Path]]
 
-    def and_weights(self, paths: Iterable[Path]) -> Roots:
+    def and_weights(
+        self,
+        weights: Mapping[Path, Mapping[Any, Any]],
+        optimizers: Mapping[Path, OptimizerState],
+    ) -> Roots:
         """With dictionaries of weights that no optimizer trains, unless the user says so."""
-        others = (Root(dotted(path), path) for path in paths)
-        return replace(self, roots=(*self.roots, *others))
+        others = (Root(dotted(path), path) for path in weights)
+        fitting = {
+            place: [*self.fitting[place], *(p for p, each in weights.items() if _fits(own, each))]
+            for place, own in optimizers.items()
+        }
+        return replace(self, roots=(*self.roots, *others), fitting=fitting)
+
+    @property
+    def unclear(self) -> Mapping[Path, Sequence[Path]]:
+        """The optimizers of no root, with the models that fit each."""
+        own = {path for root in self.roots for path in root.optimizers}
+        return {path: models for path, models in self.fitting.items() if path not in own}
+
+    def likely(self, root: Root) -> list[str]:
+        """The optimizers of others, or of none, that fit the model of a root without any."""
+        places = (place for place, models in self.fitting.items() if root.model in models)
+        return [] if root.optimizers else [dotted(place) for place in places]
+
+    @property
+    def doubts(self) -> list[str]:
+        """Sentences about optimizers that only a name gives to a model, and not to another one."""
+        without = [root for root in self.roots if not root.optimizers]
+        return [
+            f"{dotted(place)} is taken for the optimizer of {root.name}, by its name: it fits "
+            f"{other.name} too, which has none; --root {other.name}={dotted(place)} takes it "
+            "for that"
+            for root in self.roots
+            if root.by_words
+            for place in root.optimizers
+            for other in without
+            if other.model in self.fitting[place]
+        ]
 
     @property
     def paths(self) -> set[Path]:
@@ -129,16 +163,18 @@ def roots_of(
     """Every model with the optimizers that train it."""
     own: dict[Path, list[Path]] = {path: [] for path in models}
     by_words: set[Path] = set()
-    unclear: dict[Path, Sequence[Path]] = {}
+    every: dict[Path, Sequence[Path]] = {}
     for place, optimizer in optimizers.items():
         fitting = [path for path, model in models.items() if _fits(optimizer, model)]
+        fitting = [path for path in fitting if _has_shapes(models[path], optimizer)] or fitting
         chosen = fitting if len(fitting) == 1 else _by_words(place, fitting)
+        # FSDP's optimizers know names, and Accelerate gives each the number of its model
+        is_sure = bool(saved.models) and not optimizer.is_numbered and len(chosen) == 1
+        every[place] = chosen if is_sure else fitting
         if len(chosen) != 1:
-            unclear[place] = fitting
             continue
         own[chosen[0]].append(place)
-        # FSDP's optimizers know names, and Accelerate gives each the number of its model
-        if chosen != fitting and (optimizer.is_numbered or not saved.models):
+        if chosen != every[place]:
             by_words.add(chosen[0])
     names = _names(list(models))
     prefixed = len(models) > 1
@@ -152,7 +188,7 @@ def roots_of(
         )
         for path in models
     )
-    return Roots(saved.root, roots, unclear)
+    return Roots(saved.root, roots, every)
 
 
 def _names(models: Sequence[Path]) -> dict[Path, str]:
@@ -174,6 +210,16 @@ def _fits(optimizer: OptimizerState, model: Mapping[Any, Any]) -> bool:
     floats = Counter(leaf.shape for leaf in weights.values() if is_float(leaf))
     known = Counter(shape for shape in shapes if shape is not None)
     return len(shapes) <= floats.total() and known <= floats
+
+
+def _has_shapes(model: Mapping[Any, Any], optimizer: OptimizerState) -> bool:
+    """Whether states have the shapes of the weights, where both have the same name."""
+    named = (
+        (model.get(name), shape_of(optimizer.state.get(member, {})))
+        for members, group in zip(optimizer.members, optimizer.groups, strict=False)
+        for member, name in zip(members, group.get("param_names") or members, strict=False)
+    )
+    return all(shape in (None, leaf.shape) for leaf, shape in named if isinstance(leaf, Leaf))
 
 
 def _has_names(weights: Collection[str], names: Sequence[str]) -> bool:

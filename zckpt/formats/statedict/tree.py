@@ -93,7 +93,8 @@ class SavedTree(Struct, eq=False):
     (safetensors sorts them). `inferred` are names of parameters that no file states. `adapter` says
     whether the model's state has PEFT's names (see peft.py). `steps` are all that the ranks' files
     state; several of one path may differ. `storage`, `bare` and `file` are the engine's.
-    `strangers` are what the optimizers have beside the states of parameters.
+    `strangers` are what the optimizers have beside the states of parameters. `uncopied` are files
+    that are only compared. `likely` are optimizers that fit the one model that is read.
     """
 
     root: str
@@ -102,6 +103,8 @@ class SavedTree(Struct, eq=False):
     records: list[Record] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
     siblings: list[Sibling] = field(default_factory=list)
+    uncopied: list[Sibling] = field(default_factory=list)
+    likely: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     strangers: list[Stranger] = field(default_factory=list)
     of_ranks: dict[str, Any] = field(default_factory=dict)

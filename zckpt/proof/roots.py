@@ -1,0 +1,97 @@
+"""Which part of a proof of several models is of the one that the user chose?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec.structs import replace
+
+from ..core.manifest import Manifest
+from ..core.states import NO_PARAMETER, OTHER
+from ..errors import AmbiguousCheckpoint, WrongOption, listed
+
+
+def of_root(proven: Manifest, name: str, manifest: Manifest) -> Manifest:
+    """What `manifest` is compared with: of several models the one of this name, as if alone.
+
+    Raises WrongOption if neither side has a model of this name.
+    """
+    front = f"{name}."
+    every = (*proven.parameters, *proven.buffers)
+    own = {each: each.removeprefix(front) for each in every if each.startswith(front)}
+    if not own:
+        if manifest.source.get("root") != name:
+            raise WrongOption(
+                f"{manifest.root} and {proven.root}: one model, and it is not called {name}",
+                hint="leave out --root",
+            )
+        return proven
+    others = {*every} - own.keys()
+    parameters = {own[key]: item for key, item in proven.parameters.items() if key in own}
+    used = sorted({item.group for item in parameters.values() if item.group is not None})
+    places = {group: place for place, group in enumerate(used)}
+    return replace(
+        proven,
+        source={**proven.source, "root": name},
+        entries={
+            new.name: new
+            for entry in proven.entries.values()
+            if entry.parameter not in others
+            for new in [replace(entry, name=entry.name.removeprefix(front))]
+        },
+        parameters={
+            key: replace(
+                item,
+                group=None if item.group is None else places[item.group],
+                aliases=tuple(alias.removeprefix(front) for alias in item.aliases),
+            )
+            for key, item in parameters.items()
+        },
+        buffers=tuple(own[key] for key in proven.buffers if key in own),
+        groups=tuple((proven.groups or ())[group] for group in used) or None,
+        optimizer=manifest.optimizer if "," in (proven.optimizer or "") else proven.optimizer,
+        state={key: _own_part(key, value, front) for key, value in proven.state.items()},
+        unread=tuple(
+            replace(item, parameters=tuple(key.removeprefix(front) for key in item.parameters))
+            for item in proven.unread
+            if not others.intersection(item.parameters) or item.parameters == (NO_PARAMETER,)
+        ),
+    )
+
+
+def refuse_several(proven: Manifest, manifest: Manifest) -> None:
+    """Raises AmbiguousCheckpoint if several models were proven, and `manifest` may be one alone."""
+    known, names = proven.parameters, [*manifest.parameters]
+    if not names or not known.keys().isdisjoint(names):
+        return
+    fronts = [key.removesuffix(names[0]) for key in known if key.endswith(f".{names[0]}")]
+    fitting = [
+        front.removesuffix(".")
+        for front in fronts
+        if all(
+            front + name in known and known[front + name].shape == item.shape
+            for name, item in manifest.parameters.items()
+        )
+    ]
+    if fitting:
+        raise AmbiguousCheckpoint(
+            f"{proven.root} proves several models, and {manifest.root} may be {listed(fitting)}",
+            hint=f"choose one with --root {' or --root '.join(fitting)}",
+        )
+
+
+def _own_part(key: str, value: Any, front: str) -> Any:
+    """A part of the state, without what it has of other models."""
+    if key == "module":
+        return [name.removeprefix(front) for name in value if name.startswith(front)]
+    if key == "module_extra":
+        return _of_names(value, front)
+    if key == "optimizer" and isinstance(value, dict) and OTHER in value:
+        return {**value, OTHER: _of_names(value[OTHER], front)}
+    return value
+
+
+def _of_names(values: dict[str, Any], front: str) -> dict[str, Any]:
+    return {
+        name.removeprefix(front): value for name, value in values.items() if name.startswith(front)
+    }
