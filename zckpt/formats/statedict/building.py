@@ -215,8 +215,7 @@ class ManifestBuilder:
         for key, value in self.optimizer.state.get(name, {}).items():
             if key == "step" and _is_step(value):
                 continue
-            is_named = isinstance(key, str)
-            # a key to whose tensor zckpt gave a name was no text before
+            is_named = isinstance(key, str)  # zckpt names a tensor whose key was no text
             is_slot = isinstance(value, Leaf) and value.shape == parameter.shape and not value.name
             if is_named and key in scalars and _is_number(value):
                 parameter.scalars[key] = _number(value)
