@@ -18,6 +18,9 @@ from typing import Any, TypeVar
 import hypothesis
 import pytest
 
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # as store.py does before it imports torch
+
+
 from zckpt import cli
 from zckpt.files import torchfile
 

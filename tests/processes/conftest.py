@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
-
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # as store.py does before it imports torch
 import torch.distributed  # noqa: F401  (children need not import it again)
 
 from zckpt import cli

@@ -57,11 +57,11 @@ def read_for(
         targets.refuse_existing(os.fspath(target))
     names, weights_only = options[PARAM_NAMES], options.weights_only
     if names is not None and options[RENAME]:  # the user gives the names after renaming
-        manifest = read(source, replace(reading, weights_only=True))
-        if formats.named(manifest.format).numbers:  # its reader needs names
+        if formats.recognize(os.fspath(source), reading.format, reading.tag).numbers:
+            manifest = read(source, replace(reading, weights_only=True))
             names = former(manifest, options[RENAME], names)
         else:
-            names = None
+            names = None  # the files state them
     return read(source, replace(reading, param_names=names, weights_only=weights_only))
 
 
