@@ -109,10 +109,8 @@ def _verify(
         manifest = other = read(path, replace(reading, nameless=True), alone=not is_proof)
         if is_proof and manifest.groups is None:
             proven, _ = saved.read_proof(os.fspath(against or ""), manifest)
-            if proven.groups is not None:
-                manifest = other = read(
-                    path, reading, alone=False
-                )  # it says why its states have no names
+            if proven.groups is not None:  # to read it so says why its states have no names
+                manifest = other = read(path, reading, alone=False)
     else:
         manifest, other = read_both(path, against, reading)
     about = saved.about(manifest)

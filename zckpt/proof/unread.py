@@ -10,6 +10,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from ..core.grouping import by_key
 from ..core.manifest import Manifest, Unread
 from ..core.plan import Match
 from ..errors import listed
@@ -62,10 +63,7 @@ def _shared(a: Manifest, b: Manifest) -> dict[Owned, tuple[list[Unread], list[Un
 
 
 def _by_owner(manifest: Manifest) -> dict[Owned, list[Unread]]:
-    states: dict[Owned, list[Unread]] = {}
-    for item in manifest.unread:
-        states.setdefault((item.key, item.parameters), []).append(item)
-    return states
+    return by_key(((item.key, item.parameters), item) for item in manifest.unread)
 
 
 def _form(states: list[Unread]) -> Form:
