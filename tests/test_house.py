@@ -186,7 +186,7 @@ def test_code_names_no_engine(folder: str) -> None:
                     assert not ENGINES.search(word), f"{path}:{node.lineno} names {word!r}"
 
 
-LATE = {"torch", "numpy", "h5py", "ml_dtypes"}  # slow to import
+LATE = {"torch", "numpy", "h5py", "ml_dtypes", "rich"}  # slow, or not needed for every report
 OF_TORCH = (("zckpt", "probe"), ("zckpt", "dcp"), ("zckpt", "proof", "allgather"))
 
 
