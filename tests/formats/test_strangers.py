@@ -245,6 +245,15 @@ def test_a_state_that_is_no_dictionary(name: str, tmp_path: Path, zckpt: Zckpt) 
     assert weights.code == 0
 
 
+def test_states_in_a_list(tmp_path: Path, zckpt: Zckpt) -> None:
+    source = saved(tmp_path)
+    optim = numbered(source)
+    torch.save(optim | {"state": [*optim["state"].values()]}, source / "optim.pt")
+    (state,) = zckpt("inspect", source, "--json").document["states"]
+    assert (state["state"], state["parameters"]) == ("state", 0)
+    assert "--drop-state state " in zckpt("convert", source, tmp_path / "new", "--to", "dcp").err
+
+
 def test_vectors_under_a_mask(tmp_path: Path) -> None:
     """SPAM of pytorch_optimizer: moments are those elements of a weight where its mask is true."""
     source = saved(tmp_path)
