@@ -246,12 +246,13 @@ def test_a_state_that_is_no_dictionary(name: str, tmp_path: Path, zckpt: Zckpt) 
 
 
 def test_states_in_a_list(tmp_path: Path, zckpt: Zckpt) -> None:
-    source = saved(tmp_path)
-    optim = numbered(source)
-    torch.save(optim | {"state": [*optim["state"].values()]}, source / "optim.pt")
-    (state,) = zckpt("inspect", source, "--json").document["states"]
+    model = torch.nn.Linear(3, 2)
+    optim = torch.optim.AdamW(model.parameters()).state_dict()
+    file = tmp_path / "run.pt"
+    torch.save({"model": model.state_dict(), "optim": optim | {"state": [{"n": 1}]}}, file)
+    (state,) = zckpt("inspect", file, "--json").document["states"]
     assert (state["state"], state["parameters"]) == ("state", 0)
-    assert "--drop-state state " in zckpt("convert", source, tmp_path / "new", "--to", "dcp").err
+    assert "--drop-state state " in zckpt("convert", file, tmp_path / "new", "--to", "dcp").err
 
 
 def test_vectors_under_a_mask(tmp_path: Path) -> None:
