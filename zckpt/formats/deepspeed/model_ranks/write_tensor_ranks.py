@@ -38,8 +38,7 @@ from ....training.trainers import files_to_load_by, json_of
 from ... import engine_objects
 from ...deepspeed_states.patterns import INFO
 from ...deepspeed_states.target import DeepSpeedTarget
-from ...deepspeed_states.vocabulary import lost_rows, resized, shared
-from .. import read
+from ...vocabulary import lost_rows, resized
 from .apart import ModelGrid, ModelRank
 from .grid import TENSOR_SIZES, VOCABULARY_SIZES, arguments, with_sizes
 from .universal_info import UniversalInfo, info_for
@@ -50,16 +49,9 @@ def for_one_rank(
 ) -> Layout:
     """The whole model as a run without tensor parallelism; raises as `rows_of`."""
     rows = rows_of(source, 1, options)
-    before = {name: source.parameters[name].shape[0] for name in rows}
-    layout = lay_out_one(as_one_rank(resized(source, rows)), options)
-
-    def read_back(path: str) -> Manifest:
-        return shared(read.read(path), before)
-
-    if not rows:
-        return layout
-    left_out = [*layout.left_out, *lost_rows(source, rows)]
-    return replace(layout, read_back=read_back, source=shared(source, rows), left_out=left_out)
+    model = resized(source, rows)
+    layout = lay_out_one(as_one_rank(model), options)
+    return replace(layout, source=model, left_out=[*layout.left_out, *lost_rows(source, rows)])
 
 
 def warnings_of_heads(source: Manifest, target: DeepSpeedTarget) -> list[str]:
