@@ -132,7 +132,6 @@ def test_no_format_imports_another() -> None:
 
 PARSERS = {
     ("dcp", "files"),
-    ("deepspeed", "model_ranks", "slices_by_engine"),  # the engine's own rule of cuts
     ("deepspeed", "stage_0", "samples"),
     ("gathered", "files"),
     ("megatron", "files"),
