@@ -9,6 +9,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from ...core.facts import FlatBufferEngine, StepPlace
+from ...core.grouping import by_key
 from ...core.inert import Foreign
 from ...core.manifest import Manifest, Parameter, Sighting
 from ...core.states import PARTITIONS
@@ -205,10 +206,7 @@ def _state(
 
 def _alike(files: Sequence[TorchFile]) -> list[list[TorchFile]]:
     """Files grouped by their value: equal pickles were parsed once."""
-    by_value: dict[int, list[TorchFile]] = {}
-    for file in files:
-        by_value.setdefault(id(file.value), []).append(file)
-    return list(by_value.values())
+    return [*by_key((id(file.value), file) for file in files).values()]
 
 
 # -- warnings

@@ -24,6 +24,7 @@ from msgspec.structs import replace
 
 from ....core.cast import are_rounded
 from ....core.facts import FlatBufferEngine
+from ....core.grouping import by_key
 from ....core.manifest import Entry, Manifest, Parameter
 from ....errors import InconsistentCheckpoint, listed
 from ....files.torchfile import Tensor, TorchFile
@@ -116,10 +117,8 @@ class Experts(Struct, frozen=True):
     @property
     def module_dtype(self) -> str:
         """The type of the module's trainable weights, if no dense weight shows it."""
-        stored = {**self._stored, **self.ranks.model["module"]}
-        names = (name for names in self.ranks.param_shapes() for name in names)
-        weights = (stored.get(name) for name in names)
-        return next((each.dtype for each in weights if isinstance(each, Tensor)), "F32")
+        module = {**self._stored, **self.ranks.model["module"]}
+        return replace(self.ranks, model={**self.ranks.model, "module": module}).module_dtype
 
     @property
     def _stored(self) -> dict[str, Tensor]:
@@ -139,9 +138,7 @@ class Experts(Struct, frozen=True):
         order = self._order(manifest)
         buffers = self._everywhere(self.ranks.model.get("buffer_names") or ())
         known, aliases = set(buffers), self._aliases()
-        own: dict[str, list[str]] = {}
-        for alias, owner in aliases.items():
-            own.setdefault(owner, []).append(alias)
+        own = by_key((owner, alias) for alias, owner in aliases.items())
         parameters = {
             name: replace(about, aliases=tuple(own[name])) if name in own else about
             for name, about in ((name, manifest.parameters[name]) for name in order)
@@ -190,9 +187,10 @@ class Experts(Struct, frozen=True):
 
     def _order(self, manifest: Manifest) -> list[str]:
         """All parameters, in every group as they lie; experts of all ranks between each other."""
-        groups: dict[int | None, list[str]] = {}
-        for name, about in manifest.parameters.items():
-            groups.setdefault(about.group if about.trainable else None, []).append(name)
+        groups = by_key(
+            (about.group if about.trainable else None, name)
+            for name, about in manifest.parameters.items()
+        )
         frozen = groups.pop(None, [])
         order = []
         for names in groups.values():
@@ -240,8 +238,8 @@ class Experts(Struct, frozen=True):
         DeepSpeed drops what has `expert` in the name of its MoE layer, and saves only what is below
         `deepspeed_experts` apart: not a residual MLP (0.19.8, `_get_non_moe_state_dict`).
         """
-        aliases = {alias for about in manifest.parameters.values() for alias in about.aliases}
-        return [n for n in manifest.parameters if n not in module and n not in aliases]
+        known = {*module, *manifest.owners}
+        return [name for name in manifest.parameters if name not in known]
 
     def _check_complete(
         self, parameters: Mapping[str, Parameter], entries: Mapping[str, Entry]
@@ -355,9 +353,9 @@ def _in_order(
     parameters: Mapping[str, Parameter], buffers: Sequence[str], entries: Mapping[str, Entry]
 ) -> dict[str, Entry]:
     """Entries in the order of their parameters, weights first; then buffers, then all others."""
-    own: dict[str, list[Entry]] = {}
-    for entry in entries.values():
-        own.setdefault("" if entry.slot == "state" else entry.parameter, []).append(entry)
+    own = by_key(
+        ("" if entry.slot == "state" else entry.parameter, entry) for entry in entries.values()
+    )
     others = own.pop("", [])
     ordered = [
         entry

@@ -18,6 +18,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ....core.facts import ExpertLayer, FlatBufferEngine, StateDictEngine
+from ....core.grouping import by_key
 from ....core.layout import Shell
 from ....core.manifest import Manifest
 from ....errors import InconsistentCheckpoint, MissingData, WrongOption, counted, listed
@@ -219,11 +220,8 @@ def _is_cut(
 
 def _members(source: Manifest) -> Mapping[int, list[str]]:
     """The trainable parameters of every group, in their order."""
-    members: dict[int, list[str]] = {}
-    for name, parameter in source.parameters.items():
-        if parameter.trainable:
-            members.setdefault(parameter.group or 0, []).append(name)
-    return {number: members[number] for number in sorted(members)}
+    items = source.parameters.items()
+    return dict(sorted(by_key((p.group or 0, name) for name, p in items if p.trainable).items()))
 
 
 def _cuts(source: Manifest, names: Sequence[str], limit: int) -> Iterator[list[str]]:
@@ -267,12 +265,10 @@ def with_named_layers(source: Manifest, strangers: Sequence[str]) -> Manifest:
             hint="take the DeepSpeed run, or the universal checkpoint that was made of it",
         )
     sizes = _sizes(source)
-    numbers: dict[str, set[int]] = {}
-    for name in (*(source.state.get("module") or ()), *source.parameters):
-        if parts := expert_name(name):
-            numbers.setdefault(parts.layer, set()).add(parts.number)
+    names = (*(source.state.get("module") or ()), *source.parameters)
+    numbers = by_key((p.layer, p.number) for p in map(expert_name, names) if p)
     layers = []
-    for layer, known in numbers.items():
+    for layer, known in ((layer, {*own}) for layer, own in numbers.items()):
         missing = sorted(set(range(max(known) + 1)) - known)
         if missing:
             raise InconsistentCheckpoint(

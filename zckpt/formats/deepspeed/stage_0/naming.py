@@ -21,6 +21,7 @@ from math import prod
 from typing import Any
 
 from ....core.dtypes import SIZES
+from ....core.grouping import by_key
 from ....errors import MissingData, WrongOption, listed
 from ....files.torchfile import Tensor, TorchFile
 from ...statedict.matching import HINT, MatchedNames, match
@@ -218,9 +219,7 @@ def _named(
     to be in the module's order.
     """
     numbers = Counter(label for order in orders for label in order)
-    owners: dict[Hashable, list[str]] = {}
-    for name, label in names:
-        owners.setdefault(label, []).append(name)
+    owners = by_key((label, name) for name, label in names)
 
     def is_certain(order: Sequence[Any]) -> bool:
         return all(

@@ -20,6 +20,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ....core.dtypes import FLOATS
+from ....core.grouping import by_key
 from ....errors import MissingData, UnsupportedCheckpoint, WrongOption, listed
 from ....files.torchfile import Tensor, TorchFile
 from ...deepspeed_states.directories import TagDirectory
@@ -186,9 +187,8 @@ def _has_layers_alike(layers: Mapping[int, TorchFile]) -> bool:
         if not is_extra(inner, value)
     ]
     tensors = [tensor for _, _, tensor in stored]
-    contents: dict[int, list[Any]] = {}
-    for (number, inner, _), label in zip(stored, labels(tensors, tensors)[0], strict=True):
-        contents.setdefault(number, []).append((inner, label))
+    pairs = zip(stored, labels(tensors, tensors)[0], strict=True)
+    contents = by_key((number, (inner, label)) for (number, inner, _), label in pairs)
     return len({tuple(each) for each in contents.values()}) < len(contents)
 
 

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from ....core.dtypes import NUMBERS
 from ....core.fragments import Fragments, solid
+from ....core.grouping import by_key
 from ....core.inert import PYTHON_NUMBERS, Scalar
 from ....core.manifest import Manifest, Sighting, slot_name
 from ....errors import InconsistentCheckpoint, counted, listed
@@ -140,9 +141,7 @@ def buffers(
         ):
             shape = value.shape if isinstance(value, (Scalar, Tensor)) else ()
             stated.add(unit.owner, states.number(0, value), shape)
-    groups: dict[int, list[str]] = {}
-    for unit in units:
-        groups.setdefault(unit.group, []).append(unit.owner)
+    groups = by_key((unit.group, unit.owner) for unit in units)
     counted = steps.counted_by_last(in_states, in_groups, groups.values())
     believed = steps.believed(counted, in_groups)
     completed = believed.settled(step_policy)
@@ -187,10 +186,11 @@ def _sight(
     stated: steps.StatedSteps, believed: steps.StatedSteps
 ) -> Iterator[tuple[Sighting, str | None]]:
     """One line for each different step, not one for each parameter."""
-    owners: dict[tuple[steps.Step, str, bool], list[str]] = {}
-    for owner, step in stated.steps.items():
-        truth = stated.where == believed.where and believed.steps[owner] == step
-        owners.setdefault((step, stated.kinds[owner], truth), []).append(owner)
+    is_true = stated.where == believed.where
+    owners = by_key(
+        ((step, stated.kinds[owner], is_true and believed.steps[owner] == step), owner)
+        for owner, step in stated.steps.items()
+    )
     for (step, kind, truth), names in owners.items():
         where = f"{stated.where} of {listed(names, 1)}"
         yield Sighting(where, step, truth), steps.stalled(step, kind, where) if truth else None
