@@ -144,6 +144,11 @@ class ExpertLayers(Struct, frozen=True):
             return name
         return parts.numbered(ep_rank * layer.local + parts.number)
 
+    def named_in(self, name: str, of_layer: Mapping[str, int]) -> str:
+        """The same for a rank that has, in each layer, the ep rank of `of_layer`."""
+        layer = self.layer_of(name)
+        return name if layer is None else self.global_name(name, of_layer[layer.name])
+
     def everywhere(self, local: Sequence[str]) -> list[str]:
         """The members of a group in the whole model, given those of one rank in their order.
 

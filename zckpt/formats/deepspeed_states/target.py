@@ -262,10 +262,6 @@ class DeepSpeedTarget:
             and not self.engine.offloads
         )
 
-    def ranks_in_layers(self, number: int) -> dict[str, int]:
-        """The ep rank in each layer of the ranks that have ep rank `number` of the largest size."""
-        return self.expert_ranks.in_layers(self.experts, number)
-
     # -- what is left out
 
     @property

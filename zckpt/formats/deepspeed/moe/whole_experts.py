@@ -13,7 +13,8 @@ and several of them have the experts of the other layers. DeepSpeed 0.19.8, engi
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from msgspec.structs import replace
 
@@ -32,9 +33,9 @@ from ....errors import (
 from ....files.torchfile import TorchFile
 from ....training import steps
 from ...deepspeed_states.directories import TagDirectory, refuse
-from ...deepspeed_states.experts import ExpertLayers, ExpertRanks, expert_name
+from ...deepspeed_states.experts import ExpertLayers, ExpertRanks
 from ...deepspeed_states.manifest import manifest_of
-from ...deepspeed_states.states import BufferSlot, EngineStates, FlatBuffer, dictionary, open_files
+from ...deepspeed_states.states import EngineStates, FlatBuffer, dictionary, open_files
 from ...deepspeed_states.strangers import strangers_of
 from ...reading import Reading
 from ...strangers import unread
@@ -255,22 +256,23 @@ class _Joined:
     def manifest(self, step_policy: str | None) -> Manifest:
         """The whole model; its replicas are the copies that several files have."""
         known: dict[str, FlatBuffer] = {}
-        buffers: list[FlatBuffer] = []
         other: dict[str, dict[str, object]] = {}
         others: list[Unread] = []
+        inferred: dict[str, None] = {}
         for number, whole in enumerate(self.wholes):
             states, units = whole_states.with_states(whole)
             of_layer = self.places.in_layers(self.layers, number % self.count)
+            named = partial(self.layers.named_in, of_layer=of_layer)
+            inferred |= dict.fromkeys(map(named, self.first.inferred))
             for buffer in whole_states.buffers(states, units, step_policy):
-                renamed = self._renamed(buffer, of_layer)
+                renamed = _renamed(buffer, named)
                 owner = next(iter(renamed.shapes), "")
                 if owner in known:
                     self._add_copy(known[owner], renamed, whole.file)
-                    continue
-                known[owner] = renamed
-                buffers.append(renamed if not number else replace(renamed, sightings=()))
+                else:
+                    known[owner] = renamed if not number else replace(renamed, sightings=())
             for name, values in (states.first.get("other") or {}).items():
-                owner = self._global(name, of_layer)
+                owner = named(name)
                 if not number:
                     other[owner] = values
                 elif owner not in other:
@@ -281,49 +283,32 @@ class _Joined:
                         others.append(unread(key, [owner], OF_EXPERTS, own, tensors.values()))
             if number:
                 others += strangers_of(states)[1]
-        first, _ = whole_states.with_states(self.first)
-        optimizer = {key: v for key, v in first.first.items() if key not in ("members", "other")}
-        ranks = replace(first, states=[{**optimizer, **({"other": other} if other else {})}])
+        ranks = self.first.states
+        ranks = replace(ranks, states=[ranks.first | ({"other": other} if other else {})])
         experts = Experts(ranks, self.files, self.layers, self.places)
-        manifest = manifest_of(ranks, buffers, "deepspeed", ranks.config, experts.module_dtype)
-        manifest = experts.complete(manifest)
-        return self._with_places(
-            replace(
-                manifest,
-                replicas=(*manifest.replicas, *self.replicas),
-                files=tuple(dict.fromkeys((*manifest.files, *(w.file.path for w in self.wholes)))),
-                records=tuple(
-                    dict.fromkeys(
-                        (
-                            *manifest.records,
-                            *(r for whole in self.wholes for r in whole.file.records.values()),
-                        )
-                    )
-                ),
-                inferred=tuple(self._inferred()),
-                unread=(*manifest.unread, *others),
-                warnings=(*manifest.warnings, *self._warnings()),
-                zero_padding=True,
-            )
+        manifest = manifest_of(
+            ranks, [*known.values()], "deepspeed", ranks.config, experts.module_dtype
         )
-
-    def _global(self, name: str, of_layer: Mapping[str, int]) -> str:
-        parts = expert_name(name)
-        return name if parts is None else self.layers.global_name(name, of_layer[parts.layer])
-
-    def _renamed(self, buffer: FlatBuffer, of_layer: Mapping[str, int]) -> FlatBuffer:
-        """A buffer with the names of the whole model."""
+        manifest = experts.complete(manifest)
+        state, warnings = manifest.state, [*manifest.warnings]
+        members = whole_states.members_in(state["module"], self.first.members)
+        if inferred:
+            warnings.append(
+                f"the optimizers know their {counted(len(inferred), 'parameter')} by number: the "
+                f"names of {listed([*inferred], 4)} are inferred from the order of the module"
+            )
+        opened = [whole.file for whole in self.wholes]
+        records = (*manifest.records, *(r for each in opened for r in each.records.values()))
         return replace(
-            buffer,
-            shapes={self._global(name, of_layer): shape for name, shape in buffer.shapes.items()},
-            slots=[
-                BufferSlot(
-                    slot.name,
-                    slot.dtype,
-                    {self._global(name, of_layer): runs for name, runs in slot.fragments.items()},
-                )
-                for slot in buffer.slots
-            ],
+            manifest,
+            replicas=(*manifest.replicas, *self.replicas),
+            files=tuple(dict.fromkeys((*manifest.files, *(each.path for each in opened)))),
+            records=tuple(dict.fromkeys(records)),
+            inferred=tuple(inferred),
+            unread=(*manifest.unread, *others),
+            warnings=tuple(warnings),
+            state={**state, "optimizer": {**state["optimizer"], **members}},
+            zero_padding=True,
         )
 
     def _add_copy(self, first: FlatBuffer, copy: FlatBuffer, file: TorchFile) -> None:
@@ -346,32 +331,14 @@ class _Joined:
                 shape = copy.shapes[name]
                 self.replicas.append(Entry(f"{name}/{slot.name}", slot.dtype, shape, fragments))
 
-    def _inferred(self) -> list[str]:
-        """Names that only an order shows, of all ep ranks."""
-        return list(
-            dict.fromkeys(
-                self._global(name, self.places.in_layers(self.layers, number))
-                for number in range(self.count)
-                for name in self.first.inferred
-            )
-        )
 
-    def _warnings(self) -> list[str]:
-        inferred = self._inferred()
-        if not inferred:
-            return []
-        return [
-            f"the optimizers know their {counted(len(inferred), 'parameter')} by number: the names "
-            f"of {listed(inferred, 4)} are inferred from the order of the module"
-        ]
-
-    def _with_places(self, manifest: Manifest) -> Manifest:
-        """With the places in the module of what the optimizer lists, if frozen ones are there."""
-        if all(None not in own for own in self.first.members):
-            return manifest
-        places = {name: place for place, name in enumerate(manifest.state["module"])}
-        members = [
-            [None if name is None else places[name] for name in own] for own in self.first.members
-        ]
-        optimizer = {**manifest.state["optimizer"], "members": members}
-        return replace(manifest, state={**manifest.state, "optimizer": optimizer})
+def _renamed(buffer: FlatBuffer, named: Callable[[str], str]) -> FlatBuffer:
+    """A buffer with the names of the whole model."""
+    return replace(
+        buffer,
+        shapes={named(name): shape for name, shape in buffer.shapes.items()},
+        slots=[
+            replace(slot, fragments={named(n): runs for n, runs in slot.fragments.items()})
+            for slot in buffer.slots
+        ],
+    )

@@ -48,6 +48,7 @@ from .naming import Weights
 from .samples import TensorInFile
 
 Shape = tuple[int, ...]
+Members = Sequence[Sequence[str | None]]
 FROZEN = "zckpt_frozen"
 """Beside the optimizer's state, in a file of zckpt's: numbers of parameters that are frozen."""
 
@@ -61,7 +62,7 @@ class WholeOptimizer(Struct, frozen=True):
     """
 
     states: EngineStates
-    members: Sequence[Sequence[str | None]]
+    members: Members
     inferred: Sequence[str]
     module: Sequence[str]
     named: bool = True
@@ -153,20 +154,27 @@ def named_optimizer(states: EngineStates, weights: Weights, reading: Reading) ->
         return unnamed(states, weights)
     if unknown := [name for own in members for name in own if name and name not in shapes]:
         raise InconsistentCheckpoint(f"{path}: the module has no weights {listed(unknown)}")
-    of_groups = [{name: shapes[name] for name in own if name} for own in members]
-    module = [*(states.model["module"] or shapes)]
-    return WholeOptimizer(_with_shapes(states, of_groups), members, inferred, module)
+    return with_names(states, members, inferred, shapes, [*(states.model["module"] or shapes)])
 
 
 def unnamed(states: EngineStates, weights: Weights) -> WholeOptimizer:
     """The model file with these weights alone."""
     shapes = {name: weight.tensor.shape for name, weight in weights.items()}
-    return WholeOptimizer(_with_shapes(states, [shapes]), [], [], [*weights], named=False)
+    named = with_names(states, [[*weights]], [], shapes, [*weights])
+    return replace(named, members=[], named=False)
 
 
-def _with_shapes(states: EngineStates, shapes: Sequence[Mapping[str, Shape]]) -> EngineStates:
-    """The states with names and shapes by group, which the engine does not save in stage 0."""
-    return replace(states, model={**states.model, "param_shapes": list(shapes)})
+def with_names(
+    states: EngineStates,
+    members: Members,
+    inferred: Sequence[str],
+    shapes: Mapping[str, Shape],
+    module: Sequence[str],
+) -> WholeOptimizer:
+    """The optimizer with names and shapes by group, which the engine does not save in stage 0."""
+    own = [{name: shapes[name] for name in group if name is not None} for group in members]
+    named = replace(states, model={**states.model, "param_shapes": own})
+    return WholeOptimizer(named, members, inferred, module)
 
 
 def _weights(states: EngineStates) -> dict[str, TensorInFile]:

@@ -26,12 +26,12 @@ from ...deepspeed_states.states import (
     FlatBuffer,
     ParameterShapes,
 )
-from .whole import WholeOptimizer
+from .whole import Members, WholeOptimizer
 
 States = dict[str, dict[str, Any]]
 
 
-class _Unit(Struct, frozen=True):
+class Unit(Struct, frozen=True):
     """What the base optimizer knows by one number: one parameter, or all of a flat group.
 
     `shape` is that of its tensors. `master` is None if the optimizer updates the weight itself.
@@ -62,12 +62,11 @@ class _Unit(Struct, frozen=True):
         return BufferSlot(name, tensor.dtype, fragments)
 
 
-def with_states(whole: WholeOptimizer) -> tuple[EngineStates, list[_Unit]]:
+def with_states(whole: WholeOptimizer) -> tuple[EngineStates, list[Unit]]:
     """The engine's states with two more values of the optimizer, and what it knows by number.
 
-    `members` are, by group, the places of its parameters in the module; None is a frozen one, which
-    torch's own list may contain. They are there only if there is one. `other` are states that are
-    neither a number nor of a parameter's shape, by its name.
+    `members` are as `members_in` gives them, `other` are states that are neither a number nor of a
+    parameter's shape, by its name.
     """
     units = list(_units(whole))
     numbers = _number_keys(units)
@@ -78,24 +77,30 @@ def with_states(whole: WholeOptimizer) -> tuple[EngineStates, list[_Unit]]:
             if is_plain or (key == "step" and _is_step(whole.states, value)):
                 continue
             other.setdefault(unit.names[0], {})[key] = value
-    places = {name: place for place, name in enumerate(whole.module)}
-    members = [[None if name is None else places[name] for name in own] for own in whole.members]
-    optimizer = {
-        **whole.states.first,
-        **({"members": members} if any(None in own for own in members) else {}),
-        **({"other": other} if other else {}),
-    }
+    optimizer = whole.states.first | members_in(whole.module, whole.members)
+    optimizer |= {"other": other} if other else {}
     return replace(whole.states, states=[optimizer]), units
 
 
-def _units(whole: WholeOptimizer) -> Iterator[_Unit]:
+def members_in(module: Sequence[str], members: Members) -> dict[str, list[list[int | None]]]:
+    """`members`, if the optimizer lists frozen parameters: what it lists by places in the module.
+
+    They are by group; None is a frozen parameter, which torch's own optimizer may have.
+    """
+    if all(None not in own for own in members):
+        return {}
+    places = {name: place for place, name in enumerate(module)}
+    return {"members": [[None if n is None else places[n] for n in own] for own in members]}
+
+
+def _units(whole: WholeOptimizer) -> Iterator[Unit]:
     """Group by group; raises InconsistentCheckpoint if groups and masters do not fit."""
     states, path = whole.states, whole.file.path
     optimizer, base = states.first, states.bases[0]
     kept = base.get("state") or {}
     shapes = states.param_shapes()
     if not whole.named:
-        yield _Unit(0, tuple(shapes[0]), shapes[0], (), {}, None)
+        yield Unit(0, tuple(shapes[0]), shapes[0], (), {}, None)
         return
     for group, own in enumerate(whole.members):
         numbers = list(base["param_groups"][group]["params"])
@@ -106,7 +111,7 @@ def _units(whole: WholeOptimizer) -> Iterator[_Unit]:
             if len(numbers) != 1 or master.numel != numel:
                 raise _misfit(path, group, counted(numel, "element"), master.numel)
             state = kept.get(numbers[0]) or {}
-            yield _Unit(group, tuple(names), shapes[group], master.shape, state, master)
+            yield Unit(group, tuple(names), shapes[group], master.shape, state, master)
             continue
         masters = optimizer[WHOLE_MASTERS][group] if WHOLE_MASTERS in optimizer else None
         if len(numbers) != len(own) or (masters is not None and len(masters) != len(own)):
@@ -118,7 +123,7 @@ def _units(whole: WholeOptimizer) -> Iterator[_Unit]:
             master = None if masters is None else masters[place]
             if master is not None and master.shape != shape:
                 raise _misfit(path, group, f"{name} of shape {list(shape)}", list(master.shape))
-            yield _Unit(group, (name,), {name: shape}, shape, kept.get(number) or {}, master)
+            yield Unit(group, (name,), {name: shape}, shape, kept.get(number) or {}, master)
 
 
 def _misfit(path: str, group: int, expected: str, actual: object) -> InconsistentCheckpoint:
@@ -129,7 +134,7 @@ def _misfit(path: str, group: int, expected: str, actual: object) -> Inconsisten
 
 
 def buffers(
-    states: EngineStates, units: Sequence[_Unit], step_policy: str | None
+    states: EngineStates, units: Sequence[Unit], step_policy: str | None
 ) -> Iterator[FlatBuffer]:
     """Every unit as the record of a flat buffer; the first of a group has its sightings."""
     file, numbers = states.optimizers[0], _number_keys(units)
@@ -196,7 +201,7 @@ def _sight(
         yield Sighting(where, step, truth), steps.stalled(step, kind, where) if truth else None
 
 
-def _number_keys(units: Sequence[_Unit]) -> set[str]:
+def _number_keys(units: Sequence[Unit]) -> set[str]:
     """States of one number, like NAdam's `mu_product`: Python's, or a tensor of one element.
 
     They are numbers for a parameter of the same shape too.
@@ -215,7 +220,7 @@ def _is_number(value: Any) -> bool:
     return type(value) in PYTHON_NUMBERS.values()
 
 
-def _is_slot(unit: _Unit, key: Any, value: Any) -> bool:
+def _is_slot(unit: Unit, key: Any, value: Any) -> bool:
     return isinstance(key, str) and isinstance(value, Tensor) and value.shape == unit.shape
 
 
