@@ -14,7 +14,6 @@ DeepSpeed 0.19.8, stage_1_and_2.py `_configure_moe_settings`.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
@@ -31,7 +30,7 @@ from ....files.torchfile import Tensor, TorchFile
 from ....training import steps
 from ... import zero
 from ...deepspeed_states.directories import refuse
-from ...deepspeed_states.experts import ExpertLayers, ExpertRanks
+from ...deepspeed_states.experts import ExpertLayers, ExpertRanks, size_in
 from ...deepspeed_states.manifest import manifest_of
 from ...deepspeed_states.states import EngineStates, FlatBuffer, ParameterShapes
 from ..files import RankFiles
@@ -293,8 +292,8 @@ def _are_spread_over_tensor_ranks(ranks: EngineStates) -> bool:
     """
     counts = ranks.first.get("partition_count")
     for number, count in enumerate(counts if isinstance(counts, list) else ()):
-        match = re.fullmatch(r"ep_size_(\d+)", str(ranks.groups(number)[0].get("name")))
-        if match and isinstance(count, int) and count * int(match[1]) > ranks.dp:
+        ep = size_in(ranks.groups(number)[0])
+        if ep and isinstance(count, int) and count * ep > ranks.dp:
             return int(ranks.model.get("mp_world_size") or 1) > 1
     return False
 
