@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from msgspec.structs import replace
 
 from ..core.manifest import Entry, Manifest
+from ..errors import WrongOption
 from ..naming.families.layouts import with_rows
 
 
@@ -36,6 +37,20 @@ def resized(source: Manifest, rows: Mapping[str, int]) -> Manifest:
         entries={name: own(entry) for name, entry in source.entries.items()},
         replicas=tuple(map(own, source.replicas)),
     )
+
+
+def padded(root: str, name: str, used: int, given: int | None, multiple: int) -> int:
+    """The rows of a vocabulary of which `used` have a meaning, or those that the user has given.
+
+    They are rounded up to a multiple. Raises WrongOption if rows with a meaning would be lost.
+    """
+    if given is not None and given < used:
+        raise WrongOption(
+            f"--vocab-size {given} is less than the {used} rows of {name} that have a meaning in "
+            f"{root}",
+            hint="give at least so many; the vocabulary of a model is not made smaller here",
+        )
+    return -(-(given or used) // multiple) * multiple
 
 
 def lost_rows(source: Manifest, rows: Mapping[str, int]) -> list[str]:

@@ -15,6 +15,7 @@ from ...training.options import TP, Options
 from ..deepspeed_states import reports
 from ..deepspeed_states.hyper import check_states
 from ..deepspeed_states.target import DeepSpeedTarget
+from ..vocabulary import lost_rows, resized
 from .files import recovery_scripts
 from .like import as_in_run
 from .model_ranks import stage_bounds, write_grid, write_pipeline, write_tensor_ranks
@@ -38,7 +39,10 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     if source.state.get("pipeline") or (tp is not None and tp > 1):
         return write_pipeline.lay_out(source, options)
     if tp is not None:
-        return write_tensor_ranks.for_one_rank(source, options, _lay_out)
+        rows = write_tensor_ranks.rows_of(source, 1, options)
+        model = resized(source, rows)
+        layout = _lay_out(write_tensor_ranks.as_one_rank(model), options)
+        return replace(layout, source=model, left_out=[*layout.left_out, *lost_rows(source, rows)])
     return _lay_out(source, options)
 
 

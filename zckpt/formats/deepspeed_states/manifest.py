@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from msgspec.structs import replace
@@ -19,7 +19,14 @@ from ...training import steps
 from ...training.optimizers import name_of_groups
 from . import estimates
 from .directories import siblings, trainer_around
-from .of_files import layout, model_values, of_ranks, optimizer_values, own_client_state
+from .of_files import (
+    layout,
+    model_values,
+    of_ranks,
+    optimizer_values,
+    own_client_state,
+    strangers_of,
+)
 from .states import (
     COUNTERS,
     EngineStates,
@@ -28,7 +35,6 @@ from .states import (
     states_of_partitions,
     version_numbers,
 )
-from .strangers import strangers_of
 from .tensors import ManifestTensors
 
 INFERRED = "zckpt_inferred"
@@ -121,6 +127,16 @@ def manifest_of(
 def _files(ranks: EngineStates) -> list[TorchFile]:
     """Each file once: in stage 0 one file has the model and its optimizer."""
     return list(dict.fromkeys((*ranks.models, *ranks.optimizers)))
+
+
+def with_files(manifest: Manifest, files: Iterable[TorchFile]) -> Manifest:
+    """The manifest of further files too, each once."""
+    more = [file for file in dict.fromkeys(files) if file.path not in manifest.files]
+    return replace(
+        manifest,
+        files=(*manifest.files, *(file.path for file in more)),
+        records=(*manifest.records, *(record for f in more for record in f.records.values())),
+    )
 
 
 # -- what is not a tensor

@@ -16,7 +16,7 @@ from ...core.inert import Foreign
 from ...core.manifest import Manifest
 from ...errors import MissingData, WrongOption
 from ...training.options import LIKE, TP, VOCAB_SIZE, Options
-from ..vocabulary import resized
+from ..vocabulary import padded, resized
 from .common import arguments
 from .contents import size_of
 
@@ -56,11 +56,6 @@ def _rows(
     """The rows that the run pads its vocabulary to."""
     used = (kept.get("vocabulary") or {}).get("used")
     given, tp = options[VOCAB_SIZE], options[TP]
-    if given is not None and given < (used or 0):
-        raise WrongOption(
-            f"--vocab-size {given} is less than the {used} rows that the tokenizer of {root} uses",
-            hint="give at least so many; the vocabulary of a model is not made smaller here",
-        )
     if tp is None:
         tp = size_of(args, "tensor_model_parallel_size") or 1
     unit = size_of(args, "make_vocab_size_divisible_by")
@@ -72,8 +67,7 @@ def _rows(
             f"uses, and {tp} tensor ranks cannot share them",
             hint="give the number: --vocab-size N",
         )
-    multiple, least = tp * (unit or 1), given or used or rows
-    return -(-least // multiple) * multiple
+    return padded(root, WEIGHTS[0], used or 0, given, tp * (unit or 1))
 
 
 def _with_rows(

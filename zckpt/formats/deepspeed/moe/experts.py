@@ -31,7 +31,7 @@ from ....training import steps
 from ... import zero
 from ...deepspeed_states.directories import refuse
 from ...deepspeed_states.experts import ExpertLayers, ExpertRanks, size_in
-from ...deepspeed_states.manifest import manifest_of
+from ...deepspeed_states.manifest import manifest_of, with_files
 from ...deepspeed_states.states import EngineStates, FlatBuffer, ParameterShapes
 from ..files import RankFiles
 from ..flats import flat_buffers
@@ -167,7 +167,7 @@ class Experts(Struct, frozen=True):
                 "MoE layer has `expert` in it: their masters stand for them"
             )
         return replace(
-            manifest,
+            with_files(manifest, (item.file for layer in self.files for item in layer.files)),
             warnings=tuple(warnings),
             source={**manifest.source, "ep": max(self.layers.sizes)},
             entries=_in_order(parameters, buffers, {**manifest.entries, **entries}),
@@ -176,13 +176,7 @@ class Experts(Struct, frozen=True):
             replicas=tuple(replicas),
             engine=replace(manifest.engine, experts=self.layers.listed),
             state=self._state(manifest),
-            records=(*manifest.records, *(r for f in self._opened for r in f.records.values())),
-            files=(*manifest.files, *(file.path for file in self._opened)),
         )
-
-    @property
-    def _opened(self) -> Iterator[TorchFile]:
-        return (item.file for layer in self.files for item in layer.files)
 
     def _order(self, manifest: Manifest) -> list[str]:
         """All parameters, in every group as they lie; experts of all ranks between each other."""
@@ -328,16 +322,18 @@ def with_experts(ranks: EngineStates, files: RankFiles, step_policy: str | None)
 
 def _with_one_step(buffers: Sequence[FlatBuffer], policy: str | None) -> list[FlatBuffer]:
     """The flat buffers of all ep ranks, whose groups have one step each; raises if they differ."""
-    result = []
-    for buffer in buffers:
-        same = [other for other in buffers if other.group == buffer.group]
-        stated = [
-            (f"flat group {other.group}, {next(iter(other.shapes))}", other.step)
-            for other in same
-            if other.step is not None and other.shapes
-        ]
-        result.append(replace(buffer, step=steps.agree(stated, policy)))
-    return result
+    of_group = {
+        group: steps.agree(
+            [
+                (f"flat group {group}, {next(iter(other.shapes))}", other.step)
+                for other in same
+                if other.step is not None and other.shapes
+            ],
+            policy,
+        )
+        for group, same in by_key((buffer.group, buffer) for buffer in buffers).items()
+    }
+    return [replace(buffer, step=of_group[buffer.group]) for buffer in buffers]
 
 
 def _check_shape(file: TorchFile, name: str, tensor: Tensor, parameter: Parameter | None) -> None:

@@ -33,9 +33,9 @@ from ....files.torchfile import TorchFile
 from ....training import steps
 from ...deepspeed_states.directories import TagDirectory, refuse
 from ...deepspeed_states.experts import ExpertLayers, ExpertRanks, size_in
-from ...deepspeed_states.manifest import manifest_of
+from ...deepspeed_states.manifest import manifest_of, with_files
+from ...deepspeed_states.of_files import strangers_of
 from ...deepspeed_states.states import EngineStates, FlatBuffer, dictionary, open_files
-from ...deepspeed_states.strangers import strangers_of
 from ...reading import Reading
 from ...strangers import unread
 from ..files import RankFiles
@@ -283,13 +283,9 @@ def _joined(
             f"the optimizers know their {counted(len(inferred), 'parameter')} by number: the "
             f"names of {listed([*inferred], 4)} are inferred from the order of the module"
         )
-    opened = [whole.file for whole in wholes]
-    records = (*manifest.records, *(r for each in opened for r in each.records.values()))
     return replace(
-        manifest,
+        with_files(manifest, (whole.file for whole in wholes)),
         replicas=(*manifest.replicas, *replicas),
-        files=tuple(dict.fromkeys((*manifest.files, *(each.path for each in opened)))),
-        records=tuple(dict.fromkeys(records)),
         inferred=tuple(inferred),
         unread=(*manifest.unread, *others),
         warnings=tuple(warnings),

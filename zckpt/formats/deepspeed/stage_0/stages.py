@@ -89,21 +89,20 @@ def open_stages(
     if alone and all(wrapper_of(each.first) is None for each in states):
         first, *others = states
         return WholeStages([unnamed(first, weights), *(unnamed(each, {}) for each in others)], tied)
-    try:
-        stages = [
+
+    def named(parts: Sequence[Sequence[str] | None]) -> list[WholeOptimizer]:
+        return [
             named_optimizer(each, weights, Reading(param_names=part))
-            for each, part in zip(states, own, strict=True)
+            for each, part in zip(states, parts, strict=True)
         ]
+
+    try:
+        stages = named(own)
     except MissingData as error:
         matched = None if names is not None else _in_order(states, layers, weights)
         if matched is None:
             raise MissingData(str(error), hint=_hint(states[0])) from error
-        stages = [
-            replace(
-                named_optimizer(each, weights, Reading(param_names=part)), inferred=matched.inferred
-            )
-            for each, part in zip(states, matched.names, strict=True)
-        ]
+        stages = [replace(each, inferred=matched.inferred) for each in named(matched.names)]
     counts = Counter(n for stage in stages for members in stage.members for n in members if n)
     again = [name for name, count in counts.items() if count > 1 and not name.startswith(TIED)]
     if again:

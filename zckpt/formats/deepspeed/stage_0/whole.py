@@ -12,6 +12,7 @@ they are built, which their steps count: 4 after 3 updates (0.19.8).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from msgspec import Struct
@@ -261,6 +262,7 @@ def _of_torch(
     shapes = [[shape_of(state.get(number)) for number in own] for own in numbers]
     is_frozen = [[bool(state) and not state.get(number) for number in own] for own in numbers]
     stated = [list(group.get("param_names") or ()) for group in groups]  # torch >= 2.6
+    inferred: list[str] = []
     if param_names is not None:
         every = naming.by_param_names(path, shapes, weights, param_names)
     elif [len(own) for own in stated] == [len(own) for own in numbers]:
@@ -271,16 +273,12 @@ def _of_torch(
             for own, flags in zip(shapes, is_frozen, strict=True)
         ]
         names, inferred = naming.by_shape(path, trained, weights)
-        remaining = [iter(own) for own in names]
-        members = [
-            [None if frozen else next(own) for frozen in flags]
-            for flags, own in zip(is_frozen, remaining, strict=True)
-        ]
-        return members, inferred
+        remaining = iter(chain.from_iterable(names))
+        every = [["" if frozen else next(remaining) for frozen in flags] for flags in is_frozen]
     return [
         [None if frozen else name for name, frozen in zip(own, flags, strict=True)]
         for own, flags in zip(every, is_frozen, strict=True)
-    ], []
+    ], inferred
 
 
 def _plain(names: Sequence[Sequence[str]]) -> list[list[str | None]]:

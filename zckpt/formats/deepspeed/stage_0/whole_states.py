@@ -73,10 +73,8 @@ def with_states(whole: WholeOptimizer) -> tuple[EngineStates, list[Unit]]:
     other: States = {}
     for unit in units:
         for key, value in unit.state.items():
-            is_plain = _is_slot(unit, key, value) or (key in numbers and _is_number(value))
-            if is_plain or (key == "step" and _is_step(whole.states, value)):
-                continue
-            other.setdefault(unit.names[0], {})[key] = value
+            if _kind(whole.states, unit, numbers, key, value) == "other":
+                other.setdefault(unit.names[0], {})[key] = value
     optimizer = whole.states.first | members_in(whole.module, whole.members)
     optimizer |= {"other": other} if other else {}
     return replace(whole.states, states=[optimizer]), units
@@ -162,13 +160,12 @@ def buffers(
         slots = [] if unit.master is None else [unit.slot(file, "master", unit.master)]
         scalars: dict[str, Scalar] = {}
         for key, value in unit.state.items():
-            if key == "step" and _is_step(states, value):
-                continue
-            if key in numbers and _is_number(value):
+            kind = _kind(states, unit, numbers, key, value)
+            if kind == "number":
                 number = states.scalar([value])
                 assert number is not None
                 scalars[key] = number
-            elif _is_slot(unit, key, value):
+            elif kind == "slot":
                 slots.append(unit.slot(file, slot_name(key), value))
         yield FlatBuffer(
             unit.group,
@@ -182,9 +179,16 @@ def buffers(
         )
 
 
-def _is_step(states: EngineStates, value: Any) -> bool:
-    """Whether what is called a step is one; else it is a state like any other."""
-    return steps.step_of(states.number(0, value)) is not None
+def _kind(states: EngineStates, unit: Unit, numbers: set[str], key: Any, value: Any) -> str:
+    """What a state is: the `step`, a `number`, a `slot`, or an `other` one.
+
+    What is called a step and is none is a state like any other.
+    """
+    if key == "step" and steps.step_of(states.number(0, value)) is not None:
+        return "step"
+    if key in numbers and _is_number(value):
+        return "number"
+    return "slot" if _is_slot(unit, key, value) else "other"
 
 
 def _sight(
