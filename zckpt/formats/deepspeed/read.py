@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from msgspec.structs import replace
 
+from ...core.agreement import KEEP
 from ...core.facts import layers_of
 from ...core.manifest import Manifest
 from ...errors import (
@@ -17,7 +18,6 @@ from ...errors import (
     not_understood,
 )
 from ...naming.tensor_rules import rules_of
-from ...training.steps import KEEP
 from ..deepspeed_states.agreement import check_names
 from ..deepspeed_states.directories import TagDirectory, refuse
 from ..deepspeed_states.states import open_files, open_layers

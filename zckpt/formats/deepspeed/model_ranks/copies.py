@@ -21,10 +21,10 @@ from ....core.compare import Result
 from ....core.dtypes import FLOATS
 from ....core.filenames import numbers_of
 from ....core.manifest import Entry, Manifest
+from ....core.placement import SUM
 from ....core.plan import Match
 from ....core.weights import is_optimizers
 from ....errors import InconsistentCheckpoint, UnsupportedCheckpoint, counted, listed
-from ....naming.tensor_rules import SUM
 from ...deepspeed_states.directories import LAYER
 from ..files import model_rank_of
 from .grid import TIED
