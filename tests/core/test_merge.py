@@ -12,7 +12,8 @@ from zckpt.core.fragments import Runs
 from zckpt.core.inert import Scalar
 from zckpt.core.manifest import Entry, Manifest, Parameter
 from zckpt.core.merge import agreed_steps, merge, numbered_alike
-from zckpt.core.placement import Table
+from zckpt.core.placement import Sliced, Table
+from zckpt.core.slicing import replicated
 from zckpt.core.states import BESIDE_STATE, NO_PARAMETER
 from zckpt.errors import InconsistentCheckpoint, UnsupportedCheckpoint
 
@@ -258,3 +259,14 @@ def test_other_values_of_parameters_are_united() -> None:
     ]
     whole = merge(ranks, STAGES)
     assert whole.state["optimizer"] == {"other": {"0.0": {"step": None}, "1.0": {"step": None}}}
+
+
+def test_a_copy_says_along_which_axis_it_is_one() -> None:
+    """Of two stages that both have a tensor, on two tensor ranks: four copies in all."""
+    ranks = [grid([Placed("b", (2,), None, [np.arange(2)] * 2)]).ranks for _ in range(2)]
+    models = [merge(stages, STAGES) for stages in ranks]
+    cuts = {"b": Sliced((2,), replicated((2,), 2), "replicated")}
+    for table in (Table("tensor rank"), Table("tensor rank", cuts)):
+        whole = merge(models, table)
+        assert whole.entries["b/param"].axis == ""
+        assert [copy.axis for copy in whole.replicas] == ["tensor rank", "stage", "stage"]

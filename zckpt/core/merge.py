@@ -22,7 +22,7 @@ from .dtypes import SIZES
 from .inert import alike, to_json
 from .manifest import Entry, Manifest, Parameter, Unread
 from .placement import Table
-from .states import NO_PARAMETER, OTHER, PLACES, numbers_of, others_of, unread
+from .states import NO_PARAMETER, OTHER, PLACES, numbers_of, others_of, tensors_in, unread
 from .weights import WEIGHTS
 
 Groups = tuple[dict[str, Any], ...] | None
@@ -102,7 +102,7 @@ def tensor(name: str, held: Sequence[Sequence[Entry]], table: Table, root: str) 
     if cut is None:
         if len({entry.shape for entry in known}) > 1:
             raise InconsistentCheckpoint(f"{root}: the copies of {name} have other shapes")
-        return known
+        return [known[0], *(replace(each, axis=each.axis or table.word) for each in known[1:])]
     for rank, (own, shape) in enumerate(zip(held, cut.slicing.slices, strict=True)):
         if ({entry.numel for entry in own} or {0}) != {prod(shape)}:
             raise InconsistentCheckpoint(
@@ -111,9 +111,11 @@ def tensor(name: str, held: Sequence[Sequence[Entry]], table: Table, root: str) 
     size, wholes = SIZES[known[0].dtype], []
     for copy in range(min(len(own) for own in held if own)):
         slices = [own[copy].fragments if own else None for own in held]
+        axis = next(own[copy].axis for own in held if own)
         for holder in range(cut.slicing.copies):
             fragments = slicing.joined(cut.slicing, slices, size, holder)
-            wholes.append(Entry(name, known[0].dtype, cut.shape, fragments))
+            of_copy = axis or (table.word if holder else "")
+            wholes.append(Entry(name, known[0].dtype, cut.shape, fragments, axis=of_copy))
     return wholes[:1] if cut.is_sum and slot in WEIGHTS else wholes  # other parts are no copies
 
 
@@ -183,13 +185,13 @@ def numbered_alike(ranks: Sequence[Manifest]) -> tuple[list[Manifest], Groups]:
     for manifest in ranks:
         own = [to_json(group) for group in manifest.groups or ()]
         places = _places(own, every)
-        if places is None:
+        if -1 in places:
             raise InconsistentCheckpoint(
                 f"{_file_of(manifest)} has groups with other hyper-parameters than other model "
                 "ranks",
                 hint=MIXED,
             )
-        if places != _places(own[::-1], every[::-1], len(every) - 1):
+        if places != [len(every) - 1 - n for n in _places(own[::-1], every[::-1])][::-1]:
             raise UnsupportedCheckpoint(
                 f"{manifest.root}: a stage of the pipeline has {len(own)} of {len(groups)} groups, "
                 "and their hyper-parameters do not tell which",
@@ -203,20 +205,10 @@ def numbered_alike(ranks: Sequence[Manifest]) -> tuple[list[Manifest], Groups]:
     return renumbered, tuple(groups)
 
 
-def _places(
-    some: Sequence[Any], groups: Sequence[Any], last: int | None = None
-) -> list[int] | None:
-    """The first places that groups can have among all groups, in order; None if they have none.
-
-    With `last`, the number of the last group, both are reversed: then these are the last places.
-    """
-    places: list[int] = []
-    for group in some:
-        at = places[-1] + 1 if places else 0
-        if group not in groups[at:]:
-            return None
-        places.append(groups.index(group, at))
-    return places if last is None else [last - place for place in reversed(places)]
+def _places(some: Sequence[Any], groups: Sequence[Any]) -> list[int]:
+    """The first places that groups can have among all groups, in order; -1 if they have none."""
+    rest = iter(enumerate(groups))
+    return [next((place for place, group in rest if group == own), -1) for own in some]
 
 
 def agreed_steps(ranks: Sequence[Manifest], policy: str | None = None) -> dict[str, Step]:
@@ -334,13 +326,9 @@ def _own_values(ranks: Sequence[Manifest]) -> tuple[dict[str, Mapping[str, Any]]
             name = os.path.basename(_file_of(other))
             differing[name] = {**own, **differing.get(name, {})}
         lines |= {key for key in ("lr_scheduler", "data_sampler", "random_ltd") if key in own}
-        tensors = [entry.parameter for entry in other.entries.values() if entry.slot == "state"]
         ours, theirs = (rank.state.get("client_state") or {} for rank in (ranks[0], other))
         for key in ours.keys() | theirs.keys():
-            inside = f"client_state.{key}"
-            has_tensors = any(
-                name == inside or name.startswith((f"{inside}.", f"{inside}[")) for name in tensors
-            )
-            if has_tensors or to_json(ours.get(key)) != to_json(theirs.get(key)):
+            value = theirs.get(key)
+            if tensors_in(value) or to_json(ours.get(key)) != to_json(value):
                 lines.add(f"client_state {key!r}")
     return differing, [f"{line} of model ranks other than 0" for line in sorted(lines)]

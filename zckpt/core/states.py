@@ -319,30 +319,24 @@ def as_unread(manifest: Manifest, reason: str) -> Manifest:
     others, parts = others_of(manifest), partitions_of(manifest)
     if not others and not parts:
         return manifest
-    names: dict[str, dict[str, None]] = {}
-    values: dict[str, list[Any]] = {}
-    for name, own in others.items():
-        for key, value in own.items():
-            if value is not None:
-                names.setdefault(str(key), {})[name] = None
-                values.setdefault(str(key), []).append(value)
-    for part in parts:
-        for key, value in part["states"].items():
-            names.setdefault(str(key), {}).update(dict.fromkeys(part["parameters"]))
-            values.setdefault(str(key), []).append(value)
-    entries = dict(manifest.entries)
-    states = []
-    for key, value in values.items():
-        tensors = [entries.pop(f"{name}/state", None) for name in tensors_in(value)]
-        known = [entry for entry in tensors if entry is not None]
-        is_whole = len(known) == len(tensors)  # a stage of a pipeline lacks those of others
-        state = unread(key, names[key], reason, value, known)
-        states.append(state if is_whole else replace(state, content="", tensors=()))
-    optimizer = {
-        key: value
-        for key, value in manifest.state["optimizer"].items()
-        if key not in (OTHER, PARTITIONS)
-    }
+    of_names = [((name,), own) for name, own in others.items()]
+    of_parts = [(part["parameters"], part["states"]) for part in parts]
+    held = by_key(
+        (str(key), (names, value))
+        for names, own in (*of_names, *of_parts)
+        for key, value in own.items()
+        if value is not None
+    )
+    entries, states = dict(manifest.entries), []
+    for key, pairs in held.items():
+        names = dict.fromkeys(name for names, _ in pairs for name in names)
+        values = [value for _, value in pairs]
+        tensors = [entries.pop(f"{name}/state", None) for name in tensors_in(values)]
+        if None in tensors:  # a stage of a pipeline lacks those of others
+            states.append(Unread(key, tuple(names), reason))
+        else:
+            states.append(unread(key, names, reason, values, filter(None, tensors)))
+    optimizer = _rest(_optimizer(manifest), {OTHER, PARTITIONS})
     gone = manifest.entries.keys() - entries.keys()
     return replace(
         manifest,

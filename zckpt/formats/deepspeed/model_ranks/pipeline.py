@@ -37,6 +37,7 @@ from ...statedict.finding import BUFFERS
 from .grid import TIED, tied_key
 from .stage_bounds import stage_spans
 
+STAGE = "stage"
 SAMPLE = 1 << 14  # elements that are compared with masters to tell a tied layer
 
 
@@ -76,7 +77,7 @@ def joined_stages(
     _check_places(stages, layers)
     beside = _of_layers(first, layers, shapes, stated)
     _check_weights(first.root, files, shapes, beside.entries)
-    whole = in_order(merge(stages, Table("stage"), step_policy, beside))
+    whole = in_order(merge(stages, Table(STAGE), step_policy, beside))
     engine, optimizer = first.engine, whole.state.get("optimizer") or {}
     assert isinstance(engine, FlatBufferEngine)
     dtypes = [whole.entries[f"{name}/param"].dtype for name in shapes]
@@ -418,7 +419,7 @@ def joined_stages_with_experts(stages: Sequence[Manifest], step_policy: str | No
     of experts count the layers of their stage alone. Raises InconsistentCheckpoint if stages
     contradict each other in a tied layer.
     """
-    whole = merge(stages, Table("stage"), step_policy)
+    whole = merge(stages, Table(STAGE), step_policy)
     layers = {layer.name: layer for m in stages for layer in ExpertLayers.of_manifest(m).listed}
     engine = stages[0].engine
     assert isinstance(engine, FlatBufferEngine)
