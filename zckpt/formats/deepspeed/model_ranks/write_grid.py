@@ -25,7 +25,7 @@ from ...deepspeed_states.directories import TagDirectory
 from ...deepspeed_states.hyper import check_states
 from ...deepspeed_states.options import MAX_GROUP_SIZE, PP_BOUNDS, PP_PARTITION, STAGE
 from ...deepspeed_states.target import DeepSpeedTarget
-from ...reading import Reading
+from ...reading import USUAL, Reading
 from .. import read
 from ..files import locate, rank_files, recovery_scripts
 from ..moe import regroup
@@ -54,7 +54,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     directory = TagDirectory(source.root, tag, None)
     files = grid_files(directory)
     _refuse_options(source.root, files, options)
-    reading = Reading(param_names=options[PARAM_NAMES])
+    reading = replace(source.source.get("reading", USUAL), param_names=options[PARAM_NAMES])
     if files.tp == 1 and any(option.name in OF_WEIGHTS for option, _ in options.given):
         return _as_pipeline(source, directory, files, reading, options)
     ranks = _ranks_of(source, directory, files, reading, options)
