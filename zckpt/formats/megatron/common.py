@@ -46,6 +46,7 @@ def read_common(table: ItemTable, files: ItemFiles) -> tuple[TorchFile, dict[Any
     path = os.path.join(table.folder, FILE)
     if sources.is_file(path):
         file = TorchFile(path)
+        files.records += file.records.values()
         value = file.value
     elif ITEM in table.items:
         file = files.torch_file(table.location(ITEM))

@@ -16,14 +16,12 @@ Only directories of one stage are read. Proven with megatron-core 0.16.1 and 0.1
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from msgspec.structs import replace
 
-from ...core.fragments import Record
 from ...core.inert import Scalar, TensorName, inside
 from ...core.manifest import Entry, Manifest, slot_name
 from ...errors import (
@@ -37,9 +35,9 @@ from ...files.dcpfile import ItemTable, KeyPath, read_table, shown
 from ...files.dcpitems import ItemFiles
 from ...files.torchfile import Tensor, TorchFile
 from ...training import steps
-from ..statedict.tree import TensorPiece, assembled
+from ..statedict.tree import TensorPiece, assembled, piece_of
 from .common import FSDP, WEIGHTS_ONLY, arguments
-from .contents import Content, manifest_of, require_groups, size_of
+from .contents import Content, manifest_of, require_groups, size_of, strangers
 from .groups import FileStep, agreed_step
 from .names import NORMS, OF_MODULE, OF_OUTPUT, KeysOfGpt, with_own_expert, with_plain_norms
 from .weightless import without_weights
@@ -95,19 +93,20 @@ class _FsdpReader:
         if items.file is None:
             raise CorruptCheckpoint(f"{self.folder} has nothing beside its weights")
         content = Content(
-            folder=self.folder,
-            file=items.file,
-            common=common,
+            self.folder,
+            items.file,
+            common,
+            self.args,
             entries=items.entries,
             shapes=self.shapes,
             frozen={name for name in self.shapes if group_of and name not in group_of},
             slots=slots,
             sharding=FSDP if has_states else None,
-            files=items.paths(),
-            records=items.records,
+            files=[*items.table.files, *sorted(items.files.sizes)],
+            records=items.files.records,
             keys=known,
             objects=objects | self._random_states(),
-            left_out=[f"{name}, a file of the directory" for name in items.strangers()],
+            left_out=strangers(items.table),
             group_of=group_of,
         )
         return manifest_of(content, step_policy)
@@ -278,7 +277,6 @@ class FsdpItems:
         self.table: ItemTable = read_table(folder)
         self.files = ItemFiles()
         self.file: TorchFile | None = None  # the last one of a value
-        self.records: list[Record] = []
         self.entries: dict[str, Entry] = {}
         self.chunks: set[str] = set()
         self.weights: Keys = {}
@@ -316,16 +314,6 @@ class FsdpItems:
                 hint=WEIGHTS_ONLY,
             )
 
-    def paths(self) -> tuple[str, ...]:
-        """The files of the directory that were opened."""
-        return (*self.table.files, *sorted(self.files.sizes))
-
-    def strangers(self) -> list[str]:
-        """Names in the directory that are none of its own files."""
-        own = {*self.table.files, *(each.file for each in self.table.locations.values())}
-        with os.scandir(self.folder) as items:
-            return sorted(item.name for item in items if item.path not in own)
-
     # -- values
 
     def tree(self, place: str, *begin: str) -> Any:
@@ -349,7 +337,6 @@ class FsdpItems:
         item = self.table.items[key]
         if item is None:
             self.file = file = self.files.torch_file(self.table.location(key))
-            self.records += file.records.values()
             return file.kept(file.value, place, self.entries)
         if not item.shape:
             return self.number(key)
@@ -366,7 +353,6 @@ class FsdpItems:
             raise UnsupportedCheckpoint(f"{self.folder}: {shown(key)} is not one number")
         else:
             file = self.files.torch_file(self.table.location(key, item.boxes[0]))
-            self.records += file.records.values()
             value = file.scalar(file.value) if isinstance(file.value, Tensor) else file.value
         if len(self.entries) > count:
             raise UnsupportedCheckpoint(f"{self.folder}: {shown(key)} has tensors")
@@ -402,14 +388,10 @@ class FsdpItems:
 
     def _pieces(self, key: str, rows: int = 0) -> list[TensorPiece]:
         """The boxes of a tensor, `rows` further down than they are under its key."""
-        pieces = []
-        for box, file in self.files.boxes(self.table, key):
-            tensor: Tensor = file.value
-            self.records += file.records.values()
-            offsets = (box.offsets[0] + rows, *box.offsets[1:]) if rows else box.offsets
-            extent = file.whole(tensor)
-            pieces.append(TensorPiece(offsets, box.sizes, tensor.strides, tensor.offset, extent))
-        return pieces
+        return [
+            piece_of(file, file.value, (*(at + rows for at in box.offsets[:1]), *box.offsets[1:]))
+            for box, file in self.files.boxes(self.table, key)
+        ]
 
 
 def plain_name(raw: str) -> str:

@@ -203,7 +203,7 @@ def _require_known(
 
 
 def strangers(folder: str, ranks: Sequence[RankDirectory]) -> list[str]:
-    """Files and folders of the directory that zckpt does not read."""
+    """Lines about files and folders of the directory that zckpt does not read."""
     own = {os.path.basename(rank.folder) for rank in ranks}
     inside = [
         f"{os.path.basename(rank.folder)}/{name}"
@@ -211,4 +211,5 @@ def strangers(folder: str, ranks: Sequence[RankDirectory]) -> list[str]:
         for name in os.listdir(rank.folder)
         if name not in (LEGACY, STATES_FILE)
     ]
-    return sorted([name for name in os.listdir(folder) if name not in own] + inside)
+    names = sorted([name for name in os.listdir(folder) if name not in own] + inside)
+    return [f"{name}, a file of the directory" for name in names]
