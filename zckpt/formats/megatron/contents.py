@@ -21,6 +21,7 @@ from ...training.steps import STATED
 from .common import DISTRIBUTED, FLAT, FSDP, NOT_DISTRIBUTED, WEIGHTS_ONLY
 from .files import is_iteration
 from .groups import FileStep, agreed_step, groups_of, hyper_parameters, members, stated_step
+from .names import EMBEDDING, OUTPUT
 from .programs import program_of
 
 BUFFERS = re.compile(r".*\.router\.expert_bias")
@@ -77,21 +78,24 @@ def manifest_of(content: Content, step_policy: str | None) -> Manifest:
     step, place, sightings = stated_step(common, content.file, step_policy)
     args = content.args
     known = {name: shape for name, shape in shapes.items() if not BUFFERS.fullmatch(name)}
-    frozen = _frozen(content)
+    stated = (e.parameter for e in content.entries.values() if e.slot not in ("param", "state"))
+    trained = {*stated} or {*shapes}
+    frozen = content.frozen | ({*shapes} - trained)
     trainable = {name: shape for name, shape in known.items() if name not in frozen}
     groups = groups_of(common) if slots else []
     group_of = content.group_of
     if group_of is None:
         group_of = members(groups, trainable, args)
     has_groups = bool(groups) and group_of is not None
-    tied = args.get(TIED) is False
+    # the output layer is the embedding, if the arguments say so and no key has it
+    is_tied = args.get(TIED) is False and OUTPUT not in shapes
     parameters = {
         name: Parameter(
             shape,
             name in trainable,
             group=(group_of or {}).get(name) if groups else None,
             step=step if name in trainable and slots else None,
-            aliases=_aliases(name, tied, shapes),
+            aliases=(OUTPUT,) if is_tied and name == EMBEDDING else (),
         )
         for name, shape in known.items()
     }
@@ -187,13 +191,6 @@ def _state(content: Content, common: dict[Any, Any], args: Mapping[str, Any]) ->
     }
 
 
-def _frozen(content: Content) -> set[str]:
-    """The weights without a state of the optimizer, if others have one."""
-    entries = content.entries.values()
-    trained = {entry.parameter for entry in entries if entry.slot not in ("param", "state")}
-    return content.frozen | ({*content.shapes} - trained if trained else set())
-
-
 def _stage(sharding: str | None, args: Mapping[str, Any]) -> int | None:
     """The stage of ZeRO; Megatron-FSDP has those of its strategies, if the arguments state one."""
     if sharding == FSDP:
@@ -232,18 +229,10 @@ def require_states_by_parameter(folder: str, args: Mapping[str, Any]) -> None:
         )
 
 
-def _aliases(name: str, tied: bool, shapes: Mapping[str, Any]) -> tuple[str, ...]:
-    """The output layer is the embedding, if the arguments say so and no key has it."""
-    embedding, output = "embedding.word_embeddings.weight", "output_layer.weight"
-    return (output,) if tied and name == embedding and output not in shapes else ()
-
-
 def _vocabulary(args: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> Any:
     """The rows of the embedding, with padding, and those of the tokenizer if it is stated."""
-    shape = shapes.get("embedding.word_embeddings.weight")
-    if shape is None:
-        return None
-    return {"rows": shape[0], "used": size_of(args, "vocab_size")}
+    shape = shapes.get(EMBEDDING)
+    return None if shape is None else {"rows": shape[0], "used": size_of(args, "vocab_size")}
 
 
 def _usual_dtype(entries: Mapping[str, Entry], names: Mapping[str, Any]) -> str | None:

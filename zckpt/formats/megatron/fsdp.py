@@ -22,6 +22,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from ...core.filenames import numbers_of
 from ...core.inert import Scalar, TensorName, inside
 from ...core.manifest import Entry, Manifest, slot_name
 from ...errors import (
@@ -39,7 +40,7 @@ from ..statedict.tree import TensorPiece, assembled, piece_of
 from .common import FSDP, WEIGHTS_ONLY, arguments
 from .contents import Content, manifest_of, require_groups, size_of, strangers
 from .groups import FileStep, agreed_step
-from .names import NORMS, OF_MODULE, OF_OUTPUT, KeysOfGpt, with_own_expert, with_plain_norms
+from .names import OF_MODULE, OF_OUTPUT, KeysOfGpt, with_own_expert, with_plain_norms
 from .weightless import without_weights
 
 OF_RANK = re.compile(r"\((\d{1,9}), (\d{1,9})\)")  # stage, tensor rank
@@ -113,13 +114,12 @@ class _FsdpReader:
 
     # -- the ranks
 
-    def _places(self) -> list[tuple[int, int]]:
+    def _places(self) -> list[tuple[int, ...]]:
         """The stages and tensor ranks that have random states."""
         ranks = dict.fromkeys(
             str(path[1]) for path in self.items.others if path[0] == "rng_state" and len(path) > 1
         )
-        matches = map(OF_RANK.fullmatch, ranks)
-        return [(int(match[1]), int(match[2])) for match in matches if match]
+        return [place for rank in ranks if (place := numbers_of(OF_RANK, rank))]
 
     def _require_known(self) -> int:
         """The number of tensor ranks; raises UnsupportedCheckpoint for several stages."""
@@ -180,25 +180,17 @@ class _FsdpReader:
                 continue
             slot = "master" if state == MASTER else slot_name(state)
             for name, keys in joined(self.folder, raw).items():
-                shape = self.shapes.get(name)
-                if shape is None:
-                    raise UnsupportedCheckpoint(
-                        f"{self.folder} has {shown(keys[0])}, which is the state of no weight",
-                        hint=WEIGHTS_ONLY,
-                    )
-                entry = self.items.enter(name, slot, keys)
-                if entry.dtype not in (MASTERS if slot == "master" else MOMENTS):
-                    raise UnsupportedCheckpoint(
-                        f"{self.folder}: {shown(keys[0])} is of type {entry.dtype}, whose scale or "
-                        "rest the files do not have",
-                        hint=WEIGHTS_ONLY,
-                    )
-                if entry.shape != shape:
+                entry, wrong = self.items.enter(name, slot, keys), ""
+                if name not in self.shapes:
+                    wrong = "is the state of no weight"
+                elif entry.dtype not in (MASTERS if slot == "master" else MOMENTS):
+                    wrong = f"is of type {entry.dtype}, whose scale or rest the files do not have"
+                elif entry.shape != self.shapes[name]:
                     # 0.16.1 parts exp_avg and exp_avg_sq alone: both keys have all of another state
-                    raise UnsupportedCheckpoint(
-                        f"{self.folder}: {shown(keys[0])} has not the shape of its weight",
-                        hint=WEIGHTS_ONLY,
-                    )
+                    wrong = "has not the shape of its weight"
+                if wrong:
+                    what = f"{self.folder}: {shown(keys[0])} {wrong}"
+                    raise UnsupportedCheckpoint(what, hint=WEIGHTS_ONLY)
             if slot != "master":
                 slots.add(slot)
         return slots
@@ -243,20 +235,19 @@ class _FsdpReader:
         """
         known = {plain_name(raw): key for raw, key in self.items.modules.items()}
         known.pop(OF_OUTPUT, None)
-        fused = any(norm in raw for raw in self.items.weights for norm in NORMS)
-        model = KeysOfGpt([*self.shapes, *known], fused, self.args)
+        model = KeysOfGpt([*self.shapes, *known], self.items.weights, self.args)
         objects: dict[str, Any] = {}
         for name, key in model.items().items():
             place = inside(f"megatron.objects.{key}", 0)
             objects[key] = [self.items.value(known[name], place) if name in known else None]
-        return model.keys() if objects else {}, objects
+        return model.keys(), objects
 
 
 # -- the items, by what they are
 
 
 MODEL = re.compile(r"model\d*")
-WRAPPERS = re.compile(r"(?:module\.)+")
+WRAPPERS = re.compile(r"\A(?:module\.)+")
 HALF = re.compile(r"(?P<name>.*\blinear_fc1\.(?:weight|bias)\d*)_(?P<half>[wv])")
 STATES, GROUPS = "state", "param_to_group_meta"
 
@@ -396,8 +387,7 @@ class FsdpItems:
 
 def plain_name(raw: str) -> str:
     """A name without the wrappers, with experts and norms as the local spec calls them."""
-    match = WRAPPERS.match(raw)
-    return with_plain_norms(with_own_expert(raw[match.end() :] if match else raw))
+    return with_plain_norms(with_own_expert(WRAPPERS.sub("", raw)))
 
 
 def joined(folder: str, keys: Mapping[str, str]) -> dict[str, list[str]]:

@@ -230,10 +230,11 @@ class _Reader:
         content, scalers = self.content, items.scalers(self.entries)
         content.steps = items.steps
         content.common = with_groups(content.common, items.groups, scalers)
+        are_spread = any(optimizer.has_experts for optimizer in items.optimizers.values())
         experts = {
             name: number
             for name in shapes
-            if items.has_experts and (number := expert_of(name)) is not None
+            if are_spread and (number := expert_of(name)) is not None
         }
         others = [name for name in shapes if name not in experts and not BUFFERS.fullmatch(name)]
         tp = self._tensor_ranks(others, "tensor_model_parallel_size")

@@ -24,17 +24,18 @@ from msgspec import Struct, field
 from ....core import sources
 from ....core.dtypes import SIZES
 from ....core.fragments import Extent, Fragment, Fragments, Runs
+from ....core.grouping import by_key
 from ....core.inert import Global, inside
 from ....core.manifest import Entry, slot_name
 from ....core.slicing import Piece, Slicing, cut, joined, replicated
-from ....errors import CorruptCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint
+from ....errors import CorruptCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint, brief
 from ....files.dcpfile import ItemTable, TensorItem
 from ....files.dcpitems import ItemFiles
 from ....files.torchfile import TORCH_DTYPES, Tensor, TorchFile
 from ...statedict.tree import TensorPiece
 from ..common import OPTIMIZER, WEIGHTS_ONLY
 from ..contents import Content
-from ..groups import FileStep
+from ..groups import FileStep, groups_in
 from ..optimizers import SPREAD
 from .placing import SAMPLE, Flat, Local
 from .stages import ModelRank, Place
@@ -209,20 +210,12 @@ class FlatItems:
                     hint=WEIGHTS_ONLY,
                 )
             place = inside("megatron.common", "optimizer")
-            if len(self.optimizers) > 1:
-                place = inside(place, number)
+            place = inside(place, number) if len(self.optimizers) > 1 else place
             place = inside(place, "grad_scaler")
-            beside = {}
-            if optimizer.scalers:
-                file, value = optimizer.scalers[0]
-                beside["grad_scaler"] = file.kept(value, place, entries)
-            result.append(beside)
+            result.append({})
+            for file, value in optimizer.scalers[:1]:
+                result[-1]["grad_scaler"] = file.kept(value, place, entries)
         return result
-
-    @property
-    def has_experts(self) -> bool:
-        """Whether experts have an optimizer of their own: they are spread over ranks."""
-        return any(optimizer.has_experts for optimizer in self.optimizers.values())
 
     def ranks(self, tp: int) -> list[ModelRank]:
         """The buffers of every model-parallel rank, without those of experts that are spread."""
@@ -256,11 +249,13 @@ class FlatItems:
 
         Raises InconsistentCheckpoint if their number does not fit the sizes of the grid.
         """
-        by_group: dict[int, list[Flat]] = {}
-        for _, optimizer in sorted(self.optimizers.items()):
-            if optimizer.has_experts == of_experts:
-                for group, flats in optimizer.flats.items():
-                    by_group.setdefault(group, []).extend(flats[key] for key in sorted(flats))
+        by_group = by_key(
+            (group, flats[key])
+            for _, optimizer in sorted(self.optimizers.items())
+            if optimizer.has_experts == of_experts
+            for group, flats in optimizer.flats.items()
+            for key in sorted(flats)
+        )
         if sorted(by_group) != list(range(len(by_group))) or len(by_group) % factor or not by_group:
             raise InconsistentCheckpoint(
                 f"{self.table.folder} has buffers of the model-parallel ranks "
@@ -292,11 +287,7 @@ def buffers_of(file: TorchFile, value: Any) -> Iterator[tuple[int, Flat]]:
         if type(number) is not int:
             continue
         for types, tensors in kinds.items():
-            dtype = TORCH_DTYPES.get(types[0].name) if isinstance(types[0], Global) else None
-            if dtype is None:
-                raise UnsupportedCheckpoint(
-                    f"{file.path}: weights of an unknown type", hint=WEIGHTS_ONLY
-                )
+            dtype = _dtype_of(types[0].name if isinstance(types[0], Global) else types[0])
             runs = {}
             for key, tensor in tensors.items():
                 if not isinstance(tensor, Tensor):
@@ -330,11 +321,11 @@ def _slot(key: str) -> str:
     return "master" if key == MASTER else slot_name(key)
 
 
-def _dtype_of(name: str) -> str:
+def _dtype_of(name: Any) -> str:
     dtype = TORCH_DTYPES.get(name)
     if dtype is None:
         raise UnsupportedCheckpoint(
-            f"zckpt does not read weights of type {name}", hint=WEIGHTS_ONLY
+            f"zckpt does not read weights of type {brief(name)}", hint=WEIGHTS_ONLY
         )
     return dtype
 
@@ -351,10 +342,7 @@ def _numbers(file: TorchFile, value: Any) -> Any:
 
 def param_groups(file: TorchFile, value: Any) -> list[Any]:
     """Hyper-parameters; 0-d tensors in them by value. Raises CorruptCheckpoint."""
-    listed = value.get("param_groups") if isinstance(value, dict) else None
-    if not isinstance(listed, list) or not all(isinstance(group, dict) for group in listed):
-        raise CorruptCheckpoint(f"{file.path}: param_groups are not a list of dictionaries")
-    return [_numbers(file, group) for group in listed]
+    return [_numbers(file, group) for group in groups_in(value, file.path)]
 
 
 # -- fully_sharded_model_space

@@ -16,10 +16,9 @@ from msgspec import Struct
 from ....core.grouping import by_key
 from ....errors import InconsistentCheckpoint, UnsupportedCheckpoint, listed
 from ..common import WEIGHTS_ONLY
+from ..names import EMBEDDING, OUTPUT
 from .order import expert_of, is_before, layer_of, orders, predicts
 from .placing import ALIGNMENT, Flat, Local, ReadBytes, places
-
-EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 Place = tuple[Flat, tuple[int, int]]
 """A buffer, and where in it a parameter begins: (bucket, element)."""

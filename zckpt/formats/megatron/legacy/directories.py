@@ -38,12 +38,12 @@ from ...statedict.tree import piece_of
 from ..buffers.flats import buffers_of, enter_states, local_part, param_groups, read_bytes
 from ..buffers.order import LAYER, is_before, predicts
 from ..buffers.placing import Flat, places
-from ..buffers.stages import EMBEDDING, OUTPUT, Place, require_one
+from ..buffers.stages import Place, require_one
 from ..common import DISTRIBUTED, NOT_DISTRIBUTED, WEIGHTS_ONLY, arguments, with_groups
 from ..contents import BUFFERS, TIED, Content, manifest_of, require_states_by_parameter
 from ..files import LEGACY
 from ..groups import agreed_step, members
-from ..names import NORMS, OF_MODULE, OF_OUTPUT, KeysOfGpt, with_plain_norms
+from ..names import EMBEDDING, OF_MODULE, OF_OUTPUT, OUTPUT, KeysOfGpt, with_plain_norms
 from ..optimizers import EXPERTS, SPREAD
 from .cuts import cuts_of
 from .ranks import OF_GROUPED, STATES_FILE, RankDirectory, ranks_of, strangers, with_own_experts
@@ -185,12 +185,9 @@ class _LegacyReader:
         if any(map(OF_GROUPED.fullmatch, self.modules)):
             return  # torch_dist has the scales of every expert apart
         raw = (str(name) for rank in self.ranks for model in rank.models for name in model)
-        fused = any(norm in name for name in raw for norm in NORMS)
-        model = KeysOfGpt([*self.shapes, *self.modules], fused, self.args)
-        items = model.items()
-        if items:
-            self.content.keys = model.keys()
-        for name, key in items.items():
+        model = KeysOfGpt([*self.shapes, *self.modules], raw, self.args)
+        self.content.keys = model.keys()
+        for name, key in model.items().items():
             rank, value = self.modules.get(name, (self.ranks[0], None))
             self._keep(rank, key, [value])
 
@@ -273,10 +270,9 @@ class _LegacyReader:
                     hint=WEIGHTS_ONLY,
                 )
         content.slots = enter_states(names, self.slicings, placed, content)
-        if "grad_scaler" in first:
-            content.common["optimizer"] = {"grad_scaler": first["grad_scaler"]}
         groups = [groups for _, groups in sorted(groups_of.items())]
-        content.common = with_groups(content.common, groups)
+        beside = {key: first[key] for key in ("grad_scaler",) if key in first}
+        content.common = with_groups(content.common, groups, [beside])
 
     def _distributed(
         self, rank: RankDirectory, number: int, own: set[str]

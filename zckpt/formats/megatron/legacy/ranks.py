@@ -20,6 +20,7 @@ from typing import Any
 from msgspec import Struct, field
 
 from ....core import sources
+from ....core.grouping import by_key
 from ....core.missing_ranks import missing_file, refuse_other_writers
 from ....errors import (
     CorruptCheckpoint,
@@ -90,11 +91,10 @@ def with_own_experts(model: Mapping[Any, Any], is_scaled: bool) -> Iterator[tupl
     says that it has the scales of 8-bit floats (TEGroupedLinear).
     """
     items = [(with_own_expert(str(name)), value) for name, value in model.items()]
-    numbers: dict[str, list[int]] = {}
-    for name, _ in items:
-        if match := EXPERT.fullmatch(name):
-            layer = match["before"].removesuffix(".local_experts.")
-            numbers.setdefault(layer, []).append(int(match["number"]))
+    matches = (match for name, _ in items if (match := EXPERT.fullmatch(name)))
+    numbers = by_key(
+        (match["before"].removesuffix(".local_experts."), int(match["number"])) for match in matches
+    )
     for name, value in items:
         match = OF_GROUPED.fullmatch(name)
         if match is None or is_scaled:
