@@ -276,8 +276,7 @@ class _Copy:
                     "manifest states",
                     hint="take another copy of the source",
                 )
-        self.outcome.checked, self.outcome.unchecked = finish([self.checker])
-        self.outcome.bare = self.checker.bare
+        self.outcome.counts = finish([self.checker])
         return self.outcome
 
     def _crc(self, key: Key) -> int:

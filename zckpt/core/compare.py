@@ -25,7 +25,7 @@ from .manifest import Entry, Manifest
 from .pieces import ElementReader, ReadRequest
 from .plan import Match
 from .pooling import Claim, claimed
-from .records import Damage, RecordChecker
+from .records import Damage, RecordChecker, RecordCounts
 from .resources import DEFAULT_COPYING, Begin, Copying, Progress, describe
 from .sources import files_seen
 from .streaming import chunk_size, finish, stream
@@ -50,16 +50,13 @@ class ComparisonOutcome(Struct, eq=False):
     """What a comparison knows in the end.
 
     `results` are in the order of the matches. `damage` lists the damaged records. `beside` lists
-    padding that is not zero. `checked` and `unchecked` count records, `bare` those of the unchecked
-    that have no CRC; `bytes` is what was read.
+    padding that is not zero. `records` counts those of both sides; `bytes` is what was read.
     """
 
     results: list[Result] = field(default_factory=list)
     damage: list[Damage] = field(default_factory=list)
     beside: list[tuple[Record, Extent]] = field(default_factory=list)
-    checked: int = 0
-    unchecked: int = 0
-    bare: int = 0
+    records: RecordCounts = field(default_factory=RecordCounts)
     bytes: int = 0
 
 
@@ -299,10 +296,9 @@ class _Comparison:
             if extent.length <= PADDING and any(data):
                 outcome.beside.append((record, extent))
 
-        outcome.checked, outcome.unchecked = finish(self.checkers, everything, beside)
+        outcome.records = finish(self.checkers, everything, beside)
         for checker in self.checkers:
             outcome.damage += checker.damage.values()
-            outcome.bare += checker.bare
         for number, item in enumerate(self.matches):
             ours, theirs = (
                 None if entry is None or not item.is_read else self.covers[id(entry)].crc

@@ -19,7 +19,7 @@ import os
 import resource
 from collections import OrderedDict
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import closing, suppress
 from threading import Lock
 from types import TracebackType
 
@@ -125,15 +125,13 @@ def crc_of(extents: Iterable[Extent]) -> int:
 
     Raises CorruptCheckpoint at a file's end.
     """
-    reader, block, crc = Reader(), Buffer(CRC_BLOCK).view, 0
-    try:
+    block, crc = Buffer(CRC_BLOCK).view, 0
+    with closing(Reader()) as reader:
         for extent in extents:
             for start in range(0, extent.length, CRC_BLOCK):
                 part = extent.part(start, min(start + CRC_BLOCK, extent.length))
                 reader.read(part, block)
                 crc = crc32(block[: part.length], crc)
-    finally:
-        reader.close()
     return crc
 
 

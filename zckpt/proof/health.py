@@ -190,7 +190,7 @@ def measure_all(
     totals, checker = running.totals, running.checker
     for total in totals.values():
         total.close()
-    checked, unchecked = finish([checker])
+    records = finish([checker])
     statistics = {name: total.statistics for name, total in totals.items()}
     return {
         "step": manifest.step,
@@ -206,11 +206,7 @@ def measure_all(
             *_problems(manifest, measured, statistics),
         ],
         "bytes": size,
-        "records": {
-            "checked": checked,
-            "unchecked": unchecked,
-            "without_checksum": checker.bare,
-        },
+        "records": records.report(),
     }
 
 
