@@ -256,10 +256,6 @@ def status(path: str) -> os.stat_result | None:
         raise
 
 
-def exists(path: str) -> bool:
-    return status(path) is not None
-
-
 def is_file(path: str) -> bool:
     """Whether a regular file is there; raises OSError if that cannot be known."""
     now = status(path)
