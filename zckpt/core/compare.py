@@ -81,24 +81,18 @@ class _Side(Struct, frozen=True):
     requests: Sequence[tuple[ReadRequest, bool]]
 
 
-class _Comparison:
+class _Comparison(Struct, eq=False, dict=True):
     """One comparison in progress, shared by its threads."""
 
-    def __init__(
-        self,
-        matches: Sequence[Match],
-        manifests: tuple[Manifest, Manifest],
-        chunk: int,
-        jobs: int,
-        measure: str,
-        progress: Progress | None,
-    ) -> None:
-        self.matches = matches
-        self.manifests = a, b = manifests
-        self.chunk = chunk
-        self.jobs = jobs
-        self.measure = measure
-        self.progress = progress
+    matches: Sequence[Match]
+    manifests: tuple[Manifest, Manifest]
+    chunk: int
+    jobs: int
+    measure: str
+    progress: Progress | None
+
+    def __post_init__(self) -> None:
+        a, b = self.manifests
         sides = [a] if b is a else [a, b]
         self.records = [each.records for each in sides]
         self.checkers = [
@@ -107,7 +101,7 @@ class _Comparison:
         ]
         self.covers: dict[int, Cover] = {}
         self.first: dict[int, int] = {}  # the match that counts an entry's bytes, by identity
-        for number, item in enumerate(matches):
+        for number, item in enumerate(self.matches):
             for entry in (item.a, item.b):
                 if entry is not None and item.is_read:
                     self.covers.setdefault(id(entry), Cover(entry.length))

@@ -83,27 +83,19 @@ class _Total(Struct, eq=False):
             self.counts[exponent] = self.counts.get(exponent, 0) + count
 
 
-class _Measuring:
+class _Measuring(Struct, eq=False, dict=True):
     """One pass over tensors, shared by its threads."""
 
-    def __init__(
-        self,
-        manifest: Manifest,
-        entries: Sequence[Entry],
-        chunk: int,
-        jobs: int,
-        progress: Progress | None,
-    ) -> None:
-        self.manifest = manifest
-        self.entries = entries
-        self.chunk = chunk
-        self.jobs = jobs
-        self.progress = progress
-        self.totals = {entry.name: _Total(entry.numel) for entry in entries}
-        self.records = manifest.records
-        self.checker = RecordChecker(
-            manifest.records, collect=True, fingerprints=manifest.fingerprints
-        )
+    manifest: Manifest
+    entries: Sequence[Entry]
+    chunk: int
+    jobs: int
+    progress: Progress | None
+
+    def __post_init__(self) -> None:
+        self.totals = {entry.name: _Total(entry.numel) for entry in self.entries}
+        self.records, fingerprints = self.manifest.records, self.manifest.fingerprints
+        self.checker = RecordChecker(self.records, collect=True, fingerprints=fingerprints)
         self.lock = Lock()
 
     def run(self, claim: Claim) -> None:
