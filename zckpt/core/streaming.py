@@ -28,7 +28,7 @@ from .pieces import ElementReader, ReadRequest
 from .records import RecordChecker, RecordCounts
 from .sources import Fingerprints
 
-CHUNK = 4 << 20  # bytes
+CHUNK = 2 << 20  # bytes
 WAITING = 16  # threads that wait for the disk
 
 Task = TypeVar("Task")
@@ -41,7 +41,7 @@ def chunk_size(dp: int, jobs: int, memory: int) -> int:
 
     Every thread has two buffers of this size; `memory` bounds them all.
     """
-    size = CHUNK * max(1, dp // 16)
+    size = CHUNK * max(1, dp // 8)
     return max(1 << 20, min(size, memory // (2 * jobs)) >> 20 << 20)
 
 
