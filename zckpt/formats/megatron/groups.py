@@ -25,23 +25,24 @@ from ...errors import CorruptCheckpoint
 from ...files.torchfile import Tensor, TorchFile
 from ...training import steps
 from .common import optimizers_of
+from .names import EMBEDDING, OUTPUT
 
 FileStep = tuple[str, Any]
 """The path of a file, and a step that it states: a `Scalar`, Python's number, or None."""
 
-OF_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
-
 
 def groups_of(common: dict[Any, Any]) -> list[dict[str, Any]]:
     """The groups of all optimizers, the experts' last; raises CorruptCheckpoint."""
-    groups: list[dict[str, Any]] = []
-    for state in optimizers_of(common):
-        inner = state.get("optimizer", state)
-        listed = inner.get("param_groups", []) if isinstance(inner, dict) else None
-        if not isinstance(listed, list) or not all(isinstance(group, dict) for group in listed):
-            raise CorruptCheckpoint("the optimizer's param_groups are not a list of dictionaries")
-        groups += listed
-    return groups
+    states = (state.get("optimizer", state) for state in optimizers_of(common))
+    return [group for state in states for group in groups_in(state, "the optimizer", [])]
+
+
+def groups_in(state: Any, where: str, usual: Any = None) -> list[dict[str, Any]]:
+    """The groups in an optimizer's state dict, or the `usual`; raises CorruptCheckpoint."""
+    listed = state.get("param_groups", usual) if isinstance(state, dict) else None
+    if not isinstance(listed, list) or not all(isinstance(group, dict) for group in listed):
+        raise CorruptCheckpoint(f"{where}: param_groups are not a list of dictionaries")
+    return listed
 
 
 def members(
@@ -61,7 +62,7 @@ def members(
             and bool(decay_multiplier(group)) == _is_decayed(name, shape, args)
         ]
         if len(fitting) > 1 and args.get("decoupled_lr") is not None:
-            decoupled = name in OF_VOCABULARY
+            decoupled = name in (EMBEDDING, OUTPUT)
             fitting = [each for each in fitting if _is_decoupled(groups[each], args) == decoupled]
         if len(fitting) != 1:
             return None

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from ...core import agreement
 from ...core.dtypes import NUMBERS
 from ...core.facts import StateDictEngine, StepPlace
+from ...core.grouping import by_key
 from ...core.inert import PYTHON_NUMBERS, Scalar, TensorName, inside, map_values
 from ...core.manifest import Entry, Manifest, Parameter, Sighting, slot_name
 from ...errors import listed
@@ -269,9 +270,7 @@ class ManifestBuilder:
 
     def _sight(self, stated: steps.StatedSteps, truth: bool) -> None:
         """One line for each different step, not one for each parameter."""
-        names: dict[tuple[agreement.Step, str], list[str]] = {}
-        for name, step in stated.steps.items():
-            names.setdefault((step, stated.kinds[name]), []).append(name)
+        names = by_key(((step, stated.kinds[name]), name) for name, step in stated.steps.items())
         for (step, kind), members in names.items():
             place = f"{stated.where} of {listed(members, 1)}"
             self.sightings.append(Sighting(place, step, truth))
