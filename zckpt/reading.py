@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from . import formats
-from .core import sources
+from .core import agreement, sources
 from .core.dtypes import FLOATS
 from .core.facts import StateDictEngine
 from .core.folder import JOURNAL
@@ -224,7 +224,7 @@ def read_other(path: str | os.PathLike[str], first: Manifest, reading: Reading) 
     is_whole = reading.format == "gathered" and os.fspath(path).endswith(".safetensors")
     options = Reading(
         reading.format if is_whole else None,
-        step_policy=steps.KEEP if reading.step_policy == steps.KEEP else None,
+        step_policy=agreement.KEEP if reading.step_policy == agreement.KEEP else None,
         param_names=reading.param_names,
         weights_only=reading.weights_only,
         nameless=reading.nameless,

@@ -31,7 +31,8 @@ class Entry(Struct, frozen=True):
     """One whole tensor; `digest` is the CRC-32 of its row-major little-endian bytes.
 
     If `mean` has entries of the same shape, a target gets the mean of their elements, rounded once
-    to its type, and not the bytes of `fragments`.
+    to its type, and not the bytes of `fragments`. Of a further copy, `axis` says what those are
+    called that have one each, such as `stage`.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Entry(Struct, frozen=True):
     fragments: Fragments
     digest: int | None = None
     mean: tuple[Entry, ...] = ()
+    axis: str = ""
 
     @property
     def parameter(self) -> str:

@@ -17,7 +17,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from .. import formats
-from ..core import sources
+from ..core import agreement, sources
 from ..core.dtypes import TORCH_NAMES
 from ..core.inert import Scalar, TensorName
 from ..core.manifest import Entry, Manifest
@@ -82,7 +82,7 @@ class Source(Struct, eq=False, dict=True):
         reading = self.reading
         if formats.recognize(self.path, self._format, reading.tag).name != "dcp":
             return None
-        if reading.rename or reading.step_policy not in (None, steps.KEEP):
+        if reading.rename or reading.step_policy not in (None, agreement.KEEP):
             return None
         folders = locate(self.path, reading.tag)[1]
         if not folders or not all(map(has_items, folders)):  # Hugging Face's storage

@@ -14,19 +14,16 @@ import torch
 
 import zckpt
 from zckpt.core.loading import fill
-from zckpt.core.manifest import Manifest, Parameter
 from zckpt.dcp import StorageReader
 from zckpt.errors import (
     IncompleteCheckpoint,
     InconsistentCheckpoint,
     MissingData,
-    UnsupportedCheckpoint,
     WrongOption,
     ZckptError,
 )
 from zckpt.formats.deepspeed import read as deepspeed_read
 from zckpt.formats.deepspeed.model_ranks.grid import grid_files
-from zckpt.formats.deepspeed.model_ranks.together import check_equal, joined_groups
 from zckpt.formats.deepspeed_states.directories import TagDirectory
 from zckpt.formats.reading import Reading
 
@@ -536,37 +533,3 @@ def test_numbers_in_names_are_sorted_as_numbers(tmp_path: Path) -> None:
     assert [f"mp_rank_{n:02d}_" in each.models[0] for n, each in enumerate(files.ranks)] == [
         True
     ] * 102
-
-
-def stage(name: str, *rates: float) -> Manifest:
-    """A stage with one parameter in each of its groups, which have these learning rates."""
-    parameters = {f"{name}.{n}": Parameter((2,), True, n) for n in range(len(rates))}
-    groups = tuple({"lr": rate, "betas": (0.9, 0.95)} for rate in rates)
-    return Manifest("run", "deepspeed", {}, {}, parameters, groups=groups)
-
-
-def test_groups_of_stages_are_known_by_their_settings() -> None:
-    stages, groups = joined_groups([stage("0", 1.0, 3.0), stage("1", 1.0, 2.0, 3.0)])
-    assert [group["lr"] for group in groups or ()] == [1.0, 2.0, 3.0]
-    assert [p.group for each in stages for p in each.parameters.values()] == [0, 2, 0, 1, 2]
-    with pytest.raises(InconsistentCheckpoint, match="other hyper-parameters"):
-        joined_groups([stage("0", 4.0), stage("1", 1.0, 2.0)])
-    with pytest.raises(UnsupportedCheckpoint, match="do not tell which"):
-        joined_groups([stage("0", 1.0), stage("1", 1.0, 1.0)])
-
-
-def counted(name: str, *steps: int) -> Manifest:
-    """A model rank with one group, whose parameters have these steps."""
-    parameters = {f"{name}.{n}": Parameter((2,), True, 0, step) for n, step in enumerate(steps)}
-    return Manifest("run", "deepspeed", {}, {}, parameters, groups=({"lr": 1.0},))
-
-
-def test_model_ranks_of_one_save_have_one_step() -> None:
-    check_equal([counted("0", 3, 3), counted("1", 3)])
-    check_equal([counted("0", 3, 2), counted("1", 3)])  # in stage 0 each parameter has its own
-    check_equal([counted("0", 3, 2), counted("0", 3, 2)])
-    for other in (counted("1", 4), counted("0", 4, 4)):
-        with pytest.raises(InconsistentCheckpoint, match=r"step is 3 in .* and 4 in"):
-            check_equal([counted("0", 3, 3), other])
-    with pytest.raises(InconsistentCheckpoint, match=r"step is 2 in .* and 3 in"):
-        check_equal([counted("0", 3, 2), counted("0", 3, 3)])

@@ -14,9 +14,10 @@ from msgspec.structs import replace
 
 import zckpt
 from zckpt.core import slicing
+from zckpt.core.placement import Shapes, Sliced
 from zckpt.core.slicing import Slicing
 from zckpt.naming import tensor_rules
-from zckpt.naming.tensor_rules import Shapes, Sliced, TensorRule
+from zckpt.naming.tensor_rules import TensorRule
 
 from ...engines.deepspeed import submit
 from ...faults import swap_files

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from msgspec.structs import replace
 
+from ...core.agreement import KEEP
 from ...core.facts import layers_of
 from ...core.manifest import Manifest
 from ...errors import (
@@ -17,7 +18,6 @@ from ...errors import (
     not_understood,
 )
 from ...naming.tensor_rules import rules_of
-from ...training.steps import KEEP
 from ..deepspeed_states.agreement import check_names
 from ..deepspeed_states.directories import TagDirectory, refuse
 from ..deepspeed_states.states import open_files, open_layers
@@ -101,7 +101,7 @@ def check(manifest: Manifest, replicas: str | None) -> list[str]:
         return []
     refuse_sums(manifest.root, (manifest.state.get("tensor_parallel") or {}).get("rules") or {})
     check_slices(manifest)
-    return compare_copies(manifest, tp, replicas)
+    return compare_copies(manifest, replicas)
 
 
 def _own_copies(manifest: Manifest) -> list[str]:
@@ -119,7 +119,7 @@ def _own_copies(manifest: Manifest) -> list[str]:
         model = _joined(ranks, manifest.source.get("tp_rules"), KEEP)
     except (InconsistentCheckpoint, MissingData, UnsupportedCheckpoint, WrongOption):
         return stages  # stage 0 may need the user's names too
-    return [*stages, *compare_copies(model, tp, OWN)]
+    return [*stages, *compare_copies(model, OWN)]
 
 
 def averaged(manifest: Manifest) -> Manifest:
@@ -127,7 +127,7 @@ def averaged(manifest: Manifest) -> Manifest:
     tp = int(manifest.source.get("tp") or 0)
     if tp < 2 or "model_ranks" in manifest.source:  # each keeps its own copy
         return manifest
-    return with_means(manifest, tp)
+    return with_means(manifest)
 
 
 def check_slices(manifest: Manifest) -> None:

@@ -18,7 +18,7 @@ each has its own copy. A source of one stage does not: then the last layer witho
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 from msgspec import Struct
@@ -27,6 +27,8 @@ from msgspec.structs import replace
 from ....core.facts import FlatBufferEngine, layers_of
 from ....core.filenames import numbers_of
 from ....core.manifest import Entry, Manifest
+from ....core.placement import Row
+from ....core.split import names_in, part
 from ....errors import UnsupportedCheckpoint, WrongOption
 from ....training.options import Options
 from ...deepspeed_states.directories import LAYER
@@ -73,14 +75,14 @@ def recut(
     ranks = []
     for number, stage in enumerate(new):
         for tensor_rank, model in enumerate(models):
-            rank = ModelRank(number * grid.tp + tensor_rank, target, stage.buffers)
             whole = replace(model, state={**model.state, **scheduler})
             if with_experts:
-                module = [*(whole.state.get("module") or ()), *whole.parameters, *whole.buffers]
-                own = {name for name in module if stage.has(name, uses)}
-                ranks.append(stage_with_experts(whole, rank, own))
+                own = [name for name in names_in(whole) if stage.has(name, uses)]
+                ranks.append(stage_with_experts(whole, own))
             else:
-                ranks.append(of_stage(whole, rank, stage.parameters))
+                ranks.append(of_stage(whole, stage.parameters, len(new)))
+            place = number * grid.tp + tensor_rank
+            ranks[-1] = as_rank(ranks[-1], place, target, stage.buffers)
     return Recut(ranks, target, inferred)
 
 
@@ -272,68 +274,39 @@ def _parameters(model: Manifest, uses: Uses, start: int, stop: int) -> tuple[str
     return tuple(sorted(places, key=lambda name: (model.parameters[name].group or 0, places[name])))
 
 
-def of_stage(model: Manifest, rank: ModelRank, names: Sequence[str]) -> Manifest:
-    """One model rank of the target, as the part of a whole pipeline that has the parameters."""
-    sizes = dict.fromkeys(STAGE_SIZES, rank.grid.pp)
-    client = with_sizes(model.state.get("client_state") or {}, sizes)
-    entries = _entries(model, frozenset(names))
-    part = replace(
-        _with_parameters(model, rank, names),
-        # weights are in files of layers, unless they are the masters too
-        entries={
-            name: entry
-            for name, entry in entries.items()
-            if entry.slot != "param" or f"{entry.parameter}/master" not in model.entries
-        },
-        buffers=(),
-        state={**model.state, "client_state": client},
-    )
-    return without_empty_groups(part)[0]
+def of_stage(model: Manifest, names: Sequence[str], pp: int) -> Manifest:
+    """The part of a whole pipeline that has these parameters; weights are in files of layers."""
+    own = part(model, Row(names, has_weights=False))
+    client = with_sizes(model.state.get("client_state") or {}, dict.fromkeys(STAGE_SIZES, pp))
+    return without_empty_groups(replace(own, state={**own.state, "client_state": client}))[0]
 
 
-def _entries(model: Manifest, names: Collection[str]) -> dict[str, Entry]:
-    """The entries of these parameters, and those of the state."""
-    every = model.entries.values()
-    return {e.name: e for e in every if e.slot == "state" or e.parameter in names}
-
-
-def _with_parameters(model: Manifest, rank: ModelRank, names: Iterable[str]) -> Manifest:
-    """The model with these parameters alone, as a model rank of the target."""
-    assert isinstance(model.engine, FlatBufferEngine)
-    return replace(
-        model,
-        source={**model.source, "model_rank": rank},
-        engine=replace(model.engine, dtype=rank.grid.dtype),
-        parameters={name: model.parameters[name] for name in names},
-        replicas=(),
-    )
-
-
-def stage_with_experts(model: Manifest, rank: ModelRank, names: Collection[str]) -> Manifest:
-    """One model rank of the target, whose model file and files of experts have its module."""
-    part = _with_parameters(model, rank, [name for name in model.parameters if name in names])
-    assert isinstance(part.engine, FlatBufferEngine)
+def stage_with_experts(model: Manifest, names: Sequence[str]) -> Manifest:
+    """The part of a whole pipeline whose model file and files of experts have these tensors."""
+    own = part(model, Row(names))
+    assert isinstance(own.engine, FlatBufferEngine)
     layers = tuple(
         layer
-        for layer in part.engine.experts
+        for layer in own.engine.experts
         if any(name.startswith(f"{layer.name}.") for name in names)
     )
-    ep = max((layer.ep for layer in layers), default=None)
-    extra = model.state.get("module_extra") or {}
-    part = replace(
-        part,
-        source={key: value for key, value in part.source.items() if key != "ep"}
-        | ({} if ep is None else {"ep": ep}),
-        engine=replace(part.engine, experts=layers),
-        entries=_entries(model, names),
-        buffers=tuple(name for name in model.buffers if name in names),
-        state={
-            **model.state,
-            "module": [name for name in model.state.get("module") or () if name in names],
-            "module_extra": {name: value for name, value in extra.items() if name in names},
-        },
+    facts = {key: value for key, value in own.source.items() if key != "ep"}
+    extra = own.state.get("module_extra") or {}
+    own = replace(
+        own,
+        source=facts | ({"ep": max(layer.ep for layer in layers)} if layers else {}),
+        engine=replace(own.engine, experts=layers),
+        state={**own.state, "module_extra": {n: v for n, v in extra.items() if n in names}},
     )
-    return without_empty_groups(part)[0]
+    return without_empty_groups(own)[0]
+
+
+def as_rank(own: Manifest, number: int, grid: ModelGrid, buffers: Sequence[str]) -> Manifest:
+    """A model rank of the target, whose model file states these buffers."""
+    assert isinstance(own.engine, FlatBufferEngine)
+    grid = replace(grid, dtype=grid.dtype or own.engine.dtype)
+    facts = {**own.source, "model_rank": ModelRank(number, grid, tuple(buffers))}
+    return replace(own, source=facts, engine=replace(own.engine, dtype=grid.dtype))
 
 
 def under_names_of(source: Manifest, target: Manifest, tp: int) -> Manifest:

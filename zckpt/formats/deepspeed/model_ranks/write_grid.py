@@ -88,7 +88,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
         return under_names_of(source, shells, grid.tp) if models else shells
 
     def check() -> list[str]:
-        return [line for model in models for line in compare_copies(model, files.tp, None)]
+        return [line for model in models for line in compare_copies(model, None)]
 
     replaced = {item.name for item in schedulers}
     siblings = [pair for pair in first.take_siblings() if pair[0] not in replaced]
@@ -178,7 +178,7 @@ def _as_pipeline(
     model = without(model, options[DROP_STATE])
     model = replace(model, fingerprints=source.fingerprints, siblings=source.siblings)
     layout = write_pipeline.lay_out(model, options)
-    return replace(layout, check=lambda: compare_copies(model, 1, None))
+    return replace(layout, check=lambda: compare_copies(model, None))
 
 
 def _refuse_options(root: str, files: GridFiles, options: Options) -> None:

@@ -15,11 +15,10 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from msgspec.structs import replace
-
-from ....core.facts import FlatBufferEngine
 from ....core.layout import Layout, Shell
 from ....core.manifest import Manifest
+from ....core.merge import merge
+from ....core.split import split
 from ....errors import UnsupportedCheckpoint, WrongOption, counted, literal
 from ....files.torchshell import Storages, shell
 from ....naming.order import need_order
@@ -34,12 +33,11 @@ from ...deepspeed_states.vocabulary import lost_rows, resized, shared
 from .. import read
 from ..files import locate, recovery_scripts
 from ..optimizer_files import is_elastic, run_shells
-from .apart import ModelGrid, ModelRank
+from .apart import ModelGrid
 from .grid import TIED, grid_files
-from .recut import Stage, new_stages, of_stage
+from .recut import Stage, as_rank, new_stages, of_stage
 from .stage_bounds import refuse_without_stages
-from .tensor_ranks import joined_slices
-from .write_tensor_ranks import cuts_of, rows_of, slices_of, target_of, warnings_of_heads
+from .write_tensor_ranks import rows_of, sized, table_of, target_of, warnings_of_heads
 
 
 def lay_out(source: Manifest, options: Options) -> Layout:
@@ -59,20 +57,26 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     tp = options[TP] or int(source.source.get("tp") or 1)
     rows = rows_of(source, tp, options)
     model = resized(source, rows)
-    cuts = cuts_of(model, tp)
-    slices = [slices_of(model, number, cuts, tp) for number in range(tp)]
-    sizes, ranks, inferred = f"tp {tp}", slices, list[str]()
-    if pipeline is not None:
+    table = table_of(model, tp)
+    slices = split(sized(model, tp), table)
+    sizes, inferred = f"tp {tp}", list[str]()
+    if pipeline is None:
+        grid = ModelGrid(1, tp, False, None)
+        ranks = [as_rank(each, n, grid, source.buffers) for n, each in enumerate(slices)]
+    else:
         stages, inferred = pipeline.stages(model, options)
         grid, sizes = ModelGrid(len(stages), tp, True, None), f"pp {len(stages)}, {sizes}"
-        places = [(stage, number) for stage in stages for number in range(tp)]
-        ranks = [_of_stage(slices[n], each, place, grid) for place, (each, n) in enumerate(places)]
+        places = [(stage, own) for stage in stages for own in slices]
+        ranks = [
+            as_rank(of_stage(own, stage.parameters, len(stages)), number, grid, stage.buffers)
+            for number, (stage, own) in enumerate(places)
+        ]
     targets = [target_of(rank, options) for rank in ranks]
     first = targets[0]
     _refuse_target(first, pipeline)
     for target in targets:
         check_states(target.engine, target.source, target.states)
-    wholes = [target_of(_unstaged(each), options) for each in slices] if pipeline else []
+    wholes = [target_of(each, options) for each in slices] if pipeline else []
     tag, before = first.tag, {name: source.parameters[name].shape[0] for name in rows}
 
     def shells() -> Iterator[Shell]:
@@ -86,8 +90,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
         directory = TagDirectory(locate(path, tag).path, tag, None)
         tied = pipeline.tied if pipeline else None
         ranks = read.tensor_ranks(directory, grid_files(directory), tied=tied)
-        model = joined_slices(ranks, [cuts], None) if cuts.rules else ranks[0]
-        return shared(model, before)
+        return shared(merge(ranks, table), before)
 
     left_out = dict.fromkeys(line for target in targets for line in target.left_out)
     return Layout(
@@ -165,19 +168,6 @@ class _Pipeline:
         key = self.tied.get(layer)
         prefix = f"{layer}." if key is None else f"{TIED}{key}."
         return {name.removeprefix(prefix): name for name in self.module if name.startswith(prefix)}
-
-
-def _unstaged(model: Manifest) -> Manifest:
-    """The slices of a tensor rank as a run by itself, whose module has all layers."""
-    facts = {key: value for key, value in model.source.items() if key != "model_rank"}
-    return replace(model, source=facts)
-
-
-def _of_stage(model: Manifest, stage: Stage, number: int, grid: ModelGrid) -> Manifest:
-    """The manifest of one model rank."""
-    assert isinstance(model.engine, FlatBufferEngine)
-    rank = ModelRank(number, replace(grid, dtype=model.engine.dtype), stage.buffers)
-    return of_stage(model, rank, stage.parameters)
 
 
 def _refuse_target(target: DeepSpeedTarget, pipeline: _Pipeline | None) -> None:
