@@ -139,6 +139,7 @@ PARSERS = {
     *(("onnxruntime", name) for name in ("files", "hdf5", "legacy", "ranks")),
 }
 """Modules of formats that say what stands in files, and not what a piece of it means."""
+JOINS = {"agreement", "merge", "placement", "split"}  # of core
 
 
 def test_a_proof_shares_only_parsers_with_the_reader() -> None:
@@ -152,6 +153,7 @@ def test_a_proof_shares_only_parsers_with_the_reader() -> None:
         if name[:2] != ("zckpt", "formats") or not gathers(name):
             continue
         for imported in imports(path, name):
+            assert imported[2] not in JOINS, f"{path} imports {'.'.join(imported)}"
             if imported[:2] == ("zckpt", "formats") and not gathers(imported):
                 (parser,) = [item for item in PARSERS if imported[2 : 2 + len(item)] == item] or [
                     ()

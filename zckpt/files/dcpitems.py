@@ -13,7 +13,7 @@ from resource import RLIMIT_NOFILE, getrlimit
 from weakref import finalize
 
 from ..core import sources
-from ..core.fragments import Extent
+from ..core.fragments import Extent, Record
 from ..core.grouping import by_key
 from ..core.missing_ranks import missing_file
 from ..core.sources import Fingerprint
@@ -30,11 +30,13 @@ class ItemFiles:
 
     A file has thousands of items, and opening it takes a millisecond on some network filesystems.
     So files stay open while this object lives (`keeps_open`), but at most a quarter of those that
-    the process may have open. `sizes` are the bytes of every file that was opened, by path.
+    the process may have open. `sizes` are the bytes of every file that was opened, by path,
+    `records` those of all items that were read as files of torch.save.
     """
 
     def __init__(self, keeps_open: bool = True) -> None:
         self.sizes: dict[str, int] = {}
+        self.records: list[Record] = []
         self._parsed = Parsed()
         self._tensors: dict[tuple[str, int], dict[str, SavedTensor]] = {}
         self._open: dict[str, tuple[int, Fingerprint]] = {}
@@ -67,7 +69,9 @@ class ItemFiles:
         self._require(location, location.length)
         extent = Extent(location.file, location.offset, location.length)
         with self._opened(location.file) as file:
-            return TorchFile(location.file, self._parsed, extent, file)
+            item = TorchFile(location.file, self._parsed, extent, file)
+        self.records += item.records.values()
+        return item
 
     def boxes(
         self, table: ItemTable, key: str, dtype: str | None = None

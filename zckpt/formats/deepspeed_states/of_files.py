@@ -10,7 +10,8 @@ from typing import Any
 
 from ...core.inert import Foreign, alike, to_json
 from ...core.manifest import Entry, Unread
-from ..strangers import BESIDE_STATE, OF_NO_GROUP, Stranger, is_plain, sorted_out
+from ...core.states import BESIDE_STATE, OF_NO_GROUP
+from ..strangers import Stranger, is_plain, sorted_out
 from .states import FLAT_MASTERS, WHOLE_MASTERS, EngineStates, comparable, wrapper_of
 from .tensors import is_extra
 

@@ -15,9 +15,10 @@ from typing import Any
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from ...core import sources
+from ...core import agreement, sources
 from ...core.dtypes import SIZES
 from ...core.facts import MAX_DP
+from ...core.grouping import by_key
 from ...core.inert import Scalar, types_in
 from ...core.missing_ranks import missing_ranks
 from ...errors import (
@@ -34,13 +35,13 @@ from ..statedict.tree import (
     Leaf,
     Path,
     StepStatement,
-    TensorPiece,
     assembled,
     dotted,
     identities,
     leads_to_step,
     leaf,
     leaves,
+    piece_of,
 )
 from .distributed import (
     MIXED,
@@ -152,7 +153,8 @@ def refuse_part(file: TorchFile) -> None:
 
 def refuse_flat(file: TorchFile) -> None:
     """Raises UnsupportedCheckpoint for FSDP1's flat parameters."""
-    for state_dict in (file.value, *_values(file.value)):
+    inner = file.value.values() if isinstance(file.value, dict) else ()
+    for state_dict in (file.value, *inner):
         for key in state_dict if isinstance(state_dict, dict) else ():
             last = key.rpartition(".")[2] if isinstance(key, str) else ""
             if last.startswith(("_flat_param", "flat_param")):
@@ -179,10 +181,6 @@ def flat_states(model: Iterable[TorchFile], optimizer: Sequence[TorchFile]) -> s
         if is_numbered and next(distributed_in(states), None) is None:
             return file.path
     return None
-
-
-def _values(value: Any) -> Iterable[Any]:
-    return value.values() if isinstance(value, dict) else ()
 
 
 class _Merger:
@@ -260,7 +258,7 @@ class _Merger:
             for rank, number in numbers.items()
             if (step := steps.step_of(number)) is not None
         ]
-        agreed = steps.agree(stated, self.step_policy)
+        agreed = agreement.agree(stated, self.step_policy)
         paths = tuple(self.files[rank].path for rank in numbers)
         self.merged.steps.append(StepStatement(path, paths, agreed))
         if agreed is None or {step for _, step in stated} == {agreed}:
@@ -313,11 +311,7 @@ def _differ(values: Sequence[Any]) -> bool:
 
 
 def _leaf(name: str, whole: DistributedTensor, parts: Sequence[LocalPart]) -> Leaf:
-    pieces = []
-    for part in parts:
-        tensor = part.tensor
-        extent = part.file.whole(tensor)  # which raises if the tensor reaches past it
-        pieces.append(TensorPiece(part.offsets, part.sizes, tensor.strides, tensor.offset, extent))
+    pieces = [piece_of(part.file, part.tensor, part.offsets) for part in parts]
 
     def number() -> Scalar:
         return parts[0].file.scalar(parts[0].tensor)
@@ -357,9 +351,6 @@ def text(value: Any, file: TorchFile) -> str:
 
 def _report(different: Sequence[Path]) -> Iterator[str]:
     """The values that are rank 0's, in one line for many values of one place."""
-    by_place: dict[Path, list[Path]] = {}
-    for path in different:
-        by_place.setdefault(path[:2], []).append(path)
-    for place, paths in by_place.items():
+    for place, paths in by_key((path[:2], path) for path in different).items():
         what = dotted(paths[0]) if len(paths) == 1 else f"{dotted(place)} ({len(paths)} values)"
         yield f"{what}: ranks hold different ones, rank 0's is taken"

@@ -46,6 +46,7 @@ def read_common(table: ItemTable, files: ItemFiles) -> tuple[TorchFile, dict[Any
     path = os.path.join(table.folder, FILE)
     if sources.is_file(path):
         file = TorchFile(path)
+        files.records += file.records.values()
         value = file.value
     elif ITEM in table.items:
         file = files.torch_file(table.location(ITEM))
@@ -107,10 +108,7 @@ def with_groups(
     known = optimizers_of(common)
     states: list[dict[Any, Any]] = []
     for number, groups in enumerate(listed):
-        kept_once: list[Any] = []
-        for group in groups:
-            if group not in kept_once:
-                kept_once.append(group)
+        kept_once = [group for place, group in enumerate(groups) if group not in groups[:place]]
         others = known[number] if number < len(known) else {}
         more = beside[number] if number < len(beside) else {}
         states.append({**others, **more, "optimizer": {"param_groups": kept_once}})

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from os.path import basename
 from typing import Any
 
@@ -13,12 +14,14 @@ from ...core.facts import NamedWeightsEngine
 from ...core.fragments import Record
 from ...core.manifest import Entry, Manifest, Parameter, Sibling, Sighting
 from ...errors import UnsupportedCheckpoint, brief, counted, listed
+from ...files.dcpfile import ItemTable
 from ...files.torchfile import TorchFile
 from ...training.optimizers import name_of_groups
 from ...training.steps import STATED
-from .common import DISTRIBUTED, FLAT, FSDP, NOT_DISTRIBUTED, WEIGHTS_ONLY, arguments
+from .common import DISTRIBUTED, FLAT, FSDP, NOT_DISTRIBUTED, WEIGHTS_ONLY
 from .files import is_iteration
 from .groups import FileStep, agreed_step, groups_of, hyper_parameters, members, stated_step
+from .names import EMBEDDING, OUTPUT
 from .programs import program_of
 
 BUFFERS = re.compile(r".*\.router\.expert_bias")
@@ -28,34 +31,41 @@ TIED = "untie_embeddings_and_output_weights"
 
 
 class Content(Struct, eq=False):
-    """What a reader has collected of a directory.
+    """What a reader collects of a directory.
 
-    `file` is that of the `common` state, whose tensors become entries. `shapes` are those of all
-    weights and buffers, `frozen` are weights without a state of the optimizer although others have
-    one, `slots` the optimizer's own. `sharding` says how its state was sharded; None if it was not
-    read. `keys` are those of the directory, with the number of axes in front of a parameter's own.
-    `args` are the run's arguments, if they are not in the common state. `group_of` is the group of
-    every parameter, if the files state it. `steps` are the steps that the ranks' files state.
+    `file` is that of the `common` state, whose tensors become entries; `args` are the run's
+    arguments. `shapes` are those of all weights and buffers, `frozen` are weights without a state
+    of the optimizer although others have one, `slots` the optimizer's own. `sharding` says how its
+    state was sharded; None if it was not read. `keys` are those of the directory, with the number
+    of axes in front of a parameter's own. `group_of` is the group of every parameter, if the files
+    state it. `steps` are the steps that the ranks' files state.
     """
 
     folder: str
     file: TorchFile
     common: dict[Any, Any]
-    entries: dict[str, Entry]
-    shapes: dict[str, tuple[int, ...]]
-    frozen: set[str]
-    slots: set[str]
-    sharding: str | None
-    files: Sequence[str]
-    records: list[Record]
+    args: Mapping[str, Any]
+    entries: dict[str, Entry] = field(default_factory=dict)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    frozen: set[str] = field(default_factory=set)
+    slots: set[str] = field(default_factory=set)
+    sharding: str | None = None
+    files: list[str] = field(default_factory=list)
+    records: list[Record] = field(default_factory=list)
     replicas: list[Entry] = field(default_factory=list)
     keys: dict[str, int] = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
     siblings: Sequence[Sibling] = ()
-    args: Mapping[str, Any] | None = None
     group_of: dict[str, int] | None = None
-    steps: Sequence[FileStep] = ()
+    steps: list[FileStep] = field(default_factory=list)
+
+    def enter(self, entry: Entry, is_copy: bool = False) -> None:
+        """Takes a tensor, or a further copy of one."""
+        if is_copy:
+            self.replicas.append(entry)
+        else:
+            self.entries[entry.name] = entry
 
 
 def manifest_of(content: Content, step_policy: str | None) -> Manifest:
@@ -66,23 +76,26 @@ def manifest_of(content: Content, step_policy: str | None) -> Manifest:
     common, shapes, slots = content.common, content.shapes, content.slots
     agreed_step(content.folder, content.steps, step_policy)
     step, place, sightings = stated_step(common, content.file, step_policy)
-    args = content.args or arguments(common)
+    args = content.args
     known = {name: shape for name, shape in shapes.items() if not BUFFERS.fullmatch(name)}
-    frozen = _frozen(content)
+    stated = (e.parameter for e in content.entries.values() if e.slot not in ("param", "state"))
+    trained = {*stated} or {*shapes}
+    frozen = content.frozen | ({*shapes} - trained)
     trainable = {name: shape for name, shape in known.items() if name not in frozen}
     groups = groups_of(common) if slots else []
     group_of = content.group_of
     if group_of is None:
         group_of = members(groups, trainable, args)
     has_groups = bool(groups) and group_of is not None
-    tied = args.get(TIED) is False
+    # the output layer is the embedding, if the arguments say so and no key has it
+    is_tied = args.get(TIED) is False and OUTPUT not in shapes
     parameters = {
         name: Parameter(
             shape,
             name in trainable,
             group=(group_of or {}).get(name) if groups else None,
             step=step if name in trainable and slots else None,
-            aliases=_aliases(name, tied, shapes),
+            aliases=(OUTPUT,) if is_tied and name == EMBEDDING else (),
         )
         for name, shape in known.items()
     }
@@ -142,6 +155,14 @@ def manifest_of(content: Content, step_policy: str | None) -> Manifest:
     )
 
 
+def strangers(table: ItemTable, own: Iterable[str] = ()) -> list[str]:
+    """Lines about what is in a directory beside its items and its `own` files."""
+    known = {*table.files, *(location.file for location in table.locations.values()), *own}
+    with os.scandir(table.folder) as items:
+        names = sorted(item.name for item in items if item.path not in known)
+    return [f"{name}, a file of the directory" for name in names]
+
+
 def _other_iteration(content: Content) -> list[str]:
     """A warning if the folder has the name of another iteration than its common state states."""
     name, stated = basename(content.folder), content.common.get("iteration")
@@ -168,13 +189,6 @@ def _state(content: Content, common: dict[Any, Any], args: Mapping[str, Any]) ->
         "objects": content.objects,
         "program": program_of(content.folder),
     }
-
-
-def _frozen(content: Content) -> set[str]:
-    """The weights without a state of the optimizer, if others have one."""
-    entries = content.entries.values()
-    trained = {entry.parameter for entry in entries if entry.slot not in ("param", "state")}
-    return content.frozen | ({*content.shapes} - trained if trained else set())
 
 
 def _stage(sharding: str | None, args: Mapping[str, Any]) -> int | None:
@@ -215,18 +229,10 @@ def require_states_by_parameter(folder: str, args: Mapping[str, Any]) -> None:
         )
 
 
-def _aliases(name: str, tied: bool, shapes: Mapping[str, Any]) -> tuple[str, ...]:
-    """The output layer is the embedding, if the arguments say so and no key has it."""
-    embedding, output = "embedding.word_embeddings.weight", "output_layer.weight"
-    return (output,) if tied and name == embedding and output not in shapes else ()
-
-
 def _vocabulary(args: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> Any:
     """The rows of the embedding, with padding, and those of the tokenizer if it is stated."""
-    shape = shapes.get("embedding.word_embeddings.weight")
-    if shape is None:
-        return None
-    return {"rows": shape[0], "used": size_of(args, "vocab_size")}
+    shape = shapes.get(EMBEDDING)
+    return None if shape is None else {"rows": shape[0], "used": size_of(args, "vocab_size")}
 
 
 def _usual_dtype(entries: Mapping[str, Entry], names: Mapping[str, Any]) -> str | None:

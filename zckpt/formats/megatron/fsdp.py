@@ -16,14 +16,13 @@ Only directories of one stage are read. Proven with megatron-core 0.16.1 and 0.1
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from msgspec.structs import replace
 
-from ...core.fragments import Record
+from ...core.filenames import numbers_of
 from ...core.inert import Scalar, TensorName, inside
 from ...core.manifest import Entry, Manifest, slot_name
 from ...errors import (
@@ -37,11 +36,11 @@ from ...files.dcpfile import ItemTable, KeyPath, read_table, shown
 from ...files.dcpitems import ItemFiles
 from ...files.torchfile import Tensor, TorchFile
 from ...training import steps
-from ..statedict.tree import TensorPiece, assembled
+from ..statedict.tree import TensorPiece, assembled, piece_of
 from .common import FSDP, WEIGHTS_ONLY, arguments
-from .contents import Content, manifest_of, require_groups, size_of
+from .contents import Content, manifest_of, require_groups, size_of, strangers
 from .groups import FileStep, agreed_step
-from .names import NORMS, OF_MODULE, OF_OUTPUT, KeysOfGpt, with_own_expert, with_plain_norms
+from .names import OF_MODULE, OF_OUTPUT, KeysOfGpt, with_own_expert, with_plain_norms
 from .weightless import without_weights
 
 OF_RANK = re.compile(r"\((\d{1,9}), (\d{1,9})\)")  # stage, tensor rank
@@ -95,32 +94,32 @@ class _FsdpReader:
         if items.file is None:
             raise CorruptCheckpoint(f"{self.folder} has nothing beside its weights")
         content = Content(
-            folder=self.folder,
-            file=items.file,
-            common=common,
+            self.folder,
+            items.file,
+            common,
+            self.args,
             entries=items.entries,
             shapes=self.shapes,
             frozen={name for name in self.shapes if group_of and name not in group_of},
             slots=slots,
             sharding=FSDP if has_states else None,
-            files=items.paths(),
-            records=items.records,
+            files=[*items.table.files, *sorted(items.files.sizes)],
+            records=items.files.records,
             keys=known,
             objects=objects | self._random_states(),
-            left_out=[f"{name}, a file of the directory" for name in items.strangers()],
+            left_out=strangers(items.table),
             group_of=group_of,
         )
         return manifest_of(content, step_policy)
 
     # -- the ranks
 
-    def _places(self) -> list[tuple[int, int]]:
+    def _places(self) -> list[tuple[int, ...]]:
         """The stages and tensor ranks that have random states."""
         ranks = dict.fromkeys(
             str(path[1]) for path in self.items.others if path[0] == "rng_state" and len(path) > 1
         )
-        matches = map(OF_RANK.fullmatch, ranks)
-        return [(int(match[1]), int(match[2])) for match in matches if match]
+        return [place for rank in ranks if (place := numbers_of(OF_RANK, rank))]
 
     def _require_known(self) -> int:
         """The number of tensor ranks; raises UnsupportedCheckpoint for several stages."""
@@ -181,25 +180,17 @@ class _FsdpReader:
                 continue
             slot = "master" if state == MASTER else slot_name(state)
             for name, keys in joined(self.folder, raw).items():
-                shape = self.shapes.get(name)
-                if shape is None:
-                    raise UnsupportedCheckpoint(
-                        f"{self.folder} has {shown(keys[0])}, which is the state of no weight",
-                        hint=WEIGHTS_ONLY,
-                    )
-                entry = self.items.enter(name, slot, keys)
-                if entry.dtype not in (MASTERS if slot == "master" else MOMENTS):
-                    raise UnsupportedCheckpoint(
-                        f"{self.folder}: {shown(keys[0])} is of type {entry.dtype}, whose scale or "
-                        "rest the files do not have",
-                        hint=WEIGHTS_ONLY,
-                    )
-                if entry.shape != shape:
+                entry, wrong = self.items.enter(name, slot, keys), ""
+                if name not in self.shapes:
+                    wrong = "is the state of no weight"
+                elif entry.dtype not in (MASTERS if slot == "master" else MOMENTS):
+                    wrong = f"is of type {entry.dtype}, whose scale or rest the files do not have"
+                elif entry.shape != self.shapes[name]:
                     # 0.16.1 parts exp_avg and exp_avg_sq alone: both keys have all of another state
-                    raise UnsupportedCheckpoint(
-                        f"{self.folder}: {shown(keys[0])} has not the shape of its weight",
-                        hint=WEIGHTS_ONLY,
-                    )
+                    wrong = "has not the shape of its weight"
+                if wrong:
+                    what = f"{self.folder}: {shown(keys[0])} {wrong}"
+                    raise UnsupportedCheckpoint(what, hint=WEIGHTS_ONLY)
             if slot != "master":
                 slots.add(slot)
         return slots
@@ -244,20 +235,19 @@ class _FsdpReader:
         """
         known = {plain_name(raw): key for raw, key in self.items.modules.items()}
         known.pop(OF_OUTPUT, None)
-        fused = any(norm in raw for raw in self.items.weights for norm in NORMS)
-        model = KeysOfGpt([*self.shapes, *known], fused, self.args)
+        model = KeysOfGpt([*self.shapes, *known], self.items.weights, self.args)
         objects: dict[str, Any] = {}
         for name, key in model.items().items():
             place = inside(f"megatron.objects.{key}", 0)
             objects[key] = [self.items.value(known[name], place) if name in known else None]
-        return model.keys() if objects else {}, objects
+        return model.keys(), objects
 
 
 # -- the items, by what they are
 
 
 MODEL = re.compile(r"model\d*")
-WRAPPERS = re.compile(r"(?:module\.)+")
+WRAPPERS = re.compile(r"\A(?:module\.)+")
 HALF = re.compile(r"(?P<name>.*\blinear_fc1\.(?:weight|bias)\d*)_(?P<half>[wv])")
 STATES, GROUPS = "state", "param_to_group_meta"
 
@@ -278,7 +268,6 @@ class FsdpItems:
         self.table: ItemTable = read_table(folder)
         self.files = ItemFiles()
         self.file: TorchFile | None = None  # the last one of a value
-        self.records: list[Record] = []
         self.entries: dict[str, Entry] = {}
         self.chunks: set[str] = set()
         self.weights: Keys = {}
@@ -316,16 +305,6 @@ class FsdpItems:
                 hint=WEIGHTS_ONLY,
             )
 
-    def paths(self) -> tuple[str, ...]:
-        """The files of the directory that were opened."""
-        return (*self.table.files, *sorted(self.files.sizes))
-
-    def strangers(self) -> list[str]:
-        """Names in the directory that are none of its own files."""
-        own = {*self.table.files, *(each.file for each in self.table.locations.values())}
-        with os.scandir(self.folder) as items:
-            return sorted(item.name for item in items if item.path not in own)
-
     # -- values
 
     def tree(self, place: str, *begin: str) -> Any:
@@ -349,7 +328,6 @@ class FsdpItems:
         item = self.table.items[key]
         if item is None:
             self.file = file = self.files.torch_file(self.table.location(key))
-            self.records += file.records.values()
             return file.kept(file.value, place, self.entries)
         if not item.shape:
             return self.number(key)
@@ -366,7 +344,6 @@ class FsdpItems:
             raise UnsupportedCheckpoint(f"{self.folder}: {shown(key)} is not one number")
         else:
             file = self.files.torch_file(self.table.location(key, item.boxes[0]))
-            self.records += file.records.values()
             value = file.scalar(file.value) if isinstance(file.value, Tensor) else file.value
         if len(self.entries) > count:
             raise UnsupportedCheckpoint(f"{self.folder}: {shown(key)} has tensors")
@@ -402,20 +379,15 @@ class FsdpItems:
 
     def _pieces(self, key: str, rows: int = 0) -> list[TensorPiece]:
         """The boxes of a tensor, `rows` further down than they are under its key."""
-        pieces = []
-        for box, file in self.files.boxes(self.table, key):
-            tensor: Tensor = file.value
-            self.records += file.records.values()
-            offsets = (box.offsets[0] + rows, *box.offsets[1:]) if rows else box.offsets
-            extent = file.whole(tensor)
-            pieces.append(TensorPiece(offsets, box.sizes, tensor.strides, tensor.offset, extent))
-        return pieces
+        return [
+            piece_of(file, file.value, (*(at + rows for at in box.offsets[:1]), *box.offsets[1:]))
+            for box, file in self.files.boxes(self.table, key)
+        ]
 
 
 def plain_name(raw: str) -> str:
     """A name without the wrappers, with experts and norms as the local spec calls them."""
-    match = WRAPPERS.match(raw)
-    return with_plain_norms(with_own_expert(raw[match.end() :] if match else raw))
+    return with_plain_norms(with_own_expert(WRAPPERS.sub("", raw)))
 
 
 def joined(folder: str, keys: Mapping[str, str]) -> dict[str, list[str]]:

@@ -17,6 +17,7 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from ...core.agreement import Step, agree
 from ...core.facts import StepPlace
 from ...core.inert import Scalar
 from ...core.manifest import Sighting
@@ -24,23 +25,24 @@ from ...errors import CorruptCheckpoint
 from ...files.torchfile import Tensor, TorchFile
 from ...training import steps
 from .common import optimizers_of
+from .names import EMBEDDING, OUTPUT
 
 FileStep = tuple[str, Any]
 """The path of a file, and a step that it states: a `Scalar`, Python's number, or None."""
 
-OF_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
-
 
 def groups_of(common: dict[Any, Any]) -> list[dict[str, Any]]:
     """The groups of all optimizers, the experts' last; raises CorruptCheckpoint."""
-    groups: list[dict[str, Any]] = []
-    for state in optimizers_of(common):
-        inner = state.get("optimizer", state)
-        listed = inner.get("param_groups", []) if isinstance(inner, dict) else None
-        if not isinstance(listed, list) or not all(isinstance(group, dict) for group in listed):
-            raise CorruptCheckpoint("the optimizer's param_groups are not a list of dictionaries")
-        groups += listed
-    return groups
+    states = (state.get("optimizer", state) for state in optimizers_of(common))
+    return [group for state in states for group in groups_in(state, "the optimizer", [])]
+
+
+def groups_in(state: Any, where: str, usual: Any = None) -> list[dict[str, Any]]:
+    """The groups in an optimizer's state dict, or the `usual`; raises CorruptCheckpoint."""
+    listed = state.get("param_groups", usual) if isinstance(state, dict) else None
+    if not isinstance(listed, list) or not all(isinstance(group, dict) for group in listed):
+        raise CorruptCheckpoint(f"{where}: param_groups are not a list of dictionaries")
+    return listed
 
 
 def members(
@@ -60,7 +62,7 @@ def members(
             and bool(decay_multiplier(group)) == _is_decayed(name, shape, args)
         ]
         if len(fitting) > 1 and args.get("decoupled_lr") is not None:
-            decoupled = name in OF_VOCABULARY
+            decoupled = name in (EMBEDDING, OUTPUT)
             fitting = [each for each in fitting if _is_decoupled(groups[each], args) == decoupled]
         if len(fitting) != 1:
             return None
@@ -92,7 +94,7 @@ def hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "step")}
 
 
-def agreed_step(folder: str, stated: Iterable[FileStep], policy: str | None) -> steps.Step | None:
+def agreed_step(folder: str, stated: Iterable[FileStep], policy: str | None) -> Step | None:
     """The step of all files; raises InconsistentCheckpoint if they differ and no policy decides.
 
     Megatron-Core has one step for all parameters, so that none of them may have its own.
@@ -102,12 +104,12 @@ def agreed_step(folder: str, stated: Iterable[FileStep], policy: str | None) -> 
         for file, number in stated
         if (step := steps.step_of(number)) is not None
     ]
-    return steps.agree([*dict.fromkeys(places)], policy)
+    return agree([*dict.fromkeys(places)], policy)
 
 
 def stated_step(
     common: dict[Any, Any], file: TorchFile, policy: str | None
-) -> tuple[steps.Step | None, StepPlace | None, list[Sighting]]:
+) -> tuple[Step | None, StepPlace | None, list[Sighting]]:
     """The completed updates, where they stand, and every place that states them.
 
     Raises InconsistentCheckpoint if groups differ and no policy decides.
@@ -128,7 +130,7 @@ def stated_step(
     scheduler = common.get("opt_param_scheduler")
     if isinstance(scheduler, dict):  # it counts samples
         sightings += steps.counter_sightings("opt_param_scheduler", scheduler, ["num_steps"])
-    step = steps.agree(list(stated.steps.items()), policy)
+    step = agree(list(stated.steps.items()), policy)
     return step, stated.place(), sightings
 
 

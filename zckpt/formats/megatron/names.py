@@ -24,12 +24,13 @@ EXPERTS = re.compile(r"(?P<before>.*\bmlp\.experts)\.experts\.(?P<rest>(?!\d+\.)
 LAYER = re.compile(r"(?P<before>(?:decoder|encoder)\.layers\.)(?P<number>\d+)(?P<rest>\..+)")
 EXPERT = re.compile(r"(?P<before>.*\.local_experts\.)(?P<number>\d+)(?P<rest>\..+)")
 GROUPED = re.compile(
-    r"(?P<experts>.*\bmlp\.experts)\.(?P<linear>linear_fc[12]\.(?:weight|bias))(?P<number>\d+)"
+    r"\A(?P<experts>.*\bmlp\.experts)\.(?P<linear>linear_fc[12]\.(?:weight|bias))(?P<number>\d+)\Z"
 )
 """A parameter of Transformer Engine's module of all experts of a rank."""
-PREFIX = re.compile(r"mod(?:ule|el)\.")
+PREFIX = re.compile(r"\Amod(?:ule|el)\.")
 """In front of NeMo's keys: it saves a module around the model."""
 PLACE = "*"  # instead of a number
+EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 NORMS = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
@@ -38,8 +39,7 @@ NORMS = {
 
 def without_prefix(key: str) -> str:
     """A key as Megatron-LM has it."""
-    match = PREFIX.match(key)
-    return key[match.end() :] if match else key
+    return PREFIX.sub("", key)
 
 
 def axes_of(key: str) -> int:
@@ -72,10 +72,7 @@ def with_plain_norms(name: str) -> str:
 
 def with_own_expert(name: str) -> str:
     """A name whose expert is a module of its own, as in the local spec."""
-    match = GROUPED.fullmatch(name)
-    if match is None:
-        return name
-    return f"{match['experts']}.local_experts.{match['number']}.{match['linear']}"
+    return GROUPED.sub(r"\g<experts>.local_experts.\g<number>.\g<linear>", name)
 
 
 def keys_of(
@@ -149,13 +146,13 @@ class KeysOfGpt:
     keys of other modules depend on their code, so they get none. Proven with 0.16.1.
 
     `names` are those of all parameters, buffers and modules' own states, as in the local spec and
-    in the whole model. `fused` says that the file calls norms as Transformer Engine's spec does.
-    If `args` state that layers differ, no key has an axis of layers.
+    in the whole model; `raw` are those in the files, which may call norms as Transformer Engine's
+    spec does. If `args` state that layers differ, no key has an axis of layers.
     """
 
-    def __init__(self, names: Iterable[str], fused: bool, args: Mapping[str, Any]) -> None:
+    def __init__(self, names: Iterable[str], raw: Iterable[str], args: Mapping[str, Any]) -> None:
         self.names = list(names)
-        self.fused = fused
+        self.fused = any(norm in name for name in raw for norm in NORMS)
         self.stacked = not layers_differ(args)
         self.latent = any(map(LATENT.fullmatch, self.names))
         self.with_experts = {m["layer"] for name in self.names if (m := ROUTER.fullmatch(name))}
@@ -167,8 +164,11 @@ class KeysOfGpt:
     def keys(self) -> dict[str, int]:
         """The keys of parameters and buffers, with their number of axes.
 
-        Modules of another kind get no key, nor do those that only some layers or experts have.
+        Modules of another kind get no key, nor do those that only some layers or experts have. If
+        no module has a state, none has one.
         """
+        if not self.items():
+            return {}
         found = [self._key(name) for name in self.names if KNOWN.fullmatch(name)]
         return {
             key: axes for (key, axes), n in Counter(found).items() if n == prod(self._grid(axes))
@@ -189,9 +189,9 @@ class KeysOfGpt:
         for name in modules:
             key, axes = self._key(name, norms=False)
             layer = _numbers(LAYER, [name]) if self.stacked else []
-            place = (*layer, *_numbers(EXPERT, [name])) or (0,)
-            grid = self._grid(axes) or (1,)
-            items[name] = f"{key}/shard_{_joined(place)}_{_joined(grid)}"
+            shard = (*layer, *_numbers(EXPERT, [name])) or (0,), self._grid(axes) or (1,)
+            place, grid = (".".join(map(str, each)) for each in shard)
+            items[name] = f"{key}/shard_{place}_{grid}"
         return items
 
     def _grid(self, axes: int) -> tuple[int, ...]:
@@ -231,7 +231,3 @@ def layers_differ(args: Mapping[str, Any]) -> bool:
 def _numbers(pattern: re.Pattern[str], names: Sequence[str]) -> list[int]:
     """The numbers of layers or experts in names."""
     return [int(match["number"]) for name in names if (match := pattern.fullmatch(name))]
-
-
-def _joined(numbers: Iterable[int]) -> str:
-    return ".".join(map(str, numbers))

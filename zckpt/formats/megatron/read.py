@@ -23,7 +23,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ...core.manifest import Entry, Manifest, Sibling, slot_name
+from ...core.manifest import Entry, Manifest, slot_name
 from ...errors import MALFORMED, InconsistentCheckpoint, UnsupportedCheckpoint, not_understood
 from ...files.dcpfile import ItemTable, TensorItem, read_table
 from ...files.dcpitems import ItemFiles
@@ -60,10 +60,10 @@ from .contents import (
     require_groups,
     require_states_by_parameter,
     size_of,
+    strangers,
 )
 from .files import MARKER, is_fsdp, is_legacy, locate
 from .fsdp import read_fsdp
-from .groups import FileStep
 from .legacy.directories import read_legacy
 from .masters import check as check
 from .masters import rebuilt as rebuilt
@@ -111,72 +111,48 @@ class _Reader:
 
     def __init__(self, folder: str, weights_only: bool) -> None:
         self.folder = folder
-        self.marker = os.path.join(folder, MARKER)
         self.weights_only = weights_only
         self.table: ItemTable = read_table(folder)
         self.files = ItemFiles()
-        self.file, self.common = read_common(self.table, self.files)
-        self.args = arguments(self.common) or arguments_of(folder)
-        self.records = list(self.file.records.values())
-        self.entries: dict[str, Entry] = {}
+        file, common = read_common(self.table, self.files)
+        self.args = arguments(common) or arguments_of(folder)
+        self.content = Content(folder, file, common, self.args)
+        self.entries = self.content.entries
         self.keys: dict[str, int] = {}
         self.key_of: dict[str, str] = {}
         self.pieces: dict[str, list[TensorPiece]] = {}  # of weights
-        content = self.common.get("content_metadata")
-        if isinstance(content, dict) and content.get("singleton_local_shards"):
+        saved = common.get("content_metadata")
+        if isinstance(saved, dict) and saved.get("singleton_local_shards"):
             raise UnsupportedCheckpoint(
                 f"{folder} was saved with singleton_local_shards, which gives every expert and "
                 "both halves of gated layers keys of their own",
                 hint="load it in Megatron-Core, and save it without this option",
             )
-        self.replicas: list[Entry] = []
-        self.steps: list[FileStep] = []
 
     def manifest(self, step_policy: str | None) -> Manifest:
-        sharding = None
+        content, sharding = self.content, None
         if not self.weights_only:
             require_states_by_parameter(self.folder, self.args)
-            sharding = sharding_of(self.table, self.common)
+            content.sharding = sharding = sharding_of(self.table, content.common)
         tensor_ranks = size_of(self.args, "tensor_model_parallel_size") or 1
         require_groups(self.folder, self.args, tensor_ranks)
-        shapes, trained = self._weights() or self._masters(), trained_keys(self.table.items)
-        slots: set[str] = set()
+        content.shapes = shapes = self._weights() or self._masters()
+        trained = trained_keys(self.table.items)
+        content.frozen = {key for key in shapes if trained and self.key_of[key] not in trained}
         if sharding in FLAT:
-            slots = self._flat_states(shapes)
+            content.slots = self._flat_states(shapes)
         elif sharding is not None:
-            slots = self._states(shapes, sharding == MODEL_SPACE)
-        values = self._values(not self.weights_only and sharding not in FLAT)
-        siblings = beside(self.folder)
-        content = Content(
-            folder=self.folder,
-            file=self.file,
-            common=self.common,
-            entries=self.entries,
-            shapes=shapes,
-            frozen={name for name in shapes if trained and self.key_of[name] not in trained},
-            slots=slots,
-            sharding=sharding,
-            files=(*self.table.files, *sorted(self.files.sizes), self.file.path, self.marker),
-            records=self.records,
-            replicas=self.replicas,
-            # of modules' own states a save of the optimizer alone has no keys
-            keys=self.keys if self.pieces else {},
-            objects=values,
-            left_out=[*self._strangers(siblings.files), *siblings.left_out],
-            siblings=siblings.files,
-            args=self.args,
-            steps=self.steps,
-        )
+            content.slots = self._states(shapes, sharding == MODEL_SPACE)
+        if self.pieces:  # of modules' own states a save of the optimizer alone has no keys
+            content.keys = self.keys
+        content.objects = self._values(not self.weights_only and sharding not in FLAT)
+        own, siblings = [content.file.path, os.path.join(self.folder, MARKER)], beside(self.folder)
+        content.files = [*self.table.files, *sorted(self.files.sizes), *own]
+        content.siblings = siblings.files
+        own += (os.path.join(self.folder, each.name.split("/")[0]) for each in siblings.files)
+        content.left_out = [*strangers(self.table, own), *siblings.left_out]
+        content.records = self.files.records
         return manifest_of(content, step_policy)
-
-    def _strangers(self, siblings: Sequence[Sibling]) -> list[str]:
-        """Lines about files and folders in the directory that do not go along."""
-        stated = {location.file for location in self.table.locations.values()}
-        known = {os.path.join(self.folder, item.name.split("/")[0]) for item in siblings}
-        own = {*self.table.files, *stated, self.file.path, self.marker, *known}
-        with os.scandir(self.folder) as items:
-            names = sorted(item.name for item in items if item.path not in own)
-        return [f"{name}, a file of the directory" for name in names]
 
     # -- tensors
 
@@ -196,7 +172,7 @@ class _Reader:
 
     def _masters(self) -> dict[str, tuple[int, ...]]:
         """Enters the masters of a directory without weights; returns the shapes by name."""
-        require_masters(self.folder, self.table.items, sharding_of(self.table, self.common))
+        require_masters(self.folder, self.table.items, sharding_of(self.table, self.content.common))
         return self._entered(masters_of(self.table.items), "master")
 
     def _entered(
@@ -251,13 +227,14 @@ class _Reader:
         The common state gets the groups that stand beside the buffers.
         """
         items = FlatItems(self.table, self.files)
-        self.records += items.records
-        self.steps = items.steps
-        self.common = with_groups(self.common, items.groups, items.scalers(self.entries))
+        content, scalers = self.content, items.scalers(self.entries)
+        content.steps = items.steps
+        content.common = with_groups(content.common, items.groups, scalers)
+        are_spread = any(optimizer.has_experts for optimizer in items.optimizers.values())
         experts = {
             name: number
             for name in shapes
-            if items.has_experts and (number := expert_of(name)) is not None
+            if are_spread and (number := expert_of(name)) is not None
         }
         others = [name for name in shapes if name not in experts and not BUFFERS.fullmatch(name)]
         tp = self._tensor_ranks(others, "tensor_model_parallel_size")
@@ -290,7 +267,7 @@ class _Reader:
                 known[name] = local
         found = placed(ranks, parts, read_bytes, self.folder)
         trained = [name for name in names if name in found[0]]
-        return enter_states(trained, shapes, slicings, found, self.entries, self.replicas)
+        return enter_states(trained, slicings, found, self.content)
 
     def _tensor_ranks(self, names: Sequence[str], argument: str) -> int:
         """How many ranks have slices of parameters: as the arguments state it, else by pieces."""
@@ -307,7 +284,6 @@ class _Reader:
         pieces: dict[tuple[int, ...], list[TensorPiece]] = {}
         for box, file in self.files.boxes(self.table, key):
             tensor: Tensor = file.value
-            self.records += file.records.values()
             extent = file.whole(tensor)
             for inner in places(box.sizes, axes):
                 place = tuple(a + b for a, b in zip(box.offsets, inner, strict=False))
@@ -349,7 +325,6 @@ class _Reader:
     ) -> list[tuple[str, Entry]]:
         """Enters the states under a key, whose fragments are flat."""
         fragments = FlatFragments(self.table, self.files, key, item)
-        self.records += fragments.records
         result = []
         for place in places(item.shape, axes_of(stacked)):
             name = named(stacked, place)
@@ -372,6 +347,5 @@ class _Reader:
             if OPTIMIZER.fullmatch(key) and not takes_optimizers:
                 continue
             file = self.files.torch_file(self.table.location(key))
-            self.records += file.records.values()
             values[key] = file.kept(file.value, f"megatron.objects.{key}", self.entries)
         return values

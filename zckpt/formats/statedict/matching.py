@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate, chain
 from typing import NamedTuple
 
+from ...core.grouping import by_key
 from ...errors import MissingData, WrongOption, listed
 
 Shape = tuple[int, ...]
@@ -124,9 +125,7 @@ def candidates(names: Sequence[NamedShape]) -> list[NamedShape]:
 
 def _by_shape(orders: Sequence[Order], names: Sequence[NamedShape]) -> list[list[str]] | None:
     """The names, if each number can have only one; None if several assignments fit, or none."""
-    by_shape: dict[Shape | None, list[str]] = {}
-    for name, shape in names:
-        by_shape.setdefault(shape, []).append(name)
+    by_shape: dict[Shape | None, list[str]] = {**by_key((shape, name) for name, shape in names)}
     numbers = Counter(shape for order in orders for shape in order)
     if None in numbers:  # gets what no other number can have
         by_shape[None] = [name for name, shape in names if not numbers[shape]]
@@ -242,7 +241,7 @@ def _count(orders: Sequence[Order], names: Sequence[NamedShape]) -> tuple[int, l
     if any(bound is None for bound in bounds):
         return 0, []
     ranges = [bound for bound in bounds if bound is not None]
-    numbers = [_numbers_by_shape(order) for order in orders]
+    numbers = [by_key((shape, number) for number, shape in enumerate(order)) for order in orders]
     left = Counter(shape for _, shape in names)
     wanted = sum(map(len, orders))
 
@@ -317,13 +316,6 @@ def _earliest(order: Order, shapes: Sequence[Shape]) -> list[int]:
         if order[len(first)] in (None, shape):
             first.append(index)
     return first
-
-
-def _numbers_by_shape(order: Order) -> dict[Shape | None, list[int]]:
-    numbers: dict[Shape | None, list[int]] = {}
-    for number, shape in enumerate(order):
-        numbers.setdefault(shape, []).append(number)
-    return numbers
 
 
 def _not_before(numbers: list[int] | None, position: int) -> int:

@@ -223,6 +223,12 @@ def solid_piece(stored: SavedTensor, offsets: tuple[int, ...]) -> TensorPiece:
     return TensorPiece(offsets, shape, strides, 0, stored.extent)
 
 
+def piece_of(file: TorchFile, tensor: Tensor, offsets: tuple[int, ...]) -> TensorPiece:
+    """A piece in a file of torch.save."""
+    extent = file.whole(tensor)
+    return TensorPiece(offsets, tensor.shape, tensor.strides, tensor.offset, extent)
+
+
 def assembled(
     name: str, dtype: str, shape: Sequence[int], pieces: Sequence[TensorPiece]
 ) -> Fragments:

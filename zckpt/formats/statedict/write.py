@@ -63,11 +63,7 @@ class StateDicts:
         self.layout = layout or (None if self.keys.whole else self.keys.layout) or "nested"
         self.warnings = list(source.warnings)
         self.left_out = list(source.left_out)
-        self.aliases = {
-            alias: name
-            for name, parameter in source.parameters.items()
-            for alias in parameter.aliases
-        }
+        self.aliases = source.owners
         self.groups: list[dict[str, Any]] = []
         self.adapter = False
         states = set(filter(is_optimizers, source.slots))

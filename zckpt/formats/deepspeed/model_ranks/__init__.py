@@ -4,7 +4,6 @@ grid.py             which model ranks there are, and their places in the grid
 pipeline.py         stages and files of layers become one model
 tensor_ranks.py     slices of tensor ranks become boxes of whole tensors
 universal_info.py   which dimension was cut, as the checkpoint says it (naming/tensor_rules.py)
-together.py         what model ranks have in common
 copies.py           whether their copies of a tensor are equal
 apart.py            all model ranks in one manifest, without joining them
 write_grid.py       those of several model ranks for another data-parallel size

@@ -21,13 +21,13 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
+from ....core import agreement
 from ....core.cast import are_rounded
 from ....core.facts import FlatBufferEngine
 from ....core.grouping import by_key
 from ....core.manifest import Entry, Manifest, Parameter
 from ....errors import InconsistentCheckpoint, listed
 from ....files.torchfile import Tensor, TorchFile
-from ....training import steps
 from ... import zero
 from ...deepspeed_states.directories import refuse
 from ...deepspeed_states.experts import ExpertLayers, ExpertRanks, size_in
@@ -323,7 +323,7 @@ def with_experts(ranks: EngineStates, files: RankFiles, step_policy: str | None)
 def _with_one_step(buffers: Sequence[FlatBuffer], policy: str | None) -> list[FlatBuffer]:
     """The flat buffers of all ep ranks, whose groups have one step each; raises if they differ."""
     of_group = {
-        group: steps.agree(
+        group: agreement.agree(
             [
                 (f"flat group {group}, {next(iter(other.shapes))}", other.step)
                 for other in same

@@ -23,17 +23,19 @@ from msgspec import Struct, field
 
 from ....core import sources
 from ....core.dtypes import SIZES
-from ....core.fragments import Extent, Fragment, Fragments, Record, Runs
+from ....core.fragments import Extent, Fragment, Fragments, Runs
+from ....core.grouping import by_key
 from ....core.inert import Global, inside
 from ....core.manifest import Entry, slot_name
 from ....core.slicing import Piece, Slicing, cut, joined, replicated
-from ....errors import CorruptCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint
+from ....errors import CorruptCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint, brief
 from ....files.dcpfile import ItemTable, TensorItem
 from ....files.dcpitems import ItemFiles
 from ....files.torchfile import TORCH_DTYPES, Tensor, TorchFile
 from ...statedict.tree import TensorPiece
 from ..common import OPTIMIZER, WEIGHTS_ONLY
-from ..groups import FileStep
+from ..contents import Content
+from ..groups import FileStep, groups_in
 from ..optimizers import SPREAD
 from .placing import SAMPLE, Flat, Local
 from .stages import ModelRank, Place
@@ -81,21 +83,21 @@ def local_parts(
     result = []
     for rank in range(tp):
         piece = ordered[rank] if len(ordered) >= tp else ordered[0]
-        result.append(
-            Local(entry.parameter, prod(slicing.slices[rank]), entry.dtype, _first(piece, entry))
-        )
+        numel = prod(slicing.slices[rank])
+        result.append(local_part(entry.parameter, numel, entry.dtype, piece))
     return result
 
 
-def _first(piece: TensorPiece, entry: Entry) -> Extent:
-    """The bytes of a piece's first elements, as far as they follow each other."""
-    count, size = 1, SIZES[entry.dtype]
+def local_part(name: str, numel: int, dtype: str, piece: TensorPiece) -> Local:
+    """A rank's part of a weight; its first elements are a piece's, as far as these are in order."""
+    count, size = 1, SIZES[dtype]
     for axis in range(len(piece.sizes) - 1, -1, -1):
         if piece.sizes[axis] != 1 and piece.strides[axis] != count:
             break
         count *= piece.sizes[axis]
     start = piece.first * size
-    return piece.extent.part(start, start + min(count, SAMPLE) * size)
+    first = piece.extent.part(start, start + min(count, SAMPLE) * size)
+    return Local(name, numel, dtype, first)
 
 
 def read_bytes(extent: Extent) -> bytes:
@@ -109,11 +111,9 @@ def read_bytes(extent: Extent) -> bytes:
 
 def enter_states(
     names: Iterable[str],
-    shapes: Mapping[str, tuple[int, ...]],
     slicings: Mapping[str, Slicing],
     places: Sequence[Mapping[str, Sequence[Place]]],
-    entries: dict[str, Entry],
-    replicas: list[Entry],
+    content: Content,
 ) -> set[str]:
     """Enters whole masters and moments, and the further copies that other ranks have.
 
@@ -129,11 +129,7 @@ def enter_states(
                     flat, place = known[name][min(copy, len(known[name]) - 1)]
                     slices.append(flat.part(slot, place, prod(slicing.slices[rank])))
                 whole = joined(slicing, slices, SIZES["F32"], copy)
-                entry = Entry(f"{name}/{slot}", "F32", shapes[name], whole)
-                if copy:
-                    replicas.append(entry)
-                else:
-                    entries[entry.name] = entry
+                content.enter(Entry(f"{name}/{slot}", "F32", content.shapes[name], whole), copy > 0)
             slots.add(slot)
     return slots - {"master"}
 
@@ -159,7 +155,6 @@ class FlatItems:
 
     def __init__(self, table: ItemTable, files: ItemFiles) -> None:
         self.table, self.files = table, files
-        self.records: list[Record] = []
         self.steps: list[FileStep] = []
         self.optimizers: dict[int, _Optimizer] = {}
         buckets: dict[tuple[int, int, int, str], dict[int, dict[str, Runs]]] = {}
@@ -170,7 +165,7 @@ class FlatItems:
                 number, dtype = int(match["buffer"]), _dtype_of(match["type"])
                 place = int(match["optimizer"] or 0), int(match["group"]), number, dtype
                 slots = buckets.setdefault(place, {}).setdefault(int(match["bucket"]), {})
-                slots[_slot(match["slot"])] = self._bucket(key)
+                slots[_slot(match["slot"])] = FlatFragments(table, files, key, item, "F32").runs(())
             elif item is None and (match := WHOLE.fullmatch(key)):
                 flats = self._optimizer(match).flats.setdefault(int(match["group"]), {})
                 for number, flat in buffers_of(*self._value(key)):
@@ -215,20 +210,12 @@ class FlatItems:
                     hint=WEIGHTS_ONLY,
                 )
             place = inside("megatron.common", "optimizer")
-            if len(self.optimizers) > 1:
-                place = inside(place, number)
+            place = inside(place, number) if len(self.optimizers) > 1 else place
             place = inside(place, "grad_scaler")
-            beside = {}
-            if optimizer.scalers:
-                file, value = optimizer.scalers[0]
-                beside["grad_scaler"] = file.kept(value, place, entries)
-            result.append(beside)
+            result.append({})
+            for file, value in optimizer.scalers[:1]:
+                result[-1]["grad_scaler"] = file.kept(value, place, entries)
         return result
-
-    @property
-    def has_experts(self) -> bool:
-        """Whether experts have an optimizer of their own: they are spread over ranks."""
-        return any(optimizer.has_experts for optimizer in self.optimizers.values())
 
     def ranks(self, tp: int) -> list[ModelRank]:
         """The buffers of every model-parallel rank, without those of experts that are spread."""
@@ -262,11 +249,13 @@ class FlatItems:
 
         Raises InconsistentCheckpoint if their number does not fit the sizes of the grid.
         """
-        by_group: dict[int, list[Flat]] = {}
-        for _, optimizer in sorted(self.optimizers.items()):
-            if optimizer.has_experts == of_experts:
-                for group, flats in optimizer.flats.items():
-                    by_group.setdefault(group, []).extend(flats[key] for key in sorted(flats))
+        by_group = by_key(
+            (group, flats[key])
+            for _, optimizer in sorted(self.optimizers.items())
+            if optimizer.has_experts == of_experts
+            for group, flats in optimizer.flats.items()
+            for key in sorted(flats)
+        )
         if sorted(by_group) != list(range(len(by_group))) or len(by_group) % factor or not by_group:
             raise InconsistentCheckpoint(
                 f"{self.table.folder} has buffers of the model-parallel ranks "
@@ -280,29 +269,10 @@ class FlatItems:
     def _value(self, key: str) -> tuple[TorchFile, Any]:
         """A value in its list of one."""
         file = self.files.torch_file(self.table.location(key))
-        self.records += file.records.values()
         value = file.value
         if not isinstance(value, list) or len(value) != 1:
             raise CorruptCheckpoint(f"{file.path}: {key} is not a list of one value")
         return file, value[0]
-
-    def _bucket(self, key: str) -> Runs:
-        """One slot of a bucket: every rank's parts in the order of the bucket."""
-        item = self.table.items[key]
-        assert item is not None
-        parts = []
-        for box, file in self.files.boxes(self.table, key, "F32"):
-            tensor: Tensor = file.value
-            self.records += file.records.values()
-            if len(box.sizes) != 1 or not tensor.contiguous:
-                raise CorruptCheckpoint(f"{file.path}: a part of {key} is not flat")
-            start = box.offsets[0]
-            parts.append(Fragment(start, start + box.sizes[0], file.extent(tensor)))
-        parts.sort(key=lambda part: part.start)
-        ends = [0, *(part.stop for part in parts)]
-        if len(item.shape) != 1 or [*(part.start for part in parts), item.shape[0]] != ends:
-            raise InconsistentCheckpoint(f"{self.table.folder}: parts of {key} leave gaps")
-        return Runs(parts)
 
 
 def buffers_of(file: TorchFile, value: Any) -> Iterator[tuple[int, Flat]]:
@@ -317,11 +287,7 @@ def buffers_of(file: TorchFile, value: Any) -> Iterator[tuple[int, Flat]]:
         if type(number) is not int:
             continue
         for types, tensors in kinds.items():
-            dtype = TORCH_DTYPES.get(types[0].name) if isinstance(types[0], Global) else None
-            if dtype is None:
-                raise UnsupportedCheckpoint(
-                    f"{file.path}: weights of an unknown type", hint=WEIGHTS_ONLY
-                )
+            dtype = _dtype_of(types[0].name if isinstance(types[0], Global) else types[0])
             runs = {}
             for key, tensor in tensors.items():
                 if not isinstance(tensor, Tensor):
@@ -355,11 +321,11 @@ def _slot(key: str) -> str:
     return "master" if key == MASTER else slot_name(key)
 
 
-def _dtype_of(name: str) -> str:
+def _dtype_of(name: Any) -> str:
     dtype = TORCH_DTYPES.get(name)
     if dtype is None:
         raise UnsupportedCheckpoint(
-            f"zckpt does not read weights of type {name}", hint=WEIGHTS_ONLY
+            f"zckpt does not read weights of type {brief(name)}", hint=WEIGHTS_ONLY
         )
     return dtype
 
@@ -376,17 +342,14 @@ def _numbers(file: TorchFile, value: Any) -> Any:
 
 def param_groups(file: TorchFile, value: Any) -> list[Any]:
     """Hyper-parameters; 0-d tensors in them by value. Raises CorruptCheckpoint."""
-    listed = value.get("param_groups") if isinstance(value, dict) else None
-    if not isinstance(listed, list) or not all(isinstance(group, dict) for group in listed):
-        raise CorruptCheckpoint(f"{file.path}: param_groups are not a list of dictionaries")
-    return [_numbers(file, group) for group in listed]
+    return [_numbers(file, group) for group in groups_in(value, file.path)]
 
 
 # -- fully_sharded_model_space
 
 
 class FlatFragments:
-    """The pieces of one item, by the place of its fragment.
+    """The pieces of one item, by the place of its fragment. A bucket has one, without a place.
 
     States that are `fully_sharded_model_space`, the default of Megatron-Core up to 0.13:
 
@@ -398,15 +361,20 @@ class FlatFragments:
     range of these elements (megatron-core 0.13.1).
     """
 
-    def __init__(self, table: ItemTable, files: ItemFiles, key: str, item: TensorItem) -> None:
+    def __init__(
+        self,
+        table: ItemTable,
+        files: ItemFiles,
+        key: str,
+        item: TensorItem,
+        dtype: str | None = None,
+    ) -> None:
         self.key, self.item, self.folder = key, item, table.folder
         self.parts: dict[tuple[int, ...], list[Fragment]] = {}
-        self.records: list[Record] = []
-        for box, file in files.boxes(table, key):
+        for box, file in files.boxes(table, key, dtype):
             tensor: Tensor = file.value
             if prod(box.sizes[:-1]) != 1 or not tensor.contiguous:
                 raise InconsistentCheckpoint(f"{file.path}: a piece of {key} is no range")
-            self.records += file.records.values()
             start = box.offsets[-1]
             part = Fragment(start, start + box.sizes[-1], file.extent(tensor))
             self.parts.setdefault(box.offsets[:-1], []).append(part)
@@ -429,13 +397,14 @@ class FlatFragments:
         slices: list[Fragments | None] = []
         pieces = []
         for number, place in enumerate(product(*map(range, grid))):
-            slices.append(self._fragment((*before, *place)))
+            slices.append(self.runs((*before, *place)))
             offsets = tuple(a * b for a, b in zip(place, local, strict=True))
             pieces.append(Piece(number, (0,) * len(local), offsets, local))
         slicing = Slicing(shape, (local,) * len(pieces), tuple(pieces))
         return joined(slicing, slices, SIZES[self.item.dtype])
 
-    def _fragment(self, place: tuple[int, ...]) -> Runs:
+    def runs(self, place: tuple[int, ...]) -> Runs:
+        """The elements of the fragment at a place; raises InconsistentCheckpoint for gaps."""
         parts = sorted(self.parts.get(place, []), key=lambda part: part.start)
         ends = [0, *(part.stop for part in parts)]
         if [*(part.start for part in parts), self.item.shape[-1]] != ends:

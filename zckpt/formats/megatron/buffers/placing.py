@@ -19,6 +19,7 @@ from msgspec import Struct
 from ....core.cast import are_rounded, rounded
 from ....core.dtypes import SIZES
 from ....core.fragments import Extent, Fragment, Runs
+from ....core.grouping import by_key
 
 ALIGNMENT = 64  # elements
 SAMPLE = 64  # elements
@@ -61,89 +62,48 @@ class Flat(Struct, frozen=True, eq=False):
         return Runs(parts)
 
 
-Places = tuple[tuple[int, int], ...]
+Places = tuple[tuple[int, int] | None, ...]
+"""Where each parameter begins, as (bucket, element); None for one that is not in the buffer."""
+
+State = tuple[int, int, int]
+"""What is filled: a bucket up to an element, and where this bucket began, modulo the alignment."""
 
 
-def places(locals_: Sequence[Local], flat: Flat, read: ReadBytes) -> list[Places]:
+def places(
+    locals_: Sequence[Local], flat: Flat, read: ReadBytes, may_lack: bool = False
+) -> list[Places]:
     """All ways to place parameters, in the order of the buffer, so that nothing is left over.
 
-    A place is (bucket, element). Up to two ways are given: with more than one the bytes do not
-    decide.
+    Up to two ways are given: with more than one the bytes do not decide. If the buffer `may_lack`
+    some parameters, the bytes alone tell which ones these are: the first master behind a parameter
+    is looked up among the first weights of those that may follow.
     """
-    if flat.coalesced:
-        return _coalesced(locals_, flat, read)
-    bucket = end = 0
-    result = []
-    for local in locals_:
-        start = _aligned(end)
-        if start + local.numel > flat.sizes[bucket]:
-            # a copy of a tied embedding begins a bucket, and the one before is filled up
-            if flat.sizes[bucket] not in (end, start) or bucket + 1 == len(flat.sizes):
-                return []
-            bucket, start = bucket + 1, 0
-        if not _fits(local, flat, (bucket, start), read):
-            return []
-        result.append((bucket, start))
-        end = start + local.numel
-    is_full = bucket + 1 == len(flat.sizes) and flat.sizes[bucket] == end
-    return [tuple(result)] if is_full else []
-
-
-def _coalesced(locals_: Sequence[Local], flat: Flat, read: ReadBytes) -> list[Places]:
-    """Behind each parameter a new bucket may begin, at once; the bytes tell whether it does.
-
-    A state is where the last parameter ended, and where its bucket began, modulo the alignment.
-    """
-    states: dict[tuple[int, int], list[Places]] = {(0, 0): [()]}
-    for local in locals_:
-        following: dict[tuple[int, int], list[Places]] = {}
-        for (end, base), ways in states.items():
-            for start in sorted({base + _aligned(end - base), end}):
-                at = (start + local.numel, start % ALIGNMENT)
-                if at[0] > flat.sizes[0] or not _fits(local, flat, (0, start), read):
-                    continue
-                known = following.setdefault(at, [])
-                known += [(*way, (0, start)) for way in ways]
-                del known[2:]
-        states = following
-    ways = [way for (end, _), ways in states.items() if end == flat.sizes[0] for way in ways]
-    return ways[:2]
-
-
-def places_of_trained(
-    locals_: Sequence[Local], flat: Flat, read: ReadBytes
-) -> list[tuple[tuple[int, int] | None, ...]]:
-    """As `places`, if some parameters are not in the buffer: None stands for their places.
-
-    The bytes alone tell which ones these are. The first master behind a parameter is looked up
-    among the first weights of the parameters that may follow.
-    """
-    by_first: dict[bytes, list[int]] = {}
-    for number, local in enumerate(locals_):
-        if local.numel:
-            by_first.setdefault(read(local.first)[: SIZES[local.dtype]], []).append(number)
+    firsts = enumerate(locals_) if may_lack else ()
+    by_first = by_key(
+        (read(local.first)[: SIZES[local.dtype]], number) for number, local in firsts if local.numel
+    )
     full = len(flat.sizes) - 1, flat.sizes[-1]
     ends: list[Any] = []
-    # by the next parameter that may follow: states (bucket, its next element, where a bucket began)
-    # with up to two ways, each one a pair of the way before and the last place
-    at: list[dict[tuple[int, int, int], list[Any]]] = [{} for _ in range(len(locals_) + 1)]
+    # by the next parameter that may follow: states with up to two ways, each one a pair of the way
+    # before and the last place
+    at: list[dict[State, list[Any]]] = [{} for _ in range(len(locals_) + 1)]
     at[0][0, 0, 0] = [None]
     for number, states in enumerate(at):
         for state, ways in states.items():
-            if state[:2] == full:
+            if state[:2] == full and (may_lack or number == len(locals_)):
                 ends += ways
                 continue
-            for place in _next_starts(flat, state):
-                first = _rounded(flat, place, read)
-                for other in by_first.get(first, ()):
+            for place in _starts(flat, state):
+                found = by_first.get(_rounded(flat, place, read), ()) if may_lack else [number]
+                for other in found:
+                    if not number <= other < len(locals_):
+                        continue
                     local = locals_[other]
-                    if other < number or place not in _starts(local, flat, state):
+                    if not _fits(local, flat, state, place, read):
                         continue
-                    if not _fits(local, flat, place, read):
-                        continue
-                    stop = place[1] + local.numel
                     base = place[1] % ALIGNMENT if flat.coalesced else 0
-                    known = at[other + 1].setdefault((place[0], stop, base), [])
+                    behind = place[0], place[1] + local.numel, base
+                    known = at[other + 1].setdefault(behind, [])
                     known += [(way, (other, place)) for way in ways]
                     del known[2:]
         states.clear()
@@ -157,48 +117,43 @@ def places_of_trained(
     return result
 
 
-def _next_starts(flat: Flat, state: tuple[int, int, int]) -> list[tuple[int, int]]:
-    """All places at which any parameter may begin behind a state."""
+def _starts(flat: Flat, state: State) -> list[tuple[int, int]]:
+    """All places at which any parameter may begin behind a state.
+
+    A new bucket may begin at once. If buckets are `coalesced`, the bytes tell whether it does.
+    """
     bucket, end, base = state
     if flat.coalesced:
         starts = sorted({base + _aligned(end - base), end})
-        return [(0, start) for start in starts if start < flat.sizes[0]]
+        return [(0, start) for start in starts if start <= flat.sizes[0]]
     start = _aligned(end)
-    result = [(bucket, start)] if start < flat.sizes[bucket] else []
+    result = [(bucket, start)] if start <= flat.sizes[bucket] else []
+    # a copy of a tied embedding begins a bucket, and the one before is filled up
     if flat.sizes[bucket] in (end, start) and bucket + 1 < len(flat.sizes):
         result.append((bucket + 1, 0))
     return result
 
 
-def _starts(local: Local, flat: Flat, state: tuple[int, int, int]) -> list[tuple[int, int]]:
-    """The places at which a parameter may begin behind a state."""
-    bucket, end, _ = state
-    if flat.coalesced:
-        return [
-            place for place in _next_starts(flat, state) if place[1] + local.numel <= flat.sizes[0]
-        ]
-    start = _aligned(end)
-    if start + local.numel <= flat.sizes[bucket]:
-        return [(bucket, start)]
-    is_full = flat.sizes[bucket] in (end, start) and bucket + 1 < len(flat.sizes)
-    return [(bucket + 1, 0)] if is_full and local.numel <= flat.sizes[bucket + 1] else []
-
-
 def _rounded(flat: Flat, place: tuple[int, int], read: ReadBytes) -> bytes:
-    """The first master at a place, as a weight; empty for types that have no masters."""
-    (run,) = flat.part("master", place, 1)
-    return rounded(read(run.extent), flat.dtype) or b""
+    """The first master at a place, as a weight; empty at the end, and for types without masters."""
+    first = [rounded(read(run.extent), flat.dtype) for run in flat.part("master", place, 1)]
+    return next(iter(first), None) or b""
 
 
 def _aligned(element: int) -> int:
     return -(-element // ALIGNMENT) * ALIGNMENT
 
 
-def _fits(local: Local, flat: Flat, place: tuple[int, int], read: ReadBytes) -> bool:
-    """Whether the first masters round to the first weights."""
-    if not local.numel:
-        return True
-    count = local.first.length // SIZES[local.dtype]
-    runs = flat.part("master", place, count)
+def _fits(local: Local, flat: Flat, state: State, place: tuple[int, int], read: ReadBytes) -> bool:
+    """Whether a parameter may begin at a place behind a state.
+
+    There is room for it, and not in the bucket before; its first masters round to its first
+    weights.
+    """
+    if place[0] > state[0] and _aligned(state[1]) + local.numel <= flat.sizes[state[0]]:
+        return False
+    if place[1] + local.numel > flat.sizes[place[0]]:
+        return False
+    runs = flat.part("master", place, local.first.length // SIZES[local.dtype])
     wide = b"".join(read(run.extent) for run in runs)
-    return are_rounded(wide, "F32", read(local.first), local.dtype) is True
+    return not local.numel or are_rounded(wide, "F32", read(local.first), local.dtype) is True

@@ -9,15 +9,16 @@ range is that of a buffer if its parameters fill the buffer, and if the bytes ag
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 
 from msgspec import Struct
 
+from ....core.grouping import by_key
 from ....errors import InconsistentCheckpoint, UnsupportedCheckpoint, listed
 from ..common import WEIGHTS_ONLY
+from ..names import EMBEDDING, OUTPUT
 from .order import expert_of, is_before, layer_of, orders, predicts
-from .placing import ALIGNMENT, Flat, Local, ReadBytes, places, places_of_trained
-
-EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+from .placing import ALIGNMENT, Flat, Local, ReadBytes, places
 
 Place = tuple[Flat, tuple[int, int]]
 """A buffer, and where in it a parameter begins: (bucket, element)."""
@@ -55,16 +56,13 @@ def placed(
     result: list[dict[str, list[Place]]] = [{} for _ in parts]
     copies = predicts(parts[0])
     for rank in ranks:
-        kinds: dict[str, list[Flat]] = {}
-        for flat in rank.flats:
-            kinds.setdefault(flat.dtype, []).append(flat)
-        for flats in kinds.values():
+        for flats in by_key((flat.dtype, flat) for flat in rank.flats).values():
             for number, flat in enumerate(flats):
                 is_first = rank.pp == 0 and number == 0
                 is_last = rank.pp == last and number == len(flats) - 1
                 own = rank.own(parts[rank.tp])
                 ways = _ways(flat, own, is_first, is_last, read)
-                ways = ways or _ways(flat, own, is_first, is_last, read, of_trained=True)
+                ways = ways or _ways(flat, own, is_first, is_last, read, may_lack=True)
                 require_one(ways, flat, where)
                 for name, place in ways[0]:
                     result[rank.tp].setdefault(name, []).append((flat, place))
@@ -114,35 +112,23 @@ def _ways(
     is_last: bool,
     read: ReadBytes,
     *,
-    of_trained: bool = False,
+    may_lack: bool = False,
 ) -> list[Way]:
     """The ways in which a range of layers fills a buffer.
 
-    If only the trained parameters are there, the others are frozen, or of other ranks.
+    If the buffer `may_lack` parameters, those are frozen, or of other ranks.
     """
     ways: list[Way] = []
-    find = places_of_trained if of_trained else places
     for each in _kinds(flat, parts, is_first, is_last):
         for order in orders(each):
-            ranges = _ranges(order, each, flat, is_first, is_last)
-            for names in [_possible(order, is_first, is_last)] if of_trained else ranges:
+            for names in _ranges(order, each, flat, is_first, is_last, may_lack):
                 locals_ = [each[name] for name in reversed(names)]
-                for found in find(locals_, flat, read):
+                for found in places(locals_, flat, read, may_lack):
                     pairs = zip(locals_, found, strict=True)
                     way = tuple((own.name, place) for own, place in pairs if place is not None)
                     if way not in ways:
                         ways.append(way)
     return ways
-
-
-def _possible(order: Sequence[str], is_first: bool, is_last: bool) -> list[str]:
-    """The parameters that a model chunk may have, whatever its layers."""
-    has_embedding = is_first or (is_last and predicts(order))
-    return [
-        name
-        for name in order
-        if layer_of(name) is not None or (has_embedding if is_before(name) else is_last)
-    ]
 
 
 def _kinds(
@@ -156,20 +142,25 @@ def _kinds(
 
 
 def _ranges(
-    order: Sequence[str], parts: Mapping[str, Local], flat: Flat, is_first: bool, is_last: bool
+    order: Sequence[str],
+    parts: Mapping[str, Local],
+    flat: Flat,
+    is_first: bool,
+    is_last: bool,
+    may_lack: bool,
 ) -> Iterator[list[str]]:
-    """The parameters of each range of layers that could fill a buffer, by their sizes."""
-    layers: dict[int, list[str]] = {}
-    before, behind = [], []
+    """The parameters of each range of layers that could fill a buffer, by their sizes.
+
+    If it `may_lack` parameters, those of all layers.
+    """
+    layers = by_key((layer, name) for name in order if (layer := layer_of(name)) is not None)
+    outside = [name for name in order if layer_of(name) is None]
     has_embedding = is_first or (is_last and predicts(order))
-    for name in order:
-        layer = layer_of(name)
-        if layer is not None:
-            layers.setdefault(layer, []).append(name)
-        elif is_before(name):
-            before += [name] * has_embedding
-        else:
-            behind += [name] * is_last
+    before = [name for name in outside if has_embedding and is_before(name)]
+    behind = [name for name in outside if is_last and not is_before(name)]
+    if may_lack:
+        yield [*before, *chain(*layers.values()), *behind]
+        return
     count = max(layers, default=-1) + 1
     outside = [*before, *behind]
     # of the layers up to each one: elements, and parameters

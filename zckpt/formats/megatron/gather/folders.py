@@ -14,28 +14,8 @@ from itertools import product
 from ....core import sources
 from ....core.partition import BoxPart, Joined
 from ....files.torchfile import Parsed, Tensor, TorchFile
-from .rule import (
-    EMBEDDING,
-    LAYER,
-    NOT_TRAINED,
-    OUTPUT,
-    Filled,
-    Shape,
-    Slots,
-    arguments_of,
-    boxes_of,
-    bucket_size_of,
-    coalesced,
-    expert_of,
-    in_boxes,
-    is_gated,
-    joined,
-    layout,
-    refusal,
-    require_known,
-    whole_shape,
-    with_norms,
-)
+from . import rule
+from .rule import Filled, Shape, Slots
 
 FOLDER = re.compile(r"mp_rank_\d+(?:_\d+)*")
 GROUPED = re.compile(r"(.*\.experts)\.(linear_fc[12]\.(?:weight|bias))(\d+)")  # TEGroupedLinear
@@ -55,7 +35,7 @@ class Folders:
         files = [
             TorchFile(os.path.join(each, "model_optim_rng.pt"), self.parsed) for each in folders
         ]
-        self.args = arguments_of(files[0].value)
+        self.args = rule.arguments_of(files[0].value)
         self.spread = int(self.args.get("expert_model_parallel_size") or 1) > 1
         staged = int(self.args.get("pipeline_model_parallel_size") or 1) > 1 or not self.spread
         self.ranks: dict[tuple[int, int, int], tuple[str, TorchFile]] = {}
@@ -79,26 +59,27 @@ class Folders:
             for expert in range(self.ep):
                 places = [(stage, expert, rank) for rank in range(self.tp)]
                 ranks = [self._weights(place, chunks[number], before) for place in places]
-                gated = gated or is_gated({name: own.shape for name, (_, own) in ranks[0].items()})
+                shapes = {name: own.shape for name, (_, own) in ranks[0].items()}
+                gated = gated or rule.is_gated(shapes)
                 for name, (_, tensor) in ranks[0].items():
-                    require_known(self.path, name, ranks[0], self.tp)
-                    shape = whole_shape(name, tensor.shape, self.tp)
+                    rule.require_known(self.path, name, ranks[0], self.tp)
+                    shape = rule.whole_shape(name, tensor.shape, self.tp)
                     parts: list[BoxPart] = []
                     for rank, own in enumerate(ranks):
-                        boxes = boxes_of(name, shape, self.tp, rank, gated)
-                        if not rank or boxes != boxes_of(name, shape, self.tp, 0, gated):
+                        boxes = rule.boxes_of(name, shape, self.tp, rank, gated)
+                        if not rank or boxes != rule.boxes_of(name, shape, self.tp, 0, gated):
                             file, local = own[name]
                             part = BoxPart((0,), (local.numel,), file.extent(local))
-                            parts += in_boxes([(0, part)], boxes)
+                            parts += rule.in_boxes([(0, part)], boxes)
                     saved = Joined(f"{name}/param", tensor.dtype, shape, tuple(parts))
                     weights.setdefault(name, saved)
                     whole[name] = shape
                 for place, own in zip(places, ranks, strict=True):
                     filled += self._buffers(place, number, own)
-                layers = [int(match[1]) for name in ranks[0] if (match := LAYER.match(name))]
+                layers = [int(match[1]) for name in ranks[0] if (match := rule.LAYER.match(name))]
                 first = max([first, *(layer + 1 for layer in layers)])
         yield from weights.values()
-        yield from joined(filled, whole, gated)
+        yield from rule.joined(filled, whole, gated)
 
     def _weights(self, place: tuple[int, int, int], chunk: str, first: int) -> dict[str, Local]:
         """The tensors of a rank's chunk in their order; its layers are numbered from `first` on."""
@@ -110,13 +91,14 @@ class Folders:
             for key, tensor in file.value[chunk].items()
             if isinstance(tensor, Tensor) and not key.endswith("_extra_state")
         }
-        experts = {expert_of(key) for key in tensors} - {None}
+        experts = {rule.expert_of(key) for key in tensors} - {None}
         weights = {}
         for key, tensor in tensors.items():
-            name = EMBEDDING if key == OUTPUT and stage and not unties else with_norms(key)
-            if match := LAYER.match(name):
+            is_copy = key == rule.OUTPUT and stage and not unties
+            name = rule.EMBEDDING if is_copy else rule.with_norms(key)
+            if match := rule.LAYER.match(name):
                 name = f"decoder.layers.{int(match[1]) + first}{name[match.end() :]}"
-            if (local := expert_of(name)) is not None:
+            if (local := rule.expert_of(name)) is not None:
                 name = EXPERT.sub(str(local + number * len(experts)), name)
             weights[name] = file, tensor
         return weights
@@ -128,21 +110,21 @@ class Folders:
         stage, expert, rank = place
         path = os.path.join(self.ranks[place][0], "distrib_optim.pt")
         if not sources.is_file(path):
-            raise refusal(self.path, "optimizers that know parameters by number")
+            raise rule.refusal(self.path, "optimizers that know parameters by number")
         file = TorchFile(path, self.parsed)
         for optimizer in range(1 + self.spread):
             if self.spread and expert and not optimizer:
                 continue
             by_type: dict[str, list[Slots]] = {}
-            for _, dtype, slots in coalesced(file, optimizer):
+            for _, dtype, slots in rule.coalesced(file, optimizer):
                 by_type.setdefault(dtype, []).append(slots)
             for dtype, listed in by_type.items():
                 sizes = [
                     (name, tensor.numel)
                     for name, (_, tensor) in weights.items()
                     if tensor.dtype == dtype
-                    and not NOT_TRAINED.fullmatch(name)
-                    and (not self.spread or (expert_of(name) is not None) == bool(optimizer))
+                    and not rule.NOT_TRAINED.fullmatch(name)
+                    and (not self.spread or (rule.expert_of(name) is not None) == bool(optimizer))
                 ]
-                size = bucket_size_of(self.args, stage + chunk)
-                yield Filled(rank, self.tp, layout(path, sizes, listed[chunk], size))
+                size = rule.bucket_size_of(self.args, stage + chunk)
+                yield Filled(rank, self.tp, rule.layout(path, sizes, listed[chunk], size))

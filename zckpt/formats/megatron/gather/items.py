@@ -17,32 +17,9 @@ from ....files.dcpitems import ItemFiles
 from ....files.torchfile import TORCH_DTYPES, Tensor, TorchFile
 from .. import programs
 from ..files import is_fsdp
+from . import rule
 from .folders import Folders
-from .rule import (
-    EMBEDDING,
-    INSIDE,
-    LAYER,
-    NOT_TRAINED,
-    OUTPUT,
-    SLOTS,
-    BucketParts,
-    Filled,
-    Shape,
-    Slots,
-    arguments_of,
-    boxes_of,
-    bucket_size_of,
-    coalesced,
-    expert_of,
-    is_gated,
-    joined,
-    layers_of_chunks,
-    layout,
-    order_of,
-    refusal,
-    require_known,
-    with_norms,
-)
+from .rule import BucketParts, Filled, Shape, Slots
 
 STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)")
 BUFFER = re.compile(
@@ -58,7 +35,7 @@ def partitions(path: str, _tp_rules: str | None = None) -> list[Partition]:
     buffers, modules that a GPTModel does not have, optimizers by number, and Megatron-FSDP.
     """
     if is_fsdp(path):
-        raise refusal(path, "files of Megatron-FSDP")
+        raise rule.refusal(path, "files of Megatron-FSDP")
     try:
         if sources.is_file(os.path.join(path, ".metadata")):
             return list(_Items(path).partitions())
@@ -83,7 +60,7 @@ class _Items:
         else:
             location = self.table.location("common_state/shard_0_1")
             value = self.files.torch_file(location).value[0]
-        self.args = arguments_of(value) or programs.arguments_of(path)
+        self.args = rule.arguments_of(value) or programs.arguments_of(path)
         self.model = {
             key: item
             for key, item in self.table.items.items()
@@ -97,11 +74,11 @@ class _Items:
             if state is not None and (match := STATE.fullmatch(key)):
                 if self.model and match[2] not in self.model:
                     continue
-                slot = SLOTS.get(match[1], match[1])
+                slot = rule.SLOTS.get(match[1], match[1])
                 # a save of the optimizer alone has the shapes of weights
                 whole = self.model[match[2]].shape if self.model else state.shape
-                rule = self._of_key if state.shape == whole else self._of_fragments
-                yield from rule(key, match[2], state, slot)
+                of_item = self._of_key if state.shape == whole else self._of_fragments
+                yield from of_item(key, match[2], state, slot)
         if any(BUFFER.fullmatch(key) for key in self.table.items):
             yield from self._of_buffers()
 
@@ -109,19 +86,13 @@ class _Items:
         """The tensors of all layers and experts under one key."""
         axes = _axes(weight)
         parts: dict[Shape, list[BoxPart]] = {}
-        for box in item.boxes:
-            if box.is_empty:
-                continue
-            saved = self._box(key, box)
-            size = saved.extent.length // max(1, prod(box.sizes[:axes]))
+        for box in self._boxes(key, item):
+            size = box.extent.length // max(1, prod(box.sizes[:axes]))
             numbers = zip(box.offsets[:axes], box.sizes[:axes], strict=True)
             inside = product(*(range(start, start + n) for start, n in numbers))
             for number, place in enumerate(inside):
-                part = BoxPart(
-                    box.offsets[axes:],
-                    box.sizes[axes:],
-                    saved.extent.part(number * size, (number + 1) * size),
-                )
+                extent = box.extent.part(number * size, (number + 1) * size)
+                part = BoxPart(box.offsets[axes:], box.sizes[axes:], extent)
                 parts.setdefault(place, []).append(part)
         for place, boxes in parts.items():
             name = f"{_name(weight, place)}/{slot}"
@@ -134,12 +105,9 @@ class _Items:
         counts = item.shape[:-1]
         sizes = tuple(n // count for n, count in zip(whole, counts, strict=True))
         parts: dict[Shape, list[BoxPart]] = {}
-        for box in item.boxes:
-            if box.is_empty:
-                continue
+        for box in self._boxes(key, item):
             offsets = tuple(at * n for at, n in zip(box.offsets[:-1], sizes, strict=True))
-            saved = self._box(key, box)
-            part = BoxPart(offsets[axes:], sizes[axes:], saved.extent, first=box.offsets[-1])
+            part = BoxPart(offsets[axes:], sizes[axes:], box.extent, first=box.offsets[-1])
             parts.setdefault(offsets[:axes], []).append(part)
         for place, boxes in parts.items():
             yield Joined(f"{_name(weight, place)}/{slot}", item.dtype, whole[axes:], tuple(boxes))
@@ -151,7 +119,7 @@ class _Items:
             for place in product(*map(range, item.shape[: _axes(key)]))
         }
         shapes = {name: shape for name, (shape, _) in whole.items()}
-        gated = is_gated(shapes)
+        gated = rule.is_gated(shapes)
         chunks: dict[tuple[bool, int, str], list[Slots]] = {}
         for (spread, group, dtype, _), buffer in sorted(self._buffers().items()):
             chunks.setdefault((spread, group, dtype), []).append(buffer)
@@ -160,7 +128,7 @@ class _Items:
         tp, ep = self._size("tensor_model_parallel_size"), self._size("expert_model_parallel_size")
         etp = int(self.args.get("expert_tensor_parallel_size") or tp)
         apart = any(spread for spread, _, _ in chunks)
-        experts = 1 + max((expert_of(name) or 0 for name in whole), default=0)
+        experts = 1 + max((rule.expert_of(name) or 0 for name in whole), default=0)
         ranks = []
         for (spread, group, dtype), listed in chunks.items():
             of = etp if spread else tp
@@ -171,14 +139,14 @@ class _Items:
                     own = {number} if spread else {None}
                     names = [name for name in names if _rank_of(name, experts // ep) in own]
                 sizes = [
-                    (name, sum(prod(n) for _, n in boxes_of(name, shapes[name], of, 0, gated)))
+                    (name, sum(prod(n) for _, n in rule.boxes_of(name, shapes[name], of, 0, gated)))
                     for name in names
                     if whole[name][1] == dtype
                 ]
-                size = bucket_size_of(self.args, stage + chunk)
-                placed = layout(self.path, sizes, slots, size)
+                size = rule.bucket_size_of(self.args, stage + chunk)
+                placed = rule.layout(self.path, sizes, slots, size)
                 ranks.append(Filled(group % of, of, placed))
-        yield from joined(ranks, shapes, gated)
+        yield from rule.joined(ranks, shapes, gated)
 
     def _size(self, key: str) -> int:
         return int(self.args.get(key) or 1)
@@ -197,45 +165,48 @@ class _Items:
             spread, group = int(match[1] or 0) > 0, int(match[2])
             if match[3] is None:
                 file = self.files.torch_file(self.table.location(key))
-                for number, dtype, in_file in coalesced(file):
+                for number, dtype, in_file in rule.coalesced(file):
                     buffers[spread, group, dtype, number] = in_file
             elif saved is not None:
-                boxes = (self._box(key, box) for box in saved.boxes if not box.is_empty)
                 place = spread, group, TORCH_DTYPES[match[4]], int(match[3])
                 slots = buffers.setdefault(place, {}).setdefault(match[6], {})
-                slots[int(match[5])] = BucketParts(tuple(boxes))
+                slots[int(match[5])] = BucketParts(tuple(self._boxes(key, saved)))
         return buffers
 
     def _names(self, whole: Mapping[str, Any], chunk: int, chunks: int) -> list[str]:
         """The parameters of one of all model chunks, in the order of `named_parameters()`."""
-        layers = 1 + max(int(match[1]) for name in whole if (match := LAYER.match(name)))
+        layers = 1 + max(int(match[1]) for name in whole if (match := rule.LAYER.match(name)))
         fused = self.args.get("transformer_impl") == "transformer_engine"
         grouped = fused and bool(self.args.get("moe_grouped_gemm"))
         stages = self._size("pipeline_model_parallel_size")
-        of_chunks = layers_of_chunks(self.path, self.args, layers, stages, chunks // stages)
+        of_chunks = rule.layers_of_chunks(self.path, self.args, layers, stages, chunks // stages)
         ordered = []
         for name in whole:
-            if NOT_TRAINED.fullmatch(name):
+            if rule.NOT_TRAINED.fullmatch(name):
                 continue
-            require_known(self.path, name, whole, self._size("tensor_model_parallel_size"))
-            order = order_of(name, whole, fused, grouped)
+            rule.require_known(self.path, name, whole, self._size("tensor_model_parallel_size"))
+            order = rule.order_of(name, whole, fused, grouped)
             if order is None:
-                raise refusal(self.path, f"the module of {name}")
+                raise rule.refusal(self.path, f"the module of {name}")
             side, number, *_ = order
-            of_ends = 0 if side < INSIDE else chunks - 1
-            if number in of_chunks[chunk] if side == INSIDE else chunk == of_ends:
+            of_ends = 0 if side < rule.INSIDE else chunks - 1
+            if number in of_chunks[chunk] if side == rule.INSIDE else chunk == of_ends:
                 ordered.append((order, name))
         names = [name for _, name in sorted(ordered)]
-        if chunk and chunk == chunks - 1 and OUTPUT not in whole:
-            names.append(EMBEDDING)  # the copy of a tied embedding
+        if chunk and chunk == chunks - 1 and rule.OUTPUT not in whole:
+            names.append(rule.EMBEDDING)  # the copy of a tied embedding
         return names
 
-    def _box(self, key: str, box: Any) -> BoxPart:
-        location = self.table.location(key, box)
-        file = self.files.torch_file(location)
-        if not isinstance(file.value, Tensor) or not file.value.contiguous:
-            raise refusal(location.file, "a tensor that is not contiguous")
-        return BoxPart(box.offsets, box.sizes, file.extent(file.value))
+    def _boxes(self, key: str, item: TensorItem) -> Iterator[BoxPart]:
+        """The boxes of an item that have elements."""
+        for box in item.boxes:
+            if box.is_empty:
+                continue
+            location = self.table.location(key, box)
+            file = self.files.torch_file(location)
+            if not isinstance(file.value, Tensor) or not file.value.contiguous:
+                raise rule.refusal(location.file, "a tensor that is not contiguous")
+            yield BoxPart(box.offsets, box.sizes, file.extent(file.value))
 
 
 # -- names
@@ -243,7 +214,7 @@ class _Items:
 
 def _rank_of(name: str, experts: int) -> int | None:
     """The number of the rank that has an expert, if each has so many."""
-    number = expert_of(name)
+    number = rule.expert_of(name)
     return None if number is None else number // experts
 
 
@@ -265,4 +236,4 @@ def _name(key: str, place: Shape) -> str:
         key = key.replace(".layers.", f".layers.{numbers.pop(0)}.", 1)
     if numbers:
         key = key.replace(".experts.experts.", f".experts.local_experts.{numbers.pop(0)}.")
-    return with_norms(key)
+    return rule.with_norms(key)

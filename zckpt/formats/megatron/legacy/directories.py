@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
 
@@ -26,22 +26,24 @@ from msgspec.structs import replace
 
 from ....core import sources
 from ....core.dtypes import SIZES
-from ....core.fragments import Fragment, Record, Runs
+from ....core.fragments import Fragment, Runs
+from ....core.grouping import by_key
 from ....core.manifest import Entry, Manifest, slot_name
 from ....core.missing_ranks import missing_file
 from ....core.slicing import Slicing, joined
 from ....errors import CorruptCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint, listed
 from ....files.torchfile import Parsed, Tensor, TorchFile
 from ....naming.tensor_rules import TensorRules
-from ..buffers.flats import buffers_of, enter_states, param_groups, read_bytes
+from ...statedict.tree import piece_of
+from ..buffers.flats import buffers_of, enter_states, local_part, param_groups, read_bytes
 from ..buffers.order import LAYER, is_before, predicts
-from ..buffers.placing import SAMPLE, Flat, Local, places, places_of_trained
-from ..buffers.stages import EMBEDDING, OUTPUT, Place, require_one
+from ..buffers.placing import Flat, places
+from ..buffers.stages import Place, require_one
 from ..common import DISTRIBUTED, NOT_DISTRIBUTED, WEIGHTS_ONLY, arguments, with_groups
 from ..contents import BUFFERS, TIED, Content, manifest_of, require_states_by_parameter
 from ..files import LEGACY
-from ..groups import FileStep, agreed_step, members
-from ..names import NORMS, OF_MODULE, OF_OUTPUT, KeysOfGpt, with_plain_norms
+from ..groups import agreed_step, members
+from ..names import EMBEDDING, OF_MODULE, OF_OUTPUT, OUTPUT, KeysOfGpt, with_plain_norms
 from ..optimizers import EXPERTS, SPREAD
 from .cuts import cuts_of
 from .ranks import OF_GROUPED, STATES_FILE, RankDirectory, ranks_of, strangers, with_own_experts
@@ -80,67 +82,41 @@ class _LegacyReader:
         self.ep = 1 + max(rank.ep for rank in self.ranks)
         self.common = self.ranks[0].value
         self.args = arguments(self.common)
-        self.records: list[Record] = [
-            record for rank in self.ranks for record in rank.file.records.values()
-        ]
-        self.files = [rank.file.path for rank in self.ranks]
-        self.entries: dict[str, Entry] = {}
-        self.replicas: list[Entry] = []
-        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.content = Content(folder, self.ranks[0].file, self.common, self.args)
+        self.shapes = self.content.shapes
         self.slicings: dict[str, Slicing] = {}
         self.modules: dict[str, tuple[RankDirectory, Any]] = {}  # their own states, by name
-        self.objects: dict[str, Any] = {}
-        self.keys: dict[str, int] = {}  # of torch_dist
         self.frozen: set[str] = set()
-        self.steps: list[FileStep] = []
+        for rank in self.ranks:
+            self._add(rank.file)
 
     def manifest(self, step_policy: str | None, weights_only: bool) -> Manifest:
+        content = self.content
         iterations = [(rank.file.path, rank.value.get("iteration")) for rank in self.ranks]
         agreed_step(self.folder, iterations, step_policy)
         self._number_layers()
         self._weights()
         self._name_items()
-        models = OF_CHUNK.fullmatch
-        common = {key: value for key, value in self.common.items() if not models(str(key))}
-        common.pop("rng_state", None)
-        slots: set[str] = set()
+        content.common = {
+            key: value
+            for key, value in self.common.items()
+            if key not in ("rng_state", "optimizer") and not OF_CHUNK.fullmatch(str(key))
+        }
         if not weights_only:
             require_states_by_parameter(self.folder, self.args)
-        has_states = not weights_only and isinstance(common.get("optimizer"), (dict, list))
-        sharding = NOT_DISTRIBUTED if has_states else None
-        common.pop("optimizer", None)
-        if has_states:
-            first = self.ranks[0].optimizers[0]
-            if "grad_scaler" in first:
-                common["optimizer"] = {"grad_scaler": first["grad_scaler"]}
-            distributed, groups = self._states(slots)
-            sharding = DISTRIBUTED if distributed else NOT_DISTRIBUTED
-            common = with_groups(common, groups)
-        content = Content(
-            folder=self.folder,
-            file=self.ranks[0].file,
-            common=common,
-            entries=self.entries,
-            shapes=self.shapes,
-            frozen=set(),
-            slots=slots,
-            sharding=sharding,
-            files=self.files,
-            records=self.records,
-            replicas=self.replicas,
-            keys=self.keys,
-            objects=self.objects,
-            left_out=self._left_out(),
-            steps=self.steps,
-        )
+            if isinstance(self.common.get("optimizer"), (dict, list)):
+                self._states()
+        content.left_out = strangers(self.folder, self.ranks)
+        if self.ep > 1 and "rng_state" in self.common:
+            line = "random states (rng_state), which every data-parallel rank has"
+            content.left_out.append(line)
+        content.left_out += filter(OF_GROUPED.fullmatch, self.modules)
         return manifest_of(content, step_policy)
 
-    def _left_out(self) -> list[str]:
-        lines = [f"{name}, a file of the directory" for name in strangers(self.folder, self.ranks)]
-        if self.ep > 1 and "rng_state" in self.common:
-            lines.append("random states (rng_state), which every data-parallel rank has")
-        lines += [name for name in self.modules if OF_GROUPED.fullmatch(name)]
-        return lines
+    def _add(self, file: TorchFile) -> None:
+        if file.path not in self.content.files:
+            self.content.files.append(file.path)
+            self.content.records += file.records.values()
 
     # -- weights
 
@@ -201,19 +177,17 @@ class _LegacyReader:
             self._keep(rank, name, value)
 
     def _keep(self, rank: RankDirectory, key: str, value: Any) -> None:
-        self.objects[key] = rank.file.kept(value, f"megatron.objects.{key}", self.entries)
+        kept = rank.file.kept(value, f"megatron.objects.{key}", self.content.entries)
+        self.content.objects[key] = kept
 
     def _name_items(self) -> None:
         """Keeps the states of modules, and the keys of all weights, as torch_dist has them."""
         if any(map(OF_GROUPED.fullmatch, self.modules)):
             return  # torch_dist has the scales of every expert apart
         raw = (str(name) for rank in self.ranks for model in rank.models for name in model)
-        fused = any(norm in name for name in raw for norm in NORMS)
-        model = KeysOfGpt([*self.shapes, *self.modules], fused, self.args)
-        items = model.items()
-        if items:
-            self.keys = model.keys()
-        for name, key in items.items():
+        model = KeysOfGpt([*self.shapes, *self.modules], raw, self.args)
+        self.content.keys = model.keys()
+        for name, key in model.items().items():
             rank, value = self.modules.get(name, (self.ranks[0], None))
             self._keep(rank, key, [value])
 
@@ -259,40 +233,31 @@ class _LegacyReader:
             for copy in range(slicing.copies):
                 bytes_ = joined(slicing, slices, SIZES[dtype], copy)
                 entry = Entry(f"{name}/param", dtype, sliced.shape, bytes_)
-                if is_copy or copy:
-                    self.replicas.append(entry)
-                else:
-                    self.entries[entry.name] = entry
+                self.content.enter(entry, is_copy or copy > 0)
 
     # -- the optimizer
 
-    def _states(self, slots: set[str]) -> tuple[bool, list[list[Any]]]:
-        """Enters masters and moments.
-
-        Returns whether they are distributed, and the groups that all ranks have, by optimizer.
-        """
+    def _states(self) -> None:
+        """Enters masters and moments, and the groups that all ranks have, by optimizer."""
+        content, first = self.content, self.ranks[0].optimizers[0]
         placed: list[dict[str, list[Place]]] = [{} for _ in range(self.tp)]
         groups_of: dict[bool, list[Any]] = {}
-        distributed = False
         for rank in self.ranks:
             for number, optimizer in enumerate(rank.optimizers):
                 inner = optimizer.get("optimizer", optimizer)
                 groups = param_groups(rank.file, inner)
                 spread = any(group.get(SPREAD) for group in groups)
                 names = [name for name in rank.order if self._is_spread(name) == spread]
-                distributed = "state" not in inner
-                if not distributed:
-                    states_ = whole_states(
-                        rank.file, names, rank.weights, optimizer, groups, self.args
-                    )
+                content.sharding = NOT_DISTRIBUTED if "state" in inner else DISTRIBUTED
+                states: Iterable[tuple[str, Place]] = ()
+                if "state" in inner:
+                    states = whole_states(rank, names, optimizer, groups, self.args)
                 elif rank.ep == 0 or spread:
-                    states_ = self._distributed(rank, number, set(names))
-                else:
-                    states_ = iter(())
+                    states = self._distributed(rank, number, set(names))
                 groups = [without_members(rank.file, group, inner) for group in groups]
                 groups_of.setdefault(spread, []).extend(groups)
-                self.steps += [(rank.file.path, group.get("step")) for group in groups]
-                for name, place in states_:
+                content.steps += [(rank.file.path, group.get("step")) for group in groups]
+                for name, place in states:
                     placed[rank.tp].setdefault(name, []).append(place)
         names = [name for name in self.shapes if not BUFFERS.fullmatch(name)]
         frozen = {name for name in self.frozen if not any(name in known for known in placed)}
@@ -304,10 +269,10 @@ class _LegacyReader:
                     f"{self.folder}: no optimizer of tensor rank {tp} has {listed(lost, 4)}",
                     hint=WEIGHTS_ONLY,
                 )
-        slots |= enter_states(
-            names, self.shapes, self.slicings, placed, self.entries, self.replicas
-        )
-        return distributed, [groups for _, groups in sorted(groups_of.items())]
+        content.slots = enter_states(names, self.slicings, placed, content)
+        groups = [groups for _, groups in sorted(groups_of.items())]
+        beside = {key: first[key] for key in ("grad_scaler",) if key in first}
+        content.common = with_groups(content.common, groups, [beside])
 
     def _distributed(
         self, rank: RankDirectory, number: int, own: set[str]
@@ -317,9 +282,7 @@ class _LegacyReader:
         if not sources.is_file(path):
             raise missing_file(path, LEGACY, f"the distributed optimizer's states; {WEIGHTS_ONLY}")
         file = TorchFile(path, self.parsed)
-        if path not in self.files:
-            self.files.append(path)
-            self.records += file.records.values()
+        self._add(file)
         value = file.value
         if isinstance(value, list) != isinstance(rank.value["optimizer"], list):
             raise InconsistentCheckpoint(f"{path} is not of the optimizers of {LEGACY} beside it")
@@ -329,22 +292,22 @@ class _LegacyReader:
             raise CorruptCheckpoint(
                 f"{path} has no buffers of optimizer {number}", hint=WEIGHTS_ONLY
             )
-        of_types: dict[str, list[list[str]]] = {}
-        for chunk in rank.chunks:
-            kinds: dict[str, list[str]] = {}
-            for name in chunk:
-                if name in own:
-                    kinds.setdefault(rank.weights[name].dtype, []).append(name)
-            for dtype, names in kinds.items():
-                of_types.setdefault(dtype, []).append(names)
+        kinds = (
+            by_key((rank.weights[name].dtype, name) for name in chunk if name in own)
+            for chunk in rank.chunks
+        )
+        of_types = by_key(item for of_chunk in kinds for item in of_chunk.items())
         for _, flat in sorted(buffers_of(file, value), key=lambda item: item[0]):
             if not of_types.get(flat.dtype):
                 raise InconsistentCheckpoint(f"{path} has more buffers than model chunks")
             names = of_types[flat.dtype].pop(0)
-            locals_ = [local_part(name, rank.weights[name], rank.file) for name in reversed(names)]
-            ways: Sequence[Sequence[tuple[int, int] | None]]
+            weights = [(name, rank.weights[name]) for name in reversed(names)]
+            locals_ = [
+                local_part(name, weight.numel, weight.dtype, piece_of(rank.file, weight, ()))
+                for name, weight in weights
+            ]
             ways = places(locals_, flat, read_bytes)
-            ways = ways or places_of_trained(locals_, flat, read_bytes)
+            ways = ways or places(locals_, flat, read_bytes, may_lack=True)
             require_one(ways, flat, self.folder)
             for local, place in zip(locals_, ways[0], strict=True):
                 own.discard(local.name)
@@ -359,17 +322,9 @@ class _LegacyReader:
 # -- states of the optimizer
 
 
-def local_part(name: str, tensor: Tensor, file: TorchFile) -> Local:
-    """A rank's weight with its first elements."""
-    count = min(tensor.numel, SAMPLE) if tensor.contiguous else 1
-    first = file.whole(tensor).part(tensor.offset * SIZES[tensor.dtype], 0)
-    return Local(name, tensor.numel, tensor.dtype, first.part(0, count * SIZES[tensor.dtype]))
-
-
 def whole_states(
-    file: TorchFile,
+    rank: RankDirectory,
     order: Sequence[str],
-    weights: Mapping[str, Tensor],
     optimizer: dict[Any, Any],
     groups: list[Any],
     args: Mapping[str, Any],
@@ -378,6 +333,7 @@ def whole_states(
 
     It knows parameters by number: group by group, each in the `order` of the model.
     """
+    file, weights = rank.file, rank.weights
     member = members(groups, {name: weights[name].shape for name in order}, args)
     masters = optimizer.get("fp32_from_fp16_params", [])
     known = optimizer.get("optimizer", optimizer).get("state")

@@ -20,6 +20,7 @@ from typing import Any
 from msgspec import Struct, field
 
 from ....core import sources
+from ....core.grouping import by_key
 from ....core.missing_ranks import missing_file, refuse_other_writers
 from ....errors import (
     CorruptCheckpoint,
@@ -90,11 +91,10 @@ def with_own_experts(model: Mapping[Any, Any], is_scaled: bool) -> Iterator[tupl
     says that it has the scales of 8-bit floats (TEGroupedLinear).
     """
     items = [(with_own_expert(str(name)), value) for name, value in model.items()]
-    numbers: dict[str, list[int]] = {}
-    for name, _ in items:
-        if match := EXPERT.fullmatch(name):
-            layer = match["before"].removesuffix(".local_experts.")
-            numbers.setdefault(layer, []).append(int(match["number"]))
+    matches = (match for name, _ in items if (match := EXPERT.fullmatch(name)))
+    numbers = by_key(
+        (match["before"].removesuffix(".local_experts."), int(match["number"])) for match in matches
+    )
     for name, value in items:
         match = OF_GROUPED.fullmatch(name)
         if match is None or is_scaled:
@@ -203,7 +203,7 @@ def _require_known(
 
 
 def strangers(folder: str, ranks: Sequence[RankDirectory]) -> list[str]:
-    """Files and folders of the directory that zckpt does not read."""
+    """Lines about files and folders of the directory that zckpt does not read."""
     own = {os.path.basename(rank.folder) for rank in ranks}
     inside = [
         f"{os.path.basename(rank.folder)}/{name}"
@@ -211,4 +211,5 @@ def strangers(folder: str, ranks: Sequence[RankDirectory]) -> list[str]:
         for name in os.listdir(rank.folder)
         if name not in (LEGACY, STATES_FILE)
     ]
-    return sorted([name for name in os.listdir(folder) if name not in own] + inside)
+    names = sorted([name for name in os.listdir(folder) if name not in own] + inside)
+    return [f"{name}, a file of the directory" for name in names]
