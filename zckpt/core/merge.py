@@ -44,6 +44,8 @@ def merge(
     """
     whole = together(ranks)
     ranks, groups = numbered_alike(ranks)
+    steps = agreed_steps(ranks, policy)
+    ranks = [with_steps(rank, steps) for rank in ranks]
     every = [*([] if beside is None else [beside]), *ranks]
     entries: dict[str, Entry] = {}
     copies: list[Entry] = []
@@ -59,7 +61,7 @@ def merge(
     return replace(
         whole,
         entries=entries,
-        parameters=_parameters(every, table, agreed_steps(ranks, policy), whole.root),
+        parameters=_parameters(every, table, whole.root),
         buffers=tuple(_names(rank.buffers for rank in every)),
         groups=groups,
         state=state,
@@ -138,9 +140,7 @@ def _held(every: Sequence[Manifest], first: Manifest) -> dict[str, list[list[Ent
 # -- parameters, their groups and steps
 
 
-def _parameters(
-    ranks: Sequence[Manifest], table: Table, steps: Mapping[str, Step], root: str
-) -> dict[str, Parameter]:
+def _parameters(ranks: Sequence[Manifest], table: Table, root: str) -> dict[str, Parameter]:
     """The parameters of the whole: the trained ones by group, then the frozen ones."""
     held: dict[str, list[Parameter]] = {}
     for rank in ranks:
@@ -151,11 +151,7 @@ def _parameters(
         cut = table.cuts.get(name)
         shape = copies[0].shape if cut is None else cut.shape
         wholes = [
-            replace(
-                each,
-                shape=each.shape if cut is None else shape,
-                step=None if each.step is None else steps[name],
-            )
+            replace(each, shape=each.shape if cut is None else shape)
             for each in copies
             if 0 in shape or 0 not in each.shape  # no optimizer owns an empty slice
         ]
@@ -238,6 +234,15 @@ def agreed_steps(ranks: Sequence[Manifest], policy: str | None = None) -> dict[s
     }
     steps = {name: agreed[name if group in alone else group] for name, group in groups.items()}
     return {name: step for name, step in steps.items() if step is not None}
+
+
+def with_steps(manifest: Manifest, steps: Mapping[str, Step]) -> Manifest:
+    """The manifest with these steps of its parameters that have one."""
+    parameters = {
+        name: item if item.step is None else replace(item, step=steps[name])
+        for name, item in manifest.parameters.items()
+    }
+    return replace(manifest, parameters=parameters)
 
 
 # -- what is not of parameters

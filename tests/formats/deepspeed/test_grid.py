@@ -519,6 +519,46 @@ class TestRules:
         assert zckpt.verify(bare, tp_rules=path)["equal"]
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(BOTH, marks=first),
+        pytest.param("tensor_tp2_dp2_z3", marks=pytest.mark.engines),
+        pytest.param("tensor_tp2_dp2_z0", marks=pytest.mark.engines),
+    ],
+)
+def test_a_step_policy_decides_for_all_model_ranks(
+    name: str, grid_trained: Trained, tmp_path: Path
+) -> None:
+    """The last file of an optimizer counts one update more; no way of writing loses the policy."""
+    run, case = Path(shutil.copytree(grid_trained(name) / "run", tmp_path / "run")), CASES[name]
+
+    def count(value: Any) -> None:
+        optimizer = value.get("optimizer_state_dict") or value["optimizer"]
+        base = optimizer.get("base_optimizer_state", optimizer)
+        base = base.get("optimizer_state_dict", base)
+        for state in (*base["state"].values(), *base["param_groups"]):
+            if "step" in state:
+                state["step"] += 1
+
+    *_, last = sorted(run.glob("*/*optim_states.pt")) or sorted(run.glob("*/mp_rank_*"))
+    step = zckpt.read(run).step
+    assert step is not None
+    edit(last, count)
+    ways: dict[str, Callable[..., Any]] = {
+        "universal": lambda target, **words: zckpt.convert(run, target, **words),
+        "dp": lambda target, **words: zckpt.reshard(run, target, dp=3, **words),
+        "tp": lambda target, **words: zckpt.reshard(run, target, tp=1, **words),
+    }
+    if case.model == "pipe":
+        ways["pp"] = lambda target, **words: zckpt.reshard(run, target, pp=1, **words)
+    for way, write in ways.items():
+        with pytest.raises(InconsistentCheckpoint, match="step differs"):
+            write(tmp_path / way)
+        write(tmp_path / way, step_policy="max")
+        assert zckpt.read(tmp_path / way).step == step + 1
+
+
 def test_numbers_in_names_are_sorted_as_numbers(tmp_path: Path) -> None:
     """Model rank 100 and layer 100 come after 99, whatever their digits."""
     for rank in range(102):

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 
 from msgspec.structs import replace
 
-from ...core.agreement import KEEP
 from ...core.facts import layers_of
 from ...core.manifest import Manifest
 from ...errors import (
@@ -45,8 +44,8 @@ from .model_ranks.tensor_ranks import joined_slices
 from .model_ranks.universal_info import of_json
 from .moe.whole_experts import compare_ranks, manifest_of_experts
 
-WEIGHTS = Reading(step_policy=KEEP, weights_only=True)
-"""Of a run that was read before: its weights and what stands beside them, whatever its steps."""
+ANY_STEP = "max"  # a policy for runs that were read before, whatever their steps
+WEIGHTS = Reading(step_policy=ANY_STEP, weights_only=True)
 
 
 def read(path: str, reading: Reading = USUAL) -> Manifest:
@@ -71,8 +70,7 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
 def _manifest(directory: TagDirectory, files: GridFiles, reading: Reading) -> Manifest:
     if reading.ranks_apart and not files.is_plain:
         ranks = _apart(directory, files, reading)
-        rules = {"tp_rules": reading.tp_rules} if reading.tp_rules else {}
-        return replace(ranks, source={**ranks.source, **rules})
+        return replace(ranks, source={**ranks.source, "reading": reading})
     models = tensor_ranks(directory, files, reading)
     if reading.with_slicings or files.tp > 1:
         return _joined(models, reading.tp_rules, reading.step_policy)
@@ -116,7 +114,7 @@ def _own_copies(manifest: Manifest) -> list[str]:
     directory = locate(manifest.root, None)
     try:
         ranks = tensor_ranks(directory, grid_files(directory), WEIGHTS)
-        model = _joined(ranks, manifest.source.get("tp_rules"), KEEP)
+        model = _joined(ranks, manifest.source["reading"].tp_rules, ANY_STEP)
     except (InconsistentCheckpoint, MissingData, UnsupportedCheckpoint, WrongOption):
         return stages  # stage 0 may need the user's names too
     return [*stages, *compare_copies(model, OWN)]
@@ -143,7 +141,7 @@ def check_slices(manifest: Manifest) -> None:
 
 def _apart(directory: TagDirectory, files: GridFiles, reading: Reading) -> Manifest:
     """The model ranks apart, once the joined reading has found the same grid in their contents."""
-    models = tensor_ranks(directory, files, replace(reading, step_policy=KEEP))
+    models = tensor_ranks(directory, files, replace(reading, step_policy=ANY_STEP))
     grid = ModelGrid.of(files, models[0])
     apart = open_apart(directory, files.ranks, grid, reading, files)
     ranks = stacked(apart)

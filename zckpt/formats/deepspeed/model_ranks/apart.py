@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from ....core import sources
 from ....core.facts import FlatBufferEngine
 from ....core.manifest import Entry, Manifest, Sibling
-from ....core.merge import agreed_steps, numbered_alike, of_rank, together
+from ....core.merge import agreed_steps, numbered_alike, of_rank, together, with_steps
 from ....core.states import as_unread
 from ...deepspeed_states.directories import TagDirectory
 from ...deepspeed_states.manifest import manifest_of
@@ -159,8 +159,8 @@ def open_apart(
         engine = replace(manifest.engine, dtype=grid.dtype)
         source = {**manifest.source, "model_rank": rank}
         manifests[number] = replace(manifest, source=source, engine=engine)
-    agreed_steps(numbered_alike(manifests)[0])
-    return manifests
+    steps = agreed_steps(numbered_alike(manifests)[0], reading.step_policy)
+    return [with_steps(manifest, steps) for manifest in manifests]
 
 
 def stacked(manifests: Sequence[Manifest]) -> Manifest:
