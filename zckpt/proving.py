@@ -104,13 +104,14 @@ def _verify(
     begin: Begin | None,
 ) -> Report:
     """The findings of a verification through the manifests of both sides."""
-    is_proof = against is not None and saved.is_proof(os.fspath(against))
-    if against is None or is_proof:
-        manifest = other = read(path, replace(reading, nameless=True), alone=not is_proof)
-        if is_proof and manifest.groups is None:
-            proven, _ = saved.read_proof(os.fspath(against or ""), manifest)
-            if proven.groups is not None:  # to read it so says why its states have no names
-                manifest = other = read(path, reading, alone=False)
+    contents = None
+    if against is None:
+        manifest = other = read(path, replace(reading, nameless=True))
+    elif saved.is_proof(os.fspath(against)):
+        manifest = read(path, replace(reading, nameless=True), alone=False)
+        other, contents = saved.read_proof(os.fspath(against), manifest)
+        if manifest.groups is None and other.groups is not None:
+            manifest = read(path, reading, alone=False)  # says why its states have no names
     else:
         manifest, other = read_both(path, against, reading)
     about = saved.about(manifest)
@@ -122,10 +123,10 @@ def _verify(
             if check_slices := format.functions.check_slices:
                 check_slices(manifest)
             return about | verify_alone(manifest, selection.tensors, copying, begin)
-        if is_proof:
+        if contents is not None:
             root = (reading.root or "").partition("=")[0]
             return about | saved.verify_proof(
-                manifest, os.fspath(against), selection, copying, begin, root
+                manifest, other, contents, selection, copying, begin, root
             )
         with sources.unchanged(other.fingerprints):
             about["warnings"] += oddly_timed(other)

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from . import formats
-from .core import sources
+from .core import agreement, sources
 from .core.dtypes import FLOATS
 from .core.facts import StateDictEngine
 from .core.folder import JOURNAL
-from .core.manifest import Manifest
+from .core.manifest import Manifest, fitting_roots
 from .core.missing_states import lacking
 from .core.states import tensors_in
 from .core.times import odd_times
@@ -224,7 +224,7 @@ def read_other(path: str | os.PathLike[str], first: Manifest, reading: Reading) 
     is_whole = reading.format == "gathered" and os.fspath(path).endswith(".safetensors")
     options = Reading(
         reading.format if is_whole else None,
-        step_policy=steps.KEEP if reading.step_policy == steps.KEEP else None,
+        step_policy=agreement.KEEP if reading.step_policy == agreement.KEEP else None,
         param_names=reading.param_names,
         weights_only=reading.weights_only,
         nameless=reading.nameless,
@@ -244,15 +244,7 @@ def read_other(path: str | os.PathLike[str], first: Manifest, reading: Reading) 
 
 def _roots_like(manifest: Manifest, other: Manifest) -> list[str]:
     """The models whose names and shapes another checkpoint has; the one that it states, if so."""
-    own, theirs = manifest.parameters, other.parameters
-    fitting = [
-        root
-        for root in manifest.roots
-        if all(
-            f"{root}.{name}" in own and own[f"{root}.{name}"].shape == parameter.shape
-            for name, parameter in theirs.items()
-        )
-    ]
+    fitting = fitting_roots(manifest.roots, manifest.parameters, other.parameters)
     keys = other.engine.model if isinstance(other.engine, StateDictEngine) else ()
     stated = str(other.source.get("root") or ".".join(map(str, keys)))
     return [stated] if stated in fitting else fitting

@@ -343,7 +343,7 @@ def test_each_layout_to_each(tmp_path: Path, source: str, target: str) -> None:
         "boxes",
         "ranges",
     ):  # chunks' edges read parts of a strided run twice
-        assert (outcome.checked, outcome.unchecked) == (len(touched(job.source)), 0)
+        assert (outcome.counts.checked, outcome.counts.unchecked) == (len(touched(job.source)), 0)
 
 
 @pytest.mark.parametrize("dtype", ["F32", "BF16"])
@@ -359,7 +359,7 @@ def test_columns_in_a_file_each(tmp_path: Path, shape: tuple[int, ...], dtype: s
     assert max(counts) > 1
     outcome = job.copy()
     job.check(outcome)
-    assert (outcome.checked, outcome.unchecked) == (1, 0)
+    assert (outcome.counts.checked, outcome.counts.unchecked) == (1, 0)
     flip(job.source.extents[0], 1000)
     with pytest.raises(CorruptCheckpoint, match="damaged"):
         job.copy()
@@ -450,7 +450,7 @@ def test_without_a_stated_sum_nothing_is_checked(tmp_path: Path) -> None:
     job = one(tmp_path, "runs")
     outcome = job.copy(checked=False)
     job.check(outcome)
-    assert (outcome.checked, outcome.unchecked) == (0, len(job.source.extents))
+    assert (outcome.counts.checked, outcome.counts.unchecked) == (0, len(job.source.extents))
 
 
 def padded(root: Path, before: int, after: int) -> tuple[Job, Extent]:
@@ -479,7 +479,7 @@ def test_a_flipped_bit_of_the_padding_is_found(tmp_path: Path, place: int) -> No
 
 def test_padding_completes_a_record(tmp_path: Path) -> None:
     outcome = padded(tmp_path, 100, 100)[0].copy()
-    assert (outcome.checked, outcome.unchecked) == (1, 0)
+    assert (outcome.counts.checked, outcome.counts.unchecked) == (1, 0)
 
 
 def test_a_record_of_which_little_was_read_is_unchecked(tmp_path: Path) -> None:
@@ -487,7 +487,7 @@ def test_a_record_of_which_little_was_read_is_unchecked(tmp_path: Path) -> None:
     flip(record, 5)
     outcome = job.copy()
     job.check(outcome)
-    assert (outcome.checked, outcome.unchecked) == (0, 1)
+    assert (outcome.counts.checked, outcome.counts.unchecked) == (0, 1)
 
 
 def test_records_that_touch_are_each_checked(tmp_path: Path) -> None:
@@ -496,7 +496,7 @@ def test_records_that_touch_are_each_checked(tmp_path: Path) -> None:
     extent = job.source.extents.pop()
     job.source.extents += [extent.part(0, 4000), extent.part(4000, extent.length)]
     outcome = job.copy()
-    assert (outcome.checked, outcome.unchecked) == (2, 0)
+    assert (outcome.counts.checked, outcome.counts.unchecked) == (2, 0)
     flip(extent, 3999)
     with pytest.raises(CorruptCheckpoint, match="CRC-32"):
         job.copy()
@@ -670,6 +670,6 @@ def test_small_slices_of_other_ranks_are_read_together(
     monkeypatch.setattr(Reader, "read", count)
     outcome = job.copy()
     job.check(outcome)
-    assert (outcome.checked, outcome.unchecked) == (len(touched(job.source)), 0)
+    assert (outcome.counts.checked, outcome.counts.unchecked) == (len(touched(job.source)), 0)
     pieces = [sum(len(entry.fragments) for entry in disk.entries.values()) for disk in disks]
     assert len(reads) < max(pieces) / 4

@@ -195,10 +195,9 @@ def test_not_there_is_no_error(path: Path) -> None:
     loop.symlink_to(loop)
     for nothing in (path / "below", path.with_name("none"), loop, Path("a" * 300)):
         assert sources.status(str(nothing)) is None
-        assert not sources.exists(str(nothing))
         assert not sources.is_file(str(nothing))
         assert not sources.is_folder(str(nothing))
-    assert not sources.exists("a\0b")
+    assert sources.status("a\0b") is None
     for each, is_file in ((path, True), (path.parent, False)):
         assert sources.is_file(str(each)) == is_file
         assert sources.is_folder(str(each)) != is_file
@@ -216,7 +215,7 @@ def test_what_cannot_be_looked_at_is_an_error(
     calls: list[Callable[[], object]] = [
         lambda: sources.is_file(str(path)),
         lambda: sources.is_folder(str(path)),
-        lambda: sources.exists(str(path)),
+        lambda: sources.status(str(path)),
         lambda: sources.size(str(path)),
         lambda: list(sources.walk(str(path))),
     ]

@@ -245,6 +245,16 @@ def test_a_state_that_is_no_dictionary(name: str, tmp_path: Path, zckpt: Zckpt) 
     assert weights.code == 0
 
 
+def test_states_in_a_list(tmp_path: Path, zckpt: Zckpt) -> None:
+    model = torch.nn.Linear(3, 2)
+    optim = torch.optim.AdamW(model.parameters()).state_dict()
+    file = tmp_path / "run.pt"
+    torch.save({"model": model.state_dict(), "optim": optim | {"state": [{"n": 1}]}}, file)
+    (state,) = zckpt("inspect", file, "--json").document["states"]
+    assert (state["state"], state["parameters"]) == ("state", 0)
+    assert "--drop-state state " in zckpt("convert", file, tmp_path / "new", "--to", "dcp").err
+
+
 def test_vectors_under_a_mask(tmp_path: Path) -> None:
     """SPAM of pytorch_optimizer: moments are those elements of a weight where its mask is true."""
     source = saved(tmp_path)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from zckpt.core.agreement import KEEP, agree, need_one_save
 from zckpt.core.checksum import crc_of_zeros
 from zckpt.core.facts import StepPlace
 from zckpt.core.fragments import Extent, solid
@@ -15,9 +16,7 @@ from zckpt.core.manifest import Entry, Manifest, Parameter, Sighting
 from zckpt.errors import InconsistentCheckpoint
 from zckpt.training import steps
 from zckpt.training.steps import (
-    agree,
     kind_of,
-    need_one_save,
     never_stepped,
     stalled,
     step_of,
@@ -104,7 +103,7 @@ def test_a_warning_for_an_optimizer_that_was_never_stepped() -> None:
 def test_keep_decides_between_parameters_alone() -> None:
     steps.check_policy("keep")
     with pytest.raises(InconsistentCheckpoint, match="rank 1"):
-        steps.agree([("rank 0", 3), ("rank 1", 4)], steps.KEEP)
+        agree([("rank 0", 3), ("rank 1", 4)], KEEP)
 
 
 def stated(where: str, **steps_by_owner: Any) -> steps.StatedSteps:
@@ -162,7 +161,7 @@ def test_the_last_parameter_counts_for_its_group(
     ("policy", "settled"),
     [
         (None, {"a": 7, "b": 8}),
-        (steps.KEEP, {"a": 7, "b": 8}),
+        (KEEP, {"a": 7, "b": 8}),
         ("max", {"a": 8, "b": 8}),
         ("min", {"a": 7, "b": 7}),
         ("5", {"a": 5, "b": 5}),
@@ -183,7 +182,7 @@ def test_a_step_that_is_no_number_of_updates(policy: str | None) -> None:
         stated.settled(policy)
     assert "--step-policy keep" in str(refused.value.hint)
     with pytest.raises(InconsistentCheckpoint, match=r"step is 1\.75, .* rank 1"):
-        steps.agree([("rank 0", 1.75), ("rank 1", 1.75)][::-1])
+        agree([("rank 0", 1.75), ("rank 1", 1.75)][::-1])
 
 
 def test_the_place_of_stated_steps_has_their_type_and_shape() -> None:

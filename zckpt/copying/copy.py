@@ -13,6 +13,8 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 
+from msgspec import Struct
+
 from ..core import plan
 from ..core.checksum import Cover, Scattered
 from ..core.fileio import Buffer, is_small
@@ -37,31 +39,25 @@ CHECKED = "checked"
 """Of what a CRC-32 is: a record of the source. Others: see `assembling` and `filling`."""
 
 
-class _Copy:
+class _Copy(Struct, eq=False, dict=True):
     """One copy in progress, shared by its threads."""
 
-    def __init__(
-        self,
-        pairs: Sequence[Pair],
-        source: Manifest,
-        target: Manifest,
-        root: Folder,
-        chunk: int,
-        jobs: int,
-        io: str,
-        progress: Progress | None,
-        journal: Journal | None,
-        sharing: Sharing,
-    ) -> None:
-        self.root = root
-        self.chunk = chunk
-        self.progress = progress
-        self.journal = journal
-        self.sharing = sharing
-        self.source_records = source.records
-        self.record_numbers = {id(record): n for n, record in enumerate(source.records)}
-        self.checker = RecordChecker(source.records, fingerprints=source.fingerprints)
-        self.records = by_key((record.extent.file, record.extent) for record in target.records)
+    pairs: Sequence[Pair]
+    source: Manifest
+    target: Manifest
+    root: Folder
+    chunk: int
+    jobs: int
+    io: str
+    progress: Progress | None
+    journal: Journal | None
+    sharing: Sharing
+
+    def __post_init__(self) -> None:
+        pairs, self.source_records = self.pairs, self.source.records
+        self.record_numbers = {id(record): n for n, record in enumerate(self.source_records)}
+        self.checker = RecordChecker(self.source_records, fingerprints=self.source.fingerprints)
+        self.records = by_key((record.extent.file, record.extent) for record in self.target.records)
         self.outcome = CopyOutcome()
         self.sums = Sums()
         self.lengths = [pair.target.length for pair in pairs]  # bytes
@@ -75,7 +71,6 @@ class _Copy:
             for number, pair in enumerate(pairs)
             if pair.source.digest is not None and pair.source.dtype != pair.target.dtype
         }
-        self.pairs = pairs
         self.checking = self._counted_pairs()
         self.lock = threading.Lock()
         self.targets: dict[str, TargetFile] = {}
@@ -83,11 +78,11 @@ class _Copy:
         self.complete: set[tuple[str, int]] = set()  # files, and where their regions start
         self.unsynced: list[tuple[TargetFile, Region]] = []  # small files
         paths, pieces_of = plan.files(pairs)
-        self.pieces_of = lru_cache(jobs)(pieces_of)
+        self.pieces_of = lru_cache(self.jobs)(pieces_of)
         for path in paths:
             self._add_target(path)
-        self.tasks = in_turns(map(self._chunks, sharing.mine([*self.portions()], progress)), jobs)
-        self.io = io
+        portions = self.sharing.mine([*self.portions()], self.progress)
+        self.tasks = in_turns(map(self._chunks, portions), self.jobs)
 
     def _counted_pairs(self) -> set[int]:
         """The pairs, by identity, whose bytes count for the records of the source.
@@ -276,8 +271,7 @@ class _Copy:
                     "manifest states",
                     hint="take another copy of the source",
                 )
-        self.outcome.checked, self.outcome.unchecked = finish([self.checker])
-        self.outcome.bare = self.checker.bare
+        self.outcome.counts = finish([self.checker])
         return self.outcome
 
     def _crc(self, key: Key) -> int:

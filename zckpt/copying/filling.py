@@ -94,28 +94,23 @@ class UnfinishedRegion(Struct, eq=False):
     sums: Sums = field(default_factory=Sums)
 
 
-class TargetFile:
+class TargetFile(Struct, eq=False, dict=True):
     """A target file below `root` while it is filled: its writer, its records, its regions."""
 
-    def __init__(
-        self,
-        number: int,
-        root: Folder,
-        name: str,
-        size: int,
-        records: Sequence[Extent],
-        chunk: int,
-    ) -> None:
-        self.number = number
-        self.root = root
-        self.path = os.path.join(root.path, name)
-        self.name = name
-        self.size = size
-        self.records = sorted(records, key=lambda extent: extent.offset)
+    number: int
+    root: Folder
+    name: str
+    size: int
+    records: Sequence[Extent]
+    chunk: int
+
+    def __post_init__(self) -> None:
+        self.path = os.path.join(self.root.path, self.name)
+        self.records = sorted(self.records, key=lambda extent: extent.offset)
         self._starts = [extent.offset for extent in self.records]
-        self.width = max(1, REGION // chunk) * chunk
+        self.width = max(1, REGION // self.chunk) * self.chunk
         self.regions = [
-            UnfinishedRegion(start, stop, -(-(stop - start) // chunk))
+            UnfinishedRegion(start, stop, -(-(stop - start) // self.chunk))
             for start in range(0, self.size, self.width)
             for stop in [min(start + self.width, self.size)]
         ]

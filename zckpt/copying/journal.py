@@ -55,13 +55,9 @@ class Identity(Struct, frozen=True):
     options: Mapping[str, Any] = field(default_factory=dict)
     files: Mapping[str, int] = field(default_factory=dict)
 
-    def document(self) -> dict[str, Any]:
-        """The identity as JSON."""
-        return asdict(self)
-
     def mark(self) -> dict[str, str]:
         """A short form: the CRC-32 of each part."""
-        return {key: f"{crc32(_text(part)):08x}" for key, part in self.document().items()}
+        return {key: f"{crc32(_text(part)):08x}" for key, part in asdict(self).items()}
 
 
 def _text(value: Any) -> bytes:
@@ -172,7 +168,7 @@ class Journal:
         return [name for name in self.folder.names() if name.startswith(f"{JOURNAL}-")]
 
     def _header(self) -> dict[str, Any]:
-        return {"run": self._identity.document(), "chunk": self.chunk}
+        return {"run": asdict(self._identity), "chunk": self.chunk}
 
     def _read(self, file: int) -> int:
         """Takes the regions of a journal; gives the length of its intact lines."""
@@ -183,7 +179,7 @@ class Journal:
     def _take(self, lines: Sequence[bytes]) -> None:
         if lines:
             document = json.loads(lines[0][9:])
-            reason = difference(document["run"], self._identity.document())
+            reason = difference(document["run"], asdict(self._identity))
             if reason:
                 raise TargetExists(
                     f"{self.folder.path} cannot be continued: it was begun with {reason}",

@@ -4,9 +4,11 @@ What a checkpoint is:
     manifest.py       one checkpoint: entries, parameters, groups
     fragments.py      where the elements of a tensor lie: extents, runs, boxes
     slicing.py        tensors that are cut over ranks, as boxes of whole ones
+    placement.py      what the ranks of an axis have of a whole: by it, merge.py and split.py work
     facts.py          which engine wrote a checkpoint, where its step stands; layers with experts
     weights.py        what stands for a weight
     states.py         which states an optimizer keeps, and which of them another checkpoint lacks
+    agreement.py      which step is true, if several places state one
     wrapper.py        tensors around its state dict
     missing_states.py which parameters lack a state that others have
     inert.py          objects of classes that are never imported

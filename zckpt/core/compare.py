@@ -25,7 +25,7 @@ from .manifest import Entry, Manifest
 from .pieces import ElementReader, ReadRequest
 from .plan import Match
 from .pooling import Claim, claimed
-from .records import Damage, RecordChecker
+from .records import Damage, RecordChecker, RecordCounts
 from .resources import DEFAULT_COPYING, Begin, Copying, Progress, describe
 from .sources import files_seen
 from .streaming import chunk_size, finish, stream
@@ -50,16 +50,13 @@ class ComparisonOutcome(Struct, eq=False):
     """What a comparison knows in the end.
 
     `results` are in the order of the matches. `damage` lists the damaged records. `beside` lists
-    padding that is not zero. `checked` and `unchecked` count records, `bare` those of the unchecked
-    that have no CRC; `bytes` is what was read.
+    padding that is not zero. `records` counts those of both sides; `bytes` is what was read.
     """
 
     results: list[Result] = field(default_factory=list)
     damage: list[Damage] = field(default_factory=list)
     beside: list[tuple[Record, Extent]] = field(default_factory=list)
-    checked: int = 0
-    unchecked: int = 0
-    bare: int = 0
+    records: RecordCounts = field(default_factory=RecordCounts)
     bytes: int = 0
 
 
@@ -84,24 +81,18 @@ class _Side(Struct, frozen=True):
     requests: Sequence[tuple[ReadRequest, bool]]
 
 
-class _Comparison:
+class _Comparison(Struct, eq=False, dict=True):
     """One comparison in progress, shared by its threads."""
 
-    def __init__(
-        self,
-        matches: Sequence[Match],
-        manifests: tuple[Manifest, Manifest],
-        chunk: int,
-        jobs: int,
-        measure: str,
-        progress: Progress | None,
-    ) -> None:
-        self.matches = matches
-        self.manifests = a, b = manifests
-        self.chunk = chunk
-        self.jobs = jobs
-        self.measure = measure
-        self.progress = progress
+    matches: Sequence[Match]
+    manifests: tuple[Manifest, Manifest]
+    chunk: int
+    jobs: int
+    measure: str
+    progress: Progress | None
+
+    def __post_init__(self) -> None:
+        a, b = self.manifests
         sides = [a] if b is a else [a, b]
         self.records = [each.records for each in sides]
         self.checkers = [
@@ -110,7 +101,7 @@ class _Comparison:
         ]
         self.covers: dict[int, Cover] = {}
         self.first: dict[int, int] = {}  # the match that counts an entry's bytes, by identity
-        for number, item in enumerate(matches):
+        for number, item in enumerate(self.matches):
             for entry in (item.a, item.b):
                 if entry is not None and item.is_read:
                     self.covers.setdefault(id(entry), Cover(entry.length))
@@ -299,10 +290,9 @@ class _Comparison:
             if extent.length <= PADDING and any(data):
                 outcome.beside.append((record, extent))
 
-        outcome.checked, outcome.unchecked = finish(self.checkers, everything, beside)
+        outcome.records = finish(self.checkers, everything, beside)
         for checker in self.checkers:
             outcome.damage += checker.damage.values()
-            outcome.bare += checker.bare
         for number, item in enumerate(self.matches):
             ours, theirs = (
                 None if entry is None or not item.is_read else self.covers[id(entry)].crc

@@ -12,7 +12,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from .cast import CAST_BLOCK, numbers, ordered
+from .cast import CAST_BLOCK, array, numbers, ordered
 from .dtypes import FLOATS, SIZES
 
 
@@ -116,7 +116,7 @@ def _measure(
             ours, theirs = (side[places] for side in values)
             difference.a, difference.b = float(ours[0]), float(theirs[0])
             if dtypes[0] == dtypes[1] and dtypes[0] not in FLOATS:  # exact past 2**53 too
-                integers = [np.frombuffer(view, _integer(dtypes[0])) for view in views]
+                integers = [array(view, dtypes[0]) for view in views]
                 difference.a, difference.b = (int(side[places[0]]) for side in integers)
             distance = np.abs(ours - theirs)
             # the distance between equal infinities, or between a NaN and any number
@@ -126,11 +126,6 @@ def _measure(
             ranks = [ordered(side[places], dtypes[0]) for side in bits]
             difference.max_ulp = max(abs(one - other) for one, other in _extremes(*ranks))
     return difference
-
-
-def _integer(dtype: str) -> str:
-    """numpy's name of an integer type, or of BOOL's bytes."""
-    return "u1" if dtype == "BOOL" else f"{dtype[0].lower()}{SIZES[dtype]}"
 
 
 def _extremes(a: Any, b: Any) -> Iterator[tuple[int, int]]:

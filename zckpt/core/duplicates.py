@@ -25,7 +25,7 @@ from .dtypes import SIZES
 from .fragments import Extent
 from .grouping import by_key
 from .manifest import Manifest
-from .weights import WEIGHTS, WIDE, is_optimizers
+from .weights import WEIGHTS, WIDE, is_optimizers, states_by_weight
 
 KINDS = {
     **dict.fromkeys(("param", "master"), "weight"),
@@ -76,10 +76,7 @@ def _of_single_states(manifest: Manifest, pairs: Collection[tuple[str, str]]) ->
         for file in {fragment.extent.file for fragment in entry.fragments}
     )
     alone = {file: one for file, (one, *others) in tensors.items() if not others}
-    states: dict[str, set[str]] = {}
-    for entry in alone.values():
-        if is_optimizers(entry.slot):
-            states.setdefault(entry.parameter, set()).add(entry.slot)
+    states = states_by_weight(alone.values())
     places = by_key((record.extent.file, record.extent) for record in manifest.records)
 
     equal: dict[tuple[str, str], dict[str, tuple[str, str]]] = {}

@@ -19,9 +19,11 @@ import os
 import resource
 from collections import OrderedDict
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import closing, suppress
 from threading import Lock
 from types import TracebackType
+
+from msgspec import Struct, field
 
 from ..errors import CorruptCheckpoint
 from .checksum import crc32
@@ -69,16 +71,15 @@ class Buffer:
         self.view = memoryview(self._memory)[: align(max(size, 1))]
 
 
-class Reader:
+class Reader(Struct, eq=False):
     """Reads at given offsets, for one thread; keeps at most `keep` files open.
 
     A file with other `fingerprints` than these is not opened: SourceChanged.
     """
 
-    def __init__(self, keep: int = 64, fingerprints: Fingerprints | None = None) -> None:
-        self.keep = keep
-        self.fingerprints = fingerprints
-        self._open: OrderedDict[str, int] = OrderedDict()
+    keep: int = 64
+    fingerprints: Fingerprints | None = None
+    _open: OrderedDict[str, int] = field(default_factory=OrderedDict)
 
     def read(self, extent: Extent, into: memoryview) -> None:
         """Fills `into`, which has the extent's length; raises CorruptCheckpoint at a file's end.
@@ -125,15 +126,13 @@ def crc_of(extents: Iterable[Extent]) -> int:
 
     Raises CorruptCheckpoint at a file's end.
     """
-    reader, block, crc = Reader(), Buffer(CRC_BLOCK).view, 0
-    try:
+    block, crc = Buffer(CRC_BLOCK).view, 0
+    with closing(Reader()) as reader:
         for extent in extents:
             for start in range(0, extent.length, CRC_BLOCK):
                 part = extent.part(start, min(start + CRC_BLOCK, extent.length))
                 reader.read(part, block)
                 crc = crc32(block[: part.length], crc)
-    finally:
-        reader.close()
     return crc
 
 

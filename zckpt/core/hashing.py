@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from msgspec import Struct
+
 from .checksum import combine, crc32
 from .dtypes import SIZES
 from .fileio import Reader
@@ -37,17 +39,15 @@ def pieces_of(request: ReadRequest) -> Iterator[Extent]:
     return (run.extent for run in runs)
 
 
-class PieceHasher:
+class PieceHasher(Struct, eq=False):
     """Hashes requests that were read into `view`, for one thread.
 
     What follows each other in a file counts once for its record, in `flush`.
     """
 
-    def __init__(self, checker: RecordChecker, log: list[PassedRecord] | None = None) -> None:
-        self._checker = checker
-        self._log = log
-        # bytes [start, stop) of a record, and their CRC
-        self._pending: tuple[Record, int, int, int] | None = None
+    _checker: RecordChecker
+    _log: list[PassedRecord] | None = None
+    _pending: PassedRecord | None = None
 
     def crc(self, request: ReadRequest, view: memoryview, known: int | None = None) -> int:
         """The CRC-32 of a request's elements; `known` saves hashing them if they are one piece."""

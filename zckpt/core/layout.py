@@ -8,6 +8,7 @@ from msgspec import Struct, field
 
 from .fragments import Extent
 from .manifest import Manifest, Sibling
+from .records import RecordCounts
 
 
 class Shell(Struct, frozen=True):
@@ -55,17 +56,15 @@ class CopyOutcome(Struct, eq=False):
 
     `digests` are those of the target's entries, by name. `files` are sizes and CRC-32s, by path.
     `records` are the CRC-32s of the target's records in the files that were filled, by extent.
-    `checked` and `unchecked` count source records. A record stays unchecked if it was saved without
-    a CRC (`bare` counts these), or if only a small part of it was read.
+    `counts` are of source records. A record stays unchecked if it was saved without a CRC, or if
+    only a small part of it was read.
     """
 
     digests: dict[str, int] = field(default_factory=dict)
     files: dict[str, tuple[int, int]] = field(default_factory=dict)
     records: dict[Extent, int] = field(default_factory=dict)
     bytes: int = 0
-    checked: int = 0
-    unchecked: int = 0
-    bare: int = 0
+    counts: RecordCounts = field(default_factory=RecordCounts)
 
 
 REMEMBERED = 64 << 20  # bytes of shells that are kept from the first pass for the second

@@ -7,7 +7,7 @@ Entry       one whole tensor, `parameter/slot`, wherever its pieces are
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import prod
 from typing import Annotated, Any
 
@@ -31,7 +31,8 @@ class Entry(Struct, frozen=True):
     """One whole tensor; `digest` is the CRC-32 of its row-major little-endian bytes.
 
     If `mean` has entries of the same shape, a target gets the mean of their elements, rounded once
-    to its type, and not the bytes of `fragments`.
+    to its type, and not the bytes of `fragments`. Of a further copy, `axis` says what those are
+    called that have one each, such as `stage`.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Entry(Struct, frozen=True):
     fragments: Fragments
     digest: int | None = None
     mean: tuple[Entry, ...] = ()
+    axis: str = ""
 
     @property
     def parameter(self) -> str:
@@ -302,6 +304,20 @@ class Manifest(Struct, frozen=True):
     def slots(self) -> dict[str, list[Entry]]:
         """The entries of every slot, in manifest order."""
         return by_key((entry.slot, entry) for entry in self.entries.values())
+
+
+def fitting_roots(
+    roots: Iterable[str], known: Mapping[str, Parameter], model: Mapping[str, Parameter]
+) -> list[str]:
+    """Those of several models, by what precedes their names, that have one's names and shapes."""
+    return [
+        root
+        for root in roots
+        if all(
+            f"{root}.{name}" in known and known[f"{root}.{name}"].shape == item.shape
+            for name, item in model.items()
+        )
+    ]
 
 
 _OF_SLOTS = frozenset("abcdefghijklmnopqrstuvwxyz0123456789_")

@@ -55,19 +55,18 @@ class ReadRequest(Struct, frozen=True):
         return entry.fragments.alone(self.start, self.stop, SIZES[entry.dtype])
 
 
-class ElementReader:
+class ElementReader(Struct, eq=False):
     """Reads elements of entries into buffers, for one thread.
 
     `passed`, if it is a list, gets what was read of records.
     """
 
-    def __init__(self, reader: Reader, checker: RecordChecker, memory: int) -> None:
-        self.reader = reader
-        self.checker = checker
-        self.memory = memory
-        self.passed: list[PassedRecord] | None = None
-        self._scratch: Buffer | None = None
-        self._block: Buffer | None = None
+    reader: Reader
+    checker: RecordChecker
+    memory: int
+    passed: list[PassedRecord] | None = None
+    _scratch: Buffer | None = None
+    _block: Buffer | None = None
 
     def block(self) -> memoryview:
         """Memory for elements in the source's type, before they are cast."""

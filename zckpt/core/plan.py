@@ -151,15 +151,11 @@ def match(a: Manifest, b: Manifest) -> tuple[list[Match], list[str], list[str]]:
     matches = [item for item in found if item is not None]
     taken = {id(entry) for item in matches for entry in (item.a, item.b)}
     owners = b.owners | a.owners
-    for entry in ours.values():  # a tied weight that one side stores twice
-        same = theirs.get(f"{owners.get(entry.parameter)}/{entry.slot}")
+    for entry in (*ours.values(), *theirs.values()):  # a tied weight that one side stores twice
+        is_ours = ours.get(entry.name) is entry
+        same = (theirs if is_ours else ours).get(f"{owners.get(entry.parameter)}/{entry.slot}")
         if id(entry) not in taken and same is not None:
-            matches.append(_copy(entry, same))
-            taken.add(id(entry))
-    for entry in theirs.values():
-        same = ours.get(f"{owners.get(entry.parameter)}/{entry.slot}")
-        if id(entry) not in taken and same is not None:
-            matches.append(_copy(same, entry))
+            matches.append(of_copies(entry, same) if is_ours else of_copies(same, entry))
             taken.add(id(entry))
     for entry in theirs.values():
         if id(entry) in taken:
@@ -180,7 +176,8 @@ def match(a: Manifest, b: Manifest) -> tuple[list[Match], list[str], list[str]]:
     return matches, only_a, only_b
 
 
-def _copy(a: Entry, b: Entry) -> Match:
+def of_copies(a: Entry, b: Entry) -> Match:
+    """The match of a further copy of a tensor with another one."""
     alike = (a.dtype, a.shape) == (b.dtype, b.shape)
     return Match(a, b, "bits" if alike else "shapes", copy=True)
 

@@ -23,6 +23,19 @@ from .sources import Fingerprints
 LITTLE = 1 << 20  # bytes that may be read only to complete a record's CRC
 
 
+class RecordCounts(Struct):
+    """How many records were checked, or not; `bare` counts the unchecked that have no CRC-32."""
+
+    checked: int = 0
+    unchecked: int = 0
+    bare: int = 0
+
+    def report(self) -> dict[str, int]:
+        """As the reports of all commands have it."""
+        own = {"checked": self.checked, "unchecked": self.unchecked}
+        return own | {"without_checksum": self.bare}
+
+
 class Damage(Struct, frozen=True):
     """A record whose bytes have the CRC-32 `crc`, which is not the one that its file states."""
 
@@ -38,7 +51,7 @@ class RecordChecker:
     """Do the records have the CRC-32 that their files state? Bytes may come in any order.
 
     Damage raises CorruptCheckpoint. With `collect` it is put into `damage` instead. `fingerprints`
-    are those that the files must have. `bare` counts unchecked records without a stored checksum.
+    are those that the files must have. `counts` are known after `finish`.
     """
 
     def __init__(
@@ -62,7 +75,7 @@ class RecordChecker:
         self._required: set[Extent] = set()
         self._collect = collect
         self.damage: dict[Extent, Damage] = {}
-        self.bare = 0
+        self.counts = RecordCounts()
 
     def passed(
         self, file: str, offset: int, data: memoryview, log: list[PassedRecord] | None = None
@@ -140,14 +153,13 @@ class RecordChecker:
         reader: Reader,
         everything: bool = False,
         beside: Callable[[Record, Extent, memoryview], None] | None = None,
-    ) -> tuple[int, int]:
+    ) -> None:
         """Reads the rest of records that lack little (padding); counts checked and unchecked ones.
 
         With `everything` it completes all records, also those that no tensor needed. `beside` is
         called with the bytes that lie beside tensors in their records.
         """
         buffer = Buffer(LITTLE)
-        checked = unchecked = 0
         for records in self._records.values() if everything else ():
             for record in records:
                 self._cover(record)
@@ -161,11 +173,10 @@ class RecordChecker:
             if record.crc is not None and (completed or missing <= max(cover.seen, LITTLE)):
                 for start, stop in gaps:
                     self._pass_range(reader, buffer.view, record, (start, stop), padding)
-                checked += 1
+                self.counts.checked += 1
             else:
-                unchecked += 1
-                self.bare += record.crc is None
-        return checked, unchecked
+                self.counts.unchecked += 1
+                self.counts.bare += record.crc is None
 
     def _pass_range(
         self,

@@ -10,6 +10,8 @@ import os
 import stat
 from collections.abc import Callable, Iterable
 
+from msgspec import Struct, field
+
 from . import sources
 from .manifest import Sibling
 
@@ -58,17 +60,16 @@ def refusals(left_out: Iterable[str]) -> list[str]:
     return [line for line in left_out if line.rpartition(": ")[2] in REASONS]
 
 
-class SiblingList:
+class SiblingList(Struct, eq=False):
     """The files beside a checkpoint, for a source whose directory is `root`.
 
     `files` may be copied. `left_out` has a line for each reason, with the names of all files that
     may not.
     """
 
-    def __init__(self, root: str) -> None:
-        self.root = root
-        self.files: list[Sibling] = []
-        self._refused: dict[str, list[str]] = {}
+    root: str
+    files: list[Sibling] = field(default_factory=list)
+    _refused: dict[str, list[str]] = field(default_factory=dict)
 
     @property
     def left_out(self) -> list[str]:

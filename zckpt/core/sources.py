@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import BinaryIO
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from ..errors import CorruptCheckpoint, SourceChanged, ZckptError
 
@@ -54,17 +54,16 @@ def files_seen(root: str, fingerprints: Fingerprints) -> dict[str, list[int]]:
     }
 
 
-class Watch:
+class Watch(Struct, eq=False):
     """The first fingerprint of every file that is opened or measured, by path.
 
     `changed` are the files that had another fingerprint later. `objects` are the classes and
     functions that the texts of pickles name.
     """
 
-    def __init__(self) -> None:
-        self.first: dict[str, Fingerprint] = {}
-        self.changed: set[str] = set()
-        self.objects: set[str] = set()
+    first: dict[str, Fingerprint] = field(default_factory=dict)
+    changed: set[str] = field(default_factory=set)
+    objects: set[str] = field(default_factory=set)
 
     def note(self, path: str, status: os.stat_result) -> None:
         fingerprint = Fingerprint.of(status)
@@ -254,10 +253,6 @@ def status(path: str) -> os.stat_result | None:
         if error.errno in NOTHING:
             return None
         raise
-
-
-def exists(path: str) -> bool:
-    return status(path) is not None
 
 
 def is_file(path: str) -> bool:

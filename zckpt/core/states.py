@@ -14,6 +14,7 @@ whatever their formats are. The step is no such state: see training/steps.py.
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -24,8 +25,8 @@ from msgspec.structs import replace
 from ..errors import WrongOption, joined, listed
 from .facts import FlatBufferEngine
 from .grouping import by_key
-from .inert import TensorName, inside, map_values
-from .manifest import Manifest, slot_key
+from .inert import TensorName, inside, map_values, to_json
+from .manifest import Entry, Manifest, Unread, slot_key
 from .weights import WEIGHTS, is_optimizers
 from .wrapper import without_wrapped, wrapped
 
@@ -33,6 +34,9 @@ OTHER, PARTITIONS, BESIDE, AMONG = "other", "partitions", "beside", "among"
 """Keys of `Manifest.state["optimizer"]`; the last two have numbers of no parameter."""
 NO_PARAMETER = "no parameter"
 """Whose a state is that stands beside those of parameters."""
+OF_NO_GROUP = "no group contains it: zckpt reads the states of parameters alone"
+BESIDE_STATE = "it stands beside the optimizer's `state`, which alone zckpt reads"
+PLACES = {OF_NO_GROUP: AMONG, BESIDE_STATE: BESIDE}
 
 FACTORING = frozenset(("scale_parameter", "clip_threshold", "eps1", "beta2_decay"))
 """Hyper-parameters that only optimizers have which keep rows and columns of a matrix: Adafactor and
@@ -308,6 +312,47 @@ def require_known(keys: Collection[str], manifests: Sequence[Manifest]) -> None:
                 f"--drop-state {key}: the optimizer has no state of this name",
                 hint=f"its states are {listed(known)}" if known else "leave it out",
             )
+
+
+def as_unread(manifest: Manifest, reason: str) -> Manifest:
+    """The manifest whose states that are neither slots nor numbers are listed as not read."""
+    others, parts = others_of(manifest), partitions_of(manifest)
+    if not others and not parts:
+        return manifest
+    of_names = [((name,), own) for name, own in others.items()]
+    of_parts = [(part["parameters"], part["states"]) for part in parts]
+    held = by_key(
+        (str(key), (names, value))
+        for names, own in (*of_names, *of_parts)
+        for key, value in own.items()
+        if value is not None
+    )
+    entries, states = dict(manifest.entries), []
+    for key, pairs in held.items():
+        names = dict.fromkeys(name for names, _ in pairs for name in names)
+        values = [value for _, value in pairs]
+        tensors = [entries.pop(f"{name}/state", None) for name in tensors_in(values)]
+        if None in tensors:  # a stage of a pipeline lacks those of others
+            states.append(Unread(key, tuple(names), reason))
+        else:
+            states.append(unread(key, names, reason, values, filter(None, tensors)))
+    optimizer = _rest(_optimizer(manifest), {OTHER, PARTITIONS})
+    gone = manifest.entries.keys() - entries.keys()
+    return replace(
+        manifest,
+        entries=entries,
+        replicas=tuple(entry for entry in manifest.replicas if entry.name not in gone),
+        state={**manifest.state, "optimizer": optimizer},
+        unread=(*manifest.unread, *states),
+    )
+
+
+def unread(
+    key: Any, parameters: Iterable[str], reason: str, value: Any, tensors: Iterable[Entry]
+) -> Unread:
+    """A state that is compared as it is; `tensors` are those in its inert value."""
+    content = json.dumps(to_json(value), sort_keys=True)
+    return Unread(str(key), tuple(parameters), reason, content, tuple(tensors))
 
 
 def weights_alone(manifest: Manifest) -> Manifest:

@@ -13,9 +13,11 @@ from __future__ import annotations
 import threading
 from collections import ChainMap, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from itertools import islice
 from typing import TypeVar
+
+from msgspec.structs import astuple
 
 from .dtypes import SIZES
 from .fileio import Reader, files_per_thread
@@ -23,10 +25,10 @@ from .fragments import Extent, Record
 from .grouping import by_key
 from .manifest import Entry
 from .pieces import ElementReader, ReadRequest
-from .records import RecordChecker
+from .records import RecordChecker, RecordCounts
 from .sources import Fingerprints
 
-CHUNK = 4 << 20  # bytes
+CHUNK = 2 << 20  # bytes
 WAITING = 16  # threads that wait for the disk
 
 Task = TypeVar("Task")
@@ -39,7 +41,7 @@ def chunk_size(dp: int, jobs: int, memory: int) -> int:
 
     Every thread has two buffers of this size; `memory` bounds them all.
     """
-    size = CHUNK * max(1, dp // 16)
+    size = CHUNK * max(1, dp // 8)
     return max(1 << 20, min(size, memory // (2 * jobs)) >> 20 << 20)
 
 
@@ -92,11 +94,8 @@ def reading(
     checkers: Sequence[RecordChecker], memory: int, jobs: int = 1
 ) -> Iterator[list[ElementReader]]:
     """One thread's readers of elements, one for each checker; their files are closed in the end."""
-    reader = Reader(files_per_thread(jobs), _fingerprints(checkers))
-    try:
+    with closing(Reader(files_per_thread(jobs), _fingerprints(checkers))) as reader:
         yield [ElementReader(reader, checker, memory) for checker in checkers]
-    finally:
-        reader.close()
 
 
 def in_turns(groups: Iterator[Iterator[Task]], most: int) -> Iterator[Task]:
@@ -173,14 +172,10 @@ def finish(
     checkers: Sequence[RecordChecker],
     everything: bool = False,
     beside: Callable[[Record, Extent, memoryview], None] | None = None,
-) -> tuple[int, int]:
+) -> RecordCounts:
     """Checks the rest of the records after a pass, and counts checked and unchecked ones."""
-    checked = unchecked = 0
-    reader = Reader(fingerprints=_fingerprints(checkers))
-    try:
+    with closing(Reader(fingerprints=_fingerprints(checkers))) as reader:
         for checker in checkers:
-            counts = checker.finish(reader, everything, beside)
-            checked, unchecked = checked + counts[0], unchecked + counts[1]
-    finally:
-        reader.close()
-    return checked, unchecked
+            checker.finish(reader, everything, beside)
+    counts = (astuple(checker.counts) for checker in checkers)
+    return RecordCounts(*map(sum, zip(*counts, strict=True)))

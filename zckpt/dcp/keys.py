@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain, product
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from ..core.inert import TensorName
 from ..core.manifest import Entry, Manifest, slot_name
@@ -45,7 +45,7 @@ class KeyMeaning(Struct, frozen=True):
     rule: PrefixRule
 
 
-class KeyNames:
+class KeyNames(Struct, eq=False, dict=True):
     """Looks up keys among a source's names.
 
     `numbers` are the names of the target's parameters by number, if its optimizer was given.
@@ -53,17 +53,13 @@ class KeyNames:
     source's roots too. `weights` are the source's own keys of weights, with the name of each.
     """
 
-    def __init__(
-        self,
-        manifest: Manifest,
-        numbers: Sequence[str],
-        words: Collection[str] = (),
-        weights: Mapping[str, str] | None = None,
-    ) -> None:
-        self.manifest = manifest
-        self.numbers = numbers
-        self.words = words
-        self.weights = weights or {}
+    manifest: Manifest
+    numbers: Sequence[str]
+    words: Collection[str] = ()
+    weights: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        manifest = self.manifest
         roots = keys_of(manifest.engine)
         own = OPTIMIZER if roots.optimizer is None else roots.optimizer
         self.model, self.optimizer = _root(in_folder(roots.model)), _root(in_folder(own))

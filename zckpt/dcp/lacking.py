@@ -6,6 +6,8 @@ import warnings
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 
+from msgspec import Struct, field
+
 from ..core.grouping import by_key
 from ..errors import MissingData, listed
 from ..formats.dcp.items import StoredTensor
@@ -20,18 +22,19 @@ PARTIAL = (
 )
 
 
-class Lookup:
+class Lookup(Struct, eq=False, dict=True):
     """What the keys of a load mean; `missing` and `not_loaded` grow during the look-up.
 
     The checkpoint does not have the keys in `missing`. zckpt cannot restore those in `not_loaded`,
     for the given reason.
     """
 
-    def __init__(self, source: Source, meanings: Mapping[str, Meaning | None]) -> None:
-        self.source = source
-        self.meanings = meanings
-        self.missing = {key: None for key, meaning in meanings.items() if meaning is None}
-        self.not_loaded: dict[str, str] = {}
+    source: Source
+    meanings: Mapping[str, Meaning | None]
+    not_loaded: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.missing = {key: None for key, meaning in self.meanings.items() if meaning is None}
         self._match_rules()
 
     @cached_property

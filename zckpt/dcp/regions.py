@@ -8,7 +8,7 @@ is checked if one process reads the whole record: files state no checksums for p
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import product
+from itertools import accumulate, product
 from math import prod
 
 import torch
@@ -17,6 +17,7 @@ from msgspec import Struct
 from ..core.dtypes import SIZES, TORCH_NAMES
 from ..core.fileio import Buffer, align
 from ..core.fragments import Record
+from ..core.grouping import portions
 from ..core.manifest import Entry
 from ..core.pieces import ReadRequest
 from ..core.records import RecordChecker
@@ -106,25 +107,15 @@ def fill(regions: Iterable[BoxRegion], records: Sequence[Record]) -> None:
     parts.sort(key=BoxRegion.position)
     view = Buffer(BLOCK).view
     with reading([RecordChecker(records)], BLOCK) as (element_reader,):
-        for batch in _batches(parts):
-            element_reader.read([each for part, at in batch for each in part.wanted(at)], view)
-            for part, at in batch:
+        for batch in portions(parts, _room, BLOCK):
+            places = list(zip(batch, accumulate(map(_room, batch), initial=0), strict=False))
+            element_reader.read([each for part, at in places for each in part.wanted(at)], view)
+            for part, at in places:
                 dtype = getattr(torch, TORCH_NAMES[part.entry.dtype])
                 block = torch.frombuffer(view, dtype=dtype, count=part.numel, offset=at)
                 part.target.copy_(block.view(part.sizes))
 
 
-def _batches(regions: Iterable[BoxRegion]) -> Iterator[list[tuple[BoxRegion, int]]]:
-    """Batches of regions that fit into one buffer, with the byte at which each begins."""
-    batch: list[tuple[BoxRegion, int]] = []
-    end = 0
-    for region in regions:
-        size = SIZES[region.entry.dtype]
-        at = align(end, size)
-        if at + region.numel * size > BLOCK:
-            yield batch
-            batch, at = [], 0
-        batch.append((region, at))
-        end = at + region.numel * size
-    if batch:
-        yield batch
+def _room(region: BoxRegion) -> int:
+    """Bytes of the buffer, so that the next region begins at a multiple of any element's size."""
+    return align(region.numel * SIZES[region.entry.dtype], 8)

@@ -17,7 +17,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from .. import formats
-from ..core import sources
+from ..core import agreement, sources
 from ..core.dtypes import TORCH_NAMES
 from ..core.inert import Scalar, TensorName
 from ..core.manifest import Entry, Manifest
@@ -58,20 +58,22 @@ class Listing(Struct, frozen=True):
     assumed: list[str] = field(default_factory=list)
 
 
-class Source:
+class Source(Struct, eq=False, dict=True):
     """One checkpoint; `groups` are names of the parameters in the groups of a program's optimizer.
 
     `stored` has the items of a directory of torch's own that is loaded unchanged, else None. Raises
     a ZckptError if the path holds no checkpoint.
     """
 
-    def __init__(self, path: str, reading: Reading, groups: Sequence[Sequence[str]]) -> None:
-        self.path = path
-        self.reading = reading
-        self.groups = groups
-        self.numbers = [name for group in groups for name in group]
-        self.why_nameless = ""  # why keys cannot be looked up by name
-        steps.check_policy(reading.step_policy)
+    path: str
+    reading: Reading
+    groups: Sequence[Sequence[str]]
+    why_nameless: str = ""
+    """Why keys cannot be looked up by name."""
+
+    def __post_init__(self) -> None:
+        self.numbers = [name for group in self.groups for name in group]
+        steps.check_policy(self.reading.step_policy)
         self.stored = self._stored()
         files = self.manifest.files if self.stored is None else self.stored.files
         self._fingerprints = {name: Fingerprint.of(os.stat(name)) for name in files}
@@ -80,7 +82,7 @@ class Source:
         reading = self.reading
         if formats.recognize(self.path, self._format, reading.tag).name != "dcp":
             return None
-        if reading.rename or reading.step_policy not in (None, steps.KEEP):
+        if reading.rename or reading.step_policy not in (None, agreement.KEEP):
             return None
         folders = locate(self.path, reading.tag)[1]
         if not folders or not all(map(has_items, folders)):  # Hugging Face's storage

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy
 import torch
+from msgspec import Struct, field
 from torch.torch_version import TorchVersion
 
 from ..core.dtypes import TORCH_NAMES
@@ -47,13 +48,12 @@ def rebuilt(value: Any, tensor: Callable[[Any], torch.Tensor]) -> Any:
         raise NotLoaded(f"it is malformed: {error}") from error
 
 
-class _Rebuilding:
+class _Rebuilding(Struct, eq=False):
     """The work on one value; `done` has the result for each part, by the part's identity."""
 
-    def __init__(self, whole: Any, tensor: Callable[[Any], torch.Tensor]) -> None:
-        self.whole = whole
-        self.tensor = tensor
-        self.done: dict[int, Any] = {}
+    whole: Any
+    tensor: Callable[[Any], torch.Tensor]
+    done: dict[int, Any] = field(default_factory=dict)
 
     def rebuild(self, value: Any) -> Any:
         kind = type(value)

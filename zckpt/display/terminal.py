@@ -9,12 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from rich import box
-from rich import progress as rich_progress
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 from ..core import fileio
 from ..core.grouping import by_key
 from ..errors import WrongOption, counted, joined
@@ -72,6 +66,11 @@ def _drawn_table(
     heads: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[bool]
 ) -> None:
     """A table as wide as the terminal at most; longer cells continue on the next line."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
     console = Console(highlight=False)
     if console.width < NARROW * len(heads):
         _listed_rows(heads, rows)
@@ -180,6 +179,9 @@ def progress(hidden: bool) -> Iterator[Callable[[int], Callable[[int], None]] | 
     if hidden or sys.stderr is None or not sys.stderr.isatty():
         yield None
         return
+    from rich import progress as rich_progress
+    from rich.console import Console
+
     bar = rich_progress.Progress(
         rich_progress.BarColumn(20),
         rich_progress.DownloadColumn(),

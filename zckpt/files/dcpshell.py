@@ -17,6 +17,7 @@ from msgspec import Struct
 from ..core.fileio import align
 from ..core.folder import Folder
 from ..core.fragments import Extent
+from ..core.grouping import portions
 from ..core.inert import Foreign, Global, Size
 from ..core.layout import Shell
 from .dcpfile import VERSION, ItemBox, ItemKey, ItemLocation, Items, TensorItem, read_table
@@ -52,17 +53,8 @@ def tensor_shell(dtype: str, sizes: tuple[int, ...]) -> Shell:
 
 
 def in_files(items: Iterable[ItemShell], limit: int) -> Iterator[list[ItemShell]]:
-    """The items of every file; a file of several items has about `limit` bytes at most."""
-    chosen: list[ItemShell] = []
-    size = 0
-    for item in items:
-        if chosen and size + item.shell.size > limit:
-            yield chosen
-            chosen, size = [], 0
-        chosen.append(item)
-        size += align(item.shell.size, ALIGNMENT)
-    if chosen:
-        yield chosen
+    """The items of every file; a file of several items has `limit` bytes at most."""
+    return portions(items, lambda item: align(item.shell.size, ALIGNMENT), limit)
 
 
 def item_file(name: str, items: Sequence[ItemShell]) -> tuple[Shell, list[SavedItem]]:

@@ -44,17 +44,18 @@ class FileBlock(Struct, frozen=True):
     is_data: bool = False
 
 
-class Blocks:
+class Blocks(Struct, eq=False, dict=True):
     """Every block of a file, as far as it is of the old kind.
 
     Every method raises CorruptCheckpoint, OSError.
     """
 
-    def __init__(self, path: str, file: int, size: int) -> None:
-        self.path = path
-        self.file = file
-        self.size = size
-        head = sources.pread(file, SUPERBLOCK, 0)
+    path: str
+    file: int
+    size: int
+
+    def __post_init__(self) -> None:
+        head = sources.pread(self.file, SUPERBLOCK, 0)
         self.is_old = len(head) == SUPERBLOCK and head[8] == 0 and head[13:15] == b"\x08\x08"
         leaf, internal = struct.unpack_from("<HH", head, 16) if self.is_old else (0, 0)
         self.leaf_size = 8 + 2 * leaf * 40

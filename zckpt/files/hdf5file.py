@@ -16,6 +16,7 @@ from typing import Any
 from msgspec import Struct
 
 from ..core import sources
+from ..core.dtypes import NUMBERS, TORCH_NAMES
 from ..core.fragments import Extent
 from ..errors import HINTS, MALFORMED, CorruptCheckpoint, MissingExtra, UnsupportedCheckpoint
 from .hdf5blocks import Blocks
@@ -25,11 +26,8 @@ MAX_ELEMENTS = 1 << 16  # of a dataset that is read as a value
 MAX_DEPTH = 64
 MAX_STEPS = 500_000  # past texts in heaps; a heap of 4096 bytes has at most 256
 REFERENCE = struct.Struct("<IQI")  # to a string: its length, a heap's address, a number in it
-DTYPES = {
-    "float64": "F64", "float32": "F32", "float16": "F16",
-    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8",
-    "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL",
-}  # fmt: skip
+DTYPES = {name: dtype for dtype, name in TORCH_NAMES.items() if dtype in NUMBERS - {"BF16"}}
+"""By numpy's names, which are torch's."""
 
 
 class Dataset(Struct, frozen=True):

@@ -22,6 +22,7 @@ from ..core import sources
 from ..core.dtypes import SIZES, Dtype
 from ..core.fileio import align
 from ..core.fragments import Extent
+from ..core.grouping import portions
 from ..core.layout import Shell
 from ..core.manifest import Sizes
 from ..errors import MALFORMED, CorruptCheckpoint, UnsupportedCheckpoint, brief
@@ -116,14 +117,7 @@ def split(
     stem: str, tensors: Iterable[T], length: Callable[[T], int], most: int
 ) -> list[tuple[str, list[T]]]:
     """Files of at most `most` bytes each, by their names; a larger tensor has one of its own."""
-    parts: list[list[T]] = [[]]
-    size = 0
-    for tensor in tensors:
-        if parts[-1] and size + length(tensor) > most:
-            parts.append([])
-            size = 0
-        parts[-1].append(tensor)
-        size += length(tensor)
+    parts = [*portions(tensors, length, most)] or [[]]
     if len(parts) == 1:
         return [(f"{stem}.safetensors", parts[0])]
     names = (f"{stem}-{n:05d}-of-{len(parts):05d}.safetensors" for n in range(1, 1 + len(parts)))

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from ..core.checksum import crc_of_zeros
 from ..core.dtypes import SIZES, STORAGES, TORCH_NAMES, encode
@@ -36,12 +36,11 @@ STORAGE_CLASSES = {dtype: name for name, dtype in STORAGES.items() if name != "U
 ALIGNMENT = 64
 
 
-class Storages:
+class Storages(Struct, eq=False):
     """The storages of one file that is being written."""
 
-    def __init__(self) -> None:
-        self.lengths: dict[str, int] = {}
-        self.known: dict[str, bytes] = {}
+    lengths: dict[str, int] = field(default_factory=dict)
+    known: dict[str, bytes] = field(default_factory=dict)
 
     def tensor(self, dtype: str, shape: tuple[int, ...]) -> Tensor:
         """A contiguous tensor in a new storage, to be filled later."""

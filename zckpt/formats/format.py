@@ -23,11 +23,11 @@ from typing import Any
 
 from msgspec import Struct
 
+from ..core import agreement
 from ..core.folder import Folder
 from ..core.layout import CopyOutcome, Layout, Shell
 from ..core.manifest import Manifest
 from ..core.partition import Partition
-from ..training import steps
 from ..training.options import Option, Options
 from .reading import Reading
 
@@ -105,7 +105,7 @@ class Format(Struct, frozen=True, eq=False):
 
     def read_shells(self, path: str) -> Manifest:
         """The manifest of files that were just laid out."""
-        policy = steps.KEEP if self.keeps_steps else None
+        policy = agreement.KEEP if self.keeps_steps else None
         return self.functions.read(path, Reading(step_policy=policy))
 
 

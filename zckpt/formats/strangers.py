@@ -7,20 +7,16 @@ target would lack it.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from msgspec import Struct
 
-from ..core.inert import PLAIN, inside, to_json
+from ..core.inert import PLAIN, inside
 from ..core.manifest import Entry, Unread
-from ..core.states import AMONG, BESIDE, NO_PARAMETER
+from ..core.states import NO_PARAMETER, PLACES, unread
 
-OF_NO_GROUP = "no group contains it: zckpt reads the states of parameters alone"
-BESIDE_STATE = "it stands beside the optimizer's `state`, which alone zckpt reads"
 NO_NAMES = "it has no names: zckpt reads the states of a parameter by their names"
-PLACES = {OF_NO_GROUP: AMONG, BESIDE_STATE: BESIDE}
 
 Keep = Callable[[Any, str, dict[str, Entry]], Any]
 """Gives an inert value; the entries of its tensors, whose names begin with a path, are added."""
@@ -52,14 +48,6 @@ def sorted_out(strangers: Iterable[Stranger], keep: Keep) -> tuple[dict[str, Any
         value = keep(item.value, inside("optimizer.beside", item.key), tensors)
         states.append(unread(item.key, item.parameters, item.reason, value, tensors.values()))
     return numbers, states
-
-
-def unread(
-    key: Any, parameters: Iterable[str], reason: str, value: Any, tensors: Iterable[Entry]
-) -> Unread:
-    """A state that is compared as it is; `tensors` are those in its inert value."""
-    content = json.dumps(to_json(value), sort_keys=True)
-    return Unread(str(key), tuple(parameters), reason, content, tuple(tensors))
 
 
 def is_plain(value: Any) -> bool:

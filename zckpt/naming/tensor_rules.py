@@ -27,7 +27,7 @@ from typing import Protocol
 from msgspec import Struct
 
 from ..core import slicing, sources
-from ..core.slicing import Slicing
+from ..core.placement import SUM, Shapes, Sliced
 from ..errors import (
     MALFORMED,
     InconsistentCheckpoint,
@@ -40,9 +40,6 @@ from ..errors import (
 )
 from .tensor_families import FAMILIES, WIDTHS
 
-Shapes = Sequence[tuple[int, ...] | None]
-"""A parameter's shape on every tensor rank; None where the rank has none of it."""
-SUM = "sum"
 GEOMETRIC = ("affine_map", "view")  # rules of a checkpoint that state every piece
 PLAIN = {"0:1x": "0"}
 CONV1D = re.compile(r"(^|\.)c_(attn|fc|proj)\.")
@@ -50,27 +47,6 @@ HELP = (
     "a rule is `replicated`, `sum`, `0` or `1` (the dimension that is cut), `0:64,16,16` or `0:2x` "
     "(sub-parameters) or `vocab:N`"
 )
-
-
-class Sliced(Struct, frozen=True):
-    """How a parameter is cut: its whole shape, its pieces, and the rule that says so.
-
-    `vocabulary` is the number of rows that are not padding; None if it is no vocabulary.
-    """
-
-    shape: tuple[int, ...]
-    slicing: Slicing
-    rule: str
-    vocabulary: int | None = None
-
-    @property
-    def is_replicated(self) -> bool:
-        return self.rule == "replicated"
-
-    @property
-    def is_sum(self) -> bool:
-        """Whether each rank has a part of its own, of the whole shape."""
-        return self.rule == SUM
 
 
 class TensorRules(Protocol):

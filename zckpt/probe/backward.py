@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from ..core.grouping import by_key
@@ -25,20 +26,20 @@ KEY = "zckpt"
 Change = Callable[[str, Tensor], Tensor]
 
 
-class Call:
+class Call(Struct, eq=False):
     """One call of a module, which waits for its backward.
 
     `before` and `after` are called once in each backward; `change` gets the path of an output and
     its gradient, and returns the gradient.
     """
 
-    def __init__(
-        self, before: Callable[[], None], after: Callable[[], None], change: Change | None
-    ) -> None:
-        self.before, self.after, self.change = before, after, change
-        self._expected = 0
-        self._begun = self._ended = -1  # the number of the backward
-        self._arrived = 0
+    before: Callable[[], None]
+    after: Callable[[], None]
+    change: Change | None
+    _expected: int = 0
+    _begun: int = -1  # the number of the backward
+    _ended: int = -1
+    _arrived: int = 0
 
     def watch(self, inputs: Iterable[Tensor], outputs: Sequence[tuple[str, Tensor]]) -> list[Any]:
         """Hooks the outputs' nodes and the inputs; gives the handles of those that would stay."""

@@ -121,7 +121,7 @@ def report(a: Run, b: Run, noise: Run | None) -> Report:
         "differing": len(differing),
         "steps": steps,
         "ranks": sorted({event.rank for event in events}),
-        "circumstances": circumstances(a, b),
+        "circumstances": list(circumstances(a.header, b.header)),
         "first": described(differing[0]) if differing else None,
         "big": described(big) if big else None,
         "only_a": only_a,

@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from ..core.dtypes import FLOATS
 from ..errors import counted, listed
-from .runs import OF_WEIGHTS, Run, TensorRecord
+from .runs import OF_WEIGHTS, TensorRecord
 
 RESTORE = "`zckpt diff` of the two checkpoints names them"
 METRICS = {
@@ -24,12 +24,8 @@ METRICS = {
 }
 
 
-def circumstances(a: Run, b: Run) -> list[str]:
+def circumstances(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:
     """What the headers of two runs state differently, each as one phrase."""
-    return list(_circumstances(a.header, b.header))
-
-
-def _circumstances(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:
     for key, word in (("seeds", "seed of "), ("versions", ""), ("flags", "flag ")):
         ours, theirs = a.get(key), b.get(key)
         if ours and theirs:

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from ..core.fileio import in_pages, memory_of
 
@@ -71,18 +71,17 @@ class Order:
         return self._modules[place] if 0 <= place < len(self._modules) else None
 
 
-class Memory:
+class Memory(Struct, eq=False):
     """Memory for modules. Free memory is kept only if used and free memory are below `most` bytes.
 
     The memory of a view becomes free when neither the view nor a tensor made from it is alive. Only
     one thread at a time may call `take`.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._size = 0
-        self._free: list[mmap.mmap] = []  # by size
-        self._returned: deque[mmap.mmap] = deque()  # any thread may append
+    _most: int
+    _size: int = 0
+    _free: list[mmap.mmap] = field(default_factory=list)  # by size
+    _returned: deque[mmap.mmap] = field(default_factory=deque)  # any thread may append
 
     def take(self, size: int) -> memoryview:
         """`size` bytes, page-aligned, with any contents; `in_pages` says what they cost."""
@@ -120,17 +119,16 @@ class WeightPart(Struct, frozen=True, eq=False):
         return in_pages(self.size)
 
 
-class _Load:
+class _Load(Struct, eq=False):
     """A part that is being read, or has been; it has memory as soon as its first piece is begun."""
 
-    def __init__(self, part: WeightPart) -> None:
-        self.part = part
-        self.view: memoryview | None = None
-        self.waiting = list(reversed(part.pieces))  # pieces that no thread has begun
-        self.active = 0  # pieces that are being read
-        self.done = False
-        self.value: Any = None
-        self.error: BaseException | None = None
+    part: WeightPart
+    waiting: list[Any]  # pieces that no thread has begun, the first one last
+    view: memoryview | None = None
+    active: int = 0  # pieces that are being read
+    done: bool = False
+    value: Any = None
+    error: BaseException | None = None
 
 
 Read = Callable[[Any, memoryview, bool], None]
@@ -207,7 +205,7 @@ class Prefetcher:
         return load
 
     def _begin(self, part: WeightPart) -> _Load:
-        self._loads[part] = load = _Load(part)
+        self._loads[part] = load = _Load(part, list(reversed(part.pieces)))
         self._changed.notify_all()
         if not part.stays:
             self._ahead += part.cost

@@ -192,17 +192,9 @@ _HEAD = re.compile(
     r"\s+dtype: torch\.(?P<dtype>\w+)"
 )
 _NUMBER = r"([-+]?(?:inf|nan|[\d.]+(?:e[-+]?\d+)?))"
-_NUMBERS = {
-    "min": rf"min: {_NUMBER}",
-    "max": rf"max: {_NUMBER}",
-    "mean": rf"mean: {_NUMBER}",
-    "nan": rf"nan: {_NUMBER}",
-    "inf": rf"inf: {_NUMBER}",
-    "negative": rf"neg: {_NUMBER}",
-    "positive": rf"pos: {_NUMBER}",
-    "zero": rf"zero: {_NUMBER}",
-}
-_COUNTS = frozenset({"nan", "inf", "negative", "positive", "zero"})
+_COUNTS = {"nan": "nan", "inf": "inf", "negative": "neg", "positive": "pos", "zero": "zero"}
+_WORDS = {"min": "min", "max": "max", "mean": "mean", **_COUNTS}
+"""What precedes each number."""
 _SAMPLES = re.compile(r"samples\(top 128\): tensor\((.*?)\)\s*\n(?:neg|=)", re.DOTALL)
 
 
@@ -249,8 +241,8 @@ def _parsed(text: str, step: int) -> TensorRecord:
     if head is None:
         raise ValueError
     numbers: dict[str, Any] = {}
-    for key, pattern in _NUMBERS.items():
-        if match := re.search(pattern, text):
+    for key, word in _WORDS.items():
+        if match := re.search(f"{word}: {_NUMBER}", text):
             value = float(match[1])
             numbers[key] = int(value) if key in _COUNTS else value
     if samples := _SAMPLES.search(text):

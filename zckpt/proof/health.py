@@ -83,27 +83,19 @@ class _Total(Struct, eq=False):
             self.counts[exponent] = self.counts.get(exponent, 0) + count
 
 
-class _Measuring:
+class _Measuring(Struct, eq=False, dict=True):
     """One pass over tensors, shared by its threads."""
 
-    def __init__(
-        self,
-        manifest: Manifest,
-        entries: Sequence[Entry],
-        chunk: int,
-        jobs: int,
-        progress: Progress | None,
-    ) -> None:
-        self.manifest = manifest
-        self.entries = entries
-        self.chunk = chunk
-        self.jobs = jobs
-        self.progress = progress
-        self.totals = {entry.name: _Total(entry.numel) for entry in entries}
-        self.records = manifest.records
-        self.checker = RecordChecker(
-            manifest.records, collect=True, fingerprints=manifest.fingerprints
-        )
+    manifest: Manifest
+    entries: Sequence[Entry]
+    chunk: int
+    jobs: int
+    progress: Progress | None
+
+    def __post_init__(self) -> None:
+        self.totals = {entry.name: _Total(entry.numel) for entry in self.entries}
+        self.records, fingerprints = self.manifest.records, self.manifest.fingerprints
+        self.checker = RecordChecker(self.records, collect=True, fingerprints=fingerprints)
         self.lock = Lock()
 
     def run(self, claim: Claim) -> None:
@@ -190,7 +182,7 @@ def measure_all(
     totals, checker = running.totals, running.checker
     for total in totals.values():
         total.close()
-    checked, unchecked = finish([checker])
+    records = finish([checker])
     statistics = {name: total.statistics for name, total in totals.items()}
     return {
         "step": manifest.step,
@@ -206,11 +198,7 @@ def measure_all(
             *_problems(manifest, measured, statistics),
         ],
         "bytes": size,
-        "records": {
-            "checked": checked,
-            "unchecked": unchecked,
-            "without_checksum": checker.bare,
-        },
+        "records": records.report(),
     }
 
 

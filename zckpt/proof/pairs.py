@@ -8,9 +8,10 @@ from msgspec.structs import replace
 
 from ..core.description import matching
 from ..core.dtypes import SIZES
+from ..core.grouping import by_key
 from ..core.manifest import Entry, Manifest
 from ..core.masters import with_masters
-from ..core.plan import Match, match
+from ..core.plan import Match, match, of_copies
 from ..core.weights import WEIGHTS, weight_of
 from . import unread
 from .states import twins
@@ -57,27 +58,15 @@ def _of_same_ranks(a: Manifest, b: Manifest) -> list[Match]:
 
     Each rank may have its own, so a copy is compared with the other's copy.
     """
-    matches = []
-    theirs: dict[str, list[Entry]] = {}
-    for entry in b.replicas:
-        theirs.setdefault(entry.name, []).append(entry)
-    ours: dict[str, list[Entry]] = {}
-    for entry in a.replicas:
-        ours.setdefault(entry.name, []).append(entry)
+    matches: list[Match] = []
+    ours, theirs = (by_key((entry.name, entry) for entry in side.replicas) for side in (a, b))
     buffers = {*a.buffers} & {*b.buffers}
     for name, own in ours.items():
         others = theirs.get(name, [])
         is_own = own[0].slot == "state" or own[0].parameter in buffers
         if is_own and len(own) == len(others):
-            matches += [
-                Match(one, other, "bits" if _alike(one, other) else "shapes", copy=True)
-                for one, other in zip(own, others, strict=True)
-            ]
+            matches += map(of_copies, own, others)
     return matches
-
-
-def _alike(a: Entry, b: Entry) -> bool:
-    return (a.dtype, a.shape) == (b.dtype, b.shape)
 
 
 def selected(matches: Iterable[Match], pattern: str | None) -> list[Match]:

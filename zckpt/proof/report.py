@@ -53,13 +53,9 @@ def findings(outcome: ComparisonOutcome, a: Manifest, b: Manifest) -> Report:
         "tensors": sum(slots.values()),
         "slots": slots,
         "bytes": outcome.bytes,
-        "records": {
-            "checked": outcome.checked,
-            "unchecked": outcome.unchecked,
-            "without_checksum": outcome.bare,
-        },
+        "records": outcome.records.report(),
         "digests": digests(outcome.results, alone=a is b),
-        **(advice(a, outcome.bare) if a is b else {}),
+        **(advice(a, outcome.records.bare) if a is b else {}),
     }
 
 

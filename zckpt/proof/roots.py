@@ -6,7 +6,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ..core.manifest import Manifest
+from ..core.manifest import Manifest, fitting_roots
 from ..core.states import NO_PARAMETER, OTHER
 from ..errors import AmbiguousCheckpoint, WrongOption, listed
 
@@ -64,16 +64,9 @@ def refuse_several(proven: Manifest, manifest: Manifest) -> None:
     known, names = proven.parameters, [*manifest.parameters]
     if not names or not known.keys().isdisjoint(names):
         return
-    fronts = [key.removesuffix(names[0]) for key in known if key.endswith(f".{names[0]}")]
-    fitting = [
-        front.removesuffix(".")
-        for front in fronts
-        if all(
-            front + name in known and known[front + name].shape == item.shape
-            for name, item in manifest.parameters.items()
-        )
-    ]
-    if fitting:
+    last = f".{names[0]}"
+    fronts = (key.removesuffix(last) for key in known if key.endswith(last))
+    if fitting := fitting_roots(fronts, known, manifest.parameters):
         raise AmbiguousCheckpoint(
             f"{proven.root} proves several models, and {manifest.root} may be {listed(fitting)}",
             hint=f"choose one with --root {' or --root '.join(fitting)}",

@@ -127,18 +127,18 @@ def is_proof(path: str) -> bool:
 
 def verify_proof(
     manifest: Manifest,
-    path: str,
+    proven: Manifest,
+    contents: str,
     selection: Selection = EVERYTHING,
     copying: Copying = DEFAULT_COPYING,
     begin: Begin | None = None,
     root: str = "",
 ) -> Report:
-    """Whether a checkpoint still equals the one that was proven, by the CRC-32 of every tensor.
+    """Whether a checkpoint still equals the one of a proof, by the CRC-32 of every tensor.
 
-    Of several models that were proven, `root` is the name of the one that is compared.
-    Raises CorruptCheckpoint if the file is not a proof, or if it proves a difference.
+    `contents` is the digest of the proven files. Of several models that were proven, `root` is the
+    name of the one that is compared.
     """
-    proven, contents = read_proof(path, manifest)
     if root:
         proven = of_root(proven, root, manifest)
     else:
@@ -149,7 +149,8 @@ def verify_proof(
     mutual += unread.pairs(manifest, proven)
     comparable = [item for item in mutual if item.how in ("bits", "shapes", "types")]
     matches = selected(comparable, pattern)
-    _refuse_rounded(only_rounded(selected(mutual, pattern), manifest, proven), manifest.root, path)
+    rounded = only_rounded(selected(mutual, pattern), manifest, proven)
+    _refuse_rounded(rounded, manifest.root, proven.root)
     if pattern is None:
         needs_weights(matches, manifest, proven)
     alone = [Match(item.a) for item in matches]
@@ -158,11 +159,12 @@ def verify_proof(
     report |= inferences(matches, manifest, proven, lambda: digest(whole) == contents)
     for item, result in zip(matches, outcome.results, strict=True):
         assert item.b is not None
+        assert item.b.digest is not None
         crc = result.digests[0]
         if item.how != "bits":
             line = difference(Result(item, (None, None), None))
         elif crc != item.b.digest:
-            line = {"tensor": item.name, "a_crc32": f"{crc:08x}", "b_crc32": _hex(item.b.digest)}
+            line = {"tensor": item.name, "a_crc32": f"{crc:08x}", "b_crc32": f"{item.b.digest:08x}"}
         else:
             continue
         report["differences"].append(line)
@@ -194,17 +196,12 @@ def _refuse_rounded(rounded: Mapping[str, Sequence[str]], root: str, path: str) 
             )
 
 
-def _hex(crc: int | None) -> str | None:
-    return None if crc is None else f"{crc:08x}"
-
-
 def read_proof(path: str, manifest: Manifest) -> tuple[Manifest, str]:
     """The checkpoint that was proven, as its proof describes it: tensors are checksums only.
 
-    And the digest of its contents; empty if there is none.
-
-    An older proof does not list states that are no tensors of a parameter's shape: it is taken to
-    have those of `manifest`.
+    And the digest of its contents; empty if there is none. An older proof does not list states that
+    are no tensors of a parameter's shape: it is taken to have those of `manifest`. Raises
+    CorruptCheckpoint if the file is not a proof, or if it proves a difference.
     """
     try:
         with sources.opened(path) as file:

@@ -81,7 +81,10 @@ class _Comparison:
         self.without_place: dict[str, list[str]] = {"a": [], "b": []}
 
     def run(self) -> None:
-        ours, theirs = (_parts(manifest) for manifest in self.sides.values())
+        ours, theirs = (  # where the optimizer keeps its step is compared by itself
+            {key: value for key, value in manifest.state.items() if key not in FACTS}
+            for manifest in self.sides.values()
+        )
         for key in dict.fromkeys((*ours, *theirs)):
             if key in OF_SIZES and not self.same_files:
                 continue
@@ -343,11 +346,6 @@ def _sizes(manifest: Manifest) -> list[Any]:
 def _is_weights(manifest: Manifest) -> bool:
     """Whether a checkpoint has weights alone, from which no run goes on."""
     return manifest.groups is None and not any(map(is_optimizers, manifest.slots))
-
-
-def _parts(manifest: Manifest) -> Report:
-    """The parts of the state; where the optimizer keeps its step is compared by itself."""
-    return {key: value for key, value in manifest.state.items() if key not in FACTS}
 
 
 def _comparable_scales(a: Report, b: Report) -> tuple[Report, Report]:

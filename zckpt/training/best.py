@@ -82,7 +82,7 @@ def chosen(run: str, which: str) -> list[str]:
         return names
     last = os.path.join(run, names[-1], STATE)
     state = SiblingList(run)
-    if sources.exists(last):
+    if sources.is_file(last):
         state.add(STATE, last)
     best = best_of(state.files)
     if best is None:

@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterable, Mapping
 from itertools import chain
 from typing import Any
 
+from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ..core.dtypes import STORAGES, TORCH_NAMES
@@ -212,15 +213,42 @@ def _refusal(names: list[str]) -> str:
     )
 
 
-class _Filter:
+class _Names(Struct, eq=False):
+    """The classes and functions that values name; each container is entered once."""
+
+    known: dict[int, frozenset[str]] = field(default_factory=dict)
+
+    def of(self, value: Any, depth: int = 0) -> frozenset[str]:
+        """Raises CorruptCheckpoint for a value that is nested too deeply, or within itself."""
+        if isinstance(value, Global):
+            return frozenset((value.name,))
+        if isinstance(value, Foreign):
+            parts: Iterable[Any] = (
+                value.function, value.arguments, value.state,
+                value.keywords, value.appended, value.items,
+            )  # fmt: skip
+        elif isinstance(value, Mapping):
+            parts = chain(value.keys(), value.values())
+        elif isinstance(value, (list, tuple, set, frozenset)):
+            parts = value
+        else:
+            return frozenset()
+        if depth > MAX_DEPTH:
+            raise CorruptCheckpoint("state is nested too deeply, or refers to itself")
+        if id(value) not in self.known:
+            named = [part for part in parts if type(part) not in PLAIN_TYPES]
+            self.known[id(value)] = frozenset().union(*(self.of(part, depth + 1) for part in named))
+        return self.known[id(value)]
+
+
+class _Filter(Struct, eq=False):
     """Leaves out what names something that is not `allowed`; collects lines for the report."""
 
-    def __init__(self, allowed: Collection[str]) -> None:
-        self.allowed = allowed
-        self.named = _Names()
-        self.lost: dict[int, frozenset[str]] = {}  # by the identity of a value
-        self.kept: dict[int, Any] = {}
-        self.left_out: list[str] = []
+    allowed: Collection[str]
+    named: _Names = field(default_factory=_Names)
+    lost: dict[int, frozenset[str]] = field(default_factory=dict)  # by the identity of a value
+    kept: dict[int, Any] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
 
     def dictionary(self, value: Mapping[Any, Any], path: str) -> dict[Any, Any]:
         """The dictionary without the keys whose values, or which themselves, are not allowed."""
@@ -271,32 +299,3 @@ class _Filter:
                     value, lambda item, key: self._kept(item, inside(path, key))
                 )
         return self.kept[id(value)]
-
-
-class _Names:
-    """The classes and functions that values name; each container is entered once."""
-
-    def __init__(self) -> None:
-        self.known: dict[int, frozenset[str]] = {}
-
-    def of(self, value: Any, depth: int = 0) -> frozenset[str]:
-        """Raises CorruptCheckpoint for a value that is nested too deeply, or within itself."""
-        if isinstance(value, Global):
-            return frozenset((value.name,))
-        if isinstance(value, Foreign):
-            parts: Iterable[Any] = (
-                value.function, value.arguments, value.state,
-                value.keywords, value.appended, value.items,
-            )  # fmt: skip
-        elif isinstance(value, Mapping):
-            parts = chain(value.keys(), value.values())
-        elif isinstance(value, (list, tuple, set, frozenset)):
-            parts = value
-        else:
-            return frozenset()
-        if depth > MAX_DEPTH:
-            raise CorruptCheckpoint("state is nested too deeply, or refers to itself")
-        if id(value) not in self.known:
-            named = [part for part in parts if type(part) not in PLAIN_TYPES]
-            self.known[id(value)] = frozenset().union(*(self.of(part, depth + 1) for part in named))
-        return self.known[id(value)]

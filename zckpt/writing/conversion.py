@@ -144,14 +144,10 @@ def write(
         if outcome is None:
             key = "already_complete" if targets.is_complete(target, run) else "waits_for_parts"
             return report | {key: True, "seconds": _since(started)}
-        report |= description.advice(source, outcome.bare)
+        report |= description.advice(source, outcome.counts.bare)
         return report | {
             "tensors": len(outcome.digests),
-            "records": {
-                "checked": outcome.checked,
-                "unchecked": outcome.unchecked,
-                "without_checksum": outcome.bare,
-            },
+            "records": outcome.counts.report(),
             "seconds": _since(started),
             **({"resumed": stage.resumed} if running.continues else {}),
         }

@@ -14,19 +14,16 @@ import torch
 
 import zckpt
 from zckpt.core.loading import fill
-from zckpt.core.manifest import Manifest, Parameter
 from zckpt.dcp import StorageReader
 from zckpt.errors import (
     IncompleteCheckpoint,
     InconsistentCheckpoint,
     MissingData,
-    UnsupportedCheckpoint,
     WrongOption,
     ZckptError,
 )
 from zckpt.formats.deepspeed import read as deepspeed_read
 from zckpt.formats.deepspeed.model_ranks.grid import grid_files
-from zckpt.formats.deepspeed.model_ranks.together import check_equal, joined_groups
 from zckpt.formats.deepspeed_states.directories import TagDirectory
 from zckpt.formats.reading import Reading
 
@@ -522,6 +519,46 @@ class TestRules:
         assert zckpt.verify(bare, tp_rules=path)["equal"]
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(BOTH, marks=first),
+        pytest.param("tensor_tp2_dp2_z3", marks=pytest.mark.engines),
+        pytest.param("tensor_tp2_dp2_z0", marks=pytest.mark.engines),
+    ],
+)
+def test_a_step_policy_decides_for_all_model_ranks(
+    name: str, grid_trained: Trained, tmp_path: Path
+) -> None:
+    """The last file of an optimizer counts one update more; no way of writing loses the policy."""
+    run, case = Path(shutil.copytree(grid_trained(name) / "run", tmp_path / "run")), CASES[name]
+
+    def count(value: Any) -> None:
+        optimizer = value.get("optimizer_state_dict") or value["optimizer"]
+        base = optimizer.get("base_optimizer_state", optimizer)
+        base = base.get("optimizer_state_dict", base)
+        for state in (*base["state"].values(), *base["param_groups"]):
+            if "step" in state:
+                state["step"] += 1
+
+    *_, last = sorted(run.glob("*/*optim_states.pt")) or sorted(run.glob("*/mp_rank_*"))
+    step = zckpt.read(run).step
+    assert step is not None
+    edit(last, count)
+    ways: dict[str, Callable[..., Any]] = {
+        "universal": lambda target, **words: zckpt.convert(run, target, **words),
+        "dp": lambda target, **words: zckpt.reshard(run, target, dp=3, **words),
+        "tp": lambda target, **words: zckpt.reshard(run, target, tp=1, **words),
+    }
+    if case.model == "pipe":
+        ways["pp"] = lambda target, **words: zckpt.reshard(run, target, pp=1, **words)
+    for way, write in ways.items():
+        with pytest.raises(InconsistentCheckpoint, match="step differs"):
+            write(tmp_path / way)
+        write(tmp_path / way, step_policy="max")
+        assert zckpt.read(tmp_path / way).step == step + 1
+
+
 def test_numbers_in_names_are_sorted_as_numbers(tmp_path: Path) -> None:
     """Model rank 100 and layer 100 come after 99, whatever their digits."""
     for rank in range(102):
@@ -536,37 +573,3 @@ def test_numbers_in_names_are_sorted_as_numbers(tmp_path: Path) -> None:
     assert [f"mp_rank_{n:02d}_" in each.models[0] for n, each in enumerate(files.ranks)] == [
         True
     ] * 102
-
-
-def stage(name: str, *rates: float) -> Manifest:
-    """A stage with one parameter in each of its groups, which have these learning rates."""
-    parameters = {f"{name}.{n}": Parameter((2,), True, n) for n in range(len(rates))}
-    groups = tuple({"lr": rate, "betas": (0.9, 0.95)} for rate in rates)
-    return Manifest("run", "deepspeed", {}, {}, parameters, groups=groups)
-
-
-def test_groups_of_stages_are_known_by_their_settings() -> None:
-    stages, groups = joined_groups([stage("0", 1.0, 3.0), stage("1", 1.0, 2.0, 3.0)])
-    assert [group["lr"] for group in groups or ()] == [1.0, 2.0, 3.0]
-    assert [p.group for each in stages for p in each.parameters.values()] == [0, 2, 0, 1, 2]
-    with pytest.raises(InconsistentCheckpoint, match="other hyper-parameters"):
-        joined_groups([stage("0", 4.0), stage("1", 1.0, 2.0)])
-    with pytest.raises(UnsupportedCheckpoint, match="do not tell which"):
-        joined_groups([stage("0", 1.0), stage("1", 1.0, 1.0)])
-
-
-def counted(name: str, *steps: int) -> Manifest:
-    """A model rank with one group, whose parameters have these steps."""
-    parameters = {f"{name}.{n}": Parameter((2,), True, 0, step) for n, step in enumerate(steps)}
-    return Manifest("run", "deepspeed", {}, {}, parameters, groups=({"lr": 1.0},))
-
-
-def test_model_ranks_of_one_save_have_one_step() -> None:
-    check_equal([counted("0", 3, 3), counted("1", 3)])
-    check_equal([counted("0", 3, 2), counted("1", 3)])  # in stage 0 each parameter has its own
-    check_equal([counted("0", 3, 2), counted("0", 3, 2)])
-    for other in (counted("1", 4), counted("0", 4, 4)):
-        with pytest.raises(InconsistentCheckpoint, match=r"step is 3 in .* and 4 in"):
-            check_equal([counted("0", 3, 3), other])
-    with pytest.raises(InconsistentCheckpoint, match=r"step is 2 in .* and 3 in"):
-        check_equal([counted("0", 3, 2), counted("0", 3, 3)])

@@ -13,10 +13,12 @@ import torch
 from msgspec.structs import replace
 
 import zckpt
-from zckpt.core import slicing
+from zckpt.core import merge, slicing
+from zckpt.core.manifest import Entry
+from zckpt.core.placement import Shapes, Sliced
 from zckpt.core.slicing import Slicing
 from zckpt.naming import tensor_rules
-from zckpt.naming.tensor_rules import Shapes, Sliced, TensorRule
+from zckpt.naming.tensor_rules import TensorRule
 
 from ...engines.deepspeed import submit
 from ...faults import swap_files
@@ -77,7 +79,13 @@ def unfused(outer: int, inner: int, widths: Sequence[Sequence[int]]) -> Slicing:
     return RIGHT_CUT(outer, inner, [[sum(part[rank] for part in widths) for rank in range(2)]])
 
 
+def of_other_ranks(name: str, held: Any, *others: Any) -> list[Entry]:
+    """What each rank holds is taken for the other rank's, when they become a whole."""
+    return RIGHT_TENSOR(name, held[::-1], *others)
+
+
 RIGHT_CUT = slicing.cut
+RIGHT_TENSOR = merge.tensor
 RIGHT_RULE = tensor_rules.by_rule
 
 
@@ -97,11 +105,12 @@ def other_dimension(rule: TensorRule, name: str, shapes: Shapes) -> Sliced:
             *(slicing, "cut", swapped, r"\.fused\.|\.gate_up\.|\.(dense|down)\.weight|embed"),
             marks=first,
         ),
+        (merge, "tensor", of_other_ranks, r"\.fused\.|\.gate_up\.|\.(dense|down)\.weight|embed"),
         (slicing, "cut", shifted, r"\.fused\."),
         (slicing, "cut", unfused, r"\.fused\.|\.gate_up\."),
         (tensor_rules, "by_rule", other_dimension, r"\.(dense|down)\.weight"),
     ],
-    ids=["swapped", "shifted", "unfused", "other_dimension"],
+    ids=["swapped", "of_other_ranks", "shifted", "unfused", "other_dimension"],
 )
 @pytest.mark.parametrize("given", [pytest.param("the checkpoint"), pytest.param("a file")])
 def test_a_wrong_reader_is_found(

@@ -12,12 +12,13 @@ import pytest
 import torch
 
 from zckpt.core.fragments import Extent, solid
+from zckpt.core.placement import Shapes, Sliced
 from zckpt.core.slicing import joined
 from zckpt.errors import InconsistentCheckpoint, MissingData, UnsupportedCheckpoint
-from zckpt.formats.deepspeed.model_ranks.slices_by_engine import Cut
-from zckpt.formats.deepspeed.model_ranks.slices_by_engine import Info as ProofInfo
+from zckpt.formats.deepspeed.gather.tensor import Cut
+from zckpt.formats.deepspeed.gather.tensor import Info as ProofInfo
 from zckpt.formats.deepspeed.model_ranks.universal_info import UniversalInfo
-from zckpt.naming.tensor_rules import Shapes, Sliced, decide
+from zckpt.naming.tensor_rules import decide
 
 NAME = "layers.0.mixer.weight"
 Info = dict[str, Any]

@@ -2,8 +2,8 @@
 
     shard-RRRRR-model-FFFFF-of-NNNNN.safetensors    rank R from 1 on, file F of N
 
-A header's `DCP_SHARDING_INFO` says at which offsets each piece begins in the whole tensor. None of
-them XX
+A header's `DCP_SHARDING_INFO` says at which offsets each piece begins in the whole tensor. None
+states the whole shape: it ends where the last piece ends.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 from ...core.dtypes import SIZES, encode
 from ...core.fragments import Record
+from ...core.grouping import portions
 from ...core.inert import Scalar
 from ...core.layout import Shell
 from ...core.missing_ranks import missing_file
@@ -169,7 +170,12 @@ def shells(
 
     The values of `scalars` are written; all other elements are the copy's.
     """
-    groups = _groups(tensors, world, most)
+
+    def length(name: str) -> int:
+        """Of each rank, which all have about as much of a tensor."""
+        return prod(tensors[name].shape) * SIZES[tensors[name].dtype] // world
+
+    groups = [*portions(tensors, length, most)] or [[]]
     for rank, (place, names) in product(range(world), enumerate(groups)):
         boxes = {name: box for name in names if (box := box_of(tensors[name], rank)) is not None}
         info = {name: {"saved_offsets": list(box.offsets)} for name, box in boxes.items()}
@@ -183,20 +189,6 @@ def shells(
                 parts.append((end, encode(dtype, scalars[name].value)))
             end += prod(sizes) * SIZES[dtype]
         yield Shell(NAMED.format(rank + 1, place + 1, len(groups)), size, tuple(parts))
-
-
-def _groups(tensors: Mapping[str, BlankTensor], world: int, most: int) -> list[list[str]]:
-    """The names in each of a rank's files: every rank has about as much of a tensor."""
-    groups: list[list[str]] = [[]]
-    size = 0
-    for name, tensor in tensors.items():
-        length = prod(tensor.shape) * SIZES[tensor.dtype] // world
-        if size and size + length > most:
-            groups.append([])
-            size = 0
-        groups[-1].append(name)
-        size += length
-    return groups
 
 
 def _require_complete(paths: Sequence[str]) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
+from ...core import agreement
 from ...core.dtypes import SIZES
 from ...core.facts import StepPlace
 from ...core.fragments import Extent, Fragments, Runs, Slices, solid
@@ -299,7 +300,7 @@ class _RankedBuffer:
         warnings: list[str] = []
         for what, item in stated.items():
             is_true = item is truth
-            step = steps.agree(list(item.steps.items()), policy if is_true else "max")
+            step = agreement.agree(list(item.steps.items()), policy if is_true else "max")
             if step is None:
                 continue
             sightings.append(Sighting(what, step, is_true))

@@ -17,7 +17,6 @@ from ...errors import (
     not_understood,
 )
 from ...naming.tensor_rules import rules_of
-from ...training.steps import KEEP
 from ..deepspeed_states.agreement import check_names
 from ..deepspeed_states.directories import TagDirectory, refuse
 from ..deepspeed_states.states import open_files, open_layers
@@ -45,8 +44,8 @@ from .model_ranks.tensor_ranks import joined_slices
 from .model_ranks.universal_info import of_json
 from .moe.whole_experts import compare_ranks, manifest_of_experts
 
-WEIGHTS = Reading(step_policy=KEEP, weights_only=True)
-"""Of a run that was read before: its weights and what stands beside them, whatever its steps."""
+ANY_STEP = "max"  # a policy for runs that were read before, whatever their steps
+WEIGHTS = Reading(step_policy=ANY_STEP, weights_only=True)
 
 
 def read(path: str, reading: Reading = USUAL) -> Manifest:
@@ -71,8 +70,7 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
 def _manifest(directory: TagDirectory, files: GridFiles, reading: Reading) -> Manifest:
     if reading.ranks_apart and not files.is_plain:
         ranks = _apart(directory, files, reading)
-        rules = {"tp_rules": reading.tp_rules} if reading.tp_rules else {}
-        return replace(ranks, source={**ranks.source, **rules})
+        return replace(ranks, source={**ranks.source, "reading": reading})
     models = tensor_ranks(directory, files, reading)
     if reading.with_slicings or files.tp > 1:
         return _joined(models, reading.tp_rules, reading.step_policy)
@@ -101,7 +99,7 @@ def check(manifest: Manifest, replicas: str | None) -> list[str]:
         return []
     refuse_sums(manifest.root, (manifest.state.get("tensor_parallel") or {}).get("rules") or {})
     check_slices(manifest)
-    return compare_copies(manifest, tp, replicas)
+    return compare_copies(manifest, replicas)
 
 
 def _own_copies(manifest: Manifest) -> list[str]:
@@ -116,10 +114,10 @@ def _own_copies(manifest: Manifest) -> list[str]:
     directory = locate(manifest.root, None)
     try:
         ranks = tensor_ranks(directory, grid_files(directory), WEIGHTS)
-        model = _joined(ranks, manifest.source.get("tp_rules"), KEEP)
+        model = _joined(ranks, manifest.source["reading"].tp_rules, ANY_STEP)
     except (InconsistentCheckpoint, MissingData, UnsupportedCheckpoint, WrongOption):
         return stages  # stage 0 may need the user's names too
-    return [*stages, *compare_copies(model, tp, OWN)]
+    return [*stages, *compare_copies(model, OWN)]
 
 
 def averaged(manifest: Manifest) -> Manifest:
@@ -127,7 +125,7 @@ def averaged(manifest: Manifest) -> Manifest:
     tp = int(manifest.source.get("tp") or 0)
     if tp < 2 or "model_ranks" in manifest.source:  # each keeps its own copy
         return manifest
-    return with_means(manifest, tp)
+    return with_means(manifest)
 
 
 def check_slices(manifest: Manifest) -> None:
@@ -143,7 +141,7 @@ def check_slices(manifest: Manifest) -> None:
 
 def _apart(directory: TagDirectory, files: GridFiles, reading: Reading) -> Manifest:
     """The model ranks apart, once the joined reading has found the same grid in their contents."""
-    models = tensor_ranks(directory, files, replace(reading, step_policy=KEEP))
+    models = tensor_ranks(directory, files, replace(reading, step_policy=ANY_STEP))
     grid = ModelGrid.of(files, models[0])
     apart = open_apart(directory, files.ranks, grid, reading, files)
     ranks = stacked(apart)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ...core import agreement
 from ...core.inert import Foreign, Global, Scalar
 from ...core.states import among, beside
 from ...errors import InconsistentCheckpoint
 from ...files.torchshell import Storages
-from ...training import steps
 from ...training.options import OPTIMIZER
 from . import estimates
 from .engine import TargetEngine
@@ -72,7 +72,7 @@ def numbers(target: DeepSpeedTarget, buffer: TargetBuffer, storages: Storages) -
     return values
 
 
-def typed_step(target: DeepSpeedTarget, step: steps.Step, storages: Storages) -> Any:
+def typed_step(target: DeepSpeedTarget, step: agreement.Step, storages: Storages) -> Any:
     """A step in the type, and as a tensor in the shape, that the target's optimizer expects."""
     return _number(target.step_place.number(step), storages)
 

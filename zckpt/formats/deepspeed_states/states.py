@@ -11,16 +11,16 @@ from typing import Any
 
 from msgspec import Struct, field
 
+from ...core import agreement
 from ...core.dtypes import NUMBERS
 from ...core.facts import StepPlace
 from ...core.fragments import Fragments
 from ...core.inert import Foreign, Scalar, inside, map_values, to_json
 from ...core.manifest import Entry, Sighting, Unread
+from ...core.states import unread
 from ...errors import CorruptCheckpoint, UnsupportedCheckpoint
 from ...files.torchfile import Parsed, Tensor, TorchFile
-from ...training import steps
 from .. import zero
-from ..strangers import unread
 from .directories import TagDirectory
 
 FIRST = 16  # files that are opened one after another
@@ -350,7 +350,7 @@ class FlatBuffer(Struct, frozen=True):
     group: int
     shapes: Mapping[str, tuple[int, ...]]
     slots: Sequence[BufferSlot]
-    step: steps.Step | None
+    step: agreement.Step | None
     step_place: StepPlace | None
     scalars: Mapping[str, Scalar]
     sightings: Sequence[Sighting]

@@ -10,7 +10,8 @@ from typing import Any
 
 from ...core.inert import alike
 from ...core.manifest import Entry, Unread
-from ..strangers import BESIDE_STATE, OF_NO_GROUP, Stranger, is_plain, sorted_out
+from ...core.states import BESIDE_STATE, OF_NO_GROUP
+from ..strangers import Stranger, is_plain, sorted_out
 from .states import FLAT_MASTERS, WHOLE_MASTERS, EngineStates, wrapper_of
 
 OF_BASE = frozenset(("state", "param_groups"))

@@ -17,6 +17,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from ...core import agreement
 from ...core.dtypes import SIZES
 from ...core.facts import StepPlace
 from ...core.inert import Scalar
@@ -52,7 +53,7 @@ class TargetBuffer(Struct, frozen=True):
     numels: Sequence[int]
     paddings: Sequence[int]
     starts: Sequence[int]  # of each, then the buffer's length (stage 1 and 2)
-    step: steps.Step | None
+    step: agreement.Step | None
     scalars: Mapping[str, Scalar]
     slots: Mapping[str, str]  # optimizer states and their dtypes
     master: str  # the masters' dtype

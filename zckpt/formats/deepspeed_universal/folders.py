@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
-from ...core import sources
+from ...core import agreement, sources
 from ...core.facts import StepPlace
+from ...core.grouping import by_key
 from ...core.inert import Scalar, to_json
 from ...core.manifest import Sighting, slot_name
 from ...core.missing_ranks import missing_file
@@ -203,7 +204,7 @@ class ParameterFolders:
 
     def _steps(
         self, place: int, group: int, names: Sequence[str], policy: str | None
-    ) -> tuple[dict[str, steps.Step], list[Sighting], StepPlace | None]:
+    ) -> tuple[dict[str, agreement.Step], list[Sighting], StepPlace | None]:
         """Steps by name, every place that states one, and where the true one stands."""
         states = self.merged.states
         common = states.flat_states(place)[0].get("step")
@@ -233,14 +234,12 @@ class ParameterFolders:
             sightings.append(Sighting(f"param_groups[{group}]", step, truth is in_group))
         return by_name, sightings, truth.place()
 
-    def _refuse_differing(self, by_name: Mapping[str, steps.Step]) -> None:
+    def _refuse_differing(self, by_name: Mapping[str, agreement.Step]) -> None:
         """Raises InconsistentCheckpoint unless the parameters of a group have one step.
 
         DeepSpeed counts the updates of a group, so that its loader stops too (0.19.8).
         """
-        names: dict[steps.Step, list[str]] = {}
-        for name, step in by_name.items():
-            names.setdefault(step, []).append(name)
+        names = by_key((step, name) for name, step in by_name.items())
         if len(names) > 1:
             files = (f"{step} (step.pt of {listed(names[step], 3)})" for step in sorted(names))
             raise InconsistentCheckpoint(

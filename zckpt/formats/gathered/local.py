@@ -11,6 +11,7 @@ from itertools import accumulate, pairwise
 from math import prod
 from typing import Any, NamedTuple
 
+from ...core import agreement
 from ...errors import InconsistentCheckpoint, MissingData
 from ...files.torchfile import Tensor, TorchFile
 from ...training import steps
@@ -167,11 +168,11 @@ def _check_alike(files: Mapping[int, TorchFile], step_policy: str | None) -> Non
                 hint=distributed.MIXED,
             )
     last = [(file.path, step) for file in files.values() if (step := _last_step(file))]
-    if step_policy != steps.KEEP:
-        steps.agree(last, step_policy)
+    if step_policy != agreement.KEEP:
+        agreement.agree(last, step_policy)
 
 
-def _last_step(file: TorchFile) -> steps.Step | None:
+def _last_step(file: TorchFile) -> agreement.Step | None:
     """The highest step of all parameters."""
     values = [state.get("step") for state in file.value["state"].values()]
     numbers = [file.scalar(value) if isinstance(value, Tensor) else value for value in values]

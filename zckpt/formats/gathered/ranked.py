@@ -15,7 +15,7 @@ from typing import Any
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from ...core import sources
+from ...core import agreement, sources
 from ...core.dtypes import SIZES
 from ...core.facts import MAX_DP
 from ...core.grouping import by_key
@@ -258,7 +258,7 @@ class _Merger:
             for rank, number in numbers.items()
             if (step := steps.step_of(number)) is not None
         ]
-        agreed = steps.agree(stated, self.step_policy)
+        agreed = agreement.agree(stated, self.step_policy)
         paths = tuple(self.files[rank].path for rank in numbers)
         self.merged.steps.append(StepStatement(path, paths, agreed))
         if agreed is None or {step for _, step in stated} == {agreed}:

@@ -17,6 +17,7 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from ...core.agreement import Step, agree
 from ...core.facts import StepPlace
 from ...core.inert import Scalar
 from ...core.manifest import Sighting
@@ -93,7 +94,7 @@ def hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "step")}
 
 
-def agreed_step(folder: str, stated: Iterable[FileStep], policy: str | None) -> steps.Step | None:
+def agreed_step(folder: str, stated: Iterable[FileStep], policy: str | None) -> Step | None:
     """The step of all files; raises InconsistentCheckpoint if they differ and no policy decides.
 
     Megatron-Core has one step for all parameters, so that none of them may have its own.
@@ -103,12 +104,12 @@ def agreed_step(folder: str, stated: Iterable[FileStep], policy: str | None) -> 
         for file, number in stated
         if (step := steps.step_of(number)) is not None
     ]
-    return steps.agree([*dict.fromkeys(places)], policy)
+    return agree([*dict.fromkeys(places)], policy)
 
 
 def stated_step(
     common: dict[Any, Any], file: TorchFile, policy: str | None
-) -> tuple[steps.Step | None, StepPlace | None, list[Sighting]]:
+) -> tuple[Step | None, StepPlace | None, list[Sighting]]:
     """The completed updates, where they stand, and every place that states them.
 
     Raises InconsistentCheckpoint if groups differ and no policy decides.
@@ -129,7 +130,7 @@ def stated_step(
     scheduler = common.get("opt_param_scheduler")
     if isinstance(scheduler, dict):  # it counts samples
         sightings += steps.counter_sightings("opt_param_scheduler", scheduler, ["num_steps"])
-    step = steps.agree(list(stated.steps.items()), policy)
+    step = agree(list(stated.steps.items()), policy)
     return step, stated.place(), sightings
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 
+from ...core import agreement
 from ...core.compare import compare
 from ...core.facts import NamedWeightsEngine
 from ...core.fragments import Fragment, Runs, solid
@@ -295,12 +296,12 @@ def _sightings(save: Save, owned: Owned) -> Iterator[tuple[str, str, Sighting]]:
 
 def _steps(
     sightings: Sequence[tuple[str, str, Sighting]], owned: Owned, policy: str | None
-) -> dict[str, steps.Step | None]:
+) -> dict[str, agreement.Step | None]:
     """Completed updates of every weight; they may differ only with the policy `keep`."""
-    stated: dict[str, list[tuple[str, steps.Step]]] = {}
+    stated: dict[str, list[tuple[str, agreement.Step]]] = {}
     for name, file, line in sightings:
-        weight = name if policy == steps.KEEP else ""
+        weight = name if policy == agreement.KEEP else ""
         place = f"{os.path.basename(file)}: {line.where}"
         stated.setdefault(weight, []).append((place, line.step))
-    agreed = {name: steps.agree(places, policy) for name, places in stated.items()}
+    agreed = {name: agreement.agree(places, policy) for name, places in stated.items()}
     return {name: agreed.get(name, agreed.get("")) for name in owned} if agreed else {}

@@ -11,6 +11,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from ...core import agreement
 from ...core.dtypes import NUMBERS
 from ...core.facts import StateDictEngine, StepPlace
 from ...core.grouping import by_key
@@ -229,7 +230,7 @@ class ManifestBuilder:
 
     # -- steps
 
-    def _steps(self) -> dict[str, steps.Step]:
+    def _steps(self) -> dict[str, agreement.Step]:
         """Completed updates by parameter; records every place that states them."""
         if self.optimizer is None:
             return {}
@@ -254,7 +255,7 @@ class ManifestBuilder:
         """
         begin = {"state": "state.", "group": "param_groups."}[where]
         for optimizer in self.optimizers:
-            by_path: dict[Path, list[tuple[StepStatement, steps.Step]]] = {}
+            by_path: dict[Path, list[tuple[StepStatement, agreement.Step]]] = {}
             for item in self.saved.steps:
                 own, rest = item.path[: len(optimizer)], item.path[len(optimizer) :]
                 step = steps.step_of(_step(item.value)[0])
@@ -262,10 +263,10 @@ class ManifestBuilder:
                     by_path.setdefault(item.path, []).append((item, step))
             for path, items in by_path.items():
                 copies = [(f"{item.files[0]}: {dotted(path)}", step) for item, step in items]
-                steps.agree(copies, self.step_policy)
+                agreement.agree(copies, self.step_policy)
             stated = chain.from_iterable(by_path.values())
             by_file = ((file, step) for item, step in stated for file in item.files)
-            steps.need_one_save(by_file, self.step_policy)
+            agreement.need_one_save(by_file, self.step_policy)
 
     def _sight(self, stated: steps.StatedSteps, truth: bool) -> None:
         """One line for each different step, not one for each parameter."""

@@ -99,6 +99,7 @@ def read_optimizer(state_dict: dict[Any, Any]) -> OptimizerState:
     if "param_groups" not in state_dict:
         return _flat(state_dict)
     values = state_dict.get("state") or {}
+    values = values if isinstance(values, dict) else {"state": values}
     state = {key: own for key, own in values.items() if isinstance(own, dict)}
     others = {key: own for key, own in values.items() if key not in state}
     keys = [next(key for key in MEMBERS if key in group) for group in state_dict["param_groups"]]

@@ -9,13 +9,14 @@ from msgspec.structs import replace
 
 from ...core.filenames import number_of
 from ...core.manifest import Manifest
+from ...core.states import BESIDE_STATE, OF_NO_GROUP
 from ...errors import InconsistentCheckpoint, MissingData, listed
 from ...naming import peft
 from ...naming.names import names_in
 from ...training.programs import program_of
 from ...training.trainers import config_of, of_model
 from ..reading import USUAL, Reading
-from ..strangers import BESIDE_STATE, NO_NAMES, OF_NO_GROUP, Stranger
+from ..strangers import NO_NAMES, Stranger
 from .building import ManifestBuilder
 from .finding import (
     OptimizerState,

@@ -34,10 +34,6 @@ class Misfit(Exception):
         self.needs = tuple(needs)
 
 
-def _same(views: Views, _: Sizes) -> Views:
-    return views
-
-
 def _join_rows(views: Views, _: Sizes) -> Views:
     if len({view.shape for view in views}) > 1 or not views[0].shape:
         raise Misfit(f"gate and up have the shapes {_listed(views)}, which are not the same")
@@ -84,14 +80,6 @@ def _turn(views: Views, _: Sizes) -> Views:
     return [swapped(view, 0, 1)]
 
 
-def _turn_then_join(views: Views, sizes: Sizes) -> Views:
-    return _join_whole_attention(_turn(views, sizes), sizes)
-
-
-def _split_then_turn(views: Views, sizes: Sizes) -> Views:
-    return _turn(_split_whole_attention(views, sizes), sizes)
-
-
 def _split_experts(views: Views, _: Sizes) -> Views:
     (view,) = views
     if len(view.shape) != 3 or 0 in view.shape:
@@ -125,13 +113,16 @@ def _add_rows(views: Views, sizes: Sizes) -> Views:
 
 
 LAYOUTS: Mapping[str, Mapping[str, Callable[[Views, Sizes], Views]]] = {
-    "same": {MEGATRON: _same, HUGGING_FACE: _same},
+    "same": dict.fromkeys((MEGATRON, HUGGING_FACE), lambda views, _: views),
     "vocabulary": {MEGATRON: _add_rows, HUGGING_FACE: _drop_rows},
     "rows": {MEGATRON: _join_rows, HUGGING_FACE: _split_rows},
     "attention": {MEGATRON: _join_attention, HUGGING_FACE: _split_attention},
     "whole attention": {MEGATRON: _join_whole_attention, HUGGING_FACE: _split_whole_attention},
     "turned": {MEGATRON: _turn, HUGGING_FACE: _turn},
-    "turned whole attention": {MEGATRON: _turn_then_join, HUGGING_FACE: _split_then_turn},
+    "turned whole attention": {
+        MEGATRON: lambda views, sizes: _join_whole_attention(_turn(views, sizes), sizes),
+        HUGGING_FACE: lambda views, sizes: _turn(_split_whole_attention(views, sizes), sizes),
+    },
     "experts": {MEGATRON: _split_experts, HUGGING_FACE: _join_experts},
 }
 """By the packing, and the program that the target is for."""

@@ -76,11 +76,6 @@ class Family(Struct, frozen=True):
             re.compile(pattern)
 
 
-def is_family(name: str) -> bool:
-    """Whether it is the name of a family, or of a file of JSON."""
-    return name in NAMES or name.endswith(SUFFIX)
-
-
 def family_of(name: str) -> Family:
     """The family of that name, or in the user's file of that name.
 

@@ -18,7 +18,7 @@ from ...core.manifest import Manifest, Sibling
 from ...errors import InconsistentCheckpoint, WrongOption
 from ...training.trainers import files_to_load_by, json_of
 from ..ties import CONFIG
-from .rules import NAMES, Family, is_family
+from .rules import NAMES, SUFFIX, Family
 
 KEYS = ("heads", "kv_heads", "vocab_size")
 
@@ -34,7 +34,7 @@ class Sizes(Struct, frozen=True):
 def parsed(text: str) -> tuple[str, dict[str, int]]:
     """The name or file of the family, and the sizes of `--family`; raises WrongOption."""
     name, _, rest = text.partition(":")
-    if not is_family(name):
+    if name not in NAMES and not name.endswith(SUFFIX):
         raise WrongOption(
             f"--family {name} is none of {', '.join(NAMES)}",
             hint="for other models, give a .json file of rules (docs/megatron.md), or rename "

@@ -29,9 +29,9 @@ from ...core.checksum import Cover
 from ...core.compare import ComparisonOutcome, Result
 from ...core.difference import Difference
 from ...core.dtypes import SIZES
-from ...core.manifest import Entry, Manifest
+from ...core.manifest import Manifest
 from ...core.partition import Nameless, Partition
-from ...core.plan import Match, match
+from ...core.plan import match, of_copies
 from ...core.resources import Begin
 from ...core.states import Selection
 from ...errors import MissingExtra, listed
@@ -99,7 +99,7 @@ def _verify(
     shared, only_a, only_b = match(ours, other)
     matches = [(item.a.name, item) for item in shared if item.a.slot != "state"]
     matches += [
-        (key, Match(entry, item.b, "bits" if _alike(entry, item.b) else "shapes", copy=True))
+        (key, of_copies(entry, item.b))
         for key, entry in copies.items()
         for item in shared
         if item.a.name == entry.name and item.how == "bits" and item.b and not item.copy
@@ -147,10 +147,6 @@ def _verify(
         "rank": world.rank,
         "versions": {**versions(manifest, other), "torch": torch.__version__},
     }
-
-
-def _alike(a: Entry, b: Entry | None) -> bool:
-    return b is not None and (a.dtype, a.shape) == (b.dtype, b.shape)
 
 
 def _uncovered(outcome: ComparisonOutcome) -> list[Report]:

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from ...core.dtypes import SIZES
 from ...core.fragments import Box, Extent, Fragment, Runs
+from ...core.grouping import by_key
 from ...core.manifest import Entry, Manifest
 from ...core.partition import (
     BoxPart,
@@ -178,7 +179,5 @@ def strided(part: Named) -> Iterator[Joined]:
 
 def by_kind(parts: Sequence[Cut]) -> list[Cut]:
     """Sorted by what fits into common buckets, else in their order."""
-    kinds: dict[tuple[str, int, bool], list[Cut]] = {}
-    for part in parts:
-        kinds.setdefault(kind_of(part), []).append(part)
+    kinds = by_key((kind_of(part), part) for part in parts)
     return [part for alike in kinds.values() for part in alike]

@@ -7,10 +7,10 @@ threads read the next, so that every bucket has futures of its own.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from msgspec import Struct
@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from ...core.checksum import crc32
 from ...core.dtypes import SIZES
 from ...core.fragments import Extent
+from ...core.grouping import portions
 from ...core.manifest import Entry
 from ...core.pieces import ElementReader, ReadRequest
 from ...core.plan import Match
@@ -27,7 +28,6 @@ from ...core.streaming import reading
 from .buckets import Block
 
 READ = 8 << 20  # bytes that one thread reads at a time
-T = TypeVar("T")
 
 
 class BlockMatch(Struct, frozen=True):
@@ -78,9 +78,8 @@ class Readers:
             for extent, at in some:
                 reader.read(extent, into[at : at + extent.length])
 
-        return [
-            self._pool.submit(work, some) for some in grouped(small, lambda item: item[0].length)
-        ]
+        batches = portions(small, lambda item: item[0].length, READ)
+        return [self._pool.submit(work, batch) for batch in batches]
 
     def elements(self, items: Sequence[BlockMatch], into: memoryview) -> list[Future[list[Seen]]]:
         """Reads the other side's elements of every item; the futures return their CRCs."""
@@ -104,10 +103,8 @@ class Readers:
                 for item, part in some
             ]
 
-        return [
-            self._pool.submit(work, some)
-            for some in grouped(placed, lambda item: item[1].end - item[1].at)
-        ]
+        batches = portions(placed, lambda item: item[1].end - item[1].at, READ)
+        return [self._pool.submit(work, batch) for batch in batches]
 
     def close(self) -> None:
         """Ends the threads and closes their files."""
@@ -117,20 +114,6 @@ class Readers:
 
 Seen = tuple[BlockMatch, int, int, int]
 """An item, a range of its tensor's elements, and the CRC-32 of the other side's bytes there."""
-
-
-def grouped(listed: Iterable[T], length: Callable[[T], int]) -> Iterator[list[T]]:
-    """Lists of neighbors, each about READ bytes long."""
-    some: list[T] = []
-    size = 0
-    for item in listed:
-        if some and size + length(item) > READ:
-            yield some
-            some, size = [], 0
-        some.append(item)
-        size += length(item)
-    if some:
-        yield some
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:

@@ -4,11 +4,8 @@ grid.py             which model ranks there are, and their places in the grid
 pipeline.py         stages and files of layers become one model
 tensor_ranks.py     slices of tensor ranks become boxes of whole tensors
 universal_info.py   which dimension was cut, as the checkpoint says it (naming/tensor_rules.py)
-together.py         what model ranks have in common
 copies.py           whether their copies of a tensor are equal
 apart.py            all model ranks in one manifest, without joining them
-gather_grid.py      what model ranks have together, by the engine's own rule: verify --gather
-slices_by_engine.py where slices belong, by that rule
 write_grid.py       those of several model ranks for another data-parallel size
 write_tensor_ranks.py  how a target's tensor ranks cut the whole model
 write_pipeline.py   a run of any sizes, with or without a pipeline, from the whole model

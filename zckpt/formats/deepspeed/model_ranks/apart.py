@@ -19,6 +19,8 @@ from msgspec.structs import replace
 from ....core import sources
 from ....core.facts import FlatBufferEngine
 from ....core.manifest import Entry, Manifest, Sibling
+from ....core.merge import agreed_steps, numbered_alike, of_rank, together, with_steps
+from ....core.states import as_unread
 from ...deepspeed_states.directories import TagDirectory
 from ...deepspeed_states.manifest import manifest_of
 from ...deepspeed_states.states import EngineStates, open_layers
@@ -31,7 +33,6 @@ from ..stage_0.stages import open_stages
 from ..stage_0.whole import open_whole
 from ..stage_0.whole_states import manifest_of_whole
 from .grid import GridFiles
-from .together import as_unread, check_equal, merged
 
 OF_MODEL_RANKS = (
     "of several model ranks, zckpt does not read a state of the ranks' parts of flat buffers"
@@ -158,18 +159,18 @@ def open_apart(
         engine = replace(manifest.engine, dtype=grid.dtype)
         source = {**manifest.source, "model_rank": rank}
         manifests[number] = replace(manifest, source=source, engine=engine)
-    check_equal(manifests)
-    return manifests
+    steps = agreed_steps(numbered_alike(manifests)[0], reading.step_policy)
+    return [with_steps(manifest, steps) for manifest in manifests]
 
 
 def stacked(manifests: Sequence[Manifest]) -> Manifest:
     """All model ranks in one manifest, under names that begin with the rank's number."""
-    together, numbered = merged(manifests), list(enumerate(manifests))
-    entries = (_prefixed(number, entry) for number, m in numbered for entry in m.entries.values())
-    source = {**together.source}
+    whole, numbered = together(manifests), list(enumerate(manifests))
+    entries = (of_rank(number, entry) for number, m in numbered for entry in m.entries.values())
+    source = {**whole.source}
     rank: ModelRank = source.pop("model_rank")
     return replace(
-        together,
+        whole,
         source={**source, "tp": rank.grid.tp, "pp": rank.grid.pp, "model_ranks": len(manifests)},
         entries={entry.name: entry for entry in entries},
         parameters={
@@ -180,7 +181,7 @@ def stacked(manifests: Sequence[Manifest]) -> Manifest:
             for name, item in m.parameters.items()
         },
         buffers=tuple(f"{number}:{name}" for number, m in numbered for name in m.buffers),
-        replicas=tuple(_prefixed(number, e) for number, m in numbered for e in m.replicas),
+        replicas=tuple(of_rank(number, e) for number, m in numbered for e in m.replicas),
         left_out=tuple(dict.fromkeys(chain.from_iterable(m.left_out for m in manifests))),
     )
 
@@ -204,12 +205,8 @@ def weights_of_layers(ranks: Sequence[Manifest], models: Sequence[Manifest]) -> 
             names = [name for name in rank.parameters if f"{name}/param" not in rank.entries]
             for name in names:
                 if name not in seen or len(copies.get(name, ())) >= uses[name]:
-                    yield from (_prefixed(number, entry) for entry in copies.get(name, ()))
+                    yield from (of_rank(number, entry) for entry in copies.get(name, ()))
             seen.update(names)
-
-
-def _prefixed(number: int, entry: Entry) -> Entry:
-    return replace(entry, name=f"{number}:{entry.name}")
 
 
 def layer_siblings(files: GridFiles, tag: str) -> list[tuple[str, Sibling]]:

@@ -11,7 +11,6 @@ Slices of a cut parameter never have equal moments. If they do, the rule that cu
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 
 from msgspec.structs import replace
@@ -19,16 +18,13 @@ from msgspec.structs import replace
 from ....core import compare, masters
 from ....core.compare import Result
 from ....core.dtypes import FLOATS
-from ....core.filenames import numbers_of
 from ....core.manifest import Entry, Manifest
+from ....core.placement import SUM
 from ....core.plan import Match
 from ....core.weights import is_optimizers
 from ....errors import InconsistentCheckpoint, UnsupportedCheckpoint, counted, listed
-from ....naming.tensor_rules import SUM
-from ...deepspeed_states.directories import LAYER
-from ..files import model_rank_of
 from .grid import TIED
-from .pipeline import head
+from .pipeline import STAGE, head
 
 SAMPLE = 1 << 14  # elements of each slice
 OWN = "own"  # of what may be taken of several copies: nothing is joined, and all stay
@@ -43,7 +39,7 @@ def matches_of(manifest: Manifest) -> list[Match]:
     ]
 
 
-def compare_copies(manifest: Manifest, tp: int, replicas: str | None) -> list[str]:
+def compare_copies(manifest: Manifest, replicas: str | None) -> list[str]:
     """Compares every copy with the tensor that is taken; gives warnings.
 
     Raises InconsistentCheckpoint if copies of tensor ranks differ, unless `replicas` says what is
@@ -52,14 +48,13 @@ def compare_copies(manifest: Manifest, tp: int, replicas: str | None) -> list[st
     """
     matches = matches_of(manifest)
     if replicas == OWN:
-        matches = [each for each in matches if _stage(each.a, tp) == _stage(each.b, tp)]
+        matches = [each for each in matches if each.a.axis != STAGE]
     results = compare.compare(matches, manifest, manifest).results
     tied: dict[str, list[str]] = {}
     drifted: dict[str, list[str]] = {}
     for result in results:
         if result.differs:
-            is_tied = _stage(result.match.a, tp) != _stage(result.match.b, tp)
-            kind = tied if is_tied else drifted
+            kind = tied if result.match.a.axis == STAGE else drifted
             kind.setdefault(result.match.a.parameter, []).append(_line(result))
     warnings = [
         f"the stages' copies of {name} differ; the first stage's is taken: {listed(lines, 3)}"
@@ -112,7 +107,7 @@ def compare_stages(ranks: Manifest, tp: int) -> list[str]:
     ]
 
 
-def with_means(manifest: Manifest, tp: int) -> Manifest:
+def with_means(manifest: Manifest) -> Manifest:
     """Each tensor of a parameter is the mean of the tensor ranks' copies.
 
     A weight is the rounded mean of the masters, since the mean of rounded weights is another
@@ -123,7 +118,7 @@ def with_means(manifest: Manifest, tp: int) -> Manifest:
         entry = manifest.entries.get(copy.name)
         if entry is None or copy.parameter not in manifest.parameters or copy.slot == "state":
             continue
-        if copy.dtype in FLOATS and _stage(copy, tp) == _stage(entry, tp):
+        if copy.dtype in FLOATS and copy.axis != STAGE:
             copies.setdefault(copy.name, [entry]).append(copy)
     entries = {}
     for name, entry in manifest.entries.items():
@@ -138,18 +133,6 @@ def _line(result: Result) -> str:
     assert difference is not None
     most = "" if difference.max_abs is None else f" by at most {difference.max_abs:.3g}"
     return f"{result.match.a.slot} in {difference.count} of {result.match.a.numel} elements{most}"
-
-
-def _stage(entry: Entry | None, tp: int) -> int | None:
-    """The stage of the pipeline whose file has an entry; -1 - layer for the file of a layer."""
-    fragment = next(iter(entry.fragments), None) if entry is not None else None
-    if fragment is None:
-        return None
-    name = os.path.basename(fragment.extent.file)
-    if numbers := numbers_of(LAYER, name):
-        return -1 - numbers[0]
-    rank = model_rank_of(name)
-    return None if rank is None else rank // tp
 
 
 def refuse_equal_slices(root: str, ranks: Sequence[Manifest], rules: Mapping[str, str]) -> None:

@@ -26,6 +26,8 @@ from ....core.facts import FlatBufferEngine
 from ....core.fragments import Fragments
 from ....core.inert import Foreign
 from ....core.manifest import Entry, Manifest, Parameter
+from ....core.merge import in_order, merge
+from ....core.placement import Table
 from ....errors import IncompleteCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint, listed
 from ....files.torchfile import Tensor, TorchFile
 from ...deepspeed_states.experts import ExpertLayers
@@ -34,8 +36,8 @@ from ...deepspeed_states.tensors import is_extra
 from ...statedict.finding import BUFFERS
 from .grid import TIED, tied_key
 from .stage_bounds import stage_spans
-from .together import joined_groups, merged, require_alike, with_agreed_steps
 
+STAGE = "stage"
 SAMPLE = 1 << 14  # elements that are compared with masters to tell a tied layer
 
 
@@ -66,72 +68,30 @@ def joined_stages(
     contradict each other.
     """
     buffers = [list(each.model.get("buffer_names") or ()) for each in states]
-    stages = _with_one_optimizer(stages)
-    fullest = max(stages, key=lambda stage: len(stage.groups or ()))  # others dropped groups
-    stages, groups = joined_groups(stages)
-    trained, copies = _trained(stages)
-    shapes = {name: parameter.shape for name, (parameter, _) in trained.items()}
-    stated = {name for names in buffers for name in names}
-    masters = {name: item[1] for name, item in trained.items()}
-    layers = _layers(stages[0].root, files, shapes, stated, masters, tied)
+    first, stated = stages[0], {name for names in buffers for name in names}
+    trained = {name: p for stage in reversed(stages) for name, p in stage.parameters.items()}
+    every = (entry for stage in reversed(stages) for entry in stage.entries.values())
+    masters = {entry.parameter: entry for entry in every if entry.slot == "master"}
+    shapes = {name: parameter.shape for name, parameter in trained.items()}
+    layers = _layers(first.root, files, shapes, stated, masters, tied)
     _check_places(stages, layers)
-    weights, replicas = _weights(stages[0].root, layers)
-    _check_weights(stages[0].root, files, shapes, weights)
-    parameters = {name: parameter for name, (parameter, _) in trained.items()}
-    parameters = dict(sorted(parameters.items(), key=lambda item: item[1].group or 0))
-    entries: dict[str, Entry] = {}
-    for name in parameters:
-        entries[f"{name}/param"] = weights[name]
-        entries |= {entry.name: entry for entry in trained[name][1]}
-    untrained = [name for name in weights if name not in trained]
-    entries |= {weights[name].name: weights[name] for name in untrained}
-    names = {name: None for name in untrained if _is_buffer(name, weights[name], stated)}
-    parameters |= {
-        name: Parameter(weights[name].shape, trainable=False)
-        for name in untrained
-        if name not in names
-    }
-    together = merged(stages)
-    entries |= {name: e for name, e in stages[0].entries.items() if e.slot == "state"}
-    for stage in stages[1:]:  # in stage 0 (`_with_one_optimizer`)
-        entries |= {n: e for n, e in stage.entries.items() if n.startswith("optimizer.other.")}
-    dtypes = [weights[name].dtype for name in trained]
-    engine = stages[0].engine
+    beside = _of_layers(first, layers, shapes, stated)
+    _check_weights(first.root, files, shapes, beside.entries)
+    whole = in_order(merge(stages, Table(STAGE), step_policy, beside))
+    engine, optimizer = first.engine, whole.state.get("optimizer") or {}
     assert isinstance(engine, FlatBufferEngine)
-    manifest = replace(
-        together,
-        entries=entries,
-        parameters=parameters,
-        buffers=tuple(names),
-        groups=groups,
+    dtypes = [whole.entries[f"{name}/param"].dtype for name in shapes]
+    return replace(
+        whole,
         engine=replace(engine, dtype=dtypes[0] if dtypes else engine.dtype),
         state={
-            **together.state,
-            "module": list(weights),
-            "lr_scheduler": fullest.state.get("lr_scheduler"),
+            **whole.state,
+            # which frozen parameters are listed is known of each stage, not of the whole
+            "optimizer": {key: value for key, value in optimizer.items() if key != "members"},
             "pipeline": _facts(stages, buffers, layers),
         },
-        replicas=(*together.replicas, *copies, *replicas),
-        files=(*together.files, *(layer.file.path for layer in layers)),
-        records=(*together.records, *(r for x in layers for r in x.file.records.values())),
-        warnings=(*together.warnings, *_perhaps_tied(stages, layers)),
+        warnings=(*whole.warnings, *_perhaps_tied(stages, layers)),
     )
-    return with_agreed_steps(manifest, step_policy)
-
-
-def _with_one_optimizer(stages: Sequence[Manifest]) -> list[Manifest]:
-    """The stages with what their optimizers have together, instead of what each one has.
-
-    In stage 0 it is known of each stage, not of the whole, which frozen parameters are listed.
-    """
-    optimizers = [stage.state.get("optimizer") or {} for stage in stages]
-    other = {name: own for each in optimizers for name, own in (each.get("other") or {}).items()}
-    joined = []
-    for stage, own in zip(stages, optimizers, strict=True):
-        plain = {key: value for key, value in own.items() if key not in ("members", "other")}
-        state = {**stage.state, "optimizer": {**plain, **({"other": other} if other else {})}}
-        joined.append(replace(stage, state=state))
-    return joined
 
 
 def _facts(
@@ -146,32 +106,12 @@ def _facts(
     }
 
 
-def _trained(
-    stages: Sequence[Manifest],
-) -> tuple[dict[str, tuple[Parameter, list[Entry]]], list[Entry]]:
-    """Trained parameters with their entries; and the entries of further copies of tied ones."""
-    trained: dict[str, tuple[Parameter, list[Entry]]] = {}
-    copies: list[Entry] = []
-    for number, stage in enumerate(stages):
-        of_name: dict[str, list[Entry]] = {name: [] for name in stage.parameters}
-        for entry in stage.entries.values():
-            if entry.slot != "state":
-                of_name[entry.parameter].append(entry)
-        for name, parameter in stage.parameters.items():
-            if name not in trained:
-                trained[name] = parameter, of_name[name]
-                continue
-            require_alike(stage.root, name, trained[name][0], parameter, number)
-            copies += of_name[name]
-    return trained, copies
-
-
 def _layers(
     root: str,
     files: Mapping[int, TorchFile],
     shapes: Mapping[str, tuple[int, ...]],
     buffers: Collection[str],
-    entries: Mapping[str, Sequence[Entry]],
+    masters: Mapping[str, Entry],
     given: Mapping[int, str] | None,
 ) -> list[Layer]:
     """The files of all layers, under the names of the whole model."""
@@ -192,7 +132,7 @@ def _layers(
                 each
                 for each, names in tied.items()
                 if all(
-                    _is_its_weight(f"{TIED}{each}.", n, shapes, tensors, file, entries)
+                    _is_its_weight(f"{TIED}{each}.", n, shapes, tensors, file, masters)
                     for n in names
                 )
             ]
@@ -305,15 +245,14 @@ def _is_its_weight(
     shapes: Mapping[str, tuple[int, ...]],
     tensors: Mapping[str, Tensor],
     file: TorchFile,
-    entries: Mapping[str, Sequence[Entry]],
+    masters: Mapping[str, Entry],
 ) -> bool:
     """Whether a layer's file has a tied parameter: of its shape, and rounded from its master."""
     tensor = tensors.get(name.removeprefix(prefix))
     if tensor is None or tensor.shape != shapes[name] or not tensor.contiguous:
         return False
-    master = next(entry for entry in entries[name] if entry.slot == "master")
     weight = Entry(f"{name}/param", tensor.dtype, tensor.shape, file.fragments(tensor))
-    return begins_as(weight, master, min(SAMPLE, master.numel))
+    return begins_as(weight, masters[name], min(SAMPLE, masters[name].numel))
 
 
 def begins_as(weight: Entry, master: Entry, count: int) -> bool:
@@ -339,21 +278,33 @@ def head(fragments: Fragments, dtype: str, count: int) -> bytes:
     return bytes(data)
 
 
-def _weights(root: str, layers: Sequence[Layer]) -> tuple[dict[str, Entry], list[Entry]]:
-    """The tensors of all layers by name; further copies of tied ones apart."""
-    weights: dict[str, Entry] = {}
+def _of_layers(
+    stage: Manifest,
+    layers: Sequence[Layer],
+    trained: Collection[str],
+    buffers: Collection[str],
+) -> Manifest:
+    """The tensors of all layers, as if a rank beside the stages had them; tied ones have copies."""
+    entries: dict[str, Entry] = {}
     copies = []
     for layer in layers:
         for name, tensor in layer.tensors.items():
             fragments = layer.file.fragments(tensor)
             entry = Entry(f"{name}/param", tensor.dtype, tensor.shape, fragments)
-            first = weights.setdefault(name, entry)
-            if first is entry:
-                continue
-            if (first.dtype, first.shape) != (entry.dtype, entry.shape):
-                raise InconsistentCheckpoint(f"{root}: the copies of {name} have other shapes")
-            copies.append(entry)
-    return weights, copies
+            if entries.setdefault(entry.name, entry) is not entry:
+                copies.append(entry)
+    own = {entry.parameter: entry for entry in entries.values() if entry.parameter not in trained}
+    names = {name: None for name, entry in own.items() if _is_buffer(name, entry, buffers)}
+    return replace(
+        stage,
+        entries=entries,
+        parameters={n: Parameter(e.shape, False) for n, e in own.items() if n not in names},
+        buffers=tuple(names),
+        replicas=tuple(copies),
+        state={"module": [entry.parameter for entry in entries.values()]},
+        files=tuple(layer.file.path for layer in layers),
+        records=tuple(r for layer in layers for r in layer.file.records.values()),
+    )
 
 
 def _check_weights(
@@ -364,7 +315,7 @@ def _check_weights(
 ) -> None:
     """Every trained parameter is in the file of its layer, with the same shape."""
     for name, shape in shapes.items():
-        weight = weights.get(name)
+        weight = weights.get(f"{name}/param")
         if weight is not None and weight.shape == shape:
             continue
         if weight is not None:
@@ -468,52 +419,12 @@ def joined_stages_with_experts(stages: Sequence[Manifest], step_policy: str | No
     of experts count the layers of their stage alone. Raises InconsistentCheckpoint if stages
     contradict each other in a tied layer.
     """
-    stages, groups = joined_groups(stages)
-    parameters = _parameters(stages)
-    entries: dict[str, Entry] = {}
-    copies: list[Entry] = []
-    for number, stage in enumerate(stages):
-        for entry in stage.entries.values():
-            if entry.slot == "state" and number:
-                continue  # `merged` has these
-            first = entries.setdefault(entry.name, entry)
-            if (first.dtype, first.shape) != (entry.dtype, entry.shape):
-                raise InconsistentCheckpoint(
-                    f"{stage.root}: the copies of {entry.name} have other types or shapes"
-                )
-            if first is not entry:
-                copies.append(entry)
-    together = merged(stages)
+    whole = merge(stages, Table(STAGE), step_policy)
     layers = {layer.name: layer for m in stages for layer in ExpertLayers.of_manifest(m).listed}
     engine = stages[0].engine
     assert isinstance(engine, FlatBufferEngine)
-    module = dict.fromkeys(name for stage in stages for name in stage.state["module"])
-    buffers = dict.fromkeys(name for stage in stages for name in stage.buffers)
-    manifest = replace(
-        together,
+    return replace(
+        whole,
         source={**stages[0].source, "ep": max(stage.source["ep"] for stage in stages)},
-        entries=entries,
-        parameters=parameters,
-        buffers=tuple(buffers),
-        groups=groups,
         engine=replace(engine, experts=tuple(layers.values())),
-        state={**together.state, "module": list(module)},
-        replicas=(*together.replicas, *copies, *(e for stage in stages for e in stage.replicas)),
-    )
-    return with_agreed_steps(manifest, step_policy)
-
-
-def _parameters(stages: Sequence[Manifest]) -> dict[str, Parameter]:
-    """All parameters: the trained ones by group, then the frozen ones."""
-    parameters: dict[str, Parameter] = {}
-    for number, stage in enumerate(stages):
-        for name, parameter in stage.parameters.items():
-            first = parameters.setdefault(name, parameter)
-            require_alike(stage.root, name, first, parameter, number)
-    last = max((each.group or 0 for each in parameters.values()), default=0) + 1
-    return dict(
-        sorted(
-            parameters.items(),
-            key=lambda item: (item[1].group or 0) if item[1].trainable else last,
-        )
     )

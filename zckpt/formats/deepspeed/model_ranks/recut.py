@@ -17,71 +17,119 @@ each has its own copy. A source of one stage does not: then the last layer witho
 
 from __future__ import annotations
 
-import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
-from msgspec import Struct
+from msgspec import Struct, convert
 from msgspec.structs import replace
 
+from ....core.agreement import KEEP
 from ....core.facts import FlatBufferEngine, layers_of
-from ....core.filenames import numbers_of
 from ....core.manifest import Entry, Manifest
+from ....core.merge import agreed_steps, with_steps
+from ....core.placement import Row
+from ....core.split import names_in, part
 from ....errors import UnsupportedCheckpoint, WrongOption
-from ....training.options import Options
-from ...deepspeed_states.directories import LAYER
-from ...deepspeed_states.options import PP_PARTITION
+from ....training.options import PP, Options
+from ...deepspeed_states.options import PP_BOUNDS, PP_PARTITION
 from ...groups import without_empty_groups
 from .apart import ModelGrid, ModelRank
-from .grid import STAGE_SIZES, tied_key, with_sizes
-from .stage_bounds import Uses, bounds_of, layers_alike, layers_with, ranges, stage_spans
+from .grid import STAGE_SIZES, TIED, tied_key, with_sizes
+from .stage_bounds import (
+    Uses,
+    bounds_of,
+    layers_alike,
+    layers_with,
+    ranges,
+    refuse_without_stages,
+    stage_spans,
+)
 
 
-class Recut(Struct, frozen=True):
-    """The model ranks of the target, in order, and what had to be inferred about tied layers."""
+class Pipeline(Struct, frozen=True):
+    """What a model keeps of the pipeline that it was read from, as `state.pipeline` has it.
 
-    ranks: Sequence[Manifest]
-    grid: ModelGrid
-    inferred: Sequence[str]
-
-
-def recut(
-    source: Sequence[Manifest],
-    models: Sequence[Manifest],
-    layers: Sequence[int],
-    grid: ModelGrid,
-    options: Options,
-) -> Recut:
-    """The target's model ranks, at the bounds that `options` give.
-
-    `source` are the manifests of the source's model ranks, `models` those of whole pipelines by
-    tensor rank, and `layers` the numbers of layers that have files, or names. Raises WrongOption
-    for bounds that do not fit them, UnsupportedCheckpoint for an order of parameters that is not
-    the layers'.
+    Each stage has its `parameters` in their order, and `buffers`. `layers` are those with files, or
+    with names if there are no such files, and `tied` has the keys of tied ones among the files.
     """
-    stages, with_experts = source[:: grid.tp], bool(layers_of(models[0].engine))
-    names = [tuple(stage.parameters) for stage in stages]
-    buffers = [name for rank in source for name in rank.source["model_rank"].buffers]
-    uses = _uses_with_files(models[0])
-    if with_experts:  # no layer has a file
-        buffers = list(models[0].buffers)
-        uses = {key: set() for name in models[0].parameters if (key := tied_key(name)) is not None}
-    new, inferred = new_stages(models[0], names, buffers, layers, uses, options)
-    target = replace(grid, pp=len(new))
-    fullest = max(stages, key=lambda stage: len(stage.groups or ()))  # others dropped groups
-    scheduler = {"lr_scheduler": fullest.state.get("lr_scheduler")}
-    ranks = []
-    for number, stage in enumerate(new):
-        for tensor_rank, model in enumerate(models):
-            rank = ModelRank(number * grid.tp + tensor_rank, target, stage.buffers)
-            whole = replace(model, state={**model.state, **scheduler})
+
+    parameters: Sequence[Sequence[str]]
+    buffers: Sequence[Sequence[str]]
+    layers: Sequence[int]
+    tied: Sequence[tuple[int, str]] = ()
+
+    @property
+    def uses(self) -> dict[str, set[int]]:
+        """The layers at which tied ones have files, by key."""
+        keys = (tied_key(name) for names in self.parameters for name in names)
+        return {
+            key: {number for number, own in self.tied if own == key}
+            for key in keys
+            if key is not None
+        }
+
+    def stages(
+        self, model: Manifest, uses: dict[str, set[int]], options: Options
+    ) -> tuple[list[Stage], list[str]]:
+        """The target's stages, and what had to be inferred: the source's, unless options say.
+
+        Raises WrongOption for bounds that do not fit, UnsupportedCheckpoint for an order of
+        parameters that is not the layers'. `uses` gets those that have no file.
+        """
+        is_given = options[PP_BOUNDS] is not None or options[PP_PARTITION] is not None
+        if not is_given and options[PP] in (None, len(self.parameters)):
+            pairs = zip(self.parameters, self.buffers, strict=True)
+            return [Stage(tuple(names), tuple(buffers)) for names, buffers in pairs], []
+        buffers = [name for names in self.buffers for name in names]
+        return new_stages(model, self.parameters, buffers, self.layers, uses, options)
+
+
+class ModelRanks(Struct, frozen=True):
+    """The model ranks of the target, in order, each as a checkpoint by itself.
+
+    `models` are the whole models that they were cut from, and `inferred` is what had to be inferred
+    for that. Both are empty if every rank keeps what it has in the source.
+    """
+
+    grid: ModelGrid
+    ranks: Sequence[Manifest]
+    models: Sequence[Manifest] = ()
+    inferred: Sequence[str] = ()
+
+
+def recut(source: ModelRanks, models: Sequence[Manifest], options: Options) -> ModelRanks:
+    """The target's model ranks, at the bounds that `options` give; raises as `Pipeline.stages`.
+
+    `models` are whole pipelines by tensor rank, of which `source` has the model ranks.
+    """
+    first, with_experts = models[0], bool(layers_of(models[0].engine))
+    if with_experts:
+        own_names = [tuple(stage.parameters) for stage in source.ranks[:: source.grid.tp]]
+        pipeline = Pipeline(own_names, [first.buffers], layers_of_names(first, options))
+    else:
+        pipeline = convert(first.state["pipeline"], Pipeline)
+    steps = agreed_steps(source.ranks, KEEP)  # which have been agreed on
+    models, uses = [with_steps(model, steps) for model in models], pipeline.uses
+    stages, inferred = pipeline.stages(first, uses, options)
+    target, ranks = replace(source.grid, pp=len(stages)), list[Manifest]()
+    for stage in stages:
+        for model in models:
             if with_experts:
-                module = [*(whole.state.get("module") or ()), *whole.parameters, *whole.buffers]
-                own = {name for name in module if stage.has(name, uses)}
-                ranks.append(stage_with_experts(whole, rank, own))
+                names = [name for name in names_in(model) if stage.has(name, uses)]
+                own = stage_with_experts(model, names)
             else:
-                ranks.append(of_stage(whole, rank, stage.parameters))
-    return Recut(ranks, target, inferred)
+                own = of_stage(model, stage.parameters, len(stages))
+            ranks.append(as_rank(own, len(ranks), target, stage.buffers))
+    return ModelRanks(target, ranks, models, inferred)
+
+
+def layers_of_names(model: Manifest, options: Options) -> list[int]:
+    """The layers of a pipeline with experts, whose names begin with their numbers."""
+    heads = [name.partition(".")[0] for name in (*model.parameters, *model.buffers)]
+    numbers = {int(head) for head in heads if head.isdecimal()}
+    if not numbers or {head for head in heads if not head.isdecimal()} - {TIED.rstrip(".")}:
+        refuse_without_stages(model.root, options)
+    return sorted(numbers)
 
 
 class Stage(Struct, frozen=True):
@@ -210,20 +258,6 @@ def _holders(
     return [span for stage, span in spans if key in map(tied_key, stage)]
 
 
-def _uses_with_files(model: Manifest) -> dict[str, set[int]]:
-    """The tied layers' uses that have files of their own."""
-    uses: dict[str, set[int]] = {}
-    for entry in (*model.entries.values(), *model.replicas):
-        key = tied_key(entry.parameter)
-        if key is None or entry.slot != "param":
-            continue
-        fragment = next(iter(entry.fragments), None)
-        name = "" if fragment is None else os.path.basename(fragment.extent.file)
-        if numbers := numbers_of(LAYER, name):
-            uses.setdefault(key, set()).add(numbers[0])
-    return uses
-
-
 def _stage_of(layer: int, bounds: Sequence[int]) -> int:
     return next(number for number, stop in enumerate(bounds[1:]) if layer < stop)
 
@@ -272,68 +306,39 @@ def _parameters(model: Manifest, uses: Uses, start: int, stop: int) -> tuple[str
     return tuple(sorted(places, key=lambda name: (model.parameters[name].group or 0, places[name])))
 
 
-def of_stage(model: Manifest, rank: ModelRank, names: Sequence[str]) -> Manifest:
-    """One model rank of the target, as the part of a whole pipeline that has the parameters."""
-    sizes = dict.fromkeys(STAGE_SIZES, rank.grid.pp)
-    client = with_sizes(model.state.get("client_state") or {}, sizes)
-    entries = _entries(model, frozenset(names))
-    part = replace(
-        _with_parameters(model, rank, names),
-        # weights are in files of layers, unless they are the masters too
-        entries={
-            name: entry
-            for name, entry in entries.items()
-            if entry.slot != "param" or f"{entry.parameter}/master" not in model.entries
-        },
-        buffers=(),
-        state={**model.state, "client_state": client},
-    )
-    return without_empty_groups(part)[0]
+def of_stage(model: Manifest, names: Sequence[str], pp: int) -> Manifest:
+    """The part of a whole pipeline that has these parameters; weights are in files of layers."""
+    own = part(model, Row(names, has_weights=False))
+    client = with_sizes(model.state.get("client_state") or {}, dict.fromkeys(STAGE_SIZES, pp))
+    return without_empty_groups(replace(own, state={**own.state, "client_state": client}))[0]
 
 
-def _entries(model: Manifest, names: Collection[str]) -> dict[str, Entry]:
-    """The entries of these parameters, and those of the state."""
-    every = model.entries.values()
-    return {e.name: e for e in every if e.slot == "state" or e.parameter in names}
-
-
-def _with_parameters(model: Manifest, rank: ModelRank, names: Iterable[str]) -> Manifest:
-    """The model with these parameters alone, as a model rank of the target."""
-    assert isinstance(model.engine, FlatBufferEngine)
-    return replace(
-        model,
-        source={**model.source, "model_rank": rank},
-        engine=replace(model.engine, dtype=rank.grid.dtype),
-        parameters={name: model.parameters[name] for name in names},
-        replicas=(),
-    )
-
-
-def stage_with_experts(model: Manifest, rank: ModelRank, names: Collection[str]) -> Manifest:
-    """One model rank of the target, whose model file and files of experts have its module."""
-    part = _with_parameters(model, rank, [name for name in model.parameters if name in names])
-    assert isinstance(part.engine, FlatBufferEngine)
+def stage_with_experts(model: Manifest, names: Sequence[str]) -> Manifest:
+    """The part of a whole pipeline whose model file and files of experts have these tensors."""
+    own = part(model, Row(names))
+    assert isinstance(own.engine, FlatBufferEngine)
     layers = tuple(
         layer
-        for layer in part.engine.experts
+        for layer in own.engine.experts
         if any(name.startswith(f"{layer.name}.") for name in names)
     )
-    ep = max((layer.ep for layer in layers), default=None)
-    extra = model.state.get("module_extra") or {}
-    part = replace(
-        part,
-        source={key: value for key, value in part.source.items() if key != "ep"}
-        | ({} if ep is None else {"ep": ep}),
-        engine=replace(part.engine, experts=layers),
-        entries=_entries(model, names),
-        buffers=tuple(name for name in model.buffers if name in names),
-        state={
-            **model.state,
-            "module": [name for name in model.state.get("module") or () if name in names],
-            "module_extra": {name: value for name, value in extra.items() if name in names},
-        },
+    facts = {key: value for key, value in own.source.items() if key != "ep"}
+    extra = own.state.get("module_extra") or {}
+    own = replace(
+        own,
+        source=facts | ({"ep": max(layer.ep for layer in layers)} if layers else {}),
+        engine=replace(own.engine, experts=layers),
+        state={**own.state, "module_extra": {n: v for n, v in extra.items() if n in names}},
     )
-    return without_empty_groups(part)[0]
+    return without_empty_groups(own)[0]
+
+
+def as_rank(own: Manifest, number: int, grid: ModelGrid, buffers: Sequence[str]) -> Manifest:
+    """A model rank of the target, whose model file states these buffers."""
+    assert isinstance(own.engine, FlatBufferEngine)
+    grid = replace(grid, dtype=grid.dtype or own.engine.dtype)
+    facts = {**own.source, "model_rank": ModelRank(number, grid, tuple(buffers))}
+    return replace(own, source=facts, engine=replace(own.engine, dtype=grid.dtype))
 
 
 def under_names_of(source: Manifest, target: Manifest, tp: int) -> Manifest:

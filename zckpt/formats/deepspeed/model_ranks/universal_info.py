@@ -22,9 +22,10 @@ from math import prod
 from typing import Any
 
 from ....core import slicing
+from ....core.placement import Shapes, Sliced
 from ....core.slicing import Piece, Slicing
 from ....errors import InconsistentCheckpoint, UnsupportedCheckpoint, brief
-from ....naming.tensor_rules import Shapes, Sliced, TensorRule, by_rule
+from ....naming.tensor_rules import TensorRule, by_rule
 from ...deepspeed_states.patterns import check_patterns, fields_of
 
 NEWEST_MAP = 1

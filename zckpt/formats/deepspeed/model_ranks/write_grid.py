@@ -7,9 +7,8 @@ same stages nothing is joined. For other stages of a pipeline the whole pipeline
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 from ....core.facts import layers_of
@@ -26,7 +25,7 @@ from ...deepspeed_states.directories import TagDirectory
 from ...deepspeed_states.hyper import check_states
 from ...deepspeed_states.options import MAX_GROUP_SIZE, PP_BOUNDS, PP_PARTITION, STAGE
 from ...deepspeed_states.target import DeepSpeedTarget
-from ...reading import Reading
+from ...reading import USUAL, Reading
 from .. import read
 from ..files import locate, rank_files, recovery_scripts
 from ..moe import regroup
@@ -34,8 +33,8 @@ from ..optimizer_files import is_elastic, run_shells
 from . import write_pipeline
 from .apart import ModelGrid, layer_siblings, open_apart, stacked
 from .copies import compare_copies
-from .grid import TIED, GridFiles, grid_files
-from .recut import recut, under_names_of
+from .grid import GridFiles, grid_files
+from .recut import ModelRanks, layers_of_names, recut, under_names_of
 from .stage_bounds import STAGES, refuse_without_stages
 
 OF_WEIGHTS = frozenset({STAGE.name, DTYPE.name})  # they change files of layers too
@@ -43,19 +42,6 @@ TAKEN = frozenset(
     option.name
     for option in (DP, EP, MAX_GROUP_SIZE, *STAGES, ALLOW_OBJECT, PARAM_NAMES, DROP_STATE)
 )
-
-
-class _Ranks(Struct, frozen=True):
-    """The model ranks of the target, each as a checkpoint by itself.
-
-    `models` are the whole models that they were cut from, and `inferred` is what had to be inferred
-    for that. Both are empty if every rank keeps what it has in the source.
-    """
-
-    grid: ModelGrid
-    apart: Sequence[Manifest]
-    models: Sequence[Manifest] = ()
-    inferred: Sequence[str] = ()
 
 
 def lay_out(source: Manifest, options: Options) -> Layout:
@@ -68,7 +54,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     directory = TagDirectory(source.root, tag, None)
     files = grid_files(directory)
     _refuse_options(source.root, files, options)
-    reading = Reading(param_names=options[PARAM_NAMES])
+    reading = replace(source.source.get("reading", USUAL), param_names=options[PARAM_NAMES])
     if files.tp == 1 and any(option.name in OF_WEIGHTS for option, _ in options.given):
         return _as_pipeline(source, directory, files, reading, options)
     ranks = _ranks_of(source, directory, files, reading, options)
@@ -88,7 +74,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
         return under_names_of(source, shells, grid.tp) if models else shells
 
     def check() -> list[str]:
-        return [line for model in models for line in compare_copies(model, files.tp, None)]
+        return [line for model in models for line in compare_copies(model, None)]
 
     replaced = {item.name for item in schedulers}
     siblings = [pair for pair in first.take_siblings() if pair[0] not in replaced]
@@ -112,19 +98,16 @@ def _ranks_of(
     files: GridFiles,
     reading: Reading,
     options: Options,
-) -> _Ranks:
+) -> ModelRanks:
     """The source's model ranks, or those of other stages, if the options ask for some.
 
     Raises WrongOption if a stage would have no layer of experts and another one has some.
     """
     grid = ModelGrid.of(files, source)
-    ranks = _Ranks(grid, open_apart(directory, files.ranks, grid, reading, files))
+    ranks = ModelRanks(grid, open_apart(directory, files.ranks, grid, reading, files))
     if _cuts_again(source.root, files, options):
-        models = read.tensor_ranks(directory, files)
-        layers = [*files.layers_of(0)] or _layers_of_names(models[0], options)
-        pipeline = recut(ranks.apart, models, layers, grid, options)
-        ranks = _Ranks(pipeline.grid, [*pipeline.ranks], models, pipeline.inferred)
-    with_experts = [bool(layers_of(manifest.engine)) for manifest in ranks.apart]
+        ranks = recut(ranks, read.tensor_ranks(directory, files, reading), options)
+    with_experts = [bool(layers_of(manifest.engine)) for manifest in ranks.ranks]
     if any(with_experts) and not all(with_experts):
         raise WrongOption(
             f"a stage of the target would have none of the layers of experts of {source.root}, and "
@@ -135,7 +118,7 @@ def _ranks_of(
 
 
 def _targets_of(
-    root: str, ranks: _Ranks, options: Options
+    root: str, ranks: ModelRanks, options: Options
 ) -> tuple[list[DeepSpeedTarget], list[Shell]]:
     """A target for each model rank, and the files of schedulers beside them.
 
@@ -143,7 +126,7 @@ def _targets_of(
     """
     targets: list[DeepSpeedTarget] = []
     schedulers: list[Shell] = []
-    for manifest in ranks.apart:
+    for manifest in ranks.ranks:
         spread, schedulers = regroup.over_ranks(manifest, options)
         targets.append(_target(spread, options))
         regroup.check_target(targets[-1])
@@ -154,12 +137,12 @@ def _targets_of(
     return targets, schedulers
 
 
-def _warnings(ranks: _Ranks, first: DeepSpeedTarget, files: GridFiles) -> Iterator[str]:
+def _warnings(ranks: ModelRanks, first: DeepSpeedTarget, files: GridFiles) -> Iterator[str]:
     """What the target's ranks lack or had to infer; `first` is the target of the first one."""
     if not files.layers or not first.engine.whole:  # files of layers have the weights alone
         yield from reports.of_weights(first)
     yield from ranks.inferred
-    yield from regroup.warnings(first, ranks.apart[0])
+    yield from regroup.warnings(first, ranks.ranks[0])
     parameters = (about for model in ranks.models for about in model.parameters.values())
     has_frozen = any(not about.trainable for about in parameters)  # which stage lists them is lost
     if has_frozen and first.engine.whole and first.wrapper is None:
@@ -178,7 +161,7 @@ def _as_pipeline(
     model = without(model, options[DROP_STATE])
     model = replace(model, fingerprints=source.fingerprints, siblings=source.siblings)
     layout = write_pipeline.lay_out(model, options)
-    return replace(layout, check=lambda: compare_copies(model, 1, None))
+    return replace(layout, check=lambda: compare_copies(model, None))
 
 
 def _refuse_options(root: str, files: GridFiles, options: Options) -> None:
@@ -205,15 +188,6 @@ def _cuts_again(root: str, files: GridFiles, options: Options) -> bool:
     return is_given or options[PP] != files.pp
 
 
-def _layers_of_names(model: Manifest, options: Options) -> list[int]:
-    """The layers of a pipeline with experts, whose names begin with their numbers."""
-    heads = [name.partition(".")[0] for name in (*model.parameters, *model.buffers)]
-    numbers = {int(head) for head in heads if head.isdecimal()}
-    if not numbers or {head for head in heads if not head.isdecimal()} - {TIED.rstrip(".")}:
-        refuse_without_stages(model.root, options)
-    return sorted(numbers)
-
-
 def with_stages(source: Manifest, options: Options) -> Manifest:
     """A run of one model rank with experts under the names of `apart.stacked`, if --pp asks."""
     if source.format != "deepspeed" or not layers_of(source.engine):
@@ -224,7 +198,7 @@ def with_stages(source: Manifest, options: Options) -> Manifest:
     files = grid_files(directory)
     if len(files.ranks) > 1 or not files.ranks[0].optimizers:
         return source
-    _layers_of_names(source, options)
+    layers_of_names(source, options)
     stage = stacked(open_apart(directory, files.ranks, ModelGrid.of(files, source)))
     return replace(stage, fingerprints=source.fingerprints, objects=source.objects)
 

@@ -12,34 +12,33 @@ layers, and each tensor rank is one model rank.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator
 
-from msgspec.structs import replace
+from msgspec import convert
 
-from ....core.facts import FlatBufferEngine
 from ....core.layout import Layout, Shell
 from ....core.manifest import Manifest
+from ....core.merge import merge
+from ....core.split import split
 from ....errors import UnsupportedCheckpoint, WrongOption, counted, literal
 from ....files.torchshell import Storages, shell
 from ....naming.order import need_order
-from ....training.options import PP, TP, WEIGHTS_ONLY, Options
+from ....training.options import TP, WEIGHTS_ONLY, Options
 from ...deepspeed_states import reports
 from ...deepspeed_states.directories import TagDirectory
 from ...deepspeed_states.hyper import check_states
 from ...deepspeed_states.model_files import module_weights
-from ...deepspeed_states.options import CONFIG, PP_BOUNDS, PP_PARTITION
+from ...deepspeed_states.options import CONFIG
 from ...deepspeed_states.target import DeepSpeedTarget
 from ...deepspeed_states.vocabulary import lost_rows, resized, shared
 from .. import read
 from ..files import locate, recovery_scripts
 from ..optimizer_files import is_elastic, run_shells
-from .apart import ModelGrid, ModelRank
+from .apart import ModelGrid
 from .grid import TIED, grid_files
-from .recut import Stage, new_stages, of_stage
+from .recut import Pipeline, as_rank, of_stage
 from .stage_bounds import refuse_without_stages
-from .tensor_ranks import joined_slices
-from .write_tensor_ranks import cuts_of, rows_of, slices_of, target_of, warnings_of_heads
+from .write_tensor_ranks import rows_of, sized, table_of, target_of, warnings_of_heads
 
 
 def lay_out(source: Manifest, options: Options) -> Layout:
@@ -49,7 +48,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     be cut evenly, for stages that DeepSpeed does not train a pipeline with and for elastic files,
     and WrongOption for bounds of stages that do not fit.
     """
-    pipeline = _Pipeline.of(source, options) if source.state.get("pipeline") else None
+    pipeline = _pipeline_of(source, options)
     if pipeline is None:
         refuse_without_stages(source.root, options)
         for option in (WEIGHTS_ONLY, CONFIG):
@@ -59,20 +58,26 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     tp = options[TP] or int(source.source.get("tp") or 1)
     rows = rows_of(source, tp, options)
     model = resized(source, rows)
-    cuts = cuts_of(model, tp)
-    slices = [slices_of(model, number, cuts, tp) for number in range(tp)]
-    sizes, ranks, inferred = f"tp {tp}", slices, list[str]()
-    if pipeline is not None:
-        stages, inferred = pipeline.stages(model, options)
+    table = table_of(model, tp)
+    slices = split(sized(model, tp), table)
+    sizes, inferred = f"tp {tp}", list[str]()
+    if pipeline is None:
+        grid = ModelGrid(1, tp, False, None)
+        ranks = [as_rank(each, n, grid, source.buffers) for n, each in enumerate(slices)]
+    else:
+        stages, inferred = pipeline.stages(model, pipeline.uses, options)
         grid, sizes = ModelGrid(len(stages), tp, True, None), f"pp {len(stages)}, {sizes}"
-        places = [(stage, number) for stage in stages for number in range(tp)]
-        ranks = [_of_stage(slices[n], each, place, grid) for place, (each, n) in enumerate(places)]
+        places = [(stage, own) for stage in stages for own in slices]
+        ranks = [
+            as_rank(of_stage(own, stage.parameters, len(stages)), number, grid, stage.buffers)
+            for number, (stage, own) in enumerate(places)
+        ]
     targets = [target_of(rank, options) for rank in ranks]
     first = targets[0]
     _refuse_target(first, pipeline)
     for target in targets:
         check_states(target.engine, target.source, target.states)
-    wholes = [target_of(_unstaged(each), options) for each in slices] if pipeline else []
+    wholes = [target_of(each, options) for each in slices] if pipeline else []
     tag, before = first.tag, {name: source.parameters[name].shape[0] for name in rows}
 
     def shells() -> Iterator[Shell]:
@@ -84,10 +89,9 @@ def lay_out(source: Manifest, options: Options) -> Layout:
 
     def read_back(path: str) -> Manifest:
         directory = TagDirectory(locate(path, tag).path, tag, None)
-        tied = pipeline.tied if pipeline else None
+        tied = dict(pipeline.tied) if pipeline else None
         ranks = read.tensor_ranks(directory, grid_files(directory), tied=tied)
-        model = joined_slices(ranks, [cuts], None) if cuts.rules else ranks[0]
-        return shared(model, before)
+        return shared(merge(ranks, table), before)
 
     left_out = dict.fromkeys(line for target in targets for line in target.left_out)
     return Layout(
@@ -113,74 +117,39 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     )
 
 
-class _Pipeline:
-    """What a manifest keeps of the pipeline that it was read from.
-
-    `layers` are the numbers of layers with files, `tied` the keys of tied layers by these numbers,
-    `module` the names of all weights in their order.
-    """
-
-    def __init__(self, facts: Mapping[str, Any], module: Sequence[str]) -> None:
-        self.parameters = [tuple(names) for names in facts["parameters"]]
-        self.buffers = [tuple(names) for names in facts["buffers"]]
-        self.layers = [int(number) for number in facts["layers"]]
-        self.tied = {int(number): str(key) for number, key in facts["tied"]}
-        self.module = module
-
-    @classmethod
-    def of(cls, source: Manifest, options: Options) -> _Pipeline:
-        """Raises UnsupportedCheckpoint if names of parameters were changed since."""
-        for option in (WEIGHTS_ONLY, CONFIG):
-            if options[option]:
-                raise WrongOption(
-                    f"{option.flag} does not apply to {source.root}, which is a pipeline",
-                    hint="leave it out",
-                )
-        need_order(source)
-        pipeline = cls(source.state["pipeline"], source.state.get("module") or ())
-        known = {name for layer in pipeline.layers for name in pipeline.names_in(layer).values()}
-        trained = {name for name, item in source.parameters.items() if item.trainable}
-        of_stages = {name for stage in pipeline.parameters for name in stage}
-        if of_stages != trained or known != {*source.parameters, *source.buffers}:
-            raise UnsupportedCheckpoint(
-                f"{source.root} was a pipeline, and its parameters have other names now",
-                hint="convert it without --rename",
+def _pipeline_of(source: Manifest, options: Options) -> Pipeline | None:
+    """Raises UnsupportedCheckpoint if names of parameters were changed since it was one."""
+    if not source.state.get("pipeline"):
+        return None
+    for option in (WEIGHTS_ONLY, CONFIG):
+        if options[option]:
+            raise WrongOption(
+                f"{option.flag} does not apply to {source.root}, which is a pipeline",
+                hint="leave it out",
             )
-        return pipeline
-
-    def stages(self, model: Manifest, options: Options) -> tuple[list[Stage], list[str]]:
-        """The target's stages, and what had to be inferred: the source's, unless options say."""
-        is_given = options[PP_BOUNDS] is not None or options[PP_PARTITION] is not None
-        if not is_given and options[PP] in (None, len(self.parameters)):
-            pairs = zip(self.parameters, self.buffers, strict=True)
-            return [Stage(own, buffers) for own, buffers in pairs], []
-        uses: dict[str, set[int]] = {}
-        for number, key in self.tied.items():
-            uses.setdefault(key, set()).add(number)
-        buffers = [name for names in self.buffers for name in names]
-        return new_stages(model, self.parameters, buffers, self.layers, uses, options)
-
-    def names_in(self, layer: int) -> dict[str, str]:
-        """The tensors of a layer: their names in its file, and in the whole model."""
-        key = self.tied.get(layer)
-        prefix = f"{layer}." if key is None else f"{TIED}{key}."
-        return {name.removeprefix(prefix): name for name in self.module if name.startswith(prefix)}
+    need_order(source)
+    pipeline = convert(source.state["pipeline"], Pipeline)
+    layers = (_names_in(layer, pipeline, source) for layer in pipeline.layers)
+    known = {name for names in layers for name in names.values()}
+    trained = {name for name, item in source.parameters.items() if item.trainable}
+    of_stages = {name for stage in pipeline.parameters for name in stage}
+    if of_stages != trained or known != {*source.parameters, *source.buffers}:
+        raise UnsupportedCheckpoint(
+            f"{source.root} was a pipeline, and its parameters have other names now",
+            hint="convert it without --rename",
+        )
+    return pipeline
 
 
-def _unstaged(model: Manifest) -> Manifest:
-    """The slices of a tensor rank as a run by itself, whose module has all layers."""
-    facts = {key: value for key, value in model.source.items() if key != "model_rank"}
-    return replace(model, source=facts)
+def _names_in(layer: int, pipeline: Pipeline, model: Manifest) -> dict[str, str]:
+    """The tensors of a layer: their names in its file, and in the whole model."""
+    key = dict(pipeline.tied).get(layer)
+    prefix = f"{layer}." if key is None else f"{TIED}{key}."
+    names = model.state.get("module") or ()
+    return {name.removeprefix(prefix): name for name in names if name.startswith(prefix)}
 
 
-def _of_stage(model: Manifest, stage: Stage, number: int, grid: ModelGrid) -> Manifest:
-    """The manifest of one model rank."""
-    assert isinstance(model.engine, FlatBufferEngine)
-    rank = ModelRank(number, replace(grid, dtype=model.engine.dtype), stage.buffers)
-    return of_stage(model, rank, stage.parameters)
-
-
-def _refuse_target(target: DeepSpeedTarget, pipeline: _Pipeline | None) -> None:
+def _refuse_target(target: DeepSpeedTarget, pipeline: Pipeline | None) -> None:
     """Raises for stages of ZeRO and kinds of files that the engine or zckpt does not have here."""
     if pipeline is None:
         if is_elastic(target) or target.experts:
@@ -208,10 +177,10 @@ def _refuse_target(target: DeepSpeedTarget, pipeline: _Pipeline | None) -> None:
 
 
 def _layer_file(
-    target: DeepSpeedTarget, pipeline: _Pipeline, layer: int, rank: int, tp: int
+    target: DeepSpeedTarget, pipeline: Pipeline, layer: int, rank: int, tp: int
 ) -> Shell:
     """The weights of one layer, as one tensor rank has them."""
-    storages, names = Storages(), pipeline.names_in(layer)
+    storages, names = Storages(), _names_in(layer, pipeline, target.source)
     weights = module_weights(target, True, storages, names.values())
     value = OrderedDict((inner, weights[name]) for inner, name in names.items() if name in weights)
     model = f"-model_{rank:02d}" if tp > 1 else ""

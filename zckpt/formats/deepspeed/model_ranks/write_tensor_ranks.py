@@ -19,9 +19,10 @@ from msgspec.structs import replace
 
 from ....core import slicing
 from ....core.facts import FlatBufferEngine
-from ....core.fragments import Runs
 from ....core.layout import Layout
-from ....core.manifest import Entry, Manifest, Parameter
+from ....core.manifest import Manifest
+from ....core.placement import Row, Shapes, Sliced, Table
+from ....core.split import names_in
 from ....errors import (
     InconsistentCheckpoint,
     MissingData,
@@ -30,7 +31,7 @@ from ....errors import (
     counted,
     listed,
 )
-from ....naming.tensor_rules import Shapes, Sliced, TensorRules, stated_rule
+from ....naming.tensor_rules import TensorRules, stated_rule
 from ....naming.ties import CONFIG
 from ....training import objects
 from ....training.options import ALLOW_OBJECT, VOCAB_SIZE, Options
@@ -40,8 +41,8 @@ from ...deepspeed_states.patterns import INFO
 from ...deepspeed_states.target import DeepSpeedTarget
 from ...deepspeed_states.vocabulary import lost_rows, resized, shared
 from .. import read
-from .apart import ModelGrid, ModelRank
 from .grid import TENSOR_SIZES, VOCABULARY_SIZES, arguments, with_sizes
+from .tensor_ranks import TENSOR_RANK
 from .universal_info import UniversalInfo, info_for
 
 
@@ -75,29 +76,23 @@ def warnings_of_heads(source: Manifest, target: DeepSpeedTarget) -> list[str]:
 
 def as_one_rank(source: Manifest) -> Manifest:
     """The whole model as a run without tensor parallelism."""
-    if "tensor_parallel" not in source.state:
-        return source
+    return sized(source, 1) if "tensor_parallel" in source.state else source
+
+
+def sized(source: Manifest, tp: int) -> Manifest:
+    """The whole model, with what each rank states at this number of tensor ranks."""
     facts = {key: value for key, value in source.source.items() if key not in ("tp", "pp")}
-    return replace(source, source=facts, engine=_engine(source, 1), state=_state(source, 1))
+    return replace(source, source=facts, engine=_engine(source, tp), state=_state(source, tp))
 
 
 # -- how parameters are cut
 
 
-class Cuts(Struct, frozen=True):
+def table_of(source: Manifest, tp: int) -> Table:
     """How each parameter is cut over the target's ranks, and each rank's shape of it."""
-
-    rules: Mapping[str, TensorRules]
-    shapes: Mapping[str, Shapes]
-
-    def sliced(self, name: str, shapes: Shapes) -> Sliced | None:
-        rules = self.rules.get(name)
-        return None if rules is None else rules.sliced(name, shapes)
-
-
-def cuts_of(source: Manifest, tp: int) -> Cuts:
+    names = names_in(source)
     if tp == 1:  # whole, whatever the rules
-        return Cuts({}, {name: [item.shape] for name, item in source.parameters.items()})
+        return Table(TENSOR_RANK, rows=[Row(names)])
     texts = (source.state.get("tensor_parallel") or {}).get("rules") or {}
     if not source.parameters.keys() <= texts.keys():  # none, or of other names
         raise MissingData(
@@ -108,26 +103,28 @@ def cuts_of(source: Manifest, tp: int) -> Cuts:
     info = _state(source, tp)["client_state"].get(INFO)
     stated = UniversalInfo(info) if isinstance(info, Mapping) else None
     auto = AutoTP.of(source) if is_auto(_engine(source, tp).config) else None
-    rules: dict[str, TensorRules] = {}
-    shapes: dict[str, Shapes] = {}
+    cuts: dict[str, Sliced] = {}
+    rows: list[dict[str, tuple[int, ...]]] = [{} for _ in range(tp)]
     uneven: dict[str, tuple[int, ...]] = {}
     for name, parameter in source.parameters.items():
         own = stated_rule(name, texts[name]) or stated
         whole = parameter.shape
-        names = name, *parameter.aliases
+        aliases = name, *parameter.aliases
         first = None if stated is None else stated.stated_shapes(name)
-        each = None if own is None else _slices(own, names, whole, tp, auto, first)
-        if own is None or each is None:
+        found = None if own is None else _slices(own, aliases, whole, tp, auto, first)
+        if found is None:
             uneven[f"{name} {list(whole)} ({texts[name]})"] = whole
-        else:
-            rules[name], shapes[name] = own, each
+            continue
+        shapes, cuts[name] = found
+        for row, shape in zip(rows, shapes, strict=True):
+            row[name] = shape or ()
     if uneven:
         raise UnsupportedCheckpoint(
             f"{source.root}: {counted(len(uneven), 'parameter')} cannot be cut evenly over {tp} "
             f"tensor ranks by the rules of the source: {listed(list(uneven), 4)}",
             hint="choose a --tp that divides the heads, the widths and the rows of the vocabulary",
         )
-    return Cuts(rules, shapes)
+    return Table(TENSOR_RANK, cuts, [Row(names, row) for row in rows])
 
 
 def _slices(
@@ -137,8 +134,8 @@ def _slices(
     tp: int,
     auto: AutoTP | None,
     stated: Shapes | None,
-) -> Shapes | None:
-    """Each rank's shape: those for which the rule gives the whole shape again.
+) -> tuple[Shapes, Sliced] | None:
+    """Each rank's shape, for which the rule gives the whole shape again; and how it is cut.
 
     `stated` are those that the source had, if it had as many ranks.
 
@@ -157,7 +154,7 @@ def _slices(
         except (InconsistentCheckpoint, WrongOption):
             continue  # the rule is for another dimension
         if sliced is not None and sliced.shape == whole:
-            return shapes
+            return shapes, sliced
     return None
 
 
@@ -201,46 +198,7 @@ def rows_of(source: Manifest, tp: int, options: Options) -> dict[str, int]:
     return rows
 
 
-# -- the manifest of one rank
-
-
-def slices_of(source: Manifest, number: int, cuts: Cuts, tp: int) -> Manifest:
-    """A manifest with the shapes of one rank's slices. Where its bytes come from is not in it."""
-    grid = ModelGrid(1, tp, False, _engine(source, tp).dtype)
-    facts = {**source.source, "model_rank": ModelRank(number, grid, source.buffers)}
-
-    empty = {  # the module has such a slice, and no optimizer owns it
-        name: parameter
-        for name, parameter in source.parameters.items()
-        if 0 in (cuts.shapes[name][number] or ()) and 0 not in parameter.shape
-    }
-    engine = _engine(source, tp)
-
-    def own(entry: Entry) -> Entry:
-        shape = cuts.shapes[entry.parameter][number] if entry.parameter in cuts.shapes else None
-        if shape is None or entry.slot == "state":
-            return entry
-        dtype = entry.dtype if entry.parameter not in empty else engine.dtype or entry.dtype
-        return replace(entry, dtype=dtype, shape=shape, fragments=Runs(()), digest=None, mean=())
-
-    return replace(
-        source,
-        source={key: value for key, value in facts.items() if key not in ("tp", "pp")},
-        entries={
-            name: own(entry)
-            for name, entry in source.entries.items()
-            if entry.parameter not in empty or entry.slot == "param"
-        },
-        parameters={
-            name: replace(parameter, shape=cuts.shapes[name][number] or ())
-            if name not in empty
-            else Parameter(cuts.shapes[name][number] or (), trainable=False)
-            for name, parameter in source.parameters.items()
-        },
-        replicas=(),
-        engine=engine,
-        state=_state(source, tp),
-    )
+# -- what one rank states
 
 
 def _engine(source: Manifest, tp: int) -> FlatBufferEngine:

@@ -22,12 +22,12 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
+from ....core import agreement
 from ....core.cast import are_rounded
 from ....core.facts import FlatBufferEngine
 from ....core.manifest import Entry, Manifest, Parameter
 from ....errors import InconsistentCheckpoint, listed
 from ....files.torchfile import Tensor, TorchFile
-from ....training import steps
 from ... import zero
 from ...deepspeed_states.directories import refuse
 from ...deepspeed_states.experts import ExpertLayers, ExpertRanks
@@ -339,7 +339,7 @@ def _with_one_step(buffers: Sequence[FlatBuffer], policy: str | None) -> list[Fl
             for other in same
             if other.step is not None and other.shapes
         ]
-        result.append(replace(buffer, step=steps.agree(stated, policy)))
+        result.append(replace(buffer, step=agreement.agree(stated, policy)))
     return result
 
 

@@ -17,10 +17,11 @@ from collections.abc import Mapping, Sequence
 
 from msgspec.structs import replace
 
-from ....core import compare
+from ....core import agreement, compare
 from ....core.facts import ExpertLayer
 from ....core.inert import inside
 from ....core.manifest import Entry, Manifest, Unread
+from ....core.states import unread
 from ....errors import (
     IncompleteCheckpoint,
     InconsistentCheckpoint,
@@ -30,14 +31,12 @@ from ....errors import (
     listed,
 )
 from ....files.torchfile import TorchFile
-from ....training import steps
 from ...deepspeed_states.directories import TagDirectory, refuse
 from ...deepspeed_states.experts import ExpertLayers, ExpertRanks, expert_name
 from ...deepspeed_states.manifest import manifest_of
 from ...deepspeed_states.states import BufferSlot, EngineStates, FlatBuffer, dictionary, open_files
 from ...deepspeed_states.strangers import strangers_of
 from ...reading import Reading
-from ...strangers import unread
 from ..files import RankFiles
 from ..model_ranks.copies import matches_of
 from ..stage_0 import whole_states
@@ -334,7 +333,7 @@ class _Joined:
             for where, each in (("ep rank 0", first), (file.path, copy))
             if each.step is not None
         ]
-        steps.agree(stated, None)
+        agreement.agree(stated, None)
         kinds = [sorted((slot.name, slot.dtype) for slot in each.slots) for each in (first, copy)]
         if first.shapes != copy.shapes or kinds[0] != kinds[1]:
             raise InconsistentCheckpoint(

@@ -6,5 +6,4 @@ stages.py         the optimizers of a pipeline's stages
 samples.py        reads the bytes that show them
 whole_states.py   what the optimizer keeps, as flat buffers; a model rank's manifest
 whole_files.py    the optimizer of a target
-gather_whole.py   what the engine itself would gather, for `verify --gather`
 """

@@ -9,6 +9,7 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
+from ....core import agreement
 from ....core.dtypes import NUMBERS
 from ....core.fragments import Fragments, solid
 from ....core.inert import PYTHON_NUMBERS, Scalar
@@ -187,7 +188,7 @@ def _sight(
     stated: steps.StatedSteps, believed: steps.StatedSteps
 ) -> Iterator[tuple[Sighting, str | None]]:
     """One line for each different step, not one for each parameter."""
-    owners: dict[tuple[steps.Step, str, bool], list[str]] = {}
+    owners: dict[tuple[agreement.Step, str, bool], list[str]] = {}
     for owner, step in stated.steps.items():
         truth = stated.where == believed.where and believed.steps[owner] == step
         owners.setdefault((step, stated.kinds[owner], truth), []).append(owner)

@@ -19,9 +19,10 @@ from typing import Any
 
 from msgspec import Struct
 
+from ....core.placement import Shapes, Sliced
 from ....core.slicing import replicated
 from ....errors import UnsupportedCheckpoint
-from ....naming.tensor_rules import Shapes, Sliced, TensorRule, TensorRules, by_rule, decide
+from ....naming.tensor_rules import TensorRule, TensorRules, by_rule, decide
 from ..common import WEIGHTS_ONLY
 from ..contents import size_of
 

@@ -1,15 +1,9 @@
-"""What DeepSpeed's ranks all-gather, by the engine's own rule and not by our reader's.
+"""What the data ranks of one model rank all-gather in ZeRO-1, 2 and 3.
 
 Names and shapes stand in the order in which the engine flattened them (`param_shapes`). Stages 1
 and 2 (stage_1_and_2.py, bf16_optimizer.py) cut the flattened group; stage 3 (stage3.py) cuts every
-parameter, pads it, and concatenates a rank's slices. Stage 0 is in gather_whole.py. A group of
-experts (`_configure_moe_settings` in stage_1_and_2.py) is cut over the ranks that have the same
-experts (utils/groups.py). DeepSpeed
-0.19.8.
-
-This module shares only the parser of torch files with the reader. It states again which file
-belongs to which rank, which keys hold what and where a parameter begins, so that a proof does not
-repeat a mistake of the reader. The reader runs first and refuses unknown or damaged files.
+parameter, pads it, and concatenates a rank's slices. A group of experts (`_configure_moe_settings`
+in stage_1_and_2.py) is cut over the ranks that have the same experts (utils/groups.py).
 """
 
 from __future__ import annotations
@@ -20,77 +14,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
-from ...core.manifest import slot_name
-from ...core.partition import FlatMember, Partition, Partitioned, Whole
-from ...errors import MissingData
-from ...files.torchfile import Parsed, Tensor, TorchFile
-from .model_ranks import gather_grid, slices_by_engine
-from .stage_0 import gather_whole
-from .stage_0.gather_whole import whole
+from ....core.manifest import slot_name
+from ....core.partition import FlatMember, Partition, Partitioned, Whole
+from ....errors import MissingData
+from ....files.torchfile import Parsed, Tensor, TorchFile
+from . import whole
 
 Shapes = Mapping[str, tuple[int, ...]]
-SEVERAL = re.compile(r"^layer_\d+-.*model_states\.pt$|mp_rank_0*[1-9]\d*_")
 EXPERT = re.compile(r"layer_\d+_expert_\d+_mp_rank_(\d+)_model_states\.pt")
-LOCAL = re.compile(
-    r"(?<=\.deepspeed_moe\.experts\.deepspeed_experts\.)\d+(?=\.)|(?<=\.experts\.w[123]\.)\d+$"
-)
 RANK = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?(optim|model)_states\.pt")
-MODEL_RANK = re.compile(r"mp_rank_(\d+)_?(?:optim|model)_states\.pt$")
 
 
-def partitions(directory: str, tp_rules: str | None = None) -> list[Partition]:
-    """All tensors of the engine: weights, masters and moments.
-
-    `tp_rules` is a family or a file that says how tensor ranks cut parameters.
-    """
-    if any(SEVERAL.search(name) for name in os.listdir(directory)):
-        return _of_grid(directory, tp_rules)
-    engine = _EngineFiles(directory)
-    if not engine.optimizers and engine.expert_files:  # stage 0 with experts
-        model = engine.models[0]
-        optimizers = gather_whole.of_experts(directory, model)
-        return [*gather_whole.module(model), *engine.experts(), *optimizers]
-    if not engine.optimizers:  # stage 0
-        return list(gather_whole.partitions(engine.models[0]))
-    return list(engine.partitions())
-
-
-def _of_grid(directory: str, tp_rules: str | None) -> list[Partition]:
-    """The same of several model ranks, whose files have their numbers."""
-    numbers = {int(m[1]) for n in os.listdir(directory) if (m := MODEL_RANK.search(n))}
-    engines = [_EngineFiles(directory, number) for number in sorted(numbers)]
-    if not engines[0].optimizers:
-        raise MissingData(
-            f"{directory} was saved by several model ranks without ZeRO (stage 0): the engine "
-            "loads the optimizer's tensors by number, and no name says which slices are of one",
-            hint="verify without --gather",
-        )
-    ranks = [
-        gather_grid.RankParts(
-            list(engine.partitions()), [name for group in engine.param_shapes() for name in group]
-        )
-        for engine in engines
-    ]
-    rules = slices_by_engine.rules_of(tp_rules, engines[0].model.get("universal_checkpoint_info"))
-    return gather_grid.partitions(directory, ranks, rules, Parsed(), _tensor_ranks(engines))
-
-
-def _tensor_ranks(engines: Sequence[_EngineFiles]) -> int:
-    """How many model ranks are tensor ranks, if there are no files of layers.
-
-    With experts the others are stages: these keep their modules in the model files.
-    """
-    first = engines[0]
-    if not first.expert_files:
-        return len(engines)
-    stated = first.model.get("checkpoint_parallel_dimensions")  # since 0.19.7
-    if stated:
-        return int(stated["tp_degree"])
-    names = [[*map(tuple, engine.param_shapes())] for engine in engines]
-    return names.count(names[0])
-
-
-class _EngineFiles:
+class RankFiles:
     """The files of one model rank, as each data rank loads its own."""
 
     def __init__(self, directory: str, number: int = 0) -> None:
@@ -138,38 +73,14 @@ class _EngineFiles:
         return [_sliced({n: tuple(s) for n, s in group.items()}, self.model) for group in groups]
 
     def process_groups(self, number: int, shapes: Shapes) -> list[tuple[range, Shapes]]:
-        """The ranks that flatten a group together, and the names of what they flatten.
-
-        Expert-data-parallel groups: the experts of ep rank e are those that follow e times as many
-        as rank 0 has of a layer.
-        """
+        """The ranks that flatten a group together, and the names of what they flatten."""
         base = self.states[0].get("base_optimizer_state") or {}
         groups = base.get("param_groups") if isinstance(base, dict) else None
         about = groups[number] if groups else {}
-        if not about.get("moe"):
-            return [(range(self.dp), shapes)]
-        ep = int(about["name"].removeprefix("ep_size_"))
-        edp = self.dp // ep
-        config = self.model.get("ds_config")
-        data_first = isinstance(config, dict) and config.get("use_data_before_expert_parallelism")
-        local: dict[str, set[str]] = {}
-        for name in (name for group in self.param_shapes() for name in group):
-            if match := LOCAL.search(name):
-                local.setdefault(name[: match.start()], set()).add(match[0])
-
-        def renamed(name: str, ep_rank: int) -> str:
-            match = LOCAL.search(name)
-            if match is None:
-                return name
-            layer = name[: match.start()]
-            return f"{layer}{ep_rank * len(local[layer]) + int(match[0])}{name[match.end() :]}"
-
+        named = whole.of_ep_ranks(name for group in self.param_shapes() for name in group)
         return [
-            (
-                range(e * edp, (e + 1) * edp) if data_first else range(e, self.dp, ep),
-                {renamed(name, e): shape for name, shape in shapes.items()},
-            )
-            for e in range(ep)
+            (ranks, {named(name, rank): shape for name, shape in shapes.items()})
+            for rank, ranks in enumerate(whole.sharing(self.model, self.dp, about))
         ]
 
     def _number_on(self, rank: int, number: int) -> int:
@@ -293,7 +204,7 @@ class _EngineFiles:
             width = -(-prod(shape) // self.dp)
             if any(tensor.numel != width for tensor in tensors):  # not managed by the engine
                 for file, tensor in pairs:
-                    yield whole(f"{name}/param", file, tensor)
+                    yield whole.stored(f"{name}/param", file, tensor)
                 continue
             extents = tuple(file.extent(tensor) for file, tensor in pairs)
             member = FlatMember(f"{name}/param", shape, 0)
@@ -318,13 +229,13 @@ class _EngineFiles:
             wanted = name in buffers or not self.cuts_each_parameter
             if wanted and tensor.place not in seen:
                 seen.add(tensor.place)  # a tied weight has two names
-                yield whole(f"{name}/param", self.models[0], tensor)
+                yield whole.stored(f"{name}/param", self.models[0], tensor)
 
     def experts(self) -> Iterator[Whole]:
         """Every expert's own file, in which it has its number in the whole layer."""
         for file in self.expert_files:
             for name, tensor in file.value.items():
-                yield whole(f"{name}/param", file, tensor)
+                yield whole.stored(f"{name}/param", file, tensor)
 
 
 def _sliced(shapes: Shapes, model: Mapping[str, Any]) -> Shapes:

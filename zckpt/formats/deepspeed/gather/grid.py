@@ -1,9 +1,7 @@
-"""What several model ranks hold together, joined by the engine's own rule.
+"""What all ranks hold together: one model rank's tensors, or those of a grid, joined.
 
-This states again which file is of which place in the grid, what layers are called, and where the
-slices of tensor ranks belong. So a proof does not repeat a mistake of the reader: it shares only
-the parser of torch files with it. DeepSpeed 0.19.8, `PipelineModule` and
-`PipeModelDataParallelTopology`; slices_by_engine.py has the rule of `merge_tp_slices`.
+Which file is of which place in the grid, and what layers are called, say `PipelineModule` and
+`PipeModelDataParallelTopology`.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ import os
 import re
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 from math import prod
 
 from msgspec import Struct
@@ -20,22 +18,20 @@ from msgspec import Struct
 from ....core import sources
 from ....core.dtypes import SIZES, TORCH_NAMES
 from ....core.fragments import Extent
+from ....core.grouping import by_key
 from ....core.partition import BoxPart, Joined, Named, Nameless, Partition, Partitioned, Whole
-from ....errors import UnsupportedCheckpoint
+from ....errors import MissingData, UnsupportedCheckpoint
 from ....files.torchfile import Parsed, Tensor, TorchFile
-from .slices_by_engine import Cut, Rules
+from . import whole
+from .tensor import Cut, Rules, rules_of
+from .zero import RankFiles
 
+SEVERAL = re.compile(r"^layer_\d+-.*model_states\.pt$|mp_rank_0*[1-9]\d*_")
+MODEL_RANK = re.compile(r"mp_rank_(\d+)_?(?:optim|model)_states\.pt$")
 LAYER = re.compile(r"layer_(\d+)-(?:model_(\d+)-)?model_states\.pt")
 SHARED = "tied_modules."
 HEAD = 1 << 16  # bytes that tell copies and slices of untrained tensors apart
 Shape = tuple[int, ...]
-
-
-class RankParts(Struct, frozen=True):
-    """What the data ranks of one model rank hold; `trained` are the names of its parameters."""
-
-    parts: Sequence[Partition]
-    trained: Sequence[str]
 
 
 class Slice(Struct, frozen=True):
@@ -51,31 +47,68 @@ class Slice(Struct, frozen=True):
     strides: tuple[int, ...] | None = None
 
 
-def partitions(
-    directory: str, ranks: Sequence[RankParts], rules: Rules, parsed: Parsed, tp: int
-) -> list[Partition]:
-    """All tensors of all model ranks, each whole; further copies under the same name.
+def partitions(directory: str, tp_rules: str | None = None) -> list[Partition]:
+    """All tensors of the engine: weights, masters and moments.
 
-    There are `tp` tensor ranks, if there are no files of layers; else these files show how many.
+    `tp_rules` is a family or a file that says how tensor ranks cut parameters.
     """
+    if any(SEVERAL.search(name) for name in os.listdir(directory)):
+        return _of_grid(directory, tp_rules)
+    engine = RankFiles(directory)
+    if not engine.optimizers and engine.expert_files:  # stage 0 with experts
+        model = engine.models[0]
+        optimizers = whole.of_experts(directory, model)
+        return [*whole.module(model), *engine.experts(), *optimizers]
+    if not engine.optimizers:  # stage 0
+        return list(whole.partitions(engine.models[0]))
+    return list(engine.partitions())
+
+
+def _of_grid(directory: str, tp_rules: str | None) -> list[Partition]:
+    """The same of several model ranks, each whole; further copies under the same name."""
+    numbers = {int(m[1]) for n in os.listdir(directory) if (m := MODEL_RANK.search(n))}
+    engines = [RankFiles(directory, number) for number in sorted(numbers)]
+    if not engines[0].optimizers:
+        raise MissingData(
+            f"{directory} was saved by several model ranks without ZeRO (stage 0): the engine "
+            "loads the optimizer's tensors by number, and no name says which slices are of one",
+            hint="verify without --gather",
+        )
+    trained = {name for engine in engines for group in engine.param_shapes() for name in group}
+    parts = [list(engine.partitions()) for engine in engines]
     layers: dict[int, dict[int, str]] = {}
     for name in os.listdir(directory):
         if match := LAYER.fullmatch(name):
             path = os.path.join(directory, name)
             layers.setdefault(int(match[2] or 0), {})[int(match[1])] = path
-    tp = len(layers) or tp
-    trained = {name for rank in ranks for name in rank.trained}
+    tp, parsed = len(layers) or _tensor_ranks(engines), Parsed()
     if tp == 1:
-        stages = _apart(part for rank in ranks for part in rank.parts)
-        masters = [each for rank in ranks for part in rank.parts for each in slices(part)]
+        stages = _apart(chain.from_iterable(parts))
+        masters = [each for part in chain.from_iterable(parts) for each in slices(part)]
         of_layers = _of_layers(layers.get(0, {}), trained, masters, parsed)
         return [*stages, *(_whole(each) for each in of_layers)]
     by_rank = []
     for number in range(tp):
-        own = [s for rank in ranks[number::tp] for part in rank.parts for s in slices(part)]
+        own = [each for part in chain.from_iterable(parts[number::tp]) for each in slices(part)]
         own += _of_layers(layers.get(number, {}), trained, own, parsed)
-        by_rank.append(_copies(own))
+        by_rank.append(by_key((each.name, each) for each in own))
+    rules = rules_of(tp_rules, engines[0].model.get("universal_checkpoint_info"))
     return list(_joined(by_rank, trained, rules))
+
+
+def _tensor_ranks(engines: Sequence[RankFiles]) -> int:
+    """How many model ranks are tensor ranks, if there are no files of layers.
+
+    With experts the others are stages: these keep their modules in the model files.
+    """
+    first = engines[0]
+    if not first.expert_files:
+        return len(engines)
+    stated = first.model.get("checkpoint_parallel_dimensions")  # since 0.19.7
+    if stated:
+        return int(stated["tp_degree"])
+    names = [[*map(tuple, engine.param_shapes())] for engine in engines]
+    return names.count(names[0])
 
 
 def slices(part: Partition) -> Iterator[Slice]:
@@ -225,14 +258,6 @@ def _head(tensor: Slice, count: int) -> bytes:
 
 
 # -- tensor ranks
-
-
-def _copies(tensors: Sequence[Slice]) -> dict[str, list[Slice]]:
-    """By name, all copies that a tensor rank has: of a tied layer each stage has one."""
-    copies: dict[str, list[Slice]] = {}
-    for tensor in tensors:
-        copies.setdefault(tensor.name, []).append(tensor)
-    return copies
 
 
 def _joined(

@@ -5,30 +5,29 @@ loads numbers in the order of its own groups, so a tensor has no name in the fil
 kinds have one. A file of zckpt's lists the names of each group. FP16_Optimizer's flat tensors have
 the parameters where the module's weights, which are views, lie in the group's 16-bit buffer.
 DeepSpeed 0.19.8, runtime/fp16/fused_optimizer.py and unfused_optimizer.py.
-
-This states again where everything lies, so that a proof does not repeat a mistake of the reader.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
 from ....core.dtypes import SIZES
+from ....core.grouping import by_key
 from ....core.manifest import slot_name
 from ....core.partition import FlatMember, Nameless, Partition, Partitioned, Whole
 from ....errors import MissingData
 from ....files.torchfile import Parsed, Tensor, TorchFile
-from .samples import TensorInFile, labels
+from ..stage_0.samples import TensorInFile, labels
 
 Shapes = Mapping[str, tuple[int, ...]]
 FLATS = "fp32_groups_flat"
 
 
-def whole(name: str, file: TorchFile, tensor: Tensor) -> Whole:
+def stored(name: str, file: TorchFile, tensor: Tensor) -> Whole:
     """A tensor as it lies in its storage."""
     return Whole(name, tensor.dtype, tensor.shape, *file.reach(tensor))
 
@@ -50,7 +49,7 @@ def module(file: TorchFile) -> Iterator[Whole]:
     for name, tensor in file.value["module"].items():
         if isinstance(tensor, Tensor) and not name.endswith("_extra_state"):
             if tensor.numel == 0 or tensor.place not in seen:
-                yield whole(f"{name}/param", file, tensor)
+                yield stored(f"{name}/param", file, tensor)
             seen.add(tensor.place)
 
 
@@ -81,8 +80,8 @@ def of_optimizer(
 def _of_parameter(file: TorchFile, name: str | None, key: str, tensor: Tensor) -> Partition:
     slot = key if key == "master" else slot_name(key)
     if name is None or tensor.numel < 2:  # a number is no tensor of the parameter
-        return Nameless(slot, whole(slot, file, tensor))
-    return whole(f"{name}/{slot}", file, tensor)
+        return Nameless(slot, stored(slot, file, tensor))
+    return stored(f"{name}/{slot}", file, tensor)
 
 
 def _flat(file: TorchFile, shapes: Shapes, state: Mapping[str, Any]) -> Iterator[Partition]:
@@ -126,7 +125,9 @@ def _views(file: TorchFile, flats: Sequence[Tensor]) -> list[Shapes]:
 
 
 OF_RANK = re.compile(r"expp_rank_(\d+)_mp_rank_0+_optim_states\.pt")
-LOCAL = re.compile(r"(.*\.deepspeed_moe\.experts\.deepspeed_experts\.)(\d+)(\..*)")
+LOCAL = re.compile(
+    r"(?<=\.deepspeed_moe\.experts\.deepspeed_experts\.)\d+(?=\.)|(?<=\.experts\.w[123]\.)\d+$"
+)
 LISTS = ("fp32_groups_flat", "fp32_groups")
 
 
@@ -141,10 +142,8 @@ def of_experts(directory: str, model: TorchFile) -> Iterator[Partition]:
     paths = {int(m[1]): name for name in os.listdir(directory) if (m := OF_RANK.fullmatch(name))}
     parsed = Parsed()
     files = [TorchFile(os.path.join(directory, paths[rank]), parsed) for rank in sorted(paths)]
-    config = model.value.get("ds_config")
-    data_first = isinstance(config, dict) and config.get("use_data_before_expert_parallelism")
     shapes = [{n: tuple(s) for n, s in own.items()} for own in model.value["param_shapes"] or ()]
-    local = _local_counts(shapes)
+    named = of_ep_ranks(name for own in shapes for name in own)
     for rank, file in enumerate(files):
         optimizer = file.value["optimizer"]
         base = optimizer.get("optimizer_state_dict", optimizer)
@@ -155,31 +154,40 @@ def of_experts(directory: str, model: TorchFile) -> Iterator[Partition]:
             )
         kept, listed = [], []
         for place, group in enumerate(base["param_groups"]):
-            ep = int(group["name"].removeprefix("ep_size_")) if group.get("moe") else 1
-            alike = len(files) // ep  # that have the same experts
-            own, again = divmod(rank, alike) if data_first else (rank % ep, rank // ep)
-            if again:
+            firsts = [ranks[0] for ranks in sharing(model.value, len(files), group)]
+            if rank not in firsts:
                 continue
             kept.append(place)
             if shapes:
-                listed.append({_name(n, own, local): s for n, s in shapes[place].items()})
+                own = firsts.index(rank)
+                listed.append({named(name, own): shape for name, shape in shapes[place].items()})
         yield from of_optimizer(file, _with_groups(optimizer, kept), listed)
 
 
-def _local_counts(shapes: list[dict[str, tuple[int, ...]]]) -> Mapping[str, int]:
-    """How many experts a rank has of each layer."""
-    numbers: dict[str, set[str]] = {}
-    for match in (LOCAL.fullmatch(name) for own in shapes for name in own):
-        if match:
-            numbers.setdefault(match[1], set()).add(match[2])
-    return {layer: len(own) for layer, own in numbers.items()}
+def sharing(model: Mapping[str, Any], dp: int, group: Mapping[str, Any]) -> list[range]:
+    """By ep rank, the data ranks that have the parameters of a group: all, or those of experts."""
+    ep = int(group["name"].removeprefix("ep_size_")) if group.get("moe") else 1
+    config, edp = model.get("ds_config"), dp // ep
+    if isinstance(config, dict) and config.get("use_data_before_expert_parallelism"):
+        return [range(rank * edp, (rank + 1) * edp) for rank in range(ep)]
+    return [range(rank, dp, ep) for rank in range(ep)]
 
 
-def _name(name: str, rank: int, local: Mapping[str, int]) -> str:
-    """The name in the whole model; dense parameters have no number."""
-    if (match := LOCAL.fullmatch(name)) is None:
-        return name
-    return f"{match[1]}{rank * local[match[1]] + int(match[2])}{match[3]}"
+def of_ep_ranks(names: Iterable[str]) -> Callable[[str, int], str]:
+    """Gives a parameter's name in the whole model; dense parameters have no number.
+
+    The experts of ep rank e are those that follow e times as many as rank 0 has of a layer.
+    """
+    local = by_key((n[: match.start()], match[0]) for n in names if (match := LOCAL.search(n)))
+
+    def named(name: str, rank: int) -> str:
+        if (match := LOCAL.search(name)) is None:
+            return name
+        layer = name[: match.start()]
+        number = rank * len({*local[layer]}) + int(match[0])
+        return f"{layer}{number}{name[match.end() :]}"
+
+    return named
 
 
 def _with_groups(optimizer: Mapping[str, Any], places: list[int]) -> dict[str, Any]:

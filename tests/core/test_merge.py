@@ -1,0 +1,272 @@
+"""One manifest of several ranks: what contradicts is named, what is a rank's own is listed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from zckpt.core.fragments import Runs
+from zckpt.core.inert import Scalar
+from zckpt.core.manifest import Entry, Manifest, Parameter
+from zckpt.core.merge import agreed_steps, merge, numbered_alike
+from zckpt.core.placement import Sliced, Table
+from zckpt.core.slicing import replicated
+from zckpt.core.states import BESIDE_STATE, NO_PARAMETER
+from zckpt.errors import InconsistentCheckpoint, UnsupportedCheckpoint
+
+from .grids import Grid, Placed, cut_up, grid, numbers
+
+STAGES = Table("stage")
+
+
+@pytest.fixture
+def made() -> Grid:
+    """Two ranks: `a` is cut into 1 and 3 rows, both have `b`."""
+    copied = Placed("b", (2,), None, [np.arange(2)] * 2)
+    return grid([cut_up("a", (4,), 0, [[1, 3]]), copied], ("param", "exp_avg"))
+
+
+def with_entry(rank: Manifest, name: str, **fields: Any) -> Manifest:
+    return replace(rank, entries={**rank.entries, name: replace(rank.entries[name], **fields)})
+
+
+def without_entry(rank: Manifest, name: str) -> Manifest:
+    return replace(rank, entries={n: e for n, e in rank.entries.items() if n != name})
+
+
+def with_parameter(rank: Manifest, name: str, **fields: Any) -> Manifest:
+    own = replace(rank.parameters[name], **fields)
+    return replace(rank, parameters={**rank.parameters, name: own})
+
+
+def with_state(rank: Manifest, **state: Any) -> Manifest:
+    return replace(rank, state={**rank.state, **state})
+
+
+FAULTS: dict[str, tuple[Any, str]] = {
+    "a slice is missing": (
+        lambda rank: without_entry(rank, "a/param"),
+        "run: rank 1 lacks a/param, or has it in another size",
+    ),
+    "a slice of another size": (
+        lambda rank: with_entry(rank, "a/exp_avg", shape=(2,)),
+        "run: rank 1 lacks a/exp_avg, or has it in another size",
+    ),
+    "another type": (
+        lambda rank: with_entry(rank, "a/param", dtype="F32"),
+        "run: ranks keep a/param in different types: F32, I32",
+    ),
+    "another shape of a copy": (
+        lambda rank: with_entry(rank, "b/param", shape=(2, 1)),
+        "run: the copies of b/param have other shapes",
+    ),
+    "another shape where shapes are listed": (
+        lambda rank: with_parameter(rank, "b", shape=(3,)),
+        "ranks differ in the shape, the group, the step or the numbers of b",
+    ),
+    "another group": (
+        lambda rank: with_parameter(rank, "a", group=1),
+        "ranks differ in the shape, the group, the step or the numbers of a",
+    ),
+    "other numbers": (
+        lambda rank: with_parameter(rank, "a", scalars={"d": Scalar(2.0, "F32")}),
+        "ranks differ in the shape, the group, the step or the numbers of a",
+    ),
+    "a frozen one": (
+        lambda rank: with_parameter(rank, "a", trainable=False),
+        "ranks differ in the shape, the group, the step or the numbers of a",
+    ),
+    "no step": (
+        lambda rank: with_parameter(rank, "a", step=None),
+        "ranks differ in the shape, the group, the step or the numbers of a",
+    ),
+    "another step": (
+        lambda rank: with_parameter(rank, "a", step=9),
+        r"the optimizer's step differs: 3 \(a, run\), 9 \(a, run\)",
+    ),
+    "no whole number of updates": (
+        lambda rank: with_parameter(rank, "a", step=2.5),
+        "the optimizer's step is 2.5, which is no number of updates: a, run",
+    ),
+    "counters of another save": (
+        lambda rank: with_state(rank, counters={"global_steps": 4}),
+        "run/1-model_states.pt differs from run/0-model_states.pt in its counters",
+    ),
+    "a loss scale of another save": (
+        lambda rank: with_state(rank, optimizer={"scale": 4}),
+        "differs from .* in its loss scale",
+    ),
+    "settings of another save": (
+        lambda rank: replace(rank, groups=({"lr": 1.0}, {"lr": 9.0})),
+        "has groups with other hyper-parameters than other model ranks",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_contradicts_is_named(fault: str, made: Grid) -> None:
+    change, message = FAULTS[fault]
+    first, second = made.ranks
+    if "save" in fault and "settings" not in fault:
+        first, second = (
+            replace(rank, files=(f"run/{n}-model_states.pt",)) for n, rank in enumerate(made.ranks)
+        )
+    merge([first, second], made.table)
+    with pytest.raises(InconsistentCheckpoint, match=message):
+        merge([first, change(second)], made.table)
+
+
+# -- steps
+
+
+@pytest.mark.parametrize(("policy", "steps"), [("max", (6, 9)), ("min", (3, 4)), ("7", (7, 7))])
+def test_a_policy_decides(policy: str, steps: tuple[int, int], made: Grid) -> None:
+    """Of a group, on all ranks: `a` has the step 3 and 6, `b` 4 and 9."""
+    second = with_parameter(with_parameter(made.ranks[1], "a", step=6), "b", step=9)
+    whole = merge([made.ranks[0], second], made.table, policy)
+    assert tuple(item.step for item in whole.parameters.values()) == steps
+
+
+def counted(name: str, *steps: int) -> Manifest:
+    """A rank with one group, whose parameters have these steps."""
+    parameters = {f"{name}.{n}": Parameter((2,), True, 0, step) for n, step in enumerate(steps)}
+    return Manifest("run", "x", {}, {}, parameters, groups=({"lr": 1.0},))
+
+
+def test_ranks_of_one_save_have_one_step() -> None:
+    assert agreed_steps([counted("0", 3, 3), counted("1", 3)]) == {"0.0": 3, "0.1": 3, "1.0": 3}
+    agreed_steps([counted("0", 3, 2), counted("1", 3)])  # the first counts each by itself
+    agreed_steps([counted("0", 3, 2), counted("0", 3, 2)])
+    for other in (counted("1", 4), counted("0", 4, 4)):
+        with pytest.raises(InconsistentCheckpoint, match=r"step differs: 3 .*, 4 "):
+            agreed_steps([counted("0", 3, 3), other])
+        assert {*agreed_steps([counted("0", 3, 3), other], "max").values()} == {4}
+    with pytest.raises(InconsistentCheckpoint, match=r"step differs: 2 .*, 3 "):
+        agreed_steps([counted("0", 3, 2), counted("0", 3, 3)])
+
+
+def test_keep_keeps_steps_of_single_parameters_alone() -> None:
+    assert agreed_steps([counted("0", 3), counted("1", 4)], "keep") == {"0.0": 3, "1.0": 4}
+    with pytest.raises(InconsistentCheckpoint, match="step differs"):
+        agreed_steps([counted("0", 3), counted("0", 4)], "keep")
+
+
+# -- groups
+
+
+def stage(name: str, *rates: float) -> Manifest:
+    """A stage with one parameter in each of its groups, which have these learning rates."""
+    parameters = {f"{name}.{n}": Parameter((2,), True, n) for n in range(len(rates))}
+    groups = tuple({"lr": rate, "betas": (0.9, 0.95)} for rate in rates)
+    return Manifest("run", "x", {}, {}, parameters, groups=groups, state={"module": []})
+
+
+def test_groups_of_stages_are_known_by_their_settings() -> None:
+    stages, groups = numbered_alike([stage("0", 1.0, 3.0), stage("1", 1.0, 2.0, 3.0)])
+    assert [group["lr"] for group in groups or ()] == [1.0, 2.0, 3.0]
+    assert [p.group for each in stages for p in each.parameters.values()] == [0, 2, 0, 1, 2]
+    with pytest.raises(InconsistentCheckpoint, match="other hyper-parameters"):
+        numbered_alike([stage("0", 4.0), stage("1", 1.0, 2.0)])
+    with pytest.raises(UnsupportedCheckpoint, match="do not tell which"):
+        numbered_alike([stage("0", 1.0), stage("1", 1.0, 1.0)])
+
+
+def test_parameters_stand_by_group_and_the_scheduler_is_that_of_all_groups() -> None:
+    """A stage without a parameter of a group has dropped it, and its rate from the scheduler."""
+    first = with_state(stage("0", 3.0), lr_scheduler={"_last_lr": [3.0]})
+    second = with_state(stage("1", 1.0, 3.0), lr_scheduler={"_last_lr": [1.0, 3.0]})
+    whole = merge([first, second], STAGES)
+    assert [*whole.parameters] == ["1.0", "0.0", "1.1"]
+    assert whole.state["lr_scheduler"] == {"_last_lr": [1.0, 3.0]}
+    assert whole.left_out == ("lr_scheduler of model ranks other than 0",)
+
+
+# -- what ranks have of their own
+
+
+def test_tensors_beside_all_ranks_come_first(made: Grid) -> None:
+    """Weights in files of layers: the ranks have the states, and frozen ones are in no rank."""
+    source = grid([Placed(name, (2,), None, [np.arange(2)] * 2) for name in "bc"], ("param", "m"))
+    stages = [without_entry(rank, "b/param") for rank in source.ranks]
+    stages = [replace(rank, parameters={"b": rank.parameters["b"]}) for rank in stages]
+    stages = [without_entry(without_entry(rank, "c/param"), "c/m") for rank in stages]
+    entries = {name: source.whole.entries[name] for name in ("c/param", "b/param")}
+    beside = replace(
+        stages[0],
+        entries=entries,
+        parameters={"c": Parameter((2,), False)},
+        files=("layer",),
+        state={"module": ["c", "b"]},
+    )
+    whole = merge(stages, STAGES, None, beside)
+    assert [*whole.entries] == ["c/param", "b/param", "b/m"]
+    assert numbers(source.files, whole.entries["c/param"]) == [2000, 2001]
+    assert [copy.name for copy in whole.replicas] == ["b/m"]
+    assert [*whole.parameters] == ["b", "c"]
+    assert (whole.state["module"], whole.files) == (["c", "b"], ("layer",))
+
+
+def test_own_values_are_left_out_and_listed(made: Grid) -> None:
+    """The first rank's count; of another rank's file the report has them."""
+    states = ({"own": 1, "same": 2}, {"own": 5, "same": 2})
+    ranks = [
+        replace(with_state(rank, client_state=own), files=(f"run/{n}-model_states.pt",))
+        for n, (rank, own) in enumerate(zip(made.ranks, states, strict=True))
+    ]
+    whole = merge(ranks, made.table)
+    assert whole.state["client_state"] == states[0]
+    assert whole.left_out == ("client_state 'own' of model ranks other than 0",)
+    assert whole.of_ranks == {"1-model_states.pt": {"client_state": states[1]}}
+
+
+def test_a_tensor_of_the_state_is_a_copy_unless_it_is_of_another_shape(made: Grid) -> None:
+    def rank_with(number: int, shape: tuple[int, ...]) -> Manifest:
+        entry = Entry("client_state.rng/state", "I32", shape, Runs(()))
+        rank = made.ranks[number]
+        return replace(rank, entries={**rank.entries, entry.name: entry})
+
+    def copies(shape: tuple[int, ...]) -> list[str]:
+        whole = merge([rank_with(0, (2,)), rank_with(1, shape)], made.table)
+        assert "client_state.rng/state" in whole.entries
+        return [copy.name for copy in whole.replicas if copy.slot == "state"]
+
+    assert copies((2,)) == ["client_state.rng/state"]
+    assert copies((1, 2)) == []
+
+
+def test_numbers_of_no_parameter_that_differ_are_not_read(made: Grid) -> None:
+    """Those that are alike stay in the state."""
+    ranks = [
+        with_state(rank, optimizer={"scale": 8, "beside": {"own": number, "same": 3}})
+        for number, rank in enumerate(made.ranks)
+    ]
+    whole = merge(ranks, made.table)
+    assert whole.state["optimizer"] == {"scale": 8, "beside": {"same": 3}}
+    (unread,) = whole.unread
+    assert (unread.key, unread.parameters, unread.reason, unread.content) == (
+        "own", (NO_PARAMETER,), BESIDE_STATE, "[0, 1]",
+    )  # fmt: skip
+
+
+def test_other_values_of_parameters_are_united() -> None:
+    """Each stage has those of its own parameters."""
+    ranks = [
+        with_state(stage(name, 1.0), optimizer={"other": {f"{name}.0": {"step": None}}})
+        for name in "01"
+    ]
+    whole = merge(ranks, STAGES)
+    assert whole.state["optimizer"] == {"other": {"0.0": {"step": None}, "1.0": {"step": None}}}
+
+
+def test_a_copy_says_along_which_axis_it_is_one() -> None:
+    """Of two stages that both have a tensor, on two tensor ranks: four copies in all."""
+    ranks = [grid([Placed("b", (2,), None, [np.arange(2)] * 2)]).ranks for _ in range(2)]
+    models = [merge(stages, STAGES) for stages in ranks]
+    cuts = {"b": Sliced((2,), replicated((2,), 2), "replicated")}
+    for table in (Table("tensor rank"), Table("tensor rank", cuts)):
+        whole = merge(models, table)
+        assert whole.entries["b/param"].axis == ""
+        assert [copy.axis for copy in whole.replicas] == ["tensor rank", "stage", "stage"]

@@ -1,0 +1,74 @@
+"""What ranks have of a whole: shapes, order, empty slices; and `merge` makes the whole of them."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from msgspec.structs import replace
+
+from zckpt.core.facts import NamedWeightsEngine
+from zckpt.core.manifest import Manifest, Parameter
+from zckpt.core.merge import in_order, merge
+from zckpt.core.placement import Row
+from zckpt.core.split import names_in, part
+from zckpt.core.weights import WEIGHTS
+
+from .grids import Grid, cut_up, grid, grids, numbers
+
+
+@given(grids())
+def test_merge_is_the_inverse(made: Grid) -> None:
+    """A sum of parts has the first one's numbers; every other holder has a copy."""
+    whole, files = in_order(made.whole), made.files
+    merged = in_order(merge(made.ranks, made.table))
+    assert merged.parameters == whole.parameters
+    assert merged.groups == whole.groups
+    assert {**merged.state, "module": 0} == {**whole.state, "module": 0}
+    orders = [[*m.parameters, *m.buffers, *m.entries, *m.state["module"]] for m in (merged, whole)]
+    if all(len(names_in(rank)) == len(names_in(whole)) for rank in made.ranks):
+        assert orders[0] == orders[1]
+    assert sorted(orders[0]) == sorted(orders[1])
+    for name, entry in merged.entries.items():
+        expected, sliced = whole.entries[name], made.table.cuts.get(entry.parameter)
+        copies = [copy for copy in merged.replicas if copy.name == name]
+        is_alone = sliced is not None and sliced.is_sum and entry.slot in WEIGHTS
+        holders = sum(name in rank.entries for rank in made.ranks)
+        is_cut = sliced is not None and sliced.rule == "cut"
+        assert len(copies) == (0 if is_cut or is_alone else holders - 1)
+        for each in (entry, *copies):
+            assert (each.dtype, each.shape) == (expected.dtype, expected.shape)
+            assert numbers(files, each) == numbers(files, expected)
+
+
+def whole() -> Manifest:
+    placements = [cut_up(name, (4,), 0, [[4]]) for name in ("a", "b", "buffer")]
+    return grid(placements, ("param", "master")).whole
+
+
+def test_an_empty_slice_is_a_frozen_parameter_of_the_modules_type() -> None:
+    """The module has it, and no optimizer owns it."""
+    engine = NamedWeightsEngine("x", None, None, "BF16", None)
+    own = part(replace(whole(), engine=engine), Row(["a", "b"], {"a": (0,), "b": (2,)}))
+    assert own.parameters["a"] == Parameter((0,), trainable=False)
+    assert own.parameters["b"].trainable
+    assert [(each.name, each.dtype, each.shape) for each in own.entries.values()] == [
+        ("a/param", "BF16", (0,)),
+        ("b/param", "I32", (2,)),
+        ("b/master", "I32", (2,)),
+    ]
+
+
+def test_a_rank_has_its_parameters_in_its_order() -> None:
+    source = whole()
+    own = part(source, Row(["b", "a"]))
+    assert [*own.parameters] == ["b", "a"]
+    assert own.buffers == ()
+    assert own.state["module"] == ["a", "b"]
+    assert own.entries["a/param"] == source.entries["a/param"]  # whole, with its bytes
+
+
+def test_weights_that_lie_beside_ranks() -> None:
+    """A row without weights has those alone that no master stands for."""
+    source, row = whole(), Row(["a"], has_weights=False)
+    assert [*part(source, row).entries] == ["a/master"]
+    weights = {name: entry for name, entry in source.entries.items() if entry.slot == "param"}
+    assert [*part(replace(source, entries=weights), row).entries] == ["a/param"]

@@ -1,0 +1,339 @@
+"""How do the manifests of several ranks become one along an axis, and what contradicts?
+
+Each rank has been read as a checkpoint by itself. A table says how its tensors are parts of whole
+ones: they become boxes of these, and no byte is read. Groups, steps, counters and loss scales must
+be those of one save. What a program keeps per rank is the first one's, and the rest is listed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain, zip_longest
+from math import prod
+from typing import Any
+
+from msgspec.structs import replace
+
+from ..errors import InconsistentCheckpoint, UnsupportedCheckpoint, listed
+from . import slicing
+from .agreement import KEEP, Step, agree
+from .dtypes import SIZES
+from .inert import alike, to_json
+from .manifest import Entry, Manifest, Parameter, Unread
+from .placement import Table
+from .states import NO_PARAMETER, OTHER, PLACES, numbers_of, others_of, tensors_in, unread
+from .weights import WEIGHTS
+
+Groups = tuple[dict[str, Any], ...] | None
+OF_RANKS = ("lr_scheduler", "data_sampler", "random_ltd", "client_state", "module_extra")
+OF_ONE_RANK = ("members", OTHER, *PLACES.values())  # of the optimizer
+MIXED = "files of different saves seem to be mixed; take those of one tag"
+
+
+def merge(
+    ranks: Sequence[Manifest],
+    table: Table,
+    policy: str | None = None,
+    beside: Manifest | None = None,
+) -> Manifest:
+    """The whole of `ranks`; parameters stand by group, entries as ranks have them.
+
+    `beside` has tensors of no single rank, such as those in files of layers: they come first.
+    Raises InconsistentCheckpoint if ranks contradict each other, or are of different saves.
+    """
+    whole = together(ranks)
+    ranks, groups = numbered_alike(ranks)
+    steps = agreed_steps(ranks, policy)
+    ranks = [with_steps(rank, steps) for rank in ranks]
+    every = [*([] if beside is None else [beside]), *ranks]
+    entries: dict[str, Entry] = {}
+    copies: list[Entry] = []
+    for name, held in _held(every, ranks[0]).items():
+        entries[name], *further = tensor(name, held, table, whole.root)
+        copies += further
+    fullest = max(ranks, key=lambda rank: len(rank.groups or ()))  # others may have dropped some
+    state = {**whole.state, "module": _names(rank.state["module"] for rank in every)}
+    if (scheduler := fullest.state.get("lr_scheduler")) is not None:
+        state["lr_scheduler"] = scheduler
+    if other := {name: own for rank in ranks for name, own in others_of(rank).items()}:
+        state["optimizer"] = {**state["optimizer"], OTHER: other}
+    return replace(
+        whole,
+        entries=entries,
+        parameters=_parameters(every, table, whole.root),
+        buffers=tuple(_names(rank.buffers for rank in every)),
+        groups=groups,
+        state=state,
+        replicas=tuple(copies),
+        files=(*whole.files, *(() if beside is None else beside.files)),
+        records=(*whole.records, *(() if beside is None else beside.records)),
+    )
+
+
+def in_order(manifest: Manifest) -> Manifest:
+    """With entries in the order of parameters and buffers; states last."""
+    names = (*manifest.parameters, *manifest.buffers)
+    place = {name: number for number, name in enumerate(names)}
+    entries = sorted(
+        manifest.entries.values(),
+        key=lambda entry: len(names) if entry.slot == "state" else place[entry.parameter],
+    )
+    return replace(manifest, entries={entry.name: entry for entry in entries})
+
+
+def _names(each: Iterable[Iterable[str]]) -> list[str]:
+    return list(dict.fromkeys(chain.from_iterable(each)))
+
+
+# -- tensors
+
+
+def tensor(name: str, held: Sequence[Sequence[Entry]], table: Table, root: str) -> list[Entry]:
+    """The whole tensor, and each further copy of it, from those that each rank holds.
+
+    Raises InconsistentCheckpoint for other types or shapes, and if a rank lacks its slice.
+    """
+    parameter, _, slot = name.rpartition("/")
+    cut = None if slot == "state" else table.cuts.get(parameter)
+    known = [entry for own in zip_longest(*held) for entry in own if entry is not None]
+    if len(dtypes := {entry.dtype for entry in known}) > 1:
+        raise InconsistentCheckpoint(
+            f"{root}: {table.word}s keep {name} in different types: {listed(sorted(dtypes))}"
+        )
+    if cut is None:
+        if len({entry.shape for entry in known}) > 1:
+            raise InconsistentCheckpoint(f"{root}: the copies of {name} have other shapes")
+        return [known[0], *(replace(each, axis=each.axis or table.word) for each in known[1:])]
+    for rank, (own, shape) in enumerate(zip(held, cut.slicing.slices, strict=True)):
+        if ({entry.numel for entry in own} or {0}) != {prod(shape)}:
+            raise InconsistentCheckpoint(
+                f"{root}: {table.word} {rank} lacks {name}, or has it in another size", hint=MIXED
+            )
+    size, wholes = SIZES[known[0].dtype], []
+    for copy in range(min(len(own) for own in held if own)):
+        slices = [own[copy].fragments if own else None for own in held]
+        axis = next(own[copy].axis for own in held if own)
+        for holder in range(cut.slicing.copies):
+            fragments = slicing.joined(cut.slicing, slices, size, holder)
+            of_copy = axis or (table.word if holder else "")
+            wholes.append(Entry(name, known[0].dtype, cut.shape, fragments, axis=of_copy))
+    return wholes[:1] if cut.is_sum and slot in WEIGHTS else wholes  # other parts are no copies
+
+
+def _held(every: Sequence[Manifest], first: Manifest) -> dict[str, list[list[Entry]]]:
+    """By name, what each rank holds of a tensor: the one that counts for it, then copies.
+
+    Tensors of the state are those of the first rank, and their copies.
+    """
+    held: dict[str, list[list[Entry]]] = {}
+    for number, rank in enumerate(every):
+        for entry in chain(rank.entries.values(), rank.replicas):
+            if entry.slot == "state" and not entry.name.startswith(f"optimizer.{OTHER}."):
+                own = first.entries.get(entry.name)
+                if own is None or (own.dtype, own.shape) != (entry.dtype, entry.shape):
+                    continue
+            held.setdefault(entry.name, [[] for _ in every])[number].append(entry)
+    return held
+
+
+# -- parameters, their groups and steps
+
+
+def _parameters(ranks: Sequence[Manifest], table: Table, root: str) -> dict[str, Parameter]:
+    """The parameters of the whole: the trained ones by group, then the frozen ones."""
+    held: dict[str, list[Parameter]] = {}
+    for rank in ranks:
+        for name, own in rank.parameters.items():
+            held.setdefault(name, []).append(own)
+    parameters = {}
+    for name, copies in held.items():
+        cut = table.cuts.get(name)
+        shape = copies[0].shape if cut is None else cut.shape
+        wholes = [
+            replace(each, shape=each.shape if cut is None else shape)
+            for each in copies
+            if 0 in shape or 0 not in each.shape  # no optimizer owns an empty slice
+        ]
+        if any(each != wholes[0] for each in wholes):
+            raise InconsistentCheckpoint(
+                f"{root}: {table.word}s differ in the shape, the group, the step or the numbers of "
+                f"{name}",
+                hint=MIXED,
+            )
+        parameters[name] = wholes[0]
+    order = sorted(parameters.items(), key=lambda item: (not item[1].trainable, item[1].group or 0))
+    return dict(order)
+
+
+def numbered_alike(ranks: Sequence[Manifest]) -> tuple[list[Manifest], Groups]:
+    """The manifests with one numbering of groups, and these groups.
+
+    A rank may have dropped groups of which it has no parameter. So its groups are some of all, in
+    the same order, and known by their hyper-parameters. Raises UnsupportedCheckpoint if these do
+    not tell which ones.
+    """
+    groups: list[dict[str, Any]] = max((list(m.groups or ()) for m in ranks), key=len)
+    every = [to_json(group) for group in groups]
+    if any(manifest.groups is None for manifest in ranks):
+        return list(ranks), None
+    renumbered = []
+    for manifest in ranks:
+        own = [to_json(group) for group in manifest.groups or ()]
+        places = _places(own, every)
+        if -1 in places:
+            raise InconsistentCheckpoint(
+                f"{_file_of(manifest)} has groups with other hyper-parameters than other model "
+                "ranks",
+                hint=MIXED,
+            )
+        if places != [len(every) - 1 - n for n in _places(own[::-1], every[::-1])][::-1]:
+            raise UnsupportedCheckpoint(
+                f"{manifest.root}: a stage of the pipeline has {len(own)} of {len(groups)} groups, "
+                "and their hyper-parameters do not tell which",
+                hint="give each group of the optimizer other hyper-parameters, such as a name",
+            )
+        parameters = {
+            name: item if item.group is None else replace(item, group=places[item.group])
+            for name, item in manifest.parameters.items()
+        }
+        renumbered.append(replace(manifest, parameters=parameters))
+    return renumbered, tuple(groups)
+
+
+def _places(some: Sequence[Any], groups: Sequence[Any]) -> list[int]:
+    """The first places that groups can have among all groups, in order; -1 if they have none."""
+    rest = iter(enumerate(groups))
+    return [next((place for place, group in rest if group == own), -1) for own in some]
+
+
+def agreed_steps(ranks: Sequence[Manifest], policy: str | None = None) -> dict[str, Step]:
+    """The step of each parameter that has one, whose groups have one numbering.
+
+    It has one wherever it is. So has a group, whose parameters an optimizer updates together,
+    unless a rank counts each by itself. Raises InconsistentCheckpoint if ranks differ, and no
+    policy decides; with `keep` each parameter keeps its own.
+    """
+    stated: dict[str | int | None, dict[Step, str]] = {}
+    groups: dict[str, int | None] = {}
+    counts_each: set[int | None] = set()
+    for rank in ranks:
+        of_group: dict[int | None, set[Step]] = {}
+        for name, item in rank.parameters.items():
+            if item.step is not None:
+                groups[name] = item.group
+                of_group.setdefault(item.group, set()).add(item.step)
+                for key in (name, item.group):
+                    stated.setdefault(key, {}).setdefault(item.step, f"{name}, {_file_of(rank)}")
+        counts_each |= {group for group, steps in of_group.items() if len(steps) > 1}
+    alone = {*groups.values()} if policy == KEEP else counts_each
+    agreed = {
+        key: agree([(where, step) for step, where in places.items()], policy)
+        for key, places in stated.items()
+        if key not in alone
+    }
+    steps = {name: agreed[name if group in alone else group] for name, group in groups.items()}
+    return {name: step for name, step in steps.items() if step is not None}
+
+
+def with_steps(manifest: Manifest, steps: Mapping[str, Step]) -> Manifest:
+    """The manifest with these steps of its parameters that have one."""
+    parameters = {
+        name: item if item.step is None else replace(item, step=steps[name])
+        for name, item in manifest.parameters.items()
+    }
+    return replace(manifest, parameters=parameters)
+
+
+# -- what is not of parameters
+
+
+def together(ranks: Sequence[Manifest]) -> Manifest:
+    """The first rank, with what all of them have together, whatever the axis.
+
+    Its tensors and parameters are its own still. Its state lacks numbers that ranks have of their
+    own: these are not read. Raises InconsistentCheckpoint for mixed saves.
+    """
+    first = ranks[0]
+    for other in ranks[1:]:
+        for what, key in (("its counters", "counters"), ("its loss scale", "optimizer")):
+            if _of_all(other.state.get(key)) != _of_all(first.state.get(key)):
+                raise InconsistentCheckpoint(
+                    f"{_file_of(other)} differs from {_file_of(first)} in {what}", hint=MIXED
+                )
+    once = {
+        field: tuple(dict.fromkeys(item for each in ranks for item in getattr(each, field)))
+        for field in ("steps", "left_out", "warnings", "inferred")
+    }
+    of_ranks, left_out = _own_values(ranks)
+    once["left_out"] = tuple(dict.fromkeys([*once["left_out"], *left_out]))
+    state, numbers = _without_own_numbers(ranks)
+    return replace(
+        first,
+        state=state,
+        records=tuple(record for each in ranks for record in each.records),
+        files=tuple(file for each in ranks for file in each.files),
+        of_ranks=of_ranks,
+        layout={name: values for each in ranks for name, values in each.layout.items()},
+        unread=(
+            *(
+                replace(item, tensors=tuple(of_rank(number, entry) for entry in item.tensors))
+                for number, each in enumerate(ranks)
+                for item in each.unread
+            ),
+            *numbers,
+        ),
+        **once,
+    )
+
+
+def of_rank(number: int, entry: Entry) -> Entry:
+    """An entry with a name that no other model rank's has."""
+    return replace(entry, name=f"{number}:{entry.name}")
+
+
+def _of_all(values: Mapping[str, Any] | None) -> object:
+    """Without what is of single parameters, of which each stage has others, or of no parameter."""
+    return to_json({k: v for k, v in (values or {}).items() if k not in OF_ONE_RANK})
+
+
+def _without_own_numbers(ranks: Sequence[Manifest]) -> tuple[dict[str, Any], list[Unread]]:
+    """The first rank's state without the numbers that ranks have of their own; and these."""
+    optimizer = dict(ranks[0].state.get("optimizer") or {})
+    gone: list[Unread] = []
+    for why, place in PLACES.items():
+        stated = [numbers_of(rank, place) for rank in ranks]
+        values = {key: [own.get(key) for own in stated] for key in chain.from_iterable(stated)}
+        differ = {k: own for k, own in values.items() if not all(alike(v, own[0]) for v in own)}
+        gone += [unread(key, (NO_PARAMETER,), why, own, ()) for key, own in differ.items()]
+        if kept := {key: value for key, value in stated[0].items() if key not in differ}:
+            optimizer[place] = kept
+        else:
+            optimizer.pop(place, None)
+    return ({**ranks[0].state, "optimizer": optimizer} if gone else ranks[0].state), gone
+
+
+def _file_of(manifest: Manifest) -> str:
+    return next((file for file in manifest.files if "model_states" in file), manifest.root)
+
+
+def _own_values(ranks: Sequence[Manifest]) -> tuple[dict[str, Mapping[str, Any]], list[str]]:
+    """What files of further ranks state otherwise than those of the first; and lines about that.
+
+    A tensor in the client state is left out too: it may be a rank's own random state.
+    """
+    differing = {name: values for each in ranks for name, values in each.of_ranks.items()}
+    first = {key: to_json(ranks[0].state.get(key)) for key in OF_RANKS}
+    lines: set[str] = set()
+    for other in ranks[1:]:
+        stated = {key: to_json(other.state.get(key)) for key in OF_RANKS}
+        if own := {key: value for key, value in stated.items() if value != first[key]}:
+            name = os.path.basename(_file_of(other))
+            differing[name] = {**own, **differing.get(name, {})}
+        lines |= {key for key in ("lr_scheduler", "data_sampler", "random_ltd") if key in own}
+        ours, theirs = (rank.state.get("client_state") or {} for rank in (ranks[0], other))
+        for key in ours.keys() | theirs.keys():
+            value = theirs.get(key)
+            if tensors_in(value) or to_json(ours.get(key)) != to_json(value):
+                lines.add(f"client_state {key!r}")
+    return differing, [f"{line} of model ranks other than 0" for line in sorted(lines)]

@@ -1,0 +1,56 @@
+"""How do the ranks of one axis hold what a whole has?
+
+Sliced    how one parameter is cut over ranks
+Row       what one rank has: which parameters, in which order and of which shapes
+Table     all rows of an axis: `split` makes ranks of a whole by it, `merge` the whole of ranks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from msgspec import Struct, field
+
+from .slicing import Slicing
+
+Shapes = Sequence[tuple[int, ...] | None]
+"""A parameter's shape on every tensor rank; None where the rank has none of it."""
+SUM = "sum"
+
+
+class Sliced(Struct, frozen=True):
+    """How a parameter is cut: its whole shape, its pieces, and the rule that says so.
+
+    `vocabulary` is the number of rows that are not padding; None if it is no vocabulary.
+    """
+
+    shape: tuple[int, ...]
+    slicing: Slicing
+    rule: str
+    vocabulary: int | None = None
+
+    @property
+    def is_replicated(self) -> bool:
+        return self.rule == "replicated"
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether each rank has a part of its own, of the whole shape."""
+        return self.rule == SUM
+
+
+class Row(Struct, frozen=True):
+    """One rank: its parameters and buffers in its order, and their shapes, if not the whole's."""
+
+    names: Sequence[str]
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    has_weights: bool = True
+    """Whether its files have weights that masters stand for too."""
+
+
+class Table(Struct, frozen=True):
+    """One axis, whose ranks are called `word`s; what has no cut is whole on all that have it."""
+
+    word: str
+    cuts: Mapping[str, Sliced] = field(default_factory=dict)
+    rows: Sequence[Row] = ()

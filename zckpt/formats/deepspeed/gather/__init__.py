@@ -1,0 +1,14 @@
+"""What DeepSpeed's ranks all-gather, by the engine's own rule, for `verify --gather`.
+
+zero.py     flat buffers and files of one model rank
+whole.py    stage 0: the optimizer by number, or in flat tensors
+tensor.py   where the slices of tensor ranks belong
+grid.py     all model ranks: stages of a pipeline, tensor ranks
+
+These modules share only the parser of torch files with the reader. They state again which file
+belongs to which rank, which keys hold what and where a parameter begins, so that a proof does not
+repeat a mistake of the reader. The reader runs first and refuses unknown or damaged files.
+DeepSpeed 0.19.8.
+"""
+
+from .grid import partitions as partitions
