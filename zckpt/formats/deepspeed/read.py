@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 
 from msgspec.structs import replace
 
+from ...core.agreement import KEEP
 from ...core.facts import layers_of
 from ...core.manifest import Manifest
+from ...core.merge import agreed_steps, with_steps
 from ...errors import (
     MALFORMED,
     InconsistentCheckpoint,
@@ -45,7 +47,6 @@ from .model_ranks.universal_info import of_json
 from .moe.whole_experts import compare_ranks, manifest_of_experts
 
 ANY_STEP = "max"  # a policy for runs that were read before, whatever their steps
-WEIGHTS = Reading(step_policy=ANY_STEP, weights_only=True)
 
 
 def read(path: str, reading: Reading = USUAL) -> Manifest:
@@ -70,7 +71,8 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
 def _manifest(directory: TagDirectory, files: GridFiles, reading: Reading) -> Manifest:
     if reading.ranks_apart and not files.is_plain:
         ranks = _apart(directory, files, reading)
-        return replace(ranks, source={**ranks.source, "reading": reading})
+        rules = {"tp_rules": reading.tp_rules} if reading.tp_rules else {}
+        return replace(ranks, source={**ranks.source, **rules})
     models = tensor_ranks(directory, files, reading)
     if reading.with_slicings or files.tp > 1:
         return _joined(models, reading.tp_rules, reading.step_policy)
@@ -80,7 +82,7 @@ def _manifest(directory: TagDirectory, files: GridFiles, reading: Reading) -> Ma
 def _joined(ranks: Sequence[Manifest], tp_rules: str | None, step_policy: str | None) -> Manifest:
     """The model of all tensor ranks."""
     rules = [] if tp_rules is None else [rules_of(tp_rules, of_json)]
-    return joined_slices(ranks, rules, step_policy)
+    return replace(joined_slices(ranks, rules, step_policy), models=tuple(ranks))
 
 
 def check(manifest: Manifest, replicas: str | None) -> list[str]:
@@ -111,12 +113,10 @@ def _own_copies(manifest: Manifest) -> list[str]:
     stages = compare_stages(manifest, tp)
     if tp == 1:
         return stages
-    directory = locate(manifest.root, None)
     try:
-        ranks = tensor_ranks(directory, grid_files(directory), WEIGHTS)
-        model = _joined(ranks, manifest.source["reading"].tp_rules, ANY_STEP)
+        model = _joined(manifest.models, manifest.source.get("tp_rules"), ANY_STEP)
     except (InconsistentCheckpoint, MissingData, UnsupportedCheckpoint, WrongOption):
-        return stages  # stage 0 may need the user's names too
+        return stages
     return [*stages, *compare_copies(model, OWN)]
 
 
@@ -130,13 +130,9 @@ def averaged(manifest: Manifest) -> Manifest:
 
 def check_slices(manifest: Manifest) -> None:
     """Raises InconsistentCheckpoint if all tensor ranks hold the same of what a rule cuts."""
-    if int(manifest.source.get("tp") or 0) < 2:
-        return
-    directory = locate(manifest.root, None)
-    pipeline = manifest.state.get("pipeline") or {"tied": ()}
-    tied = {int(number): str(key) for number, key in pipeline["tied"]}
-    ranks = tensor_ranks(directory, grid_files(directory), WEIGHTS, tied)
-    refuse_equal_slices(manifest.root, ranks, manifest.state["tensor_parallel"]["rules"])
+    if int(manifest.source.get("tp") or 0) > 1:
+        rules = manifest.state["tensor_parallel"]["rules"]
+        refuse_equal_slices(manifest.root, manifest.models, rules)
 
 
 def _apart(directory: TagDirectory, files: GridFiles, reading: Reading) -> Manifest:
@@ -144,10 +140,11 @@ def _apart(directory: TagDirectory, files: GridFiles, reading: Reading) -> Manif
     models = tensor_ranks(directory, files, replace(reading, step_policy=ANY_STEP))
     grid = ModelGrid.of(files, models[0])
     apart = open_apart(directory, files.ranks, grid, reading, files)
-    ranks = stacked(apart)
+    ranks, steps = stacked(apart), agreed_steps(apart, KEEP)
     warnings = [*ranks.warnings, *(line for model in models for line in model.warnings)]
     return replace(
         ranks,
+        models=tuple(with_steps(model, steps) for model in models),
         sibling_weights=tuple(weights_of_layers(apart, models)),
         warnings=tuple(dict.fromkeys(warnings)),
     )

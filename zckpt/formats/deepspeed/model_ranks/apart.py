@@ -18,10 +18,11 @@ from msgspec.structs import replace
 
 from ....core import sources
 from ....core.facts import FlatBufferEngine
+from ....core.filenames import numbers_of
 from ....core.manifest import Entry, Manifest, Sibling
 from ....core.merge import agreed_steps, numbered_alike, of_rank, together, with_steps
 from ....core.states import as_unread
-from ...deepspeed_states.directories import TagDirectory
+from ...deepspeed_states.directories import LAYER, TagDirectory
 from ...deepspeed_states.manifest import manifest_of
 from ...deepspeed_states.states import EngineStates, open_layers
 from ...reading import USUAL, Reading
@@ -171,6 +172,7 @@ def stacked(manifests: Sequence[Manifest]) -> Manifest:
     rank: ModelRank = source.pop("model_rank")
     return replace(
         whole,
+        ranks=tuple(manifests),
         source={**source, "tp": rank.grid.tp, "pp": rank.grid.pp, "model_ranks": len(manifests)},
         entries={entry.name: entry for entry in entries},
         parameters={
@@ -209,10 +211,9 @@ def weights_of_layers(ranks: Sequence[Manifest], models: Sequence[Manifest]) -> 
             seen.update(names)
 
 
-def layer_siblings(files: GridFiles, tag: str) -> list[tuple[str, Sibling]]:
+def layer_siblings(models: Sequence[Manifest], tag: str) -> list[tuple[str, Sibling]]:
     """The files of layers: no data rank has a part in them, so they are copied as they are."""
-    siblings = []
-    for _, path in sorted(files.layers.items()):
-        name = f"{tag}/{path.rpartition('/')[2]}"
-        siblings.append((name, Sibling(name, path, sources.size(path))))
-    return siblings
+    files = {path: path.rpartition("/")[2] for model in models for path in model.files}
+    layers = {path: numbers for path, file in files.items() if (numbers := numbers_of(LAYER, file))}
+    names = {path: f"{tag}/{files[path]}" for path in sorted(layers, key=layers.__getitem__)}
+    return [(name, Sibling(name, path, sources.size(path))) for path, name in names.items()]

@@ -23,10 +23,8 @@ from itertools import pairwise
 from msgspec import Struct, convert
 from msgspec.structs import replace
 
-from ....core.agreement import KEEP
 from ....core.facts import FlatBufferEngine, layers_of
 from ....core.manifest import Entry, Manifest
-from ....core.merge import agreed_steps, with_steps
 from ....core.placement import Row
 from ....core.split import names_in, part
 from ....errors import UnsupportedCheckpoint, WrongOption
@@ -108,8 +106,7 @@ def recut(source: ModelRanks, models: Sequence[Manifest], options: Options) -> M
         pipeline = Pipeline(own_names, [first.buffers], layers_of_names(first, options))
     else:
         pipeline = convert(first.state["pipeline"], Pipeline)
-    steps = agreed_steps(source.ranks, KEEP)  # which have been agreed on
-    models, uses = [with_steps(model, steps) for model in models], pipeline.uses
+    uses = pipeline.uses
     stages, inferred = pipeline.stages(first, uses, options)
     target, ranks = replace(source.grid, pp=len(stages)), list[Manifest]()
     for stage in stages:
