@@ -195,7 +195,6 @@ def test_not_there_is_no_error(path: Path) -> None:
     loop.symlink_to(loop)
     for nothing in (path / "below", path.with_name("none"), loop, Path("a" * 300)):
         assert sources.status(str(nothing)) is None
-        assert sources.status(str(nothing)) is None
         assert not sources.is_file(str(nothing))
         assert not sources.is_folder(str(nothing))
     assert sources.status("a\0b") is None

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from math import prod
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from msgspec import to_builtins
 
@@ -17,17 +17,13 @@ from .inert import plain_group, to_json
 from .manifest import Entry, Manifest
 from .states import states_of
 
+if TYPE_CHECKING:
+    from .plan import Match
+
 Report = dict[str, Any]
 
 
-class Named(Protocol):
-    """Anything with a tensor's name, `parameter/slot`."""
-
-    @property
-    def name(self) -> str: ...
-
-
-T = TypeVar("T", bound=Named)
+T = TypeVar("T", bound="Entry | Match")
 
 
 def inspect(manifest: Manifest, objects: Sequence[str]) -> Report:

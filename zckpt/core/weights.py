@@ -21,6 +21,7 @@ from msgspec import Struct
 
 from ..errors import MissingData
 from .dtypes import FLOATS, NUMBERS
+from .grouping import by_key
 from .manifest import Entry
 
 WEIGHTS = frozenset({"param", "master"})
@@ -84,11 +85,8 @@ def weight_of(entries: Mapping[str, Entry], name: str) -> Weight:
 
 def states_by_weight(entries: Iterable[Entry]) -> dict[str, set[str]]:
     """The optimizer's states of every weight that has any."""
-    states: dict[str, set[str]] = {}
-    for entry in entries:
-        if is_optimizers(entry.slot):
-            states.setdefault(entry.parameter, set()).add(entry.slot)
-    return states
+    slots = by_key((e.parameter, e.slot) for e in entries if is_optimizers(e.slot))
+    return {name: {*own} for name, own in slots.items()}
 
 
 def agreement(master: Entry, weight: Entry) -> str | None:

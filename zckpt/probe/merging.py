@@ -27,6 +27,7 @@ from msgspec.structs import replace
 
 from ..core.checksum import combine
 from ..core.dtypes import SIZES
+from ..core.grouping import by_key
 from ..core.statistics import Statistics, json_number
 from .runs import OF_WEIGHTS, Run, TensorRecord
 
@@ -103,16 +104,16 @@ def _split(batch: str) -> tuple[str, int]:
 
 def _labels(a: Run, b: Run) -> set[tuple[int, str]]:
     """The steps and phases in which both runs have the same number of batches."""
-    counts: list[dict[tuple[int, str], int]] = []
-    for run in (a, b):
-        most: dict[tuple[int, str], int] = {}
-        for records in run.ranks.values():
-            for record in records:
-                phase, number = _split(record.batch)
-                place = record.step, phase
-                most[place] = max(most.get(place, 0), number)
-        counts.append(most)
-    return {place for place, number in counts[0].items() if counts[1].get(place) == number}
+    ours, theirs = (
+        by_key(
+            ((record.step, phase), number)
+            for records in run.ranks.values()
+            for record in records
+            for phase, number in [_split(record.batch)]
+        )
+        for run in (a, b)
+    )
+    return {place for place in ours if place in theirs and max(ours[place]) == max(theirs[place])}
 
 
 def _grouped(run: Run, labels: set[tuple[int, str]]) -> dict[Group, list[RankRecord]]:

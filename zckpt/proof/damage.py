@@ -16,6 +16,7 @@ from ..core.checksum import flipped_bit
 from ..core.compare import ComparisonOutcome, Result
 from ..core.dtypes import SIZES
 from ..core.fragments import Box, Boxes, Extent, Fragments, Runs, Slices, tile
+from ..core.grouping import by_key
 from ..core.manifest import Entry, Manifest
 from ..core.records import Damage
 from ..errors import listed
@@ -35,9 +36,8 @@ def contents_of(manifest: Manifest, extents: Iterable[Extent]) -> dict[Extent, C
     Takes one pass over all fragments: at a large dp there are millions of them.
     """
     contents: dict[Extent, Contents] = {extent: [] for extent in extents}
-    by_file: dict[str, list[Extent]] = {}
-    for extent in sorted(contents, key=lambda extent: extent.offset):
-        by_file.setdefault(extent.file, []).append(extent)
+    in_order = sorted(contents, key=lambda extent: extent.offset)
+    by_file = by_key((extent.file, extent) for extent in in_order)
     starts = {file: [extent.offset for extent in records] for file, records in by_file.items()}
     for entry in (*manifest.entries.values(), *manifest.replicas) if contents else ():
         for fragment in entry.fragments:

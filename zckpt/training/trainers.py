@@ -52,10 +52,8 @@ _MARKS = (
 def program_of(siblings: Iterable[Sibling]) -> str | None:
     """The program that saved a checkpoint, by the files beside it."""
     names = [item.name for item in siblings]
-    for program, mark in _MARKS:
-        if any(map(mark.fullmatch, names)):
-            return program
-    return None
+    programs = (program for program, mark in _MARKS if any(map(mark.fullmatch, names)))
+    return next(programs, None)
 
 
 def lacking_state(siblings: Iterable[Sibling]) -> list[str]:

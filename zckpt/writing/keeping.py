@@ -19,6 +19,7 @@ from msgspec import Struct
 from .. import formats
 from ..core import states
 from ..core.facts import StepPlace
+from ..core.grouping import by_key
 from ..core.layout import Layout, Shell
 from ..core.manifest import Manifest
 from ..core.states import State
@@ -168,10 +169,10 @@ class Keeping(Struct, frozen=True):
     def _refuse(self, lost: Sequence[State]) -> None:
         filtered = states.lost(self.named, self.admitted)
         of_objects = {state.key for state in filtered if state.form != "unread"}
-        reasons: dict[str, list[State]] = {}
-        for state in lost:
-            reason = OBJECTS if state.key in of_objects else state.reason or self.format.states
-            reasons.setdefault(reason, []).append(state)
+        reasons = by_key(
+            (OBJECTS if state.key in of_objects else state.reason or self.format.states, state)
+            for state in lost
+        )
         sentences = [
             states.in_words(own) + (f" ({reason})" if reason else "")
             for reason, own in reasons.items()

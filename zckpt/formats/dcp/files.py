@@ -20,6 +20,7 @@ from typing import Any
 
 from ...core import sources
 from ...core.filenames import oldest_first
+from ...core.grouping import by_key
 from ...errors import UnsupportedCheckpoint
 from ...files.dcpfile import ITEMS, METADATA, names_any
 from ...naming import peft
@@ -100,13 +101,12 @@ def whole_of(folder: str) -> str | None:
 
 def lost(folders: Sequence[str]) -> list[str]:
     """Sentences about folders of Accelerate's that are not there, though further ones are."""
-    numbers: dict[str, set[int]] = {}
-    for match in filter(None, (PARTS.fullmatch(os.path.basename(folder)) for folder in folders)):
-        numbers.setdefault(match[1], set()).add(int(match[2]))
+    matches = filter(None, (PARTS.fullmatch(os.path.basename(folder)) for folder in folders))
+    numbers = by_key((match[1], int(match[2])) for match in matches)
     return [
         f"{stem}_{max(own)} is there, and {stem}_{number} is not: it may be lost"
         for stem, own in numbers.items()
-        for number in sorted({*range(max(own))} - own)
+        for number in sorted({*range(max(own))}.difference(own))
     ]
 
 
@@ -126,8 +126,10 @@ def locate(path: str, tag: str | None = None) -> tuple[str, list[str]]:
     if not parts and len(steps) == 1 and steps[0]:
         root = os.path.join(path, steps[0])
         parts = folders(root)
-    for folder in parts:
-        _refuse_megatron(folder)
+    for folder in filter(_is_megatrons, parts):
+        raise UnsupportedCheckpoint(
+            f"{folder} was written by Megatron-Core", hint="read it with --from megatron"
+        )
     return root, parts
 
 
@@ -161,14 +163,6 @@ def _is_megatrons(folder: str) -> bool:
             if b'"sharded_backend"' in file.read(MAX_MARKER):
                 return True
     return names_any(folder, (*MEGATRON_FSDP, *MEGATRON))
-
-
-def _refuse_megatron(folder: str) -> None:
-    if _is_megatrons(folder):
-        raise UnsupportedCheckpoint(
-            f"{folder} was written by Megatron-Core",
-            hint="read it with --from megatron",
-        )
 
 
 def own_files(root: str, parts: list[str]) -> Iterator[str]:

@@ -17,6 +17,7 @@ from typing import Any
 
 from ...core.dtypes import SIZES, TORCH_NAMES
 from ...core.folder import Folder
+from ...core.grouping import by_key
 from ...core.inert import Foreign, Scalar, TensorName
 from ...core.layout import Layout, Shell
 from ...core.manifest import Manifest
@@ -121,11 +122,12 @@ class DcpWriter:
 
     def _of_ranks(self) -> list[str]:
         """Warnings about values that each rank saved for itself, such as those of a data loader."""
-        ranks: dict[Path, list[str]] = {}
-        for path, _ in self.dicts.items():
-            for place, key in enumerate(map(str, path)):
-                if OF_RANK.fullmatch(key):
-                    ranks.setdefault(path[:place], []).append(key)
+        ranks = by_key(
+            (path[:place], key)
+            for path, _ in self.dicts.items()
+            for place, key in enumerate(map(str, path))
+            if OF_RANK.fullmatch(key)
+        )
         lines = []
         for above, keys in ranks.items():
             names = list(dict.fromkeys(keys))
@@ -287,14 +289,14 @@ class DcpWriter:
             if not rank:
                 storages = Storages()
                 whole = ItemBox((0,) * len(value.shape), value.shape)
-                yield ItemShell(key, whole, _shell(storages.scalar(value), storages))
+                yield ItemShell(key, whole, shell("archive", storages.scalar(value), storages))
         elif tensor is not None:
             if (box := self._box_of(tensor, rank)) is not None:
                 yield ItemShell(key, box, tensor_shell(tensor.dtype, box.sizes))
         elif not rank:
             storages = Storages()
             frozen = thawed(value, self.source.entries, storages)
-            yield ItemShell(key, None, _shell(frozen, storages))
+            yield ItemShell(key, None, shell("archive", frozen, storages))
 
     def _box_of(self, tensor: BlankTensor, rank: int) -> ItemBox | None:
         """A rank's rows of a tensor; None if it has none, or a neighbor saves them."""
@@ -329,10 +331,7 @@ class DcpWriter:
 
     def _describe(self, values: Sequence[PathValue], saved: Sequence[SavedItem]) -> Foreign:
         """The content of `.metadata`."""
-        boxes: dict[str, list[ItemBox]] = {}
-        for each in saved:
-            if each.item.box is not None:
-                boxes.setdefault(each.item.key, []).append(each.item.box)
+        boxes = by_key((each.item.key, each.item.box) for each in saved if each.item.box)
         items: Items = {}
         paths: dict[str, Path] = {}
         names: dict[str, list[str]] = {}
@@ -359,10 +358,6 @@ class DcpWriter:
         }
         locations = [(each.key, each.location) for each in saved]
         return metadata(items, paths, locations, zckpt=stated)
-
-
-def _shell(value: Any, storages: Storages) -> Shell:
-    return shell("archive", value, storages)
 
 
 def seal(root: Folder, manifest: Manifest, outcome: Any) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from ...core import agreement, sources
 from ...core.facts import StepPlace
+from ...core.grouping import by_key
 from ...core.inert import Scalar, to_json
 from ...core.manifest import Sighting, slot_name
 from ...core.missing_ranks import missing_file
@@ -238,9 +239,7 @@ class ParameterFolders:
 
         DeepSpeed counts the updates of a group, so that its loader stops too (0.19.8).
         """
-        names: dict[agreement.Step, list[str]] = {}
-        for name, step in by_name.items():
-            names.setdefault(step, []).append(name)
+        names = by_key((step, name) for name, step in by_name.items())
         if len(names) > 1:
             files = (f"{step} (step.pt of {listed(names[step], 3)})" for step in sorted(names))
             raise InconsistentCheckpoint(

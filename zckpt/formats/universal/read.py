@@ -9,6 +9,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import prod
 from typing import Any
 
+from msgspec import convert
+
 from ...core import sources
 from ...core.dtypes import SIZES
 from ...core.facts import MAX_DP, facts_of
@@ -78,10 +80,11 @@ def shells_of(path: str, chosen: Manifest) -> Manifest:
     Raises CorruptCheckpoint if it is not what a manifest may state.
     """
     stored, files = _stored(path, ())
-    entries = {
-        name: Entry(name, entry.dtype, entry.shape, _place(path, entry, stored), entry.digest)
-        for name, entry in chosen.entries.items()
-    }
+    entries = {}
+    for name, entry in chosen.entries.items():
+        tensor = _stored_as(path, name, entry.dtype, [*entry.shape], stored)
+        fragments = solid(entry.numel, tensor.extent)
+        entries[name] = Entry(name, entry.dtype, entry.shape, fragments, entry.digest)
     members = [item.group for item in chosen.parameters.values()]
     _check_source(path, chosen.source, chosen.groups, members)
     shells = Manifest(
@@ -104,14 +107,6 @@ def shells_of(path: str, chosen: Manifest) -> Manifest:
     )
     _require_agreement(shells, chosen.step)
     return shells
-
-
-def _place(path: str, entry: Entry, stored: Mapping[str, safefile.SavedTensor]) -> Fragments:
-    """Where a file has an entry's elements; raises if the file states another type or shape."""
-    tensor = _require_stored(path, entry.name, stored)
-    if (tensor.dtype, tensor.shape) != (entry.dtype, entry.shape):
-        raise _other_type(tensor, entry.name, entry.dtype, entry.shape)
-    return solid(tensor.extent.length // SIZES[tensor.dtype], tensor.extent)
 
 
 def _require_agreement(manifest: Manifest, step: Any) -> None:
@@ -154,7 +149,7 @@ def _manifest(path: str, document: Mapping[str, Any]) -> Manifest:
         parameters=parameters_from_json(document["parameters"]),
         buffers=texts_from_json(document["buffers"]),
         groups=_groups(document),
-        optimizer=_text(document.get("optimizer")),
+        optimizer=convert(document.get("optimizer"), str | None),
         engine=engine,
         step_place=step_place,
         state=state,
@@ -198,35 +193,29 @@ def _entries(
             shape = sizes_from_json(item["shape"])
             fragments: Fragments = _listed(path, name, item)
         else:
-            tensor = _require_stored(path, name, stored)
-            if tensor.dtype != item["dtype"] or [*tensor.shape] != item["shape"]:
-                raise _other_type(tensor, name, item["dtype"], item["shape"])
-            shape = tensor.shape
-            fragments = solid(tensor.extent.length // SIZES[tensor.dtype], tensor.extent)
+            tensor = _stored_as(path, name, item["dtype"], item["shape"], stored)
+            shape, fragments = tensor.shape, solid(prod(tensor.shape), tensor.extent)
         digest = crc_from_json(item["crc32"]) if "crc32" in item else None
         entries[name] = Entry(name, item["dtype"], shape, fragments, digest)
     return entries
 
 
-def _require_stored(
-    path: str, name: str, stored: Mapping[str, safefile.SavedTensor]
+def _stored_as(
+    path: str, name: str, dtype: Any, shape: Any, stored: Mapping[str, safefile.SavedTensor]
 ) -> safefile.SavedTensor:
+    """The tensor in a file; raises CorruptCheckpoint unless it has this type, and the shape."""
     tensor = stored.get(name)
     if tensor is None:
         raise CorruptCheckpoint(
             f"{path} lacks {brief(name)}, which its manifest lists",
             hint="a file of the checkpoint is missing",
         )
+    if tensor.dtype != dtype or [*tensor.shape] != shape:
+        raise CorruptCheckpoint(
+            f"{tensor.extent.file} holds {name} as {tensor.dtype} {list(tensor.shape)}, "
+            f"the manifest states {brief(dtype)} {brief(shape)}"
+        )
     return tensor
-
-
-def _other_type(
-    tensor: safefile.SavedTensor, name: str, dtype: Any, shape: Any
-) -> CorruptCheckpoint:
-    return CorruptCheckpoint(
-        f"{tensor.extent.file} holds {name} as {tensor.dtype} {list(tensor.shape)}, "
-        f"the manifest states {brief(dtype)} {brief(shape)}"
-    )
 
 
 def _records(path: str, listed: Mapping[str, Any]) -> tuple[Record, ...]:
@@ -258,12 +247,6 @@ def _groups(document: Mapping[str, Any]) -> tuple[dict[str, Any], ...] | None:
     if groups is None:
         return None
     return tuple({key: value_of(key, value) for key, value in group.items()} for group in groups)
-
-
-def _text(value: Any) -> str | None:
-    if value is not None and not isinstance(value, str):
-        raise TypeError(f"{brief(value)} is not a text")
-    return value
 
 
 def _listed_files(entries: Mapping[str, Entry]) -> set[str]:

@@ -13,6 +13,7 @@ from msgspec import Struct, field
 from ...core.checksum import crc32
 from ...core.difference import Difference
 from ...core.dtypes import SIZES
+from ...core.grouping import by_key
 from ...core.partition import Joined
 from ...core.plan import Match
 from ...core.resources import Progress, describe
@@ -52,10 +53,8 @@ class Gathering:
         self.progress = progress
         self.readers = Readers(jobs)
         self.matches = [item for _, item in matches]
-        self.places: dict[str, list[int]] = {}
-        for place, (key, item) in enumerate(matches):
-            if item.is_read:
-                self.places.setdefault(key, []).append(place)
+        read = enumerate(matches)
+        self.places = by_key((key, place) for place, (key, item) in read if item.is_read)
         # no other side has the same bits, so these tensors need a CRC of their own
         self.apart = {
             places[0]
