@@ -31,7 +31,7 @@ from ....errors import UnsupportedCheckpoint, WrongOption
 from ....training.options import PP, Options
 from ...deepspeed_states.options import PP_BOUNDS, PP_PARTITION
 from ...groups import without_empty_groups
-from .apart import ModelGrid, ModelRank
+from .apart import ModelGrid, as_rank
 from .grid import STAGE_SIZES, TIED, tied_key, with_sizes
 from .stage_bounds import (
     Uses,
@@ -328,14 +328,6 @@ def stage_with_experts(model: Manifest, names: Sequence[str]) -> Manifest:
         state={**own.state, "module_extra": {n: v for n, v in extra.items() if n in names}},
     )
     return without_empty_groups(own)[0]
-
-
-def as_rank(own: Manifest, number: int, grid: ModelGrid, buffers: Sequence[str]) -> Manifest:
-    """A model rank of the target, whose model file states these buffers."""
-    assert isinstance(own.engine, FlatBufferEngine)
-    grid = replace(grid, dtype=grid.dtype or own.engine.dtype)
-    facts = {**own.source, "model_rank": ModelRank(number, grid, tuple(buffers))}
-    return replace(own, source=facts, engine=replace(own.engine, dtype=grid.dtype))
 
 
 def under_names_of(source: Manifest, target: Manifest, tp: int) -> Manifest:

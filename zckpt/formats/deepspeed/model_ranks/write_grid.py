@@ -24,13 +24,22 @@ from ...deepspeed_states import reports
 from ...deepspeed_states.hyper import check_states
 from ...deepspeed_states.options import MAX_GROUP_SIZE, PP_BOUNDS, PP_PARTITION, STAGE
 from ...deepspeed_states.target import DeepSpeedTarget
+from ...reading import USUAL
 from ..files import locate, rank_files, recovery_scripts
 from ..moe import regroup
 from ..optimizer_files import is_elastic, run_shells
 from . import write_pipeline
-from .apart import ModelGrid, layer_siblings, open_apart, stacked
+from .apart import (
+    ModelGrid,
+    as_rank,
+    in_grid,
+    layer_siblings,
+    manifests_of,
+    opened_ranks,
+    stacked,
+)
 from .copies import compare_copies
-from .recut import ModelRanks, as_rank, layers_of_names, recut, under_names_of
+from .recut import ModelRanks, layers_of_names, recut, under_names_of
 from .stage_bounds import STAGES, refuse_without_stages
 
 OF_WEIGHTS = frozenset({STAGE.name, DTYPE.name})  # they change files of layers too
@@ -64,7 +73,9 @@ def lay_out(source: Manifest, options: Options) -> Layout:
         directory = locate(path, tag)
         names, parsed = sorted(os.listdir(directory.path)), Parsed()
         written = [rank_files(directory, names, parsed, number) for number in range(len(targets))]
-        shells = stacked(open_apart(directory, written, grid))
+        layers = [dict[int, str]()] * grid.tp if grid.staged else None
+        opened = opened_ranks(directory, written, layers, USUAL)
+        shells = stacked(in_grid(opened, manifests_of(opened, written, None), grid))
         return under_names_of(source, shells, grid.tp) if models else shells
 
     def check() -> list[str]:
