@@ -108,9 +108,8 @@ def _own_copies(manifest: Manifest) -> list[str]:
 
     Each model rank keeps its own: nothing else has to be known of slices.
     """
-    tp = int(manifest.source.get("tp") or 1)
-    stages = compare_stages(manifest, tp)
-    if tp == 1:
+    stages = compare_stages(manifest)
+    if len(manifest.models) == 1:
         return stages
     try:
         model = _joined(manifest.models, manifest.source.get("tp_rules"), KEEP)

@@ -17,9 +17,7 @@ from ....core.manifest import Manifest
 from ....core.states import without
 from ....errors import UnsupportedCheckpoint, WrongOption, counted, literal
 from ....files.torchfile import Parsed
-from ....training import objects
 from ....training.options import ALLOW_OBJECT, DP, DROP_STATE, DTYPE, EP, PARAM_NAMES, PP, Options
-from ... import engine_objects
 from ...deepspeed_states import reports
 from ...deepspeed_states.hyper import check_states
 from ...deepspeed_states.options import MAX_GROUP_SIZE, PP_BOUNDS, PP_PARTITION, STAGE
@@ -41,6 +39,7 @@ from .apart import (
 from .copies import compare_copies
 from .recut import ModelRanks, layers_of_names, recut, under_names_of
 from .stage_bounds import STAGES, refuse_without_stages
+from .write_tensor_ranks import target_of
 
 OF_WEIGHTS = frozenset({STAGE.name, DTYPE.name})  # they change files of layers too
 TAKEN = frozenset(
@@ -126,7 +125,7 @@ def _targets_of(
     schedulers: list[Shell] = []
     for manifest in ranks.ranks:
         spread, schedulers = regroup.over_ranks(manifest, options)
-        targets.append(_target(spread, options))
+        targets.append(target_of(without(spread, options[DROP_STATE]), options))
         regroup.check_target(targets[-1])
     if any(map(is_elastic, targets)):
         raise UnsupportedCheckpoint(f"{root}: zckpt writes elastic files for one model rank alone")
@@ -190,10 +189,3 @@ def with_stages(source: Manifest, options: Options) -> Manifest:
     layers_of_names(source, options)
     rank = as_rank(source, 0, ModelGrid(1, 1, False, None), source.buffers)
     return replace(stacked([rank]), models=(source,))
-
-
-def _target(manifest: Manifest, options: Options) -> DeepSpeedTarget:
-    """The target of one model rank, without dropped states and objects that no pickle may name."""
-    manifest = without(manifest, options[DROP_STATE])
-    admitted = options[ALLOW_OBJECT]
-    return DeepSpeedTarget(objects.without_others(manifest, engine_objects(), admitted), options)
