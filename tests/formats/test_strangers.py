@@ -13,7 +13,7 @@ import torch
 from msgspec.structs import replace
 
 import zckpt
-from zckpt.errors import UnsupportedState, ZckptError
+from zckpt.errors import MissingData, UnsupportedState, ZckptError
 from zckpt.proof import unread, values
 
 from ..conftest import ROOT, Result
@@ -433,6 +433,26 @@ def test_state_dicts_are_compared_as_they_are(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("state", [{"buffers": {0: torch.ones(2)}}, {"decay": torch.ones(())}])
+def test_states_that_show_no_shape(state: dict[str, Any], tmp_path: Path) -> None:
+    """AggMo and Amos keep such ones: DeepSpeed's own file of stage 0 has no names for them."""
+
+    def without_shapes(own: dict[str, Any]) -> None:
+        del own["file"]["param_shapes"]
+        own["base"]["state"] = dict.fromkeys(own["state"], state)
+
+    run = changed(run_of(tmp_path, "stage 0 in fp32"), tmp_path / "strange", without_shapes)
+    with pytest.raises(MissingData, match="does not show the shape of every parameter") as ended:
+        zckpt.read(run)
+    assert "--param-names" in str(ended.value.hint)
+    names = ["trunk.weight", "head.weight", "trunk.bias", "head.bias"]
+    zckpt.convert(run, tmp_path / "new", to="gathered", param_names=names)
+    assert zckpt.verify(run, tmp_path / "new", param_names=names)["equal"]
+    held = torch.load(tmp_path / "new" / "optim.pt")
+    assert all(str(own) == str(state) for own in held["state"].values())
+    assert [name for group in held["param_groups"] for name in group["param_names"]] == names
+
+
 # -- an optimizer around the optimizer
 
 
@@ -448,12 +468,18 @@ WRAPPERS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "lookahead_state": lambda optim: {
         "base_optimizer": optim,
         "lookahead_state": {n: {"slow": own["exp_avg"]} for n, own in optim["state"].items()},
-        "alpha": 0.5,
     },
     "fp32_from_fp16": lambda optim: {
         "optimizer_state_dict": optim,
         "fp32_from_fp16": [[own["exp_avg"] for own in optim["state"].values()]],
     },
+    "magma_state": lambda optim: {
+        "base": optim,
+        "magma_state": {(0, n): {"alignment": torch.tensor(0.5)} for n in optim["state"]},
+        "moment_key": "auto",
+    },
+    "tau": lambda optim: {"base": optim, "tau": 2.0, "rng": [1, 2]},
+    "counts": lambda optim: {"base": optim, "counts": [{"seen": [3]}], "none": {}},
 }
 
 
@@ -482,7 +508,7 @@ def test_a_dropped_state_of_a_wrapper_is_gone(tmp_path: Path) -> None:
     zckpt.convert(source, tmp_path / "new", to="gathered", drop_state=["around.lookahead_state"])
     (file,) = (tmp_path / "new").iterdir()
     optimizer = torch.load(file)["optimizer"]
-    assert sorted(optimizer) == ["alpha", "base_optimizer"]
+    assert sorted(optimizer) == ["base_optimizer"]
 
 
 def test_a_key_that_a_slot_has_too(tmp_path: Path) -> None:

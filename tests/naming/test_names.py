@@ -119,8 +119,10 @@ def test_extra_states_are_renamed(manifest: Manifest) -> None:
     ],
 )
 def test_bad_rules_are_refused(manifest: Manifest, rules: Any, said: str) -> None:
-    with pytest.raises(WrongOption, match=said):
+    with pytest.raises(WrongOption, match=said) as ended:
         renamed(manifest, rules)
+    if said.startswith("would become"):
+        assert "REPL of --rename, so that" in ended.value.hint
 
 
 def test_canonical_drops_what_every_name_begins_with(manifest: Manifest) -> None:

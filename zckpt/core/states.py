@@ -5,7 +5,7 @@
     none         None for all parameters that have it: in `state.optimizer.other` too
     other        any other value of a parameter: `state.optimizer.other`, by parameter and key
     partition    what a rank keeps of its part of a flat buffer: `state.optimizer.partitions`
-    wrapper      tensors around the optimizer's state dict: in `state.client_state`
+    wrapper      tensors and numbers around the optimizer's state dict: in `state.client_state`
     unread       what is in the files, and has none of these forms: `Manifest.unread`
 
 A state has the same key in all of these forms, so that a manifest and another one are compared
@@ -55,7 +55,7 @@ BOUND = (
     "the ranks keep this for their parts of flat buffers, so that no other number of ranks, no "
     "other stage and no other engine can have it"
 )
-OF_WRAPPER = "it stands around the optimizer's state dict, where no other engine reads it"
+OF_WRAPPER = "no other engine reads what stands around the optimizer's state dict"
 
 
 class State(Struct, frozen=True):
@@ -113,8 +113,7 @@ def states_of(manifest: Manifest) -> dict[str, State]:
                 names = []
     for key, value in wrapped(manifest).items():
         names = [f"{tensor}/state" for tensor in tensors_in(value)]
-        if names:
-            add(key, NO_PARAMETER, names, "wrapper", OF_WRAPPER)
+        add(key, NO_PARAMETER, names, "wrapper", OF_WRAPPER)
     for item in manifest.unread:
         for name in item.parameters:
             add(item.key, name, (), "unread", item.reason)

@@ -1,4 +1,4 @@
-"""Which tensors stand around the state dict of the optimizer whose states are read?
+"""Which tensors and numbers stand around the state dict of the optimizer whose states are read?
 
 A program has put another optimizer around it (a Lookahead's slow weights, the masters of a 16-bit
 wrapper), or has put them there itself. Programs of torch keep them as their own state; no other
@@ -11,16 +11,21 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from .facts import StateDictEngine
+from .inert import Scalar, TensorName
 from .manifest import Manifest
 
 
 def wrapped(manifest: Manifest) -> dict[str, Any]:
-    """The values there, by keys that no state of a parameter has: `around.slow`.
+    """The values with tensors or numbers, by keys that no state of a parameter has: `around.slow`.
 
     Random states are the program's own: no optimizer needs them.
     """
     values = _find(manifest)[1]
-    return {_name(key): value for key, value in values.items() if not _is_random(key)}
+    return {
+        _name(key): value
+        for key, value in values.items()
+        if not _is_random(key) and _holds_any(value)
+    }
 
 
 def without_wrapped(manifest: Manifest, gone: Collection[str]) -> dict[str, Any]:
@@ -34,6 +39,15 @@ def without_wrapped(manifest: Manifest, gone: Collection[str]) -> dict[str, Any]
 
 def _name(key: Any) -> str:
     return f"around.{key}"
+
+
+def _holds_any(value: Any) -> bool:
+    """Whether a value is a tensor or a number, or has one in it."""
+    if isinstance(value, Mapping):
+        return any(map(_holds_any, value.values()))
+    if isinstance(value, (list, tuple)):
+        return any(map(_holds_any, value))
+    return isinstance(value, (TensorName, Scalar, int, float))
 
 
 def _is_random(key: Any) -> bool:

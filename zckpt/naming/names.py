@@ -282,7 +282,10 @@ def _under(manifest: Manifest, rewrite: Callable[[str], str], names: dict[str, s
             )
         if count > 1:
             both = [old for old, name in names.items() if name == new]
-            raise WrongOption(f"{listed(both)} would become one name: {new}")
+            raise WrongOption(
+                f"{listed(both)} would become one name: {new}",
+                hint="change the REGEX or the REPL of --rename, so that every name stays unique",
+            )
 
     state = dict(manifest.state)
     tensors: dict[str, str] = {}

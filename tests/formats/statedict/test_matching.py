@@ -150,6 +150,20 @@ def test_fewer_names_are_what_there_is_to_choose_from() -> None:
         match([[A, A], [C]], names, True, param_names=["a", "frozen", "b"])
 
 
+@pytest.mark.parametrize("shown", [(), (2, 1)])
+def test_states_of_no_parameters_shape_fit_any_name(shown: tuple[int, ...]) -> None:
+    """Amos keeps numbers, Nero one number per row. Shapes that weights have are proof still."""
+    names = [("a", C), ("b", (2, 2)), ("one", (2, 1)), ("c", A), ("d", B), ("scale", ())]
+    stated = ["b", "d", "a", "c"]
+    orders = [[shown, B], [shown, A]]
+    assert match(orders, names, True, param_names=stated).names == [["b", "d"], ["a", "c"]]
+    with pytest.raises(errors.WrongOption, match=r"b of shape .2, 2. in place 1, where .* .3."):
+        match(orders, names, True, param_names=["d", "b", "a", "c"])
+    with pytest.raises(errors.MissingData, match=r"states .* no(t fit|.* own shape)") as raised:
+        match(orders, names, True)
+    assert "--param-names" in raised.value.hint
+
+
 @pytest.mark.parametrize(
     ("stated", "said"), [(["a", "x"], "names x, which"), (["a", "a"], "names a twice")]
 )
@@ -161,8 +175,9 @@ def test_names_that_cannot_be_are_refused(stated: list[str], said: str) -> None:
 @pytest.mark.parametrize(
     ("orders", "said"),
     [
-        ([[A, A]], "parameter 1, of shape .2., has no counterpart"),
-        ([[C]], "parameter 0, of shape .2, 3."),
+        ([[A, A]], "parameter 1, whose states have the shape .2., has no"),
+        ([[C]], "parameter 0, whose states have the shape .2, 3."),
+        ([[None] * 3], "knows 3 parameters"),
         ([[A, B, A]], "knows 3 parameters by number, the model holds 2"),
     ],
 )

@@ -320,6 +320,27 @@ def test_wrong_names_are_not_asked_for_again(
     assert "in its own order, group after group" in raised.value.hint
 
 
+@pytest.mark.parametrize("kept", [torch.tensor(0.5), torch.ones(4, 1)])
+def test_states_that_show_no_shape(kept: torch.Tensor, tmp_path: Path, zckpt: Program) -> None:
+    path, names = two_groups(tmp_path)
+    run = torch.load(path)
+    state = run["optimizer_states"][0]["state"]
+    state |= {key: {"step": torch.tensor(1.0), "exp_avg_sq": kept} for key in state}
+    torch.save(run, path)
+    out, file = tmp_path / "out", tmp_path / "names.txt"
+    file.write_text("\n".join(names))
+    assert zckpt("verify", path).code == 0
+    refused = zckpt("convert", path, out, "--to", "dcp")
+    assert re.search(r"states have the shape .*names\.txt", refused.err, re.DOTALL)
+    for command in (("inspect", path), ("convert", path, out, "--to", "dcp")):
+        assert zckpt(*command, "--param-names", file).code == 0
+    assert zckpt("verify", path, "--against", out, "--param-names", file).code == 0
+    back = ("convert", path, tmp_path / "back", "--to", "gathered", "--param-names", file)
+    assert zckpt(*back).code == 0
+    optim = torch.load(tmp_path / "back" / path.name)["optimizer_states"][0]
+    assert all(torch.equal(own["exp_avg_sq"], kept) for own in optim["state"].values())
+
+
 def test_names_that_a_file_has_itself(tmp_path: Path) -> None:
     path, names = two_groups(tmp_path, named=True)
     line = f"{path} names its parameters itself, in another order than --param-names has"

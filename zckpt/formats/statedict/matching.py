@@ -141,6 +141,7 @@ def _stated(
     orders: Sequence[Order], names: Sequence[NamedShape], param_names: Sequence[str]
 ) -> list[list[str]]:
     shapes = dict(names)
+    orders = _evident(orders, names)
     if unknown := [name for name in param_names if name not in shapes]:
         raise WrongOption(
             f"--param-names names {listed(unknown, 4)}, which the model's state does not have"
@@ -160,6 +161,16 @@ def _stated(
             return _by_order(orders, stated)
         except MissingData as error:
             raise _misstated(list(chain(*orders)), stated) from error
+
+
+def _evident(orders: Sequence[Order], names: Sequence[NamedShape]) -> list[Order]:
+    """The orders without shapes that more parameters show than weights have: Amos keeps numbers.
+
+    Such a shape is that of a state alone, and proves nothing about the parameter.
+    """
+    shown = Counter(chain(*orders))
+    shown.subtract(shape for _, shape in names)
+    return [[None if shown[shape] > 0 else shape for shape in order] for order in orders]
 
 
 def _misstated(order: Order, stated: Sequence[NamedShape]) -> WrongOption:
@@ -339,12 +350,12 @@ def _why_not(
         if position < len(orders[place]):
             shape = orders[place][position]
             number = base + sum(map(len, orders[:place])) + position
-            description = "unknown shape" if shape is None else f"shape {list(shape)}"
+            states = "show no shape" if shape is None else f"have the shape {list(shape)}"
             return (
-                f"the optimizer's parameter {number}, of {description}, has no counterpart among "
-                "the model's weights in their order"
+                f"the optimizer's parameter {number}, whose states {states}, has no counterpart "
+                "among the model's weights in their order: its own shape may be another"
             )
     return (
-        f"the optimizer knows its {total} parameters by number, and their shapes do not fit the "
-        "model's weights in any way that keeps their order"
+        f"the optimizer knows its {total} parameters by number, and the shapes of their states do "
+        "not fit the model's weights in any way that keeps their order"
     )

@@ -257,7 +257,10 @@ def _why_not(
         for name in owners.get(label, ())
     ]
     if not alike:
-        return f"{path}: the optimizer has parameters without state, so nothing shows their names"
+        return (
+            f"{path}: the optimizer's state has no names, and does not show the {what} of every "
+            "parameter"
+        )
     return (
         f"{path}: the optimizer's state has no names, and {listed(alike, 6)} have equal {what}, "
         "which the order of the module does not tell apart"
