@@ -21,7 +21,7 @@ from ..core.weights import WEIGHTS, is_optimizers
 from ..errors import MissingData, counted, listed
 from . import damage, unread, values
 from .beside import siblings
-from .contents import same_files
+from .file_digest import same_files
 from .pairs import missing, mutual_matches, only_rounded, own_matches, selected
 from .report import difference, findings, versions
 from .states import states

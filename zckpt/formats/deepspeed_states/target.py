@@ -29,7 +29,7 @@ from ...files.torchshell import Storages, thawed
 from ...training import steps
 from ...training.optimizers import is_of_axis, known_optimizer
 from ...training.options import Options
-from ...training.programs import program_in
+from ...training.program_states import program_in
 from ...training.trainers import ACCELERATE, program_of
 from .. import zero
 from .directories import OF_MODELS, POINTERS

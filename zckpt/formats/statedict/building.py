@@ -21,7 +21,7 @@ from ...errors import listed
 from ...naming import ties
 from ...training import steps
 from ...training.optimizers import name_of_groups
-from ...training.programs import place_of
+from ...training.program_states import place_of
 from ...training.trainers import config_of
 from ..reading import Reading
 from ..strangers import Stranger, sorted_out

@@ -24,7 +24,7 @@ from msgspec.structs import replace
 from ...core.dtypes import FLOATS
 from ...core.inert import PLAIN, map_values, to_json, types_in
 from ...errors import MissingData
-from ...training.programs import program_of
+from ...training.program_states import program_of
 from .tree import Leaf, Path, SavedTree, dotted
 from .twins import is_float
 
