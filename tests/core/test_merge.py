@@ -9,8 +9,8 @@ import pytest
 from msgspec.structs import replace
 
 from zckpt.core.fragments import Extent, Record, Runs
-from zckpt.core.inert import Scalar
-from zckpt.core.manifest import Entry, Manifest, Parameter
+from zckpt.core.inert import Scalar, TensorName
+from zckpt.core.manifest import Entry, Manifest, Parameter, Unread
 from zckpt.core.merge import agreed_steps, in_order, merge, numbered_alike
 from zckpt.core.placement import Sliced, Table
 from zckpt.core.slicing import replicated
@@ -131,6 +131,7 @@ def test_copies_that_ranks_have_by_themselves(made: Grid) -> None:
 def test_a_parameter_without_elements(made: Grid) -> None:
     """It is no empty slice: an optimizer may own it."""
     empty = grid([cut_up("e", (0, 2), 0, [[0, 0]])])
+    assert empty.ranks[0].parameters["e"].trainable
     assert merge(empty.ranks, empty.table).parameters == empty.whole.parameters
 
 
@@ -244,6 +245,40 @@ def test_own_values_are_left_out_and_listed(made: Grid) -> None:
     assert whole.state["client_state"] == states[0]
     assert whole.left_out == ("client_state 'own' of model ranks other than 0",)
     assert whole.of_ranks == {"1-model_states.pt": {"client_state": states[1]}}
+    stated = {"1-model_states.pt": {"loss": 3}}
+    again = merge([ranks[0], replace(ranks[1], of_ranks=stated)], made.table).of_ranks
+    assert again == {"1-model_states.pt": {"client_state": states[1], "loss": 3}}
+
+
+def test_what_files_state_is_that_of_all_ranks(made: Grid) -> None:
+    """A state that is not read has tensors of each rank, whose names differ by its number."""
+    ranks = []
+    for number, rank in enumerate(made.ranks):
+        file = f"run/{number}-model_states.pt"
+        lines = {key: (f"{key} {number}",) for key in ("left_out", "warnings", "inferred")}
+        ranks.append(
+            replace(
+                with_state(rank, client_state={"rng": TensorName("client_state.rng")}),
+                files=(file,),
+                records=(Record(Extent(file, 0, 4), number),),
+                layout={file: {"rank": number}},
+                of_ranks={f"{number}-model_states.pt": {"loss": number}},
+                unread=(Unread("q", ("a",), "why", "", (rank.entries["a/param"],)),),
+                **lines,
+            )
+        )
+    whole = merge(ranks, made.table)
+    assert whole.files == tuple(file for rank in ranks for file in rank.files)
+    assert [record.crc for record in whole.records] == [0, 1]
+    assert [*whole.layout.values()] == [{"rank": 0}, {"rank": 1}]
+    assert [*whole.of_ranks.values()] == [{"loss": 0}, {"loss": 1}]
+    assert (whole.warnings, whole.inferred) == (
+        ("warnings 0", "warnings 1"), ("inferred 0", "inferred 1"),
+    )  # fmt: skip
+    own = "client_state 'rng' of model ranks other than 0"  # a random state, whatever its numbers
+    assert whole.left_out == ("left_out 0", "left_out 1", own)
+    tensors = [tensor for item in whole.unread for tensor in item.tensors]
+    assert [tensor.name for tensor in tensors] == ["0:a/param", "1:a/param"]
 
 
 def test_a_tensor_of_the_state_is_a_copy_unless_it_is_of_another_shape(made: Grid) -> None:
@@ -273,6 +308,8 @@ def test_numbers_of_no_parameter_that_differ_are_not_read(made: Grid) -> None:
     assert (unread.key, unread.parameters, unread.reason, unread.content) == (
         "own", (NO_PARAMETER,), BESIDE_STATE, "[0, 1]",
     )  # fmt: skip
+    alone = [with_state(rank, optimizer={"beside": {"own": n}}) for n, rank in enumerate(ranks)]
+    assert merge(alone, made.table).state["optimizer"] == {}
 
 
 def test_other_values_of_parameters_are_united() -> None:
