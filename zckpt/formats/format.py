@@ -118,6 +118,9 @@ class Functions(Struct, frozen=True, eq=False):
     A format that is only written has it as well: it reads the shells back."""
     lay_out: Callable[[Manifest, Options], Layout] | None = None
     """The files of the target, without tensors. Raises before the first byte is written."""
+    lay_out_like: Callable[[Manifest, Manifest, Options], Layout] | None = None
+    """As `lay_out`, for a source of another engine, with what only a run of the target's engine
+    knows: the second manifest, of the run that `--like` names."""
     has_models: Callable[[Manifest, Options], bool] | None = None
     """Whether a target has a place for several models, each with a number."""
     lay_out_model: Callable[[Manifest, Options, int], Layout] | None = None

@@ -12,15 +12,17 @@ from .. import formats
 from ..core.facts import layers_of
 from ..core.layout import Layout, Shell, remembered
 from ..core.manifest import Manifest
+from ..errors import MissingData, NotACheckpoint
 from ..formats.format import Format
 from ..formats.hf.options import MODEL_CONFIG
+from ..formats.reading import USUAL
 from ..naming import ties
 from ..naming.families import translated
 from ..naming.names import called_as, canonical, renamed
 from ..naming.order import in_order_of
-from ..reading import OWN_TENSORS
+from ..reading import OWN_TENSORS, read
 from ..training import best, objects
-from ..training.options import ALLOW_OBJECT, FAMILY, PARAM_NAMES, RENAME, TIE, Options
+from ..training.options import ALLOW_OBJECT, FAMILY, LIKE, PARAM_NAMES, RENAME, TIE, Options
 from . import models
 
 
@@ -75,7 +77,12 @@ def laid_out(
     else:
         assert functions.lay_out is not None
         source, files = functions.groups(admitted) if functions.groups else (admitted, [])
-        layout = _with_files(functions.lay_out(source, options), files)
+        if (path := options[LIKE]) is not None:
+            assert functions.lay_out_like is not None
+            layout = functions.lay_out_like(source, allowed(_run(path, format)), options)
+        else:
+            layout = functions.lay_out(source, options)
+        layout = _with_files(layout, files)
     if format.is_resumed and not format.is_neutral:
         layout = _pointing_to_the_best(layout, source, format.name, target, best_in)
     known = (*manifest.left_out, *layout.left_out)
@@ -89,6 +96,23 @@ def laid_out(
         from_masters=layout.from_masters or options.module_dtype is not None,
     )
     return source, layout
+
+
+def _run(path: str, format: Format) -> Manifest:
+    """The run of the target's engine that `--like` names; raises NotACheckpoint for another one."""
+    try:
+        run = read(path, USUAL)
+    except MissingData as error:
+        raise MissingData(
+            f"--like {path}: {error}",
+            hint="convert it to a universal checkpoint with what it needs, and give that",
+        ) from error
+    if run.source.get("format") != format.name:
+        raise NotACheckpoint(
+            f"--like {path} is no checkpoint of {format.name}",
+            hint="give a directory that the next run has saved, or a universal checkpoint of one",
+        )
+    return run
 
 
 def _with_files(layout: Layout, files: Sequence[Shell]) -> Layout:

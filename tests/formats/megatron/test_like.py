@@ -116,6 +116,18 @@ class TestTarget:
         package.convert(other, tmp_path / "new", to="megatron", like=str(LEGACY))
         assert package.verify(tmp_path / "new", against=SOURCE)["equal"]
 
+    def test_a_run_may_be_a_universal_checkpoint(
+        self, other: Path, run: Path, tmp_path: Path
+    ) -> None:
+        package.convert(run, tmp_path / "universal")
+        for name, like in {"a": run, "b": tmp_path / "universal"}.items():
+            package.convert(other, tmp_path / name, to="megatron", like=str(like))
+        first, second = (
+            {path.name: path.read_bytes() for path in (tmp_path / name / ITERATION).iterdir()}
+            for name in "ab"
+        )
+        assert first == second
+
     def test_a_run_with_more_rows(self, other: Path, run: Path, tmp_path: Path) -> None:
         """Rows that only pad the vocabulary: zeros in every slot."""
 
@@ -196,7 +208,7 @@ class TestRefusals:
 
         edit(other / "optim.pt", change)
         error = self.refused(other, run, tmp_path / "new")
-        assert "exp_avg in the source, and exp_avg, exp_avg_sq" in str(error)
+        assert f"exp_avg in {other}, and exp_avg, exp_avg_sq" in str(error)
         assert "--weights-only" in error.hint
 
     def test_members_of_a_group_differ(self, other: Path, run: Path, tmp_path: Path) -> None:
@@ -229,9 +241,10 @@ class TestRefusals:
         assert {group["eps"] for group in groups} == {0.5}
 
     def test_another_directory_is_no_run(self, other: Path, tmp_path: Path) -> None:
-        for wrong in (other, tmp_path / "nowhere"):
-            error = self.refused(other, wrong, tmp_path / "new")
-            assert str(error) == f"--like {wrong} is no checkpoint of Megatron-Core"
+        error = self.refused(other, other, tmp_path / "new")
+        assert str(error) == f"--like {other} is no checkpoint of megatron"
+        error = self.refused(other, nowhere := tmp_path / "nowhere", tmp_path / "new")
+        assert str(error) == f"{nowhere} does not exist"
 
     def test_weights_without_a_run(self, tmp_path: Path) -> None:
         (tmp_path / "model").mkdir()

@@ -5,11 +5,12 @@ from ..format import Functions
 from ..groups import without_empty_groups
 from .gather import partitions
 from .read import averaged, check, check_slices, read
-from .write import lay_out
+from .write import lay_out, lay_out_like
 
 FUNCTIONS = Functions(
     read=read,
     lay_out=lay_out,
+    lay_out_like=lay_out_like,
     seal=seal_records,
     partitions=partitions,
     averaged=averaged,

@@ -19,73 +19,42 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ... import formats
-from ...core import sources
 from ...core.facts import FlatBufferEngine
-from ...core.inert import unwrapped
-from ...core.manifest import Entry, Manifest, Parameter
-from ...core.weights import states_by_weight
-from ...errors import (
-    InconsistentCheckpoint,
-    MissingData,
-    NotACheckpoint,
-    UnsupportedCheckpoint,
-    WrongOption,
-    listed,
-)
-from ...training.hyperparameters import given_groups
-from ...training.objects import without_others
-from ...training.optimizers import known_optimizer, plain_name
-from ...training.options import ALLOW_OBJECT, Options
+from ...core.manifest import Manifest
+from ...errors import MissingData, UnsupportedCheckpoint, WrongOption, listed
+from ...training.options import Options
 from ..deepspeed_states.hyper import OF_IMPLEMENTATIONS
 from ..deepspeed_states.patterns import INFO
-from ..reading import USUAL
+from ..template import Group, Template
 
 SCHEDULED = ("last_batch_iteration", "last_epoch", "_step_count")  # counters of schedulers
 OF_THE_NEXT = ("data_sampler", "random_ltd")  # states of RUN that count its own batches
 ITERATION = "iteration"  # the step in the client state of Megatron-DeepSpeed
 OF_RANKS = ("args", INFO)  # of the client state: they are about the grid
 
-Group = dict[str, Any]
 
+def as_in_run(source: Manifest, like: Manifest, options: Options) -> Manifest:
+    """The source with the stages, slices, groups and configuration of the run `like`.
 
-def as_in_run(source: Manifest, path: str, options: Options) -> Manifest:
-    """The source with the stages, slices, groups and configuration of the run at `path`.
-
-    Raises NotACheckpoint or UnsupportedCheckpoint (that is no run of DeepSpeed, or one with experts
-    or elastic files), WrongOption (the source has ranks of its own, or another optimizer),
-    MissingData (a parameter, a shape or a state does not fit), InconsistentCheckpoint (the members
-    of one group differ).
+    Raises UnsupportedCheckpoint (a run with experts or elastic files), WrongOption (the source has
+    ranks of its own, or another optimizer), MissingData (a parameter, a shape or a state does not
+    fit), InconsistentCheckpoint (the members of one group differ).
     """
     if "model_ranks" in source.source:
         raise WrongOption(
             f"--like does not apply to {source.root}, whose files say how its ranks share a model",
             hint="leave it out",
         )
-    with sources.watching() as watch:
-        try:
-            like = formats.recognize(path).functions.read(path, USUAL)
-        except MissingData as error:
-            raise MissingData(
-                f"--like {path}: {error}",
-                hint="convert it to a universal checkpoint with --tp-rules first, and give that",
-            ) from error
-        like = replace(like, fingerprints=watch.of(like.files))
     engine = like.engine
-    if not isinstance(engine, FlatBufferEngine) or like.source.get("format") != "deepspeed":
-        raise NotACheckpoint(
-            f"--like {path} is no checkpoint of DeepSpeed",
-            hint="give a directory that the next run has saved, or a universal checkpoint of one",
-        )
+    assert isinstance(engine, FlatBufferEngine)
     if engine.experts or like.groups is None:
         reason = "experts" if engine.experts else "no parameter groups"
         raise UnsupportedCheckpoint(
-            f"--like does not work with {path}, which has {reason}",
+            f"--like does not work with {like.root}, which has {reason}",
             hint="leave out --like: the names of groups show which ones have experts"
             if engine.experts
             else "give a run without elastic_checkpoint",
         )
-    like = without_others(like, formats.engine_objects(), options[ALLOW_OBJECT])
     return _Run(source, like, options).manifest()
 
 
@@ -96,28 +65,27 @@ class _Run:
         self.source = source
         self.like = like
         self.options = options
+        padded = (like.state.get("tensor_parallel") or {}).get("vocabulary") or {}
+        rows = {name: about["used"] for name, about in padded.items()}
+        self.template = Template(source, like, options, rows)
         self.warnings: list[str] = []
-        self.owners = self._owners()
 
     def manifest(self) -> Manifest:
         source, like = self.source, self.like
-        names = {owner: name for name, owner in self.owners.items()}
+        self._need_own_weights()
         entries = {
             entry.name: entry
             for entry in (*like.entries.values(), *source.entries.values())
             if entry.slot == "state"
         }
-        for entry in source.entries.values():
-            if entry.slot != "state" and entry.parameter in names:
-                own = replace(entry, name=f"{names[entry.parameter]}/{entry.slot}")
-                entries[own.name] = own
+        entries |= self.template.entries()
         if not self.options.weights_only:
-            self._check_states(entries)
+            self.template.check_states(entries)
         return replace(
             source,
             source={**like.source, "tag": None},
             entries=entries,
-            parameters={name: self._parameter(name) for name in like.parameters},
+            parameters=self.template.parameters(),
             buffers=like.buffers,
             groups=self._groups(),
             optimizer=like.optimizer,
@@ -129,111 +97,27 @@ class _Run:
             fingerprints={**like.fingerprints, **source.fingerprints},
         )
 
-    # -- parameters
-
-    def _owners(self) -> dict[str, str]:
-        """The source's name of every weight and buffer of the run; raises MissingData."""
-        source, like = self.source, self.like
-        known = {*source.parameters, *source.buffers}
-        tied = {alias: name for name, item in source.parameters.items() for alias in item.aliases}
-        owners: dict[str, str] = {}
-        for name in (*like.parameters, *like.buffers):
-            item = like.parameters.get(name)
-            every = (name, *(item.aliases if item is not None else ()))
-            own = next((each for each in every if each in known), None)
-            own = own or next((tied[each] for each in every if each in tied), None)
-            if own is not None:
-                owners[name] = own
-        lost = [name for name in (*like.parameters, *like.buffers) if name not in owners]
-        strangers = sorted(known.difference(owners.values()))
-        if lost or strangers:
-            sides = {"only the source has": strangers, "only --like has": lost}
-            text = "; ".join(f"{what} {listed(n, 4)}" for what, n in sides.items() if n)
-            raise MissingData(
-                f"{source.root} and --like {like.root} have different parameters: {text}",
-                hint="give a run of the same model; if only the names differ: --rename REGEX=REPL",
-            )
+    def _need_own_weights(self) -> None:
+        """Raises MissingData if two weights of the run are one tied weight in the source."""
         both: dict[str, str] = {}
-        for name, owner in owners.items():
+        for name, owner in self.template.owners.items():
             if (other := both.setdefault(owner, name)) != name:
                 raise MissingData(
-                    f"{other} and {name} are one tied weight in {source.root}, and two weights in "
-                    f"--like {like.root}",
+                    f"{other} and {name} are one tied weight in {self.source.root}, and two "
+                    f"weights in --like {self.like.root}",
                     hint="give a run of the same model",
-                )
-        shapes = {n: (_shape(source, owner), _shape(like, n)) for n, owner in owners.items()}
-        wrong = [
-            f"{name} ({list(own)} and {list(wanted)})"
-            for name, (own, wanted) in shapes.items()
-            if not self._fits(name, own, wanted)
-        ]
-        if wrong:
-            raise MissingData(
-                f"these have other shapes in {source.root} than in --like {like.root}: "
-                f"{listed(wrong, 4)}",
-                hint="give a run of the same model",
-            )
-        return owners
-
-    def _fits(self, name: str, shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
-        """Whether shapes are the same, or the run has more rows which only pad the vocabulary."""
-        about = (self.like.state.get("tensor_parallel") or {}).get("vocabulary") or {}
-        if shape == wanted or name not in about or shape[1:] != wanted[1:]:
-            return shape == wanted
-        return bool(about[name]["used"] <= shape[0] < wanted[0])
-
-    def _parameter(self, name: str) -> Parameter:
-        like, own = self.like.parameters[name], self.source.parameters.get(self.owners[name])
-        if own is None:  # files of whole tensors do not separate buffers and frozen weights
-            own = Parameter(_shape(self.source, self.owners[name]))
-        return replace(own, trainable=like.trainable, group=like.group, aliases=like.aliases)
-
-    def _check_states(self, entries: Mapping[str, Entry]) -> None:
-        """Raises unless both train the same weights with an optimizer of the same states."""
-        source, like = self.source, self.like
-        ours, theirs = plain_name(source.optimizer or ""), plain_name(like.optimizer or "")
-        families = known_optimizer(ours).family or ours, known_optimizer(theirs).family or theirs
-        if all(families) and families[0] != families[1]:
-            raise WrongOption(
-                f"the optimizer of {source.root} is {source.optimizer}, that of --like "
-                f"{like.optimizer}",
-                hint="give a run with the optimizer of the source",
-            )
-        own, wanted = (states_by_weight(each.values()) for each in (entries, like.entries))
-        for name, parameter in like.parameters.items():
-            of_source = own.get(name, set())
-            of_run = wanted.get(name, of_source if parameter.trainable else set())
-            if of_source != of_run:
-                raise MissingData(
-                    f"{name} has the states {_listed(of_source)} in {source.root}, and "
-                    f"{_listed(of_run)} in --like {like.root}",
-                    hint="both must have the same optimizer and train the same weights",
                 )
 
     # -- what is not a tensor
 
     def _groups(self) -> tuple[Group, ...]:
         """The run's groups with the source's hyper-parameters."""
-        source, like = self.source, self.like
-        groups = given_groups(source, self.options)
-        chosen: dict[int, tuple[str, Group]] = {}
-        for name, item in like.parameters.items():
-            own = source.parameters.get(self.owners[name])
-            if item.group is None or not item.trainable or own is None:
-                continue
-            first, group = chosen.setdefault(item.group, (name, groups[own.group or 0]))
-            other = groups[own.group or 0]
-            keys = [k for k in (like.groups or ())[item.group] if k not in OF_IMPLEMENTATIONS]
-            if wrong := [
-                key for key in keys if unwrapped(group.get(key)) != unwrapped(other.get(key))
-            ]:
-                raise InconsistentCheckpoint(
-                    f"{first} and {name} are in one group of the run of --like, but the source "
-                    f"has another {listed(wrong)} for each",
-                    hint="give a run whose groups are those of the source",
-                )
+        groups = self.like.groups or ()
+        chosen = self.template.groups(
+            lambda number: [key for key in groups[number] if key not in OF_IMPLEMENTATIONS]
+        )
         result = []
-        for number, theirs in enumerate(like.groups or ()):
+        for number, theirs in enumerate(groups):
             _, group = chosen.get(number, ("", {}))
             lost = [key for key in ("lr", "weight_decay") if key in theirs and key not in group]
             if lost and not self.options.weights_only:
@@ -309,15 +193,6 @@ class _Run:
             f"the scheduler of learning rates is that of --like, at the source's step: {values}"
         )
         return {**theirs, **moved}
-
-
-def _shape(manifest: Manifest, name: str) -> tuple[int, ...]:
-    parameter = manifest.parameters.get(name)
-    return manifest.entries[f"{name}/param"].shape if parameter is None else parameter.shape
-
-
-def _listed(slots: set[str]) -> str:
-    return listed(sorted(slots)) if slots else "none"
 
 
 def _taken(key: str, theirs: Any, group: Mapping[str, Any]) -> Any:

@@ -125,7 +125,7 @@ def _states(
     for slot, dtype in buffer.slots.items():
         length = partition.owned if is_elastic else partition.size
         if slot == "momentum_buffer" and target.keeps_whole_momenta(buffer):
-            length = partition.whole_length()
+            length = sum(numel for _, numel, _, _ in partition.overlaps())
         if length or slot != "momentum_buffer" or is_elastic:
             states[slot_key(slot)] = storages.tensor(dtype, (length,))
     own = {} if is_elastic else target.of_partitions(buffer, partition.rank)
@@ -179,7 +179,7 @@ class _RankPartition(Struct, frozen=True):
         """The length of the partition without its padding."""
         return max(0, min(self.size, self.total - self.start))
 
-    def _overlaps(self) -> Iterator[tuple[str, int, int, int]]:
+    def overlaps(self) -> Iterator[tuple[str, int, int, int]]:
         """Parameters that reach into the partition: name, elements, its part [start, stop)."""
         buffer, partition_start, size = self.buffer, self.start, self.size
         first_number = max(0, bisect_right(buffer.starts, partition_start) - 1)
@@ -195,17 +195,13 @@ class _RankPartition(Struct, frozen=True):
         """Where parameters lie in this partition, as DeepSpeed's own converter reads it."""
         address = "deepspeed.utils.tensor_fragment.fragment_address"
         places: dict[str, tuple[int, int]] = {}
-        for name, _, start, stop in self._overlaps():
+        for name, _, start, stop in self.overlaps():
             first, _ = places.get(parameter_of(name), (start, stop))
             places[parameter_of(name)] = first, stop
         return OrderedDict(
             (name, Foreign.instance(address, numel=stop - start, start=start))
             for name, (start, stop) in places.items()
         )
-
-    def whole_length(self) -> int:
-        """Elements of all parameters that reach into this partition."""
-        return sum(numel for _, numel, _, _ in self._overlaps())
 
 
 # -- stage 3: a rank's slices of every parameter follow each other

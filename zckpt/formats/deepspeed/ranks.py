@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ...core.grouping import by_key
 from ...core.inert import Foreign
 from ...errors import CorruptCheckpoint, IncompleteCheckpoint, InconsistentCheckpoint
 from ..deepspeed_states.agreement import check_facts, check_models, for_each
@@ -204,9 +205,7 @@ def _names(base: Mapping[str, Any]) -> list[tuple[str, bool]]:
 
 def _order(names: Sequence[tuple[str, bool]], first: Sequence[tuple[str, bool]]) -> list[int]:
     """For each group of the first rank, its place in another; equal names stand in one order."""
-    places: dict[tuple[str, bool], list[int]] = {}
-    for place, name in enumerate(names):
-        places.setdefault(name, []).append(place)
+    places = by_key((name, place) for place, name in enumerate(names))
     return [places[name].pop(0) for name in first]
 
 

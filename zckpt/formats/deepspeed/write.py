@@ -11,10 +11,11 @@ from ...core.manifest import Manifest
 from ...errors import counted, listed, literal
 from ...naming.order import need_order
 from ...training import programs
-from ...training.options import LIKE, TP, Options
+from ...training.options import TP, Options
 from ..deepspeed_states import reports
 from ..deepspeed_states.hyper import check_states
 from ..deepspeed_states.target import DeepSpeedTarget
+from ..vocabulary import lost_rows, resized
 from .files import recovery_scripts
 from .like import as_in_run
 from .model_ranks import stage_bounds, write_grid, write_pipeline, write_tensor_ranks
@@ -28,17 +29,8 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     Raises before anything is written: WrongOption (options or a ds_config that contradict each
     other or the source), MissingData (states that the target needs), InconsistentCheckpoint
     (parameters of one flat buffer whose steps differ). MissingData too if the order of the
-    parameters in the flat buffers is not known. With `--like` what `like.as_in_run` raises.
+    parameters in the flat buffers is not known.
     """
-    if (path := options[LIKE]) is not None:
-        alike = as_in_run(source, path, options)
-        layout = _of_any(alike, options)
-        return replace(layout, source=layout.source or alike)
-    return _of_any(source, options)
-
-
-def _of_any(source: Manifest, options: Options) -> Layout:
-    """The files of one model rank or of several."""
     if "model_ranks" in source.source:
         return write_grid.lay_out(source, options)
     if (apart := write_grid.with_stages(source, options)) is not source:
@@ -47,8 +39,18 @@ def _of_any(source: Manifest, options: Options) -> Layout:
     if source.state.get("pipeline") or (tp is not None and tp > 1):
         return write_pipeline.lay_out(source, options)
     if tp is not None:
-        return write_tensor_ranks.for_one_rank(source, options, _lay_out)
+        rows = write_tensor_ranks.rows_of(source, 1, options)
+        model = resized(source, rows)
+        layout = _lay_out(write_tensor_ranks.as_one_rank(model), options)
+        return replace(layout, source=model, left_out=[*layout.left_out, *lost_rows(source, rows)])
     return _lay_out(source, options)
+
+
+def lay_out_like(source: Manifest, run: Manifest, options: Options) -> Layout:
+    """The same, with the ranks and the groups of a run; raises as `as_in_run` too."""
+    alike = as_in_run(source, run, options)
+    layout = lay_out(alike, options)
+    return replace(layout, source=layout.source or alike)
 
 
 def _lay_out(source: Manifest, options: Options) -> Layout:

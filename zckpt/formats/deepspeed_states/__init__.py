@@ -14,12 +14,10 @@ parameter); it is not a format itself.
     of_files.py            what files of single ranks hold beside tensors
     manifest.py            the manifest of it all
     engine.py              which engine a target is written for
-    strangers.py           what optimizer files hold that the engine does not write
     estimates.py           hyper-parameters that each rank has estimated of its own
     hyper.py               what its optimizer needs and a source may lack
     target.py              what is decided before the first byte is written
     patterns.py            how a checkpoint says that tensors are cut: the names it means
-    vocabulary.py          rows of a vocabulary that a target has more or fewer of
     reports.py             what the user is warned of
     model_files.py         the model files of a target
     optimizer_values.py    what its optimizer files hold beside flat tensors

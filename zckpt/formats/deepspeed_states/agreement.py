@@ -8,6 +8,7 @@ from itertools import combinations, zip_longest
 from typing import Any
 
 from ...core.filenames import numbers_of
+from ...core.grouping import by_key
 from ...core.saved_names import Place, SavedName, nameless, refuse_others, saved_names
 from ...errors import InconsistentCheckpoint, brief
 from ...files.torchfile import Tensor, TorchFile
@@ -163,22 +164,21 @@ def _before(place: Place, in_stage_3: bool) -> Place | None:
 
 def _refuse_copied_ranks(names: Sequence[SavedName], files: Mapping[str, TorchFile]) -> None:
     """Raises InconsistentCheckpoint if two model ranks have the same optimizer, byte by byte."""
-    contents: dict[int, list[object]] = {}
-    paths: dict[int, str] = {}
-    for name in sorted(names, key=lambda name: name.place[1]):
-        (kind, numbers), file = name.place, files[name.path]
-        if kind is OPTIMIZER or (kind is MODEL and _has_optimizer(file.value)):
-            records = sorted(file.records.items())
-            # without a checksum, nothing is known to be equal
-            contents.setdefault(numbers[-1], []).append(
-                [(key, record.crc or name.path) for key, record in records]
-            )
-            paths.setdefault(numbers[-1], name.path)
+    optimizers = by_key(
+        (numbers[-1], files[name.path])
+        for name in sorted(names, key=lambda name: name.place[1])
+        for kind, numbers in [name.place]
+        if kind is OPTIMIZER or (kind is MODEL and _has_optimizer(files[name.path].value))
+    )
+    contents = {  # without a checksum, nothing is known to be equal
+        number: [[(k, r.crc or each.path) for k, r in sorted(each.records.items())] for each in own]
+        for number, own in optimizers.items()
+    }
     for one, other in combinations(sorted(contents), 2):
         if contents[one] == contents[other]:
+            path = optimizers[other][0].path
             raise InconsistentCheckpoint(
-                f"{paths[other]}: model rank {other} has the optimizer of model rank {one}, byte "
-                "by byte",
+                f"{path}: model rank {other} has the optimizer of model rank {one}, byte by byte",
                 hint="the files of one model rank seem to be copied over those of another: copy "
                 "all files again",
             )

@@ -112,8 +112,7 @@ class TargetEngine:
     @property
     def elastic(self) -> bool:
         """Whether the engine reads and writes elastic files; stage 3 refuses to (0.19.8)."""
-        is_set = self.option("zero_optimization", "elastic_checkpoint") is True
-        return is_set and self.cuts_groups
+        return self._cuts_with("elastic_checkpoint")
 
     @property
     def offloads(self) -> bool:
@@ -140,13 +139,14 @@ class TargetEngine:
 
     @property
     def round_robin(self) -> bool:
-        is_set = self.option("zero_optimization", "round_robin_gradients")
-        return bool(is_set) and self.cuts_groups
+        return self._cuts_with("round_robin_gradients")
 
     @property
     def aligned(self) -> bool:
-        is_set = self.option("zero_optimization", "parameter_alignment")
-        return bool(is_set) and self.cuts_groups
+        return self._cuts_with("parameter_alignment")
+
+    def _cuts_with(self, option: str) -> bool:
+        return bool(self.option("zero_optimization", option)) and self.cuts_groups
 
     @property
     def sub_group_size(self) -> int:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct
@@ -33,6 +33,7 @@ from .states import nested
 
 INSIDE = ".deepspeed_moe.experts.deepspeed_experts."
 NAME = re.compile(rf"(.+){re.escape(INSIDE)}(\d+)\.(.+)")
+EP_SIZE = re.compile(r"ep_size_(\d+)")
 STACKED = re.compile(r"(.+)\.experts\.(w[123])\.(\d+)")
 
 
@@ -65,6 +66,12 @@ def expert_name(name: str) -> ExpertName | None:
         return ExpertName(match[1], int(match[3]), match[2], is_slice=True)
     match = NAME.fullmatch(name)
     return ExpertName(match[1], int(match[2]), match[3]) if match else None
+
+
+def size_in(group: Mapping[str, Any]) -> int | None:
+    """The expert-parallel size in the name of a group of experts; None for another group."""
+    match = EP_SIZE.fullmatch(str(group.get("name"))) if group.get("moe") else None
+    return int(match[1]) if match else None
 
 
 def parameter_of(name: str) -> str:
@@ -144,6 +151,11 @@ class ExpertLayers(Struct, frozen=True):
             return name
         return parts.numbered(ep_rank * layer.local + parts.number)
 
+    def named_in(self, name: str, of_layer: Mapping[str, int]) -> str:
+        """The same for a rank that has, in each layer, the ep rank of `of_layer`."""
+        layer = self.layer_of(name)
+        return name if layer is None else self.global_name(name, of_layer[layer.name])
+
     def everywhere(self, local: Sequence[str]) -> list[str]:
         """The members of a group in the whole model, given those of one rank in their order.
 
@@ -203,36 +215,28 @@ def _spread(layer: ExpertLayer | None, run: Sequence[str]) -> list[str]:
             for part in parts
             for ep_rank in range(layer.ep)
         ]
-    inners = list(dict.fromkeys(part.inner for part in parts))
-    numbers = range(layer.experts) if order.ascends else range(layer.experts - 1, -1, -1)
     first = {part.inner: part for part in parts}
-    if order.by_expert:
-        return [first[inner].numbered(number) for number in numbers for inner in inners]
-    return [first[inner].numbered(number) for inner in inners for number in numbers]
+    return [first[inner].numbered(n) for n, inner in _orders(first, layer.experts)[order]]
 
 
-class _Order(Struct, frozen=True):
-    """Expert after expert, or tensor after tensor of all experts; upwards, or downwards."""
+def _orders(inners: Iterable[str], count: int) -> list[list[tuple[int, str]]]:
+    """The engine's orders of the tensors of `count` experts, which are numbers and inner names.
 
-    by_expert: bool
-    ascends: bool
+    Expert after expert, or tensor after tensor of all experts; upwards, or downwards.
+    """
+    inners, ways = [*inners], (range(count), range(count)[::-1])
+    return [
+        *([(number, inner) for number in numbers for inner in inners] for numbers in ways),
+        *([(number, inner) for inner in inners for number in numbers] for numbers in ways),
+    ]
 
 
-def _order(run: Sequence[str], count: int) -> _Order | None:
-    """The order of all tensors of `count` experts; None if it is none of the four."""
+def _order(run: Sequence[str], count: int) -> int | None:
+    """Which one of `_orders` the tensors of `count` experts have; None if it is none of them."""
     parts = [part for part in map(expert_name, run) if part is not None]
-    inners = list(dict.fromkeys(part.inner for part in parts))
+    orders = _orders(dict.fromkeys(part.inner for part in parts), count)
     listed = [(part.number, part.inner) for part in parts]
-    for by_expert in (True, False):
-        for ascends in (True, False):
-            numbers = range(count) if ascends else range(count - 1, -1, -1)
-            if listed == (
-                [(number, inner) for number in numbers for inner in inners]
-                if by_expert
-                else [(number, inner) for inner in inners for number in numbers]
-            ):
-                return _Order(by_expert, ascends)
-    return None
+    return orders.index(listed) if listed in orders else None
 
 
 class ExpertRanks(Struct, frozen=True):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from msgspec.structs import replace
 
 from ...core.facts import FlatBufferEngine, StepPlace
+from ...core.grouping import by_key
 from ...core.inert import Foreign
 from ...core.manifest import Manifest, Parameter, Sighting
 from ...core.states import PARTITIONS
@@ -18,7 +19,14 @@ from ...training import steps
 from ...training.optimizers import name_of_groups
 from . import estimates
 from .directories import siblings, trainer_around
-from .of_files import layout, model_values, of_ranks, optimizer_values, own_client_state
+from .of_files import (
+    layout,
+    model_values,
+    of_ranks,
+    optimizer_values,
+    own_client_state,
+    strangers_of,
+)
 from .states import (
     COUNTERS,
     EngineStates,
@@ -27,7 +35,6 @@ from .states import (
     states_of_partitions,
     version_numbers,
 )
-from .strangers import strangers_of
 from .tensors import ManifestTensors
 
 INFERRED = "zckpt_inferred"
@@ -122,6 +129,16 @@ def _files(ranks: EngineStates) -> list[TorchFile]:
     return list(dict.fromkeys((*ranks.models, *ranks.optimizers)))
 
 
+def with_files(manifest: Manifest, files: Iterable[TorchFile]) -> Manifest:
+    """The manifest of further files too, each once."""
+    more = [file for file in dict.fromkeys(files) if file.path not in manifest.files]
+    return replace(
+        manifest,
+        files=(*manifest.files, *(file.path for file in more)),
+        records=(*manifest.records, *(record for f in more for record in f.records.values())),
+    )
+
+
 # -- what is not a tensor
 
 GROUPS = "param_groups"  # where tensors among the hyper-parameters are entered
@@ -205,10 +222,7 @@ def _state(
 
 def _alike(files: Sequence[TorchFile]) -> list[list[TorchFile]]:
     """Files grouped by their value: equal pickles were parsed once."""
-    by_value: dict[int, list[TorchFile]] = {}
-    for file in files:
-        by_value.setdefault(id(file.value), []).append(file)
-    return list(by_value.values())
+    return [*by_key((id(file.value), file) for file in files).values()]
 
 
 # -- warnings

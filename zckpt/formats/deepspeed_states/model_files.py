@@ -52,10 +52,7 @@ def _contents(
     weights = {} if staged else module_weights(target, derives, storages, own)
     module: OrderedDict[str, Any] = OrderedDict()
     extra = state.get("module_extra") or {}
-    names = state.get("module") or [
-        *target.source.parameters, *target.source.buffers, *target.aliases
-    ]  # fmt: skip
-    for key in filter(is_dense, names):
+    for key in filter(is_dense, target.module_names):
         if key in extra:
             module[key] = target.thawed(extra[key], storages)
         elif (weight := weights.get(target.aliases.get(key, key))) is not None:
@@ -92,18 +89,15 @@ def _contents(
     return Contents(value, storages)
 
 
-def _listed(target: DeepSpeedTarget) -> list[Sequence[str]]:
+def _listed(target: DeepSpeedTarget) -> Sequence[Sequence[str]]:
     """The names that param_shapes lists: of each flat buffer, in stage 0 of each group.
 
     The engine has no such list in stage 0, and does not look for one. With it, the numbers of the
     optimizer's state have names.
     """
-    if not target.engine.whole:
-        return [buffer.names for buffer in target.buffers]
-    return [
-        [name for buffer in target.buffers if buffer.group == group for name in buffer.names]
-        for group in range(len(target.groups))
-    ]
+    if target.engine.whole:
+        return target.trained_names
+    return [buffer.names for buffer in target.buffers]
 
 
 def _shared(target: DeepSpeedTarget, rank: int) -> dict[str, str] | None:

@@ -20,6 +20,7 @@ from msgspec import Struct
 from ...core import agreement
 from ...core.dtypes import SIZES
 from ...core.facts import StepPlace
+from ...core.grouping import by_key
 from ...core.inert import Scalar
 from ...core.manifest import Manifest, Parameter, Sibling, slot_key
 from ...core.states import others_of, partitions_of, states_of
@@ -95,9 +96,7 @@ class DeepSpeedTarget:
         parameters = source.parameters.items()
         self.trainable = {name: parameter for name, parameter in parameters if parameter.trainable}
         self.frozen = {name: parameter for name, parameter in parameters if not parameter.trainable}
-        self.aliases = {
-            alias: name for name, parameter in parameters for alias in parameter.aliases
-        }
+        self.aliases = source.owners
         self.groups, self.assumed = complete_groups(self.engine, source)
         self.buffers = list(self._buffers())
         self.client_state = self._client_state()
@@ -163,9 +162,7 @@ class DeepSpeedTarget:
             paddings = zero.alignment_paddings(numels, SIZES[self.engine.dtype])
         members = others or names
         parameters = [self.trainable[name] for name in members]
-        types: dict[str, list[str]] = {}
-        for slot, dtype in (pair for name in members for pair in self._states(name)):
-            types.setdefault(slot, []).append(dtype)
+        types = by_key(pair for name in members for pair in self._states(name))
         slots = {slot: one_type(slot_key(slot), own) for slot, own in types.items()}
         for name in members:
             missing = set(slots) - {slot for slot, _ in self._states(name)}
@@ -266,11 +263,20 @@ class DeepSpeedTarget:
             and not self.engine.offloads
         )
 
-    def ranks_in_layers(self, number: int) -> dict[str, int]:
-        """The ep rank in each layer of the ranks that have ep rank `number` of the largest size."""
-        return self.expert_ranks.in_layers(self.experts, number)
-
     # -- what is left out
+
+    @property
+    def trained_names(self) -> list[list[str]]:
+        """By group, the trained parameters as they lie in its flat buffers."""
+        own = by_key((buffer.group, name) for buffer in self.buffers for name in buffer.names)
+        return [own.get(group, []) for group in range(len(self.groups))]
+
+    @property
+    def module_names(self) -> Sequence[str]:
+        """The names of all weights and buffers, in the order of the module if that is known."""
+        source = self.source
+        names: Sequence[str] = source.state.get("module") or ()
+        return names or [*source.parameters, *source.buffers, *self.aliases]
 
     def listed_names(self) -> list[list[str | None]]:
         """By group, what torch's own optimizer has a number for; None is a frozen parameter.
@@ -278,9 +284,7 @@ class DeepSpeedTarget:
         A program may give it frozen ones too. The source's list is taken if it has the same trained
         parameters; without it there are no others.
         """
-        trained: list[list[str]] = [[] for _ in self.groups]
-        for buffer in self.buffers:
-            trained[buffer.group] += buffer.names
+        trained = self.trained_names
         module = self.source.state.get("module") or []
         stated = self.optimizer_state.get("members") if self.wrapper is None else None
         names = [[None if n is None else module[n] for n in own] for own in stated or ()]

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from ...core.manifest import Manifest
 from ...errors import MALFORMED, not_understood
 from ..deepspeed_states.directories import TagDirectory
-from ..deepspeed_states.manifest import manifest_of
+from ..deepspeed_states.manifest import manifest_of, with_files
 from ..reading import USUAL, Reading
 from .files import CUTS, locate
 from .folders import ParameterFolders
@@ -49,15 +49,10 @@ def _manifest(directory: TagDirectory, step_policy: str | None) -> Manifest:
         state = {**state, "tensor_parallel": facts}
     if not merged.is_whole:
         state = {**state, "module": []}  # names of a rank's shard
-    files = [*merged.other_models, *folders.files]
     return replace(
-        manifest,
+        with_files(manifest, [*merged.other_models, *folders.files]),
         state=state,
         layout={**manifest.layout, **folders.layout},
-        files=(*manifest.files, *(file.path for file in files)),
-        records=(
-            *manifest.records, *(record for file in files for record in file.records.values())
-        ),
         left_out=(*manifest.left_out, *merged.left_out, *folders.left_out),
         warnings=(
             *manifest.warnings, *merged.warnings(), *merged.unclear, *_lost_steps(manifest)

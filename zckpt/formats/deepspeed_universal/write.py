@@ -35,7 +35,7 @@ from ..deepspeed_states.optimizer_values import (
 )
 from ..deepspeed_states.states import version_numbers
 from ..deepspeed_states.target import DeepSpeedTarget, TargetBuffer
-from ..deepspeed_states.vocabulary import resized, shared
+from ..vocabulary import lost_rows, resized
 from .files import COMMON, CUTS, MARK, MASTER, POINTER, ZERO, SliceInfo, is_name
 from .slicing import keeps_padding, slice_info, used_rows
 
@@ -55,7 +55,8 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     """
     refuse_experts(source)
     rows = used_rows(source)
-    target = DeepSpeedTarget(_as_one_rank(resized(source, rows)), options)
+    model = resized(source, rows)
+    target = DeepSpeedTarget(_as_one_rank(model), options)
     if target.engine.stage == 0:
         raise WrongOption(
             "DeepSpeed loads its universal checkpoints with ZeRO alone, and this one is of stage 0",
@@ -72,9 +73,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
         _check_loader(target)
     warnings += [*_warnings_of_loading(target), *_warnings_of_layout(target, infos)]
     warnings += _warnings_of_grid(source, target)
-    target.left_out += [
-        f"rows of {name} that fill up the vocabulary, from {row}" for name, row in rows.items()
-    ]
+    target.left_out += lost_rows(source, rows)
 
     def shells() -> Iterator[Shell]:
         yield Shell.of(POINTER, target.tag.encode())
@@ -100,7 +99,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
         warnings,
         about=about,
         loading=loading,
-        source=shared(source, rows),
+        source=model,
     )
 
 

@@ -3,11 +3,12 @@
 from ..format import Functions
 from .gather import partitions
 from .read import check, read, rebuilt, way_out
-from .write import lay_out, seal
+from .write import lay_out, lay_out_like, seal
 
 FUNCTIONS = Functions(
     read=read,
     lay_out=lay_out,
+    lay_out_like=lay_out_like,
     seal=seal,
     partitions=partitions,
     check=check,

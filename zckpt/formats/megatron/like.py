@@ -18,61 +18,36 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ...core import sources
 from ...core.inert import Foreign, unwrapped
-from ...core.manifest import Entry, Manifest, Parameter
-from ...core.weights import is_optimizers, states_by_weight
-from ...errors import (
-    InconsistentCheckpoint,
-    MissingData,
-    NotACheckpoint,
-    UnsupportedCheckpoint,
-    WrongOption,
-    counted,
-    listed,
-)
+from ...core.manifest import Entry, Manifest
+from ...core.weights import is_optimizers
+from ...errors import MissingData, UnsupportedCheckpoint, WrongOption, counted, listed
 from ...naming.families.layouts import with_rows
-from ...training.hyperparameters import given_groups, torch_groups
-from ...training.objects import without_others
+from ...training.hyperparameters import torch_groups
 from ...training.optimizers import strange_to_adam
-from ...training.options import ALLOW_OBJECT, Options
-from . import FORMAT
+from ...training.options import Options
+from ..template import Group, Template
 from .common import arguments, optimizers_of
 from .groups import decay_multiplier, groups_of
 from .names import with_plain_norms
 from .optimizers import OF_WRAPPER
 from .programs import NEMO, TRAIN_STATE
-from .read import read
 from .vocabulary import WEIGHTS as VOCABULARY
 
 HYPER = ("lr", "betas", "eps", "weight_decay")
 OF_MODULES = "._extra_state/shard_"
 OF_STATES = "F32"  # the type of masters and moments in Megatron-Core's files
 
-Group = dict[str, Any]
 
+def as_in_run(source: Manifest, like: Manifest, options: Options) -> Manifest:
+    """The source with the keys, arguments and groups of the run `like`.
 
-def as_in_run(source: Manifest, path: str, options: Options) -> tuple[Manifest, dict[str, str]]:
-    """The source with the keys, arguments and groups of the run at `path`; the types of its model.
-
-    The types are by the names of weights and buffers. The parameters have the order and the groups
-    of that run. Raises the errors of `read`, MissingData (a parameter, a shape, a state or a
-    hyper-parameter does not fit), InconsistentCheckpoint (the members of one group differ),
-    UnsupportedCheckpoint (a state of another type or shape than Megatron-Core's).
+    The parameters have the order and the groups of that run. Raises WrongOption and
+    UnsupportedCheckpoint (its keys are not known; a state of another type or shape than
+    Megatron-Core's), MissingData (a parameter, a shape, a state or a hyper-parameter does not fit),
+    InconsistentCheckpoint (the members of one group differ).
     """
-    with sources.watching() as watch:
-        try:
-            like = read(path)
-        except NotACheckpoint as error:
-            raise NotACheckpoint(
-                f"--like {path} is no checkpoint of Megatron-Core",
-                hint="give a directory that the next run has saved, such as run/iter_0000001",
-            ) from error
-        beside = [item.path for item in like.siblings]
-        like = replace(like, fingerprints=watch.of((*like.files, *beside)))
-    like = without_others(like, FORMAT.objects or (), options[ALLOW_OBJECT])
-    types = {entry.parameter: entry.dtype for entry in like.slots.get("param", ())}
-    return _Run(source, like, options).manifest(), types
+    return _Run(source, like, options).manifest()
 
 
 class _Run:
@@ -99,7 +74,9 @@ class _Run:
         self.states = not options.weights_only and any(
             is_optimizers(entry.slot) for entry in source.entries.values()
         )
-        self.owners = self._owners()
+        used = (self.kept.get("vocabulary") or {}).get("used") or 0
+        rows = dict.fromkeys(VOCABULARY, used)
+        self.template = Template(source, like, options, rows, with_plain_norms)
 
     def manifest(self) -> Manifest:
         source, like = self.source, self.like
@@ -108,18 +85,13 @@ class _Run:
             for entry in like.entries.values()
             if entry.slot == "state" and entry.name.startswith("megatron.")
         }
-        of_owner: dict[str, list[Entry]] = {}
-        for entry in source.entries.values():
-            if entry.slot != "state":
-                of_owner.setdefault(entry.parameter, []).append(entry)
-        for name, owner in self.owners.items():
-            for entry in of_owner[owner]:
-                own = self._with_rows(entry, name)
-                entries[own.name] = own
+        for entry in self.template.entries().values():
+            entries[entry.name] = self._with_rows(entry)
         if self.states:
             self._check_states(entries)
         parameters = {
-            name: self._parameter(name) for name in like.parameters if name in self.owners
+            name: replace(item, shape=self.template.shape(name))
+            for name, item in self.template.parameters().items()
         }
         state = {key: value for key, value in source.state.items() if key != "megatron"}
         objects = {
@@ -154,80 +126,22 @@ class _Run:
             fingerprints={**like.fingerprints, **source.fingerprints},
         )
 
-    # -- parameters
-
-    def _owners(self) -> dict[str, str]:
-        """The source's name of every weight and buffer of the run; raises MissingData."""
-        source, like = self.source, self.like
-        known = {with_plain_norms(name): name for name in (*source.parameters, *source.buffers)}
-        tied = {alias: name for name, item in source.parameters.items() for alias in item.aliases}
-        wanted = [*like.parameters, *like.buffers]
-        owners = {
-            name: owner for name in wanted if (owner := known.get(name, tied.get(name))) is not None
-        }
-        lost = [name for name in wanted if name not in owners]
-        strangers = [name for name in known.values() if name not in owners.values()]
-        if lost or strangers:
-            sides = {"only the source has": strangers, "only --like has": lost}
-            text = "; ".join(f"{what} {listed(names, 4)}" for what, names in sides.items() if names)
-            raise MissingData(
-                f"the source and --like {like.root} have different parameters: {text}",
-                hint="names of Hugging Face need --family, other names --rename REGEX=REPL",
-            )
-        shapes = self._shapes()
-        wrong = [
-            f"{name} ({_shape(shapes[owner])} and {_shape(self._wanted(name))})"
-            for name, owner in owners.items()
-            if not self._fits(name, shapes[owner])
-        ]
-        if wrong:
-            raise MissingData(
-                f"these have other shapes in the source than in --like {like.root}: "
-                f"{listed(wrong, 4)}",
-                hint="give a run of the same model; q, k, v and gate, up are packed by --family",
-            )
-        return owners
-
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the source's weights and buffers."""
-        shapes = {name: item.shape for name, item in self.source.parameters.items()}
-        for name in self.source.buffers:
-            shapes[name] = self.source.entries[f"{name}/param"].shape
-        return shapes
-
-    def _wanted(self, name: str) -> tuple[int, ...]:
-        return self.like.entries[f"{name}/param"].shape
-
-    def _fits(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Whether shapes are the same, or the run has more rows which only pad the vocabulary."""
-        wanted = self._wanted(name)
-        if shape == wanted:
-            return True
-        used = (self.kept.get("vocabulary") or {}).get("used") or 0
-        pads = name in VOCABULARY and shape[1:] == wanted[1:]
-        return pads and used <= shape[0] < wanted[0]
-
-    def _with_rows(self, entry: Entry, name: str) -> Entry:
-        """The entry under the run's name, and with as many rows."""
-        full = f"{name}/{entry.slot}"
-        wanted = self._wanted(name)
+    def _with_rows(self, entry: Entry) -> Entry:
+        """The entry with as many rows as in the run."""
+        wanted = self.template.shape(entry.parameter)
         if entry.shape == wanted:
-            return replace(entry, name=full)
-        if not self._fits(name, entry.shape) or entry.mean:
+            return entry
+        if not self.template.fits(entry.parameter, entry.shape) or entry.mean:
             raise UnsupportedCheckpoint(
-                f"{entry.name} has the shape {_shape(entry.shape)}, its weight {_shape(wanted)}: "
+                f"{entry.name} has the shape {list(entry.shape)}, its weight {list(wanted)}: "
                 "Megatron-Core's states have the shape of the weight"
             )
         if entry.slot == "param":
             self.warnings.append(
-                f"{name} has {counted(entry.shape[0], 'row')}, in the run of --like {wanted[0]}: "
-                "the others are zeros"
+                f"{entry.parameter} has {counted(entry.shape[0], 'row')}, in the run of --like "
+                f"{wanted[0]}: the others are zeros"
             )
-        return replace(with_rows(entry, wanted[0]), name=full)
-
-    def _parameter(self, name: str) -> Parameter:
-        like, own = self.like.parameters[name], self.source.parameters[self.owners[name]]
-        return replace(own, shape=like.shape, group=like.group, aliases=like.aliases)
+        return with_rows(entry, wanted[0])
 
     # -- the optimizer
 
@@ -239,24 +153,17 @@ class _Run:
                 f"--like {like.root} has no parameter groups whose members are known",
                 hint="give a run that has saved its optimizer, or add --weights-only",
             )
-        ours, theirs = (states_by_weight(each.values()) for each in (entries, like.entries))
-        for name in self.owners:
-            if ours.get(name) != theirs.get(name):
-                raise MissingData(
-                    f"{name} has the states {_listed(ours.get(name))} in the source, and "
-                    f"{_listed(theirs.get(name))} in --like {like.root}",
-                    hint="both must have the same optimizer and train the same weights, or add "
-                    "--weights-only",
-                )
+        self.template.check_states(entries)
         for entry in entries.values():
             if is_optimizers(entry.slot) and entry.dtype != OF_STATES:
                 raise UnsupportedCheckpoint(
                     f"{entry.name} is of type {entry.dtype}: Megatron-Core's states are F32",
                     hint="add --weights-only",
                 )
+        trained = dict.fromkeys(e.parameter for e in entries.values() if is_optimizers(e.slot))
         wide = [
             name
-            for name in ours
+            for name in trained
             if f"{name}/master" not in entries and entries[f"{name}/param"].dtype != OF_STATES
         ]
         if wide:
@@ -267,31 +174,18 @@ class _Run:
 
     def _groups(self) -> list[Group]:
         """The run's groups with the source's hyper-parameters."""
-        groups = given_groups(self.source, self.options)
         self._warn_of_another_adam()
-        chosen: dict[int, tuple[str, Group]] = {}
-        for name, item in self.like.parameters.items():
-            own = self.source.parameters[self.owners[name]]
-            if item.group is None or not own.trainable:
-                continue
-            group = groups[own.group or 0]
-            if lost := [key for key in HYPER if key not in group]:
+        chosen = self.template.groups(lambda _: HYPER)
+        for name, own in chosen.values():
+            if lost := [key for key in HYPER if key not in own]:
                 raise MissingData(
                     f"the source does not state {listed(lost)} of {name}",
                     hint=f"give it: --group-defaults {','.join(f'{key}=...' for key in lost)}",
                 )
-            hyper = {key: unwrapped(group[key]) for key in HYPER}
-            first, known = chosen.setdefault(item.group, (name, hyper))
-            if known != hyper:
-                wrong = [key for key in HYPER if known[key] != hyper[key]]
-                raise InconsistentCheckpoint(
-                    f"{first} and {name} are in one group of the run of --like, but the source "
-                    f"has another {listed(wrong)} for each",
-                    hint="give a run whose groups are those of the source",
-                )
         result = []
         for number, group in enumerate(groups_of(self.common)):
-            name, hyper = chosen.get(number, ("", {}))
+            name, own = chosen.get(number, ("", {}))
+            hyper = {key: unwrapped(own[key]) for key in HYPER if key in own}
             if hyper.get("weight_decay") and not decay_multiplier(group):
                 self.warnings.append(
                     f"the source decays the weights of a group with wd_mult 0, such as {name}: "
@@ -366,11 +260,3 @@ def _scaled(count: int, before: Any, step: int) -> int | None:
     if type(before) is not int or before < 1 or count % before:
         return None
     return count // before * step
-
-
-def _listed(slots: set[str] | None) -> str:
-    return listed(sorted(slots)) if slots else "none"
-
-
-def _shape(shape: tuple[int, ...]) -> str:
-    return str(list(shape))

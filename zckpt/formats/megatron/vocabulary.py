@@ -13,10 +13,10 @@ from typing import Any
 from msgspec.structs import replace
 
 from ...core.inert import Foreign
-from ...core.manifest import Entry, Manifest
+from ...core.manifest import Manifest
 from ...errors import MissingData, WrongOption
-from ...naming.families.layouts import with_rows
 from ...training.options import LIKE, TP, VOCAB_SIZE, Options
+from ..vocabulary import padded, resized
 from .common import arguments
 from .contents import size_of
 
@@ -56,11 +56,6 @@ def _rows(
     """The rows that the run pads its vocabulary to."""
     used = (kept.get("vocabulary") or {}).get("used")
     given, tp = options[VOCAB_SIZE], options[TP]
-    if given is not None and given < (used or 0):
-        raise WrongOption(
-            f"--vocab-size {given} is less than the {used} rows that the tokenizer of {root} uses",
-            hint="give at least so many; the vocabulary of a model is not made smaller here",
-        )
     if tp is None:
         tp = size_of(args, "tensor_model_parallel_size") or 1
     unit = size_of(args, "make_vocab_size_divisible_by")
@@ -72,8 +67,7 @@ def _rows(
             f"uses, and {tp} tensor ranks cannot share them",
             hint="give the number: --vocab-size N",
         )
-    multiple, least = tp * (unit or 1), given or used or rows
-    return -(-least // multiple) * multiple
+    return padded(root, WEIGHTS[0], used or 0, given, tp * (unit or 1))
 
 
 def _with_rows(
@@ -83,24 +77,10 @@ def _with_rows(
     kept: Mapping[str, Any],
     args: Mapping[str, Any],
 ) -> Manifest:
-    def own(entry: Entry) -> Entry:
-        shape = source.parameters[entry.parameter].shape if entry.parameter in names else None
-        if entry.shape != shape or shape[0] == rows:
-            return entry
-        return with_rows(entry, rows)
-
     common = {**kept["common"]}
     if isinstance(common.get("args"), Foreign) and PADDED in args:
         common["args"] = replace(common["args"], state={**args, PADDED: rows})
     vocabulary = {**(kept.get("vocabulary") or {}), "rows": rows}
     changed = {**kept, "common": common, "vocabulary": vocabulary}
-    return replace(
-        source,
-        entries={name: own(entry) for name, entry in source.entries.items()},
-        parameters={
-            name: replace(item, shape=(rows, *item.shape[1:])) if name in names else item
-            for name, item in source.parameters.items()
-        },
-        replicas=tuple(entry for entry in source.replicas if entry.parameter not in names),
-        state={**source.state, "megatron": changed},
-    )
+    model = resized(source, dict.fromkeys(names, rows))
+    return replace(model, state={**source.state, "megatron": changed})

@@ -48,7 +48,7 @@ from ...files.dcpshell import (
 from ...files.pickling import dumps
 from ...files.torchshell import Storages, seal_whole, shell, thawed
 from ...training.optimizers import MOMENTS
-from ...training.options import EP, GROUP_DEFAULTS, LIKE, PP, TP, Options
+from ...training.options import EP, GROUP_DEFAULTS, PP, TP, Options
 from .common import FILE, READABLE, SHARDING, SIZES_OF_RUN, arguments
 from .files import BACKEND, LATEST, MARKER, is_iteration
 from .like import as_in_run
@@ -75,15 +75,20 @@ def lay_out(source: Manifest, options: Options) -> Layout:
 
     Raises before anything is written: MissingData (the source is not of Megatron-Core, or lacks a
     tensor), UnsupportedCheckpoint (layers of one key differ), InconsistentCheckpoint (parameters
-    have several steps; with `--ep 1`, experts have hyper-parameters of their own); with `--like`
-    what `like.as_in_run` raises.
+    have several steps; with `--ep 1`, experts have hyper-parameters of their own).
     """
-    path = options[LIKE]
-    types: dict[str, str] = {}
-    if path is not None:
-        source, types = as_in_run(source, path, options)
-    elif options[GROUP_DEFAULTS] and options.weights_only:
+    if options[GROUP_DEFAULTS] and options.weights_only:
         raise WrongOption("--group-defaults has no use with --weights-only", hint="leave it out")
+    return _lay_out(source, options, {})
+
+
+def lay_out_like(source: Manifest, run: Manifest, options: Options) -> Layout:
+    """The same, with the keys and the types of a run; raises as `as_in_run` too."""
+    types = {entry.parameter: entry.dtype for entry in run.slots.get("param", ())}
+    return _lay_out(as_in_run(source, run, options), options, types)
+
+
+def _lay_out(source: Manifest, options: Options, types: Mapping[str, str]) -> Layout:
     source = for_tensor_ranks(source if options.weights_only else with_zeros(source), options)
     writer = MegatronWriter(source, options, types)
     return Layout(
@@ -121,7 +126,7 @@ class MegatronWriter:
     `types` are those that weights and buffers get, by name, if they are not the source's.
     """
 
-    def __init__(self, source: Manifest, options: Options, types: Mapping[str, str] = {}) -> None:
+    def __init__(self, source: Manifest, options: Options, types: Mapping[str, str]) -> None:
         self.source = source
         self.options = options
         self.types = types

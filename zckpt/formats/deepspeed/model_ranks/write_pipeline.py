@@ -30,13 +30,13 @@ from ...deepspeed_states.hyper import check_states
 from ...deepspeed_states.model_files import module_weights
 from ...deepspeed_states.options import CONFIG
 from ...deepspeed_states.target import DeepSpeedTarget
-from ...deepspeed_states.vocabulary import lost_rows, resized, shared
+from ...vocabulary import lost_rows, resized
 from .. import read
 from ..files import locate, recovery_scripts
 from ..optimizer_files import is_elastic, run_shells
-from .apart import ModelGrid
+from .apart import ModelGrid, as_rank
 from .grid import TIED, grid_files
-from .recut import Pipeline, as_rank, of_stage
+from .recut import Pipeline, of_stage
 from .stage_bounds import refuse_without_stages
 from .write_tensor_ranks import rows_of, sized, table_of, target_of, warnings_of_heads
 
@@ -78,20 +78,19 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     for target in targets:
         check_states(target.engine, target.source, target.states)
     wholes = [target_of(each, options) for each in slices] if pipeline else []
-    tag, before = first.tag, {name: source.parameters[name].shape[0] for name in rows}
 
     def shells() -> Iterator[Shell]:
-        yield from run_shells(tag, targets)
+        yield from run_shells(first.tag, targets)
         if pipeline is not None:
             for number in pipeline.layers:
                 for rank, whole in enumerate(wholes):
                     yield _layer_file(whole, pipeline, number, rank, tp)
 
     def read_back(path: str) -> Manifest:
-        directory = TagDirectory(locate(path, tag).path, tag, None)
+        directory = TagDirectory(locate(path, first.tag).path, first.tag, None)
         tied = dict(pipeline.tied) if pipeline else None
         ranks = read.tensor_ranks(directory, grid_files(directory), tied=tied)
-        return shared(merge(ranks, table), before)
+        return merge(ranks, table)
 
     left_out = dict.fromkeys(line for target in targets for line in target.left_out)
     return Layout(
@@ -110,10 +109,10 @@ def lay_out(source: Manifest, options: Options) -> Layout:
             )
         ),
         about=f"a DeepSpeed run of {counted(first.dp, 'data-parallel rank')}, {sizes}, ZeRO stage "
-        f"{first.engine.stage}, tag {tag}",
+        f"{first.engine.stage}, tag {first.tag}",
         loading=lambda path: f"model_engine.load_checkpoint({literal(path)})",
         read_back=read_back,
-        source=shared(source, rows),
+        source=model,
     )
 
 

@@ -10,7 +10,7 @@ So no offset is computed here. Each parameter is cut evenly, as the engine's lay
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from math import gcd
 from typing import Any
 
@@ -19,7 +19,6 @@ from msgspec.structs import replace
 
 from ....core import slicing
 from ....core.facts import FlatBufferEngine
-from ....core.layout import Layout
 from ....core.manifest import Manifest
 from ....core.placement import Row, Shapes, Sliced, Table
 from ....core.split import names_in
@@ -39,28 +38,10 @@ from ....training.trainers import files_to_load_by, json_of
 from ... import engine_objects
 from ...deepspeed_states.patterns import INFO
 from ...deepspeed_states.target import DeepSpeedTarget
-from ...deepspeed_states.vocabulary import lost_rows, resized, shared
-from .. import read
+from ...vocabulary import padded
 from .grid import TENSOR_SIZES, VOCABULARY_SIZES, arguments, with_sizes
 from .tensor_ranks import TENSOR_RANK
 from .universal_info import UniversalInfo, info_for
-
-
-def for_one_rank(
-    source: Manifest, options: Options, lay_out_one: Callable[[Manifest, Options], Layout]
-) -> Layout:
-    """The whole model as a run without tensor parallelism; raises as `rows_of`."""
-    rows = rows_of(source, 1, options)
-    before = {name: source.parameters[name].shape[0] for name in rows}
-    layout = lay_out_one(as_one_rank(resized(source, rows)), options)
-
-    def read_back(path: str) -> Manifest:
-        return shared(read.read(path), before)
-
-    if not rows:
-        return layout
-    left_out = [*layout.left_out, *lost_rows(source, rows)]
-    return replace(layout, read_back=read_back, source=shared(source, rows), left_out=left_out)
 
 
 def warnings_of_heads(source: Manifest, target: DeepSpeedTarget) -> list[str]:
@@ -178,13 +159,6 @@ def rows_of(source: Manifest, tp: int, options: Options) -> dict[str, int]:
             "rows of a vocabulary",
             hint="give a rule `vocab:N` for them with --tp-rules FILE",
         )
-    for name, about in facts.items():
-        if given is not None and given < about["used"]:
-            raise WrongOption(
-                f"--vocab-size {given} is less than the {about['used']} rows of {name} that have a "
-                f"meaning in {source.root}",
-                hint="give at least so many; the vocabulary of a model is not made smaller here",
-            )
     before = int(source.source.get("tp") or 1)
     rows: dict[str, int] = {}
     if given is None and facts and is_auto(_engine(source, tp).config):
@@ -192,9 +166,8 @@ def rows_of(source: Manifest, tp: int, options: Options) -> dict[str, int]:
     for name, about in facts.items():
         is_rounded = about["rows"] == -(-about["used"] // before) * before
         keeps = unit is None and given is None and not about["rows"] % tp and not is_rounded
-        multiple = tp * (unit or 1)
-        used = given or about["used"]
-        rows[name] = about["rows"] if keeps else -(-used // multiple) * multiple
+        least = padded(source.root, name, about["used"], given, tp * (unit or 1))
+        rows[name] = about["rows"] if keeps else least
     return rows
 
 

@@ -86,19 +86,15 @@ def _second_gates(ranks: EngineStates, layers: Sequence[Mapping[str, Any]]) -> d
     owners: dict[str, str] = {}
     for layer in layers:
         path = layer["module_path"]
-        owner = f"{path}{ROUTER}"
-        if not isinstance(router := module.get(owner), Tensor):
+        forms = {
+            name: (tensor.dtype, tensor.shape, file.crc(tensor))
+            for name, tensor in module.items()
+            if name.startswith(f"{path}.") and isinstance(tensor, Tensor)
+        }
+        form = forms.pop(owner := f"{path}{ROUTER}", None)
+        if form is None or form[2][1] is None:  # saved without checksums
             continue
-        form = router.dtype, router.shape, file.crc(router)
-        if form[2][1] is None:  # saved without checksums
-            continue
-        for name, tensor in module.items():
-            if name in others or name == owner or not name.startswith(f"{path}."):
-                continue
-            if isinstance(tensor, Tensor) and form == (
-                tensor.dtype, tensor.shape, file.crc(tensor)
-            ):  # fmt: skip
-                owners[name] = owner
+        owners |= {n: owner for n, own in forms.items() if own == form and n not in others}
     return owners
 
 

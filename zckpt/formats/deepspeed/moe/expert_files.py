@@ -17,6 +17,7 @@ from itertools import islice
 from msgspec import Struct
 
 from ....core.facts import ExpertLayer
+from ....core.grouping import by_key
 from ....core.layout import Shell
 from ....errors import CorruptCheckpoint, IncompleteCheckpoint, InconsistentCheckpoint, listed
 from ....files.torchfile import Tensor, TorchFile
@@ -155,16 +156,8 @@ def expert_files(target: DeepSpeedTarget) -> Iterator[Shell]:
 
 def _members(target: DeepSpeedTarget) -> dict[tuple[str, int], list[str]]:
     """The names of each expert's tensors, in the order of its module, by layer and number."""
-    source = target.source
-    names = source.state.get("module") or [
-        *source.parameters, *source.buffers, *target.aliases
-    ]  # fmt: skip
-    members: dict[tuple[str, int], list[str]] = {}
-    for name in names:
-        parts = expert_name(name)
-        if parts is not None:
-            members.setdefault((parts.layer, parts.number), []).append(name)
-    return members
+    named = ((name, expert_name(name)) for name in target.module_names)
+    return by_key(((parts.layer, parts.number), name) for name, parts in named if parts)
 
 
 # -- over how many ranks each layer is spread, and the order of layers

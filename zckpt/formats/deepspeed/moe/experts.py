@@ -14,7 +14,6 @@ DeepSpeed 0.19.8, stage_1_and_2.py `_configure_moe_settings`.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
@@ -25,13 +24,14 @@ from msgspec.structs import replace
 from ....core import agreement
 from ....core.cast import are_rounded
 from ....core.facts import FlatBufferEngine
+from ....core.grouping import by_key
 from ....core.manifest import Entry, Manifest, Parameter
 from ....errors import InconsistentCheckpoint, listed
 from ....files.torchfile import Tensor, TorchFile
 from ... import zero
 from ...deepspeed_states.directories import refuse
-from ...deepspeed_states.experts import ExpertLayers, ExpertRanks
-from ...deepspeed_states.manifest import manifest_of
+from ...deepspeed_states.experts import ExpertLayers, ExpertRanks, size_in
+from ...deepspeed_states.manifest import manifest_of, with_files
 from ...deepspeed_states.states import EngineStates, FlatBuffer, ParameterShapes
 from ..files import RankFiles
 from ..flats import flat_buffers
@@ -116,10 +116,8 @@ class Experts(Struct, frozen=True):
     @property
     def module_dtype(self) -> str:
         """The type of the module's trainable weights, if no dense weight shows it."""
-        stored = {**self._stored, **self.ranks.model["module"]}
-        names = (name for names in self.ranks.param_shapes() for name in names)
-        weights = (stored.get(name) for name in names)
-        return next((each.dtype for each in weights if isinstance(each, Tensor)), "F32")
+        module = {**self._stored, **self.ranks.model["module"]}
+        return replace(self.ranks, model={**self.ranks.model, "module": module}).module_dtype
 
     @property
     def _stored(self) -> dict[str, Tensor]:
@@ -139,9 +137,7 @@ class Experts(Struct, frozen=True):
         order = self._order(manifest)
         buffers = self._everywhere(self.ranks.model.get("buffer_names") or ())
         known, aliases = set(buffers), self._aliases()
-        own: dict[str, list[str]] = {}
-        for alias, owner in aliases.items():
-            own.setdefault(owner, []).append(alias)
+        own = by_key((owner, alias) for alias, owner in aliases.items())
         parameters = {
             name: replace(about, aliases=tuple(own[name])) if name in own else about
             for name, about in ((name, manifest.parameters[name]) for name in order)
@@ -171,7 +167,7 @@ class Experts(Struct, frozen=True):
                 "MoE layer has `expert` in it: their masters stand for them"
             )
         return replace(
-            manifest,
+            with_files(manifest, (item.file for layer in self.files for item in layer.files)),
             warnings=tuple(warnings),
             source={**manifest.source, "ep": max(self.layers.sizes)},
             entries=_in_order(parameters, buffers, {**manifest.entries, **entries}),
@@ -180,19 +176,14 @@ class Experts(Struct, frozen=True):
             replicas=tuple(replicas),
             engine=replace(manifest.engine, experts=self.layers.listed),
             state=self._state(manifest),
-            records=(*manifest.records, *(r for f in self._opened for r in f.records.values())),
-            files=(*manifest.files, *(file.path for file in self._opened)),
         )
-
-    @property
-    def _opened(self) -> Iterator[TorchFile]:
-        return (item.file for layer in self.files for item in layer.files)
 
     def _order(self, manifest: Manifest) -> list[str]:
         """All parameters, in every group as they lie; experts of all ranks between each other."""
-        groups: dict[int | None, list[str]] = {}
-        for name, about in manifest.parameters.items():
-            groups.setdefault(about.group if about.trainable else None, []).append(name)
+        groups = by_key(
+            (about.group if about.trainable else None, name)
+            for name, about in manifest.parameters.items()
+        )
         frozen = groups.pop(None, [])
         order = []
         for names in groups.values():
@@ -240,8 +231,8 @@ class Experts(Struct, frozen=True):
         DeepSpeed drops what has `expert` in the name of its MoE layer, and saves only what is below
         `deepspeed_experts` apart: not a residual MLP (0.19.8, `_get_non_moe_state_dict`).
         """
-        aliases = {alias for about in manifest.parameters.values() for alias in about.aliases}
-        return [n for n in manifest.parameters if n not in module and n not in aliases]
+        known = {*module, *manifest.owners}
+        return [name for name in manifest.parameters if name not in known]
 
     def _check_complete(
         self, parameters: Mapping[str, Parameter], entries: Mapping[str, Entry]
@@ -295,8 +286,8 @@ def _are_spread_over_tensor_ranks(ranks: EngineStates) -> bool:
     """
     counts = ranks.first.get("partition_count")
     for number, count in enumerate(counts if isinstance(counts, list) else ()):
-        match = re.fullmatch(r"ep_size_(\d+)", str(ranks.groups(number)[0].get("name")))
-        if match and isinstance(count, int) and count * int(match[1]) > ranks.dp:
+        ep = size_in(ranks.groups(number)[0])
+        if ep and isinstance(count, int) and count * ep > ranks.dp:
             return int(ranks.model.get("mp_world_size") or 1) > 1
     return False
 
@@ -331,16 +322,18 @@ def with_experts(ranks: EngineStates, files: RankFiles, step_policy: str | None)
 
 def _with_one_step(buffers: Sequence[FlatBuffer], policy: str | None) -> list[FlatBuffer]:
     """The flat buffers of all ep ranks, whose groups have one step each; raises if they differ."""
-    result = []
-    for buffer in buffers:
-        same = [other for other in buffers if other.group == buffer.group]
-        stated = [
-            (f"flat group {other.group}, {next(iter(other.shapes))}", other.step)
-            for other in same
-            if other.step is not None and other.shapes
-        ]
-        result.append(replace(buffer, step=agreement.agree(stated, policy)))
-    return result
+    of_group = {
+        group: agreement.agree(
+            [
+                (f"flat group {group}, {next(iter(other.shapes))}", other.step)
+                for other in same
+                if other.step is not None and other.shapes
+            ],
+            policy,
+        )
+        for group, same in by_key((buffer.group, buffer) for buffer in buffers).items()
+    }
+    return [replace(buffer, step=of_group[buffer.group]) for buffer in buffers]
 
 
 def _check_shape(file: TorchFile, name: str, tensor: Tensor, parameter: Parameter | None) -> None:
@@ -355,9 +348,9 @@ def _in_order(
     parameters: Mapping[str, Parameter], buffers: Sequence[str], entries: Mapping[str, Entry]
 ) -> dict[str, Entry]:
     """Entries in the order of their parameters, weights first; then buffers, then all others."""
-    own: dict[str, list[Entry]] = {}
-    for entry in entries.values():
-        own.setdefault("" if entry.slot == "state" else entry.parameter, []).append(entry)
+    own = by_key(
+        ("" if entry.slot == "state" else entry.parameter, entry) for entry in entries.values()
+    )
     others = own.pop("", [])
     ordered = [
         entry

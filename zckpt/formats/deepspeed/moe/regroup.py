@@ -8,7 +8,6 @@ themselves and all dense groups stay as they are.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from math import prod
@@ -18,11 +17,12 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ....core.facts import ExpertLayer, FlatBufferEngine, StateDictEngine
+from ....core.grouping import by_key
 from ....core.layout import Shell
 from ....core.manifest import Manifest
 from ....errors import InconsistentCheckpoint, MissingData, WrongOption, counted, listed
 from ....training.options import DP, EP, Options
-from ...deepspeed_states.experts import ExpertLayers, expert_name, parameter_of
+from ...deepspeed_states.experts import ExpertLayers, expert_name, parameter_of, size_in
 from ...deepspeed_states.options import MAX_GROUP_SIZE
 from ...deepspeed_states.target import DeepSpeedTarget
 from ...groups import regrouped
@@ -219,11 +219,8 @@ def _is_cut(
 
 def _members(source: Manifest) -> Mapping[int, list[str]]:
     """The trainable parameters of every group, in their order."""
-    members: dict[int, list[str]] = {}
-    for name, parameter in source.parameters.items():
-        if parameter.trainable:
-            members.setdefault(parameter.group or 0, []).append(name)
-    return {number: members[number] for number in sorted(members)}
+    items = source.parameters.items()
+    return dict(sorted(by_key((p.group or 0, name) for name, p in items if p.trainable).items()))
 
 
 def _cuts(source: Manifest, names: Sequence[str], limit: int) -> Iterator[list[str]]:
@@ -248,9 +245,6 @@ def _numels(source: Manifest, names: Sequence[str]) -> list[int]:
 # -- layers that the names of a source show, if it does not state them
 
 
-EP_SIZE = re.compile(r"ep_size_(\d+)")
-
-
 def with_named_layers(source: Manifest, strangers: Sequence[str]) -> Manifest:
     """A manifest that states its layers; `strangers` are experts' tensors of unknown layers.
 
@@ -267,12 +261,10 @@ def with_named_layers(source: Manifest, strangers: Sequence[str]) -> Manifest:
             hint="take the DeepSpeed run, or the universal checkpoint that was made of it",
         )
     sizes = _sizes(source)
-    numbers: dict[str, set[int]] = {}
-    for name in (*(source.state.get("module") or ()), *source.parameters):
-        if parts := expert_name(name):
-            numbers.setdefault(parts.layer, set()).add(parts.number)
+    names = (*(source.state.get("module") or ()), *source.parameters)
+    numbers = by_key((p.layer, p.number) for p in map(expert_name, names) if p)
     layers = []
-    for layer, known in numbers.items():
+    for layer, known in ((layer, {*own}) for layer, own in numbers.items()):
         missing = sorted(set(range(max(known) + 1)) - known)
         if missing:
             raise InconsistentCheckpoint(
@@ -290,18 +282,16 @@ def _sizes(source: Manifest) -> dict[str, int]:
             continue
         number = parameter.group or 0
         group, parts = source.groups[number], expert_name(name)
-        match = EP_SIZE.fullmatch(str(group.get("name"))) if group.get("moe") else None
-        if (parts is None) != (match is None):
+        size = size_in(group)
+        if (parts is None) != (size is None):
             raise MissingData(
                 f"{source.root}: {name} is in group {number}, and DeepSpeed needs groups of "
                 "experts alone, which it names ep_size_N",
                 hint="take the DeepSpeed run, or a checkpoint that zckpt made of it",
             )
-        if parts is not None and match is not None:
-            size = int(match[1])
-            if sizes.setdefault(parts.layer, size) != size:
-                raise InconsistentCheckpoint(
-                    f"{source.root} has parameters of {parts.layer} in groups of the "
-                    f"expert-parallel sizes {sizes[parts.layer]} and {size}"
-                )
+        if parts and size and sizes.setdefault(parts.layer, size) != size:
+            raise InconsistentCheckpoint(
+                f"{source.root} has parameters of {parts.layer} in groups of the expert-parallel "
+                f"sizes {sizes[parts.layer]} and {size}"
+            )
     return sizes

@@ -12,8 +12,8 @@ and several of them have the experts of the other layers. DeepSpeed 0.19.8, engi
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from msgspec.structs import replace
 
@@ -32,10 +32,10 @@ from ....errors import (
 )
 from ....files.torchfile import TorchFile
 from ...deepspeed_states.directories import TagDirectory, refuse
-from ...deepspeed_states.experts import ExpertLayers, ExpertRanks, expert_name
-from ...deepspeed_states.manifest import manifest_of
-from ...deepspeed_states.states import BufferSlot, EngineStates, FlatBuffer, dictionary, open_files
-from ...deepspeed_states.strangers import strangers_of
+from ...deepspeed_states.experts import ExpertLayers, ExpertRanks, size_in
+from ...deepspeed_states.manifest import manifest_of, with_files
+from ...deepspeed_states.of_files import strangers_of
+from ...deepspeed_states.states import EngineStates, FlatBuffer, dictionary, open_files
 from ...reading import Reading
 from ..files import RankFiles
 from ..model_ranks.copies import matches_of
@@ -46,15 +46,12 @@ from .expert_files import LayerFiles, check_order, check_ranks, layers_of, named
 from .experts import Experts
 from .whole_names import (
     check_rounding,
-    is_of_experts,
     named_whole,
     refuse_swapped,
     second_names,
     weights_of,
     with_members,
 )
-
-EP_SIZE = re.compile(r"ep_size_(\d+)")
 
 
 def manifest_of_experts(directory: TagDirectory, files: RankFiles, reading: Reading) -> Manifest:
@@ -91,7 +88,7 @@ def manifest_of_experts(directory: TagDirectory, files: RankFiles, reading: Read
         shapes = first.states.model["param_shapes"]
         states = replace(states, model={**model, "param_shapes": shapes})
         wholes.append(replace(first, states=states))
-    return _Joined(wholes, layers_files, layers, places, len(ranks)).manifest(reading.step_policy)
+    return _joined(wholes, layers_files, layers, places, len(ranks), reading.step_policy)
 
 
 # -- the sizes of layers
@@ -104,9 +101,7 @@ def _layers(ranks: EngineStates, files: Sequence[LayerFiles], reading: Reading) 
         named += named_of(ranks)
     if named:
         return ExpertLayers({each.name: spread_over(ranks, each, named) for each in files})
-    groups = ranks.bases[0]["param_groups"]
-    stated = (EP_SIZE.fullmatch(str(group.get("name"))) for group in filter(is_of_experts, groups))
-    sizes = {int(match[1]) for match in stated if match}
+    sizes = {*filter(None, map(size_in, ranks.bases[0]["param_groups"]))}
     if len(sizes) > 1:
         raise MissingData(
             f"{ranks.directory.path}: layers of experts have the expert-parallel sizes "
@@ -232,145 +227,99 @@ def compare_ranks(manifest: Manifest, replicas: str | None) -> list[str]:
 OF_EXPERTS = "in stage 0, zckpt reads states of other shapes than the parameters of ep rank 0 alone"
 
 
-class _Joined:
-    """All optimizers together: those of `count` ep ranks, then a copy of the first's."""
+def _joined(
+    wholes: Sequence[WholeOptimizer],
+    files: Sequence[LayerFiles],
+    layers: ExpertLayers,
+    places: ExpertRanks,
+    count: int,
+    step_policy: str | None,
+) -> Manifest:
+    """The whole model; its replicas are the copies that several files have.
 
-    def __init__(
-        self,
-        wholes: Sequence[WholeOptimizer],
-        files: Sequence[LayerFiles],
-        layers: ExpertLayers,
-        places: ExpertRanks,
-        count: int,
-    ) -> None:
-        self.wholes = wholes
-        self.files = files
-        self.layers = layers
-        self.places = places
-        self.count = count
-        self.first = wholes[0]
-        self.replicas: list[Entry] = []
-
-    def manifest(self, step_policy: str | None) -> Manifest:
-        """The whole model; its replicas are the copies that several files have."""
-        known: dict[str, FlatBuffer] = {}
-        buffers: list[FlatBuffer] = []
-        other: dict[str, dict[str, object]] = {}
-        others: list[Unread] = []
-        for number, whole in enumerate(self.wholes):
-            states, units = whole_states.with_states(whole)
-            of_layer = self.places.in_layers(self.layers, number % self.count)
-            for buffer in whole_states.buffers(states, units, step_policy):
-                renamed = self._renamed(buffer, of_layer)
-                owner = next(iter(renamed.shapes), "")
-                if owner in known:
-                    self._add_copy(known[owner], renamed, whole.file)
-                    continue
-                known[owner] = renamed
-                buffers.append(renamed if not number else replace(renamed, sightings=()))
-            for name, values in (states.first.get("other") or {}).items():
-                owner = self._global(name, of_layer)
-                if not number:
-                    other[owner] = values
-                elif owner not in other:
-                    path = f"optimizer.{number}.{owner}"
-                    for key, value in values.items():
-                        tensors: dict[str, Entry] = {}
-                        own = whole.file.kept(value, inside(path, key), tensors)
-                        others.append(unread(key, [owner], OF_EXPERTS, own, tensors.values()))
-            if number:
-                others += strangers_of(states)[1]
-        first, _ = whole_states.with_states(self.first)
-        optimizer = {key: v for key, v in first.first.items() if key not in ("members", "other")}
-        ranks = replace(first, states=[{**optimizer, **({"other": other} if other else {})}])
-        experts = Experts(ranks, self.files, self.layers, self.places)
-        manifest = manifest_of(ranks, buffers, "deepspeed", ranks.config, experts.module_dtype)
-        manifest = experts.complete(manifest)
-        return self._with_places(
-            replace(
-                manifest,
-                replicas=(*manifest.replicas, *self.replicas),
-                files=tuple(dict.fromkeys((*manifest.files, *(w.file.path for w in self.wholes)))),
-                records=tuple(
-                    dict.fromkeys(
-                        (
-                            *manifest.records,
-                            *(r for whole in self.wholes for r in whole.file.records.values()),
-                        )
-                    )
-                ),
-                inferred=tuple(self._inferred()),
-                unread=(*manifest.unread, *others),
-                warnings=(*manifest.warnings, *self._warnings()),
-                zero_padding=True,
-            )
+    The optimizers are those of `count` ep ranks, then a copy of the first's.
+    """
+    known: dict[str, FlatBuffer] = {}
+    replicas: list[Entry] = []
+    other: dict[str, dict[str, object]] = {}
+    others: list[Unread] = []
+    inferred: dict[str, None] = {}
+    for number, whole in enumerate(wholes):
+        states, units = whole_states.with_states(whole)
+        of_layer = places.in_layers(layers, number % count)
+        named = partial(layers.named_in, of_layer=of_layer)
+        inferred |= dict.fromkeys(map(named, wholes[0].inferred))
+        for buffer in whole_states.buffers(states, units, step_policy):
+            renamed = _renamed(buffer, named)
+            owner = next(iter(renamed.shapes), "")
+            if owner in known:
+                replicas += _copies(known[owner], renamed, whole.file)
+            else:
+                known[owner] = renamed if not number else replace(renamed, sightings=())
+        for name, values in (states.first.get("other") or {}).items():
+            owner = named(name)
+            if not number:
+                other[owner] = values
+            elif owner not in other:
+                path = f"optimizer.{number}.{owner}"
+                for key, value in values.items():
+                    tensors: dict[str, Entry] = {}
+                    own = whole.file.kept(value, inside(path, key), tensors)
+                    others.append(unread(key, [owner], OF_EXPERTS, own, tensors.values()))
+        if number:
+            others += strangers_of(states)[1]
+    ranks = wholes[0].states
+    ranks = replace(ranks, states=[ranks.first | ({"other": other} if other else {})])
+    experts = Experts(ranks, files, layers, places)
+    manifest = manifest_of(
+        ranks, [*known.values()], "deepspeed", ranks.config, experts.module_dtype
+    )
+    manifest = experts.complete(manifest)
+    state, warnings = manifest.state, [*manifest.warnings]
+    members = whole_states.members_in(state["module"], wholes[0].members)
+    if inferred:
+        warnings.append(
+            f"the optimizers know their {counted(len(inferred), 'parameter')} by number: the "
+            f"names of {listed([*inferred], 4)} are inferred from the order of the module"
         )
+    return replace(
+        with_files(manifest, (whole.file for whole in wholes)),
+        replicas=(*manifest.replicas, *replicas),
+        inferred=tuple(inferred),
+        unread=(*manifest.unread, *others),
+        warnings=tuple(warnings),
+        state={**state, "optimizer": {**state["optimizer"], **members}},
+        zero_padding=True,
+    )
 
-    def _global(self, name: str, of_layer: Mapping[str, int]) -> str:
-        parts = expert_name(name)
-        return name if parts is None else self.layers.global_name(name, of_layer[parts.layer])
 
-    def _renamed(self, buffer: FlatBuffer, of_layer: Mapping[str, int]) -> FlatBuffer:
-        """A buffer with the names of the whole model."""
-        return replace(
-            buffer,
-            shapes={self._global(name, of_layer): shape for name, shape in buffer.shapes.items()},
-            slots=[
-                BufferSlot(
-                    slot.name,
-                    slot.dtype,
-                    {self._global(name, of_layer): runs for name, runs in slot.fragments.items()},
-                )
-                for slot in buffer.slots
-            ],
+def _copies(first: FlatBuffer, copy: FlatBuffer, file: TorchFile) -> Iterator[Entry]:
+    """The entries of a copy in another file; raises InconsistentCheckpoint for another step."""
+    owner = next(iter(first.shapes))
+    stated = [
+        (f"{owner}, {where}", each.step)
+        for where, each in (("ep rank 0", first), (file.path, copy))
+        if each.step is not None
+    ]
+    agreement.agree(stated, None)
+    kinds = [sorted((slot.name, slot.dtype) for slot in each.slots) for each in (first, copy)]
+    if first.shapes != copy.shapes or kinds[0] != kinds[1]:
+        raise InconsistentCheckpoint(
+            f"{file.path}: its copy of {owner} has other states or shapes than ep rank 0's",
+            hint="files of different saves seem to be mixed",
         )
+    for slot in copy.slots:
+        for name, fragments in slot.fragments.items():
+            yield Entry(f"{name}/{slot.name}", slot.dtype, copy.shapes[name], fragments)
 
-    def _add_copy(self, first: FlatBuffer, copy: FlatBuffer, file: TorchFile) -> None:
-        """The copy in another file; raises InconsistentCheckpoint if it has another step."""
-        owner = next(iter(first.shapes))
-        stated = [
-            (f"{owner}, {where}", each.step)
-            for where, each in (("ep rank 0", first), (file.path, copy))
-            if each.step is not None
-        ]
-        agreement.agree(stated, None)
-        kinds = [sorted((slot.name, slot.dtype) for slot in each.slots) for each in (first, copy)]
-        if first.shapes != copy.shapes or kinds[0] != kinds[1]:
-            raise InconsistentCheckpoint(
-                f"{file.path}: its copy of {owner} has other states or shapes than ep rank 0's",
-                hint="files of different saves seem to be mixed",
-            )
-        for slot in copy.slots:
-            for name, fragments in slot.fragments.items():
-                shape = copy.shapes[name]
-                self.replicas.append(Entry(f"{name}/{slot.name}", slot.dtype, shape, fragments))
 
-    def _inferred(self) -> list[str]:
-        """Names that only an order shows, of all ep ranks."""
-        return list(
-            dict.fromkeys(
-                self._global(name, self.places.in_layers(self.layers, number))
-                for number in range(self.count)
-                for name in self.first.inferred
-            )
-        )
-
-    def _warnings(self) -> list[str]:
-        inferred = self._inferred()
-        if not inferred:
-            return []
-        return [
-            f"the optimizers know their {counted(len(inferred), 'parameter')} by number: the names "
-            f"of {listed(inferred, 4)} are inferred from the order of the module"
-        ]
-
-    def _with_places(self, manifest: Manifest) -> Manifest:
-        """With the places in the module of what the optimizer lists, if frozen ones are there."""
-        if all(None not in own for own in self.first.members):
-            return manifest
-        places = {name: place for place, name in enumerate(manifest.state["module"])}
-        members = [
-            [None if name is None else places[name] for name in own] for own in self.first.members
-        ]
-        optimizer = {**manifest.state["optimizer"], "members": members}
-        return replace(manifest, state={**manifest.state, "optimizer": optimizer})
+def _renamed(buffer: FlatBuffer, named: Callable[[str], str]) -> FlatBuffer:
+    """A buffer with the names of the whole model."""
+    return replace(
+        buffer,
+        shapes={named(name): shape for name, shape in buffer.shapes.items()},
+        slots=[
+            replace(slot, fragments={named(n): runs for n, runs in slot.fragments.items()})
+            for slot in buffer.slots
+        ],
+    )

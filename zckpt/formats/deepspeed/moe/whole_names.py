@@ -19,15 +19,14 @@ from ....core.dtypes import FLOATS
 from ....errors import InconsistentCheckpoint, MissingData
 from ....files.torchfile import Tensor, TorchFile
 from ...deepspeed_states.experts import ExpertLayers, expert_name
-from ...deepspeed_states.states import FLAT_MASTERS, WHOLE_MASTERS, EngineStates
+from ...deepspeed_states.states import FLAT_MASTERS, WHOLE_MASTERS, EngineStates, wrapper_of
 from ...deepspeed_states.tensors import is_extra
 from ...reading import USUAL, Reading
 from ..stage_0 import naming
-from ..stage_0.samples import TensorInFile, labels
-from ..stage_0.whole import WholeOptimizer, named_optimizer
+from ..stage_0.samples import TensorInFile
+from ..stage_0.whole import Members, WholeOptimizer, named_optimizer, with_names
 from .expert_files import LayerFiles, gate_of
 
-Members = Sequence[Sequence[str | None]]
 SWAPPED = (
     "files of two ep ranks seem to be swapped, or one is of another save; copy all files again"
 )
@@ -147,9 +146,8 @@ def with_members(
     weights: Mapping[str, TensorInFile],
 ) -> WholeOptimizer:
     """An ep rank's optimizer, whose parameters have these names."""
-    shapes = [{n: weights[n].tensor.shape for n in own if n is not None} for own in members]
-    ranks = replace(ranks, model={**ranks.model, "param_shapes": shapes})
-    return WholeOptimizer(ranks, members, inferred, list(weights))
+    shapes = {name: weight.tensor.shape for name, weight in weights.items()}
+    return with_names(ranks, members, inferred, shapes, [*weights])
 
 
 def _some_groups(ranks: EngineStates, places: Sequence[int]) -> EngineStates:
@@ -171,31 +169,23 @@ def check_rounding(whole: WholeOptimizer, weights: Mapping[str, TensorInFile]) -
     In fp32 there are none, and nothing shows which rank an optimizer is of.
     """
     optimizer, file = whole.states.first, whole.file
-    pieces: list[tuple[str, Tensor]] = []
+    if wrapper_of(optimizer) is None:
+        return
     for group, own in enumerate(whole.members):
         names = [name for name in own if name is not None]
         if not names or expert_name(names[0]) is None:
             continue
         if FLAT_MASTERS in optimizer:
-            start = 0
-            for name in names:
-                stop = start + weights[name].tensor.numel
-                pieces.append((name, optimizer[FLAT_MASTERS][group].part(start, stop)))
-                start = stop
-        elif WHOLE_MASTERS in optimizer:
-            pieces += zip(names, optimizer[WHOLE_MASTERS][group], strict=True)
-    for name, master in pieces:
-        weight = weights[name].tensor
-        flat = Tensor(weight.storage, weight.dtype, weight.offset, master.shape, master.strides)
-        (label,), (rounded,) = labels(
-            [TensorInFile(weights[name].file, flat)], [TensorInFile(file, master)]
-        )
-        if label not in rounded:
-            raise InconsistentCheckpoint(
-                f"{file.path}: the master of {name} does not round to the weight in "
-                f"{weights[name].file.path}",
-                hint=SWAPPED,
-            )
+            masters = naming.pieces(optimizer[FLAT_MASTERS][group], names, weights)
+        else:
+            masters = optimizer[WHOLE_MASTERS][group]
+        for name, master in zip(names, masters, strict=True):
+            if not naming.rounds(TensorInFile(file, master), weights[name]):
+                raise InconsistentCheckpoint(
+                    f"{file.path}: the master of {name} does not round to the weight in "
+                    f"{weights[name].file.path}",
+                    hint=SWAPPED,
+                )
 
 
 def refuse_swapped(

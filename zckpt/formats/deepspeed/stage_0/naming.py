@@ -17,10 +17,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
+from itertools import accumulate
 from math import prod
 from typing import Any
 
 from ....core.dtypes import SIZES
+from ....core.grouping import by_key
 from ....errors import MissingData, WrongOption, listed
 from ....files.torchfile import Tensor, TorchFile
 from ...statedict.matching import HINT, MatchedNames, match
@@ -102,7 +104,9 @@ def by_order(file: TorchFile, flats: Sequence[Tensor], weights: Weights) -> list
             following = dict(ways)
             for start, count in ways.items():
                 stop = start + weight.tensor.numel
-                if start < stop <= flat.numel and _rounds(file, flat, start, stop, weight):
+                if not start < stop <= flat.numel:
+                    continue
+                if rounds(TensorInFile(file, _piece(flat, start, weight.tensor.shape)), weight):
                     following[stop] = following.get(stop, 0) + count
             ways = following
         if ways.get(flat.numel) != 1:
@@ -130,13 +134,9 @@ def by_order(file: TorchFile, flats: Sequence[Tensor], weights: Weights) -> list
     return chosen
 
 
-def _rounds(file: TorchFile, flat: Tensor, start: int, stop: int, weight: TensorInFile) -> bool:
-    """Whether elements [start, stop) of a flat master round to a weight, by a sample."""
-    shape = (stop - start,)
-    own = Tensor(weight.tensor.storage, weight.tensor.dtype, weight.tensor.offset, shape, (1,))
-    (label,), (rounded,) = labels(
-        [TensorInFile(weight.file, own)], [TensorInFile(file, flat.part(start, stop))]
-    )
+def rounds(master: TensorInFile, weight: TensorInFile) -> bool:
+    """Whether a master rounds to a weight of its shape, by a sample."""
+    (label,), (rounded,) = labels([weight], [master])
     return label in rounded
 
 
@@ -218,9 +218,7 @@ def _named(
     to be in the module's order.
     """
     numbers = Counter(label for order in orders for label in order)
-    owners: dict[Hashable, list[str]] = {}
-    for name, label in names:
-        owners.setdefault(label, []).append(name)
+    owners = by_key((label, name) for name, label in names)
 
     def is_certain(order: Sequence[Any]) -> bool:
         return all(
@@ -295,15 +293,18 @@ def cut(
             f"{listed([flat.numel for flat in flats])} elements",
             hint="name the trained parameters alone, group by group, in the optimizer's order",
         )
-    pieces = []
-    for flat, own in zip(flats, groups, strict=True):
-        start = 0
-        for name in own:
-            pieces.append(_piece(flat, start, weights[name].tensor.shape))
-            start += weights[name].tensor.numel
+    cuts = zip(flats, groups, strict=True)
+    masters = [piece for flat, own in cuts for piece in pieces(flat, own, weights)]
     members = [name for own in groups for name in own]
-    _check_rounding(file, members, pieces, weights, strict=are_apart(file, weights))
+    _check_rounding(file, members, masters, weights, strict=are_apart(file, weights))
     return groups
+
+
+def pieces(flat: Tensor, names: Sequence[str], weights: Weights) -> list[Tensor]:
+    """The masters of these weights, which follow one another in a flat one."""
+    tensors = [weights[name].tensor for name in names]
+    starts = accumulate((tensor.numel for tensor in tensors), initial=0)
+    return [_piece(flat, start, own.shape) for own, start in zip(tensors, starts, strict=False)]
 
 
 def are_apart(file: TorchFile, weights: Weights) -> bool:

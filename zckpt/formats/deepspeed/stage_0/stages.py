@@ -20,6 +20,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ....core.dtypes import FLOATS
+from ....core.grouping import by_key
 from ....errors import MissingData, UnsupportedCheckpoint, WrongOption, listed
 from ....files.torchfile import Tensor, TorchFile
 from ...deepspeed_states.directories import TagDirectory
@@ -88,21 +89,20 @@ def open_stages(
     if alone and all(wrapper_of(each.first) is None for each in states):
         first, *others = states
         return WholeStages([unnamed(first, weights), *(unnamed(each, {}) for each in others)], tied)
-    try:
-        stages = [
+
+    def named(parts: Sequence[Sequence[str] | None]) -> list[WholeOptimizer]:
+        return [
             named_optimizer(each, weights, Reading(param_names=part))
-            for each, part in zip(states, own, strict=True)
+            for each, part in zip(states, parts, strict=True)
         ]
+
+    try:
+        stages = named(own)
     except MissingData as error:
         matched = None if names is not None else _in_order(states, layers, weights)
         if matched is None:
             raise MissingData(str(error), hint=_hint(states[0])) from error
-        stages = [
-            replace(
-                named_optimizer(each, weights, Reading(param_names=part)), inferred=matched.inferred
-            )
-            for each, part in zip(states, matched.names, strict=True)
-        ]
+        stages = [replace(each, inferred=matched.inferred) for each in named(matched.names)]
     counts = Counter(n for stage in stages for members in stage.members for n in members if n)
     again = [name for name, count in counts.items() if count > 1 and not name.startswith(TIED)]
     if again:
@@ -186,9 +186,8 @@ def _has_layers_alike(layers: Mapping[int, TorchFile]) -> bool:
         if not is_extra(inner, value)
     ]
     tensors = [tensor for _, _, tensor in stored]
-    contents: dict[int, list[Any]] = {}
-    for (number, inner, _), label in zip(stored, labels(tensors, tensors)[0], strict=True):
-        contents.setdefault(number, []).append((inner, label))
+    pairs = zip(stored, labels(tensors, tensors)[0], strict=True)
+    contents = by_key((number, (inner, label)) for (number, inner, _), label in pairs)
     return len({tuple(each) for each in contents.values()}) < len(contents)
 
 

@@ -12,6 +12,7 @@ they are built, which their steps count: 4 after 3 updates (0.19.8).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from msgspec import Struct
@@ -48,6 +49,7 @@ from .naming import Weights
 from .samples import TensorInFile
 
 Shape = tuple[int, ...]
+Members = Sequence[Sequence[str | None]]
 FROZEN = "zckpt_frozen"
 """Beside the optimizer's state, in a file of zckpt's: numbers of parameters that are frozen."""
 
@@ -61,7 +63,7 @@ class WholeOptimizer(Struct, frozen=True):
     """
 
     states: EngineStates
-    members: Sequence[Sequence[str | None]]
+    members: Members
     inferred: Sequence[str]
     module: Sequence[str]
     named: bool = True
@@ -153,20 +155,27 @@ def named_optimizer(states: EngineStates, weights: Weights, reading: Reading) ->
         return unnamed(states, weights)
     if unknown := [name for own in members for name in own if name and name not in shapes]:
         raise InconsistentCheckpoint(f"{path}: the module has no weights {listed(unknown)}")
-    of_groups = [{name: shapes[name] for name in own if name} for own in members]
-    module = [*(states.model["module"] or shapes)]
-    return WholeOptimizer(_with_shapes(states, of_groups), members, inferred, module)
+    return with_names(states, members, inferred, shapes, [*(states.model["module"] or shapes)])
 
 
 def unnamed(states: EngineStates, weights: Weights) -> WholeOptimizer:
     """The model file with these weights alone."""
     shapes = {name: weight.tensor.shape for name, weight in weights.items()}
-    return WholeOptimizer(_with_shapes(states, [shapes]), [], [], [*weights], named=False)
+    named = with_names(states, [[*weights]], [], shapes, [*weights])
+    return replace(named, members=[], named=False)
 
 
-def _with_shapes(states: EngineStates, shapes: Sequence[Mapping[str, Shape]]) -> EngineStates:
-    """The states with names and shapes by group, which the engine does not save in stage 0."""
-    return replace(states, model={**states.model, "param_shapes": list(shapes)})
+def with_names(
+    states: EngineStates,
+    members: Members,
+    inferred: Sequence[str],
+    shapes: Mapping[str, Shape],
+    module: Sequence[str],
+) -> WholeOptimizer:
+    """The optimizer with names and shapes by group, which the engine does not save in stage 0."""
+    own = [{name: shapes[name] for name in group if name is not None} for group in members]
+    named = replace(states, model={**states.model, "param_shapes": own})
+    return WholeOptimizer(named, members, inferred, module)
 
 
 def _weights(states: EngineStates) -> dict[str, TensorInFile]:
@@ -253,6 +262,7 @@ def _of_torch(
     shapes = [[shape_of(state.get(number)) for number in own] for own in numbers]
     is_frozen = [[bool(state) and not state.get(number) for number in own] for own in numbers]
     stated = [list(group.get("param_names") or ()) for group in groups]  # torch >= 2.6
+    inferred: list[str] = []
     if param_names is not None:
         every = naming.by_param_names(path, shapes, weights, param_names)
     elif [len(own) for own in stated] == [len(own) for own in numbers]:
@@ -263,16 +273,12 @@ def _of_torch(
             for own, flags in zip(shapes, is_frozen, strict=True)
         ]
         names, inferred = naming.by_shape(path, trained, weights)
-        remaining = [iter(own) for own in names]
-        members = [
-            [None if frozen else next(own) for frozen in flags]
-            for flags, own in zip(is_frozen, remaining, strict=True)
-        ]
-        return members, inferred
+        remaining = iter(chain.from_iterable(names))
+        every = [["" if frozen else next(remaining) for frozen in flags] for flags in is_frozen]
     return [
         [None if frozen else name for name, frozen in zip(own, flags, strict=True)]
         for own, flags in zip(every, is_frozen, strict=True)
-    ], []
+    ], inferred
 
 
 def _plain(names: Sequence[Sequence[str]]) -> list[list[str | None]]:

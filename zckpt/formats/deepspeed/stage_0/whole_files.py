@@ -7,6 +7,7 @@ With experts there is a file for each ep rank instead: see moe/whole_experts.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -36,13 +37,9 @@ def model_shells(target: DeepSpeedTarget) -> Iterator[Shell]:
         return
     yield from model_files(target, True)
     for rank in range(max(target.experts.sizes)):
-        storages, own = Storages(), target.ranks_in_layers(rank)
-
-        def named(name: str, own: dict[str, int] = own) -> str:
-            layer = target.experts.layer_of(name)
-            return name if layer is None else target.experts.global_name(name, own[layer.name])
-
-        value = {"optimizer": optimizer(target, storages, named)}
+        own = target.expert_ranks.in_layers(target.experts, rank)
+        named = partial(target.experts.named_in, of_layer=own)
+        value = {"optimizer": optimizer(target, storages := Storages(), named)}
         name = f"expp_rank_{rank}_{target.mp_rank}_optim_states.pt"
         yield shell(f"{target.tag}/{name}", value, storages)
 

@@ -9,9 +9,9 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ....core import agreement
 from ....core.dtypes import NUMBERS
 from ....core.fragments import Fragments, solid
+from ....core.grouping import by_key
 from ....core.inert import PYTHON_NUMBERS, Scalar
 from ....core.manifest import Manifest, Sighting, slot_name
 from ....errors import InconsistentCheckpoint, counted, listed
@@ -26,12 +26,12 @@ from ...deepspeed_states.states import (
     FlatBuffer,
     ParameterShapes,
 )
-from .whole import WholeOptimizer
+from .whole import Members, WholeOptimizer
 
 States = dict[str, dict[str, Any]]
 
 
-class _Unit(Struct, frozen=True):
+class Unit(Struct, frozen=True):
     """What the base optimizer knows by one number: one parameter, or all of a flat group.
 
     `shape` is that of its tensors. `master` is None if the optimizer updates the weight itself.
@@ -62,40 +62,43 @@ class _Unit(Struct, frozen=True):
         return BufferSlot(name, tensor.dtype, fragments)
 
 
-def with_states(whole: WholeOptimizer) -> tuple[EngineStates, list[_Unit]]:
+def with_states(whole: WholeOptimizer) -> tuple[EngineStates, list[Unit]]:
     """The engine's states with two more values of the optimizer, and what it knows by number.
 
-    `members` are, by group, the places of its parameters in the module; None is a frozen one, which
-    torch's own list may contain. They are there only if there is one. `other` are states that are
-    neither a number nor of a parameter's shape, by its name.
+    `members` are as `members_in` gives them, `other` are states that are neither a number nor of a
+    parameter's shape, by its name.
     """
     units = list(_units(whole))
     numbers = _number_keys(units)
     other: States = {}
     for unit in units:
         for key, value in unit.state.items():
-            is_plain = _is_slot(unit, key, value) or (key in numbers and _is_number(value))
-            if is_plain or (key == "step" and _is_step(whole.states, value)):
-                continue
-            other.setdefault(unit.names[0], {})[key] = value
-    places = {name: place for place, name in enumerate(whole.module)}
-    members = [[None if name is None else places[name] for name in own] for own in whole.members]
-    optimizer = {
-        **whole.states.first,
-        **({"members": members} if any(None in own for own in members) else {}),
-        **({"other": other} if other else {}),
-    }
+            if _kind(whole.states, unit, numbers, key, value) == "other":
+                other.setdefault(unit.names[0], {})[key] = value
+    optimizer = whole.states.first | members_in(whole.module, whole.members)
+    optimizer |= {"other": other} if other else {}
     return replace(whole.states, states=[optimizer]), units
 
 
-def _units(whole: WholeOptimizer) -> Iterator[_Unit]:
+def members_in(module: Sequence[str], members: Members) -> dict[str, list[list[int | None]]]:
+    """`members`, if the optimizer lists frozen parameters: what it lists by places in the module.
+
+    They are by group; None is a frozen parameter, which torch's own optimizer may have.
+    """
+    if all(None not in own for own in members):
+        return {}
+    places = {name: place for place, name in enumerate(module)}
+    return {"members": [[None if n is None else places[n] for n in own] for own in members]}
+
+
+def _units(whole: WholeOptimizer) -> Iterator[Unit]:
     """Group by group; raises InconsistentCheckpoint if groups and masters do not fit."""
     states, path = whole.states, whole.file.path
     optimizer, base = states.first, states.bases[0]
     kept = base.get("state") or {}
     shapes = states.param_shapes()
     if not whole.named:
-        yield _Unit(0, tuple(shapes[0]), shapes[0], (), {}, None)
+        yield Unit(0, tuple(shapes[0]), shapes[0], (), {}, None)
         return
     for group, own in enumerate(whole.members):
         numbers = list(base["param_groups"][group]["params"])
@@ -106,7 +109,7 @@ def _units(whole: WholeOptimizer) -> Iterator[_Unit]:
             if len(numbers) != 1 or master.numel != numel:
                 raise _misfit(path, group, counted(numel, "element"), master.numel)
             state = kept.get(numbers[0]) or {}
-            yield _Unit(group, tuple(names), shapes[group], master.shape, state, master)
+            yield Unit(group, tuple(names), shapes[group], master.shape, state, master)
             continue
         masters = optimizer[WHOLE_MASTERS][group] if WHOLE_MASTERS in optimizer else None
         if len(numbers) != len(own) or (masters is not None and len(masters) != len(own)):
@@ -118,7 +121,7 @@ def _units(whole: WholeOptimizer) -> Iterator[_Unit]:
             master = None if masters is None else masters[place]
             if master is not None and master.shape != shape:
                 raise _misfit(path, group, f"{name} of shape {list(shape)}", list(master.shape))
-            yield _Unit(group, (name,), {name: shape}, shape, kept.get(number) or {}, master)
+            yield Unit(group, (name,), {name: shape}, shape, kept.get(number) or {}, master)
 
 
 def _misfit(path: str, group: int, expected: str, actual: object) -> InconsistentCheckpoint:
@@ -129,7 +132,7 @@ def _misfit(path: str, group: int, expected: str, actual: object) -> Inconsisten
 
 
 def buffers(
-    states: EngineStates, units: Sequence[_Unit], step_policy: str | None
+    states: EngineStates, units: Sequence[Unit], step_policy: str | None
 ) -> Iterator[FlatBuffer]:
     """Every unit as the record of a flat buffer; the first of a group has its sightings."""
     file, numbers = states.optimizers[0], _number_keys(units)
@@ -141,9 +144,7 @@ def buffers(
         ):
             shape = value.shape if isinstance(value, (Scalar, Tensor)) else ()
             stated.add(unit.owner, states.number(0, value), shape)
-    groups: dict[int, list[str]] = {}
-    for unit in units:
-        groups.setdefault(unit.group, []).append(unit.owner)
+    groups = by_key((unit.group, unit.owner) for unit in units)
     counted = steps.counted_by_last(in_states, in_groups, groups.values())
     believed = steps.believed(counted, in_groups)
     completed = believed.settled(step_policy)
@@ -159,13 +160,12 @@ def buffers(
         slots = [] if unit.master is None else [unit.slot(file, "master", unit.master)]
         scalars: dict[str, Scalar] = {}
         for key, value in unit.state.items():
-            if key == "step" and _is_step(states, value):
-                continue
-            if key in numbers and _is_number(value):
+            kind = _kind(states, unit, numbers, key, value)
+            if kind == "number":
                 number = states.scalar([value])
                 assert number is not None
                 scalars[key] = number
-            elif _is_slot(unit, key, value):
+            elif kind == "slot":
                 slots.append(unit.slot(file, slot_name(key), value))
         yield FlatBuffer(
             unit.group,
@@ -179,25 +179,33 @@ def buffers(
         )
 
 
-def _is_step(states: EngineStates, value: Any) -> bool:
-    """Whether what is called a step is one; else it is a state like any other."""
-    return steps.step_of(states.number(0, value)) is not None
+def _kind(states: EngineStates, unit: Unit, numbers: set[str], key: Any, value: Any) -> str:
+    """What a state is: the `step`, a `number`, a `slot`, or an `other` one.
+
+    What is called a step and is none is a state like any other.
+    """
+    if key == "step" and steps.step_of(states.number(0, value)) is not None:
+        return "step"
+    if key in numbers and _is_number(value):
+        return "number"
+    return "slot" if _is_slot(unit, key, value) else "other"
 
 
 def _sight(
     stated: steps.StatedSteps, believed: steps.StatedSteps
 ) -> Iterator[tuple[Sighting, str | None]]:
     """One line for each different step, not one for each parameter."""
-    owners: dict[tuple[agreement.Step, str, bool], list[str]] = {}
-    for owner, step in stated.steps.items():
-        truth = stated.where == believed.where and believed.steps[owner] == step
-        owners.setdefault((step, stated.kinds[owner], truth), []).append(owner)
+    is_true = stated.where == believed.where
+    owners = by_key(
+        ((step, stated.kinds[owner], is_true and believed.steps[owner] == step), owner)
+        for owner, step in stated.steps.items()
+    )
     for (step, kind, truth), names in owners.items():
         where = f"{stated.where} of {listed(names, 1)}"
         yield Sighting(where, step, truth), steps.stalled(step, kind, where) if truth else None
 
 
-def _number_keys(units: Sequence[_Unit]) -> set[str]:
+def _number_keys(units: Sequence[Unit]) -> set[str]:
     """States of one number, like NAdam's `mu_product`: Python's, or a tensor of one element.
 
     They are numbers for a parameter of the same shape too.
@@ -216,7 +224,7 @@ def _is_number(value: Any) -> bool:
     return type(value) in PYTHON_NUMBERS.values()
 
 
-def _is_slot(unit: _Unit, key: Any, value: Any) -> bool:
+def _is_slot(unit: Unit, key: Any, value: Any) -> bool:
     return isinstance(key, str) and isinstance(value, Tensor) and value.shape == unit.shape
 
 

@@ -1,0 +1,171 @@
+"""What has a source of another engine for each parameter of the run that `--like` names?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from msgspec.structs import replace
+
+from ..core.grouping import by_key
+from ..core.inert import unwrapped
+from ..core.manifest import Entry, Manifest, Parameter
+from ..core.weights import states_by_weight
+from ..errors import InconsistentCheckpoint, MissingData, WrongOption, listed
+from ..training.hyperparameters import given_groups
+from ..training.optimizers import known_optimizer, plain_name
+from ..training.options import Options
+
+Group = dict[str, Any]
+
+
+class Template:
+    """A run, and the weights, states and groups that the source has in their place.
+
+    Both must have the same parameters with the same shapes. A vocabulary may lack rows that only
+    pad it: `rows` are those that have a meaning, by its name. `spelled` gives names which engines
+    spell otherwise one form.
+    """
+
+    def __init__(
+        self,
+        source: Manifest,
+        run: Manifest,
+        options: Options,
+        rows: Mapping[str, int],
+        spelled: Callable[[str], str] = str,
+    ) -> None:
+        self.source = source
+        self.run = run
+        self.options = options
+        self.rows = rows
+        self.warnings: list[str] = []
+        self.owners = self._owners(spelled)
+
+    def _owners(self, spelled: Callable[[str], str]) -> dict[str, str]:
+        """The source's name of every weight and buffer of the run; raises MissingData."""
+        source, run = self.source, self.run
+        known = {spelled(name): name for name in (*source.parameters, *source.buffers)}
+        tied, second = source.owners, by_key((name, alias) for alias, name in run.owners.items())
+        wanted = (*run.parameters, *run.buffers)
+        owners: dict[str, str] = {}
+        for name in wanted:
+            names = (name, *second.get(name, ()))
+            own = [every[each] for every in (known, tied) for each in names if each in every]
+            owners |= {name: own[0]} if own else {}
+        lost = [name for name in wanted if name not in owners]
+        strangers = sorted({*known.values()}.difference(owners.values()))
+        if lost or strangers:
+            sides = {"only the source has": strangers, "only --like has": lost}
+            text = "; ".join(f"{what} {listed(names, 4)}" for what, names in sides.items() if names)
+            raise MissingData(
+                f"{source.root} and --like {run.root} have different parameters: {text}",
+                hint="give a run of the same model; if only the names differ: --rename "
+                "REGEX=REPL, or --family for those of Hugging Face",
+            )
+        wrong = [
+            f"{name} ({list(shape)} and {list(self.shape(name))})"
+            for name, owner in owners.items()
+            if not self.fits(name, shape := _shape(source, owner))
+        ]
+        if wrong:
+            raise MissingData(
+                f"these have other shapes in {source.root} than in --like {run.root}: "
+                f"{listed(wrong, 4)}",
+                hint="give a run of the same model; --family packs q, k, v and gate, up for "
+                "Megatron-Core",
+            )
+        return owners
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a weight or a buffer in the run."""
+        return _shape(self.run, name)
+
+    def fits(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Whether shapes are the same, or the run has more rows which only pad the vocabulary."""
+        wanted = self.shape(name)
+        if shape == wanted or name not in self.rows or shape[1:] != wanted[1:]:
+            return shape == wanted
+        return self.rows[name] <= shape[0] < wanted[0]
+
+    def entries(self) -> dict[str, Entry]:
+        """The source's tensors under the run's names."""
+        names = by_key((owner, name) for name, owner in self.owners.items())
+        renamed = [
+            replace(entry, name=f"{name}/{entry.slot}")
+            for entry in self.source.entries.values()
+            if entry.slot != "state"
+            for name in names.get(entry.parameter, ())
+        ]
+        return {entry.name: entry for entry in renamed}
+
+    def parameters(self) -> dict[str, Parameter]:
+        """Those of the run, with the steps and shapes of the source."""
+        parameters = {}
+        for name, like in self.run.parameters.items():
+            owner = self.owners[name]
+            # files of whole tensors do not separate buffers and frozen weights
+            own = self.source.parameters.get(owner) or Parameter(_shape(self.source, owner))
+            parameters[name] = replace(
+                own, trainable=like.trainable, group=like.group, aliases=like.aliases
+            )
+        return parameters
+
+    def check_states(self, entries: Mapping[str, Entry]) -> None:
+        """Raises unless both train the same weights with an optimizer of the same states."""
+        source, run = self.source, self.run
+        ours, theirs = plain_name(source.optimizer or ""), plain_name(run.optimizer or "")
+        families = known_optimizer(ours).family or ours, known_optimizer(theirs).family or theirs
+        if all(families) and families[0] != families[1]:
+            raise WrongOption(
+                f"the optimizer of {source.root} is {source.optimizer}, that of --like "
+                f"{run.optimizer}",
+                hint="give a run with the optimizer of the source, or add --weights-only",
+            )
+        own, wanted = (states_by_weight(each.values()) for each in (entries, run.entries))
+        for name, parameter in run.parameters.items():
+            of_source = own.get(name, set())
+            of_run = wanted.get(name, of_source if parameter.trainable else set())
+            if of_source != of_run:
+                raise MissingData(
+                    f"{name} has the states {_listed(of_source)} in {source.root}, and "
+                    f"{_listed(of_run)} in --like {run.root}",
+                    hint="both must have the same optimizer and train the same weights, or add "
+                    "--weights-only",
+                )
+
+    def groups(self, keys: Callable[[int], Iterable[str]]) -> dict[int, tuple[str, Group]]:
+        """The source's group for each of the run's, by number, and the first of its parameters.
+
+        `keys` gives the hyper-parameters of a group, which all of its members must share. Raises
+        InconsistentCheckpoint if they do not.
+        """
+        groups = given_groups(self.source, self.options)
+        chosen: dict[int, tuple[str, Group]] = {}
+        for name, item in self.run.parameters.items():
+            own = self.source.parameters.get(self.owners[name])
+            if item.group is None or not item.trainable or own is None:
+                continue
+            other = groups[own.group or 0]
+            first, group = chosen.setdefault(item.group, (name, other))
+            wrong = [
+                key
+                for key in keys(item.group)
+                if unwrapped(group.get(key)) != unwrapped(other.get(key))
+            ]
+            if wrong:
+                raise InconsistentCheckpoint(
+                    f"{first} and {name} are in one group of the run of --like, but the source "
+                    f"has another {listed(wrong)} for each",
+                    hint="give a run whose groups are those of the source",
+                )
+        return chosen
+
+
+def _shape(manifest: Manifest, name: str) -> tuple[int, ...]:
+    parameter = manifest.parameters.get(name)
+    return manifest.entries[f"{name}/param"].shape if parameter is None else parameter.shape
+
+
+def _listed(slots: set[str]) -> str:
+    return listed(sorted(slots)) if slots else "none"

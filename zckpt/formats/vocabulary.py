@@ -1,0 +1,62 @@
+"""The rows of a vocabulary: a target may have more or fewer of them than its source.
+
+Tensor ranks share padded rows, and their number depends on that of the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from msgspec.structs import replace
+
+from ..core.manifest import Entry, Manifest
+from ..errors import WrongOption
+from ..naming.families.layouts import with_rows
+
+
+def resized(source: Manifest, rows: Mapping[str, int]) -> Manifest:
+    """The model with so many rows of each vocabulary; those that the source lacks are zeros."""
+
+    def own(entry: Entry) -> Entry:
+        count = rows.get(entry.parameter)
+        if count is None or entry.shape != source.parameters[entry.parameter].shape:
+            return entry
+        if count == entry.shape[0]:
+            return entry
+        mean = tuple(with_rows(each, count) for each in entry.mean)
+        return replace(with_rows(entry, count), mean=mean)
+
+    return replace(
+        source,
+        parameters={
+            name: replace(parameter, shape=(rows[name], *parameter.shape[1:]))
+            if name in rows
+            else parameter
+            for name, parameter in source.parameters.items()
+        },
+        entries={name: own(entry) for name, entry in source.entries.items()},
+        replicas=tuple(map(own, source.replicas)),
+    )
+
+
+def padded(root: str, name: str, used: int, given: int | None, multiple: int) -> int:
+    """The rows of a vocabulary of which `used` have a meaning, or those that the user has given.
+
+    They are rounded up to a multiple. Raises WrongOption if rows with a meaning would be lost.
+    """
+    if given is not None and given < used:
+        raise WrongOption(
+            f"--vocab-size {given} is less than the {used} rows of {name} that have a meaning in "
+            f"{root}",
+            hint="give at least so many; the vocabulary of a model is not made smaller here",
+        )
+    return -(-(given or used) // multiple) * multiple
+
+
+def lost_rows(source: Manifest, rows: Mapping[str, int]) -> list[str]:
+    """The rows that a target with so many lacks, as the report lists them."""
+    return [
+        f"rows of {name} that fill up the vocabulary, from {count}"
+        for name, count in rows.items()
+        if count < source.parameters[name].shape[0]
+    ]
