@@ -61,12 +61,10 @@ class OptimizerState(Struct, frozen=True):
         )
 
 
-def merged(optimizers: Sequence[OptimizerState]) -> OptimizerState | None:
+def merged(optimizers: Sequence[OptimizerState]) -> OptimizerState:
     """One state of all groups; the optimizers have no parameter in common."""
-    if not optimizers:
-        return None
     return OptimizerState(
-        optimizers[0].layout,
+        optimizers[0].layout if optimizers else "",
         {name: state for each in optimizers for name, state in each.state.items()},
         [group for each in optimizers for group in each.groups],
         [members for each in optimizers for members in each.members],
