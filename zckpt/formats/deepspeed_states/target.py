@@ -23,9 +23,9 @@ from ...core.facts import StepPlace
 from ...core.grouping import by_key
 from ...core.inert import Scalar
 from ...core.manifest import Manifest, Parameter, Sibling, slot_key
-from ...core.states import others_of, partitions_of, states_of
+from ...core.states import others_of, partitions_of, states_of, untouched
 from ...core.weights import WIDE, is_optimizers, weight_of
-from ...errors import InconsistentCheckpoint, MissingData, UnsupportedCheckpoint
+from ...errors import InconsistentCheckpoint, MissingData, UnsupportedCheckpoint, listed
 from ...files.torchshell import Storages, thawed
 from ...training import steps
 from ...training.optimizers import is_of_axis, known_optimizer
@@ -73,6 +73,18 @@ def _refuse_grid(source: Manifest) -> None:
         )
 
 
+def _refuse_untouched(source: Manifest) -> None:
+    """Raises MissingData: ZeRO cuts what is trained, and an unused parameter has zeros there."""
+    if names := untouched(source):
+        raise MissingData(
+            f"the optimizer lists {listed(names, 4)}, and never updated "
+            f"{'it' if len(names) == 1 else 'them'}: ZeRO keeps states of all that is trained",
+            hint="if the program does not train them (requires_grad=False): "
+            f"{' '.join(f'--frozen {quote(name)}' for name in names[:4])}; --stage 0 and --to dcp "
+            "keep them as they are",
+        )
+
+
 class DeepSpeedTarget:
     """Engine, groups and flat buffers of the target, and what it cannot take along.
 
@@ -97,6 +109,8 @@ class DeepSpeedTarget:
         self.trainable = {name: parameter for name, parameter in parameters if parameter.trainable}
         self.frozen = {name: parameter for name, parameter in parameters if not parameter.trainable}
         self.aliases = source.owners
+        if not (self.engine.whole or options.weights_only):
+            _refuse_untouched(source)
         self.groups, self.assumed = complete_groups(self.engine, source)
         self.buffers = list(self._buffers())
         self.client_state = self._client_state()
