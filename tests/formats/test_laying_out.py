@@ -30,10 +30,9 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     (PP2_TP2, {"to": "universal"}),
     (PP2_TP2, {"dp": 2, "tp": 1}),
     (PP2_TP2, {"dp": 2, "tp": 4}),
+    (PP2_TP2, {"dp": 2}),
+    (PP2_TP2, {"dp": 2, "pp": 1}),
 ]
-REREAD: list[tuple[str, dict[str, Any]]] = [(PP2_TP2, {"dp": 2}), (PP2_TP2, {"dp": 2, "pp": 1})]
-"""Ranks that are not joined: their writer opens each of them again."""
-AGAIN = pytest.mark.xfail(reason="the writer reads model ranks by itself", strict=True)
 opened: list[str] | None = None
 
 
@@ -69,9 +68,7 @@ def while_laid_out(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     opened = None
 
 
-@pytest.mark.parametrize(
-    ("name", "to"), [*CASES, *(pytest.param(*case, marks=AGAIN) for case in REREAD)], ids=str
-)
+@pytest.mark.parametrize(("name", "to"), CASES, ids=str)
 def test_no_file_of_the_source_is_opened(
     name: str, to: dict[str, Any], tmp_path: Path, while_laid_out: list[str]
 ) -> None:

@@ -142,9 +142,7 @@ def _tensor(entry: Entry, fragments: bool) -> Report:
             {
                 "start": fragment.start,
                 "stop": fragment.stop,
-                "file": fragment.extent.file,
-                "offset": fragment.extent.offset,
-                "length": fragment.extent.length,
+                **to_builtins(fragment.extent),
                 "count": fragment.count,
                 "stride": fragment.stride,
             }

@@ -251,6 +251,10 @@ class Manifest(Struct, frozen=True):
     """Weights in siblings, which a target gets as they are: masters are compared with them."""
     weights_differ: bool = False
     """Whether the engine changes weights without their masters: these need not round to them."""
+    ranks: tuple[Manifest, ...] = ()
+    """The model ranks, if they are not joined; entries, parameters and files are those of all."""
+    models: tuple[Manifest, ...] = ()
+    """The model of each tensor rank, if there are several, or if `ranks` are not joined."""
     files: tuple[str, ...] = ()
     siblings: tuple[Sibling, ...] = ()
     uncopied: tuple[Sibling, ...] = ()

@@ -19,6 +19,7 @@ from ..errors import InconsistentCheckpoint, UnsupportedCheckpoint, listed
 from . import slicing
 from .agreement import KEEP, Step, agree
 from .dtypes import SIZES
+from .grouping import by_key
 from .inert import alike, to_json
 from .manifest import Entry, Manifest, Parameter, Unread
 from .placement import Table
@@ -142,11 +143,8 @@ def _held(every: Sequence[Manifest], first: Manifest) -> dict[str, list[list[Ent
 
 def _parameters(ranks: Sequence[Manifest], table: Table, root: str) -> dict[str, Parameter]:
     """The parameters of the whole: the trained ones by group, then the frozen ones."""
-    held: dict[str, list[Parameter]] = {}
-    for rank in ranks:
-        for name, own in rank.parameters.items():
-            held.setdefault(name, []).append(own)
     parameters = {}
+    held = by_key(item for rank in ranks for item in rank.parameters.items())
     for name, copies in held.items():
         cut = table.cuts.get(name)
         shape = copies[0].shape if cut is None else cut.shape
@@ -218,13 +216,13 @@ def agreed_steps(ranks: Sequence[Manifest], policy: str | None = None) -> dict[s
     groups: dict[str, int | None] = {}
     counts_each: set[int | None] = set()
     for rank in ranks:
-        of_group: dict[int | None, set[Step]] = {}
+        file, of_group = _file_of(rank), dict[int | None, set[Step]]()
         for name, item in rank.parameters.items():
             if item.step is not None:
                 groups[name] = item.group
                 of_group.setdefault(item.group, set()).add(item.step)
                 for key in (name, item.group):
-                    stated.setdefault(key, {}).setdefault(item.step, f"{name}, {_file_of(rank)}")
+                    stated.setdefault(key, {}).setdefault(item.step, f"{name}, {file}")
         counts_each |= {group for group, steps in of_group.items() if len(steps) > 1}
     alone = {*groups.values()} if policy == KEEP else counts_each
     agreed = {

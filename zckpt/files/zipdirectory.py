@@ -83,13 +83,14 @@ def read_directory(file: int, within: Extent) -> dict[str, ZipMember]:
     return members
 
 
-class _Zip:
+class _Zip(Struct, eq=False, dict=True):
     """A zip inside a file: its directory, and where its members lie."""
 
-    def __init__(self, file: int, within: Extent) -> None:
-        self.file = file
-        self.within = within
-        self._read_tail(SHORT_TAIL if within.offset else TAIL)
+    file: int
+    within: Extent
+
+    def __post_init__(self) -> None:
+        self._read_tail(SHORT_TAIL if self.within.offset else TAIL)
         if self.behind and self.tail.rfind(END) < LOCATOR:
             self._read_tail(TAIL)
         self.start, length, self.count = self._find()

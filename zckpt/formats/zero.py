@@ -13,8 +13,11 @@ ZeRO-3 cuts every parameter by itself and pads its tail; a rank's slices stand o
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
+
+from msgspec import Struct
 
 from ..core.fragments import Extent, Fragment, Runs
 
@@ -94,14 +97,15 @@ def sub_groups(widths: Sequence[int], limit: int) -> list[list[int]]:
     return groups
 
 
-class FlatGroup:
+class FlatGroup(Struct, eq=False, dict=True):
     """Ranks' partitions of one flat buffer, one behind the other; `size` is bytes per element."""
 
-    def __init__(self, partitions: Sequence[Extent], size: int) -> None:
-        self.partitions = partitions
-        self.size = size
-        self.starts = list(accumulate((part.length // size for part in partitions), initial=0))
-        self._rank = 0
+    partitions: Sequence[Extent]
+    size: int
+
+    def __post_init__(self) -> None:
+        lengths = (part.length // self.size for part in self.partitions)
+        self.starts = list(accumulate(lengths, initial=0))
 
     @property
     def numel(self) -> int:
@@ -114,10 +118,7 @@ class FlatGroup:
 
     def cut(self, start: int, stop: int) -> Runs:
         """Elements [start, stop) of the buffer; a parameter may lie on several ranks."""
-        rank = self._rank if self.starts[self._rank] <= start else 0  # callers go upwards
-        while self.starts[rank + 1] <= start and rank + 1 < len(self.partitions):
-            rank += 1
-        self._rank = rank
+        rank = bisect_right(self.starts, start, hi=len(self.partitions)) - 1
         fragments, place = [], start
         while place < stop:
             end = min(stop, self.starts[rank + 1])

@@ -187,7 +187,7 @@ def renamed(manifest: Manifest, rules: Renames) -> Manifest:
         return name
 
     names = _names(manifest)
-    changed = dict(zip(names, map(rewrite, names), strict=True))
+    changed = {name: rewrite(name) for name in names}
     for number, (regex, _) in enumerate(rules):
         if number not in used:
             raise WrongOption(
@@ -221,8 +221,7 @@ def canonical(manifest: Manifest) -> Manifest:
     def rewrite(name: str) -> str:
         return plain(name).removeprefix(front)
 
-    changed = dict(zip(names, map(rewrite, names), strict=True))
-    return _under(manifest, rewrite, changed)
+    return _under(manifest, rewrite, {name: rewrite(name) for name in names})
 
 
 def called_as(manifest: Manifest, wanted: Collection[str]) -> Manifest:
@@ -260,10 +259,9 @@ def _compiled(regex: str) -> re.Pattern[str]:
 
 def _names(manifest: Manifest) -> list[str]:
     """Parameters, second names of tied ones, buffers and extra states, each once."""
-    parameters = manifest.parameters.values()
-    aliases = (alias for parameter in parameters for alias in parameter.aliases)
     extra = manifest.state.get("module_extra") or {}
-    return list(dict.fromkeys((*manifest.parameters, *aliases, *manifest.buffers, *extra)))
+    known = *manifest.parameters, *manifest.owners, *manifest.buffers
+    return list(dict.fromkeys((*known, *extra)))
 
 
 def names_of(manifest: Manifest) -> list[str]:

@@ -115,10 +115,9 @@ def likely(manifest: Manifest) -> list[tuple[str, str]]:
 
 def _likely(manifest: Manifest, before: str) -> tuple[str, str] | None:
     """A tie of the model whose names begin so: they have an embedding, but no head."""
-    aliases = (alias for each in manifest.parameters.values() for alias in each.aliases)
     parameters, others = (
         [name.removeprefix(before) for name in names if name.startswith(before)]
-        for names in (manifest.parameters, (*aliases, *manifest.buffers))
+        for names in (manifest.parameters, (*manifest.owners, *manifest.buffers))
     )
     names = [*parameters, *others]
     embeddings = [name for name in parameters if EMBEDDING.fullmatch(name)]

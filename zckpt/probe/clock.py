@@ -11,16 +11,16 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from msgspec import Struct
 from torch import nn
 
 from ..errors import WrongOption
 
 
-class Clock:
+class Clock(Struct, eq=False):
     """Completed updates: from a function, or a number that increases."""
 
-    def __init__(self, source: int | Callable[[], int]) -> None:
-        self.source = source
+    source: int | Callable[[], int]
 
     def __call__(self) -> int:
         return int(self.source()) if callable(self.source) else self.source

@@ -6,7 +6,8 @@ grow with the checkpoint. The CRC-32 of records is checked at the same time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from threading import Lock
 from typing import Any
 
@@ -43,7 +44,7 @@ class _Total(Struct, eq=False):
 
     numel: int
     statistics: Statistics = field(default_factory=Statistics)
-    counts: dict[int, int] = field(default_factory=dict)
+    counts: Counter[int] = field(default_factory=Counter)
     reached: int = 0
     waiting: dict[int, tuple[int, Statistics]] = field(default_factory=dict)
     _histogram: Any = None
@@ -75,12 +76,8 @@ class _Total(Struct, eq=False):
     def close(self) -> None:
         """Keeps only the used part of the histogram."""
         if self._histogram is not None:
-            self.add_counts(exponents(self._histogram))
+            self.counts.update(exponents(self._histogram))
             self._histogram = None
-
-    def add_counts(self, counts: Mapping[int, int]) -> None:
-        for exponent, count in counts.items():
-            self.counts[exponent] = self.counts.get(exponent, 0) + count
 
 
 class _Measuring(Struct, eq=False, dict=True):
@@ -144,7 +141,7 @@ class _Measuring(Struct, eq=False, dict=True):
         for name, parts, counts in found["tensors"]:
             for start, stop, values in parts:
                 self.totals[name].add(start, stop, Statistics(*values))
-            self.totals[name].add_counts(dict(counts))
+            self.totals[name].counts.update(dict(counts))
         for number, *rest in found["records"]:
             self.checker.passed_before(self.records[number], *rest)
 

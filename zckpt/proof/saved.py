@@ -14,6 +14,7 @@ from ..core.compare import Result
 from ..core.dtypes import Dtype
 from ..core.facts import facts_of, with_facts
 from ..core.fragments import Runs
+from ..core.grouping import by_key
 from ..core.inert import from_json, plain_group, to_json
 from ..core.manifest import (
     Entry,
@@ -265,8 +266,5 @@ def _dictionary(document: Mapping[str, Any]) -> dict[str, Any]:
 
 def _by_parameter(stated: Mapping[str, Sequence[str]]) -> dict[str, dict[str, Any]]:
     """States that are there, by parameter and key; their values are not known."""
-    values: dict[str, dict[str, Any]] = {}
-    for key, names in stated.items():
-        for name in names:
-            values.setdefault(name, {})[key] = True
-    return values
+    keys = by_key((name, key) for key, names in stated.items() for name in names)
+    return {name: dict.fromkeys(own, True) for name, own in keys.items()}

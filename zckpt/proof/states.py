@@ -127,14 +127,10 @@ class _Comparison:
 
     def _leave_single_ranks(self) -> None:
         """Random states are no difference of runs of other sizes, or if one run has none."""
-        for line in self.lines:
+        for line in [*self.lines]:
             if line["key"].startswith(OF_SINGLE_RANKS) and "only" in line:
                 self.without_place["b" if line["only"] == "a" else "a"].append(line["key"])
-        self.lines = [
-            line
-            for line in self.lines
-            if not (line["key"].startswith(OF_SINGLE_RANKS) and "only" in line)
-        ]
+                self.lines.remove(line)
 
     def _compare_ranks(self) -> None:
         """What files of further ranks state; what is not listed of a rank is as of the first."""
@@ -169,7 +165,10 @@ class _Comparison:
         a, b = (self._opened(value) for value in (a, b))
         if isinstance(a, Mapping) and isinstance(b, Mapping):
             for key in dict.fromkeys((*a, *b)):
-                self._compare_item(inside(path, key), key, a, b)
+                if key in a and key in b:
+                    self._compare(inside(path, key), a[key], b[key])
+                else:
+                    self._one_sided(inside(path, key), a.get(key), b.get(key))
         elif "." not in path and (a in _NOTHING or b in _NOTHING):
             self._one_sided(path, a, b)
         elif isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
@@ -181,14 +180,6 @@ class _Comparison:
             self.of_saving.append(path)
         else:
             self.lines.append({"key": path, "a": a, "b": b})
-
-    def _compare_item(
-        self, path: str, key: str, a: Mapping[str, Any], b: Mapping[str, Any]
-    ) -> None:
-        if key in a and key in b:
-            self._compare(path, a[key], b[key])
-        else:
-            self._one_sided(path, a.get(key), b.get(key))
 
     def _one_sided(self, path: str, a: Any, b: Any) -> None:
         """A value of one side alone; nothing that is no value, as an empty dictionary, is one."""

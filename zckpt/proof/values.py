@@ -19,16 +19,10 @@ Report = dict[str, Any]
 
 def _parameters(a: Manifest, b: Manifest) -> Iterator[tuple[str, Parameter, Parameter]]:
     """Parameters of both, by the name in `a`; a tied weight may have another name in `b`."""
-    theirs = {
-        name: parameter
-        for owner, parameter in b.parameters.items()
-        for name in (owner, *parameter.aliases)
-    }
+    theirs = b.parameters | {alias: b.parameters[owner] for alias, owner in b.owners.items()}
     for owner, parameter in a.parameters.items():
-        for name in (owner, *parameter.aliases):
-            if name in theirs:
-                yield owner, parameter, theirs[name]
-                break
+        if name := next(filter(theirs.__contains__, (owner, *parameter.aliases)), None):
+            yield owner, parameter, theirs[name]
 
 
 def steps(a: Manifest, b: Manifest) -> list[Report]:

@@ -20,6 +20,7 @@ from ..errors import WrongOption
 
 ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
 TORCH = {"maximize": False, "foreach": None, "capturable": False, "differentiable": False}
+FUSED = {"maximize": False, "foreach": None, "differentiable": False, "fused": None}
 IMPLEMENTATION = re.compile(r"^(deepspeed|fused|cpu)+")
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -41,55 +42,18 @@ class KnownOptimizer(Struct, frozen=True):
 _OF_ADAM = {**ADAM, "amsgrad": False, **TORCH, "fused": None, "decoupled_weight_decay": False}
 _OF_ADAMW = {**_OF_ADAM, "weight_decay": 1e-2, "decoupled_weight_decay": True}
 _OF_NADAM = {"momentum_decay": 4e-3, "decoupled_weight_decay": False, **TORCH}
+_OF_RMSPROP = {"lr": 1e-2, "momentum": 0, "alpha": 0.99, "eps": 1e-8, "centered": False}
+_OF_ADAGRAD = {"lr": 1e-2, "lr_decay": 0, "eps": 1e-10, "initial_accumulator_value": 0}
+_OF_SGD = {"lr": 1e-3, "momentum": 0, "dampening": 0, "nesterov": False}
 OPTIMIZERS: dict[str, KnownOptimizer] = {
     "adam": KnownOptimizer("adam", _OF_ADAM, MOMENTS),
     "adamw": KnownOptimizer("adam", _OF_ADAMW, MOMENTS),
     "nadam": KnownOptimizer("nadam", {**ADAM, "lr": 2e-3, **_OF_NADAM}, MOMENTS, ("mu_product",)),
     "rmsprop": KnownOptimizer(
-        "rmsprop",
-        {
-            "lr": 1e-2,
-            "momentum": 0,
-            "alpha": 0.99,
-            "eps": 1e-8,
-            "centered": False,
-            "weight_decay": 0,
-            "capturable": False,
-            "foreach": None,
-            "maximize": False,
-            "differentiable": False,
-        },
-        ("square_avg",),
+        "rmsprop", {**_OF_RMSPROP, "weight_decay": 0, **TORCH}, ("square_avg",)
     ),
-    "adagrad": KnownOptimizer(
-        "adagrad",
-        {
-            "lr": 1e-2,
-            "lr_decay": 0,
-            "eps": 1e-10,
-            "weight_decay": 0,
-            "initial_accumulator_value": 0,
-            "foreach": None,
-            "maximize": False,
-            "differentiable": False,
-            "fused": None,
-        },
-        ("sum",),
-    ),
-    "sgd": KnownOptimizer(
-        "sgd",
-        {
-            "lr": 1e-3,
-            "momentum": 0,
-            "dampening": 0,
-            "weight_decay": 0,
-            "nesterov": False,
-            "maximize": False,
-            "foreach": None,
-            "differentiable": False,
-            "fused": None,
-        },
-    ),
+    "adagrad": KnownOptimizer("adagrad", {**_OF_ADAGRAD, "weight_decay": 0, **FUSED}, ("sum",)),
+    "sgd": KnownOptimizer("sgd", {**_OF_SGD, "weight_decay": 0, **FUSED}),
     "lion": KnownOptimizer(
         "lion", {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0}, ("exp_avg",)
     ),

@@ -232,12 +232,7 @@ def never_stepped(manifest: Manifest, digests: Mapping[str, int]) -> str | None:
     DeepSpeed before 0.13.2 makes such an update with zero gradients when it starts. `digests` are
     those of a copy's target, by entry name.
     """
-    moments = [
-        entry
-        for slot, entries in manifest.slots.items()
-        if is_optimizers(slot)
-        for entry in entries
-    ]
+    moments = [entry for entry in manifest.entries.values() if is_optimizers(entry.slot)]
     zero = all(digests.get(entry.name) == crc_of_zeros(entry.length) for entry in moments)
     if manifest.step != 1 or not moments or not zero:
         return None

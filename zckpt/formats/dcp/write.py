@@ -15,6 +15,8 @@ from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any
 
+from msgspec import Struct
+
 from ...core.dtypes import SIZES, TORCH_NAMES
 from ...core.folder import Folder
 from ...core.grouping import by_key
@@ -95,13 +97,15 @@ def has_models(source: Manifest, options: Options) -> bool:
     return dialect == "accelerate" or (dialect is None and any(map(PARTS.fullmatch, folders)))
 
 
-class DcpWriter:
+class DcpWriter(Struct, eq=False, dict=True):
     """Everything that is decided before the first byte is written."""
 
-    def __init__(self, source: Manifest, options: Options, number: int = 0) -> None:
-        self.source = source
-        self.options = options
-        self.number = number
+    source: Manifest
+    options: Options
+    number: int = 0
+
+    def __post_init__(self) -> None:
+        source, options = self.source, self.options
         self.world = options[DP] or source.dp
         self.dicts = StateDicts(source, options, "dcp", options[LAYOUT])
         self.rest = rest_for(source, options, self.dicts)

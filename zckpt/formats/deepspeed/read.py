@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 
 from msgspec.structs import replace
 
+from ...core.agreement import KEEP
 from ...core.facts import layers_of
 from ...core.manifest import Manifest
+from ...core.merge import agreed_steps, numbered_alike, with_steps
 from ...errors import (
     MALFORMED,
     InconsistentCheckpoint,
@@ -24,8 +26,9 @@ from ..reading import USUAL, Reading
 from .files import locate
 from .model_ranks.apart import (
     ModelGrid,
+    OpenedRank,
+    in_grid,
     manifests_of,
-    open_apart,
     opened_ranks,
     stacked,
     weights_of_layers,
@@ -43,9 +46,6 @@ from .model_ranks.pipeline import joined_stages, joined_stages_with_experts
 from .model_ranks.tensor_ranks import joined_slices
 from .model_ranks.universal_info import of_json
 from .moe.whole_experts import compare_ranks, manifest_of_experts
-
-ANY_STEP = "max"  # a policy for runs that were read before, whatever their steps
-WEIGHTS = Reading(step_policy=ANY_STEP, weights_only=True)
 
 
 def read(path: str, reading: Reading = USUAL) -> Manifest:
@@ -70,7 +70,8 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
 def _manifest(directory: TagDirectory, files: GridFiles, reading: Reading) -> Manifest:
     if reading.ranks_apart and not files.is_plain:
         ranks = _apart(directory, files, reading)
-        return replace(ranks, source={**ranks.source, "reading": reading})
+        rules = {"tp_rules": reading.tp_rules} if reading.tp_rules else {}
+        return replace(ranks, source={**ranks.source, **rules})
     models = tensor_ranks(directory, files, reading)
     if reading.with_slicings or files.tp > 1:
         return _joined(models, reading.tp_rules, reading.step_policy)
@@ -80,7 +81,7 @@ def _manifest(directory: TagDirectory, files: GridFiles, reading: Reading) -> Ma
 def _joined(ranks: Sequence[Manifest], tp_rules: str | None, step_policy: str | None) -> Manifest:
     """The model of all tensor ranks."""
     rules = [] if tp_rules is None else [rules_of(tp_rules, of_json)]
-    return joined_slices(ranks, rules, step_policy)
+    return replace(joined_slices(ranks, rules, step_policy), models=tuple(ranks))
 
 
 def check(manifest: Manifest, replicas: str | None) -> list[str]:
@@ -107,16 +108,13 @@ def _own_copies(manifest: Manifest) -> list[str]:
 
     Each model rank keeps its own: nothing else has to be known of slices.
     """
-    tp = int(manifest.source.get("tp") or 1)
-    stages = compare_stages(manifest, tp)
-    if tp == 1:
+    stages = compare_stages(manifest)
+    if len(manifest.models) == 1:
         return stages
-    directory = locate(manifest.root, None)
     try:
-        ranks = tensor_ranks(directory, grid_files(directory), WEIGHTS)
-        model = _joined(ranks, manifest.source["reading"].tp_rules, ANY_STEP)
+        model = _joined(manifest.models, manifest.source.get("tp_rules"), KEEP)
     except (InconsistentCheckpoint, MissingData, UnsupportedCheckpoint, WrongOption):
-        return stages  # stage 0 may need the user's names too
+        return stages
     return [*stages, *compare_copies(model, OWN)]
 
 
@@ -130,24 +128,23 @@ def averaged(manifest: Manifest) -> Manifest:
 
 def check_slices(manifest: Manifest) -> None:
     """Raises InconsistentCheckpoint if all tensor ranks hold the same of what a rule cuts."""
-    if int(manifest.source.get("tp") or 0) < 2:
-        return
-    directory = locate(manifest.root, None)
-    pipeline = manifest.state.get("pipeline") or {"tied": ()}
-    tied = {int(number): str(key) for number, key in pipeline["tied"]}
-    ranks = tensor_ranks(directory, grid_files(directory), WEIGHTS, tied)
-    refuse_equal_slices(manifest.root, ranks, manifest.state["tensor_parallel"]["rules"])
+    if int(manifest.source.get("tp") or 0) > 1:
+        rules = manifest.state["tensor_parallel"]["rules"]
+        refuse_equal_slices(manifest.root, manifest.models, rules)
 
 
 def _apart(directory: TagDirectory, files: GridFiles, reading: Reading) -> Manifest:
-    """The model ranks apart, once the joined reading has found the same grid in their contents."""
-    models = tensor_ranks(directory, files, replace(reading, step_policy=ANY_STEP))
-    grid = ModelGrid.of(files, models[0])
-    apart = open_apart(directory, files.ranks, grid, reading, files)
+    """The model ranks apart, whose contents show the same grid."""
+    opened, manifests = _model_ranks(directory, files, reading)
+    steps = agreed_steps(numbered_alike(manifests)[0], reading.step_policy)
+    manifests = [with_steps(manifest, steps) for manifest in manifests]
+    models = _models(files, opened, manifests, reading.step_policy)
+    apart = in_grid(opened, manifests, ModelGrid.of(files, models[0]))
     ranks = stacked(apart)
     warnings = [*ranks.warnings, *(line for model in models for line in model.warnings)]
     return replace(
         ranks,
+        models=tuple(models),
         sibling_weights=tuple(weights_of_layers(apart, models)),
         warnings=tuple(dict.fromkeys(warnings)),
     )
@@ -163,32 +160,49 @@ def tensor_ranks(
 
     `tied` gives the keys of tied layers by the numbers of their files, for files without bytes.
     """
-    layers = [files.layers_of(tp) for tp in range(files.tp)] if files.layers else None
-    step_policy = reading.step_policy
     first = files.ranks[0]
     if files.is_plain and first.of_ep and not first.optimizers:
         return [manifest_of_experts(directory, first, reading)]
-    ranks = opened_ranks(directory, files.ranks, layers, reading, tied)
-    states = [each.states for each in ranks]
+    opened, manifests = _model_ranks(directory, files, reading, tied)
+    return manifests if files.is_plain else _models(files, opened, manifests, reading.step_policy)
+
+
+def _model_ranks(
+    directory: TagDirectory,
+    files: GridFiles,
+    reading: Reading,
+    tied: Mapping[int, str] | None = None,
+) -> tuple[list[OpenedRank], list[Manifest]]:
+    """What the files of each model rank say, and its manifest."""
+    layers = [files.layers_of(tp) for tp in range(files.tp)] if files.layers else None
+    opened = opened_ranks(directory, files.ranks, layers, reading, tied)
+    states = [each.states for each in opened]
     check_grid(directory, files, states)
     with_experts = [bool(each.model.get("num_experts")) for each in states]
     if any(with_experts) and not all(with_experts):
         refuse(directory, SOME_STAGES)
     if files.is_plain:
-        return [ranks[0].manifest(step_policy)]
-    sizes = {"tp": files.tp, "pp": files.pp}
-    manifests = [
-        replace(each, source={**each.source, **sizes})
-        for each in manifests_of(ranks, files.ranks, step_policy)
-    ]
-    models = []
+        return opened, [opened[0].manifest(reading.step_policy)]
+    return opened, manifests_of(opened, files.ranks, reading.step_policy)
+
+
+def _models(
+    files: GridFiles,
+    opened: Sequence[OpenedRank],
+    manifests: Sequence[Manifest],
+    step_policy: str | None,
+) -> list[Manifest]:
+    """The model of each tensor rank, from its stages."""
+    sizes, models = {"tp": files.tp, "pp": files.pp}, []
+    manifests = [replace(each, source={**each.source, **sizes}) for each in manifests]
     for tp in range(files.tp):
-        of_stages, own = manifests[tp :: files.tp], slice(tp, None, files.tp)
-        if layers is not None:
-            opened, keys = open_layers(layers[tp], files.parsed), ranks[tp].tied
-            models.append(joined_stages(of_stages, opened, states[own], step_policy, keys))
+        stages, own = manifests[tp :: files.tp], opened[tp :: files.tp]
+        if files.layers:
+            layers = open_layers(files.layers_of(tp), files.parsed)
+            states = [each.states for each in own]
+            models.append(joined_stages(stages, layers, states, step_policy, own[0].tied))
         elif files.pp == 1:
-            models += of_stages
+            models += stages
         else:
-            models.append(joined_stages_with_experts(of_stages, step_policy))
+            models.append(joined_stages_with_experts(stages, step_policy))
     return models

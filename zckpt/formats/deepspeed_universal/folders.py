@@ -96,12 +96,11 @@ class ParameterFolders:
             )
             for name, shape in shapes.items():
                 slots, scalars, whole = self._slots(name, shape)
-                warnings: list[str] = []
-                if step_place and sightings:
-                    stalled = [
-                        steps.stalled(line.step, step_place.kind, line.where) for line in sightings
-                    ]
-                    warnings = [warning for warning in stalled if warning]
+                stalled = (
+                    steps.stalled(line.step, step_place.kind, line.where)
+                    for line in sightings
+                    if step_place
+                )
                 buffers.append(
                     FlatBuffer(
                         group,
@@ -111,7 +110,7 @@ class ParameterFolders:
                         step_place,
                         scalars,
                         sightings,
-                        warnings,
+                        list(filter(None, stalled)),
                     )
                 )
                 sightings = []

@@ -62,20 +62,6 @@ Copies = tuple[Leaf, Sequence[LocalPart]]
 """A tensor that no rank has cut: the first rank's, and those of the others."""
 
 
-class MergedRanks(Struct, eq=False):
-    """One tree of all ranks' files; `left_out` says where it has rank 0's value only.
-
-    `of_ranks` are the other ranks' values there, by file. `steps` are what the files state under
-    the key `step`.
-    """
-
-    tree: Any = None
-    left_out: list[str] = field(default_factory=list)
-    of_ranks: dict[str, dict[str, Any]] = field(default_factory=dict)
-    steps: list[StepStatement] = field(default_factory=list)
-    copies: list[Copies] = field(default_factory=list)
-
-
 def merge(
     files: Mapping[int, TorchFile], step_policy: str | None = None, place: Path = ()
 ) -> MergedRanks:
@@ -91,10 +77,9 @@ def merge(
         if (first := next(distributed_in(file.value), None)) is not None:
             refuse_missing(files, ranks_of(first, file)[0])
     files = dict(sorted(files.items()))
-    merger = _Merger(files, step_policy)
-    merged = merger.merged
-    merged.tree = merger.merge({rank: file.value for rank, file in files.items()}, place)
-    merged.left_out += _report(merger.different)
+    merged = MergedRanks(files, step_policy)
+    merged.tree = merged.of({rank: file.value for rank, file in files.items()}, place)
+    merged.left_out += _report(merged.different)
     return merged
 
 
@@ -183,17 +168,25 @@ def flat_states(model: Iterable[TorchFile], optimizer: Sequence[TorchFile]) -> s
     return None
 
 
-class _Merger:
-    """Merges all ranks' values; `different` are the paths where only rank 0's value is kept."""
+class MergedRanks(Struct, eq=False):
+    """One tree of all ranks' files; `left_out` says where it has rank 0's value only.
 
-    def __init__(self, files: dict[int, TorchFile], step_policy: str | None) -> None:
-        self.files = files
-        self.step_policy = step_policy
-        self.different: list[Path] = []
-        self.merged = MergedRanks()
-        self.meshes: MeshCache = {}
+    `of_ranks` are the other ranks' values there, by file. `steps` are what the files state under
+    the key `step`.
+    """
 
-    def merge(self, by_rank: dict[int, Any], path: Path) -> Any:
+    files: dict[int, TorchFile]
+    step_policy: str | None
+    tree: Any = None
+    left_out: list[str] = field(default_factory=list)
+    of_ranks: dict[str, dict[str, Any]] = field(default_factory=dict)
+    steps: list[StepStatement] = field(default_factory=list)
+    copies: list[Copies] = field(default_factory=list)
+    different: list[Path] = field(default_factory=list)
+    """The paths where only rank 0's value is kept."""
+    meshes: MeshCache = field(default_factory=dict)
+
+    def of(self, by_rank: dict[int, Any], path: Path) -> Any:
         """The one value of several ranks."""
         values = list(by_rank.values())
         kinds = {type(value) for value in values}
@@ -203,14 +196,14 @@ class _Merger:
             merged = type(values[0])()
             for key in dict.fromkeys(key for value in values for key in value):
                 having = {rank: value[key] for rank, value in by_rank.items() if key in value}
-                merged[key] = self.merge(having, (*path, key))
+                merged[key] = self.of(having, (*path, key))
             return merged
         if path[-3:-2] == ("param_groups",) and path[-1] in MEMBERS and _differ(values):
             return list(dict.fromkeys(name for value in values for name in value))
         is_sequence = len(kinds) == 1 and isinstance(values[0], (list, tuple))
         if is_sequence and len(set(map(len, values))) == 1:
             return type(values[0])(
-                self.merge({rank: value[place] for rank, value in by_rank.items()}, (*path, place))
+                self.of({rank: value[place] for rank, value in by_rank.items()}, (*path, place))
                 for place in range(len(values[0]))
             )
         if is_sequence and path and path[-1] == "param_groups":
@@ -232,7 +225,7 @@ class _Merger:
             ]
             same = all(_same(copies[0], other) for other in copies[1:])
             value: Any = replace(leaf(self.files[first], values[0]), sharded=False)
-            self.merged.copies.append((value, copies[1:]))
+            self.copies.append((value, copies[1:]))
         else:
             texts = (text(value, self.files[rank]) for rank, value in by_rank.items())
             same = len(values) == 1 or len(set(texts)) == 1
@@ -241,7 +234,7 @@ class _Merger:
             self.different.append(path)
             for rank in by_rank.keys() - {first}:
                 file = self.files[rank]
-                own = self.merged.of_ranks.setdefault(os.path.basename(file.path), {})
+                own = self.of_ranks.setdefault(os.path.basename(file.path), {})
                 own[dotted(path)] = file.summary(by_rank[rank])
         return value
 
@@ -260,7 +253,7 @@ class _Merger:
         ]
         agreed = agreement.agree(stated, self.step_policy)
         paths = tuple(self.files[rank].path for rank in numbers)
-        self.merged.steps.append(StepStatement(path, paths, agreed))
+        self.steps.append(StepStatement(path, paths, agreed))
         if agreed is None or {step for _, step in stated} == {agreed}:
             return self._rank_0s(by_rank, path)
         if not isinstance(by_rank[first], Tensor):

@@ -38,7 +38,6 @@ from ...core.manifest import Manifest
 from ...core.states import among, beside
 from ...errors import listed, literal
 from ...files import safefile
-from ...files.torchfile import Tensor
 from ...files.torchshell import Storages, seal_records, shell
 from ...naming import peft
 from ...training import programs, trainers
@@ -206,11 +205,7 @@ class StateDictWriter(StateDicts):
             yield safefile.shell(self.file_names.weights, tensors)
         for name, value in self.files.items():
             storages = Storages()
-
-            def blank(each: BlankTensor, storages: Storages = storages) -> Tensor:
-                return storages.tensor(each.dtype, each.shape)
-
-            yield shell(name, self.with_tensors(value, storages, blank, {}), storages)
+            yield shell(name, self.with_tensors(value, storages, {}), storages)
 
     # -- the content of the files, with blank tensors
 
@@ -265,25 +260,18 @@ class StateDictWriter(StateDicts):
             )
 
     def _optimizer_state(self) -> dict[str, Any]:
-        groups = []
+        members = [self.members(place) for place in range(len(self.groups))]
+        states, others = dict(self._states()), among(self.source)
+        own: list[dict[str, Any]]
         if self.file_names.by_name:
-            return {
-                **beside(self.source),
-                "state": among(self.source) | dict(self._states()),
-                "param_groups": [
-                    {**group, "params": self.members(place)}
-                    for place, group in enumerate(self.groups)
-                ],
-            }
-        for place, group in enumerate(self.groups):
-            members = self.members(place)
-            ids = [self.numbers[name] for name in members]
-            groups.append({**group, "param_names": members, "params": ids})
-        state = {
-            self.numbers[name]: state for name, state in self._states() if name in self.numbers
-        }
-        own = {"state": dict(sorted(state.items())) | among(self.source), "param_groups": groups}
-        return beside(self.source) | own
+            state, own = others | states, [{"params": names} for names in members]
+        else:
+            ids = self.numbers
+            numbered = {ids[name]: each for name, each in states.items() if name in ids}
+            state = dict(sorted(numbered.items())) | others
+            own = [{"param_names": names, "params": [ids[n] for n in names]} for names in members]
+        groups = [{**group, **each} for group, each in zip(self.groups, own, strict=True)]
+        return {**beside(self.source), "state": state, "param_groups": groups}
 
     def _everything(self, keys: Keys) -> dict[Any, Any]:
         """The content of one file with the program's own state, and the state dicts among it."""
@@ -325,10 +313,12 @@ class StateDictWriter(StateDicts):
         map_values(value, lambda item, _: names.extend(self._tensor_names(item)))
         yield from names
 
-    def with_tensors(self, value: Any, storages: Storages, make: Make, made: dict[int, Any]) -> Any:
+    def with_tensors(
+        self, value: Any, storages: Storages, made: dict[int, Any], make: Make | None = None
+    ) -> Any:
         """`value` with tensors of the file; one for a blank tensor that stands at several places.
 
-        `made` are those of blank tensors so far, by identity.
+        `made` are those of blank tensors so far, by identity; whole ones, unless `make` says else.
         """
         if isinstance(value, Scalar):
             return storages.scalar(value)
@@ -337,9 +327,10 @@ class StateDictWriter(StateDicts):
             return storages.tensor(entry.dtype, entry.shape)
         if isinstance(value, BlankTensor):
             if id(value) not in made:
-                made[id(value)] = make(value)
+                blank = make or (lambda each: storages.tensor(each.dtype, each.shape))
+                made[id(value)] = blank(value)
             return made[id(value)]
-        result = map_values(value, lambda item, _: self.with_tensors(item, storages, make, made))
+        result = map_values(value, lambda item, _: self.with_tensors(item, storages, made, make))
         if hasattr(value, "_metadata"):
             result._metadata = value._metadata
         return result

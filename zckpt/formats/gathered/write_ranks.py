@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterator
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -34,6 +35,8 @@ MESHES, LAYOUTS = "torch.distributed.device_mesh", "torch.distributed._mesh_layo
 SPECS, PLACEMENTS = (
     f"torch.distributed.tensor.{module}" for module in ("_dtensor_spec", "placement_types")
 )
+ROWS = Foreign.instance(f"{PLACEMENTS}.Shard", dim=0)
+ORDER = Foreign(Global(f"{SPECS}.ShardOrderEntry"), (0, (0,)), None, "new")
 
 
 def lay_out(source: Manifest, options: Options) -> Layout:
@@ -97,51 +100,32 @@ class RanksWriter(StateDictWriter):
         for rank in range(self.ranks):
             for kind, tree in self.trees.items():
                 storages = Storages()
-                value = _RankFile(self, rank, storages).with_tensors(tree)
+                made = partial(self._made, rank, storages, self._mesh(rank, storages))
+                value = self.with_tensors(tree, storages, {}, made)
                 yield shell(self.name(kind, rank), value, storages)
         text = json.dumps({"FSDP_version": 2, "world_size": self.ranks}, indent=4).encode()
         yield Shell.of(CONFIG, text)
 
-    def is_cut(self, value: BlankTensor) -> bool:
-        """Whether ranks have rows of it: of all but the module's buffers."""
-        return id(value) not in self.whole
+    # -- DTensors in the form in which torch 2.13 pickles them
 
-
-class _RankFile:
-    """The tensors of one file of a rank: DTensors in the form in which torch 2.13 pickles them."""
-
-    def __init__(self, writer: RanksWriter, rank: int, storages: Storages) -> None:
-        self.writer = writer
-        self.rank = rank
-        self.storages = storages
-        self.mesh = self._mesh()
-        self.placement = Foreign.instance(f"{PLACEMENTS}.Shard", dim=0)
-        order = Global(f"{SPECS}.ShardOrderEntry")
-        self.order = Foreign(order, (0, (0,)), None, "new")
-
-    def with_tensors(self, value: Any) -> Any:
-        """`value` with this rank's part of each tensor."""
-        return self.writer.with_tensors(value, self.storages, self._made, {})
-
-    def _made(self, blank: BlankTensor) -> Tensor | Foreign:
-        if self.writer.is_cut(blank):
-            return self._rows(blank)
-        return self.storages.tensor(blank.dtype, blank.shape)
-
-    def _rows(self, blank: BlankTensor) -> Foreign:
-        """The DTensor of which this rank has rows, as `torch.chunk` gives them."""
+    def _made(
+        self, rank: int, storages: Storages, mesh: Foreign, blank: BlankTensor
+    ) -> Tensor | Foreign:
+        """A rank's part of a tensor: rows, as `torch.chunk` gives them. It has buffers whole."""
+        if id(blank) in self.whole:
+            return storages.tensor(blank.dtype, blank.shape)
         count, *rest = blank.shape
-        width = -(-count // self.writer.ranks)
-        own = max(0, min(width, count - self.rank * width))
+        width = -(-count // self.ranks)
+        own = max(0, min(width, count - rank * width))
         strides = tuple(prod(blank.shape[axis + 1 :]) for axis in range(len(blank.shape)))
         dtype = Global(f"torch.{TORCH_NAMES[blank.dtype]}")
         about = (Size(blank.shape), strides, dtype)
         spec = Foreign.instance(
             f"{SPECS}.DTensorSpec",
-            mesh=self.mesh,
-            placements=(self.placement,),
+            mesh=mesh,
+            placements=(ROWS,),
             tensor_meta=Foreign(Global(f"{SPECS}.TensorMeta"), about, None, "new"),
-            shard_order=(self.order,),
+            shard_order=(ORDER,),
             use_strided_shard_as_shard_order=False,
             _hash=None,
         )
@@ -149,29 +133,29 @@ class _RankFile:
         layout = Foreign(Global("torch.serialization._get_layout"), ("torch.strided",))
         device = Foreign(Global("torch.device"), ("cpu",))
         arguments = (cls, dtype, blank.shape, strides, 0, layout, device, False)
-        local = self.storages.tensor(blank.dtype, (own, *rest))
+        local = storages.tensor(blank.dtype, (own, *rest))
         state = {"_local_tensor": local, "_spec": spec}
         rebuild = Global("torch._utils._rebuild_wrapper_subclass")
         return Foreign(Global(REBUILD), (rebuild, cls, arguments, state))
 
-    def _mesh(self) -> Foreign:
-        ranks = self.writer.ranks
+    def _mesh(self, rank: int, storages: Storages) -> Foreign:
+        ranks = self.ranks
         sizes = {"shape": (ranks,), "stride": (1,)} if ranks > 1 else {"shape": (), "stride": ()}
         axis = Foreign.instance(f"{LAYOUTS}._FlatLayout", **sizes)
-        places = self.storages.tensor("I32", (ranks,))
-        self.storages.known[places.storage.key] = struct.pack(f"<{ranks}i", *range(ranks))
+        places = storages.tensor("I32", (ranks,))
+        storages.known[places.storage.key] = struct.pack(f"<{ranks}i", *range(ranks))
         return Foreign.instance(
             f"{MESHES}.DeviceMesh",
-            _device_type=self.writer.device,
+            _device_type=self.device,
             _layout=Foreign.instance(f"{LAYOUTS}._MeshLayout", axes=(axis,)),
             _rank_map=places,
-            _mesh_dim_names=None if self.writer.axis is None else (self.writer.axis,),
+            _mesh_dim_names=None if self.axis is None else (self.axis,),
             _root_mesh=None,
             _flatten_rank_map=tuple(range(ranks)),
             _thread_id=None,
             _flatten_mapping={},
             _dim_group_names=["0"],  # the group of all ranks
-            _rank=self.rank,
-            _coordinate_on_dim=(self.rank,),
+            _rank=rank,
+            _coordinate_on_dim=(rank,),
             _hash=None,
         )

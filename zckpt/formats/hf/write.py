@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from math import prod
 from typing import Any
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from ...core import sources
@@ -67,12 +68,14 @@ def seal(root: Folder, manifest: Manifest, outcome: Any) -> None:
     """Does nothing: safetensors files state no checksums."""
 
 
-class PretrainedWriter:
+class PretrainedWriter(Struct, eq=False, dict=True):
     """Everything that is decided before the first byte is written."""
 
-    def __init__(self, source: Manifest, options: Options) -> None:
-        self.source = source
-        self.options = options
+    source: Manifest
+    options: Options
+
+    def __post_init__(self) -> None:
+        source = self.source
         if others := peft.other_adapters(source.parameters):
             raise WrongOption(
                 f"the source has the adapter {listed(others)}, and zckpt export writes the one "
@@ -81,9 +84,10 @@ class PretrainedWriter:
                 f"'\\.{others[0]}(\\.|$)=.{peft.ADAPTER}\\1'",
             )
         parameters = source.parameters.values()
-        aliases = [alias for parameter in parameters for alias in parameter.aliases]
         self.adapter = any(map(peft.is_adapters, source.parameters))
-        self._is_alone = peft.is_adapter_alone({*source.parameters, *aliases, *source.buffers})
+        self._is_alone = peft.is_adapter_alone(
+            {*source.parameters, *source.owners, *source.buffers}
+        )
         self._shows_frozen = not all(parameter.trainable for parameter in parameters)
         self.files = self._files_to_load_by()
         self.config = self._config()
@@ -147,8 +151,7 @@ class PretrainedWriter:
         """Parameters and buffers in the module's order; tied ones under the name that is loaded."""
         kept = self._owners()
         module = self.source.state.get("module") or []
-        names = [*self.source.parameters, *self.source.buffers]
-        names += [a for parameter in self.source.parameters.values() for a in parameter.aliases]
+        names = [*self.source.parameters, *self.source.buffers, *self.source.owners]
         places = {name: place for place, name in enumerate(module)}
         order = sorted(names, key=lambda name: places.get(name, len(places)))
         return [name for name in dict.fromkeys(order) if kept.get(name, name) == name]
@@ -158,12 +161,10 @@ class PretrainedWriter:
         if self.adapter:
             return {}
         tied = ties.of_config(self.config)
-        owners: dict[str, str] = {}
-        names: dict[str, str] = {}  # of the source's parameters, by every name
-        for name, parameter in self.source.parameters.items():
-            names |= dict.fromkeys((name, *parameter.aliases), name)
-            if not self.config.get("architectures") and self.config.get("tie_word_embeddings"):
-                owners |= dict.fromkeys(parameter.aliases, name)
+        of_source = self.source.owners
+        names = {name: name for name in self.source.parameters} | of_source
+        is_tied = not self.config.get("architectures") and self.config.get("tie_word_embeddings")
+        owners = {**of_source} if is_tied else {}
         for alias, owner in tied.items():
             if {alias, owner} <= names.keys() and self._are_one(names[alias], names[owner]):
                 owners[alias] = owner
@@ -209,7 +210,7 @@ class PretrainedWriter:
         source = self.source
         parameters: dict[str, Parameter] = {}
         entries: dict[str, Entry] = {}
-        owners = {a: name for name, each in source.parameters.items() for a in each.aliases}
+        owners = source.owners
         names = list(filter(self._is_exported, self.names))
         for name in names:
             owner = owners.get(name, name)

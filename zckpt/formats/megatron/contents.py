@@ -119,7 +119,15 @@ def manifest_of(content: Content, step_policy: str | None) -> Manifest:
         # a program of its own saved the items: no counter, and often no folder iter_N
         common = {**common, "iteration": int(step_policy)}
         sightings.append(Sighting(f"{STATED}, iteration", int(step_policy), False))
-    state = {"megatron": _state(content, common, args)}
+    gated = args.get("swiglu")
+    kept = {  # for a target of Megatron-Core; tensors of the common state become entries
+        "common": content.file.kept(common, "megatron.common", content.entries),
+        "keys": content.keys,
+        "gated": gated if isinstance(gated, bool) else None,
+        "vocabulary": _vocabulary(args, shapes),
+        "objects": content.objects,
+        "program": program_of(content.folder),
+    }
     return Manifest(
         root=content.folder,
         format="megatron",
@@ -143,7 +151,7 @@ def manifest_of(content: Content, step_policy: str | None) -> Manifest:
             "F32" if slots else None,
         ),
         step_place=place if slots else None,
-        state=state,
+        state={"megatron": kept},
         steps=tuple(sightings) if slots else (),
         records=tuple(content.records),
         replicas=tuple(content.replicas),
@@ -173,22 +181,6 @@ def _other_iteration(content: Content) -> list[str]:
         f"{content.file.path} states iteration {brief(stated)}, but its folder is {name}: it may "
         "be a file of another save (or the folder was renamed)"
     ]
-
-
-def _state(content: Content, common: dict[Any, Any], args: Mapping[str, Any]) -> dict[str, Any]:
-    """What a manifest keeps of the directory, for a target of Megatron-Core.
-
-    Enters the tensors of the common state into `content.entries`.
-    """
-    gated = args.get("swiglu")
-    return {
-        "common": content.file.kept(common, "megatron.common", content.entries),
-        "keys": content.keys,
-        "gated": gated if isinstance(gated, bool) else None,
-        "vocabulary": _vocabulary(args, content.shapes),
-        "objects": content.objects,
-        "program": program_of(content.folder),
-    }
 
 
 def _stage(sharding: str | None, args: Mapping[str, Any]) -> int | None:

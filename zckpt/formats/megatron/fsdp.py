@@ -32,9 +32,9 @@ from ...errors import (
     UnsupportedCheckpoint,
     counted,
 )
-from ...files.dcpfile import ItemTable, KeyPath, read_table, shown
+from ...files.dcpfile import ItemLocation, ItemTable, KeyPath, read_table, shown
 from ...files.dcpitems import ItemFiles
-from ...files.torchfile import Tensor, TorchFile
+from ...files.torchfile import TorchFile
 from ...training import steps
 from ..statedict.tree import TensorPiece, assembled, piece_of
 from .common import FSDP, WEIGHTS_ONLY, arguments
@@ -47,205 +47,6 @@ OF_RANK = re.compile(r"\((\d{1,9}), (\d{1,9})\)")  # stage, tensor rank
 MASTER = "master_param"  # of Transformer Engine's Adam, if it keeps the masters itself
 MASTERS, MOMENTS = ("F32",), ("F32", "BF16")  # types; its others go with scales or with weights
 
-
-def read_fsdp(folder: str, step_policy: str | None, weights_only: bool) -> Manifest:
-    """The manifest of a directory of Megatron-FSDP.
-
-    Raises UnsupportedCheckpoint for several pipeline stages or model chunks, for gated layers of
-    several tensor ranks whose halves are not apart, and for states of another kind than moments.
-    """
-    return _FsdpReader(FsdpItems(folder, weights_only)).manifest(step_policy)
-
-
-class _FsdpReader:
-    """One directory; `tp` is its number of tensor ranks."""
-
-    def __init__(self, items: FsdpItems) -> None:
-        self.items = items
-        self.folder = items.folder
-        self.args = arguments({"args": items.tree("megatron.common.args", "args")})
-        self.places = self._places()
-        self.tp = self._require_known()
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        self.of_groups: list[FileStep] = []  # the steps of groups
-
-    def manifest(self, step_policy: str | None) -> Manifest:
-        items = self.items
-        if not items.weights:
-            others = (str(path[0]) for path in items.others)
-            raise without_weights(self.folder, items.states, others)
-        for name, keys in joined(self.folder, items.weights).items():
-            self.shapes[name] = items.enter(name, "param", keys).shape
-        self._require_halves()
-        firsts = dict.fromkeys(str(path[0]) for path in items.others)
-        common = {
-            first: items.tree(inside("megatron.common", first), first)
-            for first in firsts
-            if first != "rng_state" or not self.places
-        }
-        slots: set[str] = set()
-        group_of: dict[str, int] = {}
-        has_states = bool(items.metas or items.states)
-        if has_states:
-            slots = self._moments()
-            groups, group_of = self._groups()
-            common["optimizer"] = {"optimizer": {"param_groups": groups, **self._step(step_policy)}}
-        known, objects = self._modules()
-        if items.file is None:
-            raise CorruptCheckpoint(f"{self.folder} has nothing beside its weights")
-        content = Content(
-            self.folder,
-            items.file,
-            common,
-            self.args,
-            entries=items.entries,
-            shapes=self.shapes,
-            frozen={name for name in self.shapes if group_of and name not in group_of},
-            slots=slots,
-            sharding=FSDP if has_states else None,
-            files=[*items.table.files, *sorted(items.files.sizes)],
-            records=items.files.records,
-            keys=known,
-            objects=objects | self._random_states(),
-            left_out=strangers(items.table),
-            group_of=group_of,
-        )
-        return manifest_of(content, step_policy)
-
-    # -- the ranks
-
-    def _places(self) -> list[tuple[int, ...]]:
-        """The stages and tensor ranks that have random states."""
-        ranks = dict.fromkeys(
-            str(path[1]) for path in self.items.others if path[0] == "rng_state" and len(path) > 1
-        )
-        return [place for rank in ranks if (place := numbers_of(OF_RANK, rank))]
-
-    def _require_known(self) -> int:
-        """The number of tensor ranks; raises UnsupportedCheckpoint for several stages."""
-        stated = size_of(self.args, "pipeline_model_parallel_size")
-        if stated is None and not self.places:
-            raise UnsupportedCheckpoint(
-                f"{self.folder} has neither args nor rng_state, so nothing says how many pipeline "
-                "stages the run had"
-            )
-        stages = max(stated or 1, *(1 + pp for pp, _ in self.places), 1)
-        chunked = self.items.chunks - {"model"}
-        if stages > 1 or chunked:
-            what = "several model chunks" if chunked else counted(stages, "pipeline stage")
-            raise UnsupportedCheckpoint(
-                f"{self.folder} was saved with {what}: Megatron-FSDP numbers the layers of each "
-                "from 0, so that they wrote the same keys",
-                hint="train and save it with one pipeline stage",
-            )
-        seen = max((1 + tp for _, tp in self.places), default=1)
-        tp = size_of(self.args, "tensor_model_parallel_size") or seen
-        require_groups(self.folder, self.args, tp)
-        return tp
-
-    def _require_halves(self) -> None:
-        """Raises UnsupportedCheckpoint if tensor ranks have both halves of one gated tensor.
-
-        Then its rows are gate and up of the first rank, gate and up of the second, ...
-        """
-        ranks = max(self.tp, size_of(self.args, "expert_tensor_parallel_size") or 1)
-        for raw in self.items.weights if ranks > 1 else ():
-            name = plain_name(raw)
-            shape = self.shapes.get(name, ())
-            after = self.shapes.get(name.replace("linear_fc1.weight", "linear_fc2.weight"), ())
-            is_gated = len(after) == 2 and shape[:1] == (2 * after[1],)
-            if name.endswith("linear_fc1.weight") and is_gated:
-                raise UnsupportedCheckpoint(
-                    f"{self.folder}: the halves of {name} are not apart, and zckpt does not know "
-                    f"the order in which {ranks} tensor ranks have them",
-                    hint="save it from one tensor rank",
-                )
-
-    def _random_states(self) -> dict[str, Any]:
-        """The random states of ranks, by the keys that torch_dist has for them."""
-        result = {}
-        for pp, tp in self.places:
-            key = f"rng_state/shard_{pp}.{tp}_1.{self.tp}"
-            place = inside(f"megatron.objects.{key}", 0)
-            result[key] = [self.items.tree(place, "rng_state", f"({pp}, {tp})")]
-        return result
-
-    # -- the optimizer
-
-    def _moments(self) -> set[str]:
-        """Enters moments, and masters that the optimizer keeps; returns the optimizer's slots."""
-        slots = set()
-        for state, raw in self.items.states.items():
-            if state == "step":
-                continue
-            slot = "master" if state == MASTER else slot_name(state)
-            for name, keys in joined(self.folder, raw).items():
-                entry, wrong = self.items.enter(name, slot, keys), ""
-                if name not in self.shapes:
-                    wrong = "is the state of no weight"
-                elif entry.dtype not in (MASTERS if slot == "master" else MOMENTS):
-                    wrong = f"is of type {entry.dtype}, whose scale or rest the files do not have"
-                elif entry.shape != self.shapes[name]:
-                    # 0.16.1 parts exp_avg and exp_avg_sq alone: both keys have all of another state
-                    wrong = "has not the shape of its weight"
-                if wrong:
-                    what = f"{self.folder}: {shown(keys[0])} {wrong}"
-                    raise UnsupportedCheckpoint(what, hint=WEIGHTS_ONLY)
-            if slot != "master":
-                slots.add(slot)
-        return slots
-
-    def _groups(self) -> tuple[list[dict[str, Any]], dict[str, int]]:
-        """The groups of parameters with equal values, and the group of each parameter."""
-        groups: list[dict[str, Any]] = []
-        group_of = {}
-        for raw, keys in self.items.metas.items():
-            name = plain_name(raw)
-            if name not in self.shapes:
-                raise IncompleteCheckpoint(
-                    f"{self.folder} states the group of {name}, but has no such weight"
-                )
-            group = {value: self.items.number(key) for value, key in keys.items()}
-            if "step" in keys:
-                self.of_groups.append((self.items.file_of(keys["step"]), group["step"]))
-            if group not in groups:
-                groups.append(group)
-            group_of[name] = groups.index(group)
-        return groups, group_of
-
-    def _step(self, policy: str | None) -> dict[str, Any]:
-        """The step that all states have, if they have one; raises InconsistentCheckpoint."""
-        items = self.items
-        numbers = {key: items.number(key) for key in items.states.get("step", {}).values()}
-        stated = [(items.file_of(key), number) for key, number in numbers.items()]
-        agreed = agreed_step(self.folder, stated or self.of_groups, policy)
-        if not numbers:
-            return {}
-        step = next(iter(numbers.values()))
-        if agreed is not None and steps.step_of(step) != agreed:  # the policy's
-            step = replace(step, value=agreed) if isinstance(step, Scalar) else agreed
-        return {"state": {"common_step": step}}
-
-    # -- what torch_dist has
-
-    def _modules(self) -> tuple[dict[str, int], dict[str, Any]]:
-        """The keys that the weights have in torch_dist, and the states of modules by its keys.
-
-        0.16.1 leaves these states out: an empty one stands for each.
-        """
-        known = {plain_name(raw): key for raw, key in self.items.modules.items()}
-        known.pop(OF_OUTPUT, None)
-        model = KeysOfGpt([*self.shapes, *known], self.items.weights, self.args)
-        objects: dict[str, Any] = {}
-        for name, key in model.items().items():
-            place = inside(f"megatron.objects.{key}", 0)
-            objects[key] = [self.items.value(known[name], place) if name in known else None]
-        return model.keys(), objects
-
-
-# -- the items, by what they are
-
-
 MODEL = re.compile(r"model\d*")
 WRAPPERS = re.compile(r"\A(?:module\.)+")
 HALF = re.compile(r"(?P<name>.*\blinear_fc1\.(?:weight|bias)\d*)_(?P<half>[wv])")
@@ -255,8 +56,17 @@ Keys = dict[str, str]
 """Keys of items, by names in the saved state."""
 
 
-class FsdpItems:
-    """All keys of a directory, and what was read of them.
+def read_fsdp(folder: str, step_policy: str | None, weights_only: bool) -> Manifest:
+    """The manifest of a directory of Megatron-FSDP.
+
+    Raises UnsupportedCheckpoint for several pipeline stages or model chunks, for gated layers of
+    several tensor ranks whose halves are not apart, and for states of another kind than moments.
+    """
+    return _FsdpReader(folder, weights_only).manifest(step_policy)
+
+
+class _FsdpReader:
+    """All keys of a directory, and what was read of them; `tp` is its number of tensor ranks.
 
     A key is found by its path in the saved state, which `.metadata` keeps: names have dots, too.
     `weights` and `modules` (their own states) are by the name in the model, `states` by slot and
@@ -284,6 +94,184 @@ class FsdpItems:
         for key, path in self.table.paths.items():
             if key in self.table.items:
                 self._sort(key, path, weights_only)
+        self.args = arguments({"args": self.tree("megatron.common.args", "args")})
+        self.places = self._places()
+        self.tp = self._require_known()
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.of_groups: list[FileStep] = []  # the steps of groups
+
+    def manifest(self, step_policy: str | None) -> Manifest:
+        if not self.weights:
+            others = (str(path[0]) for path in self.others)
+            raise without_weights(self.folder, self.states, others)
+        for name, keys in joined(self.folder, self.weights).items():
+            self.shapes[name] = self.enter(name, "param", keys).shape
+        self._require_halves()
+        firsts = dict.fromkeys(str(path[0]) for path in self.others)
+        common = {
+            first: self.tree(inside("megatron.common", first), first)
+            for first in firsts
+            if first != "rng_state" or not self.places
+        }
+        slots: set[str] = set()
+        group_of: dict[str, int] = {}
+        has_states = bool(self.metas or self.states)
+        if has_states:
+            slots = self._moments()
+            groups, group_of = self._groups()
+            common["optimizer"] = {"optimizer": {"param_groups": groups, **self._step(step_policy)}}
+        known, objects = self._modules()
+        if self.file is None:
+            raise CorruptCheckpoint(f"{self.folder} has nothing beside its weights")
+        content = Content(
+            self.folder,
+            self.file,
+            common,
+            self.args,
+            entries=self.entries,
+            shapes=self.shapes,
+            frozen={name for name in self.shapes if group_of and name not in group_of},
+            slots=slots,
+            sharding=FSDP if has_states else None,
+            files=[*self.table.files, *sorted(self.files.sizes)],
+            records=self.files.records,
+            keys=known,
+            objects=objects | self._random_states(),
+            left_out=strangers(self.table),
+            group_of=group_of,
+        )
+        return manifest_of(content, step_policy)
+
+    # -- the ranks
+
+    def _places(self) -> list[tuple[int, ...]]:
+        """The stages and tensor ranks that have random states."""
+        ranks = dict.fromkeys(
+            str(path[1]) for path in self.others if path[0] == "rng_state" and len(path) > 1
+        )
+        return [place for rank in ranks if (place := numbers_of(OF_RANK, rank))]
+
+    def _require_known(self) -> int:
+        """The number of tensor ranks; raises UnsupportedCheckpoint for several stages."""
+        stated = size_of(self.args, "pipeline_model_parallel_size")
+        if stated is None and not self.places:
+            raise UnsupportedCheckpoint(
+                f"{self.folder} has neither args nor rng_state, so nothing says how many pipeline "
+                "stages the run had"
+            )
+        stages = max(stated or 1, *(1 + pp for pp, _ in self.places), 1)
+        chunked = self.chunks - {"model"}
+        if stages > 1 or chunked:
+            what = "several model chunks" if chunked else counted(stages, "pipeline stage")
+            raise UnsupportedCheckpoint(
+                f"{self.folder} was saved with {what}: Megatron-FSDP numbers the layers of each "
+                "from 0, so that they wrote the same keys",
+                hint="train and save it with one pipeline stage",
+            )
+        seen = max((1 + tp for _, tp in self.places), default=1)
+        tp = size_of(self.args, "tensor_model_parallel_size") or seen
+        require_groups(self.folder, self.args, tp)
+        return tp
+
+    def _require_halves(self) -> None:
+        """Raises UnsupportedCheckpoint if tensor ranks have both halves of one gated tensor.
+
+        Then its rows are gate and up of the first rank, gate and up of the second, ...
+        """
+        ranks = max(self.tp, size_of(self.args, "expert_tensor_parallel_size") or 1)
+        for raw in self.weights if ranks > 1 else ():
+            name = plain_name(raw)
+            shape = self.shapes.get(name, ())
+            after = self.shapes.get(name.replace("linear_fc1.weight", "linear_fc2.weight"), ())
+            is_gated = len(after) == 2 and shape[:1] == (2 * after[1],)
+            if name.endswith("linear_fc1.weight") and is_gated:
+                raise UnsupportedCheckpoint(
+                    f"{self.folder}: the halves of {name} are not apart, and zckpt does not know "
+                    f"the order in which {ranks} tensor ranks have them",
+                    hint="save it from one tensor rank",
+                )
+
+    def _random_states(self) -> dict[str, Any]:
+        """The random states of ranks, by the keys that torch_dist has for them."""
+        result = {}
+        for pp, tp in self.places:
+            key = f"rng_state/shard_{pp}.{tp}_1.{self.tp}"
+            place = inside(f"megatron.objects.{key}", 0)
+            result[key] = [self.tree(place, "rng_state", f"({pp}, {tp})")]
+        return result
+
+    # -- the optimizer
+
+    def _moments(self) -> set[str]:
+        """Enters moments, and masters that the optimizer keeps; returns the optimizer's slots."""
+        slots = set()
+        for state, raw in self.states.items():
+            if state == "step":
+                continue
+            slot = "master" if state == MASTER else slot_name(state)
+            for name, keys in joined(self.folder, raw).items():
+                entry, wrong = self.enter(name, slot, keys), ""
+                if name not in self.shapes:
+                    wrong = "is the state of no weight"
+                elif entry.dtype not in (MASTERS if slot == "master" else MOMENTS):
+                    wrong = f"is of type {entry.dtype}, whose scale or rest the files do not have"
+                elif entry.shape != self.shapes[name]:
+                    # 0.16.1 parts exp_avg and exp_avg_sq alone: both keys have all of another state
+                    wrong = "has not the shape of its weight"
+                if wrong:
+                    what = f"{self.folder}: {shown(keys[0])} {wrong}"
+                    raise UnsupportedCheckpoint(what, hint=WEIGHTS_ONLY)
+            if slot != "master":
+                slots.add(slot)
+        return slots
+
+    def _groups(self) -> tuple[list[dict[str, Any]], dict[str, int]]:
+        """The groups of parameters with equal values, and the group of each parameter."""
+        groups: list[dict[str, Any]] = []
+        group_of = {}
+        for raw, keys in self.metas.items():
+            name = plain_name(raw)
+            if name not in self.shapes:
+                raise IncompleteCheckpoint(
+                    f"{self.folder} states the group of {name}, but has no such weight"
+                )
+            group = {value: self.number(key) for value, key in keys.items()}
+            if "step" in keys:
+                self.of_groups.append((self.location(keys["step"]).file, group["step"]))
+            if group not in groups:
+                groups.append(group)
+            group_of[name] = groups.index(group)
+        return groups, group_of
+
+    def _step(self, policy: str | None) -> dict[str, Any]:
+        """The step that all states have, if they have one; raises InconsistentCheckpoint."""
+        numbers = {key: self.number(key) for key in self.states.get("step", {}).values()}
+        stated = [(self.location(key).file, number) for key, number in numbers.items()]
+        agreed = agreed_step(self.folder, stated or self.of_groups, policy)
+        if not numbers:
+            return {}
+        step = next(iter(numbers.values()))
+        if agreed is not None and steps.step_of(step) != agreed:  # the policy's
+            step = replace(step, value=agreed) if isinstance(step, Scalar) else agreed
+        return {"state": {"common_step": step}}
+
+    # -- what torch_dist has
+
+    def _modules(self) -> tuple[dict[str, int], dict[str, Any]]:
+        """The keys that the weights have in torch_dist, and the states of modules by its keys.
+
+        0.16.1 leaves these states out: an empty one stands for each.
+        """
+        known = {plain_name(raw): key for raw, key in self.modules.items()}
+        known.pop(OF_OUTPUT, None)
+        model = KeysOfGpt([*self.shapes, *known], self.weights, self.args)
+        objects: dict[str, Any] = {}
+        for name, key in model.items().items():
+            place = inside(f"megatron.objects.{key}", 0)
+            objects[key] = [self.value(known[name], place) if name in known else None]
+        return model.keys(), objects
+
+    # -- the items, by what they are
 
     def _sort(self, key: str, path: KeyPath, weights_only: bool) -> None:
         first, *names = map(str, path)
@@ -326,33 +314,26 @@ class FsdpItems:
     def value(self, key: str, place: str) -> Any:
         """A value with its tensors as entries of slot `state`; 0-d ones by value."""
         item = self.table.items[key]
-        if item is None:
-            self.file = file = self.files.torch_file(self.table.location(key))
+        if item is None or (not item.shape and len(item.boxes) == 1):
+            file = self.files.torch_file(self.location(key))
+            self.file = file if item is None else self.file
             return file.kept(file.value, place, self.entries)
-        if not item.shape:
-            return self.number(key)
         fragments = assembled(shown(key), item.dtype, item.shape, self._pieces(key))
         self.entries[f"{place}/state"] = Entry(f"{place}/state", item.dtype, item.shape, fragments)
         return TensorName(place)
 
     def number(self, key: str) -> Any:
         """A value that has no tensor but a 0-d one."""
-        item, count = self.table.items[key], len(self.entries)
-        if item is None:
-            value = self.value(key, key)
-        elif item.shape or len(item.boxes) != 1:
-            raise UnsupportedCheckpoint(f"{self.folder}: {shown(key)} is not one number")
-        else:
-            file = self.files.torch_file(self.table.location(key, item.boxes[0]))
-            value = file.scalar(file.value) if isinstance(file.value, Tensor) else file.value
+        count = len(self.entries)
+        value = self.value(key, key)
         if len(self.entries) > count:
             raise UnsupportedCheckpoint(f"{self.folder}: {shown(key)} has tensors")
         return value
 
-    def file_of(self, key: str) -> str:
-        """The file of a value, or of a tensor in one box."""
+    def location(self, key: str) -> ItemLocation:
+        """Where a value lies, or a tensor in one box."""
         item = self.table.items[key]
-        return self.table.location(key, item.boxes[0] if item else None).file
+        return self.table.location(key, item.boxes[0] if item else None)
 
     # -- tensors
 

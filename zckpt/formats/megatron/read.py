@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any
 
@@ -40,7 +40,6 @@ from .buffers.flats import (
     slicing_of,
 )
 from .buffers.order import expert_of
-from .buffers.placing import Local
 from .buffers.stages import ModelRank, placed
 from .common import (
     FLAT,
@@ -117,7 +116,7 @@ class _Reader:
         file, common = read_common(self.table, self.files)
         self.args = arguments(common) or arguments_of(folder)
         self.content = Content(folder, file, common, self.args)
-        self.entries = self.content.entries
+        self.entries, self.shapes = self.content.entries, self.content.shapes
         self.keys: dict[str, int] = {}
         self.key_of: dict[str, str] = {}
         self.pieces: dict[str, list[TensorPiece]] = {}  # of weights
@@ -136,13 +135,13 @@ class _Reader:
             content.sharding = sharding = sharding_of(self.table, content.common)
         tensor_ranks = size_of(self.args, "tensor_model_parallel_size") or 1
         require_groups(self.folder, self.args, tensor_ranks)
-        content.shapes = shapes = self._weights() or self._masters()
+        self._weights()
         trained = trained_keys(self.table.items)
-        content.frozen = {key for key in shapes if trained and self.key_of[key] not in trained}
+        content.frozen = {key for key in self.shapes if trained and self.key_of[key] not in trained}
         if sharding in FLAT:
-            content.slots = self._flat_states(shapes)
+            self._flat_states()
         elif sharding is not None:
-            content.slots = self._states(shapes, sharding == MODEL_SPACE)
+            self._states(sharding == MODEL_SPACE)
         if self.pieces:  # of modules' own states a save of the optimizer alone has no keys
             content.keys = self.keys
         content.objects = self._values(not self.weights_only and sharding not in FLAT)
@@ -156,9 +155,9 @@ class _Reader:
 
     # -- tensors
 
-    def _weights(self) -> dict[str, tuple[int, ...]]:
-        """Enters every weight of the model; returns the shapes by name."""
-        stacked = {}
+    def _weights(self) -> None:
+        """Enters every weight of the model, or the masters of a directory without weights."""
+        slot, stacked = "param", {}
         for key, item in self.table.items.items():
             if item is None or OPTIMIZER.fullmatch(key):
                 continue
@@ -168,31 +167,22 @@ class _Reader:
                     "directory"
                 )
             stacked[key] = key, item
-        return self._entered(stacked, "param")
+        if not stacked:
+            sharding = sharding_of(self.table, self.content.common)
+            require_masters(self.folder, self.table.items, sharding)
+            slot, stacked = "master", masters_of(self.table.items)
+        for weight, (key, item) in stacked.items():
+            self.keys[weight] = axes_of(weight)
+            for name, entry in self._parts(key, item, weight, slot):
+                self.shapes[name] = entry.shape
+                self.key_of[name] = weight
 
-    def _masters(self) -> dict[str, tuple[int, ...]]:
-        """Enters the masters of a directory without weights; returns the shapes by name."""
-        require_masters(self.folder, self.table.items, sharding_of(self.table, self.content.common))
-        return self._entered(masters_of(self.table.items), "master")
-
-    def _entered(
-        self, items: Mapping[str, tuple[str, TensorItem]], slot: str
-    ) -> dict[str, tuple[int, ...]]:
-        """Enters items by the keys of their weights; returns the shapes of these by name."""
-        shapes = {}
-        for stacked, (key, item) in items.items():
-            self.keys[stacked] = axes_of(stacked)
-            for name, entry in self._parts(key, item, stacked, slot):
-                shapes[name] = entry.shape
-                self.key_of[name] = stacked
-        return shapes
-
-    def _states(self, shapes: Mapping[str, tuple[int, ...]], is_flat: bool) -> set[str]:
-        """Enters masters and moments; returns the optimizer's own slots.
+    def _states(self, is_flat: bool) -> None:
+        """Enters masters and moments.
 
         `is_flat` says whether keys have fragments that are flat (buffers/flats.py).
         """
-        slots = set()
+        slots = self.content.slots
         for key, item in self.table.items.items():
             if not OPTIMIZER.fullmatch(key) or item is None:
                 continue
@@ -204,25 +194,20 @@ class _Reader:
                 )
             slot = "master" if match["slot"] in MASTERS else slot_name(match["slot"])
             if slot == "master" and not self.pieces:  # entered already
-                parts = []
-            elif is_flat:
-                parts = self._flat_parts(key, item, match["key"], slot, shapes)
-            else:
-                parts = self._parts(key, item, match["key"], slot)
-            for name, entry in parts:
-                if entry.shape != shapes.get(name):
+                continue
+            parts = self._flat_parts if is_flat else self._parts
+            for name, entry in parts(key, item, match["key"], slot):
+                if entry.shape != self.shapes.get(name):
                     raise InconsistentCheckpoint(
                         f"{self.folder}: {key} has the shape {list(entry.shape)} for {name}, the "
-                        f"weight {list(shapes.get(name, ()))}"
+                        f"weight {list(self.shapes.get(name, ()))}"
                     )
-            if slot != "master":
-                slots.add(slot)
+            slots |= {slot} - {"master"}
         if {"momentum_buffer", "exp_avg"} <= slots:
             require_states_by_parameter(self.folder, {"optimizer": "muon"})
-        return slots
 
-    def _flat_states(self, shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
-        """Enters masters and moments that are in flat buffers; returns the optimizer's own slots.
+    def _flat_states(self) -> None:
+        """Enters masters and moments that are in flat buffers.
 
         The common state gets the groups that stand beside the buffers.
         """
@@ -231,43 +216,34 @@ class _Reader:
         content.steps = items.steps
         content.common = with_groups(content.common, items.groups, scalers)
         are_spread = any(optimizer.has_experts for optimizer in items.optimizers.values())
-        experts = {
-            name: number
-            for name in shapes
-            if are_spread and (number := expert_of(name)) is not None
-        }
-        others = [name for name in shapes if name not in experts and not BUFFERS.fullmatch(name)]
+        numbers = {name: expert_of(name) for name in self.shapes} if are_spread else {}
+        experts = {name: number for name, number in numbers.items() if number is not None}
+        others = [
+            name for name in self.shapes if name not in experts and not BUFFERS.fullmatch(name)
+        ]
         tp = self._tensor_ranks(others, "tensor_model_parallel_size")
         ranks = items.ranks(tp)
-        slots = self._placed(others, shapes, ranks, tp)
+        self._place(others, ranks, tp)
         if experts:
             stages, ep = len(ranks) // tp, size_of(self.args, "expert_model_parallel_size")
             tp = self._tensor_ranks(list(experts), "expert_tensor_parallel_size")
             ranks = items.expert_ranks(tp, stages, ep, max(experts.values()) + 1)
-            slots |= self._placed(list(experts), shapes, ranks, tp)
-        return slots
+            self._place(list(experts), ranks, tp)
 
-    def _placed(
-        self,
-        names: Sequence[str],
-        shapes: Mapping[str, tuple[int, ...]],
-        ranks: Sequence[ModelRank],
-        tp: int,
-    ) -> set[str]:
-        """Enters the states of parameters that `ranks` have in flat buffers; returns the slots.
+    def _place(self, names: Sequence[str], ranks: Sequence[ModelRank], tp: int) -> None:
+        """Enters the states of parameters that `ranks` have in flat buffers.
 
         `tp` ranks have a slice of each parameter, or the whole.
         """
-        slicings = {name: slicing_of(name, shapes[name], self.pieces[name], tp) for name in names}
-        parts: list[dict[str, Local]] = [{} for _ in range(tp)]
+        slicings, locals_ = {}, {}
         for name in names:
-            entry = self.entries[f"{name}/param"]
-            locals_ = local_parts(entry, slicings[name], self.pieces[name], tp)
-            for known, local in zip(parts, locals_, strict=True):
-                known[name] = local
+            entry, pieces = self.entries[f"{name}/param"], self.pieces[name]
+            slicings[name] = slicing_of(name, entry.shape, pieces, tp)
+            locals_[name] = local_parts(entry, slicings[name], pieces, tp)
+        parts = [{name: own[rank] for name, own in locals_.items()} for rank in range(tp)]
         found = placed(ranks, parts, read_bytes, self.folder)
         trained = [name for name in names if name in found[0]]
-        return enter_states(trained, slicings, found, self.content)
+        enter_states(trained, slicings, found, self.content)
 
     def _tensor_ranks(self, names: Sequence[str], argument: str) -> int:
         """How many ranks have slices of parameters: as the arguments state it, else by pieces."""
@@ -276,7 +252,7 @@ class _Reader:
 
     def _parts(
         self, key: str, item: TensorItem, stacked: str, slot: str
-    ) -> list[tuple[str, Entry]]:
+    ) -> Iterator[tuple[str, Entry]]:
         """Enters the parameters under a key: one for each layer, and for each expert in it."""
         axes, dtype = axes_of(stacked), item.dtype
         if len(item.shape) <= axes:
@@ -285,19 +261,12 @@ class _Reader:
         for box, file in self.files.boxes(self.table, key):
             tensor: Tensor = file.value
             extent = file.whole(tensor)
+            own = box.offsets[axes:], box.sizes[axes:], tensor.strides[axes:]
             for inner in places(box.sizes, axes):
                 place = tuple(a + b for a, b in zip(box.offsets, inner, strict=False))
                 first = sum(a * b for a, b in zip(inner, tensor.strides, strict=False))
-                pieces.setdefault(place, []).append(
-                    TensorPiece(
-                        box.offsets[axes:],
-                        box.sizes[axes:],
-                        tensor.strides[axes:],
-                        tensor.offset + first,
-                        extent,
-                    )
-                )
-        result = []
+                piece = TensorPiece(*own, tensor.offset + first, extent)
+                pieces.setdefault(place, []).append(piece)
         if prod(item.shape[:axes]) > len(pieces):
             raise InconsistentCheckpoint(
                 f"{self.folder}: {key} has {prod(item.shape[:axes])} layers or experts, but the "
@@ -306,35 +275,28 @@ class _Reader:
         for place in places(item.shape, axes):
             name, shape = named(stacked, place), item.shape[axes:]
             fragments = assembled(f"{name} in {self.folder}", dtype, shape, pieces[place])
-            entry = Entry(f"{name}/{slot}", dtype, shape, fragments)
-            if entry.name in self.entries:
-                raise InconsistentCheckpoint(f"{self.folder}: two keys hold {entry.name}")
-            self.entries[entry.name] = entry
             if slot == "param":
                 self.pieces[name] = pieces[place]
-            result.append((name, entry))
-        return result
+            yield name, self._enter(Entry(f"{name}/{slot}", dtype, shape, fragments))
 
     def _flat_parts(
-        self,
-        key: str,
-        item: TensorItem,
-        stacked: str,
-        slot: str,
-        shapes: Mapping[str, tuple[int, ...]],
-    ) -> list[tuple[str, Entry]]:
+        self, key: str, item: TensorItem, stacked: str, slot: str
+    ) -> Iterator[tuple[str, Entry]]:
         """Enters the states under a key, whose fragments are flat."""
         fragments = FlatFragments(self.table, self.files, key, item)
-        result = []
         for place in places(item.shape, axes_of(stacked)):
             name = named(stacked, place)
-            if name not in shapes:
+            if name not in self.shapes:
                 raise InconsistentCheckpoint(f"{self.folder}: {key} has a state of no weight")
-            whole = fragments.whole(place, shapes[name])
-            entry = Entry(f"{name}/{slot}", item.dtype, shapes[name], whole)
-            self.entries[entry.name] = entry
-            result.append((name, entry))
-        return result
+            shape = self.shapes[name]
+            whole = fragments.whole(place, shape)
+            yield name, self._enter(Entry(f"{name}/{slot}", item.dtype, shape, whole))
+
+    def _enter(self, entry: Entry) -> Entry:
+        if entry.name in self.entries:
+            raise InconsistentCheckpoint(f"{self.folder}: two keys hold {entry.name}")
+        self.entries[entry.name] = entry
+        return entry
 
     def _values(self, takes_optimizers: bool) -> dict[str, Any]:
         """Objects of modules and ranks (`_extra_state`, `rng_state`), by key, as inert values."""

@@ -194,23 +194,17 @@ class MegatronWriter:
         self, key: str, slot: str, names: Mapping[tuple[int, ...], str]
     ) -> TargetTensor | None:
         """What a key has in a slot; None if its parameters are not trained."""
-        entries = self.source.entries
-        if slot == "param":
-            weights = [weight_of(entries, name).stored for name in names.values()]
-        else:
-            frozen = [name for name in names.values() if name not in self.trained]
-            if len(frozen) == len(names):
-                return None
-            if frozen:
-                raise UnsupportedCheckpoint(
-                    f"{listed(frozen)} has no state of the optimizer, but other layers of {key} "
-                    "have: Megatron-Core's files have one tensor for all layers",
-                    hint="add --weights-only",
-                )
-            if slot == "master":
-                weights = [weight_of(entries, name).trained for name in names.values()]
-            else:
-                weights = [self._state(name, slot) for name in names.values()]
+        every = () if slot == "param" else names.values()
+        frozen = [name for name in every if name not in self.trained]
+        if len(frozen) == len(names):
+            return None
+        if frozen:
+            raise UnsupportedCheckpoint(
+                f"{listed(frozen)} has no state of the optimizer, but other layers of {key} have: "
+                "Megatron-Core's files have one tensor for all layers",
+                hint="add --weights-only",
+            )
+        weights = [self._entry(name, slot) for name in names.values()]
         sizes = tuple(1 + max(place) for place in zip(*names, strict=True))
         if prod(sizes) > len(names):
             raise MissingData(f"the source lacks layers or experts of {key}")
@@ -230,7 +224,11 @@ class MegatronWriter:
             key = f"optimizer.state.{name}.{key}"
         return TargetTensor(key, slot, dtype, (*sizes, *shapes.pop()), names)
 
-    def _state(self, name: str, slot: str) -> Entry:
+    def _entry(self, name: str, slot: str) -> Entry:
+        """What the source has of a parameter; raises MissingData."""
+        if slot in ("param", "master"):
+            weight = weight_of(self.source.entries, name)
+            return weight.stored if slot == "param" else weight.trained
         entry = self.source.entries.get(f"{name}/{slot}")
         if entry is None:
             raise MissingData(f"the source holds no {slot_key(slot)} of {name}")

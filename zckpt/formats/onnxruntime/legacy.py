@@ -72,25 +72,25 @@ def opened(root: str, paths: Sequence[str]) -> Save:
     refuse_others(names)
     models = [_model(file) for file in files]
     mixed = {
-        dtype
+        suffix
         for model in models
-        for suffix, dtype in HALVES.items()
+        for suffix in HALVES
         if any(_is_half(key, tensor, suffix) for key, tensor in model.items())
     }
     if len(mixed) > 1:
         raise InconsistentCheckpoint(f"{root} holds both fp16 and bf16 copies of weights")
-    half = mixed.pop() if mixed else None
-    known = _weights(models, half)
-    ranks = [_rank(*pair, half, known) for pair in zip(files, models, strict=True)]
+    suffix = mixed.pop() if mixed else ""
+    known = _weights(models, suffix)
+    ranks = [_rank(*pair, suffix, known) for pair in zip(files, models, strict=True)]
     state, kept, copies, left_out = _client_state(files)
     # before 1.7 the owners of a shared weight store it whole
     shared = any(re.fullmatch(VIEW, key) for model in models for key in model)
-    is_l1 = half is not None and shared and not any(rank.pieces for rank in ranks)
+    is_l1 = bool(suffix) and shared and not any(rank.pieces for rank in ranks)
     return Save(
         root,
         "l1" if is_l1 else "l2",
         ranks,
-        half,
+        HALVES.get(suffix),
         _optimizer(ranks),
         state={"client_state": state} if state else {},
         kept=kept,
@@ -121,28 +121,19 @@ def _model(file: TorchFile) -> dict[str, Tensor]:
 
 
 def _is_half(key: str, tensor: Tensor, suffix: str) -> bool:
-    return key.endswith(suffix) and tensor.dtype == HALVES[suffix]
+    return bool(suffix) and key.endswith(suffix) and tensor.dtype == HALVES[suffix]
 
 
-def _weights(models: Sequence[Mapping[str, Tensor]], half: str | None) -> set[str]:
+def _weights(models: Sequence[Mapping[str, Tensor]], suffix: str) -> set[str]:
     """Names of weights: those with 16-bit copies, and every key that is nothing else."""
-    suffix = next((end for end, dtype in HALVES.items() if dtype == half), "")
-    copied = {
-        key.removesuffix(suffix)
-        for model in models
-        for key, tensor in model.items()
-        if suffix and _is_half(key, tensor, suffix)
-    }
+    every = [(model, key, tensor) for model in models for key, tensor in model.items()]
+    copied = {key.removesuffix(suffix) for _, key, each in every if _is_half(key, each, suffix)}
     known = set(copied)
-    for model in models:
-        for key, tensor in model.items():
-            view = VIEW.fullmatch(key)
-            if suffix and _is_half(key, tensor, suffix):
-                continue
-            if view and len(tensor.shape) == 1 and view[1] in copied:
-                continue
-            if not _is_state(model, key, tensor):
-                known.add(key)
+    for model, key, tensor in every:
+        view = VIEW.fullmatch(key)
+        is_piece = view and len(tensor.shape) == 1 and view[1] in copied
+        if not (_is_half(key, tensor, suffix) or is_piece or _is_state(model, key, tensor)):
+            known.add(key)
     return known
 
 
@@ -150,18 +141,16 @@ def _is_state(model: Mapping[str, Tensor], key: str, tensor: Tensor) -> bool:
     """Whether a key is an optimizer state: moments come in pairs, counters are integers."""
     if key == SHARED or key.startswith(f"{COUNT}_"):
         return tensor.dtype == "I64" and tensor.numel == 1
-    for moment, other in (("Moment_1_", "Moment_2_"), ("Moment_2_", "Moment_1_")):
-        if key.startswith(moment) and other + key.removeprefix(moment) in model:
-            return True
-    return False
+    pairs = (("Moment_1_", "Moment_2_"), ("Moment_2_", "Moment_1_"))
+    return any(
+        key.startswith(moment) and other + key.removeprefix(moment) in model
+        for moment, other in pairs
+    )
 
 
-def _rank(
-    file: TorchFile, model: Mapping[str, Tensor], half: str | None, known: set[str]
-) -> RankStates:
+def _rank(file: TorchFile, model: Mapping[str, Tensor], suffix: str, known: set[str]) -> RankStates:
     """One file's tensors, by the weight that each belongs to."""
     rank = RankStates(file.path)
-    suffix = next((end for end, dtype in HALVES.items() if dtype == half), "")
 
     def weight_of(name: str, key: str) -> str:
         """The weight that `name` is, or is a piece of."""
@@ -177,7 +166,7 @@ def _rank(
         )
 
     for key, tensor in model.items():
-        if suffix and _is_half(key, tensor, suffix) and key.removesuffix(suffix) in known:
+        if _is_half(key, tensor, suffix) and key.removesuffix(suffix) in known:
             rank.halves[key.removesuffix(suffix)] = _located(file, tensor)
         elif key in known:
             rank.weights[key] = _located(file, tensor)
@@ -189,11 +178,8 @@ def _rank(
             name = weight_of(key.removeprefix(f"{COUNT}_"), key)
             _add_once(file, rank.counts, name, _count(file, key, tensor))
         else:
-            moment = key[: len("Moment_1")]
-            name = weight_of(key[len("Moment_1_") :], key)
-            _add_once(
-                file, rank.moments.setdefault(name, {}), SLOTS[moment], _located(file, tensor)
-            )
+            name, slot = weight_of(key[len("Moment_1_") :], key), SLOTS[key[: len("Moment_1")]]
+            _add_once(file, rank.moments.setdefault(name, {}), slot, _located(file, tensor))
     return rank
 
 

@@ -83,11 +83,10 @@ def manifest(save: Save, step_policy: str | None) -> Manifest:
     apart = weights_apart(save)
     owned, trainable = owners_of(save, shapes, apart)
     collected = _Entries(save, shapes, owned)
-    for name in [*by_name(trainable), *by_name(set(shapes) - trainable)]:
-        if name in apart:
-            collected.add_sharded(name)
-        else:
-            collected.add_whole(name)
+    names = [*by_name(trainable), *by_name(set(shapes) - trainable)]
+    for name in names:
+        add = collected.add_sharded if name in apart else collected.add_whole
+        add(name)
     collected.refuse_lost()
     sightings = list(_sightings(save, owned)) if save.has_moments else []
     # ORTTrainer's own counters, which drive its schedule of learning rates
@@ -109,7 +108,7 @@ def manifest(save: Save, step_policy: str | None) -> Manifest:
         entries={**collected.entries, **save.kept},
         parameters={
             name: Parameter(shapes[name], name in trainable, step=step_of.get(name))
-            for name in collected.names
+            for name in names
         },
         optimizer=save.optimizer,
         engine=NamedWeightsEngine(
@@ -160,14 +159,12 @@ class _Entries:
         self.save = save
         self.shapes = shapes
         self.owned = owned
-        self.names: list[str] = []
         self.entries: dict[str, Entry] = {}
         self.replicas: list[Entry] = []
         self.lost: list[str] = []
 
     def add_sharded(self, name: str) -> None:
         """A weight of a mixed-precision run: owners hold its master, all ranks its 16-bit copy."""
-        self.names.append(name)
         fragments = []
         is_cut = any(name in rank.pieces for rank in self.save.ranks)
         for share in self.owned[name]:
@@ -196,7 +193,6 @@ class _Entries:
 
     def add_whole(self, name: str) -> None:
         """A weight that every rank holds: frozen, or trained in fp32."""
-        self.names.append(name)
         copies = []
         for rank in self.save.ranks:
             tensor = rank.weights.get(name)

@@ -19,6 +19,7 @@ from msgspec import Struct
 
 from ...core.dtypes import FLOATS
 from ...core.folder import Folder
+from ...core.inert import Scalar
 from ...core.layout import Layout, Shell
 from ...core.manifest import Manifest
 from ...core.weights import is_optimizers, weight_of
@@ -128,6 +129,7 @@ class OnnxRuntimeWriter:
             *(self._frozen(name) for name in by_name(set(source.parameters) - set(trained))),
             *(self._frozen(name) for name in by_name(source.buffers)),
         ]
+        self.updates = {each.updates for each in self.weights if each.updates is not None}
         self._check_steps()
         self._check_names()
         self._report()
@@ -147,16 +149,11 @@ class OnnxRuntimeWriter:
         name = plain_name(self.source.optimizer or "")
         kept = {entry.slot for entry in self.source.entries.values() if is_optimizers(entry.slot)}
         families = {"adam": "Adam", "adamw": "Adam", "lamb": "Lamb", "": "Adam", "sgd": "SGD"}
-        if self.states and (name not in families or kept != set(SLOTS.values())):
+        is_known = name in families and kept == {*SLOTS.values()}
+        if kept and not is_known and not self.options.weights_only:
             raise WrongOption(
                 f"ONNX Runtime keeps the states of Adam and Lamb; the source has those of "
                 f"{self.source.optimizer or 'an unknown optimizer'}: {', '.join(sorted(kept))}",
-                hint="to write the weights alone, add --weights-only",
-            )
-        if kept and not self.states and not self.options.weights_only:
-            raise WrongOption(
-                f"ONNX Runtime keeps the states of Adam and Lamb; the source has "
-                f"{', '.join(sorted(kept))}",
                 hint="to write the weights alone, add --weights-only",
             )
         return ENGINE_NAMES[families.get(name, "Adam")]
@@ -176,7 +173,12 @@ class OnnxRuntimeWriter:
                 )
             moments[moment] = "F16" if entry.dtype == "F16" else "F32"
         apart = self.half is not None and not kept
-        updates = self._updates(name)
+        step = parameter.step
+        if self.states and (step is None or step != int(step) or step < 0):
+            raise MissingData(
+                f"the number of updates of {name} must be a whole number; the source has {step}"
+            )
+        updates = int(step) if self.states and step is not None else None
         return TargetWeight(name, "F32", parameter.shape, owned, apart, moments, updates)
 
     def _frozen(self, name: str) -> TargetWeight:
@@ -187,22 +189,10 @@ class OnnxRuntimeWriter:
         dtype = "F32" if entry.dtype in FLOATS - {"F64"} else entry.dtype
         return TargetWeight(name, dtype, entry.shape, [], apart=False, moments={}, updates=None)
 
-    def _updates(self, name: str) -> int | None:
-        """The completed updates of a weight."""
-        if not self.states:
-            return None
-        step = self.source.parameters[name].step
-        if step is None or step != int(step) or step < 0:
-            raise MissingData(
-                f"the number of updates of {name} must be a whole number; the source has {step}"
-            )
-        return int(step)
-
     def _check_steps(self) -> None:
-        updates = {weight.updates for weight in self.weights if weight.updates is not None}
-        if len(updates) <= 1:
+        if len(self.updates) <= 1:
             return
-        numbers = ", ".join(map(str, sorted(updates)))
+        numbers = ", ".join(map(str, sorted(self.updates)))
         if self.optimizer == "LambOptimizer":
             raise InconsistentCheckpoint(
                 f"Lamb has one step for all weights, but the source has several: {numbers}",
@@ -215,26 +205,24 @@ class OnnxRuntimeWriter:
 
     def _check_names(self) -> None:
         names = [weight.name for weight in self.weights]
-        for name in names if self.dialect == "hdf5" else ():
-            if "/" in name or "\0" in name or name in ("", "."):
-                raise UnsupportedCheckpoint(
-                    f"an HDF5 file cannot hold the name {name!r}: ONNX Runtime takes it for "
-                    "several names and loads nothing",
-                    hint="add --dialect l2",
-                )
         misread = [name for name in names if MISREAD.search(name)]
         if misread and self.dialect == "l2":
             self.warnings.append(
                 f"ONNX Runtime misreads names such as {misread[0]} when it aggregates legacy "
                 "files; ranks that load their own files read them correctly"
             )
-        if self.dialect == "hdf5":
-            for weight in self.weights:
-                if weight.dtype not in hdf5shell.NUMPY:
-                    raise UnsupportedCheckpoint(
-                        f"{weight.name} has elements of type {weight.dtype}, which HDF5 files "
-                        "cannot hold"
-                    )
+        for weight in self.weights if self.dialect == "hdf5" else ():
+            name = weight.name
+            if "/" in name or "\0" in name or name in ("", "."):
+                raise UnsupportedCheckpoint(
+                    f"an HDF5 file cannot hold the name {name!r}: ONNX Runtime takes it for "
+                    "several names and loads nothing",
+                    hint="add --dialect l2",
+                )
+            if weight.dtype not in hdf5shell.NUMPY:
+                raise UnsupportedCheckpoint(
+                    f"{name} has elements of type {weight.dtype}, which HDF5 files cannot hold"
+                )
 
     # -- reports
 
@@ -245,7 +233,7 @@ class OnnxRuntimeWriter:
                 "hyper-parameters (learning rate, betas, weight decay, ...): ONNX Runtime does "
                 "not store them; set them in the program that resumes"
             )
-        if tied := [alias for about in source.parameters.values() for alias in about.aliases]:
+        if tied := [*source.owners]:
             self.left_out.append(f"second names of tied weights: {', '.join(tied[:8])}")
         if source.buffers:
             names = ", ".join(source.buffers[:8])
@@ -268,7 +256,7 @@ class OnnxRuntimeWriter:
                 "--dtype fp16 or --dtype fp32 for files that it can train with"
             )
         lamb = self.optimizer == "LambOptimizer" and self.states
-        if lamb and max(self.dp, source.dp) > 1 and (self.dp != source.dp):
+        if lamb and self.dp != source.dp:
             self.warnings.append(
                 "Lamb on another number of ranks is exact in state, not in trajectory: ONNX "
                 "Runtime computes its norms from each rank's pieces"
@@ -282,22 +270,27 @@ class OnnxRuntimeWriter:
         for rank in range(self.dp):
             yield make(rank)
 
-    def _values(
-        self, weight: TargetWeight, rank: int
-    ) -> tuple[Share | None, tuple[int, ...] | None]:
-        """The share of `rank` in a weight, and the shape of the values that it holds, if any."""
-        share = share_of(weight.owned, rank)
-        if not weight.apart:
-            return share, weight.shape
-        return share, None if share is None else _shape(weight, share)
+    def _held(
+        self, rank: int
+    ) -> Iterator[tuple[TargetWeight, Share | None, tuple[int, ...] | None]]:
+        """Every weight, the share of `rank` in it, and the shape of what it holds, if anything."""
+        for weight in self.weights:
+            share = share_of(weight.owned, rank)
+            own = None if share is None else _shape(weight, share)
+            yield weight, share, own if weight.apart else weight.shape
+
+    @property
+    def _shared(self) -> Scalar | None:
+        """Lamb's counter."""
+        is_lamb = self.states and self.optimizer == "LambOptimizer"
+        return COUNTED.number(max(self.updates)) if is_lamb else None
 
     # -- L2
 
     def _legacy(self, rank: int) -> Shell:
         storages = Storages()
         model: dict[str, Any] = {}
-        for weight in self.weights:
-            share, shape = self._values(weight, rank)
+        for weight, share, shape in self._held(rank):
             view = "" if share is None or share.view is None else f"_view_{share.view}"
             if shape is not None:
                 name = weight.name + (view if weight.apart else "")
@@ -307,16 +300,14 @@ class OnnxRuntimeWriter:
                 model[copy] = storages.tensor(self.half, weight.shape)
             if share is None:
                 continue
+            own = _shape(weight, share)
             for moment, dtype in weight.moments.items():
-                model[f"{moment}_{weight.name}{view}"] = storages.tensor(
-                    dtype, _shape(weight, share)
-                )
+                model[f"{moment}_{weight.name}{view}"] = storages.tensor(dtype, own)
             if weight.updates is not None and self.optimizer == "AdamOptimizer":
                 name = f"{COUNT}_{weight.name}{view}"
                 model[name] = storages.scalar(COUNTED.number(weight.updates))
-        shared = self._shared_step()
-        if shared is not None:
-            model[SHARED] = storages.scalar(COUNTED.number(shared))
+        if shared := self._shared:
+            model[SHARED] = storages.scalar(shared)
         part = f".ZeRO.{rank}.{self.dp - 1}" if self.dp > 1 else ""
         user = {
             key: thawed(value, self.source.entries, storages)
@@ -325,19 +316,13 @@ class OnnxRuntimeWriter:
         }
         return shell(f"{PREFIX}{part}.ort.pt", {MODEL: model, **user}, storages)
 
-    def _shared_step(self) -> int | None:
-        if self.optimizer != "LambOptimizer" or not self.states:
-            return None
-        return max(weight.updates for weight in self.weights if weight.updates is not None)
-
     # -- HDF5
 
     def _hdf5(self, rank: int) -> Shell:
         model: dict[str, Any] = {}
         states: dict[str, Any] = {}
         split: dict[str, Any] = {}
-        for weight in self.weights:
-            share, shape = self._values(weight, rank)
+        for weight, share, shape in self._held(rank):
             if shape is not None:
                 model[weight.name] = hdf5shell.EmptyDataset(weight.dtype, shape)
             if share is None:
@@ -355,9 +340,8 @@ class OnnxRuntimeWriter:
                 optimizer[COUNT] = [COUNTED.number(weight.updates).value]
             if optimizer:
                 states[weight.name] = optimizer
-        shared = self._shared_step()
-        if shared is not None:
-            states["shared_optimizer_state"] = {SHARED: [COUNTED.number(shared).value]}
+        if shared := self._shared:
+            states["shared_optimizer_state"] = {SHARED: [shared.value]}
         tree: dict[str, Any] = {"model": {"full_precision": model}}
         if self.states:
             tree["optimizer"] = states
@@ -384,9 +368,9 @@ class OnnxRuntimeWriter:
         kept = self.source.state.get("train_step_info")
         if isinstance(kept, dict) and kept:
             return kept
-        updates = [weight.updates for weight in self.weights if weight.updates is not None]
-        done = max(updates, default=0)
-        return {"optimization_step": done, "step": done} if updates else {}
+        return (
+            dict.fromkeys(("optimization_step", "step"), max(self.updates)) if self.updates else {}
+        )
 
 
 def _shape(weight: TargetWeight, share: Share) -> tuple[int, ...]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from msgspec.structs import replace
-
 from ...core import sources
 from ...core.dtypes import FLOATS
 from .tree import Leaf
@@ -25,33 +23,6 @@ def is_updated(state: Mapping[str, Any]) -> bool:
 
 def is_complex(value: Any) -> bool:
     return isinstance(value, Leaf) and value.dtype == "C64"
-
-
-class NamesByContent:
-    """The first name of every content, by which second names of tied weights are recognized."""
-
-    def __init__(self) -> None:
-        self._by_memory: dict[Any, str] = {}
-        self._by_twin: dict[Any, str] = {}
-
-    def add(self, name: str, leaf: Leaf) -> None:
-        self._by_memory.setdefault(leaf.memory, name)
-        self._by_twin.setdefault(leaf.twin, name)
-
-    def find(self, leaf: Leaf) -> str | None:
-        """The name with the same memory, or with equal bytes that cannot be equal by chance."""
-        if leaf.memory is not None and leaf.memory in self._by_memory:
-            return self._by_memory[leaf.memory]
-        if leaf.twin is not None and leaf.twin in self._by_twin and is_distinctive(leaf):
-            return self._by_twin[leaf.twin]
-        return None
-
-    def owner(self, name: str, leaf: Leaf) -> str:
-        """The first name with this content; adds `name` if there is none."""
-        owner = self.find(leaf)
-        if owner is None:
-            self.add(name, leaf)
-        return owner or name
 
 
 def is_distinctive(leaf: Leaf) -> bool:
@@ -75,22 +46,23 @@ def second_names(
     frozen copy, such as a teacher, has equal bytes too. It is not an alias if the file shows that
     its memory is another; the second result are the names for which no file shows that.
     """
-    known = NamesByContent()
-    for name in trained:
-        known.add(name, model[name])
+    by_memory = {leaf.memory: name for name in reversed(trained) if (leaf := model[name]).memory}
+    by_twin = {leaf.twin: name for name in reversed(trained) if (leaf := model[name]).twin}
     owned = set(trained)
     aliases: dict[str, str] = {}
     doubtful: list[str] = []
     for name in [name for name in model if name not in owned]:
-        owner = known.find(model[name])
+        leaf = model[name]
+        owner = by_memory.get(leaf.memory)
+        if owner is None and leaf.twin in by_twin and is_distinctive(leaf):
+            owner = by_twin[leaf.twin]
         if owner is None:  # among weights of no optimizer, only the same memory is proof
-            owner = known.owner(name, replace(model[name], twin=None))
-        same_memory = model[name].memory == model[owner].memory
-        never_updated = owner in owned and not is_updated(state.get(owner, {}))
-        if never_updated and not same_memory:
+            by_memory |= {leaf.memory: name} if leaf.memory else {}
             continue
-        if owner != name:
-            aliases[name] = owner
-            if never_updated and model[name].memory is None:
-                doubtful.append(name)
+        never_updated = owner in owned and not is_updated(state.get(owner, {}))
+        if never_updated and leaf.memory != model[owner].memory:
+            continue
+        aliases[name] = owner
+        if never_updated and leaf.memory is None:
+            doubtful.append(name)
     return aliases, doubtful

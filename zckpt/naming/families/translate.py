@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
+from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ...core.dtypes import SIZES
@@ -52,29 +54,27 @@ def translated(manifest: Manifest, text: str, config: str | None = None) -> Mani
     return _Translation(manifest, text, family, given, config).manifest()
 
 
-class _Translation:
-    def __init__(
-        self,
-        source: Manifest,
-        text: str,
-        family: Family,
-        given: Mapping[str, int],
-        config: str | None,
-    ) -> None:
-        self.source = source
-        self.text = text
-        self.family = family
+class _Translation(Struct, eq=False, dict=True):
+    source: Manifest
+    text: str
+    family: Family
+    given: Mapping[str, int]
+    config: str | None
+    dropped: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        source, family = self.source, self.family
         left_out = re.compile("|".join(family.buffers))
         names = names_of(source)
         self.buffers = [name for name in names if left_out.fullmatch(name)]
         known = [name for name in names if name not in self.buffers]
-        self.side, self.places = places_of(family, text, known)
+        self.side, self.places = places_of(family, self.text, known)
         if wrong := [name for name in source.buffers if name in self.places]:
             raise UnsupportedCheckpoint(
                 f"{listed(wrong, 4)} should be weights, but {source.root} has them as buffers"
             )
         self.target = OTHER[self.side]
-        self.sizes = sizes_of(source, family, given, self.target == HUGGING_FACE, config)
+        self.sizes = sizes_of(source, family, self.given, self.target == HUGGING_FACE, self.config)
         aliases = source.owners
         own = {name: at for name, at in self.places.items() if name not in aliases}
         stacked = {name: shape[0] for name in own if (shape := source.parameters[name].shape)}
@@ -85,7 +85,6 @@ class _Translation:
             for group in groups_of(family, self.side, second, {})
             if len(group.sources) == len(group.targets) == 1
         }
-        self.dropped: list[str] = []
         tensors = (entry for entry in source.entries.values() if entry.slot != "state")
         self.of_parameter = by_key((entry.parameter, entry) for entry in tensors)
 
@@ -203,16 +202,13 @@ class _Translation:
 
     def _entries(self, group: TensorGroup) -> Iterator[Entry]:
         """The tensors of the targets, slot by slot."""
-        by_slot: dict[str, dict[str, Entry]] = {}
-        for name in group.sources:
-            for entry in self.of_parameter.get(name, ()):
-                by_slot.setdefault(entry.slot, {})[name] = entry
-        for slot, parts in by_slot.items():
-            if lacking := [name for name in group.sources if name not in parts]:
+        entries = chain.from_iterable(self.of_parameter.get(name, ()) for name in group.sources)
+        for slot, own in by_key((entry.slot, entry) for entry in entries).items():
+            having = [entry.parameter for entry in own]
+            if lacking := [name for name in group.sources if name not in having]:
                 raise MissingData(
-                    f"{listed(list(parts), 3)} have a state {slot}, but {listed(lacking, 3)} do not"
+                    f"{listed(having, 3)} have a state {slot}, but {listed(lacking, 3)} do not"
                 )
-            own = [parts[name] for name in group.sources]
             first = own[0]
             if len({entry.dtype for entry in own}) > 1:
                 raise InconsistentCheckpoint(

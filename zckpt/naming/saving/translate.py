@@ -33,7 +33,7 @@ def as_saved(manifest: Manifest, config: Mapping[str, Any]) -> Manifest:
     groups = _groups(rules, names)
     if all(group.rule is None and name in group.names.values() for name, group in groups.items()):
         return manifest
-    return _Translation(manifest, rules, list(groups.items())).manifest()
+    return _Translation(manifest, rules, groups).manifest()
 
 
 class NameGroup(Struct, eq=False):
@@ -66,24 +66,23 @@ def _groups(rules: SavingRules, names: Sequence[str]) -> dict[str, NameGroup]:
     return groups
 
 
-class _Translation:
-    def __init__(
-        self, source: Manifest, rules: SavingRules, groups: Sequence[tuple[str, NameGroup]]
-    ) -> None:
-        self.source = source
-        self.rules = rules
-        self.groups = groups
-        self.entries: dict[str, Entry] = {}
-        self.parameters: dict[str, Parameter] = {}
-        self.buffers: list[str] = []
-        self.new: dict[str, list[str]] = {}  # by a name of the source
-        entries = source.entries.values()
+class _Translation(Struct, eq=False, dict=True):
+    source: Manifest
+    rules: SavingRules
+    groups: Mapping[str, NameGroup]
+    entries: dict[str, Entry] = field(default_factory=dict)
+    parameters: dict[str, Parameter] = field(default_factory=dict)
+    buffers: list[str] = field(default_factory=list)
+    new: dict[str, list[str]] = field(default_factory=dict)  # by a name of the source
+
+    def __post_init__(self) -> None:
+        entries = self.source.entries.values()
         self.of = by_key((e.parameter if e.slot != "state" else "", e) for e in entries)
 
     def manifest(self) -> Manifest:
         """The manifest under the new names."""
         source = self.source
-        for key, group in self.groups:
+        for key, group in self.groups.items():
             if group.rule is None:
                 self._rename(group.names[0], key)
             else:
@@ -122,11 +121,12 @@ class _Translation:
 
     def _convert(self, group: NameGroup, rule: SavingRule) -> None:
         """Enters the tensors that those of a group become, slot by slot."""
-        by_slot: dict[str, dict[int, Entry]] = {}
-        for number, name in group.names.items():
-            for entry in self.of.get(name, ()):
-                by_slot.setdefault(entry.slot, {})[number] = entry
-        for slot, parts in by_slot.items():
+        by_slot = by_key(
+            (entry.slot, (number, entry))
+            for number, name in group.names.items()
+            for entry in self.of.get(name, ())
+        )
+        for slot, parts in ((slot, dict(own)) for slot, own in by_slot.items()):
             if self._is_whole(group, parts):
                 self._enter_converted(group, rule, slot, parts)
             elif slot in WEIGHTS:

@@ -18,13 +18,14 @@ from msgspec.structs import replace
 
 from ....core import sources
 from ....core.facts import FlatBufferEngine
+from ....core.filenames import numbers_of
 from ....core.manifest import Entry, Manifest, Sibling
-from ....core.merge import agreed_steps, numbered_alike, of_rank, together, with_steps
+from ....core.merge import of_rank, together
 from ....core.states import as_unread
-from ...deepspeed_states.directories import TagDirectory
+from ...deepspeed_states.directories import LAYER, TagDirectory
 from ...deepspeed_states.manifest import manifest_of
 from ...deepspeed_states.states import EngineStates, open_layers
-from ...reading import USUAL, Reading
+from ...reading import Reading
 from ..files import RankFiles
 from ..flats import flat_buffers
 from ..moe.experts import with_experts
@@ -137,30 +138,21 @@ class ModelRank(Struct, frozen=True):
     buffers: tuple[str, ...]
 
 
-def open_apart(
-    directory: TagDirectory,
-    files: Sequence[RankFiles],
-    grid: ModelGrid,
-    reading: Reading = USUAL,
-    layers: GridFiles | None = None,
+def in_grid(
+    opened: Sequence[OpenedRank], manifests: Sequence[Manifest], grid: ModelGrid
 ) -> list[Manifest]:
-    """The manifest of each model rank; its `source` has a ModelRank, under `model_rank`.
+    """The manifests of all model ranks, each with its place."""
+    buffers = [each.states.model.get("buffer_names") or () for each in opened]
+    pairs = enumerate(zip(manifests, buffers, strict=True))
+    return [as_rank(manifest, number, grid, names) for number, (manifest, names) in pairs]
 
-    `layers` has the files of a pipeline's layers, unless they are not written yet.
 
-    Raises InconsistentCheckpoint if they are of different saves.
-    """
-    of_layers = [{} if layers is None else layers.layers_of(tp) for tp in range(grid.tp)]
-    opened = opened_ranks(directory, files, of_layers if grid.staged else None, reading)
-    manifests = manifests_of(opened, files, reading.step_policy)
-    for number, (each, manifest) in enumerate(zip(opened, manifests, strict=True)):
-        rank = ModelRank(number, grid, tuple(each.states.model.get("buffer_names") or ()))
-        assert isinstance(manifest.engine, FlatBufferEngine)
-        engine = replace(manifest.engine, dtype=grid.dtype)
-        source = {**manifest.source, "model_rank": rank}
-        manifests[number] = replace(manifest, source=source, engine=engine)
-    steps = agreed_steps(numbered_alike(manifests)[0], reading.step_policy)
-    return [with_steps(manifest, steps) for manifest in manifests]
+def as_rank(own: Manifest, number: int, grid: ModelGrid, buffers: Sequence[str]) -> Manifest:
+    """A model rank, whose model file states these buffers: its `source` has a `model_rank`."""
+    assert isinstance(own.engine, FlatBufferEngine)
+    grid = replace(grid, dtype=grid.dtype or own.engine.dtype)
+    facts = {**own.source, "model_rank": ModelRank(number, grid, tuple(buffers))}
+    return replace(own, source=facts, engine=replace(own.engine, dtype=grid.dtype))
 
 
 def stacked(manifests: Sequence[Manifest]) -> Manifest:
@@ -171,6 +163,7 @@ def stacked(manifests: Sequence[Manifest]) -> Manifest:
     rank: ModelRank = source.pop("model_rank")
     return replace(
         whole,
+        ranks=tuple(manifests),
         source={**source, "tp": rank.grid.tp, "pp": rank.grid.pp, "model_ranks": len(manifests)},
         entries={entry.name: entry for entry in entries},
         parameters={
@@ -209,10 +202,9 @@ def weights_of_layers(ranks: Sequence[Manifest], models: Sequence[Manifest]) -> 
             seen.update(names)
 
 
-def layer_siblings(files: GridFiles, tag: str) -> list[tuple[str, Sibling]]:
+def layer_siblings(models: Sequence[Manifest], tag: str) -> list[tuple[str, Sibling]]:
     """The files of layers: no data rank has a part in them, so they are copied as they are."""
-    siblings = []
-    for _, path in sorted(files.layers.items()):
-        name = f"{tag}/{path.rpartition('/')[2]}"
-        siblings.append((name, Sibling(name, path, sources.size(path))))
-    return siblings
+    files = {path: path.rpartition("/")[2] for model in models for path in model.files}
+    layers = {path: numbers for path, file in files.items() if (numbers := numbers_of(LAYER, file))}
+    names = {path: f"{tag}/{files[path]}" for path in sorted(layers, key=layers.__getitem__)}
+    return [(name, Sibling(name, path, sources.size(path))) for path, name in names.items()]

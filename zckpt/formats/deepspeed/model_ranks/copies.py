@@ -23,7 +23,6 @@ from ....core.placement import SUM
 from ....core.plan import Match
 from ....core.weights import is_optimizers
 from ....errors import InconsistentCheckpoint, UnsupportedCheckpoint, counted, listed
-from .grid import TIED
 from .pipeline import STAGE, head
 
 SAMPLE = 1 << 14  # elements of each slice
@@ -84,21 +83,18 @@ def compare_copies(manifest: Manifest, replicas: str | None) -> list[str]:
     return warnings
 
 
-def compare_stages(ranks: Manifest, tp: int) -> list[str]:
+def compare_stages(ranks: Manifest) -> list[str]:
     """A warning about tied layers whose masters stages begin differently; `ranks` are apart.
 
     A stage that uses such a layer by a function saves no weight, which would prove its masters.
     """
-    first: dict[tuple[int, str], Entry] = {}
-    matches = []
-    for entry in ranks.entries.values():
-        number, _, name = entry.name.partition(":")
-        if entry.slot == "master" and name.startswith(TIED):
-            known = first.setdefault((int(number) % tp, name), entry)
-            if known is not entry and (known.dtype, known.shape) == (entry.dtype, entry.shape):
-                matches.append(masters.beginning(Match(known, entry)))
-    results = masters.results_of(ranks, matches)
-    names = [r.match.a.parameter.partition(":")[2] for r in results if r.differs]
+    matches = [
+        masters.beginning(Match(model.entries[copy.name], copy))
+        for model in ranks.models
+        for copy in model.replicas
+        if copy.slot == "master" and copy.axis == STAGE
+    ]
+    names = [r.match.a.parameter for r in masters.results_of(ranks, matches) if r.differs]
     if not names:
         return []
     return [

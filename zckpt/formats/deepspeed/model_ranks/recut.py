@@ -23,17 +23,15 @@ from itertools import pairwise
 from msgspec import Struct, convert
 from msgspec.structs import replace
 
-from ....core.agreement import KEEP
 from ....core.facts import FlatBufferEngine, layers_of
 from ....core.manifest import Entry, Manifest
-from ....core.merge import agreed_steps, with_steps
 from ....core.placement import Row
 from ....core.split import names_in, part
 from ....errors import UnsupportedCheckpoint, WrongOption
 from ....training.options import PP, Options
 from ...deepspeed_states.options import PP_BOUNDS, PP_PARTITION
 from ...groups import without_empty_groups
-from .apart import ModelGrid, ModelRank
+from .apart import ModelGrid, as_rank
 from .grid import STAGE_SIZES, TIED, tied_key, with_sizes
 from .stage_bounds import (
     Uses,
@@ -108,8 +106,7 @@ def recut(source: ModelRanks, models: Sequence[Manifest], options: Options) -> M
         pipeline = Pipeline(own_names, [first.buffers], layers_of_names(first, options))
     else:
         pipeline = convert(first.state["pipeline"], Pipeline)
-    steps = agreed_steps(source.ranks, KEEP)  # which have been agreed on
-    models, uses = [with_steps(model, steps) for model in models], pipeline.uses
+    uses = pipeline.uses
     stages, inferred = pipeline.stages(first, uses, options)
     target, ranks = replace(source.grid, pp=len(stages)), list[Manifest]()
     for stage in stages:
@@ -331,14 +328,6 @@ def stage_with_experts(model: Manifest, names: Sequence[str]) -> Manifest:
         state={**own.state, "module_extra": {n: v for n, v in extra.items() if n in names}},
     )
     return without_empty_groups(own)[0]
-
-
-def as_rank(own: Manifest, number: int, grid: ModelGrid, buffers: Sequence[str]) -> Manifest:
-    """A model rank of the target, whose model file states these buffers."""
-    assert isinstance(own.engine, FlatBufferEngine)
-    grid = replace(grid, dtype=grid.dtype or own.engine.dtype)
-    facts = {**own.source, "model_rank": ModelRank(number, grid, tuple(buffers))}
-    return replace(own, source=facts, engine=replace(own.engine, dtype=grid.dtype))
 
 
 def under_names_of(source: Manifest, target: Manifest, tp: int) -> Manifest:

@@ -17,25 +17,29 @@ from ....core.manifest import Manifest
 from ....core.states import without
 from ....errors import UnsupportedCheckpoint, WrongOption, counted, literal
 from ....files.torchfile import Parsed
-from ....training import objects
 from ....training.options import ALLOW_OBJECT, DP, DROP_STATE, DTYPE, EP, PARAM_NAMES, PP, Options
-from ... import engine_objects
 from ...deepspeed_states import reports
-from ...deepspeed_states.directories import TagDirectory
 from ...deepspeed_states.hyper import check_states
 from ...deepspeed_states.options import MAX_GROUP_SIZE, PP_BOUNDS, PP_PARTITION, STAGE
 from ...deepspeed_states.target import DeepSpeedTarget
-from ...reading import USUAL, Reading
-from .. import read
+from ...reading import USUAL
 from ..files import locate, rank_files, recovery_scripts
 from ..moe import regroup
 from ..optimizer_files import is_elastic, run_shells
 from . import write_pipeline
-from .apart import ModelGrid, layer_siblings, open_apart, stacked
+from .apart import (
+    ModelGrid,
+    as_rank,
+    in_grid,
+    layer_siblings,
+    manifests_of,
+    opened_ranks,
+    stacked,
+)
 from .copies import compare_copies
-from .grid import GridFiles, grid_files
 from .recut import ModelRanks, layers_of_names, recut, under_names_of
 from .stage_bounds import STAGES, refuse_without_stages
+from .write_tensor_ranks import target_of
 
 OF_WEIGHTS = frozenset({STAGE.name, DTYPE.name})  # they change files of layers too
 TAKEN = frozenset(
@@ -51,13 +55,11 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     `write.lay_out` raises.
     """
     tag = str(source.source["tag"])
-    directory = TagDirectory(source.root, tag, None)
-    files = grid_files(directory)
-    _refuse_options(source.root, files, options)
-    reading = replace(source.source.get("reading", USUAL), param_names=options[PARAM_NAMES])
-    if files.tp == 1 and any(option.name in OF_WEIGHTS for option, _ in options.given):
-        return _as_pipeline(source, directory, files, reading, options)
-    ranks = _ranks_of(source, directory, files, reading, options)
+    before: ModelGrid = source.ranks[0].source["model_rank"].grid
+    _refuse_options(source.root, before, options)
+    if before.tp == 1 and any(option.name in OF_WEIGHTS for option, _ in options.given):
+        return _as_pipeline(source, options)
+    ranks = _ranks_of(source, before, options)
     targets, schedulers = _targets_of(source.root, ranks, options)
     first, grid, models = targets[0], ranks.grid, ranks.models
 
@@ -70,7 +72,9 @@ def lay_out(source: Manifest, options: Options) -> Layout:
         directory = locate(path, tag)
         names, parsed = sorted(os.listdir(directory.path)), Parsed()
         written = [rank_files(directory, names, parsed, number) for number in range(len(targets))]
-        shells = stacked(open_apart(directory, written, grid))
+        layers = [dict[int, str]()] * grid.tp if grid.staged else None
+        opened = opened_ranks(directory, written, layers, USUAL)
+        shells = stacked(in_grid(opened, manifests_of(opened, written, None), grid))
         return under_names_of(source, shells, grid.tp) if models else shells
 
     def check() -> list[str]:
@@ -81,9 +85,9 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     left_out = dict.fromkeys(line for target in targets for line in target.left_out)
     return Layout(
         shells,
-        [*siblings, *layer_siblings(files, tag)],
+        [*siblings, *layer_siblings(source.models, tag)],
         [*left_out, *recovery_scripts(source.root)],
-        list(dict.fromkeys([*source.warnings, *_warnings(ranks, first, files)])),
+        list(dict.fromkeys([*source.warnings, *_warnings(ranks, first)])),
         about=f"a DeepSpeed run of {counted(first.dp, 'data-parallel rank')}, pp {grid.pp}, tp "
         f"{grid.tp}, ZeRO stage {first.engine.stage}, tag {tag}",
         loading=lambda path: f"model_engine.load_checkpoint({literal(path)})",
@@ -92,21 +96,14 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     )
 
 
-def _ranks_of(
-    source: Manifest,
-    directory: TagDirectory,
-    files: GridFiles,
-    reading: Reading,
-    options: Options,
-) -> ModelRanks:
+def _ranks_of(source: Manifest, grid: ModelGrid, options: Options) -> ModelRanks:
     """The source's model ranks, or those of other stages, if the options ask for some.
 
     Raises WrongOption if a stage would have no layer of experts and another one has some.
     """
-    grid = ModelGrid.of(files, source)
-    ranks = ModelRanks(grid, open_apart(directory, files.ranks, grid, reading, files))
-    if _cuts_again(source.root, files, options):
-        ranks = recut(ranks, read.tensor_ranks(directory, files, reading), options)
+    ranks = ModelRanks(grid, source.ranks)
+    if _cuts_again(source, grid, options):
+        ranks = recut(ranks, source.models, options)
     with_experts = [bool(layers_of(manifest.engine)) for manifest in ranks.ranks]
     if any(with_experts) and not all(with_experts):
         raise WrongOption(
@@ -128,7 +125,7 @@ def _targets_of(
     schedulers: list[Shell] = []
     for manifest in ranks.ranks:
         spread, schedulers = regroup.over_ranks(manifest, options)
-        targets.append(_target(spread, options))
+        targets.append(target_of(without(spread, options[DROP_STATE]), options))
         regroup.check_target(targets[-1])
     if any(map(is_elastic, targets)):
         raise UnsupportedCheckpoint(f"{root}: zckpt writes elastic files for one model rank alone")
@@ -137,9 +134,9 @@ def _targets_of(
     return targets, schedulers
 
 
-def _warnings(ranks: ModelRanks, first: DeepSpeedTarget, files: GridFiles) -> Iterator[str]:
+def _warnings(ranks: ModelRanks, first: DeepSpeedTarget) -> Iterator[str]:
     """What the target's ranks lack or had to infer; `first` is the target of the first one."""
-    if not files.layers or not first.engine.whole:  # files of layers have the weights alone
+    if not ranks.grid.staged or not first.engine.whole:  # files of layers have the weights alone
         yield from reports.of_weights(first)
     yield from ranks.inferred
     yield from regroup.warnings(first, ranks.ranks[0])
@@ -149,43 +146,36 @@ def _warnings(ranks: ModelRanks, first: DeepSpeedTarget, files: GridFiles) -> It
         yield reports.TRAINED_ALONE
 
 
-def _as_pipeline(
-    source: Manifest,
-    directory: TagDirectory,
-    files: GridFiles,
-    reading: Reading,
-    options: Options,
-) -> Layout:
+def _as_pipeline(source: Manifest, options: Options) -> Layout:
     """The files of a pipeline whose layers change too; one tensor rank needs no rules for that."""
-    (model,) = read.tensor_ranks(directory, files, reading)
-    model = without(model, options[DROP_STATE])
+    model = without(source.models[0], options[DROP_STATE])
     model = replace(model, fingerprints=source.fingerprints, siblings=source.siblings)
     layout = write_pipeline.lay_out(model, options)
     return replace(layout, check=lambda: compare_copies(model, None))
 
 
-def _refuse_options(root: str, files: GridFiles, options: Options) -> None:
+def _refuse_options(root: str, grid: ModelGrid, options: Options) -> None:
     """Raises WrongOption for what needs files of layers to change, or the whole model."""
     for option, _ in options.given:
         is_known = option.name in OF_WEIGHTS
-        if option.name in TAKEN or (is_known and (not files.layers or files.tp == 1)):
+        if option.name in TAKEN or (is_known and (not grid.staged or grid.tp == 1)):
             continue
         raise WrongOption(
             f"{option.flag} does not apply to {root}, which was saved by several model ranks",
-            hint=f"give --tp {files.tp} too: then files of layers are written anew"
+            hint=f"give --tp {grid.tp} too: then files of layers are written anew"
             if is_known
             else "`zckpt convert --to universal` takes the whole model",
         )
 
 
-def _cuts_again(root: str, files: GridFiles, options: Options) -> bool:
+def _cuts_again(source: Manifest, grid: ModelGrid, options: Options) -> bool:
     """Whether the target has other stages; raises WrongOption if the source has no pipeline."""
     if all(options[option] is None for option in STAGES):
         return False
-    if not files.layers and not files.ranks[0].experts:
-        refuse_without_stages(root, options)
+    if not grid.staged and not layers_of(source.engine):
+        refuse_without_stages(source.root, options)
     is_given = options[PP_BOUNDS] is not None or options[PP_PARTITION] is not None
-    return is_given or options[PP] != files.pp
+    return is_given or options[PP] != grid.pp
 
 
 def with_stages(source: Manifest, options: Options) -> Manifest:
@@ -194,17 +184,8 @@ def with_stages(source: Manifest, options: Options) -> Manifest:
         return source
     if all(options[option] is None for option in STAGES):
         return source
-    directory = TagDirectory(source.root, str(source.source["tag"]), None)
-    files = grid_files(directory)
-    if len(files.ranks) > 1 or not files.ranks[0].optimizers:
+    if source.source.get("pp") or not source.source["zero_stage"]:
         return source
     layers_of_names(source, options)
-    stage = stacked(open_apart(directory, files.ranks, ModelGrid.of(files, source)))
-    return replace(stage, fingerprints=source.fingerprints, objects=source.objects)
-
-
-def _target(manifest: Manifest, options: Options) -> DeepSpeedTarget:
-    """The target of one model rank, without dropped states and objects that no pickle may name."""
-    manifest = without(manifest, options[DROP_STATE])
-    admitted = options[ALLOW_OBJECT]
-    return DeepSpeedTarget(objects.without_others(manifest, engine_objects(), admitted), options)
+    rank = as_rank(source, 0, ModelGrid(1, 1, False, None), source.buffers)
+    return replace(stacked([rank]), models=(source,))

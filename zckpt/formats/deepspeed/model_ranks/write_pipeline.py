@@ -34,9 +34,9 @@ from ...vocabulary import lost_rows, resized
 from .. import read
 from ..files import locate, recovery_scripts
 from ..optimizer_files import is_elastic, run_shells
-from .apart import ModelGrid
+from .apart import ModelGrid, as_rank
 from .grid import TIED, grid_files
-from .recut import Pipeline, as_rank, of_stage
+from .recut import Pipeline, of_stage
 from .stage_bounds import refuse_without_stages
 from .write_tensor_ranks import rows_of, sized, table_of, target_of, warnings_of_heads
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import product
+from itertools import chain, product
 from math import prod
 from typing import Any
 
@@ -40,15 +40,12 @@ from ..optimizers import SPREAD
 from .placing import SAMPLE, Flat, Local
 from .stages import ModelRank, Place
 
-GROUP = r"(chained_(?P<optimizer>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)\."
-BUCKET = re.compile(
-    GROUP + r"gbuf_idx_(?P<buffer>\d+)\.dtype_\((?P<type>[\w.]+), [\w.]+\)"
-    r"\.bucket_idx_(?P<bucket>\d+)\.(?P<slot>[^.]+)"
+OF_RANK = re.compile(
+    r"(?:chained_(?P<optimizer>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)\."
+    r"(?:(?P<kind>param_state|optimizer|grad_scaler|per_bucket_numel(?:_unpadded)?)/shard_0_1"
+    r"|gbuf_idx_(?P<buffer>\d+)\.dtype_\((?P<type>[\w.]+), [\w.]+\)"
+    r"\.bucket_idx_(?P<bucket>\d+)\.(?P<slot>[^.]+))"
 )
-WHOLE = re.compile(GROUP + r"param_state/shard_0_1")
-GROUPS = re.compile(GROUP + r"optimizer/shard_0_1")
-SCALER = re.compile(GROUP + r"grad_scaler/shard_0_1")
-NUMBERS = re.compile(GROUP + r"per_bucket_numel(_unpadded)?/shard_0_1")
 MASTER = "param"
 
 
@@ -114,12 +111,8 @@ def enter_states(
     slicings: Mapping[str, Slicing],
     places: Sequence[Mapping[str, Sequence[Place]]],
     content: Content,
-) -> set[str]:
-    """Enters whole masters and moments, and the further copies that other ranks have.
-
-    Returns the optimizer's own slots.
-    """
-    slots = set()
+) -> None:
+    """Enters whole masters and moments, and the further copies that other ranks have."""
     for name in names:
         slicing = slicings[name]
         for slot in places[0][name][0][0].tensors:
@@ -130,8 +123,7 @@ def enter_states(
                     slices.append(flat.part(slot, place, prod(slicing.slices[rank])))
                 whole = joined(slicing, slices, SIZES["F32"], copy)
                 content.enter(Entry(f"{name}/{slot}", "F32", content.shapes[name], whole), copy > 0)
-            slots.add(slot)
-    return slots - {"master"}
+            content.slots |= {slot} - {"master"}
 
 
 class _Optimizer(Struct, eq=False):
@@ -144,7 +136,7 @@ class _Optimizer(Struct, eq=False):
     @property
     def has_experts(self) -> bool:
         """Whether its parameters are those of experts that are spread over ranks."""
-        return any(group.get(SPREAD) for groups in self.groups.values() for group in groups)
+        return any(group.get(SPREAD) for group in chain(*self.groups.values()))
 
 
 class FlatItems:
@@ -161,40 +153,37 @@ class FlatItems:
         for key, item in table.items.items():
             if not OPTIMIZER.fullmatch(key):
                 continue
-            if item is not None and (match := BUCKET.fullmatch(key)):
-                number, dtype = int(match["buffer"]), _dtype_of(match["type"])
-                place = int(match["optimizer"] or 0), int(match["group"]), number, dtype
-                slots = buckets.setdefault(place, {}).setdefault(int(match["bucket"]), {})
-                slots[_slot(match["slot"])] = FlatFragments(table, files, key, item, "F32").runs(())
-            elif item is None and (match := WHOLE.fullmatch(key)):
-                flats = self._optimizer(match).flats.setdefault(int(match["group"]), {})
-                for number, flat in buffers_of(*self._value(key)):
-                    flats[number, flat.dtype] = flat
-            elif item is None and (match := GROUPS.fullmatch(key)):
-                file, value = self._value(key)
-                groups = param_groups(file, value)
-                self._optimizer(match).groups[int(match["group"])] = groups
-                self.steps += [(file.path, group.get("step")) for group in groups]
-            elif item is None and (match := SCALER.fullmatch(key)):
-                self._optimizer(match).scalers.append(self._value(key))
-            elif item is not None or not NUMBERS.fullmatch(key):
+            match = OF_RANK.fullmatch(key)
+            if match is None or (item is None) != (match["slot"] is None):
                 raise UnsupportedCheckpoint(
                     f"{table.folder} has {key}, which is no flat buffer that zckpt knows",
                     hint=WEIGHTS_ONLY,
                 )
-        for (optimizer, group, number, dtype), of_buffer in buckets.items():
-            known = self.optimizers.setdefault(optimizer, _Optimizer())
-            known.flats.setdefault(group, {})[number, dtype] = _joined_buckets(
-                f"buffer {number} of rank {group}", dtype, of_buffer
+            number, group, kind = int(match["optimizer"] or 0), int(match["group"]), match["kind"]
+            optimizer = self.optimizers.setdefault(number, _Optimizer())
+            if item is not None:
+                place = number, group, int(match["buffer"]), _dtype_of(match["type"])
+                slots = buckets.setdefault(place, {}).setdefault(int(match["bucket"]), {})
+                slots[_slot(match["slot"])] = FlatFragments(table, files, key, item, "F32").runs(())
+            elif kind == "param_state":
+                for buffer, flat in buffers_of(*self._value(key)):
+                    optimizer.flats.setdefault(group, {})[buffer, flat.dtype] = flat
+            elif kind == "optimizer":
+                file, value = self._value(key)
+                groups = optimizer.groups[group] = param_groups(file, value)
+                self.steps += [(file.path, each.get("step")) for each in groups]
+            elif kind == "grad_scaler":
+                optimizer.scalers.append(self._value(key))
+        for (number, group, buffer, dtype), of_buffer in buckets.items():
+            self.optimizers[number].flats.setdefault(group, {})[buffer, dtype] = _joined_buckets(
+                f"buffer {buffer} of rank {group}", dtype, of_buffer
             )
+        self.optimizers = dict(sorted(self.optimizers.items()))
 
     @property
     def groups(self) -> list[list[Any]]:
         """The groups of every optimizer, as all its ranks saved them."""
-        return [
-            [group for groups in optimizer.groups.values() for group in groups]
-            for _, optimizer in sorted(self.optimizers.items())
-        ]
+        return [[*chain(*each.groups.values())] for each in self.optimizers.values()]
 
     def scalers(self, entries: dict[str, Entry]) -> list[dict[str, Any]]:
         """What beside its groups an optimizer has: its loss scale, whose tensors are entered.
@@ -202,7 +191,7 @@ class FlatItems:
         Raises InconsistentCheckpoint if ranks have different ones.
         """
         result: list[dict[str, Any]] = []
-        for number, (_, optimizer) in enumerate(sorted(self.optimizers.items())):
+        for number, optimizer in enumerate(self.optimizers.values()):
             numbers = [_numbers(file, value) for file, value in optimizer.scalers]
             if any(other != numbers[0] for other in numbers):
                 raise InconsistentCheckpoint(
@@ -251,7 +240,7 @@ class FlatItems:
         """
         by_group = by_key(
             (group, flats[key])
-            for _, optimizer in sorted(self.optimizers.items())
+            for optimizer in self.optimizers.values()
             if optimizer.has_experts == of_experts
             for group, flats in optimizer.flats.items()
             for key in sorted(flats)
@@ -262,9 +251,6 @@ class FlatItems:
                 f"{sorted(by_group)}, and {sizes}"
             )
         return [tuple(flats) for _, flats in sorted(by_group.items())]
-
-    def _optimizer(self, match: re.Match[str]) -> _Optimizer:
-        return self.optimizers.setdefault(int(match["optimizer"] or 0), _Optimizer())
 
     def _value(self, key: str) -> tuple[TorchFile, Any]:
         """A value in its list of one."""
@@ -302,18 +288,17 @@ def buffers_of(file: TorchFile, value: Any) -> Iterator[tuple[int, Flat]]:
 def _joined_buckets(
     name: str, dtype: str, buckets: Mapping[int, Mapping[str, Runs]], coalesced: bool = False
 ) -> Flat:
-    slots = list(buckets[min(buckets)])
+    ordered = [buckets[number] for number in sorted(buckets)]
+    slots = list(ordered[0])
     if sorted(buckets) != list(range(len(buckets))) or "master" not in slots:
         raise InconsistentCheckpoint(f"{name} lacks buckets or masters: {sorted(buckets)}")
     sizes: list[int] = []
-    for number in range(len(buckets)):
-        ends = {
-            max((r.stop for r in runs.listed[-1:]), default=0) for runs in buckets[number].values()
-        }
-        if list(buckets[number]) != slots or len(ends) != 1:
+    for number, bucket in enumerate(ordered):
+        ends = {runs.listed[-1].stop if runs.listed else 0 for runs in bucket.values()}
+        if list(bucket) != slots or len(ends) != 1:
             raise InconsistentCheckpoint(f"{name}: the states of bucket {number} differ in size")
         sizes += ends
-    tensors = {slot: [buckets[number][slot] for number in range(len(buckets))] for slot in slots}
+    tensors = {slot: [bucket[slot] for bucket in ordered] for slot in slots}
     return Flat(name, dtype, tuple(sizes), tensors, coalesced)
 
 

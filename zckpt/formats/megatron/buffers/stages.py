@@ -58,18 +58,16 @@ def placed(
     for rank in ranks:
         for flats in by_key((flat.dtype, flat) for flat in rank.flats).values():
             for number, flat in enumerate(flats):
-                is_first = rank.pp == 0 and number == 0
-                is_last = rank.pp == last and number == len(flats) - 1
+                ends = rank.pp == number == 0, rank.pp == last and number == len(flats) - 1
                 own = rank.own(parts[rank.tp])
-                ways = _ways(flat, own, is_first, is_last, read)
-                ways = ways or _ways(flat, own, is_first, is_last, read, may_lack=True)
+                ways = _ways(flat, own, ends, read)
+                ways = ways or _ways(flat, own, ends, read, may_lack=True)
                 require_one(ways, flat, where)
                 for name, place in ways[0]:
                     result[rank.tp].setdefault(name, []).append((flat, place))
     for tp, known in enumerate(result):
-        lost = [name for name in parts[tp] if name not in known]
-        lost = [name for name in lost if any(name in other for other in result)]
-        if lost:
+        elsewhere = {*chain(*result)} - {*known}
+        if lost := [name for name in parts[tp] if name in elsewhere]:
             raise InconsistentCheckpoint(
                 f"{where}: no buffer of tensor rank {tp} has {listed(lost, 4)}", hint=WEIGHTS_ONLY
             )
@@ -87,6 +85,8 @@ def placed(
 
 
 Way = tuple[tuple[str, tuple[int, int]], ...]
+Ends = tuple[bool, bool]
+"""Whether a model chunk is the first one of the model, and whether it is the last one."""
 
 
 def require_one(ways: Sequence[object], flat: Flat, where: str) -> None:
@@ -106,22 +106,16 @@ def require_one(ways: Sequence[object], flat: Flat, where: str) -> None:
 
 
 def _ways(
-    flat: Flat,
-    parts: Mapping[str, Local],
-    is_first: bool,
-    is_last: bool,
-    read: ReadBytes,
-    *,
-    may_lack: bool = False,
+    flat: Flat, parts: Mapping[str, Local], ends: Ends, read: ReadBytes, may_lack: bool = False
 ) -> list[Way]:
     """The ways in which a range of layers fills a buffer.
 
     If the buffer `may_lack` parameters, those are frozen, or of other ranks.
     """
     ways: list[Way] = []
-    for each in _kinds(flat, parts, is_first, is_last):
+    for each in _kinds(flat, parts, ends):
         for order in orders(each):
-            for names in _ranges(order, each, flat, is_first, is_last, may_lack):
+            for names in _ranges(order, each, flat, ends, may_lack):
                 locals_ = [each[name] for name in reversed(names)]
                 for found in places(locals_, flat, read, may_lack):
                     pairs = zip(locals_, found, strict=True)
@@ -131,28 +125,22 @@ def _ways(
     return ways
 
 
-def _kinds(
-    flat: Flat, parts: Mapping[str, Local], is_first: bool, is_last: bool
-) -> list[Mapping[str, Local]]:
+def _kinds(flat: Flat, parts: Mapping[str, Local], ends: Ends) -> list[Mapping[str, Local]]:
     """The parameters of a buffer's type; with the copy of a tied embedding too, if one may be."""
     of_type = {name: part for name, part in parts.items() if part.dtype == flat.dtype}
-    if is_last and not is_first and OUTPUT not in parts and EMBEDDING in of_type:
+    if ends == (False, True) and OUTPUT not in parts and EMBEDDING in of_type:
         return [of_type, {**of_type, OUTPUT: of_type[EMBEDDING]}]
     return [of_type]
 
 
 def _ranges(
-    order: Sequence[str],
-    parts: Mapping[str, Local],
-    flat: Flat,
-    is_first: bool,
-    is_last: bool,
-    may_lack: bool,
+    order: Sequence[str], parts: Mapping[str, Local], flat: Flat, ends: Ends, may_lack: bool
 ) -> Iterator[list[str]]:
     """The parameters of each range of layers that could fill a buffer, by their sizes.
 
     If it `may_lack` parameters, those of all layers.
     """
+    is_first, is_last = ends
     layers = by_key((layer, name) for name in order if (layer := layer_of(name)) is not None)
     outside = [name for name in order if layer_of(name) is None]
     has_embedding = is_first or (is_last and predicts(order))

@@ -269,7 +269,7 @@ class _LegacyReader:
                     f"{self.folder}: no optimizer of tensor rank {tp} has {listed(lost, 4)}",
                     hint=WEIGHTS_ONLY,
                 )
-        content.slots = enter_states(names, self.slicings, placed, content)
+        enter_states(names, self.slicings, placed, content)
         groups = [groups for _, groups in sorted(groups_of.items())]
         beside = {key: first[key] for key in ("grad_scaler",) if key in first}
         content.common = with_groups(content.common, groups, [beside])

@@ -113,10 +113,11 @@ def ranks_of(folder: str, parsed: Parsed) -> list[RankDirectory]:
     names = sorted(filter(is_of_rank, os.listdir(folder)))
     files = {name: _file(folder, name, parsed) for name in names}
     args = arguments(files[names[0]].value)
-    spread = (size_of(args, "expert_model_parallel_size") or 1) > 1
-    staged = (size_of(args, "pipeline_model_parallel_size") or 1) > 1 or not spread
-    own = size_of(args, "tensor_model_parallel_size")
-    if spread and size_of(args, "expert_tensor_parallel_size") not in (None, own):
+    kinds = ("tensor", "pipeline", "expert")
+    stated = [size_of(args, f"{kind}_model_parallel_size") for kind in kinds]
+    spread = (stated[2] or 1) > 1
+    staged = (stated[1] or 1) > 1 or not spread
+    if spread and size_of(args, "expert_tensor_parallel_size") not in (None, stated[0]):
         raise UnsupportedCheckpoint(
             f"{folder} has experts that are cut over another number of tensor ranks than the rest "
             "of the model",
@@ -146,7 +147,14 @@ def ranks_of(folder: str, parsed: Parsed) -> list[RankDirectory]:
         RankDirectory(tp, pp, ep, os.path.join(folder, name), files[name])
         for (pp, ep, tp), name in sorted(places.items())
     ]
-    _require_sizes(folder, args, (tensors, stages, experts))
+    sizes = (tensors, stages, experts)
+    run = tuple(size or own for size, own in zip(stated, sizes, strict=True))
+    if run != sizes:
+        raise IncompleteCheckpoint(
+            f"{folder} has folders of tp {tensors}, pp {stages} and ep {experts}, but the run had "
+            f"{run[0]}, {run[1]} and {run[2]}",
+            hint=EVERY_RANK,
+        )
     refuse_other_writers(folder, [arguments(rank.value).get("rank") for rank in ranks])
     _require_known(folder, args, tensors, ranks)
     return ranks
@@ -160,21 +168,6 @@ def _file(folder: str, name: str, parsed: Parsed) -> TorchFile:
     if not isinstance(file.value, dict):
         raise CorruptCheckpoint(f"{path} is not a dictionary")
     return file
-
-
-def _require_sizes(folder: str, args: Mapping[str, Any], sizes: tuple[int, int, int]) -> None:
-    """Raises if the folders are not those of the run's tp, pp and ep."""
-    kinds = ("tensor", "pipeline", "expert")
-    stated = tuple(
-        size_of(args, f"{kind}_model_parallel_size") or size
-        for kind, size in zip(kinds, sizes, strict=True)
-    )
-    if stated != sizes:
-        raise IncompleteCheckpoint(
-            f"{folder} has folders of tp {sizes[0]}, pp {sizes[1]} and ep {sizes[2]}, but the run "
-            f"had {stated[0]}, {stated[1]} and {stated[2]}",
-            hint=EVERY_RANK,
-        )
 
 
 def _require_known(
