@@ -284,13 +284,12 @@ class DeepSpeedTarget:
         module = self.source.state.get("module") or []
         stated = self.optimizer_state.get("members") if self.wrapper is None else None
         names = [[None if n is None else module[n] for n in own] for own in stated or ()]
-        if [[name for name in own if name is not None] for own in names] == trained:
-            return names
-        if len(names) != len(trained) or not self.experts:
+        kept = [[name for name in own if name is not None] for own in names]
+        if len(kept) != len(trained) or (kept != trained and not self.experts):
             return [[*own] for own in trained]
         return [  # other ep ranks have other groups of experts, and the same dense ones
-            own if [name for name in own if name is not None] == known else [*known]
-            for own, known in zip(names, trained, strict=True)
+            listed if own == known else [*known]
+            for listed, own, known in zip(names, kept, trained, strict=True)
         ]
 
     @property
