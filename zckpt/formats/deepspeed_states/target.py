@@ -126,12 +126,9 @@ class DeepSpeedTarget:
     def _buffers(self) -> Iterator[TargetBuffer]:
         if not self.trainable:
             raise MissingData("the source has no trainable parameter")
+        members = by_key((item.group or 0, name) for name, item in self.trainable.items())
         for group in range(len(self.groups)):
-            names = [
-                name
-                for name, parameter in self.trainable.items()
-                if (parameter.group or 0) == group
-            ]
+            names = members.get(group, [])
             ep = self.experts.ep_of(names)
             first = self.experts.on_rank(names, 0) if ep > 1 else names
             numels = [prod(self.trainable[name].shape) for name in first]
@@ -179,8 +176,7 @@ class DeepSpeedTarget:
         types = by_key(pair for name in members for pair in self._states(name))
         slots = {slot: one_type(slot_key(slot), own) for slot, own in types.items()}
         for name in members:
-            missing = set(slots) - {slot for slot, _ in self._states(name)}
-            if missing:
+            if missing := set(slots) - {slot for slot, _ in self._states(name)}:
                 key = slot_key(min(missing))
                 raise MissingData(
                     f"the source holds {key} of other parameters of the same group, but not of "
@@ -241,8 +237,8 @@ class DeepSpeedTarget:
         """The one value of a flat buffer's parameters; DeepSpeed keeps no more."""
         if self.options.weights_only:
             return None
-        if any(value != values[0] for value in values):
-            other = next(p for p, value in enumerate(values) if value != values[0])
+        other = next((place for place, value in enumerate(values) if value != values[0]), None)
+        if other is not None:
             raise InconsistentCheckpoint(
                 f"DeepSpeed keeps one {what} for {names[0]} ({values[0]}) and {names[other]} "
                 f"({values[other]})",
@@ -302,13 +298,12 @@ class DeepSpeedTarget:
         module = self.source.state.get("module") or []
         stated = self.optimizer_state.get("members") if self.wrapper is None else None
         names = [[None if n is None else module[n] for n in own] for own in stated or ()]
-        if [[name for name in own if name is not None] for own in names] == trained:
-            return names
-        if len(names) != len(trained) or not self.experts:
+        kept = [[name for name in own if name is not None] for own in names]
+        if len(kept) != len(trained) or (kept != trained and not self.experts):
             return [[*own] for own in trained]
         return [  # other ep ranks have other groups of experts, and the same dense ones
-            own if [name for name in own if name is not None] == known else [*known]
-            for own, known in zip(names, trained, strict=True)
+            listed if own == known else [*known]
+            for listed, own, known in zip(names, kept, trained, strict=True)
         ]
 
     @property
@@ -395,11 +390,10 @@ class DeepSpeedTarget:
     @property
     def counters(self) -> dict[str, Any]:
         """The engine's counters; where the source has none, those of a run of as many steps."""
-        kept = self.source.state.get("counters") or {}
-        fresh = {"global_steps": int(self.source.step or 0), "skipped_steps": 0}
-        return {
-            key: fresh.get(key, 0) if kept.get(key) is None else kept.get(key) for key in COUNTERS
-        }
+        stated = (self.source.state.get("counters") or {}).items()
+        kept = {key: value for key, value in stated if value is not None}
+        fresh = dict.fromkeys(COUNTERS, 0) | {"global_steps": int(self.source.step or 0)}
+        return {key: kept.get(key, fresh[key]) for key in COUNTERS}
 
     @property
     def step_place(self) -> StepPlace:
