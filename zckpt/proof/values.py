@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from ..core.facts import FlatBufferEngine, NamedWeightsEngine, StateDictEngine, StepPlace, layers_of
 from ..core.inert import Scalar, alike, plain_group, to_json
 from ..core.manifest import Manifest, Parameter
-from ..core.states import State, harmless, lost
+from ..core.states import State, harmless, lost, untouched
 from ..errors import counted, listed
 from .states import by_comparable_keys, engine_name
 
@@ -166,6 +166,42 @@ def trainable(a: Manifest, b: Manifest) -> list[Report]:
         for name, ours, theirs in _parameters(a, b)
         if ours.trainable != theirs.trainable
     ]
+
+
+def with_groups_alike(a: Manifest, b: Manifest) -> tuple[Manifest, Manifest]:
+    """Both with the groups of what is trained, if one side has others alone.
+
+    DeepSpeed has no groups without a trained parameter, and no untouched parameters in its groups.
+    """
+    untouched_of = {*untouched(a), *untouched(b)}
+    frozen = {
+        name
+        for name, ours, theirs in _parameters(a, b)
+        if name in untouched_of and ours.trainable != theirs.trainable
+    }
+    sides = [_with_frozen(side, frozen) for side in (a, b)]
+    used = [{p.group or 0 for p in side.parameters.values() if p.trainable} for side in sides]
+    if len(a.groups or ()) != len(b.groups or ()) and len(used[0]) == len(used[1]):
+        sides = [_with_groups(*pair) for pair in zip(sides, used, strict=True)]
+    return sides[0], sides[1]
+
+
+def _with_frozen(manifest: Manifest, names: Collection[str]) -> Manifest:
+    parameters = {
+        name: replace(own, trainable=False, group=None) if name in names else own
+        for name, own in manifest.parameters.items()
+    }
+    return replace(manifest, parameters=parameters)
+
+
+def _with_groups(manifest: Manifest, used: Collection[int]) -> Manifest:
+    places = {group: place for place, group in enumerate(sorted(used))}
+    parameters = {
+        name: replace(own, group=places.get(own.group or 0) if own.trainable else own.group)
+        for name, own in manifest.parameters.items()
+    }
+    groups = manifest.groups and tuple(manifest.groups[group] for group in places)
+    return replace(manifest, parameters=parameters, groups=groups)
 
 
 def forms(a: Manifest, b: Manifest) -> list[Report]:
