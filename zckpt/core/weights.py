@@ -113,9 +113,9 @@ def counterpart(entry: Entry, others: Weight, own: Weight) -> tuple[Entry, str] 
     """
     for other in (others.master, others.param):
         how = None if other is None else agreement(other, entry)
-        if other is not None and how:
-            if how == "bits" or entry.slot == "param" or (other.slot, other.dtype) == FP64:
-                return other, how
+        is_known = how == "bits" or entry.slot == "param"
+        if other and how and (is_known or (other.slot, other.dtype) == FP64):
+            return other, how
     stands_alone = entry.slot == "master" or own.master is None
     narrow = others.param
     if stands_alone and narrow is not None and narrow.dtype not in WIDE:

@@ -172,8 +172,10 @@ def with_groups_alike(a: Manifest, b: Manifest) -> tuple[Manifest, Manifest]:
     """Both with the groups of what is trained, if one side has others alone.
 
     DeepSpeed has no groups without a trained parameter, and no untouched parameters in its groups.
+    State dicts do not say whether these are frozen.
     """
-    untouched_of = {*untouched(a), *untouched(b)}
+    sides = [side for side in (a, b) if isinstance(side.engine, StateDictEngine)]
+    untouched_of = {name for side in sides for name in untouched(side)}
     frozen = {
         name
         for name, ours, theirs in _parameters(a, b)
