@@ -5,7 +5,7 @@
     none         None for all parameters that have it: in `state.optimizer.other` too
     other        any other value of a parameter: `state.optimizer.other`, by parameter and key
     partition    what a rank keeps of its part of a flat buffer: `state.optimizer.partitions`
-    wrapper      tensors and numbers around the optimizer's state dict: in `state.client_state`
+    wrapper      tensors around the optimizer's state dict: in `state.client_state`
     unread       what is in the files, and has none of these forms: `Manifest.unread`
 
 A state has the same key in all of these forms, so that a manifest and another one are compared

@@ -1,4 +1,4 @@
-"""Which tensors and numbers stand around the state dict of the optimizer whose states are read?
+"""Which tensors stand around the state dict of the optimizer whose states are read?
 
 A program has put another optimizer around it (a Lookahead's slow weights, the masters of a 16-bit
 wrapper), or has put them there itself. Programs of torch keep them as their own state; no other
@@ -16,7 +16,7 @@ from .manifest import Manifest
 
 
 def wrapped(manifest: Manifest) -> dict[str, Any]:
-    """The values with tensors or numbers, by keys that no state of a parameter has: `around.slow`.
+    """The values with tensors in them, by keys that no state of a parameter has: `around.slow`.
 
     Random states are the program's own: no optimizer needs them.
     """
@@ -24,7 +24,7 @@ def wrapped(manifest: Manifest) -> dict[str, Any]:
     return {
         _name(key): value
         for key, value in values.items()
-        if not _is_random(key) and _holds_any(value)
+        if not _is_random(key) and _holds_tensor(value)
     }
 
 
@@ -41,13 +41,13 @@ def _name(key: Any) -> str:
     return f"around.{key}"
 
 
-def _holds_any(value: Any) -> bool:
-    """Whether a value is a tensor or a number, or has one in it."""
+def _holds_tensor(value: Any) -> bool:
+    """Whether a value is a tensor, or has one in it; those of one number are `Scalar`s."""
     if isinstance(value, Mapping):
-        return any(map(_holds_any, value.values()))
+        return any(map(_holds_tensor, value.values()))
     if isinstance(value, (list, tuple)):
-        return any(map(_holds_any, value))
-    return isinstance(value, (TensorName, Scalar, int, float))
+        return any(map(_holds_tensor, value))
+    return isinstance(value, (TensorName, Scalar))
 
 
 def _is_random(key: Any) -> bool:
