@@ -72,7 +72,6 @@ class _Comparison:
     def __init__(self, a: Manifest, b: Manifest) -> None:
         self.sides = {"a": a, "b": b}
         self.same_engine = engine_name(a) == engine_name(b)
-        self.same_format = a.format == b.format
         self.same_stage = a.source.get("zero_stage") == b.source.get("zero_stage")
         self.same_files = twins(a, b)
         self.other_wrapper = self.same_engine and _wrapper(a) != _wrapper(b)
@@ -222,7 +221,7 @@ class _Comparison:
         if tag in ("$tuple", "$size"):
             return inner
         if tag in ("$dict", "$ordered"):
-            return by_comparable_keys(inner, self.same_format)
+            return by_keys(inner)
         if tag == "$object":
             rest = {key: item for key, item in inner.items() if key != "state"}
             state = self._opened(inner.get("state"))
@@ -253,10 +252,10 @@ class _Comparison:
                 )
 
 
-def by_comparable_keys(pairs: Iterable[Any], same_format: bool) -> dict[Any, Any]:
-    """The items of a dictionary in JSON; torch.distributed.checkpoint makes texts of all keys."""
+def by_keys(pairs: Iterable[Any]) -> dict[Any, Any]:
+    """The items of a dictionary in JSON."""
     return {
-        key if same_format and isinstance(key, (str, int)) else str(from_json(key)): item
+        key if isinstance(key, (str, int, float)) else str(from_json(key)): item
         for key, item in pairs
     }
 

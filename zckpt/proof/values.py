@@ -12,7 +12,7 @@ from ..core.inert import Scalar, alike, plain_group, to_json
 from ..core.manifest import Manifest, Parameter
 from ..core.states import State, harmless, lost
 from ..errors import counted, listed
-from .states import by_comparable_keys, engine_name
+from .states import by_keys, engine_name
 
 Report = dict[str, Any]
 
@@ -197,10 +197,7 @@ def groups(a: Manifest, b: Manifest) -> list[Report]:
     lines: list[Report] = []
     if len(a.groups) != len(b.groups):
         lines.append({"group": None, "key": "groups", "a": len(a.groups), "b": len(b.groups)})
-    plain = [
-        [_by_keys(_hyper(group), a.format == b.format) for group in side]
-        for side in (a.groups, b.groups)
-    ]
+    plain = [[_by_keys(_hyper(group)) for group in side] for side in (a.groups, b.groups)]
     keys = [{key for group in side for key in group} for side in plain]
     for place, (one, other) in enumerate(zip(*plain, strict=False)):
         lines += [
@@ -272,10 +269,10 @@ def _hyper(group: dict[str, Any]) -> Report:
     )
 
 
-def _by_keys(value: Any, same_format: bool) -> Any:
-    """JSON with dictionaries by their keys, as far as these can be compared."""
+def _by_keys(value: Any) -> Any:
+    """JSON with dictionaries by their keys."""
     if isinstance(value, dict) and value.keys() == {"$dict"}:
-        value = by_comparable_keys(value["$dict"], same_format)
+        value = by_keys(value["$dict"])
     if isinstance(value, dict):
-        return {key: _by_keys(item, same_format) for key, item in value.items()}
-    return [_by_keys(item, same_format) for item in value] if isinstance(value, list) else value
+        return {key: _by_keys(item) for key, item in value.items()}
+    return [_by_keys(item) for item in value] if isinstance(value, list) else value

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from ..core import compare
+from ..core import compare, keys
 from ..core.compare import Result
 from ..core.manifest import Manifest
 from ..core.missing_states import lacking
@@ -80,7 +80,7 @@ def verify_against(
 
     Raises MissingData if they share no weights, because then nothing would be proven.
     """
-    whole, (a, b), pattern = (a, b), selection.of(a, b), selection.tensors
+    whole, (a, b), pattern = (a, b), keys.alike(*selection.of(a, b)), selection.tensors
     matches, only_a, only_b = mutual_matches(a, b)
     matches = selected(matches, pattern)
     if pattern is None:
@@ -107,7 +107,7 @@ def diff(
     begin: Begin | None = None,
 ) -> Report:
     """Every difference between two checkpoints, tensors in the order of the model."""
-    whole, (a, b), pattern = (a, b), selection.of(a, b), selection.tensors
+    whole, (a, b), pattern = (a, b), keys.alike(*selection.of(a, b)), selection.tensors
     matches, only_a, only_b = mutual_matches(a, b)
     matches = selected([match for match in matches if not match.copy], pattern)
     outcome = compare.compare(matches, a, b, copying, measure="first", begin=begin)
@@ -135,11 +135,11 @@ def diff(
     }
     report["states"] += values.forms(a, b)
     if pattern is not None:  # the tensors alone
-        keys = (
+        of_tensors = (
             *("differences", "problems", "first", "worst", "tensors", "bytes", "digests"),
             *("inferred", "unproven", "rounded", "notes"),
         )
-        report = {key: report[key] for key in keys} | {"results": lines}
+        report = {key: report[key] for key in of_tensors} | {"results": lines}
     one_sided = any(report.get(key) for key in ("only_a", "only_b"))
     lost = _has_masters(b, report["rounded"]["a"]) or _has_masters(a, report["rounded"]["b"])
     return {**report, "equal": nothing_found(report) and not one_sided and not lost}
