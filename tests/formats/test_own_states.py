@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from math import prod
 from pathlib import Path
@@ -371,3 +372,34 @@ def test_milestones_that_were_numbers(tmp_path: Path) -> None:
     assert not any("milestones" in line for line in report["warnings"])
     report = zckpt.convert(tmp_path / "source", tmp_path / "whole", to="gathered")
     assert any("keys of lr_scheduler.milestones are texts" in line for line in report["warnings"])
+
+
+# -- groups without parameters, which DeepSpeed removes
+
+
+@pytest.mark.parametrize(
+    "to", [WHOLE, *FLAT, {"to": "deepspeed-universal"}, {"to": "dcp", "dcp_layout": "flat"}]
+)
+def test_a_group_without_parameters(tmp_path: Path, to: dict[str, Any]) -> None:
+    plain = saved(tmp_path)
+    optim = torch.load(plain / "optim.pt", weights_only=False)
+    first, second = optim["param_groups"]
+    empty = {**first, "params": [], "lr": 7.0}
+    source, other, less = (tmp_path / name for name in ("empty", "other", "less"))
+    for path, groups in (
+        (source, [first, empty, second]),
+        (other, [first, empty, {**second, "lr": 9.0}]),
+        (less, [first, second]),
+    ):
+        shutil.copytree(plain, path)
+        torch.save({**optim, "param_groups": groups}, path / "optim.pt")
+    zckpt.convert(source, tmp_path / "target", **to)
+    for pair in ((source, tmp_path / "target"), (tmp_path / "target", source)):
+        report = zckpt.verify(*pair)
+        assert report["equal"], report["groups"]
+        note = "hyper-parameters of the optimizer's group 1, which has no parameters: only in"
+        assert f"{note} {source}" in report["not_compared"]
+    assert zckpt.verify(less, tmp_path / "target")["equal"]
+    (line,) = zckpt.verify(other, tmp_path / "target")["groups"]
+    assert (line["key"], line["a"]) == ("lr", 9.0)
+    assert not zckpt.verify(source, less)["equal"]

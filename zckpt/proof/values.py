@@ -11,7 +11,7 @@ from ..core.facts import FlatBufferEngine, NamedWeightsEngine, StateDictEngine, 
 from ..core.inert import Scalar, alike, plain_group, to_json
 from ..core.manifest import Manifest, Parameter
 from ..core.states import State, harmless, lost
-from ..errors import counted, listed
+from ..errors import counted, joined, listed
 from .states import by_keys, engine_name
 
 Report = dict[str, Any]
@@ -212,6 +212,36 @@ def groups(a: Manifest, b: Manifest) -> list[Report]:
         if ours.group != theirs.group
     ]
     return lines
+
+
+def without_empty_groups(a: Manifest, b: Manifest) -> tuple[Manifest, Manifest, list[str]]:
+    """Both sides without groups of no parameters, if only one engine has such; and notes on them.
+
+    DeepSpeed removes them from the optimizer, and flat keys of torch stand below parameters.
+    """
+    has_empty = [
+        isinstance(side.engine, StateDictEngine) and side.engine.layout != "flat" for side in (a, b)
+    ]
+    if a.groups is None or b.groups is None or len(a.groups) == len(b.groups):
+        return a, b, []
+    if all(has_empty) or not any(has_empty):
+        return a, b, []
+    sides, notes = [], []
+    for side, groups in ((a, a.groups), (b, b.groups)):
+        used = sorted({each.group for each in side.parameters.values() if each.group is not None})
+        empty = [str(place) for place in range(len(groups)) if place not in used]
+        if empty:
+            notes.append(
+                f"hyper-parameters of the optimizer's group {joined(empty)}, which has no "
+                f"parameters: only in {side.root}"
+            )
+        parameters = {
+            name: each if each.group is None else replace(each, group=used.index(each.group))
+            for name, each in side.parameters.items()
+        }
+        kept = tuple(groups[place] for place in used)
+        sides.append(replace(side, groups=kept, parameters=parameters))
+    return sides[0], sides[1], notes
 
 
 def hypers_of_one_side(a: Manifest, b: Manifest) -> list[str]:

@@ -219,6 +219,7 @@ def with_values(
     lines, not_compared = states(a, b)
     of_files, one_sided = siblings(a, b)
     a, b, not_read, as_they_are = unread.rest(a, b)
+    a, b, of_empty = values.without_empty_groups(a, b)
     lacking, afresh = values.lacking(a, b, {line["tensor"] for line in lost})
     step_place, moved = values.step_places(a, b)
     report = {
@@ -231,7 +232,7 @@ def with_values(
         "scalars": values.scalars(a, b),
         "groups": values.groups(a, b) + values.trainable(a, b),
         "states": lines + not_read + of_files,
-        "not_compared": [*not_compared, *values.hypers_of_one_side(a, b), *one_sided],
+        "not_compared": [*not_compared, *of_empty, *values.hypers_of_one_side(a, b), *one_sided],
         "only_a": list(only_a),
         "only_b": list(only_b),
         "versions": versions(a, b),

@@ -172,7 +172,7 @@ class Keeping(Struct, frozen=True):
         """A warning about keys that may have been numbers, in what is no state of a parameter."""
         if has_texts_alone(shells) or not has_texts_alone(self.source):
             return []
-        parts = {"groups": list(shells.groups or ())}
+        parts: dict[str, Any] = {"groups": list(shells.groups or ())}
         parts |= {key: shells.state.get(key) for key in ("lr_scheduler", "client_state")}
         paths = [path for key, part in parts.items() for path in in_doubt(part, key)]
         if not paths:
