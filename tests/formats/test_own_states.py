@@ -403,3 +403,28 @@ def test_a_group_without_parameters(tmp_path: Path, to: dict[str, Any]) -> None:
     (line,) = zckpt.verify(other, tmp_path / "target")["groups"]
     assert (line["key"], line["a"]) == ("lr", 9.0)
     assert not zckpt.verify(source, less)["equal"]
+
+
+# -- second names
+
+
+@pytest.mark.parametrize("to", [*PLAIN, WHOLE, *FLAT, {"to": "deepspeed-universal"}])
+def test_a_second_name_of_one_side(tmp_path: Path, to: dict[str, Any]) -> None:
+    source, target = saved(tmp_path), tmp_path / "target"
+    zckpt.convert(source, target, tie=[("tied.weight", "head.weight")], **to)
+    for side, pair in (("b", (source, target)), ("a", (target, source))):
+        report = zckpt.verify(*pair)
+        assert report["states"] == [{"key": "names.'tied.weight'", "only": side}]
+        assert not report["equal"]
+    zckpt.convert(target, tmp_path / "back", to="dcp")
+    assert zckpt.verify(tmp_path / "back", target)["equal"]
+
+
+def test_a_second_name_beside_files_without_any(tmp_path: Path) -> None:
+    """Accelerate's and transformers' safetensors have each tied weight once."""
+    source, target = saved(tmp_path), tmp_path / "target"
+    zckpt.convert(source, target, to="gathered", dialect="safetensors")
+    zckpt.convert(source, tmp_path / "tied", to="dcp", tie=[("tied.weight", "head.weight")])
+    report = zckpt.verify(tmp_path / "tied", target)
+    assert report["equal"]
+    assert any(line.startswith("names.'tied.weight': only") for line in report["not_compared"])

@@ -98,6 +98,8 @@ class _Comparison:
             self._compare_ranks()
             self._compare_layouts()
             self.of_saving += _differing("", *map(_facts, self.sides.values()))
+        else:
+            self._compare_second_names()
 
     def _without_states(self, a: Report, b: Report) -> tuple[Report, Report]:
         """Without states of parameters, unless the same engine has them on both sides.
@@ -123,6 +125,22 @@ class _Comparison:
             {name: what for name, what in _names(manifest).items() if name not in alone}
             for manifest in self.sides.values()
         ]
+
+    def _compare_second_names(self) -> None:
+        """Those that the other side has under no name, though it has their parameter."""
+        for side, other in (("a", "b"), ("b", "a")):
+            known = {*_names(self.sides[other]), *self.sides[other].parameters}
+            lost = [
+                inside("names", alias)
+                for owner, own in self.sides[side].parameters.items()
+                if not known.isdisjoint((owner, *own.aliases))
+                for alias in own.aliases
+                if alias not in known
+            ]
+            if _has_second_names(self.sides[other]):
+                self.lines += [{"key": path, "only": side} for path in lost]
+            else:
+                self.without_place[other] += lost
 
     def _leave_single_ranks(self) -> None:
         """Random states are no difference of runs of other sizes, or if one run has none."""
@@ -286,6 +304,14 @@ def _names(manifest: Manifest) -> dict[str, str]:
     for owner, parameter in manifest.parameters.items():
         names |= dict.fromkeys(parameter.aliases, f"a second name of {owner}")
     return names
+
+
+def _has_second_names(manifest: Manifest) -> bool:
+    """Whether files would have a tied weight's second name; safetensors have each weight once."""
+    engine = manifest.engine
+    if isinstance(engine, StateDictEngine):
+        return not (engine.dialect or engine.storage or _is_weights(manifest))
+    return isinstance(engine, FlatBufferEngine)
 
 
 def _facts(manifest: Manifest) -> Report:
