@@ -29,7 +29,7 @@ READING = [
 COPYING = ["--jobs", "--memory", "--io", "--resume", "--part", "--single", "--dry-run"]
 WRITING = [
     "--dp", "--stage", "--weights-only", "--dtype", "--optimizer", "--ds-config", "--dcp-layout",
-    "--dialect", "--group-defaults", "--max-file-size", "--allow-object", "--ep",
+    "--dialect", "--group-defaults", "--max-file-size", "--allow-object", "--frozen", "--ep",
     "--max-group-size", "--tp", "--vocab-size", "--pp", "--pp-bounds", "--pp-partition", "--like",
     "--tie", "--rename", "--family", "--accept-weights", "--drop-state",
 ]  # fmt: skip

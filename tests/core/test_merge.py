@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from zckpt.core.fragments import Runs
-from zckpt.core.inert import Scalar
-from zckpt.core.manifest import Entry, Manifest, Parameter
-from zckpt.core.merge import agreed_steps, merge, numbered_alike
+from zckpt.core.fragments import Extent, Record, Runs
+from zckpt.core.inert import Scalar, TensorName
+from zckpt.core.manifest import Entry, Manifest, Parameter, Unread
+from zckpt.core.merge import agreed_steps, in_order, merge, numbered_alike
 from zckpt.core.placement import Sliced, Table
 from zckpt.core.slicing import replicated
 from zckpt.core.states import BESIDE_STATE, NO_PARAMETER
@@ -119,6 +119,28 @@ def test_what_contradicts_is_named(fault: str, made: Grid) -> None:
         merge([first, change(second)], made.table)
 
 
+def test_copies_that_ranks_have_by_themselves(made: Grid) -> None:
+    """Copies of slices are one of the whole, if each rank has as many."""
+    ranks = [replace(rank, replicas=(rank.entries["a/param"],)) for rank in made.ranks]
+    copy, _ = (copy for copy in merge(ranks, made.table).replicas if copy.slot == "param")
+    assert numbers(made.files, copy) == numbers(made.files, made.whole.entries["a/param"])
+    one = merge([ranks[0], made.ranks[1]], made.table).replicas
+    assert [copy.name for copy in one] == ["b/param", "b/exp_avg"]
+
+
+def test_a_parameter_without_elements(made: Grid) -> None:
+    """It is no empty slice: an optimizer may own it."""
+    empty = grid([cut_up("e", (0, 2), 0, [[0, 0]])])
+    assert empty.ranks[0].parameters["e"].trainable
+    assert merge(empty.ranks, empty.table).parameters == empty.whole.parameters
+
+
+def test_states_stand_behind_parameters_and_buffers(made: Grid) -> None:
+    entry = Entry("client_state.rng/state", "I32", (2,), Runs(()))
+    own = replace(made.whole, entries={entry.name: entry, **made.whole.entries})
+    assert [*in_order(own).entries] == [*in_order(made.whole).entries, entry.name]
+
+
 # -- steps
 
 
@@ -170,6 +192,7 @@ def test_groups_of_stages_are_known_by_their_settings() -> None:
     assert [p.group for each in stages for p in each.parameters.values()] == [0, 2, 0, 1, 2]
     with pytest.raises(InconsistentCheckpoint, match="other hyper-parameters"):
         numbered_alike([stage("0", 4.0), stage("1", 1.0, 2.0)])
+    assert numbered_alike([stage("0", 1.0), replace(stage("1", 2.0), groups=None)])[1] is None
     with pytest.raises(UnsupportedCheckpoint, match="do not tell which"):
         numbered_alike([stage("0", 1.0), stage("1", 1.0, 1.0)])
 
@@ -199,6 +222,7 @@ def test_tensors_beside_all_ranks_come_first(made: Grid) -> None:
         entries=entries,
         parameters={"c": Parameter((2,), False)},
         files=("layer",),
+        records=(Record(Extent("layer", 0, 8), 7),),
         state={"module": ["c", "b"]},
     )
     whole = merge(stages, STAGES, None, beside)
@@ -207,6 +231,7 @@ def test_tensors_beside_all_ranks_come_first(made: Grid) -> None:
     assert [copy.name for copy in whole.replicas] == ["b/m"]
     assert [*whole.parameters] == ["b", "c"]
     assert (whole.state["module"], whole.files) == (["c", "b"], ("layer",))
+    assert whole.records == beside.records
 
 
 def test_own_values_are_left_out_and_listed(made: Grid) -> None:
@@ -220,6 +245,40 @@ def test_own_values_are_left_out_and_listed(made: Grid) -> None:
     assert whole.state["client_state"] == states[0]
     assert whole.left_out == ("client_state 'own' of model ranks other than 0",)
     assert whole.of_ranks == {"1-model_states.pt": {"client_state": states[1]}}
+    stated = {"1-model_states.pt": {"loss": 3}}
+    again = merge([ranks[0], replace(ranks[1], of_ranks=stated)], made.table).of_ranks
+    assert again == {"1-model_states.pt": {"client_state": states[1], "loss": 3}}
+
+
+def test_what_files_state_is_that_of_all_ranks(made: Grid) -> None:
+    """A state that is not read has tensors of each rank, whose names differ by its number."""
+    ranks = []
+    for number, rank in enumerate(made.ranks):
+        file = f"run/{number}-model_states.pt"
+        lines = {key: (f"{key} {number}",) for key in ("left_out", "warnings", "inferred")}
+        ranks.append(
+            replace(
+                with_state(rank, client_state={"rng": TensorName("client_state.rng")}),
+                files=(file,),
+                records=(Record(Extent(file, 0, 4), number),),
+                layout={file: {"rank": number}},
+                of_ranks={f"{number}-model_states.pt": {"loss": number}},
+                unread=(Unread("q", ("a",), "why", "", (rank.entries["a/param"],)),),
+                **lines,
+            )
+        )
+    whole = merge(ranks, made.table)
+    assert whole.files == tuple(file for rank in ranks for file in rank.files)
+    assert [record.crc for record in whole.records] == [0, 1]
+    assert [*whole.layout.values()] == [{"rank": 0}, {"rank": 1}]
+    assert [*whole.of_ranks.values()] == [{"loss": 0}, {"loss": 1}]
+    assert (whole.warnings, whole.inferred) == (
+        ("warnings 0", "warnings 1"), ("inferred 0", "inferred 1"),
+    )  # fmt: skip
+    own = "client_state 'rng' of model ranks other than 0"  # a random state, whatever its numbers
+    assert whole.left_out == ("left_out 0", "left_out 1", own)
+    tensors = [tensor for item in whole.unread for tensor in item.tensors]
+    assert [tensor.name for tensor in tensors] == ["0:a/param", "1:a/param"]
 
 
 def test_a_tensor_of_the_state_is_a_copy_unless_it_is_of_another_shape(made: Grid) -> None:
@@ -249,6 +308,8 @@ def test_numbers_of_no_parameter_that_differ_are_not_read(made: Grid) -> None:
     assert (unread.key, unread.parameters, unread.reason, unread.content) == (
         "own", (NO_PARAMETER,), BESIDE_STATE, "[0, 1]",
     )  # fmt: skip
+    alone = [with_state(rank, optimizer={"beside": {"own": n}}) for n, rank in enumerate(ranks)]
+    assert merge(alone, made.table).state["optimizer"] == {}
 
 
 def test_other_values_of_parameters_are_united() -> None:
@@ -257,8 +318,12 @@ def test_other_values_of_parameters_are_united() -> None:
         with_state(stage(name, 1.0), optimizer={"other": {f"{name}.0": {"step": None}}})
         for name in "01"
     ]
+    names = [f"optimizer.other.{name}.0.step/state" for name in "01"]
+    entries = [Entry(name, "I32", (2,), Runs(())) for name in names]
+    ranks = [replace(r, entries={e.name: e}) for r, e in zip(ranks, entries, strict=True)]
     whole = merge(ranks, STAGES)
     assert whole.state["optimizer"] == {"other": {"0.0": {"step": None}, "1.0": {"step": None}}}
+    assert [*whole.entries] == names
 
 
 def test_a_copy_says_along_which_axis_it_is_one() -> None:

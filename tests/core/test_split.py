@@ -57,6 +57,15 @@ def test_an_empty_slice_is_a_frozen_parameter_of_the_modules_type() -> None:
     ]
 
 
+def test_a_slice_has_no_bytes() -> None:
+    source = whole()
+    full = replace(source.entries["a/param"], digest=7, mean=(source.entries["b/param"],))
+    source = replace(source, entries={full.name: full}, replicas=(full,))
+    own = part(source, Row(["a"], {"a": (2,)}))
+    (entry,) = own.entries.values()
+    assert ([*entry.fragments], entry.digest, entry.mean, own.replicas) == ([], None, (), ())
+
+
 def test_a_rank_has_its_parameters_in_its_order() -> None:
     source = whole()
     own = part(source, Row(["b", "a"]))

@@ -124,6 +124,7 @@ def test_widened(narrow: str, wide: str | None, lost: bool) -> None:
         ("master", "F32", weight("F32", "F32"), weight("BF16"), ("param", "rounded")),
         ("master", "F32", weight(None, "F32"), weight("F32"), ("param", "bits")),
         ("master", "F32", weight(None, "F32"), weight(None, "F64"), None),
+        ("master", "F32", weight("F32", "F32"), weight("F64"), ("param", "rounded")),
         ("param", "F16", weight("F16"), weight("BF16"), None),
         ("param", "F16", weight("F16"), weight(), None),
     ],

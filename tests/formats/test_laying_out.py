@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 import zckpt
+from zckpt import formats
+from zckpt.training.options import Options
 from zckpt.writing import conversion
 
 DATA = Path(__file__).parents[1] / "data"
@@ -75,3 +77,19 @@ def test_no_file_of_the_source_is_opened(
     write(source, tmp_path / "new", **to)
     own = {os.path.basename(file) for file in zckpt.read(source).files}
     assert not own & {os.path.basename(path) for path in while_laid_out}
+
+
+@pytest.mark.parametrize("name", ["deepspeed-0.9.3-z2_dp3_fused_adam/run", "megatron-0.16.1-tp2"])
+def test_no_file_of_the_run_of_like_is_opened(name: str, tmp_path: Path) -> None:
+    """The writer gets its manifest."""
+    global opened
+    zckpt.convert(DATA / name, tmp_path / "whole", to="gathered")
+    source, run = zckpt.read(tmp_path / "whole"), zckpt.read(DATA / name)
+    lay_out_like = formats.named(run.format).functions.lay_out_like
+    assert lay_out_like is not None
+    opened = []
+    try:
+        assert sum(1 for _ in lay_out_like(source, run, Options()).shells())
+        assert not {*opened} & {*source.files, *run.files}
+    finally:
+        opened = None

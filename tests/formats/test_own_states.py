@@ -189,6 +189,7 @@ def test_an_empty_group(tmp_path: Path, to: dict[str, Any]) -> None:
     zckpt.convert(source, tmp_path / "run", **to)
     groups = zckpt.read(tmp_path / "run").groups or ()
     assert len(groups) == len(optim["param_groups"]) - 1
+    assert zckpt.verify(tmp_path / "run", source)["equal"]
 
 
 @pytest.mark.parametrize("to", [*PLAIN[1:], WHOLE, FLAT[1]], ids=lambda to: to["to"])

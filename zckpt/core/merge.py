@@ -96,7 +96,7 @@ def tensor(name: str, held: Sequence[Sequence[Entry]], table: Table, root: str) 
     Raises InconsistentCheckpoint for other types or shapes, and if a rank lacks its slice.
     """
     parameter, _, slot = name.rpartition("/")
-    cut = None if slot == "state" else table.cuts.get(parameter)
+    cut = table.cuts.get(parameter)
     known = [entry for own in zip_longest(*held) for entry in own if entry is not None]
     if len(dtypes := {entry.dtype for entry in known}) > 1:
         raise InconsistentCheckpoint(

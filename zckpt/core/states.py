@@ -186,6 +186,22 @@ def tensors_in(value: Any) -> list[str]:
     return list(names)
 
 
+def untouched(manifest: Manifest) -> list[str]:
+    """Parameters that an optimizer lists and never updated: they are frozen, or never used.
+
+    It keeps nothing of them, though it counts the updates of others.
+    """
+    parameters = manifest.parameters.items()
+    if all(own.step is None for _, own in parameters):
+        return []
+    owners = {name for state in states_of(manifest).values() for name in state.tensors}
+    return [
+        name
+        for name, own in parameters
+        if own.trainable and own.step is None and name not in owners
+    ]
+
+
 def harmless(state: State, manifest: Manifest) -> str:
     """Why a state may be lost; empty if it may not."""
     if state.form == "none":

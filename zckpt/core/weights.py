@@ -30,6 +30,8 @@ WEIGHTS = frozenset({"param", "master"})
 WIDE = ("F64", "F32")
 """The types of masters, which weights are rounded from."""
 
+FP64 = ("param", "F64")
+
 
 def is_optimizers(slot: str) -> bool:
     """Whether a slot is a state of the optimizer, such as `exp_avg`."""
@@ -106,11 +108,13 @@ def counterpart(entry: Entry, others: Weight, own: Weight) -> tuple[Entry, str] 
 
     This is asked if the other side has no entry of the same slot and type. `own` is the weight that
     `entry` belongs to. A `param` may equal the other's master or `param`, or be rounded from them.
-    A master, or a `param` without a master, may be what the other's `param` was rounded from.
+    A master, or a `param` without a master, may be what the other's `param` was rounded from. An
+    fp32 master may be rounded from a `param` of fp64.
     """
     for other in (others.master, others.param):
         how = None if other is None else agreement(other, entry)
-        if other is not None and (how == "bits" or (how and entry.slot == "param")):
+        is_known = how == "bits" or entry.slot == "param"
+        if other and how and (is_known or (other.slot, other.dtype) == FP64):
             return other, how
     stands_alone = entry.slot == "master" or own.master is None
     narrow = others.param

@@ -143,5 +143,5 @@ class Functions(Struct, frozen=True, eq=False):
     """Without wrong masters and their states; its warnings name them."""
     way_out: Callable[[Manifest], str] | None = None
     """The hint for masters that do not round to their weights."""
-    groups: Callable[[Manifest], tuple[Manifest, list[Shell]]] | None = None
+    groups: Callable[[Manifest, Options], tuple[Manifest, list[Shell]]] | None = None
     """Gives a source the groups of the target's engine, and the files that change with them."""

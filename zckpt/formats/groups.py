@@ -9,22 +9,50 @@ trainer's own scheduler file.
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from collections.abc import Sequence
 from typing import Any
 
 from msgspec.structs import replace
 
+from ..core import states
 from ..core.facts import FlatBufferEngine
 from ..core.layout import Shell
 from ..core.manifest import Manifest, Sibling
-from ..errors import ZckptError
+from ..errors import WrongOption, ZckptError, listed
 from ..files.torchfile import TorchFile
 from ..files.torchshell import Storages, shell
+from ..training.options import FROZEN, Options
 from ..training.trainers import SCHEDULERS, TRANSFORMERS, program_of
 
 # names of weights without weight decay in the Trainer (transformers 5.23)
 NOT_DECAYED = re.compile(r".*(?:bias|layernorm|rmsnorm|(?:^|[._])norm(?:$|\.))", re.IGNORECASE)
+
+
+def of_trained(manifest: Manifest, options: Options) -> tuple[Manifest, list[Shell]]:
+    """The groups of what DeepSpeed trains, which is not what --frozen names.
+
+    Raises WrongOption for a pattern that names no parameter of the optimizer, or a trained one.
+    """
+    untouched = set(states.untouched(manifest))
+    frozen: set[str] = set()
+    for pattern in options[FROZEN]:
+        names = fnmatch.filter(manifest.parameters, pattern)
+        if trained := [name for name in names if name not in untouched]:
+            raise WrongOption(f"--frozen {pattern} names {listed(trained)}, which was trained")
+        if not names:
+            raise WrongOption(f"--frozen {pattern} names no parameter of {manifest.root}")
+        frozen.update(names)
+    parameters = {
+        name: replace(own, trainable=False, group=None) if name in frozen else own
+        for name, own in manifest.parameters.items()
+    }
+    own, shells = without_empty_groups(replace(manifest, parameters=parameters))
+    if frozen and len(own.groups or ()) < len(manifest.groups or ()):
+        line = "a group has frozen parameters alone: give DeepSpeed an optimizer without that group"
+        own = replace(own, warnings=(*own.warnings, line))
+    return own, shells
 
 
 def without_empty_groups(manifest: Manifest) -> tuple[Manifest, list[Shell]]:
@@ -49,7 +77,7 @@ def without_empty_groups(manifest: Manifest) -> tuple[Manifest, list[Shell]]:
     return regrouped(manifest, tuple(groups[number] for number in kept), members, kept)
 
 
-def with_trainers_groups(manifest: Manifest) -> tuple[Manifest, list[Shell]]:
+def with_trainers_groups(manifest: Manifest, _options: Options) -> tuple[Manifest, list[Shell]]:
     """The two groups that a Trainer's optimizer has, if DeepSpeed stored only one.
 
     transformers makes one group of decayed weights and one of the others (5.23). DeepSpeed drops

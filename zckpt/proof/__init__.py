@@ -7,7 +7,7 @@
     health.py       statistics of all tensors
     damage.py       whose bytes are damaged               beside.py    files of a trainer, ...
     saved.py        the file of --save-proof              unread.py    states that are not read
-    contents.py     whether files are copies              roots.py     one model of several
+    file_digest.py  whether files are copies              roots.py     one model of several
 
 Only allgather/ needs torch.
 """

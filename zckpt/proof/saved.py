@@ -37,7 +37,7 @@ from ..errors import (
     listed,
 )
 from . import unread
-from .contents import digest
+from .file_digest import digest
 from .pairs import only_rounded, selected
 from .report import difference, findings
 from .roots import of_root, refuse_several

@@ -21,7 +21,7 @@ from ..core.weights import WEIGHTS, is_optimizers
 from ..errors import MissingData, counted, listed
 from . import damage, unread, values
 from .beside import siblings
-from .contents import same_files
+from .file_digest import same_files
 from .pairs import missing, mutual_matches, only_rounded, own_matches, selected
 from .report import difference, findings, versions
 from .states import states
@@ -80,7 +80,8 @@ def verify_against(
 
     Raises MissingData if they share no weights, because then nothing would be proven.
     """
-    whole, (a, b), pattern = (a, b), keys.alike(*selection.of(a, b)), selection.tensors
+    whole, pattern = (a, b), selection.tensors
+    a, b = values.with_trained_alike(*keys.alike(*selection.of(a, b)))
     matches, only_a, only_b = mutual_matches(a, b)
     matches = selected(matches, pattern)
     if pattern is None:
@@ -107,7 +108,8 @@ def diff(
     begin: Begin | None = None,
 ) -> Report:
     """Every difference between two checkpoints, tensors in the order of the model."""
-    whole, (a, b), pattern = (a, b), keys.alike(*selection.of(a, b)), selection.tensors
+    whole, pattern = (a, b), selection.tensors
+    a, b = values.with_trained_alike(*keys.alike(*selection.of(a, b)))
     matches, only_a, only_b = mutual_matches(a, b)
     matches = selected([match for match in matches if not match.copy], pattern)
     outcome = compare.compare(matches, a, b, copying, measure="first", begin=begin)

@@ -6,7 +6,7 @@ A module here may name classes of optimizers and programs that train, but reads 
     optimizers.py       what each optimizer keeps, and the defaults of its hyper-parameters
     hyperparameters.py  which hyper-parameters the groups of a target get
     trainers.py         the files that trainer programs put beside a checkpoint
-    programs.py         which program's state it is, and where this program looks for it
+    program_states.py   which program's state it is, and where this program looks for it
     best.py             the best checkpoint of a Trainer's run
     objects.py          which objects may go into a target's pickles
     options.py          the options of a conversion

@@ -255,6 +255,12 @@ DROP_STATE: Option[Sequence[str]] = Option(
     "drop_state", (), "Go on without this state of the optimizer. May be repeated",
     kind="texts", metavar="NAME", group="Optimizer and steps",
 )  # fmt: skip
+FROZEN: Option[Sequence[str]] = Option(
+    "frozen", (),
+    "Parameters that the program does not train, though its optimizer lists them. May be repeated",
+    kind="texts", metavar="GLOB", rare=True,
+    reason="the target keeps them as the source does",
+)  # fmt: skip
 EVERYWHERE: tuple[Option[Any], ...] = (
     PARAM_NAMES, TIE, RENAME, FAMILY, ACCEPT_WEIGHTS, DROP_STATE
 )  # fmt: skip
@@ -283,6 +289,7 @@ class Keywords(TypedDict, total=False):
     family: str | None  # "llama", or "llama:heads=32,kv_heads=8,vocab_size=32000"
     accept_weights: bool
     drop_state: Sequence[str]
+    frozen: Sequence[str]
 
 
 class Options(Struct, frozen=True):

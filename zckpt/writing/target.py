@@ -76,7 +76,7 @@ def laid_out(
         source, layout = admitted, models.lay_out(format, admitted, [*map(allowed, parts)], options)
     else:
         assert functions.lay_out is not None
-        source, files = functions.groups(admitted) if functions.groups else (admitted, [])
+        source, files = functions.groups(admitted, options) if functions.groups else (admitted, [])
         if (path := options[LIKE]) is not None:
             assert functions.lay_out_like is not None
             layout = functions.lay_out_like(source, allowed(_run(path, format)), options)

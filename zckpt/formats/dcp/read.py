@@ -46,6 +46,7 @@ from ..statedict.tree import (
     leads_to_step,
     leaves,
     number_of,
+    piece_of,
     solid_piece,
 )
 from ..statedict.weights import weights_of
@@ -284,10 +285,7 @@ class _FolderReader:
             described = (tensor.dtype, tensor.shape) if isinstance(tensor, Tensor) else None
             require_same(location, key, described, (dtype, box.sizes))
             self.saved.records += file.records.values()
-            extent = file.whole(tensor)
-            pieces.append(
-                TensorPiece(box.offsets, box.sizes, tensor.strides, tensor.offset, extent)
-            )
+            pieces.append(piece_of(file, tensor, box.offsets))
             parts.append((box.offsets, tensor, file))
             number = cache(partial(file.scalar, tensor))
         if inner:

@@ -19,7 +19,7 @@ from ...core.manifest import Manifest
 from ...files.torchfile import TorchFile, is_torch
 from ...files.torchshell import Storages, seal_records, shell, thawed
 from ...training.options import DIALECT, Options
-from ...training.programs import META, program_in
+from ...training.program_states import META, program_in
 from ..statedict.tree import SavedTree, leaves
 from ..statedict.write import StateDicts
 

@@ -2,7 +2,7 @@
 
 from ...files.torchshell import seal_records
 from ..format import Functions
-from ..groups import without_empty_groups
+from ..groups import of_trained
 from .gather import partitions
 from .read import averaged, check, check_slices, read
 from .write import lay_out, lay_out_like
@@ -16,5 +16,5 @@ FUNCTIONS = Functions(
     averaged=averaged,
     check=check,
     check_slices=check_slices,
-    groups=without_empty_groups,
+    groups=of_trained,
 )

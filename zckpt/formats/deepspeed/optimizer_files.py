@@ -146,7 +146,7 @@ def _base_and_step(
     """
     if not is_elastic:
         return {"base_optimizer_state": base_state(target, states, storages, rank)}
-    step = group_step(target, range(len(target.buffers)), storages)
+    step = group_step(target, target.buffers, storages)
     return {
         "base_optimizer_state": list(states.values()),
         "base_optimizer_state_step": step.get("step", target.buffers[0].step),

@@ -10,7 +10,7 @@ from ...core.layout import Layout, Shell
 from ...core.manifest import Manifest
 from ...errors import counted, listed, literal
 from ...naming.order import need_order
-from ...training import programs
+from ...training import program_states
 from ...training.options import TP, Options
 from ..deepspeed_states import reports
 from ..deepspeed_states.hyper import check_states
@@ -90,5 +90,5 @@ def _lay_out(source: Manifest, options: Options) -> Layout:
     def loading(path: str) -> str:
         return f"model_engine.load_checkpoint({literal(path)}{only})"
 
-    line = loading if options.weights_only else programs.resuming(source, loading)
+    line = loading if options.weights_only else program_states.resuming(source, loading)
     return Layout(shells, siblings, target.left_out, warnings, about=about, loading=line)

@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from msgspec import Struct
@@ -161,31 +162,15 @@ class ExpertLayers(Struct, frozen=True):
 
         For any ep, the members on a rank then stand in the order that this rank would give them.
         """
-        names: list[str] = []
-        for layer, run in self._runs(local):
-            names += _spread(layer, run)
-        return names
+        runs = groupby(local, self.layer_of)  # neighbors of the same layer
+        return [name for layer, run in runs for name in _spread(layer, [*run])]
 
     def is_regular(self, names: Sequence[str]) -> bool:
         """Whether the order of a group in the whole model says its order for every ep."""
         return all(
-            layer is None or _order(run, layer.experts) is not None
-            for layer, run in self._runs(names)
+            layer is None or _order([*run], layer.experts) is not None
+            for layer, run in groupby(names, self.layer_of)
         )
-
-    def _runs(self, names: Sequence[str]) -> Iterator[tuple[ExpertLayer | None, list[str]]]:
-        """Neighbors of the same layer."""
-        run: list[str] = []
-        last: ExpertLayer | None = None
-        for name in names:
-            layer = self.layer_of(name)
-            if run and layer != last:
-                yield last, run
-                run = []
-            run.append(name)
-            last = layer
-        if run:
-            yield last, run
 
     def with_ep(self, ep: int) -> ExpertLayers:
         """The same layers over `ep` ranks."""

@@ -18,28 +18,13 @@ from .tensors import is_extra
 # keys of the model states that the engine itself writes; all others are the user's client_state
 ENGINE_KEYS = frozenset(
     (
-        "module",
-        "buffer_names",
-        "optimizer",
-        "param_shapes",
-        "frozen_param_shapes",
-        "frozen_param_fragments",
-        "shared_params",
-        "lr_scheduler",
-        "data_sampler",
-        "random_ltd",
-        "skipped_steps",
-        "global_steps",
-        "global_samples",
-        "dp_world_size",
-        "mp_world_size",
-        "checkpoint_parallel_dimensions",
-        "ds_config",
-        "ds_version",
-        "num_experts",
-        "sparse_tensor_module_names",
-        "csr_tensor_module_names",
-        "ds_autoep_layers",
+        *("module", "buffer_names", "optimizer", "shared_params", "num_experts"),
+        *("param_shapes", "frozen_param_shapes", "frozen_param_fragments"),
+        *("lr_scheduler", "data_sampler", "random_ltd"),
+        *("skipped_steps", "global_steps", "global_samples"),
+        *("dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions"),
+        *("ds_config", "ds_version", "ds_autoep_layers"),
+        *("sparse_tensor_module_names", "csr_tensor_module_names"),
     )
 )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ...core import agreement
@@ -48,7 +48,7 @@ def base_state(
     groups = []
     for number, group in enumerate(target.groups):
         members = [place for place, flat in enumerate(target.buffers) if flat.group == number]
-        stepped = group_step(target, members, storages)
+        stepped = group_step(target, [target.buffers[place] for place in members], storages)
         own = estimates.of_rank(target.source, number, rank, storages)
         groups.append(target.thawed(group, storages) | own | stepped | {"params": members})
     return {
@@ -78,14 +78,14 @@ def typed_step(target: DeepSpeedTarget, step: agreement.Step, storages: Storages
 
 
 def group_step(
-    target: DeepSpeedTarget, members: Sequence[int], storages: Storages
+    target: DeepSpeedTarget, members: Iterable[TargetBuffer], storages: Storages
 ) -> dict[str, Any]:
     """The key `step` of a param group whose flat buffers are `members`, if it has one."""
     place = target.step_place
     if target.options.weights_only:
         return {}
     if place.where == "group":
-        values = {step for number in members if (step := target.buffers[number].step) is not None}
+        values = {buffer.step for buffer in members if buffer.step is not None}
         if len(values) > 1:
             raise InconsistentCheckpoint(
                 f"the optimizer keeps one step per group, but the source has several: "

@@ -13,6 +13,7 @@ from ...training.options import (
     DP,
     DTYPE,
     EP,
+    FROZEN,
     GROUP_DEFAULTS,
     LIKE,
     OPTIMIZER,
@@ -90,8 +91,7 @@ CONFIG: Option[dict[str, Any] | None] = Option(
     rare=True,
     flag="--ds-config",
 )
-
-OPTIONS = (DP, STAGE, WEIGHTS_ONLY, DTYPE, OPTIMIZER, CONFIG, GROUP_DEFAULTS, ALLOW_OBJECT)
+OPTIONS = (DP, STAGE, WEIGHTS_ONLY, DTYPE, OPTIMIZER, CONFIG, GROUP_DEFAULTS, ALLOW_OBJECT, FROZEN)
 """What the writers of both of DeepSpeed's formats understand."""
 OF_RANKS = (EP, MAX_GROUP_SIZE, TP, VOCAB_SIZE, PP, PP_BOUNDS, PP_PARTITION, LIKE)
 """What only the writer of ranks' files understands."""

@@ -23,14 +23,14 @@ from ...core.facts import StepPlace
 from ...core.grouping import by_key
 from ...core.inert import Scalar
 from ...core.manifest import Manifest, Parameter, Sibling, slot_key
-from ...core.states import others_of, partitions_of, states_of
+from ...core.states import others_of, partitions_of, states_of, untouched
 from ...core.weights import WIDE, is_optimizers, weight_of
-from ...errors import InconsistentCheckpoint, MissingData, UnsupportedCheckpoint
+from ...errors import InconsistentCheckpoint, MissingData, UnsupportedCheckpoint, listed
 from ...files.torchshell import Storages, thawed
 from ...training import steps
 from ...training.optimizers import is_of_axis, known_optimizer
 from ...training.options import Options
-from ...training.programs import program_in
+from ...training.program_states import program_in
 from ...training.trainers import ACCELERATE, program_of
 from .. import zero
 from .directories import OF_MODELS, POINTERS
@@ -73,6 +73,18 @@ def _refuse_grid(source: Manifest) -> None:
         )
 
 
+def _refuse_untouched(source: Manifest) -> None:
+    """Raises MissingData: ZeRO cuts what is trained, and an unused parameter has zeros there."""
+    if names := untouched(source):
+        raise MissingData(
+            f"the optimizer lists {listed(names, 4)}, and never updated "
+            f"{'it' if len(names) == 1 else 'them'}: ZeRO keeps states of all that is trained",
+            hint="if the program does not train them (requires_grad=False): "
+            f"{' '.join(f'--frozen {quote(name)}' for name in names[:4])}; --stage 0 and --to dcp "
+            "keep them as they are",
+        )
+
+
 class DeepSpeedTarget:
     """Engine, groups and flat buffers of the target, and what it cannot take along.
 
@@ -97,6 +109,8 @@ class DeepSpeedTarget:
         self.trainable = {name: parameter for name, parameter in parameters if parameter.trainable}
         self.frozen = {name: parameter for name, parameter in parameters if not parameter.trainable}
         self.aliases = source.owners
+        if not (self.engine.whole or options.weights_only):
+            _refuse_untouched(source)
         self.groups, self.assumed = complete_groups(self.engine, source)
         self.buffers = list(self._buffers())
         self.client_state = self._client_state()
@@ -112,12 +126,9 @@ class DeepSpeedTarget:
     def _buffers(self) -> Iterator[TargetBuffer]:
         if not self.trainable:
             raise MissingData("the source has no trainable parameter")
+        members = by_key((item.group or 0, name) for name, item in self.trainable.items())
         for group in range(len(self.groups)):
-            names = [
-                name
-                for name, parameter in self.trainable.items()
-                if (parameter.group or 0) == group
-            ]
+            names = members.get(group, [])
             ep = self.experts.ep_of(names)
             first = self.experts.on_rank(names, 0) if ep > 1 else names
             numels = [prod(self.trainable[name].shape) for name in first]
@@ -165,8 +176,7 @@ class DeepSpeedTarget:
         types = by_key(pair for name in members for pair in self._states(name))
         slots = {slot: one_type(slot_key(slot), own) for slot, own in types.items()}
         for name in members:
-            missing = set(slots) - {slot for slot, _ in self._states(name)}
-            if missing:
+            if missing := set(slots) - {slot for slot, _ in self._states(name)}:
                 key = slot_key(min(missing))
                 raise MissingData(
                     f"the source holds {key} of other parameters of the same group, but not of "
@@ -227,8 +237,8 @@ class DeepSpeedTarget:
         """The one value of a flat buffer's parameters; DeepSpeed keeps no more."""
         if self.options.weights_only:
             return None
-        if any(value != values[0] for value in values):
-            other = next(p for p, value in enumerate(values) if value != values[0])
+        other = next((place for place, value in enumerate(values) if value != values[0]), None)
+        if other is not None:
             raise InconsistentCheckpoint(
                 f"DeepSpeed keeps one {what} for {names[0]} ({values[0]}) and {names[other]} "
                 f"({values[other]})",
@@ -288,13 +298,12 @@ class DeepSpeedTarget:
         module = self.source.state.get("module") or []
         stated = self.optimizer_state.get("members") if self.wrapper is None else None
         names = [[None if n is None else module[n] for n in own] for own in stated or ()]
-        if [[name for name in own if name is not None] for own in names] == trained:
-            return names
-        if len(names) != len(trained) or not self.experts:
+        kept = [[name for name in own if name is not None] for own in names]
+        if len(kept) != len(trained) or (kept != trained and not self.experts):
             return [[*own] for own in trained]
         return [  # other ep ranks have other groups of experts, and the same dense ones
-            own if [name for name in own if name is not None] == known else [*known]
-            for own, known in zip(names, trained, strict=True)
+            listed if own == known else [*known]
+            for listed, own, known in zip(names, kept, trained, strict=True)
         ]
 
     @property
@@ -381,11 +390,10 @@ class DeepSpeedTarget:
     @property
     def counters(self) -> dict[str, Any]:
         """The engine's counters; where the source has none, those of a run of as many steps."""
-        kept = self.source.state.get("counters") or {}
-        fresh = {"global_steps": int(self.source.step or 0), "skipped_steps": 0}
-        return {
-            key: fresh.get(key, 0) if kept.get(key) is None else kept.get(key) for key in COUNTERS
-        }
+        stated = (self.source.state.get("counters") or {}).items()
+        kept = {key: value for key, value in stated if value is not None}
+        fresh = dict.fromkeys(COUNTERS, 0) | {"global_steps": int(self.source.step or 0)}
+        return {key: kept.get(key, fresh[key]) for key in COUNTERS}
 
     @property
     def step_place(self) -> StepPlace:

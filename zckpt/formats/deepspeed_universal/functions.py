@@ -2,7 +2,7 @@
 
 from ...files.torchshell import seal_records
 from ..format import Functions
-from ..groups import without_empty_groups
+from ..groups import of_trained
 from .read import read
 from .write import lay_out
 
@@ -10,5 +10,5 @@ FUNCTIONS = Functions(
     read=read,
     lay_out=lay_out,
     seal=seal_records,
-    groups=without_empty_groups,
+    groups=of_trained,
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...core import agreement
 from ...errors import InconsistentCheckpoint, MissingData
@@ -89,7 +89,7 @@ def _owners_by_names(
         names[stop - size : stop] for size, stop in zip(sizes, accumulate(sizes), strict=True)
     ]
     numels = [[prod(shapes[name]) for name in group] for group in of_group]
-    owners = [[OwnedParameter(0, 0)] * size for size in sizes]
+    owners = [[(0, 0)] * size for size in sizes]
     for rank, parts in enumerate(partition(numels, len(files))):
         for group, part in enumerate(parts):
             if len(part) != counts[rank][group]:
@@ -100,7 +100,7 @@ def _owners_by_names(
                     hint="list them in the order of the optimizer: group after group",
                 )
             for position, place in enumerate(part):
-                owners[group][place] = OwnedParameter(rank, position)
+                owners[group][place] = rank, position
     return owners
 
 
@@ -182,11 +182,8 @@ def _last_step(file: TorchFile) -> agreement.Step | None:
 # -- the rule of ZeroRedundancyOptimizer
 
 
-class OwnedParameter(NamedTuple):
-    """A parameter by the rank that owns it, and by its place in that rank's part of its group."""
-
-    rank: int
-    position: int
+OwnedParameter = tuple[int, int]
+"""The rank that owns a parameter, and the parameter's place in that rank's part of its group."""
 
 
 def partition(groups: Sequence[Sequence[int]], world: int) -> list[list[list[int]]]:
@@ -236,7 +233,7 @@ def dealt(ranks: Sequence[Sequence[Sequence[int]]]) -> list[list[OwnedParameter]
                     f"{before} elements, but ZeroRedundancyOptimizer deals the largest first",
                     hint="files of different saves seem to be mixed; take those of one save",
                 )
-            order.append(OwnedParameter(rank, taken[rank]))
+            order.append((rank, taken[rank]))
             taken[rank] += 1
             sizes[rank] += numel
             before = numel

@@ -40,9 +40,9 @@ from ...errors import listed, literal
 from ...files import safefile
 from ...files.torchshell import Storages, seal_records, shell
 from ...naming import peft
-from ...training import programs, trainers
+from ...training import program_states, trainers
 from ...training.options import DIALECT, DP, Options
-from ...training.programs import Keys, program_in
+from ...training.program_states import Keys, program_in
 from ...training.trainers import ACCELERATE, TRANSFORMERS, program_of
 from ..statedict.keys import OPTIMIZER, keys_of, trainers_dialect
 from ..statedict.tree import Path, dotted
@@ -155,7 +155,7 @@ def lay_out(source: Manifest, options: Options, number: int = 0) -> Layout:
     of_trainer = writer.optimizes and names_of_files.scheduler is not None
     resuming = trainers.resuming(source.siblings, loading) if of_trainer else loading
     if names_of_files.keys is not None:
-        resuming = programs.resuming(source, loading, names_of_files.weights)
+        resuming = program_states.resuming(source, loading, names_of_files.weights)
     return Layout(
         writer.shells,
         siblings,

@@ -7,7 +7,6 @@
     groups.py      which group each parameter is in, and its step
     read.py        a torch_dist directory, item by item
     contents.py    the manifest of what a reader has collected
-    weightless.py  directories without weights: masters that stand for them, or the reason
     masters.py     what is left if masters do not round to their weights; the check of copies
     buffers/       flat buffers of the optimizer
     legacy/        the older directories, mp_rank_*

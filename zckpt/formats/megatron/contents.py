@@ -13,7 +13,7 @@ from msgspec import Struct, field
 from ...core.facts import NamedWeightsEngine
 from ...core.fragments import Record
 from ...core.manifest import Entry, Manifest, Parameter, Sibling, Sighting
-from ...errors import UnsupportedCheckpoint, brief, counted, listed
+from ...errors import MissingData, UnsupportedCheckpoint, brief, counted, listed
 from ...files.dcpfile import ItemTable
 from ...files.torchfile import TorchFile
 from ...training.optimizers import name_of_groups
@@ -28,6 +28,7 @@ BUFFERS = re.compile(r".*\.router\.expert_bias")
 STRATEGIES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 LAYER_WISE = "use_layer_wise_distributed_optimizer"
 TIED = "untie_embeddings_and_output_weights"
+WITH_MODEL = "load the run in Megatron-Core, and save it with its model"
 
 
 class Content(Struct, eq=False):
@@ -210,6 +211,19 @@ def require_groups(folder: str, args: Mapping[str, Any], tp: int) -> None:
             hint="zckpt reads linear_qkv if every rank has groups of its own: load the run in "
             f"Megatron-Core on at most {counted(queries, 'tensor rank')}, and save it again",
         )
+
+
+def without_weights(folder: str, states: Iterable[str], others: Iterable[str]) -> MissingData:
+    """The error for a directory without weights and masters; it says what there is.
+
+    `states` are the optimizer's, `others` are the first words of other keys.
+    """
+    what = [*(f"{state} of an optimizer" for state in sorted(states)), *dict.fromkeys(others)]
+    return MissingData(
+        f"{folder} has neither weights of a model nor masters"
+        + (f", only {listed(what)}" if what else ""),
+        hint=f"the weights may be in another directory; if not, {WITH_MODEL}",
+    )
 
 
 def require_states_by_parameter(folder: str, args: Mapping[str, Any]) -> None:

@@ -38,10 +38,9 @@ from ...files.torchfile import TorchFile
 from ...training import steps
 from ..statedict.tree import TensorPiece, assembled, piece_of
 from .common import FSDP, WEIGHTS_ONLY, arguments
-from .contents import Content, manifest_of, require_groups, size_of, strangers
+from .contents import Content, manifest_of, require_groups, size_of, strangers, without_weights
 from .groups import FileStep, agreed_step
 from .names import OF_MODULE, OF_OUTPUT, KeysOfGpt, with_own_expert, with_plain_norms
-from .weightless import without_weights
 
 OF_RANK = re.compile(r"\((\d{1,9}), (\d{1,9})\)")  # stage, tensor rank
 MASTER = "master_param"  # of Transformer Engine's Adam, if it keeps the masters itself

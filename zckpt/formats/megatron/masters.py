@@ -8,6 +8,7 @@ rule that this proves (buffers/placing.py).
 
 from __future__ import annotations
 
+from itertools import product
 from math import prod
 
 from msgspec.structs import replace
@@ -95,13 +96,11 @@ def with_zeros(manifest: Manifest) -> Manifest:
     names = [name for name in lost or () if name in manifest.parameters]
     slots = {e.slot: e.dtype for e in manifest.entries.values() if is_optimizers(e.slot)}
     zeros = {}
-    for name in names:
-        shape = manifest.parameters[name].shape
-        for slot, dtype in (slots or dict.fromkeys(MOMENTS, "F32")).items():
+    for name, (slot, dtype) in product(names, (slots or dict.fromkeys(MOMENTS, "F32")).items()):
+        shape, full = manifest.parameters[name].shape, f"{name}/{slot}"
+        if full not in manifest.entries:
             extent = Extent(ZEROS, 0, prod(shape) * SIZES[dtype])
-            entry = Entry(f"{name}/{slot}", dtype, shape, solid(prod(shape), extent))
-            zeros[entry.name] = entry
-    zeros = {name: entry for name, entry in zeros.items() if name not in manifest.entries}
+            zeros[full] = Entry(full, dtype, shape, solid(prod(shape), extent))
     if not zeros:
         return manifest
     line = (

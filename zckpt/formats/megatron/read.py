@@ -5,7 +5,7 @@
     optimizer.state.fp32_param.<key>                  the same without the distributed optimizer
     optimizer.state.exp_avg.<key>, exp_avg_sq         moments
 
-A directory of the optimizer alone is read by its masters (weightless.py).
+A save of the optimizer alone has masters under the keys of weights: they stand for the weights.
 
 All have the global shape of the key, so no size of tp, pp or ep matters. The rows of a gated
 `linear_fc1` are [gate; up], whatever tp was.
@@ -23,7 +23,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ...core.manifest import Entry, Manifest, slot_name
+from ...core.manifest import Entry, Manifest
 from ...errors import MALFORMED, InconsistentCheckpoint, UnsupportedCheckpoint, not_understood
 from ...files.dcpfile import ItemTable, TensorItem, read_table
 from ...files.dcpitems import ItemFiles
@@ -31,14 +31,7 @@ from ...files.torchfile import Tensor
 from ...naming.tensor_rules import rules_of
 from ..reading import USUAL, Reading
 from ..statedict.tree import TensorPiece, assembled
-from .buffers.flats import (
-    FlatFragments,
-    FlatItems,
-    enter_states,
-    local_parts,
-    read_bytes,
-    slicing_of,
-)
+from .buffers import flats
 from .buffers.order import expert_of
 from .buffers.stages import ModelRank, placed
 from .common import (
@@ -54,12 +47,14 @@ from .common import (
 )
 from .contents import (
     BUFFERS,
+    WITH_MODEL,
     Content,
     manifest_of,
     require_groups,
     require_states_by_parameter,
     size_of,
     strangers,
+    without_weights,
 )
 from .files import MARKER, is_fsdp, is_legacy, locate
 from .fsdp import read_fsdp
@@ -69,8 +64,8 @@ from .masters import rebuilt as rebuilt
 from .masters import way_out as way_out
 from .names import axes_of, named, places, without_prefix
 from .programs import arguments_of, beside
-from .weightless import MASTERS, OF_OPTIMIZER, masters_of, require_masters, trained_keys
 
+OF_OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?P<slot>[^.]+)\.(?P<key>.+)")
 VALUE = re.compile(r"(?P<key>.+)/shard_(?P<place>\d+(?:\.\d+)*)_(?P<grid>\d+(?:\.\d+)*)")
 
 
@@ -120,6 +115,11 @@ class _Reader:
         self.keys: dict[str, int] = {}
         self.key_of: dict[str, str] = {}
         self.pieces: dict[str, list[TensorPiece]] = {}  # of weights
+        self.states = [
+            (match, key, item)
+            for key, item in self.table.items.items()
+            if item is not None and (match := OF_OPTIMIZER.fullmatch(key))
+        ]
         saved = common.get("content_metadata")
         if isinstance(saved, dict) and saved.get("singleton_local_shards"):
             raise UnsupportedCheckpoint(
@@ -136,7 +136,7 @@ class _Reader:
         tensor_ranks = size_of(self.args, "tensor_model_parallel_size") or 1
         require_groups(self.folder, self.args, tensor_ranks)
         self._weights()
-        trained = trained_keys(self.table.items)
+        trained = {match["key"] for match, _, _ in self.states}
         content.frozen = {key for key in self.shapes if trained and self.key_of[key] not in trained}
         if sharding in FLAT:
             self._flat_states()
@@ -168,14 +168,33 @@ class _Reader:
                 )
             stacked[key] = key, item
         if not stacked:
-            sharding = sharding_of(self.table, self.content.common)
-            require_masters(self.folder, self.table.items, sharding)
-            slot, stacked = "master", masters_of(self.table.items)
+            slot, stacked = "master", self._masters()
         for weight, (key, item) in stacked.items():
             self.keys[weight] = axes_of(weight)
             for name, entry in self._parts(key, item, weight, slot):
                 self.shapes[name] = entry.shape
                 self.key_of[name] = weight
+
+    def _masters(self) -> dict[str, tuple[str, TensorItem]]:
+        """The masters of a directory without weights by the keys of these, with their own keys.
+
+        Raises UnsupportedCheckpoint for flat buffers, which are not read without weights: these
+        prove their layout (buffers/placing.py). Raises MissingData without masters.
+        """
+        sharding = sharding_of(self.table, self.content.common)
+        if sharding in (*FLAT, MODEL_SPACE):
+            raise UnsupportedCheckpoint(
+                f"{self.folder} has no weights of a model, and the optimizer's states are in flat "
+                f"buffers ({sharding}), which zckpt reads beside weights alone",
+                hint=WITH_MODEL,
+            )
+        kept = [each for each in self.states if flats.slot_of(each[0]["slot"]) == "master"]
+        if not kept:
+            matches = map(OF_OPTIMIZER.fullmatch, self.table.items)
+            firsts = (re.split(r"[./]", key)[0] for key in self.table.items)
+            others = (first for first in firsts if first != "optimizer")
+            raise without_weights(self.folder, {each["slot"] for each in matches if each}, others)
+        return {match["key"]: (key, item) for match, key, item in kept}
 
     def _states(self, is_flat: bool) -> None:
         """Enters masters and moments.
@@ -192,7 +211,7 @@ class _Reader:
                     f"{self.folder} has {key}, which is no state of a weight that zckpt knows",
                     hint=WEIGHTS_ONLY,
                 )
-            slot = "master" if match["slot"] in MASTERS else slot_name(match["slot"])
+            slot = flats.slot_of(match["slot"])
             if slot == "master" and not self.pieces:  # entered already
                 continue
             parts = self._flat_parts if is_flat else self._parts
@@ -211,7 +230,7 @@ class _Reader:
 
         The common state gets the groups that stand beside the buffers.
         """
-        items = FlatItems(self.table, self.files)
+        items = flats.FlatItems(self.table, self.files)
         content, scalers = self.content, items.scalers(self.entries)
         content.steps = items.steps
         content.common = with_groups(content.common, items.groups, scalers)
@@ -238,12 +257,12 @@ class _Reader:
         slicings, locals_ = {}, {}
         for name in names:
             entry, pieces = self.entries[f"{name}/param"], self.pieces[name]
-            slicings[name] = slicing_of(name, entry.shape, pieces, tp)
-            locals_[name] = local_parts(entry, slicings[name], pieces, tp)
+            slicings[name] = flats.slicing_of(name, entry.shape, pieces, tp)
+            locals_[name] = flats.local_parts(entry, slicings[name], pieces, tp)
         parts = [{name: own[rank] for name, own in locals_.items()} for rank in range(tp)]
-        found = placed(ranks, parts, read_bytes, self.folder)
+        found = placed(ranks, parts, flats.read_bytes, self.folder)
         trained = [name for name in names if name in found[0]]
-        enter_states(trained, slicings, found, self.content)
+        flats.enter_states(trained, slicings, found, self.content)
 
     def _tensor_ranks(self, names: Sequence[str], argument: str) -> int:
         """How many ranks have slices of parameters: as the arguments state it, else by pieces."""
@@ -283,7 +302,7 @@ class _Reader:
         self, key: str, item: TensorItem, stacked: str, slot: str
     ) -> Iterator[tuple[str, Entry]]:
         """Enters the states under a key, whose fragments are flat."""
-        fragments = FlatFragments(self.table, self.files, key, item)
+        fragments = flats.FlatFragments(self.table, self.files, key)
         for place in places(item.shape, axes_of(stacked)):
             name = named(stacked, place)
             if name not in self.shapes:

@@ -185,16 +185,10 @@ def _left_out(files: Sequence[RankFile]) -> list[str]:
         if any(value != by_rank[0] for value in by_rank):
             left_out.append(f"{name} of ranks other than 0")
     others = {name for file in files for name in file.tensors if not _is_known(name)}
-    others |= {
-        f"trainer_options/{name}" for file in files for name in file.options if name not in OPTIONS
-    }
     others |= {name for file in files for name in file.values if name.partition("/")[0] not in TOP}
-    others |= {
-        f"train_step_info/{name}"
-        for file in files
-        for name in file.under("train_step_info")
-        if name not in STEP_INFO
-    }
+    for group, known in (("trainer_options", OPTIONS), ("train_step_info", STEP_INFO)):
+        inside = {name for file in files for name in file.under(group)} - {*known}
+        others |= {f"{group}/{name}" for name in inside}
     return [*left_out, *sorted(others)]
 
 

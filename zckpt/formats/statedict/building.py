@@ -21,7 +21,7 @@ from ...errors import listed
 from ...naming import ties
 from ...training import steps
 from ...training.optimizers import name_of_groups
-from ...training.programs import place_of
+from ...training.program_states import place_of
 from ...training.trainers import config_of
 from ..reading import Reading
 from ..strangers import Stranger, sorted_out
@@ -70,12 +70,12 @@ class ManifestBuilder:
 
     def build(self) -> Manifest:
         optimizer, saved = self.optimizer, self.saved
-        trained = [name for members in optimizer.members for name in members] if optimizer else []
+        trained = [name for members in optimizer.members for name in members]
         self.aliases = self._all_aliases(trained)
         self._add_trained()
         self._add_others(trained)
         self._add_aliases()
-        groups = self._groups() if optimizer and saved.keeps_groups else None
+        groups = self._groups() if self.optimizers and saved.keeps_groups else None
         in_pieces = (
             Stranger(
                 key, [*own.values()], f"tensors of the class {kind}, saved in pieces", tuple(own)
@@ -129,13 +129,12 @@ class ManifestBuilder:
 
     def _same_content(self, trained: Sequence[str]) -> dict[str, str]:
         """Second names of tied weights, by content; warns of those that may be frozen copies."""
-        state = self.optimizer.state if self.optimizer else {}
         aliases: dict[str, str] = {}
         doubtful: list[str] = []
         for root in self.roots:  # equal models are no aliases of each other
             model = {n: leaf for n, leaf in self.model.items() if n.startswith(root.prefix)}
             own = [name for name in trained if name in model]
-            names, unproven = second_names(model, own, state)
+            names, unproven = second_names(model, own, self.optimizer.state)
             aliases |= names
             doubtful += unproven
         if doubtful:
@@ -149,7 +148,7 @@ class ManifestBuilder:
         """The optimizer's parameters with their states, group by group."""
         stepped = self._steps()
         scalars = self._scalar_keys()
-        for group, members in enumerate(self.optimizer.members if self.optimizer else ()):
+        for group, members in enumerate(self.optimizer.members):
             own = group if self.saved.keeps_groups else None
             for name in members:
                 shape = self.model[name].shape
@@ -205,14 +204,13 @@ class ManifestBuilder:
         """
         return {
             key
-            for name, state in (self.optimizer.state if self.optimizer else {}).items()
+            for name, state in self.optimizer.state.items()
             for key, value in state.items()
             if _is_number(value)
             and not (isinstance(value, Leaf) and value.shape == self.model[name].shape)
         }
 
     def _add_states(self, name: str, scalars: set[str]) -> None:
-        assert self.optimizer is not None
         parameter = self.parameters[name]
         for key, value in self.optimizer.state.get(name, {}).items():
             if key == "step" and _is_step(value):
@@ -232,7 +230,7 @@ class ManifestBuilder:
 
     def _steps(self) -> dict[str, agreement.Step]:
         """Completed updates by parameter; records every place that states them."""
-        if self.optimizer is None:
+        if not self.optimizers:
             return {}
         in_states, in_groups = steps.StatedSteps("state"), steps.StatedSteps("group")
         for name, state in self.optimizer.state.items():
@@ -280,7 +278,6 @@ class ManifestBuilder:
     # -- what is not a tensor
 
     def _groups(self) -> tuple[dict[str, Any], ...]:
-        assert self.optimizer is not None
         return tuple(
             {
                 key: self._hyper(value, f"param_groups.{place}.{key}")
@@ -297,14 +294,12 @@ class ManifestBuilder:
 
     def _optimizer(self, groups: Sequence[dict[str, Any]] | None) -> str | None:
         """The names of the optimizers that have the groups, by the keys of their states."""
-        if self.optimizer is None or groups is None:
-            return None
         states = self.optimizer.state
         keys = [
             {key for name in members for key in states.get(name, ())}
             for members in self.optimizer.members
         ]
-        return name_of_groups(keys, groups)
+        return None if groups is None else name_of_groups(keys, groups)
 
     def _state(self, numbers: Mapping[str, Any]) -> tuple[dict[str, Any], StateDictEngine]:
         """Everything else, so that the state dicts can be written again."""
@@ -328,7 +323,7 @@ class ManifestBuilder:
             max(dtypes, key=dtypes.count, default="F32"),
             place_of(self.saved.tree, self.roots[0].model) if len(self.roots) == 1 else (),
             optimizers[0] if len(optimizers) == 1 else None,
-            self.optimizer.layout if self.optimizer else None,
+            self.optimizer.layout or None,
             scheduler,
             None if folders is None else tuple(folders),
             self.saved.stated is None,

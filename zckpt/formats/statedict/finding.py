@@ -24,7 +24,7 @@ from msgspec.structs import replace
 from ...core.dtypes import FLOATS
 from ...core.inert import PLAIN, map_values, to_json, types_in
 from ...errors import MissingData
-from ...training.programs import program_of
+from ...training.program_states import program_of
 from .tree import Leaf, Path, SavedTree, dotted
 from .twins import is_float
 
@@ -61,12 +61,10 @@ class OptimizerState(Struct, frozen=True):
         )
 
 
-def merged(optimizers: Sequence[OptimizerState]) -> OptimizerState | None:
+def merged(optimizers: Sequence[OptimizerState]) -> OptimizerState:
     """One state of all groups; the optimizers have no parameter in common."""
-    if not optimizers:
-        return None
     return OptimizerState(
-        optimizers[0].layout,
+        optimizers[0].layout if optimizers else "",
         {name: state for each in optimizers for name, state in each.state.items()},
         [group for each in optimizers for group in each.groups],
         [members for each in optimizers for members in each.members],

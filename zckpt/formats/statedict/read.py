@@ -13,7 +13,7 @@ from ...core.states import BESIDE_STATE, OF_NO_GROUP
 from ...errors import InconsistentCheckpoint, MissingData, listed
 from ...naming import peft
 from ...naming.names import names_in
-from ...training.programs import program_of
+from ...training.program_states import program_of
 from ...training.trainers import config_of, of_model
 from ..reading import USUAL, Reading
 from ..strangers import NO_NAMES, Stranger

@@ -36,7 +36,7 @@ from ...core.resources import Begin
 from ...core.states import Selection
 from ...errors import MissingExtra, listed
 from .. import unread as of_unread
-from ..contents import same_files
+from ..file_digest import same_files
 from ..pairs import selected
 from ..report import findings, versions
 from ..verify import inferences, needs_weights, nothing_found, roundings, with_values

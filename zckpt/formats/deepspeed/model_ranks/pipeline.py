@@ -69,10 +69,10 @@ def joined_stages(
     """
     buffers = [list(each.model.get("buffer_names") or ()) for each in states]
     first, stated = stages[0], {name for names in buffers for name in names}
-    trained = {name: p for stage in reversed(stages) for name, p in stage.parameters.items()}
-    every = (entry for stage in reversed(stages) for entry in stage.entries.values())
+    from_last = stages[::-1]  # so that the first stage's count
+    every = (entry for stage in from_last for entry in stage.entries.values())
     masters = {entry.parameter: entry for entry in every if entry.slot == "master"}
-    shapes = {name: parameter.shape for name, parameter in trained.items()}
+    shapes = {name: own.shape for stage in from_last for name, own in stage.parameters.items()}
     layers = _layers(first.root, files, shapes, stated, masters, tied)
     _check_places(stages, layers)
     beside = _of_layers(first, layers, shapes, stated)
@@ -80,10 +80,10 @@ def joined_stages(
     whole = in_order(merge(stages, Table(STAGE), step_policy, beside))
     engine, optimizer = first.engine, whole.state.get("optimizer") or {}
     assert isinstance(engine, FlatBufferEngine)
-    dtypes = [whole.entries[f"{name}/param"].dtype for name in shapes]
+    weights = (whole.entries[f"{name}/param"] for name in first.parameters)
     return replace(
         whole,
-        engine=replace(engine, dtype=dtypes[0] if dtypes else engine.dtype),
+        engine=replace(engine, dtype=next((w.dtype for w in weights), engine.dtype)),
         state={
             **whole.state,
             # which frozen parameters are listed is known of each stage, not of the whole

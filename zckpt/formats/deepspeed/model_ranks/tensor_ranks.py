@@ -13,7 +13,6 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ....core import slicing
 from ....core.inert import to_json
 from ....core.manifest import Manifest
 from ....core.merge import MIXED, in_order, merge
@@ -98,21 +97,15 @@ def _all_names(ranks: Sequence[Manifest], field: str) -> list[str]:
 
 
 def _buffers(ranks: Sequence[Manifest], given: Sequence[TensorRules]) -> dict[str, Sliced]:
-    """Buffers are whole on all ranks, unless the user's rules or their shapes say otherwise."""
-    decided: dict[str, Sliced] = {}
-    undecided: dict[str, Shapes] = {}
+    """How buffers are cut: whole ones by the user's rules alone, as their shapes are alike."""
+    shapes: dict[str, Shapes] = {}
     for name in _all_names(ranks, "buffers"):
-        shapes = [
-            rank.entries[f"{name}/param"].shape if f"{name}/param" in rank.entries else None
-            for rank in ranks
-        ]
-        own = (rules.sliced(name, shapes) for rules in given if isinstance(rules, RuleFile))
-        sliced = next((each for each in own if each is not None), None)
-        shape = shapes[0]
-        if sliced is None and shape is not None and len(set(shapes)) == 1:
-            sliced = Sliced(shape, slicing.replicated(shape, len(ranks)), "replicated")
-        if sliced is None:
-            undecided[name] = shapes
-        else:
-            decided[name] = sliced
-    return decided | decide(ranks[0].root, undecided, given, len(ranks))
+        entries = [rank.entries.get(f"{name}/param") for rank in ranks]
+        shapes[name] = [None if entry is None else entry.shape for entry in entries]
+    decided: dict[str, Sliced] = {}
+    for rules in (rules for rules in given if isinstance(rules, RuleFile)):
+        for name, each in shapes.items():
+            if name not in decided and (sliced := rules.sliced(name, each)) is not None:
+                decided[name] = sliced
+    unlike = {n: each for n, each in shapes.items() if n not in decided and len({*each}) > 1}
+    return decided | decide(ranks[0].root, unlike, given, len(ranks))

@@ -1,7 +1,7 @@
 """A model with experts (`deepspeed.moe.layer.MoE`), which are spread over data-parallel ranks.
 
 experts.py         the experts of a model, and which ranks share them
-expert_files.py    the files of experts, and those of a target
+expert_files.py    the files of experts, and those of a target; which ranks have which
 whole_experts.py   the optimizers of all ep ranks in stage 0; whole_names.py names their parameters
 auto_ep.py         which experts the stacked parameters of AutoEP have
 regroup.py         a source for another expert-parallel size

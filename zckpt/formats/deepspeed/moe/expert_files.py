@@ -13,17 +13,20 @@ import os
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
+from math import prod
 
 from msgspec import Struct
 
+from ....core.cast import are_rounded
 from ....core.facts import ExpertLayer
 from ....core.grouping import by_key
 from ....core.layout import Shell
 from ....errors import CorruptCheckpoint, IncompleteCheckpoint, InconsistentCheckpoint, listed
 from ....files.torchfile import Tensor, TorchFile
 from ....files.torchshell import Storages, shell
+from ... import zero
 from ...deepspeed_states.directories import refuse
-from ...deepspeed_states.experts import expert_name
+from ...deepspeed_states.experts import ExpertLayers, ExpertRanks, expert_name
 from ...deepspeed_states.model_files import module_weights
 from ...deepspeed_states.states import EngineStates, dictionary, open_files
 from ...deepspeed_states.target import DeepSpeedTarget
@@ -230,3 +233,82 @@ def check_ranks(ranks: EngineStates, layer: str, ep: int) -> None:
             f"expert-parallel size of {ep}",
             hint="model and optimizer files of different saves seem to be mixed",
         )
+
+
+# -- which ranks have which experts; if no ds_config says it, the masters show it
+
+
+UNKNOWN = "mixture-of-experts layers, and with the name of its ds_config alone"
+MASTERS = "single_partition_of_fp32_groups"
+ELEMENTS = 64  # that are compared of a parameter
+PARAMETERS = 8  # that are compared of a partition
+
+Stored = Mapping[str, tuple[TorchFile, Tensor]]
+"""The tensors of experts by their names in the whole model, with their files."""
+
+
+def places_of(
+    ranks: EngineStates, files: Sequence[LayerFiles], layers: ExpertLayers
+) -> ExpertRanks:
+    """Which ranks have which experts: by the ds_config, or by bytes if only its name is known."""
+    if ranks.config_path is None or all(ep in (1, ranks.dp) for ep in layers.sizes):
+        return ExpertRanks.of_config(ranks.dp, ranks.config)
+    for names in ranks.param_shapes():
+        in_order = layers.is_regular(layers.everywhere([*names]))
+        is_shown = ranks.round_robin or in_order  # perhaps round robin, which nothing shows
+        if not is_shown and any(map(layers.layer_of, names)):
+            refuse(ranks.directory, UNKNOWN)
+    items = [item for layer in files for item in layer.files]
+    stored = {name: (item.file, t) for item in items for name, t in item.tensors.items()}
+    return places_by_bytes(ranks, layers, stored)
+
+
+def places_by_bytes(ranks: EngineStates, layers: ExpertLayers, stored: Stored) -> ExpertRanks:
+    """Which ranks have which experts, where no ds_config says it: the masters' bytes do.
+
+    A run that was started with the file of a ds_config saves only its name. Then neighbors may have
+    different experts, or the same (`use_data_before_expert_parallelism`). Every rank's masters
+    round to the weights of its own experts, so that only one of the two fits.
+    Raises UnsupportedCheckpoint if both orders fit, and InconsistentCheckpoint if none does.
+    """
+    orders = [ExpertRanks(ranks.dp, data_first) for data_first in (False, True)]
+    fitting = [order for order in orders if all(_fits(ranks, layers, stored, order))]
+    if not fitting:
+        raise InconsistentCheckpoint(
+            f"{ranks.directory.path}: the ranks' masters are not those of the experts' weights",
+            hint="files of different saves seem to be mixed; copy all files again",
+        )
+    if len(fitting) > 1:
+        refuse(ranks.directory, UNKNOWN)
+    return fitting[0]
+
+
+def _fits(
+    ranks: EngineStates, layers: ExpertLayers, stored: Stored, order: ExpertRanks
+) -> Iterator[bool]:
+    """Whether masters of each rank round to the weights that they would have in this order."""
+    alignment = ranks.first.get("param_alignment_paddings")
+    for group, shapes in enumerate(ranks.param_shapes()):
+        layer = next(filter(None, map(layers.layer_of, shapes)), None)
+        if layer is None or not 1 < layer.ep < ranks.dp:
+            continue
+        paddings = alignment[group] if alignment else [0] * len(shapes)
+        starts = zero.offsets([prod(shape) for shape in shapes.values()], paddings)
+        for ep_rank in range(layer.ep):
+            begin = 0
+            for rank in order.alike(ep_rank, layer.ep):
+                master = ranks.states[rank][MASTERS][group]
+                end = begin + master.numel
+                spans = (
+                    (name, start, max(start, begin), min(start + prod(shape), end))
+                    for (name, shape), start in zip(shapes.items(), starts, strict=False)
+                )
+                held = (span for span in spans if span[2] < span[3])
+                for name, start, low, high in islice(held, PARAMETERS):
+                    file, weight = stored[layers.global_name(name, ep_rank)]
+                    high = min(high, low + ELEMENTS)
+                    wide = master.part(low - begin, high - begin)
+                    narrow = weight.part(low - start, high - start)
+                    a, b = ranks.optimizers[rank].read(wide), file.read(narrow)
+                    yield are_rounded(a, wide.dtype, b, narrow.dtype) is not False
+                begin = end

@@ -14,21 +14,18 @@ DeepSpeed 0.19.8, stage_1_and_2.py `_configure_moe_settings`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from math import prod
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from ....core import agreement
-from ....core.cast import are_rounded
 from ....core.facts import FlatBufferEngine
 from ....core.grouping import by_key
 from ....core.manifest import Entry, Manifest, Parameter
 from ....errors import InconsistentCheckpoint, listed
 from ....files.torchfile import Tensor, TorchFile
-from ... import zero
 from ...deepspeed_states.directories import refuse
 from ...deepspeed_states.experts import ExpertLayers, ExpertRanks, size_in
 from ...deepspeed_states.manifest import manifest_of, with_files
@@ -36,7 +33,15 @@ from ...deepspeed_states.states import EngineStates, FlatBuffer, ParameterShapes
 from ..files import RankFiles
 from ..flats import flat_buffers
 from .auto_ep import with_slices
-from .expert_files import LayerFiles, check_order, gate_of, layers_of, named_of, spread_over
+from .expert_files import (
+    LayerFiles,
+    check_order,
+    gate_of,
+    layers_of,
+    named_of,
+    places_of,
+    spread_over,
+)
 
 SPREAD = "mixture-of-experts layers whose experts are spread over tensor ranks"
 
@@ -276,7 +281,7 @@ def open_experts(ranks: EngineStates, rank_files: RankFiles) -> Experts:
     layers = ExpertLayers(
         {layer.name: spread_over(ranks, layer, named_of(ranks)) for layer in files}
     )
-    return Experts(ranks, files, layers, _places(ranks, files, layers))
+    return Experts(ranks, files, layers, places_of(ranks, files, layers))
 
 
 def _are_spread_over_tensor_ranks(ranks: EngineStates) -> bool:
@@ -290,20 +295,6 @@ def _are_spread_over_tensor_ranks(ranks: EngineStates) -> bool:
         if ep and isinstance(count, int) and count * ep > ranks.dp:
             return int(ranks.model.get("mp_world_size") or 1) > 1
     return False
-
-
-def _places(ranks: EngineStates, files: Sequence[LayerFiles], layers: ExpertLayers) -> ExpertRanks:
-    """Which ranks have which experts: by the ds_config, or by bytes if only its name is known."""
-    if ranks.config_path is None or all(ep in (1, ranks.dp) for ep in layers.sizes):
-        return ExpertRanks.of_config(ranks.dp, ranks.config)
-    for names in ranks.param_shapes():
-        in_order = layers.is_regular(layers.everywhere([*names]))
-        is_shown = ranks.round_robin or in_order  # perhaps round robin, which nothing shows
-        if not is_shown and any(map(layers.layer_of, names)):
-            refuse(ranks.directory, UNKNOWN)
-    items = [item for layer in files for item in layer.files]
-    stored = {name: (item.file, t) for item in items for name, t in item.tensors.items()}
-    return places_by_bytes(ranks, layers, stored)
 
 
 def with_experts(ranks: EngineStates, files: RankFiles, step_policy: str | None) -> Manifest:
@@ -358,72 +349,3 @@ def _in_order(
         for entry in sorted(own.get(name, ()), key=lambda entry: entry.slot != "param")
     ]
     return {entry.name: entry for entry in (*ordered, *others)}
-
-
-# -- which ranks have which experts, if only the masters show it
-
-
-UNKNOWN = "mixture-of-experts layers, and with the name of its ds_config alone"
-MASTERS = "single_partition_of_fp32_groups"
-ELEMENTS = 64  # that are compared of a parameter
-PARAMETERS = 8  # that are compared of a partition
-
-Stored = Mapping[str, tuple[TorchFile, Tensor]]
-"""The tensors of experts by their names in the whole model, with their files."""
-
-
-def places_by_bytes(ranks: EngineStates, layers: ExpertLayers, stored: Stored) -> ExpertRanks:
-    """Which ranks have which experts, where no ds_config says it: the masters' bytes do.
-
-    A run that was started with the file of a ds_config saves only its name. Then neighbors may have
-    different experts, or the same (`use_data_before_expert_parallelism`). Every rank's masters
-    round to the weights of its own experts, so that only one of the two fits.
-    Raises UnsupportedCheckpoint if both orders fit, and InconsistentCheckpoint if none does.
-    """
-    orders = [ExpertRanks(ranks.dp, data_first) for data_first in (False, True)]
-    fitting = [order for order in orders if all(_fits(ranks, layers, stored, order))]
-    if not fitting:
-        raise InconsistentCheckpoint(
-            f"{ranks.directory.path}: the ranks' masters are not those of the experts' weights",
-            hint="files of different saves seem to be mixed; copy all files again",
-        )
-    if len(fitting) > 1:
-        refuse(ranks.directory, UNKNOWN)
-    return fitting[0]
-
-
-def _fits(
-    ranks: EngineStates, layers: ExpertLayers, stored: Stored, order: ExpertRanks
-) -> Iterator[bool]:
-    """Whether masters of each rank round to the weights that they would have in this order."""
-    alignment = ranks.first.get("param_alignment_paddings")
-    for group, shapes in enumerate(ranks.param_shapes()):
-        layer = next(filter(None, map(layers.layer_of, shapes)), None)
-        if layer is None or not 1 < layer.ep < ranks.dp:
-            continue
-        paddings = alignment[group] if alignment else [0] * len(shapes)
-        starts = zero.offsets([prod(shape) for shape in shapes.values()], paddings)
-        for ep_rank in range(layer.ep):
-            begin = 0
-            for rank in order.alike(ep_rank, layer.ep):
-                master = ranks.states[rank][MASTERS][group]
-                parts = _parts(shapes, starts, begin, begin + master.numel)
-                for name, start, stop, first in parts:
-                    file, weight = stored[layers.global_name(name, ep_rank)]
-                    wide = master.part(first, first + stop - start)
-                    narrow = weight.part(start, stop)
-                    a, b = ranks.optimizers[rank].read(wide), file.read(narrow)
-                    yield are_rounded(a, wide.dtype, b, narrow.dtype) is not False
-                begin += master.numel
-
-
-def _parts(
-    shapes: ParameterShapes, starts: list[int], begin: int, end: int
-) -> Iterator[tuple[str, int, int, int]]:
-    """Some elements of the first parameters in a partition: name, start, stop, and their place."""
-    count = 0
-    for (name, shape), start in zip(shapes.items(), starts, strict=False):
-        low, high = max(start, begin), min(start + prod(shape), end)
-        if low < high and count < PARAMETERS:
-            count += 1
-            yield name, low - start, min(high, low + ELEMENTS) - start, low - begin

@@ -96,7 +96,6 @@ def _base(
 ) -> tuple[dict[str, Any], list[int]]:
     """The base optimizer's state_dict, and the numbers of frozen parameters."""
     numbered = count()
-    places = {id(buffer): place for place, buffer in enumerate(target.buffers)}
     states: dict[Any, Any] = {}
     param_groups, frozen = [], []
     for hyper, group in zip(target.groups, groups, strict=True):
@@ -106,7 +105,7 @@ def _base(
                 frozen.append(number)
             elif state := _state(target, buffer, storages, named):
                 states[number] = state
-        stepped = group_step(target, [places[id(each)] for each in group if each], storages)
+        stepped = group_step(target, filter(None, group), storages)
         param_groups.append(target.thawed(hyper, storages) | stepped | {"params": own})
     states |= among(target.source)
     return {**beside(target.source), "state": states, "param_groups": param_groups}, frozen

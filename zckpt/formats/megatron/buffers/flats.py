@@ -23,13 +23,13 @@ from msgspec import Struct, field
 
 from ....core import sources
 from ....core.dtypes import SIZES
-from ....core.fragments import Extent, Fragment, Fragments, Runs
+from ....core.fragments import Extent, Fragment, Fragments, Runs, solid
 from ....core.grouping import by_key
 from ....core.inert import Global, inside
 from ....core.manifest import Entry, slot_name
 from ....core.slicing import Piece, Slicing, cut, joined, replicated
 from ....errors import CorruptCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint, brief
-from ....files.dcpfile import ItemTable, TensorItem
+from ....files.dcpfile import ItemTable
 from ....files.dcpitems import ItemFiles
 from ....files.torchfile import TORCH_DTYPES, Tensor, TorchFile
 from ...statedict.tree import TensorPiece
@@ -46,7 +46,7 @@ OF_RANK = re.compile(
     r"|gbuf_idx_(?P<buffer>\d+)\.dtype_\((?P<type>[\w.]+), [\w.]+\)"
     r"\.bucket_idx_(?P<bucket>\d+)\.(?P<slot>[^.]+))"
 )
-MASTER = "param"
+MASTERS = ("param", "fp32_param")
 
 
 def slicing_of(name: str, shape: Sequence[int], pieces: Sequence[TensorPiece], tp: int) -> Slicing:
@@ -164,7 +164,7 @@ class FlatItems:
             if item is not None:
                 place = number, group, int(match["buffer"]), _dtype_of(match["type"])
                 slots = buckets.setdefault(place, {}).setdefault(int(match["bucket"]), {})
-                slots[_slot(match["slot"])] = FlatFragments(table, files, key, item, "F32").runs(())
+                slots[slot_of(match["slot"])] = FlatFragments(table, files, key, "F32").runs(())
             elif kind == "param_state":
                 for buffer, flat in buffers_of(*self._value(key)):
                     optimizer.flats.setdefault(group, {})[buffer, flat.dtype] = flat
@@ -280,7 +280,7 @@ def buffers_of(file: TorchFile, value: Any) -> Iterator[tuple[int, Flat]]:
                     continue
                 if tensor.dtype != "F32" or len(tensor.shape) != 1 or not tensor.contiguous:
                     raise CorruptCheckpoint(f"{file.path}: {key} is not a flat tensor of float32")
-                runs[_slot(key)] = Runs([Fragment(0, tensor.numel, file.extent(tensor))])
+                runs[slot_of(key)] = solid(tensor.numel, file.extent(tensor))
             name = f"buffer {number} of {file.path}"
             yield number, _joined_buckets(name, dtype, {0: runs}, coalesced=True)
 
@@ -302,8 +302,9 @@ def _joined_buckets(
     return Flat(name, dtype, tuple(sizes), tensors, coalesced)
 
 
-def _slot(key: str) -> str:
-    return "master" if key == MASTER else slot_name(key)
+def slot_of(key: str) -> str:
+    """The slot of a state that files call so."""
+    return "master" if key in MASTERS else slot_name(key)
 
 
 def _dtype_of(name: Any) -> str:
@@ -346,14 +347,9 @@ class FlatFragments:
     range of these elements (megatron-core 0.13.1).
     """
 
-    def __init__(
-        self,
-        table: ItemTable,
-        files: ItemFiles,
-        key: str,
-        item: TensorItem,
-        dtype: str | None = None,
-    ) -> None:
+    def __init__(self, table: ItemTable, files: ItemFiles, key: str, dtype: str = "") -> None:
+        item = table.items[key]
+        assert item is not None
         self.key, self.item, self.folder = key, item, table.folder
         self.parts: dict[tuple[int, ...], list[Fragment]] = {}
         for box, file in files.boxes(table, key, dtype):

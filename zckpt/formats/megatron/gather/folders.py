@@ -12,10 +12,11 @@ from collections.abc import Iterator, Mapping
 from itertools import product
 
 from ....core import sources
+from ....core.grouping import by_key
 from ....core.partition import BoxPart, Joined
 from ....files.torchfile import Parsed, Tensor, TorchFile
 from . import rule
-from .rule import Filled, Shape, Slots
+from .rule import Filled, Shape
 
 FOLDER = re.compile(r"mp_rank_\d+(?:_\d+)*")
 GROUPED = re.compile(r"(.*\.experts)\.(linear_fc[12]\.(?:weight|bias))(\d+)")  # TEGroupedLinear
@@ -115,9 +116,7 @@ class Folders:
         for optimizer in range(1 + self.spread):
             if self.spread and expert and not optimizer:
                 continue
-            by_type: dict[str, list[Slots]] = {}
-            for _, dtype, slots in rule.coalesced(file, optimizer):
-                by_type.setdefault(dtype, []).append(slots)
+            by_type = by_key((dtype, slots) for _, dtype, slots in rule.coalesced(file, optimizer))
             for dtype, listed in by_type.items():
                 sizes = [
                     (name, tensor.numel)

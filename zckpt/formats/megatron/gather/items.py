@@ -10,6 +10,7 @@ from math import prod
 from typing import Any
 
 from ....core import sources
+from ....core.grouping import by_key
 from ....core.partition import BoxPart, Joined, Partition
 from ....errors import MALFORMED, not_understood
 from ....files.dcpfile import ItemTable, TensorItem, read_table
@@ -19,7 +20,7 @@ from .. import programs
 from ..files import is_fsdp
 from . import rule
 from .folders import Folders
-from .rule import BucketParts, Filled, Shape, Slots
+from .rule import BucketParts, Filled, Shape
 
 STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)")
 BUFFER = re.compile(
@@ -120,9 +121,7 @@ class _Items:
         }
         shapes = {name: shape for name, (shape, _) in whole.items()}
         gated = rule.is_gated(shapes)
-        chunks: dict[tuple[bool, int, str], list[Slots]] = {}
-        for (spread, group, dtype, _), buffer in sorted(self._buffers().items()):
-            chunks.setdefault((spread, group, dtype), []).append(buffer)
+        chunks = by_key((place[:3], slots) for place, slots in sorted(self._buffers().items()))
         stages = self._size("pipeline_model_parallel_size")
         count = max(map(len, chunks.values())) * stages
         tp, ep = self._size("tensor_model_parallel_size"), self._size("expert_model_parallel_size")

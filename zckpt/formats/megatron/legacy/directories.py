@@ -26,16 +26,16 @@ from msgspec.structs import replace
 
 from ....core import sources
 from ....core.dtypes import SIZES
-from ....core.fragments import Fragment, Runs
+from ....core.fragments import solid
 from ....core.grouping import by_key
-from ....core.manifest import Entry, Manifest, slot_name
+from ....core.manifest import Entry, Manifest
 from ....core.missing_ranks import missing_file
 from ....core.slicing import Slicing, joined
 from ....errors import CorruptCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint, listed
 from ....files.torchfile import Parsed, Tensor, TorchFile
 from ....naming.tensor_rules import TensorRules
 from ...statedict.tree import piece_of
-from ..buffers.flats import buffers_of, enter_states, local_part, param_groups, read_bytes
+from ..buffers.flats import buffers_of, enter_states, local_part, param_groups, read_bytes, slot_of
 from ..buffers.order import LAYER, is_before, predicts
 from ..buffers.placing import Flat, places
 from ..buffers.stages import Place, require_one
@@ -193,21 +193,18 @@ class _LegacyReader:
 
     def _weights(self) -> None:
         """Enters every weight; copies that further ranks have become replicas."""
-        for stage in range(self.pp):
-            dense: set[str] = set()
-            for expert in range(self.ep):
-                ranks = [rank for rank in self.ranks if (rank.pp, rank.ep) == (stage, expert)]
-                own = {name for name in ranks[0].weights if not self._is_spread(name)}
-                if expert and own != dense:
-                    raise InconsistentCheckpoint(
-                        f"{self.folder}: folders of stage {stage} differ by "
-                        f"{listed(sorted(own ^ dense), 4)}, which is of no expert"
-                    )
-                dense = own
-                self._weights_of(ranks, dense if expert else set())
+        dense: dict[int, set[str]] = {}
+        for (stage, _), ranks in by_key(((rank.pp, rank.ep), rank) for rank in self.ranks).items():
+            own = {name for name in ranks[0].weights if not self._is_spread(name)}
+            if different := own ^ dense.setdefault(stage, own):
+                raise InconsistentCheckpoint(
+                    f"{self.folder}: folders of stage {stage} differ by "
+                    f"{listed(sorted(different), 4)}, which is of no expert"
+                )
+            self._weights_of(ranks)
 
-    def _weights_of(self, ranks: Sequence[RankDirectory], known: set[str]) -> None:
-        """Enters the weights of the tensor ranks that share a model; `known` ones are copies."""
+    def _weights_of(self, ranks: Sequence[RankDirectory]) -> None:
+        """Enters the weights of the tensor ranks that share a model."""
         shapes = {name: tensor.shape for name, tensor in ranks[0].weights.items()}
         for name, tensor in ranks[0].weights.items():
             kinds = {
@@ -223,7 +220,8 @@ class _LegacyReader:
             dtype, slicing = ranks[0].weights[name].dtype, sliced.slicing
             slices = [rank.file.fragments(rank.weights[name]) for rank in ranks]
             is_copy = name in self.shapes
-            may_be = name in known or name == EMBEDDING or (is_before(name) and predicts(shapes))
+            may_be = ranks[0].ep > 0 and not self._is_spread(name)
+            may_be = may_be or name == EMBEDDING or (is_before(name) and predicts(shapes))
             if is_copy and (not may_be or self.shapes[name] != sliced.shape):
                 raise InconsistentCheckpoint(
                     f"{self.folder}: two folders have {name}, which only one should have, or in "
@@ -370,8 +368,7 @@ def whole_states(
                         f"{file.path}: state {slot} of number {key} does not fit {name}",
                         hint=WEIGHTS_ONLY,
                     )
-                runs = Runs([Fragment(0, tensor.numel, file.extent(tensor))])
-                tensors["master" if slot == "param" else slot_name(slot)] = [runs]
+                tensors[slot_of(slot)] = [solid(tensor.numel, file.extent(tensor))]
             yield name, (Flat(name, weight.dtype, (weight.numel,), tensors), (0, 0))
 
 

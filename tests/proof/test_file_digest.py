@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from zckpt import read
-from zckpt.proof.contents import digest
+from zckpt.proof.file_digest import digest
 
 from ..conftest import Result
 
