@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from math import prod
 from pathlib import Path
@@ -9,13 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 import zckpt
 from zckpt.errors import InconsistentCheckpoint, UnsupportedState
 
 from ..conftest import Result
 from .test_lost_states import alike
-from .test_odd_states import save
+from .test_odd_states import save, state_dicts
 
 Zckpt = Callable[..., Result]
 SHAPES = {"trunk.weight": (7, 5), "trunk.bias": (7,), "head.weight": (3, 7), "head.bias": (3,)}
@@ -308,3 +311,121 @@ def test_tensors_of_groups_differ_between_ranks(tmp_path: Path) -> None:
     changed_ranks(run, change)
     with pytest.raises(InconsistentCheckpoint, match="has other tensors in param_groups than"):
         zckpt.convert(run, tmp_path / "other", to="deepspeed", dp=3)
+
+
+# -- keys that are numbers, as AggMo's, of which torch.distributed.checkpoint makes texts
+
+
+def by_key(kind: type) -> Callable[[str], dict[str, Any]]:
+    return lambda _: {"buffer": {kind(each): torch.full((2,), each) for each in (0.0, 0.9)}}
+
+
+@pytest.mark.parametrize("to", [PLAIN[2], WHOLE], ids=lambda to: to["to"])
+@pytest.mark.parametrize("kind", [float, str])
+def test_keys_may_have_been_numbers(tmp_path: Path, kind: type, to: dict[str, Any]) -> None:
+    source = save(tmp_path / "source", "dcp", by_key(kind))
+    for other, name in ({"to": "dcp", "dp": 2}, "again"), ({"to": "universal"}, "universal"):
+        zckpt.convert(source, tmp_path / name, **other)
+        assert zckpt.verify(source, tmp_path / name)["equal"]
+    zckpt.convert(tmp_path / "universal", tmp_path / "back", to="dcp")
+    for number, path in enumerate((source, tmp_path / "universal")):
+        with pytest.raises(UnsupportedState, match=r"buffer of trunk\.weight.*texts") as ended:
+            zckpt.convert(path, tmp_path / f"{number}", **to)
+        assert "--drop-state buffer (or" in str(ended.value.hint)
+        zckpt.convert(path, tmp_path / f"{number}", **to, drop_state=["buffer"])
+
+
+def test_keys_of_numbers_and_of_texts_differ(tmp_path: Path) -> None:
+    numbers, texts = (save(tmp_path / k.__name__, "gathered", by_key(k)) for k in (float, str))
+    assert not zckpt.verify(numbers, texts)["equal"]
+    zckpt.convert(texts, tmp_path / "texts", to="universal")
+    assert not zckpt.verify(numbers, tmp_path / "texts")["equal"]
+    (tmp_path / "proof").write_text(json.dumps(zckpt.verify(texts)))
+    for kind in (float, str):
+        other = save(tmp_path / f"dcp of {kind.__name__}", "dcp", by_key(kind))
+        zckpt.convert(tmp_path / kind.__name__, tmp_path / f"{kind.__name__}.dcp", to="dcp")
+        for sharded in (other, tmp_path / f"{kind.__name__}.dcp"):
+            for whole in (numbers, texts, tmp_path / "texts", tmp_path / "proof"):
+                assert zckpt.verify(sharded, whole)["equal"]
+
+
+@pytest.mark.parametrize("place", ["program", "optimizer"])
+def test_other_keys_of_numbers_and_of_texts(tmp_path: Path, place: str) -> None:
+    for kind in (float, str):
+        own = {"own": {kind(0.5): 2, "1": [{kind(2.5): 1}]}}
+        made = state_dicts(lambda _: {})
+        for group in made["optim"]["param_groups"]:
+            group |= own if place == "optimizer" else {}
+        torch.save(made | (own if place == "program" else {}), tmp_path / f"{kind.__name__}.pt")
+    paths = [tmp_path / "float.pt", tmp_path / "str.pt"]
+    assert not zckpt.verify(*paths)["equal"]
+    zckpt.convert(paths[0], tmp_path / "dcp", to="dcp")
+    assert all(zckpt.verify(tmp_path / "dcp", path)["equal"] for path in paths)
+
+
+def test_milestones_that_were_numbers(tmp_path: Path) -> None:
+    """A scheduler of torch looks for them by number, and goes on without a word."""
+    scheduler = {"milestones": {30: 1, 80: 1}, "last_epoch": 1}
+    dcp.save(
+        state_dicts(lambda _: {}) | {"scheduler": scheduler}, checkpoint_id=tmp_path / "source"
+    )
+    report = zckpt.convert(tmp_path / "source", tmp_path / "same", to="dcp")
+    assert not any("milestones" in line for line in report["warnings"])
+    report = zckpt.convert(tmp_path / "source", tmp_path / "whole", to="gathered")
+    assert any("keys of lr_scheduler.milestones are texts" in line for line in report["warnings"])
+
+
+# -- groups without parameters, which DeepSpeed removes
+
+
+@pytest.mark.parametrize(
+    "to", [WHOLE, *FLAT, {"to": "deepspeed-universal"}, {"to": "dcp", "dcp_layout": "flat"}]
+)
+def test_a_group_without_parameters(tmp_path: Path, to: dict[str, Any]) -> None:
+    plain = saved(tmp_path)
+    optim = torch.load(plain / "optim.pt", weights_only=False)
+    first, second = optim["param_groups"]
+    empty = {**first, "params": [], "lr": 7.0}
+    source, other, less = (tmp_path / name for name in ("empty", "other", "less"))
+    for path, groups in (
+        (source, [first, empty, second]),
+        (other, [first, empty, {**second, "lr": 9.0}]),
+        (less, [first, second]),
+    ):
+        shutil.copytree(plain, path)
+        torch.save({**optim, "param_groups": groups}, path / "optim.pt")
+    zckpt.convert(source, tmp_path / "target", **to)
+    for pair in ((source, tmp_path / "target"), (tmp_path / "target", source)):
+        report = zckpt.verify(*pair)
+        assert report["equal"], report["groups"]
+        note = "hyper-parameters of the optimizer's group 1, which has no parameters: only in"
+        assert f"{note} {source}" in report["not_compared"]
+    assert zckpt.verify(less, tmp_path / "target")["equal"]
+    (line,) = zckpt.verify(other, tmp_path / "target")["groups"]
+    assert (line["key"], line["a"]) == ("lr", 9.0)
+    assert not zckpt.verify(source, less)["equal"]
+
+
+# -- second names
+
+
+@pytest.mark.parametrize("to", [*PLAIN, WHOLE, *FLAT, {"to": "deepspeed-universal"}])
+def test_a_second_name_of_one_side(tmp_path: Path, to: dict[str, Any]) -> None:
+    source, target = saved(tmp_path), tmp_path / "target"
+    zckpt.convert(source, target, tie=[("tied.weight", "head.weight")], **to)
+    for side, pair in (("b", (source, target)), ("a", (target, source))):
+        report = zckpt.verify(*pair)
+        assert report["states"] == [{"key": "names.'tied.weight'", "only": side}]
+        assert not report["equal"]
+    zckpt.convert(target, tmp_path / "back", to="dcp")
+    assert zckpt.verify(tmp_path / "back", target)["equal"]
+
+
+def test_a_second_name_beside_files_without_any(tmp_path: Path) -> None:
+    """Accelerate's and transformers' safetensors have each tied weight once."""
+    source, target = saved(tmp_path), tmp_path / "target"
+    zckpt.convert(source, target, to="gathered", dialect="safetensors")
+    zckpt.convert(source, tmp_path / "tied", to="dcp", tie=[("tied.weight", "head.weight")])
+    report = zckpt.verify(tmp_path / "tied", target)
+    assert report["equal"]
+    assert any(line.startswith("names.'tied.weight': only") for line in report["not_compared"])

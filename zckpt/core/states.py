@@ -26,6 +26,7 @@ from ..errors import WrongOption, joined, listed
 from .facts import FlatBufferEngine
 from .grouping import by_key
 from .inert import TensorName, inside, map_values, to_json
+from .keys import has_texts_alone, in_doubt
 from .manifest import Entry, Manifest, Unread, slot_key
 from .weights import WEIGHTS, is_optimizers
 from .wrapper import without_wrapped, wrapped
@@ -54,6 +55,10 @@ OF_VECTORS = (
 BOUND = (
     "the ranks keep this for their parts of flat buffers, so that no other number of ranks, no "
     "other stage and no other engine can have it"
+)
+OF_NUMBERS = (
+    "the keys of its dictionaries are texts of numbers: torch.distributed.checkpoint makes texts "
+    "of all keys, so that its files do not show whether the optimizer looks for numbers"
 )
 OF_WRAPPER = "no other engine reads what stands around the optimizer's state dict"
 
@@ -261,6 +266,20 @@ def of_vectors(source: Manifest, target: Manifest) -> list[State]:
         if state.form == "slot" and key != "exp_avg" and matrices:
             unfit.append(replace(state, tensors=matrices, reason=OF_VECTORS))
     return unfit
+
+
+def of_numbers(source: Manifest, target: Manifest) -> list[State]:
+    """The states whose keys were numbers or texts: `target` cannot have both."""
+    if not has_texts_alone(source) or has_texts_alone(target):
+        return []
+    others, states = others_of(source), states_of(source)
+    doubtful = {
+        str(key)
+        for own in others.values()
+        for key, value in own.items()
+        if any(in_doubt(value, OTHER))
+    }
+    return [replace(states[key], reason=OF_NUMBERS) for key in states if key in doubtful]
 
 
 def _is_flat(manifest: Manifest) -> bool:

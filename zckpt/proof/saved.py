@@ -9,7 +9,7 @@ from typing import Any
 from msgspec import Struct, convert, field
 from msgspec.structs import asdict
 
-from ..core import compare, sources
+from ..core import compare, keys, sources
 from ..core.compare import Result
 from ..core.dtypes import Dtype
 from ..core.facts import facts_of, with_facts
@@ -144,7 +144,7 @@ def verify_proof(
         proven = of_root(proven, root, manifest)
     else:
         refuse_several(proven, manifest)
-    whole, (manifest, proven) = manifest, selection.of(manifest, proven)
+    whole, (manifest, proven) = manifest, keys.alike(*selection.of(manifest, proven))
     pattern = selection.tensors
     mutual, only_a, only_b = match(manifest, proven)
     mutual += unread.pairs(manifest, proven)

@@ -72,7 +72,6 @@ class _Comparison:
     def __init__(self, a: Manifest, b: Manifest) -> None:
         self.sides = {"a": a, "b": b}
         self.same_engine = engine_name(a) == engine_name(b)
-        self.same_format = a.format == b.format
         self.same_stage = a.source.get("zero_stage") == b.source.get("zero_stage")
         self.same_files = twins(a, b)
         self.other_wrapper = self.same_engine and _wrapper(a) != _wrapper(b)
@@ -99,6 +98,8 @@ class _Comparison:
             self._compare_ranks()
             self._compare_layouts()
             self.of_saving += _differing("", *map(_facts, self.sides.values()))
+        else:
+            self._compare_second_names()
 
     def _without_states(self, a: Report, b: Report) -> tuple[Report, Report]:
         """Without states of parameters, unless the same engine has them on both sides.
@@ -124,6 +125,22 @@ class _Comparison:
             {name: what for name, what in _names(manifest).items() if name not in alone}
             for manifest in self.sides.values()
         ]
+
+    def _compare_second_names(self) -> None:
+        """Those that the other side has under no name, though it has their parameter."""
+        for side, other in (("a", "b"), ("b", "a")):
+            known = {*_names(self.sides[other]), *self.sides[other].parameters}
+            lost = [
+                inside("names", alias)
+                for owner, own in self.sides[side].parameters.items()
+                if not known.isdisjoint((owner, *own.aliases))
+                for alias in own.aliases
+                if alias not in known
+            ]
+            if _has_second_names(self.sides[other]):
+                self.lines += [{"key": path, "only": side} for path in lost]
+            else:
+                self.without_place[other] += lost
 
     def _leave_single_ranks(self) -> None:
         """Random states are no difference of runs of other sizes, or if one run has none."""
@@ -222,7 +239,7 @@ class _Comparison:
         if tag in ("$tuple", "$size"):
             return inner
         if tag in ("$dict", "$ordered"):
-            return by_comparable_keys(inner, self.same_format)
+            return by_keys(inner)
         if tag == "$object":
             rest = {key: item for key, item in inner.items() if key != "state"}
             state = self._opened(inner.get("state"))
@@ -253,10 +270,10 @@ class _Comparison:
                 )
 
 
-def by_comparable_keys(pairs: Iterable[Any], same_format: bool) -> dict[Any, Any]:
-    """The items of a dictionary in JSON; torch.distributed.checkpoint makes texts of all keys."""
+def by_keys(pairs: Iterable[Any]) -> dict[Any, Any]:
+    """The items of a dictionary in JSON."""
     return {
-        key if same_format and isinstance(key, (str, int)) else str(from_json(key)): item
+        key if isinstance(key, (str, int, float)) else str(from_json(key)): item
         for key, item in pairs
     }
 
@@ -287,6 +304,14 @@ def _names(manifest: Manifest) -> dict[str, str]:
     for owner, parameter in manifest.parameters.items():
         names |= dict.fromkeys(parameter.aliases, f"a second name of {owner}")
     return names
+
+
+def _has_second_names(manifest: Manifest) -> bool:
+    """Whether files would have a tied weight's second name; safetensors have each weight once."""
+    engine = manifest.engine
+    if isinstance(engine, StateDictEngine):
+        return not (engine.dialect or engine.storage or _is_weights(manifest))
+    return isinstance(engine, FlatBufferEngine)
 
 
 def _facts(manifest: Manifest) -> Report:

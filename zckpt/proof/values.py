@@ -11,8 +11,8 @@ from ..core.facts import FlatBufferEngine, NamedWeightsEngine, StateDictEngine, 
 from ..core.inert import Scalar, alike, plain_group, to_json
 from ..core.manifest import Manifest, Parameter
 from ..core.states import State, harmless, lost, untouched
-from ..errors import counted, listed
-from .states import by_comparable_keys, engine_name
+from ..errors import counted, joined, listed
+from .states import by_keys, engine_name
 
 Report = dict[str, Any]
 
@@ -168,11 +168,10 @@ def trainable(a: Manifest, b: Manifest) -> list[Report]:
     ]
 
 
-def with_groups_alike(a: Manifest, b: Manifest) -> tuple[Manifest, Manifest]:
-    """Both with the groups of what is trained, if one side has others alone.
+def with_trained_alike(a: Manifest, b: Manifest) -> tuple[Manifest, Manifest]:
+    """Both with untouched parameters as frozen ones, if one side has them so.
 
-    DeepSpeed has no groups without a trained parameter, and no untouched parameters in its groups.
-    State dicts do not say whether these are frozen.
+    DeepSpeed has none in its groups; state dicts do not say whether they are frozen.
     """
     sides = [side for side in (a, b) if isinstance(side.engine, StateDictEngine)]
     untouched_of = {name for side in sides for name in untouched(side)}
@@ -181,11 +180,7 @@ def with_groups_alike(a: Manifest, b: Manifest) -> tuple[Manifest, Manifest]:
         for name, ours, theirs in _parameters(a, b)
         if name in untouched_of and ours.trainable != theirs.trainable
     }
-    sides = [_with_frozen(side, frozen) for side in (a, b)]
-    used = [{p.group or 0 for p in side.parameters.values() if p.trainable} for side in sides]
-    if len(a.groups or ()) != len(b.groups or ()) and len(used[0]) == len(used[1]):
-        sides = [_with_groups(*pair) for pair in zip(sides, used, strict=True)]
-    return sides[0], sides[1]
+    return _with_frozen(a, frozen), _with_frozen(b, frozen)
 
 
 def _with_frozen(manifest: Manifest, names: Collection[str]) -> Manifest:
@@ -194,16 +189,6 @@ def _with_frozen(manifest: Manifest, names: Collection[str]) -> Manifest:
         for name, own in manifest.parameters.items()
     }
     return replace(manifest, parameters=parameters)
-
-
-def _with_groups(manifest: Manifest, used: Collection[int]) -> Manifest:
-    places = {group: place for place, group in enumerate(sorted(used))}
-    parameters = {
-        name: replace(own, group=places.get(own.group or 0) if own.trainable else own.group)
-        for name, own in manifest.parameters.items()
-    }
-    groups = manifest.groups and tuple(manifest.groups[group] for group in places)
-    return replace(manifest, parameters=parameters, groups=groups)
 
 
 def forms(a: Manifest, b: Manifest) -> list[Report]:
@@ -235,10 +220,7 @@ def groups(a: Manifest, b: Manifest) -> list[Report]:
     lines: list[Report] = []
     if len(a.groups) != len(b.groups):
         lines.append({"group": None, "key": "groups", "a": len(a.groups), "b": len(b.groups)})
-    plain = [
-        [_by_keys(_hyper(group), a.format == b.format) for group in side]
-        for side in (a.groups, b.groups)
-    ]
+    plain = [[_by_keys(_hyper(group)) for group in side] for side in (a.groups, b.groups)]
     keys = [{key for group in side for key in group} for side in plain]
     for place, (one, other) in enumerate(zip(*plain, strict=False)):
         lines += [
@@ -253,6 +235,36 @@ def groups(a: Manifest, b: Manifest) -> list[Report]:
         if ours.group != theirs.group
     ]
     return lines
+
+
+def without_empty_groups(a: Manifest, b: Manifest) -> tuple[Manifest, Manifest, list[str]]:
+    """Both sides without groups of no parameters, if only one engine has such; and notes on them.
+
+    DeepSpeed removes them from the optimizer, and flat keys of torch stand below parameters.
+    """
+    has_empty = [
+        isinstance(side.engine, StateDictEngine) and side.engine.layout != "flat" for side in (a, b)
+    ]
+    if a.groups is None or b.groups is None or len(a.groups) == len(b.groups):
+        return a, b, []
+    if all(has_empty) or not any(has_empty):
+        return a, b, []
+    sides, notes = [], []
+    for side, groups in ((a, a.groups), (b, b.groups)):
+        used = sorted({each.group for each in side.parameters.values() if each.group is not None})
+        empty = [str(place) for place in range(len(groups)) if place not in used]
+        if empty:
+            notes.append(
+                f"hyper-parameters of the optimizer's group {joined(empty)}, which has no "
+                f"parameters: only in {side.root}"
+            )
+        parameters = {
+            name: each if each.group is None else replace(each, group=used.index(each.group))
+            for name, each in side.parameters.items()
+        }
+        kept = tuple(groups[place] for place in used)
+        sides.append(replace(side, groups=kept, parameters=parameters))
+    return sides[0], sides[1], notes
 
 
 def hypers_of_one_side(a: Manifest, b: Manifest) -> list[str]:
@@ -310,10 +322,10 @@ def _hyper(group: dict[str, Any]) -> Report:
     )
 
 
-def _by_keys(value: Any, same_format: bool) -> Any:
-    """JSON with dictionaries by their keys, as far as these can be compared."""
+def _by_keys(value: Any) -> Any:
+    """JSON with dictionaries by their keys."""
     if isinstance(value, dict) and value.keys() == {"$dict"}:
-        value = by_comparable_keys(value["$dict"], same_format)
+        value = by_keys(value["$dict"])
     if isinstance(value, dict):
-        return {key: _by_keys(item, same_format) for key, item in value.items()}
-    return [_by_keys(item, same_format) for item in value] if isinstance(value, list) else value
+        return {key: _by_keys(item) for key, item in value.items()}
+    return [_by_keys(item) for item in value] if isinstance(value, list) else value

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from ..core import compare
+from ..core import compare, keys
 from ..core.compare import Result
 from ..core.manifest import Manifest
 from ..core.missing_states import lacking
@@ -81,7 +81,7 @@ def verify_against(
     Raises MissingData if they share no weights, because then nothing would be proven.
     """
     whole, pattern = (a, b), selection.tensors
-    a, b = values.with_groups_alike(*selection.of(a, b))
+    a, b = values.with_trained_alike(*keys.alike(*selection.of(a, b)))
     matches, only_a, only_b = mutual_matches(a, b)
     matches = selected(matches, pattern)
     if pattern is None:
@@ -109,7 +109,7 @@ def diff(
 ) -> Report:
     """Every difference between two checkpoints, tensors in the order of the model."""
     whole, pattern = (a, b), selection.tensors
-    a, b = values.with_groups_alike(*selection.of(a, b))
+    a, b = values.with_trained_alike(*keys.alike(*selection.of(a, b)))
     matches, only_a, only_b = mutual_matches(a, b)
     matches = selected([match for match in matches if not match.copy], pattern)
     outcome = compare.compare(matches, a, b, copying, measure="first", begin=begin)
@@ -137,11 +137,11 @@ def diff(
     }
     report["states"] += values.forms(a, b)
     if pattern is not None:  # the tensors alone
-        keys = (
+        of_tensors = (
             *("differences", "problems", "first", "worst", "tensors", "bytes", "digests"),
             *("inferred", "unproven", "rounded", "notes"),
         )
-        report = {key: report[key] for key in keys} | {"results": lines}
+        report = {key: report[key] for key in of_tensors} | {"results": lines}
     one_sided = any(report.get(key) for key in ("only_a", "only_b"))
     lost = _has_masters(b, report["rounded"]["a"]) or _has_masters(a, report["rounded"]["b"])
     return {**report, "equal": nothing_found(report) and not one_sided and not lost}
@@ -221,6 +221,7 @@ def with_values(
     lines, not_compared = states(a, b)
     of_files, one_sided = siblings(a, b)
     a, b, not_read, as_they_are = unread.rest(a, b)
+    a, b, of_empty = values.without_empty_groups(a, b)
     lacking, afresh = values.lacking(a, b, {line["tensor"] for line in lost})
     step_place, moved = values.step_places(a, b)
     report = {
@@ -233,7 +234,7 @@ def with_values(
         "scalars": values.scalars(a, b),
         "groups": values.groups(a, b) + values.trainable(a, b),
         "states": lines + not_read + of_files,
-        "not_compared": [*not_compared, *values.hypers_of_one_side(a, b), *one_sided],
+        "not_compared": [*not_compared, *of_empty, *values.hypers_of_one_side(a, b), *one_sided],
         "only_a": list(only_a),
         "only_b": list(only_b),
         "versions": versions(a, b),

@@ -20,6 +20,7 @@ from .. import formats
 from ..core import states
 from ..core.facts import StepPlace
 from ..core.grouping import by_key
+from ..core.keys import has_texts_alone, in_doubt
 from ..core.layout import Layout, Shell
 from ..core.manifest import Manifest
 from ..core.states import State
@@ -102,6 +103,7 @@ class Keeping(Struct, frozen=True):
             self.report["computed_afresh"] = self._computed_afresh(shells)
             self.report["left_out"] += self._beside(shells)
             self.report["warnings"] += _of_counts(self.source.step_place, shells.step_place)
+            self.report["warnings"] += self._of_texts(shells)
             return shells
 
         return read_and_check
@@ -152,7 +154,7 @@ class Keeping(Struct, frozen=True):
         if not self.has_states:
             return []
         renamed = () if self.named is self.source else states.lost(self.source, self.named)
-        unfit = states.of_vectors(self.source, shells)
+        unfit = states.of_vectors(self.source, shells) + states.of_numbers(self.source, shells)
         lost = {state.key: state for state in (*unfit, *states.lost(self.named, shells), *renamed)}
         reasons = {key: states.harmless(state, self.source) for key, state in lost.items()}
         if needed := [state for key, state in lost.items() if not reasons[key]]:
@@ -165,6 +167,21 @@ class Keeping(Struct, frozen=True):
         if not lost or self.options.weights_only or not self.format.is_resumed:
             return []
         return [f"{listed(sorted(lost))}, beside the optimizer's states"]
+
+    def _of_texts(self, shells: Manifest) -> list[str]:
+        """A warning about keys that may have been numbers, in what is no state of a parameter."""
+        if has_texts_alone(shells) or not has_texts_alone(self.source):
+            return []
+        parts: dict[str, Any] = {"groups": list(shells.groups or ())}
+        parts |= {key: shells.state.get(key) for key in ("lr_scheduler", "client_state")}
+        paths = [path for key, part in parts.items() for path in in_doubt(part, key)]
+        if not paths:
+            return []
+        return [
+            f"the keys of {listed(paths, 4)} are texts of numbers: torch.distributed.checkpoint "
+            "makes texts of all keys. A program that looks for numbers, as MultiStepLR among its "
+            "milestones, finds none: make numbers of them before it loads them"
+        ]
 
     def _refuse(self, lost: Sequence[State]) -> None:
         filtered = states.lost(self.named, self.admitted)

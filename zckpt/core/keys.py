@@ -1,0 +1,91 @@
+"""Which keys of dictionaries may be texts of numbers, and are they the keys of another checkpoint?
+
+torch.distributed.checkpoint makes texts of all keys: its files do not show whether `0.9` was a
+number. A program that loads them puts their values under the keys that it has itself.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
+
+from msgspec.structs import replace
+
+from .inert import PLAIN, TensorName, inside, map_values
+from .manifest import Manifest
+
+OF_TEXTS = "dcp"
+"""The format that has texts alone; what was read of it says so in a universal checkpoint too."""
+_DICTIONARIES = (dict, OrderedDict)
+
+
+def has_texts_alone(manifest: Manifest) -> bool:
+    return manifest.source.get("format") == OF_TEXTS
+
+
+def in_doubt(value: Any, path: str) -> Iterator[str]:
+    """The paths of dictionaries whose keys all are texts of numbers."""
+    if type(value) in _DICTIONARIES and value and all(map(_is_text_of_number, value)):
+        yield path
+    items: list[tuple[Any, Any]] = []
+    map_values(value, lambda item, key: items.append((key, item)))
+    for key, item in items:
+        yield from in_doubt(item, inside(path, key))
+
+
+def _is_text_of_number(key: Any) -> bool:
+    """Whether Python writes a number as this text."""
+    for kind in (int, float):
+        try:
+            if isinstance(key, str) and len(key) < 100 and str(kind(key)) == key:
+                return True
+        except ValueError:
+            pass
+    return False
+
+
+def alike(a: Manifest, b: Manifest) -> tuple[Manifest, Manifest]:
+    """Both sides with texts for all keys, if one of them has no others."""
+    if has_texts_alone(a) or has_texts_alone(b):
+        return with_texts(a), with_texts(b)
+    return a, b
+
+
+def with_texts(manifest: Manifest) -> Manifest:
+    """The manifest with texts for the keys in its state and groups, as far as these differ.
+
+    A tensor under a key that is a number, or the text of one, is named by that text.
+    """
+    names: dict[str, str] = {}
+
+    def changed(value: Any, path: str, is_below: bool = False) -> Any:
+        if isinstance(value, TensorName) and is_below:
+            return TensorName(names.setdefault(value.name, path))
+        if type(value) not in _DICTIONARIES:
+            return map_values(value, lambda item, key: changed(item, inside(path, key), is_below))
+        texts = [*dict.fromkeys(map(str, value))]
+        keys = texts if len(texts) == len(value) else [*value]
+        pairs = zip(keys, value.values(), strict=True)
+        return type(value)([(key, under(key, item, path, is_below)) for key, item in pairs])
+
+    def under(key: Any, item: Any, path: str, is_below: bool) -> Any:
+        if type(item) in PLAIN:
+            return item
+        return changed(item, inside(path, key), is_below or _is_text_of_number(str(key)))
+
+    state = {key: changed(value, key) for key, value in manifest.state.items()}
+    groups = manifest.groups and tuple(changed(list(manifest.groups), "groups"))
+    of_entries = {f"{old}/state": f"{new}/state" for old, new in names.items()}
+    entries = [
+        replace(entry, name=of_entries.get(entry.name, entry.name))
+        for entry in (*manifest.entries.values(), *manifest.replicas)
+    ]
+    count = len(manifest.entries)
+    return replace(
+        manifest,
+        state=state,
+        groups=groups,
+        entries={entry.name: entry for entry in entries[:count]},
+        replicas=tuple(entries[count:]),
+    )
