@@ -78,7 +78,7 @@ def with_texts(manifest: Manifest) -> Manifest:
     groups = manifest.groups and tuple(changed(list(manifest.groups), "groups"))
     of_entries = {f"{old}/state": f"{new}/state" for old, new in names.items()}
     entries = [
-        replace(entry, name=of_entries.get(entry.name, entry.name))
+        replace(entry, name=of_entries[entry.name]) if entry.name in of_entries else entry
         for entry in (*manifest.entries.values(), *manifest.replicas)
     ]
     count = len(manifest.entries)

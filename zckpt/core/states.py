@@ -268,6 +268,17 @@ def of_vectors(source: Manifest, target: Manifest) -> list[State]:
     return unfit
 
 
+def with_frozen(manifest: Manifest, names: Collection[str]) -> Manifest:
+    """The manifest whose optimizer does not own these parameters."""
+    if not names:
+        return manifest
+    parameters = {
+        name: replace(own, trainable=False, group=None) if name in names else own
+        for name, own in manifest.parameters.items()
+    }
+    return replace(manifest, parameters=parameters)
+
+
 def of_numbers(source: Manifest, target: Manifest) -> list[State]:
     """The states whose keys were numbers or texts: `target` cannot have both."""
     if not has_texts_alone(source) or has_texts_alone(target):

@@ -35,21 +35,20 @@ def of_trained(manifest: Manifest, options: Options) -> tuple[Manifest, list[She
 
     Raises WrongOption for a pattern that names no parameter of the optimizer, or a trained one.
     """
-    untouched = set(states.untouched(manifest))
+    if not options[FROZEN]:
+        return without_empty_groups(manifest)
+    untouched = states.untouched(manifest)
+    hint = f"it takes what was never updated: {listed(untouched, 4) or 'nothing here'}"
     frozen: set[str] = set()
     for pattern in options[FROZEN]:
         names = fnmatch.filter(manifest.parameters, pattern)
-        if trained := [name for name in names if name not in untouched]:
-            raise WrongOption(f"--frozen {pattern} names {listed(trained)}, which was trained")
+        if trained := sorted({*names} - {*untouched}):
+            raise WrongOption(f"--frozen {pattern} names {trained[0]}, which was trained", hint)
         if not names:
-            raise WrongOption(f"--frozen {pattern} names no parameter of {manifest.root}")
+            raise WrongOption(f"--frozen {pattern} names no parameter of {manifest.root}", hint)
         frozen.update(names)
-    parameters = {
-        name: replace(own, trainable=False, group=None) if name in frozen else own
-        for name, own in manifest.parameters.items()
-    }
-    own, shells = without_empty_groups(replace(manifest, parameters=parameters))
-    if frozen and len(own.groups or ()) < len(manifest.groups or ()):
+    own, shells = without_empty_groups(states.with_frozen(manifest, frozen))
+    if len(own.groups or ()) < len(manifest.groups or ()):
         line = "a group has frozen parameters alone: give DeepSpeed an optimizer without that group"
         own = replace(own, warnings=(*own.warnings, line))
     return own, shells

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from ..core.facts import FlatBufferEngine, NamedWeightsEngine, StateDictEngine, StepPlace, layers_of
 from ..core.inert import Scalar, alike, plain_group, to_json
 from ..core.manifest import Manifest, Parameter
-from ..core.states import State, harmless, lost, untouched
+from ..core.states import State, harmless, lost, untouched, with_frozen
 from ..errors import counted, joined, listed
 from .states import by_keys, engine_name
 
@@ -180,15 +180,7 @@ def with_trained_alike(a: Manifest, b: Manifest) -> tuple[Manifest, Manifest]:
         for name, ours, theirs in _parameters(a, b)
         if name in untouched_of and ours.trainable != theirs.trainable
     }
-    return _with_frozen(a, frozen), _with_frozen(b, frozen)
-
-
-def _with_frozen(manifest: Manifest, names: Collection[str]) -> Manifest:
-    parameters = {
-        name: replace(own, trainable=False, group=None) if name in names else own
-        for name, own in manifest.parameters.items()
-    }
-    return replace(manifest, parameters=parameters)
+    return with_frozen(a, frozen), with_frozen(b, frozen)
 
 
 def forms(a: Manifest, b: Manifest) -> list[Report]:

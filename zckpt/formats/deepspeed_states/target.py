@@ -80,8 +80,9 @@ def _refuse_untouched(source: Manifest) -> None:
             f"the optimizer lists {listed(names, 4)}, and never updated "
             f"{'it' if len(names) == 1 else 'them'}: ZeRO keeps states of all that is trained",
             hint="if the program does not train them (requires_grad=False): "
-            f"{' '.join(f'--frozen {quote(name)}' for name in names[:4])}; --stage 0 and --to dcp "
-            "keep them as they are",
+            f"{' '.join(f'--frozen {quote(name)}' for name in names[:4])}"
+            f"{' and so on (a GLOB names several)' if len(names) > 4 else ''}; --stage 0 and --to "
+            "dcp keep them as they are",
         )
 
 
