@@ -1,7 +1,7 @@
 """The optimizer of a target without ZeRO (stage 0), which the model file keeps.
 
 Its form is that of the class which the target's engine puts around the optimizer: see whole.py.
-With experts there is a file for each ep rank instead: see moe/whole_experts.py.
+With experts there is a file for each ep rank instead: see moe/ep_optimizers.py.
 """
 
 from __future__ import annotations
