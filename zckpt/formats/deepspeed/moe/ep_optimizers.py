@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from msgspec.structs import replace
@@ -54,9 +55,17 @@ from ...deepspeed_states.tensors import ManifestTensors, is_extra
 from ...reading import USUAL, Reading
 from ..files import RankFiles
 from ..model_ranks.copies import matches_of
-from ..stage_0 import naming, whole_states
+from ..stage_0 import naming
+from ..stage_0.optimizer import (
+    Members,
+    WholeOptimizer,
+    named_optimizer,
+    shapes_of,
+    states_with,
+    with_names,
+)
 from ..stage_0.samples import TensorInFile
-from ..stage_0.whole import Members, WholeOptimizer, named_optimizer, states_with, with_names
+from ..stage_0.states import kept, with_members
 from .auto_ep import READ, layers_in
 from .expert_files import LayerFiles, gate_of, layers_of, named_of, shared, spread_over
 from .experts import Experts
@@ -193,16 +202,14 @@ def _named(
                 ) from error
         raise
     is_stated = bool(ranks[0].model.get("param_shapes"))  # zckpt's files may be empty still
-    wholes = [first]
-    for each, own, of_layer in list(zip(ranks, weights, of_layers, strict=True))[1:]:
-
-        def named(name: str, of_layer: Mapping[str, int] = of_layer) -> str:
-            return experts.layers.named_in(name, of_layer)
-
+    wholes: list[WholeOptimizer] = []
+    for each, own, of_layer in zip(ranks, weights, of_layers, strict=True):
+        named = partial(experts.layers.named_in, of_layer=of_layer)
         members = [[None if n is None else named(n) for n in group] for group in first.members]
-        wholes.append(_with_names(each, members, [*map(named, first.inferred)], own))
-        if not is_stated:
-            _check_rounding(wholes[-1], own)
+        whole = with_names(each, members, [*map(named, first.inferred)], shapes_of(own))
+        if wholes and not is_stated:
+            _check_rounding(whole, own)
+        wholes.append(whole)
     return wholes
 
 
@@ -273,7 +280,7 @@ def _of_first(
     """The optimizer of the first ep rank with names; raises MissingData as `named_optimizer`."""
     if ranks.model.get("param_shapes") or reading.param_names is not None:
         whole = named_optimizer(ranks, weights, reading)
-        return _with_names(ranks, whole.members, whole.inferred, weights)
+        return with_names(ranks, whole.members, whole.inferred, shapes_of(weights))
     groups = ranks.bases[0]["param_groups"]
     members: list[Sequence[str | None]] = [()] * len(groups)
     inferred: list[str] = []
@@ -291,17 +298,7 @@ def _of_first(
             names, inferred = whole.members, [*inferred, *whole.inferred]
         for place, group in zip(places, names, strict=True):
             members[place] = group
-    return _with_names(ranks, members, inferred, weights)
-
-
-def _with_names(
-    ranks: EngineStates,
-    members: Members,
-    inferred: Sequence[str],
-    weights: Mapping[str, TensorInFile],
-) -> WholeOptimizer:
-    shapes = {name: weight.tensor.shape for name, weight in weights.items()}
-    return with_names(ranks, members, inferred, shapes, [*weights])
+    return with_names(ranks, members, inferred, shapes_of(weights))
 
 
 def _some_groups(ranks: EngineStates, places: Sequence[int]) -> EngineStates:
@@ -353,30 +350,27 @@ def _joined(
     The last optimizer may be a copy of the first's, in the model file.
     """
     first, *others = wholes
-    states, units = whole_states.with_states(first)
-    slots = [*whole_states.buffers(states, units, step_policy)]
+    states, slots = kept(first, step_policy)
     experts = replace(experts, ranks=states)
     own = manifest_of(states, slots, "deepspeed", states.config, experts.module_dtype)
     own = replace(own, inferred=tuple(first.inferred), zero_padding=True)
     ranks = [own, *(_beside(own, each, step_policy) for each in others)]
     manifest = experts.complete(merge(ranks, Table(EP_RANK), step_policy))
-    members = whole_states.members_in(manifest.state["module"], first.members)
-    optimizer = {**manifest.state["optimizer"], **members}
+    manifest = with_members(manifest, first.members)
     warnings = list(manifest.warnings)
     if inferred := manifest.inferred:
         warnings.append(
             f"the optimizers know their {counted(len(inferred), 'parameter')} by number: the "
             f"names of {listed(inferred, 4)} are inferred from the order of the module"
         )
-    state = {**manifest.state, "optimizer": optimizer}
-    return replace(manifest, warnings=tuple(warnings), state=state)
+    return replace(manifest, warnings=tuple(warnings))
 
 
 def _beside(first: Manifest, whole: WholeOptimizer, step_policy: str | None) -> Manifest:
     """Another rank's optimizer, with the first rank's model and groups."""
-    states, units = whole_states.with_states(whole)
+    states, slots = kept(whole, step_policy)
     tensors = ManifestTensors(replace(states, model={**states.model, "module": {}}))
-    for buffer in whole_states.buffers(states, units, step_policy):
+    for buffer in slots:
         tensors.add_trainable(buffer)
     tensors.add_aliases()
     other = tensors.kept(states.first.get(OTHER) or {}, f"optimizer.{OTHER}", whole.file)

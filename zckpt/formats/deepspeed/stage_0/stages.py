@@ -37,8 +37,8 @@ from ...statedict.matching import HINT, MatchedNames, match
 from ..files import RankFiles
 from ..model_ranks.grid import TIED
 from . import naming
+from .optimizer import WholeOptimizer, named_optimizer, shape_of, states_of, unnamed
 from .samples import TensorInFile, labels
-from .whole import WholeOptimizer, named_optimizer, shape_of, states_of, unnamed
 
 Shape = tuple[int, ...]
 

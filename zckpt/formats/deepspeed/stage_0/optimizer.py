@@ -143,8 +143,7 @@ def named_optimizer(states: EngineStates, weights: Weights, reading: Reading) ->
 
     Raises MissingData as `open_whole`.
     """
-    path = states.optimizers[0].path
-    shapes = {name: weight.tensor.shape for name, weight in weights.items()}
+    path, shapes = states.optimizers[0].path, shapes_of(weights)
     if states.model.get("param_shapes") and not weights:  # a stage whose layers are not there yet
         shapes = {name: shape for group in states.param_shapes() for name, shape in group.items()}
     try:
@@ -155,13 +154,13 @@ def named_optimizer(states: EngineStates, weights: Weights, reading: Reading) ->
         return unnamed(states, weights)
     if unknown := [name for own in members for name in own if name and name not in shapes]:
         raise InconsistentCheckpoint(f"{path}: the module has no weights {listed(unknown)}")
-    return with_names(states, members, inferred, shapes, [*(states.model["module"] or shapes)])
+    named = with_names(states, members, inferred, shapes)
+    return replace(named, module=[*(states.model["module"] or shapes)])
 
 
 def unnamed(states: EngineStates, weights: Weights) -> WholeOptimizer:
     """The model file with these weights alone."""
-    shapes = {name: weight.tensor.shape for name, weight in weights.items()}
-    named = with_names(states, [[*weights]], [], shapes, [*weights])
+    named = with_names(states, [[*weights]], [], shapes_of(weights))
     return replace(named, members=[], named=False)
 
 
@@ -170,12 +169,19 @@ def with_names(
     members: Members,
     inferred: Sequence[str],
     shapes: Mapping[str, Shape],
-    module: Sequence[str],
 ) -> WholeOptimizer:
-    """The optimizer with names and shapes by group, which the engine does not save in stage 0."""
+    """The optimizer with names and shapes by group, which the engine does not save in stage 0.
+
+    `shapes` are those of all weights.
+    """
     own = [{name: shapes[name] for name in group if name is not None} for group in members]
     named = replace(states, model={**states.model, "param_shapes": own})
-    return WholeOptimizer(named, members, inferred, module)
+    return WholeOptimizer(named, members, inferred, [*shapes])
+
+
+def shapes_of(weights: Weights) -> dict[str, Shape]:
+    """The shapes of weights, by their names."""
+    return {name: weight.tensor.shape for name, weight in weights.items()}
 
 
 def _weights(states: EngineStates) -> dict[str, TensorInFile]:
