@@ -60,7 +60,6 @@ from ..stage_0.optimizer import (
     Members,
     WholeOptimizer,
     named_optimizer,
-    shapes_of,
     states_with,
     with_names,
 )
@@ -206,7 +205,7 @@ def _named(
     for each, own, of_layer in zip(ranks, weights, of_layers, strict=True):
         named = partial(experts.layers.named_in, of_layer=of_layer)
         members = [[None if n is None else named(n) for n in group] for group in first.members]
-        whole = with_names(each, members, [*map(named, first.inferred)], shapes_of(own))
+        whole = with_names(each, members, [*map(named, first.inferred)], naming.shapes_of(own))
         if wholes and not is_stated:
             _check_rounding(whole, own)
         wholes.append(whole)
@@ -280,7 +279,7 @@ def _of_first(
     """The optimizer of the first ep rank with names; raises MissingData as `named_optimizer`."""
     if ranks.model.get("param_shapes") or reading.param_names is not None:
         whole = named_optimizer(ranks, weights, reading)
-        return with_names(ranks, whole.members, whole.inferred, shapes_of(weights))
+        return with_names(ranks, whole.members, whole.inferred, naming.shapes_of(weights))
     groups = ranks.bases[0]["param_groups"]
     members: list[Sequence[str | None]] = [()] * len(groups)
     inferred: list[str] = []
@@ -298,7 +297,7 @@ def _of_first(
             names, inferred = whole.members, [*inferred, *whole.inferred]
         for place, group in zip(places, names, strict=True):
             members[place] = group
-    return with_names(ranks, members, inferred, shapes_of(weights))
+    return with_names(ranks, members, inferred, naming.shapes_of(weights))
 
 
 def _some_groups(ranks: EngineStates, places: Sequence[int]) -> EngineStates:

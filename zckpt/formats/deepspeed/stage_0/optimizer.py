@@ -45,7 +45,7 @@ from ...statedict.names import ELEMENTWISE
 from ..files import RankFiles
 from ..ranks import check_kind, without_optimizer
 from . import naming
-from .naming import Weights
+from .naming import Weights, shapes_of
 from .samples import TensorInFile
 
 Shape = tuple[int, ...]
@@ -179,11 +179,6 @@ def with_names(
     return WholeOptimizer(named, members, inferred, [*shapes])
 
 
-def shapes_of(weights: Weights) -> dict[str, Shape]:
-    """The shapes of weights, by their names."""
-    return {name: weight.tensor.shape for name, weight in weights.items()}
-
-
 def _weights(states: EngineStates) -> dict[str, TensorInFile]:
     """The module's weights by their first names: no buffers, and each place in memory once."""
     buffers = {*(states.model.get("buffer_names") or ())}
@@ -203,7 +198,7 @@ def _weights(states: EngineStates) -> dict[str, TensorInFile]:
 
 def _members(
     states: EngineStates, weights: Weights, param_names: Sequence[str] | None
-) -> tuple[list[list[str | None]], list[str]]:
+) -> tuple[Members, Sequence[str]]:
     """The names of each group's parameters, and those of them that are inferred."""
     file, optimizer, base = states.optimizers[0], states.first, states.bases[0]
     numbers = [list(group["params"]) for group in base["param_groups"]]
@@ -222,9 +217,8 @@ def _members(
     if WHOLE_MASTERS in optimizer:
         masters = [_tensors(file, group) for group in optimizer[WHOLE_MASTERS]]
         if param_names is not None:
-            return _plain(naming.of_masters(file, masters, weights, param_names)), []
-        names, inferred = naming.by_bytes(file, masters, weights)
-        return _plain(names), inferred
+            return naming.of_masters(file, masters, weights, param_names), []
+        return naming.by_bytes(file, masters, weights)
     return _of_torch(states, numbers, weights, param_names)
 
 
@@ -233,10 +227,10 @@ def _of_flats(
     flats: Sequence[Tensor],
     weights: Weights,
     param_names: Sequence[str] | None,
-) -> list[list[str | None]]:
+) -> Members:
     """The names of flat masters; the user's are in the order of the groups, without frozen ones."""
     if param_names is not None:
-        return _plain(naming.cut(file, flats, weights, param_names))
+        return naming.cut(file, flats, weights, param_names)
     apart = naming.are_apart(file, weights)
     names = (naming.in_sequence if apart else naming.by_place)(file, flats, weights)
     if names is None:
@@ -249,7 +243,7 @@ def _of_flats(
             ),
             hint=naming.TRAINED,
         )
-    return _plain(names)
+    return names
 
 
 def _of_torch(
@@ -257,7 +251,7 @@ def _of_torch(
     numbers: Sequence[Sequence[Any]],
     weights: Weights,
     param_names: Sequence[str] | None,
-) -> tuple[list[list[str | None]], list[str]]:
+) -> tuple[Members, Sequence[str]]:
     """The names of what torch's own optimizer updates: the module's weights themselves.
 
     The engine gives every weight that is trained a gradient, so that one without a state is frozen.
@@ -265,7 +259,7 @@ def _of_torch(
     """
     path, state = states.optimizers[0].path, states.bases[0].get("state") or {}
     groups = states.bases[0]["param_groups"]
-    shapes = [[shape_of(state.get(number)) for number in own] for own in numbers]
+    shapes = shapes_by_group(states)
     is_frozen = [[bool(state) and not state.get(number) for number in own] for own in numbers]
     stated = [list(group.get("param_names") or ()) for group in groups]  # torch >= 2.6
     inferred: list[str] = []
@@ -287,8 +281,11 @@ def _of_torch(
     ], inferred
 
 
-def _plain(names: Sequence[Sequence[str]]) -> list[list[str | None]]:
-    return [[*own] for own in names]
+def shapes_by_group(states: EngineStates) -> list[list[Shape | None]]:
+    """The shapes of what torch's own optimizer has, group by group; None if not known."""
+    state = states.bases[0].get("state") or {}
+    groups = states.bases[0]["param_groups"]
+    return [[shape_of(state.get(number)) for number in group["params"]] for group in groups]
 
 
 def shape_of(state: Any) -> Shape | None:
