@@ -20,11 +20,11 @@ from ...files.dcpfile import ItemTable
 from ...files.torchfile import TorchFile
 from ...training.optimizers import name_of_groups
 from ...training.steps import STATED
-from .common import DISTRIBUTED, FLAT, FSDP, NOT_DISTRIBUTED, WEIGHTS_ONLY
+from .common_state import DISTRIBUTED, FLAT, FSDP, NOT_DISTRIBUTED, WEIGHTS_ONLY
 from .files import is_iteration
 from .groups import FileStep, agreed_step, groups_of, hyper_parameters, members, stated_step
 from .names import EMBEDDING, OUTPUT
-from .programs import program_of
+from .saving_program import program_of
 
 BUFFERS = re.compile(r".*\.router\.expert_bias")
 STRATEGIES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}

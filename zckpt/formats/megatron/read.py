@@ -35,7 +35,7 @@ from ..statedict.tree import TensorPiece, assembled
 from .buffers import flats
 from .buffers.order import expert_of
 from .buffers.stages import ModelRank, placed
-from .common import (
+from .common_state import (
     FLAT,
     ITEM,
     MODEL_SPACE,
@@ -64,7 +64,7 @@ from .masters import check as check
 from .masters import rebuilt as rebuilt
 from .masters import way_out as way_out
 from .names import axes_of, named, places, without_prefix
-from .programs import arguments_of, beside
+from .saving_program import arguments_of, beside
 
 OF_OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?P<slot>[^.]+)\.(?P<key>.+)")
 VALUE = re.compile(r"(?P<key>.+)/shard_(?P<place>\d+(?:\.\d+)*)_(?P<grid>\d+(?:\.\d+)*)")

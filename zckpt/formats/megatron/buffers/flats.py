@@ -33,7 +33,7 @@ from ....files.dcpfile import ItemTable
 from ....files.dcpitems import ItemFiles
 from ....files.torchfile import TORCH_DTYPES, Tensor, TorchFile
 from ...statedict.tree import TensorPiece
-from ..common import OPTIMIZER, WEIGHTS_ONLY
+from ..common_state import OPTIMIZER, WEIGHTS_ONLY
 from ..groups import FileStep, groups_in
 from ..optimizers import SPREAD
 from .placing import SAMPLE, Flat, Local

@@ -37,7 +37,7 @@ from ..buffers.flats import buffers_of, local_part, param_groups, read_bytes, sl
 from ..buffers.order import LAYER, is_before, predicts
 from ..buffers.placing import places
 from ..buffers.stages import require_one
-from ..common import DISTRIBUTED, NOT_DISTRIBUTED, WEIGHTS_ONLY, arguments, with_groups
+from ..common_state import DISTRIBUTED, NOT_DISTRIBUTED, WEIGHTS_ONLY, arguments, with_groups
 from ..contents import BUFFERS, TIED, Content, manifest_of, require_states_by_parameter
 from ..files import LEGACY
 from ..groups import agreed_step, members

@@ -27,11 +27,11 @@ from ...training.hyperparameters import torch_groups
 from ...training.optimizers import strange_to_adam
 from ...training.options import Options
 from ..template import Group, Template
-from .common import arguments, optimizers_of
+from .common_state import arguments, optimizers_of
 from .groups import decay_multiplier, groups_of
 from .names import with_plain_norms
 from .optimizers import OF_WRAPPER
-from .programs import NEMO, TRAIN_STATE
+from .saving_program import NEMO, TRAIN_STATE
 from .vocabulary import WEIGHTS as VOCABULARY
 
 HYPER = ("lr", "betas", "eps", "weight_decay")
