@@ -20,7 +20,7 @@ from ....core.fragments import Fragments, solid
 from ....core.grouping import by_key
 from ....core.inert import PYTHON_NUMBERS, Scalar
 from ....core.layout import Shell
-from ....core.manifest import Manifest, Sighting, slot_key, slot_name
+from ....core.manifest import Manifest, slot_key, slot_name
 from ....core.states import OTHER, among, beside
 from ....errors import InconsistentCheckpoint, counted, listed
 from ....files.torchfile import Tensor, TorchFile
@@ -159,26 +159,13 @@ def kept(whole: WholeOptimizer, step_policy: str | None) -> tuple[EngineStates, 
         step = completed.get(unit.owner)
         buffers.append(FlatBuffer(unit.group, unit.shapes, slots, step, place, scalars, (), ()))
     if buffers:
-        seen = [line for stated in (in_states, in_groups) for line in _sight(stated, believed)]
+        every = (in_states, in_groups)
+        seen = [line for each in every for line in steps.sightings_of(each, believed)]
         warnings = [warning for _, warning in seen if warning]
         sightings = [sighting for sighting, _ in seen]
         buffers[0] = replace(buffers[0], sightings=sightings, warnings=warnings)
     more = {OTHER: other} if other else {}
     return replace(states, states=[states.first | more]), buffers
-
-
-def _sight(
-    stated: steps.StatedSteps, believed: steps.StatedSteps
-) -> Iterator[tuple[Sighting, str | None]]:
-    """One line for each different step, not one for each parameter."""
-    is_true = stated.where == believed.where
-    owners = by_key(
-        ((step, stated.kinds[owner], is_true and believed.steps[owner] == step), owner)
-        for owner, step in stated.steps.items()
-    )
-    for (step, kind, truth), names in owners.items():
-        where = f"{stated.where} of {listed(names, 1)}"
-        yield Sighting(where, step, truth), steps.stalled(step, kind, where) if truth else None
 
 
 def _number_keys(units: Sequence[Unit]) -> set[str]:
