@@ -261,7 +261,7 @@ def together(ranks: Sequence[Manifest]) -> Manifest:
                 )
     once = {
         field: tuple(dict.fromkeys(item for each in ranks for item in getattr(each, field)))
-        for field in ("steps", "left_out", "warnings", "inferred")
+        for field in ("files", "records", "steps", "left_out", "warnings", "inferred")
     }
     of_ranks, left_out = _own_values(ranks)
     once["left_out"] = tuple(dict.fromkeys([*once["left_out"], *left_out]))
@@ -269,8 +269,6 @@ def together(ranks: Sequence[Manifest]) -> Manifest:
     return replace(
         first,
         state=state,
-        records=tuple(record for each in ranks for record in each.records),
-        files=tuple(file for each in ranks for file in each.files),
         of_ranks=of_ranks,
         layout={name: values for each in ranks for name, values in each.layout.items()},
         unread=(
@@ -332,6 +330,8 @@ def _own_values(ranks: Sequence[Manifest]) -> tuple[dict[str, Mapping[str, Any]]
         ours, theirs = (rank.state.get("client_state") or {} for rank in (ranks[0], other))
         for key in ours.keys() | theirs.keys():
             value = theirs.get(key)
+            if value is ours.get(key):  # of the same file
+                continue
             if tensors_in(value) or to_json(ours.get(key)) != to_json(value):
                 lines.add(f"client_state {key!r}")
     return differing, [f"{line} of model ranks other than 0" for line in sorted(lines)]
