@@ -268,6 +268,7 @@ def together(ranks: Sequence[Manifest]) -> Manifest:
     state, numbers = _without_own_numbers(ranks)
     return replace(
         first,
+        place=None,
         state=state,
         records=tuple(record for each in ranks for record in each.records),
         files=tuple(file for each in ranks for file in each.files),

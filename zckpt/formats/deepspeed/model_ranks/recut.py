@@ -24,6 +24,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ....core.facts import FlatBufferEngine
+from ....core.grid import Grid, Place
 from ....core.manifest import Entry, Manifest
 from ....core.placement import Row
 from ....core.split import names_in, part
@@ -31,7 +32,6 @@ from ....errors import UnsupportedCheckpoint, WrongOption
 from ....training.options import PP, Options
 from ...deepspeed_states.options import PP_BOUNDS, PP_PARTITION
 from ...groups import without_empty_groups
-from .apart import ModelGrid, as_rank
 from .grid import STAGE_SIZES, TIED, tied_key, with_sizes
 from .stage_bounds import (
     Uses,
@@ -86,9 +86,9 @@ def recut(
     whole: Manifest,
     models: Sequence[Manifest],
     pipeline: Pipeline,
-    grid: ModelGrid,
+    grid: Grid,
     options: Options,
-) -> tuple[ModelGrid, list[Manifest], list[str]]:
+) -> tuple[Grid, list[Manifest], list[str]]:
     """The target's grid and model ranks, at the bounds that `options` give; and what was inferred.
 
     `models` are the pipelines of tensor ranks that are cut, and `whole` has their parameters.
@@ -103,7 +103,7 @@ def recut(
             if not grid.staged:
                 row = Row([name for name in names_in(model) if stage.has(name, uses)])
             own = _part(model, row, len(stages))
-            ranks.append(as_rank(own, len(ranks), grid, stage.buffers))
+            ranks.append(replace(own, place=Place(len(ranks), grid, stage.buffers)))
     return grid, ranks, inferred
 
 

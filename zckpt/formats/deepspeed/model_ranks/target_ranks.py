@@ -19,6 +19,7 @@ from msgspec import Struct, convert
 from msgspec.structs import replace
 
 from ....core.facts import layers_of
+from ....core.grid import Grid, Place
 from ....core.layout import Shell
 from ....core.manifest import Manifest
 from ....core.merge import merge
@@ -44,12 +45,11 @@ from ...deepspeed_states.directories import TagDirectory
 from ...deepspeed_states.model_files import module_weights
 from ...deepspeed_states.options import CONFIG, MAX_GROUP_SIZE, PP_BOUNDS, PP_PARTITION, STAGE
 from ...deepspeed_states.target import DeepSpeedTarget
-from ...reading import USUAL
 from ...vocabulary import lost_rows, resized
 from .. import read
 from ..files import locate, rank_files
-from .apart import ModelGrid, as_rank, in_grid, manifests_of, opened_ranks, stacked
-from .grid import TIED, grid_files
+from .apart import model_ranks, stacked
+from .grid import TIED, GridFiles, grid_files
 from .recut import Pipeline, layers_of_names, recut, under_names_of
 from .stage_bounds import STAGES, refuse_without_stages
 from .write_tensor_ranks import as_one_rank, doubts_of_heads, rows_of, sized, table_of
@@ -69,7 +69,7 @@ class TargetRanks(Struct, frozen=True):
 
     source: Manifest
     ranks: Sequence[Manifest]
-    grid: ModelGrid | None = None
+    grid: Grid | None = None
     wholes: Sequence[Manifest] = ()
     """What stages were cut from, by tensor rank; none if they are the source's."""
     copies: Sequence[Manifest] = ()
@@ -93,9 +93,7 @@ class TargetRanks(Struct, frozen=True):
         assert self.grid is not None
         names, parsed = sorted(os.listdir(directory.path)), Parsed()
         written = [rank_files(directory, names, parsed, n) for n in range(len(self.ranks))]
-        layers = [dict[int, str]()] * self.grid.tp if self.grid.staged else None
-        opened = opened_ranks(directory, written, layers, USUAL)
-        shells = stacked(in_grid(opened, manifests_of(opened, written, None), self.grid))
+        shells = stacked(model_ranks(directory, GridFiles(written, {}, self.grid))[0])
         return under_names_of(self.source, shells, self.grid.tp) if self.wholes else shells
 
 
@@ -105,8 +103,10 @@ def target_ranks(source: Manifest, options: Options) -> TargetRanks:
     Raises WrongOption for options and bounds of stages that do not fit, MissingData if nothing says
     how a parameter is cut, and UnsupportedCheckpoint for what cannot be cut.
     """
-    if "model_ranks" in source.source:
-        grid: ModelGrid = source.ranks[0].source["model_rank"].grid
+    if source.ranks:
+        place = source.ranks[0].place
+        assert place is not None
+        grid = place.grid
         _refuse_options(source, grid, options)
         if grid.tp > 1 or not any(option.name in OF_WEIGHTS for option, _ in options.given):
             return _of_stages(source, grid, options)
@@ -115,9 +115,9 @@ def target_ranks(source: Manifest, options: Options) -> TargetRanks:
         return replace(_of_slices(model, 1, options), copies=[model])
     if _has_stages_of_experts(source, options):
         layers_of_names(source, options)
-        grid = ModelGrid(1, 1, False, None)
+        grid = Grid()
         _refuse_options(source, grid, options)
-        apart = stacked([as_rank(source, 0, grid, source.buffers)])
+        apart = stacked([replace(source, place=Place(0, grid, source.buffers))])
         return _of_stages(replace(apart, models=(source,)), grid, options)
     tp = options[TP] or source.source.get("tp")
     if source.state.get("pipeline"):
@@ -127,7 +127,7 @@ def target_ranks(source: Manifest, options: Options) -> TargetRanks:
     return TargetRanks(source, [source]) if tp is None else _of_slices(source, tp, options)
 
 
-def _refuse_options(source: Manifest, grid: ModelGrid, options: Options) -> None:
+def _refuse_options(source: Manifest, grid: Grid, options: Options) -> None:
     """Raises WrongOption for what needs files of layers to change, or the whole model."""
     for option, _ in options.given:
         is_known = option.name in OF_WEIGHTS
@@ -152,7 +152,7 @@ def _has_stages_of_experts(source: Manifest, options: Options) -> bool:
 # -- the same tensor ranks
 
 
-def _of_stages(source: Manifest, grid: ModelGrid, options: Options) -> TargetRanks:
+def _of_stages(source: Manifest, grid: Grid, options: Options) -> TargetRanks:
     """The source's ranks, or those of other stages, if the options ask for some."""
     models, inferred = source.models, list[str]()
     ranks: Sequence[Manifest] = source.ranks
@@ -176,7 +176,7 @@ def _of_stages(source: Manifest, grid: ModelGrid, options: Options) -> TargetRan
     return TargetRanks(source, kept, grid, wholes, wholes, models, inferred=inferred)
 
 
-def _cuts_again(source: Manifest, grid: ModelGrid, options: Options) -> bool:
+def _cuts_again(source: Manifest, grid: Grid, options: Options) -> bool:
     """Whether the target has other stages; raises WrongOption if the source has no pipeline."""
     if all(options[option] is None for option in STAGES):
         return False
@@ -206,9 +206,12 @@ def _of_slices(source: Manifest, tp: int, options: Options) -> TargetRanks:
             f"{source.root}: zckpt writes experts for one tensor rank alone", hint="leave out --tp"
         )
     table, doubts = table_of(model, tp), doubts_of_heads(source, tp)
-    slices, grid = split(sized(model, tp), table), ModelGrid(1, tp, pipeline is not None, None)
+    slices, grid = split(sized(model, tp), table), Grid(1, tp, pipeline is not None)
     if pipeline is None:
-        ranks = [as_rank(each, n, grid, source.buffers) for n, each in enumerate(slices)]
+        ranks = [
+            replace(each, place=Place(number, grid, source.buffers))
+            for number, each in enumerate(slices)
+        ]
         return TargetRanks(model, ranks, grid, table=table, inferred=doubts, left_out=lost)
     grid, ranks, inferred = recut(model, slices, pipeline, grid, options)
     return TargetRanks(
