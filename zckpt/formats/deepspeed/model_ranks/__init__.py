@@ -1,6 +1,7 @@
 """A run with several model ranks: stages of a pipeline, and tensor ranks with slices of tensors.
 
 grid.py             which model ranks there are, and their places in the grid
+layer_names.py      which layer of a pipeline has a tensor
 pipeline.py         stages and files of layers become one model
 tensor_ranks.py     slices of tensor ranks become boxes of whole tensors
 universal_info.py   which dimension was cut, as the checkpoint says it (naming/tensor_rules.py)

@@ -41,14 +41,9 @@ from ...deepspeed_states.directories import (
 from ...deepspeed_states.states import EngineStates, dictionary, open_files, shapes_of_groups
 from ..files import RankFiles, add_file, model_rank_of, rank_files
 from ..moe.auto_ep import refuse_folded
+from .layer_names import tied_key, untied_layers
 
-TIED = "tied_modules."
 SOME_STAGES = "mixture-of-experts layers in some stages of a pipeline alone"
-
-
-def tied_key(name: str) -> str | None:
-    """The key of a tied layer's parameter; None for a parameter of another layer."""
-    return name.removeprefix(TIED).partition(".")[0] if name.startswith(TIED) else None
 
 
 class GridFiles(Struct, frozen=True):
@@ -225,8 +220,7 @@ def _check_stages(directory: TagDirectory, files: GridFiles, ranks: Sequence[Eng
     """The layers of a stage come after those of the stage before it; tied ones have no number."""
     before: tuple[int, int] | None = None  # the last layer so far, and its model rank
     for number in range(0, len(ranks), files.grid.tp):
-        heads = {name.partition(".")[0] for name in _names(ranks[number])}
-        layers = sorted(int(head) for head in heads if head.isdecimal())
+        layers = sorted(untied_layers(_names(ranks[number])))
         if layers and before is not None and layers[0] <= before[0]:
             raise InconsistentCheckpoint(
                 f"{directory.path}: model rank {number} has layer {layers[0]}, but model rank "
@@ -259,7 +253,7 @@ def _check_names(
         )
     if stage and not tensor_rank:
         before = set().union(*map(_names, ranks[: stage * files.grid.tp]))
-        twice = sorted(name for name in ours & before if not name.startswith(TIED))
+        twice = sorted(name for name in ours & before if tied_key(name) is None)
         if twice:
             raise InconsistentCheckpoint(
                 f"{directory.path} has {listed(twice, 4)} in two stages of the pipeline",

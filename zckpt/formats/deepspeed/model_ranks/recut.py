@@ -25,6 +25,7 @@ from msgspec.structs import replace
 
 from ....core.facts import FlatBufferEngine
 from ....core.grid import Grid, Place
+from ....core.grouping import by_key
 from ....core.manifest import Entry, Manifest
 from ....core.placement import Row
 from ....core.split import names_in, part
@@ -32,7 +33,8 @@ from ....errors import UnsupportedCheckpoint, WrongOption
 from ....training.options import PP, Options
 from ...deepspeed_states.options import PP_BOUNDS, PP_PARTITION
 from ...groups import without_empty_groups
-from .grid import STAGE_SIZES, TIED, tied_key, with_sizes
+from .grid import STAGE_SIZES, with_sizes
+from .layer_names import LayerName, tied_key
 from .stage_bounds import (
     Uses,
     bounds_of,
@@ -60,11 +62,8 @@ class Pipeline(Struct, frozen=True):
     def uses(self) -> dict[str, set[int]]:
         """The layers at which tied ones have files, by key."""
         keys = (tied_key(name) for names in self.parameters for name in names)
-        return {
-            key: {number for number, own in self.tied if own == key}
-            for key in keys
-            if key is not None
-        }
+        of_files = by_key((key, number) for number, key in self.tied)
+        return {key: {*of_files.get(key, ())} for key in keys if key is not None}
 
     def stages(
         self, model: Manifest, uses: dict[str, set[int]], options: Options
@@ -109,9 +108,9 @@ def recut(
 
 def layers_of_names(model: Manifest, options: Options) -> list[int]:
     """The layers of a pipeline with experts, whose names begin with their numbers."""
-    heads = [name.partition(".")[0] for name in (*model.parameters, *model.buffers)]
-    numbers = {int(head) for head in heads if head.isdecimal()}
-    if not numbers or {head for head in heads if not head.isdecimal()} - {TIED.rstrip(".")}:
+    names = [LayerName.of(name) for name in (*model.parameters, *model.buffers)]
+    numbers = {name.number for name in names if name.number is not None}
+    if not numbers or any(name.number is None and name.key is None for name in names):
         refuse_without_stages(model.root, options)
     return sorted(numbers)
 

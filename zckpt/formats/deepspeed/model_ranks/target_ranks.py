@@ -49,7 +49,8 @@ from ...vocabulary import lost_rows, resized
 from .. import read
 from ..files import locate, rank_files
 from .apart import model_ranks, stacked
-from .grid import TIED, GridFiles, grid_files
+from .grid import GridFiles, grid_files
+from .layer_names import prefix_of
 from .recut import Pipeline, layers_of_names, recut, under_names_of
 from .stage_bounds import STAGES, refuse_without_stages
 from .write_tensor_ranks import as_one_rank, doubts_of_heads, rows_of, sized, table_of
@@ -245,8 +246,7 @@ def _pipeline_of(source: Manifest) -> Pipeline | None:
 
 def _names_in(layer: int, pipeline: Pipeline, model: Manifest) -> dict[str, str]:
     """The tensors of a layer: their names in its file, and in the whole model."""
-    key = dict(pipeline.tied).get(layer)
-    prefix = f"{layer}." if key is None else f"{TIED}{key}."
+    prefix = prefix_of(layer, dict(pipeline.tied))
     names = model.state.get("module") or ()
     return {name.removeprefix(prefix): name for name in names if name.startswith(prefix)}
 
