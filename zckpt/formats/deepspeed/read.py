@@ -24,7 +24,6 @@ from ..deepspeed_states.directories import TagDirectory
 from ..deepspeed_states.states import open_files, open_layers
 from ..reading import USUAL, Reading
 from .files import locate
-from .model_ranks.apart import model_ranks, stacked, weights_of_layers
 from .model_ranks.copies import (
     OWN,
     compare_copies,
@@ -35,6 +34,7 @@ from .model_ranks.copies import (
 )
 from .model_ranks.grid import GridFiles, grid_files
 from .model_ranks.pipeline import joined_stages, joined_stages_with_experts
+from .model_ranks.rank_manifests import model_ranks, stacked, weights_of_layers
 from .model_ranks.tensor_ranks import joined_slices
 from .model_ranks.universal_info import of_json
 from .moe.whole_experts import compare_ranks, manifest_of_experts

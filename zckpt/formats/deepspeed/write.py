@@ -19,12 +19,12 @@ from ..deepspeed_states import reports
 from ..deepspeed_states.hyper import check_states
 from ..deepspeed_states.target import DeepSpeedTarget
 from .files import recovery_scripts
-from .like import as_in_run
-from .model_ranks.apart import layer_siblings
 from .model_ranks.copies import compare_copies
+from .model_ranks.rank_manifests import layer_siblings
 from .model_ranks.target_ranks import TargetRanks, layer_files, target_ranks
 from .moe import regroup
 from .optimizer_files import is_elastic, run_shells, warnings_of_elastic
+from .run_template import as_in_run
 
 
 def lay_out(source: Manifest, options: Options) -> Layout:

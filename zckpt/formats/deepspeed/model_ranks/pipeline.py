@@ -95,7 +95,7 @@ def joined_stages(
 def _facts(
     stages: Sequence[Manifest], buffers: Sequence[Sequence[str]], layers: Sequence[Layer]
 ) -> dict[str, Any]:
-    """What a target must know to be the same pipeline; see `write_pipeline`."""
+    """What a target must know to be the same pipeline; see `target_ranks`."""
     return {
         "parameters": [list(stage.parameters) for stage in stages],
         "buffers": [list(names) for names in buffers],

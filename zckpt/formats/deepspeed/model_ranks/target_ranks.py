@@ -48,12 +48,12 @@ from ...deepspeed_states.target import DeepSpeedTarget
 from ...vocabulary import lost_rows, resized
 from .. import read
 from ..files import locate, rank_files
-from .apart import model_ranks, stacked
 from .grid import GridFiles, grid_files
 from .layer_names import prefix_of
-from .recut import Pipeline, layers_of_names, recut, under_names_of
+from .rank_manifests import model_ranks, stacked
 from .stage_bounds import STAGES, refuse_without_stages
-from .write_tensor_ranks import as_one_rank, doubts_of_heads, rows_of, sized, table_of
+from .target_slices import as_one_rank, doubts_of_heads, rows_of, sized, table_of
+from .target_stages import Pipeline, layers_of_names, recut, under_names_of
 
 OF_WEIGHTS = frozenset({STAGE.name, DTYPE.name})  # they change files of layers too
 OF_RANKS = frozenset(
@@ -99,7 +99,7 @@ class TargetRanks(Struct, frozen=True):
 
 
 def target_ranks(source: Manifest, options: Options) -> TargetRanks:
-    """The target's ranks; those of a `source` under the names of `apart.stacked` are kept.
+    """The target's ranks; those of a `source` under the names of `rank_manifests.stacked` are kept.
 
     Raises WrongOption for options and bounds of stages that do not fit, MissingData if nothing says
     how a parameter is cut, and UnsupportedCheckpoint for what cannot be cut.

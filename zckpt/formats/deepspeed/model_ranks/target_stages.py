@@ -314,7 +314,7 @@ def _part(model: Manifest, row: Row, pp: int) -> Manifest:
 
 
 def under_names_of(source: Manifest, target: Manifest, tp: int) -> Manifest:
-    """`target`, both of `apart.stacked`, with the names that `source` has for its tensors.
+    """`target`, both of `rank_manifests.stacked`, with the names that `source` has for its tensors.
 
     A tensor has the name of the first stage that holds it; further copies become replicas.
     """
