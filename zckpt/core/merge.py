@@ -268,6 +268,7 @@ def together(ranks: Sequence[Manifest]) -> Manifest:
     state, numbers = _without_own_numbers(ranks)
     return replace(
         first,
+        place=None,
         state=state,
         of_ranks=of_ranks,
         layout={name: values for each in ranks for name, values in each.layout.items()},

@@ -31,7 +31,7 @@ from ....core.placement import Table
 from ....errors import IncompleteCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint, listed
 from ....files.torchfile import Tensor, TorchFile
 from ...deepspeed_states.experts import ExpertLayers
-from ...deepspeed_states.states import EngineStates, dictionary
+from ...deepspeed_states.states import dictionary
 from ...deepspeed_states.tensors import is_extra
 from ...statedict.finding import BUFFERS
 from .grid import TIED, tied_key
@@ -56,18 +56,16 @@ class Layer(Struct, frozen=True):
 def joined_stages(
     stages: Sequence[Manifest],
     files: Mapping[int, TorchFile],
-    states: Sequence[EngineStates],
     step_policy: str | None,
     tied: Mapping[int, str] | None = None,
 ) -> Manifest:
     """The whole model of one tensor rank, from its stages and the files of its layers.
 
-    `states` are those of each stage, whose model file states its buffers. `tied` gives the keys of
-    tied layers by the numbers of their files, if no weights tell them yet. Raises
-    IncompleteCheckpoint if a layer's file is missing, InconsistentCheckpoint if stages or shapes
-    contradict each other.
+    `tied` gives the keys of tied layers by the numbers of their files, if no weights tell them yet.
+    Raises IncompleteCheckpoint if a layer's file is missing, InconsistentCheckpoint if stages or
+    shapes contradict each other.
     """
-    buffers = [list(each.model.get("buffer_names") or ()) for each in states]
+    buffers = [() if each.place is None else each.place.buffers for each in stages]
     first, stated = stages[0], {name for names in buffers for name in names}
     from_last = stages[::-1]  # so that the first stage's count
     every = (entry for stage in from_last for entry in stage.entries.values())
