@@ -378,3 +378,12 @@ def test_a_copy_says_along_which_axis_it_is_one() -> None:
         whole = merge(models, table)
         assert whole.entries["b/param"].axis == ""
         assert [copy.axis for copy in whole.replicas] == ["tensor rank", "stage", "stage"]
+
+
+def test_ranks_that_share_a_file(made: Grid) -> None:
+    """What the one file says is said once; a tensor of its client state is of no rank alone."""
+    state = {**made.ranks[0].state, "client_state": {"rng": TensorName("client_state.rng")}}
+    record = Record(Extent("shared", 0, 4), 1)
+    ranks = [replace(r, state=state, files=("shared",), records=(record,)) for r in made.ranks]
+    whole = merge(ranks, made.table)
+    assert (whole.files, whole.records, whole.left_out) == (("shared",), (record,), ())
