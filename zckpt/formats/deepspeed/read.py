@@ -37,7 +37,7 @@ from .model_ranks.pipeline import joined_stages, joined_stages_with_experts
 from .model_ranks.rank_manifests import model_ranks, stacked, weights_of_layers
 from .model_ranks.tensor_ranks import joined_slices
 from .model_ranks.universal_info import of_json
-from .moe.whole_experts import compare_ranks, manifest_of_experts
+from .moe.ep_optimizers import compare_ranks, manifest_of_experts
 
 
 def read(path: str, reading: Reading = USUAL) -> Manifest:

@@ -30,9 +30,9 @@ from ..files import RankFiles
 from ..flats import flat_buffers
 from ..moe.experts import with_experts
 from ..ranks import open_ranks
+from ..stage_0.optimizer import open_whole
 from ..stage_0.stages import open_stages
-from ..stage_0.whole import open_whole
-from ..stage_0.whole_states import manifest_of_whole
+from ..stage_0.states import manifest_of_whole
 from .grid import SOME_STAGES, GridFiles, check_grid
 
 OF_MODEL_RANKS = (

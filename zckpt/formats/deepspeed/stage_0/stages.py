@@ -37,8 +37,8 @@ from ...statedict.matching import HINT, MatchedNames, match
 from ..files import RankFiles
 from ..model_ranks.layer_names import of_tied, prefix_of, tied_key, untied_layers
 from . import naming
+from .optimizer import WholeOptimizer, named_optimizer, shapes_by_group, states_of, unnamed
 from .samples import TensorInFile, labels
-from .whole import WholeOptimizer, named_optimizer, shape_of, states_of, unnamed
 
 Shape = tuple[int, ...]
 
@@ -156,7 +156,7 @@ def _in_order(
     """
     if any(wrapper_of(each.first) is not None for each in states):
         return None
-    groups = [_shapes_by_group(each) for each in states]
+    groups = [shapes_by_group(each) for each in states]
     counts = {len(own) for own in groups}
     if len(counts) > 1 or _has_layers_alike(layers):
         return None
@@ -203,15 +203,8 @@ def _of_flat_stages(
             f"{directory.path} has",
             hint=_hint(states[0]),
         )
-    remaining = list(names)
-    parts: list[Sequence[str]] = []
-    for each in states:
-        count, numel = 0, sum(flat.numel for flat in each.first[FLAT_MASTERS])
-        while numel > 0 and count < len(remaining):
-            numel -= weights[remaining[count]].tensor.numel
-            count += 1
-        parts.append(remaining[:count])
-        remaining = remaining[count:]
+    numels = [sum(flat.numel for flat in each.first[FLAT_MASTERS]) for each in states]
+    *parts, remaining = naming.in_parts(names, numels, weights)
     if remaining:
         raise WrongOption(
             f"--param-names has {len(names)} names, but the last {len(remaining)} of them are of "
@@ -274,15 +267,7 @@ def _shapes(states: EngineStates) -> list[Shape | None]:
     """The shapes of the parameters of a stage's optimizer, in its order; None if not known."""
     if WHOLE_MASTERS in states.first:
         return [master.shape for group in states.first[WHOLE_MASTERS] for master in group]
-    return [shape for group in _shapes_by_group(states) for shape in group]
-
-
-def _shapes_by_group(states: EngineStates) -> list[list[Shape | None]]:
-    """The shapes of what torch's own optimizer has, group by group; None if not known."""
-    base = states.bases[0]
-    state = base.get("state") or {}
-    groups = [group["params"] for group in base["param_groups"]]
-    return [[shape_of(state.get(number)) for number in group] for group in groups]
+    return [shape for group in shapes_by_group(states) for shape in group]
 
 
 def _hint(states: EngineStates) -> str:

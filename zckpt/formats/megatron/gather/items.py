@@ -16,7 +16,7 @@ from ....errors import MALFORMED, not_understood
 from ....files.dcpfile import ItemTable, TensorItem, read_table
 from ....files.dcpitems import ItemFiles
 from ....files.torchfile import TORCH_DTYPES, Tensor, TorchFile
-from .. import programs
+from .. import saving_program as programs
 from ..files import is_fsdp
 from . import rule
 from .folders import Folders
