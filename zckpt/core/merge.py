@@ -100,11 +100,13 @@ def tensor(name: str, held: Sequence[Sequence[Entry]], table: Table, root: str) 
     known = [entry for own in zip_longest(*held) for entry in own if entry is not None]
     if len(dtypes := {entry.dtype for entry in known}) > 1:
         raise InconsistentCheckpoint(
-            f"{root}: {table.word}s keep {name} in different types: {listed(sorted(dtypes))}"
+            f"{root}: {table.word}s keep {name} in different types: {listed(sorted(dtypes))}",
+            hint=MIXED,
         )
     if cut is None:
         if len({entry.shape for entry in known}) > 1:
-            raise InconsistentCheckpoint(f"{root}: the copies of {name} have other shapes")
+            message = f"{root}: the copies of {name} have other shapes"
+            raise InconsistentCheckpoint(message, hint=MIXED)
         return [known[0], *(replace(each, axis=each.axis or table.word) for each in known[1:])]
     for rank, (own, shape) in enumerate(zip(held, cut.slicing.slices, strict=True)):
         if ({entry.numel for entry in own} or {0}) != {prod(shape)}:
@@ -268,6 +270,7 @@ def together(ranks: Sequence[Manifest]) -> Manifest:
     state, numbers = _without_own_numbers(ranks)
     return replace(
         first,
+        place=None,
         state=state,
         of_ranks=of_ranks,
         layout={name: values for each in ranks for name, values in each.layout.items()},

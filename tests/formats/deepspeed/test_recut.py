@@ -17,8 +17,8 @@ import zckpt
 from zckpt.core.manifest import Manifest, Parameter
 from zckpt.errors import UnsupportedCheckpoint, WrongOption
 from zckpt.formats.deepspeed import write
-from zckpt.formats.deepspeed.model_ranks.recut import Stage, new_stages
 from zckpt.formats.deepspeed.model_ranks.stage_bounds import balanced, ranges, uniform
+from zckpt.formats.deepspeed.model_ranks.target_stages import Stage, new_stages
 from zckpt.formats.options import options_of
 
 from ...engines import grids
