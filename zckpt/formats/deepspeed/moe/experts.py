@@ -35,13 +35,7 @@ from ..files import RankFiles
 from ..flats import flat_buffers
 from ..model_ranks.pipeline import begins_as
 from .auto_ep import with_slices
-from .expert_files import (
-    LayerFiles,
-    gate_of,
-    layers_of,
-    named_of,
-    spread_over,
-)
+from .expert_files import LayerFiles, gate_of, layers_of, named_of, spread_over
 
 UNKNOWN = "mixture-of-experts layers, and with the name of its ds_config alone"
 ELEMENTS = 64  # that are compared of a parameter
