@@ -191,22 +191,24 @@ def refuse_inside(source: str, target: str) -> None:
         )
 
 
-def free_space(target: str, resume: bool = False) -> int:
-    """The free bytes of the filesystem that `target` would be on.
-
-    With `resume`, what an earlier run has allocated is free for this one.
-    """
+def free_space(target: str) -> int:
+    """The free bytes of the filesystem that `target` would be on."""
     folder = os.path.dirname(os.path.abspath(target))
     while not os.path.isdir(folder):
         folder = os.path.dirname(folder)
     status = os.statvfs(folder)
+    return status.f_bavail * status.f_frsize
+
+
+def free_for(target: str, resume: bool) -> int:
+    """The same for a run; if it continues, what an earlier one has allocated is free for it."""
     begun = allocated(f"{os.path.abspath(target)}.partial") if resume else 0
-    return status.f_bavail * status.f_frsize + begun
+    return free_space(target) + begun
 
 
 def need_space(target: str, size: int, resume: bool = False) -> None:
-    """Raises NotEnoughSpace if `size` bytes are not free, as `free_space` says it."""
-    free = free_space(target, resume)
+    """Raises NotEnoughSpace if `size` bytes are not free for a run."""
+    free = free_for(target, resume)
     if size > free:
         raise NotEnoughSpace(
             f"{target} needs {sized(size)}, but only {sized(free)} are free",

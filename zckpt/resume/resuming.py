@@ -156,6 +156,7 @@ class Resuming:
             "run": self.run,
             "path": target or candidate.loaded,
             "checkpoint": candidate.where,
+            "load_dir": target or candidate.path,
             **{key: plan[key] for key in ("tag", "step", "format", "sizes", "obstacles", "batch")},
             "written": bool(is_written),
             "bytes": plan["bytes"] if is_written else 0,

@@ -123,7 +123,7 @@ def write(
                 targets.refuse_other_begun(target, run)
             keeping.try_out(layout)
             memory = convert.memory_of(source, running.copying)
-            free = targets.free_space(target, running.resume)
+            free = targets.free_for(target, running.resume)
             return report | {"dry_run": True, "memory": memory, "free": free}
         targets.need_space(target, size, running.continues)
         if not formats.named(manifest.format).is_neutral:  # it states each file's checksum
