@@ -50,9 +50,8 @@ def start(program: Program, run: Path, ranks: int, kill: bool = False) -> Traine
         assert not kill
     except EngineError as error:
         if not kill or "died" not in str(error):
-            raise EngineError(
-                f"{error}: {(run.parent / 'engine.log').read_text()[-3000:]}"
-            ) from error
+            printed = (run.parent / "engine.log").read_text()[-3000:]
+            raise EngineError(f"{error}: {printed}") from error
     path, report, losses = None, {}, {}
     for line in map(json.loads, log.read_text().splitlines()):
         if "path" in line:

@@ -21,7 +21,7 @@ from zckpt import api
 from zckpt.copying import filling
 
 
-def fail(*_: Any) -> None:
+def fail(*_: Any, **__: Any) -> None:
     raise OSError(errno.EIO, os.strerror(errno.EIO), "a.pt")
 
 

@@ -127,7 +127,7 @@ def test_torchrun_starts_all_again(run: Path, tmp_path: Path) -> None:
 
 
 KILLED = """
-import os, signal, sys
+import os, signal, sys, time
 from pathlib import Path
 import zckpt
 from zckpt.copying import filling
@@ -137,9 +137,11 @@ mark = Path(sys.argv[1], ".zckpt", "killed")
 opened = filling.TargetFile.open
 
 def open(self, *rest):
-    if os.environ["RANK"] == "1" and not mark.exists():
-        mark.touch()
-        os.kill(os.getpid(), signal.SIGKILL)
+    while not mark.exists():
+        if os.environ["RANK"] == "1":
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.01)
     opened(self, *rest)
 
 filling.TargetFile.open = open

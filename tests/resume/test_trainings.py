@@ -1,4 +1,4 @@
-"""A real training is killed at 4 ranks, and goes on at 3, 2, 6 and 1, as if nothing had happened."""
+"""A real training is killed at 4 ranks, and goes on at 3, 2, 6 and 1 as if it had not been."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def cases() -> Iterator[object]:
             yield pytest.param(name, ranks, marks=marks)
 
 
-@pytest.mark.parametrize(("name", "ranks"), cases())
+@pytest.mark.parametrize(("name", "ranks"), [*cases()])
 def test_it_goes_on(name: str, ranks: int, killed: Killed, tmp_path: Path) -> None:
     run = Path(shutil.copytree(killed.run, tmp_path / "run"))
     before = original(run)
