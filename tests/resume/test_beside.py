@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -316,3 +318,10 @@ def test_the_command_without_a_checkpoint(tmp_path: Path, zckpt: Callable[..., R
         assert (ended.code, ended.out) == (0, "")
     (tmp_path / "file").touch()
     assert zckpt("auto-resume", tmp_path / "file").code == 1
+
+
+def test_a_path_is_saved_and_sent_as_a_text(run: Path) -> None:
+    path = zckpt.auto_resume(run, dp=4)
+    sent = pickle.loads(pickle.dumps(path))
+    assert (type(sent), sent) == (str, str(run))
+    assert copy.copy(path) == str(run)

@@ -130,21 +130,31 @@ KILLED = """
 import os, signal, sys, time
 from pathlib import Path
 import zckpt
+from zckpt import api
 from zckpt.copying import filling
 
-filling.REGION = 1 << 12
-mark = Path(sys.argv[1], ".zckpt", "killed")
-opened = filling.TargetFile.open
+folder = Path(sys.argv[1], ".zckpt")
+mark = folder / "killed"
+opened, reshard = filling.TargetFile.open, api.reshard
+
+def until(is_there):
+    while not is_there():
+        time.sleep(0.01)
 
 def open(self, *rest):
-    while not mark.exists():
-        if os.environ["RANK"] == "1":
-            mark.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(0.01)
+    until(mark.exists)
     opened(self, *rest)
 
+def dying(*words, **more):
+    if not more.get("dry_run") and not mark.exists():
+        until(lambda: [*folder.glob("*.partial/journal")])
+        mark.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return reshard(*words, **more)
+
 filling.TargetFile.open = open
+if os.environ["RANK"] == "1":
+    api.reshard = dying
 path = zckpt.auto_resume(sys.argv[1])
 import torch.distributed as dist
 dist.init_process_group("gloo")

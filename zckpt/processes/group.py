@@ -222,10 +222,15 @@ class Group:
             if error is not None:
                 other = self._fail(error)
             left = f"{self._name}left"
-            if self.store.is_hosted and self.rank and error is None:
+            goes_on = error is None or isinstance(error, Exception)
+            if self.store.is_hosted and self.rank and goes_on:
                 # a program may open its own store at this address
                 self.store.outlived(lambda: self.store.add(left, 1), LEAVING)
-            elif self.store.add(left, 1) < self.size and self.store.is_hosted and self.rank == 0:
+            elif (
+                self.store.add(left, 1) < self.size
+                and self.rank == 0
+                and not self.store.outlives  # it may end with this process
+            ):
                 self._wait_shortly(lambda: self.store.add(left, 0) >= self.size)
         self.store.close()
         if other is not None:

@@ -61,6 +61,9 @@ class Resumed(str):
         self.step, self.tag, self.report = report["step"], report["tag"], report
         return self
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return str, (str(self),)  # a trainer may send it to others, or save it
+
 
 class Settings(Struct, frozen=True):
     """What the user says beside the next run's sizes."""
