@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct
@@ -81,35 +81,16 @@ def name_for(name: str, words: Mapping[str, Any]) -> str:
     return "-".join([name, *parts])
 
 
-def batch(manifest: Manifest, words: Mapping[str, Any]) -> tuple[Words, str]:
-    """What the batch of a rank must be for the same global batch: facts, and a sentence.
-
-    Both are empty if the number of data-parallel ranks is the same, or if no file states it.
-    """
-    before, now = manifest.source.get("dp"), words.get("dp")
-    if manifest.format != "deepspeed" or not before or not now or before == now:
-        return {}, ""
-    config = getattr(manifest.engine, "config", None) or {}
-    new = words.get("config") or {}
-    rows, steps = (
-        config.get(key) for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    )
-    facts: Words = {"dp_before": before, "dp": now}
-    if not isinstance(rows, int) or not isinstance(steps, int):
-        return facts, (
-            f"the run had {before} data-parallel ranks, and has {now} now: to keep the global "
-            f"batch, the samples of a rank in a step must be {before}/{now} of what they were"
-        )
-    total = rows * steps * before
-    facts |= {"global_batch": total, "samples_per_rank": total / now}
-    own = [new.get("train_micro_batch_size_per_gpu"), new.get("gradient_accumulation_steps", 1)]
-    if all(isinstance(each, int) for each in own) and own[0] * own[1] * now == total:
-        return facts, ""
-    return facts, (
-        f"the run had {before} data-parallel ranks, and has {now} now: to keep the global batch of "
-        f"{total}, micro batch * accumulation steps must be {total / now:g} (they were {rows} * "
-        f"{steps})" + ("" if total % now == 0 else ", which no whole number is")
-    )
+def batch(manifest: Manifest, words: Mapping[str, Any], said: Sequence[str]) -> list[str]:
+    """A sentence on the batch of a rank, if their number differs and none in `said` is of it."""
+    before, now = manifest.source.get("dp"), words["dp"]
+    of_zero = manifest.format in ("deepspeed", "onnxruntime")  # others state no size, or adapt
+    if not of_zero or before in (None, now) or any("global batch" in line for line in said):
+        return []
+    return [
+        f"the run had {before} data-parallel ranks, and has {now} now: to keep the global batch, "
+        f"the samples of a rank in a step must be {before}/{now} of what they were"
+    ]
 
 
 def check(

@@ -152,7 +152,8 @@ class Resuming:
             f"{each['path']} is left aside: {each['reason']}; {candidate.where} is taken"
             for each in left
         ]
-        lines += [line for line in (candidate.note, plan["line"], *plan.get("said", ())) if line]
+        said = [candidate.note, *plan["lines"], *plan.get("said", ())]
+        lines += [line for line in dict.fromkeys(said) if line]
         report = {
             "zckpt": 1,
             "command": "auto-resume",
@@ -160,7 +161,10 @@ class Resuming:
             "path": target or candidate.loaded,
             "checkpoint": candidate.where,
             "load_dir": target or candidate.path,
-            **{key: plan[key] for key in ("tag", "step", "format", "sizes", "obstacles", "batch")},
+            **{
+                key: plan[key]
+                for key in ("tag", "step", "format", "sizes", "ranks_before", "obstacles")
+            },
             "written": bool(is_written),
             "bytes": plan["bytes"] if is_written else 0,
             "left_aside": left,
@@ -186,7 +190,6 @@ class Resuming:
         if reason := _unfinished(candidate, manifest):
             return {"broken": reason}
         words = self.asked.of(manifest)
-        facts, line = batch(manifest, words)
         tag = manifest.source.get("tag")
         iteration = str(tag).rpartition("_")[2] if manifest.format == "megatron" else ""
         plan: Words = {
@@ -195,16 +198,17 @@ class Resuming:
             "format": manifest.format,
             "sizes": {name: words[name] for name in IN_NAMES if words.get(name)},
             "obstacles": obstacles(manifest, words),
-            "batch": facts,
-            "line": line,
+            "ranks_before": manifest.source.get("dp"),
+            "lines": [],
             "target": None,
             "is_complete": False,
         }
         if not plan["obstacles"]:
-            return plan
+            return plan | {"lines": batch(manifest, words, ())}
         beside.make(self.folder, self.run)
         plan["words"] = words_for(manifest, words)
-        return plan | self._place(candidate, name_for(candidate.name, words), plan["words"])
+        place = self._place(candidate, name_for(candidate.name, words), plan["words"])
+        return plan | place | {"lines": [*batch(manifest, words, place["lines"]), *place["lines"]]}
 
     def _place(self, candidate: Candidate, name: str, words: Words) -> Words:
         """The directory for it: complete, or to be written by this job, which is alone then."""
@@ -236,7 +240,12 @@ class Resuming:
                     f"{target} needs {sized(dry['bytes'])}, but only {sized(dry['free'])} are free",
                     hint="free some space, or name another filesystem: scratch=, or --scratch DIR",
                 )
-            return {"target": target, "is_complete": is_complete, "bytes": dry["bytes"]}
+            return {
+                "target": target,
+                "is_complete": is_complete,
+                "bytes": dry["bytes"],
+                "lines": dry["warnings"],
+            }
 
     def _becomes_alone(self, target: str) -> bool:
         """Waits until no other job writes in the folder; False if that is so already."""
