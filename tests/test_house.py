@@ -136,7 +136,7 @@ PARSERS = {
     ("deepspeed", "stage_0", "samples"),
     ("gathered", "files"),
     ("megatron", "files"),
-    ("megatron", "programs"),
+    ("megatron", "saving_program"),
     *(("onnxruntime", name) for name in ("files", "hdf5", "legacy", "ranks")),
 }
 """Modules of formats that say what stands in files, and not what a piece of it means."""

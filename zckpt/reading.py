@@ -77,7 +77,7 @@ def _own_tensors(manifest: Manifest) -> list[str]:
     The averages of an EMA may be among them.
     """
     values = {
-        name.partition(":")[2] if "model_ranks" in manifest.source else name
+        name.partition(":")[2] if manifest.ranks else name
         for name, entry in manifest.entries.items()
         if entry.slot == "state" and entry.dtype in FLOATS and entry.shape
     }

@@ -57,7 +57,7 @@ def places(fragments: Fragments) -> dict[int, tuple[str, int]]:
 
 
 def check(fragments: Fragments, numel: int, draw: st.DataObject) -> None:
-    """Length, items and `overlapping` agree with the whole list."""
+    """Length, items, `overlapping` and `part` agree with the whole list."""
     whole = list(fragments)
     assert len(fragments) == len(whole)
     assert [fragments[place] for place in range(len(whole))] == whole
@@ -68,6 +68,8 @@ def check(fragments: Fragments, numel: int, draw: st.DataObject) -> None:
         item for item in whole if any(start <= element < stop for element in elements(item))
     ]
     assert list(fragments.overlapping(start, stop)) == expected
+    own = {n - start: place for n, place in places(fragments).items() if start <= n < stop}
+    assert places(fragments.part(start, stop, SIZE)) == own
 
 
 @given(st.lists(st.integers(0, 5), max_size=8), st.data())

@@ -176,7 +176,9 @@ def test_what_holds_itself_is_refused(kind: str) -> None:
         to_json(inner)
 
 
-@pytest.mark.parametrize("value", [object(), range(3), int, slice(1)], ids=repr)
+@pytest.mark.parametrize(
+    "value", [object(), range(3), int, slice(1)], ids=lambda it: type(it).__name__
+)
 def test_what_no_pickle_holds_is_refused(value: Any) -> None:
     with pytest.raises(CorruptCheckpoint, match=type(value).__name__):
         to_json([value])

@@ -9,12 +9,14 @@ import pytest
 from msgspec.structs import replace
 
 from zckpt.core.fragments import Extent, Record, Runs
+from zckpt.core.grid import Grid as Axes
+from zckpt.core.grid import Place
 from zckpt.core.inert import Scalar, TensorName
 from zckpt.core.manifest import Entry, Manifest, Parameter, Unread
-from zckpt.core.merge import agreed_steps, in_order, merge, numbered_alike
+from zckpt.core.merge import MIXED, agreed_steps, in_order, merge, numbered_alike
 from zckpt.core.placement import Sliced, Table
 from zckpt.core.slicing import replicated
-from zckpt.core.states import BESIDE_STATE, NO_PARAMETER
+from zckpt.core.states import BESIDE_STATE, NO_PARAMETER, PLACES
 from zckpt.errors import InconsistentCheckpoint, UnsupportedCheckpoint
 
 from .grids import Grid, Placed, cut_up, grid, numbers
@@ -65,23 +67,23 @@ FAULTS: dict[str, tuple[Any, str]] = {
     ),
     "another shape where shapes are listed": (
         lambda rank: with_parameter(rank, "b", shape=(3,)),
-        "ranks differ in the shape, the group, the step or the numbers of b",
+        "run: ranks differ in the shape, the group, the step or the numbers of b",
     ),
     "another group": (
         lambda rank: with_parameter(rank, "a", group=1),
-        "ranks differ in the shape, the group, the step or the numbers of a",
+        "run: ranks differ in the shape, the group, the step or the numbers of a",
     ),
     "other numbers": (
         lambda rank: with_parameter(rank, "a", scalars={"d": Scalar(2.0, "F32")}),
-        "ranks differ in the shape, the group, the step or the numbers of a",
+        "run: ranks differ in the shape, the group, the step or the numbers of a",
     ),
     "a frozen one": (
         lambda rank: with_parameter(rank, "a", trainable=False),
-        "ranks differ in the shape, the group, the step or the numbers of a",
+        "run: ranks differ in the shape, the group, the step or the numbers of a",
     ),
     "no step": (
         lambda rank: with_parameter(rank, "a", step=None),
-        "ranks differ in the shape, the group, the step or the numbers of a",
+        "run: ranks differ in the shape, the group, the step or the numbers of a",
     ),
     "another step": (
         lambda rank: with_parameter(rank, "a", step=9),
@@ -115,8 +117,9 @@ def test_what_contradicts_is_named(fault: str, made: Grid) -> None:
             replace(rank, files=(f"run/{n}-model_states.pt",)) for n, rank in enumerate(made.ranks)
         )
     merge([first, second], made.table)
-    with pytest.raises(InconsistentCheckpoint, match=message):
+    with pytest.raises(InconsistentCheckpoint, match=message) as caught:
         merge([first, change(second)], made.table)
+    assert caught.value.hint == MIXED or "--step-policy" in (caught.value.hint or "")
 
 
 def test_copies_that_ranks_have_by_themselves(made: Grid) -> None:
@@ -139,6 +142,22 @@ def test_states_stand_behind_parameters_and_buffers(made: Grid) -> None:
     entry = Entry("client_state.rng/state", "I32", (2,), Runs(()))
     own = replace(made.whole, entries={entry.name: entry, **made.whole.entries})
     assert [*in_order(own).entries] == [*in_order(made.whole).entries, entry.name]
+
+
+def test_a_name_may_have_slashes() -> None:
+    """The slot stands behind the last one."""
+    made = grid([cut_up("of/a", (4,), 0, [[1, 3]])])
+    whole = merge(made.ranks, made.table)
+    assert numbers(made.files, whole.entries["of/a/param"]) == [0, 1, 2, 3]
+
+
+def test_a_copy_has_the_bytes_of_its_rank() -> None:
+    made = grid([Placed("b", (2,), None, [np.arange(2)] * 3)])
+    table = Table("rank", {"b": Sliced((2,), replicated((2,), 3), "replicated")})
+    whole = merge(made.ranks, table)
+    holders = (whole.entries["b/param"], *whole.replicas)
+    files = [fragment.extent.file for entry in holders for fragment in entry.fragments]
+    assert files == ["0:b/param", "1:b/param", "2:b/param"]
 
 
 # -- steps
@@ -193,8 +212,10 @@ def test_groups_of_stages_are_known_by_their_settings() -> None:
     with pytest.raises(InconsistentCheckpoint, match="other hyper-parameters"):
         numbered_alike([stage("0", 4.0), stage("1", 1.0, 2.0)])
     assert numbered_alike([stage("0", 1.0), replace(stage("1", 2.0), groups=None)])[1] is None
-    with pytest.raises(UnsupportedCheckpoint, match="do not tell which"):
+    message = r"run: .* has 1 of 2 groups, and their hyper-parameters do not tell which$"
+    with pytest.raises(UnsupportedCheckpoint, match=message) as caught:
         numbered_alike([stage("0", 1.0), stage("1", 1.0, 1.0)])
+    assert (caught.value.hint or "").startswith("give each group of the optimizer other hyper-")
 
 
 def test_parameters_stand_by_group_and_the_scheduler_is_that_of_all_groups() -> None:
@@ -203,7 +224,7 @@ def test_parameters_stand_by_group_and_the_scheduler_is_that_of_all_groups() -> 
     second = with_state(stage("1", 1.0, 3.0), lr_scheduler={"_last_lr": [1.0, 3.0]})
     whole = merge([first, second], STAGES)
     assert [*whole.parameters] == ["1.0", "0.0", "1.1"]
-    assert whole.state["lr_scheduler"] == {"_last_lr": [1.0, 3.0]}
+    assert (whole.groups, whole.state["lr_scheduler"]) == (second.groups, {"_last_lr": [1.0, 3.0]})
     assert whole.left_out == ("lr_scheduler of model ranks other than 0",)
 
 
@@ -236,7 +257,7 @@ def test_tensors_beside_all_ranks_come_first(made: Grid) -> None:
 
 def test_own_values_are_left_out_and_listed(made: Grid) -> None:
     """The first rank's count; of another rank's file the report has them."""
-    states = ({"own": 1, "same": 2}, {"own": 5, "same": 2})
+    states = ({"own": [1], "same": [2]}, {"own": [5], "same": [2]})
     ranks = [
         replace(with_state(rank, client_state=own), files=(f"run/{n}-model_states.pt",))
         for n, (rank, own) in enumerate(zip(made.ranks, states, strict=True))
@@ -248,6 +269,27 @@ def test_own_values_are_left_out_and_listed(made: Grid) -> None:
     stated = {"1-model_states.pt": {"loss": 3}}
     again = merge([ranks[0], replace(ranks[1], of_ranks=stated)], made.table).of_ranks
     assert again == {"1-model_states.pt": {"client_state": states[1], "loss": 3}}
+
+
+@pytest.mark.parametrize("key", ["lr_scheduler", "data_sampler", "random_ltd"])
+def test_any_rank_may_have_values_of_its_own(key: str) -> None:
+    """Not the last one alone; and what the first lacks is one."""
+    first, second, third = (stage(name, 1.0) for name in "012")
+    second = with_state(second, **{key: 1}, client_state={"late": 1})
+    whole = merge([first, second, third], STAGES)
+    assert whole.left_out == tuple(
+        f"{what} of model ranks other than 0" for what in ("client_state 'late'", key)
+    )
+
+
+def test_what_ranks_have_of_one_file_is_no_ranks_own(made: Grid) -> None:
+    """A random state that all of them read there."""
+    shared = {f"rng {n}": TensorName(f"client_state.rng {n}") for n in range(20)}
+    ranks = [with_state(r, client_state=shared | {"own": [n]}) for n, r in enumerate(made.ranks)]
+    ranks = [replace(rank, place=Place(n, Axes(tp=2))) for n, rank in enumerate(ranks)]
+    whole = merge(ranks, made.table)
+    assert whole.left_out == ("client_state 'own' of model ranks other than 0",)
+    assert whole.place is None
 
 
 def test_what_files_state_is_that_of_all_ranks(made: Grid) -> None:
@@ -284,16 +326,17 @@ def test_what_files_state_is_that_of_all_ranks(made: Grid) -> None:
 def test_a_tensor_of_the_state_is_a_copy_unless_it_is_of_another_shape(made: Grid) -> None:
     def rank_with(number: int, shape: tuple[int, ...]) -> Manifest:
         entry = Entry("client_state.rng/state", "I32", shape, Runs(()))
-        rank = made.ranks[number]
-        return replace(rank, entries={**rank.entries, entry.name: entry})
+        last = Entry("client_state.seed/state", "I32", (2,), Runs(()))
+        entries = {each.name: each for each in (entry, last)}
+        return replace(made.ranks[number], entries={**made.ranks[number].entries, **entries})
 
     def copies(shape: tuple[int, ...]) -> list[str]:
         whole = merge([rank_with(0, (2,)), rank_with(1, shape)], made.table)
         assert "client_state.rng/state" in whole.entries
         return [copy.name for copy in whole.replicas if copy.slot == "state"]
 
-    assert copies((2,)) == ["client_state.rng/state"]
-    assert copies((1, 2)) == []
+    assert copies((2,)) == ["client_state.rng/state", "client_state.seed/state"]
+    assert copies((1, 2)) == ["client_state.seed/state"]
 
 
 def test_numbers_of_no_parameter_that_differ_are_not_read(made: Grid) -> None:
@@ -309,7 +352,19 @@ def test_numbers_of_no_parameter_that_differ_are_not_read(made: Grid) -> None:
         "own", (NO_PARAMETER,), BESIDE_STATE, "[0, 1]",
     )  # fmt: skip
     alone = [with_state(rank, optimizer={"beside": {"own": n}}) for n, rank in enumerate(ranks)]
-    assert merge(alone, made.table).state["optimizer"] == {}
+    alone = [with_state(rank, client_state={"of": n}) for n, rank in enumerate(alone)]
+    state = merge(alone, made.table).state
+    assert (state["optimizer"], state["client_state"]) == ({}, {"of": 0})
+    twice = [
+        with_state(rank, optimizer={place: {"own": n} for place in PLACES.values()})
+        for n, rank in enumerate(ranks)
+    ]
+    assert len(merge(twice, made.table).unread) == len(PLACES) == 2
+
+
+def test_no_optimizer_is_added(made: Grid) -> None:
+    ranks = [replace(rank, state={"module": rank.state["module"]}) for rank in made.ranks]
+    assert merge(ranks, made.table).state == {"module": made.whole.state["module"]}
 
 
 def test_other_values_of_parameters_are_united() -> None:
@@ -335,3 +390,12 @@ def test_a_copy_says_along_which_axis_it_is_one() -> None:
         whole = merge(models, table)
         assert whole.entries["b/param"].axis == ""
         assert [copy.axis for copy in whole.replicas] == ["tensor rank", "stage", "stage"]
+
+
+def test_ranks_that_share_a_file(made: Grid) -> None:
+    """What the one file says is said once; a tensor of its client state is of no rank alone."""
+    state = {**made.ranks[0].state, "client_state": {"rng": TensorName("client_state.rng")}}
+    record = Record(Extent("shared", 0, 4), 1)
+    ranks = [replace(r, state=state, files=("shared",), records=(record,)) for r in made.ranks]
+    whole = merge(ranks, made.table)
+    assert (whole.files, whole.records, whole.left_out) == (("shared",), (record,), ())

@@ -6,7 +6,7 @@ from hypothesis import given
 from msgspec.structs import replace
 
 from zckpt.core.facts import NamedWeightsEngine
-from zckpt.core.manifest import Manifest, Parameter
+from zckpt.core.manifest import Entry, Manifest, Parameter
 from zckpt.core.merge import in_order, merge
 from zckpt.core.placement import Row
 from zckpt.core.split import names_in, part
@@ -55,6 +55,24 @@ def test_an_empty_slice_is_a_frozen_parameter_of_the_modules_type() -> None:
         ("b/param", "I32", (2,)),
         ("b/master", "I32", (2,)),
     ]
+
+
+def test_rows_name_parameters_buffers_and_what_the_module_has_else() -> None:
+    made = grid([cut_up(name, (2,), 0, [[2]]) for name in ("a", "buffer")]).whole
+    assert names_in(made) == ["a", "buffer"]
+    assert names_in(replace(made, state={"module": ["frozen", "a"]})) == ["a", "buffer", "frozen"]
+    assert names_in(replace(made, state={})) == ["a", "buffer"]
+
+
+def test_every_rank_has_the_states() -> None:
+    """Also one whose name is that of a slice."""
+    source = whole()
+    state = Entry("a/state", "I32", (4,), source.entries["a/param"].fragments)
+    own = part(replace(source, entries={state.name: state}), Row(["a"], {"a": (2,)}))
+    assert own.entries == {state.name: state}
+    assert part(replace(source, entries={state.name: state}), Row(["b"])).entries == own.entries
+    empty = part(replace(source, entries={state.name: state}), Row(["a"], {"a": (0,)}))
+    assert empty.entries == own.entries
 
 
 def test_a_slice_has_no_bytes() -> None:

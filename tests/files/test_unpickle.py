@@ -138,7 +138,7 @@ def same(left: Any, right: Any) -> bool:
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-@pytest.mark.parametrize("value", PLAIN, ids=lambda value: repr(value)[:30])
+@pytest.mark.parametrize("value", PLAIN, ids=lambda value: type(value).__name__)
 def test_plain_values_survive(value: Any, protocol: int) -> None:
     assert same(load(pickle.dumps(value, protocol)), value)
 

@@ -1,6 +1,6 @@
 """How does a copy fill the files of a target from a source?
 
-Chunk by chunk (4 MiB): `assembling` puts the bytes into an aligned buffer, which is written. A
+Chunk by chunk (2 MiB): `assembling` puts the bytes into an aligned buffer, which is written. A
 region is some chunks that follow each other. When all of them are written, the file is synced, and
 the region goes into the journal with the CRC-32s of its parts. A later run takes these and skips
 the region.
@@ -34,6 +34,7 @@ from .filling import FILE, RECORD, Sums, TargetFile, UnfinishedRegion
 from .journal import Journal, Key, Passed, Region
 from .sharing import ALONE, Portion, Sharing
 
+SLICES = 512 << 10  # bytes, at least, for slices of small tensors that a thread reads together
 UNSYNCED = 64  # small files that are open until they are synced together
 CHECKED = "checked"
 """Of what a CRC-32 is: a record of the source. Others: see `assembling` and `filling`."""
@@ -327,7 +328,8 @@ def copy(
         pairs, source, target, root, chunk, jobs, copying.io, progress, journal, sharing
     )
     try:
-        stream(running.tasks, jobs, [running.checker], chunk, running.start)
+        slices = min(chunk, max(SLICES, chunk // 4))
+        stream(running.tasks, jobs, [running.checker], slices, running.start)
         running.sync_small_files()
     except BaseException as error:
         running.close(error)

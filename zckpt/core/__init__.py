@@ -4,6 +4,7 @@ What a checkpoint is:
     manifest.py       one checkpoint: entries, parameters, groups
     fragments.py      where the elements of a tensor lie: extents, runs, boxes
     slicing.py        tensors that are cut over ranks, as boxes of whole ones
+    grid.py           which place a rank has among stages and tensor ranks
     placement.py      what the ranks of an axis have of a whole: by it, merge.py and split.py work
     facts.py          which engine wrote a checkpoint, where its step stands; layers with experts
     weights.py        what stands for a weight

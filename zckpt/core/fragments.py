@@ -98,6 +98,11 @@ class Fragments(Sequence[Fragment]):
                 extent = run.extent.part((low - run.start) * size, (high - run.start) * size)
                 yield Fragment(low, high, extent)
 
+    def part(self, start: int, stop: int, size: int) -> Runs:
+        """Elements [start, stop), of `size` bytes each, as those of a tensor of their own."""
+        runs = sorted(self.runs(start, stop, size), key=_start)
+        return Runs([Fragment(run.start - start, run.stop - start, run.extent) for run in runs])
+
     def alone(self, start: int, stop: int, size: int) -> Extent | None:
         """The bytes of elements [start, stop), of `size` bytes each, if one run has all of them."""
         return None
@@ -132,9 +137,9 @@ class Runs(Fragments):
 
     def overlapping(self, start: int, stop: int) -> Iterator[Fragment]:
         listed = self.listed
-        if len(listed) > 1:
-            listed = listed[max(0, bisect_right(listed, start, key=_start) - 1) :]
-        for fragment in listed:
+        first = bisect_right(listed, start, key=_start) - 1 if len(listed) > 1 else 0
+        for place in range(max(0, first), len(listed)):
+            fragment = listed[place]
             if fragment.start >= stop:
                 return
             if fragment.stop > start:

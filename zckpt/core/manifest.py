@@ -17,6 +17,7 @@ from ..errors import brief
 from .dtypes import NUMBERS, SIZES
 from .facts import Engine, StepPlace
 from .fragments import Extent, Fragments, Record
+from .grid import Place
 from .grouping import by_key
 from .inert import PYTHON_NUMBERS, Scalar, from_json, to_json
 from .sources import Fingerprint
@@ -251,6 +252,8 @@ class Manifest(Struct, frozen=True):
     """Weights in siblings, which a target gets as they are: masters are compared with them."""
     weights_differ: bool = False
     """Whether the engine changes weights without their masters: these need not round to them."""
+    place: Place | None = None
+    """The place of one model rank, which is not joined with others."""
     ranks: tuple[Manifest, ...] = ()
     """The model ranks, if they are not joined; entries, parameters and files are those of all."""
     models: tuple[Manifest, ...] = ()

@@ -158,9 +158,8 @@ def _part(entry: Entry, ranges: Iterable[tuple[int, int]]) -> Entry:
         if extent is not None:
             parts.append(Fragment(first, first + stop - start, extent))
         else:
-            shift = first - start
-            runs = sorted(fragments.runs(start, stop, size), key=lambda run: run.start)
-            parts += [Fragment(run.start + shift, run.stop + shift, run.extent) for run in runs]
+            own = fragments.part(start, stop, size)
+            parts += [Fragment(first + run.start, first + run.stop, run.extent) for run in own]
         first += stop - start
     return Entry(entry.name, entry.dtype, (first,), Runs(parts))
 

@@ -100,11 +100,13 @@ def tensor(name: str, held: Sequence[Sequence[Entry]], table: Table, root: str) 
     known = [entry for own in zip_longest(*held) for entry in own if entry is not None]
     if len(dtypes := {entry.dtype for entry in known}) > 1:
         raise InconsistentCheckpoint(
-            f"{root}: {table.word}s keep {name} in different types: {listed(sorted(dtypes))}"
+            f"{root}: {table.word}s keep {name} in different types: {listed(sorted(dtypes))}",
+            hint=MIXED,
         )
     if cut is None:
         if len({entry.shape for entry in known}) > 1:
-            raise InconsistentCheckpoint(f"{root}: the copies of {name} have other shapes")
+            message = f"{root}: the copies of {name} have other shapes"
+            raise InconsistentCheckpoint(message, hint=MIXED)
         return [known[0], *(replace(each, axis=each.axis or table.word) for each in known[1:])]
     for rank, (own, shape) in enumerate(zip(held, cut.slicing.slices, strict=True)):
         if ({entry.numel for entry in own} or {0}) != {prod(shape)}:
@@ -261,16 +263,15 @@ def together(ranks: Sequence[Manifest]) -> Manifest:
                 )
     once = {
         field: tuple(dict.fromkeys(item for each in ranks for item in getattr(each, field)))
-        for field in ("steps", "left_out", "warnings", "inferred")
+        for field in ("files", "records", "steps", "left_out", "warnings", "inferred")
     }
     of_ranks, left_out = _own_values(ranks)
     once["left_out"] = tuple(dict.fromkeys([*once["left_out"], *left_out]))
     state, numbers = _without_own_numbers(ranks)
     return replace(
         first,
+        place=None,
         state=state,
-        records=tuple(record for each in ranks for record in each.records),
-        files=tuple(file for each in ranks for file in each.files),
         of_ranks=of_ranks,
         layout={name: values for each in ranks for name, values in each.layout.items()},
         unread=(
@@ -332,6 +333,8 @@ def _own_values(ranks: Sequence[Manifest]) -> tuple[dict[str, Mapping[str, Any]]
         ours, theirs = (rank.state.get("client_state") or {} for rank in (ranks[0], other))
         for key in ours.keys() | theirs.keys():
             value = theirs.get(key)
+            if value is ours.get(key):  # of the same file
+                continue
             if tensors_in(value) or to_json(ours.get(key)) != to_json(value):
                 lines.add(f"client_state {key!r}")
     return differing, [f"{line} of model ranks other than 0" for line in sorted(lines)]

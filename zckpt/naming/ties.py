@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterable, Mapping
-from importlib.resources import files
+from pkgutil import get_data
 from typing import Any
 
 from msgspec.structs import replace
@@ -57,7 +57,7 @@ def of_config(config: Mapping[str, Any]) -> dict[str, str]:
 
 def _of_class(name: str) -> tuple[dict[str, str], bool]:
     """The names that a class of transformers ties, and whether it ties them by default."""
-    table = json.loads(files(__package__).joinpath("ties.json").read_text("utf-8"))
+    table = json.loads(get_data(__package__, "ties.json") or b"")
     for line in table["ties"]:
         if name in line["classes"]:
             return line["names"], line["default"]

@@ -21,7 +21,7 @@ such an optimizer looks, and in which type.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct, field
@@ -30,10 +30,11 @@ from msgspec.structs import replace
 from ..core.agreement import KEEP, Step, agree, need_whole
 from ..core.checksum import crc_of_zeros
 from ..core.facts import NamedWeightsEngine, StateDictEngine, StepPlace
+from ..core.grouping import by_key
 from ..core.inert import Scalar
 from ..core.manifest import Manifest, Sighting, is_step
 from ..core.weights import is_optimizers
-from ..errors import WrongOption
+from ..errors import WrongOption, listed
 from .optimizers import plain_name
 
 STATED = "--step-policy"
@@ -179,6 +180,20 @@ def place_of(believed: StatedSteps, in_groups: StatedSteps, named: str | None) -
     if place is not None and len(types) == 1 and place != WRITTEN["torch"]:
         return replace(place, optimizer=named)
     return replace(WRITTEN["torch"], optimizer=named) if named else None
+
+
+def sightings_of(
+    stated: StatedSteps, believed: StatedSteps
+) -> Iterator[tuple[Sighting, str | None]]:
+    """One line for each different step, not one for each owner; and a warning if it is stalled."""
+    is_true = stated.where == believed.where
+    owners = by_key(
+        ((step, stated.kinds[owner], is_true and believed.steps[owner] == step), owner)
+        for owner, step in stated.steps.items()
+    )
+    for (step, kind, truth), names in owners.items():
+        where = f"{stated.where} of {listed(names, 1)}"
+        yield Sighting(where, step, truth), stalled(step, kind, where) if truth else None
 
 
 def counted_by_last(

@@ -47,7 +47,7 @@ def _is_in_order(manifest: Manifest) -> bool:
     Model ranks have the names of their own; without ZeRO experts have those of one rank.
     """
     is_whole = manifest.source.get("zero_stage") == 0
-    return "model_ranks" in manifest.source or (is_whole and bool(layers_of(manifest.engine)))
+    return bool(manifest.ranks) or (is_whole and bool(layers_of(manifest.engine)))
 
 
 def laid_out(

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 import zckpt
 from zckpt.core.manifest import Sibling
-from zckpt.formats.deepspeed.model_ranks.write_tensor_ranks import AutoTP
+from zckpt.formats.deepspeed.model_ranks.target_slices import AutoTP
 
 QUERY, OUTPUT = "model.layers.0.self_attn.q_proj.weight", "lm_head.weight"
 

@@ -568,7 +568,7 @@ def test_numbers_in_names_are_sorted_as_numbers(tmp_path: Path) -> None:
         for tp in range(2):
             (tmp_path / f"layer_{layer:02d}-model_{tp:02d}-model_states.pt").touch()
     files = grid_files(TagDirectory(str(tmp_path), "tag", None))
-    assert (files.pp, files.tp) == (51, 2)
+    assert (files.grid.pp, files.grid.tp) == (51, 2)
     assert [*files.layers_of(1)] == [*range(12), 99, 100, 101]
     assert [f"mp_rank_{n:02d}_" in each.models[0] for n, each in enumerate(files.ranks)] == [
         True

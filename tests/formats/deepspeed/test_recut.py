@@ -17,8 +17,8 @@ import zckpt
 from zckpt.core.manifest import Manifest, Parameter
 from zckpt.errors import UnsupportedCheckpoint, WrongOption
 from zckpt.formats.deepspeed import write
-from zckpt.formats.deepspeed.model_ranks.recut import Stage, new_stages
 from zckpt.formats.deepspeed.model_ranks.stage_bounds import balanced, ranges, uniform
+from zckpt.formats.deepspeed.model_ranks.target_stages import Stage, new_stages
 from zckpt.formats.options import options_of
 
 from ...engines import grids
@@ -105,6 +105,15 @@ def test_the_engine_refuses_other_bounds(
     zckpt.reshard(grid_trained(ONE) / "run", tmp_path / "run", pp_bounds=bounds, dp=1)
     with pytest.raises(EngineError, match="does not match"):
         grids.resume(CASES[ONE], tmp_path / "run", tmp_path / "engine", 1, 2)
+
+
+@pytest.mark.engines
+def test_a_tied_layer_that_one_stage_has_alone(grid_trained: Trained, tmp_path: Path) -> None:
+    """The source has it in two stages, and the first stage's copy counts."""
+    run = grid_trained("pipe_pp2_dp1_ties") / "run"
+    zckpt.reshard(run, tmp_path / "run", pp_bounds=(0, 2, 9))
+    found = zckpt.verify(tmp_path / "run", against=run)
+    assert (found["differences"], found["only_a"], found["only_b"]) == ([], [], [])
 
 
 @pytest.mark.engines

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import zckpt
 from zckpt.errors import (
@@ -321,3 +322,37 @@ def test_files_of_two_stages(run: Path) -> None:
     (tag_of(run) / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt").write_bytes(b"")
     with pytest.raises(InconsistentCheckpoint, match="files of two runs: one of stage 0"):
         zckpt.read(run)
+
+
+@engines
+@first
+def test_a_step_of_experts_that_differs(run: Path) -> None:
+    """The groups of all ep ranks have one step, also those of other experts."""
+
+    def change(value: Any) -> None:
+        for number in value["optimizer"]["optimizer_state_dict"]["param_groups"][1]["params"]:
+            value["optimizer"]["optimizer_state_dict"]["state"][number]["step"] += 1
+
+    edit(tag_of(run) / "expp_rank_1_mp_rank_00_optim_states.pt", change)
+    with pytest.raises(InconsistentCheckpoint, match="step differs"):
+        zckpt.read(run)
+
+
+@engines
+@first
+def test_states_of_other_shapes_of_all_ep_ranks(run: Path, tmp_path: Path) -> None:
+    """Without ZeRO each state has a place: those of every rank's experts, and copies of others."""
+    for rank in range(2):
+
+        def change(value: Any, rank: int = rank) -> None:
+            optimizer = value["optimizer"]["optimizer_state_dict"]
+            experts = optimizer["param_groups"][1]["params"]
+            for number, state in optimizer["state"].items():
+                state["rows"] = torch.arange(3) + number + 100 * rank * (number in experts)
+
+        edit(tag_of(run) / f"expp_rank_{rank}_mp_rank_00_optim_states.pt", change)
+    zckpt.reshard(run, tmp_path / "other", ep=4)
+    manifest = zckpt.read(tmp_path / "other")
+    trained = {name for name, parameter in manifest.parameters.items() if parameter.trainable}
+    assert manifest.state["optimizer"]["other"].keys() == trained
+    assert zckpt.verify(tmp_path / "other", run)["equal"]

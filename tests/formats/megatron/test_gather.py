@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from zckpt import errors
-from zckpt.core.fragments import Extent
-from zckpt.core.partition import BoxPart, Joined
+from zckpt.core.fragments import Extent, solid
+from zckpt.core.partition import Joined
 from zckpt.formats.megatron import gather, read
 from zckpt.formats.megatron.gather import rule
 
@@ -83,9 +83,7 @@ class TestBuffers:
         numbers = [rule.WHOLE] if whole else range(len(numels))
         return {
             "param": {
-                number: rule.BucketParts(
-                    (BoxPart((0,), (numel,), Extent(f"bucket {number}", 0, numel * 4)),)
-                )
+                number: solid(numel, Extent(f"bucket {number}", 0, numel * 4))
                 for number, numel in zip(numbers, numels, strict=True)
             }
         }
@@ -93,9 +91,9 @@ class TestBuffers:
     def starts(self, slots: rule.Slots, size: int | None = None) -> list[tuple[str, int]]:
         placed = rule.layout("run", self.SIZES, slots, size)
         return [
-            (part.extent.file, part.extent.offset // 4)
+            (run.extent.file, run.extent.offset // 4)
             for name in placed
-            for _, part in placed[name]["master"]
+            for run in placed[name]["master"]
         ]
 
     def test_one_bucket(self) -> None:

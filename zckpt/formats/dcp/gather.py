@@ -18,9 +18,9 @@ from typing import Any
 from ...core import sources
 from ...core.partition import BoxPart, Partition
 from ...errors import MALFORMED, UnsupportedCheckpoint, not_understood
+from ...files import safefile
 from ...files.dcpfile import ItemBox, ItemTable, TensorItem, read_table
 from ...files.dcpitems import ItemFiles
-from ...files.safefile import read_with_metadata
 from ...files.torchfile import Tensor
 from ..statedict import gather
 from .files import MODEL, OPTIMIZERS, adapter_of, has_items, locate, place_in
@@ -48,7 +48,8 @@ def _partitions(root: str, folders: Sequence[str]) -> list[Partition]:
     for folder in folders:
         if not has_items(folder):
             file = adapter_of(folder)
-            tree[MODEL] = _file(file) if sources.is_file(file) else _hugging_face(folder)
+            adapter = gather.all_stored(safefile.read(file)) if sources.is_file(file) else None
+            tree[MODEL] = _hugging_face(folder) if adapter is None else adapter
             continue
         name = os.path.basename(folder)
         own = (name,) if name in (MODEL, *OPTIMIZERS) and folder != root else ()
@@ -103,21 +104,11 @@ def _box(table: ItemTable, files: ItemFiles, key: str, box: ItemBox) -> BoxPart:
     return gather.box_of(file, file.value, box.offsets)
 
 
-def _file(path: str) -> dict[str, gather.Saved]:
-    """The tensors of one file, each whole."""
-    return {
-        stored.name: gather.joined(
-            stored.dtype, stored.shape, [gather.stored_box(stored, (0,) * len(stored.shape))]
-        )
-        for stored in read_with_metadata(path)[0]
-    }
-
-
 def _hugging_face(folder: str) -> dict[str, gather.Saved]:
     boxes: dict[str, list[BoxPart]] = {}
     dtypes: dict[str, str] = {}
     for name in sorted(filter(OF_RANK.fullmatch, os.listdir(folder))):
-        tensors, metadata = read_with_metadata(os.path.join(folder, name))
+        tensors, metadata = safefile.read_with_metadata(os.path.join(folder, name))
         info = json.loads(metadata.get("DCP_SHARDING_INFO", "{}"))
         for stored in tensors:
             zeros = [0] * len(stored.shape)

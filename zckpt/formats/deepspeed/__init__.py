@@ -15,11 +15,11 @@ such files, and layer_NN[-model_TT]-model_states.pt with the weights of a pipeli
     flats.py             the flat buffers of fp32 masters and optimizer states
     read.py              the manifest
     obstacles.py         why a run of another size or stage does not load them
-    write.py             the same files for another data-parallel size, stage or type
+    write.py             the same files for other ranks, another stage or type
     functions.py         what zckpt does with them
     optimizer_files.py   the files of a target, elastic ones too
-    like.py              sources of other engines, with the ranks and groups of a run: `--like`
-    gather.py            the engine's own rule for its partitions
+    run_template.py      sources of other engines, with the ranks and groups of a run: `--like`
+    gather/              the engine's own rule for its partitions
     stage_0/             runs without ZeRO
     model_ranks/         pipelines and tensor parallelism
     moe/                 experts

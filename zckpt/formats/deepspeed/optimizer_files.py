@@ -32,7 +32,7 @@ from ..deepspeed_states.optimizer_values import (
 )
 from ..deepspeed_states.target import DeepSpeedTarget, TargetBuffer
 from .moe.expert_files import expert_files
-from .stage_0 import whole_files
+from .stage_0.states import model_shells
 
 
 def optimizer_files(target: DeepSpeedTarget, is_elastic: bool) -> Iterator[Shell]:
@@ -312,7 +312,7 @@ def run_shells(tag: str, targets: Iterable[DeepSpeedTarget]) -> Iterator[Shell]:
     yield Shell.of("latest", tag.encode())
     for target in targets:
         if target.engine.whole:
-            yield from whole_files.model_shells(target)
+            yield from model_shells(target)
         else:
             yield from optimizer_files(target, is_elastic(target))
             yield from model_files(target, derives=True)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from msgspec.structs import replace
 
 from ...core.agreement import KEEP
-from ...core.facts import layers_of
+from ...core.facts import FlatBufferEngine, layers_of
 from ...core.manifest import Manifest
 from ...core.merge import agreed_steps, numbered_alike, with_steps
 from ...errors import (
@@ -20,19 +20,10 @@ from ...errors import (
 )
 from ...naming.tensor_rules import rules_of
 from ..deepspeed_states.agreement import check_names
-from ..deepspeed_states.directories import TagDirectory, refuse
+from ..deepspeed_states.directories import TagDirectory
 from ..deepspeed_states.states import open_files, open_layers
 from ..reading import USUAL, Reading
 from .files import locate
-from .model_ranks.apart import (
-    ModelGrid,
-    OpenedRank,
-    in_grid,
-    manifests_of,
-    opened_ranks,
-    stacked,
-    weights_of_layers,
-)
 from .model_ranks.copies import (
     OWN,
     compare_copies,
@@ -41,11 +32,12 @@ from .model_ranks.copies import (
     refuse_sums,
     with_means,
 )
-from .model_ranks.grid import SOME_STAGES, GridFiles, check_grid, grid_files
+from .model_ranks.grid import GridFiles, grid_files
 from .model_ranks.pipeline import joined_stages, joined_stages_with_experts
+from .model_ranks.rank_manifests import model_ranks, stacked, weights_of_layers
 from .model_ranks.tensor_ranks import joined_slices
 from .model_ranks.universal_info import of_json
-from .moe.whole_experts import compare_ranks, manifest_of_experts
+from .moe.ep_optimizers import compare_ranks, manifest_of_experts
 
 
 def read(path: str, reading: Reading = USUAL) -> Manifest:
@@ -73,7 +65,7 @@ def _manifest(directory: TagDirectory, files: GridFiles, reading: Reading) -> Ma
         rules = {"tp_rules": reading.tp_rules} if reading.tp_rules else {}
         return replace(ranks, source={**ranks.source, **rules})
     models = tensor_ranks(directory, files, reading)
-    if reading.with_slicings or files.tp > 1:
+    if reading.with_slicings or files.grid.tp > 1:
         return _joined(models, reading.tp_rules, reading.step_policy)
     return models[0]
 
@@ -91,7 +83,7 @@ def check(manifest: Manifest, replicas: str | None) -> list[str]:
     ranks differ and `replicas` (rank0, mean) does not say what is taken, or if all ranks hold the
     same of a parameter that a rule cuts; UnsupportedCheckpoint for parts of a sum.
     """
-    if "model_ranks" in manifest.source:
+    if manifest.ranks:
         return _own_copies(manifest)
     if manifest.source.get("zero_stage") == 0 and layers_of(manifest.engine):
         return compare_ranks(manifest, replicas)
@@ -121,7 +113,7 @@ def _own_copies(manifest: Manifest) -> list[str]:
 def averaged(manifest: Manifest) -> Manifest:
     """With the mean of the tensor ranks' copies of each parameter, for --replicas mean."""
     tp = int(manifest.source.get("tp") or 0)
-    if tp < 2 or "model_ranks" in manifest.source:  # each keeps its own copy
+    if tp < 2 or manifest.ranks:  # each keeps its own copy
         return manifest
     return with_means(manifest)
 
@@ -135,19 +127,27 @@ def check_slices(manifest: Manifest) -> None:
 
 def _apart(directory: TagDirectory, files: GridFiles, reading: Reading) -> Manifest:
     """The model ranks apart, whose contents show the same grid."""
-    opened, manifests = _model_ranks(directory, files, reading)
-    steps = agreed_steps(numbered_alike(manifests)[0], reading.step_policy)
-    manifests = [with_steps(manifest, steps) for manifest in manifests]
-    models = _models(files, opened, manifests, reading.step_policy)
-    apart = in_grid(opened, manifests, ModelGrid.of(files, models[0]))
-    ranks = stacked(apart)
-    warnings = [*ranks.warnings, *(line for model in models for line in model.warnings)]
+    ranks, tied = model_ranks(directory, files, reading)
+    steps = agreed_steps(numbered_alike(ranks)[0], reading.step_policy)
+    ranks = [with_steps(rank, steps) for rank in ranks]
+    models = _models(files, ranks, tied, reading.step_policy)
+    ranks = [_typed_as(rank, models[0]) for rank in ranks]
+    apart = stacked(ranks)
+    warnings = [*apart.warnings, *(line for model in models for line in model.warnings)]
     return replace(
-        ranks,
+        apart,
         models=tuple(models),
-        sibling_weights=tuple(weights_of_layers(apart, models)),
+        sibling_weights=tuple(weights_of_layers(ranks, models)),
         warnings=tuple(dict.fromkeys(warnings)),
     )
+
+
+def _typed_as(rank: Manifest, model: Manifest) -> Manifest:
+    """A rank whose weights may be in files of layers, which show their type."""
+    own, whole = rank.engine, model.engine
+    assert isinstance(own, FlatBufferEngine)
+    assert isinstance(whole, FlatBufferEngine)
+    return replace(rank, engine=replace(own, dtype=whole.dtype))
 
 
 def tensor_ranks(
@@ -163,46 +163,29 @@ def tensor_ranks(
     first = files.ranks[0]
     if files.is_plain and first.of_ep and not first.optimizers:
         return [manifest_of_experts(directory, first, reading)]
-    opened, manifests = _model_ranks(directory, files, reading, tied)
-    return manifests if files.is_plain else _models(files, opened, manifests, reading.step_policy)
-
-
-def _model_ranks(
-    directory: TagDirectory,
-    files: GridFiles,
-    reading: Reading,
-    tied: Mapping[int, str] | None = None,
-) -> tuple[list[OpenedRank], list[Manifest]]:
-    """What the files of each model rank say, and its manifest."""
-    layers = [files.layers_of(tp) for tp in range(files.tp)] if files.layers else None
-    opened = opened_ranks(directory, files.ranks, layers, reading, tied)
-    states = [each.states for each in opened]
-    check_grid(directory, files, states)
-    with_experts = [bool(each.model.get("num_experts")) for each in states]
-    if any(with_experts) and not all(with_experts):
-        refuse(directory, SOME_STAGES)
+    ranks, keys = model_ranks(directory, files, reading, tied)
     if files.is_plain:
-        return opened, [opened[0].manifest(reading.step_policy)]
-    return opened, manifests_of(opened, files.ranks, reading.step_policy)
+        return [replace(ranks[0], place=None)]
+    return _models(files, ranks, keys, reading.step_policy)
 
 
 def _models(
     files: GridFiles,
-    opened: Sequence[OpenedRank],
-    manifests: Sequence[Manifest],
+    ranks: Sequence[Manifest],
+    tied: Sequence[Mapping[int, str] | None],
     step_policy: str | None,
 ) -> list[Manifest]:
     """The model of each tensor rank, from its stages."""
-    sizes, models = {"tp": files.tp, "pp": files.pp}, []
-    manifests = [replace(each, source={**each.source, **sizes}) for each in manifests]
-    for tp in range(files.tp):
-        stages, own = manifests[tp :: files.tp], opened[tp :: files.tp]
+    pp, tp, models = files.grid.pp, files.grid.tp, []
+    for number in range(tp):
+        stages = [
+            replace(each, source={**each.source, "tp": tp, "pp": pp}) for each in ranks[number::tp]
+        ]
         if files.layers:
-            layers = open_layers(files.layers_of(tp), files.parsed)
-            states = [each.states for each in own]
-            models.append(joined_stages(stages, layers, states, step_policy, own[0].tied))
-        elif files.pp == 1:
-            models += stages
+            layers = open_layers(files.layers_of(number), files.parsed)
+            models.append(joined_stages(stages, layers, step_policy, tied[number]))
+        elif pp == 1:
+            models += [replace(each, place=None) for each in stages]
         else:
             models.append(joined_stages_with_experts(stages, step_policy))
     return models

@@ -1,94 +1,136 @@
-"""A DeepSpeed directory for any data-parallel size and stage, from any manifest, as shells."""
+"""A DeepSpeed directory for any number of ranks and any stage, from any manifest, as shells.
+
+Each model rank is written as a checkpoint by itself.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-
-from msgspec.structs import replace
+from functools import partial
 
 from ...core.layout import Layout, Shell
 from ...core.manifest import Manifest
-from ...errors import counted, listed, literal
+from ...errors import UnsupportedCheckpoint, WrongOption, counted, listed, literal
 from ...naming.order import need_order
-from ...training import program_states
-from ...training.options import TP, Options
+from ...training import objects, program_states
+from ...training.options import ALLOW_OBJECT, Options
+from .. import engine_objects
 from ..deepspeed_states import reports
 from ..deepspeed_states.hyper import check_states
 from ..deepspeed_states.target import DeepSpeedTarget
-from ..vocabulary import lost_rows, resized
 from .files import recovery_scripts
-from .like import as_in_run
-from .model_ranks import stage_bounds, write_grid, write_pipeline, write_tensor_ranks
+from .model_ranks.rank_manifests import layer_siblings
+from .model_ranks.target_ranks import TargetRanks, layer_files, target_ranks
 from .moe import regroup
 from .optimizer_files import is_elastic, run_shells, warnings_of_elastic
+from .run_template import as_in_run
 
 
 def lay_out(source: Manifest, options: Options) -> Layout:
     """The files of the target, and what it cannot take along.
 
     Raises before anything is written: WrongOption (options or a ds_config that contradict each
-    other or the source), MissingData (states that the target needs), InconsistentCheckpoint
-    (parameters of one flat buffer whose steps differ). MissingData too if the order of the
-    parameters in the flat buffers is not known.
+    other or the source), MissingData (states that the target needs, or the order of the parameters
+    in the flat buffers), InconsistentCheckpoint (parameters of one flat buffer whose steps differ),
+    UnsupportedCheckpoint (what neither DeepSpeed nor zckpt writes).
     """
-    if "model_ranks" in source.source:
-        return write_grid.lay_out(source, options)
-    if (apart := write_grid.with_stages(source, options)) is not source:
-        return replace(write_grid.lay_out(apart, options), source=apart)
-    tp = options[TP] or source.source.get("tp")
-    if source.state.get("pipeline") or (tp is not None and tp > 1):
-        return write_pipeline.lay_out(source, options)
-    if tp is not None:
-        rows = write_tensor_ranks.rows_of(source, 1, options)
-        model = resized(source, rows)
-        layout = _lay_out(write_tensor_ranks.as_one_rank(model), options)
-        return replace(layout, source=model, left_out=[*layout.left_out, *lost_rows(source, rows)])
-    return _lay_out(source, options)
-
-
-def lay_out_like(source: Manifest, run: Manifest, options: Options) -> Layout:
-    """The same, with the ranks and the groups of a run; raises as `as_in_run` too."""
-    alike = as_in_run(source, run, options)
-    layout = lay_out(alike, options)
-    return replace(layout, source=layout.source or alike)
-
-
-def _lay_out(source: Manifest, options: Options) -> Layout:
-    """The files of one model rank."""
-    if not source.source.get("pp"):  # others are refused by name
-        stage_bounds.refuse_without_stages(source.root, options)
     need_order(source)
-    spread, schedulers = regroup.over_ranks(source, options)
-    target = DeepSpeedTarget(spread, options)
-    regroup.check_target(target)
-    warnings = reports.of_config(target)
-    if not options.weights_only:
-        check_states(target.engine, source, target.states)
-        warnings += (
-            warnings_of_elastic(target) if is_elastic(target) else reports.of_assumed(target)
-        )
-    warnings += [*reports.of_stage_0(target), *reports.of_weights(target)]
-    warnings += regroup.warnings(target, source)
-    replaced = {item.name for item in schedulers}
-    siblings = [pair for pair in target.take_siblings() if pair[0] not in replaced]
-    if source.format == "deepspeed":
-        target.left_out += recovery_scripts(source.root)
+    ranks = target_ranks(source, options)
+    targets, schedulers = _targets(ranks, options)
+    first, grid = targets[0], ranks.grid
+    of_layers = [_target(each, options) for each in ranks.wholes] if ranks.pipeline else []
 
     def shells() -> Iterator[Shell]:
-        yield from run_shells(target.tag, [target])
+        yield from run_shells(first.tag, targets)
+        if ranks.pipeline is not None:
+            yield from layer_files(ranks.pipeline, of_layers)
         yield from schedulers
 
-    ranks = counted(target.dp, "rank")
-    sizes = listed([*map(str, target.experts.sizes)])
-    experts = f", expert-parallel size {sizes}" if sizes else ""
-    stage = target.engine.stage
-    about = f"a DeepSpeed run of {ranks}, ZeRO stage {stage}{experts}, tag {target.tag}"
+    replaced = {item.name for item in schedulers}
+    siblings = [pair for pair in first.take_siblings() if pair[0] not in replaced]
+    left_out = dict.fromkeys(line for target in targets for line in target.left_out)
+    scripts = recovery_scripts(source.root) if source.format == "deepspeed" else []
+    about = counted(first.dp, "rank" if grid is None else "data-parallel rank")
+    about += "" if grid is None else f", pp {grid.pp}, tp {grid.tp}"
+    about += f", ZeRO stage {first.engine.stage}"
+    if sizes := listed([*map(str, first.experts.sizes)]):
+        about += f", expert-parallel size {sizes}"
     # without ZeRO, load_optimizer_states=False leaves the masters as the model initializes them
-    alone = "load_module_only=True" if target.engine.whole else "load_optimizer_states=False"
+    alone = "load_module_only=True" if first.engine.whole else "load_optimizer_states=False"
     only = f", {alone}" if options.weights_only else ""
 
     def loading(path: str) -> str:
         return f"model_engine.load_checkpoint({literal(path)}{only})"
 
-    line = loading if options.weights_only else program_states.resuming(source, loading)
-    return Layout(shells, siblings, target.left_out, warnings, about=about, loading=line)
+    return Layout(
+        shells,
+        [*siblings, *layer_siblings(ranks.layers, first.tag)],
+        [*left_out, *ranks.left_out, *scripts],
+        list(dict.fromkeys(_warnings(ranks, first))),
+        about=f"a DeepSpeed run of {about}, tag {first.tag}",
+        loading=loading if options.weights_only else program_states.resuming(source, loading),
+        read_back=None if grid is None else partial(ranks.read_back, tag=first.tag),
+        source=ranks.source,
+        check=ranks.check,
+    )
+
+
+def lay_out_like(source: Manifest, run: Manifest, options: Options) -> Layout:
+    """The same, with the ranks and the groups of a run; raises as `as_in_run` too."""
+    return lay_out(as_in_run(source, run, options), options)
+
+
+def _target(source: Manifest, options: Options) -> DeepSpeedTarget:
+    """The target of one rank, without objects that its pickles may not name."""
+    admitted = options[ALLOW_OBJECT]
+    return DeepSpeedTarget(objects.without_others(source, engine_objects(), admitted), options)
+
+
+def _targets(ranks: TargetRanks, options: Options) -> tuple[list[DeepSpeedTarget], list[Shell]]:
+    """A target for each model rank, and the files of schedulers beside them."""
+    targets: list[DeepSpeedTarget] = []
+    schedulers: list[Shell] = []
+    for manifest in ranks.ranks:
+        spread, schedulers = regroup.over_ranks(manifest, options)
+        targets.append(_target(spread, options))
+        regroup.check_target(targets[-1])
+    if ranks.grid is not None:
+        _refuse(ranks, targets)
+    if not options.weights_only:
+        for target in targets:
+            check_states(target.engine, target.source, target.states)
+    return targets, schedulers
+
+
+def _refuse(ranks: TargetRanks, targets: list[DeepSpeedTarget]) -> None:
+    """Raises for what the engine or zckpt does not have beside a pipeline or tensor ranks."""
+    engine = targets[0].engine
+    if ranks.pipeline is not None and engine.stage > 1:
+        raise WrongOption(
+            f"--stage {engine.stage} does not go with a pipeline",
+            hint="DeepSpeed trains pipelines at ZeRO stage 1 and 0: choose --stage 1",
+        )
+    if ranks.pipeline is not None and engine.stage == 0 and engine.dtype == "BF16":
+        raise WrongOption(
+            "--stage 0 does not go with a pipeline in bf16: DeepSpeed does not load its files "
+            "(0.19.8)",
+            hint="choose --stage 1, and grad_accum_dtype fp32 in the ds_config",
+        )
+    if any(map(is_elastic, targets)):
+        raise UnsupportedCheckpoint(
+            f"{ranks.source.root}: zckpt writes elastic files without pipelines and tensor ranks "
+            "alone"
+        )
+
+
+def _warnings(ranks: TargetRanks, first: DeepSpeedTarget) -> Iterator[str]:
+    """What the user must know; `first` is the target of the first rank."""
+    yield from ranks.source.warnings
+    yield from reports.of_config(first)
+    if not first.options.weights_only:
+        is_written = is_elastic(first)
+        yield from warnings_of_elastic(first) if is_written else reports.of_assumed(first)
+    yield from reports.of_stage_0(first, ranks.wholes)
+    yield from reports.of_weights(first)
+    yield from ranks.inferred
+    yield from regroup.warnings(first, ranks.ranks[0])

@@ -39,8 +39,7 @@ class TargetEngine:
             raise WrongOption(
                 "the ds_config offloads optimizer states to NVMe, which zckpt does not write yet"
             )
-        rank = source.source.get("model_rank")  # of a run that keeps its model ranks
-        tp = 1 if rank is None else rank.grid.tp
+        tp = 1 if source.place is None else source.place.grid.tp
         for what, size, largest in (
             ("mics_shard_size", nested(config, "zero_optimization", "mics_shard_size"), 0),
             ("autotp_size", nested(config, "tensor_parallel", "autotp_size"), tp),

@@ -8,6 +8,7 @@ from math import prod
 from typing import Any
 
 from ...core.dtypes import FLOATS
+from ...core.grid import Grid, Place
 from ...core.inert import Size
 from ...core.layout import Shell
 from ...files.torchfile import Tensor
@@ -42,12 +43,12 @@ def _contents(
     target: DeepSpeedTarget, derives: bool, rank: int, optimizer: Optimizer | None = None
 ) -> Contents:
     storages, state = Storages(), target.source.state
-    model_rank = target.source.source.get("model_rank")  # of a run that keeps its model ranks
-    pp, tp = (1, 1) if model_rank is None else (model_rank.grid.pp, model_rank.grid.tp)
+    place = target.source.place or Place(0, Grid())
+    pp, tp = place.grid.pp, place.grid.tp
     is_dense, is_on_first = target.experts.is_dense, target.experts.is_on_first
     buffers, staged = list(filter(is_on_first, target.source.buffers)), False
-    if model_rank is not None and model_rank.grid.staged:  # weights are in files of layers
-        buffers, staged = list(model_rank.buffers), True
+    if place.grid.staged:  # weights are in files of layers
+        buffers, staged = list(place.buffers), True
     own = [*filter(is_dense, (*target.source.parameters, *target.source.buffers))]
     weights = {} if staged else module_weights(target, derives, storages, own)
     module: OrderedDict[str, Any] = OrderedDict()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ...core.facts import StateDictEngine
+from ...core.manifest import Manifest
 from ...core.weights import weight_of
 from ...errors import brief, listed
 from ...training.options import PARAM_NAMES
@@ -52,11 +55,17 @@ def of_weights(target: DeepSpeedTarget) -> list[str]:
     ]
 
 
-def of_stage_0(target: DeepSpeedTarget) -> list[str]:
-    """What differs where one side has no ZeRO."""
+def of_stage_0(target: DeepSpeedTarget, wholes: Sequence[Manifest] = ()) -> list[str]:
+    """What differs where one side has no ZeRO.
+
+    `wholes` are pipelines that the target is a stage of: which stage lists frozen parameters of
+    theirs is lost.
+    """
     engine, before = target.engine, target.engine.before
+    has_frozen = bool(target.frozen) and not target.lists_frozen
+    has_frozen |= any(not own.trainable for each in wholes for own in each.parameters.values())
     lines = []
-    if engine.whole and target.wrapper is None and target.frozen and not target.lists_frozen:
+    if engine.whole and target.wrapper is None and has_frozen:
         lines.append(TRAINED_ALONE)
     if before is None or before.dtype != "F16" or engine.dtype != "F16":
         return lines
@@ -88,7 +97,8 @@ def _of_guessed(target: DeepSpeedTarget) -> list[str]:
 
 def _of_masters(target: DeepSpeedTarget) -> list[str]:
     weights = (weight_of(target.source.entries, name) for name in target.trainable)
-    dtypes = {weight.trained.dtype for weight in weights if weight.master is None} - {"F32"}
+    # those of a stage of a pipeline may be in files of layers
+    dtypes = {w.param.dtype for w in weights if w.master is None and w.param is not None} - {"F32"}
     if not dtypes:
         return []
     return [f"the source holds no fp32 masters: they are cast from {', '.join(sorted(dtypes))}"]

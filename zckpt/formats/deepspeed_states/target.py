@@ -64,7 +64,7 @@ class TargetBuffer(Struct, frozen=True):
 def _refuse_grid(source: Manifest) -> None:
     """Raises UnsupportedCheckpoint for a source of several model ranks, or of a pipeline."""
     pp, tp = source.source.get("pp"), source.source.get("tp")
-    if (pp or tp) and "model_rank" not in source.source:
+    if (pp or tp) and source.place is None:
         raise UnsupportedCheckpoint(
             f"{source.root} was trained as a pipeline or with tensor parallelism (pp {pp}, tp "
             f"{tp}), and zckpt does not write it in this form yet",
@@ -119,8 +119,8 @@ class DeepSpeedTarget:
     @property
     def mp_rank(self) -> str:
         """The model rank as names of files have it."""
-        rank = self.source.source.get("model_rank")  # of a run that keeps its model ranks
-        return f"mp_rank_{0 if rank is None else rank.number:02d}"
+        place = self.source.place
+        return f"mp_rank_{0 if place is None else place.number:02d}"
 
     # -- flat buffers
 

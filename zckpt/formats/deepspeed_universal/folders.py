@@ -94,26 +94,14 @@ class ParameterFolders:
             steps_by_name, sightings, step_place = self._steps(
                 place, group, list(shapes), step_policy
             )
+            kind = step_place.kind if step_place else ""
+            stalled = [steps.stalled(line.step, kind, line.where) for line in sightings]
+            of_first = sightings, list(filter(None, stalled))
             for name, shape in shapes.items():
                 slots, scalars, whole = self._slots(name, shape)
-                stalled = (
-                    steps.stalled(line.step, step_place.kind, line.where)
-                    for line in sightings
-                    if step_place
-                )
-                buffers.append(
-                    FlatBuffer(
-                        group,
-                        {name: whole},
-                        slots,
-                        steps_by_name.get(name),
-                        step_place,
-                        scalars,
-                        sightings,
-                        list(filter(None, stalled)),
-                    )
-                )
-                sightings = []
+                own = {name: whole}, slots, steps_by_name.get(name), step_place, scalars
+                buffers.append(FlatBuffer(group, *own, *of_first))
+                of_first = [], []
         return buffers
 
     # -- tensors

@@ -74,12 +74,7 @@ def _whole_file(path: str, parsed: Parsed) -> Any:
         paths = [os.path.join(folder, os.path.basename(name)) for name in names]
         return {key: value for part in paths for key, value in _whole_file(part, parsed).items()}
     if path.endswith(".safetensors"):
-        return {
-            stored.name: gather.joined(
-                stored.dtype, stored.shape, [gather.stored_box(stored, (0,) * len(stored.shape))]
-            )
-            for stored in safefile.read(path)
-        }
+        return gather.all_stored(safefile.read(path))
     return _Ranks({0: TorchFile(path, parsed)}).tree()
 
 

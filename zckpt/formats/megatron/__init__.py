@@ -1,23 +1,23 @@
 """Megatron-Core's checkpoints: `torch_dist`, the older `mp_rank_*` directories, and its FSDP's.
 
-    files.py       which directory is meant; the kinds that are refused
-    programs.py    whose directory it is, and what lies beside the items
-    common.py      what the ranks share: arguments, hyper-parameters, the step
-    names.py       names of parameters, and the keys in torch_dist under which layers are stacked
-    groups.py      which group each parameter is in, and its step
-    read.py        a torch_dist directory, item by item
-    contents.py    the manifest of what a reader has collected
-    masters.py     what is left if masters do not round to their weights; the check of copies
-    buffers/       flat buffers of the optimizer
-    legacy/        the older directories, mp_rank_*
-    fsdp.py        the directories of Megatron-FSDP
-    obstacles.py   why a run of other sizes does not load them
-    write.py       an iteration's directory, from which any tp, pp and dp resumes
-    optimizers.py  the optimizers and groups that a target's run has
-    vocabulary.py  the rows of a padded vocabulary: `--tp`
-    like.py        sources of other engines, with the keys and groups of a run: `--like`
-    functions.py   what zckpt does with them
-    gather/        what Megatron-Core's own rule brings back, for `verify --gather`
+    files.py          which directory is meant; the kinds that are refused
+    saving_program.py whose directory it is, and what lies beside the items
+    common_state.py   what the ranks share: arguments, hyper-parameters, the step
+    names.py          names of parameters, and the keys in torch_dist under which layers are stacked
+    groups.py         which group each parameter is in, and its step
+    read.py           a torch_dist directory, item by item
+    contents.py       the manifest of what a reader has collected
+    masters.py        what is left if masters do not round to their weights; the check of copies
+    buffers/          flat buffers of the optimizer
+    legacy/           the older directories, mp_rank_*
+    fsdp.py           the directories of Megatron-FSDP
+    obstacles.py      why a run of other sizes does not load them
+    write.py          an iteration's directory, from which any tp, pp and dp resumes
+    optimizers.py     the optimizers and groups that a target's run has
+    vocabulary.py     the rows of a padded vocabulary: `--tp`
+    run_template.py   sources of other engines, with the keys and groups of a run: `--like`
+    functions.py      what zckpt does with them
+    gather/           what Megatron-Core's own rule brings back, for `verify --gather`
 
 Facts in this package are of megatron-core 0.16.1 unless said otherwise.
 """

@@ -13,17 +13,19 @@ from msgspec import Struct, field
 from ...core.facts import NamedWeightsEngine
 from ...core.fragments import Record
 from ...core.manifest import Entry, Manifest, Parameter, Sibling, Sighting
+from ...core.merge import tensor
+from ...core.placement import Sliced, Table
 from ...core.siblings import BESIDE
 from ...errors import MissingData, UnsupportedCheckpoint, brief, counted, listed
 from ...files.dcpfile import ItemTable
 from ...files.torchfile import TorchFile
 from ...training.optimizers import name_of_groups
 from ...training.steps import STATED
-from .common import DISTRIBUTED, FLAT, FSDP, NOT_DISTRIBUTED, WEIGHTS_ONLY
+from .common_state import DISTRIBUTED, FLAT, FSDP, NOT_DISTRIBUTED, WEIGHTS_ONLY
 from .files import is_iteration
 from .groups import FileStep, agreed_step, groups_of, hyper_parameters, members, stated_step
 from .names import EMBEDDING, OUTPUT
-from .programs import program_of
+from .saving_program import program_of
 
 BUFFERS = re.compile(r".*\.router\.expert_bias")
 STRATEGIES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
@@ -62,12 +64,18 @@ class Content(Struct, eq=False):
     group_of: dict[str, int] | None = None
     steps: list[FileStep] = field(default_factory=list)
 
-    def enter(self, entry: Entry, is_copy: bool = False) -> None:
-        """Takes a tensor, or a further copy of one."""
-        if is_copy:
-            self.replicas.append(entry)
-        else:
-            self.entries[entry.name] = entry
+    def join(self, parts: Iterable[tuple[int, Entry]], cuts: Mapping[str, Sliced]) -> None:
+        """Enters the whole tensors of what tensor ranks hold; further copies are replicas."""
+        held: dict[str, list[list[Entry]]] = {}
+        for rank, part in parts:
+            of_ranks = held.setdefault(part.name, [[] for _ in cuts[part.parameter].slicing.slices])
+            of_ranks[rank].append(part)
+        table, order = Table("tensor rank", cuts), {name: n for n, name in enumerate(self.shapes)}
+        for name in sorted(held, key=lambda name: order[name.rpartition("/")[0]]):
+            whole, *copies = tensor(name, held[name], table, self.folder)
+            self.entries[name] = whole
+            self.replicas += copies
+            self.slots |= {whole.slot} - {"param", "master"}
 
 
 def manifest_of(content: Content, step_policy: str | None) -> Manifest:

@@ -27,13 +27,13 @@ from ...errors import (
     listed,
 )
 from ...files.dcpfile import names_any
-from .programs import WEIGHTS
+from .saving_program import WEIGHTS
 
 MARKER = "metadata.json"
 LATEST = "latest_checkpointed_iteration.txt"
 LEGACY = "model_optim_rng.pt"
 BACKEND = "torch_dist"
-OF_FSDP = (b"optimizer.param_to_group_meta.", b"rng_state.(")  # in keys; see fsdp/directories.py
+OF_FSDP = (b"optimizer.param_to_group_meta.", b"rng_state.(")  # in keys; see fsdp.py
 OF_ITEMS = (b"_extra_state/shard_", b"common_state/shard_", b"rng_state/shard_")  # in keys
 MAX_TEXT = 1 << 16  # bytes of a file that says which checkpoint is meant, or of which kind it is
 

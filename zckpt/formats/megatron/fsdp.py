@@ -37,7 +37,7 @@ from ...files.dcpitems import ItemFiles
 from ...files.torchfile import TorchFile
 from ...training import steps
 from ..statedict.tree import TensorPiece, assembled, piece_of
-from .common import FSDP, WEIGHTS_ONLY, arguments
+from .common_state import FSDP, WEIGHTS_ONLY, arguments
 from .contents import Content, manifest_of, require_groups, size_of, strangers, without_weights
 from .groups import FileStep, agreed_step
 from .names import OF_MODULE, OF_OUTPUT, KeysOfGpt, with_own_expert, with_plain_norms

@@ -24,7 +24,7 @@ from ...core.manifest import Sighting
 from ...errors import CorruptCheckpoint
 from ...files.torchfile import Tensor, TorchFile
 from ...training import steps
-from .common import optimizers_of
+from .common_state import optimizers_of
 from .names import EMBEDDING, OUTPUT
 
 FileStep = tuple[str, Any]

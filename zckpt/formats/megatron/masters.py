@@ -24,7 +24,7 @@ from ...core.resources import Copying
 from ...core.weights import is_optimizers
 from ...errors import InconsistentCheckpoint, counted, listed
 from ...training.optimizers import MOMENTS
-from .common import READABLE
+from .common_state import READABLE
 
 LOST = "lost_moments"  # in what a manifest keeps of Megatron-Core
 CHECKING = Copying(memory=64 << 20)

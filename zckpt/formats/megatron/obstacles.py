@@ -10,7 +10,7 @@ from __future__ import annotations
 from ...core.facts import NamedWeightsEngine
 from ...core.manifest import Manifest
 from ...training.options import EP, PP, TP, Options
-from .common import FLAT, SIZES_OF_RUN, arguments
+from .common_state import FLAT, SIZES_OF_RUN, arguments
 from .files import is_legacy
 
 

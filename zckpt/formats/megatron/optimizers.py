@@ -23,7 +23,7 @@ from ...errors import (
     listed,
 )
 from ...training.options import EP, LIKE, Options
-from .common import READABLE, optimizers_of
+from .common_state import READABLE, optimizers_of
 from .groups import groups_of, hyper_parameters
 
 SPREAD = "is_expert_parallel"

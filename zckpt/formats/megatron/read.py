@@ -24,6 +24,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from ...core.manifest import Entry, Manifest
+from ...core.placement import Sliced
 from ...errors import MALFORMED, InconsistentCheckpoint, UnsupportedCheckpoint, not_understood
 from ...files.dcpfile import ItemTable, TensorItem, read_table
 from ...files.dcpitems import ItemFiles
@@ -34,7 +35,7 @@ from ..statedict.tree import TensorPiece, assembled
 from .buffers import flats
 from .buffers.order import expert_of
 from .buffers.stages import ModelRank, placed
-from .common import (
+from .common_state import (
     FLAT,
     ITEM,
     MODEL_SPACE,
@@ -63,7 +64,7 @@ from .masters import check as check
 from .masters import rebuilt as rebuilt
 from .masters import way_out as way_out
 from .names import axes_of, named, places, without_prefix
-from .programs import arguments_of, beside
+from .saving_program import arguments_of, beside
 
 OF_OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?P<slot>[^.]+)\.(?P<key>.+)")
 VALUE = re.compile(r"(?P<key>.+)/shard_(?P<place>\d+(?:\.\d+)*)_(?P<grid>\d+(?:\.\d+)*)")
@@ -254,15 +255,22 @@ class _Reader:
 
         `tp` ranks have a slice of each parameter, or the whole.
         """
-        slicings, locals_ = {}, {}
+        cuts, locals_ = {}, {}
         for name in names:
             entry, pieces = self.entries[f"{name}/param"], self.pieces[name]
-            slicings[name] = flats.slicing_of(name, entry.shape, pieces, tp)
-            locals_[name] = flats.local_parts(entry, slicings[name], pieces, tp)
+            slicing = flats.slicing_of(name, entry.shape, pieces, tp)
+            cuts[name] = Sliced(entry.shape, slicing, "saved so")
+            locals_[name] = flats.local_parts(entry, slicing, pieces, tp)
         parts = [{name: own[rank] for name, own in locals_.items()} for rank in range(tp)]
         found = placed(ranks, parts, flats.read_bytes, self.folder)
-        trained = [name for name in names if name in found[0]]
-        flats.enter_states(trained, slicings, found, self.content)
+        states = (
+            (rank, entry)
+            for rank, own in enumerate(found)
+            for name, homes in own.items()
+            for flat, place in homes
+            for entry in flat.entries(name, place, cuts[name].slicing.slices[rank])
+        )
+        self.content.join(states, cuts)
 
     def _tensor_ranks(self, names: Sequence[str], argument: str) -> int:
         """How many ranks have slices of parameters: as the arguments state it, else by pieces."""

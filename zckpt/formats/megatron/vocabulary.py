@@ -17,7 +17,7 @@ from ...core.manifest import Manifest
 from ...errors import MissingData, WrongOption
 from ...training.options import LIKE, TP, VOCAB_SIZE, Options
 from ..vocabulary import padded, resized
-from .common import arguments
+from .common_state import arguments
 from .contents import size_of
 
 WEIGHTS = ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias")

@@ -9,7 +9,7 @@ form of 0.14 to 0.18; 0.19, which writes an item instead, prefers it if it is th
 
 Keys, axes and objects are those of the source: which of them a run asks for depends on its
 specification, which no file has. So a source must come from Megatron-Core, directly or through a
-universal checkpoint. A source of another engine gets them from a run of Megatron-Core (like.py).
+universal checkpoint. A source of another engine gets them from a run of it (run_template.py).
 
 Turned down: files for the optimizer that is not distributed. It knows parameters by number.
 """
@@ -49,13 +49,13 @@ from ...files.pickling import dumps
 from ...files.torchshell import Storages, seal_whole, shell, thawed
 from ...training.optimizers import MOMENTS
 from ...training.options import EP, GROUP_DEFAULTS, PP, TP, Options
-from .common import FILE, READABLE, SHARDING, SIZES_OF_RUN, arguments
+from .common_state import FILE, READABLE, SHARDING, SIZES_OF_RUN, arguments
 from .files import BACKEND, LATEST, MARKER, is_iteration
-from .like import as_in_run
 from .masters import with_zeros
 from .names import keys_of
 from .optimizers import optimizers
-from .programs import BRIDGE, LOADING, NEMO, WEIGHTS, WITHOUT_RANDOM, placed
+from .run_template import as_in_run
+from .saving_program import BRIDGE, LOADING, NEMO, WEIGHTS, WITHOUT_RANDOM, placed
 from .vocabulary import for_tensor_ranks
 
 LARGEST = 64 << 20  # bytes of a piece: a rank that needs a slice of it reads it as a whole

@@ -14,7 +14,6 @@ from msgspec.structs import replace
 from ...core import agreement
 from ...core.dtypes import NUMBERS
 from ...core.facts import StateDictEngine, StepPlace
-from ...core.grouping import by_key
 from ...core.inert import PYTHON_NUMBERS, Scalar, TensorName, inside, map_values
 from ...core.manifest import Entry, Manifest, Parameter, Sighting, slot_name
 from ...errors import listed
@@ -243,7 +242,9 @@ class ManifestBuilder:
         self.step_place = steps.place_of(believed, in_groups, named)
         self._need_one_save(believed.where)
         for stated in (in_states, in_groups):
-            self._sight(stated, stated is believed)
+            for sighting, warning in steps.sightings_of(stated, believed):
+                self.sightings.append(sighting)
+                self.warnings += [warning] if warning else []
         return believed.settled(self.step_policy)
 
     def _need_one_save(self, where: str) -> None:
@@ -265,15 +266,6 @@ class ManifestBuilder:
             stated = chain.from_iterable(by_path.values())
             by_file = ((file, step) for item, step in stated for file in item.files)
             agreement.need_one_save(by_file, self.step_policy)
-
-    def _sight(self, stated: steps.StatedSteps, truth: bool) -> None:
-        """One line for each different step, not one for each parameter."""
-        names = by_key(((step, stated.kinds[name]), name) for name, step in stated.steps.items())
-        for (step, kind), members in names.items():
-            place = f"{stated.where} of {listed(members, 1)}"
-            self.sightings.append(Sighting(place, step, truth))
-            if truth and (warning := steps.stalled(step, kind, place)):
-                self.warnings.append(warning)
 
     # -- what is not a tensor
 

@@ -15,7 +15,7 @@ the model, because several state dicts could be the model's, or there are severa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from math import prod
 from typing import Any
@@ -235,6 +235,12 @@ def box_of(file: TorchFile, tensor: Tensor, offsets: tuple[int, ...]) -> BoxPart
 def stored_box(stored: SavedTensor, offsets: tuple[int, ...]) -> BoxPart:
     """The same for a tensor of a safetensors file."""
     return BoxPart(offsets, stored.shape, stored.extent)
+
+
+def all_stored(tensors: Iterable[SavedTensor]) -> dict[str, Saved]:
+    """The tensors of a safetensors file, each whole."""
+    boxes = [(each, stored_box(each, (0,) * len(each.shape))) for each in tensors]
+    return {each.name: joined(each.dtype, each.shape, [box]) for each, box in boxes}
 
 
 def joined(dtype: str, shape: tuple[int, ...], boxes: Sequence[BoxPart]) -> Saved:

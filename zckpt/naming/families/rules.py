@@ -10,7 +10,7 @@ Engine, and experts as the Hub's files have them.
 from __future__ import annotations
 
 import re
-from importlib.resources import files
+from pkgutil import get_data
 
 from msgspec import Struct
 from msgspec.json import decode
@@ -82,7 +82,7 @@ def family_of(name: str) -> Family:
     Raises WrongOption for a file that is missing or is no family, OSError if it cannot be read.
     """
     if name in NAMES:
-        return decode(files(__package__).joinpath(name + SUFFIX).read_bytes(), type=Family)
+        return decode(get_data(__package__, name + SUFFIX) or b"", type=Family)
     hint = "docs/megatron.md shows such a file"
     if not sources.is_file(name):
         raise WrongOption(f"--family {name}: there is no such file", hint=hint)

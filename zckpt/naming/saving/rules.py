@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from importlib.resources import files
+from pkgutil import get_data
 from typing import Any
 
 from msgspec import Struct
@@ -226,9 +226,7 @@ def _stated(config: Any, *path: Any) -> Any:
 
 @cache
 def _table() -> dict[str, Any]:
-    document: dict[str, Any] = json.loads(
-        files(__package__).joinpath("table.json").read_text("utf-8")
-    )
+    document: dict[str, Any] = json.loads(get_data(__package__, "table.json") or b"")
     return document
 
 

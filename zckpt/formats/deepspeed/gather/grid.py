@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain
 from math import prod
@@ -17,7 +16,7 @@ from msgspec import Struct
 
 from ....core import sources
 from ....core.dtypes import SIZES, TORCH_NAMES
-from ....core.fragments import Extent
+from ....core.fragments import Fragment, Runs, solid
 from ....core.grouping import by_key
 from ....core.partition import BoxPart, Joined, Named, Nameless, Partition, Partitioned, Whole
 from ....errors import MissingData, UnsupportedCheckpoint
@@ -35,7 +34,7 @@ Shape = tuple[int, ...]
 
 
 class Slice(Struct, frozen=True):
-    """A tensor of one tensor rank, whose elements [start, stop) lie in the extents of `runs`.
+    """A tensor of one tensor rank, whose elements lie in `runs`.
 
     `strides` are given if its one run is not row-major.
     """
@@ -43,7 +42,7 @@ class Slice(Struct, frozen=True):
     name: str
     dtype: str
     shape: Shape
-    runs: Sequence[tuple[int, int, Extent]]
+    runs: Runs
     strides: tuple[int, ...] | None = None
 
 
@@ -115,30 +114,23 @@ def slices(part: Partition) -> Iterator[Slice]:
     """The tensors of a part, each by itself."""
     assert not isinstance(part, Nameless | Joined)
     if isinstance(part, Whole):
-        runs = [(0, prod(part.shape), part.extent)]
+        runs = solid(prod(part.shape), part.extent)
         yield Slice(part.name, part.dtype, part.shape, runs, part.strides)
         return
-    size = SIZES[part.dtype]
-    lengths = [part.length(rank) for rank in range(len(part.ranks))]
-    ends = list(accumulate(lengths))
+    size, ranks = SIZES[part.dtype], range(len(part.ranks))
+    ends = list(accumulate(part.length(rank) for rank in ranks))
+    flat = Runs([Fragment(ends[r] - part.length(r), ends[r], part.extent(r)) for r in ranks])
     for member in part.members:
-        runs, numel = [], member.numel
+        at, numel = member.first, member.numel
+        runs = flat.part(at, at + numel, size)
         if part.interleaved:
-            width = -(-numel // len(lengths))
-            for rank in range(len(lengths)):
+            width, own = -(-numel // len(ranks)), []
+            for rank in ranks:
                 start, stop = rank * width, min((rank + 1) * width, numel)
                 if start < stop:
-                    at = member.first * size
-                    extent = part.extent(rank).part(at, at + (stop - start) * size)
-                    runs.append((start, stop, extent))
-        else:
-            at, end = member.first, member.first + numel
-            rank = bisect_right(ends, at)
-            while at < end and rank < len(ends):
-                begin, stop = ends[rank] - lengths[rank], min(end, ends[rank])
-                extent = part.extent(rank).part((at - begin) * size, (stop - begin) * size)
-                runs.append((at - member.first, stop - member.first, extent))
-                at, rank = stop, rank + 1
+                    extent = part.extent(rank).part(at * size, (at + stop - start) * size)
+                    own.append(Fragment(start, stop, extent))
+            runs = Runs(own)
         yield Slice(member.name, part.dtype, member.shape, runs)
 
 
@@ -156,7 +148,7 @@ def _apart(parts: Iterable[Partition]) -> Iterator[Partition]:
 def _whole(tensor: Slice) -> Named:
     """A tensor that its runs hold whole."""
     if tensor.strides or len(tensor.runs) == 1:
-        return Whole(tensor.name, tensor.dtype, tensor.shape, tensor.runs[0][2], tensor.strides)
+        return Whole(tensor.name, tensor.dtype, tensor.shape, tensor.runs[0].extent, tensor.strides)
     corner = (0,) * len(tensor.shape)
     return Joined(tensor.name, tensor.dtype, tensor.shape, tuple(_box(tensor, corner)))
 
@@ -169,18 +161,14 @@ def _box(
     if tensor.strides:
         if sizes != tensor.shape:
             raise UnsupportedCheckpoint(
-                f"{tensor.runs[0][2].file}: --gather does not cut {tensor.name}, which is not "
+                f"{tensor.runs[0].extent.file}: --gather does not cut {tensor.name}, which is not "
                 "row-major in the file",
                 hint="verify without --gather",
             )
-        yield BoxPart(offsets, sizes, tensor.runs[0][2], strides=tensor.strides)
+        yield BoxPart(offsets, sizes, tensor.runs[0].extent, strides=tensor.strides)
         return
-    size, last = SIZES[tensor.dtype], first + prod(sizes)
-    for start, stop, extent in tensor.runs:
-        begin, end = max(start, first), min(stop, last)
-        if begin < end:
-            own = extent.part((begin - start) * size, (end - start) * size)
-            yield BoxPart(offsets, sizes, own, begin - first)
+    for run in tensor.runs.runs(first, first + prod(sizes), SIZES[tensor.dtype]):
+        yield BoxPart(offsets, sizes, run.extent, run.start - first)
 
 
 # -- the files of layers
@@ -225,7 +213,7 @@ def _of_layers(
 
 def _of_file(name: str, file: TorchFile, tensor: Tensor) -> Slice:
     extent, strides = file.reach(tensor)
-    return Slice(name, tensor.dtype, tensor.shape, [(0, tensor.numel, extent)], strides)
+    return Slice(name, tensor.dtype, tensor.shape, solid(tensor.numel, extent), strides)
 
 
 def _rounds(master: Slice, weight: Slice) -> bool:
@@ -248,12 +236,10 @@ def _rounds(master: Slice, weight: Slice) -> bool:
 
 def _head(tensor: Slice, count: int) -> bytes:
     """The bytes of the first `count` elements in the file's order."""
-    data, size = b"", SIZES[tensor.dtype]
-    for start, stop, extent in tensor.runs:
-        if start < count:
-            with sources.opened(extent.file) as file:
-                length = (min(stop, count) - start) * size
-                data += sources.pread(file.fileno(), length, extent.offset)
+    data = b""
+    for run in tensor.runs.runs(0, count, SIZES[tensor.dtype]):
+        with sources.opened(run.extent.file) as file:
+            data += sources.pread(file.fileno(), run.extent.length, run.extent.offset)
     return data
 
 

@@ -24,6 +24,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ....core.filenames import numbers_of
+from ....core.grid import Grid
 from ....core.inert import Foreign
 from ....core.missing_ranks import refuse_other_writers
 from ....errors import IncompleteCheckpoint, InconsistentCheckpoint, brief, counted, listed
@@ -40,14 +41,9 @@ from ...deepspeed_states.directories import (
 from ...deepspeed_states.states import EngineStates, dictionary, open_files, shapes_of_groups
 from ..files import RankFiles, add_file, model_rank_of, rank_files
 from ..moe.auto_ep import refuse_folded
+from .layer_names import tied_key, untied_layers
 
-TIED = "tied_modules."
 SOME_STAGES = "mixture-of-experts layers in some stages of a pipeline alone"
-
-
-def tied_key(name: str) -> str | None:
-    """The key of a tied layer's parameter; None for a parameter of another layer."""
-    return name.removeprefix(TIED).partition(".")[0] if name.startswith(TIED) else None
 
 
 class GridFiles(Struct, frozen=True):
@@ -55,13 +51,12 @@ class GridFiles(Struct, frozen=True):
 
     ranks: Sequence[RankFiles]
     layers: Mapping[tuple[int, int], str]
-    pp: int
-    tp: int
+    grid: Grid
 
     @property
     def is_plain(self) -> bool:
         """Whether there is one model rank, and no pipeline."""
-        return len(self.ranks) == 1 and not self.layers
+        return len(self.ranks) == 1 and not self.grid.staged
 
     @property
     def parsed(self) -> Parsed:
@@ -112,7 +107,7 @@ def grid_files(directory: TagDirectory) -> GridFiles:
         pp, tp = _sizes_with_experts(ranks)
     else:
         pp, tp = _sizes(directory, len(ranks), layers)
-    return GridFiles(ranks, layers, pp, tp)
+    return GridFiles(ranks, layers, Grid(pp, tp, bool(layers)))
 
 
 def _refuse_folded(directory: TagDirectory, names: Sequence[str]) -> None:
@@ -207,10 +202,10 @@ def check_grid(directory: TagDirectory, files: GridFiles, ranks: Sequence[Engine
         stated = rank.model.get("checkpoint_parallel_dimensions")
         if isinstance(stated, dict):
             sizes = stated.get("pp_degree"), stated.get("tp_degree")
-            if sizes != (files.pp, files.tp):
+            if sizes != (files.grid.pp, files.grid.tp):
                 raise InconsistentCheckpoint(
-                    f"{directory.path} has the files of pp {files.pp} x tp {files.tp}, but {path} "
-                    f"says that it was pp {brief(sizes[0])} x tp {brief(sizes[1])}",
+                    f"{directory.path} has the files of pp {files.grid.pp} x tp {files.grid.tp}, "
+                    f"but {path} says that it was pp {brief(sizes[0])} x tp {brief(sizes[1])}",
                     hint="files of layers may be missing, or of another save: copy all files again",
                 )
         else:
@@ -224,9 +219,8 @@ def check_grid(directory: TagDirectory, files: GridFiles, ranks: Sequence[Engine
 def _check_stages(directory: TagDirectory, files: GridFiles, ranks: Sequence[EngineStates]) -> None:
     """The layers of a stage come after those of the stage before it; tied ones have no number."""
     before: tuple[int, int] | None = None  # the last layer so far, and its model rank
-    for number in range(0, len(ranks), files.tp):
-        heads = {name.partition(".")[0] for name in _names(ranks[number])}
-        layers = sorted(int(head) for head in heads if head.isdecimal())
+    for number in range(0, len(ranks), files.grid.tp):
+        layers = sorted(untied_layers(_names(ranks[number])))
         if layers and before is not None and layers[0] <= before[0]:
             raise InconsistentCheckpoint(
                 f"{directory.path}: model rank {number} has layer {layers[0]}, but model rank "
@@ -241,11 +235,11 @@ def _check_names(
     directory: TagDirectory, files: GridFiles, ranks: Sequence[EngineStates], number: int
 ) -> None:
     """Older files state no sizes: tensor ranks have the same parameters, stages have others."""
-    stage, tensor_rank = divmod(number, files.tp)
+    stage, tensor_rank = divmod(number, files.grid.tp)
     ours = _names(ranks[number])
-    if tensor_rank and ours != _names(ranks[stage * files.tp]):
-        odd = listed(sorted(ours ^ _names(ranks[stage * files.tp])), 4)
-        first = f"model rank {stage * files.tp}"
+    if tensor_rank and ours != _names(ranks[stage * files.grid.tp]):
+        odd = listed(sorted(ours ^ _names(ranks[stage * files.grid.tp])), 4)
+        first = f"model rank {stage * files.grid.tp}"
         if files.layers:
             raise InconsistentCheckpoint(
                 f"{directory.path}: model rank {number} must have the parameters of {first}, as "
@@ -258,11 +252,8 @@ def _check_names(
             hint="the files of a pipeline's layers may be missing: layer_NN-model_states.pt",
         )
     if stage and not tensor_rank:
-        twice = sorted(
-            name
-            for name in ours & set().union(*(_names(each) for each in ranks[: stage * files.tp]))
-            if not name.startswith(TIED)
-        )
+        before = set().union(*map(_names, ranks[: stage * files.grid.tp]))
+        twice = sorted(name for name in ours & before if tied_key(name) is None)
         if twice:
             raise InconsistentCheckpoint(
                 f"{directory.path} has {listed(twice, 4)} in two stages of the pipeline",

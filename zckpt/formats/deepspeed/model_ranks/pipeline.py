@@ -13,7 +13,7 @@ that uses a tied layer has its own copy of weights, masters and moments.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct
@@ -31,10 +31,10 @@ from ....core.placement import Table
 from ....errors import IncompleteCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint, listed
 from ....files.torchfile import Tensor, TorchFile
 from ...deepspeed_states.experts import ExpertLayers
-from ...deepspeed_states.states import EngineStates, dictionary
+from ...deepspeed_states.states import dictionary
 from ...deepspeed_states.tensors import is_extra
 from ...statedict.finding import BUFFERS
-from .grid import TIED, tied_key
+from .layer_names import TIED, LayerName, of_tied, prefix_of, untied_layers
 from .stage_bounds import stage_spans
 
 STAGE = "stage"
@@ -56,18 +56,16 @@ class Layer(Struct, frozen=True):
 def joined_stages(
     stages: Sequence[Manifest],
     files: Mapping[int, TorchFile],
-    states: Sequence[EngineStates],
     step_policy: str | None,
     tied: Mapping[int, str] | None = None,
 ) -> Manifest:
     """The whole model of one tensor rank, from its stages and the files of its layers.
 
-    `states` are those of each stage, whose model file states its buffers. `tied` gives the keys of
-    tied layers by the numbers of their files, if no weights tell them yet. Raises
-    IncompleteCheckpoint if a layer's file is missing, InconsistentCheckpoint if stages or shapes
-    contradict each other.
+    `tied` gives the keys of tied layers by the numbers of their files, if no weights tell them yet.
+    Raises IncompleteCheckpoint if a layer's file is missing, InconsistentCheckpoint if stages or
+    shapes contradict each other.
     """
-    buffers = [list(each.model.get("buffer_names") or ()) for each in states]
+    buffers = [() if each.place is None else each.place.buffers for each in stages]
     first, stated = stages[0], {name for names in buffers for name in names}
     from_last = stages[::-1]  # so that the first stage's count
     every = (entry for stage in from_last for entry in stage.entries.values())
@@ -88,22 +86,15 @@ def joined_stages(
             **whole.state,
             # which frozen parameters are listed is known of each stage, not of the whole
             "optimizer": {key: value for key, value in optimizer.items() if key != "members"},
-            "pipeline": _facts(stages, buffers, layers),
+            "pipeline": {  # what a target must know to be the same pipeline
+                "parameters": [list(stage.parameters) for stage in stages],
+                "buffers": [list(names) for names in buffers],
+                "layers": [layer.number for layer in layers],
+                "tied": [[layer.number, layer.tied] for layer in layers if layer.tied is not None],
+            },
         },
         warnings=(*whole.warnings, *_perhaps_tied(stages, layers)),
     )
-
-
-def _facts(
-    stages: Sequence[Manifest], buffers: Sequence[Sequence[str]], layers: Sequence[Layer]
-) -> dict[str, Any]:
-    """What a target must know to be the same pipeline; see `write_pipeline`."""
-    return {
-        "parameters": [list(stage.parameters) for stage in stages],
-        "buffers": [list(names) for names in buffers],
-        "layers": [layer.number for layer in layers],
-        "tied": [[layer.number, layer.tied] for layer in layers if layer.tied is not None],
-    }
 
 
 def _layers(
@@ -115,25 +106,19 @@ def _layers(
     given: Mapping[int, str] | None,
 ) -> list[Layer]:
     """The files of all layers, under the names of the whole model."""
-    known = {*shapes, *buffers}
-    tied: dict[str, list[str]] = {}
-    for name in shapes:
-        if (key := tied_key(name)) is not None:
-            tied.setdefault(key, []).append(name)
-    layers, lacking = [], set(tied)
+    known, tied = {*shapes, *buffers}, of_tied({name: name for name in shapes})
+    layers, lacking = [], set[str | None](tied)
     for number, file in files.items():
         value = dictionary(file, file.value)
         tensors = {key: item for key, item in value.items() if not is_extra(key, item)}
-        prefix, key = f"{number}.", None
-        if given is not None:
-            key = given.get(number)
-        elif tensors and not any(prefix + key in known for key in tensors):
+        key = None if given is None else given.get(number)
+        if given is None and tensors and not any(f"{number}.{own}" in known for own in tensors):
             keys = [
                 each
                 for each, names in tied.items()
                 if all(
-                    _is_its_weight(f"{TIED}{each}.", n, shapes, tensors, file, masters)
-                    for n in names
+                    _is_its_weight(tensors.get(inner), shapes[name], file, masters[name])
+                    for inner, name in names.items()
                 )
             ]
             if len(keys) > 1:
@@ -142,13 +127,12 @@ def _layers(
                     hint="zckpt tells tied layers apart by their weights, and these are equal",
                 )
             key = keys[0] if keys else None
-        if key is not None:
-            prefix = f"{TIED}{key}."
-            lacking.discard(key)
+        lacking.discard(key)
+        prefix = prefix_of(number, {} if key is None else {number: key})
         named = {prefix + inner: tensor for inner, tensor in tensors.items()}
         layers.append(Layer(number, file, named, key))
     if lacking:
-        names = sorted(TIED + key for key in lacking)
+        names = sorted(f"{TIED}{key}" for key in lacking)
         raise IncompleteCheckpoint(
             f"{root}: no file of a layer has the weights of {listed(names)}",
             hint="the file of a tied layer is missing, or its weights are not the rounded masters: "
@@ -166,7 +150,7 @@ def _check_places(stages: Sequence[Manifest], layers: Sequence[Layer]) -> None:
     spans = _spans(stages, layers)
     for layer in layers:
         near = [m for m, span in zip(stages, spans, strict=True) if layer.number in span]
-        if layer.tied is not None and not any(layer.tied in _keys(m.parameters) for m in near):
+        if layer.tied is not None and not any(layer.tied in of_tied(m.parameters) for m in near):
             raise InconsistentCheckpoint(
                 f"{layer.file.path} has the weights of {TIED}{layer.tied}, which the stage of the "
                 f"pipeline with layer {layer.number} does not have",
@@ -178,7 +162,7 @@ def _check_places(stages: Sequence[Manifest], layers: Sequence[Layer]) -> None:
             if layer.tied is not None and layer.number in span:
                 uses.setdefault(layer.tied, layer.number)
         for names in _in_order(stage):
-            first = [uses[key] for key in _keys(names) if key in uses]
+            first = [uses[key] for key in of_tied(dict.fromkeys(names)) if key in uses]
             if first != sorted(first):
                 raise InconsistentCheckpoint(
                     f"{stage.root}: the files of the layers {listed([*map(str, sorted(first))])} "
@@ -193,7 +177,8 @@ def _in_order(stage: Manifest) -> Iterator[list[str]]:
     for name, about in stage.parameters.items():
         groups.setdefault(about.group, []).append(name)
     for names in groups.values():
-        places = [-1 if n.startswith(TIED) else int(n.partition(".")[0]) for n in names]
+        numbers = (LayerName.of(name).number for name in names)
+        places = [-1 if number is None else number for number in numbers]
         if len({*places}) > 2 and places == sorted(places):
             yield names
 
@@ -204,28 +189,19 @@ def _spans(stages: Sequence[Manifest], layers: Sequence[Layer]) -> list[range]:
     return [range(*span) for span in stage_spans([[*m.parameters] for m in stages], count)]
 
 
-def _keys(names: Iterable[str]) -> list[str]:
-    """The keys of the tied layers among parameters."""
-    return [*dict.fromkeys(key for name in names if (key := tied_key(name)) is not None)]
-
-
 def _perhaps_tied(stages: Sequence[Manifest], layers: Sequence[Layer]) -> Iterator[str]:
     """A warning about files with the shapes of a tied layer, of which more stages have copies."""
     shapes: dict[str, dict[str, tuple[int, ...]]] = {}
     near: dict[str, list[range]] = {}
     for stage, span in zip(stages, _spans(stages, layers), strict=True):
-        for key in _keys(stage.parameters):
+        for key, own in of_tied(stage.parameters).items():
             near.setdefault(key, []).append(span)
-            prefix = f"{TIED}{key}."
-            own = ((n, about.shape) for n, about in stage.parameters.items())
-            shapes[key] = {
-                n.removeprefix(prefix): shape for n, shape in own if n.startswith(prefix)
-            }
+            shapes[key] = {inner: about.shape for inner, about in own.items()}
     for key, spans in near.items():
         if sum(layer.tied == key for layer in layers) >= len(spans):
             continue
         for layer in layers:
-            of_file = {name.partition(".")[2]: each.shape for name, each in layer.tensors.items()}
+            of_file = {LayerName.of(n).inner: each.shape for n, each in layer.tensors.items()}
             if (
                 layer.tied is None
                 and shapes[key].items() <= of_file.items()
@@ -240,19 +216,13 @@ def _perhaps_tied(stages: Sequence[Manifest], layers: Sequence[Layer]) -> Iterat
 
 
 def _is_its_weight(
-    prefix: str,
-    name: str,
-    shapes: Mapping[str, tuple[int, ...]],
-    tensors: Mapping[str, Tensor],
-    file: TorchFile,
-    masters: Mapping[str, Entry],
+    tensor: Tensor | None, shape: tuple[int, ...], file: TorchFile, master: Entry
 ) -> bool:
-    """Whether a layer's file has a tied parameter: of its shape, and rounded from its master."""
-    tensor = tensors.get(name.removeprefix(prefix))
-    if tensor is None or tensor.shape != shapes[name] or not tensor.contiguous:
+    """Whether a tensor of a layer's file is a tied parameter, rounded from its master."""
+    if tensor is None or tensor.shape != shape or not tensor.contiguous:
         return False
-    weight = Entry(f"{name}/param", tensor.dtype, tensor.shape, file.fragments(tensor))
-    return begins_as(weight, masters[name], min(SAMPLE, masters[name].numel))
+    weight = Entry(f"{master.parameter}/param", tensor.dtype, shape, file.fragments(tensor))
+    return begins_as(weight, master, min(SAMPLE, master.numel))
 
 
 def begins_as(weight: Entry, master: Entry, count: int) -> bool:
@@ -366,7 +336,7 @@ def shapes_of_stage(
             for name, slice_ in mapping.items():
                 own[name] = own.get(name, 0) + _numel(slice_)
     tensors = {number: dictionary(file, file.value) for number, file in layers.items()}
-    untied = {name.partition(".")[0] for own in numels for name in own}
+    untied = {number for own in numels for number in untied_layers(own)}
     return [
         {name: _shape(name, numel, tensors, untied) for name, numel in own.items()}
         for own in numels
@@ -380,19 +350,16 @@ def _numel(slice_: Any) -> int:
 
 
 def _shape(
-    name: str, numel: int, layers: Mapping[int, Mapping[str, Any]], untied: Collection[str]
+    name: str, numel: int, layers: Mapping[int, Mapping[str, Any]], untied: Collection[int]
 ) -> tuple[int, ...]:
     """The shape of a parameter; no file says which layer is a tied one."""
-    if name.startswith(TIED):
-        inner = name.removeprefix(TIED).partition(".")[2]
-        places = [number for number in layers if str(number) not in untied]
-    else:
-        number, _, inner = name.partition(".")
-        places = [int(number)] if number.isdecimal() and int(number) in layers else []
+    own = LayerName.of(name)
     shapes = {
         tensor.shape
-        for place in places
-        if isinstance(tensor := layers[place].get(inner), Tensor) and tensor.numel == numel
+        for number, tensors in layers.items()
+        if (number == own.number if own.key is None else number not in untied)
+        and isinstance(tensor := tensors.get(own.inner), Tensor)
+        and tensor.numel == numel
     }
     if len(shapes) == 1:
         return tuple(shapes.pop())

@@ -15,7 +15,7 @@ stage loads only what it has itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from math import inf, prod
 
@@ -23,7 +23,7 @@ from ....core.manifest import Manifest
 from ....errors import WrongOption
 from ....training.options import PP, Options
 from ...deepspeed_states.options import PP_BOUNDS, PP_PARTITION
-from .grid import tied_key
+from .layer_names import LayerName, of_tied, tied_key, untied_layers
 
 STAGES = (PP, PP_BOUNDS, PP_PARTITION)
 GIVE = "give the first layer of each stage and the number of all layers, functions included"
@@ -133,11 +133,6 @@ def stage_spans(stages: Sequence[Sequence[str]], count: int) -> Iterator[tuple[i
         yield max(before, default=-1) + 1, min(after, default=count)
 
 
-def untied_layers(names: Iterable[str]) -> list[int]:
-    """The layer of each parameter that is not tied."""
-    return [int(name.partition(".")[0]) for name in names if tied_key(name) is None]
-
-
 def layers_with(name: str, uses: Uses) -> Sequence[int]:
     """The layers that have a parameter."""
     key = tied_key(name)
@@ -152,8 +147,7 @@ def _weights(model: Manifest, layers: Sequence[int], uses: Uses) -> list[int]:
 
     Raises WrongOption if a use of a tied layer is in no file.
     """
-    keys = {key for name in model.parameters if (key := tied_key(name)) is not None}
-    hidden = sorted(key for key in keys if len(uses.get(key, ())) < 2)
+    hidden = sorted(key for key in of_tied(model.parameters) if len(uses.get(key, ())) < 2)
     if hidden:
         raise WrongOption(
             f"--pp-partition parameters counts the tied layer {hidden[0]} wherever it is used, but "
@@ -178,9 +172,9 @@ def layers_alike(model: Manifest) -> tuple[int, ...]:
     """
     kinds: dict[int, list[tuple[str, tuple[int, ...]]]] = {}
     for name, parameter in model.parameters.items():
-        if tied_key(name) is None:
-            number, _, inner = name.partition(".")
-            kinds.setdefault(int(number), []).append((inner, parameter.shape))
+        own = LayerName.of(name)
+        if own.number is not None:
+            kinds.setdefault(own.number, []).append((own.inner, parameter.shape))
     members: dict[tuple[tuple[str, tuple[int, ...]], ...], list[int]] = {}
     for layer, kind in sorted(kinds.items()):
         members.setdefault(tuple(sorted(kind)), []).append(layer)

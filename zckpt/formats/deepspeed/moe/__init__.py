@@ -2,7 +2,7 @@
 
 experts.py         the experts of a model, and which ranks share them
 expert_files.py    the files of experts, and those of a target; which ranks have which
-whole_experts.py   the optimizers of all ep ranks in stage 0; whole_names.py names their parameters
+ep_optimizers.py   the optimizers of all ep ranks in stage 0, and the names of their parameters
 auto_ep.py         which experts the stacked parameters of AutoEP have
 regroup.py         a source for another expert-parallel size
 """

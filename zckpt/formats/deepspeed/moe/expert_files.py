@@ -13,20 +13,17 @@ import os
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from math import prod
 
 from msgspec import Struct
 
-from ....core.cast import are_rounded
 from ....core.facts import ExpertLayer
 from ....core.grouping import by_key
 from ....core.layout import Shell
 from ....errors import CorruptCheckpoint, IncompleteCheckpoint, InconsistentCheckpoint, listed
 from ....files.torchfile import Tensor, TorchFile
 from ....files.torchshell import Storages, shell
-from ... import zero
 from ...deepspeed_states.directories import refuse
-from ...deepspeed_states.experts import ExpertLayers, ExpertRanks, expert_name
+from ...deepspeed_states.experts import ExpertName, expert_name
 from ...deepspeed_states.model_files import module_weights
 from ...deepspeed_states.states import EngineStates, dictionary, open_files
 from ...deepspeed_states.target import DeepSpeedTarget
@@ -39,18 +36,14 @@ def file_name(layer: int, expert: int, mp_rank: str) -> str:
     return f"layer_{layer}_expert_{expert}_{mp_rank}_model_states.pt"
 
 
-class ExpertFile(Struct, frozen=True):
-    """One opened file: `tensors` are by their names in the whole model."""
-
-    file: TorchFile
-    tensors: Mapping[str, Tensor]
-
-
 class LayerFiles(Struct, frozen=True):
-    """The files of all experts of one layer, whose name all keys begin with."""
+    """The opened files of all experts of one layer, whose name all keys begin with.
+
+    Each has tensors by their names in the whole model.
+    """
 
     name: str
-    files: Sequence[ExpertFile]
+    files: Sequence[TorchFile]
 
 
 def layers_of(ranks: EngineStates, files: RankFiles) -> list[LayerFiles]:
@@ -59,7 +52,9 @@ def layers_of(ranks: EngineStates, files: RankFiles) -> list[LayerFiles]:
     Raises IncompleteCheckpoint (a file is missing) and InconsistentCheckpoint (a file too many, or
     one with another expert than its name says, or one of another shape).
     """
-    directory, counts = ranks.directory.path, ranks.model.get("num_experts") or ()
+    directory, counts = ranks.directory.path, ranks.model.get("num_experts")
+    if not isinstance(counts, list):
+        refuse(ranks.directory, "mixture-of-experts layers of an old release")
     paths = files.experts
     if not all(type(count) is int and count > 0 for count in counts):
         raise CorruptCheckpoint(f"{directory}: the model states list {counts!r} experts by layer")
@@ -80,15 +75,14 @@ def layers_of(ranks: EngineStates, files: RankFiles) -> list[LayerFiles]:
             hint="files of another save may lie between them; keep those of one save",
         )
     opened = iter(open_files([paths[place] for place in wanted], files.parsed))
-    layers = []
-    for layer, count in enumerate(counts):
-        layers.append(_layer(layer, [_checked(next(opened), number) for number in range(count)]))
+    layers = [_layer(n, list(islice(opened, count))) for n, count in enumerate(counts)]
     names = [layer.name for layer in layers]
     if len(set(names)) < len(names):
         raise InconsistentCheckpoint(
             f"{directory}: two layers of files hold experts of {listed(names)}",
             hint="expert files of two layers seem to be mixed; copy all files again",
         )
+    _check_order(ranks, layers)
     return layers
 
 
@@ -97,10 +91,30 @@ def _places(counts: Sequence[int]) -> Iterator[tuple[int, int]]:
     return ((layer, number) for layer, count in enumerate(counts) for number in range(count))
 
 
-def _checked(file: TorchFile, number: int) -> ExpertFile:
-    """A file whose keys all name expert `number`."""
-    value = dictionary(file, file.value)
-    for key, tensor in value.items():
+def _layer(number: int, files: Sequence[TorchFile]) -> LayerFiles:
+    """The files of one layer, which must have alike contents."""
+    first, layers = _names(files[0], 0), set[str]()
+    for expert, file in enumerate(files):
+        names = _names(file, expert)
+        layers |= {name.layer for name in names.values()}
+        if _forms(file, names) != _forms(files[0], first) or not names:
+            raise InconsistentCheckpoint(
+                f"{file.path} holds other tensors than {os.path.basename(files[0].path)}",
+                hint=f"all experts of layer {number} have tensors of the same names and shapes",
+            )
+    if len(layers) > 1:
+        raise InconsistentCheckpoint(
+            f"{files[0].path} and the files of the other experts are of different layers: "
+            f"{listed(sorted(layers))}",
+            hint="expert files of two layers seem to be swapped; copy all files again",
+        )
+    return LayerFiles(layers.pop(), files)
+
+
+def _names(file: TorchFile, number: int) -> dict[str, ExpertName]:
+    """The parts of all names in a file, which must be those of expert `number`."""
+    names = {}
+    for key, tensor in dictionary(file, file.value).items():
         name = expert_name(key) if isinstance(key, str) else None
         if name is None or not isinstance(tensor, Tensor):
             raise CorruptCheckpoint(f"{file.path} is not a file of one expert: it has {key!r}")
@@ -109,32 +123,14 @@ def _checked(file: TorchFile, number: int) -> ExpertFile:
                 f"{file.path} holds expert {name.number}, and its name says {number}",
                 hint="two expert files seem to be swapped; copy all files again",
             )
-    return ExpertFile(file, value)
+        names[key] = name
+    return names
 
 
-def _layer(number: int, files: Sequence[ExpertFile]) -> LayerFiles:
-    """The files of one layer, which must have alike contents."""
-    first = _forms(files[0])
-    names = {name.layer for item in files for name in map(expert_name, item.tensors) if name}
-    if len(names) > 1:
-        raise InconsistentCheckpoint(
-            f"{files[0].file.path} and the files of the other experts are of different layers: "
-            f"{listed(sorted(names))}",
-            hint="expert files of two layers seem to be swapped; copy all files again",
-        )
-    for item in files:
-        if _forms(item) != first or not first:
-            raise InconsistentCheckpoint(
-                f"{item.file.path} holds other tensors than {os.path.basename(files[0].file.path)}",
-                hint=f"all experts of layer {number} have tensors of the same names and shapes",
-            )
-    return LayerFiles(names.pop(), files)
-
-
-def _forms(item: ExpertFile) -> list[tuple[str, str, tuple[int, ...]]]:
+def _forms(file: TorchFile, names: Mapping[str, ExpertName]) -> list[object]:
     """Names, types and shapes in a file, without the number of the expert."""
-    named = ((expert_name(key), tensor) for key, tensor in item.tensors.items())
-    return [(name.inner, tensor.dtype, tensor.shape) for name, tensor in named if name]
+    tensors = ((name.inner, file.value[key]) for key, name in names.items())
+    return [(inner, tensor.dtype, tensor.shape) for inner, tensor in tensors]
 
 
 # -- the files of a target
@@ -171,11 +167,11 @@ GATE = ".deepspeed_moe.gate.wg.weight"
 
 def gate_of(layer: LayerFiles) -> str:
     """What stands before the experts in the module of a layer."""
-    parts = expert_name(next(iter(layer.files[0].tensors)))
+    parts = expert_name(next(iter(layer.files[0].value)))
     return layer.name + (ROUTER if parts is not None and parts.is_slice else GATE)
 
 
-def check_order(ranks: EngineStates, layers: Sequence[LayerFiles]) -> None:
+def _check_order(ranks: EngineStates, layers: Sequence[LayerFiles]) -> None:
     """The numbers of layers in names of files, and the module's own order, must agree."""
     behind = {gate_of(layer): layer.name for layer in layers}
     names = [layer.name for layer in layers]
@@ -208,7 +204,7 @@ def spread_over(ranks: EngineStates, layer: LayerFiles, named: Iterable[str]) ->
     local, experts = len({part.number for part in parts}), len(layer.files)
     if gate_of(layer) not in model["module"]:
         raise InconsistentCheckpoint(
-            f"{layer.files[0].file.path} has an expert of {layer.name}, a layer that "
+            f"{layer.files[0].path} has an expert of {layer.name}, a layer that "
             f"{ranks.models[0].path} does not have",
             hint="expert files of two stages or saves seem to be mixed; copy all files again",
         )
@@ -221,94 +217,22 @@ def spread_over(ranks: EngineStates, layer: LayerFiles, named: Iterable[str]) ->
             "which is no equal share",
             hint="model and expert files of different saves seem to be mixed",
         )
-    check_ranks(ranks, layer.name, ep)
-    return ExpertLayer(layer.name, experts, ep)
+    return shared(ranks, layer, ep)
 
 
-def check_ranks(ranks: EngineStates, layer: str, ep: int) -> None:
-    """Raises InconsistentCheckpoint unless the ranks can share a layer by this size."""
+def shared(ranks: EngineStates, layer: LayerFiles, ep: int) -> ExpertLayer:
+    """A layer over `ep` ranks; raises InconsistentCheckpoint unless these can share it."""
+    experts = len(layer.files)
     if ranks.dp % ep:
         raise InconsistentCheckpoint(
-            f"{ranks.directory.path}: {ranks.dp} ranks cannot share {layer} by an "
+            f"{ranks.directory.path}: {ranks.dp} ranks cannot share {layer.name} by an "
             f"expert-parallel size of {ep}",
             hint="model and optimizer files of different saves seem to be mixed",
         )
-
-
-# -- which ranks have which experts; if no ds_config says it, the masters show it
-
-
-UNKNOWN = "mixture-of-experts layers, and with the name of its ds_config alone"
-MASTERS = "single_partition_of_fp32_groups"
-ELEMENTS = 64  # that are compared of a parameter
-PARAMETERS = 8  # that are compared of a partition
-
-Stored = Mapping[str, tuple[TorchFile, Tensor]]
-"""The tensors of experts by their names in the whole model, with their files."""
-
-
-def places_of(
-    ranks: EngineStates, files: Sequence[LayerFiles], layers: ExpertLayers
-) -> ExpertRanks:
-    """Which ranks have which experts: by the ds_config, or by bytes if only its name is known."""
-    if ranks.config_path is None or all(ep in (1, ranks.dp) for ep in layers.sizes):
-        return ExpertRanks.of_config(ranks.dp, ranks.config)
-    for names in ranks.param_shapes():
-        in_order = layers.is_regular(layers.everywhere([*names]))
-        is_shown = ranks.round_robin or in_order  # perhaps round robin, which nothing shows
-        if not is_shown and any(map(layers.layer_of, names)):
-            refuse(ranks.directory, UNKNOWN)
-    items = [item for layer in files for item in layer.files]
-    stored = {name: (item.file, t) for item in items for name, t in item.tensors.items()}
-    return places_by_bytes(ranks, layers, stored)
-
-
-def places_by_bytes(ranks: EngineStates, layers: ExpertLayers, stored: Stored) -> ExpertRanks:
-    """Which ranks have which experts, where no ds_config says it: the masters' bytes do.
-
-    A run that was started with the file of a ds_config saves only its name. Then neighbors may have
-    different experts, or the same (`use_data_before_expert_parallelism`). Every rank's masters
-    round to the weights of its own experts, so that only one of the two fits.
-    Raises UnsupportedCheckpoint if both orders fit, and InconsistentCheckpoint if none does.
-    """
-    orders = [ExpertRanks(ranks.dp, data_first) for data_first in (False, True)]
-    fitting = [order for order in orders if all(_fits(ranks, layers, stored, order))]
-    if not fitting:
+    if experts % ep:
         raise InconsistentCheckpoint(
-            f"{ranks.directory.path}: the ranks' masters are not those of the experts' weights",
-            hint="files of different saves seem to be mixed; copy all files again",
+            f"{ranks.directory.path}: {ep} ranks cannot share the {experts} experts of "
+            f"{layer.name}",
+            hint="model and expert files of different saves seem to be mixed",
         )
-    if len(fitting) > 1:
-        refuse(ranks.directory, UNKNOWN)
-    return fitting[0]
-
-
-def _fits(
-    ranks: EngineStates, layers: ExpertLayers, stored: Stored, order: ExpertRanks
-) -> Iterator[bool]:
-    """Whether masters of each rank round to the weights that they would have in this order."""
-    alignment = ranks.first.get("param_alignment_paddings")
-    for group, shapes in enumerate(ranks.param_shapes()):
-        layer = next(filter(None, map(layers.layer_of, shapes)), None)
-        if layer is None or not 1 < layer.ep < ranks.dp:
-            continue
-        paddings = alignment[group] if alignment else [0] * len(shapes)
-        starts = zero.offsets([prod(shape) for shape in shapes.values()], paddings)
-        for ep_rank in range(layer.ep):
-            begin = 0
-            for rank in order.alike(ep_rank, layer.ep):
-                master = ranks.states[rank][MASTERS][group]
-                end = begin + master.numel
-                spans = (
-                    (name, start, max(start, begin), min(start + prod(shape), end))
-                    for (name, shape), start in zip(shapes.items(), starts, strict=False)
-                )
-                held = (span for span in spans if span[2] < span[3])
-                for name, start, low, high in islice(held, PARAMETERS):
-                    file, weight = stored[layers.global_name(name, ep_rank)]
-                    high = min(high, low + ELEMENTS)
-                    wide = master.part(low - begin, high - begin)
-                    narrow = weight.part(low - start, high - start)
-                    a, b = ranks.optimizers[rank].read(wide), file.read(narrow)
-                    yield are_rounded(a, wide.dtype, b, narrow.dtype) is not False
-                begin = end
+    return ExpertLayer(layer.name, experts, ep)

@@ -14,8 +14,8 @@ DeepSpeed 0.19.8, stage_1_and_2.py `_configure_moe_settings`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from itertools import islice
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -24,6 +24,7 @@ from ....core import agreement
 from ....core.facts import FlatBufferEngine
 from ....core.grouping import by_key
 from ....core.manifest import Entry, Manifest, Parameter
+from ....core.merge import in_order
 from ....errors import InconsistentCheckpoint, listed
 from ....files.torchfile import Tensor, TorchFile
 from ...deepspeed_states.directories import refuse
@@ -32,17 +33,19 @@ from ...deepspeed_states.manifest import manifest_of, with_files
 from ...deepspeed_states.states import EngineStates, FlatBuffer, ParameterShapes
 from ..files import RankFiles
 from ..flats import flat_buffers
+from ..model_ranks.pipeline import begins_as
 from .auto_ep import with_slices
 from .expert_files import (
     LayerFiles,
-    check_order,
     gate_of,
     layers_of,
     named_of,
-    places_of,
     spread_over,
 )
 
+UNKNOWN = "mixture-of-experts layers, and with the name of its ds_config alone"
+ELEMENTS = 64  # that are compared of a parameter
+PARAMETERS = 8  # that are compared of a flat buffer
 SPREAD = "mixture-of-experts layers whose experts are spread over tensor ranks"
 
 
@@ -116,72 +119,93 @@ class Experts(Struct, frozen=True):
             everyone=ranks,
         )
 
+    @property
+    def fit(self) -> bool:
+        """Whether the first masters in each buffer of experts round to their weights."""
+        weights = {
+            name: Entry(f"{name}/param", tensor.dtype, tensor.shape, file.fragments(tensor))
+            for file, name, tensor in self._stored
+        }
+        try:
+            buffers = list(flat_buffers(self.ranks, "max", self.sharing))
+        except InconsistentCheckpoint:  # partitions of other lengths
+            return False
+        masters = (
+            Entry(f"{name}/master", buffer.slots[0].dtype, shape, buffer.slots[0].fragments[name])
+            for buffer in buffers
+            for name, shape in islice(buffer.shapes.items(), PARAMETERS)
+            if name in weights
+        )
+        return all(
+            begins_as(weights[each.parameter], each, min(ELEMENTS, each.numel)) for each in masters
+        )
+
     # -- the manifest
 
     @property
     def module_dtype(self) -> str:
         """The type of the module's trainable weights, if no dense weight shows it."""
-        module = {**self._stored, **self.ranks.model["module"]}
+        module = {name: tensor for _, name, tensor in self._stored} | self.ranks.model["module"]
         return replace(self.ranks, model={**self.ranks.model, "module": module}).module_dtype
 
     @property
-    def _stored(self) -> dict[str, Tensor]:
-        """Every tensor of every expert, by its name in the whole model."""
-        return {
-            name: tensor
-            for layer in self.files
-            for item in layer.files
-            for name, tensor in item.tensors.items()
-        }
+    def _stored(self) -> list[tuple[TorchFile, str, Tensor]]:
+        """Every tensor of every expert, by its file and its name in the whole model."""
+        files = [file for layer in self.files for file in layer.files]
+        return [(file, *pair) for file in files for pair in file.value.items()]
 
     def complete(self, manifest: Manifest) -> Manifest:
         """The manifest with the experts' weights and buffers, and with all experts in order.
 
         Without them it has the experts' masters and states alone, one ep rank after the other.
         """
-        order = self._order(manifest)
-        buffers = self._everywhere(self.ranks.model.get("buffer_names") or ())
-        known, aliases = set(buffers), self._aliases()
+        named = self.ranks.model.get("buffer_names") or ()
+        known = {*manifest.buffers}
+        kept = [name for name in named if name in known or not self.layers.is_dense(name)]
+        buffers = tuple(self.layers.everywhere(kept))
+        aliases = self._aliases()
         own = by_key((owner, alias) for alias, owner in aliases.items())
         parameters = {
             name: replace(about, aliases=tuple(own[name])) if name in own else about
-            for name, about in ((name, manifest.parameters[name]) for name in order)
+            for name, about in ((name, manifest.parameters[name]) for name in self._order(manifest))
         }
-        entries: dict[str, Entry] = {}
+        weights: dict[str, Entry] = {}
         replicas = list(manifest.replicas)
-        for layer in self.files:
-            for item in layer.files:
-                for name, tensor in item.tensors.items():
-                    owner = aliases.get(name, name)
-                    fragments = item.file.fragments(tensor)
-                    entry = Entry(f"{owner}/param", tensor.dtype, tensor.shape, fragments)
-                    if owner not in parameters and owner not in known:
-                        parameters[owner] = Parameter(tensor.shape, trainable=False)
-                    _check_shape(item.file, name, tensor, parameters.get(owner))
-                    first = entries.setdefault(entry.name, entry)
-                    if first is not entry and first.fragments != entry.fragments:
-                        replicas.append(entry)
+        for file, name, tensor in self._stored:
+            owner = aliases.get(name, name)
+            if owner not in parameters and owner not in buffers:
+                parameters[owner] = Parameter(tensor.shape, trainable=False)
+            if owner in parameters and (shape := parameters[owner].shape) != tensor.shape:
+                raise InconsistentCheckpoint(
+                    f"{file.path}: {name} has shape {tensor.shape}, and {shape} where shapes are "
+                    "listed"
+                )
+            entry = Entry(f"{owner}/param", tensor.dtype, tensor.shape, file.fragments(tensor))
+            first = weights.setdefault(entry.name, entry)
+            if first.fragments != entry.fragments:
+                replicas.append(entry)
         assert isinstance(manifest.engine, FlatBufferEngine)
         frozen = [name for name, about in parameters.items() if not about.trainable]
         parameters |= {name: parameters.pop(name) for name in frozen}
-        self._check_complete(parameters, entries)
-        warnings = list(manifest.warnings)
-        if unsaved := [n for n in parameters if f"{n}/param" not in manifest.entries | entries]:
-            warnings.append(
-                f"DeepSpeed did not save the weights of {listed(unsaved, 4)}, as the name of their "
-                "MoE layer has `expert` in it: their masters stand for them"
-            )
-        return replace(
-            with_files(manifest, (item.file for layer in self.files for item in layer.files)),
-            warnings=tuple(warnings),
+        entries = {**weights, **manifest.entries}
+        unsaved = [name for name in manifest.parameters if f"{name}/param" not in entries]
+        self._check_saved(unsaved)
+        unsaved_line = (
+            f"DeepSpeed did not save the weights of {listed(unsaved, 4)}, as the name of their MoE "
+            "layer has `expert` in it: their masters stand for them"
+        )
+        manifest = replace(
+            with_files(manifest, (file for file, _, _ in self._stored)),
+            warnings=(*manifest.warnings, *([unsaved_line] if unsaved else [])),
             source={**manifest.source, "ep": max(self.layers.sizes)},
-            entries=_in_order(parameters, buffers, {**manifest.entries, **entries}),
+            entries=entries,
             parameters=parameters,
-            buffers=tuple(buffers),
+            buffers=buffers,
             replicas=tuple(replicas),
             engine=replace(manifest.engine, experts=self.layers.listed),
-            state=self._state(manifest),
+            state={**manifest.state, "module": self._module(manifest.state["module"], unsaved)},
         )
+        return in_order(manifest)
 
     def _order(self, manifest: Manifest) -> list[str]:
         """All parameters, in every group as they lie; experts of all ranks between each other."""
@@ -196,16 +220,6 @@ class Experts(Struct, frozen=True):
             order += self.layers.everywhere(first)
         return [*order, *frozen]
 
-    def _everywhere(self, names: Sequence[str]) -> list[str]:
-        """Names of rank 0, with the same of all other ranks' experts."""
-        module = self.ranks.model["module"]
-        kept = [
-            name
-            for name in names
-            if self.layers.layer_of(name) is not None or isinstance(module.get(name), Tensor)
-        ]
-        return self.layers.everywhere(kept)
-
     def _aliases(self) -> dict[str, str]:
         """Second names of tied weights inside of experts, on all ranks."""
         shared = self.ranks.model.get("shared_params") or {}
@@ -218,37 +232,23 @@ class Experts(Struct, frozen=True):
                     names[name] = self.layers.global_name(owner, ep_rank)
         return names
 
-    def _state(self, manifest: Manifest) -> dict[str, Any]:
-        """The state, with the experts where they stand in the module."""
+    def _module(self, names: Sequence[str], unsaved: Sequence[str]) -> list[str]:
+        """All names of the module, with the experts where they stand in it."""
         behind = {gate_of(layer): layer for layer in self.files}
-        module: list[str] = []
-        for name in manifest.state["module"]:
-            module.append(name)
+        module: dict[str, None] = {}
+        for name in names:
+            module[name] = None
             if name in behind:
-                module += [key for item in behind[name].files for key in item.tensors]
-        known = set(module)
-        module += [key for key in self._stored if key not in known]
-        return {**manifest.state, "module": [*module, *self._unsaved(manifest, {*module})]}
+                module |= {key: None for file in behind[name].files for key in file.value}
+        return [*(module | dict.fromkeys([*(name for _, name, _ in self._stored), *unsaved]))]
 
-    def _unsaved(self, manifest: Manifest, module: set[str]) -> list[str]:
-        """Trained parameters without a weight in any file.
+    def _check_saved(self, unsaved: Sequence[str]) -> None:
+        """Raises InconsistentCheckpoint if the optimizer knows an expert without a weight.
 
         DeepSpeed drops what has `expert` in the name of its MoE layer, and saves only what is below
         `deepspeed_experts` apart: not a residual MLP (0.19.8, `_get_non_moe_state_dict`).
         """
-        known = {*module, *manifest.owners}
-        return [name for name in manifest.parameters if name not in known]
-
-    def _check_complete(
-        self, parameters: Mapping[str, Parameter], entries: Mapping[str, Entry]
-    ) -> None:
-        """Every expert that the optimizer knows must have a weight in its file."""
-        lost = [
-            name
-            for name in parameters
-            if self.layers.layer_of(name) is not None and f"{name}/param" not in entries
-        ]
-        if lost:
+        if lost := [name for name in unsaved if not self.layers.is_dense(name)]:
             raise InconsistentCheckpoint(
                 f"{self.ranks.directory.path}: the optimizer has {listed(lost, 3)}, and the files "
                 "of the experts do not",
@@ -256,32 +256,61 @@ class Experts(Struct, frozen=True):
             )
 
 
-def open_experts(ranks: EngineStates, rank_files: RankFiles) -> Experts:
-    """The experts of a checkpoint.
+def with_experts(ranks: EngineStates, rank_files: RankFiles, step_policy: str | None) -> Manifest:
+    """The manifest of one model rank with experts.
 
     Raises UnsupportedCheckpoint (AutoEP, elastic files, experts that are spread over tensor ranks,
     an order of ranks that nothing shows), IncompleteCheckpoint and InconsistentCheckpoint.
     """
     ranks = with_slices(ranks)
-    directory, model = ranks.directory, ranks.model
-    counts = model.get("num_experts")
-    if not isinstance(counts, list):
-        refuse(directory, "mixture-of-experts layers of an old release")
     if ranks.partitioned or ranks.elastic:
-        refuse(directory, "mixture-of-experts layers in stage 3 or in elastic files")
+        refuse(ranks.directory, "mixture-of-experts layers in stage 3 or in elastic files")
     if _are_spread_over_tensor_ranks(ranks):
         refuse(
-            directory,
+            ranks.directory,
             SPREAD,
             "build the MoE layers with enable_expert_tensor_parallelism=True: then each tensor "
             "rank has a slice of every expert, which zckpt reads",
         )
     files = layers_of(ranks, rank_files)
-    check_order(ranks, files)
     layers = ExpertLayers(
         {layer.name: spread_over(ranks, layer, named_of(ranks)) for layer in files}
     )
-    return Experts(ranks, files, layers, places_of(ranks, files, layers))
+    experts = Experts(ranks, files, layers, _places(ranks, files, layers))
+    config = ranks.effective_config(ranks.round_robin)
+    if experts.places.data_first:  # which a ds_config that is saved by its name does not say
+        config = {**config, "use_data_before_expert_parallelism": True}
+    buffers = _with_one_step([*flat_buffers(ranks, step_policy, experts.sharing)], step_policy)
+    manifest = manifest_of(ranks, buffers, "deepspeed", config, experts.module_dtype)
+    # stages 1 and 2 fill up with zeros
+    return replace(experts.complete(manifest), zero_padding=not ranks.partitioned)
+
+
+def _places(ranks: EngineStates, files: Sequence[LayerFiles], layers: ExpertLayers) -> ExpertRanks:
+    """Which ranks have which experts: by the ds_config, or by bytes if only its name is known.
+
+    A run that was started with the file of a ds_config saves only its name. Then neighbors may have
+    different experts, or the same (`use_data_before_expert_parallelism`). Every rank's masters
+    round to the weights of its own experts, so that only one of the two fits.
+    Raises UnsupportedCheckpoint if both orders fit, and InconsistentCheckpoint if none does.
+    """
+    if ranks.config_path is None or all(ep in (1, ranks.dp) for ep in layers.sizes):
+        return ExpertRanks.of_config(ranks.dp, ranks.config)
+    for names in ranks.param_shapes():
+        in_order = layers.is_regular(layers.everywhere([*names]))
+        is_shown = ranks.round_robin or in_order  # perhaps round robin, which nothing shows
+        if not is_shown and any(map(layers.layer_of, names)):
+            refuse(ranks.directory, UNKNOWN)
+    orders = [ExpertRanks(ranks.dp, data_first) for data_first in (False, True)]
+    fitting = [order for order in orders if Experts(ranks, files, layers, order).fit]
+    if not fitting:
+        raise InconsistentCheckpoint(
+            f"{ranks.directory.path}: the ranks' masters are not those of the experts' weights",
+            hint="files of different saves seem to be mixed; copy all files again",
+        )
+    if len(fitting) > 1:
+        refuse(ranks.directory, UNKNOWN)
+    return fitting[0]
 
 
 def _are_spread_over_tensor_ranks(ranks: EngineStates) -> bool:
@@ -295,20 +324,6 @@ def _are_spread_over_tensor_ranks(ranks: EngineStates) -> bool:
         if ep and isinstance(count, int) and count * ep > ranks.dp:
             return int(ranks.model.get("mp_world_size") or 1) > 1
     return False
-
-
-def with_experts(ranks: EngineStates, files: RankFiles, step_policy: str | None) -> Manifest:
-    """The manifest of one model rank with experts."""
-    experts = open_experts(ranks, files)
-    config = ranks.effective_config(ranks.round_robin)
-    if experts.places.data_first:  # which a ds_config that is saved by its name does not say
-        config = {**config, "use_data_before_expert_parallelism": True}
-    ranks = experts.ranks
-    buffers = list(flat_buffers(ranks, step_policy, experts.sharing))
-    buffers = _with_one_step(buffers, step_policy)
-    manifest = manifest_of(ranks, buffers, "deepspeed", config, experts.module_dtype)
-    # stages 1 and 2 fill up with zeros
-    return replace(experts.complete(manifest), zero_padding=not ranks.partitioned)
 
 
 def _with_one_step(buffers: Sequence[FlatBuffer], policy: str | None) -> list[FlatBuffer]:
@@ -325,27 +340,3 @@ def _with_one_step(buffers: Sequence[FlatBuffer], policy: str | None) -> list[Fl
         for group, same in by_key((buffer.group, buffer) for buffer in buffers).items()
     }
     return [replace(buffer, step=of_group[buffer.group]) for buffer in buffers]
-
-
-def _check_shape(file: TorchFile, name: str, tensor: Tensor, parameter: Parameter | None) -> None:
-    if parameter is not None and parameter.shape != tensor.shape:
-        raise InconsistentCheckpoint(
-            f"{file.path}: {name} has shape {tensor.shape}, and {parameter.shape} where shapes are "
-            "listed"
-        )
-
-
-def _in_order(
-    parameters: Mapping[str, Parameter], buffers: Sequence[str], entries: Mapping[str, Entry]
-) -> dict[str, Entry]:
-    """Entries in the order of their parameters, weights first; then buffers, then all others."""
-    own = by_key(
-        ("" if entry.slot == "state" else entry.parameter, entry) for entry in entries.values()
-    )
-    others = own.pop("", [])
-    ordered = [
-        entry
-        for name in (*parameters, *buffers)
-        for entry in sorted(own.get(name, ()), key=lambda entry: entry.slot != "param")
-    ]
-    return {entry.name: entry for entry in (*ordered, *others)}

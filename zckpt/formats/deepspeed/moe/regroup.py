@@ -107,7 +107,7 @@ def check_target(target: DeepSpeedTarget) -> None:
         )
     if not target.engine.whole:
         return
-    if "model_rank" in target.source.source:
+    if target.source.place is not None:
         raise WrongOption(
             "zckpt does not write experts in ZeRO stage 0 on several model ranks",
             hint="choose --stage 1",

@@ -41,8 +41,7 @@ def by_param_names(
     path: str, orders: Sequence[Sequence[Any]], weights: Weights, param_names: Sequence[str]
 ) -> list[list[str]]:
     """The names that the user gives, group by group; raises WrongOption and MissingData."""
-    named = [(name, weight.tensor.shape) for name, weight in weights.items()]
-    return match(orders, named, True, param_names).names
+    return match(orders, [*shapes_of(weights).items()], True, param_names).names
 
 
 def by_place(file: TorchFile, flats: Sequence[Tensor], weights: Weights) -> list[list[str]] | None:
@@ -94,39 +93,27 @@ def by_order(file: TorchFile, flats: Sequence[Tensor], weights: Weights) -> list
     They stand in the module's order, and each piece of the master rounds to its weight. Raises
     MissingData if there is no such way to name them, or if there are several.
     """
-    taken: Counter[str] = Counter()
-    chosen = []
+    chosen: list[list[str]] = []
     for number, flat in enumerate(flats):
-        ways = {0: 1}  # by how many elements have names: in how many ways
-        before: list[dict[int, int]] = []
-        for weight in weights.values():
-            before.append(ways)
-            following = dict(ways)
-            for start, count in ways.items():
+        ways: dict[int, list[list[str]]] = {0: [[]]}  # by how many elements have names: at most two
+        for name, weight in weights.items():
+            for start, known in [*ways.items()]:
                 stop = start + weight.tensor.numel
                 if not start < stop <= flat.numel:
                     continue
                 if rounds(TensorInFile(file, _piece(flat, start, weight.tensor.shape)), weight):
-                    following[stop] = following.get(stop, 0) + count
-            ways = following
-        if ways.get(flat.numel) != 1:
-            several = "several ways fit" if ways.get(flat.numel) else "no weights fit"
+                    following = [[*members, name] for members in known]
+                    ways[stop] = [*ways.get(stop, ()), *following][:2]
+        fitting = ways.get(flat.numel, ())
+        if len(fitting) != 1:
+            several = "several ways fit" if fitting else "no weights fit"
             raise MissingData(
                 f"{file.path}: the optimizer's state has no names, and of the weights whose bytes "
                 f"show those of group {number}, {several}",
                 hint=TRAINED,
             )
-        members: list[str] = []
-        stop = flat.numel
-        for (name, weight), ways in zip(
-            reversed([*weights.items()]), reversed(before), strict=True
-        ):
-            start = stop - weight.tensor.numel
-            if stop not in ways and start in ways:
-                members.append(name)
-                stop = start
-        chosen.append(members[::-1])
-        taken.update(members)
+        chosen += fitting
+    taken = Counter(name for members in chosen for name in members)
     if twice := [name for name, count in taken.items() if count > 1]:
         raise MissingData(
             f"{file.path}: by its bytes, {listed(twice, 4)} would be in two groups", hint=TRAINED
@@ -205,8 +192,12 @@ def by_shape(
 
     Raises MissingData as `by_bytes`.
     """
-    named = [(name, weight.tensor.shape) for name, weight in weights.items()]
-    return _named(path, orders, named, "shape")
+    return _named(path, orders, [*shapes_of(weights).items()], "shape")
+
+
+def shapes_of(weights: Weights) -> dict[str, tuple[int, ...]]:
+    """The shapes of weights, by their names."""
+    return {name: weight.tensor.shape for name, weight in weights.items()}
 
 
 def _named(
@@ -269,7 +260,7 @@ def _why_not(
 
 def cut(
     file: TorchFile, flats: Sequence[Tensor], weights: Weights, param_names: Sequence[str]
-) -> list[list[str]]:
+) -> list[Sequence[str]]:
     """The user's names, cut into the groups of flat masters; raises WrongOption.
 
     They are those of the trained parameters, in the order of the groups. No piece of a master may
@@ -279,21 +270,13 @@ def cut(
         raise WrongOption(
             f"--param-names names {listed(unknown, 4)}, which the model's state does not have"
         )
-    names = iter(param_names)
-    groups: list[list[str]] = []
-    for flat in flats:
-        members: list[str] = []
-        while sum(weights[name].tensor.numel for name in members) < flat.numel:
-            name = next(names, None)
-            if name is None:
-                break
-            members.append(name)
-        groups.append(members)
+    wanted = [flat.numel for flat in flats]
+    *groups, rest = in_parts(param_names, wanted, weights)
     lengths = [sum(weights[name].tensor.numel for name in members) for members in groups]
-    if lengths != [flat.numel for flat in flats] or next(names, None) is not None:
+    if rest or lengths != wanted:
         raise WrongOption(
             f"--param-names: these weights do not fill the groups of {file.path}, which have "
-            f"{listed([flat.numel for flat in flats])} elements",
+            f"{listed(wanted)} elements",
             hint="name the trained parameters alone, group by group, in the optimizer's order",
         )
     cuts = zip(flats, groups, strict=True)
@@ -301,6 +284,19 @@ def cut(
     members = [name for own in groups for name in own]
     _check_rounding(file, members, masters, weights, strict=are_apart(file, weights))
     return groups
+
+
+def in_parts(names: Sequence[str], numels: Sequence[int], weights: Weights) -> list[Sequence[str]]:
+    """The names, cut as soon as their weights have so many elements; last those that are left."""
+    parts: list[Sequence[str]] = []
+    for numel in numels:
+        count = 0
+        while numel > 0 and count < len(names):
+            numel -= weights[names[count]].tensor.numel
+            count += 1
+        parts.append(names[:count])
+        names = names[count:]
+    return [*parts, names]
 
 
 def pieces(flat: Tensor, names: Sequence[str], weights: Weights) -> list[Tensor]:

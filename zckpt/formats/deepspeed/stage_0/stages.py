@@ -35,10 +35,10 @@ from ...deepspeed_states.tensors import is_extra
 from ...reading import Reading
 from ...statedict.matching import HINT, MatchedNames, match
 from ..files import RankFiles
-from ..model_ranks.grid import TIED
+from ..model_ranks.layer_names import of_tied, prefix_of, tied_key, untied_layers
 from . import naming
+from .optimizer import WholeOptimizer, named_optimizer, shapes_by_group, states_of, unnamed
 from .samples import TensorInFile, labels
-from .whole import WholeOptimizer, named_optimizer, shape_of, states_of, unnamed
 
 Shape = tuple[int, ...]
 
@@ -104,7 +104,7 @@ def open_stages(
             raise MissingData(str(error), hint=_hint(states[0])) from error
         stages = [replace(each, inferred=matched.inferred) for each in named(matched.names)]
     counts = Counter(n for stage in stages for members in stage.members for n in members if n)
-    again = [name for name, count in counts.items() if count > 1 and not name.startswith(TIED)]
+    again = [name for name, count in counts.items() if count > 1 and tied_key(name) is None]
     if again:
         raise MissingData(
             f"{directory.path}: several stages have the masters of {listed(again, 4)}, so it is a "
@@ -120,7 +120,7 @@ def _weights(
     """The weights of all layers by their names in the whole model, tied ones once."""
     weights: dict[str, TensorInFile] = {}
     for number, file in layers.items():
-        prefix = f"{TIED}{tied[number]}." if number in tied else f"{number}."
+        prefix = prefix_of(number, tied)
         for inner, value in dictionary(file, file.value).items():
             name = prefix + inner
             if name in buffers or is_extra(inner, value) or value.dtype not in FLOATS:
@@ -156,7 +156,7 @@ def _in_order(
     """
     if any(wrapper_of(each.first) is not None for each in states):
         return None
-    groups = [_shapes_by_group(each) for each in states]
+    groups = [shapes_by_group(each) for each in states]
     counts = {len(own) for own in groups}
     if len(counts) > 1 or _has_layers_alike(layers):
         return None
@@ -170,8 +170,7 @@ def _in_order(
         [next(remaining[number]) for number, group in enumerate(own) for _ in group]
         for own in groups
     ]
-    numbers = [[int(name.partition(".")[0]) for name in own] for own in names]
-    known = [own for own in numbers if own]
+    known = [numbers for own in names if (numbers := untied_layers(own))]
     if any(max(own) >= min(following) for own, following in pairwise(known)):
         return None
     return MatchedNames(names, matched.inferred)
@@ -204,15 +203,8 @@ def _of_flat_stages(
             f"{directory.path} has",
             hint=_hint(states[0]),
         )
-    remaining = list(names)
-    parts: list[Sequence[str]] = []
-    for each in states:
-        count, numel = 0, sum(flat.numel for flat in each.first[FLAT_MASTERS])
-        while numel > 0 and count < len(remaining):
-            numel -= weights[remaining[count]].tensor.numel
-            count += 1
-        parts.append(remaining[:count])
-        remaining = remaining[count:]
+    numels = [sum(flat.numel for flat in each.first[FLAT_MASTERS]) for each in states]
+    *parts, remaining = naming.in_parts(names, numels, weights)
     if remaining:
         raise WrongOption(
             f"--param-names has {len(names)} names, but the last {len(remaining)} of them are of "
@@ -233,13 +225,13 @@ def _tied_of_flats(
 
     Raises as `open_stages`.
     """
-    named = {name.partition(".")[0] for name in names}
+    named = {*untied_layers(names)}
     choices: list[list[dict[int, str]]] = []  # for each key, the layers that it may be
-    for key, wanted in _keys(dict.fromkeys(names)).items():
+    for key, wanted in of_tied(dict.fromkeys(names)).items():
         alike: dict[Any, dict[int, str]] = {}
         for number, file in layers.items():
             tensors = dictionary(file, file.value)
-            if str(number) not in named and _has(tensors, wanted):
+            if number not in named and _has(tensors, wanted):
                 alike.setdefault(tuple(tensors[n].shape for n in wanted), {})[number] = key
         choices.append([*alike.values()])
     failure: WrongOption | None = None
@@ -275,15 +267,7 @@ def _shapes(states: EngineStates) -> list[Shape | None]:
     """The shapes of the parameters of a stage's optimizer, in its order; None if not known."""
     if WHOLE_MASTERS in states.first:
         return [master.shape for group in states.first[WHOLE_MASTERS] for master in group]
-    return [shape for group in _shapes_by_group(states) for shape in group]
-
-
-def _shapes_by_group(states: EngineStates) -> list[list[Shape | None]]:
-    """The shapes of what torch's own optimizer has, group by group; None if not known."""
-    base = states.bases[0]
-    state = base.get("state") or {}
-    groups = [group["params"] for group in base["param_groups"]]
-    return [[shape_of(state.get(number)) for number in group] for group in groups]
+    return [shape for group in shapes_by_group(states) for shape in group]
 
 
 def _hint(states: EngineStates) -> str:
@@ -294,13 +278,13 @@ def _tied_layers(
     shapes: Mapping[str, Shape | None], layers: Mapping[int, TorchFile]
 ) -> dict[int, str]:
     """The keys of tied layers by the numbers of their files; `shapes` are those of all names."""
-    named = {name.partition(".")[0] for name in shapes}
+    named = {*untied_layers(shapes)}
     tied: dict[int, str] = {}
-    for key, wanted in _keys(shapes).items():
+    for key, wanted in of_tied(shapes).items():
         places = [
             number
             for number, file in layers.items()
-            if str(number) not in named and _has(dictionary(file, file.value), wanted)
+            if number not in named and _has(dictionary(file, file.value), wanted)
         ]
         for inner in wanted:
             tensors = [TensorInFile(layers[n], layers[n].value[inner]) for n in places]
@@ -308,16 +292,6 @@ def _tied_layers(
                 raise _unclear(places, f"the tied layer {key}")
         tied |= dict.fromkeys(places, key)
     return tied
-
-
-def _keys(shapes: Mapping[str, Shape | None]) -> dict[str, dict[str, Shape | None]]:
-    """The shapes of tied layers' parameters, by the layers' keys."""
-    keys: dict[str, dict[str, Shape | None]] = {}
-    for name, shape in shapes.items():
-        if name.startswith(TIED):
-            key, _, inner = name.removeprefix(TIED).partition(".")
-            keys.setdefault(key, {})[inner] = shape
-    return keys
 
 
 def _has(tensors: Mapping[str, Any], wanted: Mapping[str, Shape | None]) -> bool:

@@ -14,7 +14,7 @@ the tensor ranks of experts first, then their expert ranks, then stages (megatro
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, product
 from math import prod
 from typing import Any
@@ -33,12 +33,11 @@ from ....files.dcpfile import ItemTable
 from ....files.dcpitems import ItemFiles
 from ....files.torchfile import TORCH_DTYPES, Tensor, TorchFile
 from ...statedict.tree import TensorPiece
-from ..common import OPTIMIZER, WEIGHTS_ONLY
-from ..contents import Content
+from ..common_state import OPTIMIZER, WEIGHTS_ONLY
 from ..groups import FileStep, groups_in
 from ..optimizers import SPREAD
 from .placing import SAMPLE, Flat, Local
-from .stages import ModelRank, Place
+from .stages import ModelRank
 
 OF_RANK = re.compile(
     r"(?:chained_(?P<optimizer>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)\."
@@ -104,26 +103,6 @@ def read_bytes(extent: Extent) -> bytes:
     if len(data) != extent.length:
         raise CorruptCheckpoint(f"{extent.file} ends early", hint="take another copy of it")
     return data
-
-
-def enter_states(
-    names: Iterable[str],
-    slicings: Mapping[str, Slicing],
-    places: Sequence[Mapping[str, Sequence[Place]]],
-    content: Content,
-) -> None:
-    """Enters whole masters and moments, and the further copies that other ranks have."""
-    for name in names:
-        slicing = slicings[name]
-        for slot in places[0][name][0][0].tensors:
-            for copy in range(max(slicing.copies, *(len(ranks[name]) for ranks in places))):
-                slices = []
-                for rank, known in enumerate(places):
-                    flat, place = known[name][min(copy, len(known[name]) - 1)]
-                    slices.append(flat.part(slot, place, prod(slicing.slices[rank])))
-                whole = joined(slicing, slices, SIZES["F32"], copy)
-                content.enter(Entry(f"{name}/{slot}", "F32", content.shapes[name], whole), copy > 0)
-            content.slots |= {slot} - {"master"}
 
 
 class _Optimizer(Struct, eq=False):

@@ -11,7 +11,8 @@ weight. Here this is done for the first elements of each parameter; `read.check`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from math import prod
 from typing import Any
 
 from msgspec import Struct
@@ -20,6 +21,7 @@ from ....core.cast import are_rounded, rounded
 from ....core.dtypes import SIZES
 from ....core.fragments import Extent, Fragment, Runs
 from ....core.grouping import by_key
+from ....core.manifest import Entry
 
 ALIGNMENT = 64  # elements
 SAMPLE = 64  # elements
@@ -60,6 +62,11 @@ class Flat(Struct, frozen=True, eq=False):
             extent = run.extent.part((low - run.start) * size, (high - run.start) * size)
             parts.append(Fragment(low - start, high - start, extent))
         return Runs(parts)
+
+    def entries(self, name: str, place: tuple[int, int], shape: tuple[int, ...]) -> Iterator[Entry]:
+        """The states of a parameter that begins at a place."""
+        for slot in self.tensors:
+            yield Entry(f"{name}/{slot}", "F32", shape, self.part(slot, place, prod(shape)))
 
 
 Places = tuple[tuple[int, int] | None, ...]

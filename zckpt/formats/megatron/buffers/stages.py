@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from ....core.grouping import by_key
 from ....errors import InconsistentCheckpoint, UnsupportedCheckpoint, listed
-from ..common import WEIGHTS_ONLY
+from ..common_state import WEIGHTS_ONLY
 from ..names import EMBEDDING, OUTPUT
 from .order import expert_of, is_before, layer_of, orders, predicts
 from .placing import ALIGNMENT, Flat, Local, ReadBytes, places

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping
 from itertools import product
 
 from ....core import sources
+from ....core.dtypes import SIZES
+from ....core.fragments import solid
 from ....core.grouping import by_key
 from ....core.partition import BoxPart, Joined
 from ....files.torchfile import Parsed, Tensor, TorchFile
@@ -70,8 +72,8 @@ class Folders:
                         boxes = rule.boxes_of(name, shape, self.tp, rank, gated)
                         if not rank or boxes != rule.boxes_of(name, shape, self.tp, 0, gated):
                             file, local = own[name]
-                            part = BoxPart((0,), (local.numel,), file.extent(local))
-                            parts += rule.in_boxes([(0, part)], boxes)
+                            runs = solid(local.numel, file.extent(local))
+                            parts += rule.in_boxes(runs, SIZES[local.dtype], boxes)
                     saved = Joined(f"{name}/param", tensor.dtype, shape, tuple(parts))
                     weights.setdefault(name, saved)
                     whole[name] = shape

@@ -10,17 +10,18 @@ from math import prod
 from typing import Any
 
 from ....core import sources
+from ....core.fragments import Fragment, Runs
 from ....core.grouping import by_key
 from ....core.partition import BoxPart, Joined, Partition
 from ....errors import MALFORMED, not_understood
 from ....files.dcpfile import ItemTable, TensorItem, read_table
 from ....files.dcpitems import ItemFiles
 from ....files.torchfile import TORCH_DTYPES, Tensor, TorchFile
-from .. import programs
+from .. import saving_program as programs
 from ..files import is_fsdp
 from . import rule
 from .folders import Folders
-from .rule import BucketParts, Filled, Shape
+from .rule import Filled, Shape
 
 STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)")
 BUFFER = re.compile(
@@ -150,13 +151,13 @@ class _Items:
     def _size(self, key: str) -> int:
         return int(self.args.get(key) or 1)
 
-    def _buffers(self) -> dict[tuple[bool, int, str, int], dict[str, dict[int, BucketParts]]]:
+    def _buffers(self) -> dict[tuple[bool, int, str, int], dict[str, dict[int, Runs]]]:
         """The slots of every buffer.
 
         The keys say whether it is of the experts' own optimizer, which comes second; then the
         number of the model-parallel rank, the type of the weights, and the number of the buffer.
         """
-        buffers: dict[tuple[bool, int, str, int], dict[str, dict[int, BucketParts]]] = {}
+        buffers: dict[tuple[bool, int, str, int], dict[str, dict[int, Runs]]] = {}
         for key, saved in self.table.items.items():
             match = BUFFER.fullmatch(key)
             if match is None:
@@ -169,7 +170,10 @@ class _Items:
             elif saved is not None:
                 place = spread, group, TORCH_DTYPES[match[4]], int(match[3])
                 slots = buffers.setdefault(place, {}).setdefault(match[6], {})
-                slots[int(match[5])] = BucketParts(tuple(self._boxes(key, saved)))
+                boxes = sorted(self._boxes(key, saved), key=lambda box: box.offsets)
+                slots[int(match[5])] = Runs(
+                    [Fragment(b.offsets[0], b.offsets[0] + b.sizes[0], b.extent) for b in boxes]
+                )
         return buffers
 
     def _names(self, whole: Mapping[str, Any], chunk: int, chunks: int) -> list[str]:

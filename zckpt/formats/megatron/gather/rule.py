@@ -18,12 +18,15 @@ from typing import Any
 
 from msgspec import Struct
 
+from ....core.dtypes import SIZES
+from ....core.fragments import Runs, solid
 from ....core.inert import Foreign
 from ....core.partition import BoxPart, Joined
 from ....errors import UnsupportedCheckpoint
 from ....files.torchfile import TORCH_DTYPES, Tensor, TorchFile
 
 ALIGNMENT = 64
+SIZE = SIZES["F32"]  # bytes of an element of masters and moments
 SLOTS = {"param": "master", "fp32_param": "master"}
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 ROWS = re.compile(
@@ -69,27 +72,7 @@ Box = tuple[Shape, Shape]
 """Offsets and sizes along every axis."""
 
 
-class BucketParts(Struct, frozen=True):
-    """A slot's elements of one bucket, in parts that stand in any order."""
-
-    parts: tuple[BoxPart, ...]
-
-    @property
-    def numel(self) -> int:
-        return max(part.offsets[0] + part.sizes[0] for part in self.parts)
-
-    def take(self, start: int, stop: int) -> Iterator[tuple[int, BoxPart]]:
-        """The parts of elements [start, stop); their first ones count from `start`."""
-        for part in self.parts:
-            begin, end = part.offsets[0], part.offsets[0] + part.sizes[0]
-            size = part.extent.length // part.sizes[0]
-            first, last = max(begin, start), min(end, stop)
-            if first < last:
-                extent = part.extent.part((first - begin) * size, (last - begin) * size)
-                yield first - start, BoxPart((first,), (last - first,), extent)
-
-
-Slots = Mapping[str, Mapping[int, BucketParts]]
+Slots = Mapping[str, Mapping[int, Runs]]
 """The buckets of every slot, by their numbers."""
 
 
@@ -101,21 +84,17 @@ def refusal(path: str, what: str) -> UnsupportedCheckpoint:
 
 def coalesced(
     file: TorchFile, optimizer: int = 0
-) -> Iterator[tuple[int, str, dict[str, dict[int, BucketParts]]]]:
+) -> Iterator[tuple[int, str, dict[str, dict[int, Runs]]]]:
     """The number, the weights' type and the slots of each buffer in a file of whole buffers."""
     value = file.value[optimizer] if isinstance(file.value, list) else file.value
     for number, kinds in value.items():
         for types, tensors in kinds.items() if type(number) is int else ():
             slots = {
-                key: {WHOLE: BucketParts((BoxPart((0,), tensor.shape, file.extent(tensor)),))}
+                key: {WHOLE: solid(tensor.numel, file.extent(tensor))}
                 for key, tensor in tensors.items()
                 if isinstance(tensor, Tensor)
             }
             yield number, TORCH_DTYPES[types[0].name], slots
-
-
-Parts = list[tuple[int, BoxPart]]
-"""Parts of a rank's parameter, each with the number of its first element."""
 
 
 class Filled(Struct, frozen=True):
@@ -123,21 +102,24 @@ class Filled(Struct, frozen=True):
 
     rank: int
     of: int
-    parameters: dict[str, dict[str, Parts]]
+    parameters: dict[str, dict[str, Runs]]
 
 
 def layout(
     path: str, sizes: Sequence[tuple[str, int]], slots: Slots, bucket_size: int | None
-) -> dict[str, dict[str, Parts]]:
+) -> dict[str, dict[str, Runs]]:
     """The parts of every parameter in a buffer; `sizes` are in the order of the module.
 
     Raises UnsupportedCheckpoint if the parameters do not fill the buffer to its end.
     """
-    numels = {number: buffer.numel for number, buffer in slots["param"].items()}
+    numels = {
+        number: max((run.stop for run in runs), default=0)
+        for number, runs in slots["param"].items()
+    }
     buckets = sorted(numels)
     is_cut = buckets != [WHOLE]
     current, begin, at = buckets.pop(0), 0, 0
-    result: dict[str, dict[str, Parts]] = {}
+    result: dict[str, dict[str, Runs]] = {}
     for number, (name, numel) in enumerate(reversed(sizes)):
         start = begin + -(-(at - begin) // ALIGNMENT) * ALIGNMENT
         if is_cut and start + numel > numels[current]:
@@ -146,7 +128,7 @@ def layout(
             current, start = buckets.pop(0), 0
         at = start + numel
         result[name] = {
-            SLOTS.get(slot, slot): list(by_bucket[current].take(start, at))
+            SLOTS.get(slot, slot): by_bucket[current].part(start, at, SIZE)
             for slot, by_bucket in slots.items()
         }
         # the copy of a tied embedding has a bucket of its own
@@ -168,23 +150,19 @@ def joined(ranks: Sequence[Filled], whole: Mapping[str, Shape], gated: bool) -> 
                 continue
             for slot, own in slots.items():
                 of_ranks = parts.setdefault((name, slot), {})
-                of_ranks.setdefault(filled.rank, list(in_boxes(own, boxes)))
+                of_ranks.setdefault(filled.rank, list(in_boxes(own, SIZE, boxes)))
     for (name, slot), of_ranks in parts.items():
         listed = tuple(part for _, own in sorted(of_ranks.items()) for part in own)
         yield Joined(f"{name}/{slot}", "F32", whole[name], listed)
 
 
-def in_boxes(parts: Parts, boxes: Sequence[Box]) -> Iterator[BoxPart]:
-    """Parts of a rank's parameter, which has the elements of these boxes one after the other."""
+def in_boxes(runs: Runs, size: int, boxes: Sequence[Box]) -> Iterator[BoxPart]:
+    """A rank's parameter, which has the elements of these boxes one after the other."""
     begin = 0
     for offsets, sizes in boxes:
         end = begin + prod(sizes)
-        for first, part in parts:
-            size = part.extent.length // part.sizes[0]
-            start, stop = max(begin, first), min(end, first + part.sizes[0])
-            if start < stop:
-                extent = part.extent.part((start - first) * size, (stop - first) * size)
-                yield BoxPart(offsets, sizes, extent, first=start - begin)
+        for run in runs.runs(begin, end, size):
+            yield BoxPart(offsets, sizes, run.extent, first=run.start - begin)
         begin = end
 
 

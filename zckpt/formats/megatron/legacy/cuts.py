@@ -23,7 +23,7 @@ from ....core.placement import Shapes, Sliced
 from ....core.slicing import replicated
 from ....errors import UnsupportedCheckpoint
 from ....naming.tensor_rules import TensorRule, TensorRules, by_rule, decide
-from ..common import WEIGHTS_ONLY
+from ..common_state import WEIGHTS_ONLY
 from ..contents import size_of
 
 BY_ROWS = re.compile(

@@ -25,21 +25,19 @@ from typing import Any
 from msgspec.structs import replace
 
 from ....core import sources
-from ....core.dtypes import SIZES
-from ....core.fragments import solid
 from ....core.grouping import by_key
 from ....core.manifest import Entry, Manifest
 from ....core.missing_ranks import missing_file
-from ....core.slicing import Slicing, joined
+from ....core.placement import Sliced
 from ....errors import CorruptCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint, listed
 from ....files.torchfile import Parsed, Tensor, TorchFile
 from ....naming.tensor_rules import TensorRules
 from ...statedict.tree import piece_of
-from ..buffers.flats import buffers_of, enter_states, local_part, param_groups, read_bytes, slot_of
+from ..buffers.flats import buffers_of, local_part, param_groups, read_bytes, slot_of
 from ..buffers.order import LAYER, is_before, predicts
-from ..buffers.placing import Flat, places
-from ..buffers.stages import Place, require_one
-from ..common import DISTRIBUTED, NOT_DISTRIBUTED, WEIGHTS_ONLY, arguments, with_groups
+from ..buffers.placing import places
+from ..buffers.stages import require_one
+from ..common_state import DISTRIBUTED, NOT_DISTRIBUTED, WEIGHTS_ONLY, arguments, with_groups
 from ..contents import BUFFERS, TIED, Content, manifest_of, require_states_by_parameter
 from ..files import LEGACY
 from ..groups import agreed_step, members
@@ -84,7 +82,7 @@ class _LegacyReader:
         self.args = arguments(self.common)
         self.content = Content(folder, self.ranks[0].file, self.common, self.args)
         self.shapes = self.content.shapes
-        self.slicings: dict[str, Slicing] = {}
+        self.cuts: dict[str, Sliced] = {}
         self.modules: dict[str, tuple[RankDirectory, Any]] = {}  # their own states, by name
         self.frozen: set[str] = set()
         for rank in self.ranks:
@@ -193,52 +191,41 @@ class _LegacyReader:
 
     def _weights(self) -> None:
         """Enters every weight; copies that further ranks have become replicas."""
-        dense: dict[int, set[str]] = {}
-        for (stage, _), ranks in by_key(((rank.pp, rank.ep), rank) for rank in self.ranks).items():
-            own = {name for name in ranks[0].weights if not self._is_spread(name)}
-            if different := own ^ dense.setdefault(stage, own):
+        parts: list[tuple[int, Entry]] = []
+        homes: dict[str, set[tuple[int, int]]] = {}  # stages and expert ranks
+        of_stages: dict[int, set[str]] = {}
+        for rank in self.ranks:
+            of_all = {name for name in rank.weights if not self._is_spread(name)}
+            if different := of_all ^ of_stages.setdefault(rank.pp, of_all):
                 raise InconsistentCheckpoint(
-                    f"{self.folder}: folders of stage {stage} differ by "
+                    f"{self.folder}: folders of stage {rank.pp} differ by "
                     f"{listed(sorted(different), 4)}, which is of no expert"
                 )
-            self._weights_of(ranks)
-
-    def _weights_of(self, ranks: Sequence[RankDirectory]) -> None:
-        """Enters the weights of the tensor ranks that share a model."""
-        shapes = {name: tensor.shape for name, tensor in ranks[0].weights.items()}
-        for name, tensor in ranks[0].weights.items():
-            kinds = {
-                (other.dtype, other.shape) if (other := rank.weights.get(name)) else None
-                for rank in ranks
-            }
-            if kinds != {(tensor.dtype, tensor.shape)}:
+            for name, tensor in rank.weights.items():
+                home = rank.pp, rank.ep if self._is_spread(name) else 0
+                homes.setdefault(name, set()).add(home)
+                fragments = rank.file.fragments(tensor)
+                entry = Entry(f"{name}/param", tensor.dtype, tensor.shape, fragments)
+                parts.append((rank.tp, entry))
+                if self.shapes.setdefault(name, tensor.shape) != tensor.shape:
+                    raise InconsistentCheckpoint(f"{self.folder}: ranks have {name} in two shapes")
+        for name, own in homes.items():
+            may_be = name == EMBEDDING or (is_before(name) and predicts(homes))
+            if len(own) > 1 and not may_be:
                 raise InconsistentCheckpoint(
-                    f"{self.folder}: tensor ranks have {name} in several shapes or types, or "
-                    "not at all"
+                    f"{self.folder}: two folders have {name}, which only one should have"
                 )
-        for name, sliced in cuts_of(self.folder, shapes, self.tp, self.args, self.given).items():
-            dtype, slicing = ranks[0].weights[name].dtype, sliced.slicing
-            slices = [rank.file.fragments(rank.weights[name]) for rank in ranks]
-            is_copy = name in self.shapes
-            may_be = ranks[0].ep > 0 and not self._is_spread(name)
-            may_be = may_be or name == EMBEDDING or (is_before(name) and predicts(shapes))
-            if is_copy and (not may_be or self.shapes[name] != sliced.shape):
-                raise InconsistentCheckpoint(
-                    f"{self.folder}: two folders have {name}, which only one should have, or in "
-                    "two shapes"
-                )
-            self.shapes[name], self.slicings[name] = sliced.shape, slicing
-            for copy in range(slicing.copies):
-                bytes_ = joined(slicing, slices, SIZES[dtype], copy)
-                entry = Entry(f"{name}/param", dtype, sliced.shape, bytes_)
-                self.content.enter(entry, is_copy or copy > 0)
+        self.cuts = cuts_of(self.folder, self.shapes, self.tp, self.args, self.given)
+        self.shapes |= {name: cut.shape for name, cut in self.cuts.items()}
+        self.content.join(parts, self.cuts)
 
     # -- the optimizer
 
     def _states(self) -> None:
         """Enters masters and moments, and the groups that all ranks have, by optimizer."""
         content, first = self.content, self.ranks[0].optimizers[0]
-        placed: list[dict[str, list[Place]]] = [{} for _ in range(self.tp)]
+        parts: list[tuple[int, Entry]] = []
+        known: list[set[str]] = [set() for _ in range(self.tp)]
         groups_of: dict[bool, list[Any]] = {}
         for rank in self.ranks:
             for number, optimizer in enumerate(rank.optimizers):
@@ -247,7 +234,7 @@ class _LegacyReader:
                 spread = any(group.get(SPREAD) for group in groups)
                 names = [name for name in rank.order if self._is_spread(name) == spread]
                 content.sharding = NOT_DISTRIBUTED if "state" in inner else DISTRIBUTED
-                states: Iterable[tuple[str, Place]] = ()
+                states: Iterable[tuple[str, Iterable[Entry]]] = ()
                 if "state" in inner:
                     states = whole_states(rank, names, optimizer, groups, self.args)
                 elif rank.ep == 0 or spread:
@@ -255,27 +242,27 @@ class _LegacyReader:
                 groups = [without_members(rank.file, group, inner) for group in groups]
                 groups_of.setdefault(spread, []).extend(groups)
                 content.steps += [(rank.file.path, group.get("step")) for group in groups]
-                for name, place in states:
-                    placed[rank.tp].setdefault(name, []).append(place)
-        names = [name for name in self.shapes if not BUFFERS.fullmatch(name)]
-        frozen = {name for name in self.frozen if not any(name in known for known in placed)}
-        names = [name for name in names if name not in frozen]
-        for tp, known_places in enumerate(placed):
-            lost = [name for name in names if name not in known_places]
-            if lost:
+                for name, entries in states:
+                    known[rank.tp].add(name)
+                    for entry in entries:
+                        parts.append((rank.tp, entry))
+        trained = {name for name in self.shapes if not BUFFERS.fullmatch(name)}
+        trained -= self.frozen - set[str]().union(*known)
+        for tp, own in enumerate(known):
+            if lost := [name for name in self.shapes if name in trained - own]:
                 raise InconsistentCheckpoint(
                     f"{self.folder}: no optimizer of tensor rank {tp} has {listed(lost, 4)}",
                     hint=WEIGHTS_ONLY,
                 )
-        enter_states(names, self.slicings, placed, content)
+        content.join(parts, self.cuts)
         groups = [groups for _, groups in sorted(groups_of.items())]
         beside = {key: first[key] for key in ("grad_scaler",) if key in first}
         content.common = with_groups(content.common, groups, [beside])
 
     def _distributed(
         self, rank: RankDirectory, number: int, own: set[str]
-    ) -> Iterator[tuple[str, Place]]:
-        """The places of a rank's `own` parameters in the flat buffers of one optimizer."""
+    ) -> Iterator[tuple[str, Iterable[Entry]]]:
+        """The states of a rank's `own` parameters in the flat buffers of one optimizer."""
         path = os.path.join(rank.folder, STATES_FILE)
         if not sources.is_file(path):
             raise missing_file(path, LEGACY, f"the distributed optimizer's states; {WEIGHTS_ONLY}")
@@ -312,7 +299,8 @@ class _LegacyReader:
                 if place is None:
                     self.frozen.add(local.name)
                 else:
-                    yield local.name, (flat, place)
+                    shape = rank.weights[local.name].shape
+                    yield local.name, flat.entries(local.name, place, shape)
         if own:
             raise InconsistentCheckpoint(f"{path} has no buffer for {min(own)}", hint=WEIGHTS_ONLY)
 
@@ -326,8 +314,8 @@ def whole_states(
     optimizer: dict[Any, Any],
     groups: list[Any],
     args: Mapping[str, Any],
-) -> Iterator[tuple[str, Place]]:
-    """The states of an optimizer that is not distributed, each as a buffer of its own.
+) -> Iterator[tuple[str, Iterable[Entry]]]:
+    """The states of an optimizer that is not distributed.
 
     It knows parameters by number: group by group, each in the `order` of the model.
     """
@@ -354,7 +342,7 @@ def whole_states(
             state = {**known.get(key, {})}
             if weight.dtype != "F32":
                 state["param"] = next(halves, None)
-            tensors = {}
+            entries = []
             for slot, tensor in state.items():
                 if slot == "step":
                     continue
@@ -368,8 +356,9 @@ def whole_states(
                         f"{file.path}: state {slot} of number {key} does not fit {name}",
                         hint=WEIGHTS_ONLY,
                     )
-                tensors[slot_of(slot)] = [solid(tensor.numel, file.extent(tensor))]
-            yield name, (Flat(name, weight.dtype, (weight.numel,), tensors), (0, 0))
+                own = f"{name}/{slot_of(slot)}"
+                entries.append(Entry(own, "F32", weight.shape, file.fragments(tensor)))
+            yield name, entries
 
 
 def without_members(file: TorchFile, group: dict[str, Any], inner: dict[Any, Any]) -> Any:

@@ -30,7 +30,7 @@ from ....errors import (
     counted,
 )
 from ....files.torchfile import Parsed, Tensor, TorchFile
-from ..common import arguments
+from ..common_state import arguments
 from ..contents import require_groups, size_of
 from ..files import LEGACY, is_of_rank
 from ..names import EXPERT, with_own_expert

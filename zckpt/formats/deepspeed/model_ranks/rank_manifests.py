@@ -17,23 +17,25 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ....core import sources
-from ....core.facts import FlatBufferEngine
 from ....core.filenames import numbers_of
+from ....core.grid import Place
 from ....core.manifest import Entry, Manifest, Sibling
 from ....core.merge import of_rank, together
+from ....core.records import RecordChecker
 from ....core.states import as_unread
-from ...deepspeed_states.directories import LAYER, TagDirectory
+from ....core.streaming import finish
+from ...deepspeed_states.directories import LAYER, TagDirectory, refuse
 from ...deepspeed_states.manifest import manifest_of
 from ...deepspeed_states.states import EngineStates, open_layers
-from ...reading import Reading
+from ...reading import USUAL, Reading
 from ..files import RankFiles
 from ..flats import flat_buffers
 from ..moe.experts import with_experts
 from ..ranks import open_ranks
+from ..stage_0.optimizer import open_whole
 from ..stage_0.stages import open_stages
-from ..stage_0.whole import open_whole
-from ..stage_0.whole_states import manifest_of_whole
-from .grid import GridFiles
+from ..stage_0.states import manifest_of_whole
+from .grid import SOME_STAGES, GridFiles, check_grid
 
 OF_MODEL_RANKS = (
     "of several model ranks, zckpt does not read a state of the ranks' parts of flat buffers"
@@ -51,50 +53,55 @@ class OpenedRank(Struct, frozen=True):
     tied: Mapping[int, str] | None = None
 
 
-def opened_ranks(
-    directory: TagDirectory,
-    files: Sequence[RankFiles],
-    layers: Sequence[Mapping[int, str]] | None,
-    reading: Reading,
-    tied: Mapping[int, str] | None = None,
+def _opened(
+    directory: TagDirectory, files: GridFiles, reading: Reading, tied: Mapping[int, str] | None
 ) -> list[OpenedRank]:
-    """What the files of all model ranks say.
-
-    `layers` are the files of a pipeline's layers, by tensor rank; None without a pipeline. `tied`
-    gives the keys of tied layers, if they are known.
-    """
-    tp = 1 if layers is None else len(layers)
-    if files[0].optimizers:
-        own = [None if layers is None else layers[number % tp] for number in range(len(files))]
-        opened = [open_ranks(directory, *pair) for pair in zip(files, own, strict=True)]
-        return [
-            OpenedRank(states, partial(_of_rank, states, each), tied)
-            for states, each in zip(opened, files, strict=True)
-        ]
-    wholes = []
+    """What the files of all model ranks say; `tied` are the keys of tied layers, if known."""
+    tp, layers = files.grid.tp, None
+    if files.grid.staged:
+        layers = [files.layers_of(rank) for rank in range(tp)]
+    if files.ranks[0].optimizers:
+        opened = []
+        for number, own in enumerate(files.ranks):
+            states = open_ranks(directory, own, None if layers is None else layers[number % tp])
+            opened.append(OpenedRank(states, partial(_of_rank, states, own), tied))
+        return opened
     if layers is None:
-        wholes = [(open_whole(directory, each, reading), tied) for each in files]
+        wholes = [(open_whole(directory, each, reading), tied) for each in files.ranks]
     else:
-        paths = [open_layers(each, files[0].parsed) for each in layers]
         stages = [
-            open_stages(directory, files[rank::tp], own, reading, tied)
-            for rank, own in enumerate(paths)
+            open_stages(
+                directory, files.ranks[rank::tp], open_layers(own, files.parsed), reading, tied
+            )
+            for rank, own in enumerate(layers)
         ]
-        for number in range(len(files) // tp):
-            wholes += [(each.wholes[number], each.tied) for each in stages]
+        wholes = [(each.wholes[n], each.tied) for n in range(files.grid.pp) for each in stages]
     return [
         OpenedRank(whole.states, partial(manifest_of_whole, whole), keys) for whole, keys in wholes
     ]
 
 
-def manifests_of(
-    ranks: Sequence[OpenedRank], files: Sequence[RankFiles], step_policy: str | None
-) -> list[Manifest]:
-    """The manifests of several model ranks, whose parts of flat buffers are not joined."""
-    manifests = [each.manifest(step_policy) for each in ranks]
-    if not files[0].optimizers:  # stage 0 has no flat buffers of ranks
-        return manifests
-    return [as_unread(manifest, OF_MODEL_RANKS) for manifest in manifests]
+def model_ranks(
+    directory: TagDirectory,
+    files: GridFiles,
+    reading: Reading = USUAL,
+    tied: Mapping[int, str] | None = None,
+) -> tuple[list[Manifest], list[Mapping[int, str] | None]]:
+    """The manifest of each model rank, with its place; and the keys of its tied layers."""
+    opened = _opened(directory, files, reading, tied)
+    states = [each.states for each in opened]
+    check_grid(directory, files, states)
+    with_experts = [bool(each.model.get("num_experts")) for each in states]
+    if any(with_experts) and not all(with_experts):
+        refuse(directory, SOME_STAGES)
+    manifests = [each.manifest(reading.step_policy) for each in opened]
+    if files.ranks[0].optimizers and not files.is_plain:  # stage 0 has no flat buffers of ranks
+        manifests = [as_unread(each, OF_MODEL_RANKS) for each in manifests]
+    manifests = [
+        replace(each, place=Place(n, files.grid, tuple(own.model.get("buffer_names") or ())))
+        for n, (each, own) in enumerate(zip(manifests, states, strict=True))
+    ]
+    return manifests, [each.tied for each in opened]
 
 
 def _of_rank(ranks: EngineStates, files: RankFiles, step_policy: str | None) -> Manifest:
@@ -111,60 +118,16 @@ def _of_rank(ranks: EngineStates, files: RankFiles, step_policy: str | None) -> 
     return replace(manifest, zero_padding=not ranks.partitioned)
 
 
-class ModelGrid(Struct, frozen=True):
-    """The sizes of a run's model axes, and the type `dtype` of its module's weights.
-
-    `staged` says that it is a pipeline: weights are in files of layers, so that the other files of
-    a model rank do not show their type.
-    """
-
-    pp: int
-    tp: int
-    staged: bool
-    dtype: str | None
-
-    @classmethod
-    def of(cls, files: GridFiles, manifest: Manifest) -> ModelGrid:
-        """The grid of these files; `manifest` is of any tensor rank's whole model."""
-        assert isinstance(manifest.engine, FlatBufferEngine)
-        return cls(files.pp, files.tp, bool(files.layers), manifest.engine.dtype)
-
-
-class ModelRank(Struct, frozen=True):
-    """Which model rank a manifest is of; `buffers` are the names that its model file states."""
-
-    number: int
-    grid: ModelGrid
-    buffers: tuple[str, ...]
-
-
-def in_grid(
-    opened: Sequence[OpenedRank], manifests: Sequence[Manifest], grid: ModelGrid
-) -> list[Manifest]:
-    """The manifests of all model ranks, each with its place."""
-    buffers = [each.states.model.get("buffer_names") or () for each in opened]
-    pairs = enumerate(zip(manifests, buffers, strict=True))
-    return [as_rank(manifest, number, grid, names) for number, (manifest, names) in pairs]
-
-
-def as_rank(own: Manifest, number: int, grid: ModelGrid, buffers: Sequence[str]) -> Manifest:
-    """A model rank, whose model file states these buffers: its `source` has a `model_rank`."""
-    assert isinstance(own.engine, FlatBufferEngine)
-    grid = replace(grid, dtype=grid.dtype or own.engine.dtype)
-    facts = {**own.source, "model_rank": ModelRank(number, grid, tuple(buffers))}
-    return replace(own, source=facts, engine=replace(own.engine, dtype=grid.dtype))
-
-
 def stacked(manifests: Sequence[Manifest]) -> Manifest:
     """All model ranks in one manifest, under names that begin with the rank's number."""
     whole, numbered = together(manifests), list(enumerate(manifests))
     entries = (of_rank(number, entry) for number, m in numbered for entry in m.entries.values())
-    source = {**whole.source}
-    rank: ModelRank = source.pop("model_rank")
+    assert manifests[0].place is not None
+    grid = manifests[0].place.grid
     return replace(
         whole,
         ranks=tuple(manifests),
-        source={**source, "tp": rank.grid.tp, "pp": rank.grid.pp, "model_ranks": len(manifests)},
+        source={**whole.source, "tp": grid.tp, "pp": grid.pp, "model_ranks": len(manifests)},
         entries={entry.name: entry for entry in entries},
         parameters={
             f"{number}:{name}": replace(
@@ -208,3 +171,13 @@ def layer_siblings(models: Sequence[Manifest], tag: str) -> list[tuple[str, Sibl
     layers = {path: numbers for path, file in files.items() if (numbers := numbers_of(LAYER, file))}
     names = {path: f"{tag}/{files[path]}" for path in sorted(layers, key=layers.__getitem__)}
     return [(name, Sibling(name, path, sources.size(path))) for path, name in names.items()]
+
+
+def check_layers(source: Manifest, models: Sequence[Manifest]) -> None:
+    """Raises CorruptCheckpoint if a file of a layer has other CRC-32s than it states.
+
+    No tensor of them is copied by itself, which would check them.
+    """
+    files = {sibling.path for _, sibling in layer_siblings(models, "")}
+    records = [r for model in models for r in model.records if r.extent.file in files]
+    finish([RecordChecker(records, fingerprints=source.fingerprints)], everything=True)

@@ -40,7 +40,7 @@ def as_in_run(source: Manifest, like: Manifest, options: Options) -> Manifest:
     ranks of its own, or another optimizer), MissingData (a parameter, a shape or a state does not
     fit), InconsistentCheckpoint (the members of one group differ).
     """
-    if "model_ranks" in source.source:
+    if source.ranks:
         raise WrongOption(
             f"--like does not apply to {source.root}, whose files say how its ranks share a model",
             hint="leave it out",

@@ -12,7 +12,7 @@ import torch
 
 import zckpt as package
 from zckpt import errors
-from zckpt.formats.megatron.programs import arguments_of
+from zckpt.formats.megatron.saving_program import arguments_of
 
 from ...conftest import ROOT
 

@@ -20,10 +20,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from msgspec import Struct, convert
+from msgspec import Struct
 from msgspec.structs import replace
 
-from ....core.facts import FlatBufferEngine, layers_of
+from ....core.facts import FlatBufferEngine
+from ....core.grid import Grid, Place
+from ....core.grouping import by_key
 from ....core.manifest import Entry, Manifest
 from ....core.placement import Row
 from ....core.split import names_in, part
@@ -31,8 +33,8 @@ from ....errors import UnsupportedCheckpoint, WrongOption
 from ....training.options import PP, Options
 from ...deepspeed_states.options import PP_BOUNDS, PP_PARTITION
 from ...groups import without_empty_groups
-from .apart import ModelGrid, as_rank
-from .grid import STAGE_SIZES, TIED, tied_key, with_sizes
+from .grid import STAGE_SIZES, with_sizes
+from .layer_names import LayerName, tied_key
 from .stage_bounds import (
     Uses,
     bounds_of,
@@ -60,11 +62,8 @@ class Pipeline(Struct, frozen=True):
     def uses(self) -> dict[str, set[int]]:
         """The layers at which tied ones have files, by key."""
         keys = (tied_key(name) for names in self.parameters for name in names)
-        return {
-            key: {number for number, own in self.tied if own == key}
-            for key in keys
-            if key is not None
-        }
+        of_files = by_key((key, number) for number, key in self.tied)
+        return {key: {*of_files.get(key, ())} for key in keys if key is not None}
 
     def stages(
         self, model: Manifest, uses: dict[str, set[int]], options: Options
@@ -82,49 +81,36 @@ class Pipeline(Struct, frozen=True):
         return new_stages(model, self.parameters, buffers, self.layers, uses, options)
 
 
-class ModelRanks(Struct, frozen=True):
-    """The model ranks of the target, in order, each as a checkpoint by itself.
+def recut(
+    whole: Manifest,
+    models: Sequence[Manifest],
+    pipeline: Pipeline,
+    grid: Grid,
+    options: Options,
+) -> tuple[Grid, list[Manifest], list[str]]:
+    """The target's grid and model ranks, at the bounds that `options` give; and what was inferred.
 
-    `models` are the whole models that they were cut from, and `inferred` is what had to be inferred
-    for that. Both are empty if every rank keeps what it has in the source.
+    `models` are the pipelines of tensor ranks that are cut, and `whole` has their parameters.
+    Raises as `Pipeline.stages`.
     """
-
-    grid: ModelGrid
-    ranks: Sequence[Manifest]
-    models: Sequence[Manifest] = ()
-    inferred: Sequence[str] = ()
-
-
-def recut(source: ModelRanks, models: Sequence[Manifest], options: Options) -> ModelRanks:
-    """The target's model ranks, at the bounds that `options` give; raises as `Pipeline.stages`.
-
-    `models` are whole pipelines by tensor rank, of which `source` has the model ranks.
-    """
-    first, with_experts = models[0], bool(layers_of(models[0].engine))
-    if with_experts:
-        own_names = [tuple(stage.parameters) for stage in source.ranks[:: source.grid.tp]]
-        pipeline = Pipeline(own_names, [first.buffers], layers_of_names(first, options))
-    else:
-        pipeline = convert(first.state["pipeline"], Pipeline)
     uses = pipeline.uses
-    stages, inferred = pipeline.stages(first, uses, options)
-    target, ranks = replace(source.grid, pp=len(stages)), list[Manifest]()
+    stages, inferred = pipeline.stages(whole, uses, options)
+    grid, ranks = replace(grid, pp=len(stages)), list[Manifest]()
     for stage in stages:
         for model in models:
-            if with_experts:
-                names = [name for name in names_in(model) if stage.has(name, uses)]
-                own = stage_with_experts(model, names)
-            else:
-                own = of_stage(model, stage.parameters, len(stages))
-            ranks.append(as_rank(own, len(ranks), target, stage.buffers))
-    return ModelRanks(target, ranks, models, inferred)
+            row = Row(stage.parameters, has_weights=False)  # they are in files of layers
+            if not grid.staged:
+                row = Row([name for name in names_in(model) if stage.has(name, uses)])
+            own = _part(model, row, len(stages))
+            ranks.append(replace(own, place=Place(len(ranks), grid, stage.buffers)))
+    return grid, ranks, inferred
 
 
 def layers_of_names(model: Manifest, options: Options) -> list[int]:
     """The layers of a pipeline with experts, whose names begin with their numbers."""
-    heads = [name.partition(".")[0] for name in (*model.parameters, *model.buffers)]
-    numbers = {int(head) for head in heads if head.isdecimal()}
-    if not numbers or {head for head in heads if not head.isdecimal()} - {TIED.rstrip(".")}:
+    names = [LayerName.of(name) for name in (*model.parameters, *model.buffers)]
+    numbers = {name.number for name in names if name.number is not None}
+    if not numbers or any(name.number is None and name.key is None for name in names):
         refuse_without_stages(model.root, options)
     return sorted(numbers)
 
@@ -303,47 +289,52 @@ def _parameters(model: Manifest, uses: Uses, start: int, stop: int) -> tuple[str
     return tuple(sorted(places, key=lambda name: (model.parameters[name].group or 0, places[name])))
 
 
-def of_stage(model: Manifest, names: Sequence[str], pp: int) -> Manifest:
-    """The part of a whole pipeline that has these parameters; weights are in files of layers."""
-    own = part(model, Row(names, has_weights=False))
-    client = with_sizes(model.state.get("client_state") or {}, dict.fromkeys(STAGE_SIZES, pp))
-    return without_empty_groups(replace(own, state={**own.state, "client_state": client}))[0]
-
-
-def stage_with_experts(model: Manifest, names: Sequence[str]) -> Manifest:
-    """The part of a whole pipeline whose model file and files of experts have these tensors."""
-    own = part(model, Row(names))
+def _part(model: Manifest, row: Row, pp: int) -> Manifest:
+    """One of `pp` stages of a whole pipeline: its parameters, groups and layers of experts."""
+    own = part(model, row)
     assert isinstance(own.engine, FlatBufferEngine)
     layers = tuple(
         layer
         for layer in own.engine.experts
-        if any(name.startswith(f"{layer.name}.") for name in names)
+        if any(name.startswith(f"{layer.name}.") for name in row.names)
     )
     facts = {key: value for key, value in own.source.items() if key != "ep"}
-    extra = own.state.get("module_extra") or {}
-    own = replace(
-        own,
-        source=facts | ({"ep": max(layer.ep for layer in layers)} if layers else {}),
-        engine=replace(own.engine, experts=layers),
-        state={**own.state, "module_extra": {n: v for n, v in extra.items() if n in names}},
-    )
-    return without_empty_groups(own)[0]
+    client = with_sizes(own.state.get("client_state") or {}, dict.fromkeys(STAGE_SIZES, pp))
+    state, extra = {**own.state, "client_state": client}, own.state.get("module_extra") or {}
+    if extra:
+        state["module_extra"] = {n: value for n, value in extra.items() if n in row.names}
+    return without_empty_groups(
+        replace(
+            own,
+            source=facts | ({"ep": max(layer.ep for layer in layers)} if layers else {}),
+            engine=replace(own.engine, experts=layers),
+            state=state,
+        )
+    )[0]
 
 
 def under_names_of(source: Manifest, target: Manifest, tp: int) -> Manifest:
-    """`target`, both of `apart.stacked`, with the names that `source` has for its tensors.
+    """`target`, both of `rank_manifests.stacked`, with the names that `source` has for its tensors.
 
     A tensor has the name of the first stage that holds it; further copies become replicas.
     """
     owners: dict[tuple[int, str], str] = {}
-    for name in source.entries:
+
+    def place(name: str) -> tuple[int, str]:
         number, _, rest = name.partition(":")
-        owners.setdefault((int(number) % tp, rest), name)
+        return int(number) % tp, rest
+
+    for name in (*source.parameters, *source.entries):
+        owners.setdefault(place(name), name)
     entries: dict[str, Entry] = {}
     replicas = []
     for entry in (*target.entries.values(), *target.replicas):
-        number, _, rest = entry.name.partition(":")
-        renamed = replace(entry, name=owners[int(number) % tp, rest])
+        renamed = replace(entry, name=owners[place(entry.name)])
         if entries.setdefault(renamed.name, renamed) is not renamed:
             replicas.append(renamed)
-    return replace(target, entries=entries, replicas=tuple(replicas))
+    return replace(
+        target,
+        entries=entries,
+        parameters={owners[place(name)]: own for name, own in target.parameters.items()},
+        replicas=tuple(replicas),
+    )

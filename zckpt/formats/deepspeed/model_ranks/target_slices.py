@@ -32,22 +32,19 @@ from ....errors import (
 )
 from ....naming.tensor_rules import TensorRules, stated_rule
 from ....naming.ties import CONFIG
-from ....training import objects
-from ....training.options import ALLOW_OBJECT, VOCAB_SIZE, Options
+from ....training.options import VOCAB_SIZE, Options
 from ....training.trainers import files_to_load_by, json_of
-from ... import engine_objects
 from ...deepspeed_states.patterns import INFO
-from ...deepspeed_states.target import DeepSpeedTarget
 from ...vocabulary import padded
 from .grid import TENSOR_SIZES, VOCABULARY_SIZES, arguments, with_sizes
 from .tensor_ranks import TENSOR_RANK
 from .universal_info import UniversalInfo, info_for
 
 
-def warnings_of_heads(source: Manifest, target: DeepSpeedTarget) -> list[str]:
+def doubts_of_heads(source: Manifest, tp: int) -> list[str]:
     """AutoTP gives some ranks more heads if it cannot deal them evenly (0.19.8, tp_shard.py)."""
-    is_as_before = "affine_map" in (target.client_state.get(INFO) or {})
-    if is_as_before or not is_auto(target.engine.config) or AutoTP.of(source).heads:
+    is_as_before = "affine_map" in (_state(source, tp)["client_state"].get(INFO) or {})
+    if is_as_before or not is_auto(_engine(source, tp).config) or AutoTP.of(source).heads:
         return []
     return [
         "each tensor rank gets an equal share of the attention: --tp must divide "
@@ -152,7 +149,7 @@ def rows_of(source: Manifest, tp: int, options: Options) -> dict[str, int]:
     stated = arguments(source.state.get("client_state")).get("make_vocab_size_divisible_by")
     unit = stated if isinstance(stated, int) and stated > 0 else None
     given = options[VOCAB_SIZE]
-    facts = (source.state.get("tensor_parallel") or {}).get("vocabulary") or {}
+    facts = _vocabularies(source)
     if given is not None and not facts:
         raise WrongOption(
             f"--vocab-size does not apply to {source.root}: no rule says which weights have the "
@@ -171,6 +168,12 @@ def rows_of(source: Manifest, tp: int, options: Options) -> dict[str, int]:
     return rows
 
 
+def _vocabularies(source: Manifest) -> dict[str, Mapping[str, int]]:
+    """The rows of each vocabulary, as far as its name was not changed."""
+    facts = (source.state.get("tensor_parallel") or {}).get("vocabulary") or {}
+    return {name: about for name, about in facts.items() if name in source.parameters}
+
+
 # -- what one rank states
 
 
@@ -186,7 +189,7 @@ def _engine(source: Manifest, tp: int) -> FlatBufferEngine:
 def _state(source: Manifest, tp: int) -> dict[str, Any]:
     """The rest of the state, as it is at this number of tensor ranks."""
     facts = source.state.get("tensor_parallel") or {}
-    padded = max((source.parameters[n].shape[0] for n in facts.get("vocabulary") or ()), default=0)
+    padded = max((source.parameters[n].shape[0] for n in _vocabularies(source)), default=0)
     state = {key: value for key, value in source.state.items() if key != "tensor_parallel"}
     client = dict(state.get("client_state") or {})
     if isinstance(client.get(INFO), Mapping):
@@ -199,12 +202,6 @@ def _state(source: Manifest, tp: int) -> dict[str, Any]:
         dict.fromkeys(VOCABULARY_SIZES, padded) if padded else {}
     )
     return {**state, "client_state": with_sizes(client, sizes)}
-
-
-def target_of(source: Manifest, options: Options) -> DeepSpeedTarget:
-    """The target of one rank, without objects that its pickles may not name."""
-    admitted = options[ALLOW_OBJECT]
-    return DeepSpeedTarget(objects.without_others(source, engine_objects(), admitted), options)
 
 
 # -- the shares of AutoTP

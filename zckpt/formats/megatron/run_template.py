@@ -27,11 +27,11 @@ from ...training.hyperparameters import torch_groups
 from ...training.optimizers import strange_to_adam
 from ...training.options import Options
 from ..template import Group, Template
-from .common import arguments, optimizers_of
+from .common_state import arguments, optimizers_of
 from .groups import decay_multiplier, groups_of
 from .names import with_plain_norms
 from .optimizers import OF_WRAPPER
-from .programs import NEMO, TRAIN_STATE
+from .saving_program import NEMO, TRAIN_STATE
 from .vocabulary import WEIGHTS as VOCABULARY
 
 HYPER = ("lr", "betas", "eps", "weight_decay")
@@ -215,7 +215,7 @@ class _Run:
     def _common(self) -> dict[Any, Any]:
         """The run's common state with the source's step, and counters that go with it."""
         common = dict(self.common)
-        step, before = self.source.step, common.get("iteration")
+        step = self.source.step
         if self.states:
             first = {k: v for k, v in optimizers_of(common)[0].items() if k in OF_WRAPPER}
             common["optimizer"] = {**first, "optimizer": {"param_groups": self._groups()}}
@@ -224,39 +224,36 @@ class _Run:
         if step is None:
             return common
         common["iteration"] = int(step)
-        args = arguments(common)
-        scheduler = common.get("opt_param_scheduler")
-        counts: dict[str, int] = {}
-        if isinstance(scheduler, dict) and type(scheduler.get("num_steps")) is int:
-            counts["num_steps"] = scheduler["num_steps"]
-        if type(args.get("consumed_train_samples")) is int:
-            counts["consumed_train_samples"] = args["consumed_train_samples"]
-        scaled = {key: _scaled(count, before, int(step)) for key, count in counts.items()}
-        for key, count in scaled.items():
-            self.warnings.append(
-                f"{key} is {counts[key]} as in --like: its samples per step are unknown"
-                if count is None
-                else f"{key} is {count}: {counted(int(step), 'step')}, each with as many samples "
-                "as a step of --like"
-            )
-        if isinstance(scheduler, dict) and scaled.get("num_steps") is not None:
-            common["opt_param_scheduler"] = {**scheduler, "num_steps": scaled["num_steps"]}
+        args, scheduler = arguments(common), common.get("opt_param_scheduler")
+        if isinstance(scheduler, dict):
+            own = self._counted(scheduler, "num_steps", int(step))
+            common["opt_param_scheduler"] = {**scheduler, **own}
+        changes = self._counted(args, "consumed_train_samples", int(step))
         if isinstance(common.get("args"), Foreign):
-            changes: dict[str, Any] = {"iteration": int(step)} if "iteration" in args else {}
-            if (samples := scaled.get("consumed_train_samples")) is not None:
-                changes["consumed_train_samples"] = samples
+            changes |= {"iteration": int(step)} if "iteration" in args else {}
             common["args"] = replace(common["args"], state={**args, **changes})
         return common
+
+    def _counted(self, values: Mapping[str, Any], key: str, step: int) -> dict[str, int]:
+        """A counter of samples after `step` steps, if the run has it and had as many at each step.
+
+        Warnings say what became of it.
+        """
+        before, count = self.common.get("iteration"), values.get(key)
+        if type(count) is not int:
+            return {}
+        if type(before) is not int or before < 1 or count % before:
+            line = f"{key} is {count} as in --like: its samples per step are unknown"
+            self.warnings.append(line)
+            return {}
+        self.warnings.append(
+            f"{key} is {count // before * step}: {counted(step, 'step')}, each with as many "
+            "samples as a step of --like"
+        )
+        return {key: count // before * step}
 
     def _warn_of(self, objects: Mapping[str, Any]) -> None:
         """Objects of modules that are not empty, such as the scales of 8-bit floats."""
         full = [name for name, value in objects.items() if value not in ([None], None)]
         if full:
             self.warnings.append(f"extra states of modules are those of --like: {listed(full, 3)}")
-
-
-def _scaled(count: int, before: Any, step: int) -> int | None:
-    """Samples after `step` steps, if a run had `count` after `before`; None if that is no rate."""
-    if type(before) is not int or before < 1 or count % before:
-        return None
-    return count // before * step

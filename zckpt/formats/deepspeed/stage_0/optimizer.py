@@ -45,7 +45,7 @@ from ...statedict.names import ELEMENTWISE
 from ..files import RankFiles
 from ..ranks import check_kind, without_optimizer
 from . import naming
-from .naming import Weights
+from .naming import Weights, shapes_of
 from .samples import TensorInFile
 
 Shape = tuple[int, ...]
@@ -143,8 +143,7 @@ def named_optimizer(states: EngineStates, weights: Weights, reading: Reading) ->
 
     Raises MissingData as `open_whole`.
     """
-    path = states.optimizers[0].path
-    shapes = {name: weight.tensor.shape for name, weight in weights.items()}
+    path, shapes = states.optimizers[0].path, shapes_of(weights)
     if states.model.get("param_shapes") and not weights:  # a stage whose layers are not there yet
         shapes = {name: shape for group in states.param_shapes() for name, shape in group.items()}
     try:
@@ -155,13 +154,13 @@ def named_optimizer(states: EngineStates, weights: Weights, reading: Reading) ->
         return unnamed(states, weights)
     if unknown := [name for own in members for name in own if name and name not in shapes]:
         raise InconsistentCheckpoint(f"{path}: the module has no weights {listed(unknown)}")
-    return with_names(states, members, inferred, shapes, [*(states.model["module"] or shapes)])
+    named = with_names(states, members, inferred, shapes)
+    return replace(named, module=[*(states.model["module"] or shapes)])
 
 
 def unnamed(states: EngineStates, weights: Weights) -> WholeOptimizer:
     """The model file with these weights alone."""
-    shapes = {name: weight.tensor.shape for name, weight in weights.items()}
-    named = with_names(states, [[*weights]], [], shapes, [*weights])
+    named = with_names(states, [[*weights]], [], shapes_of(weights))
     return replace(named, members=[], named=False)
 
 
@@ -170,12 +169,14 @@ def with_names(
     members: Members,
     inferred: Sequence[str],
     shapes: Mapping[str, Shape],
-    module: Sequence[str],
 ) -> WholeOptimizer:
-    """The optimizer with names and shapes by group, which the engine does not save in stage 0."""
+    """The optimizer with names and shapes by group, which the engine does not save in stage 0.
+
+    `shapes` are those of all weights.
+    """
     own = [{name: shapes[name] for name in group if name is not None} for group in members]
     named = replace(states, model={**states.model, "param_shapes": own})
-    return WholeOptimizer(named, members, inferred, module)
+    return WholeOptimizer(named, members, inferred, [*shapes])
 
 
 def _weights(states: EngineStates) -> dict[str, TensorInFile]:
@@ -197,7 +198,7 @@ def _weights(states: EngineStates) -> dict[str, TensorInFile]:
 
 def _members(
     states: EngineStates, weights: Weights, param_names: Sequence[str] | None
-) -> tuple[list[list[str | None]], list[str]]:
+) -> tuple[Members, Sequence[str]]:
     """The names of each group's parameters, and those of them that are inferred."""
     file, optimizer, base = states.optimizers[0], states.first, states.bases[0]
     numbers = [list(group["params"]) for group in base["param_groups"]]
@@ -216,9 +217,8 @@ def _members(
     if WHOLE_MASTERS in optimizer:
         masters = [_tensors(file, group) for group in optimizer[WHOLE_MASTERS]]
         if param_names is not None:
-            return _plain(naming.of_masters(file, masters, weights, param_names)), []
-        names, inferred = naming.by_bytes(file, masters, weights)
-        return _plain(names), inferred
+            return naming.of_masters(file, masters, weights, param_names), []
+        return naming.by_bytes(file, masters, weights)
     return _of_torch(states, numbers, weights, param_names)
 
 
@@ -227,10 +227,10 @@ def _of_flats(
     flats: Sequence[Tensor],
     weights: Weights,
     param_names: Sequence[str] | None,
-) -> list[list[str | None]]:
+) -> Members:
     """The names of flat masters; the user's are in the order of the groups, without frozen ones."""
     if param_names is not None:
-        return _plain(naming.cut(file, flats, weights, param_names))
+        return naming.cut(file, flats, weights, param_names)
     apart = naming.are_apart(file, weights)
     names = (naming.in_sequence if apart else naming.by_place)(file, flats, weights)
     if names is None:
@@ -243,7 +243,7 @@ def _of_flats(
             ),
             hint=naming.TRAINED,
         )
-    return _plain(names)
+    return names
 
 
 def _of_torch(
@@ -251,7 +251,7 @@ def _of_torch(
     numbers: Sequence[Sequence[Any]],
     weights: Weights,
     param_names: Sequence[str] | None,
-) -> tuple[list[list[str | None]], list[str]]:
+) -> tuple[Members, Sequence[str]]:
     """The names of what torch's own optimizer updates: the module's weights themselves.
 
     The engine gives every weight that is trained a gradient, so that one without a state is frozen.
@@ -259,7 +259,7 @@ def _of_torch(
     """
     path, state = states.optimizers[0].path, states.bases[0].get("state") or {}
     groups = states.bases[0]["param_groups"]
-    shapes = [[shape_of(state.get(number)) for number in own] for own in numbers]
+    shapes = shapes_by_group(states)
     is_frozen = [[bool(state) and not state.get(number) for number in own] for own in numbers]
     stated = [list(group.get("param_names") or ()) for group in groups]  # torch >= 2.6
     inferred: list[str] = []
@@ -281,8 +281,11 @@ def _of_torch(
     ], inferred
 
 
-def _plain(names: Sequence[Sequence[str]]) -> list[list[str | None]]:
-    return [[*own] for own in names]
+def shapes_by_group(states: EngineStates) -> list[list[Shape | None]]:
+    """The shapes of what torch's own optimizer has, group by group; None if not known."""
+    state = states.bases[0].get("state") or {}
+    groups = states.bases[0]["param_groups"]
+    return [[shape_of(state.get(number)) for number in group["params"]] for group in groups]
 
 
 def shape_of(state: Any) -> Shape | None:

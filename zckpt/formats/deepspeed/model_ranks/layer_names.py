@@ -1,0 +1,57 @@
+"""Which layer of a pipeline has a tensor, as its name in the whole model says it?
+
+    3.fc.weight                     of layer 3
+    tied_modules.embed.weight       of the tied layer `embed`, wherever it is used
+
+In files of layers both have the rest of the name alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
+
+from msgspec import Struct
+
+from ....core.grouping import by_key
+
+TIED = "tied_modules."
+Value = TypeVar("Value")
+
+
+class LayerName(Struct, frozen=True):
+    """A name: the `number` of a layer, or the `key` of a tied one, and what follows."""
+
+    number: int | None
+    key: str | None
+    inner: str
+
+    @classmethod
+    def of(cls, name: str) -> LayerName:
+        head, _, inner = name.removeprefix(TIED).partition(".")
+        if name.startswith(TIED):
+            return cls(None, head, inner)
+        return cls(int(head) if head.isdecimal() else None, None, inner)
+
+
+def prefix_of(number: int, tied: Mapping[int, str]) -> str:
+    """What precedes the names in the file of a layer; `tied` are the keys of tied ones."""
+    return f"{TIED}{tied[number]}." if number in tied else f"{number}."
+
+
+def tied_key(name: str) -> str | None:
+    """The key of a tied layer's tensor; None for one of another layer."""
+    return LayerName.of(name).key
+
+
+def untied_layers(names: Iterable[str]) -> list[int]:
+    """The layer of each tensor that is of no tied one."""
+    numbers = (LayerName.of(name).number for name in names)
+    return [number for number in numbers if number is not None]
+
+
+def of_tied(values: Mapping[str, Value]) -> dict[str, dict[str, Value]]:
+    """What is said of the tensors of tied layers, by key and by the name in the file."""
+    parts = ((LayerName.of(name), value) for name, value in values.items())
+    own = by_key((part.key, (part.inner, value)) for part, value in parts if part.key is not None)
+    return {key: dict(each) for key, each in own.items()}

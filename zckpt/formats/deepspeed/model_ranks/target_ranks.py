@@ -1,0 +1,269 @@
+"""Which model ranks does a target have, and what does each one have of the source?
+
+    as they are     The ranks of a run, for another data-parallel size. Nothing is joined.
+    other stages    The pipeline of each tensor rank is cut at other layers. Files of layers stay.
+    other slices    The whole model is cut over tensor ranks, and these over stages, by the rules by
+                    which it was cut. Each layer of a tensor rank gets a file.
+
+No offset is computed here: the files are read back. Without a pipeline there are no files of
+layers, and each tensor rank is one model rank.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+
+from msgspec import Struct, convert
+from msgspec.structs import replace
+
+from ....core.facts import layers_of
+from ....core.grid import Grid, Place
+from ....core.layout import Shell
+from ....core.manifest import Manifest
+from ....core.merge import merge
+from ....core.placement import Table
+from ....core.split import split
+from ....core.states import without
+from ....errors import UnsupportedCheckpoint, WrongOption
+from ....files.torchfile import Parsed
+from ....files.torchshell import Storages, shell
+from ....training.options import (
+    ALLOW_OBJECT,
+    DP,
+    DROP_STATE,
+    DTYPE,
+    EP,
+    PARAM_NAMES,
+    PP,
+    TP,
+    WEIGHTS_ONLY,
+    Options,
+)
+from ...deepspeed_states.directories import TagDirectory
+from ...deepspeed_states.model_files import module_weights
+from ...deepspeed_states.options import CONFIG, MAX_GROUP_SIZE, PP_BOUNDS, PP_PARTITION, STAGE
+from ...deepspeed_states.target import DeepSpeedTarget
+from ...vocabulary import lost_rows, resized
+from .. import read
+from ..files import locate, rank_files
+from .copies import compare_copies
+from .grid import GridFiles, grid_files
+from .layer_names import prefix_of
+from .rank_manifests import check_layers, model_ranks, stacked
+from .stage_bounds import STAGES, refuse_without_stages
+from .target_slices import as_one_rank, doubts_of_heads, rows_of, sized, table_of
+from .target_stages import Pipeline, layers_of_names, recut, under_names_of
+
+OF_WEIGHTS = frozenset({STAGE.name, DTYPE.name})  # they change files of layers too
+OF_RANKS = frozenset(
+    option.name
+    for option in (DP, EP, MAX_GROUP_SIZE, *STAGES, ALLOW_OBJECT, PARAM_NAMES, DROP_STATE)
+)
+
+
+class TargetRanks(Struct, frozen=True):
+    """The model ranks of a target, in order, each as a checkpoint by itself; `source` fills them.
+
+    `grid` is None for one rank that is no pipeline.
+    """
+
+    source: Manifest
+    ranks: Sequence[Manifest]
+    grid: Grid | None = None
+    wholes: Sequence[Manifest] = ()
+    """What stages were cut from, by tensor rank; none if they are the source's."""
+    copies: Sequence[Manifest] = ()
+    """Models of which the target has one copy of each tensor, where the source has several."""
+    layers: Sequence[Manifest] = ()
+    """Models whose files of layers are copied as they are."""
+    pipeline: Pipeline | None = None
+    """Whose files of layers are laid out."""
+    table: Table | None = None
+    """How parameters are cut over tensor ranks, if the source does not have these ranks."""
+    inferred: Sequence[str] = ()
+    left_out: Sequence[str] = ()
+
+    def read_back(self, path: str, tag: str) -> Manifest:
+        """The files that were laid out; those of layers that are copied are not there yet."""
+        directory = TagDirectory(locate(path, tag).path, tag, None)
+        if self.table is not None:
+            tied = dict(self.pipeline.tied) if self.pipeline else None
+            ranks = read.tensor_ranks(directory, grid_files(directory), tied=tied)
+            return merge(ranks, self.table)
+        assert self.grid is not None
+        names, parsed = sorted(os.listdir(directory.path)), Parsed()
+        written = [rank_files(directory, names, parsed, n) for n in range(len(self.ranks))]
+        shells = stacked(model_ranks(directory, GridFiles(written, {}, self.grid))[0])
+        return under_names_of(self.source, shells, self.grid.tp) if self.wholes else shells
+
+    def check(self) -> list[str]:
+        """Reads what is copied as it is, and compares what becomes one copy; gives warnings."""
+        check_layers(self.source, self.layers)
+        return [line for each in self.copies for line in compare_copies(each, None)]
+
+
+def target_ranks(source: Manifest, options: Options) -> TargetRanks:
+    """The target's ranks; those of a `source` under the names of `rank_manifests.stacked` are kept.
+
+    Raises WrongOption for options and bounds of stages that do not fit, MissingData if nothing says
+    how a parameter is cut, and UnsupportedCheckpoint for what cannot be cut.
+    """
+    if source.ranks:
+        place = source.ranks[0].place
+        assert place is not None
+        grid = place.grid
+        _refuse_options(source, grid, options)
+        if grid.tp > 1 or not any(option.name in OF_WEIGHTS for option, _ in options.given):
+            return _of_stages(source, grid, options)
+        model = without(source.models[0], options[DROP_STATE])
+        model = replace(model, fingerprints=source.fingerprints, siblings=source.siblings)
+        return replace(_of_slices(model, 1, options), copies=[model])
+    if _has_stages_of_experts(source, options):
+        layers_of_names(source, options)
+        grid = Grid()
+        _refuse_options(source, grid, options)
+        apart = stacked([replace(source, place=Place(0, grid, source.buffers))])
+        return _of_stages(replace(apart, models=(source,)), grid, options)
+    tp = options[TP] or source.source.get("tp")
+    if source.state.get("pipeline"):
+        return _of_slices(source, int(tp or 1), options)
+    if (source.source.get("pp") or 1) == 1:  # others are refused by name
+        refuse_without_stages(source.root, options)
+    return TargetRanks(source, [source]) if tp is None else _of_slices(source, tp, options)
+
+
+def _refuse_options(source: Manifest, grid: Grid, options: Options) -> None:
+    """Raises WrongOption for what needs files of layers to change, or the whole model."""
+    for option, _ in options.given:
+        is_known = option.name in OF_WEIGHTS
+        if option.name in OF_RANKS or (is_known and grid.staged == (grid.tp == 1)):
+            continue
+        raise WrongOption(
+            f"{option.flag} does not apply to {source.root}: each of several model ranks is "
+            "written by itself",
+            hint=f"give --tp {grid.tp} too: then files of layers are written anew"
+            if is_known and grid.staged
+            else "`zckpt convert --to universal` takes the whole model",
+        )
+
+
+def _has_stages_of_experts(source: Manifest, options: Options) -> bool:
+    """Whether a run of one model rank with experts is to become a pipeline."""
+    is_one = not source.source.get("pp") and bool(source.source.get("zero_stage"))
+    asks = any(options[option] is not None for option in STAGES)
+    return asks and source.format == "deepspeed" and is_one and bool(layers_of(source.engine))
+
+
+# -- the same tensor ranks
+
+
+def _of_stages(source: Manifest, grid: Grid, options: Options) -> TargetRanks:
+    """The source's ranks, or those of other stages, if the options ask for some."""
+    models, inferred = source.models, list[str]()
+    ranks: Sequence[Manifest] = source.ranks
+    is_cut = _cuts_again(source, grid, options)
+    if is_cut:
+        if layers_of(source.engine):
+            own = [tuple(stage.parameters) for stage in ranks[:: grid.tp]]
+            pipeline = Pipeline(own, [models[0].buffers], layers_of_names(models[0], options))
+        else:
+            pipeline = convert(models[0].state["pipeline"], Pipeline)
+        grid, ranks, inferred = recut(models[0], models, pipeline, grid, options)
+    with_experts = [bool(layers_of(manifest.engine)) for manifest in ranks]
+    if any(with_experts) and not all(with_experts):
+        raise WrongOption(
+            f"a stage of the target would have none of the layers of experts of {source.root}, and "
+            "DeepSpeed trains no such pipeline",
+            hint="choose other bounds with --pp-bounds: every stage needs a layer of experts",
+        )
+    kept = [without(rank, options[DROP_STATE]) for rank in ranks]
+    wholes = models if is_cut else ()
+    return TargetRanks(source, kept, grid, wholes, wholes, models, inferred=inferred)
+
+
+def _cuts_again(source: Manifest, grid: Grid, options: Options) -> bool:
+    """Whether the target has other stages; raises WrongOption if the source has no pipeline."""
+    if all(options[option] is None for option in STAGES):
+        return False
+    if not grid.staged and not layers_of(source.engine):
+        refuse_without_stages(source.root, options)
+    is_given = options[PP_BOUNDS] is not None or options[PP_PARTITION] is not None
+    return is_given or options[PP] != grid.pp
+
+
+# -- other tensor ranks
+
+
+def _of_slices(source: Manifest, tp: int, options: Options) -> TargetRanks:
+    """Model ranks of the whole model, at so many tensor ranks."""
+    pipeline = _pipeline_of(source)
+    rows = rows_of(source, tp, options)
+    model, lost = resized(source, rows), lost_rows(source, rows)
+    if pipeline is None and tp == 1:
+        return TargetRanks(model, [as_one_rank(model)], left_out=lost)
+    for option in (WEIGHTS_ONLY, CONFIG):
+        if options[option]:
+            raise WrongOption(
+                f"{option.flag} does not go with pipelines and tensor ranks", hint="leave it out"
+            )
+    if layers_of(source.engine):
+        raise UnsupportedCheckpoint(
+            f"{source.root}: zckpt writes experts for one tensor rank alone", hint="leave out --tp"
+        )
+    table, doubts = table_of(model, tp), doubts_of_heads(source, tp)
+    slices, grid = split(sized(model, tp), table), Grid(1, tp, pipeline is not None)
+    if pipeline is None:
+        ranks = [
+            replace(each, place=Place(number, grid, source.buffers))
+            for number, each in enumerate(slices)
+        ]
+        return TargetRanks(model, ranks, grid, table=table, inferred=doubts, left_out=lost)
+    grid, ranks, inferred = recut(model, slices, pipeline, grid, options)
+    return TargetRanks(
+        model,
+        ranks,
+        grid,
+        wholes=slices,
+        pipeline=pipeline,
+        table=table,
+        inferred=[*doubts, *inferred],
+        left_out=lost,
+    )
+
+
+def _pipeline_of(source: Manifest) -> Pipeline | None:
+    """Raises UnsupportedCheckpoint if names of parameters were changed since it was one."""
+    if not source.state.get("pipeline"):
+        return None
+    pipeline = convert(source.state["pipeline"], Pipeline)
+    layers = (_names_in(layer, pipeline, source) for layer in pipeline.layers)
+    known = {name for names in layers for name in names.values()}
+    trained = {name for name, item in source.parameters.items() if item.trainable}
+    of_stages = {name for stage in pipeline.parameters for name in stage}
+    if of_stages != trained or known != {*source.parameters, *source.buffers}:
+        raise UnsupportedCheckpoint(
+            f"{source.root} was a pipeline, and its parameters have other names now",
+            hint="convert it without --rename",
+        )
+    return pipeline
+
+
+def _names_in(layer: int, pipeline: Pipeline, model: Manifest) -> dict[str, str]:
+    """The tensors of a layer: their names in its file, and in the whole model."""
+    prefix = prefix_of(layer, dict(pipeline.tied))
+    names = model.state.get("module") or ()
+    return {name.removeprefix(prefix): name for name in names if name.startswith(prefix)}
+
+
+def layer_files(pipeline: Pipeline, targets: Sequence[DeepSpeedTarget]) -> Iterator[Shell]:
+    """The weights of each layer; `targets` are those of whole tensor ranks."""
+    for layer in pipeline.layers:
+        for rank, target in enumerate(targets):
+            storages, names = Storages(), _names_in(layer, pipeline, target.source)
+            weights = module_weights(target, True, storages, names.values())
+            value = OrderedDict((own, weights[n]) for own, n in names.items() if n in weights)
+            model = f"-model_{rank:02d}" if len(targets) > 1 else ""
+            name = f"{target.tag}/layer_{layer:02d}{model}-model_states.pt"
+            yield shell(name, value, storages)

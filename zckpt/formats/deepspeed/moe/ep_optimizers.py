@@ -1,0 +1,402 @@
+"""What do the optimizers of all ep ranks without ZeRO (stage 0) hold together?
+
+    expp_rank_0_mp_rank_00_optim_states.pt     experts 0, 1, and all dense parameters
+    expp_rank_1_mp_rank_00_optim_states.pt     experts 2, 3, and a copy of the dense parameters
+    mp_rank_00_model_states.pt                 a copy of ep rank 0's, which the engine does not load
+
+Every rank keeps a whole optimizer of what it has. The first of the ranks with the same experts
+saves it. If layers have several expert-parallel sizes, files count the ranks of the largest one,
+and several of them have the experts of the other layers. DeepSpeed 0.19.8, engine.py
+`_save_moe_checkpoint`.
+
+Names of parameters come from a file of zckpt's (`param_shapes`), from the user (--param-names), or
+from what stage_0/naming.py compares. All three give those of ep rank 0. The other ranks' optimizers
+list the same ones, of other experts. The groups of experts have none but experts, and the other
+groups none of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from msgspec.structs import replace
+
+from ....core import compare
+from ....core.dtypes import FLOATS
+from ....core.manifest import Manifest
+from ....core.merge import merge
+from ....core.placement import Table
+from ....core.states import OTHER
+from ....errors import (
+    IncompleteCheckpoint,
+    InconsistentCheckpoint,
+    MissingData,
+    UnsupportedCheckpoint,
+    counted,
+    listed,
+)
+from ....files.torchfile import Tensor, TorchFile
+from ...deepspeed_states.directories import TagDirectory, refuse
+from ...deepspeed_states.experts import ExpertLayers, ExpertRanks, expert_name, size_in
+from ...deepspeed_states.manifest import manifest_of
+from ...deepspeed_states.of_files import strangers_of
+from ...deepspeed_states.states import (
+    FLAT_MASTERS,
+    WHOLE_MASTERS,
+    EngineStates,
+    dictionary,
+    open_files,
+    wrapper_of,
+)
+from ...deepspeed_states.tensors import ManifestTensors, is_extra
+from ...reading import USUAL, Reading
+from ..files import RankFiles
+from ..model_ranks.copies import matches_of
+from ..stage_0 import naming
+from ..stage_0.optimizer import (
+    Members,
+    WholeOptimizer,
+    named_optimizer,
+    states_with,
+    with_names,
+)
+from ..stage_0.samples import TensorInFile
+from ..stage_0.states import kept, with_members
+from .auto_ep import READ, layers_in
+from .expert_files import LayerFiles, gate_of, layers_of, named_of, shared, spread_over
+from .experts import Experts
+
+EP_RANK = "ep rank"
+SWAPPED = (
+    "files of two ep ranks seem to be swapped, or one is of another save; copy all files again"
+)
+
+
+def manifest_of_experts(directory: TagDirectory, files: RankFiles, reading: Reading) -> Manifest:
+    """The manifest of one model rank with experts in stage 0.
+
+    Raises IncompleteCheckpoint (an ep rank or an expert is missing), InconsistentCheckpoint (files
+    of different saves, or swapped), MissingData (nothing shows the names of parameters) and
+    UnsupportedCheckpoint (sizes of layers that nothing shows).
+    """
+    (file, *_) = open_files(files.models, files.parsed)
+    model = dictionary(file, file.value)
+    if layers_in(model):
+        refuse(directory, "AutoEP in ZeRO stage 0", READ)
+    opened = open_files(files.of_ep, files.parsed)
+    optimizers = [(each, dictionary(each, each.value).get("optimizer")) for each in opened]
+    ranks = [states_with(directory, file, model, *each) for each in optimizers]
+    layers_files = layers_of(ranks[0], files)
+    model = {**model, "shared_params": _second_names(ranks[0], layers_files)}
+    ranks = [replace(each, model=model) for each in ranks]
+    layers = _layers(ranks[0], layers_files, reading)
+    _check_files(ranks, layers)
+    experts = Experts(
+        ranks[0], layers_files, layers, ExpertRanks.of_config(ranks[0].dp, ranks[0].config)
+    )
+    wholes = _named(ranks, experts, reading)
+    own = model.get("optimizer")
+    if isinstance(own, dict) and own:
+        states = states_with(directory, file, wholes[0].states.model, file, own)
+        wholes.append(replace(wholes[0], states=states))
+    return _joined(wholes, experts, reading.step_policy)
+
+
+# -- the sizes of layers
+
+
+def _layers(ranks: EngineStates, files: Sequence[LayerFiles], reading: Reading) -> ExpertLayers:
+    """Over how many ranks each layer is spread."""
+    named = [*(reading.param_names or ())]
+    if ranks.model.get("param_shapes"):
+        named += named_of(ranks)
+    if named:
+        return ExpertLayers({each.name: spread_over(ranks, each, named) for each in files})
+    sizes = {*filter(None, map(size_in, ranks.bases[0]["param_groups"]))}
+    if len(sizes) > 1:
+        raise MissingData(
+            f"{ranks.directory.path}: layers of experts have the expert-parallel sizes "
+            f"{listed([*map(str, sorted(sizes))])}, and without ZeRO no file says which layer has "
+            "which",
+            hint="name the parameters of rank 0 with --param-names names.txt, in the order of "
+            "optimizer.param_groups",
+        )
+    if not sizes:
+        refuse(ranks.directory, "experts without ZeRO in groups that are not named ep_size_N")
+    ep = sizes.pop()
+    return ExpertLayers({each.name: shared(ranks, each, ep) for each in files})
+
+
+def _check_files(ranks: Sequence[EngineStates], layers: ExpertLayers) -> None:
+    """There is one optimizer for each rank of the largest size, and all have the same groups."""
+    path, largest = ranks[0].directory.path, max(layers.sizes)
+    if len(ranks) < largest:
+        raise IncompleteCheckpoint(
+            f"{path} holds the optimizers of {len(ranks)} of {largest} ep ranks",
+            hint=f"expected expp_rank_{len(ranks)}_mp_rank_00_optim_states.pt",
+        )
+    if len(ranks) > largest:
+        raise InconsistentCheckpoint(
+            f"{ranks[largest].optimizers[0].path} is one file too many: the expert-parallel size "
+            f"is {largest}",
+            hint="files of another save may lie between them; keep those of one save",
+        )
+    if odd := [size for size in layers.sizes if largest % size]:
+        raise UnsupportedCheckpoint(
+            f"{path} has layers of experts of the expert-parallel sizes {odd[0]} and {largest}: "
+            "without ZeRO, DeepSpeed saves one optimizer for each rank of the largest size, which "
+            "does not have all experts of the other",
+            hint="train with ZeRO stage 1, or with sizes that divide each other",
+        )
+    first = _kinds(ranks[0])
+    for each in ranks:
+        if (kinds := _kinds(each)) == first:
+            continue
+        if sorted(kinds) == sorted(first):
+            raise UnsupportedCheckpoint(
+                f"{each.optimizers[0].path} lists its groups in another order than ep rank 0's",
+                hint="sort the groups in the training program, or set PYTHONHASHSEED, and save "
+                "again",
+            )
+        raise InconsistentCheckpoint(
+            f"{each.optimizers[0].path} has other groups or settings than ep rank 0's file",
+            hint="files of different saves seem to be mixed",
+        )
+
+
+def _kinds(ranks: EngineStates) -> list[str]:
+    """What every group states, and how many parameters it has, as texts."""
+    kinds = []
+    for group in ranks.bases[0]["param_groups"]:
+        stated = {
+            key: value
+            for key, value in sorted(group.items())
+            if key not in ("params", "step") and isinstance(value, (int, float, str, tuple))
+        }
+        kinds.append(f"{group.get('name')}, {len(group['params'])}: {stated}")
+    return kinds
+
+
+# -- the names of parameters
+
+
+def _named(
+    ranks: Sequence[EngineStates], experts: Experts, reading: Reading
+) -> list[WholeOptimizer]:
+    """The optimizers of all ranks, whose parameters have names in the whole model."""
+    of_layers = [experts.places.in_layers(experts.layers, n) for n, _ in enumerate(ranks)]
+    weights = [_weights(experts, of_layer) for of_layer in of_layers]
+    try:
+        first = _of_first(ranks[0], weights[0], reading)
+    except MissingData as error:
+        for other in weights[1:]:
+            with suppress(MissingData):
+                _of_first(ranks[0], other, USUAL)
+                raise InconsistentCheckpoint(
+                    f"{ranks[0].optimizers[0].path} has the experts of another ep rank",
+                    hint=SWAPPED,
+                ) from error
+        raise
+    is_stated = bool(ranks[0].model.get("param_shapes"))  # zckpt's files may be empty still
+    wholes: list[WholeOptimizer] = []
+    for each, own, of_layer in zip(ranks, weights, of_layers, strict=True):
+        named = partial(experts.layers.named_in, of_layer=of_layer)
+        members = [[None if n is None else named(n) for n in group] for group in first.members]
+        whole = with_names(each, members, [*map(named, first.inferred)], naming.shapes_of(own))
+        if wholes and not is_stated:
+            _check_rounding(whole, own)
+        wholes.append(whole)
+    return wholes
+
+
+def _weights(experts: Experts, of_layer: Mapping[str, int]) -> dict[str, TensorInFile]:
+    """The weights of one ep rank, in the order of its module; `of_layer` is its rank in each layer.
+
+    Second names of tied weights are left out.
+    """
+    model, behind = experts.ranks.model, {gate_of(layer): layer for layer in experts.files}
+    apart = {*(model.get("buffer_names") or ()), *model["shared_params"]}
+    weights: dict[str, TensorInFile] = {}
+
+    def add(name: str, local: str, file: TorchFile, tensor: Any) -> None:
+        if local not in apart and not is_extra(name, tensor) and tensor.dtype in FLOATS:
+            weights[name] = TensorInFile(file, tensor)
+
+    for name, tensor in model["module"].items():
+        add(name, name, experts.ranks.models[0], tensor)
+        if layer := behind.get(name):
+            count = experts.layers.layers[layer.name].local
+            first = of_layer[layer.name] * count
+            for number, own in enumerate(layer.files[first : first + count]):
+                for key, value in own.value.items():
+                    if parts := expert_name(key):
+                        add(key, parts.numbered(number), own, value)
+    return weights
+
+
+def _second_names(ranks: EngineStates, files: Sequence[LayerFiles]) -> dict[str, str]:
+    """Owners by second name of tied weights, on rank 0: the engine saves both, and states none.
+
+    Both have the same bytes (DeepSpeed 0.19.8 saves copies), or the same memory in a file of
+    zckpt's. Weights of one number, or of numbers that are all equal, may be equal by chance.
+    """
+    stated = bool(ranks.model.get("param_shapes"))
+    buffers = {*(ranks.model.get("buffer_names") or ())}
+    owners: dict[str, str] = {}
+    modules = [(ranks.models[0], ranks.model["module"])]
+    modules += [(layer.files[0], layer.files[0].value) for layer in files]
+    for file, module in modules:
+        seen: dict[object, str] = {}
+        for name, tensor in module.items():
+            if name in buffers or is_extra(name, tensor) or tensor.dtype not in FLOATS:
+                continue
+            keys: list[object] = [(tensor.place, tensor.shape, tensor.strides)]
+            if not stated and (crc := file.crc(tensor)[1]) is not None and _varies(file, tensor):
+                keys.append((crc, tensor.dtype, tensor.shape))
+            owner = next((seen[key] for key in keys if key in seen), None)
+            if owner is not None and tensor.numel:
+                owners[name] = owner
+            for key in keys:
+                seen.setdefault(key, name)
+    return owners
+
+
+def _varies(file: TorchFile, tensor: Tensor) -> bool:
+    """Whether a tensor of its own storage has numbers that differ."""
+    if not tensor.contiguous or tensor.numel < 2 or tensor.offset:
+        return False
+    head = file.read(tensor.part(0, min(tensor.numel, 64)))
+    size = len(head) // min(tensor.numel, 64)
+    return head != head[:size] * (len(head) // size)
+
+
+def _of_first(
+    ranks: EngineStates, weights: Mapping[str, TensorInFile], reading: Reading
+) -> WholeOptimizer:
+    """The optimizer of the first ep rank with names; raises MissingData as `named_optimizer`."""
+    if ranks.model.get("param_shapes") or reading.param_names is not None:
+        whole = named_optimizer(ranks, weights, reading)
+        return with_names(ranks, whole.members, whole.inferred, naming.shapes_of(weights))
+    groups = ranks.bases[0]["param_groups"]
+    members: list[Sequence[str | None]] = [()] * len(groups)
+    inferred: list[str] = []
+    for of_experts in (False, True):
+        places = [n for n, group in enumerate(groups) if (group.get("moe") is True) == of_experts]
+        own = {n: w for n, w in weights.items() if (expert_name(n) is not None) == of_experts}
+        if not places:
+            continue
+        part = _some_groups(ranks, places)
+        names: Members
+        if FLAT_MASTERS in part.first:
+            names = naming.by_order(part.optimizers[0], part.first[FLAT_MASTERS], own)
+        else:
+            whole = named_optimizer(part, own, USUAL)
+            names, inferred = whole.members, [*inferred, *whole.inferred]
+        for place, group in zip(places, names, strict=True):
+            members[place] = group
+    return with_names(ranks, members, inferred, naming.shapes_of(weights))
+
+
+def _some_groups(ranks: EngineStates, places: Sequence[int]) -> EngineStates:
+    """An ep rank's optimizer with some of its groups alone."""
+    optimizer, base = ranks.first, ranks.bases[0]
+    base = {**base, "param_groups": [base["param_groups"][place] for place in places]}
+    kept = {
+        key: [optimizer[key][place] for place in places]
+        for key in (FLAT_MASTERS, WHOLE_MASTERS)
+        if key in optimizer
+    }
+    optimizer = {**optimizer, **kept, "optimizer_state_dict": base} if kept else base
+    return replace(ranks, states=[optimizer], bases=[base])
+
+
+def _check_rounding(whole: WholeOptimizer, weights: Mapping[str, TensorInFile]) -> None:
+    """Raises InconsistentCheckpoint unless the masters of experts round to their weights.
+
+    In fp32 there are none, and nothing shows which rank an optimizer is of.
+    """
+    optimizer, file = whole.states.first, whole.file
+    if wrapper_of(optimizer) is None:
+        return
+    for group, own in enumerate(whole.members):
+        names = [name for name in own if name is not None]
+        if not names or expert_name(names[0]) is None:
+            continue
+        if FLAT_MASTERS in optimizer:
+            masters = naming.pieces(optimizer[FLAT_MASTERS][group], names, weights)
+        else:
+            masters = optimizer[WHOLE_MASTERS][group]
+        for name, master in zip(names, masters, strict=True):
+            if not naming.rounds(TensorInFile(file, master), weights[name]):
+                raise InconsistentCheckpoint(
+                    f"{file.path}: the master of {name} does not round to the weight in "
+                    f"{weights[name].file.path}",
+                    hint=SWAPPED,
+                )
+
+
+# -- the manifest
+
+
+def _joined(
+    wholes: Sequence[WholeOptimizer], experts: Experts, step_policy: str | None
+) -> Manifest:
+    """The whole model; its replicas are the copies that several files have.
+
+    The last optimizer may be a copy of the first's, in the model file.
+    """
+    first, *others = wholes
+    states, slots = kept(first, step_policy)
+    experts = replace(experts, ranks=states)
+    own = manifest_of(states, slots, "deepspeed", states.config, experts.module_dtype)
+    own = replace(own, inferred=tuple(first.inferred), zero_padding=True)
+    ranks = [own, *(_beside(own, each, step_policy) for each in others)]
+    manifest = experts.complete(merge(ranks, Table(EP_RANK), step_policy))
+    manifest = with_members(manifest, first.members)
+    warnings = list(manifest.warnings)
+    if inferred := manifest.inferred:
+        warnings.append(
+            f"the optimizers know their {counted(len(inferred), 'parameter')} by number: the "
+            f"names of {listed(inferred, 4)} are inferred from the order of the module"
+        )
+    return replace(manifest, warnings=tuple(warnings))
+
+
+def _beside(first: Manifest, whole: WholeOptimizer, step_policy: str | None) -> Manifest:
+    """Another rank's optimizer, with the first rank's model and groups."""
+    states, slots = kept(whole, step_policy)
+    tensors = ManifestTensors(replace(states, model={**states.model, "module": {}}))
+    for buffer in slots:
+        tensors.add_trainable(buffer)
+    tensors.add_aliases()
+    other = tensors.kept(states.first.get(OTHER) or {}, f"optimizer.{OTHER}", whole.file)
+    return replace(
+        first,
+        entries=tensors.entries,
+        parameters=tensors.parameters,
+        replicas=(),
+        files=(whole.file.path,),
+        records=tuple(whole.file.records.values()),
+        inferred=tuple(whole.inferred),
+        unread=tuple(strangers_of(states)[1]),
+        state={**first.state, "optimizer": {**first.state["optimizer"], OTHER: other}},
+    )
+
+
+def compare_ranks(manifest: Manifest, replicas: str | None) -> list[str]:
+    """Compares the copies that ep ranks keep of dense parameters; gives warnings.
+
+    Raises InconsistentCheckpoint if they differ, unless `replicas` says that rank 0's are taken.
+    """
+    results = compare.compare(matches_of(manifest), manifest, manifest).results
+    differing = list(dict.fromkeys(r.match.a.name for r in results if r.differs))
+    if differing and replicas != "rank0":
+        raise InconsistentCheckpoint(
+            f"{manifest.root}: ep ranks hold different copies of {listed(differing, 4)}",
+            hint="files of different saves may be mixed: copy all files again; if the copies "
+            "drifted in training, take those of ep rank 0 with --replicas rank0",
+        )
+    return [f"the ep ranks' copies of {name} differ; rank 0's is taken" for name in differing]
