@@ -36,7 +36,7 @@ ARROWS = {
     "cli": "api core display errors formats probe processes reading resume training",
     "__init__": "api core dcp errors probe processes resume",
     "__main__": "cli",
-    "benchmarks": "api core dcp formats probe proof",
+    "benchmarks": "api core dcp formats probe proof resume",
 }
 ENGINES = re.compile(
     r"deepspeed|fsdp|megatron|onnx|\bort\b|accelerate|lightning|hugging.?face|transformers|\bpeft\b",
@@ -92,7 +92,7 @@ def test_no_arrow_is_new(arrows: dict[str, set[str]]) -> None:
     print(f"{len(drawn)} arrows between rooms")
     assert drawn - allowed == set(), "new arrows"
     assert allowed - drawn == set(), "arrows that are no longer needed"
-    assert len(drawn) <= 89
+    assert len(drawn) <= 90
 
 
 def test_no_circle_of_rooms(arrows: dict[str, set[str]]) -> None:
