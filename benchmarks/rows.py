@@ -10,7 +10,7 @@ from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
-from . import convert, launches, scale
+from . import convert, launches, resume, scale
 from .measure import ENVIRONMENT, ROOT, ZCKPT, Cost, Job
 
 Value = Callable[..., float]
@@ -161,6 +161,12 @@ def launched(processes: int, source: Path, work: Path) -> tuple[Job, Job]:
     return together, one
 
 
+def resumed(way: str, source: Path, work: Path) -> tuple[Job, Job]:
+    """A training at another size by auto_resume, and by another way."""
+    by_way = {job.name: job for job in resume.jobs(source, work, 2, int(source.name[1]), "124M")}
+    return by_way["auto"], by_way[way]
+
+
 # -- checkpoints
 
 ENGINE_MADE = {
@@ -211,6 +217,7 @@ EXPORT = (
     Goal("times less CPU", times(cpu), 10, 13, True),
     Goal("times less memory", times(peak), 20, 45, True),
 )
+RESUMED = {"by hand": (1.0, 1.2), "universal": (5.0, 10.0)}
 LAUNCH = (Goal("seconds of reports", own, 1.0, 0.9),)
 
 
@@ -250,6 +257,10 @@ def rows() -> Iterator[Row]:
         goals = (Goal("wall", wall, 1.3 if name.startswith("z3") else 2.0, 1.1),)
         yield Row("verify / reading once", name, verified, goals, 9)
         yield Row("verify / cat", name, verified_beside_cat, goals, 9)
+    for way, aims in RESUMED.items():
+        goals = (Goal("times faster", times(own), *aims, True),)
+        for name in ("z3", "z2"):
+            yield Row(f"first step, {way} / auto_resume", name, partial(resumed, way), goals)
     for processes in (2, 3):
         title = f"torchrun, {processes} processes / 1 with {processes} threads"
         yield Row(title, "z3", partial(launched, processes), LAUNCH)

@@ -29,13 +29,14 @@ ARROWS = {
     "proving": "core errors formats proof reading",
     "api": "copying core formats proof proving reading training writing",
     "processes": "copying core errors",
+    "resume": "api core errors formats processes",
     "dcp": "core errors files formats naming reading training",
     "probe": "core errors formats naming reading training",
     "display": "core errors",
-    "cli": "api core display errors formats probe processes reading training",
-    "__init__": "api core dcp errors probe processes",
+    "cli": "api core display errors formats probe processes reading resume training",
+    "__init__": "api core dcp errors probe processes resume",
     "__main__": "cli",
-    "benchmarks": "api core dcp formats probe proof",
+    "benchmarks": "api core dcp formats probe proof resume",
 }
 ENGINES = re.compile(
     r"deepspeed|fsdp|megatron|onnx|\bort\b|accelerate|lightning|hugging.?face|transformers|\bpeft\b",
@@ -91,7 +92,7 @@ def test_no_arrow_is_new(arrows: dict[str, set[str]]) -> None:
     print(f"{len(drawn)} arrows between rooms")
     assert drawn - allowed == set(), "new arrows"
     assert allowed - drawn == set(), "arrows that are no longer needed"
-    assert len(drawn) <= 82
+    assert len(drawn) <= 90
 
 
 def test_no_circle_of_rooms(arrows: dict[str, set[str]]) -> None:

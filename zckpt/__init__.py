@@ -4,6 +4,7 @@
     inspect                 what a checkpoint holds
     convert, reshard        write it in another format, or for another number of ranks
     export                  weights for inference
+    auto_resume             the path from which a run goes on, at any number of processes
     group                   the processes of a launch, which share one of these functions
     verify, diff, stats     check it, compare it, look at its numbers
     zckpt.dcp               load it into a program of torch.distributed.checkpoint
@@ -40,8 +41,13 @@ if TYPE_CHECKING:
     )
     from .errors import ZckptError
     from .processes.sharing import group
+    from .resume.auto import auto_resume
 
-_ELSEWHERE = {"group": "processes.sharing", "ZckptError": "errors"}  # and not in api.py
+_ELSEWHERE = {  # and not in api.py
+    "auto_resume": "resume.auto",
+    "group": "processes.sharing",
+    "ZckptError": "errors",
+}
 _NEED_TORCH = ("dcp", "probe")
 __all__ = [
     "Copying",
@@ -49,6 +55,7 @@ __all__ = [
     "Options",
     "Part",
     "ZckptError",
+    "auto_resume",
     "convert",
     "diff",
     "export",

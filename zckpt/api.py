@@ -75,7 +75,13 @@ def _split(words: Mapping[str, Any], **more: Any) -> tuple[Reading, Running, Tar
     return reading, running, options_of(rest)
 
 
-def read(path: Path, *, weights_only: bool = False, **source: Unpack[NamedKeywords]) -> Manifest:
+def read(
+    path: Path,
+    *,
+    weights_only: bool = False,
+    nameless: bool = False,
+    **source: Unpack[NamedKeywords],
+) -> Manifest:
     """The manifest of the checkpoint at `path`, recognized by content. Reads no tensor.
 
         format          its name, if the path has checkpoints of several formats
@@ -86,10 +92,10 @@ def read(path: Path, *, weights_only: bool = False, **source: Unpack[NamedKeywor
                         checkpoint does not say it
         param_names     the parameters of an optimizer that knows them by number alone
 
-    With `weights_only` such an optimizer needs no names and may be left unread. Raises the
-    ZckptError that fits.
+    With `weights_only` such an optimizer needs no names and may be left unread, and with `nameless`
+    it is read as the program's own state if no file shows them. Raises the ZckptError that fits.
     """
-    return read_manifest(path, _reading(source, weights_only=weights_only))
+    return read_manifest(path, _reading(source, weights_only=weights_only, nameless=nameless))
 
 
 def inspect(manifest: Manifest) -> Report:

@@ -205,6 +205,15 @@ class WrongOption(ZckptError):
     usual_hint = "see --help for the options"
 
 
+def sentence(error: BaseException) -> str:
+    """What an error says, on one line: that of the filesystem with the name of its file."""
+    if isinstance(error, ZckptError):
+        return error.message
+    if isinstance(error, OSError) and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    return brief(error)
+
+
 HINTS = {
     errno.EIO: "the disk or the network storage failed: see `dmesg`, and take another copy",
     errno.EBADMSG: "the filesystem found damage: see `dmesg`, and take another copy",

@@ -9,6 +9,8 @@ import pytest
 from msgspec.structs import replace
 
 from zckpt.core.fragments import Extent, Record, Runs
+from zckpt.core.grid import Grid as Axes
+from zckpt.core.grid import Place
 from zckpt.core.inert import Scalar, TensorName
 from zckpt.core.manifest import Entry, Manifest, Parameter, Unread
 from zckpt.core.merge import MIXED, agreed_steps, in_order, merge, numbered_alike
@@ -278,6 +280,16 @@ def test_any_rank_may_have_values_of_its_own(key: str) -> None:
     assert whole.left_out == tuple(
         f"{what} of model ranks other than 0" for what in ("client_state 'late'", key)
     )
+
+
+def test_what_ranks_have_of_one_file_is_no_ranks_own(made: Grid) -> None:
+    """A random state that all of them read there."""
+    shared = {f"rng {n}": TensorName(f"client_state.rng {n}") for n in range(20)}
+    ranks = [with_state(r, client_state=shared | {"own": [n]}) for n, r in enumerate(made.ranks)]
+    ranks = [replace(rank, place=Place(n, Axes(tp=2))) for n, rank in enumerate(ranks)]
+    whole = merge(ranks, made.table)
+    assert whole.left_out == ("client_state 'own' of model ranks other than 0",)
+    assert whole.place is None
 
 
 def test_what_files_state_is_that_of_all_ranks(made: Grid) -> None:

@@ -2,6 +2,7 @@
 
 commands.py     inspect, convert, reshard, export
 checking.py     verify, diff, stats, probe-diff
+resuming.py     auto-resume, check
 options.py      the options that they share; parameters.py reads values
 help.py         how `--help` looks
 launched.py     in this process alone, or in all processes of a launch

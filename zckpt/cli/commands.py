@@ -30,6 +30,7 @@ from .options import (
     writing,
 )
 from .parameters import PATH
+from .resuming import auto_resume, check
 
 
 @click.group(
@@ -264,7 +265,7 @@ def export(
     write("export", config=model_config, max_shard_size=max_file_size, **words)
 
 
-for command in (verify, diff, stats, probe_diff):
+for command in (auto_resume, check, verify, diff, stats, probe_diff):
     cli.add_command(command)
 
 

@@ -14,8 +14,8 @@ import click
 from .. import formats
 from ..core.resources import READING_JOBS
 from ..formats.format import Format
-from ..formats.options import declared
-from ..training.options import DROP_STATE, FAMILY, PARAM_NAMES, RENAME, WEIGHTS_ONLY, Option
+from ..formats.options import OF_CONVERSIONS, declared
+from ..training.options import FAMILY, PARAM_NAMES, RENAME, Option
 from .help import GroupedOption, format_names
 from .parameters import KINDS, PATH, part, size
 
@@ -41,10 +41,10 @@ def declared_option(option: Option[Any], hidden: bool = False) -> Decorator:
     return grouped(option.group, option.flag, option.name, rare=option.rare, hidden=hidden, **words)
 
 
-def of_targets(targets: Iterable[Format], without: Container[Option[Any]]) -> Decorator:
-    """The options that these formats understand as targets."""
+def of_targets(targets: Iterable[Format], without: Container[str]) -> Decorator:
+    """The options that these formats understand as targets, except those of some names."""
     return together(
-        *(declared_option(option) for option in declared(targets) if option not in without)
+        *(declared_option(option) for option in declared(targets) if option.name not in without)
     )
 
 
@@ -126,17 +126,23 @@ _quiet = grouped("Output", "-q", "--quiet", is_flag=True, help="Print no progres
 as_document = grouped("Output", "--json", "as_json", is_flag=True, help="Print one JSON document.")
 
 
-def of_sources(has_names: bool) -> Decorator:
-    """The options of a command that reads a checkpoint; `has_names` shows --param-names."""
+def of_sources(has_names: bool, *chosen: Decorator) -> Decorator:
+    """The options of a command that reads a checkpoint; `has_names` shows --param-names.
+
+    Those in `chosen` say which of several checkpoints is meant.
+    """
     names = declared_option(PARAM_NAMES, hidden=not has_names)
-    return together(_format, _tag, _root, _tp_rules, names, _step_policy, as_document, _quiet)
+    return together(_format, *chosen, _root, _tp_rules, names, _step_policy, as_document, _quiet)
 
 
-common = of_sources(has_names=True)
+common = of_sources(True, _tag)
 """Options of every command that reads a checkpoint."""
 
-reading = of_sources(has_names=False)
+reading = of_sources(False, _tag)
 """The same for `export`, which refuses --param-names with a hint."""
+
+of_run = of_sources(True)
+"""The same for commands that take the newest checkpoint of a run."""
 
 
 def threads(default: int, shown: str | bool = True) -> Decorator:
@@ -213,8 +219,12 @@ copying = together(
 )
 """Options for copying tensors."""
 
-writing = of_targets([item for item in formats.FORMATS if item.is_resumed], without={PARAM_NAMES})
+_trained = [item for item in formats.FORMATS if item.is_resumed]
+writing = of_targets(_trained, without={"param_names"})
 """Options of the commands that write a checkpoint for training."""
 
-exporting = of_targets([formats.named("hf")], without={PARAM_NAMES, WEIGHTS_ONLY, DROP_STATE})
+resuming = of_targets(_trained, without={"param_names", *OF_CONVERSIONS})
+"""Options of a run that goes on as it was, at another size."""
+
+exporting = of_targets([formats.named("hf")], without={"param_names", "weights_only", "drop_state"})
 """Options of `export`, which always writes weights only."""

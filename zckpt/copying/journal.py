@@ -181,11 +181,7 @@ class Journal:
             document = json.loads(lines[0][9:])
             reason = difference(document["run"], asdict(self._identity))
             if reason:
-                raise TargetExists(
-                    f"{self.folder.path} cannot be continued: it was begun with {reason}",
-                    hint="use the same zckpt, source and options as before, or remove it: "
-                    f"{removal(self.folder.path)}",
-                )
+                raise not_continued(self.folder.path, reason)
             if self.is_new:
                 self.is_new, self.chunk = False, document["chunk"]
         for region in regions_in(lines):
@@ -233,6 +229,14 @@ class Journal:
         """Closes the files, which gives the locks back."""
         while self._files:
             close(self._files.pop())
+
+
+def not_continued(folder: str, reason: str) -> TargetExists:
+    """The error of a target that another run has begun; `reason` says what it had."""
+    return TargetExists(
+        f"{folder} cannot be continued: it was begun with {reason}",
+        hint=f"use the same zckpt, source and options as before, or remove it: {removal(folder)}",
+    )
 
 
 def in_use(folder: str) -> TargetExists:

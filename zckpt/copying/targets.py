@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shlex
 from collections.abc import Iterable
 from contextlib import suppress
 
+from msgspec.structs import asdict
+
 from ..core import sources
 from ..core.folder import JOURNAL, PROBE, Folder
+from ..core.siblings import BESIDE
 from ..errors import (
     NotEnoughSpace,
     TargetExists,
@@ -17,7 +21,7 @@ from ..errors import (
     removal,
     sized,
 )
-from .journal import Identity, difference, is_locked, mark_of
+from .journal import Identity, difference, in_use, is_locked, lines_of, mark_of, not_continued
 
 
 def refuse_existing(target: str, partial: bool = True) -> None:
@@ -49,6 +53,26 @@ def refuse_existing(target: str, partial: bool = True) -> None:
         f"{path} exists: a run was stopped there",
         hint=f"add --resume to continue it, or remove it: {removal(path)}",
     )
+
+
+def refuse_other_begun(target: str, identity: Identity) -> None:
+    """Raises TargetExists if what an earlier run has begun there cannot be continued as this one.
+
+    It looks only, and takes no lock.
+    """
+    path = f"{os.path.abspath(target)}.partial"
+    if not os.path.lexists(path):
+        return
+    with Folder.at(os.path.dirname(path)) as above, above.inner(path) as folder:
+        if is_locked(folder):
+            raise in_use(path)
+        if JOURNAL not in folder.names():
+            refuse_strange(folder, os.path.basename(target))
+            return
+        with folder.opened(os.path.join(path, JOURNAL)) as file:
+            lines = lines_of(file)
+    if lines and (reason := difference(json.loads(lines[0][9:])["run"], asdict(identity))):
+        raise not_continued(path, reason)
 
 
 def is_complete(target: str, identity: Identity) -> bool:
@@ -149,7 +173,10 @@ def is_taken(target: str) -> bool:
 
 
 def refuse_inside(source: str, target: str) -> None:
-    """Raises WrongOption if the target is the source, or would become a part of it."""
+    """Raises WrongOption if the target is the source, or would become a part of it.
+
+    What is in the source's `.zckpt` is no part of it.
+    """
     outer, inner = os.path.realpath(source), os.path.realpath(target)
     if outer == inner and os.path.lexists(outer):
         move = f"mv {shlex.quote(outer)} {shlex.quote(outer + '-old')}"
@@ -157,7 +184,8 @@ def refuse_inside(source: str, target: str) -> None:
             f"{target} is the source itself",
             hint=f"choose another name, or move the source away first: {move}",
         )
-    if os.path.isdir(outer) and inner.startswith(outer + os.sep):
+    own = os.path.join(outer, BESIDE, "")
+    if os.path.isdir(outer) and inner.startswith(outer + os.sep) and not inner.startswith(own):
         raise WrongOption(
             f"{target} is inside of {source}", hint="choose a target beside the source"
         )
@@ -172,14 +200,15 @@ def free_space(target: str) -> int:
     return status.f_bavail * status.f_frsize
 
 
-def need_space(target: str, size: int, resume: bool = False) -> None:
-    """Raises NotEnoughSpace if `size` bytes do not fit on the filesystem of `target`.
+def free_for(target: str, resume: bool) -> int:
+    """The same for a run; if it continues, what an earlier one has allocated is free for it."""
+    begun = allocated(f"{os.path.abspath(target)}.partial") if resume else 0
+    return free_space(target) + begun
 
-    With `resume`, what an earlier run has allocated is free for this one.
-    """
-    free = free_space(target)
-    if resume:
-        free += allocated(f"{os.path.abspath(target)}.partial")
+
+def need_space(target: str, size: int, resume: bool = False) -> None:
+    """Raises NotEnoughSpace if `size` bytes are not free for a run."""
+    free = free_for(target, resume)
     if size > free:
         raise NotEnoughSpace(
             f"{target} needs {sized(size)}, but only {sized(free)} are free",

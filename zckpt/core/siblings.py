@@ -23,6 +23,9 @@ SPECIAL = "a pipe, a socket or a device"
 DENIED = "a folder that may not be listed"
 DEEP = "a folder too deep below others"
 REASONS = (HIDDEN, OUT, NOTHING, FOLDER, SPECIAL, DENIED, DEEP)
+BESIDE = ".zckpt"
+"""The folder of a run in which zckpt keeps it for other numbers of ranks: it belongs to no
+checkpoint."""
 OPEN = frozenset({".hf_metadata"})
 """Names of hidden folders with a model's configuration and tokenizer."""
 MAX_DEPTH = 100  # folders; programs that copy and remove trees call themselves for each
@@ -89,6 +92,8 @@ class SiblingList(Struct, eq=False):
         status: os.stat_result | None = os.lstat(path)
         assert status is not None
         is_folder = stat.S_ISDIR(status.st_mode)
+        if is_folder and os.path.basename(path) == BESIDE:
+            return
         reason = HIDDEN if os.path.basename(path).startswith(".") else ""
         if not reason and stat.S_ISLNK(status.st_mode):
             reason = OUT if leads_out(path, self.root) else ""

@@ -4,7 +4,7 @@ Data go to stdout, everything else to stderr. On a terminal rich draws tables an
 tables are plain columns that grep and awk can read, and there are no bars.
 
     checkpoint.py   what a checkpoint contains, and what a conversion wrote
-    findings.py     what verify, diff, stats and probe-diff found
+    findings.py     what verify, diff, stats, probe-diff and check found
     picture.py      how two runs of a program differ, drawn
     terminal.py     tables, bars, JSON and files, for all
 """
@@ -15,6 +15,7 @@ from .checkpoint import steps as steps
 from .checkpoint import summary as summary
 from .checkpoint import tensors as tensors
 from .findings import differing as differing
+from .findings import fitting as fitting
 from .findings import probed as probed
 from .findings import statistics as statistics
 from .findings import verified as verified

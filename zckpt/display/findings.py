@@ -303,3 +303,20 @@ def _magnitudes(histogram: dict[str, Any] | None, width: int = 16) -> str | None
     most = max(sums)
     sparks = (SPARKS[-(-count * len(SPARKS) // most) - 1] if count else " " for count in sums)
     return f"2^{first} {''.join(sparks)} 2^{last}"
+
+
+def fitting(report: dict[str, Any], quiet: bool) -> None:
+    """Whether an engine loads a checkpoint at a size, why not, and what makes it fit."""
+    sizes = ", ".join(f"{name} {size}" for name, size in report["sizes"].items())
+    if report["loads"]:
+        print(f"{safe(report['path'])} loads as it is ({report['engine']}, {sizes})")
+        return
+    reasons = report["obstacles"]
+    print(
+        f"{safe(report['path'])} does not load as it is ({report['engine']}, {sizes}): "
+        f"{counted(len(reasons), 'reason')}"
+    )
+    for reason in reasons:
+        print(f"    {safe(reason)}")
+    if report["fix"] and not quiet:
+        print(f"this makes it fit: {safe(report['fix'])}")

@@ -9,6 +9,7 @@ names in every folder:
     options.py   what a user may ask of a target            OPTIONS, REASONS
     read.py      the manifest of these files                read, check
     write.py     the files of a target                      lay_out, seal
+    functions.py why a run does not load them as they are   obstacles
     gather.py    the engine's own rule for its pieces       partitions
 
 To add a format, write its folder, and put its `FORMAT` into `FORMATS` in `__init__.py`. To add an
@@ -28,7 +29,7 @@ from ..core.folder import Folder
 from ..core.layout import CopyOutcome, Layout, Shell
 from ..core.manifest import Manifest
 from ..core.partition import Partition
-from ..training.options import Option, Options
+from ..training.options import DP, Option, Options
 from .reading import Reading
 
 
@@ -53,6 +54,10 @@ class Format(Struct, frozen=True, eq=False):
     without tags gives one empty tag. The list is empty for anything else.
 
     Without this function users cannot name the format as a source."""
+    tags: Callable[[str], list[str]] = nothing
+    """All checkpoints of a run that lie in one folder, by their tags, the oldest first."""
+    pointer: Callable[[str], str | None] | None = None
+    """The tag that a file of the run names: the last one whose save has ended."""
     detect_weak: Callable[[str], list[str]] = nothing
     """The same for files that others have too (weights alone): asked if no format is detected."""
     options: tuple[Option[Any], ...] | None = None
@@ -143,5 +148,14 @@ class Functions(Struct, frozen=True, eq=False):
     """Without wrong masters and their states; its warnings name them."""
     way_out: Callable[[Manifest], str] | None = None
     """The hint for masters that do not round to their weights."""
+    obstacles: Callable[[Manifest, Options], list[str]] | None = None
+    """What keeps a run of these options from loading the files as they are, one phrase each; None
+    if a run of any size loads them. It may raise what a writer of these options would raise."""
     groups: Callable[[Manifest, Options], tuple[Manifest, list[Shell]]] | None = None
     """Gives a source the groups of the target's engine, and the files that change with them."""
+
+
+def other_dp(source: Manifest, options: Options) -> list[str]:
+    """The obstacle of files that ranks have cut among each other: another number of ranks."""
+    wanted = options[DP]
+    return [] if wanted in (None, source.dp) else [f"dp {source.dp}, and not {wanted}"]

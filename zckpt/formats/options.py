@@ -16,6 +16,13 @@ from .deepspeed_states import options as deepspeed
 from .format import Format
 from .hf import options as hf
 
+OF_CONVERSIONS = frozenset(
+    (
+        *("weights_only", "dtype", "optimizer", "max_file_size", "like"),
+        *("rename", "tie", "family", "dcp_layout", "dialect"),
+    )
+)
+"""The names of options that make something else of a run than the same run at another size."""
 MOST_NAMED = 3
 """So many formats that do not take an option are named: the help fits on one screen."""
 

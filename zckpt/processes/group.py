@@ -31,9 +31,9 @@ from ..errors import (
     ProcessLost,
     UnsupportedCheckpoint,
     WrongOption,
-    ZckptError,
     brief,
     listed,
+    sentence,
 )
 from .launcher import Launch, launched
 from .store import VALUE, Patience, Store, unreadable
@@ -68,7 +68,7 @@ class Group:
                 self._name = f"{self._led() if self.rank == 0 else self._followed()}/"
                 return self
             except ProcessLost:
-                if self.rank == 0 or self.store.outlives:
+                if self.rank == 0 or not self.store.is_hosted:
                     raise
                 self.store.close()  # it was that of an earlier rank 0, which has ended
                 time.sleep(POLL)
@@ -222,10 +222,15 @@ class Group:
             if error is not None:
                 other = self._fail(error)
             left = f"{self._name}left"
-            if self.store.is_hosted and self.rank and error is None:
+            goes_on = error is None or isinstance(error, Exception)
+            if self.store.is_hosted and self.rank and goes_on:
                 # a program may open its own store at this address
                 self.store.outlived(lambda: self.store.add(left, 1), LEAVING)
-            elif self.store.add(left, 1) < self.size and self.store.is_hosted and self.rank == 0:
+            elif (
+                self.store.add(left, 1) < self.size
+                and self.rank == 0
+                and not self.store.outlives  # it may end with this process
+            ):
                 self._wait_shortly(lambda: self.store.add(left, 0) >= self.size)
         self.store.close()
         if other is not None:
@@ -242,8 +247,7 @@ class Group:
             code = 128 + (error.args[0] if error.args else signal.SIGINT)
         else:
             code = 2 if isinstance(error, WrongOption) else 1
-        text = error.message if isinstance(error, ZckptError) else brief(error)
-        self.store.set(f"{self._name}failure", json.dumps([self.rank, text, code]))
+        self.store.set(f"{self._name}failure", json.dumps([self.rank, sentence(error), code]))
         return None
 
     def _failure(self) -> ProcessFailed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 
 from msgspec import Struct
@@ -44,6 +45,14 @@ def launched(environment: Mapping[str, str] = os.environ) -> Launch | None:
             )
         return Launch(rank, size)
     return None
+
+
+def joined() -> Launch | None:
+    """This process in the group that its program has made with torch.distributed; None without."""
+    group = sys.modules.get("torch.distributed")
+    if group is None or not group.is_available() or not group.is_initialized():
+        return None
+    return Launch(group.get_rank(), group.get_world_size())
 
 
 def address(environment: Mapping[str, str] = os.environ) -> tuple[str, int] | None:

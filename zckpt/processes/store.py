@@ -1,7 +1,8 @@
 """Where do the processes of a launch meet?
 
-In a store of torch.distributed: torchrun's own, which outlives its processes, or one that rank 0
-opens at MASTER_ADDR and MASTER_PORT. All keys of zckpt begin with `zckpt/`.
+In a store of torch.distributed: that of the group which their program has made, torchrun's own,
+which outlives its processes, or one that rank 0 opens at MASTER_ADDR and MASTER_PORT. All keys of
+zckpt begin with `zckpt/`.
 """
 
 from __future__ import annotations
@@ -48,10 +49,17 @@ class Store:
                 hint="install it: pip install 'zckpt[torch]'\n"
                 f"or write parts, which need no torch: --part auto, or --part K/{launch.size}",
             ) from error
-        self.outlives = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        self.is_hosted = not self.outlives and not torch_store.is_initialized()
+        has_group = torch_store.is_initialized()
+        of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        self.outlives = of_agent and not has_group
+        self.is_hosted = not of_agent and not has_group
         if launch.size == 1:
             self._store = PrefixStore("zckpt", HashStore())
+            return
+        if has_group:  # with its program's own store, however that was opened
+            from torch.distributed.distributed_c10d import _get_default_store
+
+            self._store = PrefixStore("zckpt", _get_default_store().clone())  # type: ignore[attr-defined]
             return
         if (place := address()) is None:
             raise WrongOption(

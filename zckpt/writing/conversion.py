@@ -119,9 +119,12 @@ def write(
         if running.tell:
             running.tell(report["warnings"])
         if running.dry_run:
+            if running.resume:
+                targets.refuse_other_begun(target, run)
             keeping.try_out(layout)
             memory = convert.memory_of(source, running.copying)
-            return report | {"dry_run": True, "memory": memory, "free": targets.free_space(target)}
+            free = targets.free_for(target, running.resume)
+            return report | {"dry_run": True, "memory": memory, "free": free}
         targets.need_space(target, size, running.continues)
         if not formats.named(manifest.format).is_neutral:  # it states each file's checksum
             report["warnings"] += duplicates.check_duplicates(manifest)

@@ -108,6 +108,15 @@ def test_the_engine_refuses_other_bounds(
 
 
 @pytest.mark.engines
+def test_a_tied_layer_that_one_stage_has_alone(grid_trained: Trained, tmp_path: Path) -> None:
+    """The source has it in two stages, and the first stage's copy counts."""
+    run = grid_trained("pipe_pp2_dp1_ties") / "run"
+    zckpt.reshard(run, tmp_path / "run", pp_bounds=(0, 2, 9))
+    found = zckpt.verify(tmp_path / "run", against=run)
+    assert (found["differences"], found["only_a"], found["only_b"]) == ([], [], [])
+
+
+@pytest.mark.engines
 def test_stages_of_two_tensor_ranks_there_and_back(grid_trained: Trained, tmp_path: Path) -> None:
     root = grid_trained(BOTH)
     zckpt.reshard(root / "run", tmp_path / "one", pp=1, dp=3)

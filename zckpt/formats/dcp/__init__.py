@@ -14,7 +14,7 @@ Facts in this package are of torch 2.13.0 unless said otherwise.
 """
 
 from ..format import Format
-from .files import detect, detect_weak
+from .files import detect, detect_weak, steps
 from .options import OPTIONS
 
 FORMAT = Format(
@@ -22,6 +22,7 @@ FORMAT = Format(
     about="torch.distributed.checkpoint of FSDP1, FSDP2, plain torch",
     family="torch",
     detect=detect,
+    tags=steps,
     detect_weak=detect_weak,
     options=OPTIONS,
     numbers=True,

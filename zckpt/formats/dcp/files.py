@@ -39,12 +39,16 @@ def detect(path: str) -> list[str]:
     """One empty tag for a checkpoint; the names of torchtitan's folders if there are several."""
     if not sources.is_folder(path) or _is_megatrons(path):
         return []
-    if folders(path):
-        return [""]
+    return [""] if folders(path) else steps(path)
+
+
+def steps(path: str) -> list[str]:
+    """The names of torchtitan's folders of one run."""
+    if not sources.is_folder(path) or folders(path):
+        return []
     with os.scandir(path) as entries:
-        steps = [entry.name for entry in entries if STEP.fullmatch(entry.name)]
-    tags = [name for name in steps if folders(os.path.join(path, name))]
-    return oldest_first(tags)
+        names = [entry.name for entry in entries if STEP.fullmatch(entry.name)]
+    return oldest_first(name for name in names if folders(os.path.join(path, name)))
 
 
 def detect_weak(path: str) -> list[str]:

@@ -14,6 +14,7 @@ such files, and layer_NN[-model_TT]-model_states.pt with the weights of a pipeli
     ranks.py             what the ranks' files say, and whether they say the same
     flats.py             the flat buffers of fp32 masters and optimizer states
     read.py              the manifest
+    obstacles.py         why a run of another size or stage does not load them
     write.py             the same files for other ranks, another stage or type
     functions.py         what zckpt does with them
     optimizer_files.py   the files of a target, elastic ones too
@@ -29,7 +30,7 @@ Facts in this package are of DeepSpeed 0.19.8 unless said otherwise; files back 
 
 from ..deepspeed_states import OBJECTS, options
 from ..format import Format
-from .files import detect
+from .files import detect, pointer, tags
 
 FORMAT = Format(
     name="deepspeed",
@@ -37,6 +38,8 @@ FORMAT = Format(
     "(real files of 0.8.2, 0.9.3, 0.11.0, 0.13.1, 0.19.8)",
     family="deepspeed",
     detect=detect,
+    tags=tags,
+    pointer=pointer,
     options=(*options.OPTIONS, *options.OF_RANKS),
     numbers=True,
     compares="beginnings",

@@ -20,6 +20,7 @@ from ..deepspeed_states.directories import (
     MODEL,
     MODEL_3,
     OF_EP,
+    OF_MODELS,
     OPTIMIZER,
     SCRIPTS,
     TagDirectory,
@@ -27,6 +28,7 @@ from ..deepspeed_states.directories import (
     file_of_rank,
     holds_states,
     is_foreign,
+    pointed,
     refuse,
     refuse_foreign,
     tags_of,
@@ -64,6 +66,19 @@ def detect(path: str) -> list[str]:
     A single file counts only to be refused by name.
     """
     return KIND.detect(path) or ([""] if is_foreign(path) else [])
+
+
+def tags(path: str) -> list[str]:
+    """All tags of a run; none if they are those of several models of one save (Accelerate)."""
+    if not sources.is_folder(path) or holds_states(path):
+        return []
+    names = tags_of(path)
+    return [] if any(map(OF_MODELS.fullmatch, names)) else names
+
+
+def pointer(path: str) -> str | None:
+    """The tag that `latest` names, which the engine writes when all ranks have saved."""
+    return pointed(path, KIND.pointer)
 
 
 def locate(path: str, tag: str | None) -> TagDirectory:

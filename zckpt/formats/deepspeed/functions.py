@@ -4,6 +4,7 @@ from ...files.torchshell import seal_records
 from ..format import Functions
 from ..groups import of_trained
 from .gather import partitions
+from .obstacles import obstacles
 from .read import averaged, check, check_slices, read
 from .write import lay_out, lay_out_like
 
@@ -17,4 +18,5 @@ FUNCTIONS = Functions(
     check=check,
     check_slices=check_slices,
     groups=of_trained,
+    obstacles=obstacles,
 )

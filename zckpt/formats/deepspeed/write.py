@@ -19,7 +19,6 @@ from ..deepspeed_states import reports
 from ..deepspeed_states.hyper import check_states
 from ..deepspeed_states.target import DeepSpeedTarget
 from .files import recovery_scripts
-from .model_ranks.copies import compare_copies
 from .model_ranks.rank_manifests import layer_siblings
 from .model_ranks.target_ranks import TargetRanks, layer_files, target_ranks
 from .moe import regroup
@@ -72,9 +71,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
         loading=loading if options.weights_only else program_states.resuming(source, loading),
         read_back=None if grid is None else partial(ranks.read_back, tag=first.tag),
         source=ranks.source,
-        check=(lambda: [line for each in ranks.copies for line in compare_copies(each, None)])
-        if ranks.copies
-        else None,
+        check=ranks.check,
     )
 
 

@@ -3,7 +3,7 @@
 from ...core.layout import Layout
 from ...core.manifest import Manifest
 from ...training.options import DP, Options
-from ..format import Functions
+from ..format import Functions, other_dp
 from ..groups import with_trainers_groups
 from . import write, write_ranks
 from .gather import partitions
@@ -16,6 +16,11 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     return lay_out_files(source, options)
 
 
+def obstacles(source: Manifest, options: Options) -> list[str]:
+    """Whole files are loaded at any size; those of ranks by as many ranks."""
+    return other_dp(source, options) if source.source.get("dp") else []
+
+
 FUNCTIONS = Functions(
     read=read,
     lay_out=lay_out,
@@ -24,4 +29,5 @@ FUNCTIONS = Functions(
     seal=write.seal,
     partitions=partitions,
     groups=with_trainers_groups,
+    obstacles=obstacles,
 )

@@ -11,6 +11,7 @@
     buffers/          flat buffers of the optimizer
     legacy/           the older directories, mp_rank_*
     fsdp.py           the directories of Megatron-FSDP
+    obstacles.py      why a run of other sizes does not load them
     write.py          an iteration's directory, from which any tp, pp and dp resumes
     optimizers.py     the optimizers and groups that a target's run has
     vocabulary.py     the rows of a padded vocabulary: `--tp`
@@ -35,13 +36,15 @@ from ...training.options import (
     WEIGHTS_ONLY,
 )
 from ..format import Format
-from .files import detect
+from .files import detect, iterations, latest
 
 FORMAT = Format(
     name="megatron",
     about="Megatron-Core: torch_dist, mp_rank_*, fsdp_dtensor",
     family="megatron",
     detect=detect,
+    tags=iterations,
+    pointer=latest,
     options=(
         *(WEIGHTS_ONLY, DTYPE, GROUP_DEFAULTS, MAX_FILE_SIZE, ALLOW_OBJECT),
         *(DP, TP, PP, EP, VOCAB_SIZE, LIKE),

@@ -15,6 +15,7 @@ from ...core.fragments import Record
 from ...core.manifest import Entry, Manifest, Parameter, Sibling, Sighting
 from ...core.merge import tensor
 from ...core.placement import Sliced, Table
+from ...core.siblings import BESIDE
 from ...errors import MissingData, UnsupportedCheckpoint, brief, counted, listed
 from ...files.dcpfile import ItemTable
 from ...files.torchfile import TorchFile
@@ -176,7 +177,7 @@ def strangers(table: ItemTable, own: Iterable[str] = ()) -> list[str]:
     """Lines about what is in a directory beside its items and its `own` files."""
     known = {*table.files, *(location.file for location in table.locations.values()), *own}
     with os.scandir(table.folder) as items:
-        names = sorted(item.name for item in items if item.path not in known)
+        names = sorted(i.name for i in items if i.path not in known and i.name != BESIDE)
     return [f"{name}, a file of the directory" for name in names]
 
 

@@ -44,11 +44,17 @@ def detect(path: str) -> list[str]:
         return []
     if is_checkpoint(path) or is_checkpoint(os.path.join(path, WEIGHTS)):
         return [""]
+    tags, newest = iterations(path), latest(path)
+    return [newest] if tags and newest is not None else tags
+
+
+def iterations(path: str) -> list[str]:
+    """The folders of a run that have a checkpoint each, the oldest first."""
+    if not sources.is_folder(path) or is_checkpoint(path):
+        return []
     with os.scandir(path) as entries:
         names = [entry.name for entry in entries if not entry.name.startswith(".")]
-    tags = oldest_first(name for name in names if _is_one_of_run(path, name))
-    latest = _latest(path)
-    return [latest] if tags and latest is not None else tags
+    return oldest_first(name for name in names if _is_one_of_run(path, name))
 
 
 def is_iteration(name: str) -> bool:
@@ -92,7 +98,7 @@ def locate(path: str, tag: str | None) -> str:
     folder = os.path.join(path, tag) if tag else path
     if not is_checkpoint(folder) and not tag and len(tags := detect(path)) == 1:
         folder = os.path.join(path, tags[0])
-        if tags[0] == _latest(path):
+        if tags[0] == latest(path):
             _require_latest(path, tags[0])
     if not is_checkpoint(folder) and is_checkpoint(os.path.join(folder, WEIGHTS)):
         folder = os.path.join(folder, WEIGHTS)
@@ -143,7 +149,7 @@ def _marker(folder: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _latest(path: str) -> str | None:
+def latest(path: str) -> str | None:
     """The name of the folder that a run's tracker file means."""
     tracker = os.path.join(path, LATEST)
     if not sources.is_file(tracker) or sources.size(tracker) > MAX_TEXT:

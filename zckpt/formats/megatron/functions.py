@@ -2,6 +2,7 @@
 
 from ..format import Functions
 from .gather import partitions
+from .obstacles import obstacles
 from .read import check, read, rebuilt, way_out
 from .write import lay_out, lay_out_like, seal
 
@@ -14,4 +15,5 @@ FUNCTIONS = Functions(
     check=check,
     rebuilt=rebuilt,
     way_out=way_out,
+    obstacles=obstacles,
 )

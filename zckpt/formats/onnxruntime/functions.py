@@ -1,6 +1,6 @@
 """What does zckpt do with these files?"""
 
-from ..format import Functions
+from ..format import Functions, other_dp
 from .gather import partitions
 from .read import check, read
 from .write import lay_out, seal
@@ -11,4 +11,5 @@ FUNCTIONS = Functions(
     seal=seal,
     partitions=partitions,
     check=check,
+    obstacles=other_dp,
 )

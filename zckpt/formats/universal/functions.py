@@ -1,12 +1,21 @@
 """What does zckpt do with these files?"""
 
+from ...core.manifest import Manifest
+from ...training.options import Options
 from ..format import Functions
 from .read import check, read
 from .write import lay_out, seal
+
+
+def obstacles(_source: Manifest, _options: Options) -> list[str]:
+    """It belongs to no engine."""
+    return ["zckpt's universal format, which no engine loads"]
+
 
 FUNCTIONS = Functions(
     read=read,
     lay_out=lay_out,
     seal=seal,
     check=check,
+    obstacles=obstacles,
 )

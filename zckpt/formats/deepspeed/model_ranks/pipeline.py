@@ -86,22 +86,15 @@ def joined_stages(
             **whole.state,
             # which frozen parameters are listed is known of each stage, not of the whole
             "optimizer": {key: value for key, value in optimizer.items() if key != "members"},
-            "pipeline": _facts(stages, buffers, layers),
+            "pipeline": {  # what a target must know to be the same pipeline
+                "parameters": [list(stage.parameters) for stage in stages],
+                "buffers": [list(names) for names in buffers],
+                "layers": [layer.number for layer in layers],
+                "tied": [[layer.number, layer.tied] for layer in layers if layer.tied is not None],
+            },
         },
         warnings=(*whole.warnings, *_perhaps_tied(stages, layers)),
     )
-
-
-def _facts(
-    stages: Sequence[Manifest], buffers: Sequence[Sequence[str]], layers: Sequence[Layer]
-) -> dict[str, Any]:
-    """What a target must know to be the same pipeline; see `target_ranks`."""
-    return {
-        "parameters": [list(stage.parameters) for stage in stages],
-        "buffers": [list(names) for names in buffers],
-        "layers": [layer.number for layer in layers],
-        "tied": [[layer.number, layer.tied] for layer in layers if layer.tied is not None],
-    }
 
 
 def _layers(

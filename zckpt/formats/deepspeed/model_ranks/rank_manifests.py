@@ -21,7 +21,9 @@ from ....core.filenames import numbers_of
 from ....core.grid import Place
 from ....core.manifest import Entry, Manifest, Sibling
 from ....core.merge import of_rank, together
+from ....core.records import RecordChecker
 from ....core.states import as_unread
+from ....core.streaming import finish
 from ...deepspeed_states.directories import LAYER, TagDirectory, refuse
 from ...deepspeed_states.manifest import manifest_of
 from ...deepspeed_states.states import EngineStates, open_layers
@@ -169,3 +171,13 @@ def layer_siblings(models: Sequence[Manifest], tag: str) -> list[tuple[str, Sibl
     layers = {path: numbers for path, file in files.items() if (numbers := numbers_of(LAYER, file))}
     names = {path: f"{tag}/{files[path]}" for path in sorted(layers, key=layers.__getitem__)}
     return [(name, Sibling(name, path, sources.size(path))) for path, name in names.items()]
+
+
+def check_layers(source: Manifest, models: Sequence[Manifest]) -> None:
+    """Raises CorruptCheckpoint if a file of a layer has other CRC-32s than it states.
+
+    No tensor of them is copied by itself, which would check them.
+    """
+    files = {sibling.path for _, sibling in layer_siblings(models, "")}
+    records = [r for model in models for r in model.records if r.extent.file in files]
+    finish([RecordChecker(records, fingerprints=source.fingerprints)], everything=True)

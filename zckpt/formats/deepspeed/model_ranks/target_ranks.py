@@ -48,9 +48,10 @@ from ...deepspeed_states.target import DeepSpeedTarget
 from ...vocabulary import lost_rows, resized
 from .. import read
 from ..files import locate, rank_files
+from .copies import compare_copies
 from .grid import GridFiles, grid_files
 from .layer_names import prefix_of
-from .rank_manifests import model_ranks, stacked
+from .rank_manifests import check_layers, model_ranks, stacked
 from .stage_bounds import STAGES, refuse_without_stages
 from .target_slices import as_one_rank, doubts_of_heads, rows_of, sized, table_of
 from .target_stages import Pipeline, layers_of_names, recut, under_names_of
@@ -96,6 +97,11 @@ class TargetRanks(Struct, frozen=True):
         written = [rank_files(directory, names, parsed, n) for n in range(len(self.ranks))]
         shells = stacked(model_ranks(directory, GridFiles(written, {}, self.grid))[0])
         return under_names_of(self.source, shells, self.grid.tp) if self.wholes else shells
+
+    def check(self) -> list[str]:
+        """Reads what is copied as it is, and compares what becomes one copy; gives warnings."""
+        check_layers(self.source, self.layers)
+        return [line for each in self.copies for line in compare_copies(each, None)]
 
 
 def target_ranks(source: Manifest, options: Options) -> TargetRanks:

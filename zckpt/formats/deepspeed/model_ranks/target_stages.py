@@ -319,14 +319,22 @@ def under_names_of(source: Manifest, target: Manifest, tp: int) -> Manifest:
     A tensor has the name of the first stage that holds it; further copies become replicas.
     """
     owners: dict[tuple[int, str], str] = {}
-    for name in source.entries:
+
+    def place(name: str) -> tuple[int, str]:
         number, _, rest = name.partition(":")
-        owners.setdefault((int(number) % tp, rest), name)
+        return int(number) % tp, rest
+
+    for name in (*source.parameters, *source.entries):
+        owners.setdefault(place(name), name)
     entries: dict[str, Entry] = {}
     replicas = []
     for entry in (*target.entries.values(), *target.replicas):
-        number, _, rest = entry.name.partition(":")
-        renamed = replace(entry, name=owners[int(number) % tp, rest])
+        renamed = replace(entry, name=owners[place(entry.name)])
         if entries.setdefault(renamed.name, renamed) is not renamed:
             replicas.append(renamed)
-    return replace(target, entries=entries, replicas=tuple(replicas))
+    return replace(
+        target,
+        entries=entries,
+        parameters={owners[place(name)]: own for name, own in target.parameters.items()},
+        replicas=tuple(replicas),
+    )

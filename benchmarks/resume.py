@@ -1,0 +1,168 @@
+"""From the call to the first step at another size: auto_resume, reshard by hand, DeepSpeed's way.
+
+    python -m benchmarks.checkpoints /big/z3 --stage 3 --dp 4 --size 124M
+    python -m benchmarks.resume /big/z3 /big/work --dp 2 --rounds 5
+
+Each round starts a training of DeepSpeed per way, whose engine is ready before the clock runs:
+
+    auto         zckpt.auto_resume, load_checkpoint, a step
+    again        the same, of what an earlier start has written
+    by hand      `zckpt reshard`, load_checkpoint, a step
+    universal    ds_to_universal, load_checkpoint with load_universal, a step
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .measure import ENVIRONMENT, ROOT, ZCKPT, Cost, Job, interleave, ratio, spread
+
+WAYS = ("auto", "again", "by hand", "universal")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One start: what is resumed, where files may lie, on how many ranks."""
+
+    way: str
+    source: Path
+    work: Path
+    dp: int
+    stage: int
+    size: str
+
+
+def measure(number: int, store: Path, setting: Setting) -> None:
+    """What one rank does; rank 0 writes the seconds."""
+    import deepspeed
+    import torch
+
+    from tests.engines import rank
+
+    from .checkpoints import SIZES, TOKENS, VOCABULARY, groups
+
+    rank.join(number, setting.dp, store)
+    model = SIZES[setting.size]()
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=torch.optim.AdamW(groups(model), lr=1e-4, betas=(0.9, 0.95)),
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "zero_optimization": {"stage": setting.stage},
+            "bf16": {"enabled": True},
+            "checkpoint": {"load_universal": setting.way == "universal"},
+        },
+    )
+    torch.distributed.barrier()
+    started = time.monotonic()
+    path, tag = found(setting, number)
+    loaded, _ = engine.load_checkpoint(path, tag=tag)
+    assert loaded is not None, f"nothing was loaded from {path}"
+    engine.backward(engine(torch.randint(VOCABULARY, (1, TOKENS))))
+    engine.step()
+    torch.distributed.barrier()
+    if number == 0:
+        (setting.work / "seconds").write_text(str(time.monotonic() - started))
+
+
+def found(setting: Setting, number: int) -> tuple[str, str | None]:
+    """The directory and the tag that are loaded, in all ranks."""
+    import torch
+
+    from zckpt.resume.auto import auto_resume
+
+    source, work = setting.source, setting.work
+    if setting.way in ("auto", "again"):
+        path = auto_resume(source, scratch=work / "auto", tell=lambda lines: None)
+        assert path is not None
+        return path.report["load_dir"], path.tag
+    tag = (source / "latest").read_text().strip()
+    if setting.way == "by hand":
+        command: list[str] = [*ZCKPT, "reshard", str(source), str(work / "hand")]
+        command += ["--dp", str(setting.dp), "--quiet", "--single"]
+        result: tuple[str, str | None] = (str(work / "hand"), tag)
+    else:
+        command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
+        command += ["--input_folder", str(source / tag), "--inject_missing_state"]
+        command += ["--output_folder", str(work / "universal" / "out")]
+        result = (str(work / "universal"), "out")
+    if number == 0:
+        subprocess.run(command, check=True, env=ENVIRONMENT, cwd=ROOT, stdout=subprocess.DEVNULL)
+    torch.distributed.barrier()
+    return result
+
+
+def start(setting: Setting) -> None:
+    """One start of the training; prints the seconds as `zckpt --json` does."""
+    from tests.engines import rank, zygote
+
+    from .checkpoints import TIMEOUT
+
+    rank.prepare()
+    setting.work.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as meeting:
+        arguments = (Path(meeting) / "store", setting)
+        failure = zygote.run(measure, setting.dp, arguments, setting.work / "ranks.log", TIMEOUT)
+    if failure is not None:
+        sys.exit(f"{failure}; see {setting.work / 'ranks.log'}")
+    print(json.dumps({"seconds": float((setting.work / "seconds").read_text())}))
+
+
+def jobs(source: Path, work: Path, dp: int, stage: int, size: str) -> list[Job]:
+    """A job for each way; "again" keeps what it wrote in the round that is not counted."""
+    result = []
+    for way in WAYS:
+        folder = work / way.replace(" ", "-")
+        command: list[Any] = [sys.executable, "-m", "benchmarks.resume", source, folder]
+        command += ["--dp", dp, "--stage", stage, "--size", size, "--way", way, "--json"]
+        outputs = () if way == "again" else (folder,)
+        result.append(Job(way, [str(word) for word in command], outputs))
+    return result
+
+
+def report(costs: dict[str, list[Cost]]) -> None:
+    for way, runs in costs.items():
+        print(f"{way:12} {spread([cost.own for cost in runs])} s from the call to the first step")
+    for way in WAYS[2:]:
+        text = ratio(costs[way], costs["auto"], lambda cost: cost.own)[1]
+        print(f"auto is {text} times faster than {way}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("source", type=Path)
+    parser.add_argument("work", type=Path)
+    parser.add_argument("--dp", type=int, default=2)
+    parser.add_argument("--stage", type=int, default=3)
+    parser.add_argument("--size", default="124M")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--way", choices=WAYS)
+    parser.add_argument("--json", action="store_true")
+    words = parser.parse_args()
+    source, work = words.source.resolve(), words.work.resolve()
+    if words.way:
+        start(Setting(words.way, source, work, words.dp, words.stage, words.size))
+        return
+    try:
+        report(interleave(jobs(source, work, words.dp, words.stage, words.size), words.rounds))
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    from benchmarks import resume  # so that forks name this module
+
+    resume.main()

@@ -1,0 +1,327 @@
+"""The run for other sizes, in `.zckpt`: written once, found again, made anew, and removed."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import zckpt
+from zckpt import api
+from zckpt.core import version
+from zckpt.errors import NotEnoughSpace, UnsupportedCheckpoint, WrongOption
+from zckpt.resume import beside, resuming
+
+from ..conftest import ROOT, Result
+from ..processes.conftest import Start, start, until  # noqa: F401
+from ..test_resume import files
+from .conftest import BESIDE, TAGS, flip, original, snapshot
+
+pytestmark = pytest.mark.filterwarnings("ignore:the run had 4 data-parallel ranks")
+SCRIPT = (
+    "import sys, zckpt; path = zckpt.auto_resume(sys.argv[1], dp=int(sys.argv[2])); print(path)"
+)
+
+
+@pytest.fixture(autouse=True)
+def let_go() -> Iterator[None]:
+    """What this process got in a test does not keep others from it in the next one."""
+    yield
+    for path in [*beside._held]:
+        beside.let_go(path)
+
+
+def resumed(run: Path, **words: Any) -> Path:
+    """The path, after which this process has nothing."""
+    path = zckpt.auto_resume(run, **words)
+    assert path is not None
+    beside.let_go(path)
+    return Path(path)
+
+
+def names(run: Path) -> list[str]:
+    return sorted(each.name for each in (run / BESIDE).iterdir() if each.name != beside.LOCK)
+
+
+@contextmanager
+def holder(run: Path, dp: int) -> Iterator[Path]:
+    """Another process that got a path, and lives until the end of the block."""
+    script = f"{SCRIPT}; sys.stdout.flush(); input()"
+    command = [sys.executable, "-W", "ignore", "-c", script, str(run), str(dp)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, env=environment, **pipes) as process:
+        assert process.stdout is not None
+        yield Path(process.stdout.readline().strip())
+        process.communicate("\n")
+
+
+def test_it_is_what_reshard_writes(run: Path, tmp_path: Path) -> None:
+    before = original(run)
+    path = zckpt.auto_resume(run, dp=3)
+    assert path == str(run / BESIDE / f"{TAGS[-1]}-dp3")
+    assert (path.step, path.tag, path.report["written"]) == (7, TAGS[-1], True)
+    zckpt.reshard(run, tmp_path / "by-hand", dp=3)
+    assert files(Path(path)) == files(tmp_path / "by-hand")
+    assert original(run) == before
+
+
+@pytest.mark.parametrize("verify", ["records", "files"])
+def test_a_second_start_writes_nothing(verify: str, run: Path) -> None:
+    path = resumed(run, dp=3)
+    before = snapshot(run)
+    again = zckpt.auto_resume(run, dp=3, verify=verify)  # type: ignore[arg-type]
+    assert again is not None
+    assert (Path(again), again.report["written"]) == (path, False)
+    assert snapshot(run) == before
+
+
+def test_a_damaged_one_is_made_anew(run: Path) -> None:
+    path = resumed(run, dp=3)
+    whole = files(path)
+    flip(path / TAGS[-1] / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt")
+    again = zckpt.auto_resume(run, dp=3)
+    assert again is not None
+    assert again.report["written"]
+    assert files(Path(again)) == whole
+
+
+def test_a_damaged_one_that_another_process_has_stays(run: Path) -> None:
+    with holder(run, 3) as path:
+        flip(path / TAGS[-1] / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt")
+        again = zckpt.auto_resume(run, dp=3)
+        assert again == f"{path}-2"
+        assert path.exists()
+
+
+def test_one_of_another_source_is_made_anew(run: Path) -> None:
+    """A save of the same name, by a run that was set back."""
+    path = resumed(run, dp=3)
+    before = snapshot(path)
+    for file in (run / TAGS[-1]).iterdir():
+        os.utime(file)
+    assert resumed(run, dp=3) == path
+    after = snapshot(path)
+    assert {name: data for name, (data, _) in after.items()} == {
+        name: data for name, (data, _) in before.items()
+    }
+    assert after != before
+
+
+def test_one_of_an_older_zckpt_is_made_anew(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from zckpt.writing import conversion
+
+    with monkeypatch.context() as older:
+        older.setattr(conversion, "__version__", "0.0.1")
+        path = resumed(run, dp=3)
+        before = snapshot(path)
+    assert version.__version__ != "0.0.1"
+    assert resumed(run, dp=3) == path
+    assert snapshot(path) != before
+
+
+def test_other_options_have_another_name(run: Path) -> None:
+    assert resumed(run, dp=3, stage=1).name == f"{TAGS[-1]}-dp3-zero1"
+    assert names(run) == [f"{TAGS[-1]}-dp3-zero1"]
+
+
+def test_the_newest_other_one_stays(run: Path) -> None:
+    for dp in (5, 3, 2):
+        path = resumed(run, dp=dp)
+        time.sleep(0.01)
+    assert names(run) == [f"{TAGS[-1]}-dp2", f"{TAGS[-1]}-dp3"]
+    report = zckpt.auto_resume(run, dp=6, keep=0).report  # type: ignore[union-attr]
+    assert names(run) == [f"{TAGS[-1]}-dp6"]
+    assert len(report["removed"]) == 2
+    assert not path.exists()
+
+
+def test_what_a_living_process_has_stays(run: Path) -> None:
+    with holder(run, 3) as path:
+        for dp in (2, 5, 6):
+            resumed(run, dp=dp, keep=0)
+        assert path.exists()
+        assert names(run) == [f"{TAGS[-1]}-dp3", f"{TAGS[-1]}-dp6"]
+    resumed(run, dp=2, keep=0)
+    assert names(run) == [f"{TAGS[-1]}-dp2"]
+
+
+def test_a_scratch_folder_has_one_for_each_run(run: Path, tmp_path: Path) -> None:
+    scratch = tmp_path / "scratch"
+    path = resumed(run, dp=3, scratch=scratch)
+    assert path.parent.parent == scratch
+    assert path.parent.name.startswith("out-")
+    assert not (run / BESIDE).exists()
+
+
+def refuse(*_: object, **__: object) -> Any:
+    raise AssertionError("it reads tensors")
+
+
+def test_a_read_only_run(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says so before it reads; a folder for scratch is the way out."""
+    monkeypatch.setattr(resuming.beside.os, "access", lambda path, mode: str(run) not in path)
+    with monkeypatch.context() as before:
+        before.setattr(api, "verify", refuse)
+        with pytest.raises(UnsupportedCheckpoint, match="nothing can be written below"):
+            zckpt.auto_resume(run, dp=3)
+    assert zckpt.auto_resume(run, dp=4) == str(run)
+    assert resumed(run, dp=3, scratch=tmp_path / "scratch").exists()
+
+
+def test_the_space_is_known_first(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "verify", refuse)
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=9, f_frsize=1000))
+    with pytest.raises(NotEnoughSpace, match=r"needs .* kB, but only 9 kB are free"):
+        zckpt.auto_resume(run, dp=3)
+    assert names(run) == []
+
+
+def test_sizes_that_the_model_cannot_have(run: Path) -> None:
+    with pytest.raises(WrongOption, match="1 process cannot be divided by tp"):
+        zckpt.auto_resume(run, pp=2)
+    with pytest.raises(WrongOption, match="--dp cannot be 0"):
+        zckpt.auto_resume(run, dp=0)
+    for words in ({"dtype": "bf16"}, {"tag": TAGS[0]}, {"dry_run": True}):
+        with pytest.raises(TypeError, match="takes no argument"):
+            zckpt.auto_resume(run, dp=3, **words)  # type: ignore[arg-type]
+
+
+# -- jobs that end, and jobs at once
+
+
+@pytest.fixture
+def in_background(run: Path, start: Start) -> Callable[..., Any]:  # noqa: F811
+    """Starts the command for a size; its second portion waits for the file `go`."""
+    from zckpt.copying import filling
+
+    from ..processes.conftest import stop_at_second_portion
+
+    def begin(dp: int, go: Path | None = None, *words: object) -> Any:
+        def prepare() -> None:
+            filling.REGION = 1 << 12
+            if go:
+                stop_at_second_portion(go)
+
+        return start("auto-resume", run, "--dp", dp, "-q", *words, environment={}, prepare=prepare)
+
+    return begin
+
+
+def test_a_killed_job_is_continued(
+    run: Path, tmp_path: Path, in_background: Callable[..., Any]
+) -> None:
+    begun = run / BESIDE / f"{TAGS[-1]}-dp3.partial"
+    process = in_background(3, tmp_path / "go")
+    until(lambda: (begun / "journal").exists() and (begun / "journal").stat().st_size)
+    process.send(signal.SIGKILL)
+    process.wait()
+    inode = begun.stat().st_ino
+    seen = []
+    reshard = api.reshard
+
+    def noted(*words: Any, **more: Any) -> Any:
+        if not more.get("dry_run"):
+            seen.append(begun.stat().st_ino)
+        return reshard(*words, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(api, "reshard", noted)
+        path = resumed(run, dp=3)
+    assert seen == [inode]
+    zckpt.reshard(run, tmp_path / "by-hand", dp=3)
+    assert files(path) == files(tmp_path / "by-hand")
+    assert names(run) == [path.name]
+
+
+def test_what_a_killed_job_began_is_removed_at_another_size(
+    run: Path, tmp_path: Path, in_background: Callable[..., Any]
+) -> None:
+    process = in_background(3, tmp_path / "go")
+    until((run / BESIDE / f"{TAGS[-1]}-dp3.partial").exists)
+    process.send(signal.SIGKILL)
+    process.wait()
+    path = resumed(run, dp=2)
+    assert names(run) == [path.name]
+
+
+@pytest.mark.parametrize("other", [3, 2])
+def test_a_second_job_waits(
+    other: int, run: Path, tmp_path: Path, in_background: Callable[..., Any]
+) -> None:
+    """At the same size it finds what the first one has written; at another one it writes then."""
+    first = in_background(3, tmp_path / "go")
+    until((run / BESIDE / f"{TAGS[-1]}-dp3.partial").exists)
+    second = in_background(other)
+    time.sleep(1.0)
+    assert not second.has_ended()
+    (tmp_path / "go").touch()
+    results: list[Result] = [first.wait(), second.wait()]
+    assert [each.code for each in results] == [0, 0], results
+    for dp, each in zip((3, other), results, strict=True):
+        assert each.out == f"{run / BESIDE / f'{TAGS[-1]}-dp{dp}'}\n"
+        assert zckpt.verify(each.out.strip(), run)["equal"]
+    assert names(run) == sorted({f"{TAGS[-1]}-dp{dp}" for dp in (3, other)})
+
+
+def test_a_job_that_finds_it_does_not_wait(
+    run: Path, tmp_path: Path, in_background: Callable[..., Any]
+) -> None:
+    resumed(run, dp=2)
+    first = in_background(3, tmp_path / "go")
+    until((run / BESIDE / f"{TAGS[-1]}-dp3.partial").exists)
+    assert in_background(2).wait().code == 0
+    assert not first.has_ended()
+    (tmp_path / "go").touch()
+    assert first.wait().code == 0
+
+
+def test_a_filesystem_without_locks(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(beside.fcntl, "flock", unknown)
+    for dp in (3, 2, 3):
+        assert resumed(run, dp=dp).exists()
+
+
+# -- the command
+
+
+def test_the_command_prints_the_path_and_nothing_else(
+    run: Path, zckpt: Callable[..., Result]
+) -> None:
+    ended = zckpt("auto-resume", run, "--dp", 3)
+    assert (ended.code, ended.out) == (0, f"{run / BESIDE / f'{TAGS[-1]}-dp3'}\n")
+    assert "4/3 of what they were" in ended.err
+    report = zckpt("auto-resume", run, "--dp", 3, "--json").document
+    assert (report["written"], report["step"], report["tag"]) == (False, 7, TAGS[-1])
+
+
+def test_the_command_without_a_checkpoint(tmp_path: Path, zckpt: Callable[..., Result]) -> None:
+    for name in ("empty", "nothing"):
+        if name == "empty":
+            (tmp_path / name).mkdir()
+        ended = zckpt("auto-resume", tmp_path / name, "--dp", 3)
+        assert (ended.code, ended.out) == (0, "")
+    (tmp_path / "file").touch()
+    assert zckpt("auto-resume", tmp_path / "file").code == 1
+
+
+def test_a_path_is_saved_and_sent_as_a_text(run: Path) -> None:
+    path = zckpt.auto_resume(run, dp=4)
+    sent = pickle.loads(pickle.dumps(path))
+    assert (type(sent), sent) == (str, str(run))
+    assert copy.copy(path) == str(run)

@@ -1,0 +1,149 @@
+"""Whether an engine loads a checkpoint at a size, and `zckpt check`, which says it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import zckpt
+from zckpt import api
+from zckpt.errors import WrongOption
+from zckpt.resume.fitting import Asked, obstacles
+
+from ..conftest import EXAMPLE, ROOT, Result
+from .conftest import DAMAGE, TAGS
+
+DATA = ROOT / "tests" / "data"
+ZERO = EXAMPLE
+GRID = DATA / "zckpt-0.1-pp2_tp2" / "run"  # pp 2, tp 2, dp 1
+MEGATRON = DATA / "megatron-0.16.1-tp2"
+BUFFERS = DATA / "megatron-0.16.1-buffers-tp2"
+LEGACY = DATA / "megatron-0.16.1-legacy-tp2"
+FSDP2 = DATA / "fsdp2-2.13.0-w2"
+RANKS = DATA / "torch_checkpointing-0.1.1-w2" / "items"
+ORT = DATA / "onnxruntime" / "hdf5__fp16__adam__dp3"
+BF16 = {"bf16": {"enabled": True}}
+
+
+@pytest.mark.parametrize(
+    ("source", "size", "words", "expected"),
+    [
+        (ZERO, 4, {}, []),
+        (ZERO, 3, {}, ["dp 4, and not 3"]),
+        (ZERO, 4, {"stage": 3}, ["ZeRO stage 2, and not 3"]),
+        (ZERO, 4, {"config": BF16 | {"zero_optimization": {"stage": 2}}}, []),
+        (ZERO, 4, {"config": {"zero_optimization": {"stage": 2}}}, ["type BF16, and not F32"]),
+        (GRID, 4, {}, []),
+        (GRID, 8, {}, ["dp 1, and not 2"]),
+        (GRID, 4, {"pp": 1}, ["pp 2, and not 1", "dp 1, and not 2"]),
+        (GRID, 2, {"tp": 1}, ["tp 2, and not 1"]),
+        (MEGATRON, 7, {"tp": 1}, []),
+        (BUFFERS, 8, {"tp": 2}, []),
+        (BUFFERS, 8, {"tp": 4}, ["tp 2 of dp_zero_gather_scatter, and not 4"]),
+        (LEGACY, 8, {}, []),
+        (LEGACY, 8, {"pp": 2}, ["pp 1 of mp_rank_* folders, and not 2"]),
+        (FSDP2, 5, {}, []),
+        (RANKS, 2, {}, []),
+        (RANKS, 5, {}, ["dp 2, and not 5"]),
+        (ORT, 3, {}, []),
+        (ORT, 2, {}, ["dp 3, and not 2"]),
+    ],
+    ids=lambda value: value.name if isinstance(value, Path) else None,
+)
+def test_what_must_be_equal(
+    source: Path, size: int, words: dict[str, Any], expected: list[str]
+) -> None:
+    manifest = zckpt.read(source, nameless=True)
+    asked = Asked(size, words)
+    assert obstacles(manifest, asked.of(manifest)) == expected
+
+
+def test_a_universal_checkpoint_is_for_no_engine(tmp_path: Path) -> None:
+    zckpt.convert(EXAMPLE, tmp_path / "universal")
+    manifest = zckpt.read(tmp_path / "universal")
+    (reason,) = obstacles(manifest, {"dp": 4})
+    assert "no engine loads" in reason
+
+
+def test_a_size_that_cannot_be_divided() -> None:
+    with pytest.raises(WrongOption, match=r"6 processes cannot be divided by tp \* pp = 4"):
+        Asked(6, {}).of(zckpt.read(GRID))
+
+
+# -- the command
+
+
+def test_check(run: Path, zckpt: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "verify", None)
+    ended = zckpt("check", run, "--dp", 4)
+    assert (ended.code, ended.out) == (
+        0,
+        f"{run / TAGS[-1]} loads as it is (deepspeed, dp 4)\n",
+    )
+    ended = zckpt("check", run, "--dp", 3, "--json")
+    assert ended.code == 3
+    assert ended.document["obstacles"] == ["dp 4, and not 3"]
+    assert not (run / ".zckpt").exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--dp", 3),
+        ("--dp", 2, "--stage", 3),
+        ("--dp", 2, "--for", "dcp"),
+        ("--dp", 3, "--ds-config", "ds.json"),
+    ],
+)
+def test_the_command_that_makes_it_fit(
+    words: tuple[object, ...], run: Path, tmp_path: Path, zckpt: Callable[..., Result]
+) -> None:
+    config = tmp_path / "ds.json"
+    config.write_text(json.dumps(BF16 | {"zero_optimization": {"stage": 3}}))
+    own = [config if word == "ds.json" else word for word in words]
+    ended = zckpt("check", run, *own, "--json")
+    assert ended.code == 3
+    fix = shlex.split(ended.document["fix"].replace("DST", str(tmp_path / "dst")))
+    assert zckpt(*fix[1:]).code == 0
+    assert zckpt("check", tmp_path / "dst", *own).code == 0
+
+
+def test_it_cannot_be_read(run: Path, zckpt: Callable[..., Result]) -> None:
+    DAMAGE["lost"](run / TAGS[-1])
+    ended = zckpt("check", run, "--dp", 4)
+    assert ended.code == 1
+    assert "rank 1 is missing" in ended.err
+    assert zckpt("check", run / "nothing").code == 1
+
+
+def test_names_and_shapes(tmp_path: Path, zckpt: Callable[..., Result]) -> None:
+    assert zckpt("check", EXAMPLE, "--dp", 4, "--like", EXAMPLE).code == 0
+    ended = zckpt("check", EXAMPLE, "--dp", 4, "--like", FSDP2, "--json")
+    assert ended.code == 3
+    assert any(line.startswith("parameters that") for line in ended.document["obstacles"])
+
+
+def test_ranks_that_are_alike_are_parsed_once(
+    tmp_path: Path, parses: list[str], zckpt: Callable[..., Result]
+) -> None:
+    """So that the answer for 1,000 ranks takes less than a second."""
+    assert zckpt("reshard", EXAMPLE, tmp_path / "wide", "--dp", 200).code == 0
+    parses.clear()
+    assert zckpt("check", tmp_path / "wide", "--dp", 200).code == 0
+    assert len(parses) < 20
+
+
+def test_a_relative_run(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(run.parent)
+    path = zckpt.auto_resume(run.name, dp=3, tell=lambda lines: None)
+    assert path == str(run / ".zckpt" / f"{TAGS[-1]}-dp3")
+    assert zckpt.auto_resume(run.name, dp=4) == run.name
+    shutil.rmtree(run / ".zckpt")
+    assert os.listdir(run)

@@ -1,0 +1,164 @@
+"""Which checkpoints a run has, and in which order they are tried."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import zckpt
+from zckpt.errors import IncompleteCheckpoint, NotACheckpoint
+from zckpt.resume.runs import candidates
+
+from ..conftest import EXAMPLE, ROOT
+from .conftest import BESIDE, DAMAGE, TAGS, original
+
+DATA = ROOT / "tests" / "data"
+FSDP2 = DATA / "fsdp2-2.13.0-tiny"
+MEGATRON = DATA / "megatron-0.16.1-tp2"
+
+
+def names(run: Path) -> list[str]:
+    return [each.name for each in candidates(str(run))]
+
+
+def laid_out(run: Path, source: Path, *folders: str) -> Path:
+    for folder in folders:
+        shutil.copytree(source, run / folder)
+    return run
+
+
+def test_tags_of_deepspeed(run: Path) -> None:
+    assert names(run) == [*reversed(TAGS)]
+    first, second, _ = candidates(str(run))
+    assert (first.loaded, second.loaded) == (str(run), str(run / TAGS[1]))
+
+
+def test_the_tag_that_latest_names_comes_first(run: Path) -> None:
+    (run / "latest").write_text(TAGS[1])
+    assert names(run) == [TAGS[1], TAGS[2], TAGS[0]]
+    with pytest.warns(UserWarning, match="global_step6 as its last checkpoint, which is taken"):
+        path = zckpt.auto_resume(run, dp=4)
+    assert path == str(run)
+
+
+@pytest.mark.parametrize(
+    ("folders", "newest"),
+    [
+        (("checkpoint-9", "checkpoint-10"), "checkpoint-10"),
+        (("checkpoints/checkpoint_2", "checkpoints/checkpoint_11"), "checkpoint_11"),
+    ],
+)
+def test_folders_of_trainers(folders: tuple[str, ...], newest: str, tmp_path: Path) -> None:
+    run = laid_out(tmp_path / "run", EXAMPLE, *folders)
+    assert names(run)[0] == newest
+    path = zckpt.auto_resume(run, dp=4)
+    assert path is not None
+    assert os.path.basename(path) == newest
+    assert path.step == 7
+
+
+def test_steps_of_torchtitan(tmp_path: Path) -> None:
+    run = laid_out(tmp_path / "run", FSDP2, "checkpoint/step-10", "checkpoint/step-200")
+    for each in (run, run / "checkpoint"):
+        assert zckpt.auto_resume(each, dp=5) == str(run / "checkpoint" / "step-200")
+
+
+def test_iterations_of_megatron(tmp_path: Path) -> None:
+    run = Path(shutil.copytree(MEGATRON, tmp_path / "run"))
+    shutil.copytree(run / "iter_0000003", run / "iter_0000012")
+    (run / "latest_checkpointed_iteration.txt").write_text("12")
+    path = zckpt.auto_resume(run, dp=3)
+    assert path is not None
+    assert (path, path.step, path.tag) == (str(run), 12, "iter_0000012")
+
+
+def test_lightning_has_a_last_one_beside_the_best(tmp_path: Path) -> None:
+    run = tmp_path / "lightning_logs" / "version_0" / "checkpoints"
+    for name, step in (("epoch=0-step=3.ckpt", 3), ("last.ckpt", 5)):
+        parameter = torch.nn.Parameter(torch.ones(3))
+        optimizer = torch.optim.AdamW([parameter])
+        for _ in range(step):
+            parameter.grad = torch.ones(3)
+            optimizer.step()
+        run.mkdir(parents=True, exist_ok=True)
+        state = {"state_dict": {"w": parameter.data}, "optimizer_states": [optimizer.state_dict()]}
+        torch.save({**state, "global_step": step, "pytorch-lightning_version": "2.6"}, run / name)
+    assert names(tmp_path) == ["last.ckpt", "epoch=0-step=3.ckpt"]
+    assert zckpt.auto_resume(tmp_path, dp=2) == str(run / "last.ckpt")
+    (run / "last.ckpt").write_bytes((run / "last.ckpt").read_bytes()[:-300])
+    with pytest.warns(UserWarning, match=r"last\.ckpt is left aside: .*step=3\.ckpt is taken"):
+        assert zckpt.auto_resume(tmp_path, dp=2) == str(run / "epoch=0-step=3.ckpt")
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("verify", ["records", "files"])
+def test_a_broken_newest_one(damage: str, verify: str, run: Path) -> None:
+    """A flipped bit shows only where all bytes are read."""
+    DAMAGE[damage](run / TAGS[-1])
+    before = original(run)
+    if (damage, verify) == ("flipped", "files"):
+        assert zckpt.auto_resume(run, dp=4, verify="files") == str(run)
+        return
+    with pytest.warns(UserWarning, match=f"{TAGS[2]} is left aside: .*; .*{TAGS[1]} is taken"):
+        path = zckpt.auto_resume(run, dp=4, verify=verify)  # type: ignore[arg-type]
+    assert path is not None
+    assert (path, path.tag) == (str(run / TAGS[1]), TAGS[1])
+    assert [each["path"] for each in path.report["left_aside"]] == [str(run / TAGS[2])]
+    assert original(run) == before
+
+
+def test_a_broken_newest_one_at_another_size(run: Path) -> None:
+    DAMAGE["flipped"](run / TAGS[-1])
+    with pytest.warns(UserWarning, match="left aside"):
+        path = zckpt.auto_resume(run, dp=3)
+    assert path == str(run / BESIDE / f"{TAGS[1]}-dp3")
+
+
+def test_none_is_whole(run: Path) -> None:
+    for tag in TAGS:
+        DAMAGE["lost"](run / tag)
+    with pytest.raises(
+        IncompleteCheckpoint, match=r"has 3 checkpoints, and none is whole: .*step7"
+    ):
+        zckpt.auto_resume(run, dp=4)
+
+
+def test_the_trainer_writes_its_state_last(tmp_path: Path) -> None:
+    run = laid_out(tmp_path / "run", EXAMPLE, "checkpoint-9", "checkpoint-10")
+    for folder in run.iterdir():
+        (folder / "training_args.bin").write_bytes(b"")
+    (run / "checkpoint-10" / "latest").unlink()
+    (run / "checkpoint-9" / "trainer_state.json").write_text("{}")
+    with pytest.warns(UserWarning, match="trainer_state.json is missing, which it writes last"):
+        assert zckpt.auto_resume(run, dp=4) == str(run / "checkpoint-9")
+
+
+def test_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "empty" / "runs").mkdir(parents=True)
+    assert zckpt.auto_resume(tmp_path / "empty") is None
+    with pytest.warns(UserWarning, match="nothing does not exist"):
+        assert zckpt.auto_resume(tmp_path / "nothing") is None
+    (tmp_path / "file").write_text("a log")
+    with pytest.raises(NotACheckpoint, match="is a file, and not a run"):
+        zckpt.auto_resume(tmp_path / "file")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [EXAMPLE, EXAMPLE / TAGS[-1], FSDP2, MEGATRON, MEGATRON / "iter_0000003"],
+    ids=lambda path: path.name,
+)
+def test_readers_pass_over_what_lies_beside(source: Path, tmp_path: Path) -> None:
+    """Also in a trainer's directory, whose other files are copied along."""
+    run = Path(shutil.copytree(source, tmp_path / "run"))
+    (run / "trainer_state.json").write_text("{}")
+    before = zckpt.inspect(zckpt.read(run))
+    shutil.copytree(EXAMPLE, run / BESIDE / "global_step3-dp2")
+    (run / BESIDE / "lock").touch()
+    after = zckpt.inspect(zckpt.read(run))
+    assert after == before
+    assert BESIDE not in str(after)

@@ -1,0 +1,156 @@
+"""The commands for a run that goes on, each a thin layer over `zckpt.resume`."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import click
+
+from .. import display
+from ..formats.reading import NamedKeywords
+from ..training.options import DP, EP, PP, TP
+from . import parameters
+from .help import ExplainedCommand, format_names
+from .options import (
+    declared_option,
+    grouped,
+    masters_from_weights,
+    memory,
+    of_run,
+    replicas,
+    resuming,
+    single,
+    threads,
+    together,
+)
+from .parameters import PATH
+
+SIZES = (DP, TP, PP, EP)
+
+
+@click.command(
+    "auto-resume",
+    cls=ExplainedCommand,
+    examples=(
+        "zckpt auto-resume out --dp 16",
+        "zckpt auto-resume out --dp 16 --scratch /scratch/resumed",
+        "torchrun --nproc-per-node 8 -m zckpt auto-resume out",
+    ),
+)
+@click.argument("run", metavar="RUN", type=PATH)
+@grouped(
+    "Source",
+    "--verify",
+    type=click.Choice(["records", "files"]),
+    default="records",
+    show_default=True,
+    help="Read and check all bytes, or look only whether all files are there.",
+)
+@grouped(
+    "Target",
+    "--scratch",
+    type=PATH,
+    metavar="DIR",
+    help="Where to write what is needed for this size.  [default: RUN/.zckpt]",
+)
+@grouped(
+    "Target",
+    "--keep",
+    type=click.IntRange(0),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="How many directories for other sizes or checkpoints stay there.",
+)
+@resuming
+@replicas
+@masters_from_weights
+@threads(4)
+@memory
+@single
+@of_run
+def auto_resume(
+    run: str, config: Any, jobs: int, memory: int, as_json: bool, quiet: bool, **words: Any
+) -> None:
+    """Print the path from which a run goes on at another size, and nothing else.
+
+    RUN is the directory in which a training saves. Its newest whole checkpoint is taken. If the
+    engine does not load it at this size, it is first written for this size below RUN/.zckpt, once.
+    Nothing is printed if RUN has no checkpoint. Without --dp the size is that of the launch.
+    """
+    from ..api import Copying
+    from ..processes.launcher import launched
+    from ..resume.auto import auto_resume as resume
+
+    said = {name: value for name, value in words.items() if value not in (None, (), {}, False)}
+    with display.progress(quiet or as_json) as begin:
+        path = resume(
+            run,
+            ds_config=config,
+            copying=Copying(jobs, memory),
+            tell=lambda lines: display.warn(list(lines), quiet),
+            begin=begin,
+            **said,
+        )
+    launch = None if words["single"] else launched()
+    if launch is not None and launch.rank:  # rank 0 prints it for all
+        return
+    if as_json:
+        display.document(None if path is None else path.report)
+    elif path is not None:
+        print(path)
+
+
+@click.command(
+    cls=ExplainedCommand,
+    examples=(
+        "zckpt check out --dp 48",
+        "zckpt check out/checkpoint-500 --dp 48 --for deepspeed --ds-config ds.json",
+        "zckpt check out --dp 8 --like saved-by-the-new-program",
+    ),
+)
+@click.argument("path", type=PATH)
+@together(*(declared_option(option) for option in SIZES))
+@grouped("Target", "--stage", type=click.IntRange(0, 3), metavar="N", help="The ZeRO stage.")
+@grouped(
+    "Target",
+    "--for",
+    "engine",
+    help="The format that the next run loads.  [default: the checkpoint's own]",
+    **format_names(targets=True),
+)
+@grouped("Target", "--ds-config", type=PATH, metavar="FILE", help="The next run's ds_config.")
+@grouped(
+    "Target",
+    "--like",
+    type=PATH,
+    metavar="RUN",
+    help="A checkpoint that the next program has saved: names and shapes must be its own.",
+)
+@of_run
+def check(
+    path: str,
+    engine: str | None,
+    ds_config: str | None,
+    like: str | None,
+    as_json: bool,
+    quiet: bool,
+    **words: Any,
+) -> int:
+    """Say whether an engine will load a checkpoint at a size, without reading a tensor.
+
+    PATH is a checkpoint, or a run, whose newest one is asked. If it does not load as it is, the
+    report says why, and which command makes it fit.
+
+    Exit code 3: it does not load as it is.
+    """
+    from ..resume.fitting import Asked
+    from ..resume.fitting import check as ask
+
+    reading = {name: words.pop(name) for name in NamedKeywords.__annotations__ if name in words}
+    config = None if ds_config is None else parameters.config(ds_config)
+    files = {} if ds_config is None else {"config": os.path.abspath(ds_config)}
+    report = ask(path, Asked(None, words | {"config": config}), engine, like, reading, files)
+    display.answer(report, as_json, quiet, display.fitting)
+    return 0 if report["loads"] else 3

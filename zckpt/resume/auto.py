@@ -1,0 +1,127 @@
+"""From which path does a run go on, at the number of processes that it has now?
+
+All ranks get the same path, or raise the same error: whatever rank 0 decides, and whatever it fails
+with, it tells the others.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, Literal
+
+from ..core.resources import DEFAULT_COPYING, Begin, Copying, Tell
+from ..errors import ProcessFailed, WrongOption, ZckptError, hint_for, sentence
+from ..processes.launcher import Launch, address, joined, launched
+from ..processes.sharing import Processes
+from .fitting import Asked
+from .ranks import Ranks, Told
+from .resuming import Resumed, Resuming, Settings
+
+
+def auto_resume(
+    run: str | os.PathLike[str],
+    *,
+    verify: Literal["records", "files"] = "records",
+    scratch: str | os.PathLike[str] | None = None,
+    keep: int = 1,
+    ds_config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    single: bool = False,
+    copying: Copying = DEFAULT_COPYING,
+    tell: Tell | None = None,
+    begin: Begin | None = None,
+    **words: Any,
+) -> Resumed | None:
+    """The path from which a run goes on at the number of processes that it has now.
+
+        trainer.train(resume_from_checkpoint=zckpt.auto_resume(args.output_dir))
+
+    It is the newest checkpoint of the directory `run` that is whole. If the engine does not load it
+    at this size, it is first written for this size below `run`/.zckpt, once: the next start finds
+    it. None if the run has no checkpoint. Every process calls it, before or after torch.distributed
+    is initialised; all share the work, and get the same path, or raise the same error.
+
+        verify      "records" reads and checks all bytes; "files" looks whether all files are there,
+                    of the right size and of one save
+        scratch     a directory for what is written, instead of `run`/.zckpt
+        keep        how many directories for other sizes, or of other checkpoints, stay there
+        ds_config   the next run's, if it is another one: a dictionary, or the path of its JSON
+        single      this process is alone, whatever a launcher has set
+        copying     a `zckpt.Copying`: how many threads, how much memory
+        tell        is called with the warnings, in rank 0; by default they are Python's
+        begin       as for `zckpt.convert`: for each pass over the bytes
+        dp, tp, pp, ep, stage    the sizes of the next run. Without `dp` it is what `tp` and `pp`
+                    leave of the number of processes
+        accept_weights, drop_state, step_policy, param_names    as for `zckpt.reshard`, as are all
+                    other options of a conversion
+
+    Raises a ZckptError; also if there are checkpoints and none is whole.
+    """
+    if verify not in ("records", "files"):
+        raise WrongOption(f"verify {verify!r} is neither 'records' nor 'files'")
+    if keep < 0:
+        raise WrongOption(f"keep {keep} is less than 0")
+    if ds_config is not None:
+        words["config"] = ds_config if isinstance(ds_config, Mapping) else _json(ds_config)
+    launch = Launch(0, 1) if single else joined() or launched() or Launch(0, 1)
+    settings = Settings(verify, scratch, keep, copying, begin)
+    about = os.fspath(run), Asked(launch.size, words), settings
+    outcome = _outcome(Ranks(), *about) if launch.size == 1 else _outcome_of_all(launch, *about)
+    if isinstance(outcome, Exception):
+        raise outcome
+    resumed, lines = outcome
+    if lines and launch.rank == 0:
+        (tell or _warn)(lines)
+    return resumed
+
+
+Outcome = tuple[Resumed | None, list[str]] | Exception
+"""What all ranks get, with warnings; or the error that all raise."""
+
+
+def _outcome_of_all(launch: Launch, *about: Any) -> Outcome:
+    if joined() is None and address() is None:
+        return WrongOption(
+            f"this process is rank {launch.rank} of {launch.size}, and MASTER_ADDR and MASTER_PORT "
+            "do not say where they meet",
+            hint="call torch.distributed.init_process_group first, or set both; if this process "
+            "runs alone: single=True (--single)",
+        )
+    try:
+        with Processes(launch) as processes:
+            return _outcome(Ranks(processes), *about)
+    except ProcessFailed as error:
+        return error
+    except (ZckptError, OSError) as error:  # the others raise what this one has told them
+        hint = error.hint if isinstance(error, ZckptError) else hint_for(error)
+        failed = ProcessFailed(f"rank {launch.rank}: {sentence(error)}", hint)
+        failed.__cause__ = error
+        return failed
+
+
+def _outcome(ranks: Ranks, run: str, asked: Asked, settings: Settings) -> Outcome:
+    with ExitStack() as stack:
+        try:
+            return Resuming(run, asked, settings, ranks, stack).resumed()
+        except Told as told:
+            return told.error
+
+
+def _json(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """A ds_config in a file."""
+    try:
+        with open(path, encoding="utf-8-sig") as file:
+            document = json.load(file)
+    except ValueError as error:
+        raise WrongOption(f"{os.fspath(path)} is not JSON: {error}") from error
+    if not isinstance(document, dict):
+        raise WrongOption(f"{os.fspath(path)} is not a JSON object")
+    return document
+
+
+def _warn(lines: Sequence[str]) -> None:
+    for line in lines:
+        warnings.warn(line, stacklevel=3)

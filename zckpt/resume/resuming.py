@@ -1,0 +1,284 @@
+"""What do the ranks do until all of them have a path?
+
+1. rank 0 lists the checkpoints, and looks at the metadata of the newest one
+2. if its engine does not load it at this size: is it there at this size? does it fit there?
+3. all ranks read and check all bytes of what will be loaded, or is to be resharded
+4. all ranks write it at this size, once; `beside.py` says where, and who else may be there
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+from msgspec import Struct
+
+from .. import api
+from ..core.manifest import Manifest
+from ..core.resources import Begin, Copying
+from ..errors import (
+    CorruptCheckpoint,
+    IncompleteCheckpoint,
+    InconsistentCheckpoint,
+    NotACheckpoint,
+    NotEnoughSpace,
+    SourceChanged,
+    TargetExists,
+    counted,
+    sentence,
+    sized,
+)
+from . import beside
+from .fitting import IN_NAMES, Asked, Words, batch, name_for, obstacles, words_for
+from .ranks import Ranks, Told
+from .runs import FILE, Candidate, candidates
+
+BROKEN = (
+    *(CorruptCheckpoint, IncompleteCheckpoint, InconsistentCheckpoint),
+    *(NotACheckpoint, SourceChanged, FileNotFoundError),
+)
+"""What the files of one checkpoint say of themselves: the one before may be whole."""
+READING = ("format", "root", "step_policy", "tp_rules", "param_names")
+"""The words that say how a checkpoint is read."""
+META = "meta.pt"  # Lightning writes it when the items are there
+
+
+class Resumed(str):
+    """The path that the engine's loader takes.
+
+    `step` counts completed updates, or is Megatron-Core's iteration. `tag` is the tag of the
+    checkpoint, if it has one, and `report` says what was found and done.
+    """
+
+    step: int | float | None
+    tag: str | None
+    report: dict[str, Any]
+
+    def __new__(cls, path: str, report: dict[str, Any]) -> Resumed:
+        self = super().__new__(cls, path)
+        self.step, self.tag, self.report = report["step"], report["tag"], report
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return str, (str(self),)  # a trainer may send it to others, or save it
+
+
+class Settings(Struct, frozen=True):
+    """What the user says beside the next run's sizes."""
+
+    verify: str
+    scratch: str | os.PathLike[str] | None
+    keep: int
+    copying: Copying
+    begin: Begin | None
+
+
+class Resuming:
+    """One call, in one rank. Methods whose names begin with `_` run in rank 0 alone."""
+
+    def __init__(
+        self, run: str, asked: Asked, settings: Settings, ranks: Ranks, stack: ExitStack
+    ) -> None:
+        self.run, self.asked, self.settings, self.ranks = run, asked, settings, ranks
+        self.folder = beside.folder_of(run, settings.scratch)
+        self.damaged: set[str] = set()
+        self._stack, self._is_alone = stack, False
+        self._shared = {"begin": None if ranks.rank else settings.begin, **ranks.words}
+        given = {name: asked.words.get(name) for name in READING}
+        self._reading = {name: value for name, value in given.items() if value is not None}
+
+    def resumed(self) -> tuple[Resumed | None, list[str]]:
+        left: list[Words] = []
+        found = self.ranks.told(self._candidates)
+        for candidate in [Candidate(*each) for each in found]:
+            plan = self.planned(candidate)
+            if "broken" not in plan:
+                return self.taken(candidate, plan, left)
+            left.append({"path": candidate.where, "reason": plan["broken"]})
+        if left:
+            raise Told(
+                IncompleteCheckpoint(
+                    f"{self.run} has {counted(len(left), 'checkpoint')}, and none is whole: "
+                    f"{left[0]['path']}: {left[0]['reason']}",
+                    hint="`zckpt verify PATH` says more; to start anew, choose another directory",
+                )
+            )
+        lines = [] if os.path.isdir(self.run) else [f"{self.run} does not exist: nothing to resume"]
+        return None, lines
+
+    def planned(self, candidate: Candidate) -> Words:
+        """What is to be done with a checkpoint, after all bytes that count were checked."""
+        while True:
+            plan: Words = self.ranks.told(partial(self._plan, candidate))
+            if "broken" in plan or self.settings.verify == "files":
+                return plan
+            target = plan["target"] if plan["is_complete"] else None
+            path, tag = (target, None) if target else (candidate.path, candidate.tag)
+            if not (reason := self.damage(path, tag, {} if target else self._reading)):
+                return plan
+            if not target:
+                return {"broken": reason}
+            self.damaged.add(target)  # it is removed, or another one is written beside it
+            self.ranks.told(partial(self._discard, target))
+
+    def damage(self, path: str, tag: str | None, reading: Words) -> str:
+        """What is wrong with a checkpoint; empty if it is whole. All ranks read it together."""
+        copying = self.settings.copying
+        more = {"jobs": copying.jobs, "memory": copying.memory, **self._shared}
+        report = api.verify(path, tag=tag, **reading, **more)
+        for line in report["problems"]:
+            return str(line["message"])
+        for line in report["differences"]:
+            if not self.asked.words.get("accept_weights"):
+                return f"{line['tensor']}: what is stored twice differs"
+        return ""
+
+    def taken(
+        self, candidate: Candidate, plan: Words, left: list[Words]
+    ) -> tuple[Resumed, list[str]]:
+        """The path of a checkpoint that is whole, which is written first if that is to be done."""
+        target, is_written = plan["target"], plan["target"] and not plan["is_complete"]
+        if is_written:
+            more = {"copying": self.settings.copying, **self._shared}
+            written = api.reshard(
+                candidate.path, target, tag=candidate.tag, resume=True, **plan["words"], **more
+            )
+            plan |= self.ranks.told(partial(self._finish, target, written))
+        if target:
+            beside.hold(target)
+        lines = [
+            f"{each['path']} is left aside: {each['reason']}; {candidate.where} is taken"
+            for each in left
+        ]
+        said = [candidate.note, *plan["lines"], *plan.get("said", ())]
+        lines += [line for line in dict.fromkeys(said) if line]
+        report = {
+            "zckpt": 1,
+            "command": "auto-resume",
+            "run": self.run,
+            "path": target or candidate.loaded,
+            "checkpoint": candidate.where,
+            "load_dir": target or candidate.path,
+            **{
+                key: plan[key]
+                for key in ("tag", "step", "format", "sizes", "ranks_before", "obstacles")
+            },
+            "written": bool(is_written),
+            "bytes": plan["bytes"] if is_written else 0,
+            "left_aside": left,
+            "removed": plan.get("removed", []),
+            "warnings": lines,
+        }
+        return Resumed(report["path"], report), lines
+
+    # -- rank 0
+
+    def _candidates(self) -> list[Any]:
+        return [
+            [each.path, each.name, each.loaded, each.tag, each.note]
+            for each in candidates(self.run)
+        ]
+
+    def _plan(self, candidate: Candidate) -> Words:
+        """Whether the engine loads it, else where it is written; or why it is `broken`."""
+        try:
+            manifest = api.read(candidate.path, tag=candidate.tag, nameless=True, **self._reading)
+        except BROKEN as error:
+            return {"broken": sentence(error)}
+        if reason := _unfinished(candidate, manifest):
+            return {"broken": reason}
+        words = self.asked.of(manifest)
+        tag = manifest.source.get("tag")
+        iteration = str(tag).rpartition("_")[2] if manifest.format == "megatron" else ""
+        plan: Words = {
+            "step": int(iteration) if iteration.isdecimal() else manifest.step,
+            "tag": tag,
+            "format": manifest.format,
+            "sizes": {name: words[name] for name in IN_NAMES if words.get(name)},
+            "obstacles": obstacles(manifest, words),
+            "ranks_before": manifest.source.get("dp"),
+            "lines": [],
+            "target": None,
+            "is_complete": False,
+        }
+        if not plan["obstacles"]:
+            return plan | {"lines": batch(manifest, words, ())}
+        beside.make(self.folder, self.run)
+        plan["words"] = words_for(manifest, words)
+        place = self._place(candidate, name_for(candidate.name, words), plan["words"])
+        return plan | place | {"lines": [*batch(manifest, words, place["lines"]), *place["lines"]]}
+
+    def _place(self, candidate: Candidate, name: str, words: Words) -> Words:
+        """The directory for it: complete, or to be written by this job, which is alone then."""
+        removed: set[str] = set()
+        number = 1
+        while True:
+            target = os.path.join(self.folder, name if number == 1 else f"{name}-{number}")
+            try:
+                dry = api.reshard(
+                    candidate.path, target, tag=candidate.tag, dry_run=True, resume=True, **words
+                )
+                is_complete = "already_complete" in dry
+                if is_complete and target not in self.damaged:
+                    beside.hold(target)
+            except TargetExists:  # of another source, options or version; or being written now
+                if self._becomes_alone(target):
+                    continue
+                if target in removed or not self._removes(target):
+                    number += 1
+                removed.add(target)
+                continue
+            if is_complete and target in self.damaged:  # and another job has it
+                number += 1
+                continue
+            if not is_complete and self._becomes_alone(target):
+                continue  # to look again: the job before may have written it
+            if not is_complete and dry["bytes"] > dry["free"]:
+                raise NotEnoughSpace(
+                    f"{target} needs {sized(dry['bytes'])}, but only {sized(dry['free'])} are free",
+                    hint="free some space, or name another filesystem: scratch=, or --scratch DIR",
+                )
+            return {
+                "target": target,
+                "is_complete": is_complete,
+                "bytes": dry["bytes"],
+                "lines": dry["warnings"],
+            }
+
+    def _becomes_alone(self, target: str) -> bool:
+        """Waits until no other job writes in the folder; False if that is so already."""
+        if self._is_alone:
+            return False
+        self._stack.enter_context(beside.alone_in(self.folder))
+        self._is_alone = True
+        beside.sweep(self.folder, target)
+        return True
+
+    def _removes(self, target: str) -> bool:
+        """Whether it is gone now, complete or begun: no living process has it."""
+        return beside.remove(target) and beside.remove(target + beside.PARTIAL)
+
+    def _discard(self, target: str) -> None:
+        beside.let_go(target)
+        self._becomes_alone(target)
+        beside.remove(target)
+
+    def _finish(self, target: str, report: Words) -> Words:
+        beside.hold(target)
+        removed = beside.tidy(self.folder, target, self.settings.keep)
+        return {"said": report["warnings"], "removed": removed}
+
+
+def _unfinished(candidate: Candidate, manifest: Manifest) -> str:
+    """What a trainer has not written any more, though the engine's files are whole."""
+
+    def has(name: str) -> bool:
+        return os.path.exists(os.path.join(candidate.path, name))
+
+    if candidate.tag is None and has("training_args.bin") and not has("trainer_state.json"):
+        return "the Trainer's trainer_state.json is missing, which it writes last"
+    if manifest.format == "dcp" and candidate.name.endswith(FILE) and not has(META):
+        return f"Lightning's {META} is missing, which it writes last"
+    return ""
