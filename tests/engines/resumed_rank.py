@@ -11,7 +11,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,10 +52,10 @@ class Job:
     seed: int
     saves: bool
 
-    def path(self) -> Any:
+    def path(self, **words: Any) -> Any:
         import zckpt
 
-        path = zckpt.auto_resume(self.run)
+        path = zckpt.auto_resume(self.run, **words)
         if self.rank == 0:
             with self.log.open("a") as log:
                 print(json.dumps({"path": path, "report": path and path.report}), file=log)
@@ -149,17 +149,29 @@ def pipeline(job: Job) -> None:
     from .grids import GridCase
 
     deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
-    path = job.path()  # after the group
     stage, pp = job.program.stage, 2
+    names = [job.run.parent / f"names-{number}" for number in range(pp)]
+    # files of stage 0 do not say which of equal layers a state belongs to
+    told = {} if stage or job.saves else {"param_names": lines_of(names)}
+    path = job.path(**told)  # after the group
     case = GridCase("resumed", "pipe", pp=pp, dp=job.ranks // pp, stage=stage, dtype="fp32")
     engine = grid_rank.build_engine(case, grid_rank.Axes(case), job.seed)
     if path:
         load(engine, path)
+    if job.saves and not stage:
+        own = {id(each): name for name, each in engine.module.named_parameters()}
+        groups = engine.basic_optimizer.param_groups
+        listed = [own[id(each)] for group in groups for each in group["params"]]
+        names[job.rank // case.dp].write_text("\n".join(listed))
     for step in range(engine.global_steps, STEPS):
         loss = grid_rank.train_step(engine, case, grid_rank.Axes(case), step)
         job.add(step, torch.as_tensor(loss))
         if job.is_saved(step + 1):
             engine.save_checkpoint(str(job.run))
+
+
+def lines_of(files: Sequence[Path]) -> list[str]:
+    return [line for file in files for line in file.read_text().splitlines()]
 
 
 # -- trainers

@@ -27,7 +27,7 @@ from zckpt.resume import beside, resuming
 from ..conftest import ROOT, Result
 from ..processes.conftest import Start, start, until  # noqa: F401
 from ..test_resume import files
-from .conftest import BESIDE, TAGS, flip, original, snapshot
+from .conftest import BESIDE, DAMAGE, TAGS, flip, original, snapshot
 
 pytestmark = pytest.mark.filterwarnings("ignore:the run had 4 data-parallel ranks")
 SCRIPT = (
@@ -88,11 +88,12 @@ def test_a_second_start_writes_nothing(verify: str, run: Path) -> None:
     assert snapshot(run) == before
 
 
-def test_a_damaged_one_is_made_anew(run: Path) -> None:
+@pytest.mark.parametrize(("verify", "damage"), [("records", "flipped"), ("files", "cut")])
+def test_a_damaged_one_is_made_anew(verify: str, damage: str, run: Path) -> None:
     path = resumed(run, dp=3)
     whole = files(path)
-    flip(path / TAGS[-1] / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt")
-    again = zckpt.auto_resume(run, dp=3)
+    DAMAGE[damage](path / TAGS[-1])
+    again = zckpt.auto_resume(run, dp=3, verify=verify)  # type: ignore[arg-type]
     assert again is not None
     assert again.report["written"]
     assert files(Path(again)) == whole
@@ -294,7 +295,8 @@ def test_a_filesystem_without_locks(run: Path, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(beside.fcntl, "flock", unknown)
     for dp in (3, 2, 3):
-        assert resumed(run, dp=dp).exists()
+        assert resumed(run, dp=dp, keep=0).exists()
+    assert names(run) == [f"{TAGS[-1]}-dp2", f"{TAGS[-1]}-dp3"]  # others may have them
 
 
 # -- the command

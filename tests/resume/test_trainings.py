@@ -80,6 +80,8 @@ def cases() -> Iterator[object]:
 @pytest.mark.parametrize(("name", "ranks"), [*cases()])
 def test_it_goes_on(name: str, ranks: int, killed: Killed, tmp_path: Path) -> None:
     run = Path(shutil.copytree(killed.run, tmp_path / "run"))
+    for file in killed.run.parent.glob("names-*"):
+        shutil.copy(file, tmp_path)
     before = original(run)
     again: Trained = resumed.start(PROGRAMS[name], run, ranks)
     expected = {step: loss for step, loss in killed.losses.items() if step >= SAVED_AT}
@@ -89,7 +91,10 @@ def test_it_goes_on(name: str, ranks: int, killed: Killed, tmp_path: Path) -> No
     is_written = (run / BESIDE).exists()
     assert again.report["written"] == is_written
     seen = snapshot(run)
-    second = zckpt.auto_resume(run, dp=again.report["sizes"]["dp"], tell=lambda lines: None)
+    names = [line for file in sorted(tmp_path.glob("names-*")) for line in file.open()]
+    told = {"param_names": [*map(str.strip, names)]} if name == "pipeline-0" else {}
+    dp = again.report["sizes"]["dp"]
+    second = zckpt.auto_resume(run, dp=dp, tell=lambda lines: None, **told)
     assert second is not None
     assert (str(second), second.report["written"]) == (again.path, False)
     assert snapshot(run) == seen

@@ -6,7 +6,8 @@
 
 One job writes at a time; another one waits for it, and finds what it has written. A process that
 got a directory locks it until it ends, so that no other job removes it meanwhile. All locks are
-flock's: they end with the process, however it ends. Where a filesystem has none, nothing is locked.
+flock's: they end with the process, however it ends. Where a filesystem has none, nothing is locked,
+and nothing is removed.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ def remove(path: str) -> bool:
     try:
         with suppress(FileNotFoundError):  # a folder that was begun, and has no journal yet
             file = os.open(place, (os.O_RDONLY if place == path else os.O_RDWR) | os.O_CLOEXEC)
-            if not _locked(file, fcntl.LOCK_EX):
+            if not _locked(file, fcntl.LOCK_EX, where_there_are_none=False):
                 return False
         with Folder.at(above) as folder:
             gone = path if name.endswith(PARTIAL) else f"{path}.gone{PARTIAL}"
@@ -149,13 +150,14 @@ def tidy(folder: str, own: str, keep: int) -> list[str]:
     return [path for path in others[keep:] if remove(path)]
 
 
-def _locked(file: int, kind: int) -> bool:
+def _locked(file: int, kind: int, where_there_are_none: bool = True) -> bool:
+    """Whether no other process has locked it; what is taken for true on a filesystem without."""
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:  # the filesystem has no locks
-        pass
+    except OSError:
+        return where_there_are_none
     return True
 
 

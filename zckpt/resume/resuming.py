@@ -112,11 +112,16 @@ class Resuming:
         """What is to be done with a checkpoint, after all bytes that count were checked."""
         while True:
             plan: Words = self.ranks.told(partial(self._plan, candidate))
-            if "broken" in plan or self.settings.verify == "files":
+            if "broken" in plan:
                 return plan
             target = plan["target"] if plan["is_complete"] else None
-            path, tag = (target, None) if target else (candidate.path, candidate.tag)
-            if not (reason := self.damage(path, tag, {} if target else self._reading)):
+            if self.settings.verify == "files":  # those of the source are there
+                reason = self.ranks.told(partial(self._lack, target)) if target else ""
+            elif target:
+                reason = self.damage(target, None, {})
+            else:
+                reason = self.damage(candidate.path, candidate.tag, self._reading)
+            if not reason:
                 return plan
             if not target:
                 return {"broken": reason}
@@ -259,6 +264,14 @@ class Resuming:
     def _removes(self, target: str) -> bool:
         """Whether it is gone now, complete or begun: no living process has it."""
         return beside.remove(target) and beside.remove(target + beside.PARTIAL)
+
+    def _lack(self, target: str) -> str:
+        """What a complete directory has lost by now."""
+        try:
+            api.read(target, nameless=True)
+        except BROKEN as error:
+            return sentence(error)
+        return ""
 
     def _discard(self, target: str) -> None:
         beside.let_go(target)
