@@ -52,6 +52,11 @@ def start(program: Program, run: Path, ranks: int, kill: bool = False) -> Traine
         if not kill or "died" not in str(error):
             printed = (run.parent / "engine.log").read_text()[-3000:]
             raise EngineError(f"{error}: {printed}") from error
+    return logged(log)
+
+
+def logged(log: Path) -> Trained:
+    """What rank 0 of a start has noted in its file."""
     path, report, losses = None, {}, {}
     for line in map(json.loads, log.read_text().splitlines()):
         if "path" in line:
