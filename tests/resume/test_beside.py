@@ -312,6 +312,12 @@ def test_the_command_prints_the_path_and_nothing_else(
     assert (report["written"], report["step"], report["tag"]) == (False, 7, TAGS[-1])
 
 
+def test_the_command_alone_keeps_the_size(run: Path, zckpt: Callable[..., Result]) -> None:
+    """It knows of no job; the function in a process alone is the job."""
+    assert zckpt("auto-resume", run).out == f"{run}\n"
+    assert resumed(run).name == f"{TAGS[-1]}-dp1"
+
+
 def test_the_command_without_a_checkpoint(tmp_path: Path, zckpt: Callable[..., Result]) -> None:
     for name in ("empty", "nothing"):
         if name == "empty":
