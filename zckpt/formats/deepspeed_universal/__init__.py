@@ -1,9 +1,8 @@
 """DeepSpeed's own universal checkpoints, which the engine loads with `load_universal`.
 
     files.py      which files make the checkpoint
-    folders.py    its tensors: a folder per parameter, a file per state
     merged.py     everything else that the files say
-    read.py       the manifest
+    read.py       the manifest, and its tensors: a folder per parameter, a file per state
     slicing.py    how the engine cuts a whole tensor for tensor parallelism
     write.py      such a directory for any data-parallel size
     functions.py  what zckpt does with them

@@ -1,16 +1,32 @@
-"""The manifest of one of DeepSpeed's own universal checkpoints."""
+"""The manifest of one of DeepSpeed's own universal checkpoints, and its tensors.
+
+A parameter has a folder below zero/, and each of its states a file there.
+"""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
 from msgspec.structs import replace
 
-from ...core.manifest import Manifest
-from ...errors import MALFORMED, not_understood
+from ...core import agreement, sources
+from ...core.facts import StepPlace
+from ...core.grouping import by_key
+from ...core.inert import Scalar, to_json
+from ...core.manifest import Manifest, Sighting, slot_name
+from ...core.missing_ranks import missing_file
+from ...core.saved_names import Place, refuse_others, saved_names
+from ...errors import MALFORMED, CorruptCheckpoint, InconsistentCheckpoint, listed, not_understood
+from ...files.torchfile import Parsed, Tensor, TorchFile
+from ...training import steps
 from ..deepspeed_states.directories import TagDirectory
 from ..deepspeed_states.manifest import manifest_of, with_files
+from ..deepspeed_states.states import BufferSlot, FlatBuffer, open_files
 from ..reading import USUAL, Reading
-from .files import CUTS, locate
-from .folders import ParameterFolders
+from .files import CUTS, MASTER, VIEW, ZERO, SliceInfo, is_name, locate
 from .merged import MergedStates
 from .slicing import facts_of
 
@@ -70,3 +86,227 @@ def _lost_steps(manifest: Manifest) -> list[str]:
         "there are moments without a step: the converter did not write it (DeepSpeed before "
         "0.14.1); take it from the run's own directory"
     ]
+
+
+# -- the tensors
+
+
+class ParameterFolders:
+    """The tensors below zero/: a folder per parameter, a file per state."""
+
+    def __init__(self, merged: MergedStates) -> None:
+        self.merged = merged
+        self.root = os.path.join(merged.states.directory.path, ZERO)
+        self.shapes = merged.shapes()
+        self.infos: dict[str, SliceInfo] = {}
+        self.layout: dict[str, dict[str, Any]] = {}
+        self.left_out: list[str] = []
+        names = [name for shapes in self.shapes for name in shapes]
+        self.paths = {name: self._listed(name) for name in names}
+        paths = [path for files in self.paths.values() for path in files]
+        self.files = open_files([*paths, *self._copies(set(names))], Parsed())
+        self.by_path = {file.path: file for file in self.files}
+        for paths_of_name in self.paths.values():
+            self._refuse_swapped(paths_of_name)
+
+    def _listed(self, name: str) -> list[str]:
+        """A parameter's files, its master first."""
+        if not is_name(name):
+            raise CorruptCheckpoint(
+                f"{self.merged.states.models[0].path} names a parameter {name!r}, which "
+                "cannot be a folder's name"
+            )
+        folder = os.path.join(self.root, name)
+        paths = [
+            os.path.join(folder, file)
+            for file in (sorted(os.listdir(folder)) if sources.is_folder(folder) else ())
+            if file.endswith(".pt")
+        ]
+        master = os.path.join(folder, f"{MASTER}.pt")
+        if master not in paths:
+            raise missing_file(
+                master,
+                hint="the conversion did not finish, or model files of another save were copied",
+            )
+        return [master, *(path for path in paths if path != master)]
+
+    def _refuse_swapped(self, paths: Sequence[str]) -> None:
+        """Raises InconsistentCheckpoint if files of one parameter have each other's name."""
+        states = [os.path.basename(path) for path in paths]
+
+        def place_of(name: str) -> Place | None:
+            return (ZERO, (states.index(name),)) if name in states else None
+
+        folders = {path: self.by_path[path].saved_as for path in paths}
+        refuse_others(saved_names(folders, place_of), "states")
+
+    def _copies(self, known: set[str]) -> list[str]:
+        """The converter's files of frozen weights and buffers; nothing else may be below zero/."""
+        paths = []
+        for name in sorted(set(os.listdir(self.root)) - known):
+            folder = os.path.join(self.root, name)
+            files = sorted(os.listdir(folder)) if sources.is_folder(folder) else []
+            states = [file for file in files if file.endswith(".pt") and file != f"{MASTER}.pt"]
+            if states:
+                raise InconsistentCheckpoint(
+                    f"{folder} holds {listed(states)} of a parameter that the model states do not "
+                    "list"
+                )
+            paths += [os.path.join(folder, file) for file in files if file == f"{MASTER}.pt"]
+        return paths
+
+    def buffers(self, step_policy: str | None) -> list[FlatBuffer]:
+        """One per parameter, in the user's order; what they share stands at the first."""
+        buffers = []
+        for place, shapes in enumerate(self.shapes):
+            group = self.merged.group_of(place)
+            steps_by_name, sightings, step_place = self._steps(
+                place, group, list(shapes), step_policy
+            )
+            kind = step_place.kind if step_place else ""
+            stalled = [steps.stalled(line.step, kind, line.where) for line in sightings]
+            of_first = sightings, list(filter(None, stalled))
+            for name, shape in shapes.items():
+                slots, scalars, whole = self._slots(name, shape)
+                own = {name: whole}, slots, steps_by_name.get(name), step_place, scalars
+                buffers.append(FlatBuffer(group, *own, *of_first))
+                of_first = [], []
+        return buffers
+
+    # -- tensors
+
+    def _slots(
+        self, name: str, shape: tuple[int, ...]
+    ) -> tuple[list[BufferSlot], dict[str, Scalar], tuple[int, ...]]:
+        """A parameter's slots, the numbers kept for it, and its shape."""
+        slots: list[BufferSlot] = []
+        scalars: dict[str, Scalar] = {}
+        for path in self.paths[name]:
+            file, key = self.by_path[path], os.path.basename(path).removesuffix(".pt")
+            if key == "step":
+                continue
+            tensor, info = self._tensor(file)
+            if info not in (None, {}, {"cat_dim": 0}):
+                self.layout[f"{ZERO}/{name}/{os.path.basename(path)}"] = to_json(info)
+            if key == MASTER:
+                shape = self._shape(name, shape, file, tensor, info)
+            if not isinstance(tensor, Tensor):
+                scalars[key] = Scalar(tensor, type(tensor).__name__)
+                continue
+            if shape and not tensor.shape and key != MASTER:
+                scalars[key] = file.scalar(tensor)
+                continue
+            if info is None:
+                tensor = self._unpadded(tensor, shape)
+            if tensor.numel != prod(shape) or not (
+                tensor.shape == shape or info is None or VIEW in info
+            ):
+                raise InconsistentCheckpoint(
+                    f"{file.path} has shape {list(tensor.shape)}, the parameter {list(shape)}"
+                )
+            slot = "master" if key == MASTER else slot_name(key)
+            slots.append(BufferSlot(slot, tensor.dtype, {name: file.fragments(tensor)}))
+        return slots, scalars, shape
+
+    def _unpadded(self, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """A flat tensor without the tail that converters before 0.19 leave at small parameters."""
+        numel, dp = prod(shape), self.merged.states.dp
+        longer = tensor.contiguous and numel < tensor.numel <= dp * -(-numel // dp)
+        return tensor.part(0, numel) if longer else tensor
+
+    def _tensor(self, file: TorchFile) -> tuple[Any, SliceInfo | None]:
+        """The tensor (or number) in a file, and what stands beside it; None if nothing does."""
+        value = file.value
+        info = None
+        if isinstance(value, dict):
+            info = {
+                str(key): entry
+                for key, entry in value.items()
+                if key != "param" and not isinstance(entry, Tensor)
+            }
+            value = value.get("param")
+        if not isinstance(value, (Tensor, bool, int, float)):
+            raise CorruptCheckpoint(f"{file.path} holds no tensor")
+        return value, info
+
+    def _shape(
+        self,
+        name: str,
+        stated: tuple[int, ...],
+        file: TorchFile,
+        tensor: Any,
+        info: SliceInfo | None,
+    ) -> tuple[int, ...]:
+        """The whole parameter's shape; raises InconsistentCheckpoint if files contradict."""
+        if not isinstance(tensor, Tensor):
+            raise CorruptCheckpoint(f"{file.path} holds no tensor")
+        if info is None:
+            return stated  # a flat tensor does not know
+        if info != {"cat_dim": 0} or self.merged.states.partitioned:
+            self.infos[name] = info
+        if VIEW in info and tensor.numel == prod(stated):
+            return stated
+        if self.merged.is_whole and tensor.shape != stated:
+            if not info.get("vocab_tensor"):
+                raise InconsistentCheckpoint(
+                    f"{file.path} has shape {list(tensor.shape)}, the model states say "
+                    f"{list(stated)}"
+                )
+            self.merged.states.model["module"].pop(name, None)  # still has the rows
+            self.left_out.append(f"rows of {name} that fill up the vocabulary")
+        return (tensor.numel,) if VIEW in info and len(stated) == 1 else tensor.shape
+
+    # -- steps
+
+    def _steps(
+        self, place: int, group: int, names: Sequence[str], policy: str | None
+    ) -> tuple[dict[str, agreement.Step], list[Sighting], StepPlace | None]:
+        """Steps by name, every place that states one, and where the true one stands."""
+        states = self.merged.states
+        common = states.flat_states(place)[0].get("step")
+        of_group = _number(states.optimizers[0], states.groups(group)[0].get("step"))
+        in_states, in_group = steps.StatedSteps("state"), steps.StatedSteps("group")
+        for name in names:
+            file = self.by_path.get(os.path.join(self.root, name, "step.pt"))
+            stored = self._tensor(file)[0] if file else common
+            number, of_tensor = _number(file or states.optimizers[0], stored)
+            if file and isinstance(number, Tensor):
+                raise CorruptCheckpoint(
+                    f"{file.path} has a tensor of shape {list(number.shape)} instead of a step"
+                )
+            in_states.add(name, number, of_tensor)
+            in_group.add(name, *of_group)
+        if policy is None:
+            self._refuse_differing(in_states.steps)
+        truth = steps.believed(in_states, in_group)
+        by_name = truth.settled(policy)
+        sightings = []
+        for step in dict.fromkeys(in_states.settled(policy).values()):
+            with_it = [name for name in names if by_name.get(name) == step]
+            whose = f"group {group}" if len(with_it) == len(names) else listed(with_it)
+            sightings.append(Sighting(f"step of {whose}", step, True))
+        if in_group.steps:
+            step = in_group.steps[names[0]]
+            sightings.append(Sighting(f"param_groups[{group}]", step, truth is in_group))
+        return by_name, sightings, truth.place()
+
+    def _refuse_differing(self, by_name: Mapping[str, agreement.Step]) -> None:
+        """Raises InconsistentCheckpoint unless the parameters of a group have one step.
+
+        DeepSpeed counts the updates of a group, so that its loader stops too (0.19.8).
+        """
+        names = by_key((step, name) for name, step in by_name.items())
+        if len(names) > 1:
+            files = (f"{step} (step.pt of {listed(names[step], 3)})" for step in sorted(names))
+            raise InconsistentCheckpoint(
+                f"{self.root}: steps differ within a group: {', '.join(files)}",
+                hint="files of different saves seem to be mixed: copy all files again; or choose: "
+                "--step-policy max|min|keep|N",
+            )
+
+
+def _number(file: TorchFile, value: Any) -> tuple[Any, tuple[int, ...]]:
+    """A stored number and its shape; a tensor of one element by value."""
+    if isinstance(value, Tensor) and value.numel == 1:
+        return file.scalar(value), value.shape
+    return value, ()

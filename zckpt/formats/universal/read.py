@@ -73,6 +73,13 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
     return manifest
 
 
+STATED = (
+    *("source", "parameters", "buffers", "groups", "optimizer", "engine", "step_place", "state"),
+    *("steps", "left_out", "warnings", "inferred"),
+)
+"""The fields of a manifest that manifest.json has as they are."""
+
+
 def shells_of(path: str, chosen: Manifest) -> Manifest:
     """The manifest of files that were just laid out for `chosen`.
 
@@ -90,20 +97,9 @@ def shells_of(path: str, chosen: Manifest) -> Manifest:
     shells = Manifest(
         root=path,
         format="universal",
-        source=chosen.source,
         entries=entries,
-        parameters=chosen.parameters,
-        buffers=chosen.buffers,
-        groups=chosen.groups,
-        optimizer=chosen.optimizer,
-        engine=chosen.engine,
-        step_place=chosen.step_place,
-        state=chosen.state,
-        steps=chosen.steps,
         files=(os.path.join(path, MANIFEST), *files),
-        left_out=chosen.left_out,
-        warnings=chosen.warnings,
-        inferred=chosen.inferred,
+        **{field: getattr(chosen, field) for field in STATED},
     )
     _require_agreement(shells, chosen.step)
     return shells

@@ -56,13 +56,7 @@ from ...reading import USUAL, Reading
 from ..files import RankFiles
 from ..model_ranks.copies import matches_of
 from ..stage_0 import naming
-from ..stage_0.optimizer import (
-    Members,
-    WholeOptimizer,
-    named_optimizer,
-    states_with,
-    with_names,
-)
+from ..stage_0.optimizer import Members, WholeOptimizer, named_optimizer, states_with, with_names
 from ..stage_0.samples import TensorInFile
 from ..stage_0.states import kept, with_members
 from .auto_ep import READ, layers_in
@@ -371,12 +365,16 @@ def _beside(first: Manifest, whole: WholeOptimizer, step_policy: str | None) -> 
     tensors = ManifestTensors(replace(states, model={**states.model, "module": {}}))
     for buffer in slots:
         tensors.add_trainable(buffer)
-    tensors.add_aliases()
+    known = first.parameters
+    parameters = {  # the module with second names is the first rank's
+        name: replace(own, aliases=known[name].aliases) if name in known else own
+        for name, own in tensors.parameters.items()
+    }
     other = tensors.kept(states.first.get(OTHER) or {}, f"optimizer.{OTHER}", whole.file)
     return replace(
         first,
         entries=tensors.entries,
-        parameters=tensors.parameters,
+        parameters=parameters,
         replicas=(),
         files=(whole.file.path,),
         records=tuple(whole.file.records.values()),

@@ -35,13 +35,7 @@ from ..files import RankFiles
 from ..flats import flat_buffers
 from ..model_ranks.pipeline import begins_as
 from .auto_ep import with_slices
-from .expert_files import (
-    LayerFiles,
-    gate_of,
-    layers_of,
-    named_of,
-    spread_over,
-)
+from .expert_files import LayerFiles, gate_of, layers_of, named_of, spread_over
 
 UNKNOWN = "mixture-of-experts layers, and with the name of its ds_config alone"
 ELEMENTS = 64  # that are compared of a parameter
@@ -222,14 +216,12 @@ class Experts(Struct, frozen=True):
 
     def _aliases(self) -> dict[str, str]:
         """Second names of tied weights inside of experts, on all ranks."""
-        shared = self.ranks.model.get("shared_params") or {}
         names: dict[str, str] = {}
-        for alias, owner in shared.items():
-            layer, other = self.layers.layer_of(alias), self.layers.layer_of(owner)
-            if layer is not None and layer == other:
-                for ep_rank in range(layer.ep):
-                    name = self.layers.global_name(alias, ep_rank)
-                    names[name] = self.layers.global_name(owner, ep_rank)
+        for pair in (self.ranks.model.get("shared_params") or {}).items():
+            alias, owner = map(self.layers.layer_of, pair)
+            if alias is not None and alias == owner:
+                every = (self.layers.everywhere([name]) for name in pair)
+                names |= zip(*every, strict=True)
         return names
 
     def _module(self, names: Sequence[str], unsaved: Sequence[str]) -> list[str]:
