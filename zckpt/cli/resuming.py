@@ -52,7 +52,7 @@ SIZES = (DP, TP, PP, EP)
     "--scratch",
     type=PATH,
     metavar="DIR",
-    help="Where to write what is needed for this size.  [default: RUN/.zckpt]",
+    help="Where to write for this size.  [default: RUN/.zckpt]",
 )
 @grouped(
     "Target",
@@ -61,7 +61,7 @@ SIZES = (DP, TP, PP, EP)
     default=1,
     show_default=True,
     metavar="N",
-    help="How many directories for other sizes or checkpoints stay there.",
+    help="How many others stay there.",
 )
 @resuming
 @replicas
