@@ -85,7 +85,7 @@ def auto_resume(
     from ..resume.auto import auto_resume as resume
 
     launch = None if words["single"] else launched()
-    said = {name: value for name, value in words.items() if value not in (None, (), {}, False)}
+    said: dict[str, Any] = {k: v for k, v in words.items() if v or type(v) is int}
     with display.progress(quiet or as_json) as begin:
         path = resume(
             run,

@@ -200,7 +200,7 @@ class Resuming:
             "step": int(iteration) if iteration.isdecimal() else manifest.step,
             "tag": tag,
             "format": manifest.format,
-            "sizes": {name: words[name] for name in IN_NAMES if words.get(name)},
+            "sizes": {name: words[name] for name in IN_NAMES if name in words},
             "obstacles": obstacles(manifest, words),
             "ranks_before": manifest.source.get("dp"),
             "lines": [],
