@@ -319,7 +319,8 @@ def lightning(job: Job) -> None:
         use_distributed_sampler=False,
     )
     steps: Any = torch.utils.data.DataLoader(range(STEPS))
-    trainer.fit(Module(), steps, ckpt_path=job.path(), weights_only=False)
+    path = job.path(dp=trainer.world_size)
+    trainer.fit(Module(), steps, ckpt_path=path, weights_only=False)
 
 
 # -- PyTorch alone

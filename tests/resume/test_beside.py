@@ -134,8 +134,9 @@ def test_one_of_an_older_zckpt_is_made_anew(run: Path, monkeypatch: pytest.Monke
 
 
 def test_other_options_have_another_name(run: Path) -> None:
-    assert resumed(run, dp=3, stage=1).name == f"{TAGS[-1]}-dp3-zero1"
-    assert names(run) == [f"{TAGS[-1]}-dp3-zero1"]
+    for stage in (1, 0):
+        assert resumed(run, dp=3, stage=stage).name == f"{TAGS[-1]}-dp3-zero{stage}"
+    assert names(run) == [f"{TAGS[-1]}-dp3-zero0", f"{TAGS[-1]}-dp3-zero1"]
 
 
 def test_the_newest_other_one_stays(run: Path) -> None:
@@ -310,6 +311,17 @@ def test_the_command_prints_the_path_and_nothing_else(
     assert "4/3 of what they were" in ended.err
     report = zckpt("auto-resume", run, "--dp", 3, "--json").document
     assert (report["written"], report["step"], report["tag"]) == (False, 7, TAGS[-1])
+
+
+def test_stage_0_of_the_command(run: Path, zckpt: Callable[..., Result]) -> None:
+    assert zckpt("auto-resume", run, "--stage", 0).out.strip().endswith("-dp4-zero0")
+    assert zckpt("check", run, "--stage", 0, "--json").document["sizes"] == {"dp": 4, "stage": 0}
+
+
+def test_the_command_alone_keeps_the_size(run: Path, zckpt: Callable[..., Result]) -> None:
+    """It knows of no job; the function in a process alone is the job."""
+    assert zckpt("auto-resume", run).out == f"{run}\n"
+    assert resumed(run).name == f"{TAGS[-1]}-dp1"
 
 
 def test_the_command_without_a_checkpoint(tmp_path: Path, zckpt: Callable[..., Result]) -> None:

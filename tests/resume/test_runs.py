@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,21 @@ from zckpt.errors import IncompleteCheckpoint, NotACheckpoint
 from zckpt.resume.runs import candidates
 
 from ..conftest import EXAMPLE, ROOT
-from .conftest import BESIDE, DAMAGE, TAGS, original
+from .conftest import BESIDE, DAMAGE, TAGS, cut, original
 
 DATA = ROOT / "tests" / "data"
 FSDP2 = DATA / "fsdp2-2.13.0-tiny"
 MEGATRON = DATA / "megatron-0.16.1-tp2"
+
+
+def flip_in_tensor(path: Path) -> None:
+    data = path.read_bytes()
+    place = data.index(b"/data/0") + 200
+    path.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
+
+
+def emptied(path: Path) -> None:
+    path.write_bytes(b"")
 
 
 def names(run: Path) -> list[str]:
@@ -130,11 +141,31 @@ def test_none_is_whole(run: Path) -> None:
 def test_the_trainer_writes_its_state_last(tmp_path: Path) -> None:
     run = laid_out(tmp_path / "run", EXAMPLE, "checkpoint-9", "checkpoint-10")
     for folder in run.iterdir():
-        (folder / "training_args.bin").write_bytes(b"")
+        (folder / "training_args.bin").write_bytes(b"pickle")
     (run / "checkpoint-10" / "latest").unlink()
     (run / "checkpoint-9" / "trainer_state.json").write_text("{}")
     with pytest.warns(UserWarning, match="trainer_state.json is missing, which it writes last"):
         assert zckpt.auto_resume(run, dp=4) == str(run / "checkpoint-9")
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("rng_state_0.pth", flip_in_tensor),
+        ("rng_state_1.pth", cut),
+        ("scheduler.pt", cut),
+        ("trainer_state.json", cut),
+        ("trainer_state.json", emptied),
+        ("training_args.bin", emptied),
+    ],
+)
+def test_a_file_of_the_trainer(name: str, damage: Callable[[Path], None], tmp_path: Path) -> None:
+    """The Trainer ends if it cannot load one of these."""
+    source = ROOT / "examples" / "trainer" / "checkpoint-4"
+    run = laid_out(tmp_path / "run", source, "checkpoint-9", "checkpoint-10")
+    damage(run / "checkpoint-10" / name)
+    with pytest.warns(UserWarning, match=f"{name} is damaged"):
+        assert zckpt.auto_resume(run, dp=2) == str(run / "checkpoint-9")
 
 
 def test_no_checkpoint(tmp_path: Path) -> None:

@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 
 import zckpt
+from zckpt.resume.runs import candidates
 
+from .. import faults
 from ..conftest import Once, needs
 from ..engines import resumed
 from ..engines.resumed import KILLED_AT, STEPS, Program, Trained
-from .conftest import BESIDE, original, snapshot
+from .conftest import BESIDE, cut, original, snapshot
 
 RANKS, SAVED_AT = 4, 4
 PROGRAMS = {
@@ -98,3 +100,43 @@ def test_it_goes_on(name: str, ranks: int, killed: Killed, tmp_path: Path) -> No
     assert second is not None
     assert (str(second), second.report["written"]) == (again.path, False)
     assert snapshot(run) == seen
+
+
+PATTERNS = {
+    "zero-3": "zero_pp_rank_2_*_model_states.pt",
+    "trainer-2": "*_optim_states.pt",
+    "trainer-3": "rng_state_1.pth",  # of the trainer
+    "accelerate-fsdp": "*.distcp",
+}
+
+
+@pytest.mark.engines
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("zero-2", "flipped"),
+        ("zero-3", "lost"),
+        ("trainer-2", "cut"),
+        ("trainer-3", "cut"),
+        ("torchtitan", "flipped"),
+        ("accelerate-fsdp", "lost"),
+    ],
+)
+def test_it_goes_on_from_the_one_before(
+    name: str, damage: str, killed: Killed, tmp_path: Path
+) -> None:
+    run = Path(shutil.copytree(killed.run, tmp_path / "run"))
+    newest, before, *_ = (Path(each.where) for each in candidates(str(run)))
+    if damage == "flipped":
+        moment = next(n for n in zckpt.read(newest).entries if n.endswith("exp_avg"))
+        faults.change(newest, moment, faults.flip(0, 4, 3), mended=False)
+    else:
+        file = next(newest.rglob(PATTERNS.get(name, "*.*")))
+        {"lost": Path.unlink, "cut": cut}[damage](file)
+    seen = original(run)
+    again = resumed.start(PROGRAMS[name], run, 3)
+    assert [each["path"] for each in again.report["left_aside"]] == [str(newest)]
+    assert again.report["checkpoint"] == str(before)
+    expected = {step: loss for step, loss in killed.losses.items() if step >= 2}
+    assert again.losses == pytest.approx(expected, rel=1e-5)
+    assert original(run) == seen

@@ -52,7 +52,7 @@ SIZES = (DP, TP, PP, EP)
     "--scratch",
     type=PATH,
     metavar="DIR",
-    help="Where to write what is needed for this size.  [default: RUN/.zckpt]",
+    help="Where to write for this size.  [default: RUN/.zckpt]",
 )
 @grouped(
     "Target",
@@ -61,7 +61,7 @@ SIZES = (DP, TP, PP, EP)
     default=1,
     show_default=True,
     metavar="N",
-    help="How many directories for other sizes or checkpoints stay there.",
+    help="How many others stay there.",
 )
 @resuming
 @replicas
@@ -77,13 +77,15 @@ def auto_resume(
 
     RUN is the directory in which a training saves. Its newest whole checkpoint is taken. If the
     engine does not load it at this size, it is first written for this size below RUN/.zckpt, once.
-    Nothing is printed if RUN has no checkpoint. Without --dp the size is that of the launch.
+    Nothing is printed if RUN has no checkpoint. Without --dp the size is that of the launch, or
+    without a launcher the checkpoint's own.
     """
     from ..api import Copying
     from ..processes.launcher import launched
     from ..resume.auto import auto_resume as resume
 
-    said = {name: value for name, value in words.items() if value not in (None, (), {}, False)}
+    launch = None if words["single"] else launched()
+    said: dict[str, Any] = {k: v for k, v in words.items() if v or type(v) is int}
     with display.progress(quiet or as_json) as begin:
         path = resume(
             run,
@@ -91,9 +93,8 @@ def auto_resume(
             copying=Copying(jobs, memory),
             tell=lambda lines: display.warn(list(lines), quiet),
             begin=begin,
-            **said,
+            **{**said, "single": launch is None},
         )
-    launch = None if words["single"] else launched()
     if launch is not None and launch.rank:  # rank 0 prints it for all
         return
     if as_json:

@@ -19,7 +19,7 @@ from datetime import timedelta
 from typing import Any
 
 from ..errors import CorruptCheckpoint, MissingExtra, ProcessLost, WrongOption
-from .launcher import Launch, address
+from .launcher import Launch, address, joined
 
 VALUE = 4 << 20  # bytes of one value; torch's store allows 8 MiB
 ATTEMPT = timedelta(seconds=5)  # to reach a store that rank 0 may still open
@@ -49,17 +49,18 @@ class Store:
                 hint="install it: pip install 'zckpt[torch]'\n"
                 f"or write parts, which need no torch: --part auto, or --part K/{launch.size}",
             ) from error
-        has_group = torch_store.is_initialized()
+        in_group = joined() == launch  # the program's, which may have other processes
         of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        self.outlives = of_agent and not has_group
-        self.is_hosted = not of_agent and not has_group
+        self.outlives = of_agent and not in_group
+        self.is_hosted = not of_agent and not torch_store.is_initialized()
         if launch.size == 1:
             self._store = PrefixStore("zckpt", HashStore())
             return
-        if has_group:  # with its program's own store, however that was opened
+        if in_group:  # with its program's own store, however that was opened
             from torch.distributed.distributed_c10d import _get_default_store
 
-            self._store = PrefixStore("zckpt", _get_default_store().clone())  # type: ignore[attr-defined]
+            store: Any = _get_default_store()  # torch 2.6 makes no second connection
+            self._store = PrefixStore("zckpt", getattr(store, "clone", lambda: store)())
             return
         if (place := address()) is None:
             raise WrongOption(

@@ -49,7 +49,8 @@ def auto_resume(
         scratch     a directory for what is written, instead of `run`/.zckpt
         keep        how many directories for other sizes, or of other checkpoints, stay there
         ds_config   the next run's, if it is another one: a dictionary, or the path of its JSON
-        single      this process is alone, whatever a launcher has set
+        single      this process works alone, whatever a launcher has set, for a job of others: of
+                    as many ranks as the source, unless sizes say something else
         copying     a `zckpt.Copying`: how many threads, how much memory
         tell        is called with the warnings, in rank 0; by default they are Python's
         begin       as for `zckpt.convert`: for each pass over the bytes
@@ -68,7 +69,7 @@ def auto_resume(
         words["config"] = ds_config if isinstance(ds_config, Mapping) else _json(ds_config)
     launch = Launch(0, 1) if single else joined() or launched() or Launch(0, 1)
     settings = Settings(verify, scratch, keep, copying, begin)
-    about = os.fspath(run), Asked(launch.size, words), settings
+    about = os.fspath(run), Asked(None if single else launch.size, words), settings
     outcome = _outcome(Ranks(), *about) if launch.size == 1 else _outcome_of_all(launch, *about)
     if isinstance(outcome, Exception):
         raise outcome

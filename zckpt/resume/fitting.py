@@ -77,7 +77,7 @@ def words_for(manifest: Manifest, words: Mapping[str, Any]) -> Words:
 
 def name_for(name: str, words: Mapping[str, Any]) -> str:
     """How a resharded checkpoint is called: checkpoint-500-dp16."""
-    parts = [f"{short}{words[word]}" for word, short in IN_NAMES.items() if words.get(word)]
+    parts = [f"{short}{words[word]}" for word, short in IN_NAMES.items() if word in words]
     return "-".join([name, *parts])
 
 
@@ -124,7 +124,7 @@ def check(
         "format": manifest.format,
         "engine": to,
         "step": manifest.step,
-        "sizes": {name: words[name] for name in IN_NAMES if words.get(name)},
+        "sizes": {name: words[name] for name in IN_NAMES if name in words},
         "loads": not reasons and not names,
         "obstacles": reasons + names,
         "fix": None,

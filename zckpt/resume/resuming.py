@@ -16,7 +16,6 @@ from typing import Any
 from msgspec import Struct
 
 from .. import api
-from ..core.manifest import Manifest
 from ..core.resources import Begin, Copying
 from ..errors import (
     CorruptCheckpoint,
@@ -33,7 +32,8 @@ from ..errors import (
 from . import beside
 from .fitting import IN_NAMES, Asked, Words, batch, name_for, obstacles, words_for
 from .ranks import Ranks, Told
-from .runs import FILE, Candidate, candidates
+from .runs import Candidate, candidates
+from .trainers_files import unfinished
 
 BROKEN = (
     *(CorruptCheckpoint, IncompleteCheckpoint, InconsistentCheckpoint),
@@ -42,7 +42,6 @@ BROKEN = (
 """What the files of one checkpoint say of themselves: the one before may be whole."""
 READING = ("format", "root", "step_policy", "tp_rules", "param_names")
 """The words that say how a checkpoint is read."""
-META = "meta.pt"  # Lightning writes it when the items are there
 
 
 class Resumed(str):
@@ -192,7 +191,7 @@ class Resuming:
             manifest = api.read(candidate.path, tag=candidate.tag, nameless=True, **self._reading)
         except BROKEN as error:
             return {"broken": sentence(error)}
-        if reason := _unfinished(candidate, manifest):
+        if reason := unfinished(candidate, manifest):
             return {"broken": reason}
         words = self.asked.of(manifest)
         tag = manifest.source.get("tag")
@@ -201,7 +200,7 @@ class Resuming:
             "step": int(iteration) if iteration.isdecimal() else manifest.step,
             "tag": tag,
             "format": manifest.format,
-            "sizes": {name: words[name] for name in IN_NAMES if words.get(name)},
+            "sizes": {name: words[name] for name in IN_NAMES if name in words},
             "obstacles": obstacles(manifest, words),
             "ranks_before": manifest.source.get("dp"),
             "lines": [],
@@ -282,16 +281,3 @@ class Resuming:
         beside.hold(target)
         removed = beside.tidy(self.folder, target, self.settings.keep)
         return {"said": report["warnings"], "removed": removed}
-
-
-def _unfinished(candidate: Candidate, manifest: Manifest) -> str:
-    """What a trainer has not written any more, though the engine's files are whole."""
-
-    def has(name: str) -> bool:
-        return os.path.exists(os.path.join(candidate.path, name))
-
-    if candidate.tag is None and has("training_args.bin") and not has("trainer_state.json"):
-        return "the Trainer's trainer_state.json is missing, which it writes last"
-    if manifest.format == "dcp" and candidate.name.endswith(FILE) and not has(META):
-        return f"Lightning's {META} is missing, which it writes last"
-    return ""
