@@ -95,8 +95,6 @@ def auto_resume(
             begin=begin,
             **{**said, "single": launch is None},
         )
-    if launch is not None and launch.rank:  # rank 0 prints it for all
-        return
     if as_json:
         display.document(None if path is None else path.report)
     elif path is not None:

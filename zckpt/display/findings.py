@@ -318,5 +318,9 @@ def fitting(report: dict[str, Any], quiet: bool) -> None:
     )
     for reason in reasons:
         print(f"    {safe(reason)}")
+    if report["refused"]:
+        print(f"nothing makes it fit: {safe(report['refused'])}")
+        if report["hint"] and not quiet:
+            print(f"    {safe(report['hint'])}")
     if report["fix"] and not quiet:
         print(f"this makes it fit: {safe(report['fix'])}")
