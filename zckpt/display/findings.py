@@ -321,6 +321,7 @@ def fitting(report: dict[str, Any], quiet: bool) -> None:
     if report["refused"]:
         print(f"nothing makes it fit: {safe(report['refused'])}")
         if report["hint"] and not quiet:
-            print(f"    {safe(report['hint'])}")
+            for line in report["hint"].splitlines():
+                print(f"    {safe(line)}")
     if report["fix"] and not quiet:
         print(f"this makes it fit: {safe(report['fix'])}")

@@ -12,6 +12,7 @@ from typing import Any
 from msgspec import Struct
 
 from .. import api, formats
+from ..core.facts import layers_of
 from ..core.manifest import Manifest
 from ..errors import NotACheckpoint, WrongOption, ZckptError, counted, listed
 from ..formats.options import OF_CONVERSIONS, options_of
@@ -24,6 +25,8 @@ GRID = ("tp", "pp")
 OF_TARGETS = api.Options.__annotations__
 IN_NAMES = {"dp": "dp", "tp": "tp", "pp": "pp", "ep": "ep", "stage": "zero"}
 """The options that the name of a resharded checkpoint states, with what it calls them."""
+FEW = 16
+"""So many ranks are tried in place of a thousand, which takes as long as reading them."""
 FLAGS = {"config": "ds-config", "format": "from"}
 """What the command line calls an option, if not by its name in Python."""
 
@@ -166,17 +169,20 @@ def _fix(
     files: Mapping[str, str],
 ) -> Words:
     """The command that writes it so that it loads, or why there is none: a dry run says it."""
-    known = {option.name for option in formats.named(to).options or ()}
-    usual = known - ({"like"} if to == manifest.format else set())
+    target = formats.named(to)
+    usual = {option.name for option in target.options or ()}
+    usual -= {"like"} if to == manifest.format else set()
+    usual -= {"dp"} if target.fits_any_dp else set()
     given = {k: v for k, v in words_for(manifest, words).items() if k in usual}
     given |= {"tag": source.tag} if source.tag else {}
     own = to in (manifest.format, str(manifest.source.get("format")))
     nowhere = f"{os.path.abspath(source.path)}-{token_hex(8)}"
     more = {} if own else {"to": to}
+    tried = {**given, **reading, **more}
+    if "dp" in given and not layers_of(manifest.engine):  # no number of ranks is refused
+        tried["dp"] = min(given["dp"], FEW)
     try:
-        (api.reshard if own else api.convert)(
-            source.path, nowhere, dry_run=True, **given, **reading, **more
-        )
+        (api.reshard if own else api.convert)(source.path, nowhere, dry_run=True, **tried)
     except ZckptError as error:
         return {"refused": error.message, "hint": error.hint}
     tail = [

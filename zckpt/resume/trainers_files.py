@@ -1,4 +1,4 @@
-"""Is a checkpoint whole, by its metadata and by what a trainer has written beside its engine's files?
+"""Is a checkpoint whole, by its metadata and by the files of its trainer?
 
 The engine's own are checked by their format. Those of a trainer are looked at as what they are: a
 program that resumes loads them too, and ends if one was cut.
@@ -39,13 +39,13 @@ def _unfinished(candidate: Candidate, manifest: Manifest) -> str:
         return os.path.exists(os.path.join(candidate.path, name))
 
     if candidate.tag is None and has("training_args.bin") and not has("trainer_state.json"):
-        return "the Trainer's trainer_state.json is missing, which it writes last"
+        return f"{candidate.path} has no trainer_state.json, which the Trainer writes last"
     if manifest.format == "dcp" and candidate.name.endswith(FILE) and not has(META):
-        return f"Lightning's {META} is missing, which it writes last"
+        return f"{candidate.path} has no {META}, which Lightning writes last"
     tag, format = str(manifest.source.get("tag")), formats.named(manifest.format)
-    if format.pointer and not format.to_load and candidate.tag is None and has(tag):
-        if format.pointer(candidate.path) is None:
-            return f"no file names its tag {tag}, which a save writes last"
+    names_tag = format.pointer if candidate.tag is None and not format.to_load else None
+    if names_tag and has(tag) and names_tag(candidate.path) is None:
+        return f"{candidate.path} has no file that names {tag}, which a save writes last"
     return next((f"{item.path} is damaged" for item in manifest.siblings if _is_damaged(item)), "")
 
 
