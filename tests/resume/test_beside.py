@@ -149,6 +149,10 @@ def test_other_options_have_another_name(run: Path) -> None:
     for stage in (1, 0):
         assert resumed(run, dp=3, stage=stage).name == f"{TAGS[-1]}-dp3-zero{stage}"
     assert names(run) == [f"{TAGS[-1]}-dp3-zero0", f"{TAGS[-1]}-dp3-zero1"]
+    config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
+    path = zckpt.auto_resume(run, dp=3, ds_config=config)
+    assert path is not None
+    assert (path.report["sizes"], path[-5:]) == ({"dp": 3, "stage": 3}, "zero3")
 
 
 def test_the_newest_other_one_stays(run: Path) -> None:

@@ -61,7 +61,7 @@ SIZES = (DP, TP, PP, EP)
     default=1,
     show_default=True,
     metavar="N",
-    help="How many others stay there.",
+    help="How many others stay there: of jobs that start at once, give their number.",
 )
 @resuming
 @replicas
@@ -77,7 +77,7 @@ def auto_resume(
 
     RUN is the directory in which a training saves. Its newest whole checkpoint is taken. If the
     engine does not load it at this size, it is first written for this size below RUN/.zckpt, once.
-    Nothing is printed if RUN has no checkpoint. Without --dp the size is that of the launch, or
+    Nothing is printed if RUN has no checkpoint. All processes of a launch print the path. Without --dp the size is that of the launch, or
     without a launcher the checkpoint's own.
     """
     from ..api import Copying

@@ -94,9 +94,17 @@ def to_load(candidate: Candidate, manifest: Manifest) -> str:
     return say(candidate.path, tag) if say and is_below else ""
 
 
+def sizes_of(words: Mapping[str, Any]) -> Words:
+    """The sizes of a run, and its stage, which its ds_config may state."""
+    zero = (words.get("config") or {}).get("zero_optimization")
+    stage = zero.get("stage") if isinstance(zero, Mapping) else None
+    known = {"stage": stage, **words} if type(stage) is int else words
+    return {name: known[name] for name in IN_NAMES if name in known}
+
+
 def name_for(name: str, words: Mapping[str, Any]) -> str:
     """How a resharded checkpoint is called: checkpoint-500-dp16."""
-    parts = [f"{short}{words[word]}" for word, short in IN_NAMES.items() if word in words]
+    parts = [f"{IN_NAMES[word]}{size}" for word, size in sizes_of(words).items()]
     return "-".join([name, *parts])
 
 
@@ -153,7 +161,7 @@ def check(
         "format": manifest.format,
         "engine": to,
         "step": manifest.step,
-        "sizes": {name: words[name] for name in IN_NAMES if name in words},
+        "sizes": sizes_of(words),
         "loads": not reasons,
         "obstacles": reasons,
         **fixed,

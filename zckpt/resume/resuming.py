@@ -32,7 +32,7 @@ from ..errors import (
     sized,
 )
 from . import beside
-from .fitting import IN_NAMES, Asked, Words, batch, name_for, obstacles, to_load, words_for
+from .fitting import Asked, Words, batch, name_for, obstacles, sizes_of, to_load, words_for
 from .ranks import Ranks, Told
 from .runs import Candidate, candidates
 from .trainers_files import read
@@ -209,7 +209,7 @@ class Resuming:
             "step": int(iteration) if iteration.isdecimal() else manifest.step,
             "tag": tag,
             "format": manifest.format,
-            "sizes": {name: words[name] for name in IN_NAMES if name in words},
+            "sizes": sizes_of(words),
             "obstacles": obstacles(manifest, words),
             "ranks_before": manifest.source.get("dp"),
             "lines": [],
