@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -117,10 +119,16 @@ def test_torchrun_starts_all_again(run: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3"]
     command += ["--master-port", str(free_port()), "--max-restarts", "1", str(program), str(run)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT)
-    assert ended.returncode == 0, ended.stderr
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=environment, start_new_session=True, **pipes) as started:  # type: ignore[call-overload]
+        try:
+            out, err = started.communicate(timeout=LIMIT)
+        finally:  # with the ranks, however it ends
+            with suppress(ProcessLookupError):
+                os.killpg(started.pid, signal.SIGKILL)
+    assert started.returncode == 0, err
     target = run / BESIDE / f"{TAGS[-1]}-dp3"
-    assert ended.stdout.split() == [str(target)] * 3
+    assert out.split() == [str(target)] * 3
     assert (run / BESIDE / "killed").exists()
     zckpt.reshard(run, tmp_path / "by-hand", dp=3)
     assert files(target) == files(tmp_path / "by-hand")
