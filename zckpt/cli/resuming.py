@@ -77,8 +77,8 @@ def auto_resume(
 
     RUN is the directory in which a training saves. Its newest whole checkpoint is taken. If the
     engine does not load it at this size, it is first written for this size below RUN/.zckpt, once.
-    Nothing is printed if RUN has no checkpoint. All processes of a launch print the path. Without --dp the size is that of the launch, or
-    without a launcher the checkpoint's own.
+    Nothing is printed if RUN has no checkpoint. All processes of a launch print the path. Without
+    --dp the size is that of the launch, or without a launcher the checkpoint's own.
     """
     from ..api import Copying
     from ..processes.launcher import launched
