@@ -88,11 +88,23 @@ def test_a_second_start_writes_nothing(verify: str, run: Path) -> None:
     assert snapshot(run) == before
 
 
-@pytest.mark.parametrize(("verify", "damage"), [("records", "flipped"), ("files", "cut")])
-def test_a_damaged_one_is_made_anew(verify: str, damage: str, run: Path) -> None:
+def unnamed(tag: Path) -> None:
+    (tag.parent / "latest").write_text("x")
+
+
+@pytest.mark.parametrize(
+    ("verify", "damage"),
+    [
+        ("records", DAMAGE["flipped"]),
+        ("files", DAMAGE["cut"]),
+        ("records", unnamed),
+        ("files", unnamed),
+    ],
+)
+def test_a_damaged_one_is_made_anew(verify: str, damage: Callable[[Path], None], run: Path) -> None:
     path = resumed(run, dp=3)
     whole = files(path)
-    DAMAGE[damage](path / TAGS[-1])
+    damage(path / TAGS[-1])
     again = zckpt.auto_resume(run, dp=3, verify=verify)  # type: ignore[arg-type]
     assert again is not None
     assert again.report["written"]
@@ -137,6 +149,10 @@ def test_other_options_have_another_name(run: Path) -> None:
     for stage in (1, 0):
         assert resumed(run, dp=3, stage=stage).name == f"{TAGS[-1]}-dp3-zero{stage}"
     assert names(run) == [f"{TAGS[-1]}-dp3-zero0", f"{TAGS[-1]}-dp3-zero1"]
+    config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
+    path = zckpt.auto_resume(run, dp=3, ds_config=config)
+    assert path is not None
+    assert (path.report["sizes"], path[-5:]) == ({"dp": 3, "stage": 3}, "zero3")
 
 
 def test_the_newest_other_one_stays(run: Path) -> None:
@@ -168,6 +184,30 @@ def test_a_scratch_folder_has_one_for_each_run(run: Path, tmp_path: Path) -> Non
     assert not (run / BESIDE).exists()
 
 
+def test_a_scratch_folder_for_a_run_with_two_names(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(run)
+    first = resumed(run, dp=3, scratch=tmp_path / "scratch")
+    again = zckpt.auto_resume(tmp_path / "link", dp=3, scratch=tmp_path / "scratch")
+    assert again is not None
+    assert (Path(again), again.report["written"]) == (first, False)
+
+
+@pytest.mark.parametrize("inside", [".", "sub", TAGS[0]])
+def test_a_scratch_folder_inside_of_the_run(inside: str, run: Path) -> None:
+    before = sorted(run.rglob("*"))
+    with pytest.raises(WrongOption, match="is inside of"):
+        zckpt.auto_resume(run, dp=3, scratch=run / inside)
+    assert sorted(run.rglob("*")) == before
+
+
+def test_what_others_have_put_there_stays(run: Path) -> None:
+    path = resumed(run, dp=5)
+    for name in ("precious", "precious.partial"):
+        (path.parent / name).mkdir()
+    assert resumed(run, dp=3, keep=0).name == f"{TAGS[-1]}-dp3"
+    assert names(run) == [f"{TAGS[-1]}-dp3", "precious", "precious.partial"]
+
+
 def refuse(*_: object, **__: object) -> Any:
     raise AssertionError("it reads tensors")
 
@@ -183,6 +223,13 @@ def test_a_read_only_run(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert resumed(run, dp=3, scratch=tmp_path / "scratch").exists()
 
 
+def test_a_run_that_became_read_only(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is there needs not be written."""
+    path = resumed(run, dp=3)
+    monkeypatch.setattr(resuming.beside.os, "access", lambda *_: False)
+    assert resumed(run, dp=3) == path
+
+
 def test_the_space_is_known_first(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api, "verify", refuse)
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=9, f_frsize=1000))
@@ -196,6 +243,12 @@ def test_sizes_that_the_model_cannot_have(run: Path) -> None:
         zckpt.auto_resume(run, pp=2)
     with pytest.raises(WrongOption, match="--dp cannot be 0"):
         zckpt.auto_resume(run, dp=0)
+    for words in ({"dp": "4"}, {"dp": 2.0}, {"dp": True}, {"tp": "2"}):
+        with pytest.raises(WrongOption, match="cannot be"):
+            zckpt.auto_resume(run, **words)  # type: ignore[arg-type]
+    for keep in ("1", -1, True):
+        with pytest.raises(WrongOption, match="is no number of directories"):
+            zckpt.auto_resume(run, keep=keep)  # type: ignore[arg-type]
     for words in ({"dtype": "bf16"}, {"tag": TAGS[0]}, {"dry_run": True}):
         with pytest.raises(TypeError, match="takes no argument"):
             zckpt.auto_resume(run, dp=3, **words)  # type: ignore[arg-type]
@@ -322,6 +375,23 @@ def test_the_command_alone_keeps_the_size(run: Path, zckpt: Callable[..., Result
     """It knows of no job; the function in a process alone is the job."""
     assert zckpt("auto-resume", run).out == f"{run}\n"
     assert resumed(run).name == f"{TAGS[-1]}-dp1"
+
+
+def test_every_rank_of_the_command_prints_the_path(run: Path) -> None:
+    """A shell of each rank or node gives its own program the path."""
+    from ..processes.conftest import free_port
+
+    place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    own = {**os.environ, **place, "SLURM_STEP_NUM_TASKS": "2", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "zckpt", "auto-resume", str(run), "-q", "--dp", "2"]
+    ranks = [
+        subprocess.Popen(
+            command, env={**own, "SLURM_PROCID": str(rank)}, stdout=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    printed = [rank.communicate()[0] for rank in ranks]
+    assert printed == [f"{run / BESIDE / f'{TAGS[-1]}-dp2'}\n"] * 2
 
 
 def test_the_command_without_a_checkpoint(tmp_path: Path, zckpt: Callable[..., Result]) -> None:

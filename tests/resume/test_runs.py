@@ -11,11 +11,16 @@ import pytest
 import torch
 
 import zckpt
-from zckpt.errors import IncompleteCheckpoint, NotACheckpoint
+from zckpt.errors import (
+    AmbiguousCheckpoint,
+    IncompleteCheckpoint,
+    NotACheckpoint,
+    UnsupportedCheckpoint,
+)
 from zckpt.resume.runs import candidates
 
 from ..conftest import EXAMPLE, ROOT
-from .conftest import BESIDE, DAMAGE, TAGS, cut, original
+from .conftest import BESIDE, DAMAGE, OPTIMIZER, TAGS, cut, original
 
 DATA = ROOT / "tests" / "data"
 FSDP2 = DATA / "fsdp2-2.13.0-tiny"
@@ -144,7 +149,9 @@ def test_the_trainer_writes_its_state_last(tmp_path: Path) -> None:
         (folder / "training_args.bin").write_bytes(b"pickle")
     (run / "checkpoint-10" / "latest").unlink()
     (run / "checkpoint-9" / "trainer_state.json").write_text("{}")
-    with pytest.warns(UserWarning, match="trainer_state.json is missing, which it writes last"):
+    with pytest.warns(
+        UserWarning, match="has no trainer_state.json, which the Trainer writes last"
+    ):
         assert zckpt.auto_resume(run, dp=4) == str(run / "checkpoint-9")
 
 
@@ -166,6 +173,43 @@ def test_a_file_of_the_trainer(name: str, damage: Callable[[Path], None], tmp_pa
     damage(run / "checkpoint-10" / name)
     with pytest.warns(UserWarning, match=f"{name} is damaged"):
         assert zckpt.auto_resume(run, dp=2) == str(run / "checkpoint-9")
+
+
+def test_two_runs_below_one_folder(tmp_path: Path) -> None:
+    """Starts that Lightning numbers are one run."""
+    source = ROOT / "examples" / "trainer" / "checkpoint-4"
+    run = laid_out(tmp_path / "two", source, "x/checkpoint-4", "y/checkpoint-6")
+    with pytest.raises(AmbiguousCheckpoint, match=r"two holds several runs: .*/x, .*/y"):
+        zckpt.auto_resume(run, dp=2)
+    folders = [f"version_{number}/checkpoints/step={number}.ckpt" for number in range(2)]
+    run = laid_out(tmp_path / "logs", FSDP2, *folders)
+    assert names(run) == ["step=1.ckpt", "step=0.ckpt"]
+
+
+def seem_compressed(tag: Path) -> None:
+    """Flips a bit of a zip directory."""
+    path = tag / OPTIMIZER
+    data = bytearray(path.read_bytes())
+    data[data.index(b"PK\1\2") + 10] ^= 8
+    path.write_bytes(data)
+
+
+def test_what_seems_unsupported(run: Path) -> None:
+    """An older one is taken; if there is none, the error is that of the newest."""
+    seem_compressed(run / TAGS[2])
+    with pytest.warns(UserWarning, match=f"{TAGS[2]} is left aside: .* is compressed or encrypted"):
+        assert zckpt.auto_resume(run, dp=4) == str(run / TAGS[1])
+    for tag in TAGS[:2]:
+        seem_compressed(run / tag)
+    with pytest.raises(UnsupportedCheckpoint, match="is compressed or encrypted"):
+        zckpt.auto_resume(run, dp=4)
+
+
+@pytest.mark.parametrize("word", ["", "x"])
+def test_latest_that_names_nothing(word: str, run: Path) -> None:
+    (run / "latest").write_text(word)
+    with pytest.warns(UserWarning, match=f"left aside: {run}/latest names '{word}'"):
+        assert zckpt.auto_resume(run, dp=4) == str(run / TAGS[2])
 
 
 def test_no_checkpoint(tmp_path: Path) -> None:

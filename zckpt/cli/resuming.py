@@ -61,7 +61,7 @@ SIZES = (DP, TP, PP, EP)
     default=1,
     show_default=True,
     metavar="N",
-    help="How many others stay there.",
+    help="How many others stay there: of jobs that start at once, give their number.",
 )
 @resuming
 @replicas
@@ -77,8 +77,8 @@ def auto_resume(
 
     RUN is the directory in which a training saves. Its newest whole checkpoint is taken. If the
     engine does not load it at this size, it is first written for this size below RUN/.zckpt, once.
-    Nothing is printed if RUN has no checkpoint. Without --dp the size is that of the launch, or
-    without a launcher the checkpoint's own.
+    Nothing is printed if RUN has no checkpoint. All processes of a launch print the path. Without
+    --dp the size is that of the launch, or without a launcher the checkpoint's own.
     """
     from ..api import Copying
     from ..processes.launcher import launched
@@ -95,8 +95,6 @@ def auto_resume(
             begin=begin,
             **{**said, "single": launch is None},
         )
-    if launch is not None and launch.rank:  # rank 0 prints it for all
-        return
     if as_json:
         display.document(None if path is None else path.report)
     elif path is not None:

@@ -318,5 +318,10 @@ def fitting(report: dict[str, Any], quiet: bool) -> None:
     )
     for reason in reasons:
         print(f"    {safe(reason)}")
+    if report["refused"]:
+        print(f"nothing makes it fit: {safe(report['refused'])}")
+        if report["hint"] and not quiet:
+            for line in report["hint"].splitlines():
+                print(f"    {safe(line)}")
     if report["fix"] and not quiet:
         print(f"this makes it fit: {safe(report['fix'])}")

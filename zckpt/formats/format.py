@@ -58,6 +58,9 @@ class Format(Struct, frozen=True, eq=False):
     """All checkpoints of a run that lie in one folder, by their tags, the oldest first."""
     pointer: Callable[[str], str | None] | None = None
     """The tag that a file of the run names: the last one whose save has ended."""
+    to_load: Callable[[str, str], str] | None = None
+    """How its program loads a run's tag that the pointer does not name, as a sentence that is empty
+    if it does; None if a loader takes the tag's own folder."""
     detect_weak: Callable[[str], list[str]] = nothing
     """The same for files that others have too (weights alone): asked if no format is detected."""
     options: tuple[Option[Any], ...] | None = None

@@ -63,8 +63,8 @@ def auto_resume(
     """
     if verify not in ("records", "files"):
         raise WrongOption(f"verify {verify!r} is neither 'records' nor 'files'")
-    if keep < 0:
-        raise WrongOption(f"keep {keep} is less than 0")
+    if type(keep) is not int or keep < 0:
+        raise WrongOption(f"keep {keep!r} is no number of directories")
     if ds_config is not None:
         words["config"] = ds_config if isinstance(ds_config, Mapping) else _json(ds_config)
     launch = Launch(0, 1) if single else joined() or launched() or Launch(0, 1)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -25,6 +26,10 @@ from ..core.siblings import BESIDE
 from ..errors import TargetExists, UnsupportedCheckpoint
 
 LOCK, PARTIAL = "lock", ".partial"
+SIZES = r"(?s).+-dp\d+(-(tp|pp|ep|zero)\d+)*(-\d+)?"
+COMPLETE = re.compile(SIZES, re.ASCII)
+BEGUN = re.compile(SIZES + r"(\.gone)?\.partial", re.ASCII)
+"""What zckpt has written in the folder: only that is removed."""
 POLL, PATIENCE = 0.5, 5.0  # seconds: between two looks, and until a process says for what it waits
 VISIBLE = 120.0  # seconds until another node's directory is seen through a network filesystem
 _held: dict[str, int] = {}  # descriptors that stay open, by path
@@ -32,10 +37,10 @@ _held: dict[str, int] = {}  # descriptors that stay open, by path
 
 def folder_of(run: str, scratch: str | os.PathLike[str] | None) -> str:
     """The folder for this run's other sizes; in a scratch folder each run has its own."""
-    run = os.path.abspath(run)
     if scratch is None:
-        return os.path.join(run, BESIDE)
-    mark = crc32(os.fsencode(os.path.realpath(run)))
+        return os.path.join(os.path.abspath(run), BESIDE)
+    run = os.path.realpath(run)  # it may have several names
+    mark = crc32(os.fsencode(run))
     return os.path.join(os.path.abspath(scratch), f"{os.path.basename(run)}-{mark:08x}")
 
 
@@ -133,7 +138,7 @@ def sweep(folder: str, own: str) -> None:
     """
     for name in os.listdir(folder):
         path = os.path.join(folder, name)
-        if name.endswith(PARTIAL) and path != f"{own}{PARTIAL}":
+        if BEGUN.fullmatch(name) and path != f"{own}{PARTIAL}":
             remove(path)
 
 
@@ -144,7 +149,7 @@ def tidy(folder: str, own: str, keep: int) -> list[str]:
         for entry in os.scandir(folder)
         if entry.is_dir(follow_symlinks=False)
         and entry.path != own
-        and not entry.name.endswith(PARTIAL)
+        and COMPLETE.fullmatch(entry.name)
     ]
     others.sort(key=lambda path: os.stat(path).st_mtime_ns, reverse=True)
     return [path for path in others[keep:] if remove(path)]

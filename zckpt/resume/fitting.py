@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from secrets import token_hex
 from typing import Any
 
 from msgspec import Struct
 
 from .. import api, formats
+from ..core.facts import layers_of
 from ..core.manifest import Manifest
-from ..errors import NotACheckpoint, WrongOption, counted, listed
+from ..errors import NotACheckpoint, WrongOption, ZckptError, counted, listed
 from ..formats.options import OF_CONVERSIONS, options_of
 from ..formats.reading import SourceKeywords
-from .runs import candidates
+from .runs import Candidate, candidates
+from .trainers_files import read
 
 Words = dict[str, Any]
 GRID = ("tp", "pp")
 OF_TARGETS = api.Options.__annotations__
 IN_NAMES = {"dp": "dp", "tp": "tp", "pp": "pp", "ep": "ep", "stage": "zero"}
 """The options that the name of a resharded checkpoint states, with what it calls them."""
+FEW = 16
+"""So many ranks are tried in place of a thousand, which takes as long as reading them."""
+FLAGS = {"config": "ds-config", "format": "from"}
+"""What the command line calls an option, if not by its name in Python."""
 
 
 class Asked(Struct, frozen=True):
@@ -69,15 +78,33 @@ def obstacles(manifest: Manifest, words: Mapping[str, Any]) -> list[str]:
 
 
 def words_for(manifest: Manifest, words: Mapping[str, Any]) -> Words:
-    """The words of a conversion that makes it fit: those that say what the source says are none."""
-    source = manifest.source
-    own = {name: source.get(name) or 1 for name in GRID}
+    """The words of a conversion that makes it fit: those that say what the source says are none.
+
+    Megatron-Core's do not say for which ranks they are.
+    """
+    names = () if formats.named(manifest.format).fits_any_dp else GRID
+    own = {name: manifest.source.get(name) or 1 for name in names}
     return {name: value for name, value in words.items() if own.get(name) != value}
+
+
+def to_load(candidate: Candidate, manifest: Manifest) -> str:
+    """What a program must be told to load it and not another one of the run; empty if nothing."""
+    say, tag = formats.named(manifest.format).to_load, str(manifest.source.get("tag"))
+    is_below = say is not None and os.path.isdir(os.path.join(candidate.path, tag))
+    return say(candidate.path, tag) if say and is_below else ""
+
+
+def sizes_of(words: Mapping[str, Any]) -> Words:
+    """The sizes of a run, and its stage, which its ds_config may state."""
+    zero = (words.get("config") or {}).get("zero_optimization")
+    stage = zero.get("stage") if isinstance(zero, Mapping) else None
+    known = {"stage": stage, **words} if type(stage) is int else words
+    return {name: known[name] for name in IN_NAMES if name in known}
 
 
 def name_for(name: str, words: Mapping[str, Any]) -> str:
     """How a resharded checkpoint is called: checkpoint-500-dp16."""
-    parts = [f"{short}{words[word]}" for word, short in IN_NAMES.items() if word in words]
+    parts = [f"{IN_NAMES[word]}{size}" for word, size in sizes_of(words).items()]
     return "-".join([name, *parts])
 
 
@@ -87,9 +114,11 @@ def batch(manifest: Manifest, words: Mapping[str, Any], said: Sequence[str]) -> 
     of_zero = manifest.format in ("deepspeed", "onnxruntime")  # others state no size, or adapt
     if not of_zero or before in (None, now) or any("global batch" in line for line in said):
         return []
+    share = Fraction(before, now)
+    times = f"{share} {'times' if share.denominator == 1 else 'of'}"
     return [
         f"the run had {before} data-parallel ranks, and has {now} now: to keep the global batch, "
-        f"the samples of a rank in a step must be {before}/{now} of what they were"
+        f"the samples of a rank in a step must be {times} what they were"
     ]
 
 
@@ -109,35 +138,68 @@ def check(
     if not found:
         raise NotACheckpoint(f"{path} has no checkpoint")
     newest = found[0]
-    more = {"tag": newest.tag, **{k: v for k, v in reading.items() if v is not None}}
-    manifest = api.read(newest.path, nameless=True, **more)
+    more = {k: v for k, v in reading.items() if v is not None}
+    manifest = read(newest, more)
     words = asked.of(manifest)
     to = formats.named(engine).name if engine else manifest.format
-    stated = str(manifest.source.get("format"))
-    reasons = [f"format {manifest.format}, and not {to}"] if to != manifest.format else []
-    reasons += [] if reasons else obstacles(manifest, words)
-    names = _unlike(manifest, api.read(like, nameless=True)) if like is not None else []
-    report: Words = {
+    reasons, unnamed = [f"format {manifest.format}, and not {to}"], ""
+    fixed: Words = {"fix": None, "refused": None, "hint": None}
+    if to == manifest.format:
+        unnamed = to_load(newest, manifest)
+        try:
+            reasons = obstacles(manifest, words)
+        except ZckptError as error:
+            reasons = [error.message]
+    if reasons:
+        fixed |= _fix(newest, manifest, to, words | ({"like": like} if like else {}), more, files)
+    reasons += [unnamed] if unnamed else []
+    reasons += _unlike(manifest, api.read(like, nameless=True)) if like is not None else []
+    return {
         "zckpt": 1,
         "command": "check",
         "path": newest.where,
         "format": manifest.format,
         "engine": to,
         "step": manifest.step,
-        "sizes": {name: words[name] for name in IN_NAMES if name in words},
-        "loads": not reasons and not names,
-        "obstacles": reasons + names,
-        "fix": None,
+        "sizes": sizes_of(words),
+        "loads": not reasons,
+        "obstacles": reasons,
+        **fixed,
     }
-    if reasons:
-        given = {k: files.get(k, v) for k, v in words_for(manifest, words).items()}
-        flags = {"config": "ds-config"}
-        tail = [f"--{flags.get(k, k)} {shlex.quote(str(v))}" for k, v in given.items()]
-        same = to in (manifest.format, stated)
-        head = [shlex.quote(newest.path), "DST", *([] if same else ["--to", to])]
-        tag = ["--tag", newest.tag] if newest.tag else []
-        report["fix"] = " ".join(["zckpt", "reshard" if same else "convert", *head, *tag, *tail])
-    return report
+
+
+def _fix(
+    source: Candidate,
+    manifest: Manifest,
+    to: str,
+    words: Words,
+    reading: Mapping[str, Any],
+    files: Mapping[str, str],
+) -> Words:
+    """The command that writes it so that it loads, or why there is none: a dry run says it."""
+    target = formats.named(to)
+    usual = {option.name for option in target.options or ()}
+    usual -= {"like"} if to == manifest.format else set()
+    usual -= {"dp"} if target.fits_any_dp else set()
+    given = {k: v for k, v in words_for(manifest, words).items() if k in usual}
+    given |= {"tag": source.tag} if source.tag else {}
+    own = to in (manifest.format, str(manifest.source.get("format")))
+    nowhere = f"{os.path.abspath(source.path)}-{token_hex(8)}"
+    more = {} if own else {"to": to}
+    tried = {**given, **reading, **more}
+    if "dp" in given and not layers_of(manifest.engine):  # no number of ranks is refused
+        tried["dp"] = min(given["dp"], FEW)
+    try:
+        (api.reshard if own else api.convert)(source.path, nowhere, dry_run=True, **tried)
+    except ZckptError as error:
+        return {"refused": error.message, "hint": error.hint}
+    tail = [
+        word
+        for name, value in {**more, **given, **reading}.items()
+        for word in (f"--{FLAGS.get(name, name.replace('_', '-'))}", str(files.get(name, value)))
+    ]
+    command = ["zckpt", "reshard" if own else "convert", source.path, "DST", *tail]
+    return {"fix": shlex.join(command)}
 
 
 def _unlike(manifest: Manifest, other: Manifest) -> list[str]:

@@ -25,19 +25,21 @@ from ..errors import (
     NotEnoughSpace,
     SourceChanged,
     TargetExists,
+    UnsupportedCheckpoint,
+    ZckptError,
     counted,
     sentence,
     sized,
 )
 from . import beside
-from .fitting import IN_NAMES, Asked, Words, batch, name_for, obstacles, words_for
+from .fitting import Asked, Words, batch, name_for, obstacles, sizes_of, to_load, words_for
 from .ranks import Ranks, Told
 from .runs import Candidate, candidates
-from .trainers_files import unfinished
+from .trainers_files import read
 
 BROKEN = (
     *(CorruptCheckpoint, IncompleteCheckpoint, InconsistentCheckpoint),
-    *(NotACheckpoint, SourceChanged, FileNotFoundError),
+    *(NotACheckpoint, SourceChanged, UnsupportedCheckpoint, FileNotFoundError),
 )
 """What the files of one checkpoint say of themselves: the one before may be whole."""
 READING = ("format", "root", "step_policy", "tp_rules", "param_names")
@@ -90,18 +92,24 @@ class Resuming:
 
     def resumed(self) -> tuple[Resumed | None, list[str]]:
         left: list[Words] = []
+        plan: Words = {}
+        newest: Words = {}
         found = self.ranks.told(self._candidates)
         for candidate in [Candidate(*each) for each in found]:
             plan = self.planned(candidate)
             if "broken" not in plan:
                 return self.taken(candidate, plan, left)
+            newest = newest or plan
             left.append({"path": candidate.where, "reason": plan["broken"]})
         if left:
+            if newest.get("is_unsupported"):
+                raise Told(UnsupportedCheckpoint(newest["broken"], newest["hint"]))
+            anew = "`zckpt verify PATH` says more; to start anew, choose another directory"
             raise Told(
                 IncompleteCheckpoint(
                     f"{self.run} has {counted(len(left), 'checkpoint')}, and none is whole: "
                     f"{left[0]['path']}: {left[0]['reason']}",
-                    hint="`zckpt verify PATH` says more; to start anew, choose another directory",
+                    hint="; ".join(filter(None, [newest.get("hint"), anew])),
                 )
             )
         lines = [] if os.path.isdir(self.run) else [f"{self.run} does not exist: nothing to resume"]
@@ -114,12 +122,11 @@ class Resuming:
             if "broken" in plan:
                 return plan
             target = plan["target"] if plan["is_complete"] else None
-            if self.settings.verify == "files":  # those of the source are there
-                reason = self.ranks.told(partial(self._lack, target)) if target else ""
-            elif target:
-                reason = self.damage(target, None, {})
-            else:
-                reason = self.damage(candidate.path, candidate.tag, self._reading)
+            # those of the source are there
+            reason = self.ranks.told(partial(self._lack, target)) if target else ""
+            if not reason and self.settings.verify == "records":
+                path, tag = (target, None) if target else (candidate.path, candidate.tag)
+                reason = self.damage(path, tag, {} if target else self._reading)
             if not reason:
                 return plan
             if not target:
@@ -188,11 +195,13 @@ class Resuming:
     def _plan(self, candidate: Candidate) -> Words:
         """Whether the engine loads it, else where it is written; or why it is `broken`."""
         try:
-            manifest = api.read(candidate.path, tag=candidate.tag, nameless=True, **self._reading)
+            manifest = read(candidate, self._reading)
         except BROKEN as error:
-            return {"broken": sentence(error)}
-        if reason := unfinished(candidate, manifest):
-            return {"broken": reason}
+            return {
+                "broken": sentence(error),
+                "hint": error.hint if isinstance(error, ZckptError) else "",
+                "is_unsupported": isinstance(error, UnsupportedCheckpoint),
+            }
         words = self.asked.of(manifest)
         tag = manifest.source.get("tag")
         iteration = str(tag).rpartition("_")[2] if manifest.format == "megatron" else ""
@@ -200,7 +209,7 @@ class Resuming:
             "step": int(iteration) if iteration.isdecimal() else manifest.step,
             "tag": tag,
             "format": manifest.format,
-            "sizes": {name: words[name] for name in IN_NAMES if name in words},
+            "sizes": sizes_of(words),
             "obstacles": obstacles(manifest, words),
             "ranks_before": manifest.source.get("dp"),
             "lines": [],
@@ -208,8 +217,8 @@ class Resuming:
             "is_complete": False,
         }
         if not plan["obstacles"]:
-            return plan | {"lines": batch(manifest, words, ())}
-        beside.make(self.folder, self.run)
+            lines = [to_load(candidate, manifest), *batch(manifest, words, ())]
+            return plan | {"lines": lines}
         plan["words"] = words_for(manifest, words)
         place = self._place(candidate, name_for(candidate.name, words), plan["words"])
         return plan | place | {"lines": [*batch(manifest, words, place["lines"]), *place["lines"]]}
@@ -255,6 +264,7 @@ class Resuming:
         """Waits until no other job writes in the folder; False if that is so already."""
         if self._is_alone:
             return False
+        beside.make(self.folder, self.run)
         self._stack.enter_context(beside.alone_in(self.folder))
         self._is_alone = True
         beside.sweep(self.folder, target)

@@ -25,6 +25,9 @@ FILE = ".ckpt"
 LAST = re.compile(r"last(-v\d+)?\.ckpt", re.ASCII)
 """Lightning's last one beside the best ones: its name has no step."""
 
+VERSION = re.compile(r"version_\d+", re.ASCII)
+"""A start of one run that goes on: Lightning numbers them."""
+
 
 class Candidate(Struct, frozen=True):
     """A checkpoint of a run: `path` and `tag` as `zckpt.read` takes them.
@@ -87,7 +90,7 @@ def _by_tag(run: str, inside: bool = False) -> list[Candidate]:
         Candidate(
             run,
             tag,
-            run if tag == pointed or format.name == "megatron" else os.path.join(run, tag),
+            run if tag == pointed or format.to_load else os.path.join(run, tag),
             tag,
             note if tag == pointed else "",
         )
@@ -101,27 +104,34 @@ def _in_folders(run: str) -> list[Candidate]:
     for _ in range(DEPTH):
         inside = {folder: _names(folder) for folder in level}
         runs = [tags for path in _paths(inside) if (tags := _by_tag(path, inside=True))]
-        if len(runs) > 1:
-            raise AmbiguousCheckpoint(
-                f"{run} holds several runs: {listed([tags[0].path for tags in runs])}",
-                hint="give one of them",
-            )
+        _refuse_several(run, [tags[0].path for tags in runs])
         if runs:
             return runs[0]
         found: list[str] = []
+        versions: dict[str, str] = {}  # a folder of each run
         for folder, names in inside.items():
             own = [name for name in names if _is_one(os.path.join(folder, name))]
             shapes = {*map(_shape, own)}
+            if own:
+                versions[VERSION.sub("", folder)] = folder
             found += [
                 os.path.join(folder, name)
                 for name in names
                 if name in own or (_shape(name) != name and _shape(name) in shapes)
             ]
+        _refuse_several(run, [*versions.values()])
         if found:
             ordered = sorted(found, key=_age, reverse=True)
             return [Candidate(path, os.path.basename(path), path) for path in ordered]
         level = _paths(inside)[:MOST_FOLDERS]
     return []
+
+
+def _refuse_several(run: str, others: list[str]) -> None:
+    if len(others) > 1:
+        raise AmbiguousCheckpoint(
+            f"{run} holds several runs: {listed(others)}", hint="give one of them"
+        )
 
 
 def _paths(inside: dict[str, list[str]]) -> list[str]:

@@ -1,7 +1,7 @@
-"""Are the files whole that a trainer has written beside its engine's?
+"""Is a checkpoint whole, by its metadata and by the files of its trainer?
 
-The engine's own are checked by their format. These are looked at as what they are: a program that
-resumes loads them too, and ends if one was cut.
+The engine's own are checked by their format. Those of a trainer are looked at as what they are: a
+program that resumes loads them too, and ends if one was cut.
 """
 
 from __future__ import annotations
@@ -9,8 +9,12 @@ from __future__ import annotations
 import json
 import os
 import zipfile
+from collections.abc import Mapping
+from typing import Any
 
+from .. import api, formats
 from ..core.manifest import Manifest, Sibling
+from ..errors import IncompleteCheckpoint
 from .runs import FILE, Candidate
 
 META = "meta.pt"
@@ -18,16 +22,30 @@ OF_TORCH = (".pt", ".pth", ".bin", ".pkl")
 MOST = 64 << 20  # bytes of a file that is read
 
 
-def unfinished(candidate: Candidate, manifest: Manifest) -> str:
+def read(candidate: Candidate, reading: Mapping[str, Any]) -> Manifest:
+    """The metadata of a checkpoint; raises the ZckptError that says why it is not whole."""
+    # without the tag's folder it is the file that names it which is wrong
+    tag = candidate.tag if candidate.tag and os.path.isdir(candidate.where) else None
+    manifest = api.read(candidate.path, tag=tag, nameless=True, **reading)
+    if reason := _unfinished(candidate, manifest):
+        raise IncompleteCheckpoint(reason)
+    return manifest
+
+
+def _unfinished(candidate: Candidate, manifest: Manifest) -> str:
     """What is missing or cut of a save that was interrupted; empty if nothing is."""
 
     def has(name: str) -> bool:
         return os.path.exists(os.path.join(candidate.path, name))
 
     if candidate.tag is None and has("training_args.bin") and not has("trainer_state.json"):
-        return "the Trainer's trainer_state.json is missing, which it writes last"
+        return f"{candidate.path} has no trainer_state.json, which the Trainer writes last"
     if manifest.format == "dcp" and candidate.name.endswith(FILE) and not has(META):
-        return f"Lightning's {META} is missing, which it writes last"
+        return f"{candidate.path} has no {META}, which Lightning writes last"
+    tag, format = str(manifest.source.get("tag")), formats.named(manifest.format)
+    names_tag = format.pointer if candidate.tag is None and not format.to_load else None
+    if names_tag and has(tag) and names_tag(candidate.path) is None:
+        return f"{candidate.path} has no file that names {tag}, which a save writes last"
     return next((f"{item.path} is damaged" for item in manifest.siblings if _is_damaged(item)), "")
 
 

@@ -63,8 +63,8 @@ def at_least_one(flag: str, hint: str) -> Callable[[int], None]:
     """A check for a number that must be positive; `hint` says what to give."""
 
     def check(number: int) -> None:
-        if number < 1:
-            raise WrongOption(f"{flag} cannot be {number}", hint=hint)
+        if type(number) is bool or not hasattr(number, "__index__") or number < 1:
+            raise WrongOption(f"{flag} cannot be {number!r}", hint=hint)
 
     return check
 

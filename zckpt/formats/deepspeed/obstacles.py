@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from msgspec.structs import replace
+
 from ...core.facts import layers_of
+from ...core.grid import Grid, Place
 from ...core.manifest import Manifest
 from ...training.options import DP, EP, PP, TP, Options
 from ..deepspeed_states.engine import TargetEngine
@@ -27,7 +30,9 @@ OF_ENGINES = {
 
 def obstacles(source: Manifest, options: Options) -> list[str]:
     """A phrase for everything in which the files and the run of these options differ."""
-    own, new = TargetEngine(source, Options()), TargetEngine(source, options)
+    grid = Grid(source.source.get("pp") or 1, source.source.get("tp") or 1)
+    of_rank = replace(source, place=Place(0, grid))  # its engine is that of every model rank
+    own, new = TargetEngine(of_rank, Options()), TargetEngine(of_rank, options)
     ep = max((layer.ep for layer in layers_of(source.engine)), default=1)
     pairs: dict[str, tuple[Any, Any]] = {
         what: (getattr(own, name), getattr(new, name)) for what, name in OF_ENGINES.items()

@@ -36,7 +36,7 @@ from ...training.options import (
     WEIGHTS_ONLY,
 )
 from ..format import Format
-from .files import detect, iterations, latest
+from .files import detect, iterations, latest, to_load
 
 FORMAT = Format(
     name="megatron",
@@ -45,6 +45,7 @@ FORMAT = Format(
     detect=detect,
     tags=iterations,
     pointer=latest,
+    to_load=to_load,
     options=(
         *(WEIGHTS_ONLY, DTYPE, GROUP_DEFAULTS, MAX_FILE_SIZE, ALLOW_OBJECT),
         *(DP, TP, PP, EP, VOCAB_SIZE, LIKE),

@@ -159,6 +159,23 @@ def latest(path: str) -> str | None:
     return f"iter_{int(word):07d}" if word.isdecimal() and len(word) <= 18 else word
 
 
+def to_load(run: str, tag: str) -> str:
+    """How Megatron-LM loads an iteration that the tracker file does not name; empty if it does."""
+    named, tracker = latest(run), os.path.join(run, LATEST)
+    if named == tag:
+        return ""
+    step = tag.removeprefix("iter_")
+    if not step.isdecimal():
+        return f"Megatron-LM loads {tag} if {tracker} says {tag}"
+    if named is None:
+        says = f"{tracker} is missing"
+    elif is_iteration(named):
+        says = f"{tracker} names {named}"
+    else:  # with which Megatron-LM ends
+        return f"{tracker} says {named[:99]!r}: Megatron-LM loads {tag} if it says {int(step)}"
+    return f"{says}: Megatron-LM loads {tag} only with --ckpt-step {int(step)}"
+
+
 def is_legacy(path: str) -> bool:
     """Whether a folder has the folders of model-parallel ranks: Megatron's --ckpt-format torch."""
     if not sources.is_folder(path):
