@@ -37,8 +37,8 @@ class Trained:
     losses: dict[int, float]
 
 
-def start(program: Program, run: Path, ranks: int, kill: bool = False) -> Trained:
-    """Starts the program on so many ranks, and waits until it ends, or was killed."""
+def start(program: Program, run: Path, ranks: int, kill: str = "") -> Trained:
+    """Starts the program on so many ranks, and waits until it ends, or was killed in a `kill`."""
     log = run.parent / "losses"
     log.unlink(missing_ok=True)
     with socket.socket() as free:

@@ -16,11 +16,11 @@ from .resumed import Program
 def main(stage: str, run: str, log: str, port: str) -> None:
     resumed_rank.prepare()
     resumed_rank.train(
-        int(os.environ["SLURM_PROCID"]),
+        int(os.environ["RANK"]),
         Path(run).parent / "store",
         Program(f"zero-{stage}", "zero", int(stage)),
         Path(run),
-        int(os.environ["SLURM_NTASKS"]),
+        int(os.environ["WORLD_SIZE"]),
         "SLURM_RESTART_COUNT" not in os.environ,
         Path(log),
         int(port),

@@ -50,7 +50,9 @@ JOB = """#!/bin/sh
 export MASTER_ADDR=$(scontrol show hostnames | head -n 1) MASTER_PORT={port}
 cd {root}
 TASKS=$([ "$SLURM_RESTART_COUNT" ] && echo 3 || echo 4)
-srun --ntasks=$TASKS --kill-on-bad-exit=1 {python} -m tests.engines.slurm_rank 2 {run} {log} {port}
+srun --ntasks=$TASKS --kill-on-bad-exit=1 sh -c '
+    export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS
+    exec {python} -m tests.engines.slurm_rank 2 {run} {log} {port}'
 """
 
 

@@ -52,7 +52,7 @@ def killed(once: Once, request: pytest.FixtureRequest) -> Killed:
 
     def train(root: Path) -> Killed:
         whole = resumed.start(program, root / "whole" / "run", RANKS)
-        dead = resumed.start(program, root / "killed" / "run", RANKS, kill=True)
+        dead = resumed.start(program, root / "killed" / "run", RANKS, kill="step")
         assert [*dead.losses] == [*range(KILLED_AT + 1)]
         assert [*whole.losses] == [*range(STEPS)]
         return Killed(root / "killed" / "run", whole.losses)
@@ -140,3 +140,15 @@ def test_it_goes_on_from_the_one_before(
     expected = {step: loss for step, loss in killed.losses.items() if step >= 2}
     assert again.losses == pytest.approx(expected, rel=1e-5)
     assert original(run) == seen
+
+
+@pytest.mark.engines
+@pytest.mark.parametrize("name", ["zero-2", "trainer-2"])
+def test_a_job_that_dies_while_it_saves(name: str, killed: Killed, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    resumed.start(PROGRAMS[name], run, RANKS, kill="save")
+    again = resumed.start(PROGRAMS[name], run, 3)
+    assert again.report["checkpoint"].endswith(str(SAVED_AT))
+    assert any(str(KILLED_AT + 1) in line for line in again.report["warnings"])
+    expected = {step: loss for step, loss in killed.losses.items() if step >= SAVED_AT}
+    assert again.losses == pytest.approx(expected, rel=1e-5)
