@@ -230,6 +230,11 @@ def test_what_cannot_be_looked_at_is_an_error(
             sources.is_denied(str(path))
 
 
+def test_a_search_passes_by_what_is_gone(tmp_path: Path) -> None:
+    """Between the listing of a folder and the look at what is in it."""
+    assert sources.is_denied(str(tmp_path / "gone"))
+
+
 def test_a_walk_is_in_order_and_follows_no_link(tmp_path: Path) -> None:
     for name in ("b/x", "a/c/z", "a/b", "left/out"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

@@ -278,10 +278,10 @@ def size(path: str) -> int:
 
 
 def is_denied(path: str) -> bool:
-    """Whether a file may not be read, or a folder not listed, by this user.
+    """Whether a file may not be read, or a folder not listed, by this user; or is gone meanwhile.
 
-    A search that passes by files of others leaves such ones alone: `lost+found`, a private log.
-    Any other OSError is raised.
+    A search that passes by files of others leaves such ones alone: `lost+found`, a private log,
+    what another program has just removed. Any other OSError is raised.
     """
     try:
         if is_folder(path):
@@ -289,7 +289,7 @@ def is_denied(path: str) -> bool:
             os.scandir(path).close()
         else:
             close(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
-    except PermissionError:
+    except (PermissionError, FileNotFoundError):
         return True
     return False
 
