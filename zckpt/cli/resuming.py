@@ -61,7 +61,7 @@ SIZES = (DP, TP, PP, EP)
     default=1,
     show_default=True,
     metavar="N",
-    help="How many others stay there: of jobs that start at once, give their number.",
+    help="How many others stay there. If jobs start at once, give their number.",
 )
 @resuming
 @replicas

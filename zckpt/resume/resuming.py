@@ -92,7 +92,6 @@ class Resuming:
 
     def resumed(self) -> tuple[Resumed | None, list[str]]:
         left: list[Words] = []
-        plan: Words = {}
         newest: Words = {}
         found = self.ranks.told(self._candidates)
         for candidate in [Candidate(*each) for each in found]:
