@@ -119,9 +119,8 @@ def make(training: Training) -> None:
         raise RuntimeError(f"{failure}; see {log}")
 
 
-def train(number: int, store: Path, training: Training, model: nn.Module) -> None:
-    """What one rank does."""
-    rank.join(number, training.dp, store)
+def engine_of(model: nn.Module, stage: int, **config: Any) -> Any:
+    """The engine of a rank that has joined its group; `config` is added to its ds_config."""
     engine, *_ = deepspeed.initialize(
         model=model,
         optimizer=torch.optim.AdamW(groups(model), lr=1e-4, betas=(0.9, 0.95)),
@@ -129,10 +128,18 @@ def train(number: int, store: Path, training: Training, model: nn.Module) -> Non
             "train_micro_batch_size_per_gpu": 1,
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
-            "zero_optimization": {"stage": training.stage},
+            "zero_optimization": {"stage": stage},
             "bf16": {"enabled": True},
+            **config,
         },
     )
+    return engine
+
+
+def train(number: int, store: Path, training: Training, model: nn.Module) -> None:
+    """What one rank does."""
+    rank.join(number, training.dp, store)
+    engine = engine_of(model, training.stage)
     generator = torch.Generator().manual_seed(number)
     for _ in range(STEPS):
         engine.backward(engine(torch.randint(VOCABULARY, (1, TOKENS), generator=generator)))

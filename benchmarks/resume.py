@@ -43,27 +43,16 @@ class Setting:
 
 def measure(number: int, store: Path, setting: Setting) -> None:
     """What one rank does; rank 0 writes the seconds."""
-    import deepspeed
     import torch
 
     from tests.engines import rank
 
-    from .checkpoints import SIZES, TOKENS, VOCABULARY, groups
+    from .checkpoints import SIZES, TOKENS, VOCABULARY, engine_of
 
     rank.join(number, setting.dp, store)
     model = SIZES[setting.size]()
-    engine, *_ = deepspeed.initialize(
-        model=model,
-        optimizer=torch.optim.AdamW(groups(model), lr=1e-4, betas=(0.9, 0.95)),
-        config={
-            "train_micro_batch_size_per_gpu": 1,
-            "zero_allow_untested_optimizer": True,
-            "zero_force_ds_cpu_optimizer": False,
-            "zero_optimization": {"stage": setting.stage},
-            "bf16": {"enabled": True},
-            "checkpoint": {"load_universal": setting.way == "universal"},
-        },
-    )
+    is_universal = setting.way == "universal"
+    engine = engine_of(model, setting.stage, checkpoint={"load_universal": is_universal})
     torch.distributed.barrier()
     started = time.monotonic()
     path, tag = found(setting, number)

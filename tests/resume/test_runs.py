@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import zckpt
 from zckpt.errors import (
@@ -210,6 +212,26 @@ def test_latest_that_names_nothing(word: str, run: Path) -> None:
     (run / "latest").write_text(word)
     with pytest.warns(UserWarning, match=f"left aside: {run}/latest names '{word}'"):
         assert zckpt.auto_resume(run, dp=4) == str(run / TAGS[2])
+
+
+def test_what_has_no_checksum_is_counted(tmp_path: Path) -> None:
+    """Weights in safetensors, as a Trainer without ZeRO saves them; it counts the steps itself."""
+    run = tmp_path / "run" / "checkpoint-4"
+    run.mkdir(parents=True)
+    weights = {name: torch.nn.Parameter(torch.ones(3)) for name in "ab"}
+    optimizer = torch.optim.AdamW(weights.values())
+    sum(weights.values()).sum().backward()  # type: ignore[union-attr]
+    optimizer.step()
+    torch.save(optimizer.state_dict(), run / "optimizer.pt")
+    save_file({name: each.data for name, each in weights.items()}, run / "model.safetensors")
+    (run / "trainer_state.json").write_text(json.dumps({"global_step": 4}))
+    path = zckpt.auto_resume(run.parent)
+    assert path is not None
+    assert path.report["records"]["unchecked"] == len(weights)
+    assert path.step == 4
+    files = zckpt.auto_resume(run.parent, verify="files")
+    assert files is not None
+    assert files.report["records"] is None
 
 
 def test_no_checkpoint(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ SIZES = (DP, TP, PP, EP)
     type=click.Choice(["records", "files"]),
     default="records",
     show_default=True,
-    help="Read and check all bytes, or look only whether all files are there.",
+    help="Read all bytes, and check those with checksums; or look only for missing files.",
 )
 @grouped(
     "Target",

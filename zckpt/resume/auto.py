@@ -44,8 +44,8 @@ def auto_resume(
     it. None if the run has no checkpoint. Every process calls it, before or after torch.distributed
     is initialised; all share the work, and get the same path, or raise the same error.
 
-        verify      "records" reads and checks all bytes; "files" looks whether all files are there,
-                    of the right size and of one save
+        verify      "records" reads all bytes, and checks those that have checksums; "files" looks
+                    whether all files are there, of the right size and of one save
         scratch     a directory for what is written, instead of `run`/.zckpt
         keep        how many directories for other sizes, or of other checkpoints, stay there
         ds_config   the next run's, if it is another one: a dictionary, or the path of its JSON

@@ -18,7 +18,7 @@ from ..errors import NotACheckpoint, WrongOption, ZckptError, counted, listed
 from ..formats.options import OF_CONVERSIONS, options_of
 from ..formats.reading import SourceKeywords
 from .runs import Candidate, candidates
-from .trainers_files import read
+from .trainers_files import read, step_of
 
 Words = dict[str, Any]
 GRID = ("tp", "pp")
@@ -160,7 +160,7 @@ def check(
         "path": newest.where,
         "format": manifest.format,
         "engine": to,
-        "step": manifest.step,
+        "step": step_of(newest, manifest),
         "sizes": sizes_of(words),
         "loads": not reasons,
         "obstacles": reasons,

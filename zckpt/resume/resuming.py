@@ -2,7 +2,7 @@
 
 1. rank 0 lists the checkpoints, and looks at the metadata of the newest one
 2. if its engine does not load it at this size: is it there at this size? does it fit there?
-3. all ranks read and check all bytes of what will be loaded, or is to be resharded
+3. all ranks read all bytes of what will be loaded or resharded, and check their checksums
 4. all ranks write it at this size, once; `beside.py` says where, and who else may be there
 """
 
@@ -35,7 +35,7 @@ from . import beside
 from .fitting import Asked, Words, batch, name_for, obstacles, sizes_of, to_load, words_for
 from .ranks import Ranks, Told
 from .runs import Candidate, candidates
-from .trainers_files import read
+from .trainers_files import read, step_of
 
 BROKEN = (
     *(CorruptCheckpoint, IncompleteCheckpoint, InconsistentCheckpoint),
@@ -85,6 +85,7 @@ class Resuming:
         self.run, self.asked, self.settings, self.ranks = run, asked, settings, ranks
         self.folder = beside.folder_of(run, settings.scratch)
         self.damaged: set[str] = set()
+        self.records: dict[str, int] | None = None
         self._stack, self._is_alone = stack, False
         self._shared = {"begin": None if ranks.rank else settings.begin, **ranks.words}
         given = {name: asked.words.get(name) for name in READING}
@@ -138,6 +139,7 @@ class Resuming:
         copying = self.settings.copying
         more = {"jobs": copying.jobs, "memory": copying.memory, **self._shared}
         report = api.verify(path, tag=tag, **reading, **more)
+        self.records = report["records"]
         for line in report["problems"]:
             return str(line["message"])
         for line in report["differences"]:
@@ -177,6 +179,7 @@ class Resuming:
             },
             "written": bool(is_written),
             "bytes": plan["bytes"] if is_written else 0,
+            "records": self.records,
             "left_aside": left,
             "removed": plan.get("removed", []),
             "warnings": lines,
@@ -202,11 +205,9 @@ class Resuming:
                 "is_unsupported": isinstance(error, UnsupportedCheckpoint),
             }
         words = self.asked.of(manifest)
-        tag = manifest.source.get("tag")
-        iteration = str(tag).rpartition("_")[2] if manifest.format == "megatron" else ""
         plan: Words = {
-            "step": int(iteration) if iteration.isdecimal() else manifest.step,
-            "tag": tag,
+            "step": step_of(candidate, manifest),
+            "tag": manifest.source.get("tag"),
             "format": manifest.format,
             "sizes": sizes_of(words),
             "obstacles": obstacles(manifest, words),

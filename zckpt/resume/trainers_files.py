@@ -10,6 +10,7 @@ import json
 import os
 import zipfile
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from .. import api, formats
@@ -17,7 +18,7 @@ from ..core.manifest import Manifest, Sibling
 from ..errors import IncompleteCheckpoint
 from .runs import FILE, Candidate
 
-META = "meta.pt"
+META, STATE = "meta.pt", "trainer_state.json"
 OF_TORCH = (".pt", ".pth", ".bin", ".pkl")
 MOST = 64 << 20  # bytes of a file that is read
 
@@ -32,14 +33,28 @@ def read(candidate: Candidate, reading: Mapping[str, Any]) -> Manifest:
     return manifest
 
 
+def step_of(candidate: Candidate, manifest: Manifest) -> int | float | None:
+    """The completed updates, or Megatron-Core's iteration; else what the Trainer has counted."""
+    iteration = str(manifest.source.get("tag")).rpartition("_")[2]
+    if formats.named(manifest.format).to_load and iteration.isdecimal():
+        return int(iteration)
+    step = manifest.step
+    if step is None and candidate.tag is None:  # no file says which parameters have which step
+        with suppress(FileNotFoundError, NotADirectoryError, ValueError, AttributeError):
+            with open(os.path.join(candidate.path, STATE), "rb") as file:
+                counted = json.load(file).get("global_step")
+            return counted if type(counted) is int else None
+    return step
+
+
 def _unfinished(candidate: Candidate, manifest: Manifest) -> str:
     """What is missing or cut of a save that was interrupted; empty if nothing is."""
 
     def has(name: str) -> bool:
         return os.path.exists(os.path.join(candidate.path, name))
 
-    if candidate.tag is None and has("training_args.bin") and not has("trainer_state.json"):
-        return f"{candidate.path} has no trainer_state.json, which the Trainer writes last"
+    if candidate.tag is None and has("training_args.bin") and not has(STATE):
+        return f"{candidate.path} has no {STATE}, which the Trainer writes last"
     if manifest.format == "dcp" and candidate.name.endswith(FILE) and not has(META):
         return f"{candidate.path} has no {META}, which Lightning writes last"
     tag, format = str(manifest.source.get("tag")), formats.named(manifest.format)

@@ -296,6 +296,18 @@ def test_dense_copies_that_differ(run: Path, tmp_path: Path) -> None:
 
 @engines
 @first
+def test_a_dense_copy_that_lacks_a_state(run: Path) -> None:
+    def change(value: Any) -> None:
+        del value["optimizer"]["optimizer_state_dict"]["state"][0]["exp_avg_sq"]
+
+    edit(tag_of(run) / "expp_rank_1_mp_rank_00_optim_states.pt", change)
+    message = "its copy of embedding.weight has other states than ep rank 0's"
+    with pytest.raises(InconsistentCheckpoint, match=message):
+        zckpt.read(run)
+
+
+@engines
+@first
 def test_a_dense_step_that_differs(run: Path) -> None:
     def change(value: Any) -> None:
         value["optimizer"]["optimizer_state_dict"]["state"][0]["step"] += 1

@@ -26,7 +26,8 @@ from msgspec.structs import replace
 
 from ....core import compare
 from ....core.dtypes import FLOATS
-from ....core.manifest import Manifest
+from ....core.grouping import by_key
+from ....core.manifest import Entry, Manifest
 from ....core.merge import merge
 from ....core.placement import Table
 from ....core.states import OTHER
@@ -370,6 +371,13 @@ def _beside(first: Manifest, whole: WholeOptimizer, step_policy: str | None) -> 
         name: replace(own, aliases=known[name].aliases) if name in known else own
         for name, own in tensors.parameters.items()
     }
+    states_of = [_states_by_parameter(each) for each in (first.entries, tensors.entries)]
+    for name in tensors.parameters:
+        if name in known and states_of[0].get(name) != states_of[1].get(name):
+            raise InconsistentCheckpoint(
+                f"{whole.file.path}: its copy of {name} has other states than ep rank 0's",
+                hint="files of different saves seem to be mixed",
+            )
     other = tensors.kept(states.first.get(OTHER) or {}, f"optimizer.{OTHER}", whole.file)
     return replace(
         first,
@@ -382,6 +390,12 @@ def _beside(first: Manifest, whole: WholeOptimizer, step_policy: str | None) -> 
         unread=tuple(strangers_of(states)[1]),
         state={**first.state, "optimizer": {**first.state["optimizer"], OTHER: other}},
     )
+
+
+def _states_by_parameter(entries: Mapping[str, Entry]) -> dict[str, set[str]]:
+    """The masters and states that an optimizer keeps of each parameter."""
+    slots = by_key((entry.parameter, entry.slot) for entry in entries.values())
+    return {name: {*own} - {"param", "state"} for name, own in slots.items()}
 
 
 def compare_ranks(manifest: Manifest, replicas: str | None) -> list[str]:
