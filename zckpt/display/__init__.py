@@ -17,6 +17,7 @@ from .checkpoint import tensors as tensors
 from .findings import differing as differing
 from .findings import fitting as fitting
 from .findings import probed as probed
+from .findings import reported as reported
 from .findings import statistics as statistics
 from .findings import verified as verified
 from .terminal import answer as answer

@@ -228,6 +228,17 @@ def statistics(report: dict[str, Any], quiet: bool) -> None:
     warn([line["message"] for line in report["problems"]], quiet)
 
 
+def reported(document: dict[str, Any], quiet: bool) -> None:
+    """What a page shows, in a few lines: what it is, and what is wrong."""
+    line = document["line"]
+    if not quiet:
+        about = [line["engine"], f"{line['steps']} (step)", sized(line["bytes"]), line["checked"]]
+        print(f"{safe(document['path'])}: {safe(', '.join(filter(None, about)))}")
+    for fault in document["faults"]:
+        if fault["fault"] or not quiet:
+            print(safe(fault["message"]))
+
+
 def probed(report: dict[str, Any], quiet: bool) -> None:
     """The report of `probe-diff`."""
     first, big, steps = report["first"], report["big"], report["steps"]

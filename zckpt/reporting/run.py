@@ -1,0 +1,80 @@
+"""The checkpoints of a run over time: the section `run`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from . import faults
+from .numbers import finite
+
+Report = dict[str, Any]
+BROKEN = ("missing", "unreadable", "checksum")
+"""The kinds of faults of a checkpoint that is not whole."""
+
+
+def section(documents: Sequence[Report], names: Sequence[str]) -> Report:
+    """All checkpoints, the oldest first, by their documents; the last one is shown below."""
+    rows = dict.fromkeys(
+        row for document in documents for row in (document.get("numbers") or {}).get("rows", ())
+    )
+    return {
+        "checkpoints": [
+            _line(document, name) for document, name in zip(documents, names, strict=True)
+        ],
+        "rows": list(rows),
+        "shown": len(documents) - 1,
+    }
+
+
+def _line(document: Report, name: str) -> Report:
+    line = document["line"]
+    broken = [each for each in document["faults"] if each["kind"] in BROKEN]
+    first = next((each for each in document["faults"] if each["fault"]), None)
+    return {
+        "name": name,
+        "step": line["step"],
+        "bytes": line["bytes"],
+        "dp": line["sizes"].get("dp"),
+        "whole": not broken,
+        "why": None if first is None else first["message"],
+        "norms": of_layers(document, "param"),
+        "updates": of_layers(document, "update"),
+    }
+
+
+def of_layers(document: Mapping[str, Any], key: str) -> dict[str, float]:
+    """The norm of each layer's weights, or the root mean square of its update."""
+    numbers, table = document.get("numbers"), document.get("tensors")
+    if not numbers or not table:
+        return {}
+    sums: dict[str, list[float]] = {}
+    for measure in numbers["measures"]:
+        for row, _, value, tensor in measure["cells"] if measure["key"] == key else ():
+            if value is None or tensor is None:
+                continue
+            own = sums.setdefault(numbers["rows"][row], [0.0, 0.0])
+            elements = math.prod(table["shape"][tensor])
+            own[0] += value * value * elements
+            own[1] += elements
+    roots = {
+        row: math.sqrt(squares if key == "param" else squares / elements)
+        for row, (squares, elements) in sums.items()
+        if elements
+    }
+    return {row: root for row, root in roots.items() if finite(root) is not None}
+
+
+def faults_of(checkpoints: Sequence[Report]) -> list[Report]:
+    """Faults of the earlier checkpoints of a run, each by its name."""
+    return [
+        {
+            **dict.fromkeys(faults.FIELDS),
+            "kind": "missing" if "missing" in line["why"] else "unreadable",
+            "fault": True,
+            "message": f"{line['name']}: {line['why']}",
+        }
+        for line in checkpoints[:-1]
+        if line["why"] is not None
+    ]
