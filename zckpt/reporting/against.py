@@ -10,10 +10,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from ..core.layers import Places
 from ..core.manifest import Entry
 from ..core.weights import WEIGHTS
 from ..errors import brief, counted
-from .numbers import Places, finite
+from .numbers import finite
 
 Report = dict[str, Any]
 OTHERS = ("steps", "step_place", "scalars", "groups", "states", "lacking")

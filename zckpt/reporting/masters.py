@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ..core.difference import ULPS, Difference
+from ..core.layers import Places
 from ..core.manifest import Entry
 from ..errors import counted
 from .lost import Found
 from .measuring import original, place_of
-from .numbers import Places
 
 Report = dict[str, Any]
 Distance = tuple[int, Difference]

@@ -9,9 +9,9 @@ from math import prod
 from typing import Any
 
 from ..core.fragments import Box, Boxes
+from ..core.layers import Places
 from ..core.manifest import Entry, Manifest, slot_key
 from .lost import Found, files_below
-from .numbers import Places
 
 Report = dict[str, Any]
 MOST_PIECES, MOST_SUMS = 20_000, 200_000

@@ -11,6 +11,7 @@ from math import prod
 from typing import Any
 
 from ..core.difference import ULPS, Difference
+from ..core.layers import Places, places_of
 from ..core.manifest import Manifest
 from ..core.records import RecordCounts
 from ..core.version import __version__
@@ -45,9 +46,9 @@ def unread(found: Found) -> Report:
     }
 
 
-def places_in(manifest: Manifest) -> numbers.Places:
+def places_in(manifest: Manifest) -> Places:
     """Layers and kinds of all tensors."""
-    return numbers.places_of(entry.parameter for entry in manifest.entries.values())
+    return places_of(entry.parameter for entry in manifest.entries.values())
 
 
 def of_inspect(manifest: Manifest) -> Report:
