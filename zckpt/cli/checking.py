@@ -71,9 +71,9 @@ def verify(
 ) -> int:
     """Check a checkpoint for contradictions, or compare it with another one.
 
-    Without --against, it checks that checksums match, each element is stored once, copies on ranks
-    are equal, masters round to the weights, steps agree, and files are those of their ranks. Only
-    --against finds a file of another run.
+    Without --against: checksums match, each element is stored once, copies on ranks
+    are equal, masters round to weights, steps agree, and files are those of their ranks. Only
+    --against finds those of another run.
 
     With --against, tensors are compared bit for bit, and all else by value. What one side lacks is
     a difference, or named if its files have no place for it. If the original is gone, give the FILE
