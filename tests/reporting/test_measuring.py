@@ -121,9 +121,8 @@ def test_every_byte_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     real = Reader.read
 
     def counted(self: Reader, extent: Any, into: Any) -> None:
-        read.update(
-            (extent.file, byte) for byte in range(extent.offset, extent.offset + extent.length)
-        )
+        begin, end = extent.offset, extent.offset + extent.length
+        read.update((extent.file, byte) for byte in range(begin, end))
         real(self, extent, into)
 
     monkeypatch.setattr(Reader, "read", counted)

@@ -188,14 +188,14 @@ def _contents(report: Report) -> list[Report]:
 
 def _distances(report: Report) -> dict[str, masters.Distance]:
     """How far weights are from their masters: of those that `verify` has read."""
-    differing = {each["tensor"]: each for each in report["differences"]}
+    differing = {each["tensor"]: each for each in report["differences"] if "copy" not in each}
     digests = report["digests"]
     distances = {}
     for name, each in digests.items():
         weight = f"{name.rpartition('/')[0]}/param"
         if not name.endswith("/master") or weight not in digests:
             continue
-        own = differing.get(name, {})
+        own = differing.get(weight) or differing.get(name, {})
         difference = Difference(count=own.get("count", 0), first=own.get("first"))
         difference.max_ulp, difference.ulps = own.get("max_ulp"), own.get("ulps", [0] * len(ULPS))
         distances[name] = prod(each["shape"]), difference
