@@ -248,7 +248,8 @@ def reported(document: dict[str, Any], quiet: bool) -> None:
     """What a page shows, in a few lines: what it is, and what is wrong."""
     line = document["line"]
     if not quiet:
-        about = [line["engine"], f"{line['steps']} (step)", sized(line["bytes"]), line["checked"]]
+        steps = line["steps"] if line["step"] is None else f"step {line['steps']}"
+        about = [line["engine"], steps, sized(line["bytes"]), line["checked"]]
         print(f"{safe(document['path'])}: {safe(', '.join(filter(None, about)))}")
     for fault in document["faults"]:
         if fault["fault"] or not quiet:
