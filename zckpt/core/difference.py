@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from msgspec import Struct, field
 from .cast import CAST_BLOCK, array, numbers, ordered
 from .dtypes import FLOATS, SIZES
 
+LOWEST = -1074  # the exponent of the smallest float64
 ULPS = ("0", "1", "2", *(f"{2**n + 1}-{2 ** (n + 1)}" for n in range(1, 10)), ">1024")
 """The bins of distances in units in the last place."""
 
@@ -40,7 +40,7 @@ class Difference(Struct, eq=False):
     aa: float = 0.0
     bb: float = 0.0
     squares: float = 0.0
-    changes: Counter[int] = field(default_factory=Counter)
+    changes: dict[int, int] = field(default_factory=dict)
     ulps: list[int] = field(default_factory=lambda: [0] * len(ULPS))
 
     def add(self, other: Difference) -> None:
@@ -56,7 +56,9 @@ class Difference(Struct, eq=False):
         self.aa += other.aa
         self.bb += other.bb
         self.squares += other.squares
-        self.changes.update({int(power): count for power, count in other.changes.items()})
+        for power, count in other.changes.items():
+            own = int(power)  # a key of JSON is a text
+            self.changes[own] = self.changes.get(own, 0) + count
         self.ulps = [ours + theirs for ours, theirs in zip(self.ulps, other.ulps, strict=True)]
 
     @property
@@ -136,10 +138,10 @@ def _measure(
             difference.max_abs = float(distance.max())
             finite = distance[np.isfinite(distance) & (distance > 0)]
             difference.squares = float(np.dot(finite, finite))
-            powers = np.unique(np.frexp(finite)[1] - 1, return_counts=True)
-            difference.changes = Counter(
-                dict(zip(*(each.tolist() for each in powers), strict=True))
-            )
+            counts = np.bincount(np.frexp(finite)[1] - LOWEST)
+            difference.changes = {
+                int(place) + LOWEST - 1: int(counts[place]) for place in np.flatnonzero(counts)
+            }
         if dtypes[0] == dtypes[1] and dtypes[0] in FLOATS:
             ranks = [ordered(side[places], dtypes[0]) for side in bits]
             difference.max_ulp = max(abs(one - other) for one, other in _extremes(*ranks))
