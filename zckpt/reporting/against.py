@@ -17,7 +17,14 @@ from ..errors import brief, counted
 from .numbers import finite
 
 Report = dict[str, Any]
-OTHERS = ("steps", "step_place", "scalars", "groups", "states", "lacking")
+OTHERS = {
+    "steps": "steps",
+    "step_place": "place of the step",
+    "scalars": "numbers of the optimizer's states",
+    "groups": "groups",
+    "states": "what is no tensor",
+    "lacking": "states of the optimizer that both should have",
+}
 """What is compared by value, and not as tensors."""
 
 
@@ -132,11 +139,11 @@ def _proof(report: Report, lines: Iterable[Report]) -> Iterator[Report]:
         differing = unequal[slot]
         result = f"{counted(differing, 'tensor')} differ" if differing else "equal"
         yield {"what": f"{counted(count, 'tensor')} of {slot}", "by": "bits", "result": result}
-    for key in OTHERS:
+    for key, what in OTHERS.items():
         if key in report:
             count = len(report[key])
             result = counted(count, "difference") if count else "equal"
-            yield {"what": key.replace("_", " of the "), "by": "value", "result": result}
+            yield {"what": what, "by": "value", "result": result}
 
 
 def _not_compared(report: Report) -> Iterator[str]:

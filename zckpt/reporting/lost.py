@@ -37,15 +37,13 @@ from ..errors import (
     SourceChanged,
     WrongOption,
     ZckptError,
-    counted,
     sentence,
 )
 
 Report = dict[str, Any]
-NOTHING_TO_SHOW = (
-    *(NotACheckpoint, AmbiguousCheckpoint, WrongOption, MissingExtra),
-    *(SourceChanged, ProcessFailed),
-)
+NOTHING_TO_SHOW = (NotACheckpoint, AmbiguousCheckpoint)
+NO_FAULT = (WrongOption, MissingExtra, SourceChanged, ProcessFailed)
+"""Errors that say nothing about the checkpoint."""
 MOST_FILES = 20_000  # of a damaged checkpoint, among whose names that of an error is looked for
 SMALL = 4096  # bytes of a file that is copied into the folder of links
 NUMBER = re.compile(r"\d+")
@@ -96,9 +94,11 @@ def what_is_there(path: str, source: Mapping[str, Any]) -> Iterator[Found]:
                     where, words = found.shadow or path, {"weights_only": weights_only, **source}
                     found.manifest = read(where, nameless=True, **words)
                 break
-            except NOTHING_TO_SHOW:
+            except NO_FAULT:
                 raise
             except (ZckptError, OSError) as error:
+                if isinstance(error, NOTHING_TO_SHOW) and not found.faults:
+                    raise
                 if isinstance(error, InconsistentCheckpoint) and error.steps and not found.stated:
                     source["step_policy"] = _most_stated(found, error)
                 elif not _stand_in(found, error, temporary):
@@ -128,7 +128,8 @@ def _most_stated(found: Found, error: InconsistentCheckpoint) -> str:
     (most, count), *_ = Counter(step for _, step in error.steps).most_common()
     for where, step in error.steps:
         if step != most:
-            message = f"{where}: step {step:g}, but {counted(count, 'other place')} state {most:g}"
+            others = "another place states" if count == 1 else f"{count:,} other places state"
+            message = f"{where}: step {step:g}, but {others} {most:g}"
             found.faults.append(
                 {
                     "kind": "step",

@@ -12,11 +12,11 @@ from .. import api
 from ..core.pooling import SINGLE, Pool
 from ..core.resources import READING_JOBS, Begin, Copying
 from ..core.sources import unchanged
-from ..errors import SourceChanged, ZckptError, sentence
+from ..errors import ZckptError, sentence
 from ..resume.runs import Candidate, candidates
 from . import against as other_checkpoint
 from . import faults, line, masters, numbers, owners, run, steps
-from .lost import NOTHING_TO_SHOW, Found, what_is_there
+from .lost import NO_FAULT, Found, what_is_there
 from .measuring import measured
 from .parts import begun, places_in, unread
 
@@ -87,7 +87,7 @@ def _document(
         try:
             with unchanged(found.manifest.fingerprints):
                 document |= _read(found, copying, begin, lines)
-        except NOTHING_TO_SHOW:
+        except NO_FAULT:
             raise
         except (ZckptError, OSError) as error:
             lines.append({"kind": "unreadable", "message": sentence(error)})
@@ -157,7 +157,7 @@ def _against(
             sharing=copying.pool, **source,
         )  # fmt: skip
         step = api.read(against, nameless=True).step
-    except SourceChanged:
+    except NO_FAULT:
         raise
     except (ZckptError, OSError) as error:
         lines.append({"kind": "unreadable", "message": f"{against}: {sentence(error)}"})

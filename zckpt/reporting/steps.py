@@ -21,6 +21,7 @@ def section(found: Found) -> Report:
     true = manifest.step
     if true is None and owners:
         true = owners.most_common(1)[0][0]
+    alone = sum(each.truth for each in manifest.steps) == 1
     places = [
         {
             "file": _named(found, where),
@@ -37,7 +38,7 @@ def section(found: Found) -> Report:
             "where": each.where,
             "step": each.step,
             "agrees": each.step == true if each.truth else None,
-            "parameters": owners.get(each.step) if each.truth else None,
+            "parameters": owners.get(each.step) if each.truth and alone else None,
         }
         for each in manifest.steps
         if not (found.stated and each.truth)
