@@ -149,7 +149,8 @@ def check(
 
     reading = {name: words.pop(name) for name in NamedKeywords.__annotations__ if name in words}
     config = None if ds_config is None else parameters.config(ds_config)
-    files = {} if ds_config is None else {"config": os.path.abspath(ds_config)}
+    paths = {"config": ds_config, "param_names": getattr(reading.get("param_names"), "path", None)}
+    files = {name: os.path.abspath(file) for name, file in paths.items() if file is not None}
     report = ask(path, Asked(None, words | {"config": config}), engine, like, reading, files)
     display.answer(report, as_json, quiet, display.fitting)
     return 0 if report["loads"] else 3
