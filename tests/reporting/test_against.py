@@ -64,7 +64,7 @@ def test_what_was_compared(example: Path, other: Path, document: Make) -> None:
     made = document(example, against=other)["against"]
     proof = {line["what"]: line["result"] for line in made["proof"]}
     assert proof["5 tensors of exp_avg"] == "equal"
-    assert proof["5 tensors of master"] == "1 tensor differ"
+    assert proof["5 tensors of master"] == "1 tensor differs"
     assert proof["steps"] == "equal"
     assert (made["path"], made["step"]) == (str(other), 7)
 

@@ -137,7 +137,8 @@ def _proof(report: Report, lines: Iterable[Report]) -> Iterator[Report]:
     )
     for slot, count in report["slots"].items():
         differing = unequal[slot]
-        result = f"{counted(differing, 'tensor')} differ" if differing else "equal"
+        verb = "differs" if differing == 1 else "differ"
+        result = f"{counted(differing, 'tensor')} {verb}" if differing else "equal"
         yield {"what": f"{counted(count, 'tensor')} of {slot}", "by": "bits", "result": result}
     for key, what in OTHERS.items():
         if key in report:
