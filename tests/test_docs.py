@@ -37,7 +37,11 @@ LINKING = [
     *DOCUMENTS,
     *sorted(ROOT.glob("[CS]*.md")),  # CHANGELOG, CONTRIBUTING, SECURITY
 ]
-LEDGERS = [ROOT / "benchmarks" / "README.md", *sorted((ROOT / "tests").rglob("[PR]*.md"))]
+LEDGERS = [
+    ROOT / "benchmarks" / "README.md",
+    ROOT / "tests" / "safety" / "README.md",
+    *sorted((ROOT / "tests").glob("*.md")),
+]
 OF_OTHER_PROGRAMS = {
     *("--nproc-per-node", "--nproc_per_node", "--nnodes", "--max-restarts"),
     "--kill-on-bad-exit",
@@ -218,16 +222,17 @@ def test_all_pages_together_are_short(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_tests_are_counted() -> None:
     """In a process of its own: pytest does not like to be called by its tests."""
-    words = [sys.executable, "-m", "tests.counts", "tests/proof"]
+    files = ("tests/proof/test_leaves.py", "tests/resume/test_slurm.py")
+    words = [sys.executable, "-m", "tests.counts", *files]
     ended = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     header, *rows = (line.split() for line in ended.stdout.splitlines())
     assert header == ["default", "engines", "matrix", "exhaustive", "gpu", "slurm"]
-    assert [row[0] for row in rows] == ["tests/proof", "all"]
-    assert rows[0][1:] == rows[1][1:]
-    default, engines, _, exhaustive, gpu, _ = (int(each.replace(",", "")) for each in rows[0][1:])
-    assert default > 100
-    assert min(engines, exhaustive, gpu) > 0
+    proof, resume, total = (tuple(map(int, row[1:])) for row in rows)
+    assert [row[0] for row in rows] == ["tests/proof", "tests/resume", "all"]
+    assert resume == (0, 0, 0, 0, 0, 1)
+    assert total == tuple(map(sum, zip(proof, resume, strict=True)))
+    assert proof[0] > proof[3] > 0
 
 
 def test_reference_of_commands_is_fresh() -> None:
