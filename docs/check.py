@@ -3,7 +3,7 @@
     python -m docs.check       a line for each page, and the links; 1 if a limit is not kept
 
 Sentences are those of paragraphs and lists: code, tables and headings have none. An editor has
-been over the pages in DONE, which keep the limits below.
+been over the pages in DONE, which keep the limits below; a new page comes with a line of its own.
 """
 
 from __future__ import annotations
@@ -19,23 +19,32 @@ from tests.conftest import ROOT
 UNCOUNTED = {"docs/cli.md", "docs/format-v1.md"}  # generated, and a specification
 SHORT = 9  # words: a sentence with fewer is short
 MOST_SHORT = 1 / 3  # of the sentences of a page
-MOST_BYTES = 165_000  # of all pages together, once all of them are done
+MOST_BYTES = 192_000  # of all pages together; what is more must replace something
 DONE: dict[str, int] = {
-    "README.md": 7_100,
+    "README.md": 9_000,
     "SECURITY.md": 8_000,
     "CONTRIBUTING.md": 5_300,
+    "docs/add-a-format.md": 10_500,
+    "docs/auto-resume.md": 7_300,
+    "docs/deepspeed-grids.md": 9_600,
+    "docs/deepspeed.md": 10_000,
+    "docs/export.md": 4_400,
     "docs/faq.md": 10_800,
+    "docs/fsdp.md": 11_700,
     "docs/house.md": 13_500,
-    "docs/index.md": 3_600,
+    "docs/index.md": 3_700,
     "docs/limits.md": 2_800,
     "docs/load-directly.md": 4_700,
     "docs/many-nodes.md": 5_800,
+    "docs/megatron.md": 11_700,
+    "docs/onnxruntime.md": 5_600,
     "docs/performance.md": 3_500,
     "docs/probe.md": 10_100,
-    "docs/prove.md": 11_800,
+    "docs/prove.md": 10_700,
     "docs/python.md": 6_700,
-    "docs/scripts.md": 9_600,
+    "docs/scripts.md": 9_700,
     "docs/support.md": 5_500,
+    "docs/trainer.md": 10_700,
     "docs/words.md": 4_400,
 }
 """Bytes that a page may have."""
@@ -97,7 +106,7 @@ def main() -> int:
         wrong += faults(page) if named(page) in DONE else ()
     total = sum(len(page.read_bytes()) for page in listed)
     print(f"{total:7,} bytes of {len(listed)} pages")
-    if all(named(page) in DONE for page in listed) and total > MOST_BYTES:
+    if total > MOST_BYTES:
         wrong.append(f"all pages together may have {MOST_BYTES:,} bytes")
     print("\n".join(wrong) if wrong else "no link is broken")
     return 1 if wrong else 0
