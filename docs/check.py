@@ -19,7 +19,7 @@ from tests.conftest import ROOT
 UNCOUNTED = {"docs/cli.md", "docs/format-v1.md"}  # generated, and a specification
 SHORT = 9  # words: a sentence with fewer is short
 MOST_SHORT = 1 / 3  # of the sentences of a page
-MOST_BYTES = 192_000  # of all pages together; what is more must replace something
+MOST_BYTES = 190_000  # of all pages together; what is more must replace something
 DONE: dict[str, int] = {
     "README.md": 9_000,
     "SECURITY.md": 8_000,
@@ -41,7 +41,7 @@ DONE: dict[str, int] = {
     "docs/performance.md": 3_500,
     "docs/probe.md": 10_100,
     "docs/prove.md": 10_700,
-    "docs/python.md": 6_700,
+    "docs/python.md": 6_200,
     "docs/scripts.md": 9_700,
     "docs/support.md": 5_500,
     "docs/trainer.md": 10_700,
