@@ -257,7 +257,7 @@ class Job:
                 len(self.target.files[path]),
                 zlib.crc32(self.target.files[path]),
             )
-        assert outcome.digests == {item.name: zlib.crc32(item.data) for item in self.tensors}
+        assert outcome.digests == {(0, item.name): zlib.crc32(item.data) for item in self.tensors}
         for extent, crc in outcome.records.items():
             data = self.target.files[extent.file][extent.offset : extent.offset + extent.length]
             assert crc == zlib.crc32(data)

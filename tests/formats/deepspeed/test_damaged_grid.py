@@ -18,7 +18,13 @@ from zckpt.errors import ZckptError
 from ...conftest import ROOT
 
 RUN = ROOT / "tests/data/zckpt-0.1-pp2_tp2/run"
-WAYS: dict[str, dict[str, Any]] = {"whole": {}, "ranks": {"dp": 3}, "slices": {"dp": 1, "tp": 1}}
+WAYS: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "ranks": {"dp": 3},
+    "stages": {"dp": 2, "pp": 1},
+    "slices": {"dp": 1, "tp": 1},
+    "renamed": {"dp": 1, "tp": 2, "rename": [("norm", "normed")]},
+}
 
 
 def records() -> Iterator[Record]:
@@ -83,9 +89,10 @@ def test_exchanged_fragments_of_two_ranks_are_found(
     way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     join = plan.join
+    back = [("normed", "norm")] if way == "renamed" else ()
     write(RUN, tmp_path / "sound", way)
-    assert zckpt.verify(tmp_path / "sound", against=RUN)["equal"]
+    assert zckpt.verify(tmp_path / "sound", against=RUN, rename=back)["equal"]
     monkeypatch.setattr(plan, "join", lambda *arguments: exchanged(join(*arguments)))
     write(RUN, tmp_path / "target", way)
     monkeypatch.undo()
-    assert not zckpt.verify(tmp_path / "target", against=RUN)["equal"]
+    assert not zckpt.verify(tmp_path / "target", against=RUN, rename=back)["equal"]
