@@ -89,10 +89,10 @@ def test_exchanged_fragments_of_two_ranks_are_found(
     way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     join = plan.join
-    back = [("normed", "norm")] if way == "renamed" else ()
+    names = {"rename": WAYS[way].get("rename", ())}
     write(RUN, tmp_path / "sound", way)
-    assert zckpt.verify(tmp_path / "sound", against=RUN, rename=back)["equal"]
+    assert zckpt.verify(RUN, tmp_path / "sound", **names)["equal"]
     monkeypatch.setattr(plan, "join", lambda *arguments: exchanged(join(*arguments)))
     write(RUN, tmp_path / "target", way)
     monkeypatch.undo()
-    assert not zckpt.verify(tmp_path / "target", against=RUN, rename=back)["equal"]
+    assert not zckpt.verify(RUN, tmp_path / "target", **names)["equal"]
