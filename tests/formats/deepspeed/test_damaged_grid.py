@@ -23,7 +23,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "ranks": {"dp": 3},
     "stages": {"dp": 2, "pp": 1},
     "slices": {"dp": 1, "tp": 1},
-    "renamed": {"dp": 1, "tp": 2, "rename": [("norm", "normed")]},
+    "renamed": {"dp": 2, "tp": 2, "rename": [("norm", "normed")]},
 }
 
 
