@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import zlib
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,20 @@ def test_the_masters_of_each_rank_are_compared_with_its_weights(files: Files, nu
         masters.check(beside, masters.ALL, "hint")
 
 
+def test_all_elements_of_each_rank_are_compared(files: Files) -> None:
+    wide = torch.rand(300)
+    narrow = wide.bfloat16()
+    narrow[200] += 1
+    values = {"a/master": wide, "a/param": narrow}
+    entries = {name: files.entry(name, 9, value) for name, value in values.items()}
+    manifest = changed(grid(files), 3, entries=entries)
+    assert masters.unlike(manifest, masters.BEGINNINGS) == []
+    ((rank, result),) = masters.unlike(manifest, masters.ALL)
+    assert rank is manifest.ranks[3]
+    assert result.difference is not None
+    assert result.difference.first == 200
+
+
 @pytest.mark.parametrize("number", range(4))
 def test_a_lost_state_of_one_rank(files: Files, number: int) -> None:
     source = grid(files)
@@ -176,6 +191,20 @@ def test_files_of_two_ranks_with_the_same_bytes_are_found(files: Files) -> None:
         manifest = changed(manifest, number, entries=entries[number])
     with pytest.raises(InconsistentCheckpoint, match="the same bytes as"):
         duplicates.check_duplicates(manifest)
+
+
+def test_one_state_of_any_rank_that_is_a_copy_is_said(files: Files) -> None:
+    manifest = grid(files)
+    for number, rank in enumerate(manifest.ranks):
+        (a, b) = (next(iter(rank.entries[f"{name}/exp_avg"].fragments)) for name in "ab")
+        shutil.copyfile(a.extent.file, b.extent.file)
+        crcs = {record.extent: record.crc for record in manifest.records}
+        records = [
+            replace(each, crc=crcs[a.extent]) if each.extent == b.extent else each
+            for each in manifest.records
+        ]
+        (line,) = duplicates.check_duplicates(replace(manifest, records=tuple(records)))
+        assert f"{b.extent.file} holds the same bytes as {a.extent.file}" in line, number
 
 
 def test_an_optimizer_is_never_stepped_if_all_ranks_say_so(files: Files) -> None:

@@ -29,7 +29,11 @@ from .peft import saved_name
 INSIDE = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 WRAPPERS = ("module.", "_forward_module.")
 PREFIXES = (*WRAPPERS, "model.")
-FACTS = {"pipeline": ("parameters", "buffers"), "tensor_parallel": ("rules", "vocabulary")}
+FACTS = {
+    "pipeline": ("parameters", "buffers"),
+    "tensor_parallel": ("rules", "vocabulary"),
+    "universal": ("files",),
+}
 """What the state says of single parameters, whose names stand there as keys or in lists."""
 RENAME = "rename the source's names: --rename REGEX=REPL (rename=[(REGEX, REPL)] in Python)"
 

@@ -8,16 +8,15 @@ have others.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from msgspec.structs import replace
 
-from ..errors import InconsistentCheckpoint, UnsupportedCheckpoint, brief
+from ..errors import MALFORMED, InconsistentCheckpoint, UnsupportedCheckpoint, brief, cause
 
 INFO = "universal_checkpoint_info"
-PARTS = "parameter_with_sub_params"
+PARTS, WIDTHS = "parameter_with_sub_params", "sub_param_shard_widths"
 REPETITIONS = 4  # `*`, `+` and `{}` in one pattern
 
 
@@ -28,44 +27,53 @@ def check_patterns(info: Mapping[str, Any]) -> None:
 
 
 def under_names(info: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """The info that says of the new names what it says of the old ones; raises for no patterns.
+    """The info that says of the new names what it says of the old ones; raises for another form.
 
     A pattern that would match other parameters now becomes the names of those that it matched.
     """
-    check_patterns(info)
+    try:
+        return dict(_renamed(info, names))
+    except MALFORMED as error:
+        raise InconsistentCheckpoint(
+            f"universal_checkpoint_info has a form that zckpt does not know: {cause(error)}",
+            hint="without --rename it stays as it is",
+        ) from error
 
+
+def _renamed(info: Mapping[str, Any], names: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
     def changed(pattern: str) -> list[str]:
+        _check_pattern(pattern)
         held = [bool(re.match(pattern, name)) for name in names]
         if held == [bool(re.match(pattern, name)) for name in names.values()]:
             return [pattern]
         pairs = zip(names.values(), held, strict=True)
         return [f"^{re.escape(name)}$" for name, is_held in pairs if is_held]
 
-    def listed(patterns: Iterable[str] | None) -> list[str]:
-        return list(chain.from_iterable(map(changed, patterns or ())))
-
-    def by_pattern(values: Mapping[str, Any] | None) -> dict[str, Any]:
+    def by_pattern(values: Mapping[str, Any]) -> dict[str, Any]:
         result: dict[str, Any] = {}
-        for old, value in (values or {}).items():
+        for old, value in values.items():
             for new in changed(old):
                 result.setdefault(new, value)  # the first one counts
         return result
 
     def of_view(stated: Any) -> Any:
-        own = {**fields_of(stated), "patterns": listed(fields_of(stated)["patterns"])}
+        fields = fields_of(stated)
+        own = {**fields, "patterns": [new for old in fields["patterns"] for new in changed(old)]}
         return own if isinstance(stated, Mapping) else replace(stated, state=own)
 
-    result = dict(info)
     for key, value in info.items():
-        if _has_patterns(key):
-            result[key] = listed(value)
+        if not value:
+            yield key, value
+        elif _has_patterns(key):
+            yield key, [new for old in value for new in changed(old)]
         elif key == PARTS:
-            result[key] = [of_view(stated) for stated in value or ()]
-        elif key == "sub_param_shard_widths":
-            result[key] = by_pattern(value)
-        elif key == "affine_map" and value:
-            result[key] = {**value, "params": by_pattern(value.get("params"))}
-    return result
+            yield key, [of_view(stated) for stated in value]
+        elif key == WIDTHS:
+            yield key, by_pattern(value)
+        elif key == "affine_map":
+            yield key, {**value, "params": by_pattern(value.get("params") or {})}
+        else:
+            yield key, value
 
 
 def fields_of(stated: Any) -> Mapping[str, Any]:
