@@ -146,6 +146,18 @@ def test_a_lost_state_of_one_rank(files: Files, number: int) -> None:
     assert line.startswith(f"{words}: the optimizer's exp_avg is missing")
 
 
+def test_a_state_that_only_later_ranks_have(files: Files) -> None:
+    manifest = grid(files)
+    for number in range(1, 4):
+        own = [files.entry(f"{name}/sum", number, torch.ones(SHAPE)) for name in "ab"]
+        entries = {**manifest.ranks[number].entries, **{entry.name: entry for entry in own}}
+        manifest = changed(manifest, number, entries=entries)
+    (line,), _ = lacking(without(manifest, 3, "b/sum"))
+    lost = "tensor rank 0: a", "tensor rank 0: b", "pipeline stage 1, tensor rank 1: b"
+    assert [each for each in lost if each not in line] == []
+    assert "the optimizer's sum is missing" in line
+
+
 def test_states_are_counted_by_name(files: Files) -> None:
     source = grid(files)
     assert {state.key: state.count for state in states.states_of(source).values()} == dict.fromkeys(
@@ -167,6 +179,14 @@ def test_other_stages_lack_what_no_stage_has(files: Files) -> None:
     assert states.lost(source, target) == []
     gone = target.with_each(lambda rank: states.without(rank, ["exp_avg"]))
     assert [state.key for state in states.lost(source, gone)] == ["exp_avg"]
+    for number in range(4):  # b is of the last stage alone
+        first = {"a": source.ranks[number].parameters["a"]}
+        target = changed(
+            target, number, parameters=first if number < 2 else target.ranks[3].parameters
+        )
+        target = without(target, number, "b/exp_avg")
+    (lost,) = states.lost(source, target)
+    assert (lost.key, [*lost.tensors]) == ("exp_avg", ["b"])
 
 
 def test_files_of_two_ranks_with_the_same_bytes_are_found(files: Files) -> None:
