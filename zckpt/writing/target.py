@@ -37,7 +37,9 @@ def named_for(format: Format, manifest: Manifest, options: Options) -> Manifest:
     if family is not None and not manifest.ranks:  # whose writer refuses it, and ties
         manifest = translated(manifest, family, options[MODEL_CONFIG])
     if names is not None and not _is_in_order(manifest):
-        manifest = in_order_of(called_as(manifest, names), names)
+        # files of layers stay as they are, with the names in them
+        own = manifest if manifest.ranks else called_as(manifest, names)
+        manifest = in_order_of(own, names)
     is_tied = options[TIE] and not manifest.ranks
     return ties.with_ties(manifest, options[TIE]) if is_tied else manifest
 

@@ -130,8 +130,9 @@ def test_in_another_order(name: str, run_of: Callable[[str], Path], tmp_path: Pa
         assert now == sorted(own, key=lambda each: (groups[each], places[each]))
         assert now != own
     assert zckpt.verify(run, tmp_path / "out", tp_rules=rules)["equal"]
-    with pytest.raises(WrongOption, match=f"does not name {re.escape(names[0])}"):
-        zckpt.reshard(run, tmp_path / "wrong", dp=2, param_names=names[1:])
+    for wrong in (names[1:], [f"module.{each}" for each in names]):
+        with pytest.raises(WrongOption, match="--param-names does not name"):
+            zckpt.reshard(run, tmp_path / "wrong", dp=2, param_names=wrong)
 
 
 @pytest.mark.parametrize("name", BOTH)

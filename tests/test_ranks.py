@@ -11,18 +11,30 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from zckpt import formats
 from zckpt.core import duplicates, masters, plan, states
 from zckpt.core.checksum import crc_of_zeros
+from zckpt.core.facts import FlatBufferEngine
 from zckpt.core.fragments import Extent, Record, solid
 from zckpt.core.grid import Grid, Place
 from zckpt.core.inert import Global
+from zckpt.core.layout import Layout
 from zckpt.core.manifest import Entry, Manifest, Parameter, Unread
 from zckpt.core.missing_states import lacking
-from zckpt.errors import CorruptCheckpoint, InconsistentCheckpoint, MissingData, WrongOption
+from zckpt.errors import (
+    CorruptCheckpoint,
+    InconsistentCheckpoint,
+    MissingData,
+    UnsupportedState,
+    WrongOption,
+)
 from zckpt.naming.names import renamed
 from zckpt.naming.order import in_order_of
 from zckpt.reading import _check_names
 from zckpt.training import objects, steps
+from zckpt.training.options import DROP_STATE, Options
+from zckpt.writing.keeping import Keeping, unable_to_step
+from zckpt.writing.report import Report
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 STAGES = Grid(pp=2, tp=2)
@@ -234,6 +246,8 @@ def test_an_optimizer_is_never_stepped_if_all_ranks_say_so(files: Files) -> None
         )
     )
     assert once.step == 1
+    last = {name: replace(item, step=2) for name, item in once.ranks[3].parameters.items()}
+    assert changed(once, 3, parameters=last).step is None
     zero = crc_of_zeros(16)
     digests = {(n, f"{name}/{slot}"): zero for n in range(4) for name in "ab" for slot in MOMENTS}
     assert steps.never_stepped(once, digests)
@@ -246,6 +260,14 @@ def test_names_that_are_no_text(files: Files) -> None:
     _check_names(manifest)
     with pytest.raises(CorruptCheckpoint, match="not valid text"):
         _check_names(changed(manifest, 3, buffers=("\ud800",)))
+
+
+def test_second_names_of_any_rank_are_known(files: Files) -> None:
+    tied = {"a": Parameter(SHAPE, group=0, aliases=("head",))}
+    manifest = changed(grid(files), 3, parameters=tied)
+    assert manifest.owners == {"head": "a"}
+    found = renamed(manifest, [("^head", "out")])
+    assert found.owners == {"out": "a"}
 
 
 def test_names_change_on_all_ranks(files: Files) -> None:
@@ -286,3 +308,64 @@ def test_objects_of_any_rank_stay_behind(files: Files) -> None:
         "client_state.own",
         "param_groups.0.f",
     ]
+
+
+def keeping(named: Manifest, **options: Any) -> tuple[Keeping, Report]:
+    """What looks at the target of a grid, whose pickles have no object of a class."""
+    report: Report = {"left_out": [], "warnings": []}
+    admitted = objects.without_others(named, (), ())
+    chosen = Options(tuple(options.items()))
+    format = formats.named("deepspeed")
+    return Keeping(named, named, admitted, format, chosen, report), report
+
+
+def read_back(keeping: Keeping, shells: Manifest) -> None:
+    keeping.read_back(Layout(lambda: iter(()), [], [], [], read_back=lambda _: shells))("")
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_objects_of_a_groups_or_a_state_of_any_rank_end_the_run(files: Files, number: int) -> None:
+    whole, value = grid(files), Global("own.Schedule")
+    for fields, says in (
+        ({"groups": ({"lr": 1.0, "plan": value},)}, "cannot have plan of the optimizer's groups"),
+        ({"state": {"optimizer": {"other": {"b": {"plan": value}}}}}, "optimizer's plan of b"),
+    ):
+        named = changed(whole, number, **fields)
+        looks, _ = keeping(named)
+        with pytest.raises(UnsupportedState, match=says) as ended:
+            read_back(looks, looks.admitted)
+        assert "--allow-object own.Schedule" in str(ended.value.hint)
+        read_back(looks, replace(named, groups=None) if "groups" in fields else named)
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_numbers_of_any_rank_that_a_target_lacks(files: Files, number: int) -> None:
+    whole = grid(files)
+    named = changed(whole, number, state={"optimizer": {"beside": {"rho": 3}}})
+    looks, report = keeping(named)
+    read_back(looks, named)
+    assert report["left_out"] == []
+    read_back(looks, whole)
+    assert report["left_out"] == ["rho, beside the optimizer's states"]
+
+
+def test_an_optimizer_without_its_states_cannot_take_a_step(files: Files) -> None:
+    options = Options(((DROP_STATE, MOMENTS),))
+    bare = replace(states.without(grid(files), MOMENTS), optimizer="Adam")
+    (line,) = unable_to_step(bare, options)
+    assert line.startswith("Adam cannot take a step without exp_avg and exp_avg_sq")
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_states_of_matrices_of_any_rank(files: Files, number: int) -> None:
+    """An optimizer of flat buffers has kept them as if of vectors."""
+    engine = FlatBufferEngine("deepspeed", None, None, "BF16", False, None, {})
+    groups = ({"clip_threshold": 1.0},)
+    manifest = replace(grid(files), engine=engine, source={"zero_stage": 1})
+    vector = {"a": Parameter(SHAPE, group=0)}
+    manifest = manifest.with_each(lambda rank: replace(rank, groups=groups, parameters=vector))
+    assert states.of_vectors(manifest, grid(Files(files.root))) == []
+    matrix = {"b": Parameter((2, 2), group=0)}
+    own = changed(manifest, number, parameters=matrix)
+    (state,) = states.of_vectors(own, grid(Files(files.root)))
+    assert (state.key, state.parameters) == ("exp_avg_sq", ["b"])
