@@ -285,6 +285,20 @@ def test_names_change_on_all_ranks(files: Files) -> None:
         renamed(changed(manifest, 0, parameters={"b": Parameter(SHAPE)}), [("^[ab]$", "c")])
 
 
+def test_what_the_state_says_of_parameters_has_their_names(files: Files) -> None:
+    def facts(name: str) -> dict[str, Any]:
+        own = {name: {"rows": 3}}
+        return {
+            "pipeline": {"parameters": [[name], []], "buffers": [[], [f"{name}.b"]], "layers": [0]},
+            "tensor_parallel": {"rules": {name: "0"}, "vocabulary": own},
+            "universal": {"files": own, "model_parallel": 2},
+        }
+
+    manifest = replace(grid(files), state=facts("a"))
+    found = renamed(changed(manifest, 1, state=facts("a"), buffers=("a.b",)), [("^a", "c")])
+    assert found.state == found.ranks[1].state == facts("c")
+
+
 def test_an_order_is_that_of_all_ranks(files: Files) -> None:
     """A tied parameter may be named once per stage; each tensor rank has the names of its stage."""
     manifest = grid(files)

@@ -77,10 +77,10 @@ def _own_tensors(manifest: Manifest) -> list[str]:
 
     The averages of an EMA may be among them.
     """
+    entries = manifest.each[0].entries.items()  # the state is the first rank's
     values = {
         name
-        for own in manifest.each
-        for name, entry in own.entries.items()
+        for name, entry in entries
         if entry.slot == "state" and entry.dtype in FLOATS and entry.shape
     }
     return [

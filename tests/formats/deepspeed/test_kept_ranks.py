@@ -117,6 +117,16 @@ def test_stages_and_slices_are_renamed_together(tmp_path: Path) -> None:
     assert zckpt.verify(tmp_path / "out", tmp_path / "again")["equal"]
 
 
+@pytest.mark.parametrize(
+    "options", [{"frozen": ["*norm*"]}, {"tie": [("a", "b")]}, {"family": "llama"}], ids=str
+)
+def test_options_that_are_for_a_whole_model(options: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(
+        WrongOption, match=f"--{next(iter(options))} does not apply to .* by itself"
+    ):
+        zckpt.reshard(DATA, tmp_path / "out", dp=2, **options)
+
+
 @pytest.mark.parametrize("name", BOTH)
 def test_in_another_order(name: str, run_of: Callable[[str], Path], tmp_path: Path) -> None:
     """A list of all names orders those that each rank has."""
