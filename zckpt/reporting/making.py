@@ -49,16 +49,16 @@ def report(
     started = time.monotonic()
     copying = Copying(jobs, memory, pool=sharing)
     chosen = _checkpoints(os.fspath(path), source)
-    documents = []
+    shown: Report = {}
+    strip: list[Report] = []
     for each in chosen:
         own = {**source, "tag": each.tag} if each.tag else source
-        last = each is chosen[-1]
-        other = None if against is None or not last else os.fspath(against)
-        documents.append(_document(each.path, own, other, copying, begin))
-    shown = documents[-1]
+        other = None if against is None or each is not chosen[-1] else os.fspath(against)
+        shown = _document(each.path, own, other, copying, begin)
+        strip.append(run.checkpoint(shown, each.name))
     if len(chosen) > 1:
-        shown["run"] = run.section(documents, [each.name for each in chosen])
-        shown["faults"] += run.faults_of(shown["run"]["checkpoints"])
+        shown["run"] = run.section(strip, shown)
+        shown["faults"] += run.faults_of(strip)
         shown["path"] = os.fspath(path)
     return shown | {"seconds": round(time.monotonic() - started, 3)}
 

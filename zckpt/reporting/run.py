@@ -14,21 +14,19 @@ BROKEN = ("missing", "unreadable", "checksum")
 """The kinds of faults of a checkpoint that is not whole."""
 
 
-def section(documents: Sequence[Report], names: Sequence[str]) -> Report:
-    """All checkpoints, the oldest first, by their documents; the last one is shown below."""
-    rows = dict.fromkeys(
-        row for document in documents for row in (document.get("numbers") or {}).get("rows", ())
-    )
+def section(checkpoints: Sequence[Report], shown: Report) -> Report:
+    """All checkpoints, the oldest first; the last one is `shown` below."""
+    of_layers = (row for line in checkpoints for row in (*line["norms"], *line["updates"]))
+    rows = (shown.get("numbers") or {}).get("rows", ())
     return {
-        "checkpoints": [
-            _line(document, name) for document, name in zip(documents, names, strict=True)
-        ],
-        "rows": list(rows),
-        "shown": len(documents) - 1,
+        "checkpoints": list(checkpoints),
+        "rows": list(dict.fromkeys((*rows, *of_layers))),
+        "shown": len(checkpoints) - 1,
     }
 
 
-def _line(document: Report, name: str) -> Report:
+def checkpoint(document: Report, name: str) -> Report:
+    """What is kept of one checkpoint's document."""
     line = document["line"]
     broken = [each for each in document["faults"] if each["kind"] in BROKEN]
     first = next((each for each in document["faults"] if each["fault"]), None)
