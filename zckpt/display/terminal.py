@@ -155,7 +155,7 @@ def save(path: str, report: dict[str, Any]) -> None:
 
 def save_text(path: str, text: str) -> None:
     """A text as a file, whole or not at all."""
-    fileio.save(path, text.encode("utf-8"))
+    fileio.save(path, text.encode("utf-8", "backslashreplace"))  # names of files may be any bytes
 
 
 class Bar:
