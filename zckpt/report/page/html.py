@@ -1,0 +1,143 @@
+"""How does a document become one HTML page that needs nothing else?"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ...errors import MissingExtra, sized
+from . import words
+from .charts import Chart, chart
+
+FOLDER = Path(__file__).parent
+MOST_LINES = 2000  # lines of one kind on a page; the table of their section has the others
+SECTIONS = ("run", "numbers", "map", "masters", "steps", "against")
+SIGNS = {
+    "checksum": "✕",
+    "missing": "▨",
+    "NaN": "N",
+    "infinite": "∞",
+    "dead": "0",
+    "constant": "=",
+    "denormal": "d",
+    "stale": "≠",
+    "step": "≠",
+    "impossible": "!",
+    "unreadable": "?",
+    "warning": "i",
+}
+"""The sign of each kind of fault, in lines and figures: no color alone carries meaning."""
+
+
+def render(document: Mapping[str, Any]) -> str:
+    """The whole page of a document, or of those sections that it has; raises MissingExtra."""
+    try:
+        from jinja2 import Environment, FileSystemLoader
+        from markupsafe import Markup
+    except ModuleNotFoundError as error:
+        raise MissingExtra(
+            "a page of HTML needs jinja2, which is not installed",
+            hint="pip install 'zckpt[html]'",
+        ) from error
+
+    environment = Environment(
+        loader=FileSystemLoader(FOLDER),
+        autoescape=True,
+        finalize=words.shown,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(
+        short=words.short, number=words.number, sized=sized, cut=words.cut, listed=_listed
+    )
+    style, script = _text("page.css"), _text("figures.js") + _text("page.js")
+    line = document.get("line") or {}
+    return environment.get_template("page.html").render(
+        document=document,
+        line=line,
+        facts=words.facts(line),
+        verdict=words.verdict(document),
+        faults=document.get("faults") or [],
+        signs=SIGNS,
+        most=MOST_LINES,
+        sections=[name for name in SECTIONS if document.get(name)],
+        charts=_charts(document),
+        tensor=_names(document),
+        policy=f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; "
+        "base-uri 'none'; form-action 'none'",
+        style=Markup(style),
+        script=Markup(script),
+        data=Markup(packed(document)),
+    )
+
+
+def packed(document: Mapping[str, Any]) -> str:
+    """The document as the page's script unpacks it: base64 of gzip of JSON."""
+    text = json.dumps(document, allow_nan=False, separators=(",", ":"))
+    return base64.b64encode(gzip.compress(text.encode(), 6, mtime=0)).decode()
+
+
+def _text(name: str) -> str:
+    return (FOLDER / name).read_text(encoding="utf-8")
+
+
+def _hash(text: str) -> str:
+    """As a Content-Security-Policy names a text between two tags."""
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+
+
+def _listed(value: Any) -> str:
+    """A hyper-parameter's value."""
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, (list, dict)) else str(value)
+
+
+def _names(document: Mapping[str, Any]) -> Any:
+    """The name of a tensor by its index; a dash for none."""
+    names = (document.get("tensors") or {}).get("name") or []
+    return lambda index: names[index] if isinstance(index, int) and index < len(names) else "–"
+
+
+def _charts(document: Mapping[str, Any]) -> dict[str, Chart]:
+    """The charts of bars that need no script."""
+    found: dict[str, Chart] = {}
+    if run := document.get("run"):
+        points = run["checkpoints"]
+        found["run"] = chart(
+            [words.short(point["step"]) for point in points],
+            [point["bytes"] for point in points],
+            [
+                f"{point['name']}: step {words.short(point['step'])}, {sized(point['bytes'])}, "
+                + ("whole" if point["whole"] else f"not whole: {point.get('why') or 'unknown'}")
+                for point in points
+            ],
+            signs=[not point["whole"] for point in points],
+            ticks=("0", sized(max((point["bytes"] for point in points), default=0))),
+            linear=True,
+        )
+    against = document.get("against") or {}
+    if layers := against.get("layers"):
+        found["layers"] = chart(
+            [words.cut(words.shown(row["layer"]), 12) for row in layers],
+            [row["relative"] for row in layers],
+            [
+                f"{row['layer']}: {words.short(row['relative'])} of the weights' RMS"
+                for row in layers
+            ],
+        )
+    if histogram := against.get("histogram"):
+        first, counts = histogram["first"], histogram["counts"]
+        found["histogram"] = chart(
+            [f"2^{first + place}" for place in range(len(counts))],
+            counts,
+            [
+                f"{count:,} elements changed by 2^{first + place} or more, and by less than "
+                f"2^{first + place + 1}"
+                for place, count in enumerate(counts)
+            ],
+        )
+    return found
