@@ -33,6 +33,7 @@ ARROWS = {
     "dcp": "core errors files formats naming reading training",
     "probe": "core errors formats naming reading training",
     "display": "core errors",
+    "report": "errors",
     "cli": "api core display errors formats probe processes reading resume training",
     "__init__": "api core dcp errors probe processes resume",
     "__main__": "cli",
@@ -92,7 +93,7 @@ def test_no_arrow_is_new(arrows: dict[str, set[str]]) -> None:
     print(f"{len(drawn)} arrows between rooms")
     assert drawn - allowed == set(), "new arrows"
     assert allowed - drawn == set(), "arrows that are no longer needed"
-    assert len(drawn) <= 90
+    assert len(drawn) <= 91
 
 
 def test_no_circle_of_rooms(arrows: dict[str, set[str]]) -> None:

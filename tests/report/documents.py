@@ -214,8 +214,7 @@ def report(parameters: list[Parameter], ranks: int = 4) -> Document:
 def pieces(parameters: list[Parameter], ranks: int, row: dict[str, int]) -> Document:
     """Who has what: an equal slice of the flat buffer per rank, and all weights in file 0."""
     found: Document = {
-        key: []
-        for key in ("file", "tensor", "group", "slot", "start", "stop", "offset", "length")
+        key: [] for key in ("file", "tensor", "group", "slot", "start", "stop", "offset", "length")
     }
     total = sum(math.prod(shape) for *_, shape in parameters)
     share = -(-total // ranks)

@@ -8,8 +8,7 @@ text, never as HTML. */
 
 const UNSEEN = /[\x00-\x1f\x7f-\x9f\xad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]|\p{Cs}/gu;
 const PAGE = 500; // rows of a table at once
-const MAKO = [[46, 30, 59], [65, 61, 123], [55, 101, 158], [52, 143, 167], [64, 183, 173],
-  [139, 218, 178], [222, 245, 229]]; // even steps of lightness, also for the color-blind
+let PALETTE; // even steps of lightness, from the page
 
 const one = (selector, root = document) => root.querySelector(selector);
 const all = (selector, root = document) => [...root.querySelectorAll(selector)];
@@ -56,9 +55,9 @@ const css = (key) => getComputedStyle(document.documentElement).getPropertyValue
 
 /** The color of 0 to 1, as [red, green, blue]: what is large stands out from the page. */
 function color(part) {
-  const place = clamp(css("dark") ? 0.08 + 0.92 * part : 1 - part, 0, 1) * (MAKO.length - 1);
-  const below = Math.min(Math.floor(place), MAKO.length - 2);
-  return MAKO[below].map((low, i) => Math.round(low + (MAKO[below + 1][i] - low) * (place - below)));
+  const place = clamp(css("dark") ? 0.08 + 0.92 * part : 1 - part, 0, 1) * (PALETTE.length - 1);
+  const below = Math.min(Math.floor(place), PALETTE.length - 2);
+  return PALETTE[below].map((low, i) => Math.round(low + (PALETTE[below + 1][i] - low) * (place - below)));
 }
 
 /** From values to 0 to 1; by powers of ten if they span more than one and a half. */
@@ -144,7 +143,7 @@ class Grid {
       return text;
     };
     const widest = (texts) => Math.max(...texts.map((text) => context.measureText(text).width));
-    const names = rows.map((row) => fit(row, room < 620 ? 104 : 250));
+    const names = rows.map((row) => fit(row, room < 620 ? 112 : 270));
     const heads = columns.map((column) => fit(column, room < 620 ? 110 : 150));
     const left = (this.left = Math.ceil(widest(names)) + 10);
     let wide = (room - left - 2) / columns.length;
@@ -164,7 +163,12 @@ class Grid {
     context.fillStyle = css("muted");
     const box = (row, column) => [left + wide * column, top + tall * row, wide, tall];
     context.textAlign = "right";
-    names.forEach((text, row) => row % Math.ceil(13 / tall) || context.fillText(text, left - 8, top + tall * (row + 0.5)));
+    names.forEach((text, row) => {
+      if (row % Math.ceil(13 / tall)) return;
+      context.fillStyle = css(/^[≠✕▨]/u.test(text) ? "fault" : "muted");
+      context.fillText(text, left - 8, top + tall * (row + 0.5));
+    });
+    context.fillStyle = css("muted");
     context.textAlign = tilted ? "left" : "center";
     heads.forEach((text, column) => {
       if (column % Math.ceil((tilted ? 15 : 4) / wide)) return;
@@ -243,28 +247,47 @@ function legend(measured, title, signs = []) {
     ...signs.map(([mark, text]) => make("span", {}, make("b", { class: "sign" }, mark), ` ${text}`))];
 }
 
-/** Cells of numbers: `cells` has [row, column, value, tensor] each. */
-function heat(rows, columns, cells, title, { signs = new Map(), kinds = {}, says, enter }) {
+/** How many times more or less each value is than the median of its column. */
+function apart(cells) {
+  const columns = new Map();
+  for (const [, column, value] of cells) {
+    if (value) columns.set(column, [...(columns.get(column) ?? []), value]);
+  }
+  for (const [column, values] of columns) {
+    const [low, high] = [(values.length - 1) >> 1, values.length >> 1];
+    values.sort((left, right) => left - right);
+    columns.set(column, values.length > 2 ? (values[low] + values[high]) / 2 : null); // else nothing to compare with
+  }
+  return ([, column, value]) => {
+    const middle = columns.get(column);
+    return value && middle ? Math.max(value / middle, middle / value) : value && 1;
+  };
+}
+
+/** Cells of numbers: `cells` has [row, column, value, tensor] each; `by` is what gives the color. */
+function heat(rows, columns, cells, title, { by = (cell) => cell[2], signs = new Map(), kinds = {}, zero = "0", says, enter, ...sizes }) {
   const at = new Map(cells.map((cell) => [cell[0] * columns.length + cell[1], cell]));
-  const measured = scale(cells.map((cell) => cell[2]));
+  const measured = scale(cells.map(by));
   const used = new Set(cells.flatMap((cell) => signs.get(cell[3]) ?? []));
   return {
-    rows, columns,
+    rows, columns, ...sizes,
     paint(context, box) {
       const colors = ramp(), lines = hatch(context, css("faint")), marked = [];
-      for (const [row, column, value, tensor] of cells) {
+      const [page, ink, sans] = [css("hollow"), css("muted"), css("sans")];
+      context.textAlign = "center";
+      context.font = `11px ${sans}`;
+      for (const cell of cells) {
+        const [row, column, value, tensor] = cell;
         const [x, y, wide, tall] = box(row, column);
         const gap = wide > 6 && tall > 6 ? 1 : 0;
-        const rgb = value && colors[Math.round(64 * measured.at(value))];
-        context.fillStyle = rgb ? `rgb(${rgb})` : value === 0 ? css("page") : lines;
+        const rgb = value && colors[Math.round(64 * measured.at(by(cell)))];
+        context.fillStyle = rgb ? `rgb(${rgb})` : value === 0 ? page : lines;
         context.fillRect(x, y, wide - gap, tall - gap);
         if (signs.has(tensor)) marked.push([x, y, wide - gap, tall - gap, signs.get(tensor)]);
         else if (wide > 50 && tall > 15) {
           const light = rgb && rgb[0] * 0.3 + rgb[1] * 0.59 + rgb[2] * 0.11 > 118;
-          context.font = `11px ${css("sans")}`;
-          context.textAlign = "center";
-          context.fillStyle = rgb ? (light ? "#10141a" : "#fff") : css("muted");
-          context.fillText(short(value), x + wide / 2, y + tall / 2 + 0.5);
+          context.fillStyle = rgb ? (light ? "#10141a" : "#fff") : ink;
+          context.fillText(value === 0 ? zero : short(value), x + wide / 2, y + tall / 2 + 0.5);
         }
       }
       for (const [x, y, wide, tall, kind] of marked) {

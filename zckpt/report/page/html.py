@@ -12,26 +12,11 @@ from typing import Any
 
 from ...errors import MissingExtra, sized
 from . import words
-from .charts import Chart, chart
+from .charts import PALETTE, SIGNS, Chart, chart, power_of
 
 FOLDER = Path(__file__).parent
 MOST_LINES = 2000  # lines of one kind on a page; the table of their section has the others
 SECTIONS = ("run", "numbers", "map", "masters", "steps", "against")
-SIGNS = {
-    "checksum": "✕",
-    "missing": "▨",
-    "NaN": "N",
-    "infinite": "∞",
-    "dead": "0",
-    "constant": "=",
-    "denormal": "d",
-    "stale": "≠",
-    "step": "≠",
-    "impossible": "!",
-    "unreadable": "?",
-    "warning": "i",
-}
-"""The sign of each kind of fault, in lines and figures: no color alone carries meaning."""
 
 
 def render(document: Mapping[str, Any]) -> str:
@@ -53,7 +38,12 @@ def render(document: Mapping[str, Any]) -> str:
         lstrip_blocks=True,
     )
     environment.filters.update(
-        short=words.short, number=words.number, sized=sized, cut=words.cut, listed=_listed
+        short=words.short,
+        number=words.number,
+        sized=sized,
+        cut=words.cut,
+        listed=_listed,
+        power_of=power_of,
     )
     style, script = _text("page.css"), _text("figures.js") + _text("page.js")
     line = document.get("line") or {}
@@ -64,6 +54,7 @@ def render(document: Mapping[str, Any]) -> str:
         verdict=words.verdict(document),
         faults=document.get("faults") or [],
         signs=SIGNS,
+        settings={"signs": SIGNS, "palette": PALETTE},
         most=MOST_LINES,
         sections=[name for name in SECTIONS if document.get(name)],
         charts=_charts(document),
@@ -99,7 +90,9 @@ def _listed(value: Any) -> str:
 def _names(document: Mapping[str, Any]) -> Any:
     """The name of a tensor by its index; a dash for none."""
     names = (document.get("tensors") or {}).get("name") or []
-    return lambda index: names[index] if isinstance(index, int) and index < len(names) else "–"
+    return lambda index: (
+        names[index] if isinstance(index, int) and index < len(names) else words.NONE
+    )
 
 
 def _charts(document: Mapping[str, Any]) -> dict[str, Chart]:
@@ -132,11 +125,11 @@ def _charts(document: Mapping[str, Any]) -> dict[str, Chart]:
     if histogram := against.get("histogram"):
         first, counts = histogram["first"], histogram["counts"]
         found["histogram"] = chart(
-            [f"2^{first + place}" for place in range(len(counts))],
+            [power_of(2, first + place) for place in range(len(counts))],
             counts,
             [
-                f"{count:,} elements changed by 2^{first + place} or more, and by less than "
-                f"2^{first + place + 1}"
+                f"{count:,} elements changed by {power_of(2, first + place)} or more, and by less "
+                f"than {power_of(2, first + place + 1)}"
                 for place, count in enumerate(counts)
             ],
         )

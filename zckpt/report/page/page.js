@@ -11,9 +11,9 @@ const dash = (value) => (value === null || value === undefined ? null : value);
 
 /* ---- numbers */
 
-const FIELDS = ["name", "dtype", "shape", "bytes", "rms", "min", "max", "mean", "std", "nan", "inf", "zero", "denormal"];
+const FIELDS = ["name", "dtype", "shape", "bytes", "min", "max", "mean", "std", "nan", "inf", "zero", "denormal"];
 
-function numbers(key) {
+function numbers({ numbers: key, apart: relative }) {
   const { rows, columns, measures } = report.numbers;
   const measure = measures.find((one) => one.key === key) ?? measures[0];
   const title = measure.unit ? `${measure.title} (${measure.unit})` : measure.title;
@@ -24,8 +24,8 @@ function numbers(key) {
       [rows[row], columns[column], size, ...FIELDS.map((key) => dash(field(key, tensor)))]),
     bad: (place) => signs.has(measure.cells[place][3]),
   });
-  return heat(rows, columns, measure.cells, title, {
-    signs, kinds,
+  return heat(rows, columns, measure.cells, relative ? `${title}: times from the column's median` : title, {
+    signs, kinds, ...(relative && { by: apart(measure.cells) }),
     says: (row, column, cell) => (cell
       ? [field("name", cell[3]) ?? `${rows[row]} ${columns[column]}`, `${measure.title}: ${value(cell)}`,
         cell[3] === null ? "" : `${field("dtype", cell[3])}, ${short(field("shape", cell[3]))}, ${sized(field("bytes", cell[3]))}`,
@@ -101,7 +101,7 @@ function owners({ group = null, parameter = null } = {}) {
   };
   if (group === null) one(".crumbs").replaceChildren(...crumbs({}));
   return {
-    rows: shortened(files.map((file) => file.name)), columns, least: 8, widest: 2000, height: 680, tallest: 34,
+    rows: labels(files), columns: parameter === null ? without(columns, ".") : columns, least: 8, widest: 2000, height: 680, tallest: 34,
     paint(context, box) {
       const colors = lanes.map((_, lane) => css(`slot-${lane % 6}`)), lines = hatch(context, css("fault"));
       files.forEach((file, row) => columns.forEach((_, at) => {
@@ -153,12 +153,21 @@ function owners({ group = null, parameter = null } = {}) {
   };
 }
 
-/** Paths without the folders that all of them have. */
-function shortened(paths) {
-  const parts = paths.map((path) => path.split("/"));
+/** Names without the parts that all of them begin with. */
+function without(names, separator) {
+  const parts = names.map((text) => text.split(separator));
   let same = 0;
-  while (parts.every((some) => some.length > same + 1 && some[same] === parts[0][same])) same += 1;
-  return parts.map((some) => some.slice(same).join("/"));
+  while (names.length > 1 && parts.every((some) => some.length > same + 1 && some[same] === parts[0][same])) same += 1;
+  return parts.map((some) => some.slice(same).join(separator));
+}
+
+/** Files by their ranks, of axes that have several, and by their paths. */
+function labels(files) {
+  const axes = [...new Set(files.flatMap((file) => Object.keys(file.rank ?? {})))]
+    .filter((axis) => new Set(files.flatMap((file) => file.rank?.[axis] ?? [])).size > 1);
+  const paths = without(files.map((file) => file.name), "/");
+  return files.map(({ rank, state }, place) => [{ missing: "▨", damaged: "✕" }[state],
+    ...axes.filter((axis) => rank?.[axis] !== undefined).map((axis) => `${axis} ${rank[axis]}`), paths[place]].filter(Boolean).join("  "));
 }
 
 /* ---- masters, and a run */
@@ -167,12 +176,13 @@ function masters() {
   const { rows, bins } = report.masters;
   const cells = rows.flatMap((row, place) => row.counts.map((count, bin) => [place, bin, count, null]));
   return heat(rows.map((row) => (row.worst ? `≠ ${row.layer}` : row.layer)), bins, cells, "elements per distance in ULP", {
+    zero: "", height: 380,
     says: (row, bin, cell) => [`layer ${rows[row].layer}`, `${number(cell[2])} elements are ${bins[bin]} ULP away`,
       ...(rows[row].worst ? [`farthest: ${short(rows[row].worst)} ULP in ${field("name", rows[row].tensor) ?? "?"}`] : [])],
   });
 }
 
-function overTime(key) {
+function overTime({ run: key }) {
   const { rows, checkpoints } = report.run;
   const cells = checkpoints.flatMap((point, column) => rows.map((row, place) => [place, column, dash(point[key]?.[row]) , null]));
   const title = key === "norms" ? "norm of weights" : "RMS of Adam's update";
@@ -245,7 +255,7 @@ const VIEWS = { run: overTime, numbers, map: () => owners(), masters };
 
 async function start() {
   const source = one("#document");
-  kinds = JSON.parse(source.dataset.signs);
+  ({ signs: kinds, palette: PALETTE } = JSON.parse(source.dataset.settings));
   const bytes = Uint8Array.from(atob(source.textContent), (c) => c.charCodeAt(0));
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
   report = await new Response(stream).json();
@@ -258,7 +268,7 @@ async function start() {
   }
   for (const figure of all("[data-figure]")) {
     const key = figure.dataset.figure;
-    const chosen = () => VIEWS[key](one("input:checked", figure)?.value);
+    const chosen = () => VIEWS[key](Object.fromEntries(all("input:checked", figure).map(({ name, value }) => [name, value])));
     grids[key] = new Grid(figure);
     grids[key].show(chosen());
     figure.addEventListener("change", () => {

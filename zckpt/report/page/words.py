@@ -12,6 +12,7 @@ UNSEEN = re.compile(
     "[\x00-\x1f\x7f-\x9f\xad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff]"
 )
 """Controls, characters without a width, those that turn the direction of text, half surrogates."""
+NONE = "\N{EN DASH}"
 
 
 def shown(value: Any) -> Any:
@@ -32,7 +33,7 @@ def cut(name: str, most: int) -> str:
 def short(value: Any) -> str:
     """A number with the digits that tell something; what is no number stays."""
     if value is None:
-        return "–"
+        return NONE
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return str(value)
     if isinstance(value, int):
@@ -42,7 +43,7 @@ def short(value: Any) -> str:
 
 def number(value: int | None) -> str:
     """An integer: 2,345."""
-    return f"{value:,}" if isinstance(value, int) else "–"
+    return f"{value:,}" if isinstance(value, int) else NONE
 
 
 def rounded(value: int) -> str:
@@ -64,7 +65,7 @@ def facts(line: Mapping[str, Any]) -> list[tuple[str, str]]:
     """What the first section says: name and value; what is not known is left out."""
     versions = ", ".join(f"{key} {value}" for key, value in (line.get("versions") or {}).items())
     parameters, trainable = line.get("parameters"), line.get("trainable")
-    of_them = "" if trainable in (None, parameters) else f", {rounded(trainable)} of them trained"
+    of_them = "" if trainable in (None, parameters) else f", {rounded(trainable)} trained"
     size, files = line.get("bytes"), line.get("files")
     rows = [
         ("step", line.get("steps") or line.get("step")),
