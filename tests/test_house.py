@@ -33,7 +33,7 @@ ARROWS = {
     "dcp": "core errors files formats naming reading training",
     "probe": "core errors formats naming reading training",
     "display": "core errors",
-    "report": "errors",
+    "reporting": "errors",
     "cli": "api core display errors formats probe processes reading resume training",
     "__init__": "api core dcp errors probe processes resume",
     "__main__": "cli",

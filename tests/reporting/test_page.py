@@ -17,8 +17,8 @@ from xml.etree import ElementTree
 import pytest
 
 from zckpt.errors import MissingExtra
-from zckpt.report.page import render, render_markdown
-from zckpt.report.page.html import MOST_LINES, packed
+from zckpt.reporting.page import render, render_markdown
+from zckpt.reporting.page.html import MOST_LINES, packed
 
 from . import documents
 from .documents import HOSTILE, Document, fault
@@ -118,6 +118,24 @@ def test_every_fault_is_a_line() -> None:
         assert found["kind"] in line
         assert found["message"] in line
     assert "byte 476,736, 4,096 bytes" in lines[1]
+
+
+def test_places_of_steps_agree_or_differ_or_are_other_counters() -> None:
+    page = render(documents.faulty())
+    assert "4 of 5 places agree" in page
+    assert page.count("✕ differs") == 2  # also among all places
+    assert page.count("another counter") == 1
+    assert ">None<" not in page.partition("Groups of parameters")[0]
+
+
+def test_nothing_that_changed_is_a_sentence() -> None:
+    document = documents.part("diff")
+    for row in document["against"]["layers"]:
+        row |= {"relative": 0.0, "rms": 0.0}
+    document["against"] |= {"histogram": None, "histograms": [None] * 14}
+    page = render(document)
+    assert "No layer's weights differ." in page
+    assert "Size of changes" not in page
 
 
 def test_very_many_faults() -> None:

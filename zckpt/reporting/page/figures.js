@@ -7,14 +7,14 @@ text, never as HTML. */
 "use strict";
 
 const UNSEEN = /[\x00-\x1f\x7f-\x9f\xad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]|\p{Cs}/gu;
-const PAGE = 500; // rows of a table at once
+const PAGE = 200; // rows of a table at once
 let PALETTE; // even steps of lightness, from the page
 
 const one = (selector, root = document) => root.querySelector(selector);
 const all = (selector, root = document) => [...root.querySelectorAll(selector)];
 const clamp = (value, low, high) => Math.min(Math.max(value, low), high);
 const number = new Intl.NumberFormat("en").format;
-const product = (shape) => shape.reduce((left, right) => left * right, 1);
+const product = (shape) => (shape ?? []).reduce((left, right) => left * right, 1);
 
 /* ---- texts */
 
@@ -30,6 +30,8 @@ function short(value) {
   return size >= 1e-3 && size < 1e5 ? String(Number(value.toPrecision(3)))
     : value.toExponential(2).replace("e+", "e");
 }
+
+const superscript = (power) => String(power).replace(/./g, (c) => "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"["-0123456789".indexOf(c)]);
 
 function sized(bytes) {
   const power = clamp(Math.floor(Math.log10(Math.max(bytes, 1)) / 3), 0, 4);
@@ -111,11 +113,12 @@ class Grid {
     for (const part of ["stage", "ring", "tip", "says", "legend"]) this[part] = one(`.${part}`, figure);
     this.canvas = one("canvas", figure);
     const at = (event) => this.at(event.offsetX, event.offsetY);
-    this.canvas.addEventListener("pointermove", (event) => this.point(at(event)));
-    this.canvas.addEventListener("pointerleave", () => this.point(null));
+    // a page that scrolls under a resting pointer sends events too: they must not take over
+    this.canvas.addEventListener("pointermove", (event) => (event.movementX || event.movementY) && this.point(at(event)));
+    this.canvas.addEventListener("pointerleave", () => this.spoken || this.point(null));
     this.canvas.addEventListener("click", (event) => this.enter(at(event)));
     this.canvas.addEventListener("blur", () => this.point(null));
-    this.canvas.addEventListener("focus", () => this.canvas.matches(":focus-visible") && this.point(this.cell));
+    this.canvas.addEventListener("focus", () => this.canvas.matches(":focus-visible") && this.point(this.cell, true));
     this.canvas.addEventListener("keydown", (event) => this.key(event));
     new ResizeObserver(() => this.stage.clientWidth !== this.room && this.draw()).observe(this.stage);
     Grid.drawn.push(this);
@@ -130,8 +133,9 @@ class Grid {
 
   draw() {
     const { rows, columns } = this.view;
-    const room = (this.room = this.stage.clientWidth);
-    if (!room || !rows.length || !columns.length) return;
+    this.room = this.stage.clientWidth;
+    const room = this.room - 6; // without the padding
+    if (room < 1 || !rows.length || !columns.length) return;
     const context = this.canvas.getContext("2d");
     const font = (context.font = `12px ${css("sans")}`);
     const fit = (text, most) => {
@@ -144,7 +148,7 @@ class Grid {
     };
     const widest = (texts) => Math.max(...texts.map((text) => context.measureText(text).width));
     const names = rows.map((row) => fit(row, room < 620 ? 112 : 270));
-    const heads = columns.map((column) => fit(column, room < 620 ? 110 : 150));
+    const heads = columns.map((column) => fit(column, 150));
     const left = (this.left = Math.ceil(widest(names)) + 10);
     let wide = (room - left - 2) / columns.length;
     const longest = widest(heads), tilted = longest > Math.min(wide, this.view.widest ?? 112) - 4;
@@ -191,6 +195,7 @@ class Grid {
   /** Shows what a cell is, beside it and for a screen reader; null for no cell. */
   point(cell, spoken = false) {
     const lines = cell && this.view.says(...cell);
+    this.spoken = spoken;
     this.ring.hidden = this.tip.hidden = !lines;
     if (!lines) return;
     this.cell = cell;
@@ -200,14 +205,13 @@ class Grid {
     if (spoken) { // bring a cell that the keyboard reaches into sight
       const seen = this.stage.clientWidth - this.wide - 8;
       this.stage.scrollLeft = clamp(this.stage.scrollLeft, x - seen, x - 8);
-      this.says.textContent = lines.map(shown).join(", ");
     }
+    this.says.textContent = lines.map(shown).join(", ");
     this.tip.replaceChildren(...lines.map((line, i) => make(i ? "p" : "strong", {}, name(line))));
     const room = this.figure.clientWidth - this.tip.offsetWidth;
     const start = x + this.wide / 2 - this.stage.scrollLeft - this.tip.offsetWidth / 2;
     this.tip.style.left = `${clamp(start, 0, Math.max(room, 0))}px`;
     this.tip.style.top = `${this.stage.offsetTop + y + this.tall + 8}px`;
-    if (!spoken) this.says.textContent = lines.map(shown).join(", ");
   }
 
   enter(cell) {
@@ -218,6 +222,7 @@ class Grid {
     const moves = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1],
       Home: [0, -Infinity], End: [0, Infinity] };
     const move = moves[event.key];
+    if (!this.view.rows.length || !this.view.columns.length) return;
     if (move) {
       const sizes = [this.view.rows.length, this.view.columns.length];
       const first = this.ring.hidden; // the first key shows where one is
@@ -234,11 +239,11 @@ class Grid {
 
 /** What a color means, and the signs of a figure. */
 function legend(measured, title, signs = []) {
-  const strip = make("canvas", { width: 160, height: 10, class: "ramp", "aria-hidden": "true" });
+  const strip = make("canvas", { width: 130, height: 10, class: "ramp", "aria-hidden": "true" });
   const pen = strip.getContext("2d");
   ramp().forEach((rgb, step) => {
     pen.fillStyle = `rgb(${rgb})`;
-    pen.fillRect((step * 160) / 65, 0, 3, 10);
+    pen.fillRect(step * 2, 0, 2, 10);
   });
   const ends = Number.isFinite(measured.low)
     ? [make("span", {}, short(measured.low)), strip, make("span", {}, short(measured.high))] : [];

@@ -181,6 +181,13 @@ def report(parameters: list[Parameter], ranks: int = 4) -> Document:
                     "agrees": True,
                     "parameters": number,
                 },
+                {
+                    "file": None,
+                    "where": "lr_scheduler, last_batch_iteration",
+                    "step": 8,
+                    "agrees": None,
+                    "parameters": None,
+                },
                 *(
                     {
                         "file": file["name"],
@@ -255,8 +262,11 @@ def fault(kind: str, message: str, **place: Any) -> Document:
     return nothing | {"kind": kind, "fault": not odd, "message": message} | place
 
 
-def faulty(layers: int = 6) -> Document:
-    """Every fault once: flipped bit, lost rank, NaN, stale master, another step, dead layer."""
+def faulty(layers: int = 6, known: bool = False) -> Document:
+    """Every fault once: flipped bit, lost rank, NaN, stale master, another step, dead layer.
+
+    `known`: the other files tell which elements the lost rank had.
+    """
     document = good(layers)
     tensors, numbers, drawn = document["tensors"], document["numbers"], document["map"]
     flipped = "model.layers.1.mlp.down_proj.weight/exp_avg"
@@ -268,7 +278,8 @@ def faulty(layers: int = 6) -> Document:
 
     lost = drawn["files"][3]
     lost["state"] = "missing"
-    keep = [place for place, file in enumerate(drawn["pieces"]["file"]) if file != 3]
+    lost["bytes"] = None
+    keep = [place for place, file in enumerate(drawn["pieces"]["file"]) if known or file != 3]
     drawn["pieces"] = {key: [some[i] for i in keep] for key, some in drawn["pieces"].items()}
     where = next(
         i for i, tensor in enumerate(drawn["pieces"]["tensor"]) if tensor == index[flipped]
@@ -303,7 +314,7 @@ def faulty(layers: int = 6) -> Document:
         *moved[1:],
     ]
     document["masters"]["differ"] = sum(moved)
-    document["steps"]["places"][2] |= {"step": 6, "agrees": False}
+    document["steps"]["places"][3] |= {"step": 6, "agrees": False}
     document["line"] |= {
         "steps": "7 in 4 places, 6 in one",
         "checked": "1 of 248 checksums is wrong",
@@ -439,13 +450,26 @@ def against() -> Document:
             "first": -30,
             "counts": [int(9e5 * math.exp(-(((k - 13) / 4) ** 2))) for k in range(24)],
         },
-        "first": {"tensor": 0, "element": 3, "a": 0.0125, "b": 0.0127},
+        "histograms": [
+            None if layer == "norm" else {"first": -30 + place, "counts": [1, 40 + place, 900, 7]}
+            for place, layer in enumerate(layers)
+        ],
+        "first": {
+            "tensor": None,
+            "name": "only.here/param",
+            "element": 3,
+            "a": 0.0125,
+            "b": 0.0127,
+        },
         "worst": {"tensor": 41, "element": 1033, "a": -0.5, "b": 1.25},
         "proof": [
             {"what": "152 tensors", "by": "bits", "result": "differ"},
             {"what": "hyper-parameters of 2 groups", "by": "values", "result": "1 differs"},
         ],
-        "not_compared": ["The states of the data loader have no counterpart in the other one."],
+        "not_compared": [
+            "The states of the data loader have no counterpart in the other one.",
+            *(f"only there: extra.{number}/param" for number in range(30)),
+        ],
         "differences": [{"what": "lr of group 0", "a": 0.0003, "b": 0.00029}],
     }
 

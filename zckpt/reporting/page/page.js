@@ -18,12 +18,15 @@ function numbers({ numbers: key, apart: relative }) {
   const measure = measures.find((one) => one.key === key) ?? measures[0];
   const title = measure.unit ? `${measure.title} (${measure.unit})` : measure.title;
   const value = (cell) => (cell[2] === null ? "no finite value" : short(cell[2]));
-  tables.numbers = () => ({
-    columns: ["layer", "kind", title, ...FIELDS],
-    rows: measure.cells.map(([row, column, size, tensor]) =>
-      [rows[row], columns[column], size, ...FIELDS.map((key) => dash(field(key, tensor)))]),
-    bad: (place) => signs.has(measure.cells[place][3]),
-  });
+  tables.numbers = () => {
+    const known = FIELDS.map((key) => report.tensors?.[key]).filter(Boolean);
+    return {
+      columns: ["layer", "kind", title, ...FIELDS.filter((key) => report.tensors?.[key])],
+      rows: measure.cells.map(([row, column, size, tensor]) =>
+        [rows[row], columns[column], size, ...known.map((values) => dash(values[tensor]))]),
+      bad: (place) => signs.has(measure.cells[place][3]),
+    };
+  };
   return heat(rows, columns, measure.cells, relative ? `${title}: times from the column's median` : title, {
     signs, kinds, ...(relative && { by: apart(measure.cells) }),
     says: (row, column, cell) => (cell
@@ -43,11 +46,14 @@ function numbers({ numbers: key, apart: relative }) {
 
 /* ---- who has what */
 
+const SLOTS = ["param", "master", "exp_avg", "exp_avg_sq"]; // have the same colors on every page
+
 /** A map's view of the whole model, of one layer (`group`), or of one parameter. */
 function owners({ group = null, parameter = null } = {}) {
   const { files, groups, of_tensor: of, pieces, damaged = [] } = report.map;
   const { slot: slots = [], shape = [], parameter: names = [] } = report.tensors ?? {};
-  const lanes = [...new Set(pieces.slot)];
+  const lanes = [...new Set([...SLOTS, ...pieces.slot])].filter((slot) => pieces.slot.includes(slot));
+  const lost = (file) => file.state === "missing";
   const totals = {}, before = [];
   of.forEach((owner, tensor) => { // where each tensor begins among those of its layer and slot
     const key = `${owner} ${slots[tensor]}`;
@@ -76,14 +82,18 @@ function owners({ group = null, parameter = null } = {}) {
       || tensorOf(piece) === null || tensorOf(piece) === hurt.tensor) && (pieces.tensor === null
       ? pieces.group[piece] === of[hurt.tensor] && pieces.slot[piece] === slots[hurt.tensor]
       : pieces.offset[piece] < hurt.offset + hurt.length && hurt.offset < pieces.offset[piece] + pieces.length[piece]));
-    return hit.slice(0, 1).map((bar) => ({ ...bar, hurt, along: clamp((hurt.offset - pieces.offset[bar.piece]) / pieces.length[bar.piece], 0, 1) }));
+    return hit.slice(0, 1).map((bar) => { // the middle of its damaged bytes
+      const [start, size] = [pieces.offset[bar.piece], pieces.length[bar.piece]];
+      const ends = [hurt.offset, hurt.offset + hurt.length].map((byte) => clamp((byte - start) / size, 0, 1));
+      return { ...bar, hurt, along: (ends[0] + ends[1]) / 2 };
+    });
   });
   tables.map = () => ({
     columns: ["file", "layer", "parameter", "slot", "first element", "behind the last", "at byte", "bytes", "state"],
-    rows: [...files.filter((file) => file.state === "missing").map((file) => [file.name, null, null, null, null, null, null, null, "missing"]),
+    rows: [...files.filter((file) => lost(file)).map((file) => [file.name, null, null, null, null, null, null, null, "missing"]),
       ...bars.map(({ piece, file }) => [files[file].name, groups[pieces.group[piece]], tensorOf(piece) === null ? null : names[tensorOf(piece)],
         pieces.slot[piece], pieces.start[piece], pieces.stop[piece], pieces.tensor ? pieces.offset[piece] : null, pieces.length[piece],
-        marks.some((mark) => mark.piece === piece) ? "damaged" : "ok"])],
+        lost(files[file]) ? "missing" : marks.some((mark) => mark.piece === piece) ? "damaged" : "ok"])],
     bad: (place, row) => row[8] !== "ok",
   });
   const go = (level) => {
@@ -104,15 +114,16 @@ function owners({ group = null, parameter = null } = {}) {
     rows: labels(files), columns: parameter === null ? without(columns, ".") : columns, least: 8, widest: 2000, height: 680, tallest: 34,
     paint(context, box) {
       const colors = lanes.map((_, lane) => css(`slot-${lane % 6}`)), lines = hatch(context, css("fault"));
+      const holes = new Set(bars.map(({ file }) => file)); // of a lost file too, if others tell what it had
       files.forEach((file, row) => columns.forEach((_, at) => {
         const [x, y, wide, tall] = box(row, at);
-        context.fillStyle = file.state === "missing" ? lines : css("hollow");
+        context.fillStyle = lost(file) && !holes.has(row) ? lines : css("hollow");
         context.fillRect(x, y, wide - (wide > 5), tall - (tall > 4));
       }));
       for (const { file, at, lane, from, to } of bars) {
         const [x, y, wide, tall] = box(file, at);
         const full = wide - (wide > 5), each = (tall - (tall > 4)) / lanes.length;
-        context.fillStyle = colors[lane];
+        context.fillStyle = lost(files[file]) ? lines : colors[lane];
         context.fillRect(x + full * from, y + each * lane, Math.max(full * (to - from), 0.6), Math.max(each - (each > 3 ? 0.5 : 0), 0.5));
       }
       for (const { file, at, from, to, lane, along } of marks) {
@@ -120,18 +131,18 @@ function owners({ group = null, parameter = null } = {}) {
         sign(context, "✕", x + wide * (from + (to - from) * along), y + (tall / lanes.length) * (lane + 0.5), 14);
       }
       files.forEach((file, row) => {
-        if (file.state !== "missing") return;
+        if (!lost(file)) return;
         const [x, y, wide, tall] = box(row, 0);
         if (tall > 9) sign(context, "missing", x + (wide * columns.length) / 2, y + tall / 2, 12);
       });
     },
     legend: () => [...lanes.map((slot, lane) => make("span", {}, make("i", { class: `slot slot-${lane % 6}` }), name(` ${lane + 1} ${slot}`))),
       make("span", { class: "quiet" }, pieces.tensor ? "lanes of a row from top to bottom" : "lanes from top to bottom; a bar's length is the share"),
-      ...(files.some((file) => file.state === "missing") ? [make("span", {}, make("b", { class: "sign" }, "▨"), " missing file")] : []),
+      ...(files.some(lost) ? [make("span", {}, make("b", { class: "sign" }, "▨"), " missing file")] : []),
       ...(damaged.length ? [make("span", {}, make("b", { class: "sign" }, "✕"), " damaged bytes")] : [])],
     says(row, at) {
       const file = files[row], own = cells.get(row * columns.length + at) ?? [];
-      if (file.state === "missing") return [file.name, "this file is missing"];
+      if (lost(file) && !own.length) return [file.name, columns[at], "this file is missing"];
       const lines = lanes.flatMap((slot) => {
         const some = own.filter((piece) => pieces.slot[piece] === slot);
         if (!some.length) return [];
@@ -143,7 +154,7 @@ function owners({ group = null, parameter = null } = {}) {
       });
       const hurt = marks.filter((mark) => mark.file === row && mark.at === at).map((mark) =>
         `✕ damaged: ${number(mark.hurt.length)} bytes at byte ${number(mark.hurt.offset)}`);
-      return [file.name, columns[at], ...(lines.length ? lines : ["has nothing of it"]), ...hurt];
+      return [file.name, columns[at], ...(lost(file) ? ["this file is missing; it had"] : []), ...(lines.length ? lines : ["has nothing of it"]), ...hurt];
     },
     enter(row, at) {
       if (pieces.tensor && group === null) go({ group: at });
@@ -170,7 +181,7 @@ function labels(files) {
     ...axes.filter((axis) => rank?.[axis] !== undefined).map((axis) => `${axis} ${rank[axis]}`), paths[place]].filter(Boolean).join("  "));
 }
 
-/* ---- masters, and a run */
+/* ---- masters, changes, and a run */
 
 function masters() {
   const { rows, bins } = report.masters;
@@ -179,6 +190,21 @@ function masters() {
     zero: "", height: 380,
     says: (row, bin, cell) => [`layer ${rows[row].layer}`, `${number(cell[2])} elements are ${bins[bin]} ULP away`,
       ...(rows[row].worst ? [`farthest: ${short(rows[row].worst)} ULP in ${field("name", rows[row].tensor) ?? "?"}`] : [])],
+  });
+}
+
+function changes() {
+  const { layers, histograms } = report.against;
+  const known = histograms.filter(Boolean);
+  const first = Math.min(...known.map((each) => each.first));
+  const size = Math.max(...known.map((each) => each.first + each.counts.length)) - first;
+  const powers = Array.from({ length: size }, (_, place) => `2${superscript(first + place)}`);
+  const count = (row, place) => histograms[row]?.counts[first + place - histograms[row].first] ?? 0;
+  const rows = layers.map(({ layer }) => layer);
+  tables.changes = () => ({ columns: ["layer", ...powers], rows: rows.map((layer, row) => [layer, ...powers.map((_, place) => count(row, place))]) });
+  return heat(rows, powers, rows.flatMap((_, row) => powers.map((_, place) => [row, place, count(row, place), null])), "elements by the power of two of their change", {
+    zero: "", height: 480,
+    says: (row, place, cell) => [`layer ${rows[row]}`, `${number(cell[2])} elements changed by ${powers[place]} or more, and by less than its double`],
   });
 }
 
@@ -205,8 +231,8 @@ tables.refresh = (key) => {
   if (!details?.open || !tables[key]) return;
   const { columns, rows, bad = () => false } = tables[key]();
   const numeric = columns.map((_, place) => rows.some((row) => typeof row[place] === "number"));
-  let kept = rows.map((row, place) => place), page = 0, sorted = -1, up = true;
-  const order = kept.slice();
+  const order = rows.map((row, place) => place);
+  let kept = order, page = 0, sorted = -1, up = true;
   const head = make("tr", {}, ...columns.map((title, place) => make("th", { scope: "col", class: numeric[place] ? "n" : "" },
     make("button", { type: "button", click: () => sort(place) }, name(title)))));
   const body = make("tbody"), state = make("span", { role: "status" });
@@ -226,7 +252,7 @@ tables.refresh = (key) => {
   }
   function filter() {
     const text = seek.value.toLowerCase();
-    kept = order.filter((place) => rows[place].some((value) => typeof value === "string" && value.toLowerCase().includes(text)));
+    kept = text === "" ? order : order.filter((place) => rows[place].some((value) => typeof value === "string" && value.toLowerCase().includes(text)));
     page = 0;
     fill();
   }
@@ -251,7 +277,7 @@ tables.faults = () => ({
 
 /* ---- start */
 
-const VIEWS = { run: overTime, numbers, map: () => owners(), masters };
+const VIEWS = { run: overTime, numbers, map: () => owners(), masters, changes };
 
 async function start() {
   const source = one("#document");

@@ -15,7 +15,8 @@ from . import words
 from .charts import PALETTE, SIGNS, Chart, chart, power_of
 
 FOLDER = Path(__file__).parent
-MOST_LINES = 2000  # lines of one kind on a page; the table of their section has the others
+MOST_LINES = 2000  # lines of one kind on a page
+FEW = 12  # lines that are seen without a click, where they are no faults
 SECTIONS = ("run", "numbers", "map", "masters", "steps", "against")
 
 
@@ -56,6 +57,7 @@ def render(document: Mapping[str, Any]) -> str:
         signs=SIGNS,
         settings={"signs": SIGNS, "palette": PALETTE},
         most=MOST_LINES,
+        few=FEW,
         sections=[name for name in SECTIONS if document.get(name)],
         charts=_charts(document),
         tensor=_names(document),
@@ -83,7 +85,9 @@ def _hash(text: str) -> str:
 
 
 def _listed(value: Any) -> str:
-    """A hyper-parameter's value."""
+    """A hyper-parameter's value, without what arithmetic left behind its twelfth digit."""
+    if isinstance(value, float):
+        return f"{value:.12g}"
     return json.dumps(value, ensure_ascii=False) if isinstance(value, (list, dict)) else str(value)
 
 
@@ -113,7 +117,8 @@ def _charts(document: Mapping[str, Any]) -> dict[str, Chart]:
             linear=True,
         )
     against = document.get("against") or {}
-    if layers := against.get("layers"):
+    layers = against.get("layers") or []
+    if any(row["relative"] for row in layers):
         found["layers"] = chart(
             [words.cut(words.shown(row["layer"]), 12) for row in layers],
             [row["relative"] for row in layers],
