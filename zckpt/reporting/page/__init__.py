@@ -7,7 +7,9 @@
     page.html    the frame of the page; sections/ has one template per section
     page.css     its style: light, dark, printed
     figures.js   how a heat map is drawn and walked through
-    page.js      what the heat maps show; tables that are filled when they are opened
+    tables.js    how a table is filled when it is opened
+    owners.js    who has what: from the whole model to a parameter
+    page.js      what the other figures show, and the start
 
 A section that a document lacks is not shown. Names are hostile: everything is escaped, and the
 page's policy runs nothing but the one script and the one style that are hashed in it.

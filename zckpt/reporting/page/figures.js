@@ -7,7 +7,6 @@ text, never as HTML. */
 "use strict";
 
 const UNSEEN = /[\x00-\x1f\x7f-\x9f\xad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]|\p{Cs}/gu;
-const PAGE = 200; // rows of a table at once
 let PALETTE; // even steps of lightness, from the page
 
 const one = (selector, root = document) => root.querySelector(selector);
@@ -113,8 +112,7 @@ class Grid {
     for (const part of ["stage", "ring", "tip", "says", "legend"]) this[part] = one(`.${part}`, figure);
     this.canvas = one("canvas", figure);
     const at = (event) => this.at(event.offsetX, event.offsetY);
-    // a page that scrolls under a resting pointer sends events too: they must not take over
-    this.canvas.addEventListener("pointermove", (event) => (event.movementX || event.movementY) && this.point(at(event)));
+    this.canvas.addEventListener("pointermove", (event) => Grid.moved && this.point(at(event)));
     this.canvas.addEventListener("pointerleave", () => this.spoken || this.point(null));
     this.canvas.addEventListener("click", (event) => this.enter(at(event)));
     this.canvas.addEventListener("blur", () => this.point(null));
@@ -237,6 +235,13 @@ class Grid {
   }
 }
 
+// A page that scrolls under a resting pointer sends events too: they must not take over.
+document.addEventListener("pointermove", ({ screenX, screenY }) => {
+  const where = `${screenX} ${screenY}`;
+  Grid.moved = where !== Grid.pointer;
+  Grid.pointer = where;
+}, true);
+
 /** What a color means, and the signs of a figure. */
 function legend(measured, title, signs = []) {
   const strip = make("canvas", { width: 130, height: 10, class: "ramp", "aria-hidden": "true" });
@@ -249,8 +254,10 @@ function legend(measured, title, signs = []) {
     ? [make("span", {}, short(measured.low)), strip, make("span", {}, short(measured.high))] : [];
   return [make("span", { class: "title" }, title), ...ends,
     make("span", { class: "quiet" }, measured.log ? "by powers of ten" : "linear"),
-    ...signs.map(([mark, text]) => make("span", {}, make("b", { class: "sign" }, mark), ` ${text}`))];
+    ...signs.map(([mark, text]) => signed(mark, text))];
 }
+
+const signed = (mark, text) => make("span", {}, make("b", { class: "sign" }, mark), ` ${text}`);
 
 /** How many times more or less each value is than the median of its column. */
 function apart(cells) {
@@ -261,7 +268,7 @@ function apart(cells) {
   for (const [column, values] of columns) {
     const [low, high] = [(values.length - 1) >> 1, values.length >> 1];
     values.sort((left, right) => left - right);
-    columns.set(column, values.length > 2 ? (values[low] + values[high]) / 2 : null); // else nothing to compare with
+    columns.set(column, values.length > 2 ? (values[low] + values[high]) / 2 : null); // too few to compare
   }
   return ([, column, value]) => {
     const middle = columns.get(column);
@@ -270,7 +277,8 @@ function apart(cells) {
 }
 
 /** Cells of numbers: `cells` has [row, column, value, tensor] each; `by` is what gives the color. */
-function heat(rows, columns, cells, title, { by = (cell) => cell[2], signs = new Map(), kinds = {}, zero = "0", says, enter, ...sizes }) {
+function heat(rows, columns, cells, title, options) {
+  const { by = (cell) => cell[2], signs = new Map(), kinds = {}, zero = "0", says, enter, ...sizes } = options;
   const at = new Map(cells.map((cell) => [cell[0] * columns.length + cell[1], cell]));
   const measured = scale(cells.map(by));
   const used = new Set(cells.flatMap((cell) => signs.get(cell[3]) ?? []));

@@ -17,6 +17,7 @@ from .charts import PALETTE, SIGNS, Chart, chart, power_of
 FOLDER = Path(__file__).parent
 MOST_LINES = 2000  # lines of one kind on a page
 FEW = 12  # lines that are seen without a click, where they are no faults
+SCRIPTS = ("figures.js", "tables.js", "owners.js", "page.js")
 SECTIONS = ("run", "numbers", "map", "masters", "steps", "against")
 
 
@@ -46,7 +47,7 @@ def render(document: Mapping[str, Any]) -> str:
         listed=_listed,
         power_of=power_of,
     )
-    style, script = _text("page.css"), _text("figures.js") + _text("page.js")
+    style, script = _text("page.css"), "".join(map(_text, SCRIPTS))
     line = document.get("line") or {}
     return environment.get_template("page.html").render(
         document=document,
@@ -72,7 +73,7 @@ def render(document: Mapping[str, Any]) -> str:
 def packed(document: Mapping[str, Any]) -> str:
     """The document as the page's script unpacks it: base64 of gzip of JSON."""
     text = json.dumps(document, allow_nan=False, separators=(",", ":"))
-    return base64.b64encode(gzip.compress(text.encode(), 6, mtime=0)).decode()
+    return base64.b64encode(gzip.compress(text.encode(), 4, mtime=0)).decode()
 
 
 def _text(name: str) -> str:
