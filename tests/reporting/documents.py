@@ -503,6 +503,8 @@ def run(checkpoints: int = 8) -> Document:
         "shown": checkpoints - 1,
     }
     document["against"] = against()
+    document["path"] = "/runs/llama-small"
+    document["line"] |= {"name": f"global_step{100 * checkpoints}", "step": 100 * checkpoints}
     return document
 
 

@@ -193,10 +193,10 @@ def test_planted_faults_are_seen_at_their_places(opened: Open) -> None:
 
 def test_a_lost_rank_is_a_hole_where_its_elements_were(opened: Open) -> None:
     page = opened(documents.faulty(known=True))
-    says = walk(page, "map", 3, 4)
+    says = walk(page, "map", 3, 5)
     assert "this file is missing; it had" in says
     assert "master: " in says
-    assert marked(page, "map", 3, 4)
+    assert marked(page, "map", 3, 5)
     assert not marked(page, "map", 3, 0)  # it had nothing of the embedding
 
 
