@@ -15,8 +15,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
@@ -28,15 +29,19 @@ ZCKPT = (sys.executable, "-m", "zckpt")
 class Cost:
     """Of one run: seconds, MiB of its largest process, bytes that it read and wrote itself.
 
-    `own` are the seconds that a report of `zckpt --json` states: without the start of an
-    interpreter, of torch and of a launcher.
+    `report` is what a command with `--json` prints.
     """
 
     wall: float
     cpu: float
     memory: float
     moved: int = 0
-    own: float = 0.0
+    report: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def own(self) -> float:
+        """The report's seconds: without the start of an interpreter, of torch, of a launcher."""
+        return float(self.report["seconds"])
 
 
 @dataclass(frozen=True)
@@ -69,8 +74,8 @@ def run(job: Job, before: Callable[[], None] = lambda: None) -> Cost:
         if process.returncode:
             raise RuntimeError(f"{' '.join(job.command)} failed: {said.decode()[-2000:]}")
         printed.seek(0)
-        own = json.load(printed).get("seconds", 0.0) if "--json" in job.command else 0.0
-    return Cost(wall, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024, moved, own)
+        report = json.load(printed) if "--json" in job.command else {}
+    return Cost(wall, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024, moved, report)
 
 
 def bytes_moved(process: int) -> int:

@@ -42,7 +42,7 @@ class Setting:
 
 
 def measure(number: int, store: Path, setting: Setting) -> None:
-    """What one rank does; rank 0 writes the seconds."""
+    """What one rank does; rank 0 writes the seconds to the first step, and to its end."""
     import torch
 
     from tests.engines import rank
@@ -58,11 +58,14 @@ def measure(number: int, store: Path, setting: Setting) -> None:
     path, tag = found(setting, number)
     loaded, _ = engine.load_checkpoint(path, tag=tag)
     assert loaded is not None, f"nothing was loaded from {path}"
+    torch.distributed.barrier()
+    ready = time.monotonic()
     engine.backward(engine(torch.randint(VOCABULARY, (1, TOKENS))))
     engine.step()
     torch.distributed.barrier()
     if number == 0:
-        (setting.work / "seconds").write_text(str(time.monotonic() - started))
+        seconds = {"seconds": ready - started, "with_step": time.monotonic() - started}
+        (setting.work / "seconds").write_text(json.dumps(seconds))
 
 
 def found(setting: Setting, number: int) -> tuple[str, str | None]:
@@ -105,7 +108,7 @@ def start(setting: Setting) -> None:
         failure = zygote.run(measure, setting.dp, arguments, setting.work / "ranks.log", TIMEOUT)
     if failure is not None:
         sys.exit(f"{failure}; see {setting.work / 'ranks.log'}")
-    print(json.dumps({"seconds": float((setting.work / "seconds").read_text())}))
+    print((setting.work / "seconds").read_text())
 
 
 def jobs(source: Path, work: Path, dp: int, stage: int, size: str) -> list[Job]:
@@ -121,11 +124,12 @@ def jobs(source: Path, work: Path, dp: int, stage: int, size: str) -> list[Job]:
 
 
 def report(costs: dict[str, list[Cost]]) -> None:
-    for way, runs in costs.items():
-        print(f"{way:12} {spread([cost.own for cost in runs])} s from the call to the first step")
-    for way in WAYS[2:]:
-        text = ratio(costs[way], costs["auto"], lambda cost: cost.own)[1]
-        print(f"auto is {text} times faster than {way}")
+    for seconds, until in (("seconds", "the first step"), ("with_step", "the end of this step")):
+        print(f"from the call to {until}:")
+        for way, runs in costs.items():
+            took = spread([cost.report[seconds] for cost in runs])
+            text = ratio(runs, costs["auto"], lambda cost, of=seconds: cost.report[of])[1]
+            print(f"    {way:12} {took} s, {text} times that of auto")
 
 
 def main() -> None:

@@ -48,7 +48,9 @@ def test_a_ratio_is_judged_by_its_target(more: bool, ours: float, expected: str)
 
 def test_figures_of_one_command_and_of_two() -> None:
     assert pieces(Cost(9.0, 1.92, 1.0)) == pytest.approx(2.0)
-    assert own(Cost(9.0, 9.0, 1.0, own=2.0), Cost(1.0, 1.0, 1.0, own=2.5)) == pytest.approx(0.8)
+    assert own(
+        Cost(9.0, 9.0, 1.0, report={"seconds": 2.0}), Cost(1.0, 1.0, 1.0, report={"seconds": 2.5})
+    ) == pytest.approx(0.8)
 
 
 def test_the_seconds_of_a_report_are_read() -> None:

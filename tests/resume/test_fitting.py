@@ -18,6 +18,7 @@ from zckpt.errors import WrongOption
 from zckpt.resume.fitting import Asked, obstacles
 
 from ..conftest import EXAMPLE, ROOT, Result
+from ..formats.gathered.plain_torch import names_by_group, save, trained_pair
 from .conftest import DAMAGE, TAGS
 
 DATA = ROOT / "tests" / "data"
@@ -113,6 +114,34 @@ def test_the_command_that_makes_it_fit(
     fix = shlex.split(ended.document["fix"].replace("DST", str(tmp_path / "dst")))
     assert zckpt(*fix[1:]).code == 0
     assert zckpt("check", tmp_path / "dst", *own).code == 0
+
+
+def test_a_ds_config_without_a_stage(
+    run: Path, tmp_path: Path, zckpt: Callable[..., Result]
+) -> None:
+    """DeepSpeed runs without ZeRO then."""
+    config = tmp_path / "ds.json"
+    stages: list[dict[str, object]] = [{}, {"overlap_comm": True}]
+    for stated in ({}, *({"zero_optimization": stage} for stage in stages)):
+        config.write_text(json.dumps(BF16 | stated))
+        ended = zckpt("check", run, "--dp", 4, "--ds-config", config, "--json")
+        assert ended.code == 3
+        assert "ZeRO stage 2, and not 0" in ended.document["obstacles"]
+        assert "--stage 0" in ended.document["fix"]
+    assert zckpt("check", run, "--dp", 4, "--ds-config", config, "--stage", 2).code == 0
+
+
+def test_the_command_names_the_file_of_names(tmp_path: Path, zckpt: Callable[..., Result]) -> None:
+    pair = trained_pair()
+    folder = save(tmp_path / "run", pair, "model.pt", "optim.pt")
+    names = tmp_path / "names.txt"
+    names.write_text("\n".join(names_by_group(pair)))
+    words = ("--dp", 2, "--for", "deepspeed", "--param-names", names)
+    ended = zckpt("check", folder, *words, "--json")
+    assert ended.code == 3
+    fix = shlex.split(ended.document["fix"].replace("DST", str(tmp_path / "dst")))
+    assert fix[fix.index("--param-names") + 1] == str(names)
+    assert zckpt(*fix[1:]).code == 0
 
 
 def test_it_cannot_be_read(run: Path, zckpt: Callable[..., Result]) -> None:

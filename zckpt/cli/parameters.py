@@ -84,12 +84,20 @@ def names_in(text: str) -> Any:
     return json.loads(text) if text.lstrip().startswith("[") else text.splitlines()
 
 
-def names(path: str) -> tuple[str, ...]:
+class Names(tuple[str, ...]):
+    """Names that stand in the file at `path`."""
+
+    path: str
+
+
+def names(path: str) -> Names:
     """A file of names, one per line, or a JSON list of them."""
     listed = in_file(path, names_in)
     if not listed or not all(isinstance(name, str) for name in listed):
         raise click.BadParameter(f"{path} is not a list of names, one per line or as JSON")
-    return tuple(name.strip() for name in listed if name.strip())
+    found = Names(name.strip() for name in listed if name.strip())
+    found.path = path
+    return found
 
 
 def integers(text: str) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ import click
 
 from .. import display
 from ..formats.reading import NamedKeywords
-from ..training.options import DP, EP, PP, TP
+from ..training import options
 from . import parameters
 from .help import ExplainedCommand, format_names
 from .options import (
@@ -26,7 +26,7 @@ from .options import (
 )
 from .parameters import PATH
 
-SIZES = (DP, TP, PP, EP)
+OF_RUN = (options.DP, options.TP, options.PP, options.EP)
 
 
 @click.command(
@@ -48,14 +48,14 @@ SIZES = (DP, TP, PP, EP)
     help="Read all bytes, and check those with checksums; or look only for missing files.",
 )
 @grouped(
-    "Target",
+    "Files",
     "--scratch",
     type=PATH,
     metavar="DIR",
     help="Where to write for this size.  [default: RUN/.zckpt]",
 )
 @grouped(
-    "Target",
+    "Files",
     "--keep",
     type=click.IntRange(0),
     default=1,
@@ -110,18 +110,18 @@ def auto_resume(
     ),
 )
 @click.argument("path", type=PATH)
-@together(*(declared_option(option) for option in SIZES))
-@grouped("Target", "--stage", type=click.IntRange(0, 3), metavar="N", help="The ZeRO stage.")
+@together(*(declared_option(option) for option in OF_RUN))
+@grouped(options.SIZES, "--stage", type=click.IntRange(0, 3), metavar="N", help="The ZeRO stage.")
 @grouped(
-    "Target",
+    "Engine",
     "--for",
     "engine",
     help="The format that the next run loads.  [default: the checkpoint's own]",
     **format_names(targets=True),
 )
-@grouped("Target", "--ds-config", type=PATH, metavar="FILE", help="The next run's ds_config.")
+@grouped("Engine", "--ds-config", type=PATH, metavar="FILE", help="The next run's ds_config.")
 @grouped(
-    "Target",
+    "Engine",
     "--like",
     type=PATH,
     metavar="RUN",
@@ -149,7 +149,8 @@ def check(
 
     reading = {name: words.pop(name) for name in NamedKeywords.__annotations__ if name in words}
     config = None if ds_config is None else parameters.config(ds_config)
-    files = {} if ds_config is None else {"config": os.path.abspath(ds_config)}
+    paths = {"config": ds_config, "param_names": getattr(reading.get("param_names"), "path", None)}
+    files = {name: os.path.abspath(file) for name, file in paths.items() if file is not None}
     report = ask(path, Asked(None, words | {"config": config}), engine, like, reading, files)
     display.answer(report, as_json, quiet, display.fitting)
     return 0 if report["loads"] else 3

@@ -25,6 +25,8 @@ GRID = ("tp", "pp")
 OF_TARGETS = api.Options.__annotations__
 IN_NAMES = {"dp": "dp", "tp": "tp", "pp": "pp", "ep": "ep", "stage": "zero"}
 """The options that the name of a resharded checkpoint states, with what it calls them."""
+WITHOUT = 0
+"""The stage of a run whose ds_config states none: DeepSpeed's default."""
 FEW = 16
 """So many ranks are tried in place of a thousand, which takes as long as reading them."""
 FLAGS = {"config": "ds-config", "format": "from"}
@@ -49,7 +51,7 @@ class Asked(Struct, frozen=True):
         options_of(_of_target(self.words))  # which looks at their values
 
     def of(self, manifest: Manifest) -> Words:
-        """The words for this checkpoint: what is left of the size, divided by tp and pp, is dp."""
+        """The words for this checkpoint: dp is what tp and pp leave, the stage its ds_config's."""
         words = {name: value for name, value in self.words.items() if value is not None}
         if "dp" not in words and self.size is None:
             words["dp"] = manifest.dp
@@ -65,6 +67,9 @@ class Asked(Struct, frozen=True):
                     hint="start a multiple of it, or say another tp= or pp= (--tp, --pp)",
                 )
             words["dp"] = self.size // ranks
+        if (config := words.get("config")) is not None:
+            zero = config.get("zero_optimization") or {}
+            words.setdefault("stage", zero.get("stage", WITHOUT) if type(zero) is dict else WITHOUT)
         return words
 
 
@@ -95,11 +100,8 @@ def to_load(candidate: Candidate, manifest: Manifest) -> str:
 
 
 def sizes_of(words: Mapping[str, Any]) -> Words:
-    """The sizes of a run, and its stage, which its ds_config may state."""
-    zero = (words.get("config") or {}).get("zero_optimization")
-    stage = zero.get("stage") if isinstance(zero, Mapping) else None
-    known = {"stage": stage, **words} if type(stage) is int else words
-    return {name: known[name] for name in IN_NAMES if name in known}
+    """The sizes of a run, and its stage."""
+    return {name: words[name] for name in IN_NAMES if name in words}
 
 
 def name_for(name: str, words: Mapping[str, Any]) -> str:
