@@ -502,6 +502,8 @@ def run(checkpoints: int = 8) -> Document:
         "rows": rows,
         "shown": checkpoints - 1,
     }
+    unread = document["run"]["checkpoints"][2]
+    unread |= dict.fromkeys(("step", "bytes", "dp")) | {"whole": False, "norms": {}, "updates": {}}
     document["against"] = against()
     document["path"] = "/runs/llama-small"
     document["line"] |= {"name": f"global_step{100 * checkpoints}", "step": 100 * checkpoints}

@@ -133,6 +133,7 @@ def marked(page: Any, key: str, row: int, column: int) -> bool:
         documents.faulty,
         documents.run,
         documents.hostile,
+        documents.big,
         *(lambda command=command: documents.part(command) for command in documents.PARTS),
     ],
 )
@@ -141,6 +142,8 @@ def test_a_page_opens_in_silence_and_fits(
 ) -> None:
     page = opened(make(), width=width)
     assert page.evaluate("document.documentElement.scrollWidth") <= width
+    for named in page.locator("[role=application], [role=img], [role=group]").all():
+        assert named.get_attribute("aria-label")
     for drawn in page.locator("[data-figure] .stage canvas").all():
         assert drawn.bounding_box()["height"] > 40
 

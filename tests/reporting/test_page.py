@@ -164,6 +164,16 @@ def test_a_section_that_is_null_is_absent(section: str) -> None:
     render_markdown(document)
 
 
+def test_sections_of_which_nothing_was_read_are_absent() -> None:
+    document = documents.good()
+    document["numbers"] = {"rows": [], "columns": [], "measures": []}
+    document["map"]["files"] = []
+    document["masters"] |= {"rows": [], "elements": 0}
+    document["line"] |= {"bytes": None, "files": None}
+    assert Parsed(render(document)).within["h2"] == ["Steps and groups"]
+    render_markdown(document)
+
+
 def test_a_document_with_nothing() -> None:
     document = {"command": "report", "path": "/runs/x", "version": "1", "faults": []}
     page = render(document)

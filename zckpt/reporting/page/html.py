@@ -18,7 +18,15 @@ FOLDER = Path(__file__).parent
 MOST_LINES = 2000  # lines of one kind on a page
 FEW = 12  # lines that are seen without a click, where they are no faults
 SCRIPTS = ("figures.js", "tables.js", "owners.js", "page.js")
-SECTIONS = ("run", "numbers", "map", "masters", "steps", "against")
+SECTIONS = {
+    "run": "checkpoints",
+    "numbers": "measures",
+    "map": "files",
+    "masters": "rows",
+    "steps": "",
+    "against": "",
+}
+"""In their order; a section is shown if it has what is named."""
 
 
 def render(document: Mapping[str, Any]) -> str:
@@ -42,7 +50,7 @@ def render(document: Mapping[str, Any]) -> str:
     environment.filters.update(
         short=words.short,
         number=words.number,
-        sized=sized,
+        sized=words.size,
         cut=words.cut,
         listed=_listed,
         power_of=power_of,
@@ -59,7 +67,7 @@ def render(document: Mapping[str, Any]) -> str:
         settings={"signs": SIGNS, "palette": PALETTE},
         most=MOST_LINES,
         few=FEW,
-        sections=[name for name in SECTIONS if document.get(name)],
+        sections=[name for name, part in SECTIONS.items() if _has(document.get(name), part)],
         charts=_charts(document),
         tensor=_names(document),
         policy=f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; "
@@ -68,6 +76,10 @@ def render(document: Mapping[str, Any]) -> str:
         script=Markup(script),
         data=Markup(packed(document)),
     )
+
+
+def _has(section: Mapping[str, Any] | None, part: str) -> bool:
+    return section is not None and bool(section if not part else section.get(part))
 
 
 def packed(document: Mapping[str, Any]) -> str:
@@ -107,14 +119,14 @@ def _charts(document: Mapping[str, Any]) -> dict[str, Chart]:
         points = run["checkpoints"]
         found["run"] = chart(
             [words.short(point["step"]) for point in points],
-            [point["bytes"] for point in points],
+            [point["bytes"] or 0 for point in points],
             [
-                f"{point['name']}: step {words.short(point['step'])}, {sized(point['bytes'])}, "
-                + ("whole" if point["whole"] else f"not whole: {point.get('why') or 'unknown'}")
+                f"{point['name']}: step {words.short(point['step'])}, {words.size(point['bytes'])}"
+                + (", whole" if point["whole"] else f", not whole: {point.get('why') or 'unknown'}")
                 for point in points
             ],
             signs=[not point["whole"] for point in points],
-            ticks=("0", sized(max((point["bytes"] for point in points), default=0))),
+            ticks=("0", sized(max((point["bytes"] or 0 for point in points), default=0))),
             linear=True,
         )
     against = document.get("against") or {}

@@ -46,6 +46,11 @@ def number(value: int | None) -> str:
     return f"{value:,}" if isinstance(value, int) else NONE
 
 
+def size(value: int | None) -> str:
+    """Bytes: 1.49 GB."""
+    return sized(value) if isinstance(value, int) else NONE
+
+
 def rounded(value: int) -> str:
     """A count for a headline: 6.74 billion; its digits if they are few."""
     for size, word in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
@@ -66,7 +71,7 @@ def facts(line: Mapping[str, Any]) -> list[tuple[str, str]]:
     versions = ", ".join(f"{key} {value}" for key, value in (line.get("versions") or {}).items())
     parameters, trainable = line.get("parameters"), line.get("trainable")
     of_them = "" if trainable in (None, parameters) else f", {rounded(trainable)} trained"
-    size, files = line.get("bytes"), line.get("files")
+    files = line.get("files")
     rows = [
         ("step", line.get("steps") or line.get("step")),
         ("written by", line.get("engine") or line.get("format")),
@@ -74,7 +79,7 @@ def facts(line: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("parameters", None if parameters is None else f"{rounded(parameters)}{of_them}"),
         ("weights", line.get("dtype")),
         ("optimizer", line.get("optimizer")),
-        ("size", None if size is None else sized(size) + (f" in {files} files" if files else "")),
+        ("size", line.get("bytes") and size(line["bytes"]) + f" in {files} files" * bool(files)),
         ("checksums", line.get("checked")),
         ("digest", line.get("digest")),
         ("versions", versions),
