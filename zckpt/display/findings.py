@@ -21,7 +21,7 @@ def verified(report: dict[str, Any], quiet: bool) -> None:
     if not quiet or findings:
         step = "" if report.get("step") is None else f", step {report['step']}"
         about = f"{_tensors(report)}, {sized(report['bytes'])} read{step}"
-        about += f", {report['seconds']:.1f} s" + checked(report.get("records"))
+        about += f", {report['seconds']:.1f} s" + checked(report)
         if report["gathered"]:
             processes = counted(report["world"], "process", "processes")
             about += f", gathered on {report['device']} by {processes}"
@@ -223,7 +223,7 @@ def statistics(report: dict[str, Any], quiet: bool) -> None:
     if not quiet:
         step = "" if report["step"] is None else f", step {report['step']}"
         tensors, read = counted(len(lines), "tensor"), sized(report["bytes"])
-        records = checked(report["records"])
+        records = checked(report)
         print(f"{tensors}, {read}{step}, {report['seconds']:.1f} s{records}")
     warn([line["message"] for line in report["problems"]], quiet)
 
