@@ -46,8 +46,9 @@ def save(path: str | None, document: dict[str, Any], quiet: bool = True) -> None
     from ..reporting.page import render, render_markdown
 
     if path.endswith(MARKDOWN):
-        text, svg = render_markdown(document)
-        files = {f"{path.removesuffix(MARKDOWN)}.svg": svg, path: text}
+        picture = f"{path.removesuffix(MARKDOWN)}.svg"
+        text, svg = render_markdown(document, os.path.basename(picture))
+        files = {picture: svg, path: text}
     else:
         files = {path: render(document)}
     for name, text in files.items():
