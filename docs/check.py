@@ -42,6 +42,7 @@ DONE: dict[str, int] = {
     "docs/probe.md": 10_100,
     "docs/prove.md": 10_700,
     "docs/python.md": 6_200,
+    "docs/report.md": 2_300,
     "docs/scripts.md": 9_700,
     "docs/support.md": 5_500,
     "docs/trainer.md": 10_700,
