@@ -299,10 +299,7 @@ def _numbers(file: TorchFile, value: Any) -> Any:
     """A dictionary with the numbers of its tensors that have one element."""
     if not isinstance(value, dict):
         return value
-    return {
-        key: file.scalar(item) if isinstance(item, Tensor) and item.numel == 1 else item
-        for key, item in value.items()
-    }
+    return {key: file.number(item) for key, item in value.items()}
 
 
 def param_groups(file: TorchFile, value: Any) -> list[Any]:
