@@ -29,12 +29,12 @@ READING = [
 COPYING = ["--jobs", "--memory", "--io", "--resume", "--part", "--single", "--dry-run"]
 WRITING = [
     "--dp", "--stage", "--weights-only", "--dtype", "--optimizer", "--ds-config", "--dcp-layout",
-    "--dialect", "--group-defaults", "--max-file-size", "--allow-object", "--frozen", "--ep",
-    "--max-group-size", "--tp", "--vocab-size", "--pp", "--pp-bounds", "--pp-partition", "--like",
+    "--dialect", "--group-defaults", "--max-file-size", "--allow-object", "--frozen", "--tp",
+    "--pp", "--ep", "--pp-bounds", "--pp-partition", "--vocab-size", "--max-group-size", "--like",
     "--tie", "--rename", "--family", "--accept-weights", "--drop-state",
 ]  # fmt: skip
 EXPORTING = [
-    *("--dtype", "--config", "--max-shard-size"),
+    *("--dtype", "--config", "--max-file-size"),
     *("--tie", "--rename", "--family", "--accept-weights"),
 ]
 

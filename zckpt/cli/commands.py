@@ -32,14 +32,21 @@ from .options import (
 from .parameters import PATH
 from .resuming import auto_resume, check
 
+OTHER_WORDS = {"max-shard-size": "max-file-size"}
+"""What save_pretrained calls an option."""
+
 
 @click.group(
     cls=Commands,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": WIDTH},
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "max_content_width": WIDTH,
+        "token_normalize_func": lambda word: OTHER_WORDS.get(word, word),
+    },
 )
 @click.version_option(__version__, prog_name="zckpt")
 def cli() -> None:
-    """Read, convert, write and prove sharded ZeRO checkpoints.
+    """Read, convert, write and prove sharded checkpoints of ZeRO, FSDP and Megatron.
 
     `zckpt COMMAND --help` has examples and options. Begin with: zckpt inspect PATH
     """
@@ -176,7 +183,7 @@ def write(
 )
 @source_and_target
 @grouped(
-    "Target",
+    "Engine",
     "--to",
     default="universal",
     show_default=True,
@@ -228,13 +235,13 @@ def reshard(**words: Any) -> None:
 @cli.command(
     examples=(
         "zckpt export run/checkpoint-500 model --dtype bf16",
-        "zckpt export run/checkpoint-500 model --max-shard-size 5GB",
+        "zckpt export run/checkpoint-500 model --max-file-size 5GB",
         "zckpt export run/global_step500 model --config ../base-model",
     )
 )
 @source_and_target
 @grouped(
-    "Target",
+    "Files",
     "--to",
     type=click.Choice(["hf"]),
     default="hf",

@@ -5,7 +5,6 @@ It is click's own help with other sections: rich-click would import rich for eve
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,16 +12,20 @@ import click
 from click.shell_completion import CompletionItem
 
 from .. import formats
+from ..training.options import SIZES
 
 WIDTH = 100  # characters, on a terminal that has them
 OPTION_WIDTH = 32
 GROUPS = (
     "What to show",
-    "Target",
+    "Engine",
+    SIZES,
+    "Weights",
     "Comparison",
     "Optimizer and steps",
     "Names",
     "Source",
+    "Files",
     "Copying",
     "Output",
 )
@@ -32,7 +35,7 @@ SHOWS_ALL = "zckpt.shows_all"
 class GroupedOption(click.Option):
     """An option in a section of `--help`; a rare one is shown by `--help-all` alone."""
 
-    def __init__(self, *words: Any, group: str = "Target", rare: bool = False, **more: Any) -> None:
+    def __init__(self, *words: Any, group: str, rare: bool = False, **more: Any) -> None:
         super().__init__(*words, **more)
         self.group = group
         self.rare = rare
@@ -61,10 +64,8 @@ class ExplainedCommand(click.Command):
             with formatter.section(group):
                 formatter.write_dl(records, col_max=OPTION_WIDTH)
         if (rare := self._rare()) and not ctx.meta.get(SHOWS_ALL):
-            flags = ", ".join(option.opts[-1] for option in rare)
             formatter.write_paragraph()
-            text = f"--help-all adds {flags}."
-            formatter.write(textwrap.fill(text, formatter.width, break_on_hyphens=False) + "\n")
+            formatter.write(f"--help-all shows {len(rare)} more.\n")
 
     def _groups(self, is_all: bool) -> Iterator[tuple[str, list[GroupedOption]]]:
         options = [item for item in self.params if isinstance(item, GroupedOption)]
@@ -81,6 +82,9 @@ class Commands(click.Group):
     """The commands in the order of their use, with whole summaries."""
 
     command_class = ExplainedCommand
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, args or ["--help"])
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)

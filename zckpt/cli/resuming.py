@@ -9,7 +9,7 @@ import click
 
 from .. import display
 from ..formats.reading import NamedKeywords
-from ..training.options import DP, EP, PP, TP
+from ..training import options
 from . import parameters
 from .help import ExplainedCommand, format_names
 from .options import (
@@ -26,7 +26,7 @@ from .options import (
 )
 from .parameters import PATH
 
-SIZES = (DP, TP, PP, EP)
+OF_RUN = (options.DP, options.TP, options.PP, options.EP)
 
 
 @click.command(
@@ -48,14 +48,14 @@ SIZES = (DP, TP, PP, EP)
     help="Read all bytes, and check those with checksums; or look only for missing files.",
 )
 @grouped(
-    "Target",
+    "Files",
     "--scratch",
     type=PATH,
     metavar="DIR",
     help="Where to write for this size.  [default: RUN/.zckpt]",
 )
 @grouped(
-    "Target",
+    "Files",
     "--keep",
     type=click.IntRange(0),
     default=1,
@@ -110,18 +110,18 @@ def auto_resume(
     ),
 )
 @click.argument("path", type=PATH)
-@together(*(declared_option(option) for option in SIZES))
-@grouped("Target", "--stage", type=click.IntRange(0, 3), metavar="N", help="The ZeRO stage.")
+@together(*(declared_option(option) for option in OF_RUN))
+@grouped(options.SIZES, "--stage", type=click.IntRange(0, 3), metavar="N", help="The ZeRO stage.")
 @grouped(
-    "Target",
+    "Engine",
     "--for",
     "engine",
     help="The format that the next run loads.  [default: the checkpoint's own]",
     **format_names(targets=True),
 )
-@grouped("Target", "--ds-config", type=PATH, metavar="FILE", help="The next run's ds_config.")
+@grouped("Engine", "--ds-config", type=PATH, metavar="FILE", help="The next run's ds_config.")
 @grouped(
-    "Target",
+    "Engine",
     "--like",
     type=PATH,
     metavar="RUN",

@@ -20,6 +20,8 @@ from ..errors import WrongOption
 from .steps import WRITTEN
 
 FILE_SIZE = 8 << 30
+SIZES = "Sizes (default: the source's)"
+"""The section of `--help` with the sizes of a run."""
 
 Renames = Sequence[tuple[str, str]]
 """Pairs of an old and a new name, or of a regular expression and its replacement."""
@@ -51,7 +53,7 @@ class Option(Struct, Generic[Value], frozen=True, eq=False):
     metavar: str | None = None
     check: Callable[[Any], None] | None = None
     reason: str = ""
-    group: str = "Target"
+    group: str = "Files"
     rare: bool = False
     flag: str = ""
 
@@ -105,31 +107,25 @@ def _check_objects(names: Sequence[str]) -> None:
 # -- options that several formats understand
 
 
-def _number(
-    name: str, help: str, needed: str, usual: str = "the source's", **more: Any
-) -> Option[int | None]:
+def _number(name: str, help: str, needed: str, usual: str = "", **more: Any) -> Option[int | None]:
     """An option for a number of at least 1, which `needed` calls."""
     check = at_least_one(f"--{name.replace('_', '-')}", f"give a number of {needed}")
-    words = {"kind": "integer", "usual": usual, "check": check, **more}
+    words = {"kind": "integer", "usual": usual, "check": check, "group": SIZES, **more}
     return Option(name, None, help, **words)
 
 
-DP = _number("dp", "Number of ranks of the target", RANKS, check=_check_dp)
+DP = _number("dp", "Data-parallel ranks", RANKS, check=_check_dp)
 EP = _number(
     "ep",
-    "Number of ranks that share the experts of a MoE layer",
+    "Ranks that share the experts of a MoE layer",
     RANKS,
-    rare=True,
     reason="whole experts are written",
 )
-TP = _number(
-    "tp", "Number of tensor-parallel ranks", RANKS, rare=True, reason="whole tensors are written"
-)
+TP = _number("tp", "Tensor-parallel ranks", RANKS, reason="whole tensors are written")
 PP = _number(
     "pp",
-    "Number of stages of the pipeline",
+    "Pipeline stages",
     "stages, at least 1",
-    rare=True,
     reason="the whole model is written",
 )
 VOCAB_SIZE = _number(
@@ -143,13 +139,12 @@ VOCAB_SIZE = _number(
 LIKE: Option[str | None] = Option(
     "like",
     None,
-    "A directory that a run of the target's engine has saved, for a source of another engine: its "
-    "keys or stages, arguments and groups are taken",
+    "A checkpoint of the new run, whose layout is taken for a source of another engine",
     metavar="RUN",
-    rare=True,
+    group="Engine",
 )
 WEIGHTS_ONLY: Option[bool] = Option(
-    "weights_only", False, "Write no optimizer state", kind="switch"
+    "weights_only", False, "Write no optimizer state", kind="switch", group="Weights"
 )
 DTYPE: Option[str | None] = Option(
     "dtype",
@@ -157,6 +152,7 @@ DTYPE: Option[str | None] = Option(
     "Type of the weights",
     choices=tuple(DTYPES),
     usual="unchanged",
+    group="Weights",
 )
 DIALECT: Option[str | None] = Option(
     "dialect", None, "The kind of files", metavar="KIND", rare=True
@@ -208,8 +204,7 @@ ALLOW_OBJECT: Option[Sequence[str]] = Option(
 PARAM_NAMES: Option[Sequence[str] | None] = Option(
     "param_names",
     None,
-    "A file of names: all of model.named_parameters(), or the optimizer's if the source has "
-    "numbers there",
+    "A file of names: of all model.named_parameters(), or of the optimizer's if it numbers them",
     group="Names",
     kind="names",
     metavar="FILE",
@@ -235,11 +230,9 @@ RENAME: Option[Renames] = Option(
 FAMILY: Option[str | None] = Option(
     "family",
     None,
-    "Give the parameters of Hugging Face the names and packings of Megatron-Core, or the way back: "
-    "llama, qwen3, mixtral, gpt2 or a .json file of rules, with sizes that the source does not "
-    "state",
+    "Hugging Face's names and packings to Megatron-Core's, or back: llama, qwen3, mixtral, gpt2 or "
+    "a .json file",
     group="Names",
-    rare=True,
     metavar="NAME|FILE[:K=N,...]",
 )
 
@@ -258,7 +251,7 @@ DROP_STATE: Option[Sequence[str]] = Option(
 FROZEN: Option[Sequence[str]] = Option(
     "frozen", (),
     "Parameters that the program does not train, though its optimizer lists them. May be repeated",
-    kind="texts", metavar="GLOB", rare=True,
+    kind="texts", metavar="GLOB", group="Optimizer and steps", rare=True,
     reason="the target keeps them as the source does",
 )  # fmt: skip
 EVERYWHERE: tuple[Option[Any], ...] = (

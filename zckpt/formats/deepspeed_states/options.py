@@ -18,6 +18,7 @@ from ...training.options import (
     LIKE,
     OPTIMIZER,
     PP,
+    SIZES,
     TP,
     VOCAB_SIZE,
     WEIGHTS_ONLY,
@@ -47,7 +48,7 @@ STAGE: Option[int | None] = Option(
     None,
     "The ZeRO stage",
     choices=(0, 1, 2, 3),
-    usual="the source's",
+    group=SIZES,
     reason="ZeRO stages are DeepSpeed's",
 )
 MAX_GROUP_SIZE: Option[int | None] = Option(
@@ -58,6 +59,7 @@ MAX_GROUP_SIZE: Option[int | None] = Option(
     usual="DeepSpeed's",
     metavar="N",
     check=at_least_one("--max-group-size", "give a number of elements"),
+    group=SIZES,
     rare=True,
     reason="whole experts are written",
 )
@@ -68,6 +70,7 @@ PP_BOUNDS: Option[Sequence[int] | None] = Option(
     kind="integers",
     metavar="N,...",
     check=_check_bounds,
+    group=SIZES,
     rare=True,
     reason="the whole model is written",
 )
@@ -78,22 +81,23 @@ PP_PARTITION: Option[str | None] = Option(
     "parameters, or type:REGEX",
     metavar="METHOD",
     check=_check_partition,
+    group=SIZES,
     rare=True,
     reason="the whole model is written",
 )
 CONFIG: Option[dict[str, Any] | None] = Option(
     "config",
     None,
-    "The ds_config that the target will run with",
+    "The ds_config of the new run",
     kind="json",
     usual="the source's",
     metavar="FILE",
-    rare=True,
+    group="Engine",
     flag="--ds-config",
 )
 OPTIONS = (DP, STAGE, WEIGHTS_ONLY, DTYPE, OPTIMIZER, CONFIG, GROUP_DEFAULTS, ALLOW_OBJECT, FROZEN)
 """What the writers of both of DeepSpeed's formats understand."""
-OF_RANKS = (EP, MAX_GROUP_SIZE, TP, VOCAB_SIZE, PP, PP_BOUNDS, PP_PARTITION, LIKE)
+OF_RANKS = (TP, PP, EP, PP_BOUNDS, PP_PARTITION, VOCAB_SIZE, MAX_GROUP_SIZE, LIKE)
 """What only the writer of ranks' files understands."""
 
 

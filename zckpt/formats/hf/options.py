@@ -22,7 +22,6 @@ OPTIONS = (
     MODEL_CONFIG,
     replace(
         MAX_FILE_SIZE,
-        flag="--max-shard-size",
         help="Split the weights into files of at most this size",
         rare=False,
     ),

@@ -1,0 +1,46 @@
+"""Names of a pipeline's tensors say the layer, or the key of a tied one."""
+
+from __future__ import annotations
+
+import pytest
+
+from zckpt.formats.deepspeed.model_ranks.layer_names import (
+    LayerName,
+    of_tied,
+    prefix_of,
+    tied_key,
+    untied_layers,
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("3.fc.weight", LayerName(3, None, "fc.weight")),
+        ("12.bias", LayerName(12, None, "bias")),
+        ("tied_modules.embed.weight", LayerName(None, "embed", "weight")),
+        ("tied_modules.7.a.b", LayerName(None, "7", "a.b")),
+        ("head.weight", LayerName(None, None, "weight")),
+        ("tied_modules_of_mine.weight", LayerName(None, None, "weight")),
+        ("-1.weight", LayerName(None, None, "weight")),
+    ],
+)
+def test_parts_of_a_name(name: str, expected: LayerName) -> None:
+    assert LayerName.of(name) == expected
+    assert tied_key(name) == expected.key
+
+
+def test_a_prefix_and_the_rest_are_the_name() -> None:
+    for number, tied in ((3, {}), (3, {3: "embed"}), (0, {3: "embed"})):
+        own = LayerName.of(prefix_of(number, tied) + "fc.weight")
+        assert own == LayerName(None if number in tied else number, tied.get(number), "fc.weight")
+
+
+def test_layers_of_names() -> None:
+    names = ["3.a", "tied_modules.embed.a", "0.b", "3.c", "norm.weight"]
+    assert untied_layers(names) == [3, 0, 3]
+
+
+def test_what_is_said_of_tied_layers() -> None:
+    said = {"tied_modules.e.w": 1, "3.w": 2, "tied_modules.e.b": 3, "tied_modules.f.w": 4}
+    assert of_tied(said) == {"e": {"w": 1, "b": 3}, "f": {"w": 4}}
