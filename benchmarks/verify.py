@@ -31,12 +31,13 @@ def read_once(paths: list[str]) -> None:
     dp = max(manifest.dp for manifest in manifests)
     chunk = chunk_size(dp, jobs, DEFAULT_COPYING.memory // 2)
 
-    def start(readers: Sequence[ElementReader]) -> Callable[[list[ReadRequest]], None]:
+    def start(readers: Sequence[ElementReader]) -> Callable[[list[list[ReadRequest]]], None]:
         (element_reader,) = readers
         view = Buffer(chunk).view
-        return lambda batch: element_reader.read(batch, view)
+        return lambda batch: element_reader.read(batch[0], view)
 
-    tasks = (task for manifest in manifests for task in batches(manifest.entries.values(), chunk))
+    alone = ([entry] for manifest in manifests for entry in manifest.entries.values())
+    tasks = batches(alone, chunk)
     stream(tasks, jobs, [RecordChecker(())], chunk, start)
 
 

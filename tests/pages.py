@@ -118,8 +118,8 @@ def links(page: Path) -> list[str]:
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors of a page's headings, as GitHub and our site make them."""
-    listed: dict[str, int] = {}
+    """The anchors of a page's headings, as GitHub and our site make them, and those it sets."""
+    listed = dict.fromkeys(re.findall(r'<a id="([^"]+)"></a>', prose(page)), 0)
     for heading in re.findall(r"^#+ +(.+?)\s*$", prose(page), re.MULTILINE):
         text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading)
         slug = re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-")

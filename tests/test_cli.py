@@ -76,12 +76,6 @@ def test_every_command_and_option_has_help() -> None:
                 assert getattr(parameter, "help", None), f"{name} {parameter.name}"
 
 
-def test_no_command_is_answered_with_help(zckpt: Zckpt) -> None:
-    ended = zckpt()
-    assert ended.code == 2
-    assert "inspect" in ended.out
-
-
 @pytest.mark.parametrize(
     "words",
     [

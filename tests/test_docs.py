@@ -23,6 +23,7 @@ from typing import Any
 import click
 import pytest
 
+from docs import check as doc_check
 from zckpt import __version__
 from zckpt.cli import cli, parameters
 
@@ -35,6 +36,11 @@ DOCUMENTS = pages.documents()
 LINKING = [
     *DOCUMENTS,
     *sorted(ROOT.glob("[CS]*.md")),  # CHANGELOG, CONTRIBUTING, SECURITY
+]
+LEDGERS = [
+    ROOT / "benchmarks" / "README.md",
+    ROOT / "tests" / "safety" / "README.md",
+    *sorted((ROOT / "tests").glob("*.md")),
 ]
 OF_OTHER_PROGRAMS = {
     *("--nproc-per-node", "--nproc_per_node", "--nnodes", "--max-restarts"),
@@ -178,17 +184,55 @@ def options_of(command: click.Command) -> set[str]:
     return {name for parameter in command.params for name in parameter.opts}
 
 
-@pytest.mark.parametrize("page", LINKING, ids=named)
+@pytest.mark.parametrize("page", [*LINKING, *LEDGERS], ids=named)
 def test_links_lead_somewhere(page: Path) -> None:
-    for link in pages.links(page):
-        path, _, anchor = link.partition("#")
-        target = (page.parent / path).resolve() if path else page
-        assert target.exists(), f"{named(page)}: {link}"
-        assert target.is_relative_to(ROOT), f"{named(page)}: {link}"
-        if anchor:
-            assert anchor in pages.anchors(target), (
-                f"{named(page)}: {link}; {path} has {sorted(pages.anchors(target))}"
-            )
+    assert list(doc_check.broken_links(page)) == []
+
+
+def test_a_broken_link_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doc_check, "ROOT", tmp_path)
+    (tmp_path / "other.md").write_text('# One thing\n\n<a id="old"></a>\n')
+    page = tmp_path / "page.md"
+    page.write_text("[a](other.md#one-thing) [b](other.md#old) [c](other.md#no) [d](../x.md)")
+    assert [line.split()[1] for line in doc_check.broken_links(page)] == ["other.md#no;", "../x.md"]
+
+
+@pytest.mark.parametrize("name", sorted(doc_check.DONE))
+def test_a_page_that_is_done_stays_short(name: str) -> None:
+    assert list(doc_check.faults(ROOT / name)) == []
+
+
+def test_short_sentences_are_counted(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# A short heading\n\nThis is short. This one has nine words, so that `it is long` now.\n\n"
+        "```sh\nnot a sentence. nor this\n```\n\n| no. | sentence. |\n\n* Is a list counted? Yes.\n"
+    )
+    assert [each.split()[0] for each in doc_check.sentences(page)] == ["This", "This", "Is", "Yes."]
+    assert doc_check.share_of_short(page) == 3 / 4
+
+
+def test_all_pages_together_are_short(capsys: pytest.CaptureFixture[str]) -> None:
+    """The script says so too, with a line for each page."""
+    code = doc_check.main()
+    printed = capsys.readouterr().out
+    assert code == 0, printed
+    assert all(named(page) in printed for page in doc_check.counted_pages())
+
+
+def test_tests_are_counted() -> None:
+    """In a process of its own: pytest does not like to be called by its tests."""
+    files = ("tests/proof/test_leaves.py", "tests/resume/test_slurm.py")
+    words = [sys.executable, "-m", "tests.counts", *files]
+    ended = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    header, *rows = (line.split() for line in ended.stdout.splitlines())
+    assert header == ["default", "engines", "matrix", "exhaustive", "gpu", "slurm"]
+    proof, resume, total = (tuple(map(int, row[1:])) for row in rows)
+    assert [row[0] for row in rows] == ["tests/proof", "tests/resume", "all"]
+    assert resume == (0, 0, 0, 0, 0, 1)
+    assert total == tuple(map(sum, zip(proof, resume, strict=True)))
+    assert proof[0] > proof[3] > 0
 
 
 def test_reference_of_commands_is_fresh() -> None:

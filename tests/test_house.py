@@ -33,8 +33,9 @@ ARROWS = {
     "dcp": "core errors files formats naming reading training",
     "probe": "core errors formats naming reading training",
     "display": "core errors",
-    "cli": "api core display errors formats probe processes reading resume training",
-    "__init__": "api core dcp errors probe processes resume",
+    "reporting": "api core errors proof resume",
+    "cli": "api core display errors formats probe processes reading reporting resume training",
+    "__init__": "api core dcp errors probe processes reporting resume",
     "__main__": "cli",
     "benchmarks": "api core dcp formats probe proof resume",
 }
@@ -92,7 +93,7 @@ def test_no_arrow_is_new(arrows: dict[str, set[str]]) -> None:
     print(f"{len(drawn)} arrows between rooms")
     assert drawn - allowed == set(), "new arrows"
     assert allowed - drawn == set(), "arrows that are no longer needed"
-    assert len(drawn) <= 90
+    assert len(drawn) <= 97
 
 
 def test_no_circle_of_rooms(arrows: dict[str, set[str]]) -> None:

@@ -22,13 +22,25 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as toml  # which pytest needs there
 
-OURS = {"zckpt", "tests", "examples", "benchmarks"}
+OURS = {"zckpt", "tests", "examples", "benchmarks", "docs"}
 TEXT = (ROOT / "README.md").read_text()
 PROJECT = toml.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
-def blocks(kind: str) -> list[str]:
-    return re.findall(rf"^```{kind}\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
+def block(part: str) -> str:
+    """The shell block that a part of .ci/run takes: the one behind its marker."""
+    pattern = rf"^<!-- \.ci/run {part} -->\n+```sh\n(.*?)^```$"
+    (found,) = re.findall(pattern, TEXT, re.MULTILINE | re.DOTALL)
+    return str(found)
+
+
+@pytest.mark.parametrize("part", ["main", "tests"])
+def test_ci_runs_the_marked_block(part: str) -> None:
+    script = (ROOT / ".ci" / "run").read_text()
+    assert f'bash -euo pipefail -c "$(block {part})"' in script
+    (function,) = re.findall(r"^block\(\) \{.*?^\}$", script, re.MULTILINE | re.DOTALL)
+    words = ["bash", "-euo", "pipefail", "-c", f"{function}\nblock {part}"]
+    assert subprocess.run(words, cwd=ROOT, capture_output=True, text=True).stdout == block(part)
 
 
 def requirements(project: Mapping[str, Any], extra: str | None) -> set[str]:
@@ -63,7 +75,7 @@ def with_their_own(names: Iterable[str]) -> set[str]:
 
 def test_set_up_command_of_the_main_job_installs_what_it_needs(tmp_path: Path) -> None:
     """`pip install .` brings all that the commands after it import."""
-    venv, install, *commands = blocks("sh")[0].strip().split(" && ")
+    venv, install, *commands = block("main").strip().split(" && ")
     assert (venv, install) == ("python3 -m venv .venv", ".venv/bin/pip install .")
     assert commands
     installed = tmp_path / "installed"
@@ -93,7 +105,7 @@ def test_set_up_command_of_the_main_job_installs_what_it_needs(tmp_path: Path) -
     sys.version_info < (3, 11), reason="packages_distributions() needs top_level.txt before 3.11"
 )
 def test_set_up_command_of_the_tests_installs_what_they_import() -> None:
-    venv, torch, install, command = blocks("sh")[1].strip().split(" && ")
+    venv, torch, install, command = block("tests").strip().split(" && ")
     assert venv == "python3 -m venv .venv"
     assert torch.startswith(".venv/bin/pip install torch==")
     assert install == ".venv/bin/pip install -e '.[test]'"

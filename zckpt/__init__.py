@@ -7,6 +7,7 @@
     auto_resume             the path from which a run goes on, at any number of processes
     group                   the processes of a launch, which share one of these functions
     verify, diff, stats     check it, compare it, look at its numbers
+    report                  all of that as one document, and a page of it
     zckpt.dcp               load it into a program of torch.distributed.checkpoint
     zckpt.probe             what a running model computes: recorded, compared, streamed
 
@@ -41,11 +42,13 @@ if TYPE_CHECKING:
     )
     from .errors import ZckptError
     from .processes.sharing import group
+    from .reporting.making import report
     from .resume.auto import auto_resume
 
 _ELSEWHERE = {  # and not in api.py
     "auto_resume": "resume.auto",
     "group": "processes.sharing",
+    "report": "reporting.making",
     "ZckptError": "errors",
 }
 _NEED_TORCH = ("dcp", "probe")
@@ -63,6 +66,7 @@ __all__ = [
     "inspect",
     "load",
     "read",
+    "report",
     "reshard",
     "stats",
     "verify",

@@ -22,7 +22,8 @@ from .core.resources import Copying as Copying
 from .core.states import Selection
 from .formats.hf import options as hf
 from .formats.options import Keywords, options_of
-from .formats.reading import NamedKeywords, Reading, SourceKeywords
+from .formats.reading import NamedKeywords as NamedKeywords
+from .formats.reading import Reading, SourceKeywords
 from .proof import health
 from .proof import verify as proof
 from .proving import prove

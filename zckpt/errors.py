@@ -117,9 +117,13 @@ class AmbiguousCheckpoint(ZckptError):
 
 
 class IncompleteCheckpoint(ZckptError):
-    """A rank, a file or a part of a file is missing."""
+    """A rank, a file or a part of a file is missing; `paths` are the missing files, if known."""
 
     usual_hint = "copy all files of the checkpoint again, or use an earlier one"
+
+    def __init__(self, message: str, hint: str = "", paths: Sequence[str] = ()) -> None:
+        super().__init__(message, hint)
+        self.paths = tuple(paths)
 
 
 class CorruptCheckpoint(ZckptError):
@@ -143,9 +147,18 @@ class SourceChanged(ZckptError):
 
 
 class InconsistentCheckpoint(ZckptError):
-    """Files of one checkpoint contradict each other: tags, steps, world sizes, shapes."""
+    """Files of one checkpoint contradict each other: tags, steps, world sizes, shapes.
+
+    If steps differ, `steps` are those of all places.
+    """
 
     usual_hint = "files of different saves seem to be mixed; use the files of one save"
+
+    def __init__(
+        self, message: str, hint: str = "", steps: Sequence[tuple[str, float | int]] = ()
+    ) -> None:
+        super().__init__(message, hint)
+        self.steps = tuple(steps)
 
 
 class UnsupportedCheckpoint(ZckptError):

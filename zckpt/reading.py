@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from itertools import chain
 
 from msgspec.structs import replace
 
@@ -76,9 +77,10 @@ def _own_tensors(manifest: Manifest) -> list[str]:
 
     The averages of an EMA may be among them.
     """
+    entries = manifest.each[0].entries.items()  # the state is the first rank's
     values = {
-        name.partition(":")[2] if manifest.ranks else name
-        for name, entry in manifest.entries.items()
+        name
+        for name, entry in entries
         if entry.slot == "state" and entry.dtype in FLOATS and entry.shape
     }
     return [
@@ -162,7 +164,8 @@ def _in_other_order(manifest: Manifest, reading: Reading) -> list[str]:
     """
     if manifest.source.get("pp") not in (None, 1):
         return []
-    trained = [name for name, parameter in manifest.parameters.items() if parameter.trainable]
+    parameters = manifest.each[0].parameters  # tensor ranks have the same
+    trained = [name for name, parameter in parameters.items() if parameter.trainable]
     given = [name for name in reading.param_names or () if name in trained]
     if given == trained or {*given} != {*trained} or not is_known(manifest):
         return []
@@ -181,7 +184,8 @@ def _need_root(reading: Reading, *manifests: Manifest) -> None:
 
 def _check_names(manifest: Manifest) -> None:
     """Raises CorruptCheckpoint for names that no file can have: numbers, texts not in Unicode."""
-    for name in (*manifest.entries, *manifest.parameters, *manifest.buffers):
+    names = ((*own.entries, *own.parameters, *own.buffers) for own in manifest.each)
+    for name in chain.from_iterable(names):
         try:
             str.encode(name)
         except (TypeError, UnicodeEncodeError) as error:

@@ -131,7 +131,7 @@ def completed(words: list[str], incomplete: str, shell: str = "bash") -> list[st
 @pytest.mark.parametrize(
     ("words", "incomplete", "expected"),
     [
-        ([], "re", ["plain,reshard"]),
+        ([], "re", ["plain,reshard", "plain,report"]),
         (["convert", "a", "b"], "--to", ["plain,--to"]),
         (["convert", "a", "b", "--to"], "deep", ["plain,deepspeed", "plain,deepspeed-universal"]),
         (["convert", "a", "b", "--stage"], "", ["plain,0", "plain,1", "plain,2", "plain,3"]),

@@ -55,7 +55,7 @@ EXPORTING = [
             "diff",
             [
                 *("--tensors", "--weights-only", "--drop-state", "--rename", "--family"),
-                *("--jobs", "--memory", "--single", *READING),
+                *("--html", "--jobs", "--memory", "--single", *READING),
             ],
         ),
     ],

@@ -257,7 +257,7 @@ class Job:
                 len(self.target.files[path]),
                 zlib.crc32(self.target.files[path]),
             )
-        assert outcome.digests == {item.name: zlib.crc32(item.data) for item in self.tensors}
+        assert outcome.digests == {(0, item.name): zlib.crc32(item.data) for item in self.tensors}
         for extent, crc in outcome.records.items():
             data = self.target.files[extent.file][extent.offset : extent.offset + extent.length]
             assert crc == zlib.crc32(data)
@@ -305,6 +305,7 @@ def replace_tensor(tensor: Tensor, dtype: str) -> Tensor:
 
 
 ANY = ("F32", "BF16", "I64", "U8", "F16")
+ANYWHERE = ("runs", "slices", "lines", "boxes", "ranges", "whole")
 
 
 @pytest.mark.parametrize("seed", range(14))
@@ -316,6 +317,51 @@ def test_random_layouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: i
     outcome = job.copy(Copying(jobs=chosen.choice([1, 2, 4])), done.append)
     job.check(outcome)
     assert sum(done) == outcome.bytes == sum(size for size, _ in outcome.files.values())
+
+
+@pytest.mark.parametrize("kinds", [(ANYWHERE, ANYWHERE), (("whole",), ("runs",))])
+@pytest.mark.parametrize("damaged", [None, 0, 1, 2])
+def test_tensors_of_one_name_on_several_ranks(
+    tmp_path: Path, damaged: int | None, kinds: tuple[tuple[str, ...], tuple[str, ...]]
+) -> None:
+    """Each rank's own bytes are copied, and those of every rank are checked."""
+    alike, chosen = some_tensors(random.Random(4), ("F32", "BF16"), 8), random.Random(9)
+    jobs = []
+    for rank in range(3):
+        own = [replace(item, data=chosen.randbytes(len(item.data))) for item in alike]
+        jobs.append(prepare(tmp_path / str(rank), 7, own, *kinds))
+    if damaged is not None:
+        flip(max(touched(jobs[damaged].source), key=lambda extent: extent.length), 0)
+    sources, targets = ([getattr(job, side) for job in jobs] for side in ("source", "target"))
+    grids = [
+        Manifest(
+            str(tmp_path),
+            "x",
+            {},
+            {},
+            {},
+            records=tuple(record for disk in disks for record in disk.manifest().records),
+            ranks=tuple(disk.manifest() for disk in disks),
+        )
+        for disks in (sources, targets)
+    ]
+    pairs = plan.join(*grids)
+    with Folder.at(str(tmp_path)) as root:
+        if damaged is not None:
+            with pytest.raises(CorruptCheckpoint, match=f"/{damaged}/source"):
+                execute.copy(pairs, *grids, root)
+            return
+        outcome = execute.copy(pairs, *grids, root)
+    assert outcome is not None
+    assert outcome.counts.unchecked == 0
+    assert outcome.digests == {
+        (rank, item.name): zlib.crc32(item.data)
+        for rank, job in enumerate(jobs)
+        for item in job.tensors
+    }
+    for job in jobs:
+        for path, data in job.target.files.items():
+            assert Path(path).read_bytes() == data, path
 
 
 def touched(disk: Disk) -> set[Extent]:

@@ -43,7 +43,7 @@ def manifest(root: Path, *entries: Entry, **fields: Any) -> Manifest:
 
 
 def wrong(checked: Manifest, elements: str = BEGINNINGS) -> list[str]:
-    return [result.match.a.parameter for result in masters.unlike(checked, elements)]
+    return [result.match.a.parameter for _, result in masters.unlike(checked, elements)]
 
 
 def values(*shape: int) -> torch.Tensor:
@@ -99,7 +99,7 @@ def test_all_elements_or_beginnings(store: Store, tmp_path: Path) -> None:
         entry("w/param", "BF16", (3000,), store("model", narrow)),
     )
     assert wrong(checked) == []
-    (result,) = masters.unlike(checked, ALL)
+    ((_, result),) = masters.unlike(checked, ALL)
     assert result.difference is not None
     assert result.difference.first == FEW
 

@@ -320,7 +320,7 @@ def test_what_files_state_is_that_of_all_ranks(made: Grid) -> None:
     own = "client_state 'rng' of model ranks other than 0"  # a random state, whatever its numbers
     assert whole.left_out == ("left_out 0", "left_out 1", own)
     tensors = [tensor for item in whole.unread for tensor in item.tensors]
-    assert [tensor.name for tensor in tensors] == ["0:a/param", "1:a/param"]
+    assert [tensor.name for tensor in tensors] == ["rank 0: a/param", "rank 1: a/param"]
 
 
 def test_a_tensor_of_the_state_is_a_copy_unless_it_is_of_another_shape(made: Grid) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -43,15 +44,38 @@ def test_batches_hold_every_element_once(tensors: list[tuple[str, str, int]], ch
         for number, (slot, dtype, numel) in enumerate(tensors)
     ]
     read = []
-    for batch in batches(entries, chunk):
+    for (batch,) in batches(([entry] for entry in entries), chunk):
         end = 0
         for request in batch:
             assert end <= request.at < request.end <= chunk
             assert request.at % SIZES[request.entry.dtype] == 0
             end = request.end
             read += [(request.entry.name, n) for n in range(request.start, request.stop)]
-    by_slot = sorted(entries, key=lambda entry: [e.slot for e in entries].index(entry.slot))
-    assert read == [(entry.name, n) for entry in by_slot for n in range(entry.numel)]
+    kinds = [(entry.slot, entry.dtype) for entry in entries]
+    by_kind = sorted(entries, key=lambda entry: kinds.index((entry.slot, entry.dtype)))
+    assert read == [(entry.name, n) for entry in by_kind for n in range(entry.numel)]
+
+
+@given(st.lists(st.integers(0, 50), max_size=9), st.sampled_from([64, 90, 1000]))
+def test_a_batch_has_the_same_elements_of_a_group(sizes: list[int], chunk: int) -> None:
+    kinds = (("param", "BF16"), ("master", "F32"), ("exp_avg", "F64"))
+    groups = [
+        [
+            Entry(f"{number}/{slot}", dtype, (numel,), solid(numel, Extent("a", 0, 0)))
+            for slot, dtype in kinds
+        ]
+        for number, numel in enumerate(sizes)
+    ]
+    read = []
+    for batch in batches(groups, chunk):
+        ends = [request for requests in batch for request in requests]
+        assert all(a.end <= b.at for a, b in pairwise(ends))
+        assert ends[-1].end <= chunk
+        assert all(request.at % SIZES[request.entry.dtype] == 0 for request in ends)
+        for together in zip(*batch, strict=True):
+            (part,) = {(request.start, request.stop) for request in together}
+            read += [(together[0].entry.parameter, n) for n in range(*part)]
+    assert read == [(str(number), n) for number, numel in enumerate(sizes) for n in range(numel)]
 
 
 @pytest.mark.parametrize("jobs", [1, 3])

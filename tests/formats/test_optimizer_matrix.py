@@ -124,8 +124,8 @@ def check_goes_on(
 
 
 def test_the_page_has_the_matrix() -> None:
-    assert optimizer_matrix.table() in (ROOT / "docs" / "support.md").read_text(), (
-        "put the output of `python -m tests.optimizer_matrix` into docs/support.md"
+    assert optimizer_matrix.table() in (ROOT / "tests" / "PROVEN.md").read_text(), (
+        "put the output of `python -m tests.optimizer_matrix` into tests/PROVEN.md"
     )
 
 

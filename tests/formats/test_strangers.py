@@ -307,8 +307,9 @@ def of_ranks(run: Path, copy: Path, *numbers: int) -> Path:
 
 @pytest.mark.parametrize("numbers", [(3, 4), (3, 4, 3, 4), (3, 3, 4, 4), (3, 3, 3, 4)])
 def test_numbers_that_ranks_have_of_their_own(numbers: tuple[int, ...], tmp_path: Path) -> None:
-    """Data ranks, or stages of a pipeline and tensor ranks."""
-    plain = run_of(tmp_path, "stage 2") if len(numbers) == 2 else grid_of(tmp_path)
+    """Data ranks, or stages of a pipeline and tensor ranks, which keep them if they stay apart."""
+    is_plain = len(numbers) == 2
+    plain = run_of(tmp_path, "stage 2") if is_plain else grid_of(tmp_path)
     run = of_ranks(plain, tmp_path / "own", *numbers)
     manifest = zckpt.read(run)
     assert {item.key for item in manifest.unread} == {"rho"}
@@ -316,12 +317,16 @@ def test_numbers_that_ranks_have_of_their_own(numbers: tuple[int, ...], tmp_path
     with pytest.raises(UnsupportedState, match="optimizer's rho of no parameter") as ended:
         zckpt.convert(run, tmp_path / "new", to="universal")
     assert "--drop-state rho" in str(ended.value.hint)
+    sizes: dict[str, int] = {"dp": 3} if is_plain else {"dp": 3, "tp": 1}
     with pytest.raises(UnsupportedState, match="optimizer's rho of no parameter"):
-        zckpt.reshard(run, tmp_path / "new", dp=3)
+        zckpt.reshard(run, tmp_path / "new", **sizes)
+    if not is_plain:
+        zckpt.reshard(run, tmp_path / "kept", dp=3)
+        assert zckpt.verify(run, tmp_path / "kept")["equal"]
     zckpt.convert(run, tmp_path / "new", to="universal", drop_state=["rho"])
     assert not zckpt.verify(run, tmp_path / "new")["equal"]
     assert zckpt.verify(run, tmp_path / "new", drop_state=["rho"])["equal"]
-    zckpt.reshard(run, tmp_path / "dp3", dp=3, drop_state=["rho"])
+    zckpt.reshard(run, tmp_path / "dp3", **sizes, drop_state=["rho"])
     assert zckpt.verify(run, of_ranks(plain, tmp_path / "same", *numbers))["equal"]
     other = of_ranks(plain, tmp_path / "other", *reversed(numbers))
     (line,) = zckpt.verify(run, other)["states"]

@@ -44,6 +44,8 @@ def without_times(report: dict[str, Any]) -> dict[str, Any]:
         ("diff", ["zero-3", "dcp"]),
         ("stats", ["zero-1"]),
         ("stats", ["dcp"]),
+        ("report", ["zero-3"]),
+        ("report", ["zero-1", "--against", "dcp"]),
     ],
 )
 def test_the_report_of_one_process(

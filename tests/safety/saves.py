@@ -226,7 +226,7 @@ def by_deepspeeds_converter(source: Path, target: Path) -> None:
     shutil.rmtree(merged)
 
 
-# -- the kinds: by row of the table in SECURITY.md, and by name; the default run takes the first
+# -- the kinds: by row of the table in README.md, and by name; the default run takes the first
 
 KINDS: dict[str, dict[str, Kind]] = {
     "DeepSpeed, stage 1 and 2": {

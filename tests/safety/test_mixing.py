@@ -1,7 +1,7 @@
 """Files of several saves in one directory: refused, named, right, or of a kind that pages list.
 
 Every file is exchanged with that of another step, run and rank, copied over each sibling, and
-dropped; whole ranks are swapped. SECURITY.md has the counts, docs/limits.md what no file shows.
+dropped; whole ranks are swapped. README.md has the counts, and what no file shows.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import NamedTuple
 
 import pytest
 
-from ..conftest import ROOT
 from .mixing import INVISIBLE, NAMED, REFUSED, RIGHT, Judge, Outcome, mixes
 from .saves import KINDS, Kind
 
 VERDICTS = (REFUSED, NAMED, RIGHT, INVISIBLE)
+README = Path(__file__).parent / "README.md"
 
 
 class Unseen(NamedTuple):
-    """Mixes that nothing shows: `reason` is a sentence of docs/limits.md.
+    """Mixes that nothing shows: `reason` is a sentence of README.md.
 
-    The others are regular expressions: of rows in SECURITY.md, of kinds of files, of what is done
+    The others are regular expressions: of rows in README.md, of kinds of files, of what is done
     to them, of the names of samples, and of what is wrong then.
     """
 
@@ -115,7 +115,7 @@ DEFAULT = {"DeepSpeed, stage 3", "dcp"}
 
 
 def test_what_is_unseen_is_on_the_page() -> None:
-    page = (ROOT / "docs" / "limits.md").read_text()
+    page = README.read_text()
     assert [each.reason for each in UNSEEN if f"**{each.reason}" not in page] == []
 
 
@@ -134,7 +134,7 @@ def test_some_mixes(row: str, tmp_path: Path) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("row", KINDS)
 def test_every_mix(row: str, tmp_path: Path) -> None:
-    """With the counts that SECURITY.md states, and with no kind in UNSEEN that is seen now."""
+    """With the counts that README.md states, and with no kind in UNSEEN that is seen now."""
     counts: Counter[str] = Counter()
     faults: list[str] = []
     unseen: set[Unseen | None] = set()
@@ -149,6 +149,6 @@ def test_every_mix(row: str, tmp_path: Path) -> None:
     assert faults == [], "\n".join(faults)
     line = f"| {row} | " + " | ".join(f"{counts[each]:,}" for each in VERDICTS) + " |"
     print(line)
-    assert line in (ROOT / "SECURITY.md").read_text()
+    assert line in README.read_text()
     expected = [each for each in UNSEEN if re.fullmatch(each.rows, row) and each.rows == row]
     assert [each for each in expected if each not in unseen] == []

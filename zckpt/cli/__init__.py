@@ -2,6 +2,7 @@
 
 commands.py     inspect, convert, reshard, export
 checking.py     verify, diff, stats, probe-diff
+pages.py        report, and --html of others
 resuming.py     auto-resume, check
 options.py      the options that they share; parameters.py reads values
 help.py         how `--help` looks

@@ -7,7 +7,8 @@ from typing import Any
 import click
 
 from .. import display
-from . import launched
+from ..formats.reading import NamedKeywords
+from . import launched, pages
 from .help import ExplainedCommand
 from .options import as_document, common, family, grouped, moving, renaming, single, uncompared
 from .parameters import PATH
@@ -46,6 +47,7 @@ from .parameters import PATH
     "Comparison", "--tensors", metavar="GLOB", help="Check only the tensors whose name matches."
 )
 @uncompared
+@pages.html
 @grouped(
     "Output",
     "--save-proof",
@@ -61,6 +63,7 @@ from .parameters import PATH
 def verify(
     path: str,
     against: str | None,
+    html: str | None,
     save_proof: str | None,
     as_json: bool,
     quiet: bool,
@@ -68,10 +71,9 @@ def verify(
 ) -> int:
     """Check a checkpoint for contradictions, or compare it with another one.
 
-    Without --against, verify checks that checksums match, every element is stored once, copies on
-    several ranks are equal, weights are the rounded masters, steps agree, and no file was saved as
-    another rank's. A file of the same rank of another run may contradict nothing: only --against
-    finds it.
+    Without --against: checksums match, each element is stored once, copies on ranks
+    are equal, masters round to weights, steps agree, and files are those of their ranks. Only
+    --against finds those of another run.
 
     With --against, tensors are compared bit for bit, and all else by value. What one side lacks is
     a difference, or named if its files have no place for it. If the original is gone, give the FILE
@@ -81,6 +83,7 @@ def verify(
     """
     from .. import api
 
+    pages.check(html)
     if save_proof:
         display.can_save(save_proof)
     with display.progress(quiet or as_json) as begin:
@@ -90,7 +93,16 @@ def verify(
     display.answer(report, as_json, quiet, display.verified)
     if save_proof:
         display.save(save_proof, report)
+    if html:
+        from ..reporting import parts
+
+        pages.save(html, parts.of_verify(report, _source(words)))
     return 0 if report["equal"] else 3
+
+
+def _source(words: dict[str, Any]) -> dict[str, Any]:
+    """What a user says of the checkpoint that is read."""
+    return {name: words[name] for name in NamedKeywords.__annotations__ if name in words}
 
 
 @click.command(
@@ -111,10 +123,11 @@ def verify(
 @uncompared
 @renaming
 @family
+@pages.html
 @moving
 @single
 @common
-def diff(a: str, b: str, as_json: bool, quiet: bool, **words: Any) -> int:
+def diff(a: str, b: str, html: str | None, as_json: bool, quiet: bool, **words: Any) -> int:
     """Show where two checkpoints differ, in the order of the model.
 
     A and B may have different formats. diff compares tensors, and everything else as verify does,
@@ -124,11 +137,16 @@ def diff(a: str, b: str, as_json: bool, quiet: bool, **words: Any) -> int:
     """
     from .. import api
 
+    pages.check(html)
     with display.progress(quiet or as_json) as begin:
         report = launched.look(api.diff, a, b, begin=begin, **words)
     if report is None:
         return 0
     display.answer(report, as_json, quiet, display.differing)
+    if html:
+        from ..reporting import parts
+
+        pages.save(html, parts.of_diff(report, _source(words)))
     return 0 if report["equal"] else 3
 
 
@@ -146,10 +164,11 @@ def diff(a: str, b: str, as_json: bool, quiet: bool, **words: Any) -> int:
     metavar="GLOB",
     help="Measure only the tensors whose name matches.",
 )
+@pages.html
 @moving
 @single
 @common
-def stats(path: str, as_json: bool, quiet: bool, **words: Any) -> None:
+def stats(path: str, html: str | None, as_json: bool, quiet: bool, **words: Any) -> None:
     """Show statistics of every tensor, and warn of dead or impossible numbers.
 
     These are min, max, mean, std (with n - 1, as torch.std) and L2 norm over finite numbers, in
@@ -159,10 +178,16 @@ def stats(path: str, as_json: bool, quiet: bool, **words: Any) -> None:
     """
     from .. import api
 
+    pages.check(html)
     with display.progress(quiet or as_json) as begin:
         report = launched.look(api.stats, path, begin=begin, **words)
-    if report is not None:
-        display.answer(report, as_json, quiet, display.statistics)
+    if report is None:
+        return
+    display.answer(report, as_json, quiet, display.statistics)
+    if html:
+        from ..reporting import parts
+
+        pages.save(html, parts.of_stats(report, _source(words)))
 
 
 @click.command(
@@ -196,6 +221,7 @@ def stats(path: str, as_json: bool, quiet: bool, **words: Any) -> None:
     metavar="FILE",
     help="Draw steps and modules as a picture for a browser.",
 )
+@pages.html
 @grouped("Output", "-q", "--quiet", is_flag=True, help="Print no notes and no picture.")
 @as_document
 def probe_diff(
@@ -204,6 +230,7 @@ def probe_diff(
     noise: str | None,
     summary: str | None,
     svg: str | None,
+    html: str | None,
     quiet: bool,
     as_json: bool,
 ) -> int:
@@ -219,6 +246,7 @@ def probe_diff(
     from ..display import picture
     from ..probe import comparing, runs, summaries
 
+    pages.check(html)
     if svg:
         display.can_save(svg)
     first, second = runs.read(a), runs.read(b)
@@ -227,5 +255,9 @@ def probe_diff(
         summaries.summarise(summary, [("a", first), ("b", second)])
     if svg:
         display.save_text(svg, picture.svg(report))
+    if html:
+        from ..reporting import parts
+
+        pages.save(html, parts.of_probes(report))
     display.answer(report, as_json, quiet, display.probed)
     return 3 if report["big"] else 0

@@ -14,7 +14,7 @@ from ..core.version import __version__
 from ..errors import NotEnoughSpace, WrongOption, sized
 from ..formats import FORMATS, other_objects
 from ..formats.reading import Reading
-from . import launched, output, signals
+from . import launched, output, pages, signals
 from .checking import diff, probe_diff, stats, verify
 from .help import WIDTH, Commands, format_names
 from .options import (
@@ -76,6 +76,7 @@ def cli() -> None:
 @grouped(
     "What to show", "--state", is_flag=True, help="Print everything that is not a tensor, as JSON."
 )
+@pages.html
 @common
 def inspect(
     path: str,
@@ -83,6 +84,7 @@ def inspect(
     steps: bool,
     layout: bool,
     state: bool,
+    html: str | None,
     as_json: bool,
     quiet: bool,
     **reading: Any,
@@ -95,7 +97,12 @@ def inspect(
     """
     from ..reading import read
 
+    pages.check(html)
     manifest = read(path, Reading(**reading, inspected=True, nameless=True))
+    if html:
+        from ..reporting import parts
+
+        pages.save(html, parts.of_inspect(manifest))
     is_summary = not (tensors or steps or layout or state)
     if "slices" in manifest.source and not (is_summary or as_json):
         display.warn(list(manifest.warnings), quiet)  # a shape in a list is not the tensor's
@@ -272,7 +279,7 @@ def export(
     write("export", config=model_config, max_shard_size=max_file_size, **words)
 
 
-for command in (auto_resume, check, verify, diff, stats, probe_diff):
+for command in (auto_resume, check, verify, diff, stats, pages.report, probe_diff):
     cli.add_command(command)
 
 

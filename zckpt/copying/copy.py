@@ -88,15 +88,16 @@ class _Copy(Struct, eq=False, dict=True):
     def _counted_pairs(self) -> set[int]:
         """The pairs, by identity, whose bytes count for the records of the source.
 
-        One pair for each source entry. The records of tensors that all targets cut along inner axes
-        are read once more in the end.
+        One pair for the bytes of each source entry, which is known by them: each model rank may
+        have one of its name. The records of tensors that all targets cut along inner axes are read
+        once more in the end.
         """
-        first: dict[str, int] = {}
+        first: dict[int, int] = {}
         for number, pair in enumerate(self.pairs):
             if number not in self.scattered:
-                first.setdefault(pair.source.name, id(pair))
+                first.setdefault(id(pair.source.fragments), id(pair))
         for pair in self.pairs:
-            if pair.source.name not in first:
+            if id(pair.source.fragments) not in first:
                 for fragment in pair.source.fragments:
                     self.checker.require(fragment.extent)
         for flat in _flats_cut_otherwise(self.pairs):
@@ -263,7 +264,7 @@ class _Copy(Struct, eq=False, dict=True):
                 self.outcome.records[extent] = self._crc((RECORD, target.number, place))
         for number, pair in enumerate(self.pairs):
             crc = self._crc((TENSOR, number, 0))
-            self.outcome.digests[pair.target.name] = crc
+            self.outcome.digests[pair.rank, pair.target.name] = crc
             if (stated := pair.source.digest) is None:
                 continue
             if stated != (self._crc((SOURCE, number, 0)) if number in self.cast else crc):

@@ -28,6 +28,7 @@ def agree(places: Sequence[tuple[str, Step]], policy: str | None = None) -> Step
         raise InconsistentCheckpoint(
             f"the optimizer's step differs: {_by_step(places)}",
             hint="files of different saves may be mixed; if not, choose: --step-policy max|min|N",
+            steps=places,
         )
     if policy in ("max", "min"):
         return max(values) if policy == "max" else min(values)
@@ -63,6 +64,7 @@ def need_one_save(stated: Iterable[tuple[str, Step]], policy: str | None) -> Non
         f"{folder or '.'}: the files state different steps: {_by_step(places)}",
         hint="files of two saves seem to be mixed: take all files of one save; if layers were "
         "unfrozen late, or ranks are stages of a pipeline, add --step-policy keep",
+        steps=places,
     )
 
 

@@ -10,10 +10,14 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from .cast import CAST_BLOCK, array, numbers, ordered
 from .dtypes import FLOATS, SIZES
+
+LOWEST = -1074  # the exponent of the smallest float64
+ULPS = ("0", "1", "2", *(f"{2**n + 1}-{2 ** (n + 1)}" for n in range(1, 10)), ">1024")
+"""The bins of distances in units in the last place."""
 
 
 class Difference(Struct, eq=False):
@@ -21,7 +25,9 @@ class Difference(Struct, eq=False):
 
     `first` is a row-major element number; `a` and `b` are the values there. `max_ulp` counts units
     in the last place, for equal types. `max_abs` and `max_ulp` are None if the elements are not
-    numbers. `dot`, `aa` and `bb` are sums over all elements that were compared as numbers.
+    numbers. `dot`, `aa` and `bb` are sums over all elements that were compared as numbers. Of those
+    that differ, `squares` sums the squares of distances, `changes` counts distances by power of
+    two, and `ulps` counts them in units in the last place, by the bins of ULPS.
     """
 
     count: int = 0
@@ -33,6 +39,9 @@ class Difference(Struct, eq=False):
     dot: float = 0.0
     aa: float = 0.0
     bb: float = 0.0
+    squares: float = 0.0
+    changes: dict[int, int] = field(default_factory=dict)
+    ulps: list[int] = field(default_factory=lambda: [0] * len(ULPS))
 
     def add(self, other: Difference) -> None:
         """Adds the difference of other elements of the same tensors."""
@@ -46,6 +55,11 @@ class Difference(Struct, eq=False):
         self.dot += other.dot
         self.aa += other.aa
         self.bb += other.bb
+        self.squares += other.squares
+        for power, count in other.changes.items():
+            own = int(power)  # a key of JSON is a text
+            self.changes[own] = self.changes.get(own, 0) + count
+        self.ulps = [ours + theirs for ours, theirs in zip(self.ulps, other.ulps, strict=True)]
 
     @property
     def cosine(self) -> float | None:
@@ -122,9 +136,19 @@ def _measure(
             # the distance between equal infinities, or between a NaN and any number
             distance[np.isnan(distance)] = np.inf
             difference.max_abs = float(distance.max())
+            finite = distance[np.isfinite(distance) & (distance > 0)]
+            difference.squares = float(np.dot(finite, finite))
+            counts = np.bincount(np.frexp(finite)[1] - LOWEST)
+            difference.changes = {
+                int(place) + LOWEST - 1: int(counts[place]) for place in np.flatnonzero(counts)
+            }
         if dtypes[0] == dtypes[1] and dtypes[0] in FLOATS:
             ranks = [ordered(side[places], dtypes[0]) for side in bits]
             difference.max_ulp = max(abs(one - other) for one, other in _extremes(*ranks))
+            apart = np.abs(ranks[0].astype("f8") - ranks[1].astype("f8"))
+            bins = np.ceil(np.log2(np.maximum(apart, 0.5))).astype("i8") + 1
+            bins = np.bincount(np.minimum(bins, len(ULPS) - 1), minlength=len(ULPS))
+            difference.ulps = bins.tolist()
     return difference
 
 

@@ -18,6 +18,7 @@ equal, unless they are zero.
 from __future__ import annotations
 
 from collections.abc import Collection
+from itertools import chain
 
 from ..errors import InconsistentCheckpoint
 from . import sources
@@ -72,7 +73,8 @@ def _of_single_states(manifest: Manifest, pairs: Collection[tuple[str, str]]) ->
     """
     tensors = by_key(
         (file, entry)
-        for entry in (manifest.entries.values() if pairs else ())
+        for own in (manifest.each if pairs else ())
+        for entry in own.entries.values()
         for file in {fragment.extent.file for fragment in entry.fragments}
     )
     alone = {file: one for file, (one, *others) in tensors.items() if not others}
@@ -129,7 +131,7 @@ def _values(manifest: Manifest, files: Collection[str]) -> dict[str, set[tuple[s
     Without constants, and without replicas: these are equal by nature.
     """
     values: dict[str, set[tuple[str, str]]] = {}
-    for entry in manifest.entries.values():
+    for entry in chain.from_iterable(own.entries.values() for own in manifest.each):
         value = entry.parameter, "state" if is_optimizers(entry.slot) else "weight"
         for fragment in entry.fragments if entry.slot != "state" else ():
             extent = fragment.extent

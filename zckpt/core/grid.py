@@ -19,3 +19,10 @@ class Place(Struct, frozen=True):
     number: int
     grid: Grid
     buffers: tuple[str, ...] = ()
+
+    def titled(self, name: str) -> str:
+        """What a sentence calls a tensor of this rank: `pipeline stage 1, tensor rank 0: NAME`."""
+        grid, (stage, tensor_rank) = self.grid, divmod(self.number, self.grid.tp)
+        words = [f"pipeline stage {stage}"] if grid.pp > 1 else []
+        words += [f"tensor rank {tensor_rank}"] if grid.tp > 1 else []
+        return f"{', '.join(words)}: {name}" if words else name

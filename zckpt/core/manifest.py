@@ -7,11 +7,12 @@ Entry       one whole tensor, `parameter/slot`, wherever its pieces are
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from math import prod
 from typing import Annotated, Any
 
 from msgspec import Meta, Struct, convert, field
+from msgspec.structs import replace
 
 from ..errors import brief
 from .dtypes import NUMBERS, SIZES
@@ -255,7 +256,8 @@ class Manifest(Struct, frozen=True):
     place: Place | None = None
     """The place of one model rank, which is not joined with others."""
     ranks: tuple[Manifest, ...] = ()
-    """The model ranks, if they are not joined; entries, parameters and files are those of all."""
+    """The model ranks, if they are not joined. These alone have tensors and parameters, which may
+    have the same names; files, records and what is said of the whole run are here."""
     models: tuple[Manifest, ...] = ()
     """The model of each tensor rank, if there are several, or if `ranks` are not joined."""
     files: tuple[str, ...] = ()
@@ -292,6 +294,27 @@ class Manifest(Struct, frozen=True):
     again. Empty as `fingerprints` are."""
 
     @property
+    def each(self) -> tuple[Manifest, ...]:
+        """The model ranks that are not joined, or this manifest alone."""
+        return self.ranks or (self,)
+
+    @property
+    def with_models(self) -> tuple[Manifest, ...]:
+        """The same, and the models of the ranks: no rank has what is in files of layers alone."""
+        return (*self.ranks, *self.models) if self.ranks else (self,)
+
+    def with_each(self, change: Callable[[Manifest], Manifest]) -> Manifest:
+        """With a change of all model ranks that are not joined, and of their models."""
+        if not self.ranks:
+            return self
+        ranks, models = (tuple(map(change, own)) for own in (self.ranks, self.models))
+        return replace(self, ranks=ranks, models=models)
+
+    def titled(self, name: str) -> str:
+        """What a sentence calls a parameter or a tensor, with the words of its model rank."""
+        return name if self.place is None else self.place.titled(name)
+
+    @property
     def dp(self) -> int:
         """Data-parallel size of the source; 1 if the source has no ranks."""
         return int(self.source.get("dp") or 1)
@@ -299,13 +322,15 @@ class Manifest(Struct, frozen=True):
     @property
     def step(self) -> float | int | None:
         """Completed updates, if all parameters that have a step share the same one."""
-        steps = {item.step for item in self.parameters.values() if item.step is not None}
+        parameters = (item for own in self.each for item in own.parameters.values())
+        steps = {item.step for item in parameters if item.step is not None}
         return steps.pop() if len(steps) == 1 else None
 
     @property
     def owners(self) -> dict[str, str]:
         """The first name of each tied weight, by its other names."""
-        return {alias: name for name, own in self.parameters.items() for alias in own.aliases}
+        every = (item for own in self.each for item in own.parameters.items())
+        return {alias: name for name, item in every for alias in item.aliases}
 
     @property
     def slots(self) -> dict[str, list[Entry]]:

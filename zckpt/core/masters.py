@@ -55,9 +55,9 @@ def check(manifest: Manifest, elements: str, hint: str, accepted: bool = False) 
     wrong = unlike(manifest, elements)
     if not wrong:
         return []
-    places = [places_of(result) for result in wrong]
+    places = [places_of(result) for _, result in wrong]
     refuse_damage(manifest, places[0])
-    names = list(dict.fromkeys(result.match.a.parameter for result in wrong))
+    names = list(dict.fromkeys(own.titled(result.match.a.parameter) for own, result in wrong))
     verb = "is not its rounded master" if len(names) == 1 else "are not the rounded masters"
     masters, weights = (_files(manifest.root, extents) for extents in zip(*places, strict=True))
     message = (
@@ -69,20 +69,24 @@ def check(manifest: Manifest, elements: str, hint: str, accepted: bool = False) 
     return [f"{message}. --accept-weights takes both as they are"]
 
 
-def unlike(manifest: Manifest, elements: str) -> list[Result]:
-    """The masters that do not round to their weights, each with the first element that differs."""
+def unlike(manifest: Manifest, elements: str) -> list[tuple[Manifest, Result]]:
+    """The masters that do not round to their weights, each with the first element that differs.
+
+    Each stands behind the manifest that has it: a model rank, if these are not joined.
+    """
     alternatives = []
-    for master, weights in _masters(manifest):
-        matches = _matches(master, weights)
-        is_copy = manifest.entries.get(master.name) is not master
-        if elements == BEGINNINGS or is_copy:  # other checks compare whole copies
-            matches = [beginning(match) for match in matches]
-        if matches:
-            alternatives.append(matches)
-    results = results_of(manifest, [first for first, *_ in alternatives])
+    for own in manifest.each:
+        for master, weights in _masters(own):
+            matches = _matches(master, weights)
+            is_copy = own.entries.get(master.name) is not master
+            if elements == BEGINNINGS or is_copy:  # other checks compare whole copies
+                matches = [beginning(match) for match in matches]
+            if matches:
+                alternatives.append((own, matches))
+    results = results_of(manifest, [first for _, (first, *_) in alternatives])
     return [
-        result
-        for result, (_, *others) in zip(results, alternatives, strict=True)
+        (own, result)
+        for result, (own, (_, *others)) in zip(results, alternatives, strict=True)
         if result.differs and all(other.differs for other in results_of(manifest, others))
     ]
 

@@ -8,7 +8,7 @@ be those of one save. What a program keeps per rank is the first one's, and the 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, zip_longest
 from math import prod
 from typing import Any
@@ -67,6 +67,7 @@ def merge(
         groups=groups,
         state=state,
         replicas=tuple(copies),
+        unread=(*_unread(ranks, table.word), *whole.unread),
         files=(*whole.files, *(() if beside is None else beside.files)),
         records=(*whole.records, *(() if beside is None else beside.records)),
     )
@@ -274,21 +275,17 @@ def together(ranks: Sequence[Manifest]) -> Manifest:
         state=state,
         of_ranks=of_ranks,
         layout={name: values for each in ranks for name, values in each.layout.items()},
-        unread=(
-            *(
-                replace(item, tensors=tuple(of_rank(number, entry) for entry in item.tensors))
-                for number, each in enumerate(ranks)
-                for item in each.unread
-            ),
-            *numbers,
-        ),
+        unread=tuple(numbers),
         **once,
     )
 
 
-def of_rank(number: int, entry: Entry) -> Entry:
-    """An entry with a name that no other model rank's has."""
-    return replace(entry, name=f"{number}:{entry.name}")
+def _unread(ranks: Sequence[Manifest], word: str) -> Iterator[Unread]:
+    """What ranks have that is not read: tensors of each, under names that no other rank's have."""
+    for number, rank in enumerate(ranks):
+        for item in rank.unread:
+            own = (replace(each, name=f"{word} {number}: {each.name}") for each in item.tensors)
+            yield replace(item, tensors=tuple(own))
 
 
 def _of_all(values: Mapping[str, Any] | None) -> object:

@@ -24,18 +24,27 @@ def path_inside(folder: str, name: str, stated_by: str) -> str:
 def missing_file(path: str, stated_by: str = "", hint: str = "") -> IncompleteCheckpoint:
     """The error of a file that is not there; `stated_by` is the file that names it."""
     return IncompleteCheckpoint(
-        f"{path} is missing" + (f", which {stated_by} names" if stated_by else ""), hint
+        f"{path} is missing" + (f", which {stated_by} names" if stated_by else ""), hint, [path]
     )
 
 
 def missing_ranks(
-    where: str, ranks: Sequence[int], what: str = "", reason: str = "", hint: str = ""
+    where: str,
+    ranks: Sequence[int],
+    what: str = "",
+    reason: str = "",
+    hint: str = "",
+    expected: str = "",
 ) -> IncompleteCheckpoint:
-    """The error of ranks that have no file; `reason` says from what their number is known."""
+    """The error of ranks that have no file; `reason` says from what their number is known.
+
+    `expected` is the name of the first one's file in the folder `where`, if that is known.
+    """
     return IncompleteCheckpoint(
         f"{where}: the {what + ' ' if what else ''}file of rank {listed(ranks)} is missing"
         + (f" ({reason})" if reason else ""),
-        hint,
+        hint or (f"expected {expected}" if expected else ""),
+        [os.path.join(where, expected)] if expected else (),
     )
 
 

@@ -78,27 +78,27 @@ def _stateless(groups: Sequence[list[_States]]) -> list[str]:
 
 def _groups(manifest: Manifest) -> Iterator[list[_States]]:
     """The states of all parameters that are trained, group by group."""
-    slots = {entry.slot for entry in manifest.entries.values()}
+    slots = {entry.slot for rank in manifest.each for entry in rank.entries.values()}
     key_of = {slot: slot_key(slot) for slot in slots if is_optimizers(slot)}
-    if not key_of:
-        return
-    entries = manifest.entries.values()
-    shaped = by_key((e.parameter, key_of[e.slot]) for e in entries if e.slot in key_of)
-    others = others_of(manifest)
-    unread = by_key((name, item.key) for item in manifest.unread for name in item.parameters)
     # a step of the group is stated for parameters that were never updated too
     own_steps = manifest.step_place is None or manifest.step_place.where == "state"
     groups: dict[int | None, list[_States]] = {}
-    for name, parameter in manifest.parameters.items():
-        if not parameter.trainable or not prod(parameter.shape):
-            continue
-        own = tuple(shaped.get(name, ()))
-        keys = (*own, *parameter.scalars, *map(str, others.get(name, ())))
-        keys += tuple(unread.get(name, ()))  # they are in the files
-        if own_steps and parameter.step is not None:
-            keys += (STEP,)
-        states = _States(name, len(parameter.shape), frozenset(keys), frozenset(own))
-        groups.setdefault(parameter.group, []).append(states)
+    for rank in manifest.each if key_of else ():
+        entries = rank.entries.values()
+        shaped = by_key((e.parameter, key_of[e.slot]) for e in entries if e.slot in key_of)
+        others = others_of(rank)
+        unread = by_key((name, item.key) for item in rank.unread for name in item.parameters)
+        for name, parameter in rank.parameters.items():
+            if not parameter.trainable or not prod(parameter.shape):
+                continue
+            own = tuple(shaped.get(name, ()))
+            keys = (*own, *parameter.scalars, *map(str, others.get(name, ())))
+            keys += tuple(unread.get(name, ()))  # they are in the files
+            if own_steps and parameter.step is not None:
+                keys += (STEP,)
+            title, axes = rank.titled(name), len(parameter.shape)
+            states = _States(title, axes, frozenset(keys), frozenset(own))
+            groups.setdefault(parameter.group, []).append(states)
     yield from groups.values()
 
 

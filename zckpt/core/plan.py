@@ -22,10 +22,14 @@ from .weights import WEIGHTS, WIDE, counterpart, weight_of
 
 
 class Pair(Struct, frozen=True):
-    """An entry of the target, and the entry of the source that supplies its elements."""
+    """An entry of the target, and the entry of the source that supplies its elements.
+
+    `rank` is the place of its model rank among those that are not joined.
+    """
 
     source: Entry
     target: Entry
+    rank: int = 0
 
 
 class TargetPiece(Struct, frozen=True):
@@ -70,16 +74,16 @@ class Chunk(Struct, frozen=True):
 def join(source: Manifest, target: Manifest, from_masters: bool = False) -> list[Pair]:
     """Pairs every entry and every replica of the target with an entry of the source.
 
-    `weights` says which entry supplies a weight; `from_masters` casts all of them from their
-    masters. Raises MissingData.
+    Model ranks that are not joined are those of both, in order. `weights` says which entry supplies
+    a weight; `from_masters` casts all of them from their masters. Raises MissingData.
     """
-    entries = (*target.entries.values(), *target.replicas)
-    owners = source.owners
-    names = (owners.get(entry.parameter, entry.parameter) for entry in entries)
-    return [
-        Pair(_source_of(entry, name, source, from_masters), entry)
-        for entry, name in zip(entries, names, strict=True)
-    ]
+    pairs = []
+    for rank, (own, its) in enumerate(zip(source.each, target.each, strict=True)):
+        owners = own.owners
+        for entry in (*its.entries.values(), *its.replicas):
+            name = owners.get(entry.parameter, entry.parameter)
+            pairs.append(Pair(_source_of(entry, name, own, from_masters), entry, rank))
+    return pairs
 
 
 def _source_of(entry: Entry, name: str, source: Manifest, from_masters: bool) -> Entry:
@@ -91,10 +95,12 @@ def _source_of(entry: Entry, name: str, source: Manifest, from_masters: bool) ->
     else:
         origin = source.entries.get(f"{name}/{entry.slot}")
     if origin is None:
-        raise MissingData(f"the source holds no {slot_key(entry.slot)} of {entry.parameter}")
+        lacking = source.titled(entry.parameter)
+        raise MissingData(f"the source holds no {slot_key(entry.slot)} of {lacking}")
     if origin.shape != entry.shape:
         raise MissingData(
-            f"{entry.name} has shape {origin.shape} in the source and {entry.shape} in the target"
+            f"{source.titled(entry.name)} has shape {origin.shape} in the source and {entry.shape} "
+            "in the target"
         )
     if origin.dtype != entry.dtype and not {origin.dtype, entry.dtype} <= {*CASTABLE}:
         raise UnsupportedCheckpoint(

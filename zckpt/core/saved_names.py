@@ -14,6 +14,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from msgspec import Struct
 
 from ..errors import InconsistentCheckpoint
+from . import sources
 
 Place = tuple[Hashable, tuple[int, ...]]
 """What the name of a rank's file states: the form of the name, and the numbers in it.
@@ -60,7 +61,7 @@ def saved_names(
         place, saved_as = place_of(name), f"{folder}{os.path.splitext(name)[1]}"
         if place is None:
             continue
-        stated = None if folder is None else place_of(saved_as)
+        stated = None if folder is None or sources.is_stand_in(path) else place_of(saved_as)
         if stated is not None and stated[0] != place[0] and folder not in stems:
             stated = None
         names.append(SavedName(path, saved_as, place, stated))

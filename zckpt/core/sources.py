@@ -145,6 +145,30 @@ def _blame_change(fingerprints: Fingerprints, error: ZckptError) -> None:
             raise change from error
 
 
+# -- files that stand in for others
+
+
+_stand_ins: ContextVar[frozenset[str]] = ContextVar("stand_ins", default=frozenset())
+
+
+@contextmanager
+def standing_in(paths: Iterable[str]) -> Iterator[None]:
+    """Inside the block, the files at these paths are those of other ranks than their names say.
+
+    So what the files of a lost rank would have is known by its place, and the rest can be shown.
+    """
+    token = _stand_ins.set(frozenset(paths))
+    try:
+        yield
+    finally:
+        _stand_ins.reset(token)
+
+
+def is_stand_in(path: str) -> bool:
+    """Whether the file stands in for a lost one."""
+    return path in _stand_ins.get()
+
+
 # -- opening and reading
 
 

@@ -33,6 +33,8 @@ from .wrapper import without_wrapped, wrapped
 
 OTHER, PARTITIONS, BESIDE, AMONG = "other", "partitions", "beside", "among"
 """Keys of `Manifest.state["optimizer"]`; the last two have numbers of no parameter."""
+FORMS = ("none", "slot", "number", "other", "partition", "wrapper", "unread")
+"""What a state may be: of several, the last one says what can be done with it."""
 NO_PARAMETER = "no parameter"
 """Whose a state is that stands beside those of parameters."""
 OF_NO_GROUP = "no group contains it: zckpt reads the states of parameters alone"
@@ -85,7 +87,12 @@ class State(Struct, frozen=True):
 
 
 def states_of(manifest: Manifest) -> dict[str, State]:
-    """All states by key. A state of several forms has that of the last one in the list above."""
+    """All states by key. A state of several forms has that of the last one in the list above.
+
+    Those of model ranks that are not joined are together under the names that these have.
+    """
+    if manifest.ranks:
+        return _united(states_of(rank).values() for rank in manifest.ranks)
     states = {
         slot_key(slot): State(slot_key(slot), {entry.parameter: (entry.name,) for entry in entries})
         for slot, entries in manifest.slots.items()
@@ -123,6 +130,16 @@ def states_of(manifest: Manifest) -> dict[str, State]:
         for name in item.parameters:
             add(item.key, name, (), "unread", item.reason)
     return states
+
+
+def _united(each: Iterable[Iterable[State]]) -> dict[str, State]:
+    """The states of several ranks; what is None on some has the tensors of the others alone."""
+    united = {}
+    for key, own in by_key((state.key, state) for states in each for state in states).items():
+        own.sort(key=lambda state: FORMS.index(state.form))
+        held = own if own[-1].form == "none" else [s for s in own if s.form != "none"]
+        united[key] = replace(own[-1], tensors={n: t for s in held for n, t in s.tensors.items()})
+    return united
 
 
 def others_of(manifest: Manifest) -> dict[str, dict[Any, Any]]:
@@ -214,9 +231,12 @@ def lost(source: Manifest, target: Manifest) -> list[State]:
     """The states of `source` that `target` lacks, each with the parameters of which it does.
 
     A parameter of `source` may have another name in `target`, or be a part of another one there;
-    then `target` lacks its state if it has this state of no parameter. A model rank's copy of a
-    tied weight may be filled from another rank's: then its states are among the replicas.
+    then `target` lacks its state if it has this state of no parameter. Model ranks that have the
+    same parameters in both are looked at one by one.
     """
+    ours, theirs = ([own.parameters.keys() for own in side.ranks] for side in (source, target))
+    if ours and ours == theirs:
+        return [*_united(map(lost, source.ranks, target.ranks)).values()]
     kept = states_of(target)
     known: dict[str, str] = {}
     lacking = []
@@ -225,25 +245,16 @@ def lost(source: Manifest, target: Manifest) -> list[State]:
         own = {} if there is None or there.form == "unread" else there.tensors
         if state.tensors.keys() <= own.keys():
             continue
-        known = known or {name: name for name in target.parameters} | target.owners
+        known = known or {n: n for own in target.each for n in own.parameters} | target.owners
         names = {known.get(name, name) for name in own}
         missing = {
             name: tensors
             for name, tensors in state.tensors.items()
             if (known[name] not in names if name in known else not own)
         }
-        if missing and state.form == "slot":
-            copies = {_of_any_rank(e.parameter) for e in target.replicas if slot_key(e.slot) == key}
-            missing = {n: own for n, own in missing.items() if _of_any_rank(n) not in copies}
         if missing:
             lacking.append(replace(state, tensors=missing))
     return lacking
-
-
-def _of_any_rank(name: str) -> str:
-    """The name of a parameter without the number of its model rank: `2:embedding.weight`."""
-    rank, _, rest = name.partition(":")
-    return rest if rank.isdigit() else name
 
 
 def of_vectors(source: Manifest, target: Manifest) -> list[State]:
@@ -253,12 +264,13 @@ def of_vectors(source: Manifest, target: Manifest) -> list[State]:
     """
     if not _is_flat(source) or _is_flat(target):
         return []
-    groups = source.groups or ()
-    factoring = {n for n, group in enumerate(groups) if not FACTORING.isdisjoint(group)}
     axes = {
         name: len(parameter.shape)
-        for name, parameter in source.parameters.items()
-        if parameter.group in factoring
+        for own in source.each
+        for name, parameter in own.parameters.items()
+        if own.groups
+        and parameter.group is not None
+        and not FACTORING.isdisjoint(own.groups[parameter.group])
     }
     unfit = []
     for key, state in states_of(source).items():
@@ -328,7 +340,7 @@ def without(manifest: Manifest, keys: Collection[str]) -> Manifest:
     if "optimizer" in state:
         state = {**state, "optimizer": optimizer}
     return replace(
-        manifest,
+        manifest.with_each(lambda rank: without(rank, keys)),
         entries={name: entry for name, entry in manifest.entries.items() if name not in names},
         replicas=tuple(entry for entry in manifest.replicas if entry.name not in names),
         parameters={

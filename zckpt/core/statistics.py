@@ -26,11 +26,14 @@ CANCELLED = 0.05
 """Part of the squares that must remain after the mean is removed, to be exact to 14 digits."""
 EXPONENTS = 2048  # of a float64; they include those of every narrower type
 BIAS = 1023
+NORMAL = {"F64": 2.0**-1022, "F32": 2.0**-126, "BF16": 2.0**-126, "F16": 2.0**-14}
+"""The smallest positive number of each type that is not denormal."""
 
 
 class Statistics(Struct, eq=False):
     """Counts of numbers, and statistics of the finite ones.
 
+    `denormal` counts floats that are not zero and below the smallest normal number of their type.
     `spread` is the square root of the summed squared distances from the mean, `norm` that of the
     summed squares. `histogram[e]` counts magnitudes by the exponent of a float64, where asked for.
     """
@@ -42,6 +45,7 @@ class Statistics(Struct, eq=False):
     negative: int = 0
     zero: int = 0
     positive: int = 0
+    denormal: int = 0
     min: float | int = math.inf
     max: float | int = -math.inf
     mean: float = 0.0
@@ -75,6 +79,11 @@ class Statistics(Struct, eq=False):
         return self.finite + self.nan + self.inf
 
     @property
+    def rms(self) -> float | None:
+        """The root of the mean of squares; None if there is no finite number."""
+        return self.norm / math.sqrt(self.finite) if self.finite else None
+
+    @property
     def std(self) -> float | None:
         """The standard deviation with n - 1, as torch.std has it; None of fewer than two."""
         return self.spread / math.sqrt(self.finite - 1) if self.finite > 1 else None
@@ -88,12 +97,14 @@ class Statistics(Struct, eq=False):
             "mean": self.mean if some else None,
             "std": None if self.std is None else json_number(self.std),
             "norm": json_number(self.norm) if some else None,
+            "rms": None if self.rms is None else json_number(self.rms),
             "nan": self.nan,
             "inf": self.inf,
             "negative_inf": self.negative_inf,
             "negative": self.negative,
             "zero": self.zero,
             "positive": self.positive,
+            "denormal": self.denormal,
         }
 
 
@@ -116,8 +127,8 @@ def magnitudes(counts: Mapping[int, int]) -> dict[str, Any] | None:
     return {"first": first - BIAS, "counts": listed}
 
 
-COUNTS = Statistics.__struct_fields__[:7]
-"""From `finite` to `positive`."""
+COUNTS = Statistics.__struct_fields__[:8]
+"""From `finite` to `denormal`."""
 
 
 def json_number(number: float) -> float | str:
@@ -169,6 +180,9 @@ def _measure(values: Any, dtype: str, wide: Any, histogram: bool) -> Statistics:
     statistics.negative = int(np.count_nonzero(values < 0)) if low < 0 else 0
     statistics.zero = int(np.count_nonzero(values == 0)) if low <= 0 <= high else 0
     statistics.positive = count - statistics.negative - statistics.zero
+    if dtype in NORMAL and low < NORMAL[dtype] and high > -NORMAL[dtype]:
+        below = int(np.count_nonzero(np.abs(values) < NORMAL[dtype]))
+        statistics.denormal = below - statistics.zero
     if histogram:
         exponents = wide.view(np.uint64) >> np.uint64(52)
         exponents &= np.uint64(EXPONENTS - 1)

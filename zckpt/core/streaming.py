@@ -29,6 +29,7 @@ from .records import RecordChecker, RecordCounts
 from .sources import Fingerprints
 
 CHUNK = 2 << 20  # bytes
+ALIGNED = 8  # bytes: where numbers of any type may begin
 WAITING = 16  # threads that wait for the disk
 
 Task = TypeVar("Task")
@@ -45,26 +46,34 @@ def chunk_size(dp: int, jobs: int, memory: int) -> int:
     return max(1 << 20, min(size, memory // (2 * jobs)) >> 20 << 20)
 
 
-def batches(entries: Iterable[Entry], chunk: int) -> Iterator[list[ReadRequest]]:
+def batches(groups: Iterable[Sequence[Entry]], chunk: int) -> Iterator[list[list[ReadRequest]]]:
     """Parts of tensors that fit together into `chunk` bytes.
 
-    They come slot by slot, since tensors of one slot are neighbors in their files.
+    The tensors of a group have as many elements, and are read together: a part has the same
+    elements of all. Each slot of a batch is a list, since tensors of one slot are neighbors in
+    their files; groups of the same slots come one after the other.
     """
-    for same_slot in by_key((entry.slot, entry) for entry in entries).values():
-        batch: list[ReadRequest] = []
-        offset = 0
-        for entry in same_slot:
-            size, start = SIZES[entry.dtype], 0
-            offset = -(-offset // size) * size
-            while start < entry.numel:
-                stop = min(entry.numel, start + (chunk - offset) // size)
-                if stop > start:
-                    batch.append(ReadRequest(entry, start, stop, offset))
-                    offset, start = batch[-1].end, stop
-                if chunk - offset < size:
+    kinds = by_key((tuple((entry.slot, entry.dtype) for entry in group), group) for group in groups)
+    for kind, alike in kinds.items():
+        sizes = [SIZES[dtype] for _, dtype in kind]
+        room = (chunk - ALIGNED * (len(sizes) - 1)) // sum(sizes)
+        begins = [0]
+        for size in sizes[:-1]:
+            begins.append(-(-(begins[-1] + room * size) // ALIGNED) * ALIGNED)
+        batch: list[list[ReadRequest]] = [[] for _ in kind]
+        filled = 0
+        for group in alike:
+            start, numel = 0, group[0].numel
+            while start < numel:
+                stop = min(numel, start + room - filled)
+                for entry, slot, begin, size in zip(group, batch, begins, sizes, strict=True):
+                    slot.append(ReadRequest(entry, start, stop, begin + filled * size))
+                filled += stop - start
+                start = stop
+                if filled == room:
                     yield batch
-                    batch, offset = [], 0
-        if batch:
+                    batch, filled = [[] for _ in kind], 0
+        if filled:
             yield batch
 
 

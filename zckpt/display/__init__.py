@@ -5,7 +5,7 @@ tables are plain columns that grep and awk can read, and there are no bars.
 
     checkpoint.py   what a checkpoint contains, and what a conversion wrote
     findings.py     what verify, diff, stats, probe-diff and check found
-    picture.py      how two runs of a program differ, drawn
+    picture.py      how two runs of a program differ, and layers, drawn
     terminal.py     tables, bars, JSON and files, for all
 """
 
@@ -17,6 +17,7 @@ from .checkpoint import tensors as tensors
 from .findings import differing as differing
 from .findings import fitting as fitting
 from .findings import probed as probed
+from .findings import reported as reported
 from .findings import statistics as statistics
 from .findings import verified as verified
 from .terminal import answer as answer

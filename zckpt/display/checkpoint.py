@@ -174,7 +174,7 @@ def converted(report: dict[str, Any], quiet: bool, shown: Sequence[str] = ()) ->
     step = "" if report["step"] is None else f", step {report['step']}"
     print(
         f"{where}: {counted(report['tensors'], 'tensor')}, {sized(report['bytes'])}{step}, "
-        f"{report['seconds']:.1f} s" + checked(report["records"])
+        f"{report['seconds']:.1f} s" + checked(report)
     )
     print(f"written: {safe(report['about'])}")
     if report.get("resumed"):

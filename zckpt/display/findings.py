@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..core.inert import PYTHON_NUMBERS
+from ..core.layers import places_of
 from ..errors import counted, listed, sized
-from .picture import SPARKS, curves, drawn
+from .picture import SPARKS, curves, drawn, layers
 from .terminal import brief, checked, safe, states, table, unchecked, warn
 
 
@@ -21,7 +22,7 @@ def verified(report: dict[str, Any], quiet: bool) -> None:
     if not quiet or findings:
         step = "" if report.get("step") is None else f", step {report['step']}"
         about = f"{_tensors(report)}, {sized(report['bytes'])} read{step}"
-        about += f", {report['seconds']:.1f} s" + checked(report.get("records"))
+        about += f", {report['seconds']:.1f} s" + checked(report)
         if report["gathered"]:
             processes = counted(report["world"], "process", "processes")
             about += f", gathered on {report['device']} by {processes}"
@@ -223,9 +224,36 @@ def statistics(report: dict[str, Any], quiet: bool) -> None:
     if not quiet:
         step = "" if report["step"] is None else f", step {report['step']}"
         tensors, read = counted(len(lines), "tensor"), sized(report["bytes"])
-        records = checked(report["records"])
+        records = checked(report)
         print(f"{tensors}, {read}{step}, {report['seconds']:.1f} s{records}")
+        if sys.stdout.isatty():
+            _layers(report)
     warn([line["message"] for line in report["problems"]], quiet)
+
+
+def _layers(report: dict[str, Any]) -> None:
+    """A heat map of the weights: of the module's own, or of the masters if there are no others."""
+    cells: dict[str, float] = {}
+    for slot in ("master", "param"):
+        for line in report["tensors"]:
+            name, _, own = line["tensor"].rpartition("/")
+            if own == slot and line["rms"] is not None:
+                cells[name] = float(line["rms"])
+    drawn = layers(places_of(cells), cells, shutil.get_terminal_size().columns)
+    for number, text in enumerate(drawn):
+        print(text if number else f"\nRMS of weights, by kinds and layers:\n{text}")
+
+
+def reported(document: dict[str, Any], quiet: bool) -> None:
+    """What a page shows, in a few lines: what it is, and what is wrong."""
+    line = document["line"]
+    if not quiet:
+        steps = line["steps"] if line["step"] is None else f"step {line['steps']}"
+        about = [line["engine"], steps, sized(line["bytes"]), line["checked"]]
+        print(f"{safe(document['path'])}: {safe(', '.join(filter(None, about)))}")
+    for fault in document["faults"]:
+        if fault["fault"] or not quiet:
+            print(safe(fault["message"]))
 
 
 def probed(report: dict[str, Any], quiet: bool) -> None:

@@ -1,11 +1,14 @@
-"""Draws how two runs differ: a map of steps and modules, and curves of metrics."""
+"""Draws how two runs differ, as a map of steps and modules; curves; and layers of a model."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
+
+from ..core.layers import Places
+from .terminal import safe
 
 SHADES = " .:-=+*#%@"  # one character per power of ten
 FAINTEST, STRONGEST = -9, -1  # powers of ten
@@ -37,6 +40,42 @@ def drawn(heat: dict[str, Any], columns: int | None = None) -> Iterator[str]:
         cells = "".join("_" if (place := shade(cell)) < 0 else SHADES[place] for cell in row)
         yield f"{name.ljust(width)} |{cells}|"
     yield f"{''.ljust(width)}  step {steps[0]} to {steps[-1]}; {_legend()}"
+
+
+def layers(places: Places, cells: Mapping[str, float], columns: int) -> Iterator[str]:
+    """Lines for a terminal: one per kind of parameter, with a column per layer.
+
+    `cells` are magnitudes by parameter. Each is a block by its power of two, and `0` if it is zero.
+    """
+    known = [math.log2(cell) for cell in cells.values() if 0 < cell < math.inf]
+    if not known:
+        return
+    low, high = math.floor(min(known)), math.floor(max(known)) + 1
+    rows: dict[int, dict[int, float]] = {}
+    each = -(-len(places.rows) // COLUMNS)
+    for name, cell in cells.items():
+        layer, kind = places.of[name]
+        row = rows.setdefault(kind, {})
+        row[layer // each] = max(cell, row.get(layer // each, 0.0))
+    count = -(-len(places.rows) // each)
+    names = [_cut(safe(places.columns[kind]), max(16, columns - count - 3)) for kind in rows]
+    width = max(map(len, names))
+    for name, row in list(zip(names, rows.values(), strict=True))[:ROWS]:
+        marks = "".join(_mark(row.get(place), low, high) for place in range(count)).rstrip()
+        yield f"{name.ljust(width)}  {marks}"
+    if len(names) > ROWS:
+        yield f"and {len(names) - ROWS:,} more kinds"
+    first, last = (_cut(safe(places.rows[place]), 24) for place in (0, -1))
+    yield f"{''.ljust(width)}  {first} to {last}; {SPARKS[0]} 2^{low} to {SPARKS[-1]} 2^{high}"
+
+
+def _mark(cell: Cell, low: int, high: int) -> str:
+    if cell is None:
+        return " "
+    if not cell or not math.isfinite(cell):
+        return "!" if cell else "0"
+    place = int((math.log2(cell) - low) / (high - low) * len(SPARKS))
+    return SPARKS[min(max(place, 0), len(SPARKS) - 1)]
 
 
 def _cut(name: str, most: int) -> str:

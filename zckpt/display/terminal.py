@@ -122,22 +122,21 @@ def brief(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def checked(records: dict[str, int] | None) -> str:
-    if not records or not records["checked"]:
-        return ""
-    return f", {counted(records['checked'], 'record')} checked"
+def checked(report: dict[str, Any]) -> str:
+    """What the end of a line says of checksums; nothing if none was checked, or one is wrong."""
+    records = report.get("records")
+    is_damaged = any("is damaged" in line["message"] for line in report.get("problems", ()))
+    return ", checksums ok" if records and records["checked"] and not is_damaged else ""
 
 
 def unchecked(report: dict[str, Any]) -> None:
-    """How many records could not be checked and why, and what can still be done."""
+    """How many parts of files could not be checked and why, and what can still be done."""
     records = report.get("records") or {"unchecked": 0, "without_checksum": 0}
     without = records["without_checksum"]
-    for count, reason in (
-        (without, "no checksum is stored"),
-        (records["unchecked"] - without, "only a part was read"),
-    ):
-        if count:
-            print(f"{counted(count, 'record')} could not be checked: {reason}")
+    if without:
+        print(f"{counted(without, 'part')} of files without a checksum: not checked")
+    if partly := records["unchecked"] - without:
+        print(f"{counted(partly, 'checksum')} not checked: only a part was read")
     if advice := report.get("advice"):
         print(f"note: {safe(advice)}")
 
@@ -156,7 +155,7 @@ def save(path: str, report: dict[str, Any]) -> None:
 
 def save_text(path: str, text: str) -> None:
     """A text as a file, whole or not at all."""
-    fileio.save(path, text.encode("utf-8"))
+    fileio.save(path, text.encode("utf-8", "backslashreplace"))  # names of files may be any bytes
 
 
 class Bar:

@@ -202,7 +202,7 @@ def read_table(folder: str) -> ItemTable:
         )
     missing = sorted(set(range(max(ranks))) - set(ranks))
     if missing:
-        raise missing_ranks(folder, missing, hint=f"expected __{missing[0]}{METADATA}")
+        raise missing_ranks(folder, missing, expected=f"__{missing[0]}{METADATA}")
     table = _combined([_read_one(folder, tuple(files), ranks[rank]) for rank in sorted(ranks)])
     need_agreement(table, os.path.join(folder, f"__*{METADATA}"))
     return table

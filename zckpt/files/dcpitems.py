@@ -9,10 +9,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import prod
 from resource import RLIMIT_NOFILE, getrlimit
 from weakref import finalize
 
 from ..core import sources
+from ..core.dtypes import SIZES
 from ..core.fragments import Extent, Record
 from ..core.grouping import by_key
 from ..core.missing_ranks import missing_file
@@ -42,6 +44,16 @@ class ItemFiles:
         self._open: dict[str, tuple[int, Fingerprint]] = {}
         self._most_open = getrlimit(RLIMIT_NOFILE)[0] // 4 if keeps_open else 0
         finalize(self, _close, self._open)
+
+    def lost(
+        self, location: ItemLocation, key: str, dtype: str, sizes: tuple[int, ...]
+    ) -> SavedTensor | None:
+        """The tensor of an item whose file is lost, so that another one stands in for it."""
+        if not sources.is_stand_in(location.file):
+            return None
+        self.sizes.setdefault(location.file, 0)
+        extent = Extent(location.file, location.offset, prod(sizes) * SIZES[dtype])
+        return SavedTensor(key, dtype, sizes, extent)
 
     def stored(self, location: ItemLocation, key: str) -> SavedTensor | None:
         """The tensor `key`, if a safetensors file begins at the location; None if it does not."""
@@ -84,7 +96,10 @@ class ItemFiles:
         for box in item.boxes if item is not None else ():
             if item is None or box.is_empty:
                 continue
-            location = table.location(key, box)
+            location, lost_dtype = table.location(key, box), dtype or item.dtype
+            if (lost := self.lost(location, key, lost_dtype, box.sizes)) is not None:
+                yield box, TorchFile.lost(lost.extent, lost_dtype, box.sizes)
+                continue
             file = self.torch_file(location)
             tensor = file.value
             described = (tensor.dtype, tensor.shape) if isinstance(tensor, Tensor) else None
@@ -101,6 +116,8 @@ class ItemFiles:
             files = {entry.path for entry in entries if entry.name.endswith(ITEMS)}
         unused = []
         for file in sorted(files | locations.keys()):
+            if sources.is_stand_in(file):
+                continue
             of_file = locations.get(file, [])
             for location in of_file:
                 self._require(location, 0)  # also if nothing was read of it

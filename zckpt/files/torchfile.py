@@ -158,6 +158,16 @@ class TorchFile:
                 hint="save what tensor.contiguous() returns",
             )
 
+    @classmethod
+    def lost(cls, extent: Extent, dtype: str, shape: tuple[int, ...]) -> TorchFile:
+        """The file of one tensor that is lost; nothing of it can be read."""
+        file = cls.__new__(cls)
+        file.path, file.saved_as, file.size = extent.file, None, extent.length
+        file.records = {"0": Record(extent, None)}
+        strides = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
+        file.value = Tensor(Storage("0", dtype, extent.length), dtype, 0, shape, strides)
+        return file
+
     def _loaded(self, file: int, within: Extent | None, parsed: Parsed) -> _Loaded:
         self.size = os.fstat(file).st_size
         if within is None:

@@ -35,6 +35,8 @@ def of_trained(manifest: Manifest, options: Options) -> tuple[Manifest, list[She
 
     Raises WrongOption for a pattern that names no parameter of the optimizer, or a trained one.
     """
+    if manifest.ranks:  # the run has dropped what is empty
+        return manifest, []
     if not options[FROZEN]:
         return without_empty_groups(manifest)
     untouched = states.untouched(manifest)

@@ -13,6 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import product
+from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -22,11 +23,18 @@ from ..core.manifest import Entry, Manifest
 from ..core.states import renamed_others
 from ..errors import MissingData, WrongOption, listed
 from ..training.options import Renames
+from .patterns import INFO, under_names
 from .peft import saved_name
 
 INSIDE = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 WRAPPERS = ("module.", "_forward_module.")
 PREFIXES = (*WRAPPERS, "model.")
+FACTS = {
+    "pipeline": ("parameters", "buffers"),
+    "tensor_parallel": ("rules", "vocabulary"),
+    "universal": ("files",),
+}
+"""What the state says of single parameters, whose names stand there as keys or in lists."""
 RENAME = "rename the source's names: --rename REGEX=REPL (rename=[(REGEX, REPL)] in Python)"
 
 
@@ -198,7 +206,7 @@ def renamed(manifest: Manifest, rules: Renames) -> Manifest:
 
 def former(manifest: Manifest, rules: Renames, names: Iterable[str]) -> tuple[str, ...]:
     """The manifest's names of what `rules` rename to `names`; other names stay as they are."""
-    own_names = [*manifest.parameters, *manifest.buffers]
+    own_names = [n for own in manifest.with_models for n in (*own.parameters, *own.buffers)]
     new_names = own_names
     for regex, replacement in rules:
         pattern = _compiled(regex)
@@ -259,9 +267,11 @@ def _compiled(regex: str) -> re.Pattern[str]:
 
 def _names(manifest: Manifest) -> list[str]:
     """Parameters, second names of tied ones, buffers and extra states, each once."""
-    extra = manifest.state.get("module_extra") or {}
-    known = *manifest.parameters, *manifest.owners, *manifest.buffers
-    return list(dict.fromkeys((*known, *extra)))
+    known: list[str] = []
+    for own in manifest.with_models:
+        extra = own.state.get("module_extra") or {}
+        known += [*own.parameters, *own.owners, *own.buffers, *extra]
+    return list(dict.fromkeys(known))
 
 
 def names_of(manifest: Manifest) -> list[str]:
@@ -287,7 +297,20 @@ def _under(manifest: Manifest, rewrite: Callable[[str], str], names: dict[str, s
                 hint="change the REGEX or the REPL of --rename, so that every name stays unique",
             )
 
+    def changed(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {names.get(name, name): item for name, item in value.items()}
+        if isinstance(value, list):
+            return list(map(changed, value))
+        return names.get(value, value) if isinstance(value, str) else value
+
     state = dict(manifest.state)
+    for key, fields in FACTS.items():
+        if isinstance(facts := state.get(key), dict):
+            state[key] = facts | {f: changed(facts[f]) for f in fields if f in facts}
+    client = state.get("client_state")
+    if isinstance(client, dict) and isinstance(info := client.get(INFO), dict):
+        state["client_state"] = {**client, INFO: under_names(info, names)}
     tensors: dict[str, str] = {}
     if isinstance(state.get("optimizer"), dict):
         state["optimizer"], tensors = renamed_others(manifest, names)
@@ -312,9 +335,10 @@ def _under(manifest: Manifest, rewrite: Callable[[str], str], names: dict[str, s
         engine = replace(engine, experts=layers)
     entries = map(under_new_name, manifest.entries.values())
     return replace(
-        manifest,
+        manifest.with_each(lambda own: _under(own, rewrite, names)),
         entries={entry.name: entry for entry in entries},
         replicas=tuple(map(under_new_name, manifest.replicas)),
+        sibling_weights=tuple(map(under_new_name, manifest.sibling_weights)),
         parameters={
             names[name]: replace(
                 parameter, aliases=tuple(names[alias] for alias in parameter.aliases)

@@ -7,7 +7,9 @@ weights by name, without an order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import chain
 
 from msgspec.structs import replace
 
@@ -34,21 +36,25 @@ def need_order(manifest: Manifest) -> None:
 
 
 def in_order_of(manifest: Manifest, names: Sequence[str]) -> Manifest:
-    """The manifest with its parameters in the order of `names`.
+    """The manifest with its parameters in the order of `names`; model ranks each have their own.
 
     If the source does not separate buffers from frozen weights, unnamed frozen weights become
     buffers. Raises WrongOption unless `names` has all trainable parameters and only weights of the
     source, each once. A pipeline's tied parameter may be named once per stage that has it.
     """
-    parameters = manifest.parameters
     positions: dict[str, int] = {}
     for position, name in enumerate(names):
         positions.setdefault(name, position)
     is_pipeline = "pipeline" in manifest.state
     tied = {entry.parameter for entry in manifest.replicas} if is_pipeline else set()
-    trained = [name for name, parameter in parameters.items() if parameter.trainable]
+    if (place := manifest.each[0].place) is not None:
+        stages = Counter(n for own in manifest.ranks[:: place.grid.tp] for n in own.parameters)
+        tied |= {name for name, count in stages.items() if count > 1}
+    every = [item for own in manifest.each for item in own.parameters.items()]
+    trained = dict.fromkeys(name for name, parameter in every if parameter.trainable)
     lacking = [name for name in trained if name not in positions]
-    known = {*parameters, *manifest.buffers, *manifest.owners}
+    held = ((*own.parameters, *own.buffers) for own in manifest.with_models)
+    known = {*chain.from_iterable(held), *manifest.owners}
     unknown = [name for name in names if name not in known]
     again = [name for position, name in enumerate(names) if positions[name] != position]
     twice = [name for name in again if name not in tied]
@@ -64,15 +70,21 @@ def in_order_of(manifest: Manifest, names: Sequence[str]) -> Manifest:
     if wrong:
         hint = RENAME if lacking and unknown else ""
         raise WrongOption(f"--param-names {'; it '.join(wrong)}", hint=hint)
+    # if the list names a frozen parameter, it names all parameters, and the rest are buffers
+    engine = manifest.engine
+    guessed = isinstance(engine, StateDictEngine) and engine.guessed
+    is_complete = guessed and any(name not in trained for name in names)
+    own = manifest.with_each(lambda rank: _ordered(rank, positions, is_complete))
+    return _ordered(own, positions, is_complete)
+
+
+def _ordered(manifest: Manifest, positions: Mapping[str, int], is_complete: bool) -> Manifest:
+    parameters, engine = manifest.parameters, manifest.engine
 
     def position_of(name: str) -> tuple[bool, int]:
         parameter = parameters.get(name)
         return parameter is None or not parameter.trainable, positions.get(name, len(positions))
 
-    # if the list names a frozen parameter, it names all parameters, and the rest are buffers
-    engine = manifest.engine
-    guessed = isinstance(engine, StateDictEngine) and engine.guessed
-    is_complete = guessed and any(name not in trained for name in names)
     buffers = [
         name
         for name, parameter in parameters.items()

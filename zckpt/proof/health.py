@@ -7,9 +7,9 @@ grow with the checkpoint. The CRC-32 of records is checked at the same time.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from threading import Lock
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec import Struct, field
 from msgspec.structs import astuple
@@ -34,7 +34,7 @@ SECOND_MOMENTS = frozenset({"exp_avg_sq", "square_avg", "sum", "max_exp_avg_sq"}
 """Sums of squares: never negative, and not zero after a step with a gradient."""
 
 
-class _Total(Struct, eq=False):
+class Total(Struct, eq=False):
     """One tensor's statistics so far.
 
     Parts are added in the order of elements, whichever thread or process was first, so that the
@@ -80,46 +80,60 @@ class _Total(Struct, eq=False):
             self._histogram = None
 
 
-class _Measuring(Struct, eq=False, dict=True):
-    """One pass over tensors, shared by its threads."""
+class Measuring(Struct, eq=False, dict=True):
+    """One pass over tensors, shared by its threads.
+
+    The tensors of a group have as many elements, and are read together. Those whose types have no
+    numbers are only read.
+    """
 
     manifest: Manifest
-    entries: Sequence[Entry]
+    groups: Sequence[Sequence[Entry]]
     chunk: int
     jobs: int
     progress: Progress | None
+    histograms: bool = True
 
     def __post_init__(self) -> None:
-        self.totals = {entry.name: _Total(entry.numel) for entry in self.entries}
+        self.entries = [entry for group in self.groups for entry in group]
+        self.totals = {entry.name: Total(entry.numel) for entry in self.entries}
         self.records, fingerprints = self.manifest.records, self.manifest.fingerprints
         self.checker = RecordChecker(self.records, collect=True, fingerprints=fingerprints)
         self.lock = Lock()
 
     def run(self, claim: Claim) -> None:
         """Measures the blocks that this process gets."""
-        tasks = claimed(batches(self.entries, self.chunk), _bytes_of, claim, self.progress)
+        tasks = claimed(batches(self.groups, self.chunk), _bytes_of, claim, self.progress)
         stream(tasks, self.jobs, [self.checker], self.chunk, self.start)
 
-    def start(self, readers: Sequence[ElementReader]) -> Callable[[list[ReadRequest]], None]:
+    def start(self, readers: Sequence[ElementReader]) -> Callable[[list[list[ReadRequest]]], None]:
         (element_reader,) = readers
         view = Buffer(self.chunk).view
 
-        def carry_out(batch: list[ReadRequest]) -> None:
-            element_reader.read(batch, view)
-            for item in batch:
-                part = measure(view[item.at : item.end], item.entry.dtype, histogram=True)
-                with self.lock:
-                    self._add(item.entry.name, item.start, item.stop, part)
+        def carry_out(batch: list[list[ReadRequest]]) -> None:
             if self.progress:
-                describe(self.progress, f"measuring {batch[0].entry.name}")
+                describe(self.progress, f"measuring {batch[0][0].entry.name}")
+            element_reader.read([item for slot in batch for item in slot], view)
+            for item in (item for slot in batch for item in slot):
+                if item.entry.dtype in NUMBERS:
+                    self.add(item.entry.name, item, view[item.at : item.end], item.entry.dtype)
+            for together in zip(*batch, strict=True):
+                self.beside(together, view)
+            if self.progress:
                 self.progress(_bytes_of(batch))
 
         return carry_out
 
-    def _add(self, name: str, start: int, stop: int, part: Statistics) -> None:
-        total = self.totals[name]
-        total.count(part)
-        total.add(start, stop, part)
+    def add(self, name: str, item: ReadRequest, elements: memoryview, dtype: str) -> None:
+        """Adds the statistics of the numbers that are, or belong to, the elements of a request."""
+        part = measure(elements, dtype, histogram=self.histograms)
+        with self.lock:
+            total = self.totals[name]
+            total.count(part)
+            total.add(item.start, item.stop, part)
+
+    def beside(self, together: Sequence[ReadRequest], view: memoryview) -> None:
+        """Is called with the same elements of all tensors of a group."""
 
     def tasks_by_name(self) -> Any:
         return [
@@ -146,8 +160,8 @@ class _Measuring(Struct, eq=False, dict=True):
             self.checker.passed_before(self.records[number], *rest)
 
 
-def _bytes_of(batch: Sequence[ReadRequest]) -> int:
-    return sum(item.end - item.at for item in batch)
+def _bytes_of(batch: Sequence[Sequence[ReadRequest]]) -> int:
+    return sum(item.end - item.at for slot in batch for item in slot)
 
 
 def measure_all(
@@ -166,19 +180,8 @@ def measure_all(
     else:
         entries = matching(manifest.entries.values(), pattern)
     measured = [entry for entry in entries if entry.dtype in NUMBERS]
-    # each thread has a buffer of this size, and reads with as much
-    chunk = chunk_size(manifest.dp, copying.jobs, copying.memory)
-    size = sum(entry.length for entry in measured)
-    progress = begin(size) if begin else None
-
-    def begun(chunk_of_all: int) -> _Measuring:
-        jobs = max(1, copying.jobs * chunk // chunk_of_all)
-        return _Measuring(manifest, measured, chunk_of_all, jobs, progress)
-
-    running = copying.pool.carry_out(begun, chunk)
+    running = passed(Measuring, manifest, [[entry] for entry in measured], copying, begin)
     totals, checker = running.totals, running.checker
-    for total in totals.values():
-        total.close()
     records = finish([checker])
     statistics = {name: total.statistics for name, total in totals.items()}
     return {
@@ -190,16 +193,41 @@ def measure_all(
             if entry.dtype not in NUMBERS
         ],
         "problems": [
-            *_damage(manifest, checker),
-            *({"tensor": None, "message": line} for line in manifest.warnings),
-            *_problems(manifest, measured, statistics),
+            *damaged(manifest, checker),
+            *({"tensor": None, "kind": "warning", "message": line} for line in manifest.warnings),
+            *problems(manifest, measured, statistics),
         ],
-        "bytes": size,
+        "bytes": sum(entry.length for entry in measured),
         "records": records.report(),
     }
 
 
-def _line(entry: Entry, total: _Total) -> Report:
+Running = TypeVar("Running", bound=Measuring)
+
+
+def passed(
+    make: type[Running],
+    manifest: Manifest,
+    groups: Sequence[Sequence[Entry]],
+    copying: Copying,
+    begin: Begin | None,
+) -> Running:
+    """A pass of this kind over the tensors, which is done."""
+    # each thread has a buffer of this size, and reads with as much
+    chunk = chunk_size(manifest.dp, copying.jobs, copying.memory)
+    progress = begin(sum(entry.length for group in groups for entry in group)) if begin else None
+
+    def begun(chunk_of_all: int) -> Running:
+        jobs = max(1, copying.jobs * chunk // chunk_of_all)
+        return make(manifest, groups, chunk_of_all, jobs, progress)
+
+    running = copying.pool.carry_out(begun, chunk)
+    for total in running.totals.values():
+        total.close()
+    return running
+
+
+def _line(entry: Entry, total: Total) -> Report:
     return {
         "tensor": entry.name,
         "dtype": entry.dtype,
@@ -213,33 +241,34 @@ def _line(entry: Entry, total: _Total) -> Report:
 # -- what is wrong
 
 
-def _damage(manifest: Manifest, checker: RecordChecker) -> Iterator[Report]:
-    """Records that do not have the CRC-32 that their file states."""
+def damaged(manifest: Manifest, checker: RecordChecker) -> Iterator[Report]:
+    """Records that do not have the CRC-32 that their file states, with file, offset and length."""
     contents = damage.contents_of(manifest, checker.damage)
     for extent, item in checker.damage.items():
         line = damage.meaning(manifest, item, contents[extent])
         if not line["harmless"]:
-            yield {"tensor": next(iter(line["tensors"]), None), "message": line["message"]}
+            place = {key: line[key] for key in ("file", "offset", "length", "message")}
+            yield {"tensor": next(iter(line["tensors"]), None), "kind": "checksum", **place}
 
 
-def _problems(
-    manifest: Manifest, entries: Sequence[Entry], statistics: dict[str, Statistics]
+def problems(
+    manifest: Manifest, entries: Sequence[Entry], statistics: Mapping[str, Statistics]
 ) -> Iterator[Report]:
     """Numbers that are impossible or do nothing, in the order of the manifest."""
     for entry in entries:
         if entry.slot != "state":
-            for message in _problems_of(manifest, entry, statistics):
-                yield {"tensor": entry.name, "message": f"{entry.name} {message}"}
+            for kind, message in _problems_of(manifest, entry, statistics):
+                yield {"tensor": entry.name, "kind": kind, "message": f"{entry.name} {message}"}
 
 
 def _problems_of(
-    manifest: Manifest, entry: Entry, statistics: dict[str, Statistics]
-) -> Iterator[str]:
+    manifest: Manifest, entry: Entry, statistics: Mapping[str, Statistics]
+) -> Iterator[tuple[str, str]]:
     numbers = statistics[entry.name]
     if entry.dtype in FLOATS and numbers.nan:
-        yield f"has {numbers.nan:,} NaN of {entry.numel:,} elements"
+        yield "NaN", f"has {numbers.nan:,} NaN of {entry.numel:,} elements"
     if entry.dtype in FLOATS and numbers.inf:
-        yield f"has {numbers.inf:,} infinities of {entry.numel:,} elements"
+        yield "infinite", f"has {numbers.inf:,} infinities of {entry.numel:,} elements"
     if not numbers.finite:
         return
     dead = numbers.zero == numbers.elements
@@ -248,20 +277,22 @@ def _problems_of(
         step = parameter.step if parameter and parameter.step is not None else manifest.step
         if numbers.negative or numbers.negative_inf:
             count = numbers.negative + numbers.negative_inf
-            yield f"has {count:,} negative elements, which sums of squares never have"
+            message = f"has {count:,} negative elements, which sums of squares never have"
+            yield "impossible", message
         if dead and step:
-            yield f"is all zero after step {step}: no gradient has reached {entry.parameter}"
+            message = f"is all zero after step {step}: no gradient has reached {entry.parameter}"
+            yield "dead", message
     if entry.slot == "max_exp_avg_sq" and (
         other := statistics.get(f"{entry.parameter}/exp_avg_sq")
     ):
         clean = not (numbers.nan or numbers.inf or other.nan or other.inf)
         if clean and _is_below(numbers, other):
-            yield "is below exp_avg_sq, although it is its maximum over time"
+            yield "impossible", "is below exp_avg_sq, although it is its maximum over time"
     if entry.slot in WEIGHTS and sum(count > 1 for count in entry.shape) > 1:
         if dead:
-            yield "is all zero"
+            yield "dead", "is all zero"
         elif numbers.min == numbers.max and numbers.finite == numbers.elements:
-            yield f"is {numbers.min:g} everywhere"
+            yield "constant", f"is {numbers.min:g} everywhere"
 
 
 def _is_below(maximum: Statistics, now: Statistics) -> bool:

@@ -13,6 +13,7 @@ from ..core.description import advice
 from ..core.difference import Difference
 from ..core.manifest import Entry, Manifest
 from ..core.plan import Match
+from ..core.statistics import BIAS, magnitudes
 from ..core.version import __version__
 from ..errors import listed
 from . import damage
@@ -119,6 +120,20 @@ def difference(result: Result) -> Report | None:
         "b": number(measured.b),
         "max_abs": number(measured.max_abs),
         "max_ulp": measured.max_ulp,
+        **({"ulps": measured.ulps} if any(measured.ulps) else {}),
+    }
+
+
+def changes(measured: Difference, elements: int) -> Report:
+    """The root of the mean square of changes, also as a part of the first side's, and how many
+    changes have which magnitude.
+    """
+    rms = math.sqrt(measured.squares / elements) if elements else 0.0
+    relative = math.sqrt(measured.squares / measured.aa) if measured.aa > 0 else None
+    return {
+        "rms": number(rms),
+        "relative": number(relative),
+        "histogram": magnitudes({power + BIAS: n for power, n in measured.changes.items()}),
     }
 
 

@@ -23,7 +23,7 @@ from . import damage, unread, values
 from .beside import siblings
 from .file_digest import same_files
 from .pairs import missing, mutual_matches, only_rounded, own_matches, selected
-from .report import difference, findings, versions
+from .report import changes, difference, findings, versions
 from .states import states
 
 Report = dict[str, Any]
@@ -125,6 +125,7 @@ def diff(
         line = difference(result) or {"tensor": result.match.name, "count": 0}
         if result.difference is not None and result.match.is_read:
             line |= {"elements": result.match.a.numel, "cosine": result.difference.cosine}
+            line |= changes(result.difference, result.match.a.numel)
         lines.append(line)
     differing = [line for line in lines if line.get("count") != 0 or "a_dtype" in line]
     worst = max(differing, key=lambda line: float(line.get("max_abs") or 0.0), default=None)

@@ -152,7 +152,7 @@ def without_others(
     if isinstance(engine, FlatBufferEngine):
         engine = replace(engine, config=filtered.dictionary(engine.config, "config"))
     return replace(
-        manifest,
+        manifest.with_each(lambda rank: without_others(rank, needed, admitted)),
         state=state,
         groups=groups,
         engine=engine,

@@ -241,14 +241,19 @@ def stalled(step: Step, kind: str, where: str) -> str | None:
     return None
 
 
-def never_stepped(manifest: Manifest, digests: Mapping[str, int]) -> str | None:
+def never_stepped(manifest: Manifest, digests: Mapping[tuple[int, str], int]) -> str | None:
     """A warning if the step is 1 and every moment is zero: the one update changed nothing.
 
     DeepSpeed before 0.13.2 makes such an update with zero gradients when it starts. `digests` are
-    those of a copy's target, by entry name.
+    those of a copy's target, by model rank and entry name.
     """
-    moments = [entry for entry in manifest.entries.values() if is_optimizers(entry.slot)]
-    zero = all(digests.get(entry.name) == crc_of_zeros(entry.length) for entry in moments)
+    moments = [
+        ((rank, entry.name), entry.length)
+        for rank, own in enumerate(manifest.each)
+        for entry in own.entries.values()
+        if is_optimizers(entry.slot)
+    ]
+    zero = all(digests.get(key) == crc_of_zeros(length) for key, length in moments)
     if manifest.step != 1 or not moments or not zero:
         return None
     return (

@@ -54,7 +54,7 @@ def unable_to_step(manifest: Manifest, options: Options) -> list[str]:
     Of a parameter without any state it begins afresh.
     """
     place = manifest.step_place
-    steps = (each.step for each in manifest.parameters.values())
+    steps = (item.step for own in manifest.each for item in own.parameters.values())
     has_step = any(step is not None for step in steps) and (place is None or place.where == "state")
     if not (has_step or states.states_of(manifest)):
         return []
@@ -70,8 +70,11 @@ def unable_to_step(manifest: Manifest, options: Options) -> list[str]:
 
 def _numbers(manifest: Manifest) -> dict[str, Any]:
     """Numbers of no parameter, those in the optimizer's `state` as `state.n`."""
-    own = {f"state.{key}": value for key, value in states.among(manifest).items()}
-    return states.beside(manifest) | own
+    numbers: dict[str, Any] = {}
+    for own in manifest.each:
+        numbers |= states.beside(own)
+        numbers |= {f"state.{key}": value for key, value in states.among(own).items()}
+    return numbers
 
 
 def _line(state: State, reason: str) -> Report:
@@ -124,16 +127,19 @@ class Keeping(Struct, frozen=True):
         """By group, the hyper-parameters that are objects of classes that are not admitted."""
         if self.options.weights_only:
             return []
-        before, after = self.named.groups or (), self.admitted.groups or ()
-        places = {name: item.group for name, item in self.admitted.parameters.items()}
-        pairs = {  # a target may lack an empty group, or have one more
-            (parameter.group, places.get(name)) for name, parameter in self.named.parameters.items()
-        }
-        return [
-            {key: value for key, value in before[a].items() if key not in after[b]}
-            for a, b in pairs
-            if before and after and a is not None and b is not None
-        ]
+        lost = []
+        for named, admitted in zip(self.named.each, self.admitted.each, strict=True):
+            before, after = named.groups or (), admitted.groups or ()
+            places = {name: item.group for name, item in admitted.parameters.items()}
+            pairs = {  # a target may lack an empty group, or have one more
+                (parameter.group, places.get(name)) for name, parameter in named.parameters.items()
+            }
+            lost += [
+                {key: value for key, value in before[a].items() if key not in after[b]}
+                for a, b in pairs
+                if before and after and a is not None and b is not None
+            ]
+        return lost
 
     def _keep_groups(self) -> None:
         """Raises UnsupportedState for a hyper-parameter that no pickle of the target may have."""
@@ -210,8 +216,9 @@ class Keeping(Struct, frozen=True):
 
     def _classes(self, keys: Iterable[str]) -> list[str]:
         """The classes and functions that the values of states name, and that may be admitted."""
-        parts = [part["states"] for part in states.partitions_of(self.named)]
-        values = [*states.others_of(self.named).values(), *parts]
+        parts = [part["states"] for own in self.named.each for part in states.partitions_of(own)]
+        others = [value for own in self.named.each for value in states.others_of(own).values()]
+        values = [*others, *parts]
         own = [value[key] for key in keys for value in values if key in value]
         return objects.admissible(own, formats.engine_objects())
 

@@ -34,20 +34,23 @@ def named_for(format: Format, manifest: Manifest, options: Options) -> Manifest:
     elif not format.is_neutral and format.family != origin:
         manifest = canonical(manifest)
     family, names = options[FAMILY], options[PARAM_NAMES]
-    if family is not None:
+    if family is not None and not manifest.ranks:  # whose writer refuses it, and ties
         manifest = translated(manifest, family, options[MODEL_CONFIG])
     if names is not None and not _is_in_order(manifest):
-        manifest = in_order_of(called_as(manifest, names), names)
-    return ties.with_ties(manifest, options[TIE]) if options[TIE] else manifest
+        # files of layers stay as they are, with the names in them
+        own = manifest if manifest.ranks else called_as(manifest, names)
+        manifest = in_order_of(own, names)
+    is_tied = options[TIE] and not manifest.ranks
+    return ties.with_ties(manifest, options[TIE]) if is_tied else manifest
 
 
 def _is_in_order(manifest: Manifest) -> bool:
     """Whether it was read in the order of --param-names, which do not name all of it.
 
-    Model ranks have the names of their own; without ZeRO experts have those of one rank.
+    Without ZeRO, model ranks have names of their own, and experts have those of one rank.
     """
-    is_whole = manifest.source.get("zero_stage") == 0
-    return bool(manifest.ranks) or (is_whole and bool(layers_of(manifest.engine)))
+    is_apart = bool(manifest.ranks) or bool(layers_of(manifest.engine))
+    return is_apart and manifest.source.get("zero_stage") == 0
 
 
 def laid_out(

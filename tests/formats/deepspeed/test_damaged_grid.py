@@ -15,14 +15,34 @@ from zckpt.core.plan import Pair
 from zckpt.core.records import Record
 from zckpt.errors import ZckptError
 
-from ...conftest import ROOT
+from ...conftest import ROOT, Once
+from ...engines import megatron_layouts
+
+NEOX = megatron_layouts.SEQUENTIAL
 
 RUN = ROOT / "tests/data/zckpt-0.1-pp2_tp2/run"
-WAYS: dict[str, dict[str, Any]] = {"whole": {}, "ranks": {"dp": 3}, "slices": {"dp": 1, "tp": 1}}
+WAYS: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "ranks": {"dp": 3},
+    "stages": {"dp": 2, "pp": 1},
+    "slices": {"dp": 1, "tp": 1},
+    "renamed": {"dp": 2, "tp": 2, "rename": [("norm", "normed")]},
+    "weights": {"dp": 3},  # no pipeline: the files of model ranks have weights
+}
 
 
-def records() -> Iterator[Record]:
-    return (record for record in zckpt.read(RUN).records if record.extent.length)
+@pytest.fixture
+def run(way: str, once: Once) -> Path:
+    """The run that is written in a way; no test may change it."""
+    if way != "weights":
+        return RUN
+    layouts = once("layouts", NEOX, lambda root: (root, megatron_layouts.write(NEOX, root)))
+    return Path(layouts[0])
+
+
+def records(run: Path) -> Iterator[Record]:
+    rules = None if run is RUN else "neox"
+    return (record for record in zckpt.read(run, tp_rules=rules).records if record.extent.length)
 
 
 def write(run: Path, target: Path, way: str) -> None:
@@ -37,19 +57,21 @@ def write(run: Path, target: Path, way: str) -> None:
 @pytest.mark.parametrize(
     "every", [False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["some", "every"]
 )
-def test_a_flipped_byte_of_any_rank_is_found(every: bool, way: str, tmp_path: Path) -> None:
-    run = Path(shutil.copytree(RUN, tmp_path / "run"))
-    write(run, tmp_path / "sound", way)
-    lasts = {record.extent.file: record for record in records()}
+def test_a_flipped_byte_of_any_rank_is_found(
+    every: bool, way: str, run: Path, tmp_path: Path
+) -> None:
+    copy = Path(shutil.copytree(run, tmp_path / "run"))
+    write(copy, tmp_path / "sound", way)
+    lasts = {record.extent.file: record for record in records(run)}
     unseen = []
-    for record in records() if every else lasts.values():
-        path = run / Path(record.extent.file).relative_to(RUN)
+    for record in records(run) if every else lasts.values():
+        path = copy / Path(record.extent.file).relative_to(run)
         place = record.extent.offset + record.extent.length - 1
         sound = path.read_bytes()
         path.write_bytes(sound[:place] + bytes([sound[place] ^ 1]) + sound[place + 1 :])
         try:
             with pytest.raises(ZckptError):
-                write(run, tmp_path / "target", way)
+                write(copy, tmp_path / "target", way)
         except pytest.fail.Exception:
             unseen.append((path.name, place))
             shutil.rmtree(tmp_path / "target")
@@ -80,12 +102,14 @@ def of_rank(pair: Pair) -> set[str]:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_exchanged_fragments_of_two_ranks_are_found(
-    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    way: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    join = plan.join
-    write(RUN, tmp_path / "sound", way)
-    assert zckpt.verify(tmp_path / "sound", against=RUN)["equal"]
+    join, words = plan.join, {"rename": WAYS[way].get("rename", ())}
+    if run is not RUN:
+        words["tp_rules"] = "neox"
+    write(run, tmp_path / "sound", way)
+    assert zckpt.verify(run, tmp_path / "sound", **words)["equal"]
     monkeypatch.setattr(plan, "join", lambda *arguments: exchanged(join(*arguments)))
-    write(RUN, tmp_path / "target", way)
+    write(run, tmp_path / "target", way)
     monkeypatch.undo()
-    assert not zckpt.verify(tmp_path / "target", against=RUN)["equal"]
+    assert not zckpt.verify(run, tmp_path / "target", **words)["equal"]

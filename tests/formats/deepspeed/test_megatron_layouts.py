@@ -236,7 +236,8 @@ def test_a_copy_of_a_tied_layer_that_saves_no_weight(
 ) -> None:
     """The last stage uses the embedding by a function: only the first stage can tell."""
     assert zckpt.reshard(bloom, tmp_path / "before", dp=1)["warnings"] == []
-    entry = read(bloom, Reading(ranks_apart=True)).entries[f"2:tied_modules.embed.{name}/master"]
+    last = read(bloom, Reading(ranks_apart=True)).ranks[2]
+    entry = last.entries[f"tied_modules.embed.{name}/master"]
     for fragment in entry.fragments:
         extent = fragment.extent
         with open(extent.file, "r+b") as file:

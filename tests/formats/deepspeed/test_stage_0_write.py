@@ -64,7 +64,7 @@ MOVES = [
         for stage in (1, 2, 3)
     ),
     *(
-        Move(f"z0_dp2_fp16_{kind}", 2, stage, exact=stage == 0)  # see limits.md
+        Move(f"z0_dp2_fp16_{kind}", 2, stage, exact=stage == 0)  # see docs/deepspeed.md
         for kind, stage in (("dynamic", 0), ("dynamic", 2), ("skipped", 3), ("static", 1))
     ),
     *(

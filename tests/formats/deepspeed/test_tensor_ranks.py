@@ -244,7 +244,6 @@ class TestRefusals:
             ({"tp": 0}, WrongOption, "--tp cannot be 0"),
             ({"tp": 8}, UnsupportedCheckpoint, "cannot be cut evenly over 8 .*fused.weight"),
             ({"tp": 2, "pp": 2}, WrongOption, "--pp does not apply .* is not a pipeline"),
-            ({"tp": 2, "rename": [("head", "out")]}, MissingData, "nothing says how"),
         ],
     )
     def test_options(

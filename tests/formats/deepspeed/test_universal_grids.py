@@ -217,9 +217,25 @@ class TestFaults:
             edit(path, lambda value: value.pop("universal_checkpoint_info"))
         with pytest.raises(MissingData, match="nothing says how"):
             converted(run, tmp_path / "out")
-        with pytest.raises(MissingData, match=r"no rule says how out\.weight"):
-            converted(grid_trained(TENSOR) / "run", tmp_path / "out", rename=[("head", "out")])
         assert not (tmp_path / "out").exists()
+
+    def test_rules_have_the_names_that_are_given(
+        self, grid_trained: Trained, tmp_path: Path
+    ) -> None:
+        """The files say how each parameter is cut, also one that no pattern matches any more."""
+        run, rename = grid_trained(TENSOR) / "run", [("dense", "out"), ("norm", "ln")]
+        paths = [tmp_path / "own", tmp_path / "out"]
+        converted(run, paths[0])
+        converted(run, paths[1], rename=rename)
+        found = zckpt.verify(*paths, rename=rename)
+        assert (
+            found["differences"]
+            == [line for line in found["states"] if "layout" not in line["key"]]
+            == []
+        )
+        before, after = (zckpt.read(path).state["tensor_parallel"]["rules"] for path in paths)
+        names = {name: name.replace("dense", "out").replace("norm", "ln") for name in before}
+        assert after == {names[name]: rule for name, rule in before.items()}
 
     def test_a_vocabulary_that_does_not_fit(self, grid_trained: Trained, tmp_path: Path) -> None:
         run = Path(shutil.copytree(grid_trained(TENSOR) / "run", tmp_path / "run"))

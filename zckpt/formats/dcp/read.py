@@ -165,7 +165,10 @@ class _FolderReader:
         front = self._front()
         in_order = [key for key in paths if key in table.items]
         for key in [*in_order, *(key for key in table.items if key not in paths)]:
-            value = self._value(key, table.items[key])
+            item = table.items[key]
+            if item is None and sources.is_stand_in(table.location(key).file):
+                continue  # a lost value is left out; of a lost tensor the place is known
+            value = self._value(key, item)
             path = (*front, *place_in(table.folder, paths.get(key) or (key,)))
             if leads_to_step(path):
                 saved.steps += self._stated(key, path, value)
@@ -268,6 +271,11 @@ class _FolderReader:
             if box.is_empty:
                 continue
             location = self.table.location(key, box)
+            lost = self.files.lost(location, key, dtype, box.sizes)
+            if lost is not None:
+                pieces.append(solid_piece(lost, box.offsets))
+                number = _lost_number
+                continue
             stored = self.files.stored(location, key)
             if stored is not None:
                 require_same(location, key, (stored.dtype, stored.shape), (dtype, box.sizes))
@@ -295,6 +303,10 @@ class _FolderReader:
         twin = identities(dtype, shape, parts)[1] if len(parts) == len(pieces) else None
         sharded, name = len(item.boxes) > 1, next(names, None)
         return Leaf(dtype, shape, fragments, number, twin=twin, sharded=sharded, name=name)
+
+
+def _lost_number() -> None:
+    """What is known of a number in a lost file."""
 
 
 def _no_number() -> Any:

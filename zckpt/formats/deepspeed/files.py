@@ -140,16 +140,24 @@ def rank_files(
         )
     _all_ranks(directory, optimizers, "optimizer")
     if missing := _missing(of_ep):
+        expected = f"expp_rank_{missing[0]}_mp_rank_{model_rank:02d}_optim_states.pt"
         raise IncompleteCheckpoint(
             f"{directory.path} lacks the optimizer of ep rank {missing[0]}",
-            hint=f"expected expp_rank_{missing[0]}_mp_rank_{model_rank:02d}_optim_states.pt",
+            hint=f"expected {expected}",
+            paths=[os.path.join(directory.path, expected)],
         )
     _all_ranks(directory, of_stage_3, "model")
     if of_stage_3 and optimizers and len(models) != len(optimizers):
+        rest = (
+            file_of_rank(of_kind[min(of_kind)], rank)
+            for of_kind, other in ((of_stage_3, optimizers), (optimizers, of_stage_3))
+            for (rank,) in sorted(other.keys() - of_kind.keys())
+        )
         raise IncompleteCheckpoint(
             f"{directory.path} has {len(models)} model files, but {len(optimizers)} optimizer "
             "files",
             hint="copy all files again: stage 3 writes one of each per rank",
+            paths=[os.path.join(directory.path, name) for name in rest],
         )
     return RankFiles(
         [path for _, path in sorted(models.items())],
@@ -191,7 +199,7 @@ def _all_ranks(directory: TagDirectory, files: Mapping[tuple[int, ...], str], wh
     """Ranks are sorted as numbers: rank_10 comes after rank_9."""
     if missing := _missing(files):
         expected = file_of_rank(files[max(files)], missing[0])
-        raise missing_ranks(directory.path, missing, what, hint=f"expected {expected}")
+        raise missing_ranks(directory.path, missing, what, expected=expected)
 
 
 def recovery_scripts(tag: str) -> list[str]:

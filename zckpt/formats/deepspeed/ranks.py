@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -127,9 +128,11 @@ def _check_world(
     dp = len(paths)
     stated = model.get("dp_world_size")
     if isinstance(stated, int) and stated > dp:
+        expected = [file_of_rank(paths[0], rank) for rank in range(dp, stated)]
         raise IncompleteCheckpoint(
             f"{directory.path} holds optimizer files of {dp} of {stated} ranks",
-            hint=f"expected {file_of_rank(paths[0], stated - 1)}",
+            hint=f"expected {expected[-1]}",
+            paths=[os.path.join(directory.path, name) for name in expected],
         )
     if isinstance(stated, int) and stated < dp:
         raise InconsistentCheckpoint(

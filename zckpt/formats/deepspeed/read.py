@@ -34,7 +34,7 @@ from .model_ranks.copies import (
 )
 from .model_ranks.grid import GridFiles, grid_files
 from .model_ranks.pipeline import joined_stages, joined_stages_with_experts
-from .model_ranks.rank_manifests import model_ranks, stacked, weights_of_layers
+from .model_ranks.rank_manifests import model_ranks, stacked, with_weights_of_layers
 from .model_ranks.tensor_ranks import joined_slices
 from .model_ranks.universal_info import of_json
 from .moe.ep_optimizers import compare_ranks, manifest_of_experts
@@ -44,7 +44,7 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
     """The manifest of a run directory, a tag directory, or a trainer's directory around one.
 
     Only stage 0 needs `reading.param_names`. With `reading.ranks_apart` several model ranks are not
-    joined, and each name begins with the number of its rank. With `reading.with_slicings` the rules
+    joined: the manifest has them apart. With `reading.with_slicings` the rules
     are applied to a run of one tensor rank too, which they do not change. Raises
     NotACheckpoint, IncompleteCheckpoint (a rank is missing), InconsistentCheckpoint (ranks
     contradict each other), CorruptCheckpoint, MissingData (nothing says how parameters are cut, or
@@ -132,12 +132,11 @@ def _apart(directory: TagDirectory, files: GridFiles, reading: Reading) -> Manif
     ranks = [with_steps(rank, steps) for rank in ranks]
     models = _models(files, ranks, tied, reading.step_policy)
     ranks = [_typed_as(rank, models[0]) for rank in ranks]
-    apart = stacked(ranks)
+    apart = stacked([*with_weights_of_layers(ranks, models)])
     warnings = [*apart.warnings, *(line for model in models for line in model.warnings)]
     return replace(
         apart,
         models=tuple(models),
-        sibling_weights=tuple(weights_of_layers(ranks, models)),
         warnings=tuple(dict.fromkeys(warnings)),
     )
 

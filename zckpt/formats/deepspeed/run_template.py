@@ -22,9 +22,9 @@ from msgspec.structs import replace
 from ...core.facts import FlatBufferEngine
 from ...core.manifest import Manifest
 from ...errors import MissingData, UnsupportedCheckpoint, WrongOption, listed
+from ...naming.patterns import INFO
 from ...training.options import Options
 from ..deepspeed_states.hyper import OF_IMPLEMENTATIONS
-from ..deepspeed_states.patterns import INFO
 from ..template import Group, Template
 
 SCHEDULED = ("last_batch_iteration", "last_epoch", "_step_count")  # counters of schedulers

@@ -12,9 +12,8 @@ from ...core.layout import Layout, Shell
 from ...core.manifest import Manifest
 from ...errors import UnsupportedCheckpoint, WrongOption, counted, listed, literal
 from ...naming.order import need_order
-from ...training import objects, program_states
-from ...training.options import ALLOW_OBJECT, Options
-from .. import engine_objects
+from ...training import program_states
+from ...training.options import Options
 from ..deepspeed_states import reports
 from ..deepspeed_states.hyper import check_states
 from ..deepspeed_states.target import DeepSpeedTarget
@@ -38,7 +37,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     ranks = target_ranks(source, options)
     targets, schedulers = _targets(ranks, options)
     first, grid = targets[0], ranks.grid
-    of_layers = [_target(each, options) for each in ranks.wholes] if ranks.pipeline else []
+    of_layers = [DeepSpeedTarget(each, options) for each in ranks.wholes] if ranks.pipeline else []
 
     def shells() -> Iterator[Shell]:
         yield from run_shells(first.tag, targets)
@@ -80,19 +79,13 @@ def lay_out_like(source: Manifest, run: Manifest, options: Options) -> Layout:
     return lay_out(as_in_run(source, run, options), options)
 
 
-def _target(source: Manifest, options: Options) -> DeepSpeedTarget:
-    """The target of one rank, without objects that its pickles may not name."""
-    admitted = options[ALLOW_OBJECT]
-    return DeepSpeedTarget(objects.without_others(source, engine_objects(), admitted), options)
-
-
 def _targets(ranks: TargetRanks, options: Options) -> tuple[list[DeepSpeedTarget], list[Shell]]:
     """A target for each model rank, and the files of schedulers beside them."""
     targets: list[DeepSpeedTarget] = []
     schedulers: list[Shell] = []
     for manifest in ranks.ranks:
         spread, schedulers = regroup.over_ranks(manifest, options)
-        targets.append(_target(spread, options))
+        targets.append(DeepSpeedTarget(spread, options))
         regroup.check_target(targets[-1])
     if ranks.grid is not None:
         _refuse(ranks, targets)

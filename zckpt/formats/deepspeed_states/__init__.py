@@ -17,7 +17,6 @@ parameter); it is not a format itself.
     estimates.py           hyper-parameters that each rank has estimated of its own
     hyper.py               what its optimizer needs and a source may lack
     target.py              what is decided before the first byte is written
-    patterns.py            how a checkpoint says that tensors are cut: the names it means
     reports.py             what the user is warned of
     model_files.py         the model files of a target
     optimizer_values.py    what its optimizer files hold beside flat tensors

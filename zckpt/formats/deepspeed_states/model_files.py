@@ -14,8 +14,8 @@ from ...core.layout import Shell
 from ...files.torchfile import Tensor
 from ...files.torchshell import Contents, Storages
 from ...naming import peft
+from ...naming.patterns import INFO
 from .experts import ExpertLayers, expert_name, stacked
-from .patterns import INFO
 from .target import DeepSpeedTarget
 
 Optimizer = Callable[[DeepSpeedTarget, Storages], dict[str, Any]]

@@ -10,10 +10,10 @@ from ...core import sources
 from ...core.missing_ranks import missing_file
 from ...errors import IncompleteCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint, listed
 from ...files.torchfile import Parsed, Tensor, TorchFile
+from ...naming.patterns import INFO, check_patterns
 from .. import zero
 from ..deepspeed_states.agreement import check_models, check_names
 from ..deepspeed_states.directories import MODEL_3, TagDirectory, refuse
-from ..deepspeed_states.patterns import INFO, check_patterns
 from ..deepspeed_states.states import (
     EngineStates,
     ParameterShapes,

@@ -20,7 +20,7 @@ from typing import Any
 from ...core.inert import Foreign
 from ...core.manifest import Manifest
 from ...errors import CorruptCheckpoint, InconsistentCheckpoint, MissingData, UnsupportedCheckpoint
-from ..deepspeed_states.patterns import INFO, fields_of
+from ...naming.patterns import INFO, fields_of
 from ..deepspeed_states.target import DeepSpeedTarget
 from .files import VIEW, SliceInfo
 

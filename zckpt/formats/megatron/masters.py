@@ -68,7 +68,7 @@ def rebuilt(manifest: Manifest) -> Manifest:
     Then those of vectors are given up too: norms are often constant, so that a wrong master rounds
     to its weight by chance. A warning names the parameters.
     """
-    wrong = {result.match.a.parameter for result in unlike(manifest, ALL)}
+    wrong = {result.match.a.parameter for _, result in unlike(manifest, ALL)}
     if not wrong or _sharding(manifest) != READABLE:  # `check` refuses others
         return manifest
     vectors = {name for name, item in manifest.parameters.items() if len(item.shape) < 2}

@@ -23,6 +23,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from ...core import sources
 from ...core.manifest import Entry, Manifest
 from ...core.placement import Sliced
 from ...errors import MALFORMED, InconsistentCheckpoint, UnsupportedCheckpoint, not_understood
@@ -340,6 +341,9 @@ class _Reader:
                 raise UnsupportedCheckpoint(f"{self.folder} has {key}, which is no sharded object")
             if OPTIMIZER.fullmatch(key) and not takes_optimizers:
                 continue
-            file = self.files.torch_file(self.table.location(key))
+            location = self.table.location(key)
+            if sources.is_stand_in(location.file):
+                continue  # a lost value is left out
+            file = self.files.torch_file(location)
             values[key] = file.kept(file.value, f"megatron.objects.{key}", self.entries)
         return values

@@ -172,7 +172,7 @@ def seal(root: Folder, manifest: Manifest, outcome: Any) -> None:
     It was written before the copy too: without it the shells are no checkpoint that a reader knows,
     and its size is a part of the report.
     """
-    document = describe(manifest, outcome.digests)
+    document = describe(manifest, {name: crc for (_, name), crc in outcome.digests.items()})
     files = dict(outcome.files)
     for path in manifest.files:
         # nothing was copied into a file whose tensors all are empty

@@ -17,6 +17,7 @@ plain function (`get_model_3d_descriptor_from_metadata`). It is not copied here.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -124,11 +125,13 @@ def _alike(directory: TagDirectory, ranks: Sequence[RankFiles]) -> None:
     counts = [len(files.optimizers) for files in ranks]
     for rank, count in enumerate(counts):
         if count != max(counts):
+            other = ranks[counts.index(max(counts))].optimizers[count]
+            name = re.sub(r"mp_rank_\d+", f"mp_rank_{rank:02d}", os.path.basename(other))
             raise IncompleteCheckpoint(
                 f"{directory.path} has {counted(count, 'optimizer file')} of model rank {rank}, "
                 f"and {max(counts)} of model rank {counts.index(max(counts))}",
-                hint=f"expected zero_pp_rank_{count}_mp_rank_{rank:02d}_optim_states.pt "
-                "(with bf16_ before it in a bf16 run)",
+                hint=f"expected {name}",
+                paths=[os.path.join(directory.path, name)],
             )
     kinds: dict[Any, int] = {}
     for rank, files in enumerate(ranks):

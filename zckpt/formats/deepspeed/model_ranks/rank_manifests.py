@@ -1,6 +1,4 @@
-"""The model ranks of a directory apart: one manifest in which every name begins with its rank.
-
-    2:4.norm.weight/exp_avg      of model rank 2
+"""The model ranks of a directory apart: one manifest that has those of all ranks.
 
 To write a run for another data-parallel size at the same grid, nothing has to be joined. Each model
 rank keeps its own copies, drifted or not, and nothing has to be known about how tensors were cut.
@@ -19,8 +17,9 @@ from msgspec.structs import replace
 from ....core import sources
 from ....core.filenames import numbers_of
 from ....core.grid import Place
+from ....core.grouping import by_key
 from ....core.manifest import Entry, Manifest, Sibling
-from ....core.merge import of_rank, together
+from ....core.merge import together
 from ....core.records import RecordChecker
 from ....core.states import as_unread
 from ....core.streaming import finish
@@ -119,50 +118,46 @@ def _of_rank(ranks: EngineStates, files: RankFiles, step_policy: str | None) -> 
 
 
 def stacked(manifests: Sequence[Manifest]) -> Manifest:
-    """All model ranks in one manifest, under names that begin with the rank's number."""
-    whole, numbered = together(manifests), list(enumerate(manifests))
-    entries = (of_rank(number, entry) for number, m in numbered for entry in m.entries.values())
+    """All model ranks in one manifest; each keeps its tensors and parameters."""
+    whole = together(manifests)
     assert manifests[0].place is not None
     grid = manifests[0].place.grid
     return replace(
         whole,
         ranks=tuple(manifests),
         source={**whole.source, "tp": grid.tp, "pp": grid.pp, "model_ranks": len(manifests)},
-        entries={entry.name: entry for entry in entries},
-        parameters={
-            f"{number}:{name}": replace(
-                item, aliases=tuple(f"{number}:{alias}" for alias in item.aliases)
-            )
-            for number, m in numbered
-            for name, item in m.parameters.items()
-        },
-        buffers=tuple(f"{number}:{name}" for number, m in numbered for name in m.buffers),
-        replicas=tuple(of_rank(number, e) for number, m in numbered for e in m.replicas),
+        entries={},
+        parameters={},
+        buffers=(),
+        replicas=(),
+        unread=(),
         left_out=tuple(dict.fromkeys(chain.from_iterable(m.left_out for m in manifests))),
     )
 
 
-def weights_of_layers(ranks: Sequence[Manifest], models: Sequence[Manifest]) -> Iterator[Entry]:
-    """The weights in files of layers, under the names that `stacked` gives to their masters.
+def with_weights_of_layers(
+    ranks: Sequence[Manifest], models: Sequence[Manifest]
+) -> Iterator[Manifest]:
+    """The ranks, each with the weights of its masters that are in files of layers.
 
     `models` are the whole models of the tensor ranks. No file says of which stage the copies of a
     tied weight are, so that each stage gets all of them. If there are fewer copies than stages,
     only the first one gets them: a stage that uses the layer by a function saves no weight.
     """
-    for place, model in enumerate(models):
-        copies: dict[str, list[Entry]] = {}
-        for entry in chain(model.entries.values(), model.replicas):
-            if entry.slot == "param":
-                copies.setdefault(entry.parameter, []).append(entry)
-        stages = list(enumerate(ranks))[place :: len(models)]
-        uses = Counter(name for _, rank in stages for name in rank.parameters)
-        seen: set[str] = set()
-        for number, rank in stages:
-            names = [name for name in rank.parameters if f"{name}/param" not in rank.entries]
-            for name in names:
-                if name not in seen or len(copies.get(name, ())) >= uses[name]:
-                    yield from (of_rank(number, entry) for entry in copies.get(name, ()))
-            seen.update(names)
+    tp = len(models)
+    tensors = (chain(model.entries.values(), model.replicas) for model in models)
+    weights = [by_key((e.parameter, e) for e in own if e.slot == "param") for own in tensors]
+    uses = [Counter(chain.from_iterable(m.parameters for m in ranks[n::tp])) for n in range(tp)]
+    seen: list[set[str]] = [set() for _ in models]
+    for number, rank in enumerate(ranks):
+        n, own = number % tp, list[Entry]()
+        names = [name for name in rank.parameters if f"{name}/param" not in rank.entries]
+        for name in names:
+            copies = weights[n].get(name, [])
+            if name not in seen[n] or len(copies) >= uses[n][name]:
+                own += copies
+        seen[n].update(names)
+        yield replace(rank, sibling_weights=tuple(own))
 
 
 def layer_siblings(models: Sequence[Manifest], tag: str) -> list[tuple[str, Sibling]]:

@@ -25,7 +25,6 @@ from ....core.manifest import Manifest
 from ....core.merge import merge
 from ....core.placement import Table
 from ....core.split import split
-from ....core.states import without
 from ....errors import UnsupportedCheckpoint, WrongOption
 from ....files.torchfile import Parsed
 from ....files.torchshell import Storages, shell
@@ -37,6 +36,7 @@ from ....training.options import (
     EP,
     PARAM_NAMES,
     PP,
+    RENAME,
     TP,
     WEIGHTS_ONLY,
     Options,
@@ -54,9 +54,9 @@ from .layer_names import prefix_of
 from .rank_manifests import check_layers, model_ranks, stacked
 from .stage_bounds import STAGES, refuse_without_stages
 from .target_slices import as_one_rank, doubts_of_heads, rows_of, sized, table_of
-from .target_stages import Pipeline, layers_of_names, recut, under_names_of
+from .target_stages import Pipeline, layers_of_names, recut
 
-OF_WEIGHTS = frozenset({STAGE.name, DTYPE.name})  # they change files of layers too
+OF_LAYERS = frozenset({STAGE.name, DTYPE.name, RENAME.name})  # they change files of layers too
 OF_RANKS = frozenset(
     option.name
     for option in (DP, EP, MAX_GROUP_SIZE, *STAGES, ALLOW_OBJECT, PARAM_NAMES, DROP_STATE)
@@ -95,8 +95,7 @@ class TargetRanks(Struct, frozen=True):
         assert self.grid is not None
         names, parsed = sorted(os.listdir(directory.path)), Parsed()
         written = [rank_files(directory, names, parsed, n) for n in range(len(self.ranks))]
-        shells = stacked(model_ranks(directory, GridFiles(written, {}, self.grid))[0])
-        return under_names_of(self.source, shells, self.grid.tp) if self.wholes else shells
+        return stacked(model_ranks(directory, GridFiles(written, {}, self.grid))[0])
 
     def check(self) -> list[str]:
         """Reads what is copied as it is, and compares what becomes one copy; gives warnings."""
@@ -105,7 +104,7 @@ class TargetRanks(Struct, frozen=True):
 
 
 def target_ranks(source: Manifest, options: Options) -> TargetRanks:
-    """The target's ranks; those of a `source` under the names of `rank_manifests.stacked` are kept.
+    """The target's ranks; those of a `source` that are not joined are kept.
 
     Raises WrongOption for options and bounds of stages that do not fit, MissingData if nothing says
     how a parameter is cut, and UnsupportedCheckpoint for what cannot be cut.
@@ -115,10 +114,10 @@ def target_ranks(source: Manifest, options: Options) -> TargetRanks:
         assert place is not None
         grid = place.grid
         _refuse_options(source, grid, options)
-        if grid.tp > 1 or not any(option.name in OF_WEIGHTS for option, _ in options.given):
+        if not grid.staged or not any(option.name in OF_LAYERS for option, _ in options.given):
             return _of_stages(source, grid, options)
-        model = without(source.models[0], options[DROP_STATE])
-        model = replace(model, fingerprints=source.fingerprints, siblings=source.siblings)
+        own = {"fingerprints": source.fingerprints, "siblings": source.siblings}
+        model = replace(source.models[0], **own)
         return replace(_of_slices(model, 1, options), copies=[model])
     if _has_stages_of_experts(source, options):
         layers_of_names(source, options)
@@ -137,8 +136,9 @@ def target_ranks(source: Manifest, options: Options) -> TargetRanks:
 def _refuse_options(source: Manifest, grid: Grid, options: Options) -> None:
     """Raises WrongOption for what needs files of layers to change, or the whole model."""
     for option, _ in options.given:
-        is_known = option.name in OF_WEIGHTS
-        if option.name in OF_RANKS or (is_known and grid.staged == (grid.tp == 1)):
+        is_known = option.name in OF_LAYERS
+        fits = grid.tp == 1 if grid.staged else grid.tp > 1 or option.name == RENAME.name
+        if option.name in OF_RANKS or (is_known and fits):
             continue
         raise WrongOption(
             f"{option.flag} does not apply to {source.root}: each of several model ranks is "
@@ -178,9 +178,9 @@ def _of_stages(source: Manifest, grid: Grid, options: Options) -> TargetRanks:
             "DeepSpeed trains no such pipeline",
             hint="choose other bounds with --pp-bounds: every stage needs a layer of experts",
         )
-    kept = [without(rank, options[DROP_STATE]) for rank in ranks]
     wholes = models if is_cut else ()
-    return TargetRanks(source, kept, grid, wholes, wholes, models, inferred=inferred)
+    source = replace(source, ranks=tuple(ranks))
+    return TargetRanks(source, ranks, grid, wholes, wholes, models, inferred=inferred)
 
 
 def _cuts_again(source: Manifest, grid: Grid, options: Options) -> bool:
@@ -244,8 +244,8 @@ def _pipeline_of(source: Manifest) -> Pipeline | None:
     of_stages = {name for stage in pipeline.parameters for name in stage}
     if of_stages != trained or known != {*source.parameters, *source.buffers}:
         raise UnsupportedCheckpoint(
-            f"{source.root} was a pipeline, and its parameters have other names now",
-            hint="convert it without --rename",
+            f"{source.root} was a pipeline, and its layers have other names now",
+            hint="let --rename change what follows the number of a layer, or the key of a tied one",
         )
     return pipeline
 

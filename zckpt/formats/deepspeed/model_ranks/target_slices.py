@@ -30,11 +30,11 @@ from ....errors import (
     counted,
     listed,
 )
+from ....naming.patterns import INFO
 from ....naming.tensor_rules import TensorRules, stated_rule
 from ....naming.ties import CONFIG
 from ....training.options import VOCAB_SIZE, Options
 from ....training.trainers import files_to_load_by, json_of
-from ...deepspeed_states.patterns import INFO
 from ...vocabulary import padded
 from .grid import TENSOR_SIZES, VOCABULARY_SIZES, arguments, with_sizes
 from .tensor_ranks import TENSOR_RANK

@@ -26,7 +26,7 @@ from msgspec.structs import replace
 from ....core.facts import FlatBufferEngine
 from ....core.grid import Grid, Place
 from ....core.grouping import by_key
-from ....core.manifest import Entry, Manifest
+from ....core.manifest import Manifest
 from ....core.placement import Row
 from ....core.split import names_in, part
 from ....errors import UnsupportedCheckpoint, WrongOption
@@ -311,30 +311,3 @@ def _part(model: Manifest, row: Row, pp: int) -> Manifest:
             state=state,
         )
     )[0]
-
-
-def under_names_of(source: Manifest, target: Manifest, tp: int) -> Manifest:
-    """`target`, both of `rank_manifests.stacked`, with the names that `source` has for its tensors.
-
-    A tensor has the name of the first stage that holds it; further copies become replicas.
-    """
-    owners: dict[tuple[int, str], str] = {}
-
-    def place(name: str) -> tuple[int, str]:
-        number, _, rest = name.partition(":")
-        return int(number) % tp, rest
-
-    for name in (*source.parameters, *source.entries):
-        owners.setdefault(place(name), name)
-    entries: dict[str, Entry] = {}
-    replicas = []
-    for entry in (*target.entries.values(), *target.replicas):
-        renamed = replace(entry, name=owners[place(entry.name)])
-        if entries.setdefault(renamed.name, renamed) is not renamed:
-            replicas.append(renamed)
-    return replace(
-        target,
-        entries=entries,
-        parameters={owners[place(name)]: own for name, own in target.parameters.items()},
-        replicas=tuple(replicas),
-    )

@@ -19,9 +19,9 @@ from ....core.merge import MIXED, in_order, merge
 from ....core.placement import Shapes, Sliced, Table
 from ....core.states import as_unread
 from ....errors import InconsistentCheckpoint, listed
+from ....naming.patterns import INFO
 from ....naming.tensor_families import DOUBTS
 from ....naming.tensor_rules import RuleFile, TensorRules, decide
-from ...deepspeed_states.patterns import INFO
 from .universal_info import UniversalInfo
 
 TENSOR_RANK = "tensor rank"

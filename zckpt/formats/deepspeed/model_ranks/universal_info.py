@@ -25,8 +25,8 @@ from ....core import slicing
 from ....core.placement import Shapes, Sliced
 from ....core.slicing import Piece, Slicing
 from ....errors import InconsistentCheckpoint, UnsupportedCheckpoint, brief
+from ....naming.patterns import check_patterns, fields_of
 from ....naming.tensor_rules import TensorRule, by_rule
-from ...deepspeed_states.patterns import check_patterns, fields_of
 
 NEWEST_MAP = 1
 MOST_AXES = 8

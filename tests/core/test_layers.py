@@ -1,0 +1,38 @@
+"""Rows and columns of the names that models have."""
+
+from __future__ import annotations
+
+import pytest
+
+from zckpt.core.layers import places_of
+
+
+@pytest.mark.parametrize(
+    ("names", "rows", "columns"),
+    [
+        (
+            [
+                "model.embed_tokens.weight", "model.layers.0.mlp.up.weight",
+                "model.layers.10.mlp.up.weight", "model.layers.2.mlp.up.weight",
+                "model.norm.weight", "lm_head.weight", "model.layers.2.norm.weight",
+            ],
+            ["embed_tokens", "0", "2", "10", "norm", "lm_head"],
+            ["weight", "mlp.up.weight", "norm.weight"],
+        ),
+        (
+            ["encoder.0.w", "encoder.1.w", "decoder.0.w"],
+            ["encoder.0", "encoder.1", "decoder.0"],
+            ["w"],
+        ),
+        (["0.weight", "0.bias", "2.weight"], ["0", "2"], ["weight", "bias"]),
+        (["scale", "fc1.weight"], ["scale", "fc1"], ["scale", "weight"]),
+        (["blocks.3.experts.1.w", "blocks.3.experts.0.w"], ["3"], ["experts.1.w", "experts.0.w"]),
+        ([], [], []),
+    ],
+)  # fmt: skip
+def test_rows_and_columns(names: list[str], rows: list[str], columns: list[str]) -> None:
+    places = places_of(names)
+    assert list(places.rows) == rows
+    assert list(places.columns) == columns
+    assert places.of.keys() == set(names)
+    assert len(set(places.of.values())) == len(names), "no cell has two parameters"

@@ -1,0 +1,128 @@
+"""The command `report`, and pages of other commands: which sections they have."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import zckpt
+from zckpt.core.fileio import Reader
+
+from ..conftest import EXAMPLE, Result
+from ..faults import change, flip
+from ..probe.test_comparing import events, write
+from .conftest import Document
+
+Zckpt = Callable[..., Result]
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Document]:
+    """The documents of which pages were made."""
+    documents: list[Document] = []
+
+    def render(document: Document) -> str:
+        documents.append(json.loads(json.dumps(document, allow_nan=False)))
+        return "<html></html>"
+
+    monkeypatch.setattr("zckpt.reporting.page.render", render)
+    return documents
+
+
+def sections(document: Document) -> set[str]:
+    return {key for key, value in document.items() if isinstance(value, (dict, list)) and value}
+
+
+def test_inspect_reads_no_tensor(
+    tmp_path: Path, zckpt: Zckpt, made: list[Document], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: Any) -> None:
+        raise AssertionError("a tensor was read")
+
+    monkeypatch.setattr(Reader, "read", refused)
+    assert zckpt("inspect", EXAMPLE, "--html", tmp_path / "x.html").code == 0
+    assert sections(made[0]) == {"line", "tensors", "map", "steps"}
+    assert made[0]["line"]["checked"] == "not read"
+    assert (tmp_path / "x.html").read_text() == "<html></html>"
+
+
+def test_stats(tmp_path: Path, zckpt: Zckpt, made: list[Document]) -> None:
+    assert zckpt("stats", EXAMPLE, "--html", tmp_path / "x.html").code == 0
+    assert sections(made[0]) == {"line", "tensors", "numbers"}
+    keys = [measure["key"] for measure in made[0]["numbers"]["measures"]]
+    assert keys == ["param", "exp_avg", "exp_avg_sq"]
+    assert made[0]["line"]["checked"] == "checksums ok"
+
+
+def test_verify(tmp_path: Path, example: Path, zckpt: Zckpt, made: list[Document]) -> None:
+    change(example, "fc1.weight/param", flip(33, 2, 1))
+    assert zckpt("verify", example, "--html", tmp_path / "x.html").code == 3
+    assert sections(made[0]) == {"line", "tensors", "masters", "against", "faults"}
+    whole = zckpt_report(example)
+    assert made[0]["masters"] == whole["masters"]
+    assert [line["kind"] for line in made[0]["faults"]] == ["stale"]
+    assert made[0]["faults"][0]["message"] == whole["faults"][0]["message"]
+
+
+def zckpt_report(path: Path) -> Document:
+    return dict(json.loads(json.dumps(zckpt.report(path))))
+
+
+def test_verify_against(tmp_path: Path, example: Path, zckpt: Zckpt, made: list[Document]) -> None:
+    change(example, "fc1.weight/exp_avg", flip(3, 4, 30))
+    words = ("verify", example, "--against", EXAMPLE, "--html", tmp_path / "x.html")
+    assert zckpt(*words).code == 3
+    (fault,) = made[0]["faults"]
+    assert fault["tensor"] == "fc1.weight/exp_avg"
+    assert made[0]["against"]["path"] == str(EXAMPLE)
+
+
+def test_diff(tmp_path: Path, example: Path, zckpt: Zckpt, made: list[Document]) -> None:
+    change(example, "fc1.weight/master", flip(3, 4, 12))
+    assert zckpt("diff", EXAMPLE, example, "--html", tmp_path / "x.html").code == 3
+    assert sections(made[0]) == {"line", "tensors", "against"}
+    assert made[0]["against"]["first"]["element"] == 3
+    assert made[0]["line"]["checked"] == "checksums ok"
+
+
+def test_probe_diff(tmp_path: Path, zckpt: Zckpt, made: list[Document]) -> None:
+    write(tmp_path / "a", events())
+    write(tmp_path / "b", events()[1:])
+    words = ("probe-diff", tmp_path / "a", tmp_path / "b", "--html", tmp_path / "x.html")
+    assert zckpt(*words).code == 0
+    assert sections(made[0]) == {"line", "against"}
+    assert any(line.startswith("only") for line in made[0]["against"]["not_compared"])
+
+
+def test_a_page_needs_no_torch(zckpt_without: Zckpt, tmp_path: Path) -> None:
+    page = tmp_path / "x.html"
+    ended = zckpt_without(("torch",), "report", EXAMPLE, "--output", page)
+    assert (ended.code, page.exists()) == (0, True), ended.err
+
+
+def test_without_jinja2(zckpt: Zckpt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zckpt.cli.pages.find_spec", lambda name: None)
+    ended = zckpt("report", EXAMPLE, "--output", tmp_path / "x.html")
+    assert ended.code == 1
+    assert "pip install 'zckpt[html]'" in ended.err
+    assert not any(tmp_path.iterdir())
+
+
+def test_names_of_files(
+    example: Path, zckpt: Zckpt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    first = zckpt("report", example)
+    assert "written: run.html\n" in first.out
+    assert "in the place of an earlier file" in zckpt("report", example).out
+    assert zckpt("report", example, "--md", "-q").out == ""
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "run.html", "run.md", "run.svg"}
+    assert zckpt("report", example, "--md", "--output", "x.html").code == 2
+    assert zckpt("report", example, "--output", "none/x.html").code == 2
+    document = zckpt("report", example, "--json").document
+    assert document["command"] == "report"
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "run.html", "run.md", "run.svg"}

@@ -1,0 +1,120 @@
+"""Pages: the command `report`, and the option `--html` of others. Needs jinja2."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from typing import Any
+
+import click
+
+from .. import display
+from ..errors import MissingExtra
+from . import launched
+from .help import ExplainedCommand
+from .options import common, grouped, moving, single
+from .parameters import PATH
+
+MARKDOWN = ".md"
+
+html = grouped(
+    "Output",
+    "--html",
+    rare=True,
+    type=PATH,
+    metavar="FILE",
+    help="Write the report as a page, too.",
+)
+
+
+def check(path: str | None) -> None:
+    """Raises what would keep a page from being written, before the work is done."""
+    if not path:
+        return
+    if find_spec("jinja2") is None and not path.endswith(MARKDOWN):
+        raise MissingExtra(
+            "a page of HTML needs jinja2, which is not installed",
+            hint="pip install 'zckpt[html]', or write Markdown: --md",
+        )
+    display.can_save(path)
+
+
+def save(path: str | None, document: dict[str, Any], quiet: bool = True) -> None:
+    """Writes a page, or Markdown with its picture, and says where it lies."""
+    if not path:
+        return
+    from ..reporting.page import render, render_markdown
+
+    if path.endswith(MARKDOWN):
+        picture = f"{path.removesuffix(MARKDOWN)}.svg"
+        text, svg = render_markdown(document, os.path.basename(picture))
+        files = {picture: svg, path: text}
+    else:
+        files = {path: render(document)}
+    for name, text in files.items():
+        replaced = ", in the place of an earlier file" if os.path.lexists(name) else ""
+        display.save_text(name, text)
+        if not quiet:
+            print(f"written: {display.safe(name)}{replaced}")
+
+
+@click.command(
+    cls=ExplainedCommand,
+    examples=(
+        "zckpt report run/checkpoint-500",
+        "zckpt report run/checkpoint-500 --against run/checkpoint-400 --output change.html",
+        "zckpt report run/checkpoint-500 --md --output checkpoint.md",
+    ),
+)
+@click.argument("path", type=PATH)
+@grouped(
+    "Comparison",
+    "--against",
+    type=PATH,
+    metavar="PATH",
+    help="Also show what differs from this checkpoint (any format).",
+)
+@grouped(
+    "Output",
+    "--output",
+    type=PATH,
+    metavar="FILE",
+    help="Where to write.  [default: the name of PATH with .html, in this directory]",
+)
+@grouped("Output", "--md", is_flag=True, help="Write Markdown, and a picture (.svg) beside it.")
+@moving
+@single
+@common
+def report(
+    path: str,
+    against: str | None,
+    output: str | None,
+    md: bool,
+    as_json: bool,
+    quiet: bool,
+    **words: Any,
+) -> int:
+    """Show a checkpoint on one page: a file that a browser opens without a network.
+
+    It shows what the checkpoint is, statistics of layers, which file has which elements, masters
+    against weights, steps, and every fault. Of a run with several checkpoints it shows them over
+    time, and the newest one below. A lost rank or damaged bytes do not keep the rest away. --json
+    prints what the page is made of, and writes a page only with --output.
+
+    Exit code 3: the page shows a fault.
+    """
+    from ..reporting.making import report as make
+
+    name = os.path.basename(os.path.abspath(path))
+    if output is None and not as_json:
+        output = f"{name}{MARKDOWN if md else '.html'}"
+    if md and output is not None and not output.endswith(MARKDOWN):
+        raise click.UsageError("--md writes a file whose name ends with .md")
+    check(output)
+    with display.progress(quiet or as_json) as begin:
+        document = launched.look(make, path, against=against, begin=begin, **words)
+    if document is None:  # rank 0 reports what all have read
+        return 0
+    save(output, document, quiet or as_json)
+    display.answer(document, as_json, quiet, display.reported)
+    return 3 if any(line["fault"] for line in document["faults"]) else 0

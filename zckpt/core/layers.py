@@ -1,0 +1,53 @@
+"""Which layer of a model is a parameter in, and which kind of parameter is it there?"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+from msgspec import Struct
+
+LAYER = re.compile(r"(?:(?P<stack>.*?)\.)?(?P<number>\d+)\.(?P<kind>.+)")
+
+
+class Places(Struct, frozen=True):
+    """Which layer and which kind each parameter is: rows and columns, in the order of the model."""
+
+    rows: tuple[str, ...]
+    columns: tuple[str, ...]
+    of: Mapping[str, tuple[int, int]]
+
+    def row(self, parameter: str) -> int:
+        return self.of[parameter][0]
+
+    def layer(self, parameter: str) -> str:
+        return self.rows[self.of[parameter][0]]
+
+
+def places_of(parameters: Iterable[str]) -> Places:
+    """Rows are the layers by their numbers, in the place of the first one, among the other names.
+
+    A name without a number is in a row of its first part, but that which precedes all layers.
+    Where stacks of layers have different names, these are part of the row.
+    """
+    found = {name: LAYER.fullmatch(name) for name in dict.fromkeys(parameters)}
+    stacks = list(dict.fromkeys(match["stack"] or "" for match in found.values() if match))
+    outer = stacks[0].rpartition(".")[0] if len(stacks) == 1 else ""
+    first = next((place for place, match in enumerate(found.values()) if match), 0)
+    kinds: dict[str, tuple[str, str]] = {}
+    order: dict[str, tuple[int, ...]] = {}
+    for place, (name, match) in enumerate(found.items()):
+        if match:
+            stack, number = match["stack"] or "", match["number"]
+            row = number if len(stacks) == 1 else f"{stack}.{number}".lstrip(".")
+            kinds[name] = row, match["kind"]
+            order[row] = first, stacks.index(stack), int(number)
+        else:
+            row, _, kind = (name.removeprefix(f"{outer}.") if outer else name).partition(".")
+            kinds[name] = row, kind or row
+            order.setdefault(row, (place,))
+    rows = {row: place for place, row in enumerate(sorted(order, key=order.__getitem__))}
+    columns = dict.fromkeys(kind for _, kind in kinds.values())
+    numbers = {kind: place for place, kind in enumerate(columns)}
+    of = {name: (rows[row], numbers[kind]) for name, (row, kind) in kinds.items()}
+    return Places(tuple(rows), tuple(columns), of)

@@ -1,0 +1,120 @@
+"""The regular expressions of a `universal_checkpoint_info`, which say how tensor ranks cut what.
+
+The info is in the client state, and a file may have any text there. So they are looked at before
+one of them is run. DeepSpeed goes by them (ds_to_universal.py), so parameters that are renamed must
+have others.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from msgspec.structs import replace
+
+from ..errors import MALFORMED, InconsistentCheckpoint, UnsupportedCheckpoint, brief, cause
+
+INFO = "universal_checkpoint_info"
+PARTS, WIDTHS = "parameter_with_sub_params", "sub_param_shard_widths"
+REPETITIONS = 4  # `*`, `+` and `{}` in one pattern
+
+
+def check_patterns(info: Mapping[str, Any]) -> None:
+    """Raises for patterns that are no regular expressions, or could take hours to match a name."""
+    for pattern in _patterns(info):
+        _check_pattern(pattern)
+
+
+def under_names(info: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """The info that says of the new names what it says of the old ones; raises for another form.
+
+    A pattern that would match other parameters now becomes the names of those that it matched.
+    """
+    try:
+        return dict(_renamed(info, names))
+    except MALFORMED as error:
+        raise InconsistentCheckpoint(
+            f"universal_checkpoint_info has a form that zckpt does not know: {cause(error)}",
+            hint="without --rename it stays as it is",
+        ) from error
+
+
+def _renamed(info: Mapping[str, Any], names: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
+    def changed(pattern: str) -> list[str]:
+        _check_pattern(pattern)
+        held = [bool(re.match(pattern, name)) for name in names]
+        if held == [bool(re.match(pattern, name)) for name in names.values()]:
+            return [pattern]
+        pairs = zip(names.values(), held, strict=True)
+        return [f"^{re.escape(name)}$" for name, is_held in pairs if is_held]
+
+    def by_pattern(values: Mapping[str, Any]) -> dict[str, Any]:
+        result: dict[str, Any] = {}
+        for old, value in values.items():
+            for new in changed(old):
+                result.setdefault(new, value)  # the first one counts
+        return result
+
+    def of_view(stated: Any) -> Any:
+        fields = fields_of(stated)
+        own = {**fields, "patterns": [new for old in fields["patterns"] for new in changed(old)]}
+        return own if isinstance(stated, Mapping) else replace(stated, state=own)
+
+    for key, value in info.items():
+        if not value:
+            yield key, value
+        elif _has_patterns(key):
+            yield key, [new for old in value for new in changed(old)]
+        elif key == PARTS:
+            yield key, [of_view(stated) for stated in value]
+        elif key == WIDTHS:
+            yield key, by_pattern(value)
+        elif key == "affine_map":
+            yield key, {**value, "params": by_pattern(value.get("params") or {})}
+        else:
+            yield key, value
+
+
+def fields_of(stated: Any) -> Mapping[str, Any]:
+    """An item of `parameter_with_sub_params`: a dictionary, or an object with the same fields."""
+    value = getattr(stated, "state", stated)
+    if not isinstance(value, Mapping):
+        raise InconsistentCheckpoint(f"parameter_with_sub_params has {brief(stated)}")
+    return value
+
+
+def _patterns(info: Mapping[str, Any]) -> Iterator[Any]:
+    """All regular expressions of an info."""
+    for key, value in info.items():
+        if _has_patterns(key):
+            yield from value or ()
+        elif key == PARTS:
+            for stated in value or ():
+                yield from fields_of(stated)["patterns"]
+    yield from (info.get("affine_map") or {}).get("params") or ()
+
+
+def _has_patterns(key: str) -> bool:
+    return key.endswith("_patterns") or key == "parameter_with_2_sub_params_cat_dim_0"
+
+
+def _check_pattern(pattern: Any) -> None:
+    """Refuses a regular expression of a file that could take hours to match a name.
+
+    That takes a repeated group, or many repetitions after each other.
+    """
+    text = re.sub(r"\\.|\[\^?\]?[^\]]*\]", "a", pattern) if isinstance(pattern, str) else ")*"
+    if len(re.findall(r"[*+{]", text)) > REPETITIONS or re.search(r"\)[*+{]", text):
+        raise UnsupportedCheckpoint(
+            f"universal_checkpoint_info has the pattern {brief(pattern)}, which zckpt does not run",
+            hint="give rules with --tp-rules FILE",
+        )
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise InconsistentCheckpoint(
+            f"universal_checkpoint_info has the pattern {brief(pattern)}, which is no regular "
+            "expression",
+            hint="give rules with --tp-rules FILE",
+        ) from error

@@ -1,0 +1,16 @@
+"""`zckpt report`: what a checkpoint is, as one JSON document, and as a page made of that alone.
+
+making.py       the document of a checkpoint or a run
+parts.py        the documents of other commands, which have some of the sections
+lost.py         reads a checkpoint of which files are missing, or cannot be read
+measuring.py    one pass over all tensors
+line.py         section 1: what it is, in one line
+numbers.py      section 2: the table of tensors, and numbers of layers by kinds
+owners.py       section 3: which file has which elements
+masters.py      section 4: how far 16-bit weights are from their masters
+steps.py        section 5: every place that states a step, and the groups
+against.py      section 6: another checkpoint
+run.py          section 7: the checkpoints of a run
+faults.py       what is wrong, worst first
+page/           HTML, SVG and Markdown from the document
+"""

@@ -1,0 +1,183 @@
+"""What differs from another checkpoint, and what proves the rest: the section `against`.
+
+It is made from the report of `zckpt diff`, or of `zckpt verify --against`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from ..core.layers import Places
+from ..core.manifest import Entry
+from ..core.weights import WEIGHTS
+from ..errors import brief, counted
+from .numbers import finite
+
+Report = dict[str, Any]
+OTHERS = {
+    "steps": "steps",
+    "step_place": "place of the step",
+    "scalars": "numbers of the optimizer's states",
+    "groups": "groups",
+    "states": "what is no tensor",
+    "lacking": "states of the optimizer that both should have",
+}
+"""What is compared by value, and not as tensors."""
+
+
+def section(
+    report: Report, other: str, step: Any, entries: Sequence[Entry], places: Places
+) -> Report:
+    """Changes by layer, the places where both differ, and what was compared by whom.
+
+    `step` is the other's. The root mean square of a layer is over all its weights; its relative
+    change is over those tensors that differ.
+    """
+    numbers = {entry.name: number for number, entry in enumerate(entries)}
+    lines = [line for line in report["differences"] if line.get("count")]
+    by_name = {line["tensor"]: line for line in lines}
+    layers, histograms = _layers(entries, by_name, places)
+    every = Counter[int]()
+    for counts in histograms:
+        every.update(counts)
+    worst = max(lines, key=lambda line: finite(line.get("max_abs")) or 0.0, default=None)
+    return {
+        "path": other,
+        "step": step,
+        "layers": layers,
+        "histogram": _histogram(every),
+        "histograms": [_histogram(counts) for counts in histograms],
+        "first": _place(lines[0], numbers) if lines else None,
+        "worst": _place(worst, numbers) if worst else None,
+        "proof": [*_proof(report, lines)],
+        "not_compared": [*_not_compared(report)],
+        "differences": [*_differences(report)],
+    }
+
+
+def _layers(
+    entries: Sequence[Entry], lines: Mapping[str, Report], places: Places
+) -> tuple[list[Report], list[Counter[int]]]:
+    """The change of each layer's weights: of masters, where there are any."""
+    masters = {entry.parameter for entry in entries if entry.slot == "master"}
+    rows: dict[int, Report] = {}
+    sums: dict[int, list[float]] = {}
+    histograms: dict[int, Counter[int]] = {}
+    for number, entry in enumerate(entries):
+        wanted = "master" if entry.parameter in masters else "param"
+        if entry.slot != wanted or entry.slot not in WEIGHTS:
+            continue
+        layer = places.row(entry.parameter)
+        row = rows.setdefault(
+            layer,
+            {
+                **dict.fromkeys(("rms", "relative", "tensor")),
+                **dict.fromkeys(("largest", "elements", "changed"), 0),
+                "layer": places.rows[layer],
+            },
+        )
+        row["elements"] += entry.numel
+        line = lines.get(entry.name)
+        if line is None:
+            continue
+        row["changed"] += line["count"]
+        largest = finite(line.get("max_abs")) or 0.0
+        if row["tensor"] is None or largest > row["largest"]:
+            row |= {"tensor": number, "largest": largest}
+        own = sums.setdefault(layer, [0.0, 0.0])
+        rms, relative = finite(line.get("rms")), finite(line.get("relative"))
+        if rms is not None:
+            own[0] += rms * rms * entry.numel
+            own[1] += (rms / relative) ** 2 * entry.numel if relative else 0.0
+        histograms.setdefault(layer, Counter()).update(_powers(line.get("histogram")))
+    ordered = sorted(rows)
+    for layer in ordered:
+        changed, first = sums.get(layer, [0.0, 0.0])
+        row = rows[layer]
+        row["rms"] = math.sqrt(changed / row["elements"]) if row["elements"] else None
+        row["relative"] = math.sqrt(changed / first) if first else 0.0 if not changed else None
+    return [rows[layer] for layer in ordered], [
+        histograms.get(layer, Counter()) for layer in ordered
+    ]
+
+
+def _powers(histogram: Report | None) -> dict[int, int]:
+    if histogram is None:
+        return {}
+    return {histogram["first"] + place: count for place, count in enumerate(histogram["counts"])}
+
+
+def _histogram(counts: Mapping[int, int]) -> Report | None:
+    used = [power for power, count in counts.items() if count]
+    if not used:
+        return None
+    powers = range(min(used), max(used) + 1)
+    return {"first": min(used), "counts": [counts.get(power, 0) for power in powers]}
+
+
+def _place(line: Report, numbers: Mapping[str, int]) -> Report:
+    """The first element that differs in a tensor."""
+    return {
+        "tensor": numbers.get(line["tensor"]),
+        "name": line["tensor"],
+        "element": line.get("first"),
+        "a": line.get("a"),
+        "b": line.get("b"),
+        "largest": finite(line.get("max_abs")),
+    }
+
+
+def _proof(report: Report, lines: Iterable[Report]) -> Iterator[Report]:
+    """What was compared, how, and with which result."""
+    unequal = Counter(
+        {line["tensor"]: line["tensor"].rpartition("/")[2] for line in lines}.values()
+    )
+    for slot, count in report["slots"].items():
+        differing = unequal[slot]
+        verb = "differs" if differing == 1 else "differ"
+        result = f"{counted(differing, 'tensor')} {verb}" if differing else "equal"
+        yield {"what": f"{counted(count, 'tensor')} of {slot}", "by": "bits", "result": result}
+    for key, what in OTHERS.items():
+        if key in report:
+            count = len(report[key])
+            result = counted(count, "difference") if count else "equal"
+            yield {"what": what, "by": "value", "result": result}
+
+
+def _not_compared(report: Report) -> Iterator[str]:
+    yield from report.get("not_compared", ())
+    for side in ("a", "b"):
+        for name in report.get(f"only_{side}", ()):
+            yield f"only in {report.get(side) or side}: {name}"
+    yield from (line["message"] for line in report.get("unproven", ()))
+
+
+def _differences(report: Report) -> Iterator[Report]:
+    """Everything that differs and is no tensor of both."""
+    for key in OTHERS:
+        for line in report.get(key, ()):
+            if "only" in line:
+                alone = {"a": None, "b": None, line["only"]: "has it"}
+                yield {"what": line.get("key") or line.get("state"), **alone}
+                continue
+            yield {"what": _what(key, line), "a": _plain(line["a"]), "b": _plain(line["b"])}
+
+
+def _what(key: str, line: Report) -> str:
+    if key == "steps":
+        return f"step of {counted(line['parameters'], 'parameter')}"
+    if key == "step_place":
+        return "place of the step"
+    if key == "scalars":
+        return f"{line['scalar']} of {line['parameter']}"
+    group = line.get("group")
+    return str(line["key"]) if group is None else f"{line['key']} of group {group}"
+
+
+def _plain(value: Any) -> Any:
+    return (
+        value if value is None or type(value) in (bool, int, str) else finite(value) or brief(value)
+    )

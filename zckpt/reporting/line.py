@@ -1,0 +1,95 @@
+"""What a checkpoint is, in one line: the section `line`."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable
+from math import prod
+from typing import Any
+
+from ..core.manifest import Manifest
+from ..core.records import RecordCounts
+from ..errors import counted
+from .lost import Found, files_below
+from .steps import agreeing
+
+Report = dict[str, Any]
+ENGINES = {
+    "deepspeed": "DeepSpeed",
+    "deepspeed-universal": "DeepSpeed's universal format",
+    "dcp": "torch.distributed.checkpoint",
+    "onnxruntime": "ONNX Runtime Training",
+    "megatron": "Megatron-Core",
+    "hf": "Hugging Face",
+    "universal": "zckpt's universal format",
+}
+
+
+EMPTY: Report = {
+    **dict.fromkeys(("engine", "format", "name", "step", "parameters", "trainable", "optimizer")),
+    **dict.fromkeys(("dtype", "digest")),
+    "sizes": {},
+    "versions": {},
+    "steps": "not known",
+    "checked": "not read",
+    "bytes": 0,
+    "files": 0,
+}
+"""The line of something of which nothing is known."""
+
+
+def section(found: Found) -> Report:
+    """What the files say by themselves; nothing was read of tensors."""
+    files = [*_files(found)]
+    report = EMPTY | {
+        "name": os.path.basename(os.path.abspath(found.root)),
+        "bytes": sum(map(os.path.getsize, files)),
+        "files": len(files),
+    }
+    return report if found.manifest is None else report | _known(found.manifest, found)
+
+
+def _files(found: Found) -> Iterable[str]:
+    """The files that are there."""
+    if found.manifest is None:
+        return files_below(found.path)
+    return (path for path in found.manifest.files if found.lost.get(path) != "missing")
+
+
+def _known(manifest: Manifest, found: Found) -> Report:
+    source = manifest.source
+    program, version = str(source.get("format") or manifest.format), source.get("version")
+    stage = source.get("zero_stage")
+    engine = f"{ENGINES.get(program, program)}{f' {version}' if version else ''}"
+    types = Counter(
+        entry.dtype
+        for entry in manifest.entries.values()
+        for _ in range(entry.numel and 1)
+        if entry.slot == "param"
+    )
+    parameters = manifest.parameters.values()
+    return {
+        "engine": engine + (f", ZeRO-{stage}" if stage is not None else ""),
+        "format": manifest.format,
+        "sizes": {key: source[key] for key in ("dp", "tp", "pp", "ep") if source.get(key)},
+        "step": manifest.step,
+        "steps": agreeing(manifest, found.stated),
+        "parameters": sum(prod(item.shape) for item in parameters),
+        "trainable": sum(prod(item.shape) for item in parameters if item.trainable),
+        "optimizer": manifest.optimizer,
+        "dtype": types.most_common(1)[0][0] if types else None,
+        "versions": {program: str(version)} if version else {},
+    }
+
+
+def checked(records: RecordCounts, damaged: int) -> str:
+    """What the checksums in the files have shown."""
+    if damaged:
+        return f"{counted(damaged, 'checksum')} {'is' if damaged == 1 else 'are'} wrong"
+    every = records.checked + records.unchecked
+    if not records.checked:
+        return "no checksum is stored"
+    if records.bare:
+        return f"{records.bare:,} of {counted(every, 'record')} have no checksum, the others are ok"
+    return "checksums ok"

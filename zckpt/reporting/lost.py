@@ -1,0 +1,231 @@
+"""How is a checkpoint read of which files are missing, or cannot be read?
+
+A file of the same kind stands in for a lost one: that of the nearest rank. It lies under the lost
+file's name in a folder of links, which is read like any checkpoint. So the reader says which
+elements the lost file had; they are known by its path, and are left out of all numbers.
+
+Where steps differ, the one that most places state is taken. If the optimizer's state cannot be read
+for another reason, the weights are read alone.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import islice
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from msgspec import Struct, field
+
+from ..api import read
+from ..core import sources
+from ..core.manifest import Manifest
+from ..core.sources import standing_in
+from ..errors import (
+    AmbiguousCheckpoint,
+    CorruptCheckpoint,
+    IncompleteCheckpoint,
+    InconsistentCheckpoint,
+    MissingExtra,
+    NotACheckpoint,
+    ProcessFailed,
+    SourceChanged,
+    WrongOption,
+    ZckptError,
+    sentence,
+)
+
+Report = dict[str, Any]
+NOTHING_TO_SHOW = (NotACheckpoint, AmbiguousCheckpoint)
+NO_FAULT = (WrongOption, MissingExtra, SourceChanged, ProcessFailed)
+"""Errors that say nothing about the checkpoint."""
+MOST_FILES = 20_000  # of a damaged checkpoint, among whose names that of an error is looked for
+SMALL = 4096  # bytes of a file that is copied into the folder of links
+NUMBER = re.compile(r"\d+")
+
+
+class Found(Struct, eq=False):
+    """What could be read of the checkpoint at `path`.
+
+    `lost` says of each file, by its path as the manifest has it, whether it is `missing` or
+    `unreadable`. `shadow` is the folder of links, if there is one. `stated` are the places that
+    state steps which differ.
+    """
+
+    path: str
+    manifest: Manifest | None = None
+    faults: list[Report] = field(default_factory=list)
+    lost: dict[str, str] = field(default_factory=dict)
+    stated: tuple[tuple[str, float | int], ...] = ()
+    shadow: str | None = None
+
+    @property
+    def root(self) -> str:
+        """The checkpoint's own folder or file, not that of links."""
+        return self.path if self.manifest is None else self.real(self.manifest.root)
+
+    def real(self, text: str) -> str:
+        """A text that names files, with their own paths."""
+        return text if self.shadow is None else text.replace(self.shadow, self.path)
+
+    def name(self, path: str) -> str:
+        """The name of a file below the checkpoint."""
+        path, root = self.real(path), self.root
+        return os.path.basename(path) if path == root else os.path.relpath(path, root)
+
+
+@contextmanager
+def what_is_there(path: str, source: Mapping[str, Any]) -> Iterator[Found]:
+    """The checkpoint at `path`; `source` are the arguments of `zckpt.read`.
+
+    Whatever is wrong with it is a fault. Raises the ZckptError of what is no checkpoint, or not one
+    alone.
+    """
+    found, source, weights_only = Found(path), dict(source), False
+    with TemporaryDirectory(prefix="zckpt-") as temporary:
+        while True:
+            try:
+                with standing_in(found.lost):
+                    where, words = found.shadow or path, {"weights_only": weights_only, **source}
+                    found.manifest = read(where, nameless=True, **words)
+                break
+            except NO_FAULT:
+                raise
+            except (ZckptError, OSError) as error:
+                if isinstance(error, NOTHING_TO_SHOW) and not found.faults:
+                    raise
+                if isinstance(error, InconsistentCheckpoint) and error.steps and not found.stated:
+                    source["step_policy"] = _most_stated(found, error)
+                elif not _stand_in(found, error, temporary):
+                    kind = "missing" if isinstance(error, IncompleteCheckpoint) else "unreadable"
+                    paths = [found.real(path) for path in getattr(error, "paths", ())]
+                    named: list[str | None] = [*paths] or [None]
+                    found.faults += (_fault(found, error, kind, path) for path in named)
+                    if weights_only:
+                        break
+                    weights_only = True
+        yield found
+
+
+def _fault(found: Found, error: Exception, kind: str, file: str | None = None) -> Report:
+    message = found.real(sentence(error))
+    if file is not None and kind == "missing":
+        message = f"{os.path.basename(file)} is missing: {message}"
+    return {"kind": kind, "fault": True, "file": file, "message": message}
+
+
+# -- steps that differ
+
+
+def _most_stated(found: Found, error: InconsistentCheckpoint) -> str:
+    """The step that most places state, as a policy; the others become faults."""
+    found.stated = error.steps
+    (most, count), *_ = Counter(step for _, step in error.steps).most_common()
+    for where, step in error.steps:
+        if step != most:
+            others = "another place states" if count == 1 else f"{count:,} other places state"
+            message = f"{where}: step {step:g}, but {others} {most:g}"
+            found.faults.append(
+                {
+                    "kind": "step",
+                    "fault": True,
+                    "file": file_in(where, found.path),
+                    "message": found.real(message),
+                }
+            )
+    return f"{most:.0f}"
+
+
+def file_in(where: str, folder: str) -> str | None:
+    """The path of the file that a place of a step names, if it names one below the folder."""
+    words = {os.path.basename(word.strip()) for word in re.split(r"[,:]\s", f"{where} ")}
+    named = (path for path in files_below(folder) if os.path.basename(path) in words)
+    return next(named, None) if any("." in word for word in words) else None
+
+
+# -- files that are lost
+
+
+def _stand_in(found: Found, error: Exception, temporary: str) -> bool:
+    """Whether another file stands in for one that the error names, so that reading may go on."""
+    kind, paths = _lost_in(found, error)
+    gone = {*paths, *map(found.real, found.lost)}
+    others = {path: other for path in paths if (other := _alike(path, gone)) is not None}
+    if not others:
+        return False
+    for path in others:
+        found.faults.append(_fault(found, error, kind, path))
+    found.shadow = found.shadow or os.path.join(
+        temporary, os.path.basename(os.path.abspath(found.path))
+    )
+    for path, other in others.items():
+        inside = os.path.relpath(path, found.path)
+        _link(found.path, found.shadow, inside, os.path.realpath(other))
+        found.lost[os.path.join(found.shadow, inside)] = kind
+    return True
+
+
+def _lost_in(found: Found, error: Exception) -> tuple[str, list[str]]:
+    """Whether files are missing or unreadable according to an error, and which: real paths."""
+    known = {found.real(path) for path in found.lost}
+    if paths := [found.real(path) for path in getattr(error, "paths", ())]:
+        return "missing", [path for path in paths if path not in known]
+    if isinstance(error, OSError):
+        named = [found.real(os.fspath(error.filename))] if error.filename else []
+    elif isinstance(error, CorruptCheckpoint):
+        text = found.real(error.message)
+        named = [path for path in files_below(found.path) if path in text]
+        named = sorted(named, key=len)[-1:]  # of x.pt and x.pt.1, the longer one
+    else:
+        named = []
+    return "unreadable", [path for path in named if path not in known]
+
+
+def files_below(path: str) -> Iterator[str]:
+    """The files below a path, as far as they are looked at."""
+    if not os.path.isdir(path):
+        yield path
+        return
+    files = (entry.path for entry in sources.walk(path) if entry.is_file())
+    yield from islice(files, MOST_FILES)
+
+
+def _alike(path: str, lost: Collection[str]) -> str | None:
+    """The file of the nearest rank: its name differs in one number alone."""
+    folder, name = os.path.split(path)
+    numbers, best = [int(number) for number in NUMBER.findall(name)], None
+    for other in os.listdir(folder) if os.path.isdir(folder) else ():
+        if NUMBER.sub("#", other) != NUMBER.sub("#", name) or os.path.join(folder, other) in lost:
+            continue
+        apart = [abs(a - int(b)) for a, b in zip(numbers, NUMBER.findall(other), strict=True)]
+        if sum(map(bool, apart)) == 1:
+            # the last rank's file differs in its padding, so those before are more alike
+            place = next(place for place, far in enumerate(apart) if far)
+            is_behind = numbers[place] < int(NUMBER.findall(other)[place])
+            distance = (place, is_behind, sum(apart), other)
+            best = distance if best is None else min(best, distance)
+    return None if best is None else os.path.join(folder, best[-1])
+
+
+def _link(real: str, shadow: str, inside: str, other: str) -> None:
+    """Lets the shadow of a folder have links to all that is in it, and to `other` at `inside`."""
+    name, _, below = inside.partition(os.sep)
+    if not os.path.isdir(shadow):
+        os.mkdir(shadow)
+        for each in os.scandir(real):  # links to files such as `latest` are not followed
+            if each.is_file() and each.stat().st_size <= SMALL:
+                shutil.copy2(each.path, shadow)
+            else:
+                os.symlink(os.path.abspath(each.path), os.path.join(shadow, each.name))
+    place = os.path.join(shadow, name)
+    if os.path.isfile(place) or os.path.islink(place):
+        os.unlink(place)
+    if below:
+        _link(os.path.join(real, name), place, below, other)
+    else:
+        os.symlink(other, place)

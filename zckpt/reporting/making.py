@@ -1,0 +1,165 @@
+"""The document of `zckpt report`: a checkpoint, or a run, on one page."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from .. import api
+from ..core.pooling import SINGLE, Pool
+from ..core.resources import READING_JOBS, Begin, Copying
+from ..core.sources import unchanged
+from ..errors import ZckptError, sentence
+from ..resume.runs import Candidate, candidates
+from . import against as other_checkpoint
+from . import faults, line, masters, numbers, owners, run, steps
+from .lost import NO_FAULT, Found, what_is_there
+from .measuring import measured
+from .parts import begun, places_in, unread
+
+if sys.version_info >= (3, 11):
+    from typing import Unpack
+elif TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+Path = str | os.PathLike[str]
+Report = dict[str, Any]
+
+
+def report(
+    path: Path,
+    *,
+    against: Path | None = None,
+    jobs: int = READING_JOBS,
+    memory: int = 256 << 20,
+    begin: Begin | None = None,
+    sharing: Pool = SINGLE,
+    **source: Unpack[api.NamedKeywords],
+) -> Report:
+    """The checkpoint at `path`, or the run, as the document that a page is made of.
+
+    Every byte is read once: `docs/report.md` says what the sections are. What is wrong is listed in
+    `faults`, and does not keep the rest away: a lost rank, damaged bytes, steps that differ.
+    `against` is another checkpoint, and `source` are the arguments of `read`. Raises a ZckptError
+    only if there is nothing to show.
+    """
+    started = time.monotonic()
+    copying = Copying(jobs, memory, pool=sharing)
+    chosen = _checkpoints(os.fspath(path), source)
+    shown: Report = {}
+    strip: list[Report] = []
+    for each in chosen:
+        own = {**source, "tag": each.tag} if each.tag else source
+        other = None if against is None or each is not chosen[-1] else os.fspath(against)
+        shown = _document(each.path, own, other, copying, begin)
+        strip.append(run.checkpoint(shown, each.name))
+    if len(chosen) > 1:
+        shown["run"] = run.section(strip, shown)
+        shown["faults"] += run.faults_of(strip)
+        shown["path"] = os.fspath(path)
+    return shown | {"seconds": round(time.monotonic() - started, 3)}
+
+
+def _checkpoints(path: str, source: Mapping[str, Any]) -> list[Candidate]:
+    """Those of a run, the oldest first; else the one that is meant."""
+    alone = [Candidate(path, os.path.basename(os.path.abspath(path)), path, source.get("tag"))]
+    if source.get("tag") or source.get("format") or not os.path.isdir(path):
+        return alone
+    return candidates(path)[::-1] or alone
+
+
+def _document(
+    path: str,
+    source: Mapping[str, Any],
+    against: str | None,
+    copying: Copying,
+    begin: Begin | None,
+) -> Report:
+    with what_is_there(path, source) as found:
+        document = begun(found, "report")
+        if found.manifest is None:
+            found_faults = faults.section(found, ())
+            return document | {"faults": found_faults, "map": owners.files_alone(found)}
+        lines: list[Report] = [*faults.warnings(found.manifest)]
+        try:
+            with unchanged(found.manifest.fingerprints):
+                document |= _read(found, copying, begin, lines)
+        except NO_FAULT:
+            raise
+        except (ZckptError, OSError) as error:
+            lines.append({"kind": "unreadable", "message": sentence(error)})
+            document |= unread(found)
+        if against is not None:
+            document |= _against(found, path, against, source, copying, begin, lines)
+        document["faults"] = faults.section(found, lines)
+        return document
+
+
+def _read(found: Found, copying: Copying, begin: Begin | None, lines: list[Report]) -> Report:
+    """The sections for which tensors are read; adds what is wrong to `lines`."""
+    manifest = found.manifest
+    assert manifest is not None
+    done = measured(found, copying, begin)
+    entries = [*manifest.entries.values()]
+    places = places_in(manifest)
+    table = {entry.name: number for number, entry in enumerate(entries)}
+    distances = {
+        name: (
+            sum(stop - start for start, stop in done.ranges.get(name, ()))
+            or manifest.entries[name].numel,
+            each,
+        )
+        for name, each in done.distances.items()
+    }
+    lines += done.problems
+    lines += faults.contradictions(manifest)
+    lines += masters.faults(found, distances, done.ranges)
+    lines += faults.denormal(done.lines.items())
+    wrong = sum(each["kind"] == "checksum" for each in done.problems)
+    about = line.section(found) | {
+        "checked": line.checked(done.records, wrong),
+        "digest": done.digest,
+    }
+    return {
+        "line": about,
+        "tensors": numbers.table(entries, done.lines),
+        "numbers": numbers.section(entries, places, done.lines, done.updates),
+        "map": owners.section(found, places, entries, done.problems),
+        "masters": masters.section(distances, places, table),
+        "steps": steps.section(found),
+    }
+
+
+def _against(
+    found: Found,
+    path: str,
+    against: str,
+    source: Mapping[str, Any],
+    copying: Copying,
+    begin: Begin | None,
+    lines: list[Report],
+) -> Report:
+    """The comparison with another checkpoint; a line if there can be none."""
+    manifest = found.manifest
+    assert manifest is not None
+    if found.lost or found.stated:
+        message = f"not compared with {against}, because of what is wrong with this one"
+        lines.append({"kind": "warning", "message": message})
+        return {}
+    entries = [*manifest.entries.values()]
+    places = places_in(manifest)
+    try:
+        differing = api.diff(
+            path, against, jobs=copying.jobs, memory=copying.memory, begin=begin,
+            sharing=copying.pool, **source,
+        )  # fmt: skip
+        step = api.read(against, nameless=True).step
+    except NO_FAULT:
+        raise
+    except (ZckptError, OSError) as error:
+        lines.append({"kind": "unreadable", "message": f"{against}: {sentence(error)}"})
+        return {}
+    return {"against": other_checkpoint.section(differing, against, step, entries, places)}

@@ -1,0 +1,69 @@
+"""How far 16-bit weights are from their masters: the section `masters`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ..core.difference import ULPS, Difference
+from ..core.layers import Places
+from ..core.manifest import Entry
+from ..errors import counted
+from .lost import Found
+from .measuring import original, place_of
+
+Report = dict[str, Any]
+Distance = tuple[int, Difference]
+"""The elements that were compared, and how they differ."""
+
+
+def section(
+    distances: Mapping[str, Distance], places: Places, numbers: Mapping[str, int]
+) -> Report | None:
+    """The distances by layer; `numbers` are those of tensors in the table."""
+    rows: dict[int, Report] = {}
+    for name, (elements, difference) in distances.items():
+        layer = places.row(name.rpartition("/")[0])
+        row = rows.setdefault(
+            layer,
+            {"layer": places.rows[layer], "counts": [0] * len(ULPS), "worst": -1, "tensor": None},
+        )
+        row["counts"][0] += elements - difference.count
+        row["counts"] = [a + b for a, b in zip(row["counts"], difference.ulps, strict=True)]
+        worst = difference.max_ulp or 0
+        if worst > row["worst"]:
+            row |= {"worst": worst, "tensor": numbers.get(name)}
+    if not rows:
+        return None
+    return {
+        "bins": list(ULPS),
+        "rows": [rows[layer] for layer in sorted(rows)],
+        "elements": sum(elements for elements, _ in distances.values()),
+        "differ": sum(difference.count for _, difference in distances.values()),
+    }
+
+
+def faults(
+    found: Found,
+    distances: Mapping[str, Distance],
+    ranges: Mapping[str, Sequence[tuple[int, int]]],
+) -> Iterator[Report]:
+    """Masters that do not round to their weights."""
+    assert found.manifest is not None
+    entries: Mapping[str, Entry] = found.manifest.entries
+    for name, (elements, difference) in distances.items():
+        if not difference.count:
+            continue
+        entry = entries[name]
+        first = original(difference.first or 0, ranges.get(name))
+        place = place_of(entry, first)
+        yield {
+            "kind": "stale",
+            "fault": True,
+            "tensor": name,
+            "file": None if place is None else place[0],
+            "offset": None if place is None else place[1],
+            "message": f"{name} is stale: {difference.count:,} of "
+            f"{counted(elements, 'element')} do not round to {entry.parameter}/param, by up to "
+            f"{difference.max_ulp:,} ULP; the first is element {first}",
+        }

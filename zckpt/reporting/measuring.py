@@ -1,0 +1,264 @@
+"""One pass over all tensors: statistics, checksums, masters against weights, and Adam's update.
+
+The tensors of a parameter are read together, range by range, so that no element is read twice. What
+lay in a lost file is not read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from msgspec import Struct, field
+from msgspec.structs import astuple, replace
+
+from ..core.cast import array, cast
+from ..core.checksum import Cover, crc32
+from ..core.difference import Difference, measure, same
+from ..core.dtypes import NUMBERS, SIZES
+from ..core.fragments import Fragment, Runs
+from ..core.grouping import by_key
+from ..core.inert import plain_group
+from ..core.manifest import Entry, Manifest
+from ..core.pieces import ReadRequest
+from ..core.records import RecordCounts
+from ..core.resources import Begin, Copying
+from ..core.streaming import finish
+from ..core.weights import agreement
+from ..proof import health
+from .lost import Found
+
+Report = dict[str, Any]
+FIRST, SECOND, LARGEST = "exp_avg", "exp_avg_sq", "max_exp_avg_sq"
+OTHERS = re.compile("nadam|radam|lion|lamb", re.IGNORECASE)
+"""Optimizers with Adam's moments and another update."""
+UPDATE = "UPDATE"
+"""Stands for a slot; slots have no capital letters."""
+
+
+class Rule(Struct, frozen=True):
+    """How Adam updates one parameter: the root of the second moment is that of this slot."""
+
+    eps: float
+    first: float
+    second: float
+    slot: str
+
+
+class Pass(health.Measuring):
+    """Statistics of all tensors, and of what the tensors of a parameter are together.
+
+    `rules` are by parameter. `totals` has the updates too, as `parameter/UPDATE`.
+    """
+
+    histograms: bool = False
+    covers: dict[str, Cover] = field(default_factory=dict)
+    distances: dict[str, Difference] = field(default_factory=dict)  # by the master's name
+    rules: dict[str, Rule] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.covers = {entry.name: Cover(entry.length) for entry in self.entries}
+        for group in self.groups:
+            slots = {entry.slot: entry for entry in group}
+            rule = rule_of(self.manifest, group[0].parameter, slots)
+            if rule is not None:
+                self.rules[group[0].parameter] = rule
+                self.totals[f"{group[0].parameter}/{UPDATE}"] = health.Total(group[0].numel)
+
+    def beside(self, together: Sequence[ReadRequest], view: memoryview) -> None:
+        for item in together:
+            size = SIZES[item.entry.dtype]
+            crc = crc32(view[item.at : item.end])
+            with self.lock:
+                self.covers[item.entry.name].add(item.start * size, item.stop * size, crc)
+        slots = {item.entry.slot: item for item in together}
+        if "master" in slots and "param" in slots:
+            self._compare(slots["master"], slots["param"], view)
+        rule = self.rules.get(together[0].entry.parameter)
+        if rule is not None and {FIRST, rule.slot} <= slots.keys():
+            self._update(rule, slots[FIRST], slots[rule.slot], view)
+
+    def _compare(self, master: ReadRequest, weight: ReadRequest, view: memoryview) -> None:
+        """How far the weights are from their masters, once these are rounded as they were."""
+        how = agreement(master.entry, weight.entry)
+        if how is None:
+            return
+        wide, narrow = view[master.at : master.end], view[weight.at : weight.end]
+        dtype = weight.entry.dtype
+        if how == "rounded":
+            rounded = memoryview(bytearray(len(narrow)))
+            cast(wide, master.entry.dtype, rounded, dtype)
+            wide = rounded
+        difference = Difference()
+        if not same(wide, narrow):
+            difference = measure(wide, dtype, narrow, dtype, weight.start, how == "rounded")
+        with self.lock:
+            self.distances.setdefault(master.entry.name, Difference()).add(difference)
+
+    def _update(
+        self, rule: Rule, first: ReadRequest, second: ReadRequest, view: memoryview
+    ) -> None:
+        import numpy as np
+
+        moments = (
+            array(view[item.at : item.end], item.entry.dtype).astype(np.float32)
+            for item in (first, second)
+        )
+        update, root = moments
+        with np.errstate(all="ignore"):
+            root /= np.float32(rule.second)
+            np.sqrt(root, out=root)
+            root += np.float32(rule.eps)
+            update /= np.float32(rule.first)
+            update /= root
+        self.add(f"{first.entry.parameter}/{UPDATE}", first, update.data.cast("B"), "F32")
+
+    def found(self) -> Any:
+        return super().found() | {
+            "crcs": [(name, cover.parts()) for name, cover in self.covers.items()],
+            "distances": [(name, astuple(item)) for name, item in self.distances.items()],
+        }
+
+    def take(self, found: Any) -> None:
+        super().take(found)
+        for name, parts in found["crcs"]:
+            for part in parts:
+                self.covers[name].add(*part)
+        for name, values in found["distances"]:
+            self.distances.setdefault(name, Difference()).add(Difference(*values))
+
+
+def rule_of(manifest: Manifest, parameter: str, slots: dict[str, Entry]) -> Rule | None:
+    """How Adam updates a parameter; None if something of it is not known."""
+    own, groups = manifest.parameters.get(parameter), manifest.groups
+    if own is None or groups is None or not own.step or OTHERS.search(manifest.optimizer or ""):
+        return None
+    group = plain_group(groups[own.group]) if own.group is not None else {}
+    numbers = group.get("betas"), group.get("eps")
+    match numbers:
+        case [int() | float() as one, int() | float() as two], int() | float() as eps:
+            pass
+        case _:
+            return None
+    if not all(slot in slots and slots[slot].dtype in NUMBERS for slot in (FIRST, SECOND)):
+        return None
+    slot = LARGEST if group.get("amsgrad") and LARGEST in slots else SECOND
+    if group.get("bias_correction") in (False, 0):
+        return Rule(eps, 1.0, 1.0, slot)
+    first, second = 1 - one**own.step, 1 - two**own.step
+    return Rule(eps, first, second, slot) if first > 0 and second > 0 else None
+
+
+# -- what is read
+
+
+def groups_of(entries: Sequence[Entry]) -> list[list[Entry]]:
+    """The tensors of each parameter that have as many elements of the same ranges, together."""
+    together: list[list[Entry]] = []
+    for own in by_key((entry.parameter, entry) for entry in entries).values():
+        by_size = by_key(((entry.shape, entry.slot == "state"), entry) for entry in own)
+        together += by_size.values()
+    return together
+
+
+def kept(entry: Entry, lost: dict[str, str]) -> tuple[Entry, tuple[tuple[int, int], ...]]:
+    """The elements of a tensor that are not in lost files, one range after the other; and these."""
+    size, parts = SIZES[entry.dtype], []
+    if not any(fragment.extent.file in lost for fragment in entry.fragments):
+        return entry, ((0, entry.numel),)
+    runs = sorted(
+        (run for run in entry.fragments.runs(0, entry.numel, size) if run.extent.file not in lost),
+        key=lambda run: run.start,
+    )
+    ranges: list[tuple[int, int]] = []
+    first = 0
+    for run in runs:
+        parts.append(Fragment(first, first + run.stop - run.start, run.extent))
+        first += run.stop - run.start
+        if ranges and ranges[-1][1] == run.start:
+            ranges[-1] = ranges[-1][0], run.stop
+        else:
+            ranges.append((run.start, run.stop))
+    return replace(entry, shape=(first,), fragments=Runs(parts)), tuple(ranges)
+
+
+class Measured(Struct, frozen=True):
+    """What a pass has found.
+
+    `ranges` are the elements of tensors that were read, where that is not all.
+    """
+
+    lines: dict[str, Report]
+    updates: dict[str, tuple[float, int]]
+    distances: dict[str, Difference]
+    ranges: dict[str, tuple[tuple[int, int], ...]]
+    problems: list[Report]
+    records: RecordCounts
+    digest: str | None
+    bytes: int
+
+
+def measured(found: Found, copying: Copying, begin: Begin | None) -> Measured:
+    """One pass over all tensors of a checkpoint, and the rest of the bytes with checksums."""
+    manifest, lost = found.manifest, found.lost
+    assert manifest is not None
+    entries, ranges = [*manifest.entries.values()], {}
+    if lost:
+        manifest = replace(
+            manifest, records=tuple(r for r in manifest.records if r.extent.file not in lost)
+        )
+        pairs = [kept(entry, lost) for entry in entries]
+        whole = {id(entry) for entry in entries}
+        ranges = {entry.name: own for entry, own in pairs if id(entry) not in whole}
+        entries = [entry for entry, _ in pairs]
+    together = [
+        list(alike)
+        for group in groups_of(entries)
+        for alike in by_key((ranges.get(entry.name), entry) for entry in group).values()
+    ]
+    done = health.passed(Pass, manifest, together, copying, begin)
+    records = finish([done.checker], everything=True)
+    numbers = [entry for entry in manifest.entries.values() if entry.dtype in NUMBERS]
+    statistics = {entry.name: done.totals[entry.name].statistics for entry in numbers}
+    updates = {name: done.totals[f"{name}/{UPDATE}"].statistics for name in done.rules}
+    return Measured(
+        lines={entry.name: statistics[entry.name].report() for entry in numbers},
+        updates={
+            name: (own.rms, own.finite) for name, own in updates.items() if own.rms is not None
+        },
+        distances=done.distances,
+        ranges=ranges,
+        problems=[
+            *health.damaged(manifest, done.checker),
+            *health.problems(manifest, numbers, statistics),
+        ],
+        records=records,
+        digest=None if lost else digest_of(entries, done.covers),
+        bytes=sum(entry.length for entry in entries),
+    )
+
+
+def digest_of(entries: Sequence[Entry], covers: dict[str, Cover]) -> str | None:
+    """One CRC-32 of the names, types, shapes and contents of all tensors, in the order of names."""
+    lines: Iterator[str] = (
+        f"{entry.name} {entry.dtype} {list(entry.shape)} {covers[entry.name].crc:08x}\n"
+        for entry in sorted(entries, key=lambda entry: entry.name)
+    )
+    return f"crc32:{crc32(''.join(lines).encode()):08x}"
+
+
+def place_of(entry: Entry, element: int) -> tuple[str, int] | None:
+    """File and byte of an element."""
+    run = next(entry.fragments.runs(element, element + 1, SIZES[entry.dtype]), None)
+    return None if run is None else (run.extent.file, run.extent.offset)
+
+
+def original(element: int, ranges: Sequence[tuple[int, int]] | None) -> int:
+    """The number of an element in its tensor, if only those of `ranges` were read."""
+    for start, stop in ranges or ():
+        if element < stop - start:
+            return start + element
+        element -= stop - start
+    return element

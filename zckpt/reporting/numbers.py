@@ -1,0 +1,82 @@
+"""The table of tensors, and numbers of layers by kinds: the sections `tensors` and `numbers`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..core.layers import Places
+from ..core.manifest import Entry, slot_key
+
+Report = dict[str, Any]
+NUMBERS = ("rms", "min", "max", "mean", "std", "nan", "inf", "zero", "denormal")
+"""What the table has of a tensor that was measured."""
+
+
+def table(entries: Sequence[Entry], lines: Mapping[str, Report] | None = None) -> Report:
+    """The columns of all tensors; with their statistics, if these are known."""
+    report: Report = {
+        "name": [entry.name for entry in entries],
+        "parameter": [entry.parameter for entry in entries],
+        "slot": [slot_key(entry.slot) for entry in entries],
+        "dtype": [entry.dtype for entry in entries],
+        "shape": [list(entry.shape) for entry in entries],
+        "bytes": [entry.length for entry in entries],
+    }
+    if lines is not None:
+        own = [lines.get(entry.name, {}) for entry in entries]
+        report |= {key: [finite(line.get(key)) for line in own] for key in NUMBERS}
+    return report
+
+
+def finite(value: Any) -> Any:
+    """A number as JSON and as a picture can have it; None for an infinite one."""
+    is_number = type(value) is int or (type(value) is float and math.isfinite(value))
+    return value if is_number else None
+
+
+def section(
+    entries: Sequence[Entry],
+    places: Places,
+    lines: Mapping[str, Report],
+    updates: Mapping[str, tuple[float, int]],
+) -> Report:
+    """The measures of layers by kinds. A weight is shown as the module has it, else its master."""
+    by_slot: dict[str, list[list[Any]]] = {"param": []}
+    stored = {entry.parameter for entry in entries if entry.slot == "param"}
+    for number, entry in enumerate(entries):
+        slot = entry.slot
+        if (
+            slot == "state"
+            or entry.name not in lines
+            or (slot == "master" and entry.parameter in stored)
+        ):
+            continue
+        cell = [*places.of[entry.parameter], finite(lines[entry.name]["rms"]), number]
+        by_slot.setdefault("param" if slot == "master" else slot, []).append(cell)
+    titles = {"param": "RMS of weights", "exp_avg_sq": "root of the mean of exp_avg_sq"}
+    measures = []
+    for slot, cells in by_slot.items():
+        if slot == "exp_avg_sq":
+            cells = [
+                [*cell[:2], _root(lines[entries[cell[3]].name]["mean"]), cell[3]] for cell in cells
+            ]
+        title = titles.get(slot, f"RMS of {slot_key(slot)}")
+        measures.append({"key": slot_key(slot), "title": title, "unit": "", "cells": cells})
+    numbers = {entry.name: number for number, entry in enumerate(entries)}
+    cells = [
+        [*places.of[name], finite(rms), numbers.get(f"{name}/exp_avg")]
+        for name, (rms, _) in updates.items()
+    ]
+    measures.append({"key": "update", "title": "RMS of Adam's update", "unit": "", "cells": cells})
+    return {
+        "rows": list(places.rows),
+        "columns": list(places.columns),
+        "measures": [measure for measure in measures if measure["cells"]],
+    }
+
+
+def _root(mean: Any) -> float | None:
+    mean = finite(mean)
+    return math.sqrt(mean) if mean is not None and mean >= 0 else None

@@ -1,0 +1,170 @@
+"""Which file has which elements: the section `map`."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from math import prod
+from typing import Any
+
+from ..core.fragments import Box, Boxes
+from ..core.layers import Places
+from ..core.manifest import Entry, Manifest, slot_key
+from .lost import Found, files_below
+
+Report = dict[str, Any]
+MOST_PIECES, MOST_SUMS = 20_000, 200_000
+COLUMNS = ("file", "tensor", "group", "slot", "start", "stop", "offset", "length")
+Key = tuple[int | None, int | None, str]
+"""The number of a file, that of a layer, and a slot: pieces are summed by these."""
+Piece = tuple[str, int, int, int, int]
+"""The file, elements [start, stop), the first byte and how many bytes."""
+
+RANKS = {
+    "dp": re.compile(
+        r"zero_pp_rank_(\d+)_|^__(\d+)_\d+\.distcp|(?:^|(?<!mp)[_/-])rank[_-]?(\d+)(?=[._-])"
+    ),
+    "mp": re.compile(r"(?:^|_)mp_rank_(\d+)"),
+}
+"""What the names of engines' files say of ranks; `mp` counts tensor ranks within stages."""
+
+
+def section(
+    found: Found, places: Places, entries: Sequence[Entry], problems: Sequence[Report]
+) -> Report:
+    """Files, pieces of tensors, and damaged bytes."""
+    manifest = found.manifest
+    assert manifest is not None
+    damaged = [line for line in problems if line.get("file") and "offset" in line]
+    numbers = {path: number for number, path in enumerate(manifest.files)}
+    states = {line["file"]: "damaged" for line in damaged} | {
+        path: "missing" if kind == "missing" else "damaged" for path, kind in found.lost.items()
+    }
+    names = {entry.name: number for number, entry in enumerate(entries)}
+    groups = [places.row(entry.parameter) for entry in entries]
+    return {
+        "files": [
+            {
+                "name": found.name(path),
+                "bytes": _bytes(found.real(path)),
+                "rank": rank_of(manifest, os.path.basename(path)),
+                "state": states.get(path, "ok"),
+            }
+            for path in manifest.files
+        ],
+        "groups": list(places.rows),
+        "of_tensor": groups,
+        "pieces": _columns(entries, groups, numbers),
+        "damaged": [
+            {
+                "file": numbers.get(line["file"]),
+                "offset": line["offset"],
+                "length": line["length"],
+                "tensor": names.get(line["tensor"] or ""),
+            }
+            for line in damaged
+        ],
+    }
+
+
+def files_alone(found: Found) -> Report:
+    """The same of a checkpoint that cannot be read: its files."""
+    named = {found.name(line["file"]): line["kind"] for line in found.faults if line["file"]}
+    sizes = {found.name(path): _bytes(path) for path in files_below(found.path)}
+    states = dict.fromkeys(sizes, "ok")
+    states |= {name: "missing" if kind == "missing" else "damaged" for name, kind in named.items()}
+    files = [
+        {"name": name, "bytes": sizes.get(name), "rank": None, "state": state}
+        for name, state in states.items()
+    ]
+    pieces: Report = {key: [] for key in COLUMNS}
+    return {"files": files, "groups": [], "of_tensor": [], "pieces": pieces, "damaged": []}
+
+
+def _bytes(path: str) -> int | None:
+    """The bytes of a file; those of a missing one are not known."""
+    return os.path.getsize(path) if os.path.isfile(path) else None
+
+
+def rank_of(manifest: Manifest, name: str) -> Report | None:
+    """The rank whose file it is, as far as its name says it."""
+    numbers = {
+        axis: int(next(filter(None, match.groups())))
+        for axis, pattern in RANKS.items()
+        if (match := pattern.search(name))
+    }
+    tp, pp = (int(manifest.source.get(key) or 1) for key in ("tp", "pp"))
+    if (model := numbers.pop("mp", None)) is not None and tp * pp > 1:
+        numbers |= {"tp": model % tp, "pp": model // tp}
+    return numbers or None
+
+
+# -- pieces
+
+
+def _columns(entries: Sequence[Entry], groups: Sequence[int], files: dict[str, int]) -> Report:
+    """The pieces as columns: each by itself, or summed where there are too many of them."""
+    rows: list[tuple[Any, ...]] = []
+    sums: dict[Key, list[int]] = {}
+    is_summed = sum(map(_count, entries)) > MOST_PIECES
+    for number, entry in enumerate(entries):
+        slot, group = slot_key(entry.slot), groups[number]
+        for file, *piece in _pieces(entry) if is_summed else _merged(_pieces(entry)):
+            if is_summed:
+                _add(sums, (files.get(file), group, slot), *piece)
+            else:
+                rows.append((files.get(file), number, group, slot, *piece))
+    if len(sums) > MOST_SUMS:
+        layers, sums = sums, {}
+        for (known, _, slot), own in layers.items():
+            _add(sums, (known, None, slot), *own)
+    rows += ((known, None, group, slot, *own) for (known, group, slot), own in sums.items())
+    columns = dict(zip(COLUMNS, map(list, zip(*rows, strict=True)), strict=True)) if rows else {}
+    return {key: columns.get(key, []) for key in COLUMNS} | ({"tensor": None} if is_summed else {})
+
+
+def _add(sums: dict[Key, list[int]], key: Key, start: int, stop: int, at: int, length: int) -> None:
+    """Adds elements and bytes to a sum, which begins where its first bytes lie."""
+    own = sums.setdefault(key, [0, 0, at, 0])
+    own[:] = 0, own[1] + stop - start, min(own[2], at), own[3] + length
+
+
+def _boxes(entry: Entry) -> tuple[Box, ...]:
+    fragments = entry.fragments
+    return (
+        fragments.parts
+        if isinstance(fragments, Boxes)
+        else (fragments,)
+        if isinstance(fragments, Box)
+        else ()
+    )
+
+
+def _count(entry: Entry) -> int:
+    return len(_boxes(entry) or entry.fragments)
+
+
+def _pieces(entry: Entry) -> Iterator[Piece]:
+    """The pieces of a tensor; a box is one, and reaches from its first element to its last."""
+    for box in _boxes(entry):
+        if length := prod(box.sizes) * box.size:
+            yield box.extent.file, box.start, box.stop, box.reach.offset, length
+    for each in () if _boxes(entry) else entry.fragments:
+        extent = each.extent
+        yield extent.file, each.start, each.stop, extent.offset, extent.length
+
+
+def _merged(pieces: Iterable[Piece]) -> Iterator[Piece]:
+    """The pieces, those that follow each other in file and tensor as one."""
+    before: Piece | None = None
+    for piece in pieces:
+        if before is not None:
+            file, start, stop, offset, length = before
+            if (file, stop, offset + length) == (piece[0], piece[1], piece[3]):
+                before = file, start, piece[2], offset, length + piece[4]
+                continue
+            yield before
+        before = piece
+    if before is not None:
+        yield before

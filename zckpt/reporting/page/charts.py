@@ -1,0 +1,123 @@
+"""Where do the bars of a chart stand, and what are the signs and colors of all figures?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from msgspec import Struct
+
+LEFT, TOP, BOTTOM, HEIGHT = 64, 20, 26, 132
+"""Pixels beside, above and below the bars, and the height of the highest one."""
+DECADES = 30  # by powers of ten if the largest is so many times the smallest
+
+SIGNS = {
+    "checksum": "✕",
+    "missing": "▨",
+    "NaN": "N",
+    "infinite": "∞",
+    "dead": "0",
+    "constant": "=",
+    "denormal": "d",
+    "stale": "≠",
+    "step": "≠",
+    "impossible": "!",
+    "unreadable": "?",
+    "warning": "i",
+}
+"""The sign of each kind of fault, in lines and figures: no color alone carries meaning."""
+PALETTE = [
+    *((46, 30, 59), (65, 61, 123), (55, 101, 158), (52, 143, 167)),
+    *((64, 183, 173), (139, 218, 178), (222, 245, 229)),
+]
+"""Red, green and blue in even steps of lightness: the colors "mako" of seaborn, which the
+color-blind can order too. What is large is dark on a light page, and light on a dark one."""
+
+
+class Bar(Struct, frozen=True):
+    """One bar; x, y and sizes in pixels."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    label: str  # empty if there is no room for it
+    says: str
+    sign: bool  # whether something is wrong with it
+
+
+class Chart(Struct, frozen=True):
+    """Bars, and the lines across them."""
+
+    width: float
+    height: float
+    base: float
+    bars: list[Bar]
+    lines: list[tuple[float, str]]  # y and its value
+    powers: bool  # the axis is one of powers of ten
+
+
+def chart(
+    labels: Sequence[str],
+    values: Sequence[float | None],
+    says: Sequence[str],
+    *,
+    signs: Sequence[bool] = (),
+    ticks: Sequence[str] = (),
+    linear: bool = False,
+) -> Chart:
+    """Bars of these values. `ticks` are the values' texts at the axis' two ends, if known."""
+    present = [value for value in values if value]
+    high, low = max(present, default=1.0), min(present, default=1.0)
+    powers = not linear and high > DECADES * low
+    bottom = math.floor(math.log10(low)) if powers else 0
+    top = max(math.ceil(math.log10(high)), bottom + 1) if powers else high
+    step = min(max(1000 / max(len(values), 1), 9), 72)
+    base = TOP + HEIGHT
+
+    def tall(value: float) -> float:
+        part = (math.log10(value) - bottom) / (top - bottom) if powers else value / top
+        return max(HEIGHT * part, 1.5)
+
+    bars = [
+        Bar(
+            x=round(LEFT + step * place + step * 0.12, 2),
+            y=round(base - (tall(value) if value else 0), 2),
+            width=round(step * 0.76, 2),
+            height=round(tall(value) if value else 0, 2),
+            label=label,
+            says=text,
+            sign=bool(signs) and signs[place],
+        )
+        for place, (label, value, text) in enumerate(
+            zip(_apart(labels, step), values, says, strict=True)
+        )
+    ]
+    if powers:
+        jump = max(1, math.ceil((top - bottom) / 4))
+        marks = [
+            (float(power), power_of(10, power)) for power in range(int(bottom), int(top) + 1, jump)
+        ]
+    else:
+        marks = [(0.0, ticks[0] if ticks else "0"), (top, ticks[-1] if ticks else f"{high:.3g}")]
+    lines = [
+        (round(base - HEIGHT * (mark - bottom) / (top - bottom), 2), text) for mark, text in marks
+    ]
+    width = LEFT + step * len(values) + 8
+    return Chart(round(width, 2), base + BOTTOM, base, bars, lines, powers)
+
+
+def power_of(base: int, exponent: int) -> str:
+    """10⁻³"""
+    return str(base) + str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+
+
+def _apart(labels: Sequence[str], step: float) -> Iterator[str]:
+    """Those labels that have room beside the one before; empty texts for the others."""
+    free = -math.inf
+    for place, label in enumerate(labels):
+        half = 3.4 * len(label)
+        center = step * (place + 0.5)
+        fits = center - half > free
+        free = center + half + 6 if fits else free
+        yield label if fits else ""

@@ -1,0 +1,154 @@
+"""How does a document become one HTML page that needs nothing else?"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ...errors import MissingExtra, sized
+from . import words
+from .charts import PALETTE, SIGNS, Chart, chart, power_of
+
+FOLDER = Path(__file__).parent
+MOST_LINES = 2000  # lines of one kind on a page
+FEW = 12  # lines that are seen without a click, where they are no faults
+SCRIPTS = ("figures.js", "tables.js", "owners.js", "page.js")
+SECTIONS = {
+    "run": "checkpoints",
+    "numbers": "measures",
+    "map": "files",
+    "masters": "rows",
+    "steps": "",
+    "against": "",
+}
+"""In their order; a section is shown if it has what is named."""
+
+
+def render(document: Mapping[str, Any]) -> str:
+    """The whole page of a document, or of those sections that it has; raises MissingExtra."""
+    try:
+        from jinja2 import Environment, FileSystemLoader
+        from markupsafe import Markup
+    except ModuleNotFoundError as error:
+        raise MissingExtra(
+            "a page of HTML needs jinja2, which is not installed",
+            hint="pip install 'zckpt[html]'",
+        ) from error
+
+    environment = Environment(
+        loader=FileSystemLoader(FOLDER),
+        autoescape=True,
+        finalize=words.shown,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(
+        short=words.short,
+        number=words.number,
+        sized=words.size,
+        cut=words.cut,
+        listed=_listed,
+        power_of=power_of,
+    )
+    style, script = _text("page.css"), "".join(map(_text, SCRIPTS))
+    line = document.get("line") or {}
+    return environment.get_template("page.html").render(
+        document=document,
+        line=line,
+        facts=words.facts(line),
+        verdict=words.verdict(document),
+        faults=document.get("faults") or [],
+        signs=SIGNS,
+        settings={"signs": SIGNS, "palette": PALETTE},
+        most=MOST_LINES,
+        few=FEW,
+        sections=[name for name, part in SECTIONS.items() if _has(document.get(name), part)],
+        charts=_charts(document),
+        tensor=_names(document),
+        policy=f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; "
+        "base-uri 'none'; form-action 'none'",
+        style=Markup(style),
+        script=Markup(script),
+        data=Markup(packed(document)),
+    )
+
+
+def _has(section: Mapping[str, Any] | None, part: str) -> bool:
+    return section is not None and bool(section if not part else section.get(part))
+
+
+def packed(document: Mapping[str, Any]) -> str:
+    """The document as the page's script unpacks it: base64 of gzip of JSON."""
+    text = json.dumps(document, allow_nan=False, separators=(",", ":"))
+    return base64.b64encode(gzip.compress(text.encode(), 4, mtime=0)).decode()
+
+
+def _text(name: str) -> str:
+    return (FOLDER / name).read_text(encoding="utf-8")
+
+
+def _hash(text: str) -> str:
+    """As a Content-Security-Policy names a text between two tags."""
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+
+
+def _listed(value: Any) -> str:
+    """A hyper-parameter's value, without what arithmetic left behind its twelfth digit."""
+    if isinstance(value, float):
+        return f"{value:.12g}"
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, (list, dict)) else str(value)
+
+
+def _names(document: Mapping[str, Any]) -> Any:
+    """The name of a tensor by its index; a dash for none."""
+    names = (document.get("tensors") or {}).get("name") or []
+    return lambda index: (
+        names[index] if isinstance(index, int) and index < len(names) else words.NONE
+    )
+
+
+def _charts(document: Mapping[str, Any]) -> dict[str, Chart]:
+    """The charts of bars that need no script."""
+    found: dict[str, Chart] = {}
+    if run := document.get("run"):
+        points = run["checkpoints"]
+        found["run"] = chart(
+            [words.short(point["step"]) for point in points],
+            [point["bytes"] or 0 for point in points],
+            [
+                f"{point['name']}: step {words.short(point['step'])}, {words.size(point['bytes'])}"
+                + (", whole" if point["whole"] else f", not whole: {point.get('why') or 'unknown'}")
+                for point in points
+            ],
+            signs=[not point["whole"] for point in points],
+            ticks=("0", sized(max((point["bytes"] or 0 for point in points), default=0))),
+            linear=True,
+        )
+    against = document.get("against") or {}
+    layers = against.get("layers") or []
+    if any(row["relative"] for row in layers):
+        found["layers"] = chart(
+            [words.cut(words.shown(row["layer"]), 12) for row in layers],
+            [row["relative"] for row in layers],
+            [
+                f"{row['layer']}: {words.short(row['relative'])} of the weights' RMS"
+                for row in layers
+            ],
+        )
+    if histogram := against.get("histogram"):
+        first, counts = histogram["first"], histogram["counts"]
+        found["histogram"] = chart(
+            [power_of(2, first + place) for place in range(len(counts))],
+            counts,
+            [
+                f"{count:,} elements changed by {power_of(2, first + place)} or more, and by less "
+                f"than {power_of(2, first + place + 1)}"
+                for place, count in enumerate(counts)
+            ],
+        )
+    return found

@@ -1,0 +1,206 @@
+"""The documents of other commands: the sections that `inspect`, `stats`, `verify`, ... can fill.
+
+Each is made from the command's report, and from the manifest of its checkpoint. No tensor is read.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+from ..core.difference import ULPS, Difference
+from ..core.layers import Places, places_of
+from ..core.manifest import Manifest
+from ..core.records import RecordCounts
+from ..core.version import __version__
+from . import against, faults, line, masters, numbers, owners, steps
+from .lost import Found, what_is_there
+
+Report = dict[str, Any]
+ITSELF = "what the same files state in other places"
+OF_LINES = ("kind", "tensor", "file", "offset", "length", "message")
+
+
+def begun(found: Found, command: str) -> Report:
+    """What every document has."""
+    return {
+        "zckpt": 1,
+        "command": command,
+        "path": found.root,
+        "version": __version__,
+        "line": line.section(found),
+    }
+
+
+def unread(found: Found) -> Report:
+    """The sections for which no tensor is read."""
+    manifest = found.manifest
+    assert manifest is not None
+    entries = [*manifest.entries.values()]
+    return {
+        "tensors": numbers.table(entries),
+        "map": owners.section(found, places_in(manifest), entries, ()),
+        "steps": steps.section(found),
+    }
+
+
+def places_in(manifest: Manifest) -> Places:
+    """Layers and kinds of all tensors."""
+    return places_of(entry.parameter for entry in manifest.entries.values())
+
+
+def of_inspect(manifest: Manifest) -> Report:
+    found = Found(manifest.root, manifest)
+    lines = faults.section(found, faults.warnings(manifest))
+    return begun(found, "inspect") | unread(found) | {"faults": lines}
+
+
+def of_stats(report: Report, source: Mapping[str, Any]) -> Report:
+    """The numbers of tensors, and what is wrong with them."""
+    with what_is_there(report["path"], source) as found:
+        assert found.manifest is not None  # its tensors were read
+        lines = {each["tensor"]: each for each in report["tensors"]}
+        entries = [*found.manifest.entries.values()]
+        places = places_in(found.manifest)
+        about = begun(found, "stats")
+        about["line"]["checked"] = checked(report["records"], report["problems"])
+        return about | {
+            "tensors": numbers.table(entries, lines),
+            "numbers": numbers.section(entries, places, lines, {}),
+            "faults": faults.section(found, [*report["problems"], *faults.denormal(lines.items())]),
+        }
+
+
+def of_verify(report: Report, source: Mapping[str, Any]) -> Report:
+    """Masters against weights, what was compared, and what is wrong."""
+    with what_is_there(report["path"], source) as found:
+        problems = [_line(each) for each in report["problems"]]
+        document = begun(found, "verify")
+        manifest = found.manifest
+        if manifest is None or "digests" not in report:
+            return document | {"faults": faults.section(found, problems)}
+        document["line"]["checked"] = checked(report["records"], problems)
+        entries = [*manifest.entries.values()]
+        places = places_in(manifest)
+        table = {"tensors": numbers.table(entries)}
+        if report["against"] is None:
+            distances = _distances(report)
+            known = {entry.name: number for number, entry in enumerate(entries)}
+            stale = masters.faults(found, distances, {})
+            document |= {"masters": masters.section(distances, places, known)}
+            problems += [*stale]
+        else:
+            problems += [_line(each, "impossible") for each in _contents(report)]
+        section = against.section(report, report["against"], None, entries, places)
+        if report["against"] is None:
+            section |= {"path": ITSELF, "layers": [], "histogram": None, "histograms": []}
+        return document | table | {"against": section, "faults": faults.section(found, problems)}
+
+
+def of_diff(report: Report, source: Mapping[str, Any], other_step: Any = None) -> Report:
+    """The changes from `a` to `b`."""
+    with what_is_there(report["a"], source) as found:
+        assert found.manifest is not None
+        entries = [*found.manifest.entries.values()]
+        places = places_in(found.manifest)
+        problems = [_line(each) for each in report["problems"]]
+        about = begun(found, "diff")
+        if "records" in report:
+            about["line"]["checked"] = checked(report["records"], problems)
+        return about | {
+            "tensors": numbers.table(entries),
+            "against": against.section(report, report["b"], other_step, entries, places),
+            "faults": faults.section(found, problems),
+        }
+
+
+def of_probes(report: Report) -> Report:
+    """Two recorded runs: in which place they first differ, and what both do not have."""
+    big, first = report["big"], report["first"]
+    result = f"{report['differing']:,} of {report['records']:,} records differ"
+    differences = [
+        {
+            "what": f"{what}: step {event['step']}, {event['kind']} of {event['key']}",
+            "a": event["what"],
+            "b": event["meaning"],
+        }
+        for what, event in (("first big difference", big), ("first difference", first))
+        if event
+    ]
+    alone = [f"only {report[side]} has {name}" for side in "ab" for name in report[f"only_{side}"]]
+    name = os.path.basename(os.path.abspath(report["a"]))
+    about = {
+        "engine": "recorded run",
+        "name": name,
+        "steps": f"steps {report['steps'][0]} to {report['steps'][-1]}",
+    }
+    return {
+        "zckpt": 1,
+        "command": "probe-diff",
+        "path": report["a"],
+        "version": __version__,
+        "line": line.EMPTY | about,
+        "against": {
+            **dict.fromkeys(("step", "histogram", "first", "worst")),
+            "path": report["b"],
+            "layers": [],
+            "histograms": [],
+            "proof": [
+                {"what": f"{report['records']:,} records", "by": "distance", "result": result}
+            ],
+            "not_compared": [*alone, *(f"{key}: {why}" for key, why in report["unmerged"].items())],
+            "differences": differences,
+        },
+        "faults": [],
+    }
+
+
+def checked(records: Mapping[str, int], problems: list[Report]) -> str:
+    """What the checksums have shown, from the counts of a report."""
+    counts = RecordCounts(records["checked"], records["unchecked"], records["without_checksum"])
+    return line.checked(counts, sum(each.get("kind") == "checksum" for each in problems))
+
+
+def _line(problem: Report, kind: str = "") -> Report:
+    """A problem of `verify` or `diff` as a fault: damage says what is stated and what was found."""
+    if not kind:
+        kind = (
+            "checksum"
+            if "stated" in problem
+            else "missing"
+            if "lacks" in problem["message"]
+            else "impossible"
+        )
+    names = problem.get("tensors") or [problem.get("tensor")]
+    known = {key: problem.get(key) for key in OF_LINES}
+    return known | {"kind": kind, "fault": True, "tensor": names[0]}
+
+
+def _contents(report: Report) -> list[Report]:
+    """Differences of tensors from the checkpoint that it should equal."""
+    return [
+        {
+            "tensor": each["tensor"],
+            "message": f"{each['tensor']} differs in {each['count']:,} elements",
+        }
+        for each in report["differences"]
+        if each.get("count")
+    ]
+
+
+def _distances(report: Report) -> dict[str, masters.Distance]:
+    """How far weights are from their masters: of those that `verify` has read."""
+    differing = {each["tensor"]: each for each in report["differences"] if "copy" not in each}
+    digests = report["digests"]
+    distances = {}
+    for name, each in digests.items():
+        weight = f"{name.rpartition('/')[0]}/param"
+        if not name.endswith("/master") or weight not in digests:
+            continue
+        own = differing.get(weight) or differing.get(name, {})
+        difference = Difference(count=own.get("count", 0), first=own.get("first"))
+        difference.max_ulp, difference.ulps = own.get("max_ulp"), own.get("ulps", [0] * len(ULPS))
+        distances[name] = prod(each["shape"]), difference
+    return distances

@@ -1,0 +1,78 @@
+"""The checkpoints of a run over time: the section `run`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from . import faults
+from .numbers import finite
+
+Report = dict[str, Any]
+BROKEN = ("missing", "unreadable", "checksum")
+"""The kinds of faults of a checkpoint that is not whole."""
+
+
+def section(checkpoints: Sequence[Report], shown: Report) -> Report:
+    """All checkpoints, the oldest first; the last one is `shown` below."""
+    of_layers = (row for line in checkpoints for row in (*line["norms"], *line["updates"]))
+    rows = (shown.get("numbers") or {}).get("rows", ())
+    return {
+        "checkpoints": list(checkpoints),
+        "rows": list(dict.fromkeys((*rows, *of_layers))),
+        "shown": len(checkpoints) - 1,
+    }
+
+
+def checkpoint(document: Report, name: str) -> Report:
+    """What is kept of one checkpoint's document."""
+    line = document["line"]
+    broken = [each for each in document["faults"] if each["kind"] in BROKEN]
+    first = next((each for each in document["faults"] if each["fault"]), None)
+    return {
+        "name": name,
+        "step": line["step"],
+        "bytes": line["bytes"],
+        "dp": line["sizes"].get("dp"),
+        "whole": not broken,
+        "why": None if first is None else first["message"],
+        "norms": of_layers(document, "param"),
+        "updates": of_layers(document, "update"),
+    }
+
+
+def of_layers(document: Mapping[str, Any], key: str) -> dict[str, float]:
+    """The norm of each layer's weights, or the root mean square of its update."""
+    numbers, table = document.get("numbers"), document.get("tensors")
+    if not numbers or not table:
+        return {}
+    sums: dict[str, list[float]] = {}
+    for measure in numbers["measures"]:
+        for row, _, value, tensor in measure["cells"] if measure["key"] == key else ():
+            if value is None or tensor is None:
+                continue
+            own = sums.setdefault(numbers["rows"][row], [0.0, 0.0])
+            elements = math.prod(table["shape"][tensor])
+            own[0] += value * value * elements
+            own[1] += elements
+    roots = {
+        row: math.sqrt(squares if key == "param" else squares / elements)
+        for row, (squares, elements) in sums.items()
+        if elements
+    }
+    return {row: root for row, root in roots.items() if finite(root) is not None}
+
+
+def faults_of(checkpoints: Sequence[Report]) -> list[Report]:
+    """Faults of the earlier checkpoints of a run, each by its name."""
+    return [
+        {
+            **dict.fromkeys(faults.FIELDS),
+            "kind": "missing" if "missing" in line["why"] else "unreadable",
+            "fault": True,
+            "message": f"{line['name']}: {line['why']}",
+        }
+        for line in checkpoints[:-1]
+        if line["why"] is not None
+    ]

@@ -1,0 +1,78 @@
+"""Every place that states a step, and the groups side by side: the section `steps`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from ..core.inert import plain_group
+from ..core.manifest import Manifest
+from ..errors import counted
+from .lost import Found, file_in
+
+Report = dict[str, Any]
+
+
+def section(found: Found) -> Report:
+    """Places and groups. A counter of an engine is never the optimizer's step: `agrees` is None."""
+    manifest = found.manifest
+    assert manifest is not None
+    owners = Counter(item.step for item in manifest.parameters.values() if item.trainable)
+    true = manifest.step
+    if true is None and owners:
+        true = owners.most_common(1)[0][0]
+    alone = sum(each.truth for each in manifest.steps) == 1
+    places = [
+        {
+            "file": _named(found, where),
+            "where": where,
+            "step": step,
+            "agrees": step == true,
+            "parameters": None,
+        }
+        for where, step in found.stated
+    ]
+    places += [
+        {
+            "file": _named(found, each.where),
+            "where": each.where,
+            "step": each.step,
+            "agrees": each.step == true if each.truth else None,
+            "parameters": owners.get(each.step) if each.truth and alone else None,
+        }
+        for each in manifest.steps
+        if not (found.stated and each.truth)
+    ]
+    groups = [plain_group(group) for group in manifest.groups or ()]
+    count = Counter(item.group for item in manifest.parameters.values() if item.trainable)
+    keys = dict.fromkeys(key for group in groups for key in group)
+    return {
+        "true": true,
+        "places": places,
+        "groups": [
+            {"number": number, "parameters": count[number], "values": group}
+            for number, group in enumerate(groups)
+        ],
+        "differing": [
+            key
+            for key in keys
+            if any(key not in group or group[key] != groups[0].get(key) for group in groups)
+        ],
+    }
+
+
+def _named(found: Found, where: str) -> str | None:
+    path = file_in(where, found.path)
+    return None if path is None else found.name(path)
+
+
+def agreeing(manifest: Manifest, stated: tuple[tuple[str, float | int], ...]) -> str:
+    """In how many places which step stands, for a sentence."""
+    steps = [step for _, step in stated] or [each.step for each in manifest.steps if each.truth]
+    if not steps:
+        return "no step is stored"
+    counts = Counter(steps).most_common()
+    if len(counts) == 1:
+        places = "the one place" if len(steps) == 1 else f"all {len(steps)} places"
+        return f"{counts[0][0]:g} in {places}"
+    return ", ".join(f"{step:g} in {counted(count, 'place')}" for step, count in counts)
