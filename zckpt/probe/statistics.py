@@ -32,7 +32,7 @@ from torch import Tensor
 from ..core.cast import array
 from ..core.checksum import combine, crc32
 from ..core.dtypes import FLOATS, NUMBERS, TORCH_NAMES
-from ..core.statistics import CANCELLED, Statistics, json_number, measure, sum_of_squares
+from ..core.statistics import CANCELLED, NORMAL, Statistics, json_number, measure, sum_of_squares
 
 NAMES = {getattr(torch, kind): name for name, kind in TORCH_NAMES.items() if hasattr(torch, kind)}
 UNSIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
@@ -248,10 +248,11 @@ def _where_it_is(bucket: Tensor, dtype: str) -> Statistics | None:
         reduced = [low, high, mean, (wide - mean).norm(), wide.norm(), (wide < 0).sum().double()]
         low, high, mean, spread, norm, negative = torch.stack(reduced).tolist()
         zero = int((wide == 0).sum())
+        small = int((wide.abs() < NORMAL[dtype]).sum()) if dtype in NORMAL else zero
     except torch.OutOfMemoryError:
         return None
     numbers.finite, numbers.negative, numbers.zero = len(wide), int(negative), zero
-    numbers.positive = len(wide) - numbers.negative - zero
+    numbers.positive, numbers.denormal = len(wide) - numbers.negative - zero, small - zero
     numbers.min, numbers.max = (low, high) if dtype in FLOATS else (int(low), int(high))
     numbers.mean, numbers.spread, numbers.norm = mean, spread, norm
     return numbers
