@@ -101,6 +101,7 @@ def test_both_files_of_a_rank_of_stage_3(tmp_path: Path, document: Make) -> None
         ("fsdp2-2.13.0-w2", "__0_0.distcp"),
         ("megatron-0.16.1-tp2/iter_0000003", "__1_0.distcp"),
         ("megatron-0.13.1-tp2/iter_0000003", "__1_1.distcp"),
+        ("automodel-0.7.0-w2", "optim/__0_0.distcp"),  # its numbers are tensors: steps, and others
     ],
 )
 def test_a_lost_file_of_items(source: str, file: str, tmp_path: Path, document: Make) -> None:
@@ -110,6 +111,30 @@ def test_a_lost_file_of_items(source: str, file: str, tmp_path: Path, document: 
     (line,) = faults_of(made, "missing")
     assert line["file"] == file
     has_holes(made, [file], "missing")
+    assert any(measure["key"] == "param" for measure in made["numbers"]["measures"])
+
+
+@pytest.mark.parametrize("left", [0.0, 0.5, 0.999])
+@pytest.mark.parametrize(
+    ("source", "file"),
+    [
+        ("fsdp2-2.13.0-w2", "__1_0.distcp"),
+        ("automodel-0.7.0-lora-w2", "optim/__1_0.distcp"),
+        ("megatron-0.16.1-tp2/iter_0000003", "__0_1.distcp"),
+    ],
+)
+def test_a_file_of_items_that_was_cut_short(
+    source: str, file: str, left: float, tmp_path: Path, document: Make
+) -> None:
+    run = shutil.copytree(DATA / source, tmp_path / "run")
+    held = (run / file).read_bytes()
+    (run / file).write_bytes(held[: int(left * len(held))])
+    made = document(run)
+    (line,) = faults_of(made, "unreadable")
+    assert line["file"] == file
+    assert "but .metadata needs at least" in line["message"]
+    assert not faults_of(made, "missing"), "the file is there"
+    has_holes(made, [file], "damaged")
     assert any(measure["key"] == "param" for measure in made["numbers"]["measures"])
 
 

@@ -177,7 +177,7 @@ def _lost_in(found: Found, error: Exception) -> tuple[str, list[str]]:
         return "missing", [path for path in paths if path not in known]
     if isinstance(error, OSError):
         named = [found.real(os.fspath(error.filename))] if error.filename else []
-    elif isinstance(error, CorruptCheckpoint):
+    elif isinstance(error, (CorruptCheckpoint, IncompleteCheckpoint)):  # such as a file cut short
         text = found.real(error.message)
         named = [path for path in files_below(found.path) if path in text]
         named = sorted(named, key=len)[-1:]  # of x.pt and x.pt.1, the longer one
