@@ -101,6 +101,8 @@ def test_both_files_of_a_rank_of_stage_3(tmp_path: Path, document: Make) -> None
         ("fsdp2-2.13.0-w2", "__0_0.distcp"),
         ("megatron-0.16.1-tp2/iter_0000003", "__1_0.distcp"),
         ("megatron-0.13.1-tp2/iter_0000003", "__1_1.distcp"),
+        ("megatron-0.16.1-fsdp/iter_0000003", "__0_0.distcp"),
+        ("megatron-0.16.1-fsdp/iter_0000003", "__2_0.distcp"),
         ("automodel-0.7.0-w2", "optim/__0_0.distcp"),  # its numbers are tensors: steps, and others
     ],
 )
@@ -112,6 +114,21 @@ def test_a_lost_file_of_items(source: str, file: str, tmp_path: Path, document: 
     assert line["file"] == file
     has_holes(made, [file], "missing")
     assert any(measure["key"] == "param" for measure in made["numbers"]["measures"])
+
+
+@pytest.mark.parametrize("name", ["layer_06-model_00", "layer_07-model_01"])
+@pytest.mark.parametrize("left", [None, 0])
+def test_a_file_of_a_layer(name: str, left: int | None, tmp_path: Path, document: Make) -> None:
+    """Another tensor rank's file of this layer stands in, and not that of the next layer."""
+    run = shutil.copytree(DATA / "zckpt-0.1-pp2_tp2" / "run", tmp_path / "run")
+    path = run / "global_step3" / f"{name}-model_states.pt"
+    path.unlink() if left is None else path.write_bytes(b"")
+    made = document(run)
+    kind, state = ("missing", "missing") if left is None else ("unreadable", "damaged")
+    (line,) = [line for line in made["faults"] if line["fault"]]
+    assert (line["kind"], line["file"]) == (kind, path.name)
+    assert [file["name"] for file in made["map"]["files"] if file["state"] == state] == [path.name]
+    assert made["numbers"]["measures"]
 
 
 @pytest.mark.parametrize("left", [0.0, 0.5, 0.999])

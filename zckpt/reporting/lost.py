@@ -47,6 +47,7 @@ NO_FAULT = (WrongOption, MissingExtra, SourceChanged, ProcessFailed)
 MOST_FILES = 20_000  # of a damaged checkpoint, among whose names that of an error is looked for
 SMALL = 4096  # bytes of a file that is copied into the folder of links
 NUMBER = re.compile(r"\d+")
+LAYER = "layer_"  # so DeepSpeed's pipelines call a layer's files: layer_03-model_00-model_states.pt
 
 
 class Found(Struct, eq=False):
@@ -196,14 +197,15 @@ def files_below(path: str) -> Iterator[str]:
 
 
 def _alike(path: str, lost: Collection[str]) -> str | None:
-    """The file of the nearest rank: its name differs in one number alone."""
+    """The file of the nearest rank: its name differs in one number alone, not in that of a layer."""
     folder, name = os.path.split(path)
     numbers, best = [int(number) for number in NUMBER.findall(name)], None
+    is_layer = name.startswith(LAYER)
     for other in os.listdir(folder) if os.path.isdir(folder) else ():
         if NUMBER.sub("#", other) != NUMBER.sub("#", name) or os.path.join(folder, other) in lost:
             continue
         apart = [abs(a - int(b)) for a, b in zip(numbers, NUMBER.findall(other), strict=True)]
-        if sum(map(bool, apart)) == 1:
+        if sum(map(bool, apart)) == 1 and not (is_layer and apart[0]):
             # the last rank's file differs in its padding, so those before are more alike
             place = next(place for place, far in enumerate(apart) if far)
             is_behind = numbers[place] < int(NUMBER.findall(other)[place])
