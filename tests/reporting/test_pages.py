@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -125,3 +126,24 @@ def test_names_of_files(
     document = zckpt("report", example, "--json").document
     assert document["command"] == "report"
     assert {path.name for path in tmp_path.iterdir()} == {"run", "run.html", "run.md", "run.svg"}
+
+
+def test_what_is_no_page_is_not_replaced(example: Path, zckpt: Zckpt, tmp_path: Path) -> None:
+    weights = example / "global_step7" / "mp_rank_00_model_states.pt"
+    held = weights.read_bytes()
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("nothing")
+    (tmp_path / "mine.svg").write_text("mine")
+    (tmp_path / "empty").touch()
+    for path in (weights, tmp_path / "pipe", tmp_path / "link"):
+        for words in (("report", "--output"), ("inspect", "--html"), ("stats", "--html")):
+            ended = zckpt(words[0], example, words[1], path, "-q")
+            assert (ended.code, ended.out) == (2, ""), path
+            assert str(path) in ended.err
+    assert zckpt("report", example, "--output", tmp_path / "mine.md").code == 2, "its picture"
+    assert zckpt("verify", example, "--save-proof", tmp_path / "pipe").code == 2
+    assert weights.read_bytes() == held
+    assert (tmp_path / "pipe").is_fifo()
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "mine.svg").read_text() == "mine"
+    assert zckpt("report", example, "--output", tmp_path / "empty").code == 0

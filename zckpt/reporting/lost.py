@@ -197,7 +197,7 @@ def files_below(path: str) -> Iterator[str]:
 
 
 def _alike(path: str, lost: Collection[str]) -> str | None:
-    """The file of the nearest rank: its name differs in one number alone, not in that of a layer."""
+    """The file of the nearest rank: its name differs in one number alone, which is no layer's."""
     folder, name = os.path.split(path)
     numbers, best = [int(number) for number in NUMBER.findall(name)], None
     is_layer = name.startswith(LAYER)
