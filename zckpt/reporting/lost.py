@@ -64,11 +64,14 @@ class Found(Struct, eq=False):
     lost: dict[str, str] = field(default_factory=dict)
     stated: tuple[tuple[str, float | int], ...] = ()
     shadow: str | None = None
+    tag: str | None = None
 
     @property
     def root(self) -> str:
         """The checkpoint's own folder or file, not that of links."""
-        return self.path if self.manifest is None else self.real(self.manifest.root)
+        if self.manifest is not None:
+            return self.real(self.manifest.root)
+        return os.path.join(self.path, self.tag) if self.tag else self.path
 
     def real(self, text: str) -> str:
         """A text that names files, with their own paths."""
@@ -87,7 +90,7 @@ def what_is_there(path: str, source: Mapping[str, Any]) -> Iterator[Found]:
     Whatever is wrong with it is a fault. Raises the ZckptError of what is no checkpoint, or not one
     alone.
     """
-    found, source, weights_only = Found(path), dict(source), False
+    found, source, weights_only = Found(path, tag=source.get("tag")), dict(source), False
     with TemporaryDirectory(prefix="zckpt-") as temporary:
         while True:
             try:
@@ -103,8 +106,9 @@ def what_is_there(path: str, source: Mapping[str, Any]) -> Iterator[Found]:
                 if isinstance(error, InconsistentCheckpoint) and error.steps and not found.stated:
                     source["step_policy"] = _most_stated(found, error)
                 elif not _stand_in(found, error, temporary):
-                    kind = "missing" if isinstance(error, IncompleteCheckpoint) else "unreadable"
-                    paths = [found.real(path) for path in getattr(error, "paths", ())]
+                    kind, paths = _lost_in(found, error)
+                    if not paths and isinstance(error, IncompleteCheckpoint):
+                        kind = "missing"
                     named: list[str | None] = [*paths] or [None]
                     found.faults += (_fault(found, error, kind, path) for path in named)
                     if weights_only:
