@@ -35,19 +35,29 @@ class Shot(NamedTuple):
 
 
 SHOTS = (
-    Shot("report-light.png", ("report", "examples/run")),
-    Shot("report-dark.png", ("report", "examples/run"), scheme="dark"),
-    Shot("numbers.png", ("report", "examples/run"), "numbers", keys=("ArrowDown", "ArrowRight")),
-    Shot("map.png", ("report", "examples/run"), "map", keys=("ArrowDown", "ArrowRight")),
+    Shot("report-light.png", ("report", "examples/trainer/checkpoint-4")),
+    Shot("report-dark.png", ("report", "examples/trainer/checkpoint-4"), scheme="dark"),
+    Shot(
+        "numbers.png",
+        ("report", "examples/trainer/checkpoint-4"),
+        "numbers",
+        keys=("ArrowDown", "ArrowRight"),
+    ),
+    Shot(
+        "map.png",
+        ("report", "examples/trainer/checkpoint-4"),
+        "map",
+        keys=("ArrowDown", "ArrowRight"),
+    ),
 )
 
 
 def shoot(browser: Any, page: Path, picture: Path, shot: Shot) -> None:
-    """Takes one picture of a page, at twice its size, for sharp screens."""
+    """Takes one picture of a page; of a section at twice its size, for sharp screens."""
     opened = browser.new_page(
         viewport={"width": shot.width, "height": 800},
         color_scheme=shot.scheme,
-        device_scale_factor=2,
+        device_scale_factor=2 if shot.section else 1,
     )
     opened.goto(page.resolve().as_uri())
     opened.wait_for_selector("html[data-ready]", state="attached")

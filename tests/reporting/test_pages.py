@@ -87,6 +87,7 @@ def test_diff(tmp_path: Path, example: Path, zckpt: Zckpt, made: list[Document])
     assert zckpt("diff", EXAMPLE, example, "--html", tmp_path / "x.html").code == 3
     assert sections(made[0]) == {"line", "tensors", "against"}
     assert made[0]["against"]["first"]["element"] == 3
+    assert made[0]["line"]["checked"] == "checksums ok"
 
 
 def test_probe_diff(tmp_path: Path, zckpt: Zckpt, made: list[Document]) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 from msgspec import Struct
 
 from ..core import sources
-from ..core.dtypes import SIZES, STORAGES, TORCH_NAMES, decode
+from ..core.dtypes import NUMBERS, SIZES, STORAGES, TORCH_NAMES, decode
 from ..core.fileio import crc_of
 from ..core.fragments import Box, Extent, Fragments, Record, boxes, solid
 from ..core.inert import Foreign, Global, Scalar, TensorName, inside, map_values, to_json
@@ -242,6 +242,11 @@ class TorchFile:
             raise UnsupportedCheckpoint(
                 f"{self.path} has a number of type {tensor.dtype}, which zckpt does not read"
             ) from error
+
+    def number(self, value: Any) -> Any:
+        """A tensor of one element by value; anything else as it is."""
+        is_number = isinstance(value, Tensor) and value.numel == 1 and value.dtype in NUMBERS
+        return self.scalar(value) if is_number else value
 
     def kept(self, value: Any, path: str, entries: dict[str, Entry]) -> Any:
         """A value with its tensors as entries of slot `state`; 0-d ones by value."""

@@ -17,9 +17,9 @@ from msgspec.structs import replace
 
 from ..core.manifest import Manifest
 from ..errors import WrongOption, listed
+from . import peft
 
 CONFIG = "config.json"
-PEFT = "base_model.model."
 EMBEDDING = re.compile(
     r"(?:.+\.)?(?:embed_tokens|wte|word_embeddings|tok_embeddings|embed_in|shared|embeddings"
     r"|tokens_embed)\.weight"
@@ -125,7 +125,7 @@ def _likely(manifest: Manifest, before: str) -> tuple[str, str] | None:
         return None
     (owner,) = embeddings
     # a model without a head has no prefix before its layers, except those of wrappers
-    front = PEFT if owner.startswith(PEFT) else ""
+    front = peft.PREFIX if owner.startswith(peft.PREFIX) else ""
     if not owner.removeprefix(front).startswith(("model.", "transformer.")):
         return None
     return f"{front}lm_head.weight", owner

@@ -25,13 +25,16 @@ from typing import TYPE_CHECKING, Any
 from ..errors import MissingExtra
 
 if TYPE_CHECKING:
-    from .comparing import compare
-    from .huggingface import TrainerCallback
-    from .lightning import LightningCallback
-    from .recorder import Recorder
-    from .recording import inspect, record
-    from .streaming import stream
-    from .subscribers import Place, Subscriber, subscribe
+    from .comparing import compare as compare
+    from .huggingface import TrainerCallback as TrainerCallback
+    from .lightning import LightningCallback as LightningCallback
+    from .recorder import Recorder as Recorder
+    from .recording import inspect as inspect
+    from .recording import record as record
+    from .streaming import stream as stream
+    from .subscribers import Place as Place
+    from .subscribers import Subscriber as Subscriber
+    from .subscribers import subscribe as subscribe
 
 _PUBLIC = {
     "compare": "comparing",
@@ -50,18 +53,7 @@ _PACKAGES = {  # which install the modules that may be missing
     "transformers": "transformers",
     "lightning": "lightning",
 }
-__all__ = [
-    "LightningCallback",
-    "Place",
-    "Recorder",
-    "Subscriber",
-    "TrainerCallback",
-    "compare",
-    "inspect",
-    "record",
-    "stream",
-    "subscribe",
-]
+__all__ = [*_PUBLIC]
 
 
 def __getattr__(name: str) -> Any:

@@ -76,12 +76,7 @@ def report(a: Run, b: Run, noise: Run | None) -> Report:
     worlds, unmerged = (a.world, b.world), dict[str, str]()
     original = a
     if is_merged := a.world != b.world:
-        merged = merge(
-            a,
-            b,
-            lambda one, other: apart(one, other, is_merged=True)[0],
-            lambda record: max(SAME, TOLERANCES.get(record.dtype, 0.0)),
-        )
+        merged = merge(a, b)
         a, b, unmerged = merged.a, merged.b, merged.unmerged
         notes.append(_about_merging(worlds, merged.order))
     events, only_a, only_b = aligned(a, b)

@@ -19,7 +19,7 @@ where only what does not depend on the order is compared. What does not fit is l
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from msgspec import Struct
@@ -29,14 +29,13 @@ from ..core.checksum import combine
 from ..core.dtypes import SIZES
 from ..core.grouping import by_key
 from ..core.statistics import Statistics, json_number
+from .distances import SAME, TOLERANCES, apart
 from .runs import OF_WEIGHTS, Run, TensorRecord
 
 Group = tuple[int, str, str, str]
 """Step, batches, kind and key of the records that are merged."""
 ALL = "all"
 TRIED = 8  # records of inputs that show which rows a rank takes
-Distance = Callable[[TensorRecord, TensorRecord], float]
-Tolerance = Callable[[TensorRecord], float]
 
 
 class RankRecord(Struct, frozen=True):
@@ -60,16 +59,12 @@ class Unmerged(Exception):
     """Records that do not fit together; the message says why."""
 
 
-def merge(a: Run, b: Run, distance: Distance, tolerance: Tolerance) -> Merged:
-    """The records of both runs, merged.
-
-    `distance` is that of two records, `tolerance` the distance that a record tolerates: by them the
-    order of the rows is chosen.
-    """
+def merge(a: Run, b: Run) -> Merged:
+    """The records of both runs, merged."""
     sides = (a, b)
     labels = _labels(a, b)
     grouped = [_grouped(run, labels) for run in sides]
-    order = _order(sides, grouped, distance, tolerance)
+    order = _order(sides, grouped)
     records: list[list[TensorRecord]] = [[], []]
     unmerged: dict[str, str] = {}
     shared: set[tuple[str, str]] = set()
@@ -77,15 +72,15 @@ def merge(a: Run, b: Run, distance: Distance, tolerance: Tolerance) -> Merged:
         parts = [each.get(group) for each in grouped]
         if parts[0] is None or parts[1] is None:  # `aligned` lists what only one run has
             for own, known in zip(records, parts, strict=True):
-                own += [_named(known[0].record, group)] if known else []
+                own += [replace(known[0].record, batch=group[1])] if known else []
             continue
         try:
-            pair = _merged(group, sides, [parts[0], parts[1]], order, distance, shared)
+            pair = _merged(group, sides, [parts[0], parts[1]], order, shared)
         except Unmerged as error:
             unmerged.setdefault(f"{group[2]} {group[3]}", str(error))
         else:
             for own, record in zip(records, pair, strict=True):
-                own.append(_named(record, group))
+                own.append(replace(record, batch=group[1]))
     one = [
         Run(run.path, run.world, {0: own}, run.notes, run.headers)
         for run, own in zip(sides, records, strict=True)
@@ -132,10 +127,6 @@ def _grouped(run: Run, labels: set[tuple[int, str]]) -> dict[Group, list[RankRec
     return groups
 
 
-def _named(record: TensorRecord, group: Group) -> TensorRecord:
-    return replace(record, batch=group[1])
-
-
 # -- one group
 
 
@@ -144,7 +135,6 @@ def _merged(
     sides: Sequence[Run],
     parts: Sequence[list[RankRecord]],
     order: str,
-    distance: Distance,
     shared: set[tuple[str, str]],
 ) -> list[TensorRecord]:
     """The records of both runs, merged. Raises Unmerged."""
@@ -154,7 +144,7 @@ def _merged(
     if len({record.dtype for own in records for record in own}) > 1:
         return [own[0] for own in records]  # whose types differ: that is the difference
     if kind == "parameter" and len(shapes) == 1:
-        return list(max(_pairs(*records), key=lambda pair: distance(*pair)))
+        return list(max(_pairs(*records), key=lambda pair: _distance(*pair)))
     if kind in ("input", "forward") and len(shapes) == 1 and all(map(_is_one, records)):
         shared.add((kind, key))
         return [own[0] for own in records]
@@ -164,7 +154,7 @@ def _merged(
         return [_mean(own, len(own)) for own in records]
     of_shared = kind == "backward" and ("forward", key) in shared
     if shapes == {()} or kind == "gradient" or of_shared:
-        return _summed(kind, shapes, sides, records, distance)
+        return _summed(kind, shapes, sides, records)
     axis = _axis(shapes)
     rows = [sum(record.shape[axis] for record in own) for own in records]
     if rows[0] != rows[1]:
@@ -175,6 +165,10 @@ def _merged(
         _joined(side, own, axis, order, [values[place] for place in common])
         for side, own, values in zip(sides, records, placed, strict=True)
     ]
+
+
+def _distance(a: TensorRecord, b: TensorRecord) -> float:
+    return apart(a, b, is_merged=True)[0]
 
 
 def _pairs(
@@ -218,7 +212,6 @@ def _summed(
     shapes: set[tuple[int, ...]],
     sides: Sequence[Run],
     records: Sequence[Sequence[TensorRecord]],
-    distance: Distance,
 ) -> list[TensorRecord]:
     """Of each run the mean over the ranks of the sum over the batches.
 
@@ -230,7 +223,7 @@ def _summed(
         raise Unmerged("ranks have other integers")
     sums = [_mean(own, side.world) for side, own in zip(sides, records, strict=True)]
     means = [_mean(own, len(own)) for own in records]
-    if kind != "forward" or distance(sums[0], sums[1]) < distance(means[0], means[1]):
+    if kind != "forward" or _distance(*sums) < _distance(*means):
         return sums
     return means
 
@@ -326,12 +319,7 @@ def _placed(
         before += rows
 
 
-def _order(
-    sides: Sequence[Run],
-    grouped: Sequence[dict[Group, list[RankRecord]]],
-    distance: Distance,
-    tolerance: Tolerance,
-) -> str:
+def _order(sides: Sequence[Run], grouped: Sequence[dict[Group, list[RankRecord]]]) -> str:
     """The first order in which the first inputs of the model agree, or else the first outputs."""
     shared = [group for group in grouped[0] if group in grouped[1] and group[2] not in OF_WEIGHTS]
     inputs = [group for group in shared if group[2] == "input"]
@@ -343,11 +331,11 @@ def _order(
             if any(not part.record.shape for own in parts for part in own):
                 continue
             try:
-                a, b = _merged(group, sides, parts, order, distance, set())
+                a, b = _merged(group, sides, parts, order, set())
             except Unmerged:
                 continue
             tried += 1
-            agreed += distance(a, b) <= tolerance(a)
+            agreed += _distance(a, b) <= max(SAME, TOLERANCES.get(a.dtype, 0.0))
         if tried and agreed == tried:
             return order
     return ORDERS[0]

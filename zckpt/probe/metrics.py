@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 
 LOSSES = ("out", "out.loss", "out[0]")
@@ -68,13 +67,8 @@ def of_engine(engine: Any, metric: Metric, has_loss: Callable[[], bool]) -> Iter
         del engine.backward, engine.step  # those of the class are seen again
 
 
-def of_optimizer(optimizer: torch.optim.Optimizer, metric: Metric) -> None:
-    """Gives `metric` the learning rates of a torch optimizer."""
-    rates([group.get("lr") for group in optimizer.param_groups], metric)
-
-
 def rates(values: Any, metric: Metric) -> None:
-    """`lr` if there is one group, otherwise `lr.0`, `lr.1` ... by group."""
+    """Learning rates: `lr` if there is one group, otherwise `lr.0`, `lr.1` ... by group."""
     values = list(values or ())
     for number, value in enumerate(values):
         if is_number(value):

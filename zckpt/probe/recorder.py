@@ -80,7 +80,7 @@ class Recorder(Subscriber):
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """The optimizer has made an update."""
-        metrics.of_optimizer(optimizer, self.metric)
+        metrics.rates([group.get("lr") for group in optimizer.param_groups], self.metric)
         if not callable(self._clock.source):
             self._clock.advance()
 

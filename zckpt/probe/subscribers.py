@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -223,10 +224,7 @@ class _Hooks:
         for each in self.by_method["pre_forward_module"]:
             new_args, new_kwargs = each.pre_forward_module(place, new_args, new_kwargs)
         for each in self.by_method["pre_forward_tensor"]:
-
-            def change(where: str, tensor: Tensor, each: Subscriber = each) -> Tensor:
-                return each.pre_forward_tensor(place, where, tensor)
-
+            change = partial(each.pre_forward_tensor, place)
             new_args = mapped(new_args, "in", change)
             new_kwargs = mapped(new_kwargs, "in", change)
         return None if new_args is args and new_kwargs is kwargs else (new_args, new_kwargs)
@@ -247,11 +245,7 @@ class _Hooks:
         for each in reversed(self.by_method["post_forward_module"]):
             new_output = each.post_forward_module(place, args, new_output)
         for each in reversed(self.by_method["post_forward_tensor"]):
-
-            def change(where: str, tensor: Tensor, each: Subscriber = each) -> Tensor:
-                return each.post_forward_tensor(place, where, tensor)
-
-            new_output = mapped(new_output, "out", change)
+            new_output = mapped(new_output, "out", partial(each.post_forward_tensor, place))
         if any(self.by_method[name] for name in BACKWARD) and torch.is_grad_enabled():
             self._watch_backward(place, (args, kwargs), new_output)
         return None if new_output is output else new_output

@@ -105,10 +105,14 @@ def of_diff(report: Report, source: Mapping[str, Any], other_step: Any = None) -
         assert found.manifest is not None
         entries = [*found.manifest.entries.values()]
         places = places_in(found.manifest)
-        return begun(found, "diff") | {
+        problems = [_line(each) for each in report["problems"]]
+        about = begun(found, "diff")
+        if "records" in report:
+            about["line"]["checked"] = checked(report["records"], problems)
+        return about | {
             "tensors": numbers.table(entries),
             "against": against.section(report, report["b"], other_step, entries, places),
-            "faults": faults.section(found, map(_line, report["problems"])),
+            "faults": faults.section(found, problems),
         }
 
 

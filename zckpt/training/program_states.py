@@ -1,10 +1,10 @@
-"""Which program's state is in a checkpoint, and where does this program look for it?
+"""Is Lightning's state in a checkpoint, and where does Lightning look for it?
 
     lightning    x.ckpt                {"state_dict": {...}, "optimizer_states": [{...}], ...}
                  .metadata, meta.pt    items of `state_dict` and `optimizer_0`; the rest in meta.pt
                  checkpoint/, latest   DeepSpeed's, with the rest as the client's state
 
-A program that stores files of its own beside an engine's is found by these: see trainers.py.
+Programs that store files of their own beside an engine's are found by these: see trainers.py.
 """
 
 from __future__ import annotations
@@ -44,57 +44,28 @@ class Keys(Struct, frozen=True):
         return replace(self, optimizer=(*before, own))
 
 
-class Program(Struct, frozen=True):
-    """A program that loads its whole state from one path; `mark` is a key of this state.
-
-    It loads the states of all optimizers, by their places.
-
-    If it saves averages of the weights in the place of the model's, `trained` is the key of the
-    weights that the optimizer updates, and `averaging` that of what belongs to the averages. It
-    loads both from one file only.
-
-    `whole` is one file, `sharded` a directory of items; `tag` is the only one of DeepSpeed's that
-    it looks for. `resuming` is the line with which it goes on, around the path.
-    """
-
-    name: str
-    mark: str
-    whole: Keys
-    sharded: Keys
-    tag: str
-    resuming: tuple[str, str]
-    trained: str
-    averaging: str
-
-
-PROGRAMS = (
-    Program(
-        "Lightning",
-        "pytorch-lightning_version",
-        Keys(("state_dict",), ("optimizer_states", 0), "last.ckpt"),
-        Keys(("state_dict",), ("optimizer_0",), META),
-        "checkpoint",
-        ("trainer.fit(module, ckpt_path=", ")"),
-        "current_model_state",  # by the callback WeightAveraging, as averaging_state
-        "averaging_state",
-    ),
-)
-
-
-def program_of(state: Collection[Any]) -> Program | None:
-    """The program that saves such keys, if it is one of these."""
-    return next((program for program in PROGRAMS if program.mark in state), None)
+NAME = "Lightning"
+MARK = "pytorch-lightning_version"
+"""A key of its whole state, which it loads from one path: of all optimizers, by their places."""
+WHOLE = Keys(("state_dict",), ("optimizer_states", 0), "last.ckpt")
+"""Where its state dicts are in one file."""
+SHARDED = Keys(("state_dict",), ("optimizer_0",), META)
+"""And in a directory of items."""
+TAG = "checkpoint"
+"""The only one of DeepSpeed's that it looks for."""
+TRAINED, AVERAGING = "current_model_state", "averaging_state"
+"""Where it saves averages of the weights in the place of the model's (WeightAveraging): the weights
+that the optimizer updates, and what belongs to the averages. It loads both from one file only."""
 
 
 def place_of(state: Collection[Any], model: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Where a target has a model: the weights that a program trains take the averages' place."""
-    program = program_of(state)
-    return program.whole.model if program and model == (program.trained,) else model
+    """Where a target has a model: the weights that Lightning trains take the averages' place."""
+    return WHOLE.model if MARK in state and model == (TRAINED,) else model
 
 
-def program_in(source: Manifest) -> Program | None:
-    """The program whose state is beside the state dicts."""
-    return program_of(source.state.get("client_state") or {})
+def is_in(source: Manifest) -> bool:
+    """Whether Lightning's state is beside the state dicts."""
+    return MARK in (source.state.get("client_state") or {})
 
 
 def resuming(
@@ -102,17 +73,17 @@ def resuming(
 ) -> Callable[[str], str]:
     """Gives the line with which the program of a checkpoint resumes from a directory.
 
-    `file` is what it is given there. `otherwise` is for no program, and for the state of an
-    optimizer that is not the program's first.
+    `file` is what Lightning is given there. `otherwise` is for no program, and for the state of an
+    optimizer that is not Lightning's first.
     """
-    program = program_in(source)
-    if program is None:
+    if not is_in(source):
         return trainers.resuming(source.siblings, otherwise)
     engine = source.engine if isinstance(source.engine, StateDictEngine) else None
-    if engine and program.whole.numbered_as(engine.optimizer) != program.whole:
+    if engine and WHOLE.numbered_as(engine.optimizer) != WHOLE:
         return otherwise
-    before, after = program.resuming
-    return lambda path: f"{before}{literal(os.path.join(path, file) if file else path)}{after}"
+    return lambda path: (
+        f"trainer.fit(module, ckpt_path={literal(os.path.join(path, file) if file else path)})"
+    )
 
 
 def refuse_averages(source: Manifest) -> None:
@@ -120,14 +91,12 @@ def refuse_averages(source: Manifest) -> None:
 
     A target with everything in one file keeps both the averages and the weights that are trained.
     """
-    program = program_in(source)
     is_chosen = "root" in source.source or not isinstance(source.engine, StateDictEngine)
-    if program is None or is_chosen or program.trained not in source.state["client_state"]:
+    if not is_in(source) or is_chosen or TRAINED not in source.state["client_state"]:
         return
-    model = program.whole.model[0]
+    model = WHOLE.model[0]
     raise AmbiguousCheckpoint(
         f"{source.root} has averages of the weights in {model}, and the weights that the "
-        f"optimizer updates in {program.trained}: {program.name} loads both from one file only",
-        hint=f"convert the file that {program.name} saved, with --root {program.trained}, or "
-        f"with --root {model}",
+        f"optimizer updates in {TRAINED}: {NAME} loads both from one file only",
+        hint=f"convert the file that {NAME} saved, with --root {TRAINED}, or with --root {model}",
     )

@@ -18,15 +18,15 @@ from ...core.layout import Shell
 from ...core.manifest import Manifest
 from ...files.torchfile import TorchFile, is_torch
 from ...files.torchshell import Storages, seal_records, shell, thawed
+from ...training import program_states
 from ...training.options import DIALECT, Options
-from ...training.program_states import META, program_in
 from ..statedict.tree import SavedTree, leaves
 from ..statedict.write import StateDicts
 
 
 def rest_of(folder: str) -> str | None:
     """The path of such a file in a folder."""
-    path = os.path.join(folder, META)
+    path = os.path.join(folder, program_states.META)
     return path if sources.is_file(path) and is_torch(path) else None
 
 
@@ -51,16 +51,16 @@ def rest_for(source: Manifest, options: Options, dicts: StateDicts) -> str | Non
 
     A program that had one file with everything finds its state dicts under its keys for items.
     """
-    keys, program = dicts.keys, program_in(source)
+    keys = dicts.keys
     if options[DIALECT] is not None or options.weights_only:
         return None
     if keys.file is not None and not keys.whole:
         return keys.file
-    if program is None or source.format == "dcp":
+    if not program_states.is_in(source) or source.format == "dcp":
         return None
-    own = program.sharded.numbered_as(keys.optimizer)
+    own = program_states.SHARDED.numbered_as(keys.optimizer)
     dicts.model, dicts.optimizer = own.model, own.optimizer
-    return program.sharded.file
+    return own.file
 
 
 def rest_shell(name: str, source: Manifest, dicts: StateDicts) -> Shell:

@@ -13,8 +13,7 @@ from typing import Any
 from ...core.inert import Scalar
 from ...core.manifest import Manifest
 from ...errors import CorruptCheckpoint, UnsupportedCheckpoint, brief, listed
-from ...files.torchfile import Tensor, TorchFile
-from ...files.torchshell import Storages
+from ...files.torchshell import Storages, thawed
 from .states import EngineStates
 
 KEYS = {
@@ -37,14 +36,10 @@ def estimates_of(ranks: EngineStates) -> Estimates:
         result.append({})
         for key in KEYS & groups[0].keys():
             pairs = zip(groups, ranks.optimizers, strict=True)
-            values = [_number(group.get(key), file) for group, file in pairs]
+            values = [file.number(group.get(key)) for group, file in pairs]
             if any(repr(value) != repr(values[0]) for value in values):  # a NaN equals itself
                 result[-1][key] = values
     return result if any(result) else []
-
-
-def _number(value: Any, file: TorchFile) -> Any:
-    return file.scalar(value) if isinstance(value, Tensor) else value
 
 
 def warnings(estimates: Estimates) -> list[str]:
@@ -100,7 +95,5 @@ def of_rank(source: Manifest, group: int, rank: int, storages: Storages) -> dict
     """The hyper-parameters of a group that a rank has of its own."""
     estimates = stated(source)
     values = {key: own[rank] for key, own in estimates[group].items()} if estimates else {}
-    return {
-        key: storages.scalar(value) if isinstance(value, Scalar) else value
-        for key, value in values.items()
-    }
+    own: dict[str, Any] = thawed(values, source.entries, storages)
+    return own

@@ -143,7 +143,7 @@ OF_ENGINE = OF_BASE | {
     *("base_optimizer_state", "base_optimizer_state_step", "optimizer_state_dict"),
     *("single_partition_of_fp32_groups", "fp32_flat_groups", FLAT_MASTERS, WHOLE_MASTERS),
     *("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad"),
-    *("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window"),
+    *SCALING,
     *("zero_stage", "partition_count", "group_paddings", "groups_padding"),
     *("param_alignment_paddings", "param_slice_mappings", "ds_zero_partition_groups"),
     "universal_checkpoint_info",

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ...core import agreement
-from ...core.inert import Foreign, Global, Scalar
+from ...core.inert import Foreign, Global
 from ...core.states import among, beside
 from ...errors import InconsistentCheckpoint
 from ...files.torchshell import Storages
@@ -68,13 +68,13 @@ def numbers(target: DeepSpeedTarget, buffer: TargetBuffer, storages: Storages) -
         step = buffer.step if target.counts(buffer) else 0
         values["step"] = typed_step(target, step, storages)
     for key, scalar in buffer.scalars.items():
-        values[key] = _number(scalar, storages)
+        values[key] = target.thawed(scalar.unwrapped(), storages)
     return values
 
 
 def typed_step(target: DeepSpeedTarget, step: agreement.Step, storages: Storages) -> Any:
     """A step in the type, and as a tensor in the shape, that the target's optimizer expects."""
-    return _number(target.step_place.number(step), storages)
+    return target.thawed(target.step_place.number(step).unwrapped(), storages)
 
 
 def group_step(
@@ -93,12 +93,6 @@ def group_step(
             )
         return {"step": typed_step(target, values.pop(), storages)} if values else {}
     return {} if place.stale is None else {"step": target.thawed(place.stale, storages)}
-
-
-def _number(number: Scalar, storages: Storages) -> Any:
-    """A tensor, or a number of Python's."""
-    value = number.unwrapped()
-    return storages.scalar(value) if isinstance(value, Scalar) else value
 
 
 # -- loss scale

@@ -12,7 +12,6 @@ from typing import Any
 from msgspec import Struct, field
 
 from ...core import agreement
-from ...core.dtypes import NUMBERS
 from ...core.facts import StepPlace
 from ...core.fragments import Fragments
 from ...core.inert import Foreign, Scalar, inside, map_values, to_json
@@ -189,9 +188,7 @@ class EngineStates(Struct, frozen=True):
 
     def number(self, rank: int, value: Any) -> Any:
         """`value` of an optimizer file; a tensor of one element by value."""
-        if isinstance(value, Tensor) and value.numel == 1 and value.dtype in NUMBERS:
-            return self.optimizers[rank].scalar(value)
-        return value
+        return self.optimizers[rank].number(value)
 
     def scalar(self, values: Sequence[Any]) -> Scalar | None:
         """A number that is equal on all ranks; a plain one keeps its Python type's name."""

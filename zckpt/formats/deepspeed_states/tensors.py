@@ -9,7 +9,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ...core.dtypes import NUMBERS, SIZES
+from ...core.dtypes import SIZES
 from ...core.fragments import Fragments, Runs, Slices
 from ...core.inert import inside, map_values
 from ...core.manifest import Entry, Parameter
@@ -194,9 +194,7 @@ class ManifestTensors:
 
         A target's shells then state it too: whoever compares what ranks estimated reads it there.
         """
-        if isinstance(value, Tensor) and value.numel == 1 and value.dtype in NUMBERS:
-            return file.scalar(value)
-        return self.kept(value, path, file)
+        return self.kept(file.number(value), path, file)
 
 
 def is_extra(name: str, value: Any) -> bool:

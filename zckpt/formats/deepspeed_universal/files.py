@@ -45,16 +45,6 @@ SliceInfo = dict[str, Any]
 """What a tensor's file says beside the tensor: how it is cut for tensor parallelism."""
 
 
-def detect(path: str) -> list[str]:
-    """Tags of the universal checkpoints at `path`; a tag directory's own is its name."""
-    return KIND.detect(path)
-
-
-def locate(path: str, tag: str | None) -> TagDirectory:
-    """The tag that is meant; raises NotACheckpoint and AmbiguousCheckpoint."""
-    return KIND.locate(path, tag)
-
-
 def is_name(name: str) -> bool:
     """Whether a file or folder can have this name."""
     try:

@@ -26,7 +26,7 @@ from ..deepspeed_states.directories import TagDirectory
 from ..deepspeed_states.manifest import manifest_of, with_files
 from ..deepspeed_states.states import BufferSlot, FlatBuffer, open_files
 from ..reading import USUAL, Reading
-from .files import CUTS, MASTER, VIEW, ZERO, SliceInfo, is_name, locate
+from .files import CUTS, KIND, MASTER, VIEW, ZERO, SliceInfo, is_name
 from .merged import MergedStates
 from .slicing import facts_of
 
@@ -38,7 +38,7 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
     NotACheckpoint, IncompleteCheckpoint (no zero/, no fp32.pt of a parameter),
     InconsistentCheckpoint (shapes that differ), CorruptCheckpoint, UnsupportedCheckpoint (MoE).
     """
-    directory = locate(path, reading.tag)
+    directory = KIND.locate(path, reading.tag)
     try:
         return _manifest(directory, reading.step_policy)
     except MALFORMED as error:
@@ -307,6 +307,5 @@ class ParameterFolders:
 
 def _number(file: TorchFile, value: Any) -> tuple[Any, tuple[int, ...]]:
     """A stored number and its shape; a tensor of one element by value."""
-    if isinstance(value, Tensor) and value.numel == 1:
-        return file.scalar(value), value.shape
-    return value, ()
+    number = file.number(value)
+    return number, number.shape if isinstance(number, Scalar) else ()

@@ -18,12 +18,15 @@ from msgspec import Struct
 
 from ...core.dtypes import SIZES
 from ...core.inert import PLAIN, Foreign, types_in
-from ...errors import CorruptCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint
+from ...errors import (
+    MALFORMED,
+    CorruptCheckpoint,
+    InconsistentCheckpoint,
+    UnsupportedCheckpoint,
+)
 from ...files.torchfile import TORCH_DTYPES, Tensor, TorchFile, class_of
 
 MIXED = "files of different saves seem to be mixed; take those of one save"
-MALFORMED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-"""What reading a record of another structure than torch's may raise."""
 
 
 class LocalPart(Struct, frozen=True):

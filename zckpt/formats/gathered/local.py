@@ -174,8 +174,7 @@ def _check_alike(files: Mapping[int, TorchFile], step_policy: str | None) -> Non
 
 def _last_step(file: TorchFile) -> agreement.Step | None:
     """The highest step of all parameters."""
-    values = [state.get("step") for state in file.value["state"].values()]
-    numbers = [file.scalar(value) if isinstance(value, Tensor) else value for value in values]
+    numbers = [file.number(state.get("step")) for state in file.value["state"].values()]
     return max((s for s in map(steps.step_of, numbers) if s is not None), default=None)
 
 

@@ -242,7 +242,7 @@ class MergedRanks(Struct, eq=False):
         """Ranks that disagree on a step are of different saves, unless the policy decides."""
         first = min(by_rank)
         numbers = {
-            rank: self.files[rank].scalar(value) if isinstance(value, Tensor) else value
+            rank: self.files[rank].number(value)
             for rank, value in by_rank.items()
             if not (isinstance(value, Tensor) and value.numel != 1)
         }

@@ -42,7 +42,7 @@ from ...files.torchshell import Storages, seal_records, shell
 from ...naming import peft
 from ...training import program_states, trainers
 from ...training.options import DIALECT, DP, Options
-from ...training.program_states import Keys, program_in
+from ...training.program_states import Keys
 from ...training.trainers import ACCELERATE, TRANSFORMERS, program_of
 from ..statedict.keys import OPTIMIZER, keys_of, trainers_dialect
 from ..statedict.tree import Path, dotted
@@ -102,8 +102,9 @@ def file_names(source: Manifest, options: Options) -> FileNames:
     """The names of the target's files: by `--dialect`, else as in a source of this format."""
     engine = keys_of(source.engine)
     if options[DIALECT] is None and not options.weights_only:
-        of_program = program_in(source)
-        keys = of_program.whole.numbered_as(engine.optimizer) if of_program else None
+        keys = None
+        if program_states.is_in(source):
+            keys = program_states.WHOLE.numbered_as(engine.optimizer)
         if engine.whole and engine.file is not None:
             keys = Keys(engine.model, engine.optimizer or OPTIMIZER, engine.file)
         if keys is not None:

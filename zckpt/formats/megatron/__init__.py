@@ -11,12 +11,11 @@
     buffers/          flat buffers of the optimizer
     legacy/           the older directories, mp_rank_*
     fsdp.py           the directories of Megatron-FSDP
-    obstacles.py      why a run of other sizes does not load them
     write.py          an iteration's directory, from which any tp, pp and dp resumes
     optimizers.py     the optimizers and groups that a target's run has
     vocabulary.py     the rows of a padded vocabulary: `--tp`
     run_template.py   sources of other engines, with the keys and groups of a run: `--like`
-    functions.py      what zckpt does with them
+    functions.py      what zckpt does with them; why a run of other sizes does not load them
     gather/           what Megatron-Core's own rule brings back, for `verify --gather`
 
 Facts in this package are of megatron-core 0.16.1 unless said otherwise.

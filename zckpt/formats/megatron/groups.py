@@ -19,10 +19,9 @@ from typing import Any
 
 from ...core.agreement import Step, agree
 from ...core.facts import StepPlace
-from ...core.inert import Scalar
 from ...core.manifest import Sighting
 from ...errors import CorruptCheckpoint
-from ...files.torchfile import Tensor, TorchFile
+from ...files.torchfile import TorchFile
 from ...training import steps
 from .common_state import optimizers_of
 from .names import EMBEDDING, OUTPUT
@@ -117,13 +116,13 @@ def stated_step(
     in_groups = steps.StatedSteps("group")
     in_states = steps.StatedSteps("state")
     for number, group in enumerate(groups_of(common)):
-        in_groups.add(f"group {number}", _number(file, group.get("step")))
+        in_groups.add(f"group {number}", file.number(group.get("step")))
     for number, state in enumerate(optimizers_of(common)):
         inner = state.get("optimizer", state)
         states = inner.get("state") if isinstance(inner, dict) else None
         if isinstance(states, dict):
             where = f"common_step of optimizer {number}"
-            in_states.add(where, _number(file, states.get("common_step")))
+            in_states.add(where, file.number(states.get("common_step")))
     stated = steps.believed(in_states, in_groups)
     sightings = [Sighting(where, step, True) for where, step in stated.steps.items()]
     sightings += steps.counter_sightings("common state", common, ["iteration"])
@@ -132,8 +131,3 @@ def stated_step(
         sightings += steps.counter_sightings("opt_param_scheduler", scheduler, ["num_steps"])
     step = agree(list(stated.steps.items()), policy)
     return step, stated.place(), sightings
-
-
-def _number(file: TorchFile, value: Any) -> Scalar | Any:
-    """A stored number: a 0-d tensor by value."""
-    return file.scalar(value) if isinstance(value, Tensor) and not value.shape else value

@@ -35,6 +35,7 @@ from ..reading import USUAL, Reading
 from ..statedict.tree import TensorPiece, assembled
 from .buffers import flats
 from .buffers.order import expert_of
+from .buffers.placing import Local
 from .buffers.stages import ModelRank, placed
 from .common_state import (
     FLAT,
@@ -256,13 +257,17 @@ class _Reader:
 
         `tp` ranks have a slice of each parameter, or the whole.
         """
-        cuts, locals_ = {}, {}
+        cuts: dict[str, Sliced] = {}
+        parts: list[dict[str, Local]] = [{} for _ in range(tp)]
         for name in names:
             entry, pieces = self.entries[f"{name}/param"], self.pieces[name]
             slicing = flats.slicing_of(name, entry.shape, pieces, tp)
             cuts[name] = Sliced(entry.shape, slicing, "saved so")
-            locals_[name] = flats.local_parts(entry, slicing, pieces, tp)
-        parts = [{name: own[rank] for name, own in locals_.items()} for rank in range(tp)]
+            ordered = sorted(pieces, key=lambda piece: piece.offsets)
+            for rank, part in enumerate(parts):
+                piece = ordered[rank if len(ordered) >= tp else 0]
+                numel = prod(slicing.slices[rank])
+                part[name] = flats.local_part(name, numel, entry.dtype, piece)
         found = placed(ranks, parts, flats.read_bytes, self.folder)
         states = (
             (rank, entry)

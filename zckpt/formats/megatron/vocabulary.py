@@ -47,7 +47,13 @@ def for_tensor_ranks(source: Manifest, options: Options) -> Manifest:
             hint="leave it out: Megatron-Core loads other numbers of rows too",
         )
     wanted = _rows(source.root, rows.pop(), kept, args, options)
-    return _with_rows(source, names, wanted, kept, args)
+    common = {**kept["common"]}
+    if isinstance(common.get("args"), Foreign) and PADDED in args:
+        common["args"] = replace(common["args"], state={**args, PADDED: wanted})
+    vocabulary = {**(kept.get("vocabulary") or {}), "rows": wanted}
+    changed = {**kept, "common": common, "vocabulary": vocabulary}
+    model = resized(source, dict.fromkeys(names, wanted))
+    return replace(model, state={**source.state, "megatron": changed})
 
 
 def _rows(
@@ -68,19 +74,3 @@ def _rows(
             hint="give the number: --vocab-size N",
         )
     return padded(root, WEIGHTS[0], used or 0, given, tp * (unit or 1))
-
-
-def _with_rows(
-    source: Manifest,
-    names: list[str],
-    rows: int,
-    kept: Mapping[str, Any],
-    args: Mapping[str, Any],
-) -> Manifest:
-    common = {**kept["common"]}
-    if isinstance(common.get("args"), Foreign) and PADDED in args:
-        common["args"] = replace(common["args"], state={**args, PADDED: rows})
-    vocabulary = {**(kept.get("vocabulary") or {}), "rows": rows}
-    changed = {**kept, "common": common, "vocabulary": vocabulary}
-    model = resized(source, dict.fromkeys(names, rows))
-    return replace(model, state={**source.state, "megatron": changed})

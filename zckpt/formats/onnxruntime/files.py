@@ -42,18 +42,14 @@ class CheckpointFiles(Struct, frozen=True):
 
 def detect(path: str) -> list[str]:
     """One empty tag if there is a checkpoint; `find` says which one, if there are several."""
-    if sources.is_folder(path):
-        try:
-            with os.scandir(path) as items:
-                files = [
-                    item for item in items if item.is_file() and not item.name.endswith(OTHER_FILES)
-                ]
-        except PermissionError:  # lost+found
-            return []
-        return (
-            [""] if any(_is_named(item.name) or _may_be_hdf5(item.path) for item in files) else []
-        )
-    return [""] if sources.is_file(path) and (hdf5.is_one(path) or legacy.is_one(path)) else []
+    if not sources.is_folder(path):
+        return [""] if sources.is_file(path) and (hdf5.is_one(path) or legacy.is_one(path)) else []
+    try:
+        names = _candidates(path)
+    except PermissionError:  # lost+found
+        return []
+    files = filter(sources.is_file, [os.path.join(path, name) for name in names])
+    return [""] if any(file.endswith(legacy.SUFFIX) or _may_be_hdf5(file) for file in files) else []
 
 
 def _may_be_hdf5(path: str) -> bool:
@@ -70,10 +66,6 @@ def _may_be_hdf5(path: str) -> bool:
 def _candidates(folder: str) -> list[str]:
     """Names of the files in a folder that may belong to a checkpoint."""
     return sorted(name for name in os.listdir(folder) if not name.endswith(OTHER_FILES))
-
-
-def _is_named(name: str) -> bool:
-    return name.endswith(legacy.SUFFIX)
 
 
 def locate(path: str) -> CheckpointFiles:
@@ -123,7 +115,7 @@ def _all(folder: str, names: Iterable[str], of_any_name: bool = False) -> list[C
         elif match := legacy.FILE.fullmatch(name):
             ranks = sharded.setdefault((match[1], int(match[3]) + 1), [])
             ranks.append((int(match[2]), full))
-        elif _is_named(name) or of_any_name:
+        elif name.endswith(legacy.SUFFIX) or of_any_name:
             checkpoints.append(CheckpointFiles(full, ((0, full),), 1))
     for (prefix, count), files in sharded.items():
         pattern = os.path.join(folder, f"{prefix}.ZeRO.*.{count - 1}{legacy.SUFFIX}")

@@ -24,7 +24,7 @@ from msgspec.structs import replace
 from ...core.dtypes import FLOATS
 from ...core.inert import PLAIN, map_values, to_json, types_in
 from ...errors import MissingData
-from ...training.program_states import program_of
+from ...training.program_states import MARK, TRAINED, WHOLE
 from .tree import Leaf, Path, SavedTree, dotted
 from .twins import is_float
 
@@ -184,10 +184,9 @@ def choose_models(
         )
     if saved.models:
         return [(key,) for key in saved.models]
-    program = program_of(saved.tree)
-    if program is not None and program.whole.model in models:
-        chosen = (asked,) if asked == program.trained else program.whole.model
-        return [chosen if chosen in models else program.whole.model]
+    if MARK in saved.tree and WHOLE.model in models:
+        chosen = (asked,) if asked == TRAINED else WHOLE.model
+        return [chosen if chosen in models else WHOLE.model]
     fitting: dict[Path, dict[Any, Any]] = dict(models)
     if len(optimizers) == 1 and not optimizers[0].is_numbered:
         names = {name for members in optimizers[0].members for name in members}

@@ -13,7 +13,7 @@ from ...core.states import BESIDE_STATE, OF_NO_GROUP
 from ...errors import InconsistentCheckpoint, MissingData, listed
 from ...naming import peft
 from ...naming.names import names_in
-from ...training.program_states import program_of
+from ...training import program_states
 from ...training.trainers import config_of, of_model
 from ..reading import USUAL, Reading
 from ..strangers import NO_NAMES, Stranger
@@ -94,19 +94,19 @@ def manifest(saved: SavedTree, reading: Reading = USUAL) -> Manifest:
 
 
 def _settle_averages(saved: SavedTree, model: Path) -> None:
-    """Where a program saves averages of the weights too: drops them if the others are asked for."""
-    program = program_of(saved.tree)
-    if program is None or program.trained not in saved.tree:
+    """Where Lightning saves averages of the weights too: drops them if the others are asked for."""
+    own, trained = program_states.WHOLE.model, program_states.TRAINED
+    if not {program_states.MARK, trained} <= saved.tree.keys():
         return
-    averages = [str(program.whole.model[0]), program.averaging]
-    if model == program.whole.model:
+    averages = [str(own[0]), program_states.AVERAGING]
+    if model == own:
         saved.warnings.append(
-            f"{averages[0]} has averages of the weights; {program.trained} has those that the "
-            f"optimizer updates: --root {program.trained} takes these"
+            f"{averages[0]} has averages of the weights; {trained} has those that the "
+            f"optimizer updates: --root {trained} takes these"
         )
         return
     saved.tree = {key: value for key, value in saved.tree.items() if key not in averages}
-    saved.left_out.append(f"{listed(averages)}: --root takes {program.trained}")
+    saved.left_out.append(f"{listed(averages)}: --root takes {trained}")
 
 
 def _separate(saved: SavedTree) -> None:
@@ -140,13 +140,12 @@ def _several(saved: SavedTree, roots: Roots, reading: Reading) -> list[Root]:
         return list(roots.roots)
     chosen = roots.asked(reading.root, reading.weights_only)
     saved.likely = [] if reading.weights_only else roots.likely(chosen)
-    program = program_of(saved.tree)
     every = [path for root in roots.roots for path in root.optimizers]
     lost = [dotted(path) for path in every if path not in chosen.optimizers]
-    if program is not None and chosen.optimizers and lost:
+    if program_states.MARK in saved.tree and chosen.optimizers and lost:
         saved.warnings.append(
-            f"{program.name} loads the state of each optimizer by its place: a module that has "
-            f"{listed(lost)}, too, does not resume from what is written"
+            f"{program_states.NAME} loads the state of each optimizer by its place: a module that "
+            f"has {listed(lost)}, too, does not resume from what is written"
         )
     saved.left_out += roots.left_out(chosen)
     if saved.models:

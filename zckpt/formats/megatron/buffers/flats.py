@@ -71,19 +71,6 @@ def slicing_of(name: str, shape: Sequence[int], pieces: Sequence[TensorPiece], t
     return cut(prod(shape[:axis]), prod(shape[axis + 1 :]), listed)
 
 
-def local_parts(
-    entry: Entry, slicing: Slicing, pieces: Sequence[TensorPiece], tp: int
-) -> list[Local]:
-    """Every rank's part of a weight, with the first elements of it."""
-    ordered = sorted(pieces, key=lambda piece: piece.offsets)
-    result = []
-    for rank in range(tp):
-        piece = ordered[rank] if len(ordered) >= tp else ordered[0]
-        numel = prod(slicing.slices[rank])
-        result.append(local_part(entry.parameter, numel, entry.dtype, piece))
-    return result
-
-
 def local_part(name: str, numel: int, dtype: str, piece: TensorPiece) -> Local:
     """A rank's part of a weight; its first elements are a piece's, as far as these are in order."""
     count, size = 1, SIZES[dtype]
@@ -299,10 +286,7 @@ def _numbers(file: TorchFile, value: Any) -> Any:
     """A dictionary with the numbers of its tensors that have one element."""
     if not isinstance(value, dict):
         return value
-    return {
-        key: file.scalar(item) if isinstance(item, Tensor) and item.numel == 1 else item
-        for key, item in value.items()
-    }
+    return {key: file.number(item) for key, item in value.items()}
 
 
 def param_groups(file: TorchFile, value: Any) -> list[Any]:

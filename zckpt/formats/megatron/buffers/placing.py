@@ -19,7 +19,7 @@ from msgspec import Struct
 
 from ....core.cast import are_rounded, rounded
 from ....core.dtypes import SIZES
-from ....core.fragments import Extent, Fragment, Runs
+from ....core.fragments import Extent, Runs
 from ....core.grouping import by_key
 from ....core.manifest import Entry
 
@@ -54,14 +54,7 @@ class Flat(Struct, frozen=True, eq=False):
     def part(self, slot: str, place: tuple[int, int], numel: int) -> Runs:
         """The `numel` elements of a slot that begin at a place (bucket, element)."""
         bucket, start = place
-        runs, stop = self.tensors[slot][bucket], start + numel
-        parts = []
-        for run in runs.overlapping(start, stop):
-            low, high = max(start, run.start), min(stop, run.stop)
-            size = run.extent.length // (run.stop - run.start)
-            extent = run.extent.part((low - run.start) * size, (high - run.start) * size)
-            parts.append(Fragment(low - start, high - start, extent))
-        return Runs(parts)
+        return self.tensors[slot][bucket].part(start, start + numel, SIZES["F32"])
 
     def entries(self, name: str, place: tuple[int, int], shape: tuple[int, ...]) -> Iterator[Entry]:
         """The states of a parameter that begins at a place."""

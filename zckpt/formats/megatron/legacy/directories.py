@@ -368,7 +368,7 @@ def without_members(file: TorchFile, group: dict[str, Any], inner: dict[Any, Any
     known = inner.get("state", {})
     steps = [known[key].get("step") for key in numbers if key in known]
     if steps and "step" not in result and steps[0] is not None:
-        values = [file.scalar(step) if isinstance(step, Tensor) else step for step in steps]
+        values = [*map(file.number, steps)]
         if any(value != values[0] for value in values):
             raise InconsistentCheckpoint(f"{file.path}: the steps of parameters differ")
         result["step"] = values[0]
