@@ -155,6 +155,22 @@ def test_a_file_of_items_that_was_cut_short(
     assert any(measure["key"] == "param" for measure in made["numbers"]["measures"])
 
 
+@pytest.mark.parametrize("file", ["distrib_optim.pt", "model_optim_rng.pt"])
+@pytest.mark.parametrize("rank", ["mp_rank_00", "mp_rank_01"])
+def test_a_lost_file_in_a_folder_of_its_rank(
+    rank: str, file: str, tmp_path: Path, document: Make
+) -> None:
+    source = DATA / "megatron-0.16.1-legacy-tp2" / "iter_0000003"
+    run = shutil.copytree(source, tmp_path / "run")
+    (run / rank / file).unlink()
+    made = document(run)
+    (line,) = [line for line in made["faults"] if line["fault"]]
+    assert (line["kind"], line["file"]) == ("missing", f"{rank}/{file}")
+    states = {each["name"]: each["state"] for each in made["map"]["files"]}
+    assert states[f"{rank}/model_optim_rng.pt"] == ("missing" if file[0] == "m" else "ok")
+    assert any(measure["key"] == "param" for measure in made["numbers"]["measures"])
+
+
 def test_all_files_of_a_kind(example: Path, document: Make) -> None:
     for path in optimizer_files(example):
         path.unlink()

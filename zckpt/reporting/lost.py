@@ -47,6 +47,7 @@ NO_FAULT = (WrongOption, MissingExtra, SourceChanged, ProcessFailed)
 MOST_FILES = 20_000  # of a damaged checkpoint, among whose names that of an error is looked for
 SMALL = 4096  # bytes of a file that is copied into the folder of links
 NUMBER = re.compile(r"\d+")
+RANK = "mp_rank_"  # so Megatron calls the folder of a model rank
 LAYER = "layer_"  # so DeepSpeed's pipelines call a layer's files: layer_03-model_00-model_states.pt
 
 
@@ -109,7 +110,9 @@ def what_is_there(path: str, source: Mapping[str, Any]) -> Iterator[Found]:
                     kind, paths = _lost_in(found, error)
                     if not paths and isinstance(error, IncompleteCheckpoint):
                         kind = "missing"
-                    named: list[str | None] = [*paths] or [None]
+                    if found.lost and not paths:  # what stands in does not fit
+                        found.faults.append(_left_out(found, error))
+                    named: list[str | None] = [*paths] or [None] * (not found.lost)
                     found.faults += (_fault(found, error, kind, path) for path in named)
                     if weights_only:
                         break
@@ -122,6 +125,12 @@ def _fault(found: Found, error: Exception, kind: str, file: str | None = None) -
     if file is not None and kind == "missing":
         message = f"{os.path.basename(file)} is missing: {message}"
     return {"kind": kind, "fault": True, "file": file, "message": message}
+
+
+def _left_out(found: Found, error: Exception) -> Report:
+    """What could not be read because of a lost file: no fault of its own."""
+    message = f"more is not read without the files above: {found.real(sentence(error))}"
+    return {"kind": "warning", "fault": False, "file": None, "message": message}
 
 
 # -- steps that differ
@@ -201,21 +210,33 @@ def files_below(path: str) -> Iterator[str]:
 
 
 def _alike(path: str, lost: Collection[str]) -> str | None:
-    """The file of the nearest rank: its name differs in one number alone, which is no layer's."""
+    """The file of the nearest rank, whose name differs in one number alone, which is no layer's.
+
+    Where each rank has a folder, that is the number of the folder.
+    """
     folder, name = os.path.split(path)
+    above, own = os.path.split(folder)
+    if own.startswith(RANK):
+        return _nearest(above, own, lost, name)
+    return _nearest(folder, name, lost)
+
+
+def _nearest(folder: str, name: str, lost: Collection[str], inside: str = "") -> str | None:
+    """What is in the folder under the most similar name, or the file `inside` of that."""
     numbers, best = [int(number) for number in NUMBER.findall(name)], None
     is_layer = name.startswith(LAYER)
     for other in os.listdir(folder) if os.path.isdir(folder) else ():
-        if NUMBER.sub("#", other) != NUMBER.sub("#", name) or os.path.join(folder, other) in lost:
+        own = os.path.join(folder, other, inside) if inside else os.path.join(folder, other)
+        if NUMBER.sub("#", other) != NUMBER.sub("#", name) or own in lost:
             continue
         apart = [abs(a - int(b)) for a, b in zip(numbers, NUMBER.findall(other), strict=True)]
-        if sum(map(bool, apart)) == 1 and not (is_layer and apart[0]):
+        if sum(map(bool, apart)) == 1 and not (is_layer and apart[0]) and os.path.isfile(own):
             # the last rank's file differs in its padding, so those before are more alike
             place = next(place for place, far in enumerate(apart) if far)
             is_behind = numbers[place] < int(NUMBER.findall(other)[place])
-            distance = (place, is_behind, sum(apart), other)
+            distance = (place, is_behind, sum(apart), own)
             best = distance if best is None else min(best, distance)
-    return None if best is None else os.path.join(folder, best[-1])
+    return None if best is None else best[-1]
 
 
 def _link(real: str, shadow: str, inside: str, other: str) -> None:
