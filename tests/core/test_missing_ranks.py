@@ -32,10 +32,10 @@ def test_a_missing_file() -> None:
 
 
 def test_missing_ranks() -> None:
-    error = missing_ranks("/run", [1, 3], "model", "it has 2 of 4", "expected a_1.pt")
+    error = missing_ranks("/run", [1, 3], "model", "it has 2 of 4", expected="a_1.pt")
     assert isinstance(error, IncompleteCheckpoint)
     assert error.message == "/run: the model file of rank 1, 3 is missing (it has 2 of 4)"
-    assert error.hint == "expected a_1.pt"
+    assert error.hint.startswith("expected a_1.pt: copy it again, or take an earlier checkpoint")
     assert missing_ranks("/run", [1]).message == "/run: the file of rank 1 is missing"
 
 

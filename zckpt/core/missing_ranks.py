@@ -28,6 +28,11 @@ def missing_file(path: str, stated_by: str = "", hint: str = "") -> IncompleteCh
     )
 
 
+def expecting(name: str) -> str:
+    """The hint for a file that is lost; `name` is its name."""
+    return f"expected {name}: copy it again, or take an earlier checkpoint (of a run: --tag)"
+
+
 def missing_ranks(
     where: str,
     ranks: Sequence[int],
@@ -43,7 +48,7 @@ def missing_ranks(
     return IncompleteCheckpoint(
         f"{where}: the {what + ' ' if what else ''}file of rank {listed(ranks)} is missing"
         + (f" ({reason})" if reason else ""),
-        hint or (f"expected {expected}" if expected else ""),
+        hint or (expecting(expected) if expected else ""),
         [os.path.join(where, expected)] if expected else (),
     )
 

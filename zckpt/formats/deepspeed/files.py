@@ -11,7 +11,7 @@ from msgspec import Struct, field
 
 from ...core import sources
 from ...core.filenames import file_names, numbers_of
-from ...core.missing_ranks import missing_ranks
+from ...core.missing_ranks import expecting, missing_ranks
 from ...errors import IncompleteCheckpoint, InconsistentCheckpoint
 from ...files.torchfile import Parsed
 from ..deepspeed_states.directories import (
@@ -143,7 +143,7 @@ def rank_files(
         expected = f"expp_rank_{missing[0]}_mp_rank_{model_rank:02d}_optim_states.pt"
         raise IncompleteCheckpoint(
             f"{directory.path} lacks the optimizer of ep rank {missing[0]}",
-            hint=f"expected {expected}",
+            hint=expecting(expected),
             paths=[os.path.join(directory.path, expected)],
         )
     _all_ranks(directory, of_stage_3, "model")

@@ -8,6 +8,7 @@ from typing import Any
 
 from ...core.grouping import by_key
 from ...core.inert import Foreign
+from ...core.missing_ranks import expecting
 from ...errors import CorruptCheckpoint, IncompleteCheckpoint, InconsistentCheckpoint
 from ..deepspeed_states.agreement import check_facts, check_models, for_each
 from ..deepspeed_states.directories import TagDirectory, file_of_rank, refuse
@@ -131,7 +132,7 @@ def _check_world(
         expected = [file_of_rank(paths[0], rank) for rank in range(dp, stated)]
         raise IncompleteCheckpoint(
             f"{directory.path} holds optimizer files of {dp} of {stated} ranks",
-            hint=f"expected {expected[-1]}",
+            hint=expecting(expected[-1]),
             paths=[os.path.join(directory.path, name) for name in expected],
         )
     if isinstance(stated, int) and stated < dp:
