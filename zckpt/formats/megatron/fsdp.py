@@ -312,10 +312,7 @@ class _FsdpReader:
         return _with_lists(tree.get("", {}))
 
     def value(self, key: str, place: str) -> Any:
-        """A value with its tensors as entries of slot `state`; 0-d ones by value.
-
-        None for one in a lost file.
-        """
+        """A value with its tensors as entries of slot `state`; 0-d ones by value; None if lost."""
         item = self.table.items[key]
         if item is None or (not item.shape and len(item.boxes) == 1):
             if sources.is_stand_in(self.location(key).file):

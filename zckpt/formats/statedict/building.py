@@ -26,7 +26,7 @@ from ..reading import Reading
 from ..strangers import Stranger, sorted_out
 from .finding import OptimizerState, is_buffer, is_extra, merged, value_at, without
 from .roots import Root
-from .tree import InPieces, Leaf, Path, SavedTree, StepStatement, dotted
+from .tree import InPieces, Leaf, Path, SavedTree, StepStatement, dotted, lost_number
 from .twins import second_names
 
 SCHEDULERS = ("lr_scheduler", "scheduler", "sched")
@@ -375,7 +375,7 @@ def _is_number(value: Any) -> bool:
 
 def _is_lost(value: Any) -> bool:
     """Whether a number lay in a lost file: nothing of it is known."""
-    return isinstance(value, Leaf) and _is_number(value) and value.number() is None
+    return isinstance(value, Leaf) and value.number is lost_number and _is_number(value)
 
 
 def _number(value: Any) -> Scalar:
