@@ -150,7 +150,7 @@ def test_files_that_contradict_each_other_are_shown(
     assert "swapped" in line["message"]
     assert optimizer_files(example)[0].name in line["message"]
     assert {file["name"] for file in made["map"]["files"]} >= {
-        f"global_step7/{path.name}" for path in optimizer_files(example)
+        path.name for path in optimizer_files(example)
     }
     assert zckpt("report", example, "--json").code == 3
 

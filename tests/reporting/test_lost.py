@@ -101,6 +101,9 @@ def test_both_files_of_a_rank_of_stage_3(tmp_path: Path, document: Make) -> None
         ("fsdp2-2.13.0-w2", "__0_0.distcp"),
         ("megatron-0.16.1-tp2/iter_0000003", "__1_0.distcp"),
         ("megatron-0.13.1-tp2/iter_0000003", "__1_1.distcp"),
+        ("megatron-0.16.1-fsdp/iter_0000003", "__0_0.distcp"),
+        ("megatron-0.16.1-fsdp/iter_0000003", "__2_0.distcp"),
+        ("automodel-0.7.0-w2", "optim/__0_0.distcp"),  # its numbers are tensors: steps, and others
     ],
 )
 def test_a_lost_file_of_items(source: str, file: str, tmp_path: Path, document: Make) -> None:
@@ -113,13 +116,66 @@ def test_a_lost_file_of_items(source: str, file: str, tmp_path: Path, document: 
     assert any(measure["key"] == "param" for measure in made["numbers"]["measures"])
 
 
+@pytest.mark.parametrize("name", ["layer_06-model_00", "layer_07-model_01"])
+@pytest.mark.parametrize("left", [None, 0])
+def test_a_file_of_a_layer(name: str, left: int | None, tmp_path: Path, document: Make) -> None:
+    """Another tensor rank's file of this layer stands in, and not that of the next layer."""
+    run = shutil.copytree(DATA / "zckpt-0.1-pp2_tp2" / "run", tmp_path / "run")
+    path = run / "global_step3" / f"{name}-model_states.pt"
+    path.unlink() if left is None else path.write_bytes(b"")
+    made = document(run)
+    kind, state = ("missing", "missing") if left is None else ("unreadable", "damaged")
+    (line,) = [line for line in made["faults"] if line["fault"]]
+    assert (line["kind"], line["file"]) == (kind, path.name)
+    assert [file["name"] for file in made["map"]["files"] if file["state"] == state] == [path.name]
+    assert made["numbers"]["measures"]
+
+
+@pytest.mark.parametrize("left", [0.0, 0.5, 0.999])
+@pytest.mark.parametrize(
+    ("source", "file"),
+    [
+        ("fsdp2-2.13.0-w2", "__1_0.distcp"),
+        ("automodel-0.7.0-lora-w2", "optim/__1_0.distcp"),
+        ("megatron-0.16.1-tp2/iter_0000003", "__0_1.distcp"),
+    ],
+)
+def test_a_file_of_items_that_was_cut_short(
+    source: str, file: str, left: float, tmp_path: Path, document: Make
+) -> None:
+    run = shutil.copytree(DATA / source, tmp_path / "run")
+    held = (run / file).read_bytes()
+    (run / file).write_bytes(held[: int(left * len(held))])
+    made = document(run)
+    (line,) = faults_of(made, "unreadable")
+    assert line["file"] == file
+    assert "but .metadata needs at least" in line["message"]
+    assert not faults_of(made, "missing"), "the file is there"
+    has_holes(made, [file], "damaged")
+    assert any(measure["key"] == "param" for measure in made["numbers"]["measures"])
+
+
+@pytest.mark.parametrize("file", ["distrib_optim.pt", "model_optim_rng.pt"])
+@pytest.mark.parametrize("rank", ["mp_rank_00", "mp_rank_01"])
+def test_a_lost_file_in_a_folder_of_its_rank(
+    rank: str, file: str, tmp_path: Path, document: Make
+) -> None:
+    source = DATA / "megatron-0.16.1-legacy-tp2" / "iter_0000003"
+    run = shutil.copytree(source, tmp_path / "run")
+    (run / rank / file).unlink()
+    made = document(run)
+    (line,) = [line for line in made["faults"] if line["fault"]]
+    assert (line["kind"], line["file"]) == ("missing", f"{rank}/{file}")
+    states = {each["name"]: each["state"] for each in made["map"]["files"]}
+    assert states[f"{rank}/model_optim_rng.pt"] == ("missing" if file[0] == "m" else "ok")
+    assert any(measure["key"] == "param" for measure in made["numbers"]["measures"])
+
+
 def test_all_files_of_a_kind(example: Path, document: Make) -> None:
     for path in optimizer_files(example):
         path.unlink()
     made = document(example)
     (line,) = faults_of(made, "missing")
     assert "holds no optimizer files" in line["message"]
-    assert [file["name"] for file in made["map"]["files"]] == [
-        "latest",
-        "global_step7/mp_rank_00_model_states.pt",
-    ]
+    assert [file["name"] for file in made["map"]["files"]] == ["mp_rank_00_model_states.pt"]
+    assert made["line"]["name"] == "global_step7"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,8 @@ import zckpt
 from zckpt.core.fileio import Reader
 
 from ..conftest import EXAMPLE, Result
-from ..faults import change, flip
-from ..probe.test_comparing import events, write
+from ..faults import change, flip, optimizer_files, raise_step
+from ..probe.test_comparing import changed, events, write
 from .conftest import Document
 
 Zckpt = Callable[..., Result]
@@ -126,3 +128,60 @@ def test_names_of_files(
     document = zckpt("report", example, "--json").document
     assert document["command"] == "report"
     assert {path.name for path in tmp_path.iterdir()} == {"run", "run.html", "run.md", "run.svg"}
+
+
+def test_what_is_no_page_is_not_replaced(example: Path, zckpt: Zckpt, tmp_path: Path) -> None:
+    weights = example / "global_step7" / "mp_rank_00_model_states.pt"
+    held = weights.read_bytes()
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("nothing")
+    (tmp_path / "mine.svg").write_text("mine")
+    (tmp_path / "empty").touch()
+    for path in (weights, tmp_path / "pipe", tmp_path / "link"):
+        for words in (("report", "--output"), ("inspect", "--html"), ("stats", "--html")):
+            ended = zckpt(words[0], example, words[1], path, "-q")
+            assert (ended.code, ended.out) == (2, ""), path
+            assert str(path) in ended.err
+    assert zckpt("report", example, "--output", tmp_path / "mine.md").code == 2, "its picture"
+    assert zckpt("verify", example, "--save-proof", tmp_path / "pipe").code == 2
+    assert weights.read_bytes() == held
+    assert (tmp_path / "pipe").is_fifo()
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "mine.svg").read_text() == "mine"
+    assert zckpt("report", example, "--output", tmp_path / "empty").code == 0
+
+
+def verdict_of(page: Path) -> str:
+    """What a page says first."""
+    (said,) = re.findall(r'<p class="verdict.*?</span> (.*?)</p>', page.read_text())
+    return str(said)
+
+
+def test_what_the_pages_of_comparisons_say_first(
+    tmp_path: Path, example: Path, zckpt: Zckpt
+) -> None:
+    page, words = tmp_path / "x.html", ("--html", tmp_path / "x.html", "-q")
+    assert zckpt("diff", EXAMPLE, example, *words).code == 0
+    assert verdict_of(page) == "no difference found"
+    change(example, "fc1.weight/exp_avg", flip(3, 4, 1))
+    assert zckpt("diff", EXAMPLE, example, *words).code == 3
+    assert verdict_of(page) == "the two differ"
+    write(tmp_path / "a", events())
+    changed(tmp_path / "b", 8, "forward", "layers.0#0/out")
+    zckpt("probe-diff", tmp_path / "a", tmp_path / "b", *words)
+    assert verdict_of(page) == "the two differ"
+    assert zckpt("probe-diff", tmp_path / "a", tmp_path / "a", *words).code == 0
+    assert verdict_of(page) == "no difference found"
+
+
+def test_verify_says_each_fault_once(
+    tmp_path: Path, example: Path, zckpt: Zckpt, made: list[Document]
+) -> None:
+    raise_step(example, 1)
+    assert zckpt("verify", example, "--html", tmp_path / "x.html").code == 3
+    assert {line["kind"] for line in made[0]["faults"]} == {"step"}
+    lost = optimizer_files(example)[0]  # it states the other step
+    lost.unlink()
+    assert zckpt("verify", example, "--html", tmp_path / "y.html").code == 3
+    (line,) = made[1]["faults"]
+    assert (line["kind"], line["file"]) == ("missing", lost.name)

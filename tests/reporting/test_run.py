@@ -12,7 +12,7 @@ import pytest
 import zckpt
 
 from ..conftest import ROOT
-from ..faults import optimizer_files
+from ..faults import change, flip, optimizer_files
 from .conftest import Document
 
 Make = Callable[..., Document]
@@ -66,3 +66,52 @@ def test_a_tag_is_one_checkpoint(example: Path, document: Make) -> None:
     made = document(example, tag="global_step9")
     assert "run" not in made
     assert made["line"]["name"] == "global_step9"
+
+
+@pytest.fixture
+def tags(example: Path) -> Path:
+    """Three checkpoints, the last of which is 9."""
+    for step in (8, 9):
+        shutil.copytree(example / "global_step7", example / f"global_step{step}")
+    (example / "latest").write_text("global_step9")
+    return example
+
+
+@pytest.mark.parametrize("named", ["global_step99", "global_ste"])
+@pytest.mark.parametrize("others", [1, 3])
+def test_a_run_names_one_that_is_not_there(
+    named: str, others: int, tags: Path, document: Make
+) -> None:
+    for step in (8, 9)[: 3 - others]:
+        shutil.rmtree(tags / f"global_step{step}")
+    (tags / "latest").write_text(named)
+    made = document(tags)
+    assert made["line"]["name"] == ("global_step7" if others == 1 else "global_step9")
+    assert made["line"]["step"] == 7
+    assert len(made.get("run", {}).get("checkpoints", [1])) == others
+    (fault,) = made["faults"]
+    assert (fault["kind"], fault["fault"]) == ("missing", True)
+    assert named in fault["message"]
+
+
+def test_the_newest_one_cannot_be_read(tags: Path, document: Make) -> None:
+    for path in (tags / "global_step9").iterdir():
+        path.write_bytes(b"")
+    made = document(tags)
+    assert made["line"]["name"] == "global_step9"
+    (fault,) = made["faults"]
+    assert fault["file"] == "mp_rank_00_model_states.pt"
+    states = {file["name"]: file["state"] for file in made["map"]["files"]}
+    assert len(states) == 5
+    assert states["mp_rank_00_model_states.pt"] == "damaged"
+
+
+def test_faults_of_an_earlier_one_have_their_kind(tags: Path, document: Make) -> None:
+    change(tags / "global_step7", "fc1.weight/exp_avg", flip(3, 4, 1), mended=False)
+    change(tags / "global_step7", "fc1.weight/param", flip(3, 2, 14), mended=False)
+    optimizer_files(tags / "global_step9")[0].unlink()
+    made = document(tags)
+    lines = [(line["kind"], line["message"]) for line in made["faults"]]
+    assert [kind for kind, _ in lines] == ["missing", "checksum"], "worst first"
+    assert lines[1][1].startswith("global_step7: ")
+    assert "more fault" in lines[1][1]

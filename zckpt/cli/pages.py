@@ -9,13 +9,14 @@ from typing import Any
 import click
 
 from .. import display
-from ..errors import MissingExtra
+from ..errors import MissingExtra, WrongOption
 from . import launched
 from .help import ExplainedCommand
 from .options import common, grouped, moving, single
 from .parameters import PATH
 
 MARKDOWN = ".md"
+STARTS = b"<!DOCTYPE html>", b"# ", b"<svg "
 
 html = grouped(
     "Output",
@@ -36,7 +37,24 @@ def check(path: str | None) -> None:
             "a page of HTML needs jinja2, which is not installed",
             hint="pip install 'zckpt[html]', or write Markdown: --md",
         )
-    display.can_save(path)
+    for each in (path, *_pictures(path)):
+        display.can_save(each)
+        if os.path.exists(each) and not _is_page(each):
+            raise WrongOption(
+                f"{each} is there, and is no page that could be replaced", hint="name another file"
+            )
+
+
+def _pictures(path: str) -> list[str]:
+    """The picture that lies beside a file of Markdown."""
+    return [f"{path.removesuffix(MARKDOWN)}.svg"] if path.endswith(MARKDOWN) else []
+
+
+def _is_page(path: str) -> bool:
+    """Whether a file is a page, Markdown, a picture, or empty: not a file of a checkpoint."""
+    with open(path, "rb") as file:
+        start = file.read(max(map(len, STARTS)))
+    return not start or start.startswith(STARTS)
 
 
 def save(path: str | None, document: dict[str, Any], quiet: bool = True) -> None:
@@ -46,7 +64,7 @@ def save(path: str | None, document: dict[str, Any], quiet: bool = True) -> None
     from ..reporting.page import render, render_markdown
 
     if path.endswith(MARKDOWN):
-        picture = f"{path.removesuffix(MARKDOWN)}.svg"
+        (picture,) = _pictures(path)
         text, svg = render_markdown(document, os.path.basename(picture))
         files = {picture: svg, path: text}
     else:

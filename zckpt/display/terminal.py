@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -146,6 +147,11 @@ def can_save(path: str) -> None:
     folder = os.path.dirname(path) or "."
     if os.path.isdir(path) or not os.path.isdir(folder) or not os.access(folder, os.W_OK):
         raise WrongOption(f"{path} cannot be written", hint="name a file in a folder that is there")
+    if os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
+        what = "a link" if os.path.islink(path) else "no regular file"  # such as /dev/stdout
+        raise WrongOption(
+            f"{path} is {what}, and would be replaced by a file", hint="name another file"
+        )
 
 
 def save(path: str, report: dict[str, Any]) -> None:

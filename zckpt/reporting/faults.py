@@ -33,7 +33,12 @@ def section(found: Found, lines: Iterable[Report]) -> list[Report]:
     """All lines with the same keys, worst first; files by their names below the checkpoint."""
     every = [_line(found, line) for line in (*found.faults, *lines)]
     unique = {(line["message"], line["tensor"]): line for line in every}
-    return sorted(unique.values(), key=lambda line: ORDER[line["kind"]])
+    return ordered(unique.values())
+
+
+def ordered(lines: Iterable[Report]) -> list[Report]:
+    """Lines, worst first."""
+    return sorted(lines, key=lambda line: ORDER[line["kind"]])
 
 
 def _line(found: Found, line: Report) -> Report:

@@ -53,7 +53,7 @@ def section(found: Found) -> Report:
 def _files(found: Found) -> Iterable[str]:
     """The files that are there."""
     if found.manifest is None:
-        return files_below(found.path)
+        return files_below(found.root)
     return (path for path in found.manifest.files if found.lost.get(path) != "missing")
 
 

@@ -47,6 +47,8 @@ NO_FAULT = (WrongOption, MissingExtra, SourceChanged, ProcessFailed)
 MOST_FILES = 20_000  # of a damaged checkpoint, among whose names that of an error is looked for
 SMALL = 4096  # bytes of a file that is copied into the folder of links
 NUMBER = re.compile(r"\d+")
+RANK = "mp_rank_"  # so Megatron calls the folder of a model rank
+LAYER = "layer_"  # so DeepSpeed's pipelines call a layer's files: layer_03-model_00-model_states.pt
 
 
 class Found(Struct, eq=False):
@@ -63,11 +65,14 @@ class Found(Struct, eq=False):
     lost: dict[str, str] = field(default_factory=dict)
     stated: tuple[tuple[str, float | int], ...] = ()
     shadow: str | None = None
+    tag: str | None = None
 
     @property
     def root(self) -> str:
         """The checkpoint's own folder or file, not that of links."""
-        return self.path if self.manifest is None else self.real(self.manifest.root)
+        if self.manifest is not None:
+            return self.real(self.manifest.root)
+        return os.path.join(self.path, self.tag) if self.tag else self.path
 
     def real(self, text: str) -> str:
         """A text that names files, with their own paths."""
@@ -86,7 +91,7 @@ def what_is_there(path: str, source: Mapping[str, Any]) -> Iterator[Found]:
     Whatever is wrong with it is a fault. Raises the ZckptError of what is no checkpoint, or not one
     alone.
     """
-    found, source, weights_only = Found(path), dict(source), False
+    found, source, weights_only = Found(path, tag=source.get("tag")), dict(source), False
     with TemporaryDirectory(prefix="zckpt-") as temporary:
         while True:
             try:
@@ -102,9 +107,12 @@ def what_is_there(path: str, source: Mapping[str, Any]) -> Iterator[Found]:
                 if isinstance(error, InconsistentCheckpoint) and error.steps and not found.stated:
                     source["step_policy"] = _most_stated(found, error)
                 elif not _stand_in(found, error, temporary):
-                    kind = "missing" if isinstance(error, IncompleteCheckpoint) else "unreadable"
-                    paths = [found.real(path) for path in getattr(error, "paths", ())]
-                    named: list[str | None] = [*paths] or [None]
+                    kind, paths = _lost_in(found, error)
+                    if not paths and isinstance(error, IncompleteCheckpoint):
+                        kind = "missing"
+                    if found.lost and not paths:  # what stands in does not fit
+                        found.faults.append(_left_out(found, error))
+                    named: list[str | None] = [*paths] or [None] * (not found.lost)
                     found.faults += (_fault(found, error, kind, path) for path in named)
                     if weights_only:
                         break
@@ -117,6 +125,12 @@ def _fault(found: Found, error: Exception, kind: str, file: str | None = None) -
     if file is not None and kind == "missing":
         message = f"{os.path.basename(file)} is missing: {message}"
     return {"kind": kind, "fault": True, "file": file, "message": message}
+
+
+def _left_out(found: Found, error: Exception) -> Report:
+    """What could not be read because of a lost file: no fault of its own."""
+    message = f"more is not read without the files above: {found.real(sentence(error))}"
+    return {"kind": "warning", "fault": False, "file": None, "message": message}
 
 
 # -- steps that differ
@@ -177,7 +191,7 @@ def _lost_in(found: Found, error: Exception) -> tuple[str, list[str]]:
         return "missing", [path for path in paths if path not in known]
     if isinstance(error, OSError):
         named = [found.real(os.fspath(error.filename))] if error.filename else []
-    elif isinstance(error, CorruptCheckpoint):
+    elif isinstance(error, (CorruptCheckpoint, IncompleteCheckpoint)):  # such as a file cut short
         text = found.real(error.message)
         named = [path for path in files_below(found.path) if path in text]
         named = sorted(named, key=len)[-1:]  # of x.pt and x.pt.1, the longer one
@@ -196,20 +210,33 @@ def files_below(path: str) -> Iterator[str]:
 
 
 def _alike(path: str, lost: Collection[str]) -> str | None:
-    """The file of the nearest rank: its name differs in one number alone."""
+    """The file of the nearest rank, whose name differs in one number alone, which is no layer's.
+
+    Where each rank has a folder, that is the number of the folder.
+    """
     folder, name = os.path.split(path)
+    above, own = os.path.split(folder)
+    if own.startswith(RANK):
+        return _nearest(above, own, lost, name)
+    return _nearest(folder, name, lost)
+
+
+def _nearest(folder: str, name: str, lost: Collection[str], inside: str = "") -> str | None:
+    """What is in the folder under the most similar name, or the file `inside` of that."""
     numbers, best = [int(number) for number in NUMBER.findall(name)], None
+    is_layer = name.startswith(LAYER)
     for other in os.listdir(folder) if os.path.isdir(folder) else ():
-        if NUMBER.sub("#", other) != NUMBER.sub("#", name) or os.path.join(folder, other) in lost:
+        own = os.path.join(folder, other, inside) if inside else os.path.join(folder, other)
+        if NUMBER.sub("#", other) != NUMBER.sub("#", name) or own in lost:
             continue
         apart = [abs(a - int(b)) for a, b in zip(numbers, NUMBER.findall(other), strict=True)]
-        if sum(map(bool, apart)) == 1:
+        if sum(map(bool, apart)) == 1 and not (is_layer and apart[0]) and os.path.isfile(own):
             # the last rank's file differs in its padding, so those before are more alike
             place = next(place for place, far in enumerate(apart) if far)
             is_behind = numbers[place] < int(NUMBER.findall(other)[place])
-            distance = (place, is_behind, sum(apart), other)
+            distance = (place, is_behind, sum(apart), own)
             best = distance if best is None else min(best, distance)
-    return None if best is None else os.path.join(folder, best[-1])
+    return None if best is None else best[-1]
 
 
 def _link(real: str, shadow: str, inside: str, other: str) -> None:

@@ -16,7 +16,7 @@ from ..errors import ZckptError, sentence
 from ..resume.runs import Candidate, candidates
 from . import against as other_checkpoint
 from . import faults, line, masters, numbers, owners, run, steps
-from .lost import NO_FAULT, Found, what_is_there
+from .lost import NO_FAULT, NOTHING_TO_SHOW, Found, what_is_there
 from .measuring import measured
 from .parts import begun, places_in, unread
 
@@ -48,7 +48,7 @@ def report(
     """
     started = time.monotonic()
     copying = Copying(jobs, memory, pool=sharing)
-    chosen = _checkpoints(os.fspath(path), source)
+    chosen, gone = _checkpoints(os.fspath(path), source)
     shown: Report = {}
     strip: list[Report] = []
     for each in chosen:
@@ -58,17 +58,29 @@ def report(
         strip.append(run.checkpoint(shown, each.name))
     if len(chosen) > 1:
         shown["run"] = run.section(strip, shown)
-        shown["faults"] += run.faults_of(strip)
         shown["path"] = os.fspath(path)
+    shown["faults"] = faults.ordered(
+        [*shown["faults"], *run.faults_of(strip), *run.gone(os.fspath(path), gone)]
+    )
     return shown | {"seconds": round(time.monotonic() - started, 3)}
 
 
-def _checkpoints(path: str, source: Mapping[str, Any]) -> list[Candidate]:
-    """Those of a run, the oldest first; else the one that is meant."""
+def _checkpoints(path: str, source: Mapping[str, Any]) -> tuple[list[Candidate], list[Candidate]]:
+    """Those of a run, the oldest first, or the one that is meant; and those that are not there.
+
+    A run may name one that was removed, or whose name was cut short.
+    """
     alone = [Candidate(path, os.path.basename(os.path.abspath(path)), path, source.get("tag"))]
     if source.get("tag") or source.get("format") or not os.path.isdir(path):
-        return alone
-    return candidates(path)[::-1] or alone
+        return alone, []
+    try:
+        found = candidates(path)[::-1]
+    except NOTHING_TO_SHOW:
+        raise
+    except (ZckptError, OSError):  # it is read as one, and says what is wrong
+        return alone, []
+    there = [each for each in found if os.path.isdir(each.where) or os.path.isfile(each.where)]
+    return (there, [each for each in found if each not in there]) if there else (alone, [])
 
 
 def _document(

@@ -71,7 +71,7 @@ def section(
 def files_alone(found: Found) -> Report:
     """The same of a checkpoint that cannot be read: its files."""
     named = {found.name(line["file"]): line["kind"] for line in found.faults if line["file"]}
-    sizes = {found.name(path): _bytes(path) for path in files_below(found.path)}
+    sizes = {found.name(path): _bytes(path) for path in files_below(found.root)}
     states = dict.fromkeys(sizes, "ok")
     states |= {name: "missing" if kind == "missing" else "damaged" for name, kind in named.items()}
     files = [

@@ -15,11 +15,14 @@ from ..core.layers import Places, places_of
 from ..core.manifest import Manifest
 from ..core.records import RecordCounts
 from ..core.version import __version__
+from ..errors import counted
 from . import against, faults, line, masters, numbers, owners, steps
 from .lost import Found, what_is_there
 
 Report = dict[str, Any]
 ITSELF = "what the same files state in other places"
+KINDS = {"lacks": "missing", "missing": "missing", "step differs": "step"}
+"""What a problem's sentence says, and so which kind of fault it is."""
 OF_LINES = ("kind", "tensor", "file", "offset", "length", "message")
 
 
@@ -76,7 +79,8 @@ def of_stats(report: Report, source: Mapping[str, Any]) -> Report:
 def of_verify(report: Report, source: Mapping[str, Any]) -> Report:
     """Masters against weights, what was compared, and what is wrong."""
     with what_is_there(report["path"], source) as found:
-        problems = [_line(each) for each in report["problems"]]
+        said = "\n".join(line["message"] for line in found.faults)
+        problems = [_line(each) for each in report["problems"] if each["message"] not in said]
         document = begun(found, "verify")
         manifest = found.manifest
         if manifest is None or "digests" not in report:
@@ -111,7 +115,8 @@ def of_diff(report: Report, source: Mapping[str, Any], other_step: Any = None) -
             about["line"]["checked"] = checked(report["records"], problems)
         return about | {
             "tensors": numbers.table(entries),
-            "against": against.section(report, report["b"], other_step, entries, places),
+            "against": against.section(report, report["b"], other_step, entries, places)
+            | {"equal": report["equal"]},
             "faults": faults.section(found, problems),
         }
 
@@ -145,6 +150,7 @@ def of_probes(report: Report) -> Report:
         "against": {
             **dict.fromkeys(("step", "histogram", "first", "worst")),
             "path": report["b"],
+            "equal": not first,
             "layers": [],
             "histograms": [],
             "proof": [
@@ -166,13 +172,8 @@ def checked(records: Mapping[str, int], problems: list[Report]) -> str:
 def _line(problem: Report, kind: str = "") -> Report:
     """A problem of `verify` or `diff` as a fault: damage says what is stated and what was found."""
     if not kind:
-        kind = (
-            "checksum"
-            if "stated" in problem
-            else "missing"
-            if "lacks" in problem["message"]
-            else "impossible"
-        )
+        words = (kind for word, kind in KINDS.items() if word in problem["message"])
+        kind = "checksum" if "stated" in problem else next(words, "impossible")
     names = problem.get("tensors") or [problem.get("tensor")]
     known = {key: problem.get(key) for key in OF_LINES}
     return known | {"kind": kind, "fault": True, "tensor": names[0]}
@@ -183,7 +184,7 @@ def _contents(report: Report) -> list[Report]:
     return [
         {
             "tensor": each["tensor"],
-            "message": f"{each['tensor']} differs in {each['count']:,} elements",
+            "message": f"{each['tensor']} differs in {counted(each['count'], 'element')}",
         }
         for each in report["differences"]
         if each.get("count")

@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..errors import counted
+from ..resume.runs import Candidate
 from . import faults
 from .numbers import finite
 
@@ -29,14 +31,18 @@ def checkpoint(document: Report, name: str) -> Report:
     """What is kept of one checkpoint's document."""
     line = document["line"]
     broken = [each for each in document["faults"] if each["kind"] in BROKEN]
-    first = next((each for each in document["faults"] if each["fault"]), None)
+    wrong = [each for each in document["faults"] if each["fault"]]
+    why = wrong[0]["message"] if wrong else None
+    if len(wrong) > 1:
+        why = f"{why}, and {counted(len(wrong) - 1, 'more fault')}"
     return {
         "name": name,
         "step": line["step"],
         "bytes": line["bytes"],
         "dp": line["sizes"].get("dp"),
         "whole": not broken,
-        "why": None if first is None else first["message"],
+        "why": why,
+        "kind": wrong[0]["kind"] if wrong else None,
         "norms": of_layers(document, "param"),
         "updates": of_layers(document, "update"),
     }
@@ -69,10 +75,23 @@ def faults_of(checkpoints: Sequence[Report]) -> list[Report]:
     return [
         {
             **dict.fromkeys(faults.FIELDS),
-            "kind": "missing" if "missing" in line["why"] else "unreadable",
+            "kind": line["kind"],
             "fault": True,
             "message": f"{line['name']}: {line['why']}",
         }
         for line in checkpoints[:-1]
         if line["why"] is not None
+    ]
+
+
+def gone(run: str, checkpoints: Sequence[Candidate]) -> list[Report]:
+    """Checkpoints that the run names, and that are not there."""
+    return [
+        {
+            **dict.fromkeys(faults.FIELDS),
+            "kind": "missing",
+            "fault": True,
+            "message": f"{run} names {each.name} as its last checkpoint, which is missing",
+        }
+        for each in checkpoints
     ]

@@ -45,6 +45,7 @@ from ..statedict.tree import (
     identities,
     leads_to_step,
     leaves,
+    lost_number,
     number_of,
     piece_of,
     solid_piece,
@@ -274,7 +275,7 @@ class _FolderReader:
             lost = self.files.lost(location, key, dtype, box.sizes)
             if lost is not None:
                 pieces.append(solid_piece(lost, box.offsets))
-                number = _lost_number
+                number = lost_number
                 continue
             stored = self.files.stored(location, key)
             if stored is not None:
@@ -303,10 +304,6 @@ class _FolderReader:
         twin = identities(dtype, shape, parts)[1] if len(parts) == len(pieces) else None
         sharded, name = len(item.boxes) > 1, next(names, None)
         return Leaf(dtype, shape, fragments, number, twin=twin, sharded=sharded, name=name)
-
-
-def _lost_number() -> None:
-    """What is known of a number in a lost file."""
 
 
 def _no_number() -> Any:

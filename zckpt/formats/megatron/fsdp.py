@@ -22,6 +22,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from ...core import sources
 from ...core.filenames import numbers_of
 from ...core.inert import Scalar, TensorName, inside
 from ...core.manifest import Entry, Manifest, slot_name
@@ -311,9 +312,11 @@ class _FsdpReader:
         return _with_lists(tree.get("", {}))
 
     def value(self, key: str, place: str) -> Any:
-        """A value with its tensors as entries of slot `state`; 0-d ones by value."""
+        """A value with its tensors as entries of slot `state`; 0-d ones by value; None if lost."""
         item = self.table.items[key]
         if item is None or (not item.shape and len(item.boxes) == 1):
+            if sources.is_stand_in(self.location(key).file):
+                return None
             file = self.files.torch_file(self.location(key))
             self.file = file if item is None else self.file
             return file.kept(file.value, place, self.entries)

@@ -26,7 +26,7 @@ from ..reading import Reading
 from ..strangers import Stranger, sorted_out
 from .finding import OptimizerState, is_buffer, is_extra, merged, value_at, without
 from .roots import Root
-from .tree import InPieces, Leaf, Path, SavedTree, StepStatement, dotted
+from .tree import InPieces, Leaf, Path, SavedTree, StepStatement, dotted, lost_number
 from .twins import second_names
 
 SCHEDULERS = ("lr_scheduler", "scheduler", "sched")
@@ -216,6 +216,8 @@ class ManifestBuilder:
                 continue
             is_named = isinstance(key, str)  # zckpt names a tensor whose key was no text
             is_slot = isinstance(value, Leaf) and value.shape == parameter.shape and not value.name
+            if _is_lost(value) and not is_slot:
+                continue
             if is_named and key in scalars and _is_number(value):
                 parameter.scalars[key] = _number(value)
             elif is_named and is_slot:
@@ -281,6 +283,8 @@ class ManifestBuilder:
 
     def _hyper(self, value: Any, path: str) -> Any:
         """A hyper-parameter of a group; a tensor of one element by value, as Prodigy has them."""
+        if _is_lost(value):
+            return None
         by_value = isinstance(value, Leaf) and _is_number(value)
         return _number(value) if by_value else self._kept(value, path)
 
@@ -367,6 +371,11 @@ def _is_number(value: Any) -> bool:
     if isinstance(value, Leaf):
         return value.numel == 1 and value.dtype in NUMBERS
     return type(value) in PYTHON_NUMBERS.values()
+
+
+def _is_lost(value: Any) -> bool:
+    """Whether a number lay in a lost file: nothing of it is known."""
+    return isinstance(value, Leaf) and value.number is lost_number and _is_number(value)
 
 
 def _number(value: Any) -> Scalar:

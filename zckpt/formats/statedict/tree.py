@@ -188,6 +188,10 @@ def leaves(file: TorchFile, value: Any, names: Iterator[str] | None = None) -> A
     return map_values(value, lambda item, _: leaves(file, item, names))
 
 
+def lost_number() -> Any:
+    """What is known of a number in a lost file."""
+
+
 def number_of(stored: SavedTensor) -> Callable[[], Scalar]:
     """Reads the value of a 0-d tensor of a safetensors file."""
 

@@ -95,6 +95,8 @@ def verdict(document: Mapping[str, Any]) -> tuple[str, str]:
         return "bad", f"{wrong:,} fault{'s' * (wrong != 1)}"
     if faults:
         return "odd", f"no fault, {len(faults):,} to look at"
+    if (equal := (document.get("against") or {}).get("equal")) is not None:  # diff, probe-diff
+        return ("good", "no difference found") if equal else ("odd", "the two differ")
     if (document.get("line") or {}).get("checked") == "not read":
         return "good", "nothing wrong; no tensor was read"
     return "good", "no fault found"

@@ -158,9 +158,11 @@ def _sizes(
         for rank in range(tp):
             if (layer, rank) not in layers:
                 model = f"-model_{rank:02d}" if tp > 1 else ""
+                name = f"layer_{layer:02d}{model}-model_states.pt"
                 raise IncompleteCheckpoint(
                     f"{directory.path} lacks the file of layer {layer} of tensor rank {rank}",
-                    hint=f"expected layer_{layer:02d}{model}-model_states.pt",
+                    hint=f"expected {name}",
+                    paths=[os.path.join(directory.path, name)],
                 )
     if ranks % tp:
         raise IncompleteCheckpoint(
