@@ -225,13 +225,7 @@ def names_of_pair(run: Run, directory: Path) -> dict[str, Any]:
 
 
 @pytest.mark.engines
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        pytest.param(*pair, marks=[pytest.mark.first] * (pair == ("fsdp_full", "fsdp")))
-        for pair in PAIRS
-    ],
-)
+@pytest.mark.parametrize(("before", "after"), PAIRS)
 def test_two_models(before: str, after: str, finetuned: Trained, tmp_path: Path) -> None:
     """Accelerate loads both models, each with its optimizer, on fewer and on more ranks."""
     run = Run("full", before, program="pair")

@@ -291,7 +291,7 @@ def test_numbers_where_the_tensor_is(dtype: str, bad: bool) -> None:
     reduced = _where_it_is(tensor, dtype)
     assert reduced is not None
     one, other = reduced.report(), _measured(raw(tensor), dtype)[1].report()
-    for key in ("mean", "std", "norm"):
+    for key in ("mean", "std", "norm", "rms"):
         assert one.pop(key) == pytest.approx(other.pop(key), rel=1e-7, abs=1e-7)
     assert one == other
 
