@@ -214,6 +214,13 @@ def test_changes_and_what_was_not_compared(opened: Open) -> None:
     assert page.get_by_text("only there: extra.29/param").is_visible()
 
 
+def rows(table: Any, count: int) -> None:
+    """Waits until a table that is filled when it is opened has so many rows."""
+    from playwright.sync_api import expect
+
+    expect(table.locator("tbody tr")).to_have_count(count)
+
+
 def test_switching_and_expanding_by_keyboard(opened: Open) -> None:
     page = opened(documents.faulty())
     numbers = figure(page, "numbers")
@@ -237,10 +244,10 @@ def test_switching_and_expanding_by_keyboard(opened: Open) -> None:
     page.keyboard.press("Tab")  # its table
     page.keyboard.press("Enter")
     table = page.locator('[data-table="numbers"] table')
-    assert table.locator("tbody tr").count() == 56
+    rows(table, 56)
     page.keyboard.press("Tab")
     page.keyboard.type("layers.3.mlp.gate")
-    assert table.locator("tbody tr").count() == 1
+    rows(table, 1)
     assert "bad" in table.locator("tbody tr").get_attribute("class")
     for _ in range(3):  # over the box that scrolls to the heads
         page.keyboard.press("Tab")
