@@ -71,9 +71,10 @@ def verify(
 ) -> int:
     """Check a checkpoint for contradictions, or compare it with another one.
 
-    Without --against: checksums match, each element is stored once, copies on ranks
-    are equal, masters round to weights, steps agree, and files are those of their ranks. Only
-    --against finds those of another run.
+    Without --against, verify checks that checksums match, every element is stored once, copies on
+    several ranks are equal, weights are the rounded masters, steps agree, and no file was saved as
+    another rank's. A file of the same rank of another run may contradict nothing: only --against
+    finds it.
 
     With --against, tensors are compared bit for bit, and all else by value. What one side lacks is
     a difference, or named if its files have no place for it. If the original is gone, give the FILE

@@ -420,3 +420,10 @@ def boxes(parts: Iterable[Box]) -> Fragments:
     if len(listed) == len(filled) and all(fragment.count == 1 for fragment in listed):
         return Runs(sorted(listed, key=lambda fragment: fragment.start))
     return filled[0] if len(filled) == 1 else Boxes(filled)
+
+
+def boxes_of(fragments: Fragments) -> tuple[Box, ...]:
+    """The boxes of a tensor; none if it has runs or slices."""
+    if isinstance(fragments, Boxes):
+        return fragments.parts
+    return (fragments,) if isinstance(fragments, Box) else ()

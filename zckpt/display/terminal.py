@@ -124,10 +124,19 @@ def brief(value: Any) -> str:
 
 
 def checked(report: dict[str, Any]) -> str:
-    """What the end of a line says of checksums; nothing if none was checked, or one is wrong."""
+    """What the end of a line says of checksums; nothing if none was checked, or one is wrong.
+
+    Only where all parts of files have one, it has no number.
+    """
     records = report.get("records")
-    is_damaged = any("is damaged" in line["message"] for line in report.get("problems", ()))
-    return ", checksums ok" if records and records["checked"] and not is_damaged else ""
+    said = [*(line["message"] for line in report.get("problems", ())), *report.get("notes", ())]
+    is_damaged = any("is damaged" in line for line in said)  # in padding, too
+    if not records or not records["checked"] or is_damaged:
+        return ""
+    if not records["unchecked"]:
+        return ", checksums ok"
+    every = records["checked"] + records["unchecked"]
+    return f", {records['checked']:,} of {every:,} checksums ok"
 
 
 def unchecked(report: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from ..core.checksum import flipped_bit
 from ..core.compare import ComparisonOutcome, Result
 from ..core.dtypes import SIZES
-from ..core.fragments import Box, Boxes, Extent, Fragments, Runs, Slices, tile
+from ..core.fragments import Box, Extent, Fragments, Runs, Slices, boxes_of, tile
 from ..core.grouping import by_key
 from ..core.manifest import Entry, Manifest
 from ..core.records import Damage
@@ -199,19 +199,13 @@ def _covers(entry: Entry) -> bool:
                 return False
             reached = fragment.stop
         return reached == entry.numel
-    parts = _boxes(fragments)
+    parts = boxes_of(fragments)
     wholes = {part.whole for part in parts}  # a view of the entry's shape, the same for all boxes
     if len(wholes) != 1 or prod(parts[0].whole) != entry.numel:
         return not wholes and not entry.numel
     return all(_has_its_bytes(part, size) for part in parts) and tile(
         parts[0].whole, [(part.offsets, part.sizes) for part in parts]
     )
-
-
-def _boxes(fragments: Fragments) -> tuple[Box, ...]:
-    if isinstance(fragments, Boxes):
-        return fragments.parts
-    return (fragments,) if isinstance(fragments, Box) else ()
 
 
 def _has_its_bytes(box: Box, size: int) -> bool:
@@ -224,7 +218,7 @@ def _solid_extents(fragments: Fragments) -> Iterator[Extent]:
     """The bytes of runs and of boxes without gaps; others may lie between each other."""
     if isinstance(fragments, Runs):
         yield from (fragment.extent for fragment in fragments)
-    for box in _boxes(fragments):
+    for box in boxes_of(fragments):
         if box.reach.length == prod(box.sizes) * box.size:
             yield box.reach
 

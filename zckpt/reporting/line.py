@@ -63,10 +63,7 @@ def _known(manifest: Manifest, found: Found) -> Report:
     stage = source.get("zero_stage")
     engine = f"{ENGINES.get(program, program)}{f' {version}' if version else ''}"
     types = Counter(
-        entry.dtype
-        for entry in manifest.entries.values()
-        for _ in range(entry.numel and 1)
-        if entry.slot == "param"
+        entry.dtype for entry in manifest.entries.values() if entry.slot == "param" and entry.numel
     )
     parameters = manifest.parameters.values()
     return {
@@ -91,5 +88,6 @@ def checked(records: RecordCounts, damaged: int) -> str:
     if not records.checked:
         return "no checksum is stored"
     if records.bare:
-        return f"{records.bare:,} of {counted(every, 'record')} have no checksum, the others are ok"
+        parts = f"{records.bare:,} of {counted(every, 'part')} of files"
+        return f"{parts} have no checksum, the others are ok"
     return "checksums ok"

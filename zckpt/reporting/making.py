@@ -41,10 +41,10 @@ def report(
 ) -> Report:
     """The checkpoint at `path`, or the run, as the document that a page is made of.
 
-    Every byte is read once: `docs/report.md` says what the sections are. What is wrong is listed in
-    `faults`, and does not keep the rest away: a lost rank, damaged bytes, steps that differ.
-    `against` is another checkpoint, and `source` are the arguments of `read`. Raises a ZckptError
-    only if there is nothing to show.
+    `docs/report.md` says what the sections are. Every byte is read once, and once more for the
+    comparison with `against`, another checkpoint. What is wrong is listed in `faults`, and does not
+    keep the rest away: a lost rank, damaged bytes, steps that differ. `source` are the arguments of
+    `read`. Raises a ZckptError only if there is nothing to show.
     """
     started = time.monotonic()
     copying = Copying(jobs, memory, pool=sharing)
@@ -120,8 +120,9 @@ def _read(found: Found, copying: Copying, begin: Begin | None, lines: list[Repor
     table = {entry.name: number for number, entry in enumerate(entries)}
     distances = {
         name: (
-            sum(stop - start for start, stop in done.ranges.get(name, ()))
-            or manifest.entries[name].numel,
+            sum(stop - start for start, stop in done.ranges[name])
+            if name in done.ranges
+            else manifest.entries[name].numel,
             each,
         )
         for name, each in done.distances.items()

@@ -7,7 +7,7 @@ lay in a lost file is not read.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from msgspec import Struct, field
@@ -102,11 +102,10 @@ class Pass(health.Measuring):
     ) -> None:
         import numpy as np
 
-        moments = (
+        update, root = (
             array(view[item.at : item.end], item.entry.dtype).astype(np.float32)
             for item in (first, second)
         )
-        update, root = moments
         with np.errstate(all="ignore"):
             root /= np.float32(rule.second)
             np.sqrt(root, out=root)
@@ -240,9 +239,9 @@ def measured(found: Found, copying: Copying, begin: Begin | None) -> Measured:
     )
 
 
-def digest_of(entries: Sequence[Entry], covers: dict[str, Cover]) -> str | None:
+def digest_of(entries: Sequence[Entry], covers: dict[str, Cover]) -> str:
     """One CRC-32 of the names, types, shapes and contents of all tensors, in the order of names."""
-    lines: Iterator[str] = (
+    lines = (
         f"{entry.name} {entry.dtype} {list(entry.shape)} {covers[entry.name].crc:08x}\n"
         for entry in sorted(entries, key=lambda entry: entry.name)
     )

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from typing import Any
 
-from ..core.fragments import Box, Boxes
+from ..core.fragments import boxes_of
 from ..core.layers import Places
 from ..core.manifest import Entry, Manifest, slot_key
 from .lost import Found, files_below
@@ -130,27 +130,16 @@ def _add(sums: dict[Key, list[int]], key: Key, start: int, stop: int, at: int, l
     own[:] = 0, own[1] + stop - start, min(own[2], at), own[3] + length
 
 
-def _boxes(entry: Entry) -> tuple[Box, ...]:
-    fragments = entry.fragments
-    return (
-        fragments.parts
-        if isinstance(fragments, Boxes)
-        else (fragments,)
-        if isinstance(fragments, Box)
-        else ()
-    )
-
-
 def _count(entry: Entry) -> int:
-    return len(_boxes(entry) or entry.fragments)
+    return len(boxes_of(entry.fragments) or entry.fragments)
 
 
 def _pieces(entry: Entry) -> Iterator[Piece]:
     """The pieces of a tensor; a box is one, and reaches from its first element to its last."""
-    for box in _boxes(entry):
+    for box in boxes_of(entry.fragments):
         if length := prod(box.sizes) * box.size:
             yield box.extent.file, box.start, box.stop, box.reach.offset, length
-    for each in () if _boxes(entry) else entry.fragments:
+    for each in () if boxes_of(entry.fragments) else entry.fragments:
         extent = each.extent
         yield extent.file, each.start, each.stop, extent.offset, extent.length
 
