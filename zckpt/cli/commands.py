@@ -14,6 +14,8 @@ from ..core.version import __version__
 from ..errors import NotEnoughSpace, WrongOption, sized
 from ..formats import FORMATS, other_objects
 from ..formats.reading import Reading
+from ..remote.anywhere import local, telling, translated
+from ..remote.mirror import spelled
 from . import launched, output, pages, signals
 from .checking import diff, probe_diff, stats, verify
 from .help import WIDTH, Commands, format_names
@@ -98,35 +100,39 @@ def inspect(
     from ..reading import read
 
     pages.check(html)
-    manifest = read(path, Reading(**reading, inspected=True, nameless=True))
-    if html:
-        from ..reporting import parts
+    with local(path) as path, telling():
+        manifest = read(path, Reading(**reading, inspected=True, nameless=True))
+        if html:
+            from ..reporting import parts
 
-        pages.save(html, parts.of_inspect(manifest))
-    is_summary = not (tensors or steps or layout or state)
-    if "slices" in manifest.source and not (is_summary or as_json):
-        display.warn(list(manifest.warnings), quiet)  # a shape in a list is not the tensor's
+            pages.save(html, translated(parts.of_inspect(manifest)))
+        is_summary = not (tensors or steps or layout or state)
+        if "slices" in manifest.source and not (is_summary or as_json):
+            display.warn(
+                [*map(spelled, manifest.warnings)], quiet
+            )  # a shape in a list is not the tensor's
 
-    def summary() -> dict[str, Any]:
-        return description.inspect(manifest, other_objects(manifest))
+        def summary() -> dict[str, Any]:
+            report = description.inspect(manifest, other_objects(manifest))
+            return dict(translated(report))
 
-    if as_json:
-        report = summary()
-        if tensors or layout:
-            report["tensors"] = description.tensors(manifest, tensors or "*", fragments=layout)
-        if state:
-            report["state"] = description.state(manifest)
-        display.document(report)
-    elif state:
-        display.document(description.state(manifest))
-    elif steps:
-        display.steps(manifest)
-    elif layout:
-        display.layout(manifest, tensors or "*")
-    elif tensors:
-        display.tensors(description.tensors(manifest, tensors))
-    else:
-        display.summary(summary(), quiet)
+        if as_json:
+            report = summary()
+            if tensors or layout:
+                report["tensors"] = description.tensors(manifest, tensors or "*", fragments=layout)
+            if state:
+                report["state"] = description.state(manifest)
+            display.document(report)
+        elif state:
+            display.document(description.state(manifest))
+        elif steps:
+            display.steps(manifest)
+        elif layout:
+            display.layout(manifest, tensors or "*")
+        elif tensors:
+            display.tensors(description.tensors(manifest, tensors))
+        else:
+            display.summary(summary(), quiet)
 
 
 def write(

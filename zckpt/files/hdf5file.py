@@ -15,7 +15,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from ..core import sources
+from ..core import elsewhere, sources
 from ..core.dtypes import NUMBERS, TORCH_NAMES
 from ..core.fragments import Extent
 from ..errors import HINTS, MALFORMED, CorruptCheckpoint, MissingExtra, UnsupportedCheckpoint
@@ -102,7 +102,11 @@ def read(path: str, is_tensor: Callable[[str], bool]) -> HDF5Contents:
     """
     h5py = import_h5py()
     try:
-        with sources.opened(path) as file, h5py.File(path, "r", locking=False) as opened:
+        # a path that h5py opens by itself is faster, but has no bytes if these lie elsewhere
+        with (
+            sources.opened(path) as file,
+            h5py.File(file if elsewhere.of(file.fileno()) else path, "r", locking=False) as opened,
+        ):
             return _contents(h5py, path, file.fileno(), opened, is_tensor)
     except (OSError, RuntimeError, *MALFORMED) as error:
         _raise_if_system(path, error)
