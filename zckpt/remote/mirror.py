@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import errno
+import itertools
 import json
 import os
 import re
@@ -78,6 +79,7 @@ class Blocks:
 
 
 _blocks = Blocks()
+_numbers = itertools.count()
 
 
 class Traffic(Struct):
@@ -100,6 +102,7 @@ class File(Struct, eq=False, dict=True):
 
     def __post_init__(self) -> None:
         self._filling = threading.Lock()
+        self._number = next(_numbers)  # no other file has it, as one may have a freed one's id
 
     def fetch(self, start: int, stop: int) -> bytes | memoryview:
         """Bytes of the object by one request; what breaks off is asked for again."""
@@ -144,21 +147,21 @@ class File(Struct, eq=False, dict=True):
 
     def _missing(self, size: int, start: int, stop: int) -> list[int]:
         numbers = range(start // size, -(-stop // size))
-        return [number for number in numbers if _blocks.get((id(self), size, number)) is None]
+        return [number for number in numbers if _blocks.get((self._number, size, number)) is None]
 
     def _blocks_of(self, size: int, start: int, stop: int) -> bytes:
         """Bytes by way of blocks; those that are missing and follow each other are one request."""
         with self._filling:  # another thread may be asking for the same
             got: dict[int, bytes] = {}
             for number in range(start // size, -(-stop // size)):
-                if (known := _blocks.get((id(self), size, number))) is not None:
+                if (known := _blocks.get((self._number, size, number))) is not None:
                     got[number] = known
             for first, last in _runs(n for n in self._missing(size, start, stop) if n not in got):
                 begin, end = first * size, min((last + 1) * size, self.found.size)
                 data = bytes(self.fetch(begin, end))
                 for number in range(first, last + 1):
                     got[number] = data[number * size - begin :][:size]
-                    _blocks.put((id(self), size, number), got[number])
+                    _blocks.put((self._number, size, number), got[number])
         data = b"".join(got[number] for number in sorted(got))
         begin = start // size * size
         return data[start - begin : stop - begin]
