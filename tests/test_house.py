@@ -31,7 +31,7 @@ ARROWS = {
     "api": "copying core formats proof proving reading remote training writing",
     "processes": "copying core errors",
     "resume": "api core errors formats processes",
-    "dcp": "core errors files formats naming reading training",
+    "dcp": "core errors files formats naming reading remote training",
     "probe": "core errors formats naming reading training",
     "display": "core errors",
     "reporting": "api core errors proof resume",

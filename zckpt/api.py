@@ -30,6 +30,10 @@ from .proving import prove
 from .reading import read as read_manifest
 from .reading import read_both
 from .remote.anywhere import anywhere as anywhere
+from .remote.anywhere import local as local
+from .remote.anywhere import translated as translated
+from .remote.urls import At as At
+from .remote.urls import is_url as is_url
 from .training.options import Options as TargetOptions
 from .training.options import Renames
 from .writing.conversion import read_for, write

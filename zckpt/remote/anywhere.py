@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from shlex import quote
 from typing import Any, ParamSpec, TypeVar, cast
 
 from ..core.resources import Copying
@@ -21,7 +23,9 @@ from . import mirror, sending
 from .mirror import spelled
 from .urls import Url, is_url, parse
 
-JOBS = 16  # threads: each waits for a request
+FETCHING = {"s3": "aws s3 sync {} DIR", "gs": "gcloud storage rsync -r {} DIR"}
+"""How a target gets to the machine whose engine loads it."""
+JOBS = 16  # threads
 Words = ParamSpec("Words")
 Result = TypeVar("Result")
 
@@ -45,11 +49,13 @@ def anywhere(
             if not any(map(is_url, words.values())):
                 return function(**words)  # type: ignore[call-arg]
             with ExitStack() as stack, telling():
+                url = parse(words[target]) if target and is_url(words.get(target)) else None
                 for name in sources:
                     if is_url(words.get(name)):
+                        if url is not None:
+                            sending.refuse_inside(parse(words[name]), url)
                         words[name] = stack.enter_context(local(words[name], keep))
                         _more_jobs(function, words)
-                url = parse(words[target]) if target and is_url(words.get(target)) else None
                 if tell := words.get("tell"):
                     words["tell"] = lambda lines: tell([*map(spelled, lines)])
                 if url is None:
@@ -72,16 +78,24 @@ def _sent(
         report = translated(report)
         if not words.get("dry_run"):
             report |= sending.send(path, url, read_back, words.get("begin"), before)
+            if url.scheme in FETCHING and not report["next"].startswith("zckpt "):
+                report["next"] = FETCHING[url.scheme].format(quote(str(url)))
             report["warnings"] = [*report["warnings"], *report.pop("store_notes")]
         return report
 
 
+def jobs_for(jobs: int, memory: int, *paths: Any) -> int:
+    """Threads: `jobs`, or more if one of the paths is a URL, because each waits for a request."""
+    return max(1, min(JOBS, memory >> 21)) if any(map(is_url, paths)) else jobs
+
+
 def _more_jobs(function: Callable[..., Any], words: dict[str, Any]) -> None:
-    """Threads wait for requests, so more of them read, unless the caller says how many."""
+    """Reads with more threads, unless the caller says with how many."""
     names = inspect.signature(function).parameters
     if "jobs" in names:
-        words.setdefault("jobs", JOBS)
-    elif "words" in names or "copying" in names:
+        memory = words.get("memory", names["memory"].default)
+        words.setdefault("jobs", max(1, min(JOBS, memory >> 21)))
+    elif "words" in names and "name" not in names:
         words.setdefault("copying", Copying(JOBS))
 
 
@@ -97,6 +111,11 @@ def local(path: Any, keep: bool = False) -> Iterator[str]:
     finally:
         if not keep:
             folder.remove()
+
+
+def kept(path: Any) -> str:
+    """The path at which a URL can be read until the process ends; a path as it is."""
+    return mirror.mirrored(parse(path)).path if is_url(path) else os.fspath(path)
 
 
 @contextmanager

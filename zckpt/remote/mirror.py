@@ -28,6 +28,7 @@ from contextlib import suppress
 from msgspec import Struct, field
 
 from ..core import elsewhere
+from ..core.checksum import crc32
 from ..errors import CorruptCheckpoint, StoreError, UnsupportedCheckpoint
 from . import failures
 from .stores import Found, Store, store_of
@@ -35,7 +36,7 @@ from .urls import Url, strange
 
 META, DATA = 32 << 10, 1 << 20  # bytes of a block of metadata, of small tensors
 HEAD, TAIL = 2 * META, 66 << 10  # bytes at the ends of a file that readers look at first
-KEPT = 64 << 20  # bytes of blocks
+KEPT = 32 << 20  # bytes of blocks
 NEIGHBORS, AT_ONCE = 256, 32  # files whose ends are read ahead, and requests for them
 ATTEMPTS, PAUSE = 4, 0.5  # of a read whose answer broke off; seconds before the next one
 NAMED = (
@@ -318,8 +319,10 @@ def _lay(mirror: Mirror, base: str, file: File) -> None:
             f"{file.url} is an object, and there are objects below it",
             hint="copy the checkpoint to another prefix without it",
         ) from error
-    # the nanoseconds make this file another one than each that gets its inode
-    stamp = (found.time or time.time_ns()) // 10**9 * 10**9 + secrets.randbelow(10**9)
+    # the nanoseconds tell this file from each that gets its inode later, and a run that is
+    # continued finds the same ones
+    own = crc32(f"{file.url} {found.etag} {found.size}".encode("utf-8", "surrogateescape"))
+    stamp = found.time // 10**9 * 10**9 + own % 10**9
     os.utime(path, ns=(stamp, stamp))
     mirror.files[found.key] = file
     mirror.marks.append(elsewhere.register(path, file))

@@ -24,8 +24,13 @@ def clean_up(path: Any, dry_run: bool = False) -> dict[str, Any]:
     uploads = _uploads(url)
     if UNFINISHED not in there and not uploads:
         if {name.rpartition("/")[2] for name in there} & {*LASTS}:
-            raise WrongOption(f"{url} is complete: nothing was removed", hint="")
-        raise NotACheckpoint(f"{url} has no remains of a run of zckpt", hint="check the URL")
+            raise WrongOption(
+                f"{url} is complete: nothing was removed",
+                hint="remove it with the store's client",
+            )
+        raise NotACheckpoint(
+            f"{url} has no remains of a run of zckpt", hint="give the target of the stopped run"
+        )
     names = _remains(url, there) if UNFINISHED in there else []
     if not dry_run:
         try:

@@ -111,6 +111,18 @@ def outgoing(url: Url, words: dict[str, Any]) -> Iterator[str]:
             os.rmdir(folder)
 
 
+def refuse_inside(source: Url, target: Url) -> None:
+    """Raises WrongOption if the target is the source, or would become a part of it."""
+    is_same_store = (source.scheme, source.root) == (target.scheme, target.root)
+    if is_same_store and f"{target.key}/".startswith(f"{source.key}/"):
+        raise WrongOption(
+            f"{target} is the source itself"
+            if target.key == source.key
+            else f"{target} is inside of {source}",
+            hint="choose a target beside the source",
+        )
+
+
 def refuse_existing(url: Url, resume: bool) -> None:
     """Raises TargetExists if there is anything at the URL, or with `resume` a complete target."""
     there = _names(url)
