@@ -10,7 +10,6 @@ each request takes as long as many bytes. Large parts of tensors are asked for a
 from __future__ import annotations
 
 import atexit
-import errno
 import itertools
 import json
 import os
@@ -21,7 +20,7 @@ import tempfile
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
@@ -29,12 +28,12 @@ from msgspec import Struct, field
 
 from ..core import elsewhere
 from ..core.checksum import crc32
-from ..errors import CorruptCheckpoint, StoreError, UnsupportedCheckpoint
+from ..errors import CorruptCheckpoint, IncompleteCheckpoint, StoreError, UnsupportedCheckpoint
 from . import failures
 from .stores import Found, Store, store_of
 from .urls import Url, strange
 
-META, DATA = 32 << 10, 1 << 20  # bytes of a block of metadata, of small tensors
+META, DATA = 32 << 10, 128 << 10  # bytes of a block of metadata, of small tensors
 HEAD, TAIL = 2 * META, 66 << 10  # bytes at the ends of a file that readers look at first
 KEPT = 32 << 20  # bytes of blocks
 NEIGHBORS, AT_ONCE = 256, 32  # files whose ends are read ahead, and requests for them
@@ -48,6 +47,8 @@ NAMED = (
     "pytorch_model.bin",
 )
 """Files that a folder of a web server may have, beside those that its lists name."""
+UNFINISHED = "zckpt-unfinished.json"
+"""Lies beside a target until its last file has arrived."""
 LISTS = {
     "manifest.json": "files",
     "model.safetensors.index.json": "weight_map",
@@ -273,6 +274,7 @@ def mirrored(url: Url) -> Mirror:
         mirror.remove()
         raise failures.explained(error, url, "list") from error
     try:
+        _refuse_unfinished(store, url, found)
         for key, each in found.items():
             _lay(mirror, base, File(url.beside(key), store, each, mirror))
         if not store.has_listing:
@@ -294,6 +296,25 @@ def _listed(store: Store, url: Url) -> Iterator[Found]:
             yield from store.directly_in(url.key.rpartition("/")[0])
 
 
+def _refuse_unfinished(store: Store, url: Url, found: Mapping[str, Found]) -> None:
+    """Raises IncompleteCheckpoint for a target that its run has not sent whole."""
+    for folder in {url.key, url.key.rpartition("/")[0]}:
+        note = found.get(f"{folder}/{UNFINISHED}")
+        if note is None:
+            continue
+        try:
+            last = json.loads(bytes(store.read(note, 0, note.size)))["last"]
+        except (ValueError, KeyError, TypeError):
+            last = ""
+        if f"{folder}/{last}" not in found:
+            whole = url.beside(folder)
+            raise IncompleteCheckpoint(
+                f"{url} belongs to a target that is not complete",
+                hint="wait for the run that sends it, repeat that run with --resume, or remove it: "
+                f"zckpt clean-up {whole}",
+            )
+
+
 def _lay(mirror: Mirror, base: str, file: File) -> None:
     """An empty file in the mirror, or a folder."""
     found = file.found
@@ -304,19 +325,17 @@ def _lay(mirror: Mirror, base: str, file: File) -> None:
             hint="copy the checkpoint to another prefix without it",
         )
     path = os.path.join(base, *found.key.split("/"))
+    if os.path.isfile(path) and not is_folder:
+        return  # it was listed twice
     try:
         os.makedirs(path if is_folder else os.path.dirname(path), exist_ok=True)
         if is_folder:
             return
         with open(path, "xb") as hole:
             hole.truncate(found.size)
-    except FileExistsError:  # it was listed twice
-        return
-    except OSError as error:
-        if error.errno not in (errno.ENOTDIR, errno.EISDIR):
-            raise
+    except (FileExistsError, NotADirectoryError) as error:
         raise UnsupportedCheckpoint(
-            f"{file.url} is an object, and there are objects below it",
+            f"{file.url} or a part of it is an object, and there are objects below it",
             hint="copy the checkpoint to another prefix without it",
         ) from error
     # the nanoseconds tell this file from each that gets its inode later, and a run that is

@@ -30,11 +30,10 @@ from ..core.sources import walk
 from ..core.version import __version__
 from ..errors import CorruptCheckpoint, NotEnoughSpace, TargetExists, WrongOption, ZckptError
 from . import failures
-from .mirror import spell
+from .mirror import UNFINISHED, spell
 from .stores import Found, Store, etag_of, store_of
 from .urls import Url
 
-UNFINISHED = "zckpt-unfinished.json"
 LASTS = (
     "manifest.json",
     ".metadata",
@@ -125,7 +124,7 @@ def refuse_inside(source: Url, target: Url) -> None:
 
 def refuse_existing(url: Url, resume: bool) -> None:
     """Raises TargetExists if there is anything at the URL, or with `resume` a complete target."""
-    there = _names(url)
+    there = names_at(url)
     if not there:
         return
     if UNFINISHED not in there:
@@ -137,7 +136,7 @@ def refuse_existing(url: Url, resume: bool) -> None:
         )
 
 
-def _names(url: Url) -> dict[str, Found]:
+def names_at(url: Url) -> dict[str, Found]:
     """What is below a URL, by name; the object at the URL itself has the name ""."""
     try:
         store = store_of(url)
@@ -216,7 +215,7 @@ class _Sending(Struct, dict=True):
         """Says what is going to be sent; gives the names that an earlier run has sent."""
         self.sent: dict[str, int] = {}
         self.about = {"zckpt": __version__, "last": last, "files": sizes}
-        there = _names(self.url)
+        there = names_at(self.url)
         if last in there:
             raise TargetExists(f"{self.url} was written by another program meanwhile")
         if UNFINISHED in there:
