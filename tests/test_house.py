@@ -35,7 +35,8 @@ ARROWS = {
     "probe": "core errors formats naming reading training",
     "display": "core errors",
     "reporting": "api core errors proof resume",
-    "cli": "api core display errors formats probe processes reading remote reporting resume training",
+    "cli": "api core display errors formats probe processes reading remote reporting resume "
+    "training",
     "__init__": "api core dcp errors probe processes reporting resume",
     "__main__": "cli",
     "benchmarks": "api core dcp formats probe proof resume",

@@ -107,7 +107,7 @@ def read(
 
 def inspect(manifest: Manifest) -> Report:
     """What a checkpoint contains; `objects` are classes and functions that no engine needs."""
-    return description.inspect(manifest, formats.other_objects(manifest))
+    return dict(translated(description.inspect(manifest, formats.other_objects(manifest))))
 
 
 @anywhere("path")
@@ -133,7 +133,7 @@ def load(path: Path, name: str, **source: Unpack[NamedKeywords]) -> Any:
 # -- writing
 
 
-@anywhere("source", target="target")
+@anywhere("source", "like", target="target")
 def convert(
     source: Path,
     target: Path,
@@ -172,7 +172,7 @@ def convert(
     return write("convert", manifest, os.fspath(target), to, reading, options, running)
 
 
-@anywhere("source", target="target")
+@anywhere("source", "like", target="target")
 def reshard(
     source: Path,
     target: Path,
@@ -206,7 +206,7 @@ def reshard(
     return write_run(os.fspath(source), os.fspath(target), checkpoints, running, write_one)
 
 
-@anywhere("source", target="target")
+@anywhere("source", "config", target="target")
 def export(
     source: Path,
     target: Path,

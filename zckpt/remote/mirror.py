@@ -10,7 +10,6 @@ each request takes as long as many bytes. Large parts of tensors are asked for a
 from __future__ import annotations
 
 import atexit
-import errno
 import itertools
 import json
 import os
@@ -20,7 +19,7 @@ import shutil
 import tempfile
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
@@ -28,15 +27,15 @@ from msgspec import Struct, field
 
 from ..core import elsewhere
 from ..core.checksum import crc32
-from ..errors import UnsupportedCheckpoint
+from ..errors import IncompleteCheckpoint, UnsupportedCheckpoint
 from . import failures
 from .stores import Found, Store, store_of
 from .urls import Url, strange
 
-META, DATA = 32 << 10, 1 << 20  # bytes of a block of metadata, of small tensors
+META, DATA = 32 << 10, 128 << 10  # bytes of a block of metadata, of small tensors
 HEAD, TAIL = 2 * META, 66 << 10  # bytes at the ends of a file that readers look at first
 KEPT = 32 << 20  # bytes of blocks
-NEIGHBORS, AT_ONCE = 256, 32  # files whose ends are read ahead, and requests for them
+NEIGHBORS, AT_ONCE = 128, 32  # files whose ends are read ahead, and requests for them
 NAMED = (
     "config.json",
     "generation_config.json",
@@ -46,6 +45,8 @@ NAMED = (
     "pytorch_model.bin",
 )
 """Files that a folder of a web server may have, beside those that its lists name."""
+UNFINISHED = "zckpt-unfinished.json"
+"""Lies beside a target until its last file has arrived."""
 LISTS = {
     "manifest.json": "files",
     "model.safetensors.index.json": "weight_map",
@@ -196,8 +197,10 @@ class Mirror(Struct, eq=False):
 
     def read_ahead(self, file: File) -> None:
         """Reads the ends of a file and of those beside it with the same ending, once."""
+        key = file.found.key
         with self.lock:
-            key = file.found.key
+            if key in self.read:
+                return
             folder, ending = os.path.dirname(key), os.path.splitext(key)[1]
             beside = [
                 other
@@ -208,12 +211,9 @@ class Mirror(Struct, eq=False):
                 and os.path.splitext(name)[1] == ending
             ][:NEIGHBORS]
             self.read.update(each.found.key for each in beside)
-            if len(beside) == 1:
-                beside[0].read_ends()
-            elif beside:
-                with ThreadPoolExecutor(AT_ONCE) as pool:
-                    for done in [pool.submit(each.read_ends) for each in beside]:
-                        done.result()
+            with ThreadPoolExecutor(AT_ONCE) as pool:
+                for done in [pool.submit(each.read_ends) for each in beside]:
+                    done.result()
 
     def remove(self) -> None:
         """Removes the folder."""
@@ -261,9 +261,10 @@ def mirrored(url: Url) -> Mirror:
     os.makedirs(base)
     try:
         store = failures.asked(lambda: store_of(url), url, "list")
-        found = failures.asked(
+        listed = failures.asked(
             lambda: {each.key: each for each in _listed(store, url)}, url, "list"
         )
+        found = failures.asked(lambda: _finished(store, url, listed), url)
         for key, each in found.items():
             _lay(mirror, base, File(url.beside(key), store, each, mirror))
         if not store.has_listing:
@@ -285,6 +286,30 @@ def _listed(store: Store, url: Url) -> Iterator[Found]:
             yield from store.directly_in(url.key.rpartition("/")[0])
 
 
+def _finished(store: Store, url: Url, found: Mapping[str, Found]) -> dict[str, Found]:
+    """The files without those of targets below the URL that their runs have not sent whole.
+
+    Raises IncompleteCheckpoint if the URL itself belongs to such a target.
+    """
+    kept = dict(found)
+    for note in [each for key, each in found.items() if os.path.basename(key) == UNFINISHED]:
+        folder = os.path.dirname(note.key)
+        try:
+            last = json.loads(bytes(store.read(note, 0, note.size)))["last"]
+        except (ValueError, KeyError, TypeError):
+            last = ""
+        if f"{folder}/{last}" in found:
+            continue
+        if f"{url.key}/".startswith(f"{folder}/"):
+            raise IncompleteCheckpoint(
+                f"{url} belongs to a target that is not complete",
+                hint="wait for the run that sends it, repeat that run with --resume, or remove it: "
+                f"zckpt clean-up {url.beside(folder)}",
+            )
+        kept = {key: each for key, each in kept.items() if not key.startswith(f"{folder}/")}
+    return kept
+
+
 def _lay(mirror: Mirror, base: str, file: File) -> None:
     """An empty file in the mirror, or a folder."""
     found = file.found
@@ -295,19 +320,17 @@ def _lay(mirror: Mirror, base: str, file: File) -> None:
             hint="copy the checkpoint to another prefix without it",
         )
     path = os.path.join(base, *found.key.split("/"))
+    if os.path.isfile(path) and not is_folder:
+        return  # it was listed twice
     try:
         os.makedirs(path if is_folder else os.path.dirname(path), exist_ok=True)
         if is_folder:
             return
         with open(path, "xb") as hole:
             hole.truncate(found.size)
-    except FileExistsError:  # it was listed twice
-        return
-    except OSError as error:
-        if error.errno not in (errno.ENOTDIR, errno.EISDIR):
-            raise
+    except (FileExistsError, NotADirectoryError) as error:
         raise UnsupportedCheckpoint(
-            f"{file.url} is an object, and there are objects below it",
+            f"{file.url} or a part of it is an object, and there are objects below it",
             hint="copy the checkpoint to another prefix without it",
         ) from error
     # the nanoseconds tell this file from each that gets its inode later, and a run that is

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from importlib.util import find_spec
 from typing import Any
 
 from ..errors import NotACheckpoint, WrongOption
 from . import failures
-from .sending import LASTS, UNFINISHED, _names
+from .mirror import UNFINISHED
+from .sending import LASTS, names_at
 from .stores import store_of
 from .urls import Url, parse
 
@@ -20,7 +22,7 @@ def clean_up(path: Any, dry_run: bool = False) -> dict[str, Any]:
     checkpoint, and NotACheckpoint if zckpt has begun nothing there.
     """
     url = parse(path)
-    there = _names(url)
+    there = names_at(url)
     uploads = _uploads(url)
     if UNFINISHED not in there and not uploads:
         if {name.rpartition("/")[2] for name in there} & {*LASTS}:
@@ -57,8 +59,6 @@ def clean_up(path: Any, dry_run: bool = False) -> dict[str, Any]:
 
 def _remains(url: Url, there: dict[str, Any]) -> list[str]:
     """The files of the unfinished run that are there; the note alone if the target is complete."""
-    import json
-
     found = there[UNFINISHED]
     try:
         document = json.loads(bytes(store_of(url).read(found, 0, found.size)))

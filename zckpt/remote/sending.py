@@ -19,6 +19,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from zlib import crc32 as mark_of
 
@@ -30,11 +31,10 @@ from ..core.sources import walk
 from ..core.version import __version__
 from ..errors import CorruptCheckpoint, NotEnoughSpace, TargetExists, WrongOption, ZckptError
 from . import failures
-from .mirror import spell
+from .mirror import UNFINISHED, spell
 from .stores import Found, Store, etag_of, store_of
 from .urls import Url
 
-UNFINISHED = "zckpt-unfinished.json"
 LASTS = (
     "manifest.json",
     ".metadata",
@@ -47,7 +47,9 @@ LASTS = (
 """The files that make a folder a checkpoint, the decisive one first."""
 SMALL = 64 << 20  # bytes: a last file up to this size is put on condition that there is none
 BLOCK = 8 << 20  # bytes that are read back at a time
-TOLD = 3  # keys in an error
+EXISTS = ("AlreadyExistsError", "FileExistsError", "TargetExists")
+NO_CONDITION = ("NotImplementedError", "NotSupportedError")
+"""What the libraries raise for a put on condition: the object is there; or they cannot do it."""
 
 
 class Sums(Struct):
@@ -125,7 +127,7 @@ def refuse_inside(source: Url, target: Url) -> None:
 
 def refuse_existing(url: Url, resume: bool) -> None:
     """Raises TargetExists if there is anything at the URL, or with `resume` a complete target."""
-    there = _names(url)
+    there = names_at(url)
     if not there:
         return
     if UNFINISHED not in there:
@@ -137,7 +139,7 @@ def refuse_existing(url: Url, resume: bool) -> None:
         )
 
 
-def _names(url: Url) -> dict[str, Found]:
+def names_at(url: Url) -> dict[str, Found]:
     """What is below a URL, by name; the object at the URL itself has the name ""."""
     try:
         store = store_of(url)
@@ -180,7 +182,9 @@ def send(
                 progress(sizes[name])
         if before_commit:
             before_commit()
-        sending.commit(last, sizes[last])
+        if last not in done:
+            sending.commit(last, sizes[last])
+        sending.end()
     except Exception as error:
         if isinstance(error, ZckptError):
             raise
@@ -216,9 +220,7 @@ class _Sending(Struct, dict=True):
         """Says what is going to be sent; gives the names that an earlier run has sent."""
         self.sent: dict[str, int] = {}
         self.about = {"zckpt": __version__, "last": last, "files": sizes}
-        there = _names(self.url)
-        if last in there:
-            raise TargetExists(f"{self.url} was written by another program meanwhile")
+        there = names_at(self.url)
         if UNFINISHED in there:
             earlier = self._earlier(there[UNFINISHED])
             self.sent = {
@@ -228,7 +230,16 @@ class _Sending(Struct, dict=True):
                 and there[name].size == sizes.get(name)
                 and crc == _crc_of(os.path.join(self.path, name))
             }
-        self._state()
+        if last in there:
+            if {*sizes} - {last} <= {*self.sent} and self._is_ours(last):
+                return {*sizes}  # the earlier run was stopped before it removed the note
+            raise self._preceded(last)
+        try:
+            self._state(create=UNFINISHED not in there)
+        except Exception as error:
+            if type(error).__name__ not in EXISTS:
+                raise
+            raise self._preceded(UNFINISHED) from error
         return {*self.sent}
 
     def _earlier(self, found: Found) -> dict[str, int]:
@@ -238,12 +249,34 @@ class _Sending(Struct, dict=True):
         except (ValueError, KeyError, TypeError, AttributeError):
             return {}
 
-    def _state(self) -> None:
+    def _state(self, create: bool = False) -> None:
         """Writes what was sent until now."""
         with tempfile.NamedTemporaryFile() as file:
             file.write(json.dumps({**self.about, "sent": self.sent}).encode())
             file.flush()
-            self.store.put(self.key(UNFINISHED), file.name, lambda data: None, create=False)
+            self._put(UNFINISHED, file.name, lambda data: None, create)
+
+    def _put(
+        self, name: str, path: str, passed: Callable[[bytes], None], create: bool
+    ) -> str | None:
+        """Sends a file; with `create` only if there is none, as far as the store can tell."""
+        try:
+            return self.store.put(self.key(name), path, passed, create)
+        except Exception as error:
+            if not create or type(error).__name__ not in NO_CONDITION:
+                raise
+            if self.store.head(self.key(name)) is not None:
+                raise self._preceded(name) from error
+            note = "the store puts nothing on condition: zckpt has looked before"
+            self.notes = [*{*self.notes, note}]
+            self.sums = Sums()
+            return self.store.put(self.key(name), path, passed, create=False)
+
+    def _preceded(self, name: str) -> TargetExists:
+        return TargetExists(
+            f"{self.url}/{name} was written by another program meanwhile",
+            hint=f"look at it first: zckpt inspect {self.url}",
+        )
 
     def note(self, name: str) -> None:
         """A file is there, and compared."""
@@ -253,27 +286,38 @@ class _Sending(Struct, dict=True):
     def put(self, name: str, create: bool = False) -> None:
         """Sends one file, and compares what the store has."""
         self.sums = Sums()
-        key, path = self.key(name), os.path.join(self.path, name)
-        etag = self.store.put(key, path, self.sums.add, create)
-        found = self.store.head(key)
+        path = os.path.join(self.path, name)
+        self.etag = self._put(name, path, lambda data: self.sums.add(data), create)
+        found = self.store.head(self.key(name))
         if found is None or found.size != self.sums.size:
             there = "nothing" if found is None else f"{found.size} bytes"
             raise self._lost(name, f"the store has {there} of {self.sums.size} bytes")
-        if (etag or "").strip('"') == etag_of(self.sums.digests):
+        md5 = etag_of(self.sums.digests)
+        if {md5} == {(etag or "").strip('"') for etag in (self.etag, found.etag)}:
             return  # the MD5 that the store itself has computed
         if self.read_back:
             self.again += 1
-            crc = 0
-            for start in range(0, found.size, BLOCK):
-                stop = min(start + BLOCK, found.size)
-                crc = crc32(self.store.read(found, start, stop), crc)
-            if crc != self.sums.crc:
+            if self._crc(found) != self.sums.crc:
                 raise self._lost(name, "the store has other bytes")
-        elif not self.notes:
+        elif not any("MD5" in note for note in self.notes):
             self.notes.append(
                 f"the store of {self.url} gives no MD5, and --no-read-back leaves out to compare "
                 "the bytes that it has"
             )
+
+    def _crc(self, found: Found) -> int:
+        """The CRC-32 of the bytes that the store has."""
+        crc = 0
+        for start in range(0, found.size, BLOCK):
+            stop = min(start + BLOCK, found.size)
+            crc = crc32(failures.asked(partial(self.store.read, found, start, stop), self.url), crc)
+        return crc
+
+    def _is_ours(self, name: str) -> bool:
+        """Whether the store has the bytes that this run sends."""
+        found, path = self.store.head(self.key(name)), os.path.join(self.path, name)
+        is_as_long = found is not None and found.size == os.path.getsize(path)
+        return found is not None and is_as_long and self._crc(found) == _crc_of(path)
 
     def _lost(self, name: str, what: str) -> CorruptCheckpoint:
         return CorruptCheckpoint(
@@ -282,24 +326,26 @@ class _Sending(Struct, dict=True):
         )
 
     def commit(self, name: str, size: int) -> None:
-        """Sends the last file, if there is none yet, and removes the note."""
+        """Sends the last file, if there is none yet."""
         is_small = size <= SMALL
         if not is_small and self.store.head(self.key(name)) is not None:
-            raise TargetExists(f"{self.url}/{name} was written by another program meanwhile")
+            raise self._preceded(name)
         try:
             self.put(name, create=is_small)
+        except CorruptCheckpoint:
+            found = self.store.head(self.key(name))
+            if found is not None and self.etag in (None, found.etag):
+                self.store.delete([self.key(name)])  # it would make a checkpoint of the rest
+            raise
         except Exception as error:
-            if type(error).__name__ in ("AlreadyExistsError", "FileExistsError"):
-                raise TargetExists(
-                    f"{self.url}/{name} was written by another program meanwhile",
-                    hint="look at it first: zckpt inspect " + str(self.url),
-                ) from error
-            if type(error).__name__ not in ("NotImplementedError", "NotSupportedError"):
-                raise
-            if self.store.head(self.key(name)) is not None:
-                raise TargetExists(f"{self.url}/{name} was written meanwhile") from error
-            self.notes.append("the store puts nothing on condition: zckpt has looked before")
-            self.put(name)
+            if is_small and self._is_ours(name):
+                return  # it has arrived, and the answer was lost
+            if type(error).__name__ in EXISTS:
+                raise self._preceded(name) from error
+            raise
+
+    def end(self) -> None:
+        """Removes the note."""
         self.store.delete([self.key(UNFINISHED)])
 
 
