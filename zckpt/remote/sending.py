@@ -217,7 +217,7 @@ class _Sending(Struct, dict=True):
         self.about = {"zckpt": __version__, "last": last, "files": sizes}
         there = names_at(self.url)
         if last in there:
-            raise TargetExists(f"{self.url} was written by another program meanwhile")
+            raise self._taken(last)
         if UNFINISHED in there:
             earlier = self._earlier(there[UNFINISHED])
             self.sent = {
@@ -227,7 +227,12 @@ class _Sending(Struct, dict=True):
                 and there[name].size == sizes.get(name)
                 and crc == _crc_of(os.path.join(self.path, name))
             }
-        self._state()
+        try:
+            self._state(create=UNFINISHED not in there)
+        except Exception as error:
+            if is_taken(error):
+                raise self._taken(UNFINISHED) from error
+            raise
         return {*self.sent}
 
     def _earlier(self, found: Found) -> dict[str, int]:
@@ -237,12 +242,18 @@ class _Sending(Struct, dict=True):
         except (ValueError, KeyError, TypeError, AttributeError):
             return {}
 
-    def _state(self) -> None:
+    def _taken(self, name: str) -> TargetExists:
+        return TargetExists(
+            f"{self.url}/{name} was written by another program meanwhile",
+            hint=f"look at it first: zckpt inspect {self.url}",
+        )
+
+    def _state(self, create: bool = False) -> None:
         """Writes what was sent until now."""
         with tempfile.NamedTemporaryFile() as file:
             file.write(json.dumps({**self.about, "sent": self.sent}).encode())
             file.flush()
-            self.store.put(self.key(UNFINISHED), file.name, lambda data: None, create=False)
+            self.store.put(self.key(UNFINISHED), file.name, lambda data: None, create)
 
     def note(self, name: str) -> None:
         """A file is there, and compared."""
@@ -283,23 +294,29 @@ class _Sending(Struct, dict=True):
     def commit(self, name: str, size: int) -> None:
         """Sends the last file, if there is none yet, and removes the note."""
         is_small = size <= SMALL
-        if not is_small and self.store.head(self.key(name)) is not None:
-            raise TargetExists(f"{self.url}/{name} was written by another program meanwhile")
+        if not is_small:
+            self._look(name)
         try:
             self.put(name, create=is_small)
         except Exception as error:
-            if type(error).__name__ in ("AlreadyExistsError", "FileExistsError"):
-                raise TargetExists(
-                    f"{self.url}/{name} was written by another program meanwhile",
-                    hint="look at it first: zckpt inspect " + str(self.url),
-                ) from error
+            if is_taken(error):
+                raise self._taken(name) from error
             if type(error).__name__ not in ("NotImplementedError", "NotSupportedError"):
                 raise
-            if self.store.head(self.key(name)) is not None:
-                raise TargetExists(f"{self.url}/{name} was written meanwhile") from error
-            self.notes.append("the store puts nothing on condition: zckpt has looked before")
+            self._look(name)
             self.put(name)
         self.store.delete([self.key(UNFINISHED)])
+
+    def _look(self, name: str) -> None:
+        """Raises TargetExists if the file is there: it will be sent without a condition."""
+        if self.store.head(self.key(name)) is not None:
+            raise self._taken(name)
+        self.notes.append(f"{self.url}/{name} was put without a condition: zckpt has looked before")
+
+
+def is_taken(error: Exception) -> bool:
+    """Whether a store says that there is an object already."""
+    return type(error).__name__ in ("AlreadyExistsError", "FileExistsError")
 
 
 def _crc_of(path: str) -> int:
