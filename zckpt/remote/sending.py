@@ -17,11 +17,10 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
-from zlib import crc32 as mark_of
 
 from msgspec import Struct, field
 
@@ -47,9 +46,8 @@ LASTS = (
 """The files that make a folder a checkpoint, the decisive one first."""
 SMALL = 64 << 20  # bytes: a last file up to this size is put on condition that there is none
 BLOCK = 8 << 20  # bytes that are read back at a time
-EXISTS = ("AlreadyExistsError", "FileExistsError", "TargetExists")
-NO_CONDITION = ("NotImplementedError", "NotSupportedError")
-"""What the libraries raise for a put on condition: the object is there; or they cannot do it."""
+OF_RUNNING = {"begin", "tell", "copying", "resume", "dry_run", "read_back", "target"}
+"""Words of a conversion that do not say what its target is."""
 
 
 class Sums(Struct):
@@ -67,7 +65,7 @@ class Sums(Struct):
 
 def folder_for(url: Url) -> str:
     """The folder of TMPDIR in which the target of this URL is written first."""
-    name = f"zckpt-to-{url.scheme}-{mark_of(str(url).encode()):08x}"
+    name = f"zckpt-to-{url.scheme}-{crc32(str(url).encode()):08x}"
     user = f"-{os.getuid()}" if hasattr(os, "getuid") else ""
     folder = os.path.join(tempfile.gettempdir(), name + user)
     os.makedirs(folder, mode=0o700, exist_ok=True)
@@ -78,11 +76,36 @@ def folder_for(url: Url) -> str:
     return folder
 
 
-@contextmanager
-def outgoing(url: Url, words: dict[str, Any]) -> Iterator[str]:
-    """The path on this machine at which the target of a URL is to be written.
+def path_for(url: Url) -> str:
+    """The path on this machine at which the target of a URL is written first."""
+    path = os.path.join(folder_for(url), os.path.basename(url.key))
+    spell(path, str(url))
+    return path
 
-    Raises TargetExists if there is one, and WrongOption for processes that share a target.
+
+def mark_of(command: str, words: Mapping[str, Any], sources: Sequence[str]) -> str:
+    """What tells a run from all others: its command, its options, and the files of its sources."""
+    said = {
+        name: word
+        for name, word in words.items()
+        if name not in OF_RUNNING and not callable(word) and name not in sources
+    }
+    files = [
+        (os.path.relpath(each.path, path), each.stat().st_size, each.stat().st_mtime_ns)
+        for path in (words[name] for name in sources if words.get(name) is not None)
+        for each in (walk(os.fspath(path)) if os.path.isdir(path) else ())
+        if each.is_file()
+    ]
+    text = json.dumps([__version__, command, said, files], default=repr, sort_keys=True)
+    return f"{crc32(text.encode('utf-8', 'surrogatepass')):08x}"
+
+
+@contextmanager
+def outgoing(url: Url, words: Mapping[str, Any], run: str) -> Iterator[tuple[str, bool]]:
+    """The path on this machine at which the target of a URL is to be written first.
+
+    True stands beside it if the run with the mark `run` has completed the target. Raises
+    TargetExists if there is another one, and WrongOption for processes that share a target.
     """
     if url.scheme in ("https", "http", "hf"):
         raise WrongOption(
@@ -96,14 +119,14 @@ def outgoing(url: Url, words: dict[str, Any]) -> Iterator[str]:
         )
     if not url.key:
         raise WrongOption(f"{url} is a whole bucket", hint=f"give {url}/NAME")
-    refuse_existing(url, bool(words.get("resume")))
-    folder = folder_for(url)
-    path = os.path.join(folder, os.path.basename(url.key))
-    spell(path, str(url))
-    if not words.get("resume") and not words.get("dry_run"):
+    resume = bool(words.get("resume"))
+    is_done = is_complete(url, run if resume else "", resume)
+    path = path_for(url)
+    folder = os.path.dirname(path)
+    if not resume and not words.get("dry_run"):
         shutil.rmtree(path, ignore_errors=True)  # a complete one, of a run that could not send it
     try:
-        yield path
+        yield path, is_done
     except NotEnoughSpace as error:
         raise NotEnoughSpace(
             error.message, hint=f"set TMPDIR to a folder with space: {url} is written there first"
@@ -125,18 +148,25 @@ def refuse_inside(source: Url, target: Url) -> None:
         )
 
 
-def refuse_existing(url: Url, resume: bool) -> None:
-    """Raises TargetExists if there is anything at the URL, or with `resume` a complete target."""
+def is_complete(url: Url, run: str, resume: bool) -> bool:
+    """Whether the run of this mark has completed the target.
+
+    Raises TargetExists if there is anything else at the URL, but for what `resume` continues.
+    """
     there = names_at(url)
     if not there:
-        return
+        return False
     if UNFINISHED not in there:
+        last = min(there, key=lambda name: (-_order(name)[0], name))
+        if run and failures.asked(lambda: store_of(url).mark(there[last]), url) == run:
+            return True
         raise TargetExists(f"{url} exists", hint="choose another name, or remove it first")
     if not resume:
         raise TargetExists(
             f"{url} exists: a run was stopped there",
             hint=f"add --resume to continue it, or remove it: zckpt clean-up {url}",
         )
+    return False
 
 
 def names_at(url: Url) -> dict[str, Found]:
@@ -151,13 +181,7 @@ def names_at(url: Url) -> dict[str, Found]:
     return below
 
 
-def send(
-    path: str,
-    url: Url,
-    read_back: bool,
-    begin: Begin | None,
-    before_commit: Callable[[], None] | None,
-) -> dict[str, Any]:
+def send(path: str, url: Url, run: str, words: Mapping[str, Any]) -> dict[str, Any]:
     """Sends a complete target, and removes it here; gives what the report says of that.
 
     Files that an earlier run has sent are not sent again. Raises StoreError, TargetExists if
@@ -170,7 +194,8 @@ def send(
         if each.is_file(follow_symlinks=False)
     }
     *first, last = sorted(sizes, key=_order)
-    sending = _Sending(store_of(url), url, path, read_back)
+    sending = _Sending(store_of(url), url, path, run, words.get("read_back", True))
+    begin: Begin | None = words.get("begin")
     progress = begin(sum(sizes.values())) if begin else None
     try:
         done = sending.begin(sizes, last)
@@ -180,8 +205,8 @@ def send(
                 sending.note(name)
             if progress:
                 progress(sizes[name])
-        if before_commit:
-            before_commit()
+        if before := words.get("before_rename"):
+            before()
         if last not in done:
             sending.commit(last, sizes[last])
         sending.end()
@@ -209,6 +234,7 @@ class _Sending(Struct, dict=True):
     store: Store
     url: Url
     path: str
+    run: str
     read_back: bool
     again: int = 0
     notes: list[str] = field(default_factory=list)
@@ -233,13 +259,8 @@ class _Sending(Struct, dict=True):
         if last in there:
             if {*sizes} - {last} <= {*self.sent} and self._is_ours(last):
                 return {*sizes}  # the earlier run was stopped before it removed the note
-            raise self._preceded(last)
-        try:
-            self._state(create=UNFINISHED not in there)
-        except Exception as error:
-            if type(error).__name__ not in EXISTS:
-                raise
-            raise self._preceded(UNFINISHED) from error
+            raise self._taken(last)
+        self._state(create=UNFINISHED not in there)
         return {*self.sent}
 
     def _earlier(self, found: Found) -> dict[str, int]:
@@ -248,6 +269,12 @@ class _Sending(Struct, dict=True):
             return {str(name): int(crc) for name, crc in document["sent"].items()}
         except (ValueError, KeyError, TypeError, AttributeError):
             return {}
+
+    def _taken(self, name: str) -> TargetExists:
+        return TargetExists(
+            f"{self.url}/{name} was written by another program meanwhile",
+            hint=f"look at it first: zckpt inspect {self.url}",
+        )
 
     def _state(self, create: bool = False) -> None:
         """Writes what was sent until now."""
@@ -259,24 +286,18 @@ class _Sending(Struct, dict=True):
     def _put(
         self, name: str, path: str, passed: Callable[[bytes], None], create: bool
     ) -> str | None:
-        """Sends a file; with `create` only if there is none, as far as the store can tell."""
+        """Sends a file; with `create` it raises TargetExists if there is one."""
+        put = partial(self.store.put, self.key(name), path, passed, mark=self.run)
         try:
-            return self.store.put(self.key(name), path, passed, create)
+            return put(create=create)
         except Exception as error:
-            if not create or type(error).__name__ not in NO_CONDITION:
+            kind = type(error).__name__
+            if kind in ("AlreadyExistsError", "FileExistsError"):
+                raise self._taken(name) from error
+            if not create or kind not in ("NotImplementedError", "NotSupportedError"):
                 raise
-            if self.store.head(self.key(name)) is not None:
-                raise self._preceded(name) from error
-            note = "the store puts nothing on condition: zckpt has looked before"
-            self.notes = [*{*self.notes, note}]
-            self.sums = Sums()
-            return self.store.put(self.key(name), path, passed, create=False)
-
-    def _preceded(self, name: str) -> TargetExists:
-        return TargetExists(
-            f"{self.url}/{name} was written by another program meanwhile",
-            hint=f"look at it first: zckpt inspect {self.url}",
-        )
+        self._look(name)
+        return put(create=False)
 
     def note(self, name: str) -> None:
         """A file is there, and compared."""
@@ -287,19 +308,19 @@ class _Sending(Struct, dict=True):
         """Sends one file, and compares what the store has."""
         self.sums = Sums()
         path = os.path.join(self.path, name)
-        self.etag = self._put(name, path, lambda data: self.sums.add(data), create)
+        self.etag = self._put(name, path, self.sums.add, create)
         found = self.store.head(self.key(name))
         if found is None or found.size != self.sums.size:
             there = "nothing" if found is None else f"{found.size} bytes"
             raise self._lost(name, f"the store has {there} of {self.sums.size} bytes")
-        md5 = etag_of(self.sums.digests)
-        if {md5} == {(etag or "").strip('"') for etag in (self.etag, found.etag)}:
+        etags = {(etag or "").strip('"') for etag in (self.etag, found.etag)}
+        if etags == {etag_of(self.sums.digests)}:
             return  # the MD5 that the store itself has computed
         if self.read_back:
             self.again += 1
             if self._crc(found) != self.sums.crc:
                 raise self._lost(name, "the store has other bytes")
-        elif not any("MD5" in note for note in self.notes):
+        elif not self.notes:
             self.notes.append(
                 f"the store of {self.url} gives no MD5, and --no-read-back leaves out to compare "
                 "the bytes that it has"
@@ -316,8 +337,9 @@ class _Sending(Struct, dict=True):
     def _is_ours(self, name: str) -> bool:
         """Whether the store has the bytes that this run sends."""
         found, path = self.store.head(self.key(name)), os.path.join(self.path, name)
-        is_as_long = found is not None and found.size == os.path.getsize(path)
-        return found is not None and is_as_long and self._crc(found) == _crc_of(path)
+        if found is None or found.size != os.path.getsize(path):
+            return False
+        return self._crc(found) == _crc_of(path)
 
     def _lost(self, name: str, what: str) -> CorruptCheckpoint:
         return CorruptCheckpoint(
@@ -328,8 +350,8 @@ class _Sending(Struct, dict=True):
     def commit(self, name: str, size: int) -> None:
         """Sends the last file, if there is none yet."""
         is_small = size <= SMALL
-        if not is_small and self.store.head(self.key(name)) is not None:
-            raise self._preceded(name)
+        if not is_small:
+            self._look(name)
         try:
             self.put(name, create=is_small)
         except CorruptCheckpoint:
@@ -337,16 +359,19 @@ class _Sending(Struct, dict=True):
             if found is not None and self.etag in (None, found.etag):
                 self.store.delete([self.key(name)])  # it would make a checkpoint of the rest
             raise
-        except Exception as error:
-            if is_small and self._is_ours(name):
-                return  # it has arrived, and the answer was lost
-            if type(error).__name__ in EXISTS:
-                raise self._preceded(name) from error
-            raise
+        except Exception:
+            if not (is_small and self._is_ours(name)):  # else the answer alone was lost
+                raise
 
     def end(self) -> None:
-        """Removes the note."""
+        """Removes the note: the target is complete."""
         self.store.delete([self.key(UNFINISHED)])
+
+    def _look(self, name: str) -> None:
+        """Raises TargetExists if the file is there: it will be sent without a condition."""
+        if self.store.head(self.key(name)) is not None:
+            raise self._taken(name)
+        self.notes.append(f"{self.url}/{name} was put without a condition: zckpt has looked before")
 
 
 def _crc_of(path: str) -> int:
