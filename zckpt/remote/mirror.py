@@ -38,6 +38,16 @@ NEIGHBORS, AT_ONCE = 128, 32  # files whose ends are read ahead, and requests fo
 NAMED = (
     "config.json",
     "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "preprocessor_config.json",
+    "processor_config.json",
     "model.safetensors",
     "adapter_config.json",
     "adapter_model.safetensors",
@@ -284,7 +294,7 @@ def _listed(store: Store, url: Url) -> dict[str, Found]:
 
 
 def _beside(store: Store, url: Url) -> list[Found]:
-    """Files and folders beside the URL; without those that cannot be seen, or have strange names."""
+    """Files and folders beside the URL that can be seen and have usual names."""
     try:
         beside = store.directly_in(url.key.rpartition("/")[0])
     except Exception as error:
