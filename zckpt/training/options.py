@@ -117,7 +117,7 @@ def _number(name: str, help: str, needed: str, usual: str = "", **more: Any) -> 
 DP = _number("dp", "Data-parallel ranks", RANKS, check=_check_dp)
 EP = _number(
     "ep",
-    "Ranks that share the experts of a MoE layer",
+    "Expert-parallel ranks",
     RANKS,
     reason="whole experts are written",
 )
