@@ -15,6 +15,7 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parent.parent
 ELSEWHERE = {
+    "README.md": "index.md",
     "SECURITY.md": "SECURITY.md",
     "CONTRIBUTING.md": "CONTRIBUTING.md",
     "CHANGELOG.md": "CHANGELOG.md",
@@ -44,8 +45,6 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     def linked(link: re.Match[str]) -> str:
         text, anchor = link[1], link[3] or ""
         path = posixpath.normpath(posixpath.join(folder, link[2]))
-        if path == "README.md":
-            return f"[{text}](index.md)"
         if path in ELSEWHERE:
             return f"[{text}]({ELSEWHERE[path]}{anchor})"
         if path.startswith("docs/"):
