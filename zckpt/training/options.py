@@ -117,7 +117,7 @@ def _number(name: str, help: str, needed: str, usual: str = "", **more: Any) -> 
 DP = _number("dp", "Data-parallel ranks", RANKS, check=_check_dp)
 EP = _number(
     "ep",
-    "Ranks that share the experts of a MoE layer",
+    "Expert-parallel ranks",
     RANKS,
     reason="whole experts are written",
 )
@@ -240,8 +240,7 @@ FAMILY: Option[str | None] = Option(
 
 ACCEPT_WEIGHTS: Option[bool] = Option(
     "accept_weights", False,
-    "Go on if weights are not the rounded fp32 masters, for example if those of an EMA were saved "
-    "in place of the trained ones",
+    "Go on if weights are not the rounded fp32 masters, such as those of an EMA",
     kind="switch", group="Source", rare=True,
 )  # fmt: skip
 DROP_STATE: Option[Sequence[str]] = Option(
