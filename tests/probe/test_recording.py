@@ -8,6 +8,7 @@ import math
 import pickle
 import subprocess
 import sys
+import weakref
 import zlib
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -26,7 +27,7 @@ from zckpt import probe
 from zckpt.core.dtypes import NUMBERS, TORCH_NAMES
 from zckpt.errors import TargetExists, WrongOption
 from zckpt.probe import runs
-from zckpt.probe.statistics import Measurer
+from zckpt.probe.statistics import Measurer, raw
 
 from ..conftest import ROOT
 from ..core.test_statistics import random_numbers
@@ -283,7 +284,7 @@ def test_large_tensors_are_measured_in_parts(threads: int) -> None:
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_numbers_where_the_tensor_is(device: str, dtype: str, bad: bool) -> None:
     """What torch reduces on a device is what numpy counts on the CPU."""
-    from zckpt.probe.statistics import _measured, _where_it_is, raw
+    from zckpt.probe.statistics import _measured, _where_it_is
 
     tensor = random_numbers(dtype, 3000)
     tensor[7] = 0
@@ -323,6 +324,17 @@ def test_a_model_on_a_gpu(tmp_path: Path) -> None:
         assert one.numbers["samples"] == other.numbers["samples"]
         for key in ("min", "max", "mean", "std", "norm"):
             assert one.numbers[key] == pytest.approx(other.numbers[key], rel=1e-6, abs=1e-7)
+
+
+def test_bytes_keep_their_tensor() -> None:
+    """A copy of a tensor of a GPU has no other name."""
+    tensor = torch.arange(100.0)
+    view, alive = raw(tensor), weakref.ref(tensor)
+    del tensor
+    assert alive() is not None
+    assert view.cast("f").tolist() == [*range(100)]
+    del view
+    assert alive() is None
 
 
 def test_a_device_without_memory_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
