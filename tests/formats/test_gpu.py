@@ -71,7 +71,7 @@ def test_deepspeed(case: Case, device: str, tmp_path: Path) -> None:
     zckpt.reshard(run, there, dp=1, stage=stage, **names)
     after = deepspeed.resume(case, there, tmp_path, dp=1, stage=stage)
     assert_same_state(before, after, groups=True)
-    # without ZeRO, DeepSpeed 0.19.8 clips gradients of fp16 at another scale: docs/deepspeed.md
+    # without ZeRO, DeepSpeed 0.19.8 computes fp16 otherwise: docs/deepspeed.md
     near = 1 if case.dtype == "fp16" and 0 in (stage, case.stage) and stage != case.stage else 5
     assert after["losses"][:near] == pytest.approx(before["losses"][:near], rel=0, abs=1e-2)
 
@@ -83,13 +83,15 @@ def test_deepspeed(case: Case, device: str, tmp_path: Path) -> None:
     for one, other in ((run, there), (there, back), (run, tmp_path / "universal")):
         report = zckpt.verify(one, other, **how)
         assert report["equal"], report
-        assert report.get("device", device) == device
+        assert nameless or report["device"] == device
 
 
-@pytest.mark.parametrize("world", [1, 2])
+LAYOUTS = ("dcp", "flat", "raw", "bf16", "torch_fused_adamw", "capturable", "local")
+
+
 @pytest.mark.parametrize(
-    "name", ["dcp", "flat", "raw", "bf16", "torch_fused_adamw", "capturable", "full", "local"]
-)
+    ("name", "world"), [*((name, world) for name in LAYOUTS for world in (1, 2)), ("full", 1)]
+)  # torch would gather a full state dict over gloo, as torch_oracle.whole must not
 def test_fsdp2(name: str, world: int, device: str, tmp_path: Path) -> None:
     case = TORCH.get(f"fsdp2_{name}") or dataclasses.replace(
         TORCH["fsdp2_dcp"], optimizer="capturable adamw"
