@@ -23,7 +23,7 @@ MOST_BYTES = 195_000  # of all pages together; what is more must replace somethi
 DONE: dict[str, int] = {
     "README.md": 9_000,
     "SECURITY.md": 8_000,
-    "CONTRIBUTING.md": 5_300,
+    "CONTRIBUTING.md": 5_700,
     "docs/add-a-format.md": 10_500,
     "docs/auto-resume.md": 7_300,
     "docs/deepspeed-grids.md": 9_600,

@@ -126,6 +126,8 @@ def no_files(monkeypatch: pytest.MonkeyPatch) -> None:
         return {} if parse is json.loads else ["name"]
 
     monkeypatch.setattr(parameters, "in_file", in_file)
+    monkeypatch.setenv("SLURM_PROCID", "0")  # for `--part auto`
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
 
 
 @pytest.mark.usefixtures("no_files")
