@@ -1,4 +1,4 @@
-"""Every `sh` block of the pages runs, on small checkpoints that stand for those of a reader.
+"""Every `sh` block and every command in a sentence runs, on small checkpoints of ours.
 
 `STANDS` has a block's files, and the words that are replaced: 512 ranks become 3, and a model of 26
 layers one of 8. Launchers are those of `PROGRAMS`, which start processes of this machine as srun,
@@ -8,6 +8,7 @@ mpirun and sbatch do; torchrun is the real one. `NOT_RUN` has the reasons for th
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import shutil
 import socket
@@ -24,6 +25,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
 import zckpt as package
+from zckpt import probe
 
 from . import pages
 from .conftest import EXAMPLE, ROOT, Result
@@ -119,6 +121,10 @@ def of_accelerate(path: Path) -> None:
     for number, state in enumerate(two_models()):
         for key, name in (("model", "pytorch_model_fsdp"), ("optimizer", "optimizer")):
             dcp.save({key: state[key]}, checkpoint_id=path / f"{name}_{number}", no_dist=True)
+
+
+def of_one_model(path: Path) -> None:
+    torch.save(next(two_models()), path)
 
 
 def gan(path: Path) -> None:
@@ -343,6 +349,15 @@ def shell_blocks(page: Path) -> list[pages.Block]:
     return [block for block in pages.blocks(page) if block.kind == "sh"]
 
 
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where a command runs."""
+    folder = tmp_path / "page"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return folder
+
+
 def test_every_block_has_its_stand_or_a_reason() -> None:
     listed = [(stand.page, found(stand.page, stand.has)) for stand in STANDS]
     listed += [(page, found(page, has)) for page, has in NOT_RUN]
@@ -366,29 +381,17 @@ def test_every_block_has_its_stand_or_a_reason() -> None:
     ],
 )
 def test_block_runs(
-    stand: Stand,
-    tmp_path: Path,
-    shell: Mapping[str, str],
-    monkeypatch: pytest.MonkeyPatch,
-    zckpt: Callable[..., Result],
+    stand: Stand, folder: Path, shell: Mapping[str, str], zckpt: Callable[..., Result]
 ) -> None:
-    folder = tmp_path / "page"
-    folder.mkdir()
-    monkeypatch.chdir(folder)
     files = dict(stand.files)
     if stand.run is not None:
-        stand.run(tmp_path)  # makes `run` and what it held
-        files["run"] = tmp_path / "run"
+        stand.run(folder.parent)  # makes `run` and what it held
+        files["run"] = folder.parent / "run"
     for name, made in files.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if isinstance(made, Path):
-            shutil.copytree(made, path)
-        else:
-            made(path)
+        make(folder / name, made)
     for name, program in PROGRAMS.items():
-        (tmp_path / "bin" / name).write_text(program)
-        (tmp_path / "bin" / name).chmod(0o755)
+        (folder.parent / "bin" / name).write_text(program)
+        (folder.parent / "bin" / name).chmod(0o755)
     text = found(stand.page, stand.has).text
     for word, other in stand.words.items():
         assert word in text, word
@@ -403,8 +406,67 @@ def test_block_runs(
             result = zckpt(*shlex.split(line)[1:])
             assert result.code == 0, f"{line}\n{result.err}"
     for command, *words in pages.zckpt_commands(text):
-        if command in ("convert", "reshard", "export"):
+        if command in WRITING:
             assert Path(words[1]).is_dir(), text
+
+
+def make(path: Path, made: Path | Make) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if isinstance(made, Path):
+        shutil.copytree(made, path, dirs_exist_ok=True)
+    else:
+        made(path)
+
+
+def recorded(path: Path) -> None:
+    torch.manual_seed(7)
+    model = torch.nn.Linear(2, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with probe.record(model, path, step=7, optimizer=optimizer):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+
+
+WRITING = ("convert", "reshard", "export")
+ZERO_3 = written('{"zero_optimization": {"stage": 3}, "bf16": {"enabled": true}}')
+PLACES: dict[str, Path | Make] = {
+    **dict.fromkeys(("PATH", "run", "saved-at-once"), EXAMPLE),
+    **dict.fromkeys(("SRC", "DST", "COPY", "run/checkpoint-400", "run/checkpoint-500"), TRAINER),
+    **dict.fromkeys(("out/checkpoint-500", "resumed/checkpoint-500"), TRAINER),
+    **dict.fromkeys(("A", "B", "recorded/a", "recorded/b", "recorded/a2"), recorded),
+    **dict.fromkeys(("ds.json", "ds_config.json"), ZERO_3),
+    "../base-model": TRAINER,
+    "ckpt.pt": of_one_model,
+    "out": TRAINER.parent,
+    "run/global_step500": converted(TRAINER / "global_step4", to="dcp"),
+    "run/x.ckpt": EXAMPLE,
+    "saved-by-the-new-program": TRAINER,
+    "universal": DATA / "universal" / "06-0.1.0" / "pipeline",
+}
+"""What stands at a path in a command of a sentence, of a table, or of the examples in `--help`."""
+
+
+def single_commands() -> list[str]:
+    found = []
+    for page in pages.documents():
+        examples = [b.text.splitlines() for b in pages.blocks(page) if b.kind == "text"]
+        found += [*pages.inline_code(page), *(line for lines in examples for line in lines)]
+    complete = [text for text in found if re.match(r"zckpt [a-z-]+ [^-]", text)]
+    return sorted({*complete})
+
+
+@pytest.mark.parametrize("command", single_commands())
+def test_single_command_runs(command: str, folder: Path, zckpt: Callable[..., Result]) -> None:
+    """`check` may find that a checkpoint does not load: ours are for few ranks."""
+    _, name, *words = shlex.split(command)
+    target = words[1] if name in WRITING else None
+    for word in words:
+        if word in PLACES and word != target:
+            make(folder / word, PLACES[word])
+    if target in ("run", "resumed") and "--checkpoints" in words:
+        make(folder / "run" / "checkpoint-500", TRAINER)
+    result = zckpt(name, *(word.replace("/scratch", "scratch") for word in words))
+    assert result.code in ((0, 3) if name == "check" else (0,)), result.err
 
 
 def free_port() -> int:
