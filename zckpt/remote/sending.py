@@ -1,0 +1,266 @@
+"""How does a target get into a store whole or not at all?
+
+It is written on this machine first, in a folder of TMPDIR that has the name of its URL, and a run
+that was stopped continues there (`outgoing`). Then its files are sent in order:
+
+    URL/zckpt-unfinished.json   first: what this run is going to write, for --resume and clean-up
+    all other files             each one's size is asked for, and its bytes are compared
+    the last file               manifest.json, .metadata, latest, ...: only if it is not there yet
+
+The last file is the one without which no reader takes the rest for a checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from msgspec import Struct, field
+
+from ..core.checksum import crc32
+from ..core.resources import Begin
+from ..core.sources import walk
+from ..core.version import __version__
+from ..errors import CorruptCheckpoint, TargetExists, ZckptError
+from . import failures
+from .mirror import UNFINISHED
+from .outgoing import names_at, order
+from .stores import PART, Found, Store, etag_of, store_of
+from .urls import Url
+
+SMALL = 64 << 20  # bytes: a last file up to this size is put on condition that there is none
+BLOCK = 8 << 20  # bytes that are read back at a time
+AT_ONCE = 8  # small files that are sent together
+NOTED = 5.0  # seconds until what was sent is noted again
+EXISTS = ("AlreadyExistsError", "FileExistsError", "TargetExists")
+NO_CONDITION = ("NotImplementedError", "NotSupportedError")
+"""What the libraries raise for a put on condition: the object is there; or they cannot do it."""
+
+
+class Sums(Struct):
+    """What a file's bytes are while they pass: their CRC-32, and the MD5 of each part."""
+
+    crc: int = 0
+    size: int = 0
+    digests: list[bytes] = field(default_factory=list)
+
+    def add(self, data: bytes) -> None:
+        self.crc = crc32(data, self.crc)
+        self.size += len(data)
+        self.digests.append(hashlib.md5(data, usedforsecurity=False).digest())
+
+
+def send(path: str, url: Url, run: str, words: Mapping[str, Any]) -> dict[str, Any]:
+    """Sends a complete target, and removes it here; gives what the report says of that.
+
+    `run` is its mark, and `words` are those of its conversion. Files that an earlier run has sent
+    are not sent again. Raises StoreError, TargetExists if another program has written there
+    meanwhile, and CorruptCheckpoint for bytes that came to the store as others.
+    """
+    sizes = {
+        os.path.relpath(each.path, path): each.stat().st_size
+        for each in walk(path)
+        if each.is_file(follow_symlinks=False)
+    }
+    *first, last = sorted(sizes, key=order)
+    sending = _Sending(store_of(url), url, path, run, words.get("read_back", True))
+    begin: Begin | None = words.get("begin")
+    progress = begin(sum(sizes.values())) if begin else lambda size: None
+
+    def one(name: str) -> None:
+        if name not in done:
+            sending.note(name, sending.put(name))
+        progress(sizes[name])
+
+    try:
+        done = sending.begin(sizes, last)
+        try:
+            with ThreadPoolExecutor(AT_ONCE) as pool:
+                for result in [pool.submit(one, name) for name in first if sizes[name] <= PART]:
+                    result.result()
+            for name in first:
+                if sizes[name] > PART:
+                    one(name)
+            if before := words.get("before_rename"):
+                before()
+            if last not in done:
+                sending.commit(last, sizes[last])
+        except BaseException:
+            with suppress(Exception):  # the first error says more
+                sending.state()
+            raise
+        sending.end()
+    except Exception as error:
+        if isinstance(error, ZckptError):
+            raise
+        raise failures.explained(error, url, "write") from error
+    progress(sizes[last])
+    shutil.rmtree(path)
+    return {"sent": len(sizes), "read_back": sending.again, "store_notes": sending.notes}
+
+
+class _Sending(Struct, dict=True):
+    """One target on its way: `again` counts the files that had to be read back."""
+
+    store: Store
+    url: Url
+    path: str
+    run: str
+    read_back: bool
+    again: int = 0
+    notes: list[str] = field(default_factory=list)
+
+    def key(self, name: str) -> str:
+        return f"{self.url.key}/{name}"
+
+    def begin(self, sizes: dict[str, int], last: str) -> set[str]:
+        """Says what is going to be sent; gives the names that an earlier run has sent."""
+        self.sent: dict[str, int] = {}
+        self._noting, self._noted = threading.Lock(), time.monotonic()
+        self.about = {"zckpt": __version__, "last": last, "files": sizes}
+        there = names_at(self.url)
+        if UNFINISHED in there:
+            earlier = self._earlier(there[UNFINISHED])
+            self.sent = {
+                name: crc
+                for name, crc in earlier.items()
+                if name in there
+                and there[name].size == sizes.get(name)
+                and crc == _crc_of(os.path.join(self.path, name))
+            }
+        if last in there:
+            if {*sizes} - {last} <= {*self.sent} and self._is_ours(last):
+                return {*sizes}  # the earlier run was stopped before it removed the note
+            raise self._preceded(last)
+        try:
+            self.state(create=UNFINISHED not in there)
+        except Exception as error:
+            if type(error).__name__ not in EXISTS:
+                raise
+            raise self._preceded(UNFINISHED) from error
+        return {*self.sent}
+
+    def _earlier(self, found: Found) -> dict[str, int]:
+        try:
+            document = json.loads(bytes(self.store.read(found, 0, found.size)))
+            return {str(name): int(crc) for name, crc in document["sent"].items()}
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return {}
+
+    def state(self, create: bool = False) -> None:
+        """Writes what was sent until now."""
+        with tempfile.NamedTemporaryFile() as file:
+            file.write(json.dumps({**self.about, "sent": self.sent}).encode())
+            file.flush()
+            self._put(UNFINISHED, file.name, create)
+
+    def _put(self, name: str, path: str, create: bool) -> tuple[Sums, str | None]:
+        """Sends a file; with `create` only if there is none, as far as the store can tell."""
+        sums, key = Sums(), self.key(name)
+        try:
+            return sums, self.store.put(key, path, sums.add, create, self.run)
+        except Exception as error:
+            if not create or type(error).__name__ not in NO_CONDITION:
+                raise
+            if self.store.head(key) is not None:
+                raise self._preceded(name) from error
+            self.notes.append(f"{self.url}/{name} was put without a condition: zckpt has looked")
+            sums = Sums()
+            return sums, self.store.put(key, path, sums.add, False, self.run)
+
+    def _preceded(self, name: str) -> TargetExists:
+        return TargetExists(
+            f"{self.url}/{name} was written by another program meanwhile",
+            hint=f"look at it first: zckpt inspect {self.url}",
+        )
+
+    def note(self, name: str, crc: int) -> None:
+        """A file is there, and compared."""
+        with self._noting:
+            self.sent[name] = crc
+            if time.monotonic() - self._noted > NOTED:
+                self.state()
+                self._noted = time.monotonic()
+
+    def put(self, name: str, create: bool = False) -> int:
+        """Sends one file, and compares what the store has; gives the CRC-32."""
+        sums, etag = self._put(name, os.path.join(self.path, name), create)
+        found = self.store.head(self.key(name))
+        if found is None or found.size != sums.size:
+            there = "nothing" if found is None else f"{found.size} bytes"
+            raise self._lost(name, f"the store has {there} of {sums.size} bytes", etag, found)
+        md5 = etag_of(sums.digests)
+        if {md5} == {(each or "").strip('"') for each in (etag, found.etag)}:
+            return sums.crc  # the MD5 that the store itself has computed
+        if self.read_back:
+            self.again += 1
+            if self._crc(found) != sums.crc:
+                raise self._lost(name, "the store has other bytes", etag, found)
+        elif not any("MD5" in note for note in self.notes):
+            self.notes.append(
+                f"the store of {self.url} gives no MD5, and --no-read-back leaves out to compare "
+                "the bytes that it has"
+            )
+        return sums.crc
+
+    def _crc(self, found: Found) -> int:
+        """The CRC-32 of the bytes that the store has."""
+        crc = 0
+        for start in range(0, found.size, BLOCK):
+            stop = min(start + BLOCK, found.size)
+            crc = crc32(failures.asked(partial(self.store.read, found, start, stop), self.url), crc)
+        return crc
+
+    def _is_ours(self, name: str) -> bool:
+        """Whether the store has the bytes that this run sends."""
+        found, path = self.store.head(self.key(name)), os.path.join(self.path, name)
+        is_as_long = found is not None and found.size == os.path.getsize(path)
+        return found is not None and is_as_long and self._crc(found) == _crc_of(path)
+
+    def _lost(
+        self, name: str, what: str, etag: str | None, found: Found | None
+    ) -> CorruptCheckpoint:
+        if name == self.about["last"] and found is not None and etag in (None, found.etag):
+            self.store.delete([self.key(name)])  # it would make a checkpoint of the rest
+        return CorruptCheckpoint(
+            f"{self.url}/{name} did not arrive: {what}",
+            hint="start again with --resume: what has arrived is not sent again",
+        )
+
+    def commit(self, name: str, size: int) -> None:
+        """Sends the last file, if there is none yet."""
+        is_small = size <= SMALL
+        if not is_small and self.store.head(self.key(name)) is not None:
+            raise self._preceded(name)
+        try:
+            self.put(name, create=is_small)
+        except CorruptCheckpoint:
+            raise
+        except Exception as error:
+            if is_small and self._is_ours(name):
+                return  # it has arrived, and the answer was lost
+            if type(error).__name__ in EXISTS:
+                raise self._preceded(name) from error
+            raise
+
+    def end(self) -> None:
+        """Removes the note."""
+        self.store.delete([self.key(UNFINISHED)])
+
+
+def _crc_of(path: str) -> int:
+    crc = 0
+    with open(path, "rb") as file:
+        while data := file.read(BLOCK):
+            crc = crc32(data, crc)
+    return crc
