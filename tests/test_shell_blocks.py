@@ -1,8 +1,8 @@
 """Every `sh` block and every command in a sentence runs, on small checkpoints of ours.
 
 `STANDS` has a block's files, and the words that are replaced: 512 ranks become 3, and a model of 26
-layers one of 8. Launchers are those of `PROGRAMS`, which start processes of this machine as srun,
-mpirun and sbatch do; torchrun is the real one. `NOT_RUN` has the reasons for the rest.
+layers one of 8. `PROGRAMS` are launchers that start processes of this machine with the variables of
+srun, mpirun and sbatch; torchrun is the real one. `NOT_RUN` has the reasons for the rest.
 """
 
 from __future__ import annotations
@@ -462,11 +462,10 @@ def test_single_command_runs(command: str, folder: Path, zckpt: Callable[..., Re
     """`check` may find that a checkpoint does not load: ours are for few ranks."""
     _, name, *words = shlex.split(command)
     target = words[1] if name in WRITING else None
+    places = {**PLACES, "run": TRAINER.parent} if "--checkpoints" in words else PLACES
     for word in words:
-        if word in PLACES and word != target:
-            make(folder / word, PLACES[word])
-    if target in ("run", "resumed") and "--checkpoints" in words:
-        make(folder / "run" / "checkpoint-500", TRAINER)
+        if word in places and word != target:
+            make(folder / word, places[word])
     result = zckpt(name, *(word.replace("/scratch", "scratch") for word in words))
     assert result.code in ((0, 3) if name == "check" else (0,)), result.err
 
