@@ -204,7 +204,7 @@ ALLOW_OBJECT: Option[Sequence[str]] = Option(
 PARAM_NAMES: Option[Sequence[str] | None] = Option(
     "param_names",
     None,
-    "A file of names: of all model.named_parameters(), or of the optimizer's if it numbers them",
+    "A file with the names of the optimizer's parameters in its order, one per line",
     group="Names",
     kind="names",
     metavar="FILE",
@@ -253,6 +253,13 @@ FROZEN: Option[Sequence[str]] = Option(
     kind="texts", metavar="GLOB", group="Optimizer and steps", rare=True,
     reason="the target keeps them as the source does",
 )  # fmt: skip
+BUFFERS: Option[Sequence[str]] = Option(
+    "buffers", (),
+    "Tensors that are buffers, if the source does not tell them from frozen parameters. May be "
+    "repeated",
+    kind="texts", metavar="GLOB", group="Names", rare=True,
+    reason="the target keeps both in one place",
+)  # fmt: skip
 EVERYWHERE: tuple[Option[Any], ...] = (
     PARAM_NAMES, TIE, RENAME, FAMILY, ACCEPT_WEIGHTS, DROP_STATE
 )  # fmt: skip
@@ -282,6 +289,7 @@ class Keywords(TypedDict, total=False):
     accept_weights: bool
     drop_state: Sequence[str]
     frozen: Sequence[str]
+    buffers: Sequence[str]
 
 
 class Options(Struct, frozen=True):
