@@ -23,7 +23,7 @@ MOST_BYTES = 160_000  # of all pages together; what is more must replace somethi
 DONE: dict[str, int] = {
     "README.md": 7_700,
     "SECURITY.md": 7_300,
-    "CONTRIBUTING.md": 5_000,
+    "CONTRIBUTING.md": 5_400,
     "docs/add-a-format.md": 6_300,
     "docs/auto-resume.md": 6_800,
     "docs/deepspeed-grids.md": 7_900,
