@@ -16,7 +16,7 @@ import pytest
 import zckpt
 from zckpt.errors import CorruptCheckpoint, StoreError, TargetExists, ZckptError
 from zckpt.remote import stores
-from zckpt.remote.sending import UNFINISHED
+from zckpt.remote.mirror import UNFINISHED
 
 from ..conftest import EXAMPLE, ROOT
 from ..test_resume import files
@@ -323,12 +323,7 @@ def test_a_flipped_part_is_noticed(
 KILLED = """
 import sys, zckpt
 from zckpt.remote import stores
-stores.NOT_PUT_TWICE = [
-    (UNFINISHED, "reset"),
-    (UNFINISHED, "answer lost"),
-    ("manifest.json", "reset"),
-]
-PART = 5 << 20
+stores.PART = 5 << 20
 zckpt.convert(sys.argv[1], sys.argv[2], weights_only=True)
 """
 
@@ -346,7 +341,11 @@ def test_a_killed_run_leaves_no_checkpoint_and_goes_on(
     fault("PUT", "partNumber=3", faults.hang)
     with subprocess.Popen([sys.executable, "-c", KILLED, large, target], cwd=ROOT) as process:
         limit = time.monotonic() + 60
-        while not proxy.seen.of("PUT", "partNumber=3") and time.monotonic() < limit:
+        while (
+            not proxy.seen.of("PUT", "partNumber=3")
+            and process.poll() is None
+            and time.monotonic() < limit
+        ):
             time.sleep(0.02)
         time.sleep(0.3)
         os.kill(process.pid, signal.SIGKILL)
