@@ -48,10 +48,8 @@ from zckpt.errors import CorruptCheckpoint
 CHUNK = 8192
 
 
-@pytest.fixture(autouse=True, params=["numpy", "plain"])
-def small_sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small slices are spread by numpy where they are many, and without it where they are few."""
-    monkeypatch.setattr(elements, "MANY", 0 if request.param == "numpy" else 1 << 60)
+@pytest.fixture(autouse=True)
+def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     use_chunks(monkeypatch, CHUNK)
 
 

@@ -2,7 +2,7 @@
 
 Pieces that follow each other both in a file and in the buffer are one read. Small slices of ZeRO-3
 are one read per rank and then one 2-D copy per tensor. That takes 74 ns a slice, where a read and a
-write of each slice take 2,200. numpy is imported only for many slices or for strided tensors.
+write of each slice take 2,200. numpy is imported only for such slices and for strided tensors.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from .fragments import Extent, Fragment, Slices
 from .manifest import Entry
 from .records import PassedRecord, RecordChecker
 
-MANY = 4096  # slices; copying more of them takes longer than importing numpy
 SMALL = 64 << 10  # bytes; a slice below this is read together with its neighbors
 SHORT = 4 << 10  # bytes; runs of a strided tensor below this are read together
 
@@ -188,6 +187,8 @@ class ElementReader(Struct, eq=False):
 
     def _read_slices(self, batch: Sequence[ReadRequest], view: memoryview) -> None:
         """One read per rank for all tensors of the batch, then a 2-D copy for each."""
+        import numpy as np
+
         first, last = _slices(batch[0]), _slices(batch[-1])
         size, begin = first.size, first.offset
         width = last.offset + last.width - begin
@@ -200,24 +201,15 @@ class ElementReader(Struct, eq=False):
             row = scratch[place * width * size : (place + 1) * width * size]
             part = first.flats[rank].part(begin * size, (begin + width) * size)
             self._read(part, row, batch[0].check and (rank in counted or batch[0].is_whole))
-        if sum(map(len, needed)) < MANY:
-            self._spread(batch, scratch, ranks.start, begin, width, view)
-            return
-        import numpy as np
-
         dtype = np.dtype(f"u{size}")
         table = np.frombuffer(scratch, dtype).reshape(len(ranks), width)
-        elements = np.frombuffer(view[: len(view) // size * size], dtype)
         for item, own in zip(batch, needed, strict=True):
-            slices, at, count = _slices(item), item.at, item.stop - item.start
+            slices, count = _slices(item), item.stop - item.start
             column, slice_width = slices.offset - begin, slices.width
             rows = table[
                 own.start - ranks.start : own.stop - ranks.start, column : column + slice_width
             ]
-            if at % size:
-                target = np.frombuffer(view[at : item.end], dtype)
-            else:
-                target = elements[at // size : at // size + count]
+            target = np.frombuffer(view[item.at : item.end], dtype)
             if skipped := item.start - own.start * slice_width:
                 target[:] = rows.reshape(-1)[skipped : skipped + count]
                 continue
@@ -226,28 +218,6 @@ class ElementReader(Struct, eq=False):
                 target[-rest:] = rows[whole, :rest]
                 target, rows = target[:-rest], rows[:whole]
             target.reshape(whole, slice_width)[:] = rows
-
-    def _spread(
-        self,
-        batch: Sequence[ReadRequest],
-        scratch: memoryview,
-        first_rank: int,
-        begin: int,
-        width: int,
-        view: memoryview,
-    ) -> None:
-        """Copies few slices to their places without numpy, whose import alone takes 150 ms."""
-        for item in batch:
-            slices, at = _slices(item), item.at
-            size = slices.size
-            for rank in slices.ranks(item.start, item.stop):
-                start = max(item.start, rank * slices.width)
-                stop = min(item.stop, (rank + 1) * slices.width)
-                row = (rank - first_rank) * width + slices.offset - begin
-                source = (row + start - rank * slices.width) * size
-                length = (stop - start) * size
-                view[at : at + length] = scratch[source : source + length]
-                at += length
 
     def _read_runs(self, item: ReadRequest, fragment: Fragment, view: memoryview) -> None:
         """Copies an item's part of a strided fragment, by way of the working memory."""
