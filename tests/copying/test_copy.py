@@ -22,8 +22,8 @@ from msgspec.structs import replace as changed
 
 from zckpt.copying import assembling
 from zckpt.copying import copy as execute
-from zckpt.core import plan, records
 from zckpt.core import pieces as elements
+from zckpt.core import plan, records
 from zckpt.core.compare import compare
 from zckpt.core.dtypes import SIZES, TORCH_NAMES
 from zckpt.core.fileio import Reader
