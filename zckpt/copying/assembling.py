@@ -93,7 +93,7 @@ class Assembler(Struct, frozen=True, eq=False):
         for run in piece.runs():
             for start in range(run.start, run.stop, most):
                 stop = min(start + most, run.stop)
-                copies, block = [], self.reader.block()
+                copies, block = [], self.reader.block
                 for copy in source.mean:
                     # a weight's masters are read for the masters too, and count there
                     check = id(piece.pair) in self.checking and copy.name == source.name
@@ -110,7 +110,7 @@ class Assembler(Struct, frozen=True, eq=False):
 
         source, target = piece.pair.source, piece.pair.target
         size, length, stride = SIZES[source.dtype], piece.stop - piece.start, piece.stride
-        block = self.reader.block()
+        block = self.reader.block
         most = max(1, min(CAST_BLOCK, len(block) // size) // stride)
         key, passed = (SOURCE, self.numbers[id(piece.pair)], 0), []
         for first in range(0, piece.count, most):

@@ -196,7 +196,7 @@ class _Comparison(Struct, eq=False, dict=True):
             self.progress(count)
 
     def _read(
-        self, parts: Sequence[_MatchPart], side: str, element_reader: ElementReader, buffer: Buffer
+        self, parts: Sequence[_MatchPart], side: str, reader: ElementReader, buffer: memoryview
     ) -> _Side:
         """Reads one side's elements of all parts, row-major."""
         requests = []
@@ -205,8 +205,8 @@ class _Comparison(Struct, eq=False, dict=True):
             at = part.first * SIZES[entry.dtype]
             counts = self.first[id(entry)] == part.number
             requests.append(ReadRequest(entry, part.start, part.stop, at, counts))
-        view = buffer.view[: requests[-1].end]
-        element_reader.read(requests, view)
+        view = buffer[: requests[-1].end]
+        reader.read(requests, view)
         return _Side(view, requests)
 
     def _hash(self, side: _Side, known: Mapping[int, int]) -> dict[int, int]:
@@ -280,15 +280,11 @@ class _Buffers:
     """One thread's memory: for both sides, and for elements that are rounded to be compared."""
 
     def __init__(self, size: int) -> None:
-        self.a = Buffer(size)
-        self.b = Buffer(size)
-        self._size = size
-        self._rounded: Buffer | None = None
+        self.a, self.b, self._rounded = (Buffer(size).view for _ in range(3))
 
     def rounded(self, wide: memoryview, wide_dtype: str, narrow_dtype: str) -> memoryview:
         """All numbers in the type `narrow_dtype`, until the next call."""
-        self._rounded = self._rounded or Buffer(self._size)
-        result = self._rounded.view[: len(wide) // SIZES[wide_dtype] * SIZES[narrow_dtype]]
+        result = self._rounded[: len(wide) // SIZES[wide_dtype] * SIZES[narrow_dtype]]
         cast(wide, wide_dtype, result, narrow_dtype)
         return result
 

@@ -47,14 +47,8 @@ class ReadRequest(Struct, frozen=True):
     def end(self) -> int:
         return self.at + (self.stop - self.start) * SIZES[self.entry.dtype]
 
-    @property
-    def extent(self) -> Extent | None:
-        """Where the elements lie, if they are one run."""
-        entry = self.entry
-        return entry.fragments.alone(self.start, self.stop, SIZES[entry.dtype])
 
-
-class ElementReader(Struct, eq=False):
+class ElementReader(Struct, eq=False, dict=True):
     """Reads elements of entries into buffers, for one thread.
 
     `passed`, if it is a list, gets what was read of records.
@@ -64,18 +58,13 @@ class ElementReader(Struct, eq=False):
     checker: RecordChecker
     memory: int
     passed: list[PassedRecord] | None = None
-    _scratch: Buffer | None = None
-    _block: Buffer | None = None
 
-    def block(self) -> memoryview:
+    def __post_init__(self) -> None:
+        # many copies need neither: the system gives memory when it is written to
+        self.block = Buffer(CAST_BLOCK * 8).view
         """Memory for elements in the source's type, before they are cast."""
-        self._block = self._block or Buffer(CAST_BLOCK * 8)
-        return self._block.view
-
-    def scratch(self) -> memoryview:
-        """Working memory, allocated when first needed; many copies never need it."""
-        self._scratch = self._scratch or Buffer(self.memory)
-        return self._scratch.view
+        self.scratch = Buffer(self.memory).view
+        """Working memory."""
 
     def _read(self, extent: Extent, into: memoryview, check: bool) -> None:
         self.reader.read(extent, into)
@@ -94,8 +83,7 @@ class ElementReader(Struct, eq=False):
                 place += len(batch)
                 continue
             place += 1
-            alone = item.extent
-            for at, extent in self._long(item, view) if alone is None else ((item.at, alone),):
+            for at, extent in self._long(item, view):
                 if pending is None:
                     pending = extent, at, item.check
                     continue
@@ -129,7 +117,7 @@ class ElementReader(Struct, eq=False):
             self.read([request], view)
             return
         entry, size, cast_size = request.entry, SIZES[request.entry.dtype], SIZES[dtype]
-        block = self.block()
+        block = self.block
         for start in range(request.start, request.stop, CAST_BLOCK):
             stop = min(start + CAST_BLOCK, request.stop)
             elements = block[: (stop - start) * size]
@@ -194,7 +182,7 @@ class ElementReader(Struct, eq=False):
         width = last.offset + last.width - begin
         needed = [_ranks(item) for item in batch]
         ranks = range(min([each.start for each in needed]), max([each.stop for each in needed]))
-        scratch = self.scratch()[: len(ranks) * width * size]
+        scratch = self.scratch[: len(ranks) * width * size]
         # a slice at the edge of two ranks of the target is read for both, and counts for one
         counted = range(-(-batch[0].start // first.width), -(-batch[0].stop // first.width))
         for place, rank in enumerate(ranks):
@@ -231,7 +219,7 @@ class ElementReader(Struct, eq=False):
         for begin in range(first, stop, step):
             end = min(begin + step, stop)
             extent = fragment.extent.part(begin * length * size, end * length * size)
-            scratch = self.scratch()[: extent.length]
+            scratch = self.scratch[: extent.length]
             self._read(extent, scratch, item.check)
             runs = np.frombuffer(scratch, dtype=f"V{size}").reshape(end - begin, length)
             at = fragment.start + np.arange(begin, end)[:, None] * fragment.stride
