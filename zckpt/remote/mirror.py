@@ -18,7 +18,6 @@ import secrets
 import shutil
 import tempfile
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +27,7 @@ from msgspec import Struct, field
 
 from ..core import elsewhere
 from ..core.checksum import crc32
-from ..errors import CorruptCheckpoint, IncompleteCheckpoint, StoreError, UnsupportedCheckpoint
+from ..errors import IncompleteCheckpoint, UnsupportedCheckpoint
 from . import failures
 from .stores import Found, Store, store_of
 from .urls import Url, strange
@@ -36,8 +35,7 @@ from .urls import Url, strange
 META, DATA = 32 << 10, 128 << 10  # bytes of a block of metadata, of small tensors
 HEAD, TAIL = 2 * META, 66 << 10  # bytes at the ends of a file that readers look at first
 KEPT = 32 << 20  # bytes of blocks
-NEIGHBORS, AT_ONCE = 256, 32  # files whose ends are read ahead, and requests for them
-ATTEMPTS, PAUSE = 4, 0.5  # of a read whose answer broke off; seconds before the next one
+NEIGHBORS, AT_ONCE = 128, 32  # files whose ends are read ahead, and requests for them
 NAMED = (
     "config.json",
     "generation_config.json",
@@ -107,24 +105,19 @@ class File(Struct, eq=False, dict=True):
 
     def fetch(self, start: int, stop: int) -> bytes | memoryview:
         """Bytes of the object by one request; what breaks off is asked for again."""
-        for attempt in range(1, ATTEMPTS + 1):
-            try:
-                data = self.store.read(self.found, start, stop)
-                traffic.requests += 1
-                traffic.bytes += len(data)
-                if len(data) == stop - start:
-                    return data
-                error: Exception = CorruptCheckpoint(
-                    f"{self.url} gave {len(data)} bytes instead of {stop - start}",
-                    hint="a proxy may cut answers: ask again, or copy the checkpoint",
-                )
-            except Exception as failure:
-                error = failures.explained(failure, self.url)
-                if not isinstance(error, StoreError) or "does not answer" not in str(error):
-                    raise error from failure
-            if attempt < ATTEMPTS:
-                time.sleep(PAUSE * attempt)
-        raise error
+
+        def ask() -> bytes | memoryview:
+            data = self.store.read(self.found, start, stop)
+            traffic.requests += 1
+            traffic.bytes += len(data)
+            if len(data) == stop - start:
+                return data
+            raise failures.BrokenOff(
+                f"{self.url} gave {len(data)} bytes instead of {stop - start}",
+                hint="a proxy may cut answers: ask again, or copy the checkpoint",
+            )
+
+        return failures.asked(ask, self.url)
 
     def pread(self, length: int, offset: int) -> bytes:
         stop = min(offset + length, self.found.size)
@@ -204,8 +197,10 @@ class Mirror(Struct, eq=False):
 
     def read_ahead(self, file: File) -> None:
         """Reads the ends of a file and of those beside it with the same ending, once."""
+        key = file.found.key
         with self.lock:
-            key = file.found.key
+            if key in self.read:
+                return
             folder, ending = os.path.dirname(key), os.path.splitext(key)[1]
             beside = [
                 other
@@ -216,12 +211,9 @@ class Mirror(Struct, eq=False):
                 and os.path.splitext(name)[1] == ending
             ][:NEIGHBORS]
             self.read.update(each.found.key for each in beside)
-            if len(beside) == 1:
-                beside[0].read_ends()
-            elif beside:
-                with ThreadPoolExecutor(AT_ONCE) as pool:
-                    for done in [pool.submit(each.read_ends) for each in beside]:
-                        done.result()
+            with ThreadPoolExecutor(AT_ONCE) as pool:
+                for done in [pool.submit(each.read_ends) for each in beside]:
+                    done.result()
 
     def remove(self) -> None:
         """Removes the folder."""
@@ -268,13 +260,11 @@ def mirrored(url: Url) -> Mirror:
     mirror = Mirror(os.path.join(base, *url.key.split("/")) if url.key else base, own)
     os.makedirs(base)
     try:
-        store = store_of(url)
-        found = {each.key: each for each in _listed(store, url)}
-    except Exception as error:
-        mirror.remove()
-        raise failures.explained(error, url, "list") from error
-    try:
-        _refuse_unfinished(store, url, found)
+        store = failures.asked(lambda: store_of(url), url, "list")
+        listed = failures.asked(
+            lambda: {each.key: each for each in _listed(store, url)}, url, "list"
+        )
+        found = failures.asked(lambda: _finished(store, url, listed), url)
         for key, each in found.items():
             _lay(mirror, base, File(url.beside(key), store, each, mirror))
         if not store.has_listing:
@@ -296,23 +286,28 @@ def _listed(store: Store, url: Url) -> Iterator[Found]:
             yield from store.directly_in(url.key.rpartition("/")[0])
 
 
-def _refuse_unfinished(store: Store, url: Url, found: Mapping[str, Found]) -> None:
-    """Raises IncompleteCheckpoint for a target that its run has not sent whole."""
-    for folder in {url.key, url.key.rpartition("/")[0]}:
-        note = found.get(f"{folder}/{UNFINISHED}")
-        if note is None:
-            continue
+def _finished(store: Store, url: Url, found: Mapping[str, Found]) -> dict[str, Found]:
+    """The files without those of targets below the URL that their runs have not sent whole.
+
+    Raises IncompleteCheckpoint if the URL itself belongs to such a target.
+    """
+    kept = dict(found)
+    for note in [each for key, each in found.items() if os.path.basename(key) == UNFINISHED]:
+        folder = os.path.dirname(note.key)
         try:
             last = json.loads(bytes(store.read(note, 0, note.size)))["last"]
         except (ValueError, KeyError, TypeError):
             last = ""
-        if f"{folder}/{last}" not in found:
-            whole = url.beside(folder)
+        if f"{folder}/{last}" in found:
+            continue
+        if f"{url.key}/".startswith(f"{folder}/"):
             raise IncompleteCheckpoint(
                 f"{url} belongs to a target that is not complete",
                 hint="wait for the run that sends it, repeat that run with --resume, or remove it: "
-                f"zckpt clean-up {whole}",
+                f"zckpt clean-up {url.beside(folder)}",
             )
+        kept = {key: each for key, each in kept.items() if not key.startswith(f"{folder}/")}
+    return kept
 
 
 def _lay(mirror: Mirror, base: str, file: File) -> None:
