@@ -1,7 +1,7 @@
 """What is the CRC-32 of bytes that arrive in pieces, in any order?
 
-The zip records of a torch file state CRC-32s. CRCs of parts combine to the CRC of the whole in 0.14
-us, so one checksum serves the source's records, the target's records and the tensors' digests.
+The zip records of a torch file state CRC-32s, and a universal manifest one for each tensor. CRCs of
+parts combine to the CRC of the whole in 0.14 us, so that no byte has to wait for another one.
 zlib-ng computes 30 GB/s a core, where the standard library's zlib reaches 7.
 """
 
@@ -20,13 +20,11 @@ combine: Callable[[int, int, int], int] = crc32_combine
 
 
 def crc_of_zeros(length: int) -> int:
-    """The CRC-32 of `length` zero bytes, without allocating them."""
-    whole, piece, size = 0, crc32(b"\0"), 1
-    while length:
-        if length & 1:
-            whole = combine(whole, piece, size)
-        piece, size, length = combine(piece, piece, size), size * 2, length >> 1
-    return whole
+    """The CRC-32 of `length` zero bytes, without allocating them.
+
+    Zeros do nothing but move the register on. It begins with all bits set, and ends inverted.
+    """
+    return combine(0xFFFFFFFF, 0xFFFFFFFF, length)
 
 
 def flipped_bit(stated: int, actual: int, length: int) -> tuple[int, int] | None:

@@ -294,7 +294,7 @@ def _listed(store: Store, url: Url) -> dict[str, Found]:
 
 
 def _beside(store: Store, url: Url) -> list[Found]:
-    """Files and folders beside the URL that can be seen and have usual names."""
+    """What is beside the URL, but for what cannot be seen, or has a strange name."""
     try:
         beside = store.directly_in(url.key.rpartition("/")[0])
     except Exception as error:
