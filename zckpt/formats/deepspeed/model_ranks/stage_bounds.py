@@ -2,74 +2,59 @@
 
     --pp-bounds 0,5,9             the user says it
     --pp-partition uniform:9      DeepSpeed's rule: as many layers for each stage
-    --pp-partition parameters     DeepSpeed's rule: as many trained elements for each stage
-    --pp-partition type:REGEX     DeepSpeed's rule: as many layers of a class for each stage
     --pp 1                        one stage has all layers
 
 No file states how many layers there are. Functions have no file, so some may follow the last layer
-that has one. No file states classes either: those of one class are taken to have parameters alike.
-Each rule is that of DeepSpeed 0.19.8, `partition_uniform` and `partition_balanced` in
-runtime/utils.py, whose choice between equal costs counts too: the engine cuts its own layers, and a
-stage loads only what it has itself.
+that has one. The rule is that of DeepSpeed 0.19.8, `partition_uniform` in runtime/utils.py: the
+engine cuts its own layers, and a stage loads only what it has itself.
+
+Turned down: `parameters` and `type:REGEX`, DeepSpeed's other rules. No file states the classes of
+layers, nor where functions use a tied one. The program prints the bounds that these rules give.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate
-from math import inf, prod
 
-from ....core.manifest import Manifest
 from ....errors import WrongOption
 from ....training.options import PP, Options
 from ...deepspeed_states.options import PP_BOUNDS, PP_PARTITION
-from .layer_names import LayerName, of_tied, tied_key, untied_layers
+from .layer_names import tied_key, untied_layers
 
 STAGES = (PP, PP_BOUNDS, PP_PARTITION)
-GIVE = "give the first layer of each stage and the number of all layers, functions included"
-PRINTED = "your program prints the layers of each stage at its start"
 
 Uses = Mapping[str, set[int]]  # numbers of the layers at which a tied layer is used, by its key
 
 
-def bounds_of(
-    model: Manifest,
-    layers: Sequence[int],
-    uses: Uses,
-    source: Sequence[Sequence[str]],
-    options: Options,
-) -> tuple[int, ...]:
+def bounds_of(root: str, layers: Sequence[int], before: int, options: Options) -> tuple[int, ...]:
     """The first layer of each stage, then the number of all layers.
 
-    `layers` are those that have files, `uses` those of them that use tied layers, and `source` are
-    the parameters of each stage of the source. Raises WrongOption if the options do not fit, or do
-    not say it.
+    `layers` are those that have files, and the source has `before` stages. Raises WrongOption if
+    the options do not fit, or do not say it.
     """
     bounds, method = options[PP_BOUNDS], options[PP_PARTITION]
-    stages = options[PP] or len(source)
+    stages = options[PP] or before
     count = max(layers) + 1
     if bounds is not None:
-        return _given(model.root, bounds, layers, options)
+        return _given(root, bounds, layers, options)
     if stages == 1:
         return 0, count
     if method is None:
         example = ",".join(map(str, uniform(count, min(stages, count))))
         raise WrongOption(
             f"--pp {stages} needs the bounds of its stages, which no file states; "
-            f"{_files(model.root, layers)}",
-            hint=f"{GIVE}, such as --pp-bounds {example}; {PRINTED}",
+            f"{_files(root, layers)}",
+            hint="give the first layer of each stage and the number of all layers, functions "
+            f"included, such as --pp-bounds {example}; your program prints the layers of each "
+            "stage at its start",
         )
-    name, _, about = method.partition(":")
-    if name == "type":
-        return _by_class(model, layers, source, stages, method)
+    about = method.partition(":")[2]
     if about and int(about) < count:
         raise WrongOption(
-            f"--pp-partition {method}: {_files(model.root, layers)}",
+            f"--pp-partition {method}: {_files(root, layers)}",
             hint="the number is that of all layers, functions included",
         )
-    if name == "uniform":
-        return uniform(int(about or count), stages)
-    return balanced(_weights(model, layers, uses), stages)
+    return uniform(int(about or count), stages)
 
 
 def refuse_without_stages(root: str, options: Options) -> None:
@@ -139,120 +124,9 @@ def layers_with(name: str, uses: Uses) -> Sequence[int]:
     return untied_layers([name]) if key is None else sorted(uses.get(key, ()))
 
 
-# -- what layers have
-
-
-def _weights(model: Manifest, layers: Sequence[int], uses: Uses) -> list[int]:
-    """Trained elements of each layer; a tied layer has its own at each use.
-
-    Raises WrongOption if a use of a tied layer is in no file.
-    """
-    hidden = sorted(key for key in of_tied(model.parameters) if len(uses.get(key, ())) < 2)
-    if hidden:
-        raise WrongOption(
-            f"--pp-partition parameters counts the tied layer {hidden[0]} wherever it is used, but "
-            f"no file shows all its uses; {_files(model.root, layers)}",
-            hint=f"{GIVE}, with --pp-bounds; {PRINTED}",
-        )
-    counts = [0] * (max(layers) + 1)
-    for name, parameter in model.parameters.items():
-        if parameter.trainable:
-            for number in layers_with(name, uses):
-                counts[number] += prod(parameter.shape)
-    return counts
-
-
-# -- layers of one class
-
-
-def layers_alike(model: Manifest) -> tuple[int, ...]:
-    """The layers that have parameters alike, as those of one class: the most that there are.
-
-    Empty if other layers are as many, with as many parameters.
-    """
-    kinds: dict[int, list[tuple[str, tuple[int, ...]]]] = {}
-    for name, parameter in model.parameters.items():
-        own = LayerName.of(name)
-        if own.number is not None:
-            kinds.setdefault(own.number, []).append((own.inner, parameter.shape))
-    members: dict[tuple[tuple[str, tuple[int, ...]], ...], list[int]] = {}
-    for layer, kind in sorted(kinds.items()):
-        members.setdefault(tuple(sorted(kind)), []).append(layer)
-    # an embedding and an output layer may be alike too
-    sizes = {kind: (len(layers), len(kind)) for kind, layers in members.items()}
-    largest = [kind for kind, size in sizes.items() if size == max(sizes.values())]
-    return tuple(members[largest[0]]) if len(largest) == 1 else ()
-
-
-def _by_class(
-    model: Manifest,
-    layers: Sequence[int],
-    source: Sequence[Sequence[str]],
-    stages: int,
-    method: str,
-) -> tuple[int, ...]:
-    """The bounds if the method means the layers alike; raises WrongOption if it cannot."""
-    alike = layers_alike(model)
-    says = f"--pp-partition {method} goes by the classes of layers, which no file states"
-    if len(alike) < stages:
-        raise WrongOption(
-            f"{says}, and {model.root} does not have {stages} layers with parameters alike",
-            hint=f"{GIVE}, with --pp-bounds; {PRINTED}",
-        )
-    weights = [int(number in alike) for number in range(max(layers) + 1)]
-    before, after = balanced(weights, len(source)), balanced(weights, stages)
-    for stage, names in enumerate(source):
-        numbers = untied_layers(names)
-        if numbers and not before[stage] <= min(numbers) <= max(numbers) < before[stage + 1]:
-            raise WrongOption(
-                f"{says}, and the stages of {model.root} do not begin at layers "
-                f"{','.join(map(str, before[:-1]))}, as they would if it meant the layers "
-                f"{ranges(alike)}, which have parameters alike",
-                hint=f"if only the new run goes by these layers, give --pp-bounds "
-                f"{','.join(map(str, after))}; {PRINTED}",
-            )
-    return after
-
-
-# -- DeepSpeed's rules
-
-
 def uniform(layers: int, stages: int) -> tuple[int, ...]:
     """As many layers for each stage; the first stages have one more."""
     if layers <= stages:
         return tuple(min(stage, layers) for stage in range(stages + 1))
     width, more = divmod(layers, stages)
     return tuple(stage * width + min(stage, more) for stage in range(stages + 1))
-
-
-def balanced(weights: Sequence[int], stages: int) -> tuple[int, ...]:
-    """Bounds between which the largest sum of weights exceeds the smallest by little.
-
-    DeepSpeed extends the best partition of each begin by one stage. That is not always the best
-    partition of all. Of equal ones it takes the last.
-    """
-    count = len(weights)
-    if count <= stages:
-        return uniform(count, stages)
-    sums = [0, *accumulate(weights)]
-    # of the first `stop` layers: the largest and the smallest sum, and where the last stage begins
-    before: list[tuple[float, float, int] | None] = [(0, inf, 0), *([None] * count)]
-    begins: list[list[int]] = []
-    for stage in range(1, stages + 1):
-        after: list[tuple[float, float, int] | None] = [None] * (count + 1)
-        for stop in range(stage, count + 1):
-            cost = inf
-            for start in range(stop):
-                known = before[start]
-                if known is None:
-                    continue
-                most = max(known[0], sums[stop] - sums[start])
-                least = min(known[1], sums[stop] - sums[start])
-                if most - least <= cost:
-                    cost, after[stop] = most - least, (most, least, start)
-        begins.append([0 if known is None else known[2] for known in after])
-        before = after
-    bounds = [count]
-    for places in reversed(begins):
-        bounds.append(places[bounds[-1]])
-    return tuple(reversed(bounds))

@@ -38,9 +38,7 @@ from .layer_names import LayerName, tied_key
 from .stage_bounds import (
     Uses,
     bounds_of,
-    layers_alike,
     layers_with,
-    ranges,
     refuse_without_stages,
     stage_spans,
 )
@@ -144,17 +142,12 @@ def new_stages(
     `stages` are the parameters of each stage of the source, in their order, `layers` the numbers of
     layers that have files, and `uses` those at which tied layers have files. Raises as `recut`.
     """
-    bounds = bounds_of(model, layers, uses, stages, options)
+    bounds = bounds_of(model.root, layers, len(stages), options)
     inferred = _uses_without_files(uses, model.root, stages, layers, bounds)
     if (method := options[PP_PARTITION]) is not None:
-        alike = ranges(layers_alike(model)) if method.startswith("type:") else ""
         inferred.append(
             f"--pp-partition {method}: the stages' bounds are {','.join(map(str, bounds))}, if the "
             f"program has {bounds[-1]} layers, functions included"
-            + (
-                f", and {method} matches the layers {alike}, which have parameters alike"
-                * bool(alike)
-            )
         )
     for stage, span in zip(stages, stage_spans(stages, bounds[-1]), strict=True):
         _check_order(model, stage, uses, *span)
