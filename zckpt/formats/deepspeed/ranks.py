@@ -11,7 +11,7 @@ from ...core.inert import Foreign
 from ...core.missing_ranks import expecting
 from ...errors import CorruptCheckpoint, IncompleteCheckpoint, InconsistentCheckpoint
 from ..deepspeed_states.agreement import check_facts, check_models, for_each
-from ..deepspeed_states.directories import TagDirectory, file_of_rank, refuse
+from ..deepspeed_states.directories import OPTIMIZER, TagDirectory, at_place, refuse
 from ..deepspeed_states.estimates import KEYS as ESTIMATES
 from ..deepspeed_states.states import (
     EngineStates,
@@ -57,7 +57,7 @@ def open_ranks(
         model = {**model, "param_shapes": shapes}
     version = version_of(model, tops[0], states[0])
     check_kind(directory, version, model, stated_config(model, tops[0]))
-    _check_world(directory, model, states[0], files.optimizers)
+    _check_world(directory, model, states[0], files)
     partitioned = "fp32_flat_groups" in states[0]
     bases = for_each(states, lambda state: _base(directory, state, partitioned))
     if model.get("num_experts"):
@@ -124,12 +124,13 @@ def _check_world(
     directory: TagDirectory,
     model: Mapping[str, Any],
     state: Mapping[str, Any],
-    paths: Sequence[str],
+    files: RankFiles,
 ) -> None:
-    dp = len(paths)
+    dp = len(files.optimizers)
     stated = model.get("dp_world_size")
     if isinstance(stated, int) and stated > dp:
-        expected = [file_of_rank(paths[0], rank) for rank in range(dp, stated)]
+        name = os.path.basename(files.optimizers[0])
+        expected = [at_place(OPTIMIZER, name, (rank, files.number)) for rank in range(dp, stated)]
         raise IncompleteCheckpoint(
             f"{directory.path} holds optimizer files of {dp} of {stated} ranks",
             hint=expecting(expected[-1]),

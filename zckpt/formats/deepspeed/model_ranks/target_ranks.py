@@ -47,7 +47,7 @@ from ...deepspeed_states.options import CONFIG, MAX_GROUP_SIZE, PP_BOUNDS, PP_PA
 from ...deepspeed_states.target import DeepSpeedTarget
 from ...vocabulary import lost_rows, resized
 from .. import read
-from ..files import locate, rank_files
+from ..files import files_in, locate, rank_files
 from .copies import compare_copies
 from .grid import GridFiles, grid_files
 from .layer_names import prefix_of
@@ -93,8 +93,8 @@ class TargetRanks(Struct, frozen=True):
             ranks = read.tensor_ranks(directory, grid_files(directory), tied=tied)
             return merge(ranks, self.table)
         assert self.grid is not None
-        names, parsed = sorted(os.listdir(directory.path)), Parsed()
-        written = [rank_files(directory, names, parsed, n) for n in range(len(self.ranks))]
+        found = files_in(directory, os.listdir(directory.path))
+        written = rank_files(directory, found, Parsed())
         return stacked(model_ranks(directory, GridFiles(written, {}, self.grid))[0])
 
     def check(self) -> list[str]:
