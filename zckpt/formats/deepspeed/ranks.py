@@ -67,7 +67,7 @@ def open_ranks(
     )
     check_models(models)
     check_facts(optimizers, states, _facts_of_optimizer)
-    check_facts(optimizers, bases, _hyper_parameters)
+    check_facts(optimizers, bases, hyper_parameters)
     return ranks
 
 
@@ -158,7 +158,8 @@ def _facts_of_optimizer(state: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _hyper_parameters(base: Mapping[str, Any]) -> dict[str, Any]:
+def hyper_parameters(base: Mapping[str, Any]) -> dict[str, Any]:
+    """What all ranks state alike of their groups."""
     groups, own = base.get("param_groups") or (), {"step", *ESTIMATES}
     return {"param_groups": [{k: v for k, v in each.items() if k not in own} for each in groups]}
 
