@@ -20,11 +20,12 @@ from zckpt.formats.deepspeed_states.agreement import place_of
 
 from ... import faults
 from ...conftest import EXAMPLE, ROOT
-from .test_grid import BOTH, RULES, first
+from .test_experts import tag_of
+from .test_grid import BOTH, RULES, edit, first
 
 DATA = ROOT / "tests" / "data"
 FROZEN = DATA / "fsdp2-2.13.0-w2"  # has a frozen layer
-GRID = DATA / "zckpt-0.1-pp2_tp2"
+BEFORE_3, BEFORE_GRID = DATA / "zckpt-0.1-z3_dp3", DATA / "zckpt-0.1-pp2_tp2"
 Trained = Callable[[str], Path]
 
 
@@ -188,7 +189,7 @@ def test_written_model_ranks_state_their_own_names(
 ) -> None:
     rules = tmp_path / "rules.txt"
     rules.write_text(RULES)
-    zckpt.reshard(GRID / "run", tmp_path / "run", **options, tp_rules=str(rules))
+    zckpt.reshard(BEFORE_GRID / "run", tmp_path / "run", **options, tp_rules=str(rules))
     assert_names(tmp_path / "run", count)
 
 
@@ -196,3 +197,55 @@ def test_written_frozen_weights_are_not_taken_from_another_rank(tmp_path: Path) 
     """As in every fine-tune with adapters: in stage 3, model files have the frozen weights."""
     zckpt.convert(FROZEN, tmp_path / "run", to="deepspeed", stage=3, dp=3)
     assert_all_refused(tmp_path / "run", 2)
+
+
+# -- what zckpt wrote before
+
+
+def test_stage_3_of_an_earlier_zckpt() -> None:
+    report = zckpt.verify(BEFORE_3)
+    assert report["equal"]
+    others, without = report["notes"][-2:]
+    assert "1 of 6 rank files were saved under the name of another rank" in others
+    assert "3 of 6 rank files state no name of their own" in without
+    assert zckpt.verify(BEFORE_3, FROZEN)["equal"]
+    assert zckpt.verify(BEFORE_3, FROZEN)["notes"] == []
+
+
+def test_model_ranks_of_an_earlier_zckpt(tmp_path: Path) -> None:
+    report = zckpt.verify(BEFORE_GRID / "run")
+    assert report["equal"]
+    assert "6 of 22 rank files were saved under the name of another" in report["notes"][-1]
+    assert zckpt.verify(BEFORE_GRID / "run", BEFORE_GRID / "proof.json")["equal"]
+    zckpt.reshard(BEFORE_GRID / "run", tmp_path / "run", dp=2)
+    assert zckpt.verify(tmp_path / "run")["notes"] == []
+    assert zckpt.verify(tmp_path / "run", BEFORE_GRID / "proof.json")["equal"]
+
+
+@pytest.mark.parametrize(("one", "other"), [(0, 1), (0, 2), (3, 2)])
+def test_a_model_rank_of_an_earlier_zckpt_that_was_copied_over_another(
+    one: int, other: int, tmp_path: Path
+) -> None:
+    """Another tensor rank, or another stage. All names are those of an earlier zckpt; the bytes
+    show it.
+    """
+    run = Path(shutil.copytree(BEFORE_GRID / "run", tmp_path / "run"))
+    for path in tag_of(run).glob(f"*mp_rank_0{one}_*"):
+        shutil.copy(path, path.with_name(path.name.replace(f"rank_0{one}", f"rank_0{other}")))
+    first, last = sorted((one, other))
+    said = f"model rank {last} has the optimizer of model rank {first}"
+    for call in (zckpt.convert, zckpt.reshard):
+        with pytest.raises(InconsistentCheckpoint, match=said):
+            call(run, tmp_path / "out", **({"dp": 2} if call is zckpt.reshard else {}))
+    assert not zckpt.verify(run)["equal"]
+
+
+def test_names_that_an_earlier_zckpt_did_not_give(tmp_path: Path) -> None:
+    """Then another program saved a file, and all names are compared."""
+    stage_3 = Path(shutil.copytree(BEFORE_3, tmp_path / "stage_3"))
+    first, second, _ = sorted(stage_3.rglob("*model_states.pt"))
+    faults.copy_file(first, second, renamed=False)
+    assert_refused(stage_3, first.name)
+    grid = Path(shutil.copytree(BEFORE_GRID / "run", tmp_path / "grid"))
+    edit(tag_of(grid) / "mp_rank_03_model_states.pt", lambda value: value)
+    assert_refused(grid, "(bf16_zero_pp_rank_0_)?mp_rank_00_(optim|model)_states.pt")
