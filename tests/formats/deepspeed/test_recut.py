@@ -17,8 +17,7 @@ import zckpt
 from zckpt.core.manifest import Manifest, Parameter
 from zckpt.errors import UnsupportedCheckpoint, WrongOption
 from zckpt.formats.deepspeed import write
-from zckpt.formats.deepspeed.model_ranks.stage_bounds import ranges, uniform
-from zckpt.formats.deepspeed.model_ranks.target_stages import Stage, new_stages
+from zckpt.formats.deepspeed.model_ranks.target_stages import Stage, new_stages, ranges, uniform
 from zckpt.formats.options import options_of
 
 from ...engines import grids
