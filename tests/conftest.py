@@ -41,7 +41,8 @@ def pytest_runtest_makereport() -> None:
 
 
 QUICK = tuple(
-    f"tests/{room}" for room in ("core", "files", "copying", "naming", "training", "proof")
+    f"tests/{room}"
+    for room in ("core", "files", "copying", "naming", "training", "proof", "remote")
 )
 SLOW = {"engines", "matrix", "exhaustive", "gpu", "first"}
 OF_WHOLE_RUNS = {"test_allgather.py", "test_leaves.py"}

@@ -8,6 +8,7 @@
     group                   the processes of a launch, which share one of these functions
     verify, diff, stats     check it, compare it, look at its numbers
     report                  all of that as one document, and a page of it
+    At                      a path in an object store that the program has opened
     zckpt.dcp               load it into a program of torch.distributed.checkpoint
     zckpt.probe             what a running model computes: recorded, compared, streamed
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from . import dcp as dcp
     from . import probe as probe
     from .api import (
+        At,
         Copying,
         Manifest,
         Options,
@@ -53,6 +55,7 @@ _ELSEWHERE = {  # and not in api.py
 }
 _NEED_TORCH = ("dcp", "probe")
 __all__ = [
+    "At",
     "Copying",
     "Manifest",
     "Options",

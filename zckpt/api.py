@@ -29,6 +29,11 @@ from .proof import verify as proof
 from .proving import prove
 from .reading import read as read_manifest
 from .reading import read_both
+from .remote.anywhere import anywhere as anywhere
+from .remote.anywhere import local as local
+from .remote.anywhere import translated as translated
+from .remote.urls import At as At
+from .remote.urls import is_url as is_url
 from .training.options import Options as TargetOptions
 from .training.options import Renames
 from .writing.conversion import read_for, write
@@ -76,6 +81,7 @@ def _split(words: Mapping[str, Any], **more: Any) -> tuple[Reading, Running, Tar
     return reading, running, options_of(rest)
 
 
+@anywhere("path", keep=True)
 def read(
     path: Path,
     *,
@@ -101,9 +107,10 @@ def read(
 
 def inspect(manifest: Manifest) -> Report:
     """What a checkpoint contains; `objects` are classes and functions that no engine needs."""
-    return description.inspect(manifest, formats.other_objects(manifest))
+    return dict(translated(description.inspect(manifest, formats.other_objects(manifest))))
 
 
+@anywhere("path")
 def load(path: Path, name: str, **source: Unpack[NamedKeywords]) -> Any:
     """One whole tensor of the checkpoint at `path`, by its name `parameter/slot`.
 
@@ -126,6 +133,7 @@ def load(path: Path, name: str, **source: Unpack[NamedKeywords]) -> Any:
 # -- writing
 
 
+@anywhere("source", "like", target="target")
 def convert(
     source: Path,
     target: Path,
@@ -164,6 +172,7 @@ def convert(
     return write("convert", manifest, os.fspath(target), to, reading, options, running)
 
 
+@anywhere("source", "like", target="target")
 def reshard(
     source: Path,
     target: Path,
@@ -197,6 +206,7 @@ def reshard(
     return write_run(os.fspath(source), os.fspath(target), checkpoints, running, write_one)
 
 
+@anywhere("source", "config", target="target")
 def export(
     source: Path,
     target: Path,
@@ -232,6 +242,7 @@ def export(
 # -- looking
 
 
+@anywhere("path", "against")
 def verify(
     path: Path,
     against: Path | None = None,
@@ -277,6 +288,7 @@ def verify(
     )
 
 
+@anywhere("a", "b")
 def diff(
     a: Path,
     b: Path,
@@ -311,6 +323,7 @@ def diff(
     return report | findings | {"seconds": round(time.monotonic() - started, 3)}
 
 
+@anywhere("path")
 def stats(
     path: Path,
     *,

@@ -167,6 +167,10 @@ class UnsupportedCheckpoint(ZckptError):
     usual_hint = "`zckpt formats` lists what is read and written"
 
 
+class StoreError(ZckptError):
+    """An object store refused a request, or did not answer."""
+
+
 class MissingExtra(ZckptError):
     """A package that only some commands or formats need is not installed."""
 

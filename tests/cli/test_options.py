@@ -26,7 +26,16 @@ READING = [
     "--json",
     "--quiet",
 ]
-COPYING = ["--jobs", "--memory", "--io", "--resume", "--part", "--single", "--dry-run"]
+COPYING = [
+    "--jobs",
+    "--memory",
+    "--io",
+    "--resume",
+    "--no-read-back",
+    "--part",
+    "--single",
+    "--dry-run",
+]
 WRITING = [
     "--dp", "--stage", "--weights-only", "--dtype", "--optimizer", "--ds-config", "--dcp-layout",
     "--dialect", "--group-defaults", "--max-file-size", "--allow-object", "--frozen", "--tp",

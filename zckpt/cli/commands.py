@@ -11,9 +11,11 @@ import click
 from .. import display
 from ..core import description
 from ..core.version import __version__
-from ..errors import NotEnoughSpace, WrongOption, sized
+from ..errors import NotEnoughSpace, WrongOption, counted, sized
 from ..formats import FORMATS, other_objects
 from ..formats.reading import Reading
+from ..remote.anywhere import jobs_for, local, telling, translated
+from ..remote.mirror import spelled
 from . import launched, output, pages, signals
 from .checking import diff, probe_diff, stats, verify
 from .help import WIDTH, Commands, format_names
@@ -98,35 +100,39 @@ def inspect(
     from ..reading import read
 
     pages.check(html)
-    manifest = read(path, Reading(**reading, inspected=True, nameless=True))
-    if html:
-        from ..reporting import parts
+    with local(path) as path, telling():
+        manifest = read(path, Reading(**reading, inspected=True, nameless=True))
+        if html:
+            from ..reporting import parts
 
-        pages.save(html, parts.of_inspect(manifest))
-    is_summary = not (tensors or steps or layout or state)
-    if "slices" in manifest.source and not (is_summary or as_json):
-        display.warn(list(manifest.warnings), quiet)  # a shape in a list is not the tensor's
+            pages.save(html, translated(parts.of_inspect(manifest)))
+        is_summary = not (tensors or steps or layout or state)
+        if "slices" in manifest.source and not (is_summary or as_json):
+            display.warn(
+                [*map(spelled, manifest.warnings)], quiet
+            )  # a shape in a list is not the tensor's
 
-    def summary() -> dict[str, Any]:
-        return description.inspect(manifest, other_objects(manifest))
+        def summary() -> dict[str, Any]:
+            report = description.inspect(manifest, other_objects(manifest))
+            return dict(translated(report))
 
-    if as_json:
-        report = summary()
-        if tensors or layout:
-            report["tensors"] = description.tensors(manifest, tensors or "*", fragments=layout)
-        if state:
-            report["state"] = description.state(manifest)
-        display.document(report)
-    elif state:
-        display.document(description.state(manifest))
-    elif steps:
-        display.steps(manifest)
-    elif layout:
-        display.layout(manifest, tensors or "*")
-    elif tensors:
-        display.tensors(description.tensors(manifest, tensors))
-    else:
-        display.summary(summary(), quiet)
+        if as_json:
+            report = summary()
+            if tensors or layout:
+                report["tensors"] = description.tensors(manifest, tensors or "*", fragments=layout)
+            if state:
+                report["state"] = description.state(manifest)
+            display.document(translated(report))
+        elif state:
+            display.document(description.state(manifest))
+        elif steps:
+            display.steps(manifest)
+        elif layout:
+            display.layout(manifest, tensors or "*", spelled)
+        elif tensors:
+            display.tensors(description.tensors(manifest, tensors))
+        else:
+            display.summary(summary(), quiet)
 
 
 def write(
@@ -134,7 +140,7 @@ def write(
     source: str,
     target: str,
     *,
-    jobs: int,
+    jobs: int | None,
     memory: int,
     io: str,
     dry_run: bool,
@@ -158,7 +164,7 @@ def write(
             target,
             **words,
             dry_run=dry_run,
-            copying=api.Copying(jobs, memory, io),
+            copying=api.Copying(jobs or jobs_for(4, memory, source), memory, io),
             begin=begin,
             tell=tell,
             before_rename=signals.ignore,
@@ -281,6 +287,37 @@ def export(
 
 for command in (auto_resume, check, verify, diff, stats, pages.report, probe_diff):
     cli.add_command(command)
+
+
+@cli.command(
+    "clean-up",
+    examples=(
+        "zckpt clean-up s3://bucket/resumed --dry-run",
+        "zckpt clean-up s3://bucket/resumed",
+    ),
+)
+@click.argument("url", type=PATH)
+@grouped("Output", "--dry-run", is_flag=True, help="List what would be removed.")
+@as_document
+def clean_up(url: str, dry_run: bool, as_json: bool) -> None:
+    """Remove what a stopped run has left in an object store, at once and without asking.
+
+    URL is the target of that run. Make sure that it no longer writes there. A complete checkpoint
+    is never touched.
+    """
+    from ..remote.remains import clean_up
+
+    report = clean_up(url, dry_run)
+    if as_json:
+        display.document(report)
+        return
+    for name in report["files"]:
+        print(f"  {display.safe(name)}")
+    for key in report["uploads"]:
+        print(f"  {display.safe(key)} (an unfinished upload)")
+    done = "would be removed from" if dry_run else "removed from"
+    files = counted(len(report["files"]) + len(report["uploads"]), "file")
+    print(f"{files} ({sized(report['bytes'])}) {done} {display.safe(report['path'])}")
 
 
 @cli.command(examples=("zckpt formats", "zckpt formats --json"))

@@ -55,6 +55,8 @@ def look(
 
     The processes of `--gather` meet by themselves.
     """
+    if words.get("jobs") is None:
+        words.pop("jobs", None)
     launch = None if words.get("gather") else _others(single)
     if launch is None:
         return command(*paths, **words)

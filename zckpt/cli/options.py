@@ -12,9 +12,9 @@ from typing import Any
 import click
 
 from .. import formats
-from ..core.resources import READING_JOBS
 from ..formats.format import Format
 from ..formats.options import OF_CONVERSIONS, declared
+from ..remote.anywhere import JOBS
 from ..training.options import FAMILY, PARAM_NAMES, RENAME, Option
 from .help import GroupedOption, format_names
 from .parameters import KINDS, PATH, part, size
@@ -145,20 +145,20 @@ of_run = of_sources(True)
 """The same for commands that take the newest checkpoint of a run."""
 
 
-def threads(default: int, shown: str | bool = True) -> Decorator:
-    """The option for the number of threads; the help shows its default, or what `shown` says."""
+def threads(shown: str) -> Decorator:
+    """The option for the number of threads; the help shows the default that the API chooses."""
     return grouped(
         "Copying",
         "-j",
         "--jobs",
         type=click.IntRange(1, 64),
         metavar="N",
-        default=default,
         show_default=shown,
         help="Number of threads.",
     )
 
 
+OF_WRITING = f"4; {JOBS} for a URL"
 memory = grouped(
     "Copying",
     "--memory",
@@ -169,7 +169,7 @@ memory = grouped(
     help="Limit for the memory of all buffers together.",
 )
 
-moving = together(threads(READING_JOBS, "one per processor, 2 to 4"), memory)
+moving = together(threads(f"one per processor, 2 to 4; {JOBS} for a URL"), memory)
 """Options for reading tensors."""
 
 single = grouped(
@@ -182,7 +182,7 @@ single = grouped(
 """For commands that all processes of a launch would share."""
 
 copying = together(
-    threads(4),
+    threads(OF_WRITING),
     memory,
     grouped(
         "Copying",
@@ -199,6 +199,16 @@ copying = together(
         "--resume",
         is_flag=True,
         help="Continue an interrupted run with the same options, or start.",
+    ),
+    grouped(
+        "Copying",
+        "--no-read-back",
+        "read_back",
+        rare=True,
+        is_flag=True,
+        flag_value=False,
+        default=True,
+        help="Do not read again what a store has got, where it states no MD5.",
     ),
     grouped(
         "Copying",

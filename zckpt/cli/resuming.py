@@ -9,10 +9,12 @@ import click
 
 from .. import display
 from ..formats.reading import NamedKeywords
+from ..remote.anywhere import jobs_for
 from ..training import options
 from . import parameters
 from .help import ExplainedCommand, format_names
 from .options import (
+    OF_WRITING,
     declared_option,
     grouped,
     masters_from_weights,
@@ -66,12 +68,12 @@ OF_RUN = (options.DP, options.TP, options.PP, options.EP)
 @resuming
 @replicas
 @masters_from_weights
-@threads(4)
+@threads(OF_WRITING)
 @memory
 @single
 @of_run
 def auto_resume(
-    run: str, config: Any, jobs: int, memory: int, as_json: bool, quiet: bool, **words: Any
+    run: str, config: Any, jobs: int | None, memory: int, as_json: bool, quiet: bool, **words: Any
 ) -> None:
     """Print the path from which a run goes on at another size, and nothing else.
 
@@ -90,7 +92,7 @@ def auto_resume(
         path = resume(
             run,
             ds_config=config,
-            copying=Copying(jobs, memory),
+            copying=Copying(jobs or jobs_for(4, memory, run), memory),
             tell=lambda lines: display.warn(list(lines), quiet),
             begin=begin,
             **{**said, "single": launch is None},

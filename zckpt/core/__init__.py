@@ -20,7 +20,7 @@ What a checkpoint is:
     dtypes.py         element types, and cast.py between them
 
 How a source is read:
-    sources.py        opens, lists and watches its files
+    sources.py        opens, lists and watches its files; elsewhere.py: files without their bytes
     times.py          files whose times are not those of their save
     siblings.py       the files beside it that are copied along
     filenames.py      numbers in the names of files

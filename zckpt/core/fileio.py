@@ -29,7 +29,7 @@ from ..errors import CorruptCheckpoint
 from .checksum import crc32
 from .folder import Folder
 from .fragments import ZEROS, Extent
-from .sources import Fingerprints, close, named, naming, open_file
+from .sources import Fingerprints, close, named, naming, open_file, read_into
 
 CRC_BLOCK = 1 << 20  # bytes
 
@@ -97,7 +97,7 @@ class Reader(Struct, eq=False):
         while done < length:
             part = into[done:length] if done or len(into) > length else into
             try:
-                count = os.preadv(file, (part,), extent.offset + done)
+                count = read_into(file, part, extent.offset + done)
             except OSError as error:
                 raise named(error, path) from None
             if not count:

@@ -6,6 +6,8 @@ Every read of a source goes through this module. It sees to four things:
     an error of the filesystem              names the file, and is never taken for "there is none"
     a pipe, a socket or a device            is refused: to open one could take for ever
     a short read                            is continued: only 0 bytes are the end of a file
+
+The bytes of a file may lie elsewhere (`elsewhere`): then they are read from there.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from typing import BinaryIO
 from msgspec import Struct, field
 
 from ..errors import CorruptCheckpoint, SourceChanged, ZckptError
+from . import elsewhere
 
 # nothing is there: a path without a file, through a file, through links in a circle, too long
 NOTHING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
@@ -238,7 +241,10 @@ def close(file: int) -> None:
 def opened(path: str) -> Iterator[BinaryIO]:
     """A source file to read; raises as `open_file`. OSErrors inside the block name the file."""
     try:
-        with os.fdopen(open_file(path), "rb") as file:
+        number = open_file(path)
+        where = elsewhere.of(number)
+        own = os.fdopen(number, "rb") if where is None else elsewhere.content(number, where)
+        with own as file:
             yield file
     except io.UnsupportedOperation as error:  # Python asks for the position, and hides the errno
         raise OSError(errno.EIO, os.strerror(errno.EIO), path) from error
@@ -249,6 +255,8 @@ def opened(path: str) -> Iterator[BinaryIO]:
 
 def pread(file: int, length: int, offset: int) -> bytes:
     """The bytes [offset, offset + length) of a file; fewer only if it ends there."""
+    if (where := elsewhere.of(file)) is not None:
+        return where.pread(length, offset)
     data = os.pread(file, length, offset)
     if len(data) == length:
         return data
@@ -259,6 +267,13 @@ def pread(file: int, length: int, offset: int) -> bytes:
         parts.append(data)
         done += len(data)
     return b"".join(parts)
+
+
+def read_into(file: int, view: memoryview, offset: int) -> int:
+    """Reads bytes from `offset` on into `view`, perhaps fewer; 0 are the end of the file."""
+    if (where := elsewhere.of(file)) is not None:
+        return where.read_into(view, offset)
+    return os.preadv(file, (view,), offset)
 
 
 # -- looking

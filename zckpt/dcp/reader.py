@@ -15,6 +15,8 @@ from torch.futures import Future
 from ..core.manifest import Manifest
 from ..errors import WrongOption, ZckptError
 from ..formats.reading import USUAL, Reading
+from ..remote.anywhere import kept
+from ..remote.urls import is_url
 from .source import Source
 from .table import KeyTable
 from .target import LoadTarget
@@ -69,9 +71,9 @@ class StorageReader(storage.StorageReader):
         self._open(path)
 
     def _open(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+        self.path = path if is_url(path) else Path(path)
         self.load_id = str(uuid.uuid4())
-        self._source = Source(os.fspath(path), self._reading, self._groups)
+        self._source = Source(kept(path), self._reading, self._groups)
 
     @property
     def manifest(self) -> Manifest:
@@ -85,7 +87,7 @@ class StorageReader(storage.StorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether zckpt recognizes a checkpoint there."""
         try:
-            Source(os.fspath(checkpoint_id), USUAL, ())
+            Source(kept(checkpoint_id), USUAL, ())
         except ZckptError:
             return False
         return True
@@ -93,7 +95,7 @@ class StorageReader(storage.StorageReader):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begins a new load, from another path if one is given."""
         self.load_id = str(uuid.uuid4())
-        if checkpoint_id and Path(checkpoint_id) != self.path:
+        if checkpoint_id and str(checkpoint_id) != str(self.path):
             self._open(checkpoint_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:

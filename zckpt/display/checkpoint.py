@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any
 
@@ -119,14 +119,14 @@ def tensors(listed: Sequence[dict[str, Any]]) -> None:
     )
 
 
-def layout(manifest: Manifest, pattern: str) -> None:
-    """A bar per tensor: which file holds which of its elements."""
+def layout(manifest: Manifest, pattern: str, spelled: Callable[[str], str] = str) -> None:
+    """A bar per tensor: which file holds which of its elements; `spelled` gives a path's name."""
     chosen = matching(manifest.entries.values(), pattern)
     used = {fragment.extent.file for entry in chosen for fragment in entry.fragments}
     files = [file for file in manifest.files if file in used]
     marks = {file: RANKS[place % len(RANKS)] for place, file in enumerate(files)}
     for file, mark in marks.items():
-        print(f"{mark} = {safe(file)}")
+        print(f"{mark} = {safe(spelled(file))}")
     print()
     rows = [(entry.name, _bar(entry, marks), _ranges(entry, marks)) for entry in chosen]
     table(("tensor", "elements, first to last", "where"), rows)

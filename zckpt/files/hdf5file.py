@@ -10,12 +10,13 @@ import os
 import re
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from math import prod
 from typing import Any
 
 from msgspec import Struct
 
-from ..core import sources
+from ..core import elsewhere, sources
 from ..core.dtypes import NUMBERS, TORCH_NAMES
 from ..core.fragments import Extent
 from ..errors import HINTS, MALFORMED, CorruptCheckpoint, MissingExtra, UnsupportedCheckpoint
@@ -75,11 +76,21 @@ def root_names(path: str) -> set[bytes]:
         return set()
     h5py = import_h5py()
     try:
-        with h5py.File(path, "r", locking=False) as opened:
+        with _opened(h5py, path) as (_, opened):
             return set(opened.id)
     except (OSError, RuntimeError, *MALFORMED) as error:
         _raise_if_system(path, error)
         return set()
+
+
+@contextmanager
+def _opened(h5py: Any, path: str) -> Iterator[tuple[int, Any]]:
+    """The number of an open file, and the file as h5py sees it."""
+    with sources.opened(path) as file:
+        # a path that h5py opens by itself is faster, but has no bytes if these lie elsewhere
+        given = file if elsewhere.of(file.fileno()) else path
+        with h5py.File(given, "r", locking=False) as opened:
+            yield file.fileno(), opened
 
 
 def _raise_if_system(path: str, error: Exception) -> None:
@@ -102,8 +113,8 @@ def read(path: str, is_tensor: Callable[[str], bool]) -> HDF5Contents:
     """
     h5py = import_h5py()
     try:
-        with sources.opened(path) as file, h5py.File(path, "r", locking=False) as opened:
-            return _contents(h5py, path, file.fileno(), opened, is_tensor)
+        with _opened(h5py, path) as (file, opened):
+            return _contents(h5py, path, file, opened, is_tensor)
     except (OSError, RuntimeError, *MALFORMED) as error:
         _raise_if_system(path, error)
         raise CorruptCheckpoint(f"{path} is a damaged HDF5 file: {error}") from error

@@ -12,7 +12,7 @@ from operator import itemgetter
 
 from msgspec import Struct
 
-from ..core import sources
+from ..core import elsewhere, sources
 from ..core.fragments import Extent
 from ..errors import CorruptCheckpoint, UnsupportedCheckpoint
 
@@ -24,6 +24,7 @@ LOCATOR = 20  # bytes in front of END: where the record of zip64 is
 # Less is read at first of a zip inside of a larger file, which may have thousands of them.
 TAIL, SHORT_TAIL = LOCATOR + 22 + 65535, 4096
 WIDE = 0xFFFFFFFF  # a field whose value is in the zip64 field
+ALIGNMENT, DESCRIPTORS = 64, (0, 16, 24)  # bytes: of data, and of what stands behind it
 END = b"PK\5\6"  # begins the record at the end of a zip
 _FIELDS = struct.Struct("<4s4xHH4xIIIHHH8xI")
 
@@ -70,10 +71,11 @@ def read_directory(file: int, within: Extent) -> dict[str, ZipMember]:
     members: dict[str, ZipMember] = {}
     places: list[tuple[int, int]] = []
     base = within.offset
+    followed = zip_.followed(entries) if elsewhere.of(file) else {}
     for entry in entries:
         stop = entry.stop
         if entry.length:  # ZeRO-3 leaves empty storages on every rank, which are not worth a read
-            name, offset = _text(entry.name), zip_.data_offset(entry)
+            name, offset = _text(entry.name), followed.get(entry) or zip_.data_offset(entry)
             header, place = base + entry.header, base + zip_.start + entry.place
             crc = entry.crc if has_crcs else None
             members[name] = ZipMember(name, header, place, base + offset, entry.length, crc)
@@ -144,6 +146,21 @@ class _Zip(Struct, eq=False, dict=True):
             )
         length, extra = struct.unpack_from("<HH", head, 26)
         return int(entry.header + 30 + length + extra)
+
+    def followed(self, entries: Sequence[_Entry]) -> dict[_Entry, int]:
+        """The offsets of data that the next member tells, since every read is a request elsewhere.
+
+        torch aligns data to 64 bytes, and puts a descriptor of 16 or 24 bytes behind it, zckpt
+        none: one of the three fits, or the local header is read.
+        """
+        ordered = sorted(entries, key=lambda entry: entry.header)
+        nexts = [*(entry.header for entry in ordered[1:]), self.start]
+        return {
+            entry: offset
+            for entry, end in zip(ordered, nexts, strict=True)
+            for offset in (end - entry.length - descriptor for descriptor in DESCRIPTORS)
+            if not offset % ALIGNMENT and entry.stop - entry.length <= offset
+        }
 
 
 def _require_apart(

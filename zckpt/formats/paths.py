@@ -5,15 +5,6 @@ from __future__ import annotations
 import shlex
 
 URL = "://"
-FETCHING = {
-    "s3": "aws s3 sync {} DIR",
-    "gs": "gcloud storage rsync -r {} DIR",
-    "hf": "hf download {} --local-dir DIR",
-    "http": "curl -LO {}",
-    "https": "curl -LO {}",
-}
-SENDING = {"s3": "aws s3 sync DIR {}", "gs": "gcloud storage rsync -r DIR {}"}
-HUB = "huggingface.co/"
 PACKED = {
     ".tar": "tar -xf {}",
     ".tar.gz": "tar -xf {}",
@@ -30,7 +21,7 @@ Strange = tuple[str, str]
 def elsewhere(path: str) -> Strange | None:
     """Of a source's path at which there is nothing; None if its name does not say why."""
     if URL in path:
-        return f"{path} is a URL, and zckpt reads paths of this machine", _fetching(path)
+        return f"{path} is a URL that zckpt does not read", _of_this_machine(path)
     return _unexpanded(path) if is_home(path) else None
 
 
@@ -47,9 +38,7 @@ def kind_of_file(path: str) -> Strange | None:
 def strange_target(path: str) -> Strange | None:
     """Of a target, which is always a new folder; None for an ordinary name."""
     if URL in path:
-        sending = SENDING.get(path.partition(URL)[0])
-        then = f", and send it then: {_with(sending, path)}" if sending else ""
-        return f"{path} is a URL, and zckpt writes folders of this machine", f"give a DIR{then}"
+        return f"{path} is a URL that zckpt does not write", _of_this_machine(path)
     if is_home(path):
         return _unexpanded(path)
     if path.endswith(GGUF):
@@ -66,16 +55,10 @@ def strange_target(path: str) -> Strange | None:
     return None
 
 
-def _fetching(url: str) -> str:
-    scheme, _, rest = url.partition(URL)
-    if rest.startswith(HUB):
-        scheme, url = "hf", "/".join(rest.removeprefix(HUB).split("/")[:2])
-    elif scheme == "hf":
-        url = rest
-    elif scheme == "file":
-        return f"give the path alone: /{rest.partition('/')[2]}"
-    command = FETCHING.get(scheme)
-    return "copy it to this machine first" + (f": {_with(command, url)}" if command else "")
+def _of_this_machine(url: str) -> str:
+    if url.startswith(f"file{URL}"):
+        return f"give the path alone: /{url.partition(URL)[2].partition('/')[2]}"
+    return "give a path of this machine, or s3://, gs://, az://, https:// or hf://"
 
 
 def _with(command: str, path: str) -> str:

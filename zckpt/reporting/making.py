@@ -29,6 +29,7 @@ Path = str | os.PathLike[str]
 Report = dict[str, Any]
 
 
+@api.anywhere("path", "against")
 def report(
     path: Path,
     *,

@@ -39,7 +39,8 @@ def folder_of(run: str, scratch: str | os.PathLike[str] | None) -> str:
     """The folder for this run's other sizes; in a scratch folder each run has its own."""
     if scratch is None:
         return os.path.join(os.path.abspath(run), BESIDE)
-    run = os.path.realpath(run)  # it may have several names
+    if "://" not in run:
+        run = os.path.realpath(run)  # it may have several names
     mark = crc32(os.fsencode(run))
     return os.path.join(os.path.abspath(scratch), f"{os.path.basename(run)}-{mark:08x}")
 

@@ -124,6 +124,7 @@ def batch(manifest: Manifest, words: Mapping[str, Any], said: Sequence[str]) -> 
     ]
 
 
+@api.anywhere("path", "like")
 def check(
     path: str,
     asked: Asked,

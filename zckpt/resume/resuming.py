@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from .. import api
 from ..core.resources import Begin, Copying
@@ -26,6 +27,7 @@ from ..errors import (
     SourceChanged,
     TargetExists,
     UnsupportedCheckpoint,
+    WrongOption,
     ZckptError,
     counted,
     sentence,
@@ -83,6 +85,14 @@ class Resuming:
         self, run: str, asked: Asked, settings: Settings, ranks: Ranks, stack: ExitStack
     ) -> None:
         self.run, self.asked, self.settings, self.ranks = run, asked, settings, ranks
+        self.is_elsewhere = api.is_url(run)
+        if self.is_elsewhere and settings.scratch is None:
+            raise Told(
+                WrongOption(
+                    f"{run} is in an object store, from which the engine loads nothing",
+                    hint="name a folder that all nodes see: scratch=, or --scratch DIR",
+                )
+            )
         self.folder = beside.folder_of(run, settings.scratch)
         self.damaged: set[str] = set()
         self.records: dict[str, int] | None = None
@@ -112,7 +122,8 @@ class Resuming:
                     hint="; ".join(filter(None, [newest.get("hint"), anew])),
                 )
             )
-        lines = [] if os.path.isdir(self.run) else [f"{self.run} does not exist: nothing to resume"]
+        is_there = self.is_elsewhere or os.path.isdir(self.run)
+        lines = [] if is_there else [f"{self.run} does not exist: nothing to resume"]
         return None, lines
 
     def planned(self, candidate: Candidate) -> Words:
@@ -189,15 +200,21 @@ class Resuming:
     # -- rank 0
 
     def _candidates(self) -> list[Any]:
-        return [
-            [each.path, each.name, each.loaded, each.tag, each.note]
-            for each in candidates(self.run)
-        ]
+        with api.local(self.run) as run:
+            found = [
+                [each.path, each.name, each.loaded, each.tag, each.note] for each in candidates(run)
+            ]
+            return [api.translated(each) for each in found]
 
     def _plan(self, candidate: Candidate) -> Words:
         """Whether the engine loads it, else where it is written; or why it is `broken`."""
+        with api.local(candidate.path) as path:
+            return dict(api.translated(self._plan_at(candidate, replace(candidate, path=path))))
+
+    def _plan_at(self, candidate: Candidate, here: Candidate) -> Words:
+        """The same; `here` is where this machine reads it."""
         try:
-            manifest = read(candidate, self._reading)
+            manifest = read(here, self._reading)
         except BROKEN as error:
             return {
                 "broken": sentence(error),
@@ -206,11 +223,11 @@ class Resuming:
             }
         words = self.asked.of(manifest)
         plan: Words = {
-            "step": step_of(candidate, manifest),
+            "step": step_of(here, manifest),
             "tag": manifest.source.get("tag"),
             "format": manifest.format,
             "sizes": sizes_of(words),
-            "obstacles": obstacles(manifest, words),
+            "obstacles": obstacles(manifest, words) or self._elsewhere(),
             "ranks_before": manifest.source.get("dp"),
             "lines": [],
             "target": None,
@@ -222,6 +239,10 @@ class Resuming:
         plan["words"] = words_for(manifest, words)
         place = self._place(candidate, name_for(candidate.name, words), plan["words"])
         return plan | place | {"lines": [*batch(manifest, words, place["lines"]), *place["lines"]]}
+
+    def _elsewhere(self) -> list[str]:
+        """Why an engine does not load what is in a store."""
+        return [f"{self.run} is in an object store"] if self.is_elsewhere else []
 
     def _place(self, candidate: Candidate, name: str, words: Words) -> Words:
         """The directory for it: complete, or to be written by this job, which is alone then."""

@@ -14,6 +14,7 @@ from contextlib import suppress
 from typing import Any
 
 from .. import api, formats
+from ..core import sources
 from ..core.manifest import Manifest, Sibling
 from ..errors import IncompleteCheckpoint
 from .runs import FILE, Candidate
@@ -41,7 +42,7 @@ def step_of(candidate: Candidate, manifest: Manifest) -> int | float | None:
     step = manifest.step
     if step is None and candidate.tag is None:  # no file says which parameters have which step
         with suppress(FileNotFoundError, NotADirectoryError, ValueError, AttributeError):
-            with open(os.path.join(candidate.path, STATE), "rb") as file:
+            with sources.opened(os.path.join(candidate.path, STATE)) as file:
                 counted = json.load(file).get("global_step")
             return counted if type(counted) is int else None
     return step
@@ -72,7 +73,7 @@ def _is_damaged(item: Sibling) -> bool:
         return False
     try:
         if item.name.endswith(".json"):
-            with open(item.path, "rb") as file:
+            with sources.opened(item.path) as file:
                 json.load(file)
         elif item.name.endswith(OF_TORCH):
             _read_zip(item.path)
@@ -83,12 +84,12 @@ def _is_damaged(item: Sibling) -> bool:
 
 def _read_zip(path: str) -> None:
     """Raises BadZipFile if a file of torch.save was cut, or has not its own checksums."""
-    with open(path, "rb") as file:
+    with sources.opened(path) as file:
         if file.read(4) != b"PK\3\4":  # of an older torch, or a pickle
             return
-    with zipfile.ZipFile(path) as parts:
-        for part in parts.infolist():
-            if part.CRC:  # a program may save without
-                with parts.open(part) as content:
-                    while content.read(1 << 20):
-                        pass
+        with zipfile.ZipFile(file) as parts:
+            for part in parts.infolist():
+                if part.CRC:  # a program may save without
+                    with parts.open(part) as content:
+                        while content.read(1 << 20):
+                            pass

@@ -1,0 +1,144 @@
+"""How does a function that takes paths of this machine take URLs?
+
+    @anywhere("path", "against")
+    def verify(path, against=None, ...): ...
+
+A URL becomes the path of its mirror, and in what the function returns or raises the path becomes
+the URL again.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from shlex import quote
+from typing import Any, ParamSpec, TypeVar, cast
+
+from ..core.resources import Copying
+from ..errors import ZckptError
+from . import mirror, sending
+from .mirror import spelled
+from .urls import Url, is_url, parse
+
+FETCHING = {"s3": "aws s3 sync {} DIR", "gs": "gcloud storage rsync -r {} DIR"}
+"""How a target gets to the machine whose engine loads it."""
+JOBS = 16  # threads
+Words = ParamSpec("Words")
+Result = TypeVar("Result")
+
+
+def anywhere(
+    *sources: str, target: str | None = None, keep: bool = False
+) -> Callable[[Callable[Words, Result]], Callable[Words, Result]]:
+    """A decorator of a function: its parameters `sources` are read, and `target` is written.
+
+    With `keep` the mirrors stay until the process ends, because what the function returns reads
+    from them.
+    """
+
+    def decorate(function: Callable[Words, Result]) -> Callable[Words, Result]:
+        names = [*inspect.signature(function).parameters]
+
+        @functools.wraps(function)
+        def called(*args: Words.args, **kwargs: Words.kwargs) -> Result:
+            words: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
+            read_back = words.pop("read_back", True) if target else True
+            if not any(map(is_url, words.values())):
+                return function(**words)  # type: ignore[call-arg]
+            with ExitStack() as stack, telling():
+                url = parse(words[target]) if target and is_url(words.get(target)) else None
+                for name in sources:
+                    if is_url(words.get(name)):
+                        if url is not None:
+                            sending.refuse_inside(parse(words[name]), url)
+                        words[name] = stack.enter_context(local(words[name], keep))
+                        _more_jobs(function, words)
+                if tell := words.get("tell"):
+                    words["tell"] = lambda lines: tell([*map(spelled, lines)])
+                if url is None:
+                    return cast(Result, translated(function(**words)))  # type: ignore[call-arg]
+                assert target is not None
+                return cast(Result, _sent(function, words, target, url, read_back))
+
+        return called
+
+    return decorate
+
+
+def _sent(
+    function: Callable[..., Any], words: dict[str, Any], target: str, url: Url, read_back: bool
+) -> Any:
+    """The report of a function whose target is sent to a store."""
+    before = words.pop("before_rename", None)  # the last moment is that of the store
+    with sending.outgoing(url, words) as path:
+        report = function(**{**words, target: path})
+        report = translated(report)
+        if not words.get("dry_run"):
+            report |= sending.send(path, url, read_back, words.get("begin"), before)
+            if url.scheme in FETCHING and not report["next"].startswith("zckpt "):
+                report["next"] = FETCHING[url.scheme].format(quote(str(url)))
+            report["warnings"] = [*report["warnings"], *report.pop("store_notes")]
+        return report
+
+
+def jobs_for(jobs: int, memory: int, *paths: Any) -> int:
+    """Threads: `jobs`, or more if one of the paths is a URL, because each waits for a request."""
+    return max(1, min(JOBS, memory >> 21)) if any(map(is_url, paths)) else jobs
+
+
+def _more_jobs(function: Callable[..., Any], words: dict[str, Any]) -> None:
+    """Reads with more threads, unless the caller says with how many."""
+    names = inspect.signature(function).parameters
+    if "jobs" in names:
+        memory = words.get("memory", names["memory"].default)
+        words.setdefault("jobs", max(1, min(JOBS, memory >> 21)))
+    elif "words" in names and "name" not in names:
+        words.setdefault("copying", Copying(JOBS))
+
+
+@contextmanager
+def local(path: Any, keep: bool = False) -> Iterator[str]:
+    """The path on this machine at which a URL can be read; a path of this machine as it is."""
+    if not is_url(path):
+        yield path
+        return
+    folder = mirror.mirrored(parse(path))
+    try:
+        yield folder.path
+    finally:
+        if not keep:
+            folder.remove()
+
+
+def kept(path: Any) -> str:
+    """The path at which a URL can be read until the process ends; a path as it is."""
+    return mirror.mirrored(parse(path)).path if is_url(path) else os.fspath(path)
+
+
+@contextmanager
+def telling() -> Iterator[None]:
+    """Errors in the block name URLs, and not the paths of mirrors."""
+    try:
+        yield
+    except ZckptError as error:
+        error.message, error.hint = spelled(error.message), spelled(error.hint)
+        error.args = (error.message,)
+        raise
+    except OSError as error:
+        if isinstance(error.filename, str):
+            error.filename = spelled(error.filename)
+        raise
+
+
+def translated(value: Any) -> Any:
+    """A report with URLs instead of the paths that stand for them."""
+    if isinstance(value, str):
+        return spelled(value)
+    if isinstance(value, dict):
+        return {translated(key): translated(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)([translated(item) for item in value])
+    return value

@@ -1,0 +1,83 @@
+"""What does a store's refusal mean, and what is to be done? One sentence, without credentials.
+
+A library's message has whole requests in it. So only the codes are taken out of it.
+"""
+
+from __future__ import annotations
+
+import re
+
+from ..errors import SourceChanged, StoreError, ZckptError
+from .urls import Url
+
+CODE = re.compile(r"<Code>(\w+)</Code>")
+STATUS = re.compile(r"status code: (\d{3})|\b(\d{3}):? \w")
+WHERE = {
+    "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; profiles need `pip install boto3`",
+    "gs": "set GOOGLE_APPLICATION_CREDENTIALS, or run `gcloud auth application-default login`",
+    "az": "set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, or run `az login`",
+    "hf": "set HF_TOKEN, or run `hf auth login`",
+}
+ENDPOINT = {"s3": " (AWS_REGION, AWS_ENDPOINT_URL)", "az": " (AZURE_STORAGE_ACCOUNT_NAME)"}
+NO_BUCKET = ("NoSuchBucket", "ContainerNotFound", "RepositoryNotFoundError")
+EXPIRED = ("ExpiredToken", "TokenRefreshRequired", "RequestExpired", "ExpiredTokenException")
+REGION = (
+    "PermanentRedirect",
+    "AuthorizationHeaderMalformed",
+    "IllegalLocationConstraintException",
+    "TemporaryRedirect",
+)
+UNKNOWN_KEY = (
+    "InvalidAccessKeyId",
+    "SignatureDoesNotMatch",
+    "InvalidToken",
+    "AuthenticationFailed",
+)
+# what the libraries say when they look for credentials in vain
+NO_CREDENTIALS = (
+    "169.254.169.254",
+    "metadata.google.internal",
+    "IMDS",
+    "redential",
+    "Account must be specified",
+)
+
+
+def explained(error: Exception, url: Url, doing: str = "read") -> ZckptError:
+    """The error for the user: `doing` is "read", "write" or "list"."""
+    text = str(error)
+    name = type(error).__name__
+    if isinstance(error, ZckptError):
+        return error
+    if name == "PreconditionError" and doing == "read":
+        return SourceChanged(f"{url} changed while it was read: its ETag is another one")
+    code = match[1] if (match := CODE.search(text)) else name
+    status = next((a or b for a, b in STATUS.findall(text)), "")
+    where, store = WHERE.get(url.scheme, ""), f"{url.scheme}://{url.root}"
+    message, hint = "", ""
+    if code in NO_BUCKET:
+        message, hint = f"{store} does not exist", "check the name" + ENDPOINT.get(url.scheme, "")
+    elif code in EXPIRED:
+        message = f"the credentials for {store} have expired"
+        hint = "get new ones, then start again; add --resume if a target was begun"
+    elif code in REGION or status in ("301", "307"):
+        message = f"{store} is in another region than the request went to"
+        hint = "set AWS_REGION to the bucket's region"
+    elif code in UNKNOWN_KEY or name == "UnauthenticatedError" or status == "401":
+        message, hint = f"{store} does not know the credentials", where
+    elif any(each in text for each in NO_CREDENTIALS) and code == name and status != "503":
+        message, hint = f"no credentials for {store} were found", where
+    elif name == "PermissionDeniedError" or status == "403" or code == "AccessDenied":
+        message = f"you have no permission to {doing} {url}"
+        hint = "ask the owner of the bucket, or use other credentials: " + where
+    elif isinstance(error, FileNotFoundError):
+        if doing == "read":
+            return SourceChanged(f"{url} was removed while it was read")
+        message, hint = f"{store} does not exist", "check the name" + ENDPOINT.get(url.scheme, "")
+    elif status:
+        message = f"{url}: the store answers {status}" + (f" ({code})" if code != name else "")
+        hint = "it was asked again several times; wait, and start again with --resume"
+    else:
+        message = f"{url}: the store does not answer, or breaks off"
+        hint = "check the network and the endpoint" + ENDPOINT.get(url.scheme, "")
+    return StoreError(message, hint or "check the credentials")

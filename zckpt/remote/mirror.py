@@ -1,0 +1,374 @@
+"""How is a source in a store read as a folder?
+
+    TOP/0/s3:/bucket/runs/7/global_step10/...     empty files with names, sizes and times
+
+The objects below the URL are listed, and those beside it. A file's metadata comes in blocks, which
+are kept for a while; those of its neighbors are asked for with the first ones, all at once, because
+each request takes as long as many bytes. Large parts of tensors are asked for as they are.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import json
+import os
+import re
+import secrets
+import shutil
+import tempfile
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+from msgspec import Struct, field
+
+from ..core import elsewhere
+from ..core.checksum import crc32
+from ..errors import CorruptCheckpoint, IncompleteCheckpoint, StoreError, UnsupportedCheckpoint
+from . import failures
+from .stores import Found, Store, store_of
+from .urls import Url, strange
+
+META, DATA = 32 << 10, 128 << 10  # bytes of a block of metadata, of small tensors
+HEAD, TAIL = 2 * META, 66 << 10  # bytes at the ends of a file that readers look at first
+KEPT = 32 << 20  # bytes of blocks
+NEIGHBORS, AT_ONCE = 256, 32  # files whose ends are read ahead, and requests for them
+ATTEMPTS, PAUSE = 4, 0.5  # of a read whose answer broke off; seconds before the next one
+NAMED = (
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "adapter_config.json",
+    "adapter_model.safetensors",
+    "pytorch_model.bin",
+)
+"""Files that a folder of a web server may have, beside those that its lists name."""
+UNFINISHED = "zckpt-unfinished.json"
+"""Lies beside a target until its last file has arrived."""
+LISTS = {
+    "manifest.json": "files",
+    "model.safetensors.index.json": "weight_map",
+    "pytorch_model.bin.index.json": "weight_map",
+}
+
+
+class Blocks:
+    """The blocks that were read last, of all files."""
+
+    def __init__(self, most: int = KEPT) -> None:
+        self._most, self._bytes = most, 0
+        self._blocks: OrderedDict[tuple[int, int, int], bytes] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: tuple[int, int, int]) -> bytes | None:
+        with self._lock:
+            if key in self._blocks:
+                self._blocks.move_to_end(key)
+            return self._blocks.get(key)
+
+    def put(self, key: tuple[int, int, int], data: bytes) -> None:
+        with self._lock:
+            if key not in self._blocks:
+                self._bytes += len(data)
+            self._blocks[key] = data
+            while self._bytes > self._most:
+                self._bytes -= len(self._blocks.popitem(last=False)[1])
+
+
+_blocks = Blocks()
+_numbers = itertools.count()
+
+
+class Traffic(Struct):
+    """What was asked of stores in this process: requests for bytes, and bytes that came."""
+
+    requests: int = 0
+    bytes: int = 0
+
+
+traffic = Traffic()
+
+
+class File(Struct, eq=False, dict=True):
+    """The bytes of one object: an `elsewhere.Elsewhere`."""
+
+    url: Url
+    store: Store
+    found: Found
+    mirror: Mirror
+
+    def __post_init__(self) -> None:
+        self._filling = threading.Lock()
+        self._number = next(_numbers)  # no other file has it, as one may have a freed one's id
+
+    def fetch(self, start: int, stop: int) -> bytes | memoryview:
+        """Bytes of the object by one request; what breaks off is asked for again."""
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                data = self.store.read(self.found, start, stop)
+                traffic.requests += 1
+                traffic.bytes += len(data)
+                if len(data) == stop - start:
+                    return data
+                error: Exception = CorruptCheckpoint(
+                    f"{self.url} gave {len(data)} bytes instead of {stop - start}",
+                    hint="a proxy may cut answers: ask again, or copy the checkpoint",
+                )
+            except Exception as failure:
+                error = failures.explained(failure, self.url)
+                if not isinstance(error, StoreError) or "does not answer" not in str(error):
+                    raise error from failure
+            if attempt < ATTEMPTS:
+                time.sleep(PAUSE * attempt)
+        raise error
+
+    def pread(self, length: int, offset: int) -> bytes:
+        stop = min(offset + length, self.found.size)
+        if stop <= offset:
+            return b""
+        if stop - offset > KEPT // 8:
+            return bytes(self.fetch(offset, stop))
+        if self._missing(META, offset, stop):
+            self.mirror.read_ahead(self)
+        return self._blocks_of(META, offset, stop)
+
+    def read_into(self, view: memoryview, offset: int) -> int:
+        stop = min(offset + len(view), self.found.size)
+        if stop <= offset:
+            return 0
+        whole = stop - offset >= DATA
+        view[: stop - offset] = (
+            self.fetch(offset, stop) if whole else self._blocks_of(DATA, offset, stop)
+        )
+        return stop - offset
+
+    def _missing(self, size: int, start: int, stop: int) -> list[int]:
+        numbers = range(start // size, -(-stop // size))
+        return [number for number in numbers if _blocks.get((self._number, size, number)) is None]
+
+    def _blocks_of(self, size: int, start: int, stop: int) -> bytes:
+        """Bytes by way of blocks; those that are missing and follow each other are one request."""
+        with self._filling:  # another thread may be asking for the same
+            got: dict[int, bytes] = {}
+            for number in range(start // size, -(-stop // size)):
+                if (known := _blocks.get((self._number, size, number))) is not None:
+                    got[number] = known
+            for first, last in _runs(n for n in self._missing(size, start, stop) if n not in got):
+                begin, end = first * size, min((last + 1) * size, self.found.size)
+                data = bytes(self.fetch(begin, end))
+                for number in range(first, last + 1):
+                    got[number] = data[number * size - begin :][:size]
+                    _blocks.put((self._number, size, number), got[number])
+        data = b"".join(got[number] for number in sorted(got))
+        begin = start // size * size
+        return data[start - begin : stop - begin]
+
+    def read_ends(self) -> None:
+        """Reads the blocks at both ends of the file, in one request if they are close."""
+        size = self.found.size
+        ends = [(0, min(HEAD, size)), (max(0, size - TAIL), size)]
+        if ends[1][0] <= ends[0][1] + META:
+            ends = [(0, size)]
+        for start, stop in ends:
+            if start < stop:
+                self._blocks_of(META, start, stop)
+
+
+def _runs(numbers: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """The first and the last of numbers that follow each other."""
+    run: tuple[int, int] | None = None
+    for number in numbers:
+        if run and number == run[1] + 1:
+            run = run[0], number
+            continue
+        if run:
+            yield run
+        run = number, number
+    if run:
+        yield run
+
+
+class Mirror(Struct, eq=False):
+    """The folder of one URL: `path` is where the URL's own files are."""
+
+    path: str
+    top: str
+    files: dict[str, File] = field(default_factory=dict)
+    marks: list[elsewhere.Mark] = field(default_factory=list)
+    read: set[str] = field(default_factory=set)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def read_ahead(self, file: File) -> None:
+        """Reads the ends of a file and of those beside it with the same ending, once."""
+        with self.lock:
+            key = file.found.key
+            folder, ending = os.path.dirname(key), os.path.splitext(key)[1]
+            beside = [
+                other
+                for name, other in self.files.items()
+                if name >= key
+                and name not in self.read
+                and os.path.dirname(name) == folder
+                and os.path.splitext(name)[1] == ending
+            ][:NEIGHBORS]
+            self.read.update(each.found.key for each in beside)
+            if len(beside) == 1:
+                beside[0].read_ends()
+            elif beside:
+                with ThreadPoolExecutor(AT_ONCE) as pool:
+                    for done in [pool.submit(each.read_ends) for each in beside]:
+                        done.result()
+
+    def remove(self) -> None:
+        """Removes the folder."""
+        for mark in self.marks:
+            elsewhere.forget(mark)
+        self.marks.clear()
+        shutil.rmtree(self.top, ignore_errors=True)
+
+
+_top: list[str] = []
+
+
+def top() -> str:
+    """The folder of this process for mirrors; it is removed in the end."""
+    if not _top or not os.path.isdir(_top[0]):
+        _top[:] = [tempfile.mkdtemp(prefix="zckpt-")]
+        atexit.register(shutil.rmtree, _top[0], True)
+    return _top[0]
+
+
+_written: dict[str, str] = {}
+"""The URLs of targets, by the paths at which they are written first."""
+
+
+def spell(path: str, url: str) -> None:
+    """From now on `spelled` takes a path of this machine for a URL."""
+    _written[path] = url
+
+
+def spelled(text: str) -> str:
+    """A text with URLs instead of the paths that stand for them on this machine."""
+    for path, url in _written.items():
+        # what is unfinished has a path alone
+        text = re.sub(re.escape(path) + r"(?![\w.-])", lambda _, url=url: url, text)  # type: ignore[misc]
+    if not _top or _top[0] not in text:
+        return text
+    return re.sub(re.escape(_top[0]) + r"/[0-9a-f]+/(\w+):/", r"\1://", text)
+
+
+def mirrored(url: Url) -> Mirror:
+    """The folder of empty files for a URL; raises StoreError and what else `failures` gives."""
+    own = os.path.join(top(), secrets.token_hex(4))
+    base = os.path.join(own, f"{url.scheme}:", *url.root.split("/"))
+    mirror = Mirror(os.path.join(base, *url.key.split("/")) if url.key else base, own)
+    os.makedirs(base)
+    try:
+        store = store_of(url)
+        found = {each.key: each for each in _listed(store, url)}
+    except Exception as error:
+        mirror.remove()
+        raise failures.explained(error, url, "list") from error
+    try:
+        _refuse_unfinished(store, url, found)
+        for key, each in found.items():
+            _lay(mirror, base, File(url.beside(key), store, each, mirror))
+        if not store.has_listing:
+            _lay_named(mirror, base, url, store)
+    except BaseException:
+        mirror.remove()
+        raise
+    return mirror
+
+
+def _listed(store: Store, url: Url) -> Iterator[Found]:
+    """What is below the URL; else the file that it names; and the files beside it."""
+    inside = [*store.below(url.key)]
+    yield from inside
+    if url.key and not inside and (alone := store.head(url.key)) is not None:
+        yield alone
+    if url.key:
+        with suppress(PermissionError):  # one may be allowed to see the checkpoint alone
+            yield from store.directly_in(url.key.rpartition("/")[0])
+
+
+def _refuse_unfinished(store: Store, url: Url, found: Mapping[str, Found]) -> None:
+    """Raises IncompleteCheckpoint for a target that its run has not sent whole."""
+    for folder in {url.key, url.key.rpartition("/")[0]}:
+        note = found.get(f"{folder}/{UNFINISHED}")
+        if note is None:
+            continue
+        try:
+            last = json.loads(bytes(store.read(note, 0, note.size)))["last"]
+        except (ValueError, KeyError, TypeError):
+            last = ""
+        if f"{folder}/{last}" not in found:
+            whole = url.beside(folder)
+            raise IncompleteCheckpoint(
+                f"{url} belongs to a target that is not complete",
+                hint="wait for the run that sends it, repeat that run with --resume, or remove it: "
+                f"zckpt clean-up {whole}",
+            )
+
+
+def _lay(mirror: Mirror, base: str, file: File) -> None:
+    """An empty file in the mirror, or a folder."""
+    found = file.found
+    is_folder = found.key.endswith("/") and not found.size
+    if reason := strange(found.key.rstrip("/") if is_folder else found.key):
+        raise UnsupportedCheckpoint(
+            f"{file.url} {reason}: it cannot be the name of a file",
+            hint="copy the checkpoint to another prefix without it",
+        )
+    path = os.path.join(base, *found.key.split("/"))
+    if os.path.isfile(path) and not is_folder:
+        return  # it was listed twice
+    try:
+        os.makedirs(path if is_folder else os.path.dirname(path), exist_ok=True)
+        if is_folder:
+            return
+        with open(path, "xb") as hole:
+            hole.truncate(found.size)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise UnsupportedCheckpoint(
+            f"{file.url} or a part of it is an object, and there are objects below it",
+            hint="copy the checkpoint to another prefix without it",
+        ) from error
+    # the nanoseconds tell this file from each that gets its inode later, and a run that is
+    # continued finds the same ones
+    own = crc32(f"{file.url} {found.etag} {found.size}".encode("utf-8", "surrogateescape"))
+    stamp = found.time // 10**9 * 10**9 + own % 10**9
+    os.utime(path, ns=(stamp, stamp))
+    mirror.files[found.key] = file
+    mirror.marks.append(elsewhere.register(path, file))
+
+
+def _lay_named(mirror: Mirror, base: str, url: Url, store: Store) -> None:
+    """Lays the files of a folder whose server lists nothing, by the names that its files state."""
+    if url.key in mirror.files:
+        return
+
+    def lay(names: Iterable[str]) -> list[str]:
+        keys = [f"{url.key}/{name}" if url.key else name for name in names if not strange(name)]
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            heads = [*pool.map(store.head, keys)]
+        for found in filter(None, heads):
+            _lay(mirror, base, File(url.beside(found.key), store, found, mirror))
+        return [found.key for found in heads if found]
+
+    try:
+        for key in lay((*LISTS, *NAMED)):
+            name = key.rpartition("/")[2]
+            if name in LISTS:
+                file = mirror.files[key]
+                document = json.loads(file.pread(file.found.size, 0))
+                stated = document[LISTS[name]]
+                lay(sorted({*(stated if name == "manifest.json" else stated.values())}))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return  # the reader says what is wrong with it
+    except Exception as error:
+        raise failures.explained(error, url) from error

@@ -1,0 +1,322 @@
+"""What can a store do, and which one does a URL mean?
+
+obstore speaks to S3, Google, Azure and web servers; it retries what fails, with backoff. A program
+may give an obstore store or an fsspec filesystem of its own. All methods raise the libraries' own
+errors, which `failures` explains.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import datetime
+from importlib.util import find_spec
+from typing import Any, Protocol
+
+from msgspec import Struct
+
+from ..errors import MissingExtra, WrongOption
+from .urls import Url
+
+PART, MOST_PARTS = 16 << 20, 9_000  # bytes of a part of an upload; S3 takes 10,000 parts
+IN_FLIGHT = 128 << 20  # bytes of parts that are being sent
+CLIENT = {"timeout": "1h", "read_timeout": "60s", "connect_timeout": "10s"}
+"""A request may take long as long as bytes arrive: the library's own limit is 30 s in all."""
+ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT")
+OWN_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_SKIP_SIGNATURE")
+
+
+class Found(Struct, frozen=True):
+    """An object: its key, its bytes, its ETag if the store gives one, its time in nanoseconds.
+
+    A folder has a key that ends in a slash, and no bytes.
+    """
+
+    key: str
+    size: int
+    etag: str | None = None
+    time: int = 0
+
+
+class Store(Protocol):
+    """A place of objects by key."""
+
+    has_listing: bool
+
+    def below(self, key: str) -> Iterator[Found]:
+        """All objects below a key."""
+        ...
+
+    def directly_in(self, key: str) -> list[Found]:
+        """The objects and the folders of one level."""
+        ...
+
+    def head(self, key: str) -> Found | None:
+        """One object; None if there is none."""
+        ...
+
+    def read(self, found: Found, start: int, stop: int) -> bytes | memoryview:
+        """Bytes [start, stop); raises the library's error if the object is another one by now."""
+        ...
+
+    def put(self, key: str, path: str, passed: Callable[[bytes], None], create: bool) -> str | None:
+        """Sends a file, and gives its ETag; with `create` only if there is no such object.
+
+        `passed` gets the bytes in their order.
+        """
+        ...
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Removes objects."""
+        ...
+
+
+def part_size(size: int) -> int:
+    """Bytes of each part of an upload of `size` bytes."""
+    return max(PART, ((size // MOST_PARTS >> 20) + 1) << 20)
+
+
+def etag_of(digests: Sequence[bytes]) -> str:
+    """The ETag that S3 gives an object by the MD5s of its parts, or of itself."""
+    if len(digests) == 1:
+        return digests[0].hex()
+    return f"{hashlib.md5(b''.join(digests), usedforsecurity=False).hexdigest()}-{len(digests)}"
+
+
+def blocks_of(path: str, size: int) -> Iterator[bytes]:
+    """The bytes of a local file in blocks."""
+    with open(path, "rb") as file:
+        while data := file.read(size):
+            yield data
+
+
+class Objects:
+    """An obstore store."""
+
+    has_listing = True
+
+    def __init__(self, store: Any) -> None:
+        import obstore
+
+        self.own, self._call = store, obstore
+
+    def below(self, key: str) -> Iterator[Found]:
+        for batch in self._call.list(self.own, key or None):
+            yield from map(_found, batch)
+
+    def directly_in(self, key: str) -> list[Found]:
+        level = self._call.list_with_delimiter(self.own, key or None)
+        folders = [Found(f"{folder}/", 0) for folder in level["common_prefixes"]]
+        return [*folders, *map(_found, level["objects"])]
+
+    def head(self, key: str) -> Found | None:
+        try:
+            return _found(self._call.head(self.own, key))
+        except FileNotFoundError:
+            return None
+
+    def read(self, found: Found, start: int, stop: int) -> bytes | memoryview:
+        options: dict[str, Any] = {"range": (start, stop)}
+        if found.etag and not found.etag.startswith("W/"):  # a weak one never matches
+            options["if_match"] = found.etag
+        answer = self._call.get(self.own, found.key, options=options)
+        if (answer.meta["e_tag"] or found.etag) != found.etag or answer.meta["size"] != found.size:
+            raise self._call.exceptions.PreconditionError(found.key)
+        return memoryview(answer.bytes())
+
+    def put(self, key: str, path: str, passed: Callable[[bytes], None], create: bool) -> str | None:
+        size = os.path.getsize(path)
+        length = part_size(size)
+
+        def parts() -> Iterator[bytes]:
+            for data in blocks_of(path, length):
+                passed(data)
+                yield data
+
+        if create or size <= length:
+            data = b"".join(parts())
+            mode = "create" if create else "overwrite"
+            answer = self._call.put(self.own, key, data, mode=mode, use_multipart=False)
+        else:
+            at_once = max(2, IN_FLIGHT // length)
+            answer = self._call.put(
+                self.own, key, parts(), chunk_size=length, max_concurrency=at_once
+            )
+        etag: str | None = answer["e_tag"]
+        return etag
+
+    def delete(self, keys: Sequence[str]) -> None:
+        self._call.delete(self.own, [*keys])
+
+
+def _found(item: Any) -> Found:
+    time: datetime = item["last_modified"]
+    return Found(item["path"], item["size"], item["e_tag"], int(time.timestamp()) * 10**9)
+
+
+class Web(Objects):
+    """A web server: it lists nothing."""
+
+    has_listing = False
+
+    def below(self, key: str) -> Iterator[Found]:
+        return iter(())
+
+    def directly_in(self, key: str) -> list[Found]:
+        return []
+
+
+class Hub(Objects):
+    """A repository of the Hugging Face Hub at one commit; its files are read from a web server."""
+
+    def __init__(self, url: Url) -> None:
+        import huggingface_hub as hub
+        from obstore.store import HTTPStore
+
+        name, _, revision = url.root.partition("@")
+        kind, _, rest = name.partition("/")
+        repository = {"repo_id": name}
+        if kind in ("datasets", "spaces"):
+            repository = {"repo_id": rest, "repo_type": kind.removesuffix("s")}
+        api = hub.HfApi()
+        about = api.repo_info(**repository, revision=revision or None)
+        self._items = api.list_repo_tree(**repository, revision=about.sha, recursive=True)
+        token = hub.get_token()
+        headers = {"authorization": f"Bearer {token}"} if token else {}
+        base = f"{api.endpoint}/{name}/resolve/{about.sha}/"
+        options = {**CLIENT, "default_headers": headers, "allow_http": base.startswith("http:")}
+        super().__init__(HTTPStore.from_url(base, client_options=options))
+        time = int(about.last_modified.timestamp()) * 10**9 if about.last_modified else 0
+        self._files = [
+            Found(item.path, item.size, None, time) for item in self._items if hasattr(item, "size")
+        ]
+
+    def below(self, key: str) -> Iterator[Found]:
+        return (each for each in self._files if not key or each.key.startswith(f"{key}/"))
+
+    def directly_in(self, key: str) -> list[Found]:
+        return [each for each in self._files if each.key.rpartition("/")[0] == key]
+
+    def head(self, key: str) -> Found | None:
+        return next((each for each in self._files if each.key == key), None)
+
+
+class Filesystem:
+    """An fsspec filesystem."""
+
+    has_listing = True
+
+    def __init__(self, own: Any) -> None:
+        self.own = own
+
+    def below(self, key: str) -> Iterator[Found]:
+        return (self._found(each) for each in self.own.find(key, detail=True).values())
+
+    def directly_in(self, key: str) -> list[Found]:
+        items = self.own.ls(key, detail=True) if self.own.isdir(key) else []
+        return [self._found(each) for each in items if each["type"] == "file"]
+
+    def head(self, key: str) -> Found | None:
+        self.own.invalidate_cache()
+        try:
+            item = self.own.info(key)
+        except FileNotFoundError:
+            return None
+        return self._found(item) if item["type"] == "file" else None
+
+    def _found(self, item: Any) -> Found:
+        tag = item.get("ETag") or item.get("etag") or item.get("mtime") or item.get("created")
+        return Found(item["name"].strip("/"), item["size"], str(tag) if tag else None)
+
+    def read(self, found: Found, start: int, stop: int) -> bytes | memoryview:
+        data: bytes = self.own.cat_file(found.key, start=start, end=stop)
+        return data
+
+    def put(self, key: str, path: str, passed: Callable[[bytes], None], create: bool) -> str | None:
+        if create and self.head(key) is not None:
+            raise FileExistsError(key)
+        self.own.makedirs(key.rpartition("/")[0], exist_ok=True)
+        with self.own.open(key, "wb") as file:
+            for data in blocks_of(path, PART):
+                passed(data)
+                file.write(data)
+        return None
+
+    def delete(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            self.own.rm_file(key)
+
+
+def store_of(url: Url) -> Store:
+    """The store of a URL; raises MissingExtra, and WrongOption for what is no store."""
+    if url.store is not None:
+        if type(url.store).__module__.partition(".")[0] == "obstore":
+            return Objects(url.store)
+        if hasattr(url.store, "cat_file"):
+            return Filesystem(url.store)
+        raise WrongOption(
+            f"{type(url.store).__name__} is neither a store of obstore nor a filesystem of fsspec"
+        )
+    _need(("obstore", *(("huggingface_hub",) if url.scheme == "hf" else ())), url)
+    return _OPENERS[url.scheme](url)
+
+
+def _need(packages: Iterable[str], url: Url) -> None:
+    if lacking := [name for name in packages if find_spec(name) is None]:
+        raise MissingExtra(
+            f"{url} needs the package {lacking[0]}, which is not installed",
+            hint="pip install 'zckpt[remote]'",
+        )
+
+
+def _s3(url: Url) -> Store:
+    from obstore.store import S3Store
+
+    words: dict[str, Any] = {}
+    if not any(map(os.environ.get, OWN_KEYS)) and find_spec("boto3"):  # profiles, `aws sso login`
+        import boto3
+        from obstore.auth.boto3 import Boto3CredentialProvider
+
+        session = boto3.Session()
+        if session.get_credentials() is not None:
+            words["credential_provider"] = Boto3CredentialProvider(session)
+            if session.region_name:
+                words["region"] = session.region_name
+    return Objects(S3Store(url.root, client_options=_client(), **words))
+
+
+def _gs(url: Url) -> Store:
+    from obstore.store import GCSStore
+
+    return Objects(GCSStore(url.root, client_options=_client()))
+
+
+def _az(url: Url) -> Store:
+    from obstore.store import AzureStore
+
+    return Objects(AzureStore(url.root, client_options=_client()))
+
+
+def _web(url: Url) -> Store:
+    from obstore.store import HTTPStore
+
+    options = {**CLIENT, "allow_http": url.scheme == "http"}
+    return Web(HTTPStore.from_url(f"{url.scheme}://{url.root}/", client_options=options))
+
+
+def _client() -> Any:
+    """Options of a client; an endpoint that the user names may be without TLS."""
+    is_plain = any(os.environ.get(name, "").startswith("http:") for name in ENDPOINTS)
+    is_plain = is_plain or "AZURE_STORAGE_USE_EMULATOR" in os.environ
+    return {**CLIENT, "allow_http": is_plain}
+
+
+_OPENERS: dict[str, Callable[[Url], Store]] = {
+    "s3": _s3,
+    "gs": _gs,
+    "az": _az,
+    "https": _web,
+    "http": _web,
+    "hf": Hub,
+}

@@ -1,0 +1,108 @@
+"""Which store and which key does a URL mean?"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from msgspec import Struct
+
+from ..errors import WrongOption, listed
+
+MARK = "://"
+SCHEMES = ("s3", "gs", "az", "https", "http", "hf")
+"""Those that are read; all but https, http and hf are written too."""
+MOST_NAME = 255  # bytes of one name on this machine's filesystems
+
+
+class Url(Struct, frozen=True):
+    """`root` is the bucket, the container, the host, or the Hub's repository with its revision.
+
+    `key` has no slash at its ends. `store` is one that a program has given.
+    """
+
+    scheme: str
+    root: str
+    key: str
+    store: Any = None
+
+    def __str__(self) -> str:
+        return f"{self.scheme}{MARK}{self.root}{'/' if self.key else ''}{self.key}"
+
+    def beside(self, key: str) -> Url:
+        """Another object of the same store."""
+        return Url(self.scheme, self.root, key, self.store)
+
+
+class At(Struct, frozen=True):
+    """A path in a store of a program: an obstore store, or an fsspec filesystem.
+
+    zckpt.convert(zckpt.At(store, "runs/7"), "universal")
+    """
+
+    store: Any
+    path: str
+
+
+def is_url(path: object) -> bool:
+    """Whether a path lies in an object store."""
+    if isinstance(path, At):
+        return True
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else ""
+    return isinstance(text, str) and text.partition(MARK)[0] in SCHEMES and MARK in text
+
+
+def parse(path: str | os.PathLike[str] | At) -> Url:
+    """The URL's parts; raises WrongOption for one that names no object."""
+    if isinstance(path, At):
+        return Url("store", type(path.store).__name__, _key(path.path, path.path), path.store)
+    text = os.fspath(path)
+    scheme, _, rest = text.partition(MARK)
+    root, _, key = rest.partition("/")
+    if scheme == "hf":
+        root, key = _repository(rest)
+    if scheme in ("https", "http") and ("?" in text or "#" in text):
+        raise WrongOption(
+            f"{text.partition('?')[0]} has a query, which zckpt does not send",
+            hint="give the URL without it; credentials come from the environment",
+        )
+    if root == "huggingface.co":
+        repository = "/".join(key.split("/")[:2])
+        raise WrongOption(f"{text} is a page", hint=f"give the repository: hf{MARK}{repository}")
+    if "@" in root and scheme != "hf":
+        raise WrongOption(
+            f"{scheme}{MARK}{root.rpartition('@')[2]} was given with credentials in front of @",
+            hint="leave them out: they come from the environment, and stay out of logs",
+        )
+    if not root:
+        raise WrongOption(f"{text} names no bucket", hint=f"give {scheme}{MARK}BUCKET/PATH")
+    return Url(scheme, root, _key(key, text))
+
+
+def _repository(rest: str) -> tuple[str, str]:
+    """`org/name@revision` of the Hub, and the path in it; datasets keep their prefix."""
+    parts = rest.split("/")
+    count = 3 if parts[0] in ("datasets", "spaces") else 2
+    if len(parts) < count or not all(parts[:count]):
+        raise WrongOption(f"hf{MARK}{rest} names no repository", hint="give hf://ORG/NAME/PATH")
+    return "/".join(parts[:count]), "/".join(parts[count:])
+
+
+def _key(key: str, url: str) -> str:
+    """A key that can be a path on this machine."""
+    key = key.strip("/")
+    if key and (reason := strange(key)):
+        raise WrongOption(f"{url} {reason}", hint="give the key as the store lists it")
+    return key
+
+
+def strange(key: str) -> str:
+    """Why a key cannot be the path of a file; empty if it can."""
+    parts = key.split("/")
+    if wrong := [part for part in parts if part in ("", ".", "..")]:
+        return f"has the part {wrong[0]!r} between slashes"
+    if "\0" in key:
+        return "has a zero byte"
+    if long := [part for part in parts if len(part.encode("utf-8", "replace")) > MOST_NAME]:
+        return f"has a name of over {MOST_NAME} bytes: {listed([long[0][:40] + '...'])}"
+    return ""
