@@ -36,7 +36,7 @@ from .urls import Url, strange
 META, DATA = 32 << 10, 128 << 10  # bytes of a block of metadata, of small tensors
 HEAD, TAIL = 2 * META, 66 << 10  # bytes at the ends of a file that readers look at first
 KEPT = 32 << 20  # bytes of blocks
-NEIGHBORS, AT_ONCE = 256, 32  # files whose ends are read ahead, and requests for them
+NEIGHBORS, AT_ONCE = 128, 32  # files whose ends are read ahead, and requests for them
 ATTEMPTS, PAUSE = 4, 0.5  # of a read whose answer broke off; seconds before the next one
 NAMED = (
     "config.json",
@@ -204,8 +204,10 @@ class Mirror(Struct, eq=False):
 
     def read_ahead(self, file: File) -> None:
         """Reads the ends of a file and of those beside it with the same ending, once."""
+        key = file.found.key
         with self.lock:
-            key = file.found.key
+            if key in self.read:
+                return
             folder, ending = os.path.dirname(key), os.path.splitext(key)[1]
             beside = [
                 other
@@ -216,12 +218,9 @@ class Mirror(Struct, eq=False):
                 and os.path.splitext(name)[1] == ending
             ][:NEIGHBORS]
             self.read.update(each.found.key for each in beside)
-            if len(beside) == 1:
-                beside[0].read_ends()
-            elif beside:
-                with ThreadPoolExecutor(AT_ONCE) as pool:
-                    for done in [pool.submit(each.read_ends) for each in beside]:
-                        done.result()
+            with ThreadPoolExecutor(AT_ONCE) as pool:
+                for done in [pool.submit(each.read_ends) for each in beside]:
+                    done.result()
 
     def remove(self) -> None:
         """Removes the folder."""
