@@ -78,9 +78,9 @@ def open_stages(
     elif names is not None and is_flat:
         shapes = dict.fromkeys(names)
     elif names is not None:
-        own = [*_of_stages(directory, states, names)]
-        in_order = [shape for each in states for shape in _shapes(each)]
-        shapes = dict(zip(names, in_order, strict=True))
+        in_order = [_shapes(each) for each in states]
+        own = [*_of_stages(states, names, [*map(len, in_order)], dict.fromkeys(names, 1))]
+        shapes = dict(zip(names, chain(*in_order), strict=True))
     has_masters = any(wrapper_of(each.first) is not None for each in states)
     if tied is not None and reading.weights_only and not has_masters:
         first, *others = states
@@ -93,7 +93,9 @@ def open_stages(
         weights = _weights(layers, buffers, ties)
         try:
             if names is not None and is_flat and not is_stated:
-                own = [*_of_flat_stages(directory, states, names, weights)]
+                numels = [sum(flat.numel for flat in each.first[FLAT_MASTERS]) for each in states]
+                sizes = {name: weight.tensor.numel for name, weight in weights.items()}
+                own = [*_of_stages(states, names, numels, sizes)]
             fitting.append(WholeStages(_named(states, own, layers, weights), ties))
         except WrongOption as error:
             failures.append(error)
@@ -157,18 +159,27 @@ def _weights(
 
 
 def _of_stages(
-    directory: TagDirectory, states: Sequence[EngineStates], names: Sequence[str]
+    states: Sequence[EngineStates],
+    names: Sequence[str],
+    wanted: Sequence[int],
+    sizes: Mapping[str, int],
 ) -> list[Sequence[str]]:
-    """The user's names, cut into those of each stage."""
-    counts = [len(_shapes(each)) for each in states]
-    if sum(counts) != len(names):
+    """The user's names, cut into those of each stage, whose `sizes` give what it has together."""
+    path = states[0].directory.path
+    if unknown := [name for name in names if name not in sizes]:
         raise WrongOption(
-            f"--param-names has {len(names)} names, but the optimizers of the stages of "
-            f"{directory.path} have {' + '.join(map(str, counts))} parameters",
+            f"--param-names names {listed(unknown, 4)}, which no file of a layer of {path} has",
             hint=_hint(states[0]),
         )
-    remaining = iter(names)
-    return [[next(remaining) for _ in range(count)] for count in counts]
+    if (total := sum(sizes[name] for name in names)) != sum(wanted):
+        what = "parameters" if total == len(names) else "elements"
+        raise WrongOption(
+            f"--param-names has {len(names)} names, of {total} {what}, but the optimizers of the "
+            f"stages of {path} have {' + '.join(map(str, wanted))}",
+            hint=_hint(states[0]),
+        )
+    *parts, _ = naming.in_parts(names, wanted, sizes)
+    return parts
 
 
 def _in_order(
@@ -215,30 +226,6 @@ def _has_layers_alike(layers: Mapping[int, TorchFile]) -> bool:
     pairs = zip(stored, labels(tensors, tensors)[0], strict=True)
     contents = by_key((number, (inner, label)) for (number, inner, _), label in pairs)
     return len({tuple(each) for each in contents.values()}) < len(contents)
-
-
-def _of_flat_stages(
-    directory: TagDirectory,
-    states: Sequence[EngineStates],
-    names: Sequence[str],
-    weights: Mapping[str, TensorInFile],
-) -> list[Sequence[str]]:
-    """The user's names, cut into those whose weights fill the flat masters of each stage."""
-    if unknown := [name for name in names if name not in weights]:
-        raise WrongOption(
-            f"--param-names names {listed(unknown, 4)}, which no file of a layer of "
-            f"{directory.path} has",
-            hint=_hint(states[0]),
-        )
-    numels = [sum(flat.numel for flat in each.first[FLAT_MASTERS]) for each in states]
-    *parts, remaining = naming.in_parts(names, numels, weights)
-    if remaining:
-        raise WrongOption(
-            f"--param-names has {len(names)} names, but the last {len(remaining)} of them are of "
-            f"no stage of {directory.path}",
-            hint=_hint(states[0]),
-        )
-    return parts
 
 
 def _shapes(states: EngineStates) -> list[Shape | None]:
