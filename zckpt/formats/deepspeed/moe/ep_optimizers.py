@@ -23,7 +23,6 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ....core import compare
 from ....core.dtypes import FLOATS
 from ....core.grouping import by_key
 from ....core.manifest import Entry, Manifest
@@ -54,7 +53,7 @@ from ...deepspeed_states.states import (
 from ...deepspeed_states.tensors import ManifestTensors, is_extra
 from ...reading import USUAL, Reading
 from ..files import RankFiles
-from ..model_ranks.copies import matches_of
+from ..model_ranks.copies import EP_RANK
 from ..ranks import hyper_parameters
 from ..stage_0 import naming
 from ..stage_0.optimizer import Members, WholeOptimizer, named_optimizer, states_with, with_names
@@ -63,8 +62,6 @@ from ..stage_0.states import kept, with_members
 from .auto_ep import READ, layers_in
 from .expert_files import LayerFiles, gate_of, layers_of, named_of, shared, spread_over
 from .experts import Experts
-
-EP_RANK = "ep rank"
 
 
 def manifest_of_experts(directory: TagDirectory, files: RankFiles, reading: Reading) -> Manifest:
@@ -342,19 +339,3 @@ def _states_by_parameter(entries: Mapping[str, Entry]) -> dict[str, set[str]]:
     """The masters and states that an optimizer keeps of each parameter."""
     slots = by_key((entry.parameter, entry.slot) for entry in entries.values())
     return {name: {*own} - {"param", "state"} for name, own in slots.items()}
-
-
-def compare_ranks(manifest: Manifest, replicas: str | None) -> list[str]:
-    """Compares the copies that ep ranks keep of dense parameters; gives warnings.
-
-    Raises InconsistentCheckpoint if they differ, unless `replicas` says that rank 0's are taken.
-    """
-    results = compare.compare(matches_of(manifest), manifest, manifest).results
-    differing = list(dict.fromkeys(r.match.a.name for r in results if r.differs))
-    if differing and replicas != "rank0":
-        raise InconsistentCheckpoint(
-            f"{manifest.root}: ep ranks hold different copies of {listed(differing, 4)}",
-            hint="files of different saves may be mixed: copy all files again; if the copies "
-            "drifted in training, take those of ep rank 0 with --replicas rank0",
-        )
-    return [f"the ep ranks' copies of {name} differ; rank 0's is taken" for name in differing]
