@@ -15,8 +15,8 @@ import zckpt
 from tests.conftest import EXAMPLE
 from zckpt import api
 from zckpt.core import elsewhere
-from zckpt.errors import CorruptCheckpoint, SourceChanged, UnsupportedCheckpoint, WrongOption
-from zckpt.remote import mirror, stores, urls
+from zckpt.errors import SourceChanged, StoreError, UnsupportedCheckpoint, WrongOption
+from zckpt.remote import failures, mirror, stores, urls
 from zckpt.remote.anywhere import local
 
 from .memory import Memory
@@ -107,12 +107,12 @@ def test_no_file_of_a_mirror_is_opened_by_itself(at: zckpt.At, tmp_path: Path) -
 def test_an_answer_that_breaks_off_is_asked_again(
     store: Memory, at: zckpt.At, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mirror, "PAUSE", 0.0)
+    monkeypatch.setattr(failures, "PAUSE", 0.0)
     cut = iter([True, True] + 1000 * [False])
     store.answer = lambda key, data: data[: len(data) // 2] if next(cut) else data
     assert zckpt.verify(at)["equal"]
     store.answer = lambda key, data: data[: len(data) // 2]
-    with pytest.raises(CorruptCheckpoint, match=f"store://Memory/{KEY}.* bytes instead of"):
+    with pytest.raises(StoreError, match=f"store://Memory/{KEY}.* bytes instead of"):
         zckpt.read(at)
 
 

@@ -89,9 +89,7 @@ class Bucket:
 
 
 @pytest.fixture
-def bucket(
-    server: tuple[str, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> Bucket:
+def bucket(server: tuple[str, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Bucket:
     """An empty bucket, and the environment with which zckpt finds it."""
     import boto3
 
@@ -158,4 +156,4 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
         "retry_timeout": timedelta(seconds=20),
     }
     monkeypatch.setattr(store, "S3Store", partial(store.S3Store, retry_config=retries))
-    monkeypatch.setattr("zckpt.remote.mirror.PAUSE", 0.01)
+    monkeypatch.setattr("zckpt.remote.failures.PAUSE", 0.01)

@@ -68,9 +68,7 @@ def test_targets_are_those_of_this_machine(
 def plain(value: Any, path: str, url: str) -> Any:
     """A report without what differs between two runs, and with one name for the checkpoint."""
     if isinstance(value, dict):
-        return {
-            key: plain(item, path, url) for key, item in value.items() if key not in VARYING
-        }
+        return {key: plain(item, path, url) for key, item in value.items() if key not in VARYING}
     if isinstance(value, list | tuple):
         return [plain(item, path, url) for item in value]
     if isinstance(value, str):
@@ -81,10 +79,15 @@ def plain(value: Any, path: str, url: str) -> Any:
 def test_readers_say_the_same(places: tuple[str, str], zckpt: Callable[..., Result]) -> None:
     path, url = places
     for words in (("inspect", "--tensors", "*", "--state"), ("verify",), ("stats",), ("diff", "@")):
+
         def run(place: str) -> Any:
             command, *more = (place if word == "@" else word for word in words)
             result = zckpt(command, place, *more, "--json")
-            return result.code, plain(json.loads(result.out or "{}"), path, url), plain(result.err, path, url)
+            return (
+                result.code,
+                plain(json.loads(result.out or "{}"), path, url),
+                plain(result.err, path, url),
+            )
 
         assert run(url) == run(path), words
 

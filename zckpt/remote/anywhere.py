@@ -12,8 +12,10 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from shlex import quote
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -40,14 +42,16 @@ def anywhere(
     """
 
     def decorate(function: Callable[Words, Result]) -> Callable[Words, Result]:
-        names = [*inspect.signature(function).parameters]
+        signature = inspect.signature(function)
+        kinds = {each.kind: each.name for each in signature.parameters.values()}
+        packed = kinds.get(inspect.Parameter.VAR_KEYWORD, "")
 
         @functools.wraps(function)
         def called(*args: Words.args, **kwargs: Words.kwargs) -> Result:
-            words: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
-            read_back = words.pop("read_back", True) if target else True
-            if not any(map(is_url, words.values())):
-                return function(**words)  # type: ignore[call-arg]
+            if not any(map(is_url, (*args, *kwargs.values()))):
+                return function(*args, **kwargs)
+            words: dict[str, Any] = signature.bind(*args, **kwargs).arguments
+            words |= words.pop(packed, {})
             with ExitStack() as stack, telling():
                 url = parse(words[target]) if target and is_url(words.get(target)) else None
                 for name in sources:
@@ -55,13 +59,13 @@ def anywhere(
                         if url is not None:
                             sending.refuse_inside(parse(words[name]), url)
                         words[name] = stack.enter_context(local(words[name], keep))
-                        _more_jobs(function, words)
+                        _more_jobs(signature.parameters, words)
                 if tell := words.get("tell"):
                     words["tell"] = lambda lines: tell([*map(spelled, lines)])
-                if url is None:
+                if url is None or target is None:
                     return cast(Result, translated(function(**words)))  # type: ignore[call-arg]
-                assert target is not None
-                return cast(Result, _sent(function, words, target, url, read_back))
+                run = sending.mark_of(function.__name__, words, sources)
+                return cast(Result, _sent(partial(function, **words), words, target, url, run))
 
         return called
 
@@ -69,19 +73,26 @@ def anywhere(
 
 
 def _sent(
-    function: Callable[..., Any], words: dict[str, Any], target: str, url: Url, read_back: bool
+    function: Callable[..., Any], words: dict[str, Any], target: str, url: Url, run: str
 ) -> Any:
     """The report of a function whose target is sent to a store."""
-    before = words.pop("before_rename", None)  # the last moment is that of the store
-    with sending.outgoing(url, words) as path:
-        report = function(**{**words, target: path})
-        report = translated(report)
-        if not words.get("dry_run"):
-            report |= sending.send(path, url, read_back, words.get("begin"), before)
+    started = time.monotonic()
+    with sending.outgoing(url, words, run) as (path, is_done):
+        # the last moment before a target is there is that of the store
+        more: dict[str, Any] = {target: path, "before_rename": None}
+        if is_done:
+            more["dry_run"] = True
+        report: dict[str, Any] = translated(function(**more))
+        if words.get("dry_run"):
+            pass
+        elif is_done:
+            report["already_complete"] = True
+        else:
+            report |= sending.send(path, url, run, words)
             if url.scheme in FETCHING and not report["next"].startswith("zckpt "):
                 report["next"] = FETCHING[url.scheme].format(quote(str(url)))
             report["warnings"] = [*report["warnings"], *report.pop("store_notes")]
-        return report
+        return report | {"seconds": round(time.monotonic() - started, 3)}
 
 
 def jobs_for(jobs: int, memory: int, *paths: Any) -> int:
@@ -89,9 +100,8 @@ def jobs_for(jobs: int, memory: int, *paths: Any) -> int:
     return max(1, min(JOBS, memory >> 21)) if any(map(is_url, paths)) else jobs
 
 
-def _more_jobs(function: Callable[..., Any], words: dict[str, Any]) -> None:
+def _more_jobs(names: Mapping[str, inspect.Parameter], words: dict[str, Any]) -> None:
     """Reads with more threads, unless the caller says with how many."""
-    names = inspect.signature(function).parameters
     if "jobs" in names:
         memory = words.get("memory", names["memory"].default)
         words.setdefault("jobs", max(1, min(JOBS, memory >> 21)))

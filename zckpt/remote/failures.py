@@ -6,9 +6,15 @@ A library's message has whole requests in it. So only the codes are taken out of
 from __future__ import annotations
 
 import re
+import time
+from collections.abc import Callable
+from typing import TypeVar
 
 from ..errors import SourceChanged, StoreError, ZckptError
 from .urls import Url
+
+Asked = TypeVar("Asked")
+ATTEMPTS, PAUSE = 4, 0.5  # of what broke off in the middle of an answer; seconds before the next
 
 CODE = re.compile(r"<Code>(\w+)</Code>")
 STATUS = re.compile(r"status code: (\d{3})|\b(\d{3}):? \w")
@@ -33,6 +39,7 @@ UNKNOWN_KEY = (
     "InvalidToken",
     "AuthenticationFailed",
 )
+BROKEN = "response body error"  # what obstore says when an answer ends early
 # what the libraries say when they look for credentials in vain
 NO_CREDENTIALS = (
     "169.254.169.254",
@@ -41,6 +48,27 @@ NO_CREDENTIALS = (
     "redential",
     "Account must be specified",
 )
+
+
+class BrokenOff(StoreError):
+    """An answer has begun and ended early, which the library does not ask for again."""
+
+
+def asked(ask: Callable[[], Asked], url: Url, doing: str = "read") -> Asked:
+    """What a store answers; raises what `explained` gives.
+
+    The libraries repeat what fails before there is an answer. An answer that breaks off is asked
+    for again here.
+    """
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            return ask()
+        except Exception as failure:
+            error = explained(failure, url, doing)
+            if attempt == ATTEMPTS or not isinstance(error, BrokenOff):
+                raise error from failure
+            time.sleep(PAUSE * attempt)
+    raise AssertionError
 
 
 def explained(error: Exception, url: Url, doing: str = "read") -> ZckptError:
@@ -77,7 +105,10 @@ def explained(error: Exception, url: Url, doing: str = "read") -> ZckptError:
     elif status:
         message = f"{url}: the store answers {status}" + (f" ({code})" if code != name else "")
         hint = "it was asked again several times; wait, and start again with --resume"
+    elif BROKEN in text:
+        hint = "start again; a proxy between here and the store may cut answers"
+        return BrokenOff(f"{url}: the store breaks off its answers", hint=hint)
     else:
-        message = f"{url}: the store does not answer, or breaks off"
+        message = f"{url}: the store does not answer"
         hint = "check the network and the endpoint" + ENDPOINT.get(url.scheme, "")
     return StoreError(message, hint or "check the credentials")

@@ -18,7 +18,6 @@ import secrets
 import shutil
 import tempfile
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +27,7 @@ from msgspec import Struct, field
 
 from ..core import elsewhere
 from ..core.checksum import crc32
-from ..errors import CorruptCheckpoint, IncompleteCheckpoint, StoreError, UnsupportedCheckpoint
+from ..errors import IncompleteCheckpoint, UnsupportedCheckpoint
 from . import failures
 from .stores import Found, Store, store_of
 from .urls import Url, strange
@@ -37,7 +36,6 @@ META, DATA = 32 << 10, 128 << 10  # bytes of a block of metadata, of small tenso
 HEAD, TAIL = 2 * META, 66 << 10  # bytes at the ends of a file that readers look at first
 KEPT = 32 << 20  # bytes of blocks
 NEIGHBORS, AT_ONCE = 128, 32  # files whose ends are read ahead, and requests for them
-ATTEMPTS, PAUSE = 4, 0.5  # of a read whose answer broke off; seconds before the next one
 NAMED = (
     "config.json",
     "generation_config.json",
@@ -107,24 +105,19 @@ class File(Struct, eq=False, dict=True):
 
     def fetch(self, start: int, stop: int) -> bytes | memoryview:
         """Bytes of the object by one request; what breaks off is asked for again."""
-        for attempt in range(1, ATTEMPTS + 1):
-            try:
-                data = self.store.read(self.found, start, stop)
-                traffic.requests += 1
-                traffic.bytes += len(data)
-                if len(data) == stop - start:
-                    return data
-                error: Exception = CorruptCheckpoint(
-                    f"{self.url} gave {len(data)} bytes instead of {stop - start}",
-                    hint="a proxy may cut answers: ask again, or copy the checkpoint",
-                )
-            except Exception as failure:
-                error = failures.explained(failure, self.url)
-                if not isinstance(error, StoreError) or "does not answer" not in str(error):
-                    raise error from failure
-            if attempt < ATTEMPTS:
-                time.sleep(PAUSE * attempt)
-        raise error
+
+        def ask() -> bytes | memoryview:
+            data = self.store.read(self.found, start, stop)
+            traffic.requests += 1
+            traffic.bytes += len(data)
+            if len(data) == stop - start:
+                return data
+            raise failures.BrokenOff(
+                f"{self.url} gave {len(data)} bytes instead of {stop - start}",
+                hint="a proxy may cut answers: ask again, or copy the checkpoint",
+            )
+
+        return failures.asked(ask, self.url)
 
     def pread(self, length: int, offset: int) -> bytes:
         stop = min(offset + length, self.found.size)
@@ -267,12 +260,10 @@ def mirrored(url: Url) -> Mirror:
     mirror = Mirror(os.path.join(base, *url.key.split("/")) if url.key else base, own)
     os.makedirs(base)
     try:
-        store = store_of(url)
-        found = {each.key: each for each in _listed(store, url)}
-    except Exception as error:
-        mirror.remove()
-        raise failures.explained(error, url, "list") from error
-    try:
+        store = failures.asked(lambda: store_of(url), url, "list")
+        found = failures.asked(
+            lambda: {each.key: each for each in _listed(store, url)}, url, "list"
+        )
         _refuse_unfinished(store, url, found)
         for key, each in found.items():
             _lay(mirror, base, File(url.beside(key), store, each, mirror))

@@ -17,10 +17,9 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
-from zlib import crc32 as mark_of
 
 from msgspec import Struct, field
 
@@ -46,7 +45,8 @@ LASTS = (
 """The files that make a folder a checkpoint, the decisive one first."""
 SMALL = 64 << 20  # bytes: a last file up to this size is put on condition that there is none
 BLOCK = 8 << 20  # bytes that are read back at a time
-TOLD = 3  # keys in an error
+OF_RUNNING = {"begin", "tell", "copying", "resume", "dry_run", "read_back", "target"}
+"""Words of a conversion that do not say what its target is."""
 
 
 class Sums(Struct):
@@ -64,7 +64,7 @@ class Sums(Struct):
 
 def folder_for(url: Url) -> str:
     """The folder of TMPDIR in which the target of this URL is written first."""
-    name = f"zckpt-to-{url.scheme}-{mark_of(str(url).encode()):08x}"
+    name = f"zckpt-to-{url.scheme}-{crc32(str(url).encode()):08x}"
     user = f"-{os.getuid()}" if hasattr(os, "getuid") else ""
     folder = os.path.join(tempfile.gettempdir(), name + user)
     os.makedirs(folder, mode=0o700, exist_ok=True)
@@ -75,11 +75,36 @@ def folder_for(url: Url) -> str:
     return folder
 
 
-@contextmanager
-def outgoing(url: Url, words: dict[str, Any]) -> Iterator[str]:
-    """The path on this machine at which the target of a URL is to be written.
+def path_for(url: Url) -> str:
+    """The path on this machine at which the target of a URL is written first."""
+    path = os.path.join(folder_for(url), os.path.basename(url.key))
+    spell(path, str(url))
+    return path
 
-    Raises TargetExists if there is one, and WrongOption for processes that share a target.
+
+def mark_of(command: str, words: Mapping[str, Any], sources: Sequence[str]) -> str:
+    """What tells a run from all others: its command, its options, and the files of its sources."""
+    said = {
+        name: word
+        for name, word in words.items()
+        if name not in OF_RUNNING and not callable(word) and name not in sources
+    }
+    files = [
+        (os.path.relpath(each.path, path), each.stat().st_size, each.stat().st_mtime_ns)
+        for path in (words[name] for name in sources if words.get(name) is not None)
+        for each in (walk(os.fspath(path)) if os.path.isdir(path) else ())
+        if each.is_file()
+    ]
+    text = json.dumps([__version__, command, said, files], default=repr, sort_keys=True)
+    return f"{crc32(text.encode('utf-8', 'surrogatepass')):08x}"
+
+
+@contextmanager
+def outgoing(url: Url, words: Mapping[str, Any], run: str) -> Iterator[tuple[str, bool]]:
+    """The path on this machine at which the target of a URL is to be written first.
+
+    True stands beside it if the run with the mark `run` has completed the target. Raises
+    TargetExists if there is another one, and WrongOption for processes that share a target.
     """
     if url.scheme in ("https", "http", "hf"):
         raise WrongOption(
@@ -93,14 +118,14 @@ def outgoing(url: Url, words: dict[str, Any]) -> Iterator[str]:
         )
     if not url.key:
         raise WrongOption(f"{url} is a whole bucket", hint=f"give {url}/NAME")
-    refuse_existing(url, bool(words.get("resume")))
-    folder = folder_for(url)
-    path = os.path.join(folder, os.path.basename(url.key))
-    spell(path, str(url))
-    if not words.get("resume") and not words.get("dry_run"):
+    resume = bool(words.get("resume"))
+    is_done = is_complete(url, run if resume else "", resume)
+    path = path_for(url)
+    folder = os.path.dirname(path)
+    if not resume and not words.get("dry_run"):
         shutil.rmtree(path, ignore_errors=True)  # a complete one, of a run that could not send it
     try:
-        yield path
+        yield path, is_done
     except NotEnoughSpace as error:
         raise NotEnoughSpace(
             error.message, hint=f"set TMPDIR to a folder with space: {url} is written there first"
@@ -122,18 +147,25 @@ def refuse_inside(source: Url, target: Url) -> None:
         )
 
 
-def refuse_existing(url: Url, resume: bool) -> None:
-    """Raises TargetExists if there is anything at the URL, or with `resume` a complete target."""
+def is_complete(url: Url, run: str, resume: bool) -> bool:
+    """Whether the run of this mark has completed the target.
+
+    Raises TargetExists if there is anything else at the URL, but for what `resume` continues.
+    """
     there = names_at(url)
     if not there:
-        return
+        return False
     if UNFINISHED not in there:
+        last = min(there, key=lambda name: (-_order(name)[0], name))
+        if run and failures.asked(lambda: store_of(url).mark(there[last]), url) == run:
+            return True
         raise TargetExists(f"{url} exists", hint="choose another name, or remove it first")
     if not resume:
         raise TargetExists(
             f"{url} exists: a run was stopped there",
             hint=f"add --resume to continue it, or remove it: zckpt clean-up {url}",
         )
+    return False
 
 
 def names_at(url: Url) -> dict[str, Found]:
@@ -148,13 +180,7 @@ def names_at(url: Url) -> dict[str, Found]:
     return below
 
 
-def send(
-    path: str,
-    url: Url,
-    read_back: bool,
-    begin: Begin | None,
-    before_commit: Callable[[], None] | None,
-) -> dict[str, Any]:
+def send(path: str, url: Url, run: str, words: Mapping[str, Any]) -> dict[str, Any]:
     """Sends a complete target, and removes it here; gives what the report says of that.
 
     Files that an earlier run has sent are not sent again. Raises StoreError, TargetExists if
@@ -167,7 +193,8 @@ def send(
         if each.is_file(follow_symlinks=False)
     }
     *first, last = sorted(sizes, key=_order)
-    sending = _Sending(store_of(url), url, path, read_back)
+    sending = _Sending(store_of(url), url, path, run, words.get("read_back", True))
+    begin: Begin | None = words.get("begin")
     progress = begin(sum(sizes.values())) if begin else None
     try:
         done = sending.begin(sizes, last)
@@ -177,8 +204,8 @@ def send(
                 sending.note(name)
             if progress:
                 progress(sizes[name])
-        if before_commit:
-            before_commit()
+        if before := words.get("before_rename"):
+            before()
         sending.commit(last, sizes[last])
     except Exception as error:
         if isinstance(error, ZckptError):
@@ -204,6 +231,7 @@ class _Sending(Struct, dict=True):
     store: Store
     url: Url
     path: str
+    run: str
     read_back: bool
     again: int = 0
     notes: list[str] = field(default_factory=list)
@@ -217,7 +245,7 @@ class _Sending(Struct, dict=True):
         self.about = {"zckpt": __version__, "last": last, "files": sizes}
         there = names_at(self.url)
         if last in there:
-            raise TargetExists(f"{self.url} was written by another program meanwhile")
+            raise self._taken(last)
         if UNFINISHED in there:
             earlier = self._earlier(there[UNFINISHED])
             self.sent = {
@@ -227,7 +255,12 @@ class _Sending(Struct, dict=True):
                 and there[name].size == sizes.get(name)
                 and crc == _crc_of(os.path.join(self.path, name))
             }
-        self._state()
+        try:
+            self._state(create=UNFINISHED not in there)
+        except Exception as error:
+            if is_taken(error):
+                raise self._taken(UNFINISHED) from error
+            raise
         return {*self.sent}
 
     def _earlier(self, found: Found) -> dict[str, int]:
@@ -237,12 +270,18 @@ class _Sending(Struct, dict=True):
         except (ValueError, KeyError, TypeError, AttributeError):
             return {}
 
-    def _state(self) -> None:
+    def _taken(self, name: str) -> TargetExists:
+        return TargetExists(
+            f"{self.url}/{name} was written by another program meanwhile",
+            hint=f"look at it first: zckpt inspect {self.url}",
+        )
+
+    def _state(self, create: bool = False) -> None:
         """Writes what was sent until now."""
         with tempfile.NamedTemporaryFile() as file:
             file.write(json.dumps({**self.about, "sent": self.sent}).encode())
             file.flush()
-            self.store.put(self.key(UNFINISHED), file.name, lambda data: None, create=False)
+            self.store.put(self.key(UNFINISHED), file.name, lambda data: None, create, self.run)
 
     def note(self, name: str) -> None:
         """A file is there, and compared."""
@@ -253,7 +292,7 @@ class _Sending(Struct, dict=True):
         """Sends one file, and compares what the store has."""
         self.sums = Sums()
         key, path = self.key(name), os.path.join(self.path, name)
-        etag = self.store.put(key, path, self.sums.add, create)
+        etag = self.store.put(key, path, self.sums.add, create, self.run)
         found = self.store.head(key)
         if found is None or found.size != self.sums.size:
             there = "nothing" if found is None else f"{found.size} bytes"
@@ -283,23 +322,29 @@ class _Sending(Struct, dict=True):
     def commit(self, name: str, size: int) -> None:
         """Sends the last file, if there is none yet, and removes the note."""
         is_small = size <= SMALL
-        if not is_small and self.store.head(self.key(name)) is not None:
-            raise TargetExists(f"{self.url}/{name} was written by another program meanwhile")
+        if not is_small:
+            self._look(name)
         try:
             self.put(name, create=is_small)
         except Exception as error:
-            if type(error).__name__ in ("AlreadyExistsError", "FileExistsError"):
-                raise TargetExists(
-                    f"{self.url}/{name} was written by another program meanwhile",
-                    hint="look at it first: zckpt inspect " + str(self.url),
-                ) from error
+            if is_taken(error):
+                raise self._taken(name) from error
             if type(error).__name__ not in ("NotImplementedError", "NotSupportedError"):
                 raise
-            if self.store.head(self.key(name)) is not None:
-                raise TargetExists(f"{self.url}/{name} was written meanwhile") from error
-            self.notes.append("the store puts nothing on condition: zckpt has looked before")
+            self._look(name)
             self.put(name)
         self.store.delete([self.key(UNFINISHED)])
+
+    def _look(self, name: str) -> None:
+        """Raises TargetExists if the file is there: it will be sent without a condition."""
+        if self.store.head(self.key(name)) is not None:
+            raise self._taken(name)
+        self.notes.append(f"{self.url}/{name} was put without a condition: zckpt has looked before")
+
+
+def is_taken(error: Exception) -> bool:
+    """Whether a store says that there is an object already."""
+    return type(error).__name__ in ("AlreadyExistsError", "FileExistsError")
 
 
 def _crc_of(path: str) -> int:

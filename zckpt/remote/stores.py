@@ -23,6 +23,7 @@ PART, MOST_PARTS = 16 << 20, 9_000  # bytes of a part of an upload; S3 takes 10,
 IN_FLIGHT = 128 << 20  # bytes of parts that are being sent
 CLIENT = {"timeout": "1h", "read_timeout": "60s", "connect_timeout": "10s"}
 """A request may take long as long as bytes arrive: the library's own limit is 30 s in all."""
+MARK = "zckpt-run"  # the metadata of an object that says which run has sent it
 ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT")
 OWN_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_SKIP_SIGNATURE")
 
@@ -60,11 +61,17 @@ class Store(Protocol):
         """Bytes [start, stop); raises the library's error if the object is another one by now."""
         ...
 
-    def put(self, key: str, path: str, passed: Callable[[bytes], None], create: bool) -> str | None:
+    def put(
+        self, key: str, path: str, passed: Callable[[bytes], None], create: bool, mark: str
+    ) -> str | None:
         """Sends a file, and gives its ETag; with `create` only if there is no such object.
 
-        `passed` gets the bytes in their order.
+        `passed` gets the bytes in their order. `mark` is noted beside them, where a store can.
         """
+        ...
+
+    def mark(self, found: Found) -> str | None:
+        """The mark of an object; None if it has none."""
         ...
 
     def delete(self, keys: Sequence[str]) -> None:
@@ -125,7 +132,9 @@ class Objects:
             raise self._call.exceptions.PreconditionError(found.key)
         return memoryview(answer.bytes())
 
-    def put(self, key: str, path: str, passed: Callable[[bytes], None], create: bool) -> str | None:
+    def put(
+        self, key: str, path: str, passed: Callable[[bytes], None], create: bool, mark: str
+    ) -> str | None:
         size = os.path.getsize(path)
         length = part_size(size)
 
@@ -137,14 +146,25 @@ class Objects:
         if create or size <= length:
             data = b"".join(parts())
             mode = "create" if create else "overwrite"
-            answer = self._call.put(self.own, key, data, mode=mode, use_multipart=False)
+            answer = self._call.put(
+                self.own, key, data, mode=mode, use_multipart=False, attributes={MARK: mark}
+            )
         else:
             at_once = max(2, IN_FLIGHT // length)
             answer = self._call.put(
-                self.own, key, parts(), chunk_size=length, max_concurrency=at_once
+                self.own,
+                key,
+                parts(),
+                chunk_size=length,
+                max_concurrency=at_once,
+                attributes={MARK: mark},
             )
         etag: str | None = answer["e_tag"]
         return etag
+
+    def mark(self, found: Found) -> str | None:
+        attributes = self._call.get(self.own, found.key, options={"head": True}).attributes
+        return {str(key).lower(): str(value) for key, value in attributes.items()}.get(MARK)
 
     def delete(self, keys: Sequence[str]) -> None:
         self._call.delete(self.own, [*keys])
@@ -233,7 +253,9 @@ class Filesystem:
         data: bytes = self.own.cat_file(found.key, start=start, end=stop)
         return data
 
-    def put(self, key: str, path: str, passed: Callable[[bytes], None], create: bool) -> str | None:
+    def put(
+        self, key: str, path: str, passed: Callable[[bytes], None], create: bool, mark: str
+    ) -> str | None:
         if create and self.head(key) is not None:
             raise FileExistsError(key)
         self.own.makedirs(key.rpartition("/")[0], exist_ok=True)
@@ -241,6 +263,9 @@ class Filesystem:
             for data in blocks_of(path, PART):
                 passed(data)
                 file.write(data)
+        return None
+
+    def mark(self, found: Found) -> str | None:
         return None
 
     def delete(self, keys: Sequence[str]) -> None:

@@ -20,6 +20,7 @@ class Keywords(TypedDict, total=False):
     begin: Begin | None
     tell: Tell | None
     resume: bool
+    read_back: bool
     before_rename: Callable[[], None] | None
     sharing: Sharing
 
@@ -28,7 +29,8 @@ class Running(Struct, frozen=True):
     """What a user says, or does not say.
 
     A `dry_run` reports what would be written, and writes nothing. With `resume` a run continues
-    what an earlier one left. `before_rename` is called when all but the last check is done.
+    what an earlier one left. With `read_back` an object store is read back where it states no MD5.
+    `before_rename` is called when all but the last check is done.
     `sharing` says which portions of the target this process writes. `above` is the directory of the
     target, if that is itself a part of an unfinished target.
     """
@@ -38,6 +40,7 @@ class Running(Struct, frozen=True):
     begin: Begin | None = None
     tell: Tell | None = None
     resume: bool = False
+    read_back: bool = True
     before_rename: Callable[[], None] | None = None
     sharing: Sharing = ALONE
     above: Folder | None = None
