@@ -62,12 +62,14 @@ def compare_copies(manifest: Manifest, replicas: str | None) -> list[str]:
         f"the stages' copies of {name} differ; the first stage's is taken: {listed(lines, 3)}"
         for name, lines in tied.items()
     ]
-    if drifted and replicas is None:
+    if drifted and replicas in (None, OWN):
         name, lines = next(iter(drifted.items()))
+        count, example = counted(len(drifted), "parameter"), f"{name}: {listed(lines, 3)}"
+        differ = f"{ranks} hold different copies of {count} ({listed(list(drifted), 4)})"
+        if replicas == OWN:
+            return [f"{differ}, and each rank keeps its own: {example}"]
         raise InconsistentCheckpoint(
-            f"{manifest.root}: {ranks} hold different copies of "
-            f"{counted(len(drifted), 'parameter')} ({listed(list(drifted), 4)}): {name}: "
-            f"{listed(lines, 3)}",
+            f"{manifest.root}: {differ}: {example}",
             hint="if these copies drifted in training, take those of ep rank 0 with --replicas "
             "rank0; if not, files of different saves may be mixed: copy all files again"
             if of_ep
@@ -75,12 +77,6 @@ def compare_copies(manifest: Manifest, replicas: str | None) -> list[str]:
             "rank0, or their mean with --replicas mean; if they are slices, or parts of a sum, "
             "correct the rule (--tp-rules)",
         )
-    if drifted and replicas == OWN:
-        name, lines = next(iter(drifted.items()))
-        return [
-            f"tensor ranks hold different copies of {counted(len(drifted), 'parameter')} "
-            f"({listed(list(drifted), 4)}), and each rank keeps its own: {name}: {listed(lines, 3)}"
-        ]
     chosen = "their mean" if replicas == "mean" else "rank 0's"
     warnings += [
         f"the {ranks}' copies of {name} differ; {chosen} is taken: {listed(lines, 3)}"
