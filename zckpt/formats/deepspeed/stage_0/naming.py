@@ -203,13 +203,37 @@ def shapes_of(weights: Weights) -> dict[str, tuple[int, ...]]:
 def _named(
     path: str, orders: Sequence[Sequence[Any]], names: Sequence[tuple[str, Any]], what: str
 ) -> MatchedNames:
-    """The names of all parameters, if there is one way; `what` equal labels mean."""
+    """The names of all parameters, if there is one way; `what` equal labels mean.
+
+    A group all of whose labels are unique may be in any order. If one is not, its whole group has
+    to be in the module's order.
+    """
+    numbers = Counter(label for order in orders for label in order)
+    owners = by_key((label, name) for name, label in names)
+
+    def is_certain(order: Sequence[Any]) -> bool:
+        return all(
+            label is not None and numbers[label] == len(owners.get(label, ())) == 1
+            for label in order
+        )
+
+    chosen = [
+        [owners[label][0] for label in order] if is_certain(order) else [] for order in orders
+    ]
+    taken = {name for order in chosen for name in order}
+    others = [place for place, order in enumerate(orders) if order and not chosen[place]]
+    if not others:
+        return MatchedNames(chosen, [])
+    rest = [named for named in names if named[0] not in taken]
+    unclear = [orders[place] for place in others]
     try:
-        return match(orders, names, True)
+        matched = match(unclear, rest, True)
     except MissingData as error:
-        owners = by_key((label, name) for name, label in names)
         hint = HINT if what == "shape" else TRAINED
-        raise MissingData(_why_not(path, orders, owners, what), hint=hint) from error
+        raise MissingData(_why_not(path, unclear, owners, what), hint=hint) from error
+    for place, members in zip(others, matched.names, strict=True):
+        chosen[place] = members
+    return MatchedNames(chosen, matched.inferred)
 
 
 def _why_not(
