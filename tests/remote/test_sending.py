@@ -18,7 +18,7 @@ from zckpt.errors import (
     TargetExists,
     WrongOption,
 )
-from zckpt.remote import sending
+from zckpt.remote import outgoing
 from zckpt.remote.mirror import UNFINISHED
 from zckpt.remote.remains import clean_up
 from zckpt.remote.stores import etag_of, part_size
@@ -93,7 +93,7 @@ def test_order_of_files_of_a_run() -> None:
         "global_step7/zero_0.pt",
         "x.json",
     ]
-    assert sorted(names, key=sending._order) == [
+    assert sorted(names, key=outgoing.order) == [
         "global_step7/zero_0.pt",
         "x.json",
         "global_step7/mp_rank_00_model_states.pt",

@@ -138,6 +138,30 @@ def short(request: Request) -> None:
     request.send(Answer(answer.status, answer.headers, answer.body[: len(answer.body) // 2]))
 
 
+def flipped_up(request: Request) -> None:
+    """The server gets another bit in the middle of what was sent."""
+    body = bytearray(request.body)
+    body[len(body) // 2] ^= 4
+    request.body = bytes(body)
+    request.send(request.answer())
+
+
+def other_etag(request: Request) -> None:
+    """The server's ETag is no MD5 of the bytes, as that of an encrypted object."""
+    for name in [name for name in request.headers if name.lower() == "if-match"]:
+        del request.headers[name]
+    answer = request.answer()
+    headers = [(name, value) for name, value in answer.headers if name.lower() != "etag"]
+    headers.append(("ETag", '"of-an-encrypted-object"'))
+    request.send(Answer(answer.status, headers, answer.body))
+
+
+def hang(request: Request) -> None:
+    """There is no answer for a while."""
+    time.sleep(5)
+    reset(request)
+
+
 def first(change: Callable[[], object]) -> Play:
     """Something happens before the server gets the request."""
 
@@ -174,7 +198,7 @@ class Handler(BaseHTTPRequestHandler):
 
         def answer() -> Answer:
             connection = HTTPConnection(*self.server.behind, timeout=60)
-            connection.request(self.command, self.path, body, headers)
+            connection.request(self.command, self.path, request.body, request.headers)
             got = connection.getresponse()
             data = got.read()
             connection.close()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ import pytest
 
 import zckpt
 
-from ..conftest import ROOT, Result
+from ..conftest import Result
 from ..test_resume import files
 from .conftest import Bucket
 from .sources import SOURCES, local
@@ -79,17 +77,13 @@ def plain(value: Any, path: str, url: str) -> Any:
 def test_readers_say_the_same(places: tuple[str, str], zckpt: Callable[..., Result]) -> None:
     path, url = places
     for words in (("inspect", "--tensors", "*", "--state"), ("verify",), ("stats",), ("diff", "@")):
-
-        def run(place: str) -> Any:
+        said = []
+        for place in places:
             command, *more = (place if word == "@" else word for word in words)
             result = zckpt(command, place, *more, "--json")
-            return (
-                result.code,
-                plain(json.loads(result.out or "{}"), path, url),
-                plain(result.err, path, url),
-            )
-
-        assert run(url) == run(path), words
+            report = json.loads(result.out or "{}")
+            said.append((result.code, plain(report, path, url), plain(result.err, path, url)))
+        assert said[0] == said[1], words
 
 
 def test_a_tensor_is_the_same(places: tuple[str, str]) -> None:

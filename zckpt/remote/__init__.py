@@ -8,6 +8,7 @@ target is written on this machine and then sent, its last file only when all oth
     stores.py     what a store can do: list, read ranges, put; obstore's, fsspec's, the Hub's
     failures.py   what a store's refusal means, in one sentence
     mirror.py     the folder of empty files, and the bytes of each
+    outgoing.py   where a target is written first, and whether it may be
     sending.py    a target is sent, checked and committed
     remains.py    what a dead run has left, and its removal
     anywhere.py   a function that takes paths takes URLs

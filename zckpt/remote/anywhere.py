@@ -21,7 +21,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 from ..core.resources import Copying
 from ..errors import ZckptError
-from . import mirror, sending
+from . import mirror, outgoing, sending
 from .mirror import spelled
 from .urls import Url, is_url, parse
 
@@ -57,14 +57,14 @@ def anywhere(
                 for name in sources:
                     if is_url(words.get(name)):
                         if url is not None:
-                            sending.refuse_inside(parse(words[name]), url)
+                            outgoing.refuse_inside(parse(words[name]), url)
                         words[name] = stack.enter_context(local(words[name], keep))
                         _more_jobs(signature.parameters, words)
                 if tell := words.get("tell"):
                     words["tell"] = lambda lines: tell([*map(spelled, lines)])
                 if url is None or target is None:
                     return cast(Result, translated(function(**words)))  # type: ignore[call-arg]
-                run = sending.mark_of(function.__name__, words, sources)
+                run = outgoing.mark_of(function.__name__, words, sources)
                 return cast(Result, _sent(partial(function, **words), words, target, url, run))
 
         return called
@@ -77,7 +77,7 @@ def _sent(
 ) -> Any:
     """The report of a function whose target is sent to a store."""
     started = time.monotonic()
-    with sending.outgoing(url, words, run) as (path, is_done):
+    with outgoing.outgoing(url, words, run) as (path, is_done):
         # the last moment before a target is there is that of the store
         more: dict[str, Any] = {target: path, "before_rename": None}
         if is_done:

@@ -105,10 +105,9 @@ def explained(error: Exception, url: Url, doing: str = "read") -> ZckptError:
     elif status:
         message = f"{url}: the store answers {status}" + (f" ({code})" if code != name else "")
         hint = "it was asked again several times; wait, and start again with --resume"
-    elif BROKEN in text:
-        hint = "start again; a proxy between here and the store may cut answers"
-        return BrokenOff(f"{url}: the store breaks off its answers", hint=hint)
     else:
-        message = f"{url}: the store does not answer"
+        message = f"{url}: the store does not answer, or breaks off"
         hint = "check the network and the endpoint" + ENDPOINT.get(url.scheme, "")
+        if BROKEN in text or isinstance(error, ConnectionError | TimeoutError):
+            return BrokenOff(message, hint)
     return StoreError(message, hint or "check the credentials")

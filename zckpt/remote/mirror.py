@@ -261,10 +261,10 @@ def mirrored(url: Url) -> Mirror:
     os.makedirs(base)
     try:
         store = failures.asked(lambda: store_of(url), url, "list")
-        found = failures.asked(
+        listed = failures.asked(
             lambda: {each.key: each for each in _listed(store, url)}, url, "list"
         )
-        _refuse_unfinished(store, url, found)
+        found = failures.asked(lambda: _finished(store, url, listed), url)
         for key, each in found.items():
             _lay(mirror, base, File(url.beside(key), store, each, mirror))
         if not store.has_listing:
@@ -286,23 +286,28 @@ def _listed(store: Store, url: Url) -> Iterator[Found]:
             yield from store.directly_in(url.key.rpartition("/")[0])
 
 
-def _refuse_unfinished(store: Store, url: Url, found: Mapping[str, Found]) -> None:
-    """Raises IncompleteCheckpoint for a target that its run has not sent whole."""
-    for folder in {url.key, url.key.rpartition("/")[0]}:
-        note = found.get(f"{folder}/{UNFINISHED}")
-        if note is None:
-            continue
+def _finished(store: Store, url: Url, found: Mapping[str, Found]) -> dict[str, Found]:
+    """The files without those of targets below the URL that their runs have not sent whole.
+
+    Raises IncompleteCheckpoint if the URL itself belongs to such a target.
+    """
+    kept = dict(found)
+    for note in [each for key, each in found.items() if os.path.basename(key) == UNFINISHED]:
+        folder = os.path.dirname(note.key)
         try:
             last = json.loads(bytes(store.read(note, 0, note.size)))["last"]
         except (ValueError, KeyError, TypeError):
             last = ""
-        if f"{folder}/{last}" not in found:
-            whole = url.beside(folder)
+        if f"{folder}/{last}" in found:
+            continue
+        if f"{url.key}/".startswith(f"{folder}/"):
             raise IncompleteCheckpoint(
                 f"{url} belongs to a target that is not complete",
                 hint="wait for the run that sends it, repeat that run with --resume, or remove it: "
-                f"zckpt clean-up {whole}",
+                f"zckpt clean-up {url.beside(folder)}",
             )
+        kept = {key: each for key, each in kept.items() if not key.startswith(f"{folder}/")}
+    return kept
 
 
 def _lay(mirror: Mirror, base: str, file: File) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from ..errors import NotACheckpoint, WrongOption
 from . import failures
 from .mirror import UNFINISHED
-from .sending import LASTS, names_at
+from .outgoing import LASTS, names_at
 from .stores import store_of
 from .urls import Url, parse
 

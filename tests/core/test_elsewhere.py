@@ -1,0 +1,86 @@
+"""Files whose bytes lie elsewhere are read from there, by each way in which a source is read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from zckpt.core import elsewhere, sources
+from zckpt.core.fileio import Reader
+from zckpt.core.fragments import Extent
+
+BYTES = bytes(range(256)) * 40
+
+
+class There:
+    """Bytes in memory; `read` counts the calls."""
+
+    def __init__(self) -> None:
+        self.read = 0
+
+    def pread(self, length: int, offset: int) -> bytes:
+        self.read += 1
+        return BYTES[offset : offset + length]
+
+    def read_into(self, view: memoryview, offset: int) -> int:
+        data = self.pread(min(len(view), 1000), offset)  # fewer than were asked for
+        view[: len(data)] = data
+        return len(data)
+
+
+@pytest.fixture
+def hole(tmp_path: Path) -> Iterator[str]:
+    path = tmp_path / "hole"
+    path.touch()
+    os.truncate(path, len(BYTES))
+    mark = elsewhere.register(str(path), There())
+    yield str(path)
+    elsewhere.forget(mark)
+
+
+def test_a_file_object(hole: str) -> None:
+    with sources.opened(hole) as file:
+        assert file.read(3) == BYTES[:3]
+        assert file.seek(-5, os.SEEK_END) == len(BYTES) - 5
+        assert file.read() == BYTES[-5:]
+        assert file.seek(7) == 7
+        assert file.read() == BYTES[7:]
+        assert os.fstat(file.fileno()).st_size == len(BYTES)
+        number = file.fileno()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(number)
+
+
+def test_reads_at_offsets(hole: str) -> None:
+    file = sources.open_file(hole)
+    try:
+        assert sources.pread(file, 10, 300) == BYTES[300:310]
+        assert sources.pread(file, 10, len(BYTES) - 4) == BYTES[-4:]
+    finally:
+        os.close(file)
+
+
+def test_a_reader_goes_on_until_it_has_all(hole: str) -> None:
+    view = memoryview(bytearray(5000))
+    Reader().read(Extent(hole, 100, 5000), view)
+    assert bytes(view) == BYTES[100:5100]
+
+
+def test_other_files_have_their_own_bytes(hole: str, tmp_path: Path) -> None:
+    (own := tmp_path / "own").write_bytes(b"own")
+    with sources.opened(str(own)) as file:
+        assert file.read() == b"own"
+    with open(own, "rb") as file:
+        assert elsewhere.of(file.fileno()) is None
+
+
+def test_what_is_forgotten_is_a_file_again(hole: str) -> None:
+    file = sources.open_file(hole)
+    where = elsewhere.of(file)
+    assert where is not None
+    elsewhere.forget(elsewhere.register(hole, where))
+    assert sources.pread(file, 4, 0) == bytes(4)
+    os.close(file)

@@ -1,0 +1,162 @@
+"""Where on this machine is the target of a URL written first, and may it be written at all?"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from ..core.checksum import crc32
+from ..core.sources import walk
+from ..core.version import __version__
+from ..errors import NotEnoughSpace, TargetExists, WrongOption
+from . import failures
+from .mirror import UNFINISHED, spell
+from .stores import Found, store_of
+from .urls import Url
+
+LASTS = (
+    "manifest.json",
+    ".metadata",
+    "latest",
+    "latest_checkpointed_iteration.txt",
+    "model.safetensors.index.json",
+    "model.safetensors",
+    "mp_rank_00_model_states.pt",
+)
+"""The files that make a folder a checkpoint, the decisive one first."""
+OF_RUNNING = {"begin", "tell", "copying", "resume", "dry_run", "read_back", "target"}
+"""Words of a conversion that do not say what its target is."""
+
+
+def order(name: str) -> tuple[int, str]:
+    """Puts names in the order in which files are sent: those of `LASTS` last.
+
+    A deeper one is less decisive.
+    """
+    base = os.path.basename(name)
+    if base not in LASTS:
+        return 0, name
+    return 1 + (len(LASTS) - LASTS.index(base)) * 100 - name.count("/"), name
+
+
+def folder_for(url: Url) -> str:
+    """The folder of TMPDIR in which the target of this URL is written first."""
+    name = f"zckpt-to-{url.scheme}-{crc32(str(url).encode()):08x}"
+    user = f"-{os.getuid()}" if hasattr(os, "getuid") else ""
+    folder = os.path.join(tempfile.gettempdir(), name + user)
+    os.makedirs(folder, mode=0o700, exist_ok=True)
+    if os.stat(folder).st_uid != os.getuid() or os.path.islink(folder):
+        raise TargetExists(
+            f"{folder} belongs to another user", hint="set TMPDIR to a folder of yours"
+        )
+    return folder
+
+
+def path_for(url: Url) -> str:
+    """The path on this machine at which the target of a URL is written first."""
+    path = os.path.join(folder_for(url), os.path.basename(url.key))
+    spell(path, str(url))
+    return path
+
+
+def mark_of(command: str, words: Mapping[str, Any], sources: Sequence[str]) -> str:
+    """What tells a run from all others: its command, its options, and the files of its sources."""
+    said = {
+        name: word
+        for name, word in words.items()
+        if name not in OF_RUNNING and not callable(word) and name not in sources
+    }
+    files = [
+        (os.path.relpath(each.path, path), each.stat().st_size, each.stat().st_mtime_ns)
+        for path in (words[name] for name in sources if words.get(name) is not None)
+        for each in (walk(os.fspath(path)) if os.path.isdir(path) else ())
+        if each.is_file()
+    ]
+    text = json.dumps([__version__, command, said, files], default=repr, sort_keys=True)
+    return f"{crc32(text.encode('utf-8', 'surrogatepass')):08x}"
+
+
+@contextmanager
+def outgoing(url: Url, words: Mapping[str, Any], run: str) -> Iterator[tuple[str, bool]]:
+    """The path on this machine at which the target of a URL is to be written first.
+
+    True stands beside it if the run with the mark `run` has completed the target. Raises
+    TargetExists if there is another one, and WrongOption for processes that share a target.
+    """
+    if url.scheme in ("https", "http", "hf"):
+        raise WrongOption(
+            f"{url}: zckpt reads {url.scheme}:// and does not write it",
+            hint="write a folder, and send it then",
+        )
+    if words.get("sharing") is not None:
+        raise WrongOption(
+            f"{url}: several processes share a target in a folder of all, and not in a store",
+            hint="give a folder of a shared filesystem, or --single",
+        )
+    if not url.key:
+        raise WrongOption(f"{url} is a whole bucket", hint=f"give {url}/NAME")
+    resume = bool(words.get("resume"))
+    is_done = is_complete(url, run if resume else "", resume)
+    path = path_for(url)
+    folder = os.path.dirname(path)
+    if not resume and not words.get("dry_run"):
+        shutil.rmtree(path, ignore_errors=True)  # a complete one, of a run that could not send it
+    try:
+        yield path, is_done
+    except NotEnoughSpace as error:
+        raise NotEnoughSpace(
+            error.message, hint=f"set TMPDIR to a folder with space: {url} is written there first"
+        ) from error
+    finally:
+        if not os.listdir(folder):
+            os.rmdir(folder)
+
+
+def refuse_inside(source: Url, target: Url) -> None:
+    """Raises WrongOption if the target is the source, or would become a part of it."""
+    is_same_store = (source.scheme, source.root) == (target.scheme, target.root)
+    if is_same_store and f"{target.key}/".startswith(f"{source.key}/"):
+        raise WrongOption(
+            f"{target} is the source itself"
+            if target.key == source.key
+            else f"{target} is inside of {source}",
+            hint="choose a target beside the source",
+        )
+
+
+def is_complete(url: Url, run: str, resume: bool) -> bool:
+    """Whether the run of this mark has completed the target.
+
+    Raises TargetExists if there is anything else at the URL, but for what `resume` continues.
+    """
+    there = names_at(url)
+    if not there:
+        return False
+    if UNFINISHED not in there:
+        last = min(there, key=lambda name: (-order(name)[0], name))
+        if run and failures.asked(lambda: store_of(url).mark(there[last]), url) == run:
+            return True
+        raise TargetExists(f"{url} exists", hint="choose another name, or remove it first")
+    if not resume:
+        raise TargetExists(
+            f"{url} exists: a run was stopped there",
+            hint=f"add --resume to continue it, or remove it: zckpt clean-up {url}",
+        )
+    return False
+
+
+def names_at(url: Url) -> dict[str, Found]:
+    """What is below a URL, by name; the object at the URL itself has the name ""."""
+    try:
+        store = store_of(url)
+        below = {each.key[len(url.key) :].strip("/"): each for each in store.below(url.key)}
+        if (own := store.head(url.key)) is not None:
+            below[""] = own
+    except Exception as error:
+        raise failures.explained(error, url, "list") from error
+    return below
