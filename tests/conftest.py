@@ -8,7 +8,7 @@ import shutil
 import stat
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -104,6 +104,18 @@ def zckpt(capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
         return Result(int(ended.value.code or 0), printed.out, printed.err)
 
     return run
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Mapping[str, str]:
+    """The environment in which a shell finds our `zckpt` and `python`."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name, words in (("zckpt", " -m zckpt"), ("python", "")):
+        (programs / name).write_text(f'#!/bin/sh\nexec {sys.executable}{words} "$@"\n')
+        (programs / name).chmod(0o755)
+    path = os.pathsep.join([str(programs), str(Path(sys.executable).parent), os.environ["PATH"]])
+    return {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)}
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from pathlib import Path
 from .conftest import ROOT
 
 FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+LAUNCHERS = ("torchrun", "srun", "mpirun")
 LINK = re.compile(r"\[(?:[^][]|\[[^]]*\])*\]\(([^)\s]+)(?: \"[^\"]*\")?\)")
 
 
@@ -101,10 +102,15 @@ def zckpt_commands(text: str) -> Iterator[list[str]]:
     for line in whole_lines(text):
         for part in re.split(r"&&|\|", line.removeprefix("$ ")):
             words = shlex.split(part, comments=True) if re.search(r"\bzckpt\b", part) else []
-            if words and words[0] == "torchrun" and "zckpt" in words:
+            if words and words[0] in LAUNCHERS and "zckpt" in words:
                 yield words[words.index("zckpt") + 1 :]
             elif words and words[0].rpartition("/")[2] == "zckpt":
                 yield words[1:]
+
+
+def needs_a_shell(command: str) -> bool:
+    """Whether a command line is more than one of zckpt."""
+    return re.search(r"[|&;<>$`]|^(?!zckpt )", command) is not None
 
 
 def inline_code(page: Path) -> list[str]:

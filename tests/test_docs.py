@@ -1,7 +1,8 @@
 """Every command on a page runs and prints what is shown, and every link leads somewhere.
 
 A page's `console` and `python` blocks run in its order, in a fresh folder that has `examples` and
-`tests`. Blocks of `sh`, `text` and `py` need what only a reader has: they are parsed.
+`tests`. Blocks of `text` and `py` need what only a reader has: they are parsed. Those of `sh` are
+parsed too, and test_shell_blocks.py runs them.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import ast
 import difflib
 import io
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -46,7 +46,6 @@ OF_OTHER_PROGRAMS = {
     *("--nproc-per-node", "--nproc_per_node", "--nnodes", "--max-restarts"),
     "--kill-on-bad-exit",
 }
-NEEDS_A_SHELL = re.compile(r"[|&;<>$`]|^(?!zckpt )")
 
 
 def named(page: Path) -> str:
@@ -62,18 +61,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (folder / name).symlink_to(ROOT / name)
     monkeypatch.chdir(folder)
     return folder
-
-
-@pytest.fixture
-def shell(tmp_path: Path) -> Mapping[str, str]:
-    """The environment in which a shell finds our `zckpt` and `python`."""
-    programs = tmp_path / "bin"
-    programs.mkdir()
-    for name, words in (("zckpt", " -m zckpt"), ("python", "")):
-        (programs / name).write_text(f'#!/bin/sh\nexec {sys.executable}{words} "$@"\n')
-        (programs / name).chmod(0o755)
-    path = os.pathsep.join([str(programs), str(Path(sys.executable).parent), os.environ["PATH"]])
-    return {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)}
 
 
 @pytest.mark.parametrize("page", DOCUMENTS, ids=named)
@@ -94,7 +81,7 @@ def test_code_of_a_page_runs(
 
 def run(command: str, zckpt: Zckpt, shell: Mapping[str, str], code: int) -> Result:
     """Runs a command line; `code` is what `$?` stands for in it."""
-    if not NEEDS_A_SHELL.search(command):
+    if not pages.needs_a_shell(command):
         return zckpt(*shlex.split(command)[1:])
     words = ["bash", "-c", f"(exit {code}); {command}"]
     ended = subprocess.run(words, env=shell, capture_output=True, text=True, timeout=600)
@@ -139,6 +126,8 @@ def no_files(monkeypatch: pytest.MonkeyPatch) -> None:
         return {} if parse is json.loads else ["name"]
 
     monkeypatch.setattr(parameters, "in_file", in_file)
+    monkeypatch.setenv("SLURM_PROCID", "0")  # for `--part auto`
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
 
 
 @pytest.mark.usefixtures("no_files")

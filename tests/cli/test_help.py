@@ -135,7 +135,7 @@ def completed(words: list[str], incomplete: str, shell: str = "bash") -> list[st
         (["convert", "a", "b"], "--to", ["plain,--to"]),
         (["convert", "a", "b", "--to"], "deep", ["plain,deepspeed", "plain,deepspeed-universal"]),
         (["convert", "a", "b", "--stage"], "", ["plain,0", "plain,1", "plain,2", "plain,3"]),
-        (["inspect", "a", "--from"], "h", []),  # hf is written only
+        (["inspect", "a", "--from"], "hf", []),  # it is written only
         (["inspect"], "examples/r", ["file,examples/r"]),
         (["reshard", "a", "b", "--ds-config"], "c", ["file,c"]),
     ],

@@ -38,9 +38,9 @@ COPYING = [
 ]
 WRITING = [
     "--dp", "--stage", "--weights-only", "--dtype", "--optimizer", "--ds-config", "--dcp-layout",
-    "--dialect", "--group-defaults", "--max-file-size", "--allow-object", "--frozen", "--tp",
-    "--pp", "--ep", "--pp-bounds", "--pp-partition", "--vocab-size", "--max-group-size", "--like",
-    "--tie", "--rename", "--family", "--accept-weights", "--drop-state",
+    "--dialect", "--group-defaults", "--max-file-size", "--allow-object", "--frozen", "--buffers",
+    "--tp", "--pp", "--ep", "--pp-bounds", "--pp-partition", "--vocab-size", "--like", "--tie",
+    "--rename", "--family", "--accept-weights", "--drop-state",
 ]  # fmt: skip
 EXPORTING = [
     *("--dtype", "--config", "--max-file-size"),

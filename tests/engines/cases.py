@@ -9,6 +9,7 @@ from typing import Any
 # Extensions of the engine that are compiled on first use (about a minute each, kept per user).
 EXTENSIONS = {
     "deepspeed fused adam": "FusedAdamBuilder",
+    "deepspeed fused lamb": "FusedLambBuilder",
     "deepspeed cpu adam": "CPUAdamBuilder",
     "deepspeed cpu adam narrow": "CPUAdamBuilder",
     "deepspeed cpu lion": "CPULionBuilder",
@@ -44,7 +45,7 @@ class Case:
         if made.get("type") in ("Adam", "AdamW") and not made["params"].get("torch_adam"):
             offloads = "offload_optimizer" in self.config.get("zero_optimization", {})
             return "CPUAdamBuilder" if offloads else "FusedAdamBuilder"
-        return EXTENSIONS.get(self.optimizer)
+        return "FusedLambBuilder" if made.get("type") == "Lamb" else EXTENSIONS.get(self.optimizer)
 
 
 def zero(**options: Any) -> dict[str, Any]:

@@ -1,8 +1,10 @@
-"""Real DeepSpeed on this machine's processor: train a case, or resume a directory.
+"""Real DeepSpeed on this machine's processor, or its GPU: train a case, or resume a directory.
 
 python -m tests.engines.deepspeed --list
 python -m tests.engines.deepspeed CASE DIR      trains one case into DIR
 python -m tests.engines.deepspeed --all DIR     trains each case into DIR/<case>
+
+ENGINE_DEVICE=cuda lets all engines of the tests train on the GPU, whose ranks then share it.
 """
 
 from __future__ import annotations
@@ -35,6 +37,9 @@ ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",  # Muon is decorated with torch.compile, which would need minutes
     "PYTHONWARNINGS": "ignore",
 }
+HIDE_GPUS = {"DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES"}
+ON_A_GPU = {key: value for key, value in ENVIRONMENT.items() if key not in HIDE_GPUS}
+ON_A_GPU["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # for torch's deterministic algorithms
 
 
 class EngineError(RuntimeError):
@@ -104,7 +109,7 @@ def submit(
 ) -> None:
     """Runs `work` of `module` in so many ranks; `arguments` follow the rank and its store."""
     log = root.resolve() / "engine.log"
-    process = start_zygote(module)
+    process = start_zygote(module, os.environ.get("ENGINE_DEVICE", "cpu"))
     assert process.stdin is not None
     assert process.stdout is not None
     with tempfile.TemporaryDirectory() as meeting:
@@ -122,12 +127,13 @@ def submit(
 
 
 @functools.cache
-def start_zygote(module: str) -> subprocess.Popen[bytes]:
+def start_zygote(module: str, device: str) -> subprocess.Popen[bytes]:
+    added = ENVIRONMENT if device == "cpu" else ON_A_GPU
     process = subprocess.Popen(
         [sys.executable, "-m", f"{__package__}.zygote", module],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(sys.path)},
+        env={**os.environ, **added, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
     atexit.register(process.communicate)
     return process

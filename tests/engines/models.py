@@ -214,5 +214,6 @@ def loss(model: nn.Module, step: int, rank: int, ranks: int) -> Tensor:
     features = torch.randn(ROWS, WIDTH, generator=generator)
     targets = torch.randint(VOCABULARY, (ROWS,), generator=generator)
     rows = slice(rank * ROWS // ranks, (rank + 1) * ROWS // ranks)
-    logits = model(tokens[rows], features[rows])
-    return functional.cross_entropy(logits.float(), targets[rows])
+    place = next(model.parameters()).device
+    tokens, features, targets = (each[rows].to(place) for each in (tokens, features, targets))
+    return functional.cross_entropy(model(tokens, features).float(), targets)

@@ -284,6 +284,12 @@ def deepspeed_fused_adam(groups: Groups) -> Any:
     return Compiled(groups, betas=(0.8, 0.95))
 
 
+def deepspeed_fused_lamb(groups: Groups) -> Any:
+    from deepspeed.ops.lamb import FusedLamb
+
+    return FusedLamb(groups, betas=(0.8, 0.95))
+
+
 def deepspeed_cpu_adam(groups: Groups) -> Any:
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
@@ -310,6 +316,7 @@ FACTORIES: dict[str, Callable[[Groups], torch.optim.Optimizer]] = {
     "amsgrad": lambda groups: torch.optim.AdamW(groups, betas=(0.8, 0.5), amsgrad=True),
     "tensor lr": tensor_lr,
     "torch fused adamw": lambda groups: torch.optim.AdamW(groups, betas=(0.8, 0.95), fused=True),
+    "capturable adamw": lambda groups: torch.optim.AdamW(groups, capturable=True),
     "nadam": torch.optim.NAdam,
     "rmsprop": lambda groups: torch.optim.RMSprop(groups, centered=True, momentum=0.9),
     "adagrad": torch.optim.Adagrad,
@@ -327,6 +334,7 @@ FACTORIES: dict[str, Callable[[Groups], torch.optim.Optimizer]] = {
     "apex fused adam": ApexFusedAdam,
     "ademamix": AdEMAMix,
     "deepspeed fused adam": deepspeed_fused_adam,
+    "deepspeed fused lamb": deepspeed_fused_lamb,
     "deepspeed cpu adam": deepspeed_cpu_adam,
     "deepspeed cpu adam narrow": deepspeed_cpu_adam_narrow,
     "deepspeed cpu lion": deepspeed_cpu_lion,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 import time
 from collections.abc import Mapping
@@ -14,7 +13,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch.utils import cpp_extension
 
-from . import client, models, optimizers, oracle
+from . import client, device, models, optimizers, oracle
 from .cases import Case
 
 ABANDONED = 300.0  # seconds after which the lock of a compilation is nobody's
@@ -23,11 +22,10 @@ ENABLE = {"bf16": {"bf16": {"enabled": True}}, "fp16": {"fp16": {"enabled": True
 
 def prepare() -> None:
     """The two patches that let DeepSpeed 0.19.8 train on a machine without an accelerator."""
+    device.prepare()
     # It would compile a shared memory op and leave 69 MB per rank in /dev/shm.
     vars(sys.modules["deepspeed.comm.torch"])["build_shm_op"] = lambda: None
     get_accelerator().is_fp16_supported = lambda: True
-    torch.set_num_threads(1)
-    importlib.import_module("torch._dynamo")  # the first optimizer would: 4 s in every rank
 
 
 def compile_extension(builder: str) -> None:
@@ -42,7 +40,7 @@ def compile_extension(builder: str) -> None:
 
 def join(rank: int, ranks: int, store: Path) -> None:
     deepspeed.init_distributed(
-        dist_backend="gloo",
+        dist_backend=device.backend(ranks),
         init_method=store.as_uri(),
         rank=rank,
         world_size=ranks,
@@ -94,7 +92,7 @@ def finish(engine: Any, output: Path, losses: int, **known: Any) -> None:
     state = oracle.record(engine)
     following = [train_step(engine) for _ in range(losses)]
     if state is not None:
-        torch.save({**state, **known, "losses": following}, output)
+        torch.save(device.on_cpu({**state, **known, "losses": following}), output)
 
 
 def build_engine(case: Case, seed: int) -> Any:

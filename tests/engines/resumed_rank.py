@@ -20,10 +20,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from . import models
+from . import device, models
 from .resumed import KILLED_AT, STEPS, Program
 
-MODULES = ("torch._dynamo", "transformers.trainer", "accelerate", "peft", "zckpt.resume.auto")
+MODULES = ("transformers.trainer", "accelerate", "peft", "zckpt.resume.auto")
 
 
 def prepare() -> None:
@@ -35,7 +35,7 @@ def prepare() -> None:
 
 
 def prepare_torch() -> None:
-    torch.set_num_threads(1)
+    device.prepare()
     for name in MODULES:
         importlib.import_module(name)
 
@@ -103,7 +103,7 @@ def train(
 ) -> None:
     os.environ.update(
         RANK=str(rank),
-        LOCAL_RANK=str(rank),
+        LOCAL_RANK=str(device.local(rank)),
         WORLD_SIZE=str(ranks),
         LOCAL_WORLD_SIZE=str(ranks),
         MASTER_ADDR="127.0.0.1",
@@ -142,7 +142,8 @@ def zero(job: Job) -> None:
     import deepspeed
 
     path = job.path()  # before the group
-    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
+    backend = device.backend(job.ranks)
+    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
     model = models.build("full", job.seed)
     optimizer = torch.optim.AdamW(models.parameter_groups(model, 2))
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=job.config())

@@ -125,10 +125,13 @@ def gather_flat(run: Any) -> Gathered:
 
 
 def whole(value: Any) -> Any:
-    """A copy of a tensor, its own and complete; anything else as it is."""
+    """A copy of a tensor, its own and complete; anything else as it is.
+
+    Ranks that gather a GPU's DTensor over gloo crash (torch 2.11): it goes to the CPU before.
+    """
     if not torch.is_tensor(value):
         return value
-    full = value.detach().full_tensor() if isinstance(value, DTensor) else value.detach()
+    full = value.detach().cpu().full_tensor() if isinstance(value, DTensor) else value.detach()
     return full.clone(memory_format=torch.contiguous_format)
 
 

@@ -21,10 +21,12 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from . import models, optimizers, torch_oracle
+from . import device, models, optimizers, torch_oracle
+from .device import DEVICE, backend, on_cpu
 from .torch_cases import Case
 from .torch_layouts import LAYOUTS, Loading
 
+prepare = device.prepare
 UNITS = ("trunk", "readout")  # are sharded by themselves, all else by the root
 
 
@@ -41,13 +43,10 @@ class Run:
     step: int = 0
 
 
-def prepare() -> None:
-    torch.set_num_threads(1)
-    importlib.import_module("torch._dynamo")  # the first optimizer would: 4 s in every rank
-
-
 def join(rank: int, ranks: int, store: Path) -> None:
-    distributed.init_process_group("gloo", init_method=store.as_uri(), rank=rank, world_size=ranks)
+    distributed.init_process_group(
+        backend(ranks), init_method=store.as_uri(), rank=rank, world_size=ranks
+    )
 
 
 def train(rank: int, store: Path, case: Case, world: int, root: Path, losses: int) -> None:
@@ -104,11 +103,11 @@ def finish(run: Run, output: Path, losses: int) -> None:
     state = torch_oracle.record(run)
     following = [train_step(run) for _ in range(losses)]
     if distributed.get_rank() == 0:
-        torch.save({**state, "losses": following}, output)
+        torch.save(on_cpu({**state, "losses": following}), output)
 
 
 def build(case: Case, seed: int) -> Run:
-    model = models.build(case.model, seed)
+    model = models.build(case.model, seed).to(DEVICE)
     if case.dtype == "bf16":
         model.bfloat16()
     facts = torch_oracle.Facts.of(model)
@@ -143,9 +142,9 @@ def decaying(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.Lambd
 def build_mesh(case: Case) -> DeviceMesh:
     world = distributed.get_world_size()
     if case.mesh is None:
-        return init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))
+        return init_device_mesh(DEVICE, (world,), mesh_dim_names=("shard",))
     names = ("dp", "tp") if case.parallel else ("replicate", "shard")
-    return init_device_mesh("cpu", case.mesh, mesh_dim_names=names)
+    return init_device_mesh(DEVICE, case.mesh, mesh_dim_names=names)
 
 
 Wrapped = tuple[nn.Module, dict[str, Tensor]]  # with its parameters by their names in the model
@@ -183,7 +182,7 @@ def fsdp1(model: models.Model, case: Case, mesh: DeviceMesh) -> Wrapped:
     flat = case.engine == "fsdp1_flat"
     options: dict[str, Any] = {
         "use_orig_params": not flat,
-        "device_id": torch.device("cpu"),
+        "device_id": torch.device(DEVICE),
         "ignored_states": scalars(model),
     }
     if case.mesh is not None:

@@ -1,6 +1,7 @@
 """A process that has imported the engine once and forks the ranks of every job.
 
-Importing torch and DeepSpeed takes seconds, a fork takes none. Jobs come in and answers go out as
+Importing torch and DeepSpeed takes seconds, a fork takes none. Where ranks use a GPU, each one
+imports them: CUDA does not survive a fork. Jobs come in and answers go out as
 pickles; the end of the input ends the process. Run as a module, never imported by a test; its
 argument is the module with the work of a rank: `rank` or `torch_rank`.
 """
@@ -20,7 +21,10 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-fork = multiprocessing.get_context("fork")
+from .device import DEVICE
+
+FORKS = DEVICE == "cpu"
+processes_of = multiprocessing.get_context("fork" if FORKS else "spawn")
 
 
 def serve(module: str) -> None:
@@ -51,8 +55,8 @@ def run(
     """Runs `work` on every rank; the first failure, or None. No rank is left behind."""
     processes, reports = [], []
     for number in range(ranks):
-        receiver, sender = fork.Pipe(duplex=False)
-        process = fork.Process(target=run_rank, args=(work, number, arguments, log, sender))
+        receiver, sender = processes_of.Pipe(duplex=False)
+        process = processes_of.Process(target=run_rank, args=(work, number, arguments, log, sender))
         process.start()
         sender.close()
         processes.append(process)
@@ -94,6 +98,8 @@ def run_rank(
     os.dup2(output, 1)
     os.dup2(output, 2)
     try:
+        if not FORKS:
+            importlib.import_module(work.__module__).prepare()
         work(number, *arguments)
     except BaseException as error:
         traceback.print_exc()

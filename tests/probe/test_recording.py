@@ -8,6 +8,7 @@ import math
 import pickle
 import subprocess
 import sys
+import weakref
 import zlib
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -26,7 +27,7 @@ from zckpt import probe
 from zckpt.core.dtypes import NUMBERS, TORCH_NAMES
 from zckpt.errors import TargetExists, WrongOption
 from zckpt.probe import runs
-from zckpt.probe.statistics import Measurer
+from zckpt.probe.statistics import Measurer, raw
 
 from ..conftest import ROOT
 from ..core.test_statistics import random_numbers
@@ -280,20 +281,60 @@ def test_large_tensors_are_measured_in_parts(threads: int) -> None:
 
 @pytest.mark.parametrize("dtype", sorted(NUMBERS))
 @pytest.mark.parametrize("bad", [False, True])
-def test_numbers_where_the_tensor_is(dtype: str, bad: bool) -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_numbers_where_the_tensor_is(device: str, dtype: str, bad: bool) -> None:
     """What torch reduces on a device is what numpy counts on the CPU."""
-    from zckpt.probe.statistics import _measured, _where_it_is, raw
+    from zckpt.probe.statistics import _measured, _where_it_is
 
     tensor = random_numbers(dtype, 3000)
     tensor[7] = 0
     if bad and dtype in ("F32", "F16", "BF16", "F64"):
         tensor[3], tensor[5], tensor[6] = math.nan, -math.inf, math.inf
-    reduced = _where_it_is(tensor, dtype)
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("there is no GPU")
+    reduced = _where_it_is(tensor.to(device), dtype)
     assert reduced is not None
     one, other = reduced.report(), _measured(raw(tensor), dtype)[1].report()
     for key in ("mean", "std", "norm", "rms"):
         assert one.pop(key) == pytest.approx(other.pop(key), rel=1e-7, abs=1e-7)
     assert one == other
+
+
+@pytest.mark.gpu
+def test_a_model_on_a_gpu(tmp_path: Path) -> None:
+    """Measured there or copied, the numbers are the same, and only the copies have CRC-32s."""
+    if not torch.cuda.is_available():
+        pytest.skip("there is no GPU")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 5), nn.Tanh()).cuda()
+    words = torch.randint(11, (4, 3), device="cuda")
+    recorded = []
+    for name, device in (("there", None), ("copied", "cpu")):
+        with probe.record(model, tmp_path / name, step=0, parameters=True, device=device):
+            model(words).sum().backward()
+        model.zero_grad()
+        recorded.append(of_modules(tmp_path / name))
+        assert torch.cuda.get_device_name() == lines(tmp_path / name)[0]["device"]
+    there, copied = recorded
+    assert [each.key for each in there] == [each.key for each in copied]
+    assert len(there) > 5
+    for one, other in zip(there, copied, strict=True):
+        assert "crc32" not in one.numbers
+        assert other.numbers["crc32"]
+        assert one.numbers["samples"] == other.numbers["samples"]
+        for key in ("min", "max", "mean", "std", "norm"):
+            assert one.numbers[key] == pytest.approx(other.numbers[key], rel=1e-6, abs=1e-7)
+
+
+def test_bytes_keep_their_tensor() -> None:
+    """A copy of a tensor of a GPU has no other name."""
+    tensor = torch.arange(100.0)
+    view, alive = raw(tensor), weakref.ref(tensor)
+    del tensor
+    assert alive() is not None
+    assert view.cast("f").tolist() == [*range(100)]
+    del view
+    assert alive() is None
 
 
 def test_a_device_without_memory_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:

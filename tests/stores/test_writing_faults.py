@@ -16,7 +16,7 @@ import pytest
 import zckpt
 from zckpt.errors import CorruptCheckpoint, StoreError, TargetExists, ZckptError
 from zckpt.remote import stores
-from zckpt.remote.sending import UNFINISHED
+from zckpt.remote.mirror import UNFINISHED
 
 from ..conftest import EXAMPLE, ROOT
 from ..test_resume import files

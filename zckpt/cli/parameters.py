@@ -37,10 +37,14 @@ def pairs(text: str) -> dict[Any, Any]:
     number, colon, rest = text.partition(":")
     if not (colon and number.strip().isdecimal()):
         number, rest = "", text
+    values: dict[str, Any] = {}
     try:
-        # a comma within brackets belongs to a value
-        parts = [part.partition("=") for part in re.split(r",(?![^\[]*\])", rest)]
-        values = {key.strip(): json.loads(item) for key, _, item in parts}
+        while rest:
+            key, _, rest = rest.partition("=")
+            values[key.strip()], end = json.JSONDecoder().raw_decode(rest := rest.lstrip())
+            comma, rest = rest[end:].lstrip()[:1], rest[end:].lstrip()[1:]
+            if comma not in ("", ","):
+                raise ValueError(comma)
     except MALFORMED:
         values = {}
     if not values or not all(key.isidentifier() for key in values):

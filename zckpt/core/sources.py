@@ -339,7 +339,7 @@ def walk(
     """Everything below a folder: what is in it, in the order of names, then what is in its folders.
 
     Enters the folders for whose path `enter` is true, but follows no link. Raises OSError for what
-    cannot be listed, where os.walk would pass it by.
+    cannot be listed. It gives entries, which know sizes and kinds; os.walk gives names.
     """
     waiting = [folder]
     while waiting:

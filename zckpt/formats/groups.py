@@ -23,7 +23,7 @@ from ..core.manifest import Manifest, Sibling
 from ..errors import WrongOption, ZckptError, listed
 from ..files.torchfile import TorchFile
 from ..files.torchshell import Storages, shell
-from ..training.options import FROZEN, Options
+from ..training.options import BUFFERS, FROZEN, Options
 from ..training.trainers import SCHEDULERS, TRANSFORMERS, program_of
 
 # names of weights without weight decay in the Trainer (transformers 5.23)
@@ -31,12 +31,13 @@ NOT_DECAYED = re.compile(r".*(?:bias|layernorm|rmsnorm|(?:^|[._])norm(?:$|\.))",
 
 
 def of_trained(manifest: Manifest, options: Options) -> tuple[Manifest, list[Shell]]:
-    """The groups of what DeepSpeed trains, which is not what --frozen names.
+    """The groups of what DeepSpeed trains, which is not what --frozen and --buffers name.
 
     Raises WrongOption for a pattern that names no parameter of the optimizer, or a trained one.
     """
     if manifest.ranks:  # the run has dropped what is empty
         return manifest, []
+    manifest = _with_buffers(manifest, options[BUFFERS])
     if not options[FROZEN]:
         return without_empty_groups(manifest)
     untouched = states.untouched(manifest)
@@ -54,6 +55,23 @@ def of_trained(manifest: Manifest, options: Options) -> tuple[Manifest, list[She
         line = "a group has frozen parameters alone: give DeepSpeed an optimizer without that group"
         own = replace(own, warnings=(*own.warnings, line))
     return own, shells
+
+
+def _with_buffers(manifest: Manifest, patterns: Sequence[str]) -> Manifest:
+    """What these patterns name is a buffer; raises WrongOption if one names no frozen parameter."""
+    frozen = [name for name, each in manifest.parameters.items() if not each.trainable]
+    buffers: set[str] = set()
+    for pattern in patterns:
+        names = fnmatch.filter(frozen, pattern)
+        if not names:
+            raise WrongOption(
+                f"--buffers {pattern} names no tensor of {manifest.root} that may be a buffer",
+                hint=f"these may be: {listed(frozen, 4) or 'none here'}",
+            )
+        buffers.update(names)
+    parameters = {name: each for name, each in manifest.parameters.items() if name not in buffers}
+    order = (*manifest.buffers, *(name for name in frozen if name in buffers))
+    return replace(manifest, parameters=parameters, buffers=order)
 
 
 def without_empty_groups(manifest: Manifest) -> tuple[Manifest, list[Shell]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import chain
+from shlex import quote
 
 from msgspec.structs import replace
 
@@ -30,17 +31,16 @@ def need_order(manifest: Manifest) -> None:
         raise MissingData(
             f"{manifest.root} stores weights by name, without the order of the module's "
             "parameters, and this target is loaded by that order",
-            hint="give it with --param-names FILE (the names of model.named_parameters(), one per "
-            "line), or write --to deepspeed-universal, which is loaded by name",
+            hint="give it with --param-names FILE (the parameters of the new optimizer, one per "
+            "line, group by group), or write --to deepspeed-universal, which is loaded by name",
         )
 
 
 def in_order_of(manifest: Manifest, names: Sequence[str]) -> Manifest:
     """The manifest with its parameters in the order of `names`; model ranks each have their own.
 
-    If the source does not separate buffers from frozen weights, unnamed frozen weights become
-    buffers. Raises WrongOption unless `names` has all trainable parameters and only weights of the
-    source, each once. A pipeline's tied parameter may be named once per stage that has it.
+    Raises WrongOption unless `names` has all trainable parameters and only weights of the source,
+    each once. A pipeline's tied parameter may be named once per stage that has it.
     """
     positions: dict[str, int] = {}
     for position, name in enumerate(names):
@@ -70,33 +70,30 @@ def in_order_of(manifest: Manifest, names: Sequence[str]) -> Manifest:
     if wrong:
         hint = RENAME if lacking and unknown else ""
         raise WrongOption(f"--param-names {'; it '.join(wrong)}", hint=hint)
-    # if the list names a frozen parameter, it names all parameters, and the rest are buffers
     engine = manifest.engine
     guessed = isinstance(engine, StateDictEngine) and engine.guessed
-    is_complete = guessed and any(name not in trained for name in names)
-    own = manifest.with_each(lambda rank: _ordered(rank, positions, is_complete))
-    return _ordered(own, positions, is_complete)
+    buffers = [name for name, _ in every if name not in positions]
+    if guessed and buffers and any(name not in trained for name in names):  # a list of all
+        raise WrongOption(
+            "--param-names has frozen parameters, but does not tell them from buffers",
+            hint="name the optimizer's parameters alone; if these are buffers, add "
+            + " ".join(f"--buffers {quote(name)}" for name in buffers[:4]),
+        )
+    return _ordered(manifest.with_each(lambda rank: _ordered(rank, positions)), positions)
 
 
-def _ordered(manifest: Manifest, positions: Mapping[str, int], is_complete: bool) -> Manifest:
+def _ordered(manifest: Manifest, positions: Mapping[str, int]) -> Manifest:
     parameters, engine = manifest.parameters, manifest.engine
 
     def position_of(name: str) -> tuple[bool, int]:
         parameter = parameters.get(name)
         return parameter is None or not parameter.trainable, positions.get(name, len(positions))
 
-    buffers = [
-        name
-        for name, parameter in parameters.items()
-        if not (parameter.trainable or name in positions)
-        and (is_complete or not is_known(manifest))
-    ]
-    order = [name for name in sorted(parameters, key=position_of) if name not in buffers]
+    order = sorted(parameters, key=position_of)
     entries = sorted(manifest.entries.values(), key=lambda entry: position_of(entry.parameter))
     return replace(
         manifest,
         parameters={name: parameters[name] for name in order},
-        buffers=(*manifest.buffers, *buffers),
         entries={entry.name: entry for entry in entries},
         engine=None if engine is None else replace(engine, ordered=True),
     )

@@ -273,14 +273,16 @@ def holds_bytes(tensor: Tensor) -> bool:
 
 
 def raw(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU, valid while the tensor lives.
+    """The bytes of a contiguous tensor on the CPU, which keep the tensor alive.
 
     `numpy()` is not used: it forbids resizing the storage, and FSDP2 must resize it.
     """
     size = tensor.numel() * tensor.element_size()
     if not size:
         return memoryview(b"")
-    return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B")
+    block: Any = (ctypes.c_ubyte * size).from_address(tensor.data_ptr())
+    block.tensor = tensor
+    return memoryview(block).cast("B")
 
 
 def buckets(tensor: Tensor, most: int) -> Iterator[Tensor]:

@@ -170,10 +170,7 @@ class _Sending(Struct, dict=True):
         try:
             return sums, self.store.put(key, path, sums.add, create, self.run)
         except Exception as error:
-            kind = type(error).__name__
-            if kind in ("AlreadyExistsError", "FileExistsError"):
-                raise self._taken(name) from error
-            if not create or kind not in ("NotImplementedError", "NotSupportedError"):
+            if not create or type(error).__name__ not in NO_CONDITION:
                 raise
             if self.store.head(key) is not None:
                 raise self._preceded(name) from error
@@ -227,9 +224,8 @@ class _Sending(Struct, dict=True):
     def _is_ours(self, name: str) -> bool:
         """Whether the store has the bytes that this run sends."""
         found, path = self.store.head(self.key(name)), os.path.join(self.path, name)
-        if found is None or found.size != os.path.getsize(path):
-            return False
-        return self._crc(found) == _crc_of(path)
+        is_as_long = found is not None and found.size == os.path.getsize(path)
+        return found is not None and is_as_long and self._crc(found) == _crc_of(path)
 
     def _lost(
         self, name: str, what: str, etag: str | None, found: Found | None

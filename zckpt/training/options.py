@@ -117,7 +117,7 @@ def _number(name: str, help: str, needed: str, usual: str = "", **more: Any) -> 
 DP = _number("dp", "Data-parallel ranks", RANKS, check=_check_dp)
 EP = _number(
     "ep",
-    "Ranks that share the experts of a MoE layer",
+    "Expert-parallel ranks",
     RANKS,
     reason="whole experts are written",
 )
@@ -204,7 +204,7 @@ ALLOW_OBJECT: Option[Sequence[str]] = Option(
 PARAM_NAMES: Option[Sequence[str] | None] = Option(
     "param_names",
     None,
-    "A file of names: of all model.named_parameters(), or of the optimizer's if it numbers them",
+    "A file with the names of the optimizer's parameters in its order, one per line",
     group="Names",
     kind="names",
     metavar="FILE",
@@ -240,8 +240,7 @@ FAMILY: Option[str | None] = Option(
 
 ACCEPT_WEIGHTS: Option[bool] = Option(
     "accept_weights", False,
-    "Go on if weights are not the rounded fp32 masters, for example if those of an EMA were saved "
-    "in place of the trained ones",
+    "Go on if weights are not the rounded fp32 masters, such as those of an EMA",
     kind="switch", group="Source", rare=True,
 )  # fmt: skip
 DROP_STATE: Option[Sequence[str]] = Option(
@@ -253,6 +252,13 @@ FROZEN: Option[Sequence[str]] = Option(
     "Parameters that the program does not train, though its optimizer lists them. May be repeated",
     kind="texts", metavar="GLOB", group="Optimizer and steps", rare=True,
     reason="the target keeps them as the source does",
+)  # fmt: skip
+BUFFERS: Option[Sequence[str]] = Option(
+    "buffers", (),
+    "Tensors that are buffers, if the source does not tell them from frozen parameters. May be "
+    "repeated",
+    kind="texts", metavar="GLOB", group="Names", rare=True,
+    reason="the target keeps both in one place",
 )  # fmt: skip
 EVERYWHERE: tuple[Option[Any], ...] = (
     PARAM_NAMES, TIE, RENAME, FAMILY, ACCEPT_WEIGHTS, DROP_STATE
@@ -283,6 +289,7 @@ class Keywords(TypedDict, total=False):
     accept_weights: bool
     drop_state: Sequence[str]
     frozen: Sequence[str]
+    buffers: Sequence[str]
 
 
 class Options(Struct, frozen=True):

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import zckpt
+from zckpt import read
 from zckpt.errors import MissingData, WrongOption
 
 from ...conftest import Result
@@ -75,3 +76,32 @@ def test_the_engine_goes_on(stage: int, tmp_path: Path) -> None:
     zckpt.convert(tmp_path / "state", tmp_path / "run", frozen=["bottleneck.*"], **to)
     after = deepspeed.resume(case, tmp_path / "run", tmp_path / "resumed")
     assert after["losses"] == own["losses"]
+
+
+def test_zero_3_is_told_what_is_a_buffer(tmp_path: Path, zckpt: Zckpt) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Linear(8, 9))
+    model[0].requires_grad_(False)
+    model.register_buffer("scale", torch.ones(3))
+    optimizer = torch.optim.AdamW([(f"1.{name}", w) for name, w in model[1].named_parameters()])
+    model(torch.ones(1, 6)).sum().backward()
+    optimizer.step()
+    source = tmp_path / "run.pt"
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, source)
+    words = ("convert", source, tmp_path / "new", "--to", "deepspeed", "--stage", 3, "--dp", 2)
+    (tmp_path / "trained").write_text("1.weight\n1.bias\n")
+    (tmp_path / "all").write_text("0.weight\n0.bias\n1.weight\n1.bias\n")
+    old = zckpt(*words, "--param-names", tmp_path / "all")  # had two meanings
+    assert old.code == 2
+    assert "if these are buffers, add --buffers scale" in old.err
+    for pattern in ("other", "1.*"):
+        refused = zckpt(*words, "--buffers", pattern)
+        assert refused.code == 2
+        assert "these may be: scale, 0.weight, 0.bias" in refused.err
+    asked = zckpt(*words, "--param-names", tmp_path / "trained", "--dry-run")
+    assert "scale, 0.weight, 0.bias: taken for frozen parameters; if any is a buffer" in asked.err
+    done = zckpt(*words, "--param-names", tmp_path / "trained", "--buffers", "sc*")
+    assert done.code == 0
+    assert "frozen" not in done.err
+    manifest = read(tmp_path / "new")
+    assert manifest.buffers == ("scale",)
+    assert list(manifest.parameters) == ["1.weight", "1.bias", "0.weight", "0.bias"]

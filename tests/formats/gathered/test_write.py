@@ -244,6 +244,6 @@ class TestWritten:
         assert extra["epoch"] == 3
         assert same_bits(extra["rng"], own["rng"])
         assert same_bits(extra["history"][0], torch.ones(2))
-        names = [name for name, _ in model.named_parameters()]
+        names = names_by_group((model, optimizer))
         pair = tmp_path / "t", tmp_path / "run.pt"
         assert zckpt.verify(*pair, param_names=names)["equal"]

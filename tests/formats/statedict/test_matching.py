@@ -132,15 +132,16 @@ def test_as_many_names_as_numbers_are_the_order(data: Any, shapes_of_names: list
     assert matched == ([[name for name, _ in group] for group in groups], [])
 
 
-def test_names_in_another_order_are_what_there_is_to_choose_from() -> None:
+def test_names_in_the_modules_order_are_refused() -> None:
+    """Also if only one way fits: the list has one meaning."""
     names = [("a", A), ("b", C), ("c", B)]
-    matched = match([[C], [A, B]], names, False, param_names=["a", "b", "c"])
-    assert matched == ([["b"], ["a", "c"]], [])
-    with pytest.raises(errors.WrongOption, match=r"c of shape .3. in place 0, where .* .2, 3."):
-        match([[C], [A, B]], names, False, param_names=["c", "b", "a"])
+    with pytest.raises(errors.WrongOption, match=r"a of shape .2. in place 0, where .* .2, 3."):
+        match([[C], [A, B]], names, False, param_names=["a", "b", "c"])
+    with pytest.raises(errors.WrongOption, match="names 3 parameters, and the optimizer has 2"):
+        match([[C], [A]], names, True, param_names=["b", "a", "c"])
 
 
-def test_fewer_names_are_what_there_is_to_choose_from() -> None:
+def test_names_of_the_optimizer_alone() -> None:
     names = [("a", A), ("frozen", A), ("b", A), ("c", C)]
     with pytest.raises(errors.MissingData, match="in 3 ways"):
         match([[A, A], [C]], names, True)

@@ -10,6 +10,7 @@ from typing import Any, TypedDict
 from ...errors import WrongOption
 from ...training.options import (
     ALLOW_OBJECT,
+    BUFFERS,
     DP,
     DTYPE,
     EP,
@@ -23,7 +24,6 @@ from ...training.options import (
     VOCAB_SIZE,
     WEIGHTS_ONLY,
     Option,
-    at_least_one,
 )
 
 
@@ -51,18 +51,6 @@ STAGE: Option[int | None] = Option(
     choices=(0, 1, 2, 3),
     group=SIZES,
     reason="ZeRO stages are DeepSpeed's",
-)
-MAX_GROUP_SIZE: Option[int | None] = Option(
-    "max_group_size",
-    None,
-    "Elements at which the program cuts groups of experts, for another --ep",
-    kind="integer",
-    usual="DeepSpeed's",
-    metavar="N",
-    check=at_least_one("--max-group-size", "give a number of elements"),
-    group=SIZES,
-    rare=True,
-    reason="whole experts are written",
 )
 PP_BOUNDS: Option[Sequence[int] | None] = Option(
     "pp_bounds",
@@ -95,9 +83,11 @@ CONFIG: Option[dict[str, Any] | None] = Option(
     group="Engine",
     flag="--ds-config",
 )
-OPTIONS = (DP, STAGE, WEIGHTS_ONLY, DTYPE, OPTIMIZER, CONFIG, GROUP_DEFAULTS, ALLOW_OBJECT, FROZEN)
+OPTIONS = (
+    DP, STAGE, WEIGHTS_ONLY, DTYPE, OPTIMIZER, CONFIG, GROUP_DEFAULTS, ALLOW_OBJECT, FROZEN, BUFFERS
+)  # fmt: skip
 """What the writers of both of DeepSpeed's formats understand."""
-OF_RANKS = (TP, PP, EP, PP_BOUNDS, PP_PARTITION, VOCAB_SIZE, MAX_GROUP_SIZE, LIKE)
+OF_RANKS = (TP, PP, EP, PP_BOUNDS, PP_PARTITION, VOCAB_SIZE, LIKE)
 """What only the writer of ranks' files understands."""
 
 
@@ -105,7 +95,6 @@ class Keywords(TypedDict, total=False):
     """The options of this module as keyword arguments, for type checkers and editors."""
 
     stage: int | None
-    max_group_size: int | None
     pp_bounds: Sequence[int] | None
     pp_partition: str | None
     config: dict[str, Any] | None

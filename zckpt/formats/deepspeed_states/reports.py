@@ -8,7 +8,7 @@ from ...core.facts import StateDictEngine
 from ...core.manifest import Manifest
 from ...core.weights import weight_of
 from ...errors import brief, listed
-from ...training.options import PARAM_NAMES
+from ...training.options import BUFFERS
 from ...training.trainers import TRANSFORMERS, number, program_of
 from .hyper import FLAT, optimizer_name
 from .states import version_numbers
@@ -86,12 +86,11 @@ def _of_guessed(target: DeepSpeedTarget) -> list[str]:
     """
     engine = target.source.engine
     guessed = isinstance(engine, StateDictEngine) and engine.guessed
-    named = target.options[PARAM_NAMES]
-    if not (guessed and target.engine.partitioned and target.frozen) or named:
+    if not (guessed and target.engine.partitioned and target.frozen) or target.options[BUFFERS]:
         return []
     return [
         f"{listed(list(target.frozen), 4)}: taken for frozen parameters; if any is a buffer, "
-        "name all parameters with --param-names FILE"
+        "name it with --buffers"
     ]
 
 

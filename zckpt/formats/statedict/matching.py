@@ -18,7 +18,7 @@ import re
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, chain
+from itertools import chain, islice
 from typing import NamedTuple
 
 from ...core.grouping import by_key
@@ -61,10 +61,8 @@ def match(
     """The names of every order's parameters.
 
     A parameter without state (None) may have any shape. `in_order` says whether `names` are in the
-    module's order. If there are as many `param_names` as parameters and all shapes fit, they are
-    the optimizer's parameters, order by order; otherwise they are the names to choose from, in that
-    order. Raises MissingData if no rule gives a name to every number, and WrongOption if
-    `param_names` has a name that the model lacks.
+    module's order. `param_names` are those of the optimizer's parameters, order by order. Raises
+    MissingData if no rule gives a name to every number, and WrongOption for names that do not fit.
     """
     if param_names is not None:
         return MatchedNames(_stated(orders, names, param_names), [])
@@ -148,19 +146,9 @@ def _stated(
         )
     if twice := [name for name, count in Counter(param_names).items() if count > 1]:
         raise WrongOption(f"--param-names names {listed(twice, 4)} twice")
-    stated = [(name, shapes[name]) for name in param_names]
-    stops = list(accumulate(map(len, orders)))
-    try:
-        return [
-            _by_order([order], stated[stop - len(order) : stop], stop - len(order))[0]
-            for order, stop in zip(orders, stops, strict=True)
-            if len(stated) == stops[-1]
-        ] or _by_order(orders, stated)
-    except MissingData:
-        try:
-            return _by_order(orders, stated)
-        except MissingData as error:
-            raise _misstated(list(chain(*orders)), stated) from error
+    _check_stated(list(chain(*orders)), [(name, shapes[name]) for name in param_names])
+    remaining = iter(param_names)
+    return [list(islice(remaining, len(order))) for order in orders]
 
 
 def _evident(orders: Sequence[Order], names: Sequence[NamedShape]) -> list[Order]:
@@ -173,43 +161,37 @@ def _evident(orders: Sequence[Order], names: Sequence[NamedShape]) -> list[Order
     return [[None if shown[shape] > 0 else shape for shape in order] for order in orders]
 
 
-def _misstated(order: Order, stated: Sequence[NamedShape]) -> WrongOption:
-    """Why names that the user states are not those of the optimizer's parameters."""
+def _check_stated(order: Order, stated: Sequence[NamedShape]) -> None:
+    """Raises WrongOption if these names are not those of the optimizer's parameters."""
     hint = f"give the optimizer's names alone, in its own order, group after group: {HINT}"
     if len(stated) != len(order):
-        return WrongOption(
+        raise WrongOption(
             f"--param-names names {len(stated)} parameters, and the optimizer has {len(order)}",
             hint=hint,
         )
-    number, (name, shape), own = next(
-        (number, named, own)
-        for number, (named, own) in enumerate(zip(stated, order, strict=True))
-        if own not in (None, named[1])
-    )
-    return WrongOption(
-        f"--param-names has {name} of shape {list(shape)} in place {number}, where the optimizer "
-        f"has a parameter of shape {list(own or ())}",
-        hint=hint,
-    )
+    for number, ((name, shape), own) in enumerate(zip(stated, order, strict=True)):
+        if own not in (None, shape):
+            raise WrongOption(
+                f"--param-names has {name} of shape {list(shape)} in place {number}, where the "
+                f"optimizer has a parameter of shape {list(own or ())}",
+                hint=hint,
+            )
 
 
 # -- by order
 
 
-def _by_order(
-    orders: Sequence[Order], names: Sequence[NamedShape], base: int = 0
-) -> list[list[str]]:
+def _by_order(orders: Sequence[Order], names: Sequence[NamedShape]) -> list[list[str]]:
     """The names in the only way that keeps their order; raises MissingData for none or several.
 
-    Orders without a common shape are matched separately, which keeps each search small. `base` is
-    the number of the first parameter.
+    Orders without a common shape are matched separately, which keeps each search small.
     """
     chosen: list[list[str]] = [[] for _ in orders]
     ways = 1
     for places, rivals in _independent(orders, names):
         count, matched = _count([orders[place] for place in places], rivals)
         if not count:
-            raise MissingData(_why_not(orders, places, names, rivals, base), hint=HINT)
+            raise MissingData(_why_not(orders, places, names, rivals), hint=HINT)
         ways = 0 if count < 0 else ways * count
         for place, order in zip(places, matched, strict=True):
             chosen[place] = order
@@ -339,7 +321,6 @@ def _why_not(
     places: Sequence[int],
     names: Sequence[NamedShape],
     rivals: Sequence[NamedShape],
-    base: int,
 ) -> str:
     """Why nothing fits: the first parameter for which no name is left, if one order shows it."""
     total = sum(map(len, orders))
@@ -349,7 +330,7 @@ def _why_not(
         position = len(_earliest(orders[place], [shape for _, shape in rivals]))
         if position < len(orders[place]):
             shape = orders[place][position]
-            number = base + sum(map(len, orders[:place])) + position
+            number = sum(map(len, orders[:place])) + position
             states = "show no shape" if shape is None else f"have the shape {list(shape)}"
             return (
                 f"the optimizer's parameter {number}, whose states {states}, has no counterpart "

@@ -7,8 +7,8 @@ import pytest
 from zckpt.core.facts import ExpertLayer, StateDictEngine
 from zckpt.core.manifest import Manifest, Parameter
 from zckpt.errors import InconsistentCheckpoint, MissingData, WrongOption
-from zckpt.formats.deepspeed.moe.regroup import GROUP_SIZE, over_ranks
-from zckpt.formats.deepspeed_states.options import MAX_GROUP_SIZE
+from zckpt.formats.deepspeed.moe import regroup
+from zckpt.formats.deepspeed.moe.regroup import over_ranks
 from zckpt.training.options import DP, EP, Options
 
 LAYER = "0.deepspeed_moe"
@@ -42,8 +42,8 @@ def manifest(sizes: list[int], cuts: list[int], *, experts: int = 4) -> Manifest
     )
 
 
-def options(ep: int | None, dp: int | None = 4, limit: int | None = None) -> Options:
-    given = ((EP, ep), (DP, dp), (MAX_GROUP_SIZE, limit))
+def options(ep: int | None, dp: int | None = 4) -> Options:
+    given = ((EP, ep), (DP, dp))
     return Options(tuple((option, value) for option, value in given if value is not None))
 
 
@@ -78,20 +78,22 @@ def test_experts_of_one_rank_are_one_group() -> None:
     ],
 )
 def test_a_group_is_cut_where_it_has_too_many_elements(
-    ep: int, limit: int, expected: list[int]
+    ep: int, limit: int, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The elements of one rank count; every rank's parts are in the same group."""
-    result, _ = over_ranks(manifest([3, 2], [2]), options(ep, limit=limit))
+    monkeypatch.setattr(regroup, "GROUP_SIZE", limit)
+    result, _ = over_ranks(manifest([3, 2], [2]), options(ep))
     assert [len(names) // ep for names in groups_of(result)[1:]] == expected
 
 
-def test_cuts_become_one_group_again() -> None:
+def test_cuts_become_one_group_again(monkeypatch: pytest.MonkeyPatch) -> None:
     source = manifest([30, 20], [1, 1])  # 4 experts of 30 are a group, 4 of 20 the next
-    result, _ = over_ranks(source, options(2, limit=120))
-    assert [len(names) for names in groups_of(result)] == [1, 8]
     with pytest.raises(WrongOption, match="they may be parts of one group") as caught:
         over_ranks(source, options(2))
-    assert str(GROUP_SIZE) in (caught.value.hint or "")
+    assert "--ep 1" in (caught.value.hint or "")
+    monkeypatch.setattr(regroup, "GROUP_SIZE", 120)
+    result, _ = over_ranks(source, options(2))
+    assert [len(names) for names in groups_of(result)] == [1, 8]
 
 
 def test_the_same_size_changes_nothing() -> None:

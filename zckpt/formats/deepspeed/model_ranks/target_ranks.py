@@ -43,7 +43,7 @@ from ....training.options import (
 )
 from ...deepspeed_states.directories import TagDirectory
 from ...deepspeed_states.model_files import module_weights
-from ...deepspeed_states.options import CONFIG, MAX_GROUP_SIZE, PP_BOUNDS, PP_PARTITION, STAGE
+from ...deepspeed_states.options import CONFIG, PP_BOUNDS, PP_PARTITION, STAGE
 from ...deepspeed_states.target import DeepSpeedTarget
 from ...vocabulary import lost_rows, resized
 from .. import read
@@ -57,8 +57,7 @@ from .target_stages import STAGES, Pipeline, layers_of_names, recut, refuse_with
 
 OF_LAYERS = frozenset({STAGE.name, DTYPE.name, RENAME.name})  # they change files of layers too
 OF_RANKS = frozenset(
-    option.name
-    for option in (DP, EP, MAX_GROUP_SIZE, *STAGES, ALLOW_OBJECT, PARAM_NAMES, DROP_STATE)
+    option.name for option in (DP, EP, *STAGES, ALLOW_OBJECT, PARAM_NAMES, DROP_STATE)
 )
 
 

@@ -23,7 +23,6 @@ from ....core.manifest import Manifest
 from ....errors import InconsistentCheckpoint, MissingData, WrongOption, counted, listed
 from ....training.options import DP, EP, Options
 from ...deepspeed_states.experts import ExpertLayers, expert_name, parameter_of, size_in
-from ...deepspeed_states.options import MAX_GROUP_SIZE
 from ...deepspeed_states.target import DeepSpeedTarget
 from ...groups import regrouped
 
@@ -62,7 +61,7 @@ def over_ranks(source: Manifest, options: Options) -> tuple[Manifest, list[Shell
         )
     if ep is None or layers.sizes == [ep]:
         return source, []
-    return _regrouped(source, layers, ep, options[MAX_GROUP_SIZE])
+    return _regrouped(source, layers, ep)
 
 
 def _check_sizes(layers: ExpertLayers, ep: int | None, given: int | None, before: int) -> None:
@@ -146,16 +145,14 @@ def _engine(engine: Engine, spread: ExpertLayers, ep: int) -> Engine:
     return replace(engine, config=config)
 
 
-def _regrouped(
-    source: Manifest, layers: ExpertLayers, ep: int, limit: int | None
-) -> tuple[Manifest, list[Shell]]:
+def _regrouped(source: Manifest, layers: ExpertLayers, ep: int) -> tuple[Manifest, list[Shell]]:
     assert source.groups is not None
     assert isinstance(source.engine, FlatBufferEngine | StateDictEngine)
     spread = layers.with_ep(ep)
     groups: list[dict[str, Any]] = []
     members: dict[str, int] = {}
     origins: list[int] = []
-    for group in _uncut(source, layers, limit):
+    for group in _uncut(source, layers):
         about, of_experts = source.groups[group.number], not all(map(layers.is_dense, group.names))
         names = layers.everywhere(group.names)
         if not layers.is_regular(names):
@@ -165,7 +162,7 @@ def _regrouped(
                 hint=f"keep --ep {layers.sizes[0]}",
             )
         local = spread.on_rank(names, 0)
-        for cut in _cuts(source, local, limit or GROUP_SIZE) if of_experts else [local]:
+        for cut in _cuts(source, local) if of_experts else [local]:
             members |= dict.fromkeys(spread.everywhere(cut), len(groups))
             groups.append({**about, "name": f"ep_size_{ep}"} if of_experts else about)
             origins.append(group.number)
@@ -183,22 +180,20 @@ def _regrouped(
     )
 
 
-def _uncut(source: Manifest, layers: ExpertLayers, limit: int | None) -> list[_Group]:
+def _uncut(source: Manifest, layers: ExpertLayers) -> list[_Group]:
     """The groups of one ep rank, without the cuts of groups that were too large."""
     uncut: list[_Group] = []
     for number, names in _members(source).items():
         group = _Group(number, local := layers.on_rank(names, 0), local)
         last = uncut[-1] if uncut else None
-        if last is None or not _is_cut(source, layers, last, group, limit):
+        if last is None or not _is_cut(source, layers, last, group):
             uncut.append(group)
         else:
             uncut[-1] = _Group(last.number, [*last.names, *local], local)
     return uncut
 
 
-def _is_cut(
-    source: Manifest, layers: ExpertLayers, last: _Group, group: _Group, limit: int | None
-) -> bool:
+def _is_cut(source: Manifest, layers: ExpertLayers, last: _Group, group: _Group) -> bool:
     """Whether two neighbors are parts of one group. Raises WrongOption if nothing shows it."""
     assert source.groups is not None
     alike = source.groups[last.number] == source.groups[group.number]
@@ -206,15 +201,13 @@ def _is_cut(
         return False
     first = [n for n in group.names if parameter_of(n) == parameter_of(group.names[0])]
     size = sum(_numels(source, [*last.last, *first]))
-    if size > (limit or GROUP_SIZE):
+    if size > GROUP_SIZE:
         return True
-    if limit is None:
-        raise WrongOption(
-            f"groups {last.number} and {group.number} have the same settings: they may be parts of "
-            "one group, which the program cut at a max_group_size of its own",
-            hint=f"give that size with --max-group-size N (DeepSpeed's own is {GROUP_SIZE})",
-        )
-    return False
+    raise WrongOption(
+        f"groups {last.number} and {group.number} have the same settings: they may be parts of one "
+        "group, which the program cut at a max_group_size of its own",
+        hint=f"keep the expert-parallel size, --ep {layers.sizes[0]}; another one moves the cuts",
+    )
 
 
 def _members(source: Manifest) -> Mapping[int, list[str]]:
@@ -223,14 +216,14 @@ def _members(source: Manifest) -> Mapping[int, list[str]]:
     return dict(sorted(by_key((p.group or 0, name) for name, p in items if p.trainable).items()))
 
 
-def _cuts(source: Manifest, names: Sequence[str], limit: int) -> Iterator[list[str]]:
+def _cuts(source: Manifest, names: Sequence[str]) -> Iterator[list[str]]:
     """A group of one rank, cut where DeepSpeed cuts it."""
     cut: list[str] = []
     size = 0
     for _, slices in groupby(names, parameter_of):
         own = list(slices)
         numel = sum(_numels(source, own))
-        if cut and size + numel > limit:
+        if cut and size + numel > GROUP_SIZE:
             yield cut
             cut, size = [], 0
         cut += own
