@@ -22,8 +22,8 @@ from msgspec.structs import replace as changed
 
 from zckpt.copying import assembling
 from zckpt.copying import copy as execute
-from zckpt.core import hashing, plan, records
 from zckpt.core import pieces as elements
+from zckpt.core import plan, records
 from zckpt.core.compare import compare
 from zckpt.core.dtypes import SIZES, TORCH_NAMES
 from zckpt.core.fileio import Reader
@@ -48,10 +48,8 @@ from zckpt.errors import CorruptCheckpoint
 CHUNK = 8192
 
 
-@pytest.fixture(autouse=True, params=["numpy", "plain"])
-def small_sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small slices are spread by numpy where they are many, and without it where they are few."""
-    monkeypatch.setattr(elements, "MANY", 0 if request.param == "numpy" else 1 << 60)
+@pytest.fixture(autouse=True)
+def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     use_chunks(monkeypatch, CHUNK)
 
 
@@ -59,7 +57,6 @@ def use_chunks(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     monkeypatch.setattr(execute, "chunk_size", lambda *_: chunk)
     monkeypatch.setattr(elements, "SMALL", 64)
     monkeypatch.setattr(records, "LITTLE", 4096)
-    monkeypatch.setattr(hashing, "SMALL", 64)
     monkeypatch.setattr(elements, "CAST_BLOCK", 100)
     monkeypatch.setattr(assembling, "SMALL", 64)
     monkeypatch.setattr(assembling, "CAST_BLOCK", 100)
@@ -703,7 +700,6 @@ def test_small_slices_of_other_ranks_are_read_together(
                 os.pwrite(file.fileno(), bytes(fragment.extent.length), fragment.extent.offset)
     use_chunks(monkeypatch, 1 << 18)
     monkeypatch.setattr(elements, "SMALL", 4096)
-    monkeypatch.setattr(hashing, "SMALL", 4096)
     job = Job(*disks, tensors)
     reads: list[Extent] = []
     read = Reader.read

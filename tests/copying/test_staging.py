@@ -5,14 +5,14 @@ from __future__ import annotations
 import errno
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from zckpt.copying.staging import Staging
 from zckpt.core.fileio import save
-from zckpt.core.layout import Shell, remembered
+from zckpt.core.layout import Shell
 from zckpt.errors import TargetExists
 
 
@@ -155,24 +155,6 @@ def test_files_are_copied_with_their_sum(tmp_path: Path, size: int) -> None:
     with Staging(str(tmp_path / "out")) as staged:
         assert staged.copy(str(tmp_path / "source"), "x/y") == (size, zlib.crc32(data))
     assert (tmp_path / "out/x/y").read_bytes() == data
-
-
-@pytest.mark.parametrize(("limit", "passes"), [(20, 1), (19, 2)])
-def test_shells_are_made_once_if_they_fit(limit: int, passes: int) -> None:
-    calls = []
-
-    def shells() -> Iterator[Shell]:
-        calls.append(0)
-        parts = ((0, b"0123456789"),)
-        yield Shell("first", 30, parts)
-        yield Shell("alike", 30, parts)
-        yield Shell("other", 40, ((5, b"abcdefghij"),))
-
-    laid_out = remembered(shells, limit)
-    first = list(laid_out())
-    assert [shell.name for shell in first] == ["first", "alike", "other"]
-    assert list(laid_out()) == first
-    assert len(calls) == passes
 
 
 def test_new_folders_above_the_target_are_synced(

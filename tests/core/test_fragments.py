@@ -326,30 +326,3 @@ def test_a_solid_tensor_is_one_fragment() -> None:
 
 def test_a_part_of_an_extent() -> None:
     assert Extent("a", 100, 50).part(10, 30) == Extent("a", 110, 20)
-
-
-@given(st.integers(1, 9), st.integers(1, 40), st.booleans(), st.data())
-@settings(max_examples=200)
-def test_elements_that_are_one_run(
-    ranks: int, numel: int, sliced: bool, data: st.DataObject
-) -> None:
-    """`alone` gives the bytes that `overlapping` gives, if these are one run, and else nothing."""
-    flats = [Extent(str(rank), 64 * rank, 400) for rank in range(ranks)]
-    fragments: Fragments = Slices(flats, 3, numel, SIZE)
-    if not sliced:
-        fragments = Runs([*fragments][data.draw(st.integers(0, 1)) :])
-    start = data.draw(st.integers(0, numel))
-    stop = data.draw(st.integers(start, numel))
-    whole = [
-        fragment
-        for fragment in fragments.overlapping(start, stop)
-        if fragment.start <= start and stop <= fragment.stop
-    ]
-    alone = fragments.alone(start, stop, SIZE)
-    if start == stop:
-        assert alone is None or not alone.length
-    elif whole:
-        first = (start - whole[0].start) * SIZE
-        assert alone == whole[0].extent.part(first, first + (stop - start) * SIZE)
-    else:
-        assert alone is None

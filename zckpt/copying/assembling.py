@@ -14,7 +14,6 @@ from ..core.cast import CAST_BLOCK, cast, put_mean, refuse_overflow
 from ..core.checksum import crc32, crc_of_runs
 from ..core.dtypes import SIZES
 from ..core.fragments import Extent, Slices
-from ..core.hashing import PieceHasher, is_hashed_apart
 from ..core.manifest import Entry
 from ..core.pieces import SMALL, ElementReader, ReadRequest
 from ..core.plan import Chunk, TargetPiece
@@ -44,7 +43,6 @@ class Assembler(Struct, frozen=True, eq=False):
         passed: list[Passed] = []
         self._keep_shell(target, chunk, view)
         same: list[ReadRequest] = []
-        apart: dict[int, ReadRequest] = {}  # by the byte in the file
         for piece in _parts(chunk.pieces):
             source, at = piece.pair.source, piece.offset - chunk.offset
             if source.mean:
@@ -55,16 +53,10 @@ class Assembler(Struct, frozen=True, eq=False):
                 passed += self._cast(piece, at, view)
             else:
                 check = id(piece.pair) in self.checking
-                is_apart = check and is_hashed_apart(source)
                 is_cut = piece.is_cut or type(piece.pair.target.fragments) is not Slices
-                same.append(
-                    ReadRequest(source, piece.start, piece.stop, at, check and not is_apart, is_cut)
-                )
-                if is_apart:
-                    apart[piece.offset] = same[-1]
+                same.append(ReadRequest(source, piece.start, piece.stop, at, check, is_cut))
         self.reader.read(same, view)
-        hasher = PieceHasher(self.reader.checker, self.reader.passed)
-        return passed + self._hash(target, chunk, view, apart, hasher)
+        return passed + self._hash(target, chunk, view)
 
     def _keep_shell(self, target: TargetFile, chunk: Chunk, view: memoryview) -> None:
         """Reads what the file holds already between tensors (headers)."""
@@ -101,7 +93,7 @@ class Assembler(Struct, frozen=True, eq=False):
         for run in piece.runs():
             for start in range(run.start, run.stop, most):
                 stop = min(start + most, run.stop)
-                copies, block = [], self.reader.block()
+                copies, block = [], self.reader.block
                 for copy in source.mean:
                     # a weight's masters are read for the masters too, and count there
                     check = id(piece.pair) in self.checking and copy.name == source.name
@@ -118,7 +110,7 @@ class Assembler(Struct, frozen=True, eq=False):
 
         source, target = piece.pair.source, piece.pair.target
         size, length, stride = SIZES[source.dtype], piece.stop - piece.start, piece.stride
-        block = self.reader.block()
+        block = self.reader.block
         most = max(1, min(CAST_BLOCK, len(block) // size) // stride)
         key, passed = (SOURCE, self.numbers[id(piece.pair)], 0), []
         for first in range(0, piece.count, most):
@@ -141,27 +133,11 @@ class Assembler(Struct, frozen=True, eq=False):
                 passed.append(_passed_runs(key, source, piece, runs, stop))
         return passed
 
-    def _hash(
-        self,
-        target: TargetFile,
-        chunk: Chunk,
-        view: memoryview,
-        apart: Mapping[int, ReadRequest],
-        hasher: PieceHasher,
-    ) -> list[Passed]:
-        """The CRCs of the chunk's pieces and gaps: for tensors, records and the file.
-
-        `hasher` hashes the pieces `apart`, by their byte in the file, for the source's records too.
-        """
+    def _hash(self, target: TargetFile, chunk: Chunk, view: memoryview) -> list[Passed]:
+        """The CRCs of the chunk's pieces and gaps: for tensors, records and the file."""
         passed: list[Passed] = []
         begin, numbers = chunk.offset, self.numbers
-        crcs = [
-            hasher.crc(apart[piece.offset], view)
-            if piece.offset in apart
-            else crc32(view[piece.offset - begin : piece.end - begin])
-            for piece in chunk.pieces
-        ]
-        hasher.flush()
+        crcs = [crc32(view[piece.offset - begin : piece.end - begin]) for piece in chunk.pieces]
         for piece, crc in zip(chunk.pieces, crcs, strict=True):
             entry, key = piece.pair.target, (TENSOR, numbers[id(piece.pair)], 0)
             if piece.count > 1:

@@ -29,7 +29,7 @@ How a source is read:
     fileio.py         reads and writes of files
     pieces.py         elements from files into a buffer
     duplicates.py     whether one file is a copy of another one
-    records.py        do bytes have the CRC-32 that their file states? hashing.py, checksum.py
+    records.py        do bytes have the CRC-32 that their file states? checksum.py
     streaming.py      one pass over tensors, with the threads and memory of resources.py
     pooling.py        which tasks of a pass this process carries out
     loading.py        one tensor in memory

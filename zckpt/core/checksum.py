@@ -1,7 +1,7 @@
 """What is the CRC-32 of bytes that arrive in pieces, in any order?
 
-The zip records of a torch file state CRC-32s. CRCs of parts combine to the CRC of the whole in 0.14
-us, so one checksum serves the source's records, the target's records and the tensors' digests.
+The zip records of a torch file state CRC-32s, and a universal manifest one for each tensor. CRCs of
+parts combine to the CRC of the whole in 0.14 us, so that no byte has to wait for another one.
 zlib-ng computes 30 GB/s a core, where the standard library's zlib reaches 7.
 """
 

@@ -20,7 +20,6 @@ from .difference import Difference, measure, same
 from .dtypes import SIZES
 from .fileio import Buffer
 from .fragments import Extent, Record
-from .hashing import PieceHasher, is_hashed_apart
 from .manifest import Entry, Manifest
 from .pieces import ElementReader, ReadRequest
 from .plan import Match
@@ -75,10 +74,10 @@ class _MatchPart(Struct, frozen=True):
 
 
 class _Side(Struct, frozen=True):
-    """The elements that were read of one side, and whether each item counts for CRCs."""
+    """The elements that were read of one side."""
 
     view: memoryview
-    requests: Sequence[tuple[ReadRequest, bool]]
+    requests: Sequence[ReadRequest]
 
 
 class _Comparison(Struct, eq=False, dict=True):
@@ -184,37 +183,20 @@ class _Comparison(Struct, eq=False, dict=True):
         self, parts: list[_MatchPart], sides: Sequence[ElementReader], buffers: _Buffers
     ) -> None:
         match = parts[0].match
-        is_counted = self.first[id(match.a)] == parts[0].number
-        if match.b is None and len(parts) == 1 and is_counted and is_hashed_apart(match.a):
-            self._hash_alone(parts[0], sides[0], buffers.a)
-            return
         a = self._read(parts, "a", sides[0], buffers.a)
         b = None if match.b is None else self._read(parts, "b", sides[-1], buffers.b)
         equal = b is not None and self._compare(parts, a.view, b.view, buffers)
-        crcs = self._hash(a, sides[0].checker, {})
+        crcs = self._hash(a, {})
         if b is not None:  # equal bytes have equal CRCs
-            self._hash(b, sides[-1].checker, crcs if equal and match.how == "bits" else {})
-        self._passed(len(a.view) + (len(b.view) if b else 0))
-
-    def _passed(self, count: int) -> None:
+            self._hash(b, crcs if equal and match.how == "bits" else {})
+        count = len(a.view) + (len(b.view) if b else 0)
         with self.lock:
             self.bytes += count
         if self.progress:
             self.progress(count)
 
-    def _hash_alone(self, part: _MatchPart, element_reader: ElementReader, buffer: Buffer) -> None:
-        """Reads elements that are compared with nothing, and counts their CRCs."""
-        entry, size = part.match.a, SIZES[part.match.a.dtype]
-        request = ReadRequest(entry, part.start, part.stop, 0)
-        hasher = PieceHasher(element_reader.checker)
-        crc = hasher.crc_from_files(request, element_reader.reader, buffer.view)
-        hasher.flush()
-        with self.lock:
-            self.covers[id(entry)].add(part.start * size, part.stop * size, crc)
-        self._passed(request.end)
-
     def _read(
-        self, parts: Sequence[_MatchPart], side: str, element_reader: ElementReader, buffer: Buffer
+        self, parts: Sequence[_MatchPart], side: str, reader: ElementReader, buffer: memoryview
     ) -> _Side:
         """Reads one side's elements of all parts, row-major."""
         requests = []
@@ -222,35 +204,27 @@ class _Comparison(Struct, eq=False, dict=True):
             entry: Entry = getattr(part.match, side)
             at = part.first * SIZES[entry.dtype]
             counts = self.first[id(entry)] == part.number
-            check = counts and not is_hashed_apart(entry)
-            requests.append((ReadRequest(entry, part.start, part.stop, at, check), counts))
-        read = [item for item, _ in requests]
-        view = buffer.view[: read[-1].end]
-        element_reader.read(read, view)
+            requests.append(ReadRequest(entry, part.start, part.stop, at, counts))
+        view = buffer[: requests[-1].end]
+        reader.read(requests, view)
         return _Side(view, requests)
 
-    def _hash(
-        self, side: _Side, checker: RecordChecker, known: Mapping[int, int]
-    ) -> dict[int, int]:
-        """Counts the CRCs of one side, for its tensors and its records.
+    def _hash(self, side: _Side, known: Mapping[int, int]) -> dict[int, int]:
+        """Counts the CRCs of one side's tensors; those of records were counted as they were read.
 
         Gives them by their elements' position in the buffer. `known` are those of an equal side.
         """
         crcs: dict[int, int] = {}
-        hasher = PieceHasher(checker)
-        for item, counts in side.requests:
-            if not counts:
+        for item in side.requests:
+            if not item.check:
                 continue
-            entry, size = item.entry, SIZES[item.entry.dtype]
+            size = SIZES[item.entry.dtype]
             crc = known.get(item.at // size)
-            if is_hashed_apart(entry):
-                crc = hasher.crc(item, side.view, crc)
-            elif crc is None:  # their records were hashed as they were read
+            if crc is None:
                 crc = crc32(side.view[item.at : item.end])
             with self.lock:
-                self.covers[id(entry)].add(item.start * size, item.stop * size, crc)
+                self.covers[id(item.entry)].add(item.start * size, item.stop * size, crc)
             crcs[item.at // size] = crc
-        hasher.flush()
         return crcs
 
     def _compare(
@@ -306,15 +280,11 @@ class _Buffers:
     """One thread's memory: for both sides, and for elements that are rounded to be compared."""
 
     def __init__(self, size: int) -> None:
-        self.a = Buffer(size)
-        self.b = Buffer(size)
-        self._size = size
-        self._rounded: Buffer | None = None
+        self.a, self.b, self._rounded = (Buffer(size).view for _ in range(3))
 
     def rounded(self, wide: memoryview, wide_dtype: str, narrow_dtype: str) -> memoryview:
         """All numbers in the type `narrow_dtype`, until the next call."""
-        self._rounded = self._rounded or Buffer(self._size)
-        result = self._rounded.view[: len(wide) // SIZES[wide_dtype] * SIZES[narrow_dtype]]
+        result = self._rounded[: len(wide) // SIZES[wide_dtype] * SIZES[narrow_dtype]]
         cast(wide, wide_dtype, result, narrow_dtype)
         return result
 

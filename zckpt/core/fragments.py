@@ -103,10 +103,6 @@ class Fragments(Sequence[Fragment]):
         runs = sorted(self.runs(start, stop, size), key=_start)
         return Runs([Fragment(run.start - start, run.stop - start, run.extent) for run in runs])
 
-    def alone(self, start: int, stop: int, size: int) -> Extent | None:
-        """The bytes of elements [start, stop), of `size` bytes each, if one run has all of them."""
-        return None
-
 
 class Runs(Fragments):
     """A list of fragments in order of `start`; each has a count of one."""
@@ -124,16 +120,6 @@ class Runs(Fragments):
 
     def __len__(self) -> int:
         return len(self.listed)
-
-    def alone(self, start: int, stop: int, size: int) -> Extent | None:
-        listed = self.listed
-        place = bisect_right(listed, start, key=_start) - 1 if len(listed) > 1 else 0
-        fragment = listed[place] if listed else None
-        if fragment is None or not fragment.start <= start <= stop <= fragment.stop:
-            return None
-        extent = fragment.extent
-        offset = extent.offset + (start - fragment.start) * size
-        return Extent(extent.file, offset, (stop - start) * size)
 
     def overlapping(self, start: int, stop: int) -> Iterator[Fragment]:
         listed = self.listed
@@ -183,15 +169,6 @@ class Slices(Fragments):
 
     def __iter__(self) -> Iterator[Fragment]:
         return map(self.__getitem__, range(self.filled))
-
-    def alone(self, start: int, stop: int, size: int) -> Extent | None:
-        if start == stop:
-            return None
-        rank, first = divmod(start, self.width)
-        if stop > start + self.width - first:
-            return None
-        flat = self.flats[rank]
-        return Extent(flat.file, flat.offset + (self.offset + first) * size, (stop - start) * size)
 
     def overlapping(self, start: int, stop: int) -> Iterator[Fragment]:
         if not self.numel:

@@ -30,7 +30,6 @@ MAX_VALUES = 5_000_000  # a small pickle that refers to itself over and over sto
 MAX_PATH = 1000  # characters
 MAX_INTEGER = 1024  # bytes; Python writes no integer of more than 4300 digits (1785 bytes)
 MAX_EQUAL_HASHES = 100
-_SMALL = 1 << 63
 PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray})
 """Types of values without parts."""
 OWN_HASH = 1 << 60  # smaller integers are their own hashes, so no two have the same
@@ -198,15 +197,17 @@ def _too_many(most: int, noun: str) -> CorruptCheckpoint:
     )
 
 
-def require_tree(value: Any, most: int, most_containers: int) -> None:
+def require_tree(
+    value: Any, most: int, most_containers: int, most_nested: int = MAX_NESTING
+) -> None:
     """Raises CorruptCheckpoint for a value that is too much work for functions that walk over it.
 
     They enter a container wherever a value refers to it, and a small pickle can refer to one a
     million times, or double with every level. So every container counts as often as it is reached:
     all values together at most `most`, and the containers among them at most `most_containers`.
-    They may be nested MAX_NESTING deep, and not in themselves, except for an object: where a value
-    within it refers to it, ITSELF is put. A key is a value too. 64 characters of a text are one,
-    and so are two numbers of a list of nothing else: these are less work.
+    They may be nested `most_nested` deep, and not in themselves, except for an object: where a
+    value within it refers to it, ITSELF is put. A key is a value too. 64 characters of a text are
+    one, and so are two numbers of a list of nothing else: these are less work.
     """
     # of each container that is done: values, containers, depth
     done: dict[int, tuple[int, int, int]] = {}
@@ -225,8 +226,8 @@ def require_tree(value: Any, most: int, most_containers: int) -> None:
                 raise _too_many(most, "values")
             if containers > most_containers:
                 raise _too_many(most_containers, "lists and dictionaries")
-            if depth > MAX_NESTING:
-                raise CorruptCheckpoint(f"values are nested more than {MAX_NESTING} levels deep")
+            if depth > most_nested:
+                raise CorruptCheckpoint(f"values are nested more than {most_nested} levels deep")
             done[key] = values, containers, depth
         if key in done:
             waiting.pop()
@@ -306,82 +307,56 @@ def require_spread(keys: Iterable[Hashable]) -> None:
 
 
 def to_json(value: Any) -> Any:
-    """Tagged JSON; raises CorruptCheckpoint for cycles and for types that no pickle should hold."""
-    budget = MAX_VALUES
+    """Tagged JSON; raises CorruptCheckpoint for what is too large, or of a type of no pickle."""
+    if type(value) in _NESTING:
+        require_tree(value, MAX_VALUES, MAX_VALUES, MAX_DEPTH)
+    return _encoded(value)
 
-    def spend(count: int) -> None:
-        nonlocal budget
-        budget -= count
-        if budget < 0:
-            raise CorruptCheckpoint("state is too large, or refers to itself")
 
-    def each(values: Collection[Any], depth: int) -> list[Any]:
-        """The items of a container at a depth."""
-        spend(len(values))
-        if depth + bool(values) > MAX_DEPTH:
-            raise CorruptCheckpoint("state is nested too deeply, or refers to itself")
-        if len(values) > 8 and _are_json(values):
-            return list(values)
-        if len(values) > 8 and types_in(values) == {str}:
-            spend(sum(map(len, values)) // 100)
-            return list(values)
-        return [
-            item
-            if item is None
-            or (kind := type(item)) is bool
-            or (kind is int and -_SMALL < item < _SMALL)
-            else encode(item, depth + 1)
-            for item in values
-        ]
+def _encoded(value: Any) -> Any:
+    kind = type(value)
+    if value is None or kind in (bool, str):
+        return value
+    if kind is int:
+        return value if value.bit_length() <= 4096 else {"$int": hex(value)}
+    if kind is float:
+        return value if math.isfinite(value) else {"$float": repr(value)}
+    if kind is list:
+        return _items(value)
+    if kind is tuple:
+        return {"$tuple": _items(value)}
+    if kind is dict:
+        if all(type(key) is str for key in value) and not any(k[:1] == "$" for k in value):
+            return dict(zip(value, _items(value.values()), strict=True))
+        return {"$dict": [_items(pair) for pair in value.items()]}
+    if kind in (set, frozenset):  # sorted, so that the JSON is the same every time
+        return {f"${kind.__name__}": sorted(_items(value), key=json.dumps)}
+    if kind is Foreign:
+        parts = {
+            "function": _encoded(value.function),
+            "arguments": _items(value.arguments),
+            "state": _encoded(value.state),
+            "how": value.how,
+        }
+        if value.keywords:
+            parts["keywords"] = _encoded(value.keywords)
+        if value.appended:
+            parts["appended"] = _items(value.appended)
+        if value.items:
+            parts["items"] = [_items(pair) for pair in value.items]
+        return {"$object": parts}
+    tag = _TAGS.get(kind)
+    if tag is None:
+        raise CorruptCheckpoint(f"state holds a value of type {kind.__name__}")
+    name, plain = tag
+    return {name: _encoded(plain(value))}
 
-    def encode(value: Any, depth: int) -> Any:
-        kind = type(value)
-        # long strings cost more: a pickle may refer to the same one a million times
-        if kind in _TEXTS:
-            spend(len(value) // 100)
-        if depth > MAX_DEPTH:
-            raise CorruptCheckpoint("state is nested too deeply, or refers to itself")
-        if value is None or kind in (bool, str):
-            return value
-        if kind is int:
-            return value if value.bit_length() <= 4096 else {"$int": hex(value)}
-        if kind is float:
-            return value if math.isfinite(value) else {"$float": repr(value)}
-        if kind is list:
-            return each(value, depth)
-        if kind is tuple:
-            return {"$tuple": each(value, depth + 1)}
-        if kind is dict:
-            if all(type(key) is str for key in value) and not any(k[:1] == "$" for k in value):
-                spend(sum(map(len, value)) // 100)
-                return dict(zip(value, each(value.values(), depth), strict=True))
-            if depth < MAX_DEPTH and _are_json(value) and _are_json(value.values()):
-                spend(2 * len(value))
-                return {"$dict": [list(pair) for pair in value.items()]}
-            return {"$dict": [each(pair, depth) for pair in value.items()]}
-        if kind in (set, frozenset):  # sorted, so that the JSON is the same every time
-            return {f"${kind.__name__}": sorted(each(value, depth), key=json.dumps)}
-        if kind is Foreign:
-            parts = {
-                "function": encode(value.function, depth + 1),
-                "arguments": each(value.arguments, depth),
-                "state": encode(value.state, depth + 1),
-                "how": value.how,
-            }
-            if value.keywords:
-                parts["keywords"] = encode(value.keywords, depth + 1)
-            if value.appended:
-                parts["appended"] = each(value.appended, depth)
-            if value.items:
-                parts["items"] = [each(pair, depth) for pair in value.items]
-            return {"$object": parts}
-        tag = _TAGS.get(kind)
-        if tag is None:
-            raise CorruptCheckpoint(f"state holds a value of type {kind.__name__}")
-        name, plain = tag
-        return {name: encode(plain(value), depth + 1)}
 
-    return encode(value, 0)
+def _items(values: Collection[Any]) -> list[Any]:
+    """The items of a container."""
+    if len(values) > 8 and (_are_json(values) or types_in(values) == {str}):
+        return list(values)
+    return list(map(_encoded, values))
 
 
 def _are_json(values: Collection[Any]) -> bool:

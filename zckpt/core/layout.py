@@ -65,39 +65,3 @@ class CopyOutcome(Struct, eq=False):
     records: dict[Extent, int] = field(default_factory=dict)
     bytes: int = 0
     counts: RecordCounts = field(default_factory=RecordCounts)
-
-
-REMEMBERED = 64 << 20  # bytes of shells that are kept from the first pass for the second
-
-
-def remembered(
-    shells: Callable[[], Iterator[Shell]], limit: int = REMEMBERED
-) -> Callable[[], Iterator[Shell]]:
-    """`shells`, made once if all of their bytes together fit into `limit`, else at every call.
-
-    Names and sizes are reported before there is a directory to write into. Shells of equal `parts`
-    count once.
-    """
-    kept: list[Shell] = []
-    is_complete = False
-
-    def passing() -> Iterator[Shell]:
-        nonlocal is_complete
-        if is_complete:
-            yield from kept
-            return
-        kept.clear()
-        seen: set[int] = set()
-        size = 0
-        for shell in shells():
-            if size <= limit:
-                kept.append(shell)
-                if id(shell.parts) not in seen:
-                    seen.add(id(shell.parts))
-                    size += sum(len(data) for _, data in shell.parts)
-            yield shell
-            if size > limit:
-                kept.clear()
-        is_complete = size <= limit
-
-    return passing

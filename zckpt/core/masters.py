@@ -158,12 +158,8 @@ def _part(entry: Entry, ranges: Iterable[tuple[int, int]]) -> Entry:
     parts: list[Fragment] = []
     first = 0
     for start, stop in ranges:
-        extent = fragments.alone(start, stop, size)
-        if extent is not None:
-            parts.append(Fragment(first, first + stop - start, extent))
-        else:
-            own = fragments.part(start, stop, size)
-            parts += [Fragment(first + run.start, first + run.stop, run.extent) for run in own]
+        own = fragments.part(start, stop, size)
+        parts += [Fragment(first + run.start, first + run.stop, run.extent) for run in own]
         first += stop - start
     return Entry(entry.name, entry.dtype, (first,), Runs(parts))
 

@@ -2,7 +2,7 @@
 
 Pieces that follow each other both in a file and in the buffer are one read. Small slices of ZeRO-3
 are one read per rank and then one 2-D copy per tensor. That takes 74 ns a slice, where a read and a
-write of each slice take 2,200. numpy is imported only for many slices or for strided tensors.
+write of each slice take 2,200. numpy is imported only for such slices and for strided tensors.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from .fragments import Extent, Fragment, Slices
 from .manifest import Entry
 from .records import PassedRecord, RecordChecker
 
-MANY = 4096  # slices; copying more of them takes longer than importing numpy
 SMALL = 64 << 10  # bytes; a slice below this is read together with its neighbors
 SHORT = 4 << 10  # bytes; runs of a strided tensor below this are read together
 
@@ -48,14 +47,8 @@ class ReadRequest(Struct, frozen=True):
     def end(self) -> int:
         return self.at + (self.stop - self.start) * SIZES[self.entry.dtype]
 
-    @property
-    def extent(self) -> Extent | None:
-        """Where the elements lie, if they are one run."""
-        entry = self.entry
-        return entry.fragments.alone(self.start, self.stop, SIZES[entry.dtype])
 
-
-class ElementReader(Struct, eq=False):
+class ElementReader(Struct, eq=False, dict=True):
     """Reads elements of entries into buffers, for one thread.
 
     `passed`, if it is a list, gets what was read of records.
@@ -65,18 +58,13 @@ class ElementReader(Struct, eq=False):
     checker: RecordChecker
     memory: int
     passed: list[PassedRecord] | None = None
-    _scratch: Buffer | None = None
-    _block: Buffer | None = None
 
-    def block(self) -> memoryview:
+    def __post_init__(self) -> None:
+        # many copies need neither: the system gives memory when it is written to
+        self.block = Buffer(CAST_BLOCK * 8).view
         """Memory for elements in the source's type, before they are cast."""
-        self._block = self._block or Buffer(CAST_BLOCK * 8)
-        return self._block.view
-
-    def scratch(self) -> memoryview:
-        """Working memory, allocated when first needed; many copies never need it."""
-        self._scratch = self._scratch or Buffer(self.memory)
-        return self._scratch.view
+        self.scratch = Buffer(self.memory).view
+        """Working memory."""
 
     def _read(self, extent: Extent, into: memoryview, check: bool) -> None:
         self.reader.read(extent, into)
@@ -95,8 +83,7 @@ class ElementReader(Struct, eq=False):
                 place += len(batch)
                 continue
             place += 1
-            alone = item.extent
-            for at, extent in self._long(item, view) if alone is None else ((item.at, alone),):
+            for at, extent in self._long(item, view):
                 if pending is None:
                     pending = extent, at, item.check
                     continue
@@ -130,7 +117,7 @@ class ElementReader(Struct, eq=False):
             self.read([request], view)
             return
         entry, size, cast_size = request.entry, SIZES[request.entry.dtype], SIZES[dtype]
-        block = self.block()
+        block = self.block
         for start in range(request.start, request.stop, CAST_BLOCK):
             stop = min(start + CAST_BLOCK, request.stop)
             elements = block[: (stop - start) * size]
@@ -188,36 +175,29 @@ class ElementReader(Struct, eq=False):
 
     def _read_slices(self, batch: Sequence[ReadRequest], view: memoryview) -> None:
         """One read per rank for all tensors of the batch, then a 2-D copy for each."""
+        import numpy as np
+
         first, last = _slices(batch[0]), _slices(batch[-1])
         size, begin = first.size, first.offset
         width = last.offset + last.width - begin
         needed = [_ranks(item) for item in batch]
         ranks = range(min([each.start for each in needed]), max([each.stop for each in needed]))
-        scratch = self.scratch()[: len(ranks) * width * size]
+        scratch = self.scratch[: len(ranks) * width * size]
         # a slice at the edge of two ranks of the target is read for both, and counts for one
         counted = range(-(-batch[0].start // first.width), -(-batch[0].stop // first.width))
         for place, rank in enumerate(ranks):
             row = scratch[place * width * size : (place + 1) * width * size]
             part = first.flats[rank].part(begin * size, (begin + width) * size)
             self._read(part, row, batch[0].check and (rank in counted or batch[0].is_whole))
-        if sum(map(len, needed)) < MANY:
-            self._spread(batch, scratch, ranks.start, begin, width, view)
-            return
-        import numpy as np
-
         dtype = np.dtype(f"u{size}")
         table = np.frombuffer(scratch, dtype).reshape(len(ranks), width)
-        elements = np.frombuffer(view[: len(view) // size * size], dtype)
         for item, own in zip(batch, needed, strict=True):
-            slices, at, count = _slices(item), item.at, item.stop - item.start
+            slices, count = _slices(item), item.stop - item.start
             column, slice_width = slices.offset - begin, slices.width
             rows = table[
                 own.start - ranks.start : own.stop - ranks.start, column : column + slice_width
             ]
-            if at % size:
-                target = np.frombuffer(view[at : item.end], dtype)
-            else:
-                target = elements[at // size : at // size + count]
+            target = np.frombuffer(view[item.at : item.end], dtype)
             if skipped := item.start - own.start * slice_width:
                 target[:] = rows.reshape(-1)[skipped : skipped + count]
                 continue
@@ -226,28 +206,6 @@ class ElementReader(Struct, eq=False):
                 target[-rest:] = rows[whole, :rest]
                 target, rows = target[:-rest], rows[:whole]
             target.reshape(whole, slice_width)[:] = rows
-
-    def _spread(
-        self,
-        batch: Sequence[ReadRequest],
-        scratch: memoryview,
-        first_rank: int,
-        begin: int,
-        width: int,
-        view: memoryview,
-    ) -> None:
-        """Copies few slices to their places without numpy, whose import alone takes 150 ms."""
-        for item in batch:
-            slices, at = _slices(item), item.at
-            size = slices.size
-            for rank in slices.ranks(item.start, item.stop):
-                start = max(item.start, rank * slices.width)
-                stop = min(item.stop, (rank + 1) * slices.width)
-                row = (rank - first_rank) * width + slices.offset - begin
-                source = (row + start - rank * slices.width) * size
-                length = (stop - start) * size
-                view[at : at + length] = scratch[source : source + length]
-                at += length
 
     def _read_runs(self, item: ReadRequest, fragment: Fragment, view: memoryview) -> None:
         """Copies an item's part of a strided fragment, by way of the working memory."""
@@ -261,7 +219,7 @@ class ElementReader(Struct, eq=False):
         for begin in range(first, stop, step):
             end = min(begin + step, stop)
             extent = fragment.extent.part(begin * length * size, end * length * size)
-            scratch = self.scratch()[: extent.length]
+            scratch = self.scratch[: extent.length]
             self._read(extent, scratch, item.check)
             runs = np.frombuffer(scratch, dtype=f"V{size}").reshape(end - begin, length)
             at = fragment.start + np.arange(begin, end)[:, None] * fragment.stride

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import MappingProxyType
 
 from msgspec import Struct
@@ -90,16 +90,6 @@ class RecordChecker:
             self.passed_before(record, start - begin, stop - begin, crc)
             if log is not None:
                 log.append((record, start - begin, stop - begin, crc))
-
-    def cut(self, extent: Extent) -> Iterable[tuple[Extent, Record | None]]:
-        """The extent, cut where records begin and end; each part with its record, if it has one."""
-        end = extent.offset + extent.length
-        records = self._within(extent.file, extent.offset, end)
-        if len(records) == 1:
-            whole = records[0].extent
-            if whole.offset <= extent.offset and end <= whole.offset + whole.length:
-                return ((extent, records[0]),)
-        return _cut(extent, records)
 
     def require(self, extent: Extent) -> None:
         """`finish` will read and check the records with any of these bytes, even if none passed."""
@@ -192,16 +182,3 @@ class RecordChecker:
             self.passed(part.file, part.offset, view[: part.length])
             if beside:
                 beside(record, part, view[: part.length])
-
-
-def _cut(extent: Extent, records: Iterable[Record]) -> Iterator[tuple[Extent, Record | None]]:
-    offset, end = extent.offset, extent.offset + extent.length
-    for record in records:
-        start = max(offset, record.extent.offset)
-        stop = min(end, record.extent.offset + record.extent.length)
-        if offset < start:
-            yield Extent(extent.file, offset, start - offset), None
-        yield Extent(extent.file, start, stop - start), record
-        offset = stop
-    if offset < end:
-        yield Extent(extent.file, offset, end - offset), None

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from .. import formats
 from ..core.facts import layers_of
-from ..core.layout import Layout, Shell, remembered
+from ..core.layout import Layout, Shell
 from ..core.manifest import Manifest
 from ..errors import MissingData, NotACheckpoint
 from ..formats.format import Format
@@ -94,7 +94,6 @@ def laid_out(
     weights = [line for line in manifest.left_out if "--root" in line or OWN_TENSORS in line]
     layout = replace(
         layout,
-        shells=remembered(layout.shells),
         left_out=[*dict.fromkeys((*layout.left_out, *weights, *own))],
         from_masters=layout.from_masters or options.module_dtype is not None,
     )
