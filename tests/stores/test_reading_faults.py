@@ -121,7 +121,7 @@ def test_a_flipped_bit_in_any_answer_is_noticed(
             assert files(target) == expected, number
         proxy.faults.clear()
         assert played.played == 1
-    assert refused > len(reads) / 2
+    assert refused, "no flip was in bytes that are needed"
 
 
 @pytest.mark.parametrize("after", [0, 1])
