@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -47,7 +46,6 @@ class Measurer:
         self.on_cpu = on_cpu
         self._pool = ThreadPoolExecutor(threads, "zckpt-probe") if threads > 1 else None
         self._known: OrderedDict[tuple[Any, ...], dict[str, Any]] = OrderedDict()
-        self._crcs: OrderedDict[tuple[int, int], tuple[Any, int, str]] = OrderedDict()
 
     def close(self) -> None:
         if self._pool:
@@ -71,31 +69,13 @@ class Measurer:
                 return about | self._in_place(tensor, dtype)
             return about | self._through_buckets(tensor, dtype)
 
-    def remember(self, tensor: Tensor, about: dict[str, Any]) -> None:
-        """Keeps the CRC-32 of a tensor that was described, for `fingerprint`."""
-        if "crc32" in about and tensor.is_contiguous() and not tensor.is_inference():
-            key = tensor.data_ptr(), tensor.numel() * tensor.element_size()
-            self._crcs[key] = weakref.ref(tensor), tensor._version, about["crc32"]
-            self._crcs.move_to_end(key)
-            if len(self._crcs) > KEPT:
-                self._crcs.popitem(last=False)
-
     def fingerprint(self, tensor: Tensor) -> str | None:
-        """The CRC-32 of a tensor's bytes; None if its memory is not on the CPU, or not row-major.
-
-        It is known if the tensor has the memory of one that was described, which still exists and
-        was not changed since.
-        """
+        """The CRC-32 of a tensor's bytes; None if they are not on the CPU, or not row-major."""
         tensor = tensor.detach()
         if tensor.device.type != "cpu" or tensor.is_nested or not holds_bytes(tensor):
             return None
         if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
             return None
-        place = tensor.data_ptr(), tensor.numel() * tensor.element_size()
-        known, version, crc = self._crcs.get(place, (None, 0, ""))
-        alive = None if known is None else known()
-        if alive is not None and (alive.data_ptr(), alive._version) == (place[0], version):
-            return crc
         return f"{self._crc(_parts(tensor)):08x}"
 
     def _in_place(self, tensor: Tensor, dtype: str) -> dict[str, Any]:
