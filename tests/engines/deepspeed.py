@@ -4,7 +4,7 @@ python -m tests.engines.deepspeed --list
 python -m tests.engines.deepspeed CASE DIR      trains one case into DIR
 python -m tests.engines.deepspeed --all DIR     trains each case into DIR/<case>
 
-ENGINE_DEVICE=cuda lets all engines of the tests train on the GPU, whose ranks then share it.
+With ENGINE_DEVICE=cuda, DeepSpeed and PyTorch's engines train on a GPU, which ranks share.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from ..errors import SourceChanged, StoreError, ZckptError
+from ..errors import SourceChanged, StoreError, UnsupportedCheckpoint, ZckptError
 from .urls import Url
 
 Asked = TypeVar("Asked")
@@ -39,10 +39,13 @@ UNKNOWN_KEY = (
     "InvalidToken",
     "AuthenticationFailed",
 )
+NO_PATH = re.compile(r'[Pp]ath "(.*?)"')  # what obstore says of a key that it cannot take
+NO_REGION = "redirect without LOCATION"  # what it says when S3 names another region
 BROKEN = "response body error"  # what obstore says when an answer ends early
 # what the libraries say when they look for credentials in vain
 NO_CREDENTIALS = (
     "169.254.169.254",
+    "/latest/api/token",
     "metadata.google.internal",
     "IMDS",
     "redential",
@@ -79,6 +82,12 @@ def explained(error: Exception, url: Url, doing: str = "read") -> ZckptError:
         return error
     if name == "PreconditionError" and doing == "read":
         return SourceChanged(f"{url} changed while it was read: its ETag is another one")
+    if name == "InvalidPathError":
+        key = match[1] if (match := NO_PATH.search(text)) else ""
+        return UnsupportedCheckpoint(
+            f"{url}: there is the key {key!r}, which cannot be the name of a file",
+            hint="copy the checkpoint to another prefix without it",
+        )
     code = match[1] if (match := CODE.search(text)) else name
     status = next((a or b for a, b in STATUS.findall(text)), "")
     where, store = WHERE.get(url.scheme, ""), f"{url.scheme}://{url.root}"
@@ -88,9 +97,12 @@ def explained(error: Exception, url: Url, doing: str = "read") -> ZckptError:
     elif code in EXPIRED:
         message = f"the credentials for {store} have expired"
         hint = "get new ones, then start again; add --resume if a target was begun"
-    elif code in REGION or status in ("301", "307"):
+    elif code in REGION or status in ("301", "307") or NO_REGION in text:
         message = f"{store} is in another region than the request went to"
         hint = "set AWS_REGION to the bucket's region"
+    elif code == "RequestTimeTooSkewed":
+        message = f"{store} has another time than this machine, and takes no request"
+        hint = "set this machine's clock: `timedatectl` shows whether it is synchronized"
     elif code in UNKNOWN_KEY or name == "UnauthenticatedError" or status == "401":
         message, hint = f"{store} does not know the credentials", where
     elif any(each in text for each in NO_CREDENTIALS) and code == name and status != "503":
@@ -100,7 +112,10 @@ def explained(error: Exception, url: Url, doing: str = "read") -> ZckptError:
         hint = "ask the owner of the bucket, or use other credentials: " + where
     elif isinstance(error, FileNotFoundError):
         if doing == "read":
-            return SourceChanged(f"{url} was removed while it was read")
+            return SourceChanged(
+                f"{url} was removed while it was read",
+                hint="start again; if its key ends in a slash, copy the rest to another prefix",
+            )
         message, hint = f"{store} does not exist", "check the name" + ENDPOINT.get(url.scheme, "")
     elif status:
         message = f"{url}: the store answers {status}" + (f" ({code})" if code != name else "")

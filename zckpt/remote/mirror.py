@@ -21,7 +21,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 
 from msgspec import Struct, field
 
@@ -261,9 +260,7 @@ def mirrored(url: Url) -> Mirror:
     os.makedirs(base)
     try:
         store = failures.asked(lambda: store_of(url), url, "list")
-        listed = failures.asked(
-            lambda: {each.key: each for each in _listed(store, url)}, url, "list"
-        )
+        listed = failures.asked(lambda: _listed(store, url), url, "list")
         found = failures.asked(lambda: _finished(store, url, listed), url)
         for key, each in found.items():
             _lay(mirror, base, File(url.beside(key), store, each, mirror))
@@ -275,15 +272,37 @@ def mirrored(url: Url) -> Mirror:
     return mirror
 
 
-def _listed(store: Store, url: Url) -> Iterator[Found]:
-    """What is below the URL; else the file that it names; and the files beside it."""
+def _listed(store: Store, url: Url) -> dict[str, Found]:
+    """What is below the URL; else the file that it names; and the files beside it, by key."""
     inside = [*store.below(url.key)]
-    yield from inside
     if url.key and not inside and (alone := store.head(url.key)) is not None:
-        yield alone
-    if url.key:
-        with suppress(PermissionError):  # one may be allowed to see the checkpoint alone
-            yield from store.directly_in(url.key.rpartition("/")[0])
+        inside = [alone]
+    found = {each.key: each for each in (*inside, *(_beside(store, url) if url.key else ()))}
+    folders = {parent for key in found for parent in _folders(key)}
+    # tools that show a store as folders put an empty object for each
+    return {key: each for key, each in found.items() if each.size or key not in folders}
+
+
+def _beside(store: Store, url: Url) -> list[Found]:
+    """What is beside the URL, but for what cannot be seen, or has a strange name."""
+    try:
+        beside = store.directly_in(url.key.rpartition("/")[0])
+    except Exception as error:
+        if isinstance(error, PermissionError) or type(error).__name__ == "InvalidPathError":
+            return []  # one may be allowed to see the checkpoint alone
+        raise
+    keys = {each.key for each in beside}
+    return [
+        each
+        for each in beside
+        if not strange(each.key.rstrip("/")) and (each.key == url.key or f"{each.key}/" not in keys)
+    ]
+
+
+def _folders(key: str) -> Iterator[str]:
+    """The keys above a key."""
+    while key := key.rpartition("/")[0]:
+        yield key
 
 
 def _finished(store: Store, url: Url, found: Mapping[str, Found]) -> dict[str, Found]:

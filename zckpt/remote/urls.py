@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import Any
 
 from msgspec import Struct
@@ -63,7 +64,7 @@ def parse(path: str | os.PathLike[str] | At) -> Url:
         root, key = _repository(rest)
     if scheme in ("https", "http") and ("?" in text or "#" in text):
         raise WrongOption(
-            f"{text.partition('?')[0]} has a query, which zckpt does not send",
+            f"{re.split('[?#]', text)[0]} has a query, which zckpt does not send",
             hint="give the URL without it; credentials come from the environment",
         )
     if root == "huggingface.co":
