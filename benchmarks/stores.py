@@ -49,7 +49,7 @@ def make(path: Path, elements: int) -> None:
     """A ZeRO-3 checkpoint of 4 ranks, with AdamW's states of so many elements."""
     import torch
 
-    import zckpt
+    from zckpt import api
 
     torch.manual_seed(0)
     width = 1024
@@ -62,7 +62,7 @@ def make(path: Path, elements: int) -> None:
     one = path.with_name("made.pt")
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, one)
     names = [name for name, _ in model.named_parameters()]
-    zckpt.convert(one, path, to="deepspeed", dp=4, stage=3, param_names=names)
+    api.convert(one, path, to="deepspeed", dp=4, stage=3, param_names=names)
     one.unlink()
 
 
