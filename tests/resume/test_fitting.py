@@ -148,7 +148,7 @@ def test_it_cannot_be_read(run: Path, zckpt: Callable[..., Result]) -> None:
     DAMAGE["lost"](run / TAGS[-1])
     ended = zckpt("check", run, "--dp", 4)
     assert ended.code == 1
-    assert "rank 1 is missing" in ended.err
+    assert "lacks bf16_zero_pp_rank_1_" in ended.err
     assert zckpt("check", run / "nothing").code == 1
 
 

@@ -41,6 +41,8 @@ def command(
         with monkeypatch.context() as patch:
             for name, value in environment.items():
                 patch.setenv(name, value)
+            if environment:  # a user's own key has no token
+                patch.delenv("AWS_SESSION_TOKEN")
             result = zckpt(*words)
         for secret in (SECRET, TOKEN, KEY_ID, "pass7word"):
             assert secret not in result.out + result.err
@@ -158,7 +160,6 @@ def asking(
         return {
             "AWS_ACCESS_KEY_ID": key["AccessKeyId"],
             "AWS_SECRET_ACCESS_KEY": key["SecretAccessKey"],
-            "AWS_SESSION_TOKEN": "",
         }
 
     yield user
@@ -340,7 +341,8 @@ def zckpt_hiding(tmp_path: Path) -> Callable[..., Result]:
             "class Hiding(m.PathFinder):\n"
             "    @classmethod\n"
             "    def find_spec(cls, name, path=None, target=None):\n"
-            f"        return None if name == {missing!r} else super().find_spec(name, path, target)\n"
+            f"        hidden = name == {missing!r}\n"
+            "        return None if hidden else super().find_spec(name, path, target)\n"
             "sys.meta_path[:] = [Hiding if f is m.PathFinder else f for f in sys.meta_path]\n"
             "from zckpt.cli import main\n"
             "main(sys.argv[1:])\n"

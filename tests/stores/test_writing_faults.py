@@ -213,6 +213,21 @@ def test_another_program_that_commits_first_is_not_overwritten(
     assert bucket.get(key) == b"of another program"
 
 
+@pytest.mark.parametrize("name", ["universal", "zero-1"])
+def test_a_run_that_could_not_remove_its_note_is_complete(
+    name: str, target: str, bucket: Bucket, proxy: Proxy, fault: AddFault, impatient: None
+) -> None:
+    fault("POST", "delete", faults.refusal(403, "AccessDenied"), times=1000)
+    with pytest.raises(StoreError, match="no permission to write"):
+        zckpt.convert(EXAMPLE, target, **TARGETS[name])
+    assert zckpt.read(target).entries, "its last file is there"
+    proxy.faults.clear()
+    proxy.seen.requests.clear()
+    zckpt.convert(EXAMPLE, target, **TARGETS[name], resume=True)
+    assert not proxy.seen.of("PUT", "/to/run/")
+    assert UNFINISHED not in bucket.files("to/run")
+
+
 def test_what_is_there_is_not_overwritten(target: str, bucket: Bucket) -> None:
     bucket.put("to/run/notes.txt", b"mine")
     with pytest.raises(TargetExists, match="exists"):

@@ -134,7 +134,7 @@ class Template:
                     "--weights-only",
                 )
 
-    def groups(self, keys: Callable[[int], Iterable[str]]) -> dict[int, tuple[str, Group]]:
+    def own_groups(self, keys: Callable[[int], Iterable[str]]) -> dict[int, tuple[str, Group]]:
         """The source's group for each of the run's, by number, and the first of its parameters.
 
         `keys` gives the hyper-parameters of a group, which all of its members must share. Raises

@@ -179,7 +179,7 @@ def _parsed(text: str, source: str) -> list[TensorRule]:
             re.compile(pattern)
         except re.error:
             equals = ""
-        parsed = _rule(pattern, rule) if equals and pattern else None
+        parsed = rule_in(rule, pattern) if equals and pattern else None
         if parsed is None:
             raise WrongOption(
                 f"{source}, line {number}: {line[:99]!r} is not of the form REGEX = RULE",
@@ -189,7 +189,7 @@ def _parsed(text: str, source: str) -> list[TensorRule]:
     return rules
 
 
-def _rule(pattern: str, text: str) -> TensorRule | None:
+def rule_in(text: str, pattern: str = "") -> TensorRule | None:
     """The rule that a line states; None if it states none."""
     if text in ("replicated", SUM):
         return TensorRule(pattern, text, None)
@@ -205,7 +205,7 @@ def _rule(pattern: str, text: str) -> TensorRule | None:
 
 def stated_rule(name: str, text: str) -> TensorRules | None:
     """The rule of one parameter, as `Sliced.rule` has it; None if no line could state it."""
-    rule = _rule(re.escape(name), text)
+    rule = rule_in(text, re.escape(name))
     return None if rule is None else RuleFile("the source", [rule])
 
 

@@ -88,6 +88,10 @@ def explained(error: Exception, url: Url, doing: str = "read") -> ZckptError:
             f"{url}: there is the key {key!r}, which cannot be the name of a file",
             hint="copy the checkpoint to another prefix without it",
         )
+    if name == "NotSupportedError":
+        return StoreError(
+            f"{url}: the server gives no ranges of bytes", hint="download the checkpoint first"
+        )
     code = match[1] if (match := CODE.search(text)) else name
     status = next((a or b for a, b in STATUS.findall(text)), "")
     where, store = WHERE.get(url.scheme, ""), f"{url.scheme}://{url.root}"

@@ -139,7 +139,8 @@ class _Sending(Struct, dict=True):
                 and crc == _crc_of(os.path.join(self.path, name))
             }
         if last in there:
-            if {*sizes} - {last} <= {*self.sent} and self._is_ours(last):
+            is_whole = all(name in there and there[name].size == sizes[name] for name in sizes)
+            if is_whole and UNFINISHED in there and self._is_ours(last):
                 return {*sizes}  # the earlier run was stopped before it removed the note
             raise self._preceded(last)
         try:
@@ -222,10 +223,12 @@ class _Sending(Struct, dict=True):
         return crc
 
     def _is_ours(self, name: str) -> bool:
-        """Whether the store has the bytes that this run sends."""
+        """Whether the store has the bytes that this run sends, and no other run has sent them."""
         found, path = self.store.head(self.key(name)), os.path.join(self.path, name)
-        is_as_long = found is not None and found.size == os.path.getsize(path)
-        return found is not None and is_as_long and self._crc(found) == _crc_of(path)
+        if found is None or found.size != os.path.getsize(path):
+            return False
+        by_us = self.store.mark(found) in (None, self.run)
+        return by_us and self._crc(found) == _crc_of(path)
 
     def _lost(
         self, name: str, what: str, etag: str | None, found: Found | None

@@ -107,6 +107,7 @@ class Objects:
         import obstore
 
         self.own, self._call = store, obstore
+        self._is_folder = type(store).__name__ == "LocalStore"  # it notes nothing beside a file
 
     def below(self, key: str) -> Iterator[Found]:
         for batch in self._call.list(self.own, key or None):
@@ -128,7 +129,8 @@ class Objects:
         if found.etag and not found.etag.startswith("W/"):  # a weak one never matches
             options["if_match"] = found.etag
         answer = self._call.get(self.own, found.key, options=options)
-        if (answer.meta["e_tag"] or found.etag) != found.etag or answer.meta["size"] != found.size:
+        is_other = found.etag and (answer.meta["e_tag"] or found.etag) != found.etag
+        if is_other or answer.meta["size"] != found.size:
             raise self._call.exceptions.PreconditionError(found.key)
         return memoryview(answer.bytes())
 
@@ -143,22 +145,15 @@ class Objects:
                 passed(data)
                 yield data
 
+        more: dict[str, Any] = {} if self._is_folder else {"attributes": {MARK: mark}}
         if create or size <= length:
             data = b"".join(parts())
             mode = "create" if create else "overwrite"
-            answer = self._call.put(
-                self.own, key, data, mode=mode, use_multipart=False, attributes={MARK: mark}
-            )
+            answer = self._call.put(self.own, key, data, mode=mode, use_multipart=False, **more)
         else:
             at_once = max(2, IN_FLIGHT // length)
-            answer = self._call.put(
-                self.own,
-                key,
-                parts(),
-                chunk_size=length,
-                max_concurrency=at_once,
-                attributes={MARK: mark},
-            )
+            more |= {"chunk_size": length, "max_concurrency": at_once}
+            answer = self._call.put(self.own, key, parts(), **more)
         etag: str | None = answer["e_tag"]
         return etag
 

@@ -242,9 +242,8 @@ def test_an_optimizer_too_many(run: Path) -> None:
 def test_swapped_optimizers(run: Path) -> None:
     names = (f"expp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(2))
     swap(*(tag_of(run) / name for name in names))
-    with pytest.raises(InconsistentCheckpoint, match="experts of another ep rank") as caught:
+    with pytest.raises(MissingData, match="rounds to no weight"):
         zckpt.read(run)
-    assert "swapped" in str(caught.value.hint)
 
 
 @engines
@@ -252,19 +251,20 @@ def test_swapped_flat_optimizers(trained_experts: Trained, tmp_path: Path) -> No
     run = Path(shutil.copytree(trained_experts("dp2_ep2_z0_fused") / "run", tmp_path / "run"))
     names = (f"expp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(2))
     swap(*(tag_of(run) / name for name in names))
-    with pytest.raises(InconsistentCheckpoint, match="experts of another ep rank"):
+    with pytest.raises(MissingData, match="no weights fit"):
         zckpt.read(run)
 
 
 @engines
 @first
-def test_an_optimizer_of_another_save(run: Path) -> None:
+def test_an_optimizer_of_another_save(run: Path, tmp_path: Path) -> None:
     def change(value: Any) -> None:
         value["optimizer"]["fp32_groups"][1][3].data.mul_(2)
 
     edit(tag_of(run) / "expp_rank_1_mp_rank_00_optim_states.pt", change)
-    with pytest.raises(InconsistentCheckpoint, match="does not round to the weight"):
-        zckpt.read(run)
+    assert not zckpt.verify(run)["equal"]
+    with pytest.raises(InconsistentCheckpoint, match="round"):
+        zckpt.convert(run, tmp_path / "out")
 
 
 @engines
@@ -287,7 +287,9 @@ def test_dense_copies_that_differ(run: Path, tmp_path: Path) -> None:
     edit(tag_of(run) / "expp_rank_1_mp_rank_00_optim_states.pt", change)
     different = {line["tensor"] for line in zckpt.verify(run)["differences"]}
     assert different == {"embedding.weight/exp_avg"}
-    with pytest.raises(InconsistentCheckpoint, match="copies of embedding"):
+    with pytest.raises(
+        InconsistentCheckpoint, match=r"ep ranks hold different copies of 1 parameter \(embedding"
+    ):
         zckpt.convert(run, tmp_path / "universal")
     assert not (tmp_path / "universal").exists()
     report = zckpt.convert(run, tmp_path / "universal", replicas="rank0")
@@ -324,7 +326,7 @@ def test_settings_that_differ(run: Path) -> None:
         value["optimizer"]["optimizer_state_dict"]["param_groups"][1]["lr"] = 0.5
 
     edit(tag_of(run) / "expp_rank_1_mp_rank_00_optim_states.pt", change)
-    with pytest.raises(InconsistentCheckpoint, match="other groups or settings"):
+    with pytest.raises(InconsistentCheckpoint, match=r"states param_groups\[1\].lr 0.5"):
         zckpt.read(run)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from zckpt.errors import IncompleteCheckpoint, InconsistentCheckpoint, ZckptError
 from zckpt.files.torchfile import Parsed
-from zckpt.formats.deepspeed.files import RankFiles, add_file, model_rank_of, rank_files
+from zckpt.formats.deepspeed.files import RankFiles, files_in, rank_files
 from zckpt.formats.deepspeed_states.directories import TagDirectory
 
 
@@ -25,9 +25,12 @@ def model_of_stage_3(rank: int) -> str:
     return f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
 
 
+DIRECTORY = TagDirectory("/run/tag", "tag", "/run")
+
+
 def found(names: list[str], model_rank: int = 0) -> RankFiles:
     shuffled = random.Random(0).sample(names, len(names))
-    return rank_files(TagDirectory("/run/tag", "tag", "/run"), shuffled, Parsed(), model_rank)
+    return rank_files(DIRECTORY, files_in(DIRECTORY, shuffled), Parsed())[model_rank]
 
 
 def names_of(paths: object) -> list[str]:
@@ -47,25 +50,41 @@ def test_stage_3_has_a_model_file_for_each_rank() -> None:
     assert names_of(files.models) == [*map(model_of_stage_3, range(3))]
 
 
-def test_other_model_ranks_are_left_to_themselves() -> None:
+def test_each_model_rank_has_its_own() -> None:
     names = [name for rank in (0, 1) for name in (model(rank), optimizer(0, rank))]
     assert names_of(found(names, 1).paths) == [model(1), optimizer(0, 1)]
+    assert found(names, 1).number == 1
 
 
 @pytest.mark.parametrize(
     ("names", "error", "said"),
     [
-        ([model(), optimizer(0), optimizer(2)], IncompleteCheckpoint, "rank 1"),
+        ([model(), optimizer(0), optimizer(2)], IncompleteCheckpoint, f"lacks {optimizer(1)}"),
         ([optimizer(0)], IncompleteCheckpoint, "holds no model states"),
         (
             [*map(model_of_stage_3, (0, 2)), *map(optimizer, range(3))],
             IncompleteCheckpoint,
-            "rank 1",
+            f"lacks {model_of_stage_3(1)}",
         ),
         (
             [*map(model_of_stage_3, range(3)), *map(optimizer, range(2))],
             IncompleteCheckpoint,
-            "3 model files, but 2 optimizer files",
+            f"lacks {optimizer(2)}",
+        ),
+        (
+            [model(0), model(2), optimizer(0), optimizer(0, 2)],
+            IncompleteCheckpoint,
+            f"lacks {model(1)}",
+        ),
+        (
+            [model(0), model(1), optimizer(0), optimizer(1), optimizer(0, 1)],
+            IncompleteCheckpoint,
+            f"lacks {optimizer(1, 1)}",
+        ),
+        (
+            [model(), "expp_rank_1_mp_rank_00_optim_states.pt"],
+            IncompleteCheckpoint,
+            "lacks expp_rank_0_mp_rank_00_optim_states.pt",
         ),
         (
             [model(), optimizer(0), optimizer(1, begin="bf16_")],
@@ -90,14 +109,13 @@ def test_files_that_are_not_one_save(names: list[str], error: type[ZckptError], 
         found(names)
 
 
-def test_a_second_file_of_a_place() -> None:
-    files = {(0,): "/run/mp_rank_00"}
-    add_file(files, (0,), "/run/mp_rank_0", is_second=False)
-    with pytest.raises(InconsistentCheckpoint, match="mp_rank_000 has the same number as"):
-        add_file(files, (0,), "/run/mp_rank_000")
-
-
-def test_the_model_rank_of_a_name() -> None:
-    assert model_rank_of(model(13)) == 13
-    assert model_rank_of(optimizer(7, 2)) == 2
-    assert model_rank_of("layer_03-model_states.pt") is None
+def test_all_that_is_missing_is_listed() -> None:
+    """As names that DeepSpeed gives; a number that is huge by damage costs nothing."""
+    with pytest.raises(IncompleteCheckpoint) as caught:
+        found([model(), model(11), *(optimizer(rank, begin="bf16_") for rank in (0, 12))])
+    assert [Path(path).name for path in caught.value.paths] == [*map(model, range(1, 11))]
+    with pytest.raises(IncompleteCheckpoint) as caught:
+        found([model(), optimizer(0, begin="bf16_"), optimizer(10**20, begin="bf16_")])
+    first, *_, last = caught.value.paths
+    assert Path(first).name == optimizer(1, begin="bf16_")
+    assert Path(last).name == optimizer(64, begin="bf16_")

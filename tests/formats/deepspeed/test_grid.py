@@ -211,12 +211,12 @@ class TestFiles:
     @pytest.mark.parametrize(
         ("lost", "error", "said"),
         [
-            ("mp_rank_01_model_states.pt", IncompleteCheckpoint, "model rank 1"),
-            ("mp_rank_03_model_states.pt", IncompleteCheckpoint, "of model rank 3"),
-            ("bf16_zero_pp_rank_0_mp_rank_02_optim_states.pt", IncompleteCheckpoint, "rank 2"),
-            ("*mp_rank_02_*", IncompleteCheckpoint, "none of model rank 2"),
+            ("mp_rank_01_model_states.pt", IncompleteCheckpoint, "lacks mp_rank_01_model"),
+            ("mp_rank_03_model_states.pt", IncompleteCheckpoint, "lacks mp_rank_03_model"),
+            ("bf16_zero_pp_rank_0_mp_rank_02_optim_states.pt", IncompleteCheckpoint, "lacks bf16"),
+            ("*mp_rank_02_*", IncompleteCheckpoint, "lacks mp_rank_02_model"),
             ("*mp_rank_03_*", IncompleteCheckpoint, "3 model ranks"),
-            ("layer_04-model_01-*", IncompleteCheckpoint, "layer 4 of tensor rank 1"),
+            ("layer_04-model_01-*", IncompleteCheckpoint, "lacks layer_04-model_01-"),
             ("layer_04-*", IncompleteCheckpoint, r"file of the layer.* of 4\."),
             ("layer_00-*", IncompleteCheckpoint, "tied_modules.embed"),
             ("layer_*-model_01-*", InconsistentCheckpoint, "pp 2 x tp 2"),

@@ -368,7 +368,7 @@ FAULTS: dict[str, tuple[Change, type[ZckptError], str]] = {
         lambda d: swap(d, "pp_rank_0_", "pp_rank_1_", renamed=False),
         InconsistentCheckpoint, "was saved as"),
     "swapped by their arguments": (writers(0, 2, 5, 4), InconsistentCheckpoint, "0, 2, 5, 4 wrote"),
-    "a lost model rank": (forget("*mp_rank_01_*"), IncompleteCheckpoint, "none of model rank 1"),
+    "a lost model rank": (forget("*mp_rank_01_*"), IncompleteCheckpoint, "lacks mp_rank_01"),
     "a lost stage": (forget("*mp_rank_0[23]_*"), IncompleteCheckpoint, "2 of 4 model ranks"),
     "a layer twice": (
         copy(LAYER_4, "layer_004-model_01-model_states.pt"), InconsistentCheckpoint, "same number"),
@@ -381,7 +381,7 @@ FAULTS: dict[str, tuple[Change, type[ZckptError], str]] = {
              "bf16_zero_pp_rank_01_mp_rank_01_optim_states.pt"),
         InconsistentCheckpoint, "same number"),
     "a file beyond the last": (
-        copy(RANK_1, "mp_rank_100_model_states.pt"), IncompleteCheckpoint, "none of model rank 4"),
+        copy(RANK_1, "mp_rank_100_model_states.pt"), IncompleteCheckpoint, "lacks mp_rank_04"),
     "a whole module": (
         edited("mp_rank_*", lambda m: m.update(module={"a": torch.ones(2)})),
         InconsistentCheckpoint, "which only pipelines have"),
@@ -398,7 +398,7 @@ FAULTS: dict[str, tuple[Change, type[ZckptError], str]] = {
         edited("*mp_rank_03_optim*", with_step), InconsistentCheckpoint, "optimizer's step"),
     "two faults": (
         both(edited(LAYER_4, lambda v: v["input_layernorm.weight"].add_(1)), forget("*_05-*1-*")),
-        IncompleteCheckpoint, "layer 5 of tensor rank 1"),
+        IncompleteCheckpoint, "lacks layer_05-model_01-"),
 }  # fmt: skip
 
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from itertools import islice
 
 from msgspec import Struct, field
 
 from ...core import sources
-from ...core.filenames import file_names, numbers_of
-from ...core.missing_ranks import expecting, missing_ranks
-from ...errors import IncompleteCheckpoint, InconsistentCheckpoint
+from ...core.filenames import file_names
+from ...core.grouping import by_key
+from ...core.missing_ranks import expecting
+from ...errors import IncompleteCheckpoint, InconsistentCheckpoint, listed
 from ...files.torchfile import Parsed
+from ..deepspeed_states.agreement import KINDS, place_of
 from ..deepspeed_states.directories import (
     BF16,
     EXPERT,
@@ -25,7 +27,7 @@ from ..deepspeed_states.directories import (
     SCRIPTS,
     TagDirectory,
     TagKind,
-    file_of_rank,
+    at_place,
     holds_states,
     is_foreign,
     pointed,
@@ -34,10 +36,12 @@ from ..deepspeed_states.directories import (
     tags_of,
 )
 
-Place = TypeVar("Place", bound=tuple[int, ...])
-
 KIND = TagKind("DeepSpeed checkpoint", "latest", holds_states, tags_of)
 OLD_EXPERT = file_names(r"expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
+MOST = 64  # missing files that an error names
+
+Found = Mapping[Hashable, Mapping[tuple[int, ...], str]]
+"""The paths of all files by their kinds, and by the numbers in their names."""
 
 
 class RankFiles(Struct, frozen=True):
@@ -45,7 +49,8 @@ class RankFiles(Struct, frozen=True):
 
     Files of experts are by the number of the layer in its model rank, and of the expert in it.
     `of_ep` are the optimizers of all ep ranks, in order, in a run with experts in stage 0. `parsed`
-    is what was opened of these files, and of those of other model ranks.
+    is what was opened of these files, and of those of other model ranks. `number` is that of the
+    model rank.
     """
 
     models: Sequence[str]
@@ -53,6 +58,7 @@ class RankFiles(Struct, frozen=True):
     experts: Mapping[tuple[int, ...], str] = field(default_factory=dict)
     of_ep: Sequence[str] = ()
     parsed: Parsed = field(default_factory=Parsed)
+    number: int = 0
 
     @property
     def paths(self) -> list[str]:
@@ -94,112 +100,101 @@ def locate(path: str, tag: str | None) -> TagDirectory:
     return directory
 
 
-def rank_files(
-    directory: TagDirectory, names: Sequence[str], parsed: Parsed, model_rank: int = 0
-) -> RankFiles:
-    """The files of all data ranks of one model rank, among the names of the directory.
+def files_in(directory: TagDirectory, names: Iterable[str]) -> Found:
+    """The files among the names of the directory, which must be those of one run.
 
-    Raises IncompleteCheckpoint if a rank is missing, UnsupportedCheckpoint if the names show
-    experts of an old release, or NVMe offload.
+    Raises InconsistentCheckpoint; UnsupportedCheckpoint if the names show experts of an old
+    release, or NVMe offload.
     """
+    names = sorted(names)
     if any(map(OLD_EXPERT.fullmatch, names)):
         refuse(directory, "mixture-of-experts layers of an old release")
     if "offloaded_tensors" in names:
         refuse(directory, "optimizer states offloaded to NVMe")
-
-    found: dict[re.Pattern[str], dict[tuple[int, ...], str]]
-    found = {kind: {} for kind in (MODEL, MODEL_3, OPTIMIZER, EXPERT, OF_EP)}
-    are_bf16 = set()
+    found: dict[Hashable, dict[tuple[int, ...], str]] = {kind: {} for kind in KINDS}
     for name in names:
-        for kind, files in found.items():
-            if not (numbers := numbers_of(kind, name)) or numbers[-1] != model_rank:
-                continue
-            is_bf16, place = name.startswith(BF16), numbers[:-1]
-            is_second = kind is not OPTIMIZER or is_bf16 in are_bf16
-            add_file(files, place, os.path.join(directory.path, name), is_second=is_second)
-            if kind is OPTIMIZER:
-                are_bf16.add(is_bf16)
-    whole, of_stage_3, optimizers, experts, of_ep = found.values()
+        if (known := place_of(name)) is None:
+            continue
+        kind, place = known
+        path = os.path.join(directory.path, name)
+        if place in found[kind]:  # mp_rank_01 and mp_rank_001 have the same number
+            raise InconsistentCheckpoint(
+                f"{path} has the same number as {os.path.basename(found[kind][place])}",
+                hint="remove the one that DeepSpeed did not write: it writes mp_rank_01 and "
+                "layer_08",
+            )
+        found[kind][place] = path
+    are_bf16 = {os.path.basename(path).startswith(BF16) for path in found[OPTIMIZER].values()}
     for kinds, is_mixed in {
         "one of bf16, one of another type": len(are_bf16) > 1,
-        "one of stage 3, one of stage 1 or 2": whole and of_stage_3,
-        "one of stage 0 with experts (expp_rank_0), one of another stage": optimizers and of_ep,
+        "one of stage 3, one of stage 1 or 2": found[MODEL] and found[MODEL_3],
+        "one of stage 0 with experts (expp_rank_0), one of another stage": found[OPTIMIZER]
+        and found[OF_EP],
     }.items():
         if is_mixed:
             raise InconsistentCheckpoint(
                 f"{directory.path} has files of two runs: {kinds}",
                 hint="keep only the files of one save",
             )
-    models = whole or of_stage_3
-    if not models:
-        raise IncompleteCheckpoint(
-            f"{directory.path} holds no model states"
-            + (f" of model rank {model_rank}" if model_rank else ""),
-            hint=f"expected mp_rank_{model_rank:02d}_model_states.pt (stage 1, 2) or one per rank "
-            "(stage 3)",
-        )
-    _all_ranks(directory, optimizers, "optimizer")
-    if missing := _missing(of_ep):
-        expected = f"expp_rank_{missing[0]}_mp_rank_{model_rank:02d}_optim_states.pt"
-        raise IncompleteCheckpoint(
-            f"{directory.path} lacks the optimizer of ep rank {missing[0]}",
-            hint=expecting(expected),
-            paths=[os.path.join(directory.path, expected)],
-        )
-    _all_ranks(directory, of_stage_3, "model")
-    if of_stage_3 and optimizers and len(models) != len(optimizers):
-        rest = (
-            file_of_rank(of_kind[min(of_kind)], rank)
-            for of_kind, other in ((of_stage_3, optimizers), (optimizers, of_stage_3))
-            for (rank,) in sorted(other.keys() - of_kind.keys())
-        )
-        raise IncompleteCheckpoint(
-            f"{directory.path} has {len(models)} model files, but {len(optimizers)} optimizer "
-            "files",
-            hint="copy all files again: stage 3 writes one of each per rank",
-            paths=[os.path.join(directory.path, name) for name in rest],
-        )
-    return RankFiles(
-        [path for _, path in sorted(models.items())],
-        [path for _, path in sorted(optimizers.items())],
-        experts,
-        [path for _, path in sorted(of_ep.items())],
-        parsed,
-    )
+    return found
 
 
-def add_file(files: dict[Place, str], place: Place, path: str, *, is_second: bool = True) -> None:
-    """Adds the file of a place; raises InconsistentCheckpoint if `is_second` and it has one.
+def rank_files(directory: TagDirectory, found: Found, parsed: Parsed) -> list[RankFiles]:
+    """The files of all data ranks, model rank by model rank.
 
-    Names such as mp_rank_01 and mp_rank_001 have the same number.
+    Raises IncompleteCheckpoint if one is missing, as far as names show.
     """
-    if is_second and place in files:
-        raise InconsistentCheckpoint(
-            f"{path} has the same number as {os.path.basename(files[place])}",
-            hint="remove the one that DeepSpeed did not write: it writes mp_rank_01 and layer_08",
+    if not (found[MODEL] or found[MODEL_3]):
+        raise IncompleteCheckpoint(
+            f"{directory.path} holds no model states",
+            hint="expected mp_rank_00_model_states.pt (stage 1, 2) or one per rank (stage 3)",
         )
-    files[place] = path
+    of_data_ranks = (*found[MODEL_3], *found[OPTIMIZER])
+    model_ranks = range(1 + max(place[-1] for place in (*found[MODEL], *of_data_ranks)))
+    data_ranks = range(1 + max((rank for rank, _ in of_data_ranks), default=0))
+    ep_ranks = range(1 + max((rank for rank, _ in found[OF_EP]), default=0))
+    need_files(directory, MODEL, found, ((number,) for number in model_ranks))
+    for kind, ranks in ((MODEL_3, data_ranks), (OPTIMIZER, data_ranks), (OF_EP, ep_ranks)):
+        places = ((rank, number) for number in model_ranks for rank in ranks)
+        need_files(directory, kind, found, places)
+    models, optimizers, experts, of_ep = (
+        by_key((place[-1], (place[:-1], path)) for place, path in sorted(files.items()))
+        for files in (found[MODEL] or found[MODEL_3], found[OPTIMIZER], found[EXPERT], found[OF_EP])
+    )
+    return [
+        RankFiles(
+            [path for _, path in models[number]],
+            [path for _, path in optimizers.get(number, ())],
+            dict(experts.get(number, ())),
+            [path for _, path in of_ep.get(number, ())],
+            parsed,
+            number,
+        )
+        for number in model_ranks
+    ]
 
 
-def model_rank_of(name: str) -> int | None:
-    """The model rank (`mp_rank`) whose file this is; None for any other name."""
-    for kind in (MODEL, MODEL_3, OPTIMIZER):
-        if numbers := numbers_of(kind, name):
-            return numbers[-1]
-    return None
+def need_files(
+    directory: TagDirectory,
+    kind: re.Pattern[str],
+    found: Found,
+    places: Iterable[tuple[int, ...]],
+) -> None:
+    """Raises IncompleteCheckpoint unless there are files of this kind at all places, or none."""
+    files = found[kind]
+    # a damaged number may be huge: only the first missing files are listed
+    if files and (missing := list(islice((p for p in places if p not in files), MOST))):
+        example = os.path.basename(files[min(files)])
+        raise lacking(directory, [at_place(kind, example, place) for place in missing])
 
 
-def _missing(files: Mapping[tuple[int, ...], str]) -> list[int]:
-    """The ranks without a file, though a later one has one."""
-    ranks = {rank for (rank,) in files}
-    return sorted(set(range(max(ranks, default=-1) + 1)) - ranks)
-
-
-def _all_ranks(directory: TagDirectory, files: Mapping[tuple[int, ...], str], what: str) -> None:
-    """Ranks are sorted as numbers: rank_10 comes after rank_9."""
-    if missing := _missing(files):
-        expected = file_of_rank(files[max(files)], missing[0])
-        raise missing_ranks(directory.path, missing, what, expected=expected)
+def lacking(directory: TagDirectory, names: Sequence[str]) -> IncompleteCheckpoint:
+    """The error for a directory without the files of these names."""
+    return IncompleteCheckpoint(
+        f"{directory.path} lacks {listed(names, 3)}",
+        hint=expecting(names[0]),
+        paths=[os.path.join(directory.path, name) for name in names],
+    )
 
 
 def recovery_scripts(tag: str) -> list[str]:

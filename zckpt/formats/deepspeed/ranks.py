@@ -11,7 +11,7 @@ from ...core.inert import Foreign
 from ...core.missing_ranks import expecting
 from ...errors import CorruptCheckpoint, IncompleteCheckpoint, InconsistentCheckpoint
 from ..deepspeed_states.agreement import check_facts, check_models, for_each
-from ..deepspeed_states.directories import TagDirectory, file_of_rank, refuse
+from ..deepspeed_states.directories import OPTIMIZER, TagDirectory, at_place, refuse
 from ..deepspeed_states.estimates import KEYS as ESTIMATES
 from ..deepspeed_states.states import (
     EngineStates,
@@ -57,17 +57,19 @@ def open_ranks(
         model = {**model, "param_shapes": shapes}
     version = version_of(model, tops[0], states[0])
     check_kind(directory, version, model, stated_config(model, tops[0]))
-    _check_world(directory, model, states[0], files.optimizers)
+    _check_world(directory, model, states[0], files)
     partitioned = "fp32_flat_groups" in states[0]
     bases = for_each(states, lambda state: _base(directory, state, partitioned))
     if model.get("num_experts"):
-        states, bases = _in_order_of_first(states, bases)
+        first = _names(bases[0])
+        ordered = [_in_order(*own, first) for own in zip(states, bases, strict=True)]
+        states, bases = [state for state, _ in ordered], [base for _, base in ordered]
     ranks = EngineStates(
         directory, models, optimizers, model, states, bases, version, len(states), partitioned
     )
     check_models(models)
     check_facts(optimizers, states, _facts_of_optimizer)
-    check_facts(optimizers, bases, _hyper_parameters)
+    check_facts(optimizers, bases, hyper_parameters)
     return ranks
 
 
@@ -124,12 +126,13 @@ def _check_world(
     directory: TagDirectory,
     model: Mapping[str, Any],
     state: Mapping[str, Any],
-    paths: Sequence[str],
+    files: RankFiles,
 ) -> None:
-    dp = len(paths)
+    dp = len(files.optimizers)
     stated = model.get("dp_world_size")
     if isinstance(stated, int) and stated > dp:
-        expected = [file_of_rank(paths[0], rank) for rank in range(dp, stated)]
+        name = os.path.basename(files.optimizers[0])
+        expected = [at_place(OPTIMIZER, name, (rank, files.number)) for rank in range(dp, stated)]
         raise IncompleteCheckpoint(
             f"{directory.path} holds optimizer files of {dp} of {stated} ranks",
             hint=expecting(expected[-1]),
@@ -157,7 +160,8 @@ def _facts_of_optimizer(state: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _hyper_parameters(base: Mapping[str, Any]) -> dict[str, Any]:
+def hyper_parameters(base: Mapping[str, Any]) -> dict[str, Any]:
+    """What all ranks state alike of their groups."""
     groups, own = base.get("param_groups") or (), {"step", *ESTIMATES}
     return {"param_groups": [{k: v for k, v in each.items() if k not in own} for each in groups]}
 
@@ -165,7 +169,6 @@ def _hyper_parameters(base: Mapping[str, Any]) -> dict[str, Any]:
 # -- groups of experts in one order
 
 
-Dictionaries = Sequence[dict[str, Any]]
 LISTS = (
     "single_partition_of_fp32_groups",
     "group_paddings",
@@ -175,49 +178,31 @@ LISTS = (
 """What a rank's optimizer state lists by group, as far as it is read."""
 
 
-def _in_order_of_first(
-    states: Dictionaries, bases: Dictionaries
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Optimizer states and base states of all ranks, with the groups in the order of the first's.
+def _in_order(
+    state: dict[str, Any], base: dict[str, Any], first: Sequence[tuple[str, bool]]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A rank's optimizer state and base state, with the groups in the order of the first rank's.
 
     If layers of experts have several expert-parallel sizes, DeepSpeed (0.19.8, moe/utils.py) goes
     through a set of their names: every process may list its groups of experts in another order.
-    Ranks whose groups have other names keep their order: the reader refuses these later.
+    A rank whose groups have other names keeps its order: the reader refuses it later.
     """
-    first = _names(bases[0])
-    ordered_states, ordered_bases = [], []
-    for state, base in zip(states, bases, strict=True):
-        names = _names(base)
-        if names != first and sorted(names) == sorted(first):
-            order = _order(names, first)
-            base = _reordered(base, order)
-            state = {
-                **state,
-                **{key: [state[key][old] for old in order] for key in LISTS if key in state},
-                "base_optimizer_state": base,
-            }
-        ordered_states.append(state)
-        ordered_bases.append(base)
-    return ordered_states, ordered_bases
+    names = _names(base)
+    if names == first or sorted(names) != sorted(first):
+        return state, base
+    places = by_key((name, place) for place, name in enumerate(names))
+    order = [places[name].pop(0) for name in first]  # equal names stand in one order
+    flats, groups = base["state"], base["param_groups"]  # a group has one flat tensor
+    base = {
+        **base,
+        "state": {new: flats[old] for new, old in enumerate(order) if old in flats},
+        "param_groups": [{**groups[old], "params": [new]} for new, old in enumerate(order)],
+    }
+    lists = {key: [state[key][old] for old in order] for key in LISTS if key in state}
+    return {**state, **lists, "base_optimizer_state": base}, base
 
 
 def _names(base: Mapping[str, Any]) -> list[tuple[str, bool]]:
     """Name and kind of every group of a rank."""
     groups = base.get("param_groups") or ()
     return [(str(group.get("name")), group.get("moe") is True) for group in groups]
-
-
-def _order(names: Sequence[tuple[str, bool]], first: Sequence[tuple[str, bool]]) -> list[int]:
-    """For each group of the first rank, its place in another; equal names stand in one order."""
-    places = by_key((name, place) for place, name in enumerate(names))
-    return [places[name].pop(0) for name in first]
-
-
-def _reordered(base: Mapping[str, Any], order: Sequence[int]) -> dict[str, Any]:
-    """The base optimizer's state with its groups, each of one flat tensor, in another order."""
-    states, groups = base["state"], base["param_groups"]
-    return {
-        **base,
-        "state": {new: states[old] for new, old in enumerate(order) if old in states},
-        "param_groups": [{**groups[old], "params": [new]} for new, old in enumerate(order)],
-    }

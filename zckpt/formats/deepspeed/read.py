@@ -37,7 +37,7 @@ from .model_ranks.pipeline import joined_stages, joined_stages_with_experts
 from .model_ranks.rank_manifests import model_ranks, stacked, with_weights_of_layers
 from .model_ranks.tensor_ranks import joined_slices
 from .model_ranks.universal_info import of_json
-from .moe.ep_optimizers import compare_ranks, manifest_of_experts
+from .moe.ep_optimizers import manifest_of_experts
 
 
 def read(path: str, reading: Reading = USUAL) -> Manifest:
@@ -86,7 +86,7 @@ def check(manifest: Manifest, replicas: str | None) -> list[str]:
     if manifest.ranks:
         return _own_copies(manifest)
     if manifest.source.get("zero_stage") == 0 and layers_of(manifest.engine):
-        return compare_ranks(manifest, replicas)
+        return compare_copies(manifest, replicas if replicas == "rank0" else None)
     tp = int(manifest.source.get("tp") or 0)
     if not tp:
         return []

@@ -58,34 +58,30 @@ def as_in_run(source: Manifest, like: Manifest, options: Options) -> Manifest:
     return _Run(source, like, options).manifest()
 
 
-class _Run:
+class _Run(Template):
     """The run of `--like`, and what the source has for it."""
 
     def __init__(self, source: Manifest, like: Manifest, options: Options) -> None:
-        self.source = source
-        self.like = like
-        self.options = options
         padded = (like.state.get("tensor_parallel") or {}).get("vocabulary") or {}
         rows = {name: about["used"] for name, about in padded.items()}
-        self.template = Template(source, like, options, rows)
-        self.warnings: list[str] = []
+        super().__init__(source, like, options, rows)
 
     def manifest(self) -> Manifest:
-        source, like = self.source, self.like
+        source, like = self.source, self.run
         self._need_own_weights()
         entries = {
             entry.name: entry
             for entry in (*like.entries.values(), *source.entries.values())
             if entry.slot == "state"
         }
-        entries |= self.template.entries()
+        entries |= self.entries()
         if not self.options.weights_only:
-            self.template.check_states(entries)
+            self.check_states(entries)
         return replace(
             source,
             source={**like.source, "tag": None},
             entries=entries,
-            parameters=self.template.parameters(),
+            parameters=self.parameters(),
             buffers=like.buffers,
             groups=self._groups(),
             optimizer=like.optimizer,
@@ -100,11 +96,11 @@ class _Run:
     def _need_own_weights(self) -> None:
         """Raises MissingData if two weights of the run are one tied weight in the source."""
         both: dict[str, str] = {}
-        for name, owner in self.template.owners.items():
+        for name, owner in self.owners.items():
             if (other := both.setdefault(owner, name)) != name:
                 raise MissingData(
                     f"{other} and {name} are one tied weight in {self.source.root}, and two "
-                    f"weights in --like {self.like.root}",
+                    f"weights in --like {self.run.root}",
                     hint="give a run of the same model",
                 )
 
@@ -112,8 +108,8 @@ class _Run:
 
     def _groups(self) -> tuple[Group, ...]:
         """The run's groups with the source's hyper-parameters."""
-        groups = self.like.groups or ()
-        chosen = self.template.groups(
+        groups = self.run.groups or ()
+        chosen = self.own_groups(
             lambda number: [key for key in groups[number] if key not in OF_IMPLEMENTATIONS]
         )
         result = []
@@ -140,7 +136,7 @@ class _Run:
 
     def _state(self) -> dict[str, Any]:
         """The run's state, with the source's scheduler and client state; its own counters go."""
-        source, like = self.source, self.like
+        source, like = self.source, self.run
         state = {key: value for key, value in like.state.items() if key != "counters"}
         optimizer = dict(state.get("optimizer") or {})
         for key in ("members", "other"):
@@ -168,7 +164,7 @@ class _Run:
 
     def _counters(self) -> dict[str, Any]:
         """Those of a run of as many steps, each with as many samples as one of the run's."""
-        step, before = int(self.source.step or 0), self.like.state.get("counters") or {}
+        step, before = int(self.source.step or 0), self.run.state.get("counters") or {}
         steps, samples = before.get("global_steps") or 0, before.get("global_samples") or 0
         rate, rest = divmod(int(samples), int(steps)) if steps else (0, 1)
         if rest:
@@ -178,10 +174,10 @@ class _Run:
 
     def _scheduler(self) -> Any:
         """The source's scheduler, else the run's with the counters of the source's step."""
-        theirs, ours = (m.state.get("lr_scheduler") for m in (self.like, self.source))
+        theirs, ours = (m.state.get("lr_scheduler") for m in (self.run, self.source))
         if ours is not None or not isinstance(theirs, dict):
             return ours
-        steps = self.source.step, self.like.step
+        steps = self.source.step, self.run.step
         more = None if None in steps else int(steps[0] or 0) - int(steps[1] or 0)
         counters = [key for key in SCHEDULED if type(theirs.get(key)) is int]
         if more is None or not counters:

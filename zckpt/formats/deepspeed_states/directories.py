@@ -207,9 +207,16 @@ def trainer_around(directory: TagDirectory) -> str | None:
     return None
 
 
-def file_of_rank(example: str, rank: int) -> str:
-    """The name of rank `rank`'s file; `example` is the same file of another rank."""
-    return re.sub(r"zero_pp_rank_\d+", f"zero_pp_rank_{rank}", os.path.basename(example))
+def at_place(kind: re.Pattern[str], example: str, place: Sequence[int]) -> str:
+    """The name of the file with other numbers; `example` is one of the same kind."""
+    match = kind.fullmatch(example)
+    assert match is not None
+    for group in range(match.re.groups, 0, -1):
+        if digits := match[group]:
+            width = len(digits) if digits.startswith("0") else 1
+            start, stop = match.span(group)
+            example = f"{example[:start]}{place[group - 1]:0{width}d}{example[stop:]}"
+    return example
 
 
 # -- files of DeepSpeed's names that torch.save did not write

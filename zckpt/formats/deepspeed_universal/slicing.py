@@ -19,13 +19,14 @@ from typing import Any
 
 from ...core.inert import Foreign
 from ...core.manifest import Manifest
+from ...core.placement import SUM
 from ...errors import CorruptCheckpoint, InconsistentCheckpoint, MissingData, UnsupportedCheckpoint
 from ...naming.patterns import INFO, fields_of
+from ...naming.tensor_rules import rule_in
 from ..deepspeed_states.target import DeepSpeedTarget
 from .files import VIEW, SliceInfo
 
 VOCABULARY = "vocab_tensor"
-CUT = re.compile(r"(\d)(?::(?:(\d+)x|(\d+(?:,\d+)*)))?")
 PIECES = ("view", "affine_map")  # rules whose text does not say what the pieces are
 
 Shape = tuple[int, ...]
@@ -168,17 +169,16 @@ def _info_of_rule(target: DeepSpeedTarget, facts: Facts, name: str, stated: Slic
 
 def _by_text(text: str, name: str, shape: Shape) -> SliceInfo | None:
     """What stands for a rule; None if its text does not say what the pieces are."""
-    if text == "replicated":
-        return {}
-    if (rule := CUT.fullmatch(text)) is None:
+    rule = rule_in(text)
+    if rule is None or text == SUM:
         return None
-    axis = int(rule[1])
-    if rule[3]:
+    if rule.axis is None:
+        return {}
+    if rule.parts:
         sizes: list[Any] = list(shape)
-        sizes[axis] = tuple(map(int, rule[3].split(",")))
-        return {VIEW: _view([f"{re.escape(name)}$"], sizes, axis)}
-    parts = {} if int(rule[2] or 1) == 1 else {"param_n_sub_params": int(rule[2])}
-    return {"cat_dim": axis, **parts}
+        sizes[rule.axis] = rule.parts
+        return {VIEW: _view([f"{re.escape(name)}$"], sizes, rule.axis)}
+    return {"cat_dim": rule.axis} | ({"param_n_sub_params": rule.equal} if rule.equal > 1 else {})
 
 
 def rule_of(info: SliceInfo, shape: Shape) -> str:

@@ -50,14 +50,10 @@ def as_in_run(source: Manifest, like: Manifest, options: Options) -> Manifest:
     return _Run(source, like, options).manifest()
 
 
-class _Run:
+class _Run(Template):
     """The run of `--like`, and what the source has for it."""
 
     def __init__(self, source: Manifest, like: Manifest, options: Options) -> None:
-        self.source = source
-        self.like = like
-        self.options = options
-        self.warnings: list[str] = []
         self.kept: dict[str, Any] = like.state["megatron"]
         self.common: dict[Any, Any] = self.kept["common"]
         if not self.kept["keys"]:
@@ -76,22 +72,21 @@ class _Run:
         )
         used = (self.kept.get("vocabulary") or {}).get("used") or 0
         rows = dict.fromkeys(VOCABULARY, used)
-        self.template = Template(source, like, options, rows, with_plain_norms)
+        super().__init__(source, like, options, rows, with_plain_norms)
 
     def manifest(self) -> Manifest:
-        source, like = self.source, self.like
+        source, like = self.source, self.run
         entries = {
             entry.name: entry
             for entry in like.entries.values()
             if entry.slot == "state" and entry.name.startswith("megatron.")
         }
-        for entry in self.template.entries().values():
+        for entry in self.entries().values():
             entries[entry.name] = self._with_rows(entry)
         if self.states:
             self._check_states(entries)
         parameters = {
-            name: replace(item, shape=self.template.shape(name))
-            for name, item in self.template.parameters().items()
+            name: replace(item, shape=self.shape(name)) for name, item in self.parameters().items()
         }
         state = {key: value for key, value in source.state.items() if key != "megatron"}
         objects = {
@@ -128,10 +123,10 @@ class _Run:
 
     def _with_rows(self, entry: Entry) -> Entry:
         """The entry with as many rows as in the run."""
-        wanted = self.template.shape(entry.parameter)
+        wanted = self.shape(entry.parameter)
         if entry.shape == wanted:
             return entry
-        if not self.template.fits(entry.parameter, entry.shape) or entry.mean:
+        if not self.fits(entry.parameter, entry.shape) or entry.mean:
             raise UnsupportedCheckpoint(
                 f"{entry.name} has the shape {list(entry.shape)}, its weight {list(wanted)}: "
                 "Megatron-Core's states have the shape of the weight"
@@ -147,13 +142,13 @@ class _Run:
 
     def _check_states(self, entries: Mapping[str, Entry]) -> None:
         """Raises unless both have the same states of the same weights; warns of wide weights."""
-        like = self.like
+        like = self.run
         if like.groups is None:
             raise UnsupportedCheckpoint(
                 f"--like {like.root} has no parameter groups whose members are known",
                 hint="give a run that has saved its optimizer, or add --weights-only",
             )
-        self.template.check_states(entries)
+        self.check_states(entries)
         for entry in entries.values():
             if is_optimizers(entry.slot) and entry.dtype != OF_STATES:
                 raise UnsupportedCheckpoint(
@@ -175,7 +170,7 @@ class _Run:
     def _groups(self) -> list[Group]:
         """The run's groups with the source's hyper-parameters."""
         self._warn_of_another_adam()
-        chosen = self.template.groups(lambda _: HYPER)
+        chosen = self.own_groups(lambda _: HYPER)
         for name, own in chosen.values():
             if lost := [key for key in HYPER if key not in own]:
                 raise MissingData(

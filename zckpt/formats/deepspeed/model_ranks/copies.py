@@ -26,6 +26,7 @@ from ....errors import InconsistentCheckpoint, UnsupportedCheckpoint, counted, l
 from .pipeline import STAGE, head
 
 SAMPLE = 1 << 14  # elements of each slice
+EP_RANK = "ep rank"
 OWN = "own"  # of what may be taken of several copies: nothing is joined, and all stay
 
 
@@ -41,9 +42,9 @@ def matches_of(manifest: Manifest) -> list[Match]:
 def compare_copies(manifest: Manifest, replicas: str | None) -> list[str]:
     """Compares every copy with the tensor that is taken; gives warnings.
 
-    Raises InconsistentCheckpoint if copies of tensor ranks differ, unless `replicas` says what is
-    taken: `rank0`, `mean` or `OWN`, if nothing is joined. Then copies of stages, which may be
-    large, are not compared.
+    Raises InconsistentCheckpoint if copies of tensor ranks or ep ranks differ, unless `replicas`
+    says what is taken: `rank0`, `mean` or `OWN`, if nothing is joined. Then copies of stages, which
+    may be large, are not compared.
     """
     matches = matches_of(manifest)
     if replicas == OWN:
@@ -51,6 +52,8 @@ def compare_copies(manifest: Manifest, replicas: str | None) -> list[str]:
     results = compare.compare(matches, manifest, manifest).results
     tied: dict[str, list[str]] = {}
     drifted: dict[str, list[str]] = {}
+    of_ep = any(result.differs and result.match.a.axis == EP_RANK for result in results)
+    ranks = "ep ranks" if of_ep else "tensor ranks"
     for result in results:
         if result.differs:
             kind = tied if result.match.a.axis == STAGE else drifted
@@ -59,25 +62,24 @@ def compare_copies(manifest: Manifest, replicas: str | None) -> list[str]:
         f"the stages' copies of {name} differ; the first stage's is taken: {listed(lines, 3)}"
         for name, lines in tied.items()
     ]
-    if drifted and replicas is None:
+    if drifted and replicas in (None, OWN):
         name, lines = next(iter(drifted.items()))
+        count, example = counted(len(drifted), "parameter"), f"{name}: {listed(lines, 3)}"
+        differ = f"{ranks} hold different copies of {count} ({listed(list(drifted), 4)})"
+        if replicas == OWN:
+            return [f"{differ}, and each rank keeps its own: {example}"]
         raise InconsistentCheckpoint(
-            f"{manifest.root}: tensor ranks hold different copies of "
-            f"{counted(len(drifted), 'parameter')} ({listed(list(drifted), 4)}): {name}: "
-            f"{listed(lines, 3)}",
-            hint="if these copies drifted in training, take those of tensor rank 0 with --replicas "
+            f"{manifest.root}: {differ}: {example}",
+            hint="if these copies drifted in training, take those of ep rank 0 with --replicas "
+            "rank0; if not, files of different saves may be mixed: copy all files again"
+            if of_ep
+            else "if these copies drifted in training, take those of tensor rank 0 with --replicas "
             "rank0, or their mean with --replicas mean; if they are slices, or parts of a sum, "
             "correct the rule (--tp-rules)",
         )
-    if drifted and replicas == OWN:
-        name, lines = next(iter(drifted.items()))
-        return [
-            f"tensor ranks hold different copies of {counted(len(drifted), 'parameter')} "
-            f"({listed(list(drifted), 4)}), and each rank keeps its own: {name}: {listed(lines, 3)}"
-        ]
     chosen = "their mean" if replicas == "mean" else "rank 0's"
     warnings += [
-        f"the tensor ranks' copies of {name} differ; {chosen} is taken: {listed(lines, 3)}"
+        f"the {ranks}' copies of {name} differ; {chosen} is taken: {listed(lines, 3)}"
         for name, lines in drifted.items()
     ]
     return warnings

@@ -17,30 +17,28 @@ plain function (`get_model_3d_descriptor_from_metadata`). It is not copied here.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ....core.filenames import numbers_of
 from ....core.grid import Grid
 from ....core.inert import Foreign
 from ....core.missing_ranks import refuse_other_writers
-from ....errors import IncompleteCheckpoint, InconsistentCheckpoint, brief, counted, listed
+from ....errors import IncompleteCheckpoint, InconsistentCheckpoint, brief, listed
 from ....files.torchfile import Parsed
 from ...deepspeed_states.directories import (
-    BF16,
     EXPERT,
     LAYER,
     MODEL,
     MODEL_3,
+    OPTIMIZER,
     TagDirectory,
     refuse,
 )
 from ...deepspeed_states.states import EngineStates, dictionary, open_files, shapes_of_groups
-from ..files import RankFiles, add_file, model_rank_of, rank_files
+from ..files import Found, RankFiles, files_in, need_files, rank_files
 from ..moe.auto_ep import refuse_folded
 from .layer_names import tied_key, untied_layers
 
@@ -51,7 +49,7 @@ class GridFiles(Struct, frozen=True):
     """The files of every model rank, in order, and those of layers by layer and tensor rank."""
 
     ranks: Sequence[RankFiles]
-    layers: Mapping[tuple[int, int], str]
+    layers: Mapping[tuple[int, ...], str]
     grid: Grid
 
     @property
@@ -80,90 +78,38 @@ def grid_files(directory: TagDirectory) -> GridFiles:
     Raises UnsupportedCheckpoint for what is not read yet: NVMe offload, AutoEP beside AutoTP, a
     pipeline in which only some stages have experts.
     """
-    names = sorted(os.listdir(directory.path))
-    numbers = {rank for name in names if (rank := model_rank_of(name)) is not None}
-    of_experts = {places[2] for name in names if (places := numbers_of(EXPERT, name))}
-    if of_experts and numbers != {0}:
-        _refuse_folded(directory, [name for name in names if MODEL.fullmatch(name)])
-    parsed = Parsed()
-    ranks = [rank_files(directory, names, parsed)] if numbers <= {0} else []
-    if not ranks:
-        missing = next(rank for rank in range(len(numbers) + 1) if rank not in numbers)
-        if missing < max(numbers):
-            raise IncompleteCheckpoint(
-                f"{directory.path} has files of model rank {max(numbers)}, but none of model rank "
-                f"{missing}",
-                hint=f"expected mp_rank_{missing:02d}_model_states.pt and its optimizer files",
-            )
-        ranks = [rank_files(directory, names, parsed, rank) for rank in sorted(numbers)]
-        _alike(directory, ranks)
-    layers: dict[tuple[int, int], str] = {}
-    for name in names:
-        if of_layer := numbers_of(LAYER, name):
-            layer, rank = (*of_layer, 0)[:2]
-            add_file(layers, (layer, rank), os.path.join(directory.path, name))
+    found = files_in(directory, os.listdir(directory.path))
+    of_experts, layers = found[EXPERT], found[LAYER]
+    of_ranks = (*found[MODEL], *found[MODEL_3], *found[OPTIMIZER])
+    if of_experts and any(place[-1] for place in of_ranks):
+        _refuse_folded(directory, [*found[MODEL].values()])
+    ranks = rank_files(directory, found, Parsed())
     if of_experts and layers:
         refuse(directory, SOME_STAGES)
     if of_experts and len(ranks) > 1:
         pp, tp = _sizes_with_experts(ranks)
     else:
-        pp, tp = _sizes(directory, len(ranks), layers)
+        pp, tp = _sizes(directory, len(ranks), found)
     return GridFiles(ranks, layers, Grid(pp, tp, bool(layers)))
 
 
-def _refuse_folded(directory: TagDirectory, names: Sequence[str]) -> None:
+def _refuse_folded(directory: TagDirectory, models: Sequence[str]) -> None:
     """Raises UnsupportedCheckpoint for AutoEP beside AutoTP, before a file seems to be missing.
 
     It spreads the experts over the ranks of all model ranks together.
     """
-    for file in open_files([os.path.join(directory.path, name) for name in names[:1]], Parsed()):
+    for file in open_files(models[:1], Parsed()):
         refuse_folded(directory, dictionary(file, file.value))
 
 
-def _alike(directory: TagDirectory, ranks: Sequence[RankFiles]) -> None:
-    """All model ranks have as many files, of the same kind."""
-    counts = [len(files.optimizers) for files in ranks]
-    for rank, count in enumerate(counts):
-        if count != max(counts):
-            other = ranks[counts.index(max(counts))].optimizers[count]
-            name = re.sub(r"mp_rank_\d+", f"mp_rank_{rank:02d}", os.path.basename(other))
-            raise IncompleteCheckpoint(
-                f"{directory.path} has {counted(count, 'optimizer file')} of model rank {rank}, "
-                f"and {max(counts)} of model rank {counts.index(max(counts))}",
-                hint=f"expected {name}",
-                paths=[os.path.join(directory.path, name)],
-            )
-    kinds: dict[Any, int] = {}
-    for rank, files in enumerate(ranks):
-        is_bf16 = any(os.path.basename(path).startswith(BF16) for path in files.optimizers[:1])
-        is_stage_3 = MODEL_3.fullmatch(os.path.basename(files.models[0])) is not None
-        kinds.setdefault((is_bf16, is_stage_3), rank)
-    if len(kinds) > 1:
-        raise InconsistentCheckpoint(
-            f"{directory.path} has files of two runs: those of model rank "
-            f"{' and '.join(map(str, kinds.values()))} have other kinds of names",
-            hint="keep only the files of one save",
-        )
-
-
-def _sizes(
-    directory: TagDirectory, ranks: int, layers: Mapping[tuple[int, int], str]
-) -> tuple[int, int]:
-    """The sizes pp and tp, as the names show them."""
+def _sizes(directory: TagDirectory, ranks: int, found: Found) -> tuple[int, int]:
+    """The sizes pp and tp, as the names show them; there is a file of each layer for each of tp."""
+    layers = found[LAYER]
     if not layers:
         return 1, ranks
-    tensor_ranks = {tp for _, tp in layers}
-    tp = max(tensor_ranks) + 1
-    for layer in sorted({layer for layer, _ in layers}):
-        for rank in range(tp):
-            if (layer, rank) not in layers:
-                model = f"-model_{rank:02d}" if tp > 1 else ""
-                name = f"layer_{layer:02d}{model}-model_states.pt"
-                raise IncompleteCheckpoint(
-                    f"{directory.path} lacks the file of layer {layer} of tensor rank {rank}",
-                    hint=f"expected {name}",
-                    paths=[os.path.join(directory.path, name)],
-                )
+    tp, numbers = 1 + max(tp for _, tp in layers), sorted({layer for layer, _ in layers})
+    places = ((layer, rank) for layer in numbers for rank in range(tp))
+    need_files(directory, LAYER, found, places)
     if ranks % tp:
         raise IncompleteCheckpoint(
             f"{directory.path} has layers of {tp} tensor ranks, but files of {ranks} model ranks",

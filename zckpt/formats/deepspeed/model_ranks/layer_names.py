@@ -3,12 +3,13 @@
     3.fc.weight                     of layer 3
     tied_modules.embed.weight       of the tied layer `embed`, wherever it is used
 
-In files of layers both have the rest of the name alone.
+In files of layers both have the rest of the name alone. The numbers in names show which layers a
+stage may have.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from msgspec import Struct
@@ -17,6 +18,8 @@ from ....core.grouping import by_key
 
 TIED = "tied_modules."
 Value = TypeVar("Value")
+
+Uses = Mapping[str, set[int]]  # numbers of the layers at which a tied layer is used, by its key
 
 
 class LayerName(Struct, frozen=True):
@@ -55,3 +58,21 @@ def of_tied(values: Mapping[str, Value]) -> dict[str, dict[str, Value]]:
     parts = ((LayerName.of(name), value) for name, value in values.items())
     own = by_key((part.key, (part.inner, value)) for part, value in parts if part.key is not None)
     return {key: dict(each) for key, each in own.items()}
+
+
+def layers_with(name: str, uses: Uses) -> Sequence[int]:
+    """The layers that have a parameter."""
+    key = tied_key(name)
+    return untied_layers([name]) if key is None else sorted(uses.get(key, ()))
+
+
+def stage_spans(stages: Sequence[Sequence[str]], count: int) -> Iterator[tuple[int, int]]:
+    """The layers [start, stop) that a stage of the source may have, as others show theirs.
+
+    `stages` are the names of each one's parameters, and `count` is the number of layers.
+    """
+    shown = [untied_layers(names) for names in stages]
+    for number in range(len(stages)):
+        before = [layer for each in shown[:number] for layer in each]
+        after = [layer for each in shown[number + 1 :] for layer in each]
+        yield max(before, default=-1) + 1, min(after, default=count)

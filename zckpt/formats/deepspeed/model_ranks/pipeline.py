@@ -34,8 +34,7 @@ from ...deepspeed_states.experts import ExpertLayers
 from ...deepspeed_states.states import dictionary
 from ...deepspeed_states.tensors import is_extra
 from ...statedict.finding import BUFFERS
-from .layer_names import TIED, LayerName, of_tied, prefix_of, untied_layers
-from .stage_bounds import stage_spans
+from .layer_names import TIED, LayerName, of_tied, prefix_of, stage_spans, untied_layers
 
 STAGE = "stage"
 SAMPLE = 1 << 14  # elements that are compared with masters to tell a tied layer

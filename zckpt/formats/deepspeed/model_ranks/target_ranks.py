@@ -47,14 +47,13 @@ from ...deepspeed_states.options import CONFIG, PP_BOUNDS, PP_PARTITION, STAGE
 from ...deepspeed_states.target import DeepSpeedTarget
 from ...vocabulary import lost_rows, resized
 from .. import read
-from ..files import locate, rank_files
+from ..files import files_in, locate, rank_files
 from .copies import compare_copies
 from .grid import GridFiles, grid_files
 from .layer_names import prefix_of
 from .rank_manifests import check_layers, model_ranks, stacked
-from .stage_bounds import STAGES, refuse_without_stages
 from .target_slices import as_one_rank, doubts_of_heads, rows_of, sized, table_of
-from .target_stages import Pipeline, layers_of_names, recut
+from .target_stages import STAGES, Pipeline, layers_of_names, recut, refuse_without_stages
 
 OF_LAYERS = frozenset({STAGE.name, DTYPE.name, RENAME.name})  # they change files of layers too
 OF_RANKS = frozenset(
@@ -92,8 +91,8 @@ class TargetRanks(Struct, frozen=True):
             ranks = read.tensor_ranks(directory, grid_files(directory), tied=tied)
             return merge(ranks, self.table)
         assert self.grid is not None
-        names, parsed = sorted(os.listdir(directory.path)), Parsed()
-        written = [rank_files(directory, names, parsed, n) for n in range(len(self.ranks))]
+        found = files_in(directory, os.listdir(directory.path))
+        written = rank_files(directory, found, Parsed())
         return stacked(model_ranks(directory, GridFiles(written, {}, self.grid))[0])
 
     def check(self) -> list[str]:

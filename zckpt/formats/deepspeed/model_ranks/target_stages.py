@@ -13,6 +13,10 @@ numbers of layers are in names. So no file shows where tied layers are used.
 
 A use of a tied layer by a function of its own has no file. The source's stages show where it is, as
 each has its own copy. A source of one stage does not: then the last layer without a file is taken.
+
+The user gives the bounds (--pp-bounds), as no file states how many layers there are: functions may
+follow the last one with a file. Turned down: DeepSpeed's rules `parameters` and `type:REGEX`. They
+go by what no file states, such as the classes of layers. The program prints the bounds.
 """
 
 from __future__ import annotations
@@ -34,16 +38,9 @@ from ....training.options import PP, Options
 from ...deepspeed_states.options import PP_BOUNDS, PP_PARTITION
 from ...groups import without_empty_groups
 from .grid import STAGE_SIZES, with_sizes
-from .layer_names import LayerName, tied_key
-from .stage_bounds import (
-    Uses,
-    bounds_of,
-    layers_alike,
-    layers_with,
-    ranges,
-    refuse_without_stages,
-    stage_spans,
-)
+from .layer_names import LayerName, Uses, layers_with, stage_spans, tied_key
+
+STAGES = (PP, PP_BOUNDS, PP_PARTITION)
 
 
 class Pipeline(Struct, frozen=True):
@@ -144,17 +141,12 @@ def new_stages(
     `stages` are the parameters of each stage of the source, in their order, `layers` the numbers of
     layers that have files, and `uses` those at which tied layers have files. Raises as `recut`.
     """
-    bounds = bounds_of(model, layers, uses, stages, options)
+    bounds = bounds_of(model.root, layers, len(stages), options)
     inferred = _uses_without_files(uses, model.root, stages, layers, bounds)
     if (method := options[PP_PARTITION]) is not None:
-        alike = ranges(layers_alike(model)) if method.startswith("type:") else ""
         inferred.append(
             f"--pp-partition {method}: the stages' bounds are {','.join(map(str, bounds))}, if the "
             f"program has {bounds[-1]} layers, functions included"
-            + (
-                f", and {method} matches the layers {alike}, which have parameters alike"
-                * bool(alike)
-            )
         )
     for stage, span in zip(stages, stage_spans(stages, bounds[-1]), strict=True):
         _check_order(model, stage, uses, *span)
@@ -176,61 +168,47 @@ def _uses_without_files(
     layers: Sequence[int],
     bounds: Sequence[int],
 ) -> list[str]:
-    """Adds to `uses` those that have no file; gives sentences about what no file shows."""
+    """Adds to `uses` those that have no file; gives sentences about what no file shows.
+
+    If no file shows any use of a layer, it is taken to be used at the first layer without names of
+    the first stage that has it, and at the last one of the others.
+    """
     inferred: list[str] = []
-    for key in [key for key, places in uses.items() if not places]:
-        uses[key] |= _ends(key, stages, layers, bounds)
-        if len(bounds) > 2:
-            numbers = " and ".join(map(str, sorted(uses[key])))
+    is_one = len(bounds) == 2  # one stage has all
+    for key, places in uses.items():
+        is_shown, holders = bool(places), _holders(key, stages, bounds)
+        for start, stop in () if is_one and is_shown else holders:
+            known = sorted(at for at in places if start <= at < stop) if is_shown else []
+            free = sorted(set(range(start, stop)).difference(layers))
+            is_known = len(known) > 1 or (known and (len(holders) > 1 or not free))
+            if is_known or (is_one and not free):
+                continue
+            if not free:
+                raise WrongOption(
+                    f"{root} has a stage that uses the tied layer {key}, but --pp-bounds leave no "
+                    f"layer without {'a file' if is_shown else 'names'} between {start} and "
+                    f"{stop - 1} for that",
+                    hint="the last bound is the number of all layers, functions included",
+                )
+            is_first = not places
+            places |= {free[0]} if is_first else {free[-1]}
+            if is_first and len(holders) == 1:
+                places.add(free[-1])
+            certain = {_stage_of(at, bounds) for at in known}
+            possible = {_stage_of(at, bounds) for at in free}
+            if is_shown and not possible <= certain and (known or len(possible) > 1):
+                inferred.append(
+                    f"the tied layer {key} is taken to be used again at layer {free[-1]}, which "
+                    f"has no file, so stage {_stage_of(free[-1], bounds)} gets a copy of it"
+                )
+        if not is_shown and not is_one:
+            numbers = " and ".join(map(str, sorted(places)))
             inferred.append(
                 f"the tied layer {key} is taken to be used at the layers {numbers}, which have no "
                 "names of their own; the stages that have these get a copy of it"
             )
-    if len(bounds) == 2:  # one stage has all
-        return inferred
-    for key in uses:
-        holders = _holders(key, stages, bounds)
-        for start, stop in holders:
-            known = sorted(at for at in uses[key] if start <= at < stop)
-            without_file = sorted(set(range(start, stop)).difference(layers))
-            if len(known) > 1 or (known and (len(holders) > 1 or not without_file)):
-                continue
-            if not without_file:
-                raise WrongOption(
-                    f"{root} has a stage that uses the tied layer {key}, but --pp-bounds "
-                    f"leave no layer without a file between {start} and {stop - 1} for that",
-                    hint="the last bound is the number of all layers, functions included",
-                )
-            uses[key].add(without_file[-1])
-            certain = {_stage_of(at, bounds) for at in known}
-            possible = {_stage_of(at, bounds) for at in without_file}
-            if not possible <= certain and (known or len(possible) > 1):
-                inferred.append(
-                    f"the tied layer {key} is taken to be used again at layer {without_file[-1]}, "
-                    f"which has no file, so stage {_stage_of(without_file[-1], bounds)} gets a "
-                    "copy of it"
-                )
+        places |= places or {0}
     return inferred
-
-
-def _ends(
-    key: str, stages: Sequence[Sequence[str]], layers: Sequence[int], bounds: Sequence[int]
-) -> set[int]:
-    """Where a tied layer is taken to be used, if no layer has a file.
-
-    At the first layer without names of the first stage that has it, and the last one of the last.
-    """
-    holders = _holders(key, stages, bounds)
-    free = [sorted(set(range(start, stop)).difference(layers)) for start, stop in holders]
-    known = [numbers for numbers in free if numbers]
-    if len(known) < len(holders) and len(bounds) > 2:
-        raise WrongOption(
-            f"a stage uses the tied layer {key}, but --pp-bounds leave no layer without names for "
-            "that",
-            hint="the last bound is the number of all layers, functions included",
-        )
-    middle = {numbers[-1] for numbers in known[1:-1]}
-    return middle | {known[0][0], known[-1][-1]} if known else {0}
 
 
 def _holders(
@@ -311,3 +289,94 @@ def _part(model: Manifest, row: Row, pp: int) -> Manifest:
             state=state,
         )
     )[0]
+
+
+# -- at which layers stages begin
+
+
+def bounds_of(root: str, layers: Sequence[int], before: int, options: Options) -> tuple[int, ...]:
+    """The first layer of each stage, then the number of all layers.
+
+    `layers` are those that have files, and the source has `before` stages. Raises WrongOption if
+    the options do not fit, or do not say it.
+    """
+    bounds, method = options[PP_BOUNDS], options[PP_PARTITION]
+    stages = options[PP] or before
+    count = max(layers) + 1
+    if bounds is not None:
+        return _given(root, bounds, layers, options)
+    if stages == 1:
+        return 0, count
+    if method is None:
+        example = ",".join(map(str, uniform(count, min(stages, count))))
+        raise WrongOption(
+            f"--pp {stages} needs the bounds of its stages, which no file states; "
+            f"{_files(root, layers)}",
+            hint="give the first layer of each stage and the number of all layers, functions "
+            f"included, such as --pp-bounds {example}; your program prints the layers of each "
+            "stage at its start",
+        )
+    about = method.partition(":")[2]
+    if about and int(about) < count:
+        raise WrongOption(
+            f"--pp-partition {method}: {_files(root, layers)}",
+            hint="the number is that of all layers, functions included",
+        )
+    return uniform(int(about or count), stages)
+
+
+def _given(
+    root: str, bounds: Sequence[int], layers: Sequence[int], options: Options
+) -> tuple[int, ...]:
+    text = ",".join(map(str, bounds))
+    if options[PP_PARTITION] is not None:
+        raise WrongOption(
+            "--pp-bounds and --pp-partition both say where stages begin", hint="leave one out"
+        )
+    if options[PP] not in (None, len(bounds) - 1):
+        raise WrongOption(
+            f"--pp-bounds {text} are those of {len(bounds) - 1} stages, not of --pp {options[PP]}",
+            hint="give the first layer of each stage, and the number of all layers at the end",
+        )
+    if bounds[-1] <= max(layers):
+        raise WrongOption(
+            f"--pp-bounds {text} end before layer {max(layers)}; {_files(root, layers)}",
+            hint="the last bound is the number of all layers, functions included",
+        )
+    return tuple(bounds)
+
+
+def _files(root: str, layers: Sequence[int]) -> str:
+    return f"{root} has files of the layers {ranges(layers)}"
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Sorted numbers in words: 0, 1, 3 to 7."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    words = [
+        f"{part[0]} to {part[-1]}" if len(part) > 2 else ", ".join(map(str, part)) for part in parts
+    ]
+    return ", ".join(words)
+
+
+def uniform(layers: int, stages: int) -> tuple[int, ...]:
+    """As many layers for each stage; the first stages have one more (`partition_uniform`)."""
+    if layers <= stages:
+        return tuple(min(stage, layers) for stage in range(stages + 1))
+    width, more = divmod(layers, stages)
+    return tuple(stage * width + min(stage, more) for stage in range(stages + 1))
+
+
+def refuse_without_stages(root: str, options: Options) -> None:
+    """Raises WrongOption for an option of pipelines, if the source is none."""
+    for option in STAGES:
+        if options[option] is not None:
+            raise WrongOption(
+                f"{option.flag} does not apply to {root}, which is not a pipeline",
+                hint="leave it out; or give --like RUN, a pipeline of the same model",
+            )

@@ -18,13 +18,11 @@ groups none of them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
 from msgspec.structs import replace
 
-from ....core import compare
 from ....core.dtypes import FLOATS
 from ....core.grouping import by_key
 from ....core.manifest import Entry, Manifest
@@ -40,6 +38,7 @@ from ....errors import (
     listed,
 )
 from ....files.torchfile import Tensor, TorchFile
+from ...deepspeed_states.agreement import check_facts
 from ...deepspeed_states.directories import TagDirectory, refuse
 from ...deepspeed_states.experts import ExpertLayers, ExpertRanks, expert_name, size_in
 from ...deepspeed_states.manifest import manifest_of
@@ -50,12 +49,12 @@ from ...deepspeed_states.states import (
     EngineStates,
     dictionary,
     open_files,
-    wrapper_of,
 )
 from ...deepspeed_states.tensors import ManifestTensors, is_extra
 from ...reading import USUAL, Reading
 from ..files import RankFiles
-from ..model_ranks.copies import matches_of
+from ..model_ranks.copies import EP_RANK
+from ..ranks import hyper_parameters
 from ..stage_0 import naming
 from ..stage_0.optimizer import Members, WholeOptimizer, named_optimizer, states_with, with_names
 from ..stage_0.samples import TensorInFile
@@ -63,11 +62,6 @@ from ..stage_0.states import kept, with_members
 from .auto_ep import READ, layers_in
 from .expert_files import LayerFiles, gate_of, layers_of, named_of, shared, spread_over
 from .experts import Experts
-
-EP_RANK = "ep rank"
-SWAPPED = (
-    "files of two ep ranks seem to be swapped, or one is of another save; copy all files again"
-)
 
 
 def manifest_of_experts(directory: TagDirectory, files: RankFiles, reading: Reading) -> Manifest:
@@ -146,33 +140,20 @@ def _check_files(ranks: Sequence[EngineStates], layers: ExpertLayers) -> None:
             "does not have all experts of the other",
             hint="train with ZeRO stage 1, or with sizes that divide each other",
         )
-    first = _kinds(ranks[0])
+    first = _names(ranks[0])
     for each in ranks:
-        if (kinds := _kinds(each)) == first:
-            continue
-        if sorted(kinds) == sorted(first):
+        if (names := _names(each)) != first and sorted(names) == sorted(first):
             raise UnsupportedCheckpoint(
                 f"{each.optimizers[0].path} lists its groups in another order than ep rank 0's",
                 hint="sort the groups in the training program, or set PYTHONHASHSEED, and save "
                 "again",
             )
-        raise InconsistentCheckpoint(
-            f"{each.optimizers[0].path} has other groups or settings than ep rank 0's file",
-            hint="files of different saves seem to be mixed",
-        )
+    optimizers = [each.optimizers[0] for each in ranks]
+    check_facts(optimizers, [each.bases[0] for each in ranks], hyper_parameters)
 
 
-def _kinds(ranks: EngineStates) -> list[str]:
-    """What every group states, and how many parameters it has, as texts."""
-    kinds = []
-    for group in ranks.bases[0]["param_groups"]:
-        stated = {
-            key: value
-            for key, value in sorted(group.items())
-            if key not in ("params", "step") and isinstance(value, (int, float, str, tuple))
-        }
-        kinds.append(f"{group.get('name')}, {len(group['params'])}: {stated}")
-    return kinds
+def _names(ranks: EngineStates) -> list[str]:
+    return [str(group.get("name")) for group in ranks.bases[0]["param_groups"]]
 
 
 # -- the names of parameters
@@ -184,26 +165,13 @@ def _named(
     """The optimizers of all ranks, whose parameters have names in the whole model."""
     of_layers = [experts.places.in_layers(experts.layers, n) for n, _ in enumerate(ranks)]
     weights = [_weights(experts, of_layer) for of_layer in of_layers]
-    try:
-        first = _of_first(ranks[0], weights[0], reading)
-    except MissingData as error:
-        for other in weights[1:]:
-            with suppress(MissingData):
-                _of_first(ranks[0], other, USUAL)
-                raise InconsistentCheckpoint(
-                    f"{ranks[0].optimizers[0].path} has the experts of another ep rank",
-                    hint=SWAPPED,
-                ) from error
-        raise
-    is_stated = bool(ranks[0].model.get("param_shapes"))  # zckpt's files may be empty still
+    first = _of_first(ranks[0], weights[0], reading)
     wholes: list[WholeOptimizer] = []
     for each, own, of_layer in zip(ranks, weights, of_layers, strict=True):
         named = partial(experts.layers.named_in, of_layer=of_layer)
         members = [[None if n is None else named(n) for n in group] for group in first.members]
-        whole = with_names(each, members, [*map(named, first.inferred)], naming.shapes_of(own))
-        if wholes and not is_stated:
-            _check_rounding(whole, own)
-        wholes.append(whole)
+        inferred = [*map(named, first.inferred)]
+        wholes.append(with_names(each, members, inferred, naming.shapes_of(own)))
     return wholes
 
 
@@ -308,31 +276,6 @@ def _some_groups(ranks: EngineStates, places: Sequence[int]) -> EngineStates:
     return replace(ranks, states=[optimizer], bases=[base])
 
 
-def _check_rounding(whole: WholeOptimizer, weights: Mapping[str, TensorInFile]) -> None:
-    """Raises InconsistentCheckpoint unless the masters of experts round to their weights.
-
-    In fp32 there are none, and nothing shows which rank an optimizer is of.
-    """
-    optimizer, file = whole.states.first, whole.file
-    if wrapper_of(optimizer) is None:
-        return
-    for group, own in enumerate(whole.members):
-        names = [name for name in own if name is not None]
-        if not names or expert_name(names[0]) is None:
-            continue
-        if FLAT_MASTERS in optimizer:
-            masters = naming.pieces(optimizer[FLAT_MASTERS][group], names, weights)
-        else:
-            masters = optimizer[WHOLE_MASTERS][group]
-        for name, master in zip(names, masters, strict=True):
-            if not naming.rounds(TensorInFile(file, master), weights[name]):
-                raise InconsistentCheckpoint(
-                    f"{file.path}: the master of {name} does not round to the weight in "
-                    f"{weights[name].file.path}",
-                    hint=SWAPPED,
-                )
-
-
 # -- the manifest
 
 
@@ -396,19 +339,3 @@ def _states_by_parameter(entries: Mapping[str, Entry]) -> dict[str, set[str]]:
     """The masters and states that an optimizer keeps of each parameter."""
     slots = by_key((entry.parameter, entry.slot) for entry in entries.values())
     return {name: {*own} - {"param", "state"} for name, own in slots.items()}
-
-
-def compare_ranks(manifest: Manifest, replicas: str | None) -> list[str]:
-    """Compares the copies that ep ranks keep of dense parameters; gives warnings.
-
-    Raises InconsistentCheckpoint if they differ, unless `replicas` says that rank 0's are taken.
-    """
-    results = compare.compare(matches_of(manifest), manifest, manifest).results
-    differing = list(dict.fromkeys(r.match.a.name for r in results if r.differs))
-    if differing and replicas != "rank0":
-        raise InconsistentCheckpoint(
-            f"{manifest.root}: ep ranks hold different copies of {listed(differing, 4)}",
-            hint="files of different saves may be mixed: copy all files again; if the copies "
-            "drifted in training, take those of ep rank 0 with --replicas rank0",
-        )
-    return [f"the ep ranks' copies of {name} differ; rank 0's is taken" for name in differing]

@@ -19,7 +19,7 @@ from msgspec import Struct
 from ....core.facts import ExpertLayer
 from ....core.grouping import by_key
 from ....core.layout import Shell
-from ....errors import CorruptCheckpoint, IncompleteCheckpoint, InconsistentCheckpoint, listed
+from ....errors import CorruptCheckpoint, InconsistentCheckpoint, listed
 from ....files.torchfile import Tensor, TorchFile
 from ....files.torchshell import Storages, shell
 from ...deepspeed_states.directories import refuse
@@ -27,7 +27,7 @@ from ...deepspeed_states.experts import ExpertName, expert_name
 from ...deepspeed_states.model_files import module_weights
 from ...deepspeed_states.states import EngineStates, dictionary, open_files
 from ...deepspeed_states.target import DeepSpeedTarget
-from ..files import RankFiles, model_rank_of
+from ..files import MOST, RankFiles, lacking
 from .auto_ep import ROUTER
 
 
@@ -58,15 +58,11 @@ def layers_of(ranks: EngineStates, files: RankFiles) -> list[LayerFiles]:
     paths = files.experts
     if not all(type(count) is int and count > 0 for count in counts):
         raise CorruptCheckpoint(f"{directory}: the model states list {counts!r} experts by layer")
-    # a damaged number may be huge: only a few missing files are listed
-    missing = list(islice((place for place in _places(counts) if place not in paths), 4))
+    # a damaged number may be huge: only the first missing files are listed
+    missing = list(islice((place for place in _places(counts) if place not in paths), MOST))
     if missing:
-        model_rank = model_rank_of(os.path.basename(ranks.models[0].path)) or 0
-        names = [file_name(*place, f"mp_rank_{model_rank:02d}") for place in missing]
-        raise IncompleteCheckpoint(
-            f"{directory} lacks {listed(names, 3)}",
-            hint="copy all files of the save again: there is one for every expert",
-        )
+        mp_rank = f"mp_rank_{files.number:02d}"
+        raise lacking(ranks.directory, [file_name(*place, mp_rank) for place in missing])
     wanted = list(_places(counts))
     if surplus := sorted(paths.keys() - set(wanted)):
         raise InconsistentCheckpoint(

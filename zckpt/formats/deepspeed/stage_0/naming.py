@@ -271,8 +271,9 @@ def cut(
             f"--param-names names {listed(unknown, 4)}, which the model's state does not have"
         )
     wanted = [flat.numel for flat in flats]
-    *groups, rest = in_parts(param_names, wanted, weights)
-    lengths = [sum(weights[name].tensor.numel for name in members) for members in groups]
+    sizes = {name: weight.tensor.numel for name, weight in weights.items()}
+    *groups, rest = in_parts(param_names, wanted, sizes)
+    lengths = [sum(sizes[name] for name in members) for members in groups]
     if rest or lengths != wanted:
         raise WrongOption(
             f"--param-names: these weights do not fill the groups of {file.path}, which have "
@@ -286,13 +287,15 @@ def cut(
     return groups
 
 
-def in_parts(names: Sequence[str], numels: Sequence[int], weights: Weights) -> list[Sequence[str]]:
-    """The names, cut as soon as their weights have so many elements; last those that are left."""
+def in_parts(
+    names: Sequence[str], wanted: Sequence[int], sizes: Mapping[str, int]
+) -> list[Sequence[str]]:
+    """The names, cut as soon as their sizes reach what is wanted; last those that are left."""
     parts: list[Sequence[str]] = []
-    for numel in numels:
+    for size in wanted:
         count = 0
-        while numel > 0 and count < len(names):
-            numel -= weights[names[count]].tensor.numel
+        while size > 0 and count < len(names):
+            size -= sizes[names[count]]
             count += 1
         parts.append(names[:count])
         names = names[count:]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import pairwise, product
+from itertools import chain, pairwise, product
 from typing import Any
 
 from msgspec import Struct
@@ -38,7 +38,7 @@ from ..files import RankFiles
 from ..model_ranks.layer_names import of_tied, prefix_of, tied_key, untied_layers
 from . import naming
 from .optimizer import WholeOptimizer, named_optimizer, shapes_by_group, states_of, unnamed
-from .samples import TensorInFile, labels
+from .samples import Label, TensorInFile, labels
 
 Shape = tuple[int, ...]
 
@@ -76,19 +76,56 @@ def open_stages(
         every = [group for each in states for group in each.param_shapes()]
         shapes = {name: shape for group in every for name, shape in group.items()}
     elif names is not None and is_flat:
-        tied = tied or _tied_of_flats(directory, states, names, layers, buffers)
+        shapes = dict.fromkeys(names)
     elif names is not None:
-        own = [*_of_stages(directory, states, names)]
-        in_order = [shape for each in states for shape in _shapes(each)]
-        shapes = dict(zip(names, in_order, strict=True))
-    alone = reading.weights_only and tied is not None
-    tied = tied or _tied_layers(shapes, layers)
-    weights = _weights(layers, buffers, tied)
-    if names is not None and is_flat and not is_stated:
-        own = [*_of_flat_stages(directory, states, names, weights)]
-    if alone and all(wrapper_of(each.first) is None for each in states):
+        in_order = [_shapes(each) for each in states]
+        own = [*_of_stages(states, names, [*map(len, in_order)], dict.fromkeys(names, 1))]
+        shapes = dict(zip(names, chain(*in_order), strict=True))
+    has_masters = any(wrapper_of(each.first) is not None for each in states)
+    if tied is not None and reading.weights_only and not has_masters:
         first, *others = states
-        return WholeStages([unnamed(first, weights), *(unnamed(each, {}) for each in others)], tied)
+        weights = _weights(layers, buffers, tied)
+        wholes = [unnamed(first, weights), *(unnamed(each, {}) for each in others)]
+        return WholeStages(wholes, tied)
+    failures: list[WrongOption] = []
+    fitting: list[WholeStages] = []
+    for ties in [tied] if tied else _ties(shapes, layers):
+        weights = _weights(layers, buffers, ties)
+        try:
+            if names is not None and is_flat and not is_stated:
+                numels = [sum(flat.numel for flat in each.first[FLAT_MASTERS]) for each in states]
+                sizes = {name: weight.tensor.numel for name, weight in weights.items()}
+                own = [*_of_stages(states, names, numels, sizes)]
+            fitting.append(WholeStages(_named(states, own, layers, weights), ties))
+        except WrongOption as error:
+            failures.append(error)
+    if not fitting:
+        raise failures[0]
+    stages = fitting[0]
+    if len(fitting) > 1:
+        numbers = sorted({*chain(*(each.tied for each in fitting))})
+        raise UnsupportedCheckpoint(
+            f"each of the layers {listed([*map(str, numbers)])} may be a tied one",
+            hint="no file says which one it is",
+        )
+    counts = Counter(n for each in stages.wholes for own in each.members for n in own if n)
+    again = [name for name, count in counts.items() if count > 1 and tied_key(name) is None]
+    if again:
+        raise MissingData(
+            f"{directory.path}: several stages have the masters of {listed(again, 4)}, so it is a "
+            "tied layer, and no file states its key",
+            hint=_hint(states[0]),
+        )
+    return stages
+
+
+def _named(
+    states: Sequence[EngineStates],
+    names: Sequence[Sequence[str] | None],
+    layers: Mapping[int, TorchFile],
+    weights: Mapping[str, TensorInFile],
+) -> list[WholeOptimizer]:
+    """The optimizers of all stages; `names` are the user's for each stage, if there are any."""
 
     def named(parts: Sequence[Sequence[str] | None]) -> list[WholeOptimizer]:
         return [
@@ -97,21 +134,13 @@ def open_stages(
         ]
 
     try:
-        stages = named(own)
+        return named(names)
     except MissingData as error:
-        matched = None if names is not None else _in_order(states, layers, weights)
+        is_given = any(own is not None for own in names)
+        matched = None if is_given else _in_order(states, layers, weights)
         if matched is None:
             raise MissingData(str(error), hint=_hint(states[0])) from error
-        stages = [replace(each, inferred=matched.inferred) for each in named(matched.names)]
-    counts = Counter(n for stage in stages for members in stage.members for n in members if n)
-    again = [name for name, count in counts.items() if count > 1 and tied_key(name) is None]
-    if again:
-        raise MissingData(
-            f"{directory.path}: several stages have the masters of {listed(again, 4)}, so it is a "
-            "tied layer, and no file states its key",
-            hint=_hint(states[0]),
-        )
-    return WholeStages(stages, tied)
+        return [replace(each, inferred=matched.inferred) for each in named(matched.names)]
 
 
 def _weights(
@@ -130,18 +159,27 @@ def _weights(
 
 
 def _of_stages(
-    directory: TagDirectory, states: Sequence[EngineStates], names: Sequence[str]
+    states: Sequence[EngineStates],
+    names: Sequence[str],
+    wanted: Sequence[int],
+    sizes: Mapping[str, int],
 ) -> list[Sequence[str]]:
-    """The user's names, cut into those of each stage."""
-    counts = [len(_shapes(each)) for each in states]
-    if sum(counts) != len(names):
+    """The user's names, cut into those of each stage, whose `sizes` give what it has together."""
+    path = states[0].directory.path
+    if unknown := [name for name in names if name not in sizes]:
         raise WrongOption(
-            f"--param-names has {len(names)} names, but the optimizers of the stages of "
-            f"{directory.path} have {' + '.join(map(str, counts))} parameters",
+            f"--param-names names {listed(unknown, 4)}, which no file of a layer of {path} has",
             hint=_hint(states[0]),
         )
-    remaining = iter(names)
-    return [[next(remaining) for _ in range(count)] for count in counts]
+    if (total := sum(sizes[name] for name in names)) != sum(wanted):
+        what = "parameters" if total == len(names) else "elements"
+        raise WrongOption(
+            f"--param-names has {len(names)} names, of {total} {what}, but the optimizers of the "
+            f"stages of {path} have {' + '.join(map(str, wanted))}",
+            hint=_hint(states[0]),
+        )
+    *parts, _ = naming.in_parts(names, wanted, sizes)
+    return parts
 
 
 def _in_order(
@@ -190,79 +228,6 @@ def _has_layers_alike(layers: Mapping[int, TorchFile]) -> bool:
     return len({tuple(each) for each in contents.values()}) < len(contents)
 
 
-def _of_flat_stages(
-    directory: TagDirectory,
-    states: Sequence[EngineStates],
-    names: Sequence[str],
-    weights: Mapping[str, TensorInFile],
-) -> list[Sequence[str]]:
-    """The user's names, cut into those whose weights fill the flat masters of each stage."""
-    if unknown := [name for name in names if name not in weights]:
-        raise WrongOption(
-            f"--param-names names {listed(unknown, 4)}, which no file of a layer of "
-            f"{directory.path} has",
-            hint=_hint(states[0]),
-        )
-    numels = [sum(flat.numel for flat in each.first[FLAT_MASTERS]) for each in states]
-    *parts, remaining = naming.in_parts(names, numels, weights)
-    if remaining:
-        raise WrongOption(
-            f"--param-names has {len(names)} names, but the last {len(remaining)} of them are of "
-            f"no stage of {directory.path}",
-            hint=_hint(states[0]),
-        )
-    return parts
-
-
-def _tied_of_flats(
-    directory: TagDirectory,
-    states: Sequence[EngineStates],
-    names: Sequence[str],
-    layers: Mapping[int, TorchFile],
-    buffers: set[str],
-) -> dict[int, str]:
-    """The keys of tied layers by the numbers of their files: those whose weights fill the masters.
-
-    Raises as `open_stages`.
-    """
-    named = {*untied_layers(names)}
-    choices: list[list[dict[int, str]]] = []  # for each key, the layers that it may be
-    for key, wanted in of_tied(dict.fromkeys(names)).items():
-        alike: dict[Any, dict[int, str]] = {}
-        for number, file in layers.items():
-            tensors = dictionary(file, file.value)
-            if number not in named and _has(tensors, wanted):
-                alike.setdefault(tuple(tensors[n].shape for n in wanted), {})[number] = key
-        choices.append([*alike.values()])
-    failure: WrongOption | None = None
-    fitting = []
-    for chosen in product(*choices):
-        tied = {number: key for each in chosen for number, key in each.items()}
-        weights = _weights(layers, buffers, tied)
-        try:
-            for each, part in zip(
-                states, _of_flat_stages(directory, states, names, weights), strict=True
-            ):
-                naming.cut(each.models[0], each.first[FLAT_MASTERS], weights, part)
-        except WrongOption as error:
-            failure = failure or error
-            continue
-        fitting.append(tied)
-    if failure is not None and not fitting:
-        raise failure
-    if len(fitting) != 1:
-        every = sorted({number for tied in fitting for number in tied})
-        raise _unclear(every, "tied ones")
-    return fitting[0]
-
-
-def _unclear(layers: Sequence[int], what: str) -> UnsupportedCheckpoint:
-    return UnsupportedCheckpoint(
-        f"the layers {listed(list(map(str, layers)))} may each be {what}",
-        hint="no file says which one it is",
-    )
-
-
 def _shapes(states: EngineStates) -> list[Shape | None]:
     """The shapes of the parameters of a stage's optimizer, in its order; None if not known."""
     if WHOLE_MASTERS in states.first:
@@ -274,24 +239,32 @@ def _hint(states: EngineStates) -> str:
     return (HINT if wrapper_of(states.first) is None else naming.TRAINED) + JOIN
 
 
-def _tied_layers(
+def _ties(
     shapes: Mapping[str, Shape | None], layers: Mapping[int, TorchFile]
-) -> dict[int, str]:
-    """The keys of tied layers by the numbers of their files; `shapes` are those of all names."""
+) -> list[dict[int, str]]:
+    """All ways to give files of layers, by their numbers, the keys of tied ones.
+
+    `shapes` are those of all names. Files of one tied layer have the same tensors.
+    """
     named = {*untied_layers(shapes)}
-    tied: dict[int, str] = {}
+    choices: list[list[dict[int, str]]] = []
     for key, wanted in of_tied(shapes).items():
         places = [
             number
             for number, file in layers.items()
             if number not in named and _has(dictionary(file, file.value), wanted)
         ]
+        contents: list[list[Label]] = [[] for _ in places]
         for inner in wanted:
             tensors = [TensorInFile(layers[n], layers[n].value[inner]) for n in places]
-            if len(set(labels(tensors, tensors[:1])[0])) > 1:
-                raise _unclear(places, f"the tied layer {key}")
-        tied |= dict.fromkeys(places, key)
-    return tied
+            for content, label in zip(contents, labels(tensors, tensors)[0], strict=True):
+                content.append(label)
+        alike = by_key((tuple(c), number) for c, number in zip(contents, places, strict=True))
+        choices.append([dict.fromkeys(numbers, key) for numbers in alike.values()] or [{}])
+    return [
+        {number: key for each in chosen for number, key in each.items()}
+        for chosen in product(*choices)
+    ]
 
 
 def _has(tensors: Mapping[str, Any], wanted: Mapping[str, Shape | None]) -> bool:
