@@ -31,7 +31,8 @@ from . import failures
 from .stores import Found, Store, store_of
 from .urls import Url, strange
 
-META, DATA = 32 << 10, 128 << 10  # bytes of a block of metadata, of small tensors
+META, DATA = 32 << 10, 16 << 10  # bytes of a block of metadata, of small tensors
+WHOLE, AHEAD = 128 << 10, 64  # bytes that are asked for as they are; blocks of small tensors
 HEAD, TAIL = 2 * META, 66 << 10  # bytes at the ends of a file that readers look at first
 KEPT = 32 << 20  # bytes of blocks
 NEIGHBORS, AT_ONCE = 128, 32  # files whose ends are read ahead, and requests for them
@@ -109,7 +110,7 @@ class File(Struct, eq=False, dict=True):
     mirror: Mirror
 
     def __post_init__(self) -> None:
-        self._filling = threading.Lock()
+        self._filling, self._ahead = threading.Lock(), 0
         self._number = next(_numbers)  # no other file has it, as one may have a freed one's id
 
     def fetch(self, start: int, stop: int) -> bytes | memoryview:
@@ -142,7 +143,7 @@ class File(Struct, eq=False, dict=True):
         stop = min(offset + len(view), self.found.size)
         if stop <= offset:
             return 0
-        whole = stop - offset >= DATA
+        whole = stop - offset >= WHOLE
         view[: stop - offset] = (
             self.fetch(offset, stop) if whole else self._blocks_of(DATA, offset, stop)
         )
@@ -160,6 +161,8 @@ class File(Struct, eq=False, dict=True):
                 if (known := _blocks.get((self._number, size, number))) is not None:
                     got[number] = known
             for first, last in _runs(n for n in self._missing(size, start, stop) if n not in got):
+                if size == DATA:
+                    last = self._extended(first, last)
                 begin, end = first * size, min((last + 1) * size, self.found.size)
                 data = bytes(self.fetch(begin, end))
                 for number in range(first, last + 1):
@@ -168,6 +171,12 @@ class File(Struct, eq=False, dict=True):
         data = b"".join(got[number] for number in sorted(got))
         begin = start // size * size
         return data[start - begin : stop - begin]
+
+    def _extended(self, first: int, last: int) -> int:
+        """The last block to ask for: more and more of them while small reads follow each other."""
+        follows = _blocks.get((self._number, DATA, first - 1)) is not None
+        self._ahead = min(2 * self._ahead + 1, AHEAD) if follows else 0
+        return min(last + self._ahead, (self.found.size - 1) // DATA)
 
     def read_ends(self) -> None:
         """Reads the blocks at both ends of the file, in one request if they are close."""

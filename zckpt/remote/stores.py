@@ -23,7 +23,7 @@ PART, MOST_PARTS = 16 << 20, 9_000  # bytes of a part of an upload; S3 takes 10,
 IN_FLIGHT = 128 << 20  # bytes of parts that are being sent
 CLIENT = {"timeout": "1h", "read_timeout": "60s", "connect_timeout": "10s"}
 """A request may take long as long as bytes arrive: the library's own limit is 30 s in all."""
-MARK = "zckpt-run"  # the metadata of an object that says which run has sent it
+MARK = "zckptrun"  # metadata of an object, whose run sent it; Azure takes identifiers alone
 ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT")
 OWN_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_SKIP_SIGNATURE")
 
@@ -129,7 +129,7 @@ class Objects:
         if found.etag and not found.etag.startswith("W/"):  # a weak one never matches
             options["if_match"] = found.etag
         answer = self._call.get(self.own, found.key, options=options)
-        is_other = found.etag and (answer.meta["e_tag"] or found.etag) != found.etag
+        is_other = found.etag and (_quoted(answer.meta["e_tag"]) or found.etag) != found.etag
         if is_other or answer.meta["size"] != found.size:
             raise self._call.exceptions.PreconditionError(found.key)
         return memoryview(answer.bytes())
@@ -154,8 +154,7 @@ class Objects:
             at_once = max(2, IN_FLIGHT // length)
             more |= {"chunk_size": length, "max_concurrency": at_once}
             answer = self._call.put(self.own, key, parts(), **more)
-        etag: str | None = answer["e_tag"]
-        return etag
+        return _quoted(answer["e_tag"])
 
     def mark(self, found: Found) -> str | None:
         attributes = self._call.get(self.own, found.key, options={"head": True}).attributes
@@ -167,7 +166,12 @@ class Objects:
 
 def _found(item: Any) -> Found:
     time: datetime = item["last_modified"]
-    return Found(item["path"], item["size"], item["e_tag"], int(time.timestamp()) * 10**9)
+    return Found(item["path"], item["size"], _quoted(item["e_tag"]), int(time.timestamp()) * 10**9)
+
+
+def _quoted(etag: str | None) -> str | None:
+    """An ETag as HTTP spells it: Azure's lists give it without quotation marks."""
+    return etag if etag is None or etag.endswith('"') else f'"{etag}"'
 
 
 class Web(Objects):
