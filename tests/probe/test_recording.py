@@ -348,11 +348,9 @@ def test_a_device_without_memory_is_no_error(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_fingerprint_follows_the_memory() -> None:
-    """It is taken from a tensor that was described only while that exists and is unchanged."""
     measurer = Measurer(bucket=50, samples=7, threads=1)
     tensor = torch.arange(6.0)
     about = measurer.describe(tensor)
-    measurer.remember(tensor, about)
     view = tensor.view(2, 3)
     assert measurer.fingerprint(view) == about["crc32"]
     tensor[0] = 9
@@ -360,12 +358,6 @@ def test_a_fingerprint_follows_the_memory() -> None:
     assert measurer.fingerprint(view) == expected != about["crc32"]
     assert measurer.fingerprint(view.t()) is None
     assert measurer.fingerprint(torch.ones(2, device="meta")) is None
-    address = tensor.data_ptr()
-    measurer.remember(tensor, measurer.describe(tensor))
-    del tensor, view
-    other = torch.zeros(6)
-    if other.data_ptr() == address:  # the allocator gives the same memory again
-        assert measurer.fingerprint(other) == f"{zlib.crc32(bytes(24)):08x}"
 
 
 def test_what_has_no_bytes_is_described() -> None:

@@ -12,8 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..core.sources import opened
 from ..errors import MALFORMED, cause
 from ..processes.launcher import LAUNCHERS, launched
+from ..remote.anywhere import local
+from ..remote.urls import is_url
 
 if TYPE_CHECKING:
     from ..api import Part
@@ -68,8 +71,8 @@ def merged(
 def in_file(path: str, parse: Callable[[str], Any]) -> Any:
     """What `parse` makes of a file's text."""
     try:
-        with open(path, encoding="utf-8-sig") as file:  # Windows begins with a mark
-            return parse(file.read())
+        with local(path) as here, opened(here) if is_url(path) else open(here, "rb") as file:
+            return parse(file.read().decode("utf-8-sig"))  # Windows begins with a mark
     except (OSError, *MALFORMED) as error:
         why = error if isinstance(error, OSError) else cause(error)
         raise click.BadParameter(f"{path} cannot be read: {why}") from error

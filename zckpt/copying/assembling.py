@@ -6,7 +6,7 @@ processor's cache. Bytes between tensors (headers) are those that the file has a
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping
 
 from msgspec import Struct
 
@@ -17,12 +17,11 @@ from ..core.fragments import Extent, Slices
 from ..core.manifest import Entry
 from ..core.pieces import SMALL, ElementReader, ReadRequest
 from ..core.plan import Chunk, TargetPiece
-from .filling import Neighbors, TargetFile
+from .filling import TargetFile
 from .journal import Key, Passed
 
 # of what a CRC-32 is: a tensor of the target, a tensor of the source before it is cast
 TENSOR, SOURCE = "tensor", "source"
-SHORT_PIECE = 256 << 10  # bytes; fewer are hashed again: to combine CRC-32s holds Python's lock
 
 
 class Assembler(Struct, frozen=True, eq=False):
@@ -134,46 +133,21 @@ class Assembler(Struct, frozen=True, eq=False):
         return passed
 
     def _hash(self, target: TargetFile, chunk: Chunk, view: memoryview) -> list[Passed]:
-        """The CRCs of the chunk's pieces and gaps: for tensors, records and the file."""
+        """The CRCs of the chunk's bytes: of tensors, of the file, and of its records."""
         passed: list[Passed] = []
-        begin, numbers = chunk.offset, self.numbers
-        crcs = [crc32(view[piece.offset - begin : piece.end - begin]) for piece in chunk.pieces]
-        for piece, crc in zip(chunk.pieces, crcs, strict=True):
-            entry, key = piece.pair.target, (TENSOR, numbers[id(piece.pair)], 0)
+        begin = chunk.offset
+        for piece in chunk.pieces:
+            entry, key = piece.pair.target, (TENSOR, self.numbers[id(piece.pair)], 0)
+            data = view[piece.offset - begin : piece.end - begin]
             if piece.count > 1:
-                runs = view[piece.offset - begin : piece.end - begin]
                 last = piece.stop + (piece.count - 1) * piece.stride
-                passed.append(_passed_runs(key, entry, piece, runs, last))
+                passed.append(_passed_runs(key, entry, piece, data, last))
             else:
                 size = SIZES[entry.dtype]
-                passed.append((key, piece.start * size, piece.stop * size, crc))
-        return passed + _hash_file(target, chunk, crcs, view)
-
-
-def _hash_file(
-    target: TargetFile, chunk: Chunk, crcs: Sequence[int], view: memoryview
-) -> list[Passed]:
-    """What the chunk's bytes give to the CRCs of the file and its records.
-
-    The `crcs` of the pieces are combined. Short pieces are hashed again, without Python's lock.
-    """
-    of_file = Neighbors()
-    offset, end = chunk.offset, chunk.offset + chunk.length
-
-    def hash_bytes(start: int, stop: int) -> None:
-        for first, last in target.edges(start, stop):
-            crc = crc32(view[first - chunk.offset : last - chunk.offset])
-            of_file.add(target.passed(first, last, crc))
-
-    if len(chunk.pieces) * SHORT_PIECE < chunk.length:
-        for piece, crc in zip(chunk.pieces, crcs, strict=True):
-            if offset < piece.offset:
-                hash_bytes(offset, piece.offset)
-            of_file.add(target.passed(piece.offset, piece.end, crc))
-            offset = piece.end
-    if offset < end:
-        hash_bytes(offset, end)
-    return of_file.parts
+                passed.append((key, piece.start * size, piece.stop * size, crc32(data)))
+        for start, stop in target.edges(begin, begin + chunk.length):
+            passed += target.passed(start, stop, crc32(view[start - begin : stop - begin]))
+        return passed
 
 
 def _passed_runs(key: Key, entry: Entry, piece: TargetPiece, runs: memoryview, stop: int) -> Passed:

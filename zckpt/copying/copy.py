@@ -106,9 +106,7 @@ class _Copy(Struct, eq=False, dict=True):
 
     def _add_target(self, path: str) -> None:
         name = self.root.name_of(path)
-        sizes = self.journal.sizes if self.journal else {}
-        size = sizes[name] if name in sizes else self.root.size(path)
-        if not size:
+        if not (size := self.root.size(path)):
             return
         number, records = len(self.targets), self.records.get(path, ())
         target = TargetFile(number, self.root, name, size, records, self.chunk)

@@ -10,7 +10,7 @@ from threading import Lock
 
 from msgspec import Struct, field
 
-from ..core.checksum import Cover, Scattered, combine
+from ..core.checksum import Cover, Scattered
 from ..core.fileio import Writer
 from ..core.folder import Folder
 from ..core.fragments import Extent
@@ -19,27 +19,6 @@ from .journal import Key, Passed
 REGION = 256 << 20  # bytes
 FILE, RECORD = "file", "record"
 """Of what a CRC-32 is: a target file, a record in it."""
-
-
-class Neighbors(Struct, eq=False):
-    """CRC-32s of parts in the order of a file; those of neighbors with one key are joined."""
-
-    _last: dict[Key, tuple[int, int, int]] = field(default_factory=dict)
-    _before: list[Passed] = field(default_factory=list)
-
-    def add(self, parts: Iterable[Passed]) -> None:
-        for key, start, stop, crc in parts:
-            if (last := self._last.get(key)) is None:
-                self._last[key] = start, stop, crc
-            elif last[1] == start:
-                self._last[key] = last[0], stop, combine(last[2], crc, stop - start)
-            else:
-                self._before.append((key, *last))
-                self._last[key] = start, stop, crc
-
-    @property
-    def parts(self) -> list[Passed]:
-        return self._before + [(key, *last) for key, last in self._last.items()]
 
 
 CoverOf = Callable[[Key], Cover | Scattered]

@@ -107,7 +107,6 @@ class Journal:
 
     `regions` are those of an earlier run, by file; `is_new` is true if there was none. `chunk` are
     the bytes that a run copies at a time: those of the earlier run, so that its regions fit.
-    `sizes` are those of the target's files by name.
     What the processes of an earlier run have noted is taken over, and their journals are removed.
     Raises TargetExists if another run has locked it, or if the earlier run was another one.
     """
@@ -115,7 +114,6 @@ class Journal:
     def __init__(self, folder: Folder, identity: Identity, chunk: int) -> None:
         self.folder = folder
         self.path = os.path.join(folder.path, JOURNAL)
-        self.sizes = identity.files
         self.regions: dict[str, list[Region]] = {}
         self.is_new = True
         self.chunk = chunk

@@ -121,12 +121,12 @@ class Reader(Struct, eq=False):
             close(self._open.popitem()[1])
 
 
-def crc_of(extents: Iterable[Extent]) -> int:
+def crc_of(extents: Iterable[Extent], crc: int = 0) -> int:
     """The CRC-32 of the bytes of extents, one after another; reads them in blocks.
 
-    Raises CorruptCheckpoint at a file's end.
+    It continues `crc`. Raises CorruptCheckpoint at a file's end.
     """
-    block, crc = Buffer(CRC_BLOCK).view, 0
+    block = Buffer(CRC_BLOCK).view
     with closing(Reader()) as reader:
         for extent in extents:
             for start in range(0, extent.length, CRC_BLOCK):

@@ -25,7 +25,6 @@ from .sources import close, named, naming, status
 NO_LINK = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 # what a system says of a link or a socket that is opened so: no errors of the disk
 NO_FILE = (errno.ELOOP, errno.EMLINK, errno.ENOTDIR, errno.ENXIO)
-PARTS = frozenset(("", os.curdir, os.pardir))  # of a path that is not normal
 JOURNAL = "journal"  # beside an unfinished target: what of it is complete
 PROBE = "owner-"
 """How the names of the files begin whose owner is looked at; they are removed at once."""
@@ -234,11 +233,7 @@ class Folder(Struct, eq=False):
 
     def _names(self, path: str) -> list[str]:
         """The names that lead to a path; none for this folder itself."""
-        start = os.path.join(self.path, "")
-        names = path[len(start) :].split(os.sep)
-        if path.startswith(start) and PARTS.isdisjoint(names) and "\0" not in path:
-            return names
-        names = os.path.relpath(path, self.path).split(os.sep)  # takes long: there may be 10,000
+        names = os.path.relpath(path, self.path).split(os.sep)
         if names[0] == os.pardir or "\0" in path:
             raise CorruptCheckpoint(f"{brief(path)} is not below {self.path}")
         return [] if names == [os.curdir] else names

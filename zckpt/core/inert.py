@@ -16,7 +16,6 @@ import json
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
-from itertools import chain
 from typing import Any
 
 from msgspec import Struct, field
@@ -352,23 +351,8 @@ def _encoded(value: Any) -> Any:
     return {name: _encoded(plain(value))}
 
 
-def _items(values: Collection[Any]) -> list[Any]:
-    """The items of a container."""
-    if len(values) > 8 and (_are_json(values) or types_in(values) == {str}):
-        return list(values)
+def _items(values: Iterable[Any]) -> list[Any]:
     return list(map(_encoded, values))
-
-
-def _are_json(values: Collection[Any]) -> bool:
-    """Whether all are numbers or None, and in JSON as they are."""
-    kinds = types_in(values)
-    if not kinds <= NUMBERS:
-        return False
-    numbers = values if type(None) not in kinds else [item for item in values if item is not None]
-    try:
-        return all(map(math.isfinite, numbers))
-    except OverflowError:  # an integer beyond 1e308
-        return False
 
 
 def unwrapped(value: Any) -> Any:
@@ -403,8 +387,6 @@ def from_json(value: Any) -> Any:
 
 def _decoded(value: Any) -> Any:
     if isinstance(value, list):
-        if len(value) > 8 and _is_plain(value):
-            return value
         return [item if type(item) in PLAIN else _decoded(item) for item in value]
     if not isinstance(value, dict):
         return value
@@ -417,12 +399,6 @@ def _decoded(value: Any) -> Any:
         if tag.startswith("$"):
             raise CorruptCheckpoint(f"state holds an unknown tag {brief(tag)}")
     return {key: _decoded(item) for key, item in value.items()}
-
-
-def _is_plain(value: list[Any]) -> bool:
-    """Whether the items of a list, or of all lists in it, have no parts."""
-    kinds = types_in(value)
-    return kinds <= PLAIN or (kinds == {list} and types_in(chain.from_iterable(value)) <= PLAIN)
 
 
 def _foreign(parts: dict[str, Any]) -> Foreign:

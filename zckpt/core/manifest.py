@@ -81,29 +81,18 @@ class Parameter(Struct, frozen=True):
 
 
 def parameters_to_json(parameters: Mapping[str, Parameter]) -> dict[str, Any]:
-    """Parameters as JSON, as a universal manifest and a proof write them.
-
-    Those that differ in their names alone share a dictionary.
-    """
-    documents: dict[str, Any] = {}
-    alike: dict[Any, dict[str, Any]] = {}
-    for name, item in parameters.items():
-        key = item.shape, item.trainable, item.group, item.step, type(item.step)
-        is_plain = not item.scalars and not item.aliases
-        document = alike.get(key) if is_plain else None
-        if document is None:
-            document = {
-                "shape": list(item.shape),
-                "trainable": item.trainable,
-                "group": item.group,
-                "step": item.step,
-                "scalars": {key: _scalar_to_json(scalar) for key, scalar in item.scalars.items()},
-                "aliases": list(item.aliases),
-            }
-            if is_plain:
-                alike[key] = document
-        documents[name] = document
-    return documents
+    """Parameters as JSON, as a universal manifest and a proof write them."""
+    return {
+        name: {
+            "shape": list(item.shape),
+            "trainable": item.trainable,
+            "group": item.group,
+            "step": item.step,
+            "scalars": {key: _scalar_to_json(scalar) for key, scalar in item.scalars.items()},
+            "aliases": list(item.aliases),
+        }
+        for name, item in parameters.items()
+    }
 
 
 class _Stated(Struct):

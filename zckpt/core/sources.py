@@ -257,16 +257,12 @@ def pread(file: int, length: int, offset: int) -> bytes:
     """The bytes [offset, offset + length) of a file; fewer only if it ends there."""
     if (where := elsewhere.of(file)) is not None:
         return where.pread(length, offset)
-    data = os.pread(file, length, offset)
-    if len(data) == length:
-        return data
-    parts = [data]
-    done = len(data)
-    while data and done < length:
-        data = os.pread(file, length - done, offset + done)
-        parts.append(data)
-        done += len(data)
-    return b"".join(parts)
+    data = b""
+    while len(data) < length:
+        if not (more := os.pread(file, length - len(data), offset + len(data))):
+            break
+        data = data + more if data else more
+    return data
 
 
 def read_into(file: int, view: memoryview, offset: int) -> int:

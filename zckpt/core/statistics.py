@@ -95,9 +95,9 @@ class Statistics(Struct, eq=False):
             "min": self.min if some else None,
             "max": self.max if some else None,
             "mean": self.mean if some else None,
-            "std": None if self.std is None else json_number(self.std),
+            "std": json_number(self.std),
             "norm": json_number(self.norm) if some else None,
-            "rms": None if self.rms is None else json_number(self.rms),
+            "rms": json_number(self.rms),
             "nan": self.nan,
             "inf": self.inf,
             "negative_inf": self.negative_inf,
@@ -131,9 +131,9 @@ COUNTS = Statistics.__struct_fields__[:8]
 """From `finite` to `denormal`."""
 
 
-def json_number(number: float) -> float | str:
-    """A number as JSON can express it: "inf" is text."""
-    return number if math.isfinite(number) else str(number)
+def json_number(number: float | None) -> Any:
+    """A number as JSON can express it: "nan", "inf" and "-inf" are text."""
+    return number if number is None or math.isfinite(number) else str(number)
 
 
 def measure(view: Any, dtype: str, histogram: bool = False) -> Statistics:

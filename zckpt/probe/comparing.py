@@ -248,7 +248,7 @@ def metrics(events: Sequence[Event]) -> Report:
     }
 
 
-def _mean(values: Sequence[float]) -> float | str:
+def _mean(values: Sequence[float]) -> Any:
     finite = all(map(math.isfinite, values))
     return json_number(math.fsum(values) / len(values) if finite else sum(values))
 

@@ -237,11 +237,8 @@ class Recorder(Subscriber):
     ) -> None:
         if self._output is None or _is_traced():
             return
-        described = self._output.measurer.describe(tensor)
-        about = self._about(kind, key, at) | described
+        about = self._about(kind, key, at) | self._output.measurer.describe(tensor)
         self._output.write(about | {"inputs": inputs} if inputs else about)
-        if kind in ("input", "forward"):
-            self._output.measurer.remember(tensor, described)
 
     def _about(
         self, kind: str, key: str, at: tuple[int | None, str] | None = None

@@ -8,30 +8,39 @@
 Modules often return the tensor that they got. So if a tensor has the address of one that was
 measured before, its CRC-32 shows whether the numbers are known; the CRC-32 takes a tenth of the
 time of all numbers.
+
+Sums of float32, bfloat16 and float16 are made in float32 within a row of 128 elements, and in
+float64 over the rows: the mean is exact to 1e-8 of the root mean square, which is a thousandth of
+the difference that another order of sums makes. So a number costs 0.6 of what `zckpt stats` takes,
+which is exact to the last digits.
 """
 
 from __future__ import annotations
 
 import ctypes
 import math
-import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from ..core.cast import array
 from ..core.checksum import combine, crc32
 from ..core.dtypes import FLOATS, NUMBERS, TORCH_NAMES
-from ..core.statistics import NORMAL, Statistics, json_number, measure
+from ..core.statistics import CANCELLED, NORMAL, Statistics, json_number, measure, sum_of_squares
 
 NAMES = {getattr(torch, kind): name for name, kind in TORCH_NAMES.items() if hasattr(torch, kind)}
 UNSIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 TAKEN = {**UNSIGNED, torch.bool: torch.uint8}
 """Types that torch cannot take elements of, and the types used instead."""
 PART = 1 << 18  # elements that one thread measures at a time
+BLOCK = 1 << 16  # elements: 256 KiB as float32, in a core's L2
+ROW = 128  # elements that are summed in float32
+ONES = np.ones(ROW, np.float32)
 KEPT = 8  # tensors; the cache of measured numbers
 
 
@@ -47,7 +56,6 @@ class Measurer:
         self.on_cpu = on_cpu
         self._pool = ThreadPoolExecutor(threads, "zckpt-probe") if threads > 1 else None
         self._known: OrderedDict[tuple[Any, ...], dict[str, Any]] = OrderedDict()
-        self._crcs: OrderedDict[tuple[int, int], tuple[Any, int, str]] = OrderedDict()
 
     def close(self) -> None:
         if self._pool:
@@ -71,31 +79,13 @@ class Measurer:
                 return about | self._in_place(tensor, dtype)
             return about | self._through_buckets(tensor, dtype)
 
-    def remember(self, tensor: Tensor, about: dict[str, Any]) -> None:
-        """Keeps the CRC-32 of a tensor that was described, for `fingerprint`."""
-        if "crc32" in about and tensor.is_contiguous() and not tensor.is_inference():
-            key = tensor.data_ptr(), tensor.numel() * tensor.element_size()
-            self._crcs[key] = weakref.ref(tensor), tensor._version, about["crc32"]
-            self._crcs.move_to_end(key)
-            if len(self._crcs) > KEPT:
-                self._crcs.popitem(last=False)
-
     def fingerprint(self, tensor: Tensor) -> str | None:
-        """The CRC-32 of a tensor's bytes; None if its memory is not on the CPU, or not row-major.
-
-        It is known if the tensor has the memory of one that was described, which still exists and
-        was not changed since.
-        """
+        """The CRC-32 of a tensor's bytes; None if they are not on the CPU, or not row-major."""
         tensor = tensor.detach()
         if tensor.device.type != "cpu" or tensor.is_nested or not holds_bytes(tensor):
             return None
         if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
             return None
-        place = tensor.data_ptr(), tensor.numel() * tensor.element_size()
-        known, version, crc = self._crcs.get(place, (None, 0, ""))
-        alive = None if known is None else known()
-        if alive is not None and (alive.data_ptr(), alive._version) == (place[0], version):
-            return crc
         return f"{self._crc(_parts(tensor)):08x}"
 
     def _in_place(self, tensor: Tensor, dtype: str) -> dict[str, Any]:
@@ -105,8 +95,9 @@ class Measurer:
         if known and known["crc32"] == f"{self._crc(views):08x}":
             return known
         numbers, crc = Statistics(), 0
-        measured = self._each(lambda part: _measured(part, dtype), views)
-        for part, (own, part_numbers) in zip(views, measured, strict=True):
+        for part, (own, part_numbers) in zip(
+            views, self._each(lambda part: _measured(part, dtype), views), strict=True
+        ):
             crc = combine(crc, own, len(part))
             numbers.add(part_numbers)
         self._known[place] = self._described(tensor, dtype, crc, numbers)
@@ -166,7 +157,57 @@ def _parts(tensor: Tensor) -> list[memoryview]:
 
 def _measured(view: memoryview, dtype: str) -> tuple[int, Statistics]:
     """CRC-32 and numbers; empty numbers for types without any."""
-    return crc32(view), measure(view, dtype) if dtype in NUMBERS else Statistics()
+    if dtype not in NUMBERS:
+        return crc32(view), Statistics()
+    return crc32(view), _quick(view, dtype) if dtype in NARROW else measure(view, dtype)
+
+
+NARROW = ("F32", "F16", "BF16")
+"""Types that float32 can represent."""
+
+
+def _quick(view: memoryview, dtype: str) -> Statistics:
+    """The statistics of narrow floats, with sums in float32; `measure`'s where these are wrong."""
+    values = array(view, dtype)
+    size, numbers = values.itemsize, Statistics()
+    with np.errstate(over="ignore", invalid="ignore"):
+        for start in range(0, len(values), BLOCK):
+            block = values[start : start + BLOCK]
+            if dtype == "F16":  # numpy takes ten times as long as torch
+                wide = torch.from_numpy(block).float().numpy()
+            else:
+                wide = block.astype(np.float32, copy=False)
+            whole = view[start * size : (start + BLOCK) * size]
+            numbers.add(_of_block(wide) or measure(whole, dtype))
+    return numbers
+
+
+def _of_block(values: Any) -> Statistics | None:
+    """The statistics of a block of float32; None if a sum in float32 is not good enough."""
+    low, high = float(values.min()), float(values.max())
+    scale = max(abs(low), abs(high))
+    if low == high or not 1e-15 < scale < 1e15:  # also NaN: squares would overflow, or vanish
+        return None
+    count, whole = len(values), len(values) // ROW * ROW
+    total = float((values[:whole].reshape(-1, ROW) @ ONES).sum(dtype=np.float64))
+    squares = sum_of_squares(values)
+    mean = (total + float(values[whole:].sum(dtype=np.float64))) / count
+    apart = squares - count * mean * mean
+    if apart < squares * CANCELLED:
+        return None
+    negative = int(np.count_nonzero(values < 0)) if low < 0 else 0
+    zero = int(np.count_nonzero(values == 0)) if low <= 0 <= high else 0
+    return Statistics(
+        finite=count,
+        negative=negative,
+        zero=zero,
+        positive=count - negative - zero,
+        min=low,
+        max=high,
+        mean=mean,
+        spread=math.sqrt(apart),
+        norm=math.sqrt(squares),
+    )
 
 
 def _where_it_is(bucket: Tensor, dtype: str) -> Statistics | None:

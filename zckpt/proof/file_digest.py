@@ -6,12 +6,12 @@ Then no name that is inferred can be wrong in one of them alone: a copy cannot d
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import chain
 
 from ..core import sources
 from ..core.checksum import crc32
-from ..core.fileio import CRC_BLOCK
+from ..core.fileio import crc_of
 from ..core.fragments import Extent
 from ..core.manifest import Manifest
 
@@ -42,7 +42,7 @@ def digest(manifest: Manifest) -> str:
         name = os.path.relpath(path, manifest.root) if len(manifest.files) > 1 else ""
         places = sorted(covered.get(path, ()))
         crc = crc32(repr((name, sources.size(path), places)).encode(), crc)
-        crc = _crc_between(path, places, crc)
+        crc = crc_of(_between(path, places), crc)
     return f"{crc:08x}"
 
 
@@ -50,15 +50,10 @@ def _covered(extent: Extent, crc: int = -1) -> Covered:
     return extent.offset, extent.length, crc
 
 
-def _crc_between(path: str, places: Iterable[Covered], crc: int) -> int:
-    """Continues a CRC-32 with the bytes of a file that lie in none of these places."""
-    size = sources.size(path)
-    with sources.opened(path) as file:
-        reached = 0
-        for offset, length, _ in (*places, (size, 0, 0)):
-            while reached < offset:
-                portion = min(CRC_BLOCK, offset - reached)
-                crc = crc32(sources.pread(file.fileno(), portion, reached), crc)
-                reached += portion
-            reached = max(reached, offset + length)
-    return crc
+def _between(path: str, places: Iterable[Covered]) -> Iterator[Extent]:
+    """The bytes of a file that lie in none of these places."""
+    reached = 0
+    for offset, length, _ in (*places, (sources.size(path), 0, 0)):
+        if reached < offset:
+            yield Extent(path, reached, offset - reached)
+        reached = max(reached, offset + length)

@@ -13,7 +13,7 @@ from ..core.description import advice
 from ..core.difference import Difference
 from ..core.manifest import Entry, Manifest
 from ..core.plan import Match
-from ..core.statistics import BIAS, magnitudes
+from ..core.statistics import BIAS, json_number, magnitudes
 from ..core.version import __version__
 from ..errors import listed
 from . import damage
@@ -116,9 +116,9 @@ def difference(result: Result) -> Report | None:
         "elements": match.a.numel,
         "count": measured.count,
         "first": measured.first,
-        "a": number(measured.a),
-        "b": number(measured.b),
-        "max_abs": number(measured.max_abs),
+        "a": json_number(measured.a),
+        "b": json_number(measured.b),
+        "max_abs": json_number(measured.max_abs),
         "max_ulp": measured.max_ulp,
         **({"ulps": measured.ulps} if any(measured.ulps) else {}),
     }
@@ -131,8 +131,8 @@ def changes(measured: Difference, elements: int) -> Report:
     rms = math.sqrt(measured.squares / elements) if elements else 0.0
     relative = math.sqrt(measured.squares / measured.aa) if measured.aa > 0 else None
     return {
-        "rms": number(rms),
-        "relative": number(relative),
+        "rms": json_number(rms),
+        "relative": json_number(relative),
         "histogram": magnitudes({power + BIAS: n for power, n in measured.changes.items()}),
     }
 
@@ -141,13 +141,6 @@ def _file_of(entry: Entry) -> str | None:
     """The name of the file in which an entry begins."""
     first = next(iter(entry.fragments), None)
     return None if first is None else os.path.basename(first.extent.file)
-
-
-def number(value: float | int | None) -> float | int | str | None:
-    """A number as JSON can express it: "nan", "inf" and "-inf" are text."""
-    if value is None or math.isfinite(value):
-        return value
-    return str(float(value))
 
 
 def digests(results: Iterable[Result], alone: bool) -> dict[str, Report]:
