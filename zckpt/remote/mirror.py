@@ -34,8 +34,8 @@ from .urls import Url, strange
 META, DATA = 32 << 10, 16 << 10  # bytes of a block of metadata, of small tensors
 WHOLE, AHEAD = 128 << 10, 64  # bytes that are asked for as they are; blocks of small tensors
 HEAD, TAIL = 2 * META, 66 << 10  # bytes at the ends of a file that readers look at first
-KEPT = 32 << 20  # bytes of blocks
-NEIGHBORS, AT_ONCE = 128, 32  # files whose ends are read ahead, and requests for them
+KEPT = 16 << 20  # bytes of blocks
+NEIGHBORS, AT_ONCE = 64, 32  # files whose ends are read ahead, and requests for them
 NAMED = (
     "config.json",
     "generation_config.json",
