@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import zckpt
+import zckpt as package
 
 from ..conftest import EXAMPLE, Result
 from ..test_resume import files
@@ -70,3 +71,47 @@ def test_the_checkpoints_of_a_trainers_run_are_resharded(bucket: Bucket, tmp_pat
     zckpt.reshard(tmp_path / "run", tmp_path / "here", dp=3, checkpoints="all")
     zckpt.reshard(url, bucket.url("to/run"), dp=3, checkpoints="all")
     assert bucket.files("to/run") == files(tmp_path / "here")
+
+
+def test_a_run_goes_on_from_a_store(
+    bucket: Bucket, tmp_path: Path, zckpt: Callable[..., Result]
+) -> None:
+    """The newest whole checkpoint is written for the job's size into a folder, once."""
+    for name in ("checkpoint-4", "checkpoint-8"):
+        shutil.copytree(TRAINER, tmp_path / "run" / name)
+    broken = next((tmp_path / "run/checkpoint-8").rglob("*optim_states.pt"))
+    broken.write_bytes(broken.read_bytes()[:5000])
+    url, scratch = bucket.upload(tmp_path / "run", "runs/run"), tmp_path / "scratch"
+    refused = zckpt("auto-resume", url, "--dp", 3)
+    assert (refused.code, "scratch=, or --scratch DIR" in refused.err) == (2, True)
+    first = zckpt("auto-resume", url, "--dp", 3, "--scratch", scratch)
+    assert f"{url}/checkpoint-8 is left aside" in first.err
+    assert Path(first.out.strip()).name == "checkpoint-4-dp3"
+    package.reshard(TRAINER, tmp_path / "here", dp=3)
+    assert files(Path(first.out.strip())) == files(tmp_path / "here")
+    again = zckpt("auto-resume", url, "--dp", 3, "--scratch", scratch, "--json").document
+    assert (again["path"], again["written"]) == (first.out.strip(), False)
+    same = zckpt("auto-resume", url, "--scratch", scratch, "--json").document
+    assert (same["sizes"], same["written"]) == ({"dp": 2}, True), "an engine loads no URL"
+
+
+def test_a_run_that_is_complete_is_found_again(
+    bucket: Bucket, tmp_path: Path, zckpt: Callable[..., Result]
+) -> None:
+    source, target = bucket.upload(EXAMPLE, "runs/run"), bucket.url("to/run")
+    for said in ("checksums ok", "is complete already"):
+        ended = zckpt("convert", source, target, "--resume")
+        assert (ended.code, said in ended.out) == (0, True), ended.err
+    other = zckpt("convert", source, target, "--resume", "--dtype", "bf16")
+    assert (other.code, f"{target} exists" in other.err) == (1, True)
+
+
+def test_files_of_options_may_be_urls(
+    bucket: Bucket, tmp_path: Path, zckpt: Callable[..., Result]
+) -> None:
+    bucket.put("ds.json", b'{"zero_optimization": {"stage": 3}, "bf16": {"enabled": true}}')
+    words = ("--dp", 2, "--ds-config", bucket.url("ds.json"))
+    assert zckpt("reshard", EXAMPLE, tmp_path / "run", *words).code == 0
+    assert package.read(tmp_path / "run").source["zero_stage"] == 3
+    missing = zckpt("reshard", EXAMPLE, tmp_path / "x", "--ds-config", bucket.url("no.json"))
+    assert (missing.code, bucket.url("no.json") in missing.err) == (2, True), missing.err
