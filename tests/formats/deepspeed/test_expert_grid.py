@@ -213,6 +213,7 @@ def test_the_engine_resumes(
         ({"pp_bounds": (0, 3, 5, 7)}, "would have none of the layers of experts"),
         ({"pp_bounds": (0, 2, 3, 7)}, r"layers 2 to 2 .* have no trained parameter"),
         ({"pp_bounds": (0, 2, 6)}, "leave no layer without names"),
+        ({"pp_partition": "parameters"}, "counts the tied layer embed wherever it is used"),
     ],
 )
 def test_what_cannot_be_written(

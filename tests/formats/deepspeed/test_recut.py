@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import shutil
 from collections.abc import Callable, Sequence
-from itertools import product
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -17,7 +17,8 @@ import zckpt
 from zckpt.core.manifest import Manifest, Parameter
 from zckpt.errors import UnsupportedCheckpoint, WrongOption
 from zckpt.formats.deepspeed import write
-from zckpt.formats.deepspeed.model_ranks.target_stages import Stage, new_stages, ranges, uniform
+from zckpt.formats.deepspeed.model_ranks.stage_bounds import balanced, ranges, uniform
+from zckpt.formats.deepspeed.model_ranks.target_stages import Stage, new_stages
 from zckpt.formats.options import options_of
 
 from ...engines import grids
@@ -218,8 +219,10 @@ class TestRefusals:
         ("options", "said"),
         [
             ({"pp": 3}, r"--pp 3 needs the bounds .* layers 0, 1, 3 to 7$"),
+            ({"pp": 3, "pp_partition": "type:attention"}, "by the classes of layers"),
+            ({"pp": 3, "pp_partition": "parameters"}, "tied layer embed wherever it is used"),
             ({"pp": 3, "pp_partition": "uniform:7"}, "layers 0, 1, 3 to 7$"),
-            ({"pp": 3, "pp_partition": "parameters"}, "is neither uniform nor uniform:LAYERS"),
+            ({"pp": 3, "pp_partition": "profile"}, "is none of uniform, uniform:LAYERS"),
             ({"pp_bounds": (0, 5, 9), "pp_partition": "uniform"}, "both say where"),
             ({"pp": 3, "pp_bounds": (0, 5, 9)}, "those of 2 stages, not of --pp 3"),
             ({"pp_bounds": (0, 3, 7)}, "end before layer 7"),
@@ -280,7 +283,7 @@ class TestRefusals:
 @pytest.mark.engines
 @pytest.mark.parametrize(
     ("pp", "method"),
-    [pytest.param(3, "uniform", marks=pytest.mark.first), (2, "uniform:9"), (4, "uniform")],
+    [pytest.param(3, "parameters", marks=pytest.mark.first), (2, "uniform:9"), (4, "uniform")],
 )
 def test_the_engine_cuts_at_the_same_bounds(
     pp: int, method: str, grid_trained: Trained, tmp_path: Path
@@ -303,12 +306,26 @@ def test_the_engine_cuts_at_the_same_bounds(
 
 
 @pytest.mark.engines
-def test_bounds_are_deepspeeds() -> None:
-    """Also of more stages than layers."""
-    from deepspeed.runtime.utils import partition_uniform
+def test_a_type_that_the_stages_contradict(grid_trained: Trained, tmp_path: Path) -> None:
+    with pytest.raises(WrongOption, match="do not begin at layers 0,6, as") as raised:
+        zckpt.reshard(
+            grid_trained(PLAIN) / "run", tmp_path / "out", pp=2, pp_partition="type:attention"
+        )
+    assert "--pp-bounds 0,6,9" in raised.value.hint
 
-    for layers, stages in product(range(1, 14), range(1, 7)):
+
+@pytest.mark.engines
+def test_bounds_are_deepspeeds() -> None:
+    """Of random weights, also of zeros, and of more stages than layers."""
+    from deepspeed.runtime.utils import partition_balanced, partition_uniform
+
+    random = Random(5)
+    for _ in range(300):
+        layers, stages = random.randrange(1, 14), random.randrange(1, 7)
+        most = random.choice([1, 2, 50])
+        weights = [random.randrange(most + 1) for _ in range(layers)]
         assert list(uniform(layers, stages)) == partition_uniform(layers, stages)
+        assert list(balanced(weights, stages)) == partition_balanced(weights, stages)
 
 
 EMBED = "tied_modules.embed.weight"

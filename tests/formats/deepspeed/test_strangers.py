@@ -110,7 +110,7 @@ MOVES = [
     Move("decoder_z3", (1, 1, 3), {"tp": 3}),
     Move("ties_pp3", (4, 1, 1), {"pp_bounds": (0, 3, 6, 9, 12)}),
     Move("ties_pp3", (1, 2, 1), {"pp": 1}),
-    Move("far_pp4", (2, 2, 1), {"pp_bounds": (0, 99, 104)}),
+    Move("far_pp4", (2, 2, 1), {"pp": 2, "pp_partition": "type:middle"}),
     Move("far_pp4", (1, 1, 1), {"pp": 1}),
     Move("plain_z0", (2, 1, 1)),
     Move("plain_z0", (2, 2, 1), {"stage": 1}, {"stage": 1}),

@@ -36,11 +36,10 @@ def _check_bounds(bounds: Sequence[int]) -> None:
 
 
 def _check_partition(method: str) -> None:
-    if not re.fullmatch(r"uniform(:\d+)?", method):
+    if not re.fullmatch(r"uniform(:\d+)?|parameters|type:.+", method):
         raise WrongOption(
-            f"--pp-partition {method!r} is neither uniform nor uniform:LAYERS",
-            hint="for another partition_method of the PipelineModule give --pp-bounds: your "
-            "program prints the layers of each stage at its start",
+            f"--pp-partition {method!r} is none of uniform, uniform:LAYERS, parameters, type:REGEX",
+            hint="give the partition_method of the PipelineModule, or --pp-bounds",
         )
 
 
@@ -66,7 +65,8 @@ PP_BOUNDS: Option[Sequence[int] | None] = Option(
 PP_PARTITION: Option[str | None] = Option(
     "pp_partition",
     None,
-    "How DeepSpeed finds the stages' bounds: uniform, or uniform:LAYERS (functions included)",
+    "How DeepSpeed finds the stages' bounds: uniform, uniform:LAYERS (functions included), "
+    "parameters, or type:REGEX",
     metavar="METHOD",
     check=_check_partition,
     group=SIZES,

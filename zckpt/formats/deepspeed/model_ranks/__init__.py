@@ -9,5 +9,6 @@ copies.py           whether their copies of a tensor are equal
 rank_manifests.py   one manifest for each model rank; and all of them in one, without joining them
 target_ranks.py     which model ranks a target has, and what each one has of the source
 target_slices.py    how a target's tensor ranks cut the whole model
-target_stages.py    at which layers stages of a target begin, and which one has what
+stage_bounds.py     at which layers stages of a target begin
+target_stages.py    which stage of a target has what
 """

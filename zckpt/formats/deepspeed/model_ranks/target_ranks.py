@@ -52,8 +52,9 @@ from .copies import compare_copies
 from .grid import GridFiles, grid_files
 from .layer_names import prefix_of
 from .rank_manifests import check_layers, model_ranks, stacked
+from .stage_bounds import STAGES, refuse_without_stages
 from .target_slices import as_one_rank, doubts_of_heads, rows_of, sized, table_of
-from .target_stages import STAGES, Pipeline, layers_of_names, recut, refuse_without_stages
+from .target_stages import Pipeline, layers_of_names, recut
 
 OF_LAYERS = frozenset({STAGE.name, DTYPE.name, RENAME.name})  # they change files of layers too
 OF_RANKS = frozenset(

@@ -13,10 +13,6 @@ numbers of layers are in names. So no file shows where tied layers are used.
 
 A use of a tied layer by a function of its own has no file. The source's stages show where it is, as
 each has its own copy. A source of one stage does not: then the last layer without a file is taken.
-
-The user gives the bounds (--pp-bounds), as no file states how many layers there are: functions may
-follow the last one with a file. Turned down: DeepSpeed's rules `parameters` and `type:REGEX`. They
-go by what no file states, such as the classes of layers. The program prints the bounds.
 """
 
 from __future__ import annotations
@@ -39,8 +35,7 @@ from ...deepspeed_states.options import PP_BOUNDS, PP_PARTITION
 from ...groups import without_empty_groups
 from .grid import STAGE_SIZES, with_sizes
 from .layer_names import LayerName, Uses, layers_with, stage_spans, tied_key
-
-STAGES = (PP, PP_BOUNDS, PP_PARTITION)
+from .stage_bounds import bounds_of, layers_alike, ranges, refuse_without_stages
 
 
 class Pipeline(Struct, frozen=True):
@@ -141,12 +136,17 @@ def new_stages(
     `stages` are the parameters of each stage of the source, in their order, `layers` the numbers of
     layers that have files, and `uses` those at which tied layers have files. Raises as `recut`.
     """
-    bounds = bounds_of(model.root, layers, len(stages), options)
+    bounds = bounds_of(model, layers, uses, stages, options)
     inferred = _uses_without_files(uses, model.root, stages, layers, bounds)
     if (method := options[PP_PARTITION]) is not None:
+        alike = ranges(layers_alike(model)) if method.startswith("type:") else ""
         inferred.append(
             f"--pp-partition {method}: the stages' bounds are {','.join(map(str, bounds))}, if the "
             f"program has {bounds[-1]} layers, functions included"
+            + (
+                f", and {method} matches the layers {alike}, which have parameters alike"
+                * bool(alike)
+            )
         )
     for stage, span in zip(stages, stage_spans(stages, bounds[-1]), strict=True):
         _check_order(model, stage, uses, *span)
@@ -289,94 +289,3 @@ def _part(model: Manifest, row: Row, pp: int) -> Manifest:
             state=state,
         )
     )[0]
-
-
-# -- at which layers stages begin
-
-
-def bounds_of(root: str, layers: Sequence[int], before: int, options: Options) -> tuple[int, ...]:
-    """The first layer of each stage, then the number of all layers.
-
-    `layers` are those that have files, and the source has `before` stages. Raises WrongOption if
-    the options do not fit, or do not say it.
-    """
-    bounds, method = options[PP_BOUNDS], options[PP_PARTITION]
-    stages = options[PP] or before
-    count = max(layers) + 1
-    if bounds is not None:
-        return _given(root, bounds, layers, options)
-    if stages == 1:
-        return 0, count
-    if method is None:
-        example = ",".join(map(str, uniform(count, min(stages, count))))
-        raise WrongOption(
-            f"--pp {stages} needs the bounds of its stages, which no file states; "
-            f"{_files(root, layers)}",
-            hint="give the first layer of each stage and the number of all layers, functions "
-            f"included, such as --pp-bounds {example}; your program prints the layers of each "
-            "stage at its start",
-        )
-    about = method.partition(":")[2]
-    if about and int(about) < count:
-        raise WrongOption(
-            f"--pp-partition {method}: {_files(root, layers)}",
-            hint="the number is that of all layers, functions included",
-        )
-    return uniform(int(about or count), stages)
-
-
-def _given(
-    root: str, bounds: Sequence[int], layers: Sequence[int], options: Options
-) -> tuple[int, ...]:
-    text = ",".join(map(str, bounds))
-    if options[PP_PARTITION] is not None:
-        raise WrongOption(
-            "--pp-bounds and --pp-partition both say where stages begin", hint="leave one out"
-        )
-    if options[PP] not in (None, len(bounds) - 1):
-        raise WrongOption(
-            f"--pp-bounds {text} are those of {len(bounds) - 1} stages, not of --pp {options[PP]}",
-            hint="give the first layer of each stage, and the number of all layers at the end",
-        )
-    if bounds[-1] <= max(layers):
-        raise WrongOption(
-            f"--pp-bounds {text} end before layer {max(layers)}; {_files(root, layers)}",
-            hint="the last bound is the number of all layers, functions included",
-        )
-    return tuple(bounds)
-
-
-def _files(root: str, layers: Sequence[int]) -> str:
-    return f"{root} has files of the layers {ranges(layers)}"
-
-
-def ranges(numbers: Sequence[int]) -> str:
-    """Sorted numbers in words: 0, 1, 3 to 7."""
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and number == parts[-1][-1] + 1:
-            parts[-1].append(number)
-        else:
-            parts.append([number])
-    words = [
-        f"{part[0]} to {part[-1]}" if len(part) > 2 else ", ".join(map(str, part)) for part in parts
-    ]
-    return ", ".join(words)
-
-
-def uniform(layers: int, stages: int) -> tuple[int, ...]:
-    """As many layers for each stage; the first stages have one more (`partition_uniform`)."""
-    if layers <= stages:
-        return tuple(min(stage, layers) for stage in range(stages + 1))
-    width, more = divmod(layers, stages)
-    return tuple(stage * width + min(stage, more) for stage in range(stages + 1))
-
-
-def refuse_without_stages(root: str, options: Options) -> None:
-    """Raises WrongOption for an option of pipelines, if the source is none."""
-    for option in STAGES:
-        if options[option] is not None:
-            raise WrongOption(
-                f"{option.flag} does not apply to {root}, which is not a pipeline",
-                hint="leave it out; or give --like RUN, a pipeline of the same model",
-            )

@@ -1,0 +1,238 @@
+"""At which layers do the stages of a pipeline begin?
+
+    --pp-bounds 0,5,9             the user says it
+    --pp-partition uniform:9      DeepSpeed's rule: as many layers for each stage
+    --pp-partition parameters     DeepSpeed's rule: as many trained elements for each stage
+    --pp-partition type:REGEX     DeepSpeed's rule: as many layers of a class for each stage
+    --pp 1                        one stage has all layers
+
+No file states how many layers there are. Functions have no file, so some may follow the last layer
+that has one. No file states classes either: those of one class are taken to have parameters alike.
+Each rule is that of DeepSpeed 0.19.8, `partition_uniform` and `partition_balanced` in
+runtime/utils.py, whose choice between equal costs counts too: the engine cuts its own layers, and a
+stage loads only what it has itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from math import inf, prod
+
+from ....core.manifest import Manifest
+from ....errors import WrongOption
+from ....training.options import PP, Options
+from ...deepspeed_states.options import PP_BOUNDS, PP_PARTITION
+from .layer_names import LayerName, Uses, layers_with, of_tied, untied_layers
+
+STAGES = (PP, PP_BOUNDS, PP_PARTITION)
+GIVE = "give the first layer of each stage and the number of all layers, functions included"
+PRINTED = "your program prints the layers of each stage at its start"
+
+
+def bounds_of(
+    model: Manifest,
+    layers: Sequence[int],
+    uses: Uses,
+    source: Sequence[Sequence[str]],
+    options: Options,
+) -> tuple[int, ...]:
+    """The first layer of each stage, then the number of all layers.
+
+    `layers` are those that have files, `uses` those of them that use tied layers, and `source` are
+    the parameters of each stage of the source. Raises WrongOption if the options do not fit, or do
+    not say it.
+    """
+    bounds, method = options[PP_BOUNDS], options[PP_PARTITION]
+    stages = options[PP] or len(source)
+    count = max(layers) + 1
+    if bounds is not None:
+        return _given(model.root, bounds, layers, options)
+    if stages == 1:
+        return 0, count
+    if method is None:
+        example = ",".join(map(str, uniform(count, min(stages, count))))
+        raise WrongOption(
+            f"--pp {stages} needs the bounds of its stages, which no file states; "
+            f"{_files(model.root, layers)}",
+            hint=f"{GIVE}, such as --pp-bounds {example}; {PRINTED}",
+        )
+    name, _, about = method.partition(":")
+    if name == "type":
+        return _by_class(model, layers, source, stages, method)
+    if about and int(about) < count:
+        raise WrongOption(
+            f"--pp-partition {method}: {_files(model.root, layers)}",
+            hint="the number is that of all layers, functions included",
+        )
+    if name == "uniform":
+        return uniform(int(about or count), stages)
+    return balanced(_weights(model, layers, uses), stages)
+
+
+def refuse_without_stages(root: str, options: Options) -> None:
+    """Raises WrongOption for an option of pipelines, if the source is none."""
+    for option in STAGES:
+        if options[option] is not None:
+            raise WrongOption(
+                f"{option.flag} does not apply to {root}, which is not a pipeline",
+                hint="leave it out; or give --like RUN, a pipeline of the same model",
+            )
+
+
+def _given(
+    root: str, bounds: Sequence[int], layers: Sequence[int], options: Options
+) -> tuple[int, ...]:
+    text = ",".join(map(str, bounds))
+    if options[PP_PARTITION] is not None:
+        raise WrongOption(
+            "--pp-bounds and --pp-partition both say where stages begin", hint="leave one out"
+        )
+    if options[PP] not in (None, len(bounds) - 1):
+        raise WrongOption(
+            f"--pp-bounds {text} are those of {len(bounds) - 1} stages, not of --pp {options[PP]}",
+            hint="give the first layer of each stage, and the number of all layers at the end",
+        )
+    if bounds[-1] <= max(layers):
+        raise WrongOption(
+            f"--pp-bounds {text} end before layer {max(layers)}; {_files(root, layers)}",
+            hint="the last bound is the number of all layers, functions included",
+        )
+    return tuple(bounds)
+
+
+def _files(root: str, layers: Sequence[int]) -> str:
+    return f"{root} has files of the layers {ranges(layers)}"
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Sorted numbers in words: 0, 1, 3 to 7."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    words = [
+        f"{part[0]} to {part[-1]}" if len(part) > 2 else ", ".join(map(str, part)) for part in parts
+    ]
+    return ", ".join(words)
+
+
+# -- what layers have
+
+
+def _weights(model: Manifest, layers: Sequence[int], uses: Uses) -> list[int]:
+    """Trained elements of each layer; a tied layer has its own at each use.
+
+    Raises WrongOption if a use of a tied layer is in no file.
+    """
+    hidden = sorted(key for key in of_tied(model.parameters) if len(uses.get(key, ())) < 2)
+    if hidden:
+        raise WrongOption(
+            f"--pp-partition parameters counts the tied layer {hidden[0]} wherever it is used, but "
+            f"no file shows all its uses; {_files(model.root, layers)}",
+            hint=f"{GIVE}, with --pp-bounds; {PRINTED}",
+        )
+    counts = [0] * (max(layers) + 1)
+    for name, parameter in model.parameters.items():
+        if parameter.trainable:
+            for number in layers_with(name, uses):
+                counts[number] += prod(parameter.shape)
+    return counts
+
+
+# -- layers of one class
+
+
+def layers_alike(model: Manifest) -> tuple[int, ...]:
+    """The layers that have parameters alike, as those of one class: the most that there are.
+
+    Empty if other layers are as many, with as many parameters.
+    """
+    kinds: dict[int, list[tuple[str, tuple[int, ...]]]] = {}
+    for name, parameter in model.parameters.items():
+        own = LayerName.of(name)
+        if own.number is not None:
+            kinds.setdefault(own.number, []).append((own.inner, parameter.shape))
+    members: dict[tuple[tuple[str, tuple[int, ...]], ...], list[int]] = {}
+    for layer, kind in sorted(kinds.items()):
+        members.setdefault(tuple(sorted(kind)), []).append(layer)
+    # an embedding and an output layer may be alike too
+    sizes = {kind: (len(layers), len(kind)) for kind, layers in members.items()}
+    largest = [kind for kind, size in sizes.items() if size == max(sizes.values())]
+    return tuple(members[largest[0]]) if len(largest) == 1 else ()
+
+
+def _by_class(
+    model: Manifest,
+    layers: Sequence[int],
+    source: Sequence[Sequence[str]],
+    stages: int,
+    method: str,
+) -> tuple[int, ...]:
+    """The bounds if the method means the layers alike; raises WrongOption if it cannot."""
+    alike = layers_alike(model)
+    says = f"--pp-partition {method} goes by the classes of layers, which no file states"
+    if len(alike) < stages:
+        raise WrongOption(
+            f"{says}, and {model.root} does not have {stages} layers with parameters alike",
+            hint=f"{GIVE}, with --pp-bounds; {PRINTED}",
+        )
+    weights = [int(number in alike) for number in range(max(layers) + 1)]
+    before, after = balanced(weights, len(source)), balanced(weights, stages)
+    for stage, names in enumerate(source):
+        numbers = untied_layers(names)
+        if numbers and not before[stage] <= min(numbers) <= max(numbers) < before[stage + 1]:
+            raise WrongOption(
+                f"{says}, and the stages of {model.root} do not begin at layers "
+                f"{','.join(map(str, before[:-1]))}, as they would if it meant the layers "
+                f"{ranges(alike)}, which have parameters alike",
+                hint=f"if only the new run goes by these layers, give --pp-bounds "
+                f"{','.join(map(str, after))}; {PRINTED}",
+            )
+    return after
+
+
+# -- DeepSpeed's rules
+
+
+def uniform(layers: int, stages: int) -> tuple[int, ...]:
+    """As many layers for each stage; the first stages have one more."""
+    if layers <= stages:
+        return tuple(min(stage, layers) for stage in range(stages + 1))
+    width, more = divmod(layers, stages)
+    return tuple(stage * width + min(stage, more) for stage in range(stages + 1))
+
+
+def balanced(weights: Sequence[int], stages: int) -> tuple[int, ...]:
+    """Bounds between which the largest sum of weights exceeds the smallest by little.
+
+    DeepSpeed extends the best partition of each begin by one stage. That is not always the best
+    partition of all. Of equal ones it takes the last.
+    """
+    count = len(weights)
+    if count <= stages:
+        return uniform(count, stages)
+    sums = [0, *accumulate(weights)]
+    # of the first `stop` layers: the largest and the smallest sum, and where the last stage begins
+    before: list[tuple[float, float, int] | None] = [(0, inf, 0), *([None] * count)]
+    begins: list[list[int]] = []
+    for stage in range(1, stages + 1):
+        after: list[tuple[float, float, int] | None] = [None] * (count + 1)
+        for stop in range(stage, count + 1):
+            cost = inf
+            for start in range(stop):
+                known = before[start]
+                if known is None:
+                    continue
+                most = max(known[0], sums[stop] - sums[start])
+                least = min(known[1], sums[stop] - sums[start])
+                if most - least <= cost:
+                    cost, after[stop] = most - least, (most, least, start)
+        begins.append([0 if known is None else known[2] for known in after])
+        before = after
+    bounds = [count]
+    for places in reversed(begins):
+        bounds.append(places[bounds[-1]])
+    return tuple(reversed(bounds))
