@@ -61,6 +61,15 @@ def test_nothing_stays(at: zckpt.At) -> None:
     assert {*os.listdir(mirror.top())} == before
 
 
+def test_a_fork_removes_no_mirror(at: zckpt.At) -> None:
+    with local(at) as path:
+        if not (child := os.fork()):
+            mirror._remove(mirror.top(), os.getppid())
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert zckpt.verify(path)["equal"]
+
+
 def test_inspect_asks_for_the_ends_of_large_files_alone(tmp_path: Path) -> None:
     """Of the tensors between them nothing is read, nor their headers in the zip."""
     path, store = tmp_path / "model.pt", Memory()

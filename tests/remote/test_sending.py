@@ -224,6 +224,15 @@ def test_remains_are_removed_and_nothing_else(store: Memory) -> None:
         clean_up(at)
 
 
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [("s3://bucket", "a whole bucket"), ("out/run", "no URL"), ("ftp://x/y", "no URL")],
+)
+def test_what_is_no_target_is_not_cleaned_up(path: str, said: str) -> None:
+    with pytest.raises(WrongOption, match=said):
+        clean_up(path)
+
+
 def test_a_complete_target_is_never_removed(store: Memory) -> None:
     written(store)
     before = files(store)

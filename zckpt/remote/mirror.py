@@ -14,7 +14,6 @@ import itertools
 import json
 import os
 import re
-import secrets
 import shutil
 import tempfile
 import threading
@@ -248,8 +247,13 @@ def top() -> str:
     """The folder of this process for mirrors; it is removed in the end."""
     if not _top or not os.path.isdir(_top[0]):
         _top[:] = [tempfile.mkdtemp(prefix="zckpt-")]
-        atexit.register(shutil.rmtree, _top[0], True)
+        atexit.register(_remove, _top[0], os.getpid())
     return _top[0]
+
+
+def _remove(folder: str, process: int) -> None:
+    if os.getpid() == process:  # and not a fork of it
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 _written: dict[str, str] = {}
@@ -273,7 +277,7 @@ def spelled(text: str) -> str:
 
 def mirrored(url: Url) -> Mirror:
     """The folder of empty files for a URL; raises StoreError and what else `failures` gives."""
-    own = os.path.join(top(), secrets.token_hex(4))
+    own = os.path.join(top(), os.urandom(4).hex())
     base = os.path.join(own, f"{url.scheme}:", *url.root.split("/"))
     mirror = Mirror(os.path.join(base, *url.key.split("/")) if url.key else base, own)
     os.makedirs(base)

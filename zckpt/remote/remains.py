@@ -22,6 +22,8 @@ def clean_up(path: Any, dry_run: bool = False) -> dict[str, Any]:
     checkpoint, and NotACheckpoint if zckpt has begun nothing there.
     """
     url = parse(path)
+    if not url.key:
+        raise WrongOption(f"{url} is a whole bucket", hint="give the target of the stopped run")
     there = names_at(url)
     uploads = _uploads(url)
     if UNFINISHED not in there and not uploads:

@@ -58,6 +58,8 @@ def parse(path: str | os.PathLike[str] | At) -> Url:
     if isinstance(path, At):
         return Url("store", type(path.store).__name__, _key(path.path, path.path), path.store)
     text = os.fspath(path)
+    if not is_url(text):
+        raise WrongOption(f"{text} is no URL of an object store", hint="give s3://BUCKET/PATH")
     scheme, _, rest = text.partition(MARK)
     root, _, key = rest.partition("/")
     if scheme == "hf":
