@@ -193,7 +193,7 @@ STANDS = [
     Stand(
         "docs/deepspeed-grids.md",
         "--pp-partition",
-        words={"uniform:26": "uniform:9", "--pp-bounds 0,9,17,26": "--pp-bounds 0,3,6,9"},
+        words={"--pp-bounds 0,9,17,26": "--pp-bounds 0,3,6,9"},
         run=partial(grids.train, grids.CASES["pipe_pp2_dp1_plain"]),
     ),
     Stand(

@@ -25,7 +25,7 @@ ABSENT = (
 
 def prepare() -> None:
     torch_rank.prepare()
-    sys.path.append(os.environ["VERL_SITE"])
+    sys.path.insert(0, os.environ["VERL_SITE"])  # the tests may have others of its packages
     for name in ABSENT:
         sys.modules[name] = MagicMock(__spec__=ModuleSpec(name, None))
     from verl.utils.checkpoint import fsdp_checkpoint_manager  # noqa: F401

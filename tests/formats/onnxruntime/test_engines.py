@@ -100,6 +100,8 @@ def test_deepspeed_goes_on(way: Way, trained: Callable[[Case], Path], tmp_path: 
         source, options = tmp_path / "universal", {}
     elif way.to == "deepspeed":
         options["param_names"] = names
+    if way.to == "deepspeed":  # these files do not tell buffers from frozen weights
+        options["buffers"] = tuple(before["buffers"])
     report = zckpt.convert(
         source, tmp_path / "run", to=way.to, dp=2, config=of_engine(way), **options
     )
