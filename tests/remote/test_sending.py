@@ -10,6 +10,7 @@ import pytest
 
 import zckpt
 from tests.conftest import EXAMPLE
+from zckpt import display
 from zckpt.errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,
@@ -243,6 +244,33 @@ def test_a_complete_target_is_never_removed(store: Memory) -> None:
     store.write(NOTE, json.dumps(about).encode())
     assert clean_up(zckpt.At(store, KEY))["files"] == [UNFINISHED]
     assert files(store) == before
+
+
+def test_a_run_is_known_by_its_sources_files(tmp_path: Path) -> None:
+    """Also if the source is one file: a complete target of another one is not this run's."""
+    (one := tmp_path / "one.pt").write_bytes(b"1")
+    (two := tmp_path / "two.pt").write_bytes(b"22")
+
+    def mark(source: Path, **words: Any) -> str:
+        return outgoing.mark_of("convert", {"source": source, **words}, ["source"])
+
+    assert mark(one) == mark(one, resume=True)
+    assert len({mark(one), mark(two), mark(tmp_path), mark(one, dtype="bf16")}) == 4
+    two.write_bytes(b"333")
+    assert mark(two) != mark(one)
+
+
+def test_what_was_written_before_is_said_to_be_sent(
+    store: Memory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fail_at(store, "manifest.json", ConnectionError("reset"))
+    with pytest.raises(StoreError):
+        written(store)
+    store.arrive = lambda key, data: data
+    report = written(store, resume=True)
+    assert (report["already_complete"], report["sent"]) == (True, 5)
+    display.converted(report, quiet=False)
+    assert capsys.readouterr().out.endswith("had written what was sent now\n")
 
 
 def test_parts_of_an_upload() -> None:

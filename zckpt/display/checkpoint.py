@@ -154,6 +154,9 @@ def converted(report: dict[str, Any], quiet: bool, shown: Sequence[str] = ()) ->
     for key, word in (("dropped", "dropped"), ("computed_afresh", "not written")):
         for lost, line in states(report[key], "reason"):
             print(f"{word}: {lost} ({safe(line['reason'])})")
+    if report.get("already_complete") and "sent" in report:
+        print(f"{where} is complete: an earlier run had written what was sent now")
+        return
     if report.get("already_complete"):
         print(f"{where} is complete already; nothing was written")
         return

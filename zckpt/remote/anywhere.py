@@ -58,7 +58,8 @@ def anywhere(
                     if is_url(words.get(name)):
                         if url is not None:
                             outgoing.refuse_inside(parse(words[name]), url)
-                        words[name] = stack.enter_context(local(words[name], keep))
+                        path = words[name]
+                        words[name] = kept(path) if keep else stack.enter_context(local(path))
                         _more_jobs(signature.parameters, words)
                 if tell := words.get("tell"):
                     words["tell"] = lambda lines: tell([*map(spelled, lines)])
@@ -97,20 +98,25 @@ def _sent(
 
 def jobs_for(jobs: int, memory: int, *paths: Any) -> int:
     """Threads: `jobs`, or more if one of the paths is a URL, because each waits for a request."""
-    return max(1, min(JOBS, memory >> 21)) if any(map(is_url, paths)) else jobs
+    return _jobs_within(memory) if any(map(is_url, paths)) else jobs
+
+
+def _jobs_within(memory: int) -> int:
+    """Threads, each of which takes two buffers of at least 1 MiB."""
+    return max(1, min(JOBS, memory >> 21))
 
 
 def _more_jobs(names: Mapping[str, inspect.Parameter], words: dict[str, Any]) -> None:
     """Reads with more threads, unless the caller says with how many."""
     if "jobs" in names:
         memory = words.get("memory", names["memory"].default)
-        words.setdefault("jobs", max(1, min(JOBS, memory >> 21)))
-    elif "words" in names and "name" not in names:
+        words.setdefault("jobs", _jobs_within(memory))
+    elif "words" in names:
         words.setdefault("copying", Copying(JOBS))
 
 
 @contextmanager
-def local(path: Any, keep: bool = False) -> Iterator[str]:
+def local(path: Any) -> Iterator[str]:
     """The path on this machine at which a URL can be read; a path of this machine as it is."""
     if not is_url(path):
         yield path
@@ -119,8 +125,7 @@ def local(path: Any, keep: bool = False) -> Iterator[str]:
     try:
         yield folder.path
     finally:
-        if not keep:
-            folder.remove()
+        folder.remove()
 
 
 def kept(path: Any) -> str:

@@ -134,7 +134,7 @@ class File(Struct, eq=False, dict=True):
             return b""
         if stop - offset > KEPT // 8:
             return bytes(self.fetch(offset, stop))
-        if self._missing(META, offset, stop):
+        if self.found.key not in self.mirror.read:
             self.mirror.read_ahead(self)
         return self._blocks_of(META, offset, stop)
 
@@ -148,18 +148,14 @@ class File(Struct, eq=False, dict=True):
         )
         return stop - offset
 
-    def _missing(self, size: int, start: int, stop: int) -> list[int]:
-        numbers = range(start // size, -(-stop // size))
-        return [number for number in numbers if _blocks.get((self._number, size, number)) is None]
-
     def _blocks_of(self, size: int, start: int, stop: int) -> bytes:
         """Bytes by way of blocks; those that are missing and follow each other are one request."""
         with self._filling:  # another thread may be asking for the same
-            got: dict[int, bytes] = {}
-            for number in range(start // size, -(-stop // size)):
+            numbers, got = range(start // size, -(-stop // size)), dict[int, bytes]()
+            for number in numbers:
                 if (known := _blocks.get((self._number, size, number))) is not None:
                     got[number] = known
-            for first, last in _runs(n for n in self._missing(size, start, stop) if n not in got):
+            for first, last in _runs(number for number in numbers if number not in got):
                 if size == DATA:
                     last = self._extended(first, last)
                 begin, end = first * size, min((last + 1) * size, self.found.size)

@@ -46,9 +46,8 @@ def order(name: str) -> tuple[int, str]:
 
 def folder_for(url: Url) -> str:
     """The folder of TMPDIR in which the target of this URL is written first."""
-    name = f"zckpt-to-{url.scheme}-{crc32(str(url).encode()):08x}"
-    user = f"-{os.getuid()}" if hasattr(os, "getuid") else ""
-    folder = os.path.join(tempfile.gettempdir(), name + user)
+    name = f"zckpt-to-{url.scheme}-{crc32(str(url).encode()):08x}-{os.getuid()}"
+    folder = os.path.join(tempfile.gettempdir(), name)
     os.makedirs(folder, mode=0o700, exist_ok=True)
     if os.stat(folder).st_uid != os.getuid() or os.path.islink(folder):
         raise TargetExists(
@@ -71,12 +70,12 @@ def mark_of(command: str, words: Mapping[str, Any], sources: Sequence[str]) -> s
         for name, word in words.items()
         if name not in OF_RUNNING and not callable(word) and name not in sources
     }
-    files = [
-        (os.path.relpath(each.path, path), each.stat().st_size, each.stat().st_mtime_ns)
-        for path in (words[name] for name in sources if words.get(name) is not None)
-        for each in (walk(os.fspath(path)) if os.path.isdir(path) else ())
-        if each.is_file()
-    ]
+    files = []
+    for path in (os.fspath(words[name]) for name in sources if words.get(name) is not None):
+        inside = [item.path for item in walk(path)] if os.path.isdir(path) else [path]
+        for each in filter(os.path.isfile, inside):
+            seen = os.stat(each)
+            files.append((os.path.relpath(each, path), seen.st_size, seen.st_mtime_ns))
     text = json.dumps([__version__, command, said, files], default=repr, sort_keys=True)
     return f"{crc32(text.encode('utf-8', 'surrogatepass')):08x}"
 
@@ -152,11 +151,11 @@ def is_complete(url: Url, run: str, resume: bool) -> bool:
 
 def names_at(url: Url) -> dict[str, Found]:
     """What is below a URL, by name; the object at the URL itself has the name ""."""
-    try:
+
+    def ask() -> dict[str, Found]:
         store = store_of(url)
         below = {each.key[len(url.key) :].strip("/"): each for each in store.below(url.key)}
-        if (own := store.head(url.key)) is not None:
-            below[""] = own
-    except Exception as error:
-        raise failures.explained(error, url, "list") from error
-    return below
+        own = store.head(url.key)
+        return below if own is None else {**below, "": own}
+
+    return failures.asked(ask, url, "list")

@@ -44,8 +44,9 @@ def clean_up(path: Any, dry_run: bool = False) -> dict[str, Any]:
                 others = [name for name in names if name != UNFINISHED]
                 for name in (*others, UNFINISHED):
                     store.delete([f"{url.key}/{name}"])
+            client: Any = _client() if uploads else None
             for key, upload in uploads:
-                _client(url).abort_multipart_upload(Bucket=url.root, Key=key, UploadId=upload)
+                client.abort_multipart_upload(Bucket=url.root, Key=key, UploadId=upload)
         except Exception as error:
             raise failures.explained(error, url, "write") from error
     return {
@@ -72,7 +73,7 @@ def _remains(url: Url, there: dict[str, Any]) -> list[str]:
     return sorted(name for name in there if name in own or name == UNFINISHED)
 
 
-def _client(url: Url) -> Any:
+def _client() -> Any:
     import boto3
 
     return boto3.client("s3")
@@ -83,7 +84,7 @@ def _uploads(url: Url) -> list[tuple[str, str]]:
     if url.scheme != "s3" or find_spec("boto3") is None:
         return []
     try:
-        pages = _client(url).get_paginator("list_multipart_uploads")
+        pages = _client().get_paginator("list_multipart_uploads")
         return [
             (item["Key"], item["UploadId"])
             for page in pages.paginate(Bucket=url.root, Prefix=f"{url.key}/")

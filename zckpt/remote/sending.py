@@ -28,6 +28,8 @@ from typing import Any
 from msgspec import Struct, field
 
 from ..core.checksum import crc32
+from ..core.fileio import crc_of
+from ..core.fragments import Extent
 from ..core.resources import Begin
 from ..core.sources import walk
 from ..core.version import __version__
@@ -262,8 +264,4 @@ class _Sending(Struct, dict=True):
 
 
 def _crc_of(path: str) -> int:
-    crc = 0
-    with open(path, "rb") as file:
-        while data := file.read(BLOCK):
-            crc = crc32(data, crc)
-    return crc
+    return crc_of([Extent(path, 0, os.path.getsize(path))])

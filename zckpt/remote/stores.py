@@ -200,7 +200,7 @@ class Hub(Objects):
             repository = {"repo_id": rest, "repo_type": kind.removesuffix("s")}
         api = hub.HfApi()
         about = api.repo_info(**repository, revision=revision or None)
-        self._items = api.list_repo_tree(**repository, revision=about.sha, recursive=True)
+        items = api.list_repo_tree(**repository, revision=about.sha, recursive=True)
         token = hub.get_token()
         headers = {"authorization": f"Bearer {token}"} if token else {}
         base = f"{api.endpoint}/{name}/resolve/{about.sha}/"
@@ -208,7 +208,7 @@ class Hub(Objects):
         super().__init__(HTTPStore.from_url(base, client_options=options))
         time = int(about.last_modified.timestamp()) * 10**9 if about.last_modified else 0
         self._files = [
-            Found(item.path, item.size, None, time) for item in self._items if hasattr(item, "size")
+            Found(item.path, item.size, None, time) for item in items if hasattr(item, "size")
         ]
 
     def below(self, key: str) -> Iterator[Found]:

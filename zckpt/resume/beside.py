@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from zlib import crc32
 
+from ..api import is_url
 from ..core.folder import JOURNAL, Folder
 from ..core.siblings import BESIDE
 from ..errors import TargetExists, UnsupportedCheckpoint
@@ -39,7 +40,7 @@ def folder_of(run: str, scratch: str | os.PathLike[str] | None) -> str:
     """The folder for this run's other sizes; in a scratch folder each run has its own."""
     if scratch is None:
         return os.path.join(os.path.abspath(run), BESIDE)
-    if "://" not in run:
+    if not is_url(run):
         run = os.path.realpath(run)  # it may have several names
     mark = crc32(os.fsencode(run))
     return os.path.join(os.path.abspath(scratch), f"{os.path.basename(run)}-{mark:08x}")
