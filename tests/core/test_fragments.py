@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import accumulate, pairwise, product
+from itertools import accumulate, combinations, pairwise, product
 from math import prod
 
 import pytest
@@ -147,6 +147,14 @@ def test_a_long_axis_is_not_listed() -> None:
     box = Box((1 << 40, 2), (0, 0), (1 << 40, 2), (0, 2), 0, SIZE, Extent("a", 0, 100))
     first = next(iter(box))
     assert (first.start, first.stop) == (0, 1)
+
+
+def test_runs_of_a_fragment_are_those_in_the_range() -> None:
+    fragment = Fragment(2, 5, Extent("a", 100, 60), 5, 10)
+    runs = [Fragment(10 * n + 2, 10 * n + 5, Extent("a", 100 + 12 * n, 12)) for n in range(5)]
+    for start, stop in combinations(range(1, 52), 2):
+        expected = [run for run in runs if run.start < stop and run.stop > start]
+        assert list(fragment.runs(start, stop)) == expected
 
 
 def test_a_transposed_matrix_has_a_line_for_each_column() -> None:
