@@ -130,6 +130,7 @@ def test_a_file_is_open_while_a_region_is_written(tmp_path: Path) -> None:
     file = target(tmp_path, 12)
     file.open("buffered")
     writer = file.writer
+    assert writer.mode == "buffered"
     file.open("buffered")
     assert file.writer is writer
     file.close()

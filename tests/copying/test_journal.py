@@ -108,6 +108,65 @@ def test_another_run_is_refused_with_the_reason(written: Path, change: str) -> N
     )
 
 
+@pytest.mark.parametrize(
+    ("before", "now", "words"),
+    [
+        ({}, {}, None),
+        ({"files": {"x": 1, "y": 2}}, {"files": {"y": 2, "x": 1}}, None),
+        (
+            {"source": {"a": 1, "d": 2, "c": 3}},
+            {"source": {"a": 1, "c": 4, "b": 5}},
+            "another source, or the source has changed: b, c, d",
+        ),
+        ({"files": {"x": 1}}, {"files": {"x": 2}}, "other files: x"),
+        (
+            {"options": {"--dp": 4, "--weights-only": True}},
+            {"options": {"--dp": 4}},
+            "other options: --weights-only, now without --weights-only",
+        ),
+        ({"options": {}}, {"options": {"--dp": 4}}, "other options: without --dp, now --dp 4"),
+        ({}, {"files": {"x": 1}}, "other files"),
+        ({"files": {"x": 1}}, {}, "other files"),
+        ({"source": "00"}, {"source": "01"}, "another source, or the source has changed"),
+    ],
+)
+def test_how_two_runs_differ(
+    before: dict[str, Any], now: dict[str, Any], words: str | None
+) -> None:
+    assert difference(before, now) == words
+
+
+def test_a_mark_does_not_depend_on_the_order_of_files() -> None:
+    first, second = ({"a": 1, "b": [2]}, {"b": [2], "a": 1})
+    assert Identity("1", first).mark() == Identity("1", second).mark()
+    assert Identity("1", first).mark() != Identity("1", {"a": 1, "b": [3]}).mark()
+
+
+def test_a_journal_is_its_users_own(tmp_path: Path) -> None:
+    umask = os.umask(0)
+    opened(tmp_path).close()
+    os.umask(umask)
+    assert (tmp_path / journal.JOURNAL).stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("is_begun", [False, True])
+def test_a_journal_whose_run_has_just_ended(
+    is_begun: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That run has removed the file before this one gets its lock; a third one may have begun."""
+    right = journal.lock
+
+    def late(file: int) -> bool:
+        (tmp_path / journal.JOURNAL).unlink()
+        if is_begun:
+            (tmp_path / journal.JOURNAL).touch()
+        return right(file)
+
+    monkeypatch.setattr(journal, "lock", late)
+    with pytest.raises(TargetExists, match="writing there now"):
+        opened(tmp_path)
+
+
 def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
     first, folder = opened(tmp_path), folder_at(tmp_path)
     assert is_locked(folder)

@@ -77,6 +77,22 @@ def test_a_run_takes_over_what_processes_have_noted(
     last.close()
 
 
+def test_what_is_taken_over_is_synced_before_it_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    about = folder_at(tmp_path), RUN, 1 << 20
+    leader = Journal(*about)
+    member = ProcessJournal(*about[:2], "0001", leader.synced())
+    member.add(REGIONS[0])
+    for journal in (leader, member):
+        journal.close()
+    path, seen = tmp_path / "journal-0001", []
+    monkeypatch.setattr("zckpt.copying.journal.sync_data", lambda _: seen.append(path.exists()))
+    again = Journal(*about)
+    again.close()
+    assert (seen, path.exists()) == ([True], False)
+
+
 def test_a_process_that_is_still_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zckpt.copying.journal.ENDING", 0.1)
     about = folder_at(tmp_path), RUN, 1 << 20
