@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,37 @@ def test_lines_follow_the_intact_ones(written: Path) -> None:
     last = opened(written)
     assert last.regions == {"x": REGIONS[:2], "y": REGIONS[2:]}
     last.close()
+
+
+def test_regions_of_a_lost_file_are_forgotten(
+    written: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That is on the disk before the file is made again."""
+    path, synced = written / journal.JOURNAL, []
+    monkeypatch.setattr(journal, "sync_data", lambda _: synced.append(path.read_bytes()))
+    again = opened(written)
+    again.begin_again("x")
+    assert synced == [path.read_bytes()]
+    assert again.regions == {"y": REGIONS[2:]}
+    again.add(REGIONS[1])
+    again.close()
+    last = opened(written)
+    assert last.regions == {"x": REGIONS[1:2], "y": REGIONS[2:]}
+    last.close()
+
+
+def test_a_journal_is_synced_once_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, synced = [100.0], []
+    monkeypatch.setattr("zckpt.copying.journal.time.monotonic", lambda: now[0])
+    monkeypatch.setattr(journal, "sync_data", lambda _: synced.append(now[0]))
+    begun = opened(tmp_path)
+    for now[0] in (100.5, 101.0, 101.1, 101.9, 102.0, 102.2):
+        begun.add(REGIONS[0])
+    assert synced == [101.1, 102.2]
+    data = (tmp_path / journal.JOURNAL).read_bytes()
+    assert begun.synced() == (len(data), zlib.crc32(data))
+    assert len(synced) == 3
+    begun.close()
 
 
 CHANGES: dict[str, tuple[dict[str, Any], str]] = {

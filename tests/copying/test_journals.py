@@ -93,6 +93,18 @@ def test_what_is_taken_over_is_synced_before_it_is_removed(
     assert (seen, path.exists()) == ([True], False)
 
 
+def test_what_is_forgotten_is_not_continued(tmp_path: Path) -> None:
+    about = folder_at(tmp_path), RUN, 1 << 20
+    leader = Journal(*about)
+    leader.add(REGIONS[0])
+    member = ProcessJournal(*about[:2], "0001", leader.synced())
+    member.add(REGIONS[1])
+    leader.forget()
+    assert [(path.name, path.stat().st_size) for path in tmp_path.iterdir()] == [("journal", 0)]
+    for journal in (leader, member):
+        journal.close()
+
+
 def test_a_process_that_is_still_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zckpt.copying.journal.ENDING", 0.1)
     about = folder_at(tmp_path), RUN, 1 << 20
