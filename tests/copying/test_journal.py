@@ -101,6 +101,7 @@ def test_regions_of_a_lost_file_are_forgotten(
     last = opened(written)
     assert last.regions == {"x": REGIONS[1:2], "y": REGIONS[2:]}
     last.close()
+    assert journal.regions_in([b"", b'00000000 ["z"]\n']) == []  # whose regions another one has
 
 
 def test_a_journal_is_synced_once_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,6 +117,15 @@ def test_a_process_that_is_still_there(tmp_path: Path, monkeypatch: pytest.Monke
     Journal(*about).close()
 
 
+def test_a_process_that_is_just_ending(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    about = folder_at(tmp_path), RUN, 1 << 20
+    leader = Journal(*about)
+    member = ProcessJournal(*about[:2], "0001", leader.synced())
+    leader.close()
+    monkeypatch.setattr("zckpt.copying.journal.time.sleep", lambda _: member.close())
+    Journal(*about).close()
+
+
 def test_a_process_joins_what_an_earlier_run_has_left(tmp_path: Path) -> None:
     """It takes the regions that the journal had when rank 0 began, and none that came later."""
     about = folder_at(tmp_path), RUN, 1 << 20
