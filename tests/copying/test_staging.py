@@ -16,6 +16,7 @@ from zckpt.copying.journal import Identity, Region, mark_of
 from zckpt.copying.sharing import Part
 from zckpt.copying.staging import Staging, joined
 from zckpt.core.fileio import save
+from zckpt.core.folder import Folder
 from zckpt.core.layout import Shell
 from zckpt.errors import Interrupted, TargetExists
 
@@ -402,6 +403,41 @@ def test_a_rename_whose_answer_was_lost(tmp_path: Path, monkeypatch: pytest.Monk
         staged.lay([Shell("a", 1, ())])
     assert names(tmp_path) == ["out", "out/a"]
     assert mark_of(str(tmp_path / "out")) == RUN.mark()
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_failure_at_the_beginning_removes_no_earlier_work(
+    is_new: bool, stopped: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = names(stopped.parent)
+
+    def fail(*_: object) -> None:
+        raise OSError("broken")
+
+    monkeypatch.setattr(Folder, "sync", fail)
+    target = stopped.parent / "new" if is_new else stopped
+    with pytest.raises(OSError, match="broken"), begin(target, resume=True):
+        pytest.fail("entered")
+    assert names(stopped.parent) == before
+
+
+def test_what_is_not_ours_is_left_alone(stopped: Path) -> None:
+    (stopped.parent / "out.partial" / "notes").touch()
+    before = names(stopped.parent)
+    with pytest.raises(TargetExists), begin(stopped, resume=True):
+        pytest.fail("entered")
+    assert names(stopped.parent) == before
+
+
+def test_a_target_within_an_unfinished_one(tmp_path: Path) -> None:
+    with begin(tmp_path / "out") as outer:
+        outer.lay([Shell("inner/a", 1, ())])
+        (Path(outer.path) / "b").mkdir()
+        with begin(Path(outer.path) / "b", above=outer.root) as staged:
+            assert staged.above is outer.root
+            staged.lay([Shell("c", 1, ())])
+        assert names(Path(outer.path)) == ["b", "b/c", "inner", "inner/a"]
+    assert names(tmp_path / "out") == ["b", "b/c", "inner", "inner/a"]
 
 
 class TestParts:
