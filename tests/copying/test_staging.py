@@ -12,13 +12,16 @@ from typing import Any
 import pytest
 
 from zckpt.copying import staging
-from zckpt.copying.journal import Identity, Region, mark_of
-from zckpt.copying.sharing import Part
+from zckpt.copying.journal import Identity, Journal, Region, mark_of
+from zckpt.copying.journals import PartJournal
+from zckpt.copying.sharing import Part, Sharing
 from zckpt.copying.staging import Staging, joined
 from zckpt.core.fileio import save
 from zckpt.core.folder import Folder
 from zckpt.core.layout import Shell
 from zckpt.errors import Interrupted, TargetExists
+
+from ..conftest import given_away
 
 
 def names(root: Path) -> list[str]:
@@ -262,7 +265,9 @@ def test_a_file_that_cannot_be_saved_leaves_nothing(
 
 
 RUN = Identity("1", {}, {"--dp": 4}, {"a": 10})
-REGION = Region("a", 0, 4, [(("file", 0, 0), 0, 4, 7)])
+REGIONS = [
+    Region("a", start, start + 4, [(("file", 0, 0), start, start + 4, 7)]) for start in (0, 4)
+]
 
 
 def begin(target: Path, **options: Any) -> Staging:
@@ -278,13 +283,14 @@ def stop(run: Staging, work: Callable[[Staging], None] = lambda _: None) -> None
 
 @pytest.fixture
 def stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A target of which one region was written, and then Ctrl-C came."""
+    """A target of which two regions were written, and then Ctrl-C came."""
     monkeypatch.setattr(staging, "WORTH_KEEPING", 0.0)
 
     def work(staged: Staging) -> None:
         staged.lay([Shell("a", 10, ((0, b"abcd"),))])
         assert staged.journal.is_new
-        staged.journal.add(REGION)
+        for region in REGIONS:
+            staged.journal.add(region)
 
     with pytest.raises(Interrupted):
         stop(begin(tmp_path / "out"), work)
@@ -305,8 +311,8 @@ def test_what_others_must_not_touch_is_our_own(tmp_path: Path) -> None:
 
 def test_a_run_goes_on(stopped: Path) -> None:
     with begin(stopped, resume=True) as staged:
-        assert staged.journal.regions == {"a": [REGION]}
-        assert (staged.journal.is_new, staged.resumed) == (False, 4)
+        assert staged.journal.regions == {"a": REGIONS}
+        assert (staged.journal.is_new, staged.resumed) == (False, 8)
         staged.lay([Shell("a", 10, ((8, b"z"),))])
     assert (stopped / "a").read_bytes() == b"abcd\0\0\0\0z\0"
     assert names(stopped.parent) == ["out", "out/a"]
@@ -336,7 +342,7 @@ def test_without_resume_it_is_refused_and_left_alone(stopped: Path) -> None:
     assert names(stopped.parent) == before
 
 
-@pytest.mark.parametrize("size", [None, 3, 4])
+@pytest.mark.parametrize("size", [None, 3, 7, 8])
 def test_regions_of_a_file_that_was_lost_are_written_again(size: int | None, stopped: Path) -> None:
     """Of one that is too short too: a power loss may leave it so."""
     path = stopped.parent / "out.partial" / "out" / "a"
@@ -348,7 +354,7 @@ def test_regions_of_a_file_that_was_lost_are_written_again(size: int | None, sto
         stop(begin(stopped, resume=True), lambda staged: left.append(staged.resumed))
     with begin(stopped, resume=True) as staged:
         left.append(staged.resumed)
-    assert left == [4 if size == 4 else 0] * 2
+    assert left == [8 if size == 8 else 0] * 2
 
 
 def test_files_that_the_journal_has_forgotten_are_removed(stopped: Path) -> None:
@@ -429,6 +435,61 @@ def test_what_is_not_ours_is_left_alone(stopped: Path) -> None:
     assert names(stopped.parent) == before
 
 
+def test_files_of_another_user_are_left_alone(
+    stopped: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given_away(monkeypatch, stopped.parent / "out.partial" / "journal")
+    before = names(stopped.parent)
+    with pytest.raises(TargetExists), begin(stopped, resume=True):
+        pytest.fail("entered")
+    assert names(stopped.parent) == before
+
+
+@pytest.mark.parametrize("was_there", [False, True])
+def test_a_folder_without_a_journal_is_removed(
+    was_there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has no files, whoever made it."""
+    if was_there:
+        (tmp_path / "out.partial").mkdir()
+    else:  # it gets a journal, which cannot be locked
+        monkeypatch.setattr("zckpt.copying.journal.lock", lambda _: False)
+
+    def fail(*_: object) -> None:
+        raise OSError("broken")
+
+    if was_there:
+        monkeypatch.setattr(staging, "Journal", fail)
+    with pytest.raises((OSError, TargetExists)), begin(tmp_path / "out", resume=True):
+        pytest.fail("entered")
+    assert names(tmp_path) == []
+
+
+def test_what_is_shared_is_not_removed(tmp_path: Path) -> None:
+    class Shared(Sharing):
+        is_alone = False
+
+        def begin(self, journal: Journal) -> None:
+            begun.append(journal)
+
+    begun: list[Journal] = []
+
+    def fail(is_shared: bool) -> None:
+        with begin(tmp_path / "out", sharing=Shared()) as staged:
+            staged.lay([Shell("a", 10, ())])
+            if is_shared:
+                staged.share()
+                assert begun == [staged.journal]
+            raise ValueError("fault")
+
+    with pytest.raises(ValueError, match="fault"):
+        fail(False)
+    assert names(tmp_path) == []
+    with pytest.raises(ValueError, match="fault"):
+        fail(True)
+    assert names(tmp_path / "out.partial") == ["journal", "out", "out/a"]
+
+
 def test_a_target_within_an_unfinished_one(tmp_path: Path) -> None:
     with begin(tmp_path / "out") as outer:
         outer.lay([Shell("inner/a", 1, ())])
@@ -453,7 +514,7 @@ class TestParts:
         def fail() -> None:
             with self.part(tmp_path / "out", 1) as staged:
                 staged.lay([Shell("a", 10, ())])
-                staged.journal.add(REGION)
+                staged.journal.add(REGIONS[0])
                 raise error
 
         with pytest.raises(error):
@@ -475,6 +536,34 @@ class TestParts:
         with pytest.raises(TargetExists, match="out exists"), self.part(tmp_path / "out", 1):
             pytest.fail("entered")
         assert names(tmp_path) == ["out", "out/a"]
+
+    def test_another_part_has_completed_meanwhile(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def late(*about: Any) -> PartJournal:
+            (tmp_path / "out").mkdir()
+            (tmp_path / "out" / "a").touch()
+            return PartJournal(*about)
+
+        monkeypatch.setattr(staging, "PartJournal", late)
+        with pytest.raises(TargetExists, match="out exists"), self.part(tmp_path / "out", 1):
+            pytest.fail("entered")
+        assert names(tmp_path) == ["out", "out/a"]
+
+    def test_a_part_that_cannot_begin_leaves_the_journals_of_others(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("zckpt.copying.journals.COMPLETING", -1.0)
+        monkeypatch.setattr("zckpt.copying.journals.lock", lambda *_: False)
+        with pytest.raises(TargetExists, match="another run"), self.part(tmp_path / "out", 1):
+            pytest.fail("entered")
+        assert names(tmp_path) == ["out.partial", "out.partial/journal"]
+
+    def test_files_that_another_part_has_laid_stay(self, stopped: Path) -> None:
+        os.truncate(stopped.parent / "out.partial" / "journal", 0)
+        with self.part(stopped, 2) as staged:
+            assert names(Path(staged.path)) == ["a"]
+            staged.postpone()
 
     def test_folders_are_synced_before_others_look(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
