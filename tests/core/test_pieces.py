@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from zckpt.core import pieces
-from zckpt.core.dtypes import encode
+from zckpt.core.dtypes import SIZES, encode
 from zckpt.core.fragments import Box, Extent, Fragment, Fragments, Record, Runs, Slices, solid
 from zckpt.core.manifest import Entry
 from zckpt.core.pieces import SHORT, SMALL, ElementReader, ReadRequest
@@ -93,10 +93,19 @@ def in_a_row(entries: list[Entry], **fields: Any) -> list[ReadRequest]:
 
 def test_small_slices_are_one_read_for_each_rank() -> None:
     files = Files()
-    requests = in_a_row(files.sliced([7, 1, 12, 5], dp=3))
+    requests = in_a_row(files.sliced([1, 7, 12, 5], dp=3))
     assert read(files, *requests) == wanted(*requests)
-    width = (3 + 1 + 4 + 2) * SIZE
+    width = (1 + 3 + 4 + 2) * SIZE
     assert files.reads == [Extent(f"0 on {rank}", BEFORE, width) for rank in range(3)]
+    assert files.counted == files.reads
+
+
+def test_small_slices_before_another_tensor() -> None:
+    files = Files()
+    other = files.put(9, 3, solid(3, Extent("a", 8, 12)))
+    requests = in_a_row([*files.sliced([4, 4], dp=2), other])
+    assert read(files, *requests) == wanted(*requests)
+    assert len(files.reads) == 3
 
 
 def test_what_is_larger_than_the_memory_is_read_in_batches() -> None:
@@ -126,18 +135,19 @@ def test_slices_that_go_back_in_their_file_are_read_alone() -> None:
 
 def test_slices_of_other_flat_buffers_are_read_alone() -> None:
     files = Files()
-    requests = in_a_row([*files.sliced([4], dp=2), *files.sliced([4], dp=2, first=1)])
+    first, last = files.sliced([4, 4], dp=2)
+    requests = in_a_row([first, *files.sliced([4], dp=2, first=2), last])
     assert read(files, *requests) == wanted(*requests)
-    assert len(files.reads) == 4
+    assert len(files.reads) == 6
 
 
 def test_slices_that_do_not_count_are_read_alone() -> None:
     files = Files()
-    one, other = files.sliced([4, 4], dp=2)
-    requests = [ReadRequest(one, 0, 4, 0), ReadRequest(other, 0, 4, 16, check=False)]
+    entries = files.sliced([4, 4, 4], dp=2)
+    requests = [ReadRequest(each, 0, 4, 16 * n, check=n != 1) for n, each in enumerate(entries)]
     assert read(files, *requests) == wanted(*requests)
-    assert files.counted == files.reads[:2]
-    assert len(files.reads) == 4
+    assert files.counted == files.reads[:2] + files.reads[4:]
+    assert len(files.reads) == 6
 
 
 @pytest.mark.parametrize("is_cut", [False, True])
@@ -232,18 +242,54 @@ def test_short_runs_at_a_stride(width: int, rows: int, gap: int, draw: st.DataOb
     assert view.cast("I").tolist() == [0, *range(start, stop)]
 
 
-@pytest.mark.parametrize(("width", "reads"), [(SHORT // SIZE - 1, 1), (SHORT // SIZE, 3)])
-def test_long_runs_are_read_alone(width: int, reads: int) -> None:
-    files = Files()
-    extent = Extent("a", 0, 3 * width * SIZE)
-    box = Box((3, width + 1), (0, 0), (3, width), (width, 1), 0, SIZE, extent)
-    columns = files.put(0, 3 * (width + 1), box)
+@pytest.mark.parametrize("rows", [2, 3])
+@pytest.mark.parametrize("is_long", [False, True])
+def test_long_runs_are_read_alone(is_long: bool, rows: int) -> None:
+    """The right columns of a matrix, behind the first one."""
+    files, width = Files(), SHORT // SIZE - (not is_long)
+    extent = Extent("a", 0, rows * width * SIZE)
+    box = Box((rows, width + 1), (0, 1), (rows, width), (width, 1), 0, SIZE, extent)
+    columns = files.put(0, rows * (width + 1), box)
     view = memoryview(bytearray(columns.length))
     files.reader().read([ReadRequest(columns, 0, columns.numel, 0)], view)
+    assert len(files.reads) == (rows if is_long else 1)
+    expected = [n if n % (width + 1) else 0 for n in range(columns.numel)]
+    assert view.cast("I").tolist() == expected
+
+
+def test_of_short_runs_only_those_in_the_range_are_read() -> None:
+    files = Files()
+    box = Box((6, 4), (0, 1), (6, 2), (2, 1), 0, SIZE, Extent("a", 80, 12 * SIZE))
+    columns = files.put(0, 24, box)
+    for (start, stop), rows in {
+        (8, 16): (2, 4),
+        (10, 14): (2, 4),
+        (10, 13): (2, 3),
+        (11, 14): (3, 4),
+    }.items():
+        files.reads.clear()
+        files.reader().read([ReadRequest(columns, start, stop, 0)], memoryview(bytearray(32)))
+        first, last = (80 + 2 * row * SIZE for row in rows)
+        assert files.reads == [Extent("a", first, last - first)]
+
+
+@pytest.mark.parametrize(("memory", "rows"), [(4096, [1] * 5), (8192, [2, 2, 1]), (1 << 16, [5])])
+def test_short_runs_take_no_more_than_the_memory(memory: int, rows: list[int]) -> None:
+    files = Files()
+    box = Box((5, 1001), (0, 1), (5, 1000), (1000, 1), 0, SIZE, Extent("a", 0, 5000 * SIZE))
+    columns = files.put(0, 5005, box)
+    view = memoryview(bytearray(columns.length))
+    files.reader(memory).read([ReadRequest(columns, 0, 5005, 0)], view)
+    assert [extent.length for extent in files.reads] == [1000 * SIZE * count for count in rows]
+    assert view.cast("I").tolist() == [n if n % 1001 else 0 for n in range(5005)]
+
+
+@pytest.mark.parametrize(("width", "reads"), [(SMALL // SIZE - 1, 2), (SMALL // SIZE, 4)])
+def test_large_slices_are_read_alone(width: int, reads: int) -> None:
+    files = Files()
+    requests = in_a_row(files.sliced([2 * width, 2 * width], dp=2))
+    assert read(files, *requests, memory=1 << 20) == wanted(*requests)
     assert len(files.reads) == reads
-    assert view.cast("I").tolist() == [
-        n if n % (width + 1) < width else 0 for n in range(columns.numel)
-    ]
 
 
 def test_requests_know_their_bytes_and_whether_they_are_whole() -> None:
@@ -284,6 +330,10 @@ def test_elements_are_cast_block_by_block(monkeypatch: pytest.MonkeyPatch) -> No
     ]
     reader.read_as("BF16", ReadRequest(entry, 0, 6, 0, check=False), view)
     assert len(reader.passed or ()) == 3
+
+
+def test_a_block_of_the_widest_type_has_room() -> None:
+    assert len(Files().reader().block) >= pieces.CAST_BLOCK * max(SIZES.values())
 
 
 def test_elements_of_the_wanted_type_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
