@@ -147,9 +147,9 @@ def test_another_run_is_refused_with_the_reason(written: Path, change: str) -> N
         ({}, {}, None),
         ({"files": {"x": 1, "y": 2}}, {"files": {"y": 2, "x": 1}}, None),
         (
-            {"source": {"a": 1, "d": 2, "c": 3}},
+            {"source": {"a": 1, "g": 1, "f": 1, "e": 1, "d": 2, "c": 3}},
             {"source": {"a": 1, "c": 4, "b": 5}},
-            "another source, or the source has changed: b, c, d",
+            "another source, or the source has changed: b, c, d and 3 more",
         ),
         ({"files": {"x": 1}}, {"files": {"x": 2}}, "other files: x"),
         (

@@ -100,12 +100,12 @@ def test_small_slices_are_one_read_for_each_rank() -> None:
     assert files.counted == files.reads
 
 
-def test_small_slices_before_another_tensor() -> None:
+def test_small_slices_around_another_tensor() -> None:
     files = Files()
-    other = files.put(9, 3, solid(3, Extent("a", 8, 12)))
-    requests = in_a_row([*files.sliced([4, 4], dp=2), other])
+    first, last = files.sliced([4, 4], dp=2)
+    requests = in_a_row([first, files.put(9, 3, solid(3, Extent("a", 8, 12))), last])
     assert read(files, *requests) == wanted(*requests)
-    assert len(files.reads) == 3
+    assert len(files.reads) == 5
 
 
 def test_what_is_larger_than_the_memory_is_read_in_batches() -> None:
