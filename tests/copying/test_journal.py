@@ -245,6 +245,14 @@ def mark(target: Path) -> None:
         set_mark(inner, above, str(target), RUN)
 
 
+@pytest.mark.parametrize("text", ["", "7", "[1]", "{"])
+def test_a_mark_is_a_document(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_attributes(monkeypatch)
+    (tmp_path / "out").mkdir()
+    (tmp_path / ".out.zckpt").write_text(text)
+    assert mark_of(str(tmp_path / "out")) == {}
+
+
 @pytest.mark.parametrize("kind", ["owner", "link", "pipe", "folder"])
 def test_a_mark_that_another_user_has_planted_says_nothing(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -266,7 +274,7 @@ def test_a_mark_that_another_user_has_planted_says_nothing(
     assert mark_of(str(target)) == {}
 
 
-@pytest.mark.parametrize("kind", ["link", "pipe", "folder", "protected"])
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder", "protected", "again"])
 def test_what_is_planted_at_the_path_of_a_mark(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -281,6 +289,9 @@ def test_what_is_planted_at_the_path_of_a_mark(
         os.mkfifo(file)
     elif kind == "folder":
         (file / "inner").mkdir(parents=True)
+    elif kind == "again":  # as soon as it is removed
+        file.touch()
+        monkeypatch.setattr(os, "unlink", lambda *_, **__: None)
     else:  # as in a directory with the sticky bit
         file.touch()
 

@@ -22,6 +22,7 @@ from zckpt.core.layout import Shell
 from zckpt.errors import Interrupted, TargetExists
 
 from ..conftest import given_away
+from .conftest import folder_at
 
 
 def names(root: Path) -> list[str]:
@@ -473,7 +474,7 @@ def test_what_is_not_ours_is_left_alone(stopped: Path) -> None:
 def test_files_of_another_user_are_left_alone(
     stopped: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given_away(monkeypatch, stopped.parent / "out.partial" / "journal")
+    given_away(monkeypatch, stopped.parent / "out.partial" / "out" / "a")
     before = names(stopped.parent)
     with pytest.raises(TargetExists), begin(stopped, resume=True):
         pytest.fail("entered")
@@ -498,6 +499,17 @@ def test_a_folder_without_a_journal_is_removed(
     with pytest.raises((OSError, TargetExists)), begin(tmp_path / "out", resume=True):
         pytest.fail("entered")
     assert names(tmp_path) == []
+
+
+def test_the_journal_of_a_run_that_has_just_begun_is_left_alone(tmp_path: Path) -> None:
+    """It has no files yet."""
+    partial = tmp_path / "out.partial"
+    partial.mkdir(0o700)
+    other = Journal(folder_at(partial), RUN, 4)
+    with pytest.raises(TargetExists, match="another run"), begin(tmp_path / "out", resume=True):
+        pytest.fail("entered")
+    assert names(tmp_path) == ["out.partial", "out.partial/journal"]
+    other.close()
 
 
 def test_what_is_shared_is_not_removed(tmp_path: Path) -> None:
