@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import zlib
 from array import array
 from collections.abc import Callable, Iterable
@@ -17,6 +19,8 @@ from zckpt.core.fragments import Extent, Record, solid
 from zckpt.core.manifest import Entry, Manifest
 from zckpt.core.plan import Match
 from zckpt.core.resources import Copying
+from zckpt.core.sources import Fingerprint
+from zckpt.errors import SourceChanged
 
 CHUNK = 1 << 20  # bytes that are compared at a time: the least
 COPYING = Copying(jobs=1, memory=2 << 20)
@@ -154,6 +158,43 @@ def test_only_parts_that_differ_are_measured(store: Store) -> None:
         assert result.difference.aa == pytest.approx(aa)
 
 
+def test_tensors_behind_the_end_of_a_large_one(store: Store) -> None:
+    """All are in its second chunk."""
+    large, same = store("a/param", [1] * 300_000), store("a/param", [1] * 300_000)
+    ours = [store(f"{name}/param", [5, 5]) for name in "bc"]
+    theirs = [store("b/param", [5, 6]), store("c/param", [5, 5])]
+    results = compared(Match(large, same), *map(Match, ours, theirs)).results
+    assert [result.differs for result in results] == [False, True, False]
+    assert [result.digests[1] for result in results] == [*map(crc_of, [same, *theirs])]
+
+
+def test_chunks_have_room_for_the_wider_side(store: Store) -> None:
+    narrow, wide = store("w/param", [1] * 300_000, "BF16"), store("w/master", [1] * 300_000)
+    (result,) = compared(Match(narrow, wide, "rounded")).results
+    assert (result.differs, result.digests) == (False, (crc_of(narrow), crc_of(wide)))
+
+
+def test_what_is_read_in_a_later_match_alone(store: Store) -> None:
+    ours, theirs = store("w/param", [1, 2]), store("w/param", [1, 2, 3])
+    outcome = compared(Match(ours, theirs, "shapes"), Match(ours))
+    assert [result.digests for result in outcome.results] == [(None, None), (crc_of(ours), None)]
+
+
+def test_nothing_to_compare() -> None:
+    assert compared().results == []
+
+
+def test_a_source_that_has_changed_ends_the_comparison(store: Store) -> None:
+    ours = store("w/param", [1, 2])
+    path = ours.fragments[0].extent.file
+    seen = {path: Fingerprint.of(os.stat(path))}
+    side = replace(manifest(record_of(ours)), fingerprints=seen)
+    assert compared(Match(ours), sides=(side, side)).results[0].digests[0] == crc_of(ours)
+    os.utime(path, ns=(1, 1))
+    with pytest.raises(SourceChanged):
+        compared(Match(ours), sides=(side, side))
+
+
 def test_progress_counts_all_bytes(store: Store) -> None:
     """Also those of a copy that is read again."""
     wide, narrow = store("w/master", [1] * 300_000), store("w/param", [1] * 300_000, "BF16")
@@ -237,18 +278,17 @@ def test_threads_share_the_parts(store: Store) -> None:
     assert outcome.bytes == 2 * 1_200_000
 
 
-class Halves:
-    """Two processes that share a pass: each takes what the other has found."""
+class Two:
+    """Two processes that share a pass. The first one carries out the first block alone."""
 
     rank = 0
 
     def carry_out(self, make: Callable[[int], Any], chunk: int) -> Any:
         one, other = make(chunk), make(chunk)
-        assert one.tasks_by_name() == other.tasks_by_name()
-        one.run(iter([0, 2, 4, 6, 8]).__next__)
-        other.run(iter([1, 3, 5, 7, 9]).__next__)
-        found = one.found(), other.found()
-        one.take(found[1])
+        assert json.dumps(one.tasks_by_name()) == json.dumps(other.tasks_by_name())
+        one.run(iter([0, 99]).__next__)
+        other.run(iter(range(1, 99)).__next__)
+        one.take(json.loads(json.dumps(other.found())))
         return one
 
     def agree_on_problem(self, message: str) -> None:
@@ -258,18 +298,21 @@ class Halves:
 def test_processes_share_what_they_have_found(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """More than the first one would read again to complete a record."""
     monkeypatch.setattr("zckpt.core.pooling.BLOCK", CHUNK)
-    changed = [1.0] * 300_000
-    for place in PLACES:
+    changed = [1.0] * 900_000
+    for place in PLACES[1:]:
         changed[place] = 2
-    ours, theirs = store("w/param", [1] * 300_000), store("w/param", changed)
+    ours, theirs = store("w/param", [1] * 900_000), store("w/param", changed)
+    alone = store("v/param", [1])
     sides = manifest(record_of(ours)), manifest(record_of(theirs, 5))
-    pooled: Any = replace(COPYING, pool=Halves())
-    outcome = compare.compare([Match(ours, theirs)], *sides, pooled)
-    (result,) = outcome.results
+    pooled: Any = replace(COPYING, pool=Two())
+    outcome = compare.compare([Match(ours, theirs), Match(alone)], *sides, pooled)
+    result, last = outcome.results
     assert result.difference is not None
-    assert (result.difference.count, result.difference.first) == (4, 5)
+    assert (result.difference.count, result.difference.first) == (3, 270_000)
     assert result.digests == (crc_of(ours), crc_of(theirs))
-    assert outcome.bytes == 2 * 1_200_000
+    assert last.digests == (crc_of(alone), None)
+    assert outcome.bytes == 2 * 3_600_000 + 4
     assert [damage.record for damage in outcome.damage] == [record_of(theirs, 5)]
     assert (outcome.records.checked, outcome.records.unchecked) == (2, 0)

@@ -158,6 +158,14 @@ def test_the_last_parameter_counts_for_its_group(
     assert steps.counted_by_last(states, in_groups, groups).steps == counted | {"other": 4}
 
 
+def test_what_the_last_parameter_counts_keeps_its_type_and_shape() -> None:
+    states = steps.StatedSteps("state")
+    for owner, value in {"a": 0, "b": 5}.items():
+        states.add(owner, Scalar(value, "I64"), (1,))
+    counted = steps.counted_by_last(states, stated("group", a=0, b=0), [["a", "b"]])
+    assert counted == replace(states, steps={"a": 5, "b": 5})
+
+
 @pytest.mark.parametrize(
     ("policy", "settled"),
     [
@@ -362,6 +370,9 @@ def test_a_line_for_each_different_step() -> None:
         (Sighting("group of a", 5, False), None),
         (Sighting("group of b", 9, False), None),
     ]
+    stale = steps.StatedSteps("group")
+    stale.add("a", Scalar(256, "BF16"))
+    assert list(steps.sightings_of(stale, states)) == [(Sighting("group of a", 256, False), None)]
     settled = replace(states, steps={"a": 5, "b": 6, "c": 6, "d": 6})
     truths = [sighting.truth for sighting, _ in steps.sightings_of(states, settled)]
     assert truths == [True, False, True, False]
@@ -382,7 +393,8 @@ def test_a_policy_that_decided_nothing(
     step: int | None, policy: str | None, where: str, warned: bool
 ) -> None:
     parameters = {"w": Parameter((1,), step=step)}
-    manifest = of_engine(None, parameters=parameters, steps=(Sighting(where, 3, True),))
+    places = Sighting("rank 1", 3, True), Sighting(where, 3, True)
+    manifest = of_engine(None, parameters=parameters, steps=places)
     assert bool(steps.unused_policy(manifest, policy)) is warned
 
 
