@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import zlib
 from array import array
@@ -18,7 +19,7 @@ from zckpt.core.dtypes import encode
 from zckpt.core.fragments import Extent, Record, solid
 from zckpt.core.manifest import Entry, Manifest
 from zckpt.core.plan import Match
-from zckpt.core.resources import Copying
+from zckpt.core.resources import Copying, Progress
 from zckpt.core.sources import Fingerprint
 from zckpt.errors import SourceChanged
 
@@ -180,6 +181,43 @@ def test_what_is_read_in_a_later_match_alone(store: Store) -> None:
     assert [result.digests for result in outcome.results] == [(None, None), (crc_of(ours), None)]
 
 
+def test_a_tensor_in_several_matches_counts_once(store: Store) -> None:
+    """Although chunks cut it at other places then."""
+    large, other, copy = (store("a/param", [n] * 300_000) for n in (1, 1, 2))
+    small, last = store("b/param", [3]), store("c/param", [4])
+    whole = manifest(*map(record_of, (large, other, copy, small, last)))
+    outcome = compared(
+        *(Match(large, other), Match(small), Match(large, copy, copy=True), Match(small, small)),
+        Match(last, small),
+        sides=(whole, whole),
+    )
+    assert [result.differs for result in outcome.results] == [False, False, True, False, True]
+    assert [result.digests[0] for result in outcome.results] == [
+        crc_of(entry) for entry in (large, small, large, small, last)
+    ]
+    assert outcome.results[2].digests[1] == crc_of(copy)
+    assert (outcome.records.checked, outcome.records.unchecked) == (5, 0)
+
+
+def test_whole_numbers_are_compared_by_their_bits(store: Store) -> None:
+    ours, theirs = store("a/state", [1, 2], "I64"), store("a/state", [1, 2], "I64")
+    assert compared(Match(ours, theirs)).results[0].difference is None
+
+
+def test_equal_bytes_of_two_types_are_other_numbers(store: Store) -> None:
+    ours = store("w/param", [1, 2], "F16")
+    (result,) = compared(Match(ours, replace(ours, dtype="BF16"), "values")).results
+    assert result.differs
+
+
+def test_any_two_nans_are_equal_once_one_side_was_rounded(store: Store) -> None:
+    wide, other, narrow = (store("w/x", [math.nan], dtype) for dtype in ("F32", "F32", "BF16"))
+    Path(other.fragments[0].extent.file).write_bytes(b"\x01\x00\xff\xff")
+    Path(narrow.fragments[0].extent.file).write_bytes(b"\xff\xff")
+    rounded, bits = compared(Match(wide, narrow, "rounded"), Match(wide, other)).results
+    assert (rounded.differs, bits.differs) == (False, True)
+
+
 def test_nothing_to_compare() -> None:
     assert compared().results == []
 
@@ -201,16 +239,16 @@ def test_progress_counts_all_bytes(store: Store) -> None:
     told: list[int] = []
     shown: list[str] = []
 
-    class Progress:
+    class Shown:
         def __call__(self, count: int) -> None:
             told.append(count)
 
         def describe(self, text: str) -> None:
             shown.append(text)
 
-    def begin(total: int) -> Progress:
+    def begin(total: int) -> Shown:
         told.append(-total)
-        return Progress()
+        return Shown()
 
     matches = [
         *(Match(wide, narrow, "rounded"), Match(wide, wide, copy=True), Match(narrow)),
@@ -307,7 +345,15 @@ def test_processes_share_what_they_have_found(
     alone = store("v/param", [1])
     sides = manifest(record_of(ours)), manifest(record_of(theirs, 5))
     pooled: Any = replace(COPYING, pool=Two())
-    outcome = compare.compare([Match(ours, theirs), Match(alone)], *sides, pooled)
+    told: list[int] = []
+
+    def begin(total: int) -> Progress:
+        told.append(-2 * total)  # the processes of this test share one function
+        return told.append
+
+    matches = [Match(ours, theirs), Match(alone)]
+    outcome = compare.compare(matches, *sides, pooled, begin=begin)
+    assert sum(told) == 0
     result, last = outcome.results
     assert result.difference is not None
     assert (result.difference.count, result.difference.first) == (3, 270_000)

@@ -80,6 +80,27 @@ def test_each_rank_has_random_states_and_buffers_of_its_own(ranks: int) -> None:
     ]
 
 
+def test_random_states_of_other_ranks_are_not_compared() -> None:
+    copies = entry("rng/state", "U8"), entry("rng/state", "U8")
+    sides = (
+        manifest(RANDOM, replicas=copies[:1], source={"dp": 2}),
+        manifest(RANDOM, replicas=copies[1:], source={"dp": 4}),
+    )
+    assert pairs.mutual_matches(*sides)[0] == [Match(RANDOM, RANDOM)]
+
+
+def test_random_states_that_one_side_alone_has() -> None:
+    state, copy = entry("own/state", "U8"), entry("own/state", "U8")
+    sides = manifest(RANDOM, state, replicas=(copy,)), manifest(RANDOM)
+    assert pairs.mutual_matches(*sides) == ([Match(RANDOM, RANDOM)], ["own/state"], [])
+
+
+def test_copies_of_another_type_are_not_compared() -> None:
+    ours, theirs = entry("w/exp_avg"), entry("w/exp_avg", "BF16")
+    sides = manifest(ours, replicas=(entry("w/exp_avg"),)), manifest(theirs)
+    assert pairs.mutual_matches(*sides)[0] == [Match(ours, theirs, "values")]
+
+
 def test_a_parameter_is_no_buffer_of_a_rank() -> None:
     copies = entry("b/param", shape=(2, 2)), entry("b/param", shape=(1, 4))
     sides = (
@@ -111,6 +132,7 @@ def test_tensors_are_selected_by_their_names() -> None:
         (Match(MASTER, PARAM, "rounded"), [MASTER], [PARAM, MASTER], {"a": [], "b": []}),
         (Match(MASTER, PARAM, "rounded", copy=True), [MASTER], [PARAM], {"a": [], "b": []}),
         (Match(MASTER, PARAM, "values"), [MASTER], [PARAM], {"a": [], "b": []}),
+        (Match(PARAM, MASTER, "values"), [PARAM], [MASTER], {"a": [], "b": []}),
         (Match(MASTER, PARAM, "rounded"), [MASTER], [], {"a": [], "b": []}),
     ],
 )
@@ -120,7 +142,7 @@ def test_weights_of_which_one_side_has_rounded_values_alone(
     a, b = manifest(*of_a), manifest(*of_b)
     if not of_b:  # a buffer is no parameter
         b = manifest(PARAM, parameters={})
-    assert pairs.only_rounded([match], a, b) == names
+    assert pairs.only_rounded([Match(MOMENT), match], a, b) == names
 
 
 @pytest.mark.parametrize(
