@@ -43,7 +43,7 @@ from zckpt.core.fragments import (
 from zckpt.core.layout import CopyOutcome
 from zckpt.core.manifest import Entry, Manifest
 from zckpt.core.resources import DEFAULT_COPYING, Copying, Progress
-from zckpt.errors import CorruptCheckpoint
+from zckpt.errors import CorruptCheckpoint, UnsupportedCheckpoint
 
 CHUNK = 8192
 
@@ -408,6 +408,38 @@ def test_columns_in_a_file_each(tmp_path: Path, shape: tuple[int, ...], dtype: s
         job.copy()
     with pytest.raises(CorruptCheckpoint, match="a/exp_avg"):
         job.copy(checked=False)
+
+
+@pytest.mark.parametrize("layout", ["whole", "slices", "boxes"])
+@pytest.mark.parametrize("dtype", ["F32", "BF16"])
+def test_a_target_gets_the_mean_of_copies(tmp_path: Path, dtype: str, layout: str) -> None:
+    """Ranks have changed them, each its own; the elements of the entry itself are not read."""
+    shape = 9, 70
+    values = torch.arange(prod(shape)).reshape(shape) % 100
+    tensor = Tensor("a/exp_avg", "F32", shape, values.float().numpy().tobytes())
+    job = prepare(tmp_path, 3, [tensor], ("whole",), (layout,), {"a/exp_avg": dtype})
+    copies = []
+    for number, (shift, kind) in enumerate([(-5, "F32"), (2, "F64"), (3, "F32")]):
+        path = tmp_path / f"copy {number}"
+        path.write_bytes(
+            (values + shift).numpy().astype({"F32": "f4", "F64": "f8"}[kind]).tobytes()
+        )
+        extent = Extent(str(path), 0, path.stat().st_size)
+        copies.append(Entry(f"a/copy{number}", kind, shape, solid(prod(shape), extent)))
+    entry = job.source.entries["a/exp_avg"]
+    Path(entry.fragments[0].extent.file).write_bytes(b"")
+    job.source.entries["a/exp_avg"] = changed(entry, mean=tuple(copies))
+    job.check(job.copy(checked=False))
+
+
+@pytest.mark.parametrize("layout", ["whole", "boxes"])
+def test_numbers_that_become_infinite_end_the_copy(tmp_path: Path, layout: str) -> None:
+    values = torch.ones(9, 70)
+    values[8, 69] = 1e38
+    tensor = Tensor("a/exp_avg", "F32", (9, 70), values.numpy().tobytes())
+    job = prepare(tmp_path, 3, [tensor], ("whole",), (layout,), {"a/exp_avg": "F16"})
+    with pytest.raises(UnsupportedCheckpoint, match="a/exp_avg"):
+        job.copy()
 
 
 def test_columns_are_compared_with_the_whole(tmp_path: Path) -> None:
