@@ -72,6 +72,7 @@ orders_of_shapes = st.lists(st.lists(st.one_of(st.none(), shapes), max_size=4), 
 @example([[None, B]], [A, B, B])
 @example([[None, B]], [A, B])
 @example([[None, None]], [A, B])
+@example([[A, A], [None, A]], [A, A, B, A])
 def test_names_in_the_modules_order_fit_in_one_way(
     orders: list[list[Any]], shapes_of_names: list[Any]
 ) -> None:
@@ -92,7 +93,7 @@ def test_names_in_the_modules_order_fit_in_one_way(
         else:
             with pytest.raises(errors.MissingData) as raised:
                 match(orders, names, in_order=True)
-            assert not ways or f"in {len(ways)} ways" in raised.value.message
+            assert not ways or "in several ways" in raised.value.message
 
 
 def test_inferred_are_those_that_another_could_be() -> None:
@@ -143,7 +144,7 @@ def test_names_in_the_modules_order_are_refused() -> None:
 
 def test_names_of_the_optimizer_alone() -> None:
     names = [("a", A), ("frozen", A), ("b", A), ("c", C)]
-    with pytest.raises(errors.MissingData, match="in 3 ways"):
+    with pytest.raises(errors.MissingData, match="in several ways"):
         match([[A, A], [C]], names, True)
     matched = match([[A, A], [C]], names, True, param_names=["a", "b", "c"])
     assert matched == ([["a", "b"], ["c"]], [])
@@ -205,10 +206,10 @@ def test_large_models_take_milliseconds() -> None:
     assert matched[2] == ["embedding", "head"]
 
 
-def test_a_search_that_has_no_end_is_given_up() -> None:
+def test_groups_of_many_equal_layers_take_no_time() -> None:
     names = model(200)
     shapes = [shape for _, shape in names]
     started = time.process_time()
-    with pytest.raises(errors.MissingData, match="in very many ways"):
+    with pytest.raises(errors.MissingData, match="in several ways"):
         match([shapes[:1000], shapes[1000:1500], shapes[1500:]], names, True)
     assert time.process_time() - started < 10
