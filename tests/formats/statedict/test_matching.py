@@ -85,10 +85,13 @@ def test_names_in_the_modules_order_fit_in_one_way(
         with pytest.raises(errors.MissingData, match="does not show the order") as raised:
             match(orders, names, in_order=False)
         assert "names.txt" in raised.value.hint
+        refused = ""
         try:
             matched = match(orders, names, in_order=True)
         except errors.MissingData as error:
-            assert not ways or "in several ways" in error.message
+            refused = error.message
+        if refused:
+            assert not ways or "in several ways" in refused
             # a few groups that are interwoven have one way alone, and need names nevertheless
             assert len(ways) != 1 or sum(map(bool, orders)) > 1
         else:
