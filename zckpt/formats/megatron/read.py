@@ -59,7 +59,7 @@ from .contents import (
     strangers,
     without_weights,
 )
-from .files import MARKER, is_fsdp, is_legacy, locate
+from .files import MARKER, OF_FSDP, OF_RANKS, kind_of, locate
 from .fsdp import read_fsdp
 from .legacy.directories import read_legacy
 from .masters import check as check
@@ -85,11 +85,12 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
     """
     step_policy, weights_only = reading.step_policy, reading.weights_only
     folder = locate(path, reading.tag)
+    kind = kind_of(folder)
     try:
-        if is_legacy(folder):
+        if kind == OF_RANKS:
             rules = None if reading.tp_rules is None else rules_of(reading.tp_rules)
             return read_legacy(folder, step_policy, weights_only, rules)
-        if is_fsdp(folder):
+        if kind == OF_FSDP:
             manifest = read_fsdp(folder, step_policy, weights_only)
         else:
             manifest = _Reader(folder, weights_only).manifest(step_policy)

@@ -121,10 +121,10 @@ def _all(folder: str, names: Iterable[str], of_any_name: bool = False) -> list[C
         pattern = os.path.join(folder, f"{prefix}.ZeRO.*.{count - 1}{legacy.SUFFIX}")
         checkpoints.append(CheckpointFiles(pattern, tuple(sorted(files)), count))
     if partitions:
-        partitions.sort(key=lambda file: file.size("world_rank", 0))
+        partitions.sort(key=lambda file: file.options.world_rank)
         label = f"{os.path.basename(partitions[0].path)} and the other ranks' files"
-        by_rank = tuple((file.size("world_rank", 0), file.path) for file in partitions)
-        world = max(file.size("world_size", 1) for file in partitions)
+        by_rank = tuple((file.options.world_rank, file.path) for file in partitions)
+        world = max(file.options.world_size for file in partitions)
         checkpoints.append(CheckpointFiles(label, by_rank, world, tuple(partitions)))
     return checkpoints
 

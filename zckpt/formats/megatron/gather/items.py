@@ -18,7 +18,7 @@ from ....files.dcpfile import ItemTable, TensorItem, read_table
 from ....files.dcpitems import ItemFiles
 from ....files.torchfile import TORCH_DTYPES, Tensor, TorchFile
 from .. import saving_program as programs
-from ..files import is_fsdp
+from ..files import OF_FSDP, kind_of
 from . import rule
 from .folders import Folders
 from .rule import Filled, Shape
@@ -36,7 +36,7 @@ def partitions(path: str, _tp_rules: str | None = None) -> list[Partition]:
     Raises UnsupportedCheckpoint for what the rule does not cover: frozen parameters in flat
     buffers, modules that a GPTModel does not have, optimizers by number, and Megatron-FSDP.
     """
-    if is_fsdp(path):
+    if kind_of(path) == OF_FSDP:
         raise rule.refusal(path, "files of Megatron-FSDP")
     try:
         if sources.is_file(os.path.join(path, ".metadata")):
