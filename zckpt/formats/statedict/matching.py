@@ -182,7 +182,8 @@ def _by_order(orders: Sequence[Order], names: Sequence[NamedShape]) -> list[list
     others less choice. A number without a shape has none that all numbers of its shape need.
     """
     total = sum(map(len, orders))
-    spare = Counter(shape for _, shape in names) - Counter(chain(*orders))
+    needed = Counter(shape for order in orders for shape in order if shape is not None)
+    spare = Counter(shape for _, shape in names) - needed
     owners: dict[int, int] = {}  # the order that has a name, by the places of both
     known = -1
     while known < len(owners):
