@@ -56,17 +56,11 @@ Keys = dict[str, str]
 """Keys of items, by names in the saved state."""
 
 
-def read_fsdp(folder: str, step_policy: str | None, weights_only: bool) -> Manifest:
-    """The manifest of a directory of Megatron-FSDP.
+class FsdpReader:
+    """All keys of a directory, and what was read of them; `tp` is its number of tensor ranks.
 
     Raises UnsupportedCheckpoint for several pipeline stages or model chunks, for gated layers of
     several tensor ranks whose halves are not apart, and for states of another kind than moments.
-    """
-    return _FsdpReader(folder, weights_only).manifest(step_policy)
-
-
-class _FsdpReader:
-    """All keys of a directory, and what was read of them; `tp` is its number of tensor ranks.
 
     A key is found by its path in the saved state, which `.metadata` keeps: names have dots, too.
     `weights` and `modules` (their own states) are by the name in the model, `states` by slot and
@@ -113,11 +107,10 @@ class _FsdpReader:
             for first in firsts
             if first != "rng_state" or not self.places
         }
-        slots: set[str] = set()
         group_of: dict[str, int] = {}
         has_states = bool(self.metas or self.states)
         if has_states:
-            slots = self._moments()
+            self._moments()
             groups, group_of = self._groups()
             common["optimizer"] = {"optimizer": {"param_groups": groups, **self._step(step_policy)}}
         known, objects = self._modules()
@@ -131,7 +124,6 @@ class _FsdpReader:
             entries=self.entries,
             shapes=self.shapes,
             frozen={name for name in self.shapes if group_of and name not in group_of},
-            slots=slots,
             sharding=FSDP if has_states else None,
             files=[*self.table.files, *sorted(self.files.sizes)],
             records=self.files.records,
@@ -202,9 +194,8 @@ class _FsdpReader:
 
     # -- the optimizer
 
-    def _moments(self) -> set[str]:
-        """Enters moments, and masters that the optimizer keeps; returns the optimizer's slots."""
-        slots = set()
+    def _moments(self) -> None:
+        """Enters moments, and masters that the optimizer keeps."""
         for state, raw in self.states.items():
             if state == "step":
                 continue
@@ -221,9 +212,6 @@ class _FsdpReader:
                 if wrong:
                     what = f"{self.folder}: {shown(keys[0])} {wrong}"
                     raise UnsupportedCheckpoint(what, hint=WEIGHTS_ONLY)
-            if slot != "master":
-                slots.add(slot)
-        return slots
 
     def _groups(self) -> tuple[list[dict[str, Any]], dict[str, int]]:
         """The groups of parameters with equal values, and the group of each parameter."""
@@ -235,7 +223,7 @@ class _FsdpReader:
                 raise IncompleteCheckpoint(
                     f"{self.folder} states the group of {name}, but has no such weight"
                 )
-            group = {value: self.number(key) for value, key in keys.items()}
+            group = {name: self.value(key, key) for name, key in keys.items()}
             if "step" in keys:
                 self.of_groups.append((self.location(keys["step"]).file, group["step"]))
             if group not in groups:
@@ -245,7 +233,7 @@ class _FsdpReader:
 
     def _step(self, policy: str | None) -> dict[str, Any]:
         """The step that all states have, if they have one; raises InconsistentCheckpoint."""
-        numbers = {key: self.number(key) for key in self.states.get("step", {}).values()}
+        numbers = {key: self.value(key, key) for key in self.states.get("step", {}).values()}
         stated = [(self.location(key).file, number) for key, number in numbers.items()]
         agreed = agreed_step(self.folder, stated or self.of_groups, policy)
         if not numbers:
@@ -323,14 +311,6 @@ class _FsdpReader:
         fragments = assembled(shown(key), item.dtype, item.shape, self._pieces(key))
         self.entries[f"{place}/state"] = Entry(f"{place}/state", item.dtype, item.shape, fragments)
         return TensorName(place)
-
-    def number(self, key: str) -> Any:
-        """A value that has no tensor but a 0-d one."""
-        count = len(self.entries)
-        value = self.value(key, key)
-        if len(self.entries) > count:
-            raise UnsupportedCheckpoint(f"{self.folder}: {shown(key)} has tensors")
-        return value
 
     def location(self, key: str) -> ItemLocation:
         """Where a value lies, or a tensor in one box."""

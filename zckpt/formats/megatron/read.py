@@ -60,7 +60,7 @@ from .contents import (
     without_weights,
 )
 from .files import MARKER, OF_FSDP, OF_RANKS, kind_of, locate
-from .fsdp import read_fsdp
+from .fsdp import FsdpReader
 from .legacy.directories import read_legacy
 from .masters import check as check
 from .masters import rebuilt as rebuilt
@@ -91,7 +91,7 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
             rules = None if reading.tp_rules is None else rules_of(reading.tp_rules)
             return read_legacy(folder, step_policy, weights_only, rules)
         if kind == OF_FSDP:
-            manifest = read_fsdp(folder, step_policy, weights_only)
+            manifest = FsdpReader(folder, weights_only).manifest(step_policy)
         else:
             manifest = _Reader(folder, weights_only).manifest(step_policy)
     except MALFORMED as error:
@@ -205,7 +205,6 @@ class _Reader:
 
         `is_flat` says whether keys have fragments that are flat (buffers/flats.py).
         """
-        slots = self.content.slots
         for key, item in self.table.items.items():
             if not OPTIMIZER.fullmatch(key) or item is None:
                 continue
@@ -225,8 +224,7 @@ class _Reader:
                         f"{self.folder}: {key} has the shape {list(entry.shape)} for {name}, the "
                         f"weight {list(self.shapes.get(name, ()))}"
                     )
-            slots |= {slot} - {"master"}
-        if {"momentum_buffer", "exp_avg"} <= slots:
+        if {"momentum_buffer", "exp_avg"} <= {entry.slot for entry in self.entries.values()}:
             require_states_by_parameter(self.folder, {"optimizer": "muon"})
 
     def _flat_states(self) -> None:

@@ -39,19 +39,13 @@ OF_MODULES = "._extra_state/shard_"
 OF_STATES = "F32"  # the type of masters and moments in Megatron-Core's files
 
 
-def as_in_run(source: Manifest, like: Manifest, options: Options) -> Manifest:
-    """The source with the keys, arguments and groups of the run `like`.
+class RunTemplate(Template):
+    """The run of `--like`, and what the source has for it.
 
-    The parameters have the order and the groups of that run. Raises WrongOption and
-    UnsupportedCheckpoint (its keys are not known; a state of another type or shape than
-    Megatron-Core's), MissingData (a parameter, a shape, a state or a hyper-parameter does not fit),
-    InconsistentCheckpoint (the members of one group differ).
+    Raises WrongOption and UnsupportedCheckpoint (its keys are not known; a state of another type or
+    shape than Megatron-Core's), MissingData (a parameter, a shape, a state or a hyper-parameter
+    does not fit), InconsistentCheckpoint (the members of one group differ).
     """
-    return _Run(source, like, options).manifest()
-
-
-class _Run(Template):
-    """The run of `--like`, and what the source has for it."""
 
     def __init__(self, source: Manifest, like: Manifest, options: Options) -> None:
         self.kept: dict[str, Any] = like.state["megatron"]
@@ -75,6 +69,7 @@ class _Run(Template):
         super().__init__(source, like, options, rows, with_plain_norms)
 
     def manifest(self) -> Manifest:
+        """The source with the keys, arguments and groups of the run, in the run's order."""
         source, like = self.source, self.run
         entries = {
             entry.name: entry

@@ -54,7 +54,7 @@ from .files import BACKEND, LATEST, MARKER, is_iteration
 from .masters import with_zeros
 from .names import keys_of
 from .optimizers import optimizers
-from .run_template import as_in_run
+from .run_template import RunTemplate
 from .saving_program import BRIDGE, LOADING, NEMO, WEIGHTS, WITHOUT_RANDOM, placed
 from .vocabulary import for_tensor_ranks
 
@@ -83,9 +83,9 @@ def lay_out(source: Manifest, options: Options) -> Layout:
 
 
 def lay_out_like(source: Manifest, run: Manifest, options: Options) -> Layout:
-    """The same, with the keys and the types of a run; raises as `as_in_run` too."""
+    """The same, with the keys and the types of a run; raises as `RunTemplate` too."""
     types = {entry.parameter: entry.dtype for entry in run.slots.get("param", ())}
-    return _lay_out(as_in_run(source, run, options), options, types)
+    return _lay_out(RunTemplate(source, run, options).manifest(), options, types)
 
 
 def _lay_out(source: Manifest, options: Options, types: Mapping[str, str]) -> Layout:
