@@ -27,7 +27,7 @@ from ...errors import (
     listed,
 )
 from ...files.dcpfile import names_any
-from .saving_program import WEIGHTS
+from .saving_program import WEIGHTS, small_file
 
 MARKER = "metadata.json"
 LATEST = "latest_checkpointed_iteration.txt"
@@ -37,7 +37,6 @@ OF_RANKS, OF_FSDP, UNMARKED = "mp_rank_*", "Megatron-FSDP's keys", f"no {MARKER}
 """Kinds that no marker names."""
 KEYS_OF_FSDP = (b"optimizer.param_to_group_meta.", b"rng_state.(")  # in keys; see fsdp.py
 KEYS_OF_ITEMS = (b"_extra_state/shard_", b"common_state/shard_", b"rng_state/shard_")  # in keys
-MAX_TEXT = 1 << 16  # bytes of a file that says which checkpoint is meant, or of which kind it is
 
 
 def detect(path: str) -> list[str]:
@@ -144,10 +143,7 @@ def _require_latest(run: str, tag: str) -> None:
 
 def _marker(folder: str) -> dict[str, Any]:
     path = os.path.join(folder, MARKER)
-    if not sources.is_file(path) or sources.size(path) > MAX_TEXT:
-        return {}
-    with sources.opened(path) as file:
-        text = file.read()
+    text = small_file(path)
     try:
         value = json.loads(text)
     except ValueError as error:
@@ -159,11 +155,9 @@ def _marker(folder: str) -> dict[str, Any]:
 
 def latest(path: str) -> str | None:
     """The name of the folder that a run's tracker file means."""
-    tracker = os.path.join(path, LATEST)
-    if not sources.is_file(tracker) or sources.size(tracker) > MAX_TEXT:
+    word = small_file(os.path.join(path, LATEST)).decode("utf-8", "replace").strip()
+    if not word:
         return None
-    with sources.opened(tracker) as file:
-        word = file.read().decode("utf-8", "replace").strip()
     return f"iter_{int(word):07d}" if word.isdecimal() and len(word) <= 18 else word
 
 

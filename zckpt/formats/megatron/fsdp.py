@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 from msgspec.structs import replace
@@ -37,7 +38,7 @@ from ...files.dcpfile import ItemLocation, ItemTable, KeyPath, read_table, shown
 from ...files.dcpitems import ItemFiles
 from ...files.torchfile import TorchFile
 from ...training import steps
-from ..statedict.tree import TensorPiece, assembled, piece_of
+from ..statedict.tree import MAX_LIST, TensorPiece, assembled, piece_of, put
 from .common_state import FSDP, WEIGHTS_ONLY, arguments
 from .contents import Content, manifest_of, require_groups, size_of, strangers, without_weights
 from .groups import FileStep, agreed_step
@@ -286,18 +287,12 @@ class FsdpReader:
     def tree(self, place: str, *begin: str) -> Any:
         """The values whose paths begin so, nested as they were saved; `place` is the tree's own."""
         tree: dict[Any, Any] = {}
+        room = MAX_LIST
         for path, key in self.others.items():
-            if path[: len(begin)] != begin:
-                continue
-            inner, where = tree, place
-            rest = ("", *path[len(begin) :])
-            for step in rest[:-1]:
-                where = inside(where, step) if step != "" else where
-                inner = inner.setdefault(step, {})
-                if not isinstance(inner, dict):
-                    raise CorruptCheckpoint(f"{self.folder}: {shown(key)} is inside of a value")
-            inner[rest[-1]] = self.value(key, inside(where, rest[-1]))
-        return _with_lists(tree.get("", {}))
+            if path[: len(begin)] == begin:
+                rest = path[len(begin) :]
+                room = put(tree, ("", *rest), self.value(key, reduce(inside, rest, place)), room)
+        return tree.get("", {})
 
     def value(self, key: str, place: str) -> Any:
         """A value with its tensors as entries of slot `state`; 0-d ones by value; None if lost."""
@@ -367,13 +362,3 @@ def joined(folder: str, keys: Mapping[str, str]) -> dict[str, list[str]]:
         if halves.keys() not in ({""}, {"w", "v"}):
             raise IncompleteCheckpoint(f"{folder} has not both halves of {name}, and these alone")
     return {name: [parts[name][half] for half in sorted(parts[name])[::-1]] for name in parts}
-
-
-def _with_lists(value: Any) -> Any:
-    """The value with lists for dictionaries whose keys are the numbers of their items."""
-    if not isinstance(value, dict):
-        return value
-    items = {key: _with_lists(item) for key, item in value.items()}
-    if items and all(type(key) is int for key in items) and max(items) == len(items) - 1:
-        return [items[key] for key in sorted(items)]
-    return items

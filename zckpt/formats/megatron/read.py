@@ -30,7 +30,6 @@ from ...errors import MALFORMED, InconsistentCheckpoint, UnsupportedCheckpoint, 
 from ...files.dcpfile import ItemTable, TensorItem, read_table
 from ...files.dcpitems import ItemFiles
 from ...files.torchfile import Tensor
-from ...naming.tensor_rules import rules_of
 from ..reading import USUAL, Reading
 from ..statedict.tree import TensorPiece, assembled
 from .buffers import flats
@@ -61,7 +60,7 @@ from .contents import (
 )
 from .files import MARKER, OF_FSDP, OF_RANKS, kind_of, locate
 from .fsdp import FsdpReader
-from .legacy.directories import read_legacy
+from .legacy.directories import LegacyReader
 from .masters import check as check
 from .masters import rebuilt as rebuilt
 from .masters import way_out as way_out
@@ -85,22 +84,21 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
     """
     step_policy, weights_only = reading.step_policy, reading.weights_only
     folder = locate(path, reading.tag)
-    kind = kind_of(folder)
+    kind, why_unused = kind_of(folder), "says how tensor ranks cut parameters"
     try:
         if kind == OF_RANKS:
-            rules = None if reading.tp_rules is None else rules_of(reading.tp_rules)
-            return read_legacy(folder, step_policy, weights_only, rules)
-        if kind == OF_FSDP:
+            legacy = LegacyReader(folder, reading.tp_rules)
+            why_unused = "" if legacy.tp > 1 else "has no tensor ranks"
+            manifest = legacy.manifest(step_policy, weights_only)
+        elif kind == OF_FSDP:
             manifest = FsdpReader(folder, weights_only).manifest(step_policy)
         else:
             manifest = _Reader(folder, weights_only).manifest(step_policy)
     except MALFORMED as error:
         raise not_understood(folder, error) from error
-    if reading.tp_rules is None:
+    if reading.tp_rules is None or not why_unused:
         return manifest
-    line = (
-        f"--tp-rules {reading.tp_rules} is not used: {folder} says how tensor ranks cut parameters"
-    )
+    line = f"--tp-rules {reading.tp_rules} is not used: {folder} {why_unused}"
     return replace(manifest, warnings=(*manifest.warnings, line))
 
 

@@ -22,8 +22,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
 
-from msgspec.structs import replace
-
 from ....core import sources
 from ....core.grouping import by_key
 from ....core.manifest import Entry, Manifest
@@ -31,7 +29,7 @@ from ....core.missing_ranks import missing_file
 from ....core.placement import Sliced
 from ....errors import CorruptCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint, listed
 from ....files.torchfile import Parsed, Tensor, TorchFile
-from ....naming.tensor_rules import TensorRules
+from ....naming.tensor_rules import rules_of
 from ...statedict.tree import piece_of
 from ..buffers.flats import buffers_of, local_part, param_groups, read_bytes, slot_of
 from ..buffers.order import LAYER, is_before, predicts
@@ -50,29 +48,17 @@ OF_CHUNK = re.compile(r"model\d*")
 LOCAL_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+(?=\.)")
 
 
-def read_legacy(
-    folder: str, step_policy: str | None, weights_only: bool, given: TensorRules | None = None
-) -> Manifest:
-    """The manifest of a directory with `mp_rank_*` folders.
+class LegacyReader:
+    """All folders of one iteration.
 
     The rules that a user has `given` say first how tensor ranks cut parameters. Raises
     UnsupportedCheckpoint for models that are not of Megatron-Core, and MissingData for modules on
     several tensor ranks that no rule knows.
     """
-    reader = _LegacyReader(folder, given)
-    manifest = reader.manifest(step_policy, weights_only)
-    if given is None or reader.tp > 1:
-        return manifest
-    line = f"--tp-rules is not used: {folder} has no tensor ranks"
-    return replace(manifest, warnings=(*manifest.warnings, line))
 
-
-class _LegacyReader:
-    """All folders of one iteration."""
-
-    def __init__(self, folder: str, given: TensorRules | None) -> None:
+    def __init__(self, folder: str, given: str | None) -> None:
         self.folder = folder
-        self.given = given
+        self.given = None if given is None else rules_of(given)
         self.parsed = Parsed()
         self.ranks = ranks_of(folder, self.parsed)
         self.tp = 1 + max(rank.tp for rank in self.ranks)
