@@ -246,7 +246,7 @@ class _Reader:
         if experts:
             stages, ep = len(ranks) // tp, size_of(self.args, "expert_model_parallel_size")
             tp = self._tensor_ranks(list(experts), "expert_tensor_parallel_size")
-            ranks = items.expert_ranks(tp, stages, ep, max(experts.values()) + 1)
+            ranks = items.ranks(tp, stages, ep, max(experts.values()) + 1)
             self._place(list(experts), ranks, tp)
 
     def _place(self, names: Sequence[str], ranks: Sequence[ModelRank], tp: int) -> None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 from ....core import sources
@@ -64,7 +64,7 @@ class LegacyReader:
         self.tp = 1 + max(rank.tp for rank in self.ranks)
         self.pp = 1 + max(rank.pp for rank in self.ranks)
         self.ep = 1 + max(rank.ep for rank in self.ranks)
-        self.common = self.ranks[0].value
+        self.common: dict[Any, Any] = self.ranks[0].file.value
         self.args = arguments(self.common)
         self.content = Content(folder, self.ranks[0].file, self.common, self.args)
         self.shapes = self.content.shapes
@@ -76,7 +76,7 @@ class LegacyReader:
 
     def manifest(self, step_policy: str | None, weights_only: bool) -> Manifest:
         content = self.content
-        iterations = [(rank.file.path, rank.value.get("iteration")) for rank in self.ranks]
+        iterations = [(rank.file.path, rank.file.value.get("iteration")) for rank in self.ranks]
         agreed_step(self.folder, iterations, step_policy)
         self._number_layers()
         self._weights()
@@ -129,9 +129,9 @@ class LegacyReader:
                     self._take(rank, with_plain_norms(name), value)
             first += layers
         for rank in self.ranks:
-            if "rng_state" in rank.value and self.ep == 1:
+            if "rng_state" in rank.file.value and self.ep == 1:
                 key = f"rng_state/shard_{rank.pp}.{rank.tp}_{self.pp}.{self.tp}"
-                self._keep(rank, key, [rank.value["rng_state"]])
+                self._keep(rank, key, [rank.file.value["rng_state"]])
 
     def _experts(self, rank: RankDirectory, model: Mapping[str, Any]) -> int:
         """How many experts of a layer a rank has, if they are spread over ranks."""
@@ -218,7 +218,7 @@ class LegacyReader:
                 inner = optimizer.get("optimizer", optimizer)
                 groups = param_groups(rank.file, inner)
                 spread = any(group.get(SPREAD) for group in groups)
-                names = [name for name in rank.order if self._is_spread(name) == spread]
+                names = [name for name in chain(*rank.chunks) if self._is_spread(name) == spread]
                 content.sharding = NOT_DISTRIBUTED if "state" in inner else DISTRIBUTED
                 states: Iterable[tuple[str, Iterable[Entry]]] = ()
                 if "state" in inner:
@@ -255,7 +255,7 @@ class LegacyReader:
         file = TorchFile(path, self.parsed)
         self._add(file)
         value = file.value
-        if isinstance(value, list) != isinstance(rank.value["optimizer"], list):
+        if isinstance(value, list) != isinstance(rank.file.value["optimizer"], list):
             raise InconsistentCheckpoint(f"{path} is not of the optimizers of {LEGACY} beside it")
         if isinstance(value, list):
             value = value[number] if number < len(value) else None

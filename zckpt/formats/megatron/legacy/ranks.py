@@ -54,16 +54,12 @@ class RankDirectory(Struct, eq=False):
     chunks: list[list[str]] = field(default_factory=list)  # parameters of each model chunk
 
     @property
-    def order(self) -> list[str]:
-        return [name for names in self.chunks for name in names]
-
-    @property
     def models(self) -> list[Any]:
         """The state dicts of its model chunks, of which interleaved pipelines have several."""
-        if "model0" not in self.value:
-            return [self.value.get("model")]
-        keys = takewhile(self.value.__contains__, (f"model{number}" for number in count()))
-        return [self.value[key] for key in keys]
+        if "model0" not in self.file.value:
+            return [self.file.value.get("model")]
+        keys = takewhile(self.file.value.__contains__, (f"model{number}" for number in count()))
+        return [self.file.value[key] for key in keys]
 
     @property
     def optimizers(self) -> list[dict[Any, Any]]:
@@ -71,17 +67,12 @@ class RankDirectory(Struct, eq=False):
 
         Raises UnsupportedCheckpoint.
         """
-        state = self.value.get("optimizer")
+        state = self.file.value.get("optimizer")
         states = state if isinstance(state, list) else [state]
         known = [each for each in states if isinstance(each, dict)]
         if not known or len(known) < len(states):
             raise UnsupportedCheckpoint(f"{self.file.path} has an optimizer of an unknown form")
         return known
-
-    @property
-    def value(self) -> dict[Any, Any]:
-        value: dict[Any, Any] = self.file.value
-        return value
 
 
 def with_own_experts(model: Mapping[Any, Any], is_scaled: bool) -> Iterator[tuple[str, Any]]:
@@ -155,7 +146,7 @@ def ranks_of(folder: str, parsed: Parsed) -> list[RankDirectory]:
             f"{run[0]}, {run[1]} and {run[2]}",
             hint=EVERY_RANK,
         )
-    refuse_other_writers(folder, [arguments(rank.value).get("rank") for rank in ranks])
+    refuse_other_writers(folder, [arguments(rank.file.value).get("rank") for rank in ranks])
     _require_known(folder, args, tensors, ranks)
     return ranks
 
@@ -174,7 +165,7 @@ def _require_known(
     folder: str, args: Mapping[str, Any], tp: int, ranks: Sequence[RankDirectory]
 ) -> None:
     """Raises UnsupportedCheckpoint for kinds of models that are not read."""
-    version = ranks[0].value.get("checkpoint_version", 0)
+    version = ranks[0].file.value.get("checkpoint_version", 0)
     if not isinstance(version, (int, float)) or version < OLDEST:
         raise UnsupportedCheckpoint(
             f"{folder} has the checkpoint_version {version!s:.20}: its linear_qkv has another "
