@@ -44,7 +44,6 @@ from ..optimizers import EXPERTS, SPREAD
 from .cuts import cuts_of
 from .ranks import OF_GROUPED, STATES_FILE, RankDirectory, ranks_of, strangers, with_own_experts
 
-OF_CHUNK = re.compile(r"model\d*")
 LOCAL_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+(?=\.)")
 
 
@@ -84,7 +83,8 @@ class LegacyReader:
         content.common = {
             key: value
             for key, value in self.common.items()
-            if key not in ("rng_state", "optimizer") and not OF_CHUNK.fullmatch(str(key))
+            if key not in ("rng_state", "optimizer")
+            and not any(value is model for model in self.ranks[0].models)
         }
         if not weights_only:
             require_states_by_parameter(self.folder, self.args)
