@@ -93,9 +93,7 @@ def manifest_of(content: Content, step_policy: str | None) -> Manifest:
     frozen = content.frozen | ({*shapes} - trained)
     trainable = {name: shape for name, shape in known.items() if name not in frozen}
     groups = groups_of(common) if slots else []
-    group_of = content.group_of
-    if group_of is None:
-        group_of = members(groups, trainable, args)
+    group_of = content.group_of or members(groups, trainable, args)
     has_groups = bool(groups) and group_of is not None
     # the output layer is the embedding, if the arguments say so and no key has it
     is_tied = args.get(TIED) is False and OUTPUT not in shapes

@@ -169,10 +169,7 @@ def to_load(run: str, tag: str) -> str:
     step = tag.removeprefix("iter_")
     if not step.isdecimal():
         return f"Megatron-LM loads {tag} if {tracker} says {tag}"
-    if named is None:
-        says = f"{tracker} is missing"
-    elif is_iteration(named):
-        says = f"{tracker} names {named}"
-    else:  # with which Megatron-LM ends
+    if named is not None and not is_iteration(named):  # with which Megatron-LM ends
         return f"{tracker} says {named[:99]!r}: Megatron-LM loads {tag} if it says {int(step)}"
-    return f"{says}: Megatron-LM loads {tag} only with --ckpt-step {int(step)}"
+    says = "is missing" if named is None else f"names {named}"
+    return f"{tracker} {says}: Megatron-LM loads {tag} only with --ckpt-step {int(step)}"

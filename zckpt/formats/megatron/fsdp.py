@@ -74,7 +74,6 @@ class FsdpReader:
         self.files = ItemFiles()
         self.file: TorchFile | None = None  # the last one of a value
         self.entries: dict[str, Entry] = {}
-        self.chunks: set[str] = set()
         self.weights: Keys = {}
         self.modules: Keys = {}
         self.states: dict[str, Keys] = {}
@@ -153,7 +152,8 @@ class FsdpReader:
                 "stages the run had"
             )
         stages = max(stated or 1, *(1 + pp for pp, _ in self.places), 1)
-        chunked = self.chunks - {"model"}
+        firsts = {str(path[0]) for path in self.table.paths.values()}
+        chunked = {*filter(MODEL.fullmatch, firsts)} - {"model"}
         if stages > 1 or chunked:
             what = "several model chunks" if chunked else counted(stages, "pipeline stage")
             raise UnsupportedCheckpoint(
@@ -265,7 +265,6 @@ class FsdpReader:
     def _sort(self, key: str, path: KeyPath, weights_only: bool) -> None:
         first, *names = map(str, path)
         if MODEL.fullmatch(first) and len(names) == 1:
-            self.chunks.add(first)
             into = self.modules if names[0].endswith(OF_MODULE) else self.weights
             into[names[0]] = key
         elif first != "optimizer":

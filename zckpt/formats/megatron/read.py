@@ -235,8 +235,8 @@ class _Reader:
         content.steps = items.steps
         content.common = with_groups(content.common, items.groups, scalers)
         are_spread = any(optimizer.has_experts for optimizer in items.optimizers.values())
-        numbers = {name: expert_of(name) for name in self.shapes} if are_spread else {}
-        experts = {name: number for name, number in numbers.items() if number is not None}
+        numbers = ((name, expert_of(name)) for name in self.shapes if are_spread)
+        experts = {name: number for name, number in numbers if number is not None}
         others = [
             name for name in self.shapes if name not in experts and not BUFFERS.fullmatch(name)
         ]

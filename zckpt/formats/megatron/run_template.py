@@ -76,8 +76,7 @@ class RunTemplate(Template):
             for entry in like.entries.values()
             if entry.slot == "state" and entry.name.startswith("megatron.")
         }
-        for entry in self.entries().values():
-            entries[entry.name] = self._with_rows(entry)
+        entries |= {name: self._with_rows(entry) for name, entry in self.entries().items()}
         if self.states:
             self._check_states(entries)
         parameters = {
@@ -89,18 +88,18 @@ class RunTemplate(Template):
             for name, value in sorted(self.kept["objects"].items())
             if OF_MODULES in name
         }
-        self._warn_of(objects)
+        # of modules that are not empty, such as the scales of 8-bit floats
+        if full := [name for name, value in objects.items() if value not in ([None], None)]:
+            self.warnings.append(f"extra states of modules are those of --like: {listed(full, 3)}")
         state["megatron"] = {**self.kept, "objects": objects, "common": self._common()}
-        beside = [
-            item for item in like.siblings if item.name != TRAIN_STATE
-        ]  # it counts RUN's steps
+        # it counts RUN's steps
+        beside = [item for item in like.siblings if item.name != TRAIN_STATE]
         left_out = [f"--like: {line}" for line in like.left_out if not line.endswith("directory")]
         if lost := strange_to_adam(source.groups or ()) if self.states else []:
             left_out.append(f"{listed(lost)} of the optimizer's groups: Adam has no such thing")
         if "megatron" in source.state:
-            left_out.append(
-                "megatron: the arguments and objects of the source, for those of --like"
-            )
+            line = "megatron: the arguments and objects of the source, for those of --like"
+            left_out.append(line)
         return replace(
             source,
             source={**source.source, "tag": None},
@@ -241,9 +240,3 @@ class RunTemplate(Template):
             "samples as a step of --like"
         )
         return {key: count // before * step}
-
-    def _warn_of(self, objects: Mapping[str, Any]) -> None:
-        """Objects of modules that are not empty, such as the scales of 8-bit floats."""
-        full = [name for name, value in objects.items() if value not in ([None], None)]
-        if full:
-            self.warnings.append(f"extra states of modules are those of --like: {listed(full, 3)}")

@@ -175,7 +175,6 @@ class MegatronWriter:
             )
         if lost := [key for key in keys if key not in parts]:
             raise MissingData(f"the source lacks the weights of {listed(lost)}")
-        tensors = []
         slots = dict.fromkeys(e.slot for e in source.entries.values() if is_optimizers(e.slot))
         if self.states and (others := [slot for slot in slots if slot not in MOMENTS]):
             raise UnsupportedCheckpoint(
@@ -183,12 +182,9 @@ class MegatronWriter:
                 "optimizer are exp_avg and exp_avg_sq",
                 hint="add --weights-only",
             )
-        for slot in ("param", "master", *slots) if self.states else ("param",):
-            for key in keys:
-                tensor = self._tensor(key, slot, parts[key])
-                if tensor is not None:
-                    tensors.append(tensor)
-        return tensors
+        written = ("param", "master", *slots) if self.states else ("param",)
+        tensors = (self._tensor(key, slot, parts[key]) for slot in written for key in keys)
+        return [tensor for tensor in tensors if tensor is not None]
 
     def _tensor(
         self, key: str, slot: str, names: Mapping[tuple[int, ...], str]
@@ -238,8 +234,7 @@ class MegatronWriter:
 
     def _objects(self, common: dict[Any, Any]) -> dict[str, Any]:
         """Objects of modules and ranks, by key, without those that other ranks could not load."""
-        kept = self.kept.get("objects")
-        kept = kept if isinstance(kept, dict) else {}
+        kept = self.kept.get("objects") or {}
         grid = self._grid(arguments(common))
         objects, lost = {}, []
         for key, value in kept.items():
