@@ -25,8 +25,7 @@ from ...errors import (
     UnsupportedCheckpoint,
 )
 from ...files.torchfile import TORCH_DTYPES, Tensor, TorchFile, class_of
-
-MIXED = "files of different saves seem to be mixed; take those of one save"
+from ..ranks import MIXED
 
 
 class LocalPart(Struct, frozen=True):

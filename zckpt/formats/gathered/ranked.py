@@ -16,19 +16,13 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ...core import agreement, sources
-from ...core.facts import MAX_DP
 from ...core.grouping import by_key
 from ...core.inert import Scalar, types_in
-from ...core.missing_ranks import missing_ranks
-from ...errors import (
-    CorruptCheckpoint,
-    IncompleteCheckpoint,
-    InconsistentCheckpoint,
-    UnsupportedCheckpoint,
-)
+from ...errors import IncompleteCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint
 from ...files.torchfile import Tensor, TorchFile, class_of
 from ...naming import peft
 from ...training import steps
+from ..ranks import MIXED, require_all
 from ..statedict.finding import MEMBERS
 from ..statedict.tree import (
     Leaf,
@@ -43,7 +37,6 @@ from ..statedict.tree import (
     piece_of,
 )
 from .distributed import (
-    MIXED,
     DistributedTensor,
     LocalPart,
     MeshCache,
@@ -84,24 +77,10 @@ def merge(
 
 def refuse_missing(files: Mapping[int, TorchFile], world: int) -> None:
     """Raises IncompleteCheckpoint, which names the ranks without a file."""
-    some = files[min(files)].path
-    if max(files) >= world:
-        raise InconsistentCheckpoint(
-            f"{files[max(files)].path} is of rank {max(files)}, but {some} says that there are "
-            f"{world} ranks",
-            hint=MIXED,
-        )
-    if world > MAX_DP:
-        raise CorruptCheckpoint(f"{some} states {world} ranks")
-    missing = [rank for rank in range(world) if rank not in files]
-    if missing:
-        folder, name = os.path.split(some)
-        raise missing_ranks(
-            folder or ".",
-            missing,
-            reason=f"{name} is one of {world} ranks'",
-            hint="put all ranks' files into one directory",
-        )
+    folder, name = os.path.split(files[min(files)].path)
+    paths = {rank: file.path for rank, file in files.items()}
+    hint = "put all ranks' files into one directory"
+    require_all(paths, world, folder or ".", f"{name} is one of {world} ranks'", hint)
 
 
 def refuse_part(file: TorchFile) -> None:
