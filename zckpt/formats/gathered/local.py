@@ -1,7 +1,7 @@
 """One optimizer's state from the local states of ZeroRedundancyOptimizer's ranks.
 
 Every rank's optimizer has whole tensors of the parameters that it owns, under numbers of its own
-that start at 0. py says which rank owns which parameter.
+that start at 0. The optimizer deals parameters to ranks by their sizes.
 """
 
 from __future__ import annotations
@@ -32,12 +32,9 @@ def is_local(files: Mapping[int, TorchFile]) -> bool:
         return False
     if len(values) == 1:  # sorted by size, which may be chance; then the order matters less
         return all(_is_sorted(values[0]["state"], group) for group in values[0]["param_groups"])
-    numels = [[_numel(state) for state in value["state"].values()] for value in values]
-    if any((m, n) != (members[0], numels[0]) for m, n in zip(members, numels, strict=True)):
-        return True
-    # the same numbers and sizes on every rank: copies of one state, or parts of equal sizes
-    texts = {ranked.text(file.value["state"], file) for file in files.values()}
-    return len(texts) > 1
+    # the same on every rank are copies of one state
+    states = zip(members, values, files.values(), strict=True)
+    return len({ranked.text([own, value["state"]], file) for own, value, file in states}) > 1
 
 
 def _is_sorted(state: Mapping[int, Any], group: Mapping[str, Any]) -> bool:
