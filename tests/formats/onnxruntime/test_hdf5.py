@@ -190,7 +190,7 @@ class TestDamage:
         with h5py.File(path, "r+") as file:
             del file["trainer_options/mixed_precision"]
             file["trainer_options/mixed_precision"] = 0
-        with pytest.raises(errors.CorruptCheckpoint, match="trainer_options: .*mixed_precision"):
+        with pytest.raises(errors.CorruptCheckpoint, match=r"trainer_options: .*mixed_precision"):
             zckpt.read(folder)
 
     def test_tensors_that_share_bytes(self, folder: Path) -> None:
