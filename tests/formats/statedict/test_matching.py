@@ -120,6 +120,12 @@ def test_groups_narrow_each_other(
         assert [match(orders, names, in_order=True).names] == [[[*own] for own in found]] == ways
 
 
+def test_shapes_that_occur_once_may_be_in_any_order() -> None:
+    """Beside a group that only the order of the module shows."""
+    names = [("a", A), ("b", B), ("c", C), ("d", A)]
+    assert match([[C, B], [A, A]], names, in_order=True).names == [["c", "b"], ["a", "d"]]
+
+
 def test_inferred_are_those_that_another_could_be() -> None:
     names = [("a", A), ("b", C), ("c", A)]
     assert match([[A, C, A]], names, in_order=True) == ([["a", "b", "c"]], ["a", "c"])
