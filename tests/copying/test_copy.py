@@ -413,23 +413,36 @@ def test_columns_in_a_file_each(tmp_path: Path, shape: tuple[int, ...], dtype: s
 @pytest.mark.parametrize("layout", ["whole", "slices", "boxes"])
 @pytest.mark.parametrize("dtype", ["F32", "BF16"])
 def test_a_target_gets_the_mean_of_copies(tmp_path: Path, dtype: str, layout: str) -> None:
-    """Ranks have changed them, each its own; the elements of the entry itself are not read."""
-    shape = 9, 70
+    """Ranks have changed them, each its own. Of the others, this copy counts no bytes."""
+    shape = 9, 700
     values = torch.arange(prod(shape)).reshape(shape) % 100
     tensor = Tensor("a/exp_avg", "F32", shape, values.float().numpy().tobytes())
     job = prepare(tmp_path, 3, [tensor], ("whole",), (layout,), {"a/exp_avg": dtype})
-    copies = []
-    for number, (shift, kind) in enumerate([(-5, "F32"), (2, "F64"), (3, "F32")]):
-        path = tmp_path / f"copy {number}"
-        path.write_bytes(
-            (values + shift).numpy().astype({"F32": "f4", "F64": "f8"}[kind]).tobytes()
-        )
-        extent = Extent(str(path), 0, path.stat().st_size)
-        copies.append(Entry(f"a/copy{number}", kind, shape, solid(prod(shape), extent)))
     entry = job.source.entries["a/exp_avg"]
-    Path(entry.fragments[0].extent.file).write_bytes(b"")
+    copies, stated = [entry], [*job.source.manifest().records]
+    for name, shift, kind in (("second", -3, "F64"), ("third", 3, "F32")):
+        path, data = tmp_path / name, (values + shift).numpy().astype(f"f{SIZES[kind]}").tobytes()
+        path.write_bytes(data)
+        extent = Extent(str(path), 0, len(data))
+        copies.append(Entry(f"a/{name}", kind, shape, solid(prod(shape), extent)))
+        stated.append(Record(extent, 0))
     job.source.entries["a/exp_avg"] = changed(entry, mean=tuple(copies))
-    job.check(job.copy(checked=False))
+    source, target = job.source.manifest(), job.target.manifest()
+    source = changed(source, records=tuple(stated))
+    with Folder.at(str(job.target.root)) as root:
+        outcome = execute.copy(plan.join(source, target), source, target, root)
+    assert outcome is not None
+    job.check(outcome)
+    assert (outcome.counts.checked, outcome.counts.unchecked) == (1, 0)
+
+
+def test_what_is_cast_counts_for_its_record(tmp_path: Path) -> None:
+    data = torch.rand(9 * 700).numpy().tobytes()
+    tensor = Tensor("a/exp_avg", "F32", (9, 700), data)
+    job = prepare(tmp_path, 3, [tensor], ("whole",), ("whole",), {"a/exp_avg": "BF16"})
+    outcome = job.copy()
+    job.check(outcome)
+    assert (outcome.counts.checked, outcome.counts.unchecked) == (1, 0)
 
 
 @pytest.mark.parametrize("layout", ["whole", "boxes"])
