@@ -410,6 +410,14 @@ def test_columns_in_a_file_each(tmp_path: Path, shape: tuple[int, ...], dtype: s
         job.copy(checked=False)
 
 
+def put(disk: Disk, entry: Entry, element: int, data: bytes) -> None:
+    """Changes elements of a tensor that is F32 and in one piece."""
+    extent = entry.fragments[0].extent
+    file, at = disk.files[extent.file], extent.offset + 4 * element
+    file[at : at + len(data)] = data
+    Path(extent.file).write_bytes(file)
+
+
 @pytest.mark.parametrize("layout", ["whole", "slices", "boxes"])
 @pytest.mark.parametrize("dtype", ["F32", "BF16"])
 def test_a_target_gets_the_mean_of_copies(tmp_path: Path, dtype: str, layout: str) -> None:
@@ -419,8 +427,9 @@ def test_a_target_gets_the_mean_of_copies(tmp_path: Path, dtype: str, layout: st
     tensor = Tensor("a/exp_avg", "F32", shape, values.float().numpy().tobytes())
     job = prepare(tmp_path, 3, [tensor], ("whole",), (layout,), {"a/exp_avg": dtype})
     entry = job.source.entries["a/exp_avg"]
+    put(job.source, entry, 0, (values - 5).float().numpy().tobytes())
     copies, stated = [entry], [*job.source.manifest().records]
-    for name, shift, kind in (("second", -3, "F64"), ("third", 3, "F32")):
+    for name, shift, kind in (("second", 2, "F64"), ("third", 3, "F32")):
         path, data = tmp_path / name, (values + shift).numpy().astype(f"f{SIZES[kind]}").tobytes()
         path.write_bytes(data)
         extent = Extent(str(path), 0, len(data))
@@ -447,10 +456,14 @@ def test_what_is_cast_counts_for_its_record(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("layout", ["whole", "boxes"])
 def test_numbers_that_become_infinite_end_the_copy(tmp_path: Path, layout: str) -> None:
-    values = torch.ones(9, 70)
-    values[8, 69] = 1e38
-    tensor = Tensor("a/exp_avg", "F32", (9, 70), values.numpy().tobytes())
+    data = torch.ones(90, 12).numpy().tobytes()
+    tensor = Tensor("a/exp_avg", "F32", (90, 12), data)
     job = prepare(tmp_path, 3, [tensor], ("whole",), (layout,), {"a/exp_avg": "F16"})
+    parts = job.target.entries["a/exp_avg"].fragments
+    last = max(parts, key=lambda part: part.count)
+    assert (last.count > 1) is (layout == "boxes")
+    number = torch.tensor([1e38]).numpy().tobytes()
+    put(job.source, job.source.entries["a/exp_avg"], last.start + last.stride, number)
     with pytest.raises(UnsupportedCheckpoint, match="a/exp_avg"):
         job.copy()
 
