@@ -23,7 +23,7 @@ from zckpt.errors import (
     ZckptError,
 )
 from zckpt.formats.deepspeed import read as deepspeed_read
-from zckpt.formats.deepspeed.model_ranks.grid import grid_files
+from zckpt.formats.deepspeed.files import grid_files
 from zckpt.formats.deepspeed_states.directories import TagDirectory
 from zckpt.formats.reading import Reading
 

@@ -17,7 +17,7 @@ import zckpt
 from zckpt.core.manifest import Manifest, Parameter
 from zckpt.errors import UnsupportedCheckpoint, WrongOption
 from zckpt.formats.deepspeed import write
-from zckpt.formats.deepspeed.model_ranks.stage_bounds import balanced, ranges, uniform
+from zckpt.formats.deepspeed.model_ranks.stage_bounds import Pipeline, balanced, ranges, uniform
 from zckpt.formats.deepspeed.model_ranks.target_stages import Stage, new_stages
 from zckpt.formats.options import options_of
 
@@ -376,7 +376,8 @@ def cut(
     named = [[name if name == EMBED else f"{name}.weight" for name in stage] for stage in stages]
     parameters = {name: Parameter((2,), group=0) for stage in named for name in stage}
     model = Manifest("run", "deepspeed", {}, {}, parameters)
-    return new_stages(model, named, (), layers, {"embed": {*files}}, options_of(options))
+    pipeline = Pipeline(named, (), layers, [(number, "embed") for number in files])
+    return new_stages(model, pipeline, options_of(options))
 
 
 def test_a_tied_layer_without_a_place() -> None:

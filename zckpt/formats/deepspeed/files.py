@@ -1,4 +1,15 @@
-"""Which files make a DeepSpeed checkpoint: its tag, and the files of its ranks."""
+"""Which files make a DeepSpeed checkpoint: its tag, and the files of each model rank in its grid?
+
+A directory is as many ZeRO checkpoints as there are model ranks: `mp_rank_MM` is stage MM // tp of
+the pipeline and tensor rank MM % tp (DeepSpeed 0.19.8, `PipeModelDataParallelTopology`). Names show
+the sizes, and ranks.py compares what files state. Files of layers exist for pipelines alone, and
+have the tensor rank in their names (`layer_03-model_01-model_states.pt`, or
+`layer_03-model_states.pt` for one). A pipeline with experts has none: its stages are known by their
+parameters.
+
+DeepSpeed's own guess counts the names that begin with `layer_01`, and fails if that layer is a
+plain function (`get_model_3d_descriptor_from_metadata`). It is not copied here.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +22,7 @@ from msgspec import Struct, field
 
 from ...core import sources
 from ...core.filenames import file_names
+from ...core.grid import Grid
 from ...core.grouping import by_key
 from ...core.missing_ranks import expecting
 from ...errors import IncompleteCheckpoint, InconsistentCheckpoint, listed
@@ -19,6 +31,7 @@ from ..deepspeed_states.agreement import KINDS, place_of
 from ..deepspeed_states.directories import (
     BF16,
     EXPERT,
+    LAYER,
     MODEL,
     MODEL_3,
     OF_EP,
@@ -35,10 +48,13 @@ from ..deepspeed_states.directories import (
     refuse_foreign,
     tags_of,
 )
+from ..deepspeed_states.states import dictionary, open_files, shapes_of_groups
+from .moe.auto_ep import refuse_folded
 
 KIND = TagKind("DeepSpeed checkpoint", "latest", holds_states, tags_of)
 OLD_EXPERT = file_names(r"expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
 MOST = 64  # missing files that an error names
+SOME_STAGES = "mixture-of-experts layers in some stages of a pipeline alone"
 
 Found = Mapping[Hashable, Mapping[tuple[int, ...], str]]
 """The paths of all files by their kinds, and by the numbers in their names."""
@@ -64,6 +80,33 @@ class RankFiles(Struct, frozen=True):
     def paths(self) -> list[str]:
         """Those of all files."""
         return [*self.models, *self.optimizers, *self.experts.values(), *self.of_ep]
+
+
+class GridFiles(Struct, frozen=True):
+    """The files of every model rank, in order, and those of layers by layer and tensor rank."""
+
+    ranks: Sequence[RankFiles]
+    layers: Mapping[tuple[int, ...], str]
+    grid: Grid
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether there is one model rank, and no pipeline."""
+        return len(self.ranks) == 1 and not self.grid.staged
+
+    @property
+    def parsed(self) -> Parsed:
+        """What was opened of all files."""
+        return self.ranks[0].parsed
+
+    @property
+    def paths(self) -> list[str]:
+        """Those of all files."""
+        return [*(path for rank in self.ranks for path in rank.paths), *self.layers.values()]
+
+    def layers_of(self, tp: int) -> dict[int, str]:
+        """The paths of one tensor rank's layers, in the order of the model."""
+        return {layer: path for (layer, rank), path in sorted(self.layers.items()) if rank == tp}
 
 
 def detect(path: str) -> list[str]:
@@ -98,6 +141,58 @@ def locate(path: str, tag: str | None) -> TagDirectory:
     directory = KIND.locate(path, tag)
     refuse_foreign(directory.path, os.listdir(directory.path))
     return directory
+
+
+def grid_files(directory: TagDirectory, written: Grid | None = None) -> GridFiles:
+    """The files of all ranks; of what zckpt has `written`, those of layers are not there yet.
+
+    Raises IncompleteCheckpoint if one is missing, as far as names show, UnsupportedCheckpoint for
+    what is not read yet: NVMe offload, AutoEP beside AutoTP, a pipeline in which only some stages
+    have experts.
+    """
+    found = files_in(directory, os.listdir(directory.path))
+    of_experts, layers = found[EXPERT], found[LAYER]
+    of_ranks = (*found[MODEL], *found[MODEL_3], *found[OPTIMIZER])
+    if of_experts and any(place[-1] for place in of_ranks):
+        # AutoEP beside AutoTP spreads experts over all model ranks: no file of them is missing
+        for file in open_files([*found[MODEL].values()][:1], Parsed()):
+            refuse_folded(directory, dictionary(file, file.value))
+    ranks = rank_files(directory, found, Parsed())
+    if written is not None:
+        return GridFiles(ranks, {}, written)
+    if of_experts and layers:
+        refuse(directory, SOME_STAGES)
+    if of_experts and len(ranks) > 1:
+        pp, tp = _sizes_with_experts(ranks)
+    else:
+        pp, tp = _sizes(directory, len(ranks), found)
+    return GridFiles(ranks, layers, Grid(pp, tp, bool(layers)))
+
+
+def _sizes(directory: TagDirectory, ranks: int, found: Found) -> tuple[int, int]:
+    """The sizes pp and tp, as the names show them; there is a file of each layer for each of tp."""
+    layers = found[LAYER]
+    if not layers:
+        return 1, ranks
+    tp, numbers = 1 + max(tp for _, tp in layers), sorted({layer for layer, _ in layers})
+    places = ((layer, rank) for layer in numbers for rank in range(tp))
+    need_files(directory, LAYER, found, places)
+    if ranks % tp:
+        raise IncompleteCheckpoint(
+            f"{directory.path} has layers of {tp} tensor ranks, but files of {ranks} model ranks",
+            hint=f"expected a multiple of {tp}: copy all files again",
+        )
+    return ranks // tp, tp
+
+
+def _sizes_with_experts(ranks: Sequence[RankFiles]) -> tuple[int, int]:
+    """The sizes pp and tp, if no file of a layer can be there: stages have other parameters."""
+    members = []
+    for file in open_files([files.models[0] for files in ranks], ranks[0].parsed):
+        shapes = dictionary(file, file.value).get("param_shapes")
+        members.append({name for group in shapes_of_groups(shapes, file) for name in group})
+    tp = sum(names == members[0] for names in members)
+    return (1, len(ranks)) if len(ranks) % tp else (len(ranks) // tp, tp)
 
 
 def files_in(directory: TagDirectory, names: Iterable[str]) -> Found:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ...core.grouping import by_key
 from ...core.inert import Foreign
-from ...core.missing_ranks import expecting
-from ...errors import CorruptCheckpoint, IncompleteCheckpoint, InconsistentCheckpoint
+from ...core.missing_ranks import expecting, refuse_other_writers
+from ...errors import (
+    CorruptCheckpoint,
+    IncompleteCheckpoint,
+    InconsistentCheckpoint,
+    brief,
+    listed,
+)
 from ..deepspeed_states.agreement import check_facts, check_models, for_each
 from ..deepspeed_states.directories import OPTIMIZER, TagDirectory, at_place, refuse
 from ..deepspeed_states.estimates import KEYS as ESTIMATES
@@ -24,8 +30,10 @@ from ..deepspeed_states.states import (
     version_numbers,
     version_of,
 )
-from .files import RankFiles
+from .files import GridFiles, RankFiles
+from .model_ranks.layer_names import untied_layers
 from .model_ranks.pipeline import shapes_of_stage
+from .model_ranks.universal_info import arguments
 
 # what all ranks state alike, once groups of experts are in one order
 OF_OPTIMIZERS = ("partition_count", "param_alignment_paddings", "overflow", "ds_version")
@@ -128,27 +136,38 @@ def _check_world(
     state: Mapping[str, Any],
     files: RankFiles,
 ) -> None:
-    dp = len(files.optimizers)
-    stated = model.get("dp_world_size")
-    if isinstance(stated, int) and stated > dp:
-        name = os.path.basename(files.optimizers[0])
-        expected = [at_place(OPTIMIZER, name, (rank, files.number)) for rank in range(dp, stated)]
-        raise IncompleteCheckpoint(
-            f"{directory.path} holds optimizer files of {dp} of {stated} ranks",
-            hint=expecting(expected[-1]),
-            paths=[os.path.join(directory.path, name) for name in expected],
-        )
-    if isinstance(stated, int) and stated < dp:
-        raise InconsistentCheckpoint(
-            f"{directory.path} holds optimizer files of {dp} ranks, but its model "
-            f"states say there were {stated}",
-            hint="files of another save may lie between them; keep those of one save",
-        )
+    dp, name = len(files.optimizers), os.path.basename(files.optimizers[0])
+    _check_count(
+        directory,
+        "optimizer files of {} ranks",
+        dp,
+        model.get("dp_world_size"),
+        lambda rank: at_place(OPTIMIZER, name, (rank, files.number)),
+    )
     count = state.get("partition_count")
     counts = {number for number in (count if isinstance(count, list) else [count]) if number}
     if counts - {dp} and not model.get("num_experts"):  # those of experts.py
         sizes = ", ".join(map(str, counts))
         refuse(directory, f"partitions over {sizes} of {dp} ranks (MiCS)")
+
+
+def _check_count(
+    directory: TagDirectory, what: str, found: int, stated: Any, named: Callable[[int], str]
+) -> None:
+    """Raises unless there are files of as many ranks as a model file states; `named` names them."""
+    if isinstance(stated, int) and stated > found:
+        expected = [named(rank) for rank in range(found, stated)]
+        raise IncompleteCheckpoint(
+            f"{directory.path} holds {what.format(f'{found} of {stated}')}",
+            hint=expecting(expected[-1]),
+            paths=[os.path.join(directory.path, name) for name in expected],
+        )
+    if isinstance(stated, int) and stated < found:
+        raise InconsistentCheckpoint(
+            f"{directory.path} holds {what.format(found)}, but its model states say there were "
+            f"{stated}",
+            hint="files of another save may lie between them; keep those of one save",
+        )
 
 
 def _facts_of_optimizer(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -164,6 +183,70 @@ def hyper_parameters(base: Mapping[str, Any]) -> dict[str, Any]:
     """What all ranks state alike of their groups."""
     groups, own = base.get("param_groups") or (), {"step", *ESTIMATES}
     return {"param_groups": [{k: v for k, v in each.items() if k not in own} for each in groups]}
+
+
+# -- the grid of model ranks
+
+
+def check_grid(directory: TagDirectory, files: GridFiles, ranks: Sequence[EngineStates]) -> None:
+    """Raises InconsistentCheckpoint unless the contents show the grid that the names show."""
+    for number, rank in enumerate(ranks):
+        path = rank.models[0].path
+        if files.layers and rank.model.get("module"):
+            raise InconsistentCheckpoint(
+                f"{path} has the weights of a run without a pipeline, but there are files of "
+                "layers, which only pipelines have",
+                hint="keep only the files of one save",
+            )
+        world, name = rank.model.get("mp_world_size"), "mp_rank_{:02d}_model_states.pt"
+        _check_count(directory, "files of {} model ranks", len(ranks), world, name.format)
+        stated = rank.model.get("checkpoint_parallel_dimensions")
+        if isinstance(stated, dict):
+            sizes = stated.get("pp_degree"), stated.get("tp_degree")
+            if sizes != (files.grid.pp, files.grid.tp):
+                raise InconsistentCheckpoint(
+                    f"{directory.path} has the files of pp {files.grid.pp} x tp {files.grid.tp}, "
+                    f"but {path} says that it was pp {brief(sizes[0])} x tp {brief(sizes[1])}",
+                    hint="files of layers may be missing, or of another save: copy all files again",
+                )
+        else:
+            _check_names(directory, ranks, number, number - number % files.grid.tp)
+    # Megatron-DeepSpeed's arguments
+    refuse_other_writers(directory.path, [arguments(rank.model).get("rank") for rank in ranks])
+    _check_stages(directory, ranks[:: files.grid.tp], files.grid.tp)
+
+
+def _check_names(
+    directory: TagDirectory, ranks: Sequence[EngineStates], number: int, first: int
+) -> None:
+    """Older files state no sizes: tensor ranks have the parameters of the first one of a stage."""
+    if odd := sorted(_parameters(ranks[number]) ^ _parameters(ranks[first])):
+        raise InconsistentCheckpoint(
+            f"{directory.path}: model rank {number} must have the parameters of model rank "
+            f"{first}, of which it has slices, but they differ in {listed(odd, 4)}",
+            hint="files of two ranks may be swapped, or of another save: copy all files again; or "
+            "those of a pipeline's layers are missing (layer_NN-model_states.pt)",
+        )
+
+
+def _check_stages(directory: TagDirectory, stages: Sequence[EngineStates], tp: int) -> None:
+    """The layers of a stage come after those of the stage before it; tied ones have no number."""
+    before: tuple[int, int] | None = None  # the last layer so far, and its model rank
+    for stage, rank in enumerate(stages):
+        layers = sorted(untied_layers(_parameters(rank)))
+        if layers and before is not None and layers[0] <= before[0]:
+            raise InconsistentCheckpoint(
+                f"{directory.path}: model rank {stage * tp} has layer {layers[0]}, but model rank "
+                f"{before[1]} has layer {before[0]}",
+                hint="the files of two stages may be swapped, or of another save: copy all files "
+                "again",
+            )
+        if layers:
+            before = layers[-1], stage * tp
+
+
+def _parameters(rank: EngineStates) -> set[str]:
+    return {name for group in rank.param_shapes() for name in group}
 
 
 # -- groups of experts in one order

@@ -56,15 +56,14 @@ def joined_stages(
     stages: Sequence[Manifest],
     files: Mapping[int, TorchFile],
     step_policy: str | None,
-    tied: Mapping[int, str] | None = None,
 ) -> Manifest:
     """The whole model of one tensor rank, from its stages and the files of its layers.
 
-    `tied` gives the keys of tied layers by the numbers of their files, if no weights tell them yet.
     Raises IncompleteCheckpoint if a layer's file is missing, InconsistentCheckpoint if stages or
     shapes contradict each other.
     """
-    buffers = [() if each.place is None else each.place.buffers for each in stages]
+    places = [each.place for each in stages if each.place is not None]
+    buffers, tied = [place.buffers for place in places], places[0].tied
     first, stated = stages[0], {name for names in buffers for name in names}
     from_last = stages[::-1]  # so that the first stage's count
     every = (entry for stage in from_last for entry in stage.entries.values())
@@ -185,7 +184,7 @@ def _in_order(stage: Manifest) -> Iterator[list[str]]:
 def _spans(stages: Sequence[Manifest], layers: Sequence[Layer]) -> list[range]:
     """The layers that each stage may have."""
     count = max((layer.number for layer in layers), default=-1) + 1
-    return [range(*span) for span in stage_spans([[*m.parameters] for m in stages], count)]
+    return stage_spans([stage.parameters for stage in stages], count)
 
 
 def _perhaps_tied(stages: Sequence[Manifest], layers: Sequence[Layer]) -> Iterator[str]:

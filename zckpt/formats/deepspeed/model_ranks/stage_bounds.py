@@ -19,32 +19,57 @@ from collections.abc import Sequence
 from itertools import accumulate
 from math import inf, prod
 
+from msgspec import Struct
+
+from ....core.grouping import by_key
 from ....core.manifest import Manifest
 from ....errors import WrongOption
 from ....training.options import PP, Options
 from ...deepspeed_states.options import PP_BOUNDS, PP_PARTITION
-from .layer_names import LayerName, Uses, layers_with, of_tied, untied_layers
+from .layer_names import LayerName, layers_with, of_tied, stage_spans, tied_key, untied_layers
 
 STAGES = (PP, PP_BOUNDS, PP_PARTITION)
 GIVE = "give the first layer of each stage and the number of all layers, functions included"
 PRINTED = "your program prints the layers of each stage at its start"
 
 
-def bounds_of(
-    model: Manifest,
-    layers: Sequence[int],
-    uses: Uses,
-    source: Sequence[Sequence[str]],
-    options: Options,
-) -> tuple[int, ...]:
+class Pipeline(Struct, frozen=True):
+    """What a model keeps of the pipeline that it was read from, as `state.pipeline` has it.
+
+    Each stage has its `parameters` in their order, and `buffers`. `layers` are those with files, or
+    with names if there are no such files, and `tied` has the keys of tied ones among the files.
+    """
+
+    parameters: Sequence[Sequence[str]]
+    buffers: Sequence[Sequence[str]]
+    layers: Sequence[int]
+    tied: Sequence[tuple[int, str]] = ()
+
+    @property
+    def uses(self) -> dict[str, set[int]]:
+        """The layers at which tied ones have files, by key."""
+        keys = (tied_key(name) for names in self.parameters for name in names)
+        of_files = by_key((key, number) for number, key in self.tied)
+        return {key: {*of_files.get(key, ())} for key in keys if key is not None}
+
+    def spans(self, bounds: Sequence[int]) -> list[tuple[Sequence[str], range]]:
+        """The parameters of each stage, and the layers that it may have."""
+        return [*zip(self.parameters, stage_spans(self.parameters, bounds[-1]), strict=True)]
+
+
+def is_cut(pp: int, options: Options) -> bool:
+    """Whether `options` ask for other stages than the `pp` of the source."""
+    is_given = options[PP_BOUNDS] is not None or options[PP_PARTITION] is not None
+    return is_given or options[PP] not in (None, pp)
+
+
+def bounds_of(model: Manifest, pipeline: Pipeline, options: Options) -> tuple[int, ...]:
     """The first layer of each stage, then the number of all layers.
 
-    `layers` are those that have files, `uses` those of them that use tied layers, and `source` are
-    the parameters of each stage of the source. Raises WrongOption if the options do not fit, or do
-    not say it.
+    Raises WrongOption if the options do not fit the source's `pipeline`, or do not say it.
     """
     bounds, method = options[PP_BOUNDS], options[PP_PARTITION]
-    stages = options[PP] or len(source)
+    layers, stages = pipeline.layers, options[PP] or len(pipeline.parameters)
     count = max(layers) + 1
     if bounds is not None:
         return _given(model.root, bounds, layers, options)
@@ -59,7 +84,7 @@ def bounds_of(
         )
     name, _, about = method.partition(":")
     if name == "type":
-        return _by_class(model, layers, source, stages, method)
+        return _by_class(model, pipeline, stages, method)
     if about and int(about) < count:
         raise WrongOption(
             f"--pp-partition {method}: {_files(model.root, layers)}",
@@ -67,7 +92,7 @@ def bounds_of(
         )
     if name == "uniform":
         return uniform(int(about or count), stages)
-    return balanced(_weights(model, layers, uses), stages)
+    return balanced(_weights(model, pipeline), stages)
 
 
 def refuse_without_stages(root: str, options: Options) -> None:
@@ -122,11 +147,12 @@ def ranges(numbers: Sequence[int]) -> str:
 # -- what layers have
 
 
-def _weights(model: Manifest, layers: Sequence[int], uses: Uses) -> list[int]:
+def _weights(model: Manifest, pipeline: Pipeline) -> list[int]:
     """Trained elements of each layer; a tied layer has its own at each use.
 
     Raises WrongOption if a use of a tied layer is in no file.
     """
+    uses, layers = pipeline.uses, pipeline.layers
     hidden = sorted(key for key in of_tied(model.parameters) if len(uses.get(key, ())) < 2)
     if hidden:
         raise WrongOption(
@@ -164,13 +190,7 @@ def layers_alike(model: Manifest) -> tuple[int, ...]:
     return tuple(members[largest[0]]) if len(largest) == 1 else ()
 
 
-def _by_class(
-    model: Manifest,
-    layers: Sequence[int],
-    source: Sequence[Sequence[str]],
-    stages: int,
-    method: str,
-) -> tuple[int, ...]:
+def _by_class(model: Manifest, pipeline: Pipeline, stages: int, method: str) -> tuple[int, ...]:
     """The bounds if the method means the layers alike; raises WrongOption if it cannot."""
     alike = layers_alike(model)
     says = f"--pp-partition {method} goes by the classes of layers, which no file states"
@@ -179,9 +199,9 @@ def _by_class(
             f"{says}, and {model.root} does not have {stages} layers with parameters alike",
             hint=f"{GIVE}, with --pp-bounds; {PRINTED}",
         )
-    weights = [int(number in alike) for number in range(max(layers) + 1)]
-    before, after = balanced(weights, len(source)), balanced(weights, stages)
-    for stage, names in enumerate(source):
+    weights = [int(number in alike) for number in range(max(pipeline.layers) + 1)]
+    before, after = (balanced(weights, n) for n in (len(pipeline.parameters), stages))
+    for stage, names in enumerate(pipeline.parameters):
         numbers = untied_layers(names)
         if numbers and not before[stage] <= min(numbers) <= max(numbers) < before[stage + 1]:
             raise WrongOption(

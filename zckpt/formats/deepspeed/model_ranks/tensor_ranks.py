@@ -21,21 +21,22 @@ from ....core.states import as_unread
 from ....errors import InconsistentCheckpoint, listed
 from ....naming.patterns import INFO
 from ....naming.tensor_families import DOUBTS
-from ....naming.tensor_rules import RuleFile, TensorRules, decide
-from .universal_info import UniversalInfo
+from ....naming.tensor_rules import RuleFile, TensorRules, decide, rules_of
+from .universal_info import UniversalInfo, of_json
 
 TENSOR_RANK = "tensor rank"
 SLICES_ALONE = "of several tensor ranks, zckpt joins slices of the parameters' shapes, and numbers"
 
 
 def joined_slices(
-    ranks: Sequence[Manifest], given: Sequence[TensorRules], step_policy: str | None
+    ranks: Sequence[Manifest], tp_rules: str | None, step_policy: str | None
 ) -> Manifest:
-    """The model of all tensor ranks. `given` are the user's rules, the first ones that count.
+    """The model of all tensor ranks. `tp_rules` are the user's, the first ones that count.
 
     Raises MissingData that lists parameters of which nothing says how they are cut, and
     InconsistentCheckpoint or WrongOption for rules that do not fit the ranks' shapes.
     """
+    models, given = tuple(ranks), [] if tp_rules is None else [rules_of(tp_rules, of_json)]
     if len(ranks) > 1:
         ranks = [as_unread(rank, SLICES_ALONE) for rank in ranks]
     first = ranks[0]
@@ -52,6 +53,7 @@ def joined_slices(
             whole,
             warnings=(*whole.warnings, *_doubts(given, cut)),
             state={**whole.state, "tensor_parallel": _facts(cut)},
+            models=models,
         )
     )
 

@@ -21,7 +21,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
+from msgspec.structs import replace
+
 from ....core import slicing
+from ....core.inert import Foreign
 from ....core.placement import Shapes, Sliced
 from ....core.slicing import Piece, Slicing
 from ....errors import InconsistentCheckpoint, UnsupportedCheckpoint, brief
@@ -52,11 +55,9 @@ class UniversalInfo:
         """How a parameter is cut; None if the engine's AutoTP says that it does not know."""
         if any(self._matching("autotp_unsupported_parameter_patterns", name)):
             return None
-        mapped = next((self.maps[p] for p in self.maps if re.match(p, name)), None)
-        rows = (
-            self.vocabulary if any(self._matching("vocabulary_parameter_patterns", name)) else None
-        )
-        if mapped is not None:
+        is_vocabulary = any(self._matching("vocabulary_parameter_patterns", name))
+        rows = self.vocabulary if is_vocabulary else None
+        if (mapped := self._map_of(name)) is not None:
             return _by_map(name, mapped, shapes, rows)
         for key in ("tp_replicated_parameter_patterns", "parameter_to_average_patterns"):
             for pattern in self._matching(key, name):
@@ -74,10 +75,12 @@ class UniversalInfo:
 
     def stated_shapes(self, name: str) -> Shapes | None:
         """Each rank's shape, if the affine_map has it."""
-        mapped = next((self.maps[p] for p in self.maps if re.match(p, name)), None)
-        ranks = {} if mapped is None else {int(n): each for n, each in mapped["ranks"].items()}
+        ranks = {int(n): each for n, each in (self._map_of(name) or {"ranks": {}})["ranks"].items()}
         shapes = [tuple(ranks[n]["shard_shape"]) for n in range(len(ranks)) if n in ranks]
         return shapes or None
+
+    def _map_of(self, name: str) -> Mapping[str, Any] | None:
+        return next((self.maps[p] for p in self.maps if re.match(p, name)), None)
 
     def _matching(self, key: str, name: str) -> Iterator[str]:
         return (pattern for pattern in self.info.get(key) or () if re.match(pattern, name))
@@ -113,34 +116,25 @@ class UniversalInfo:
     def _widths(
         self, pattern: str, stated: Any, shapes: Sequence[tuple[int, ...]], axis: int, says: str
     ) -> list[Sequence[int]]:
-        """What each rank holds of each sub-parameter."""
-        ranks = len(shapes)
-        by_rank = (self.info.get("sub_param_shard_widths") or {}).get(pattern)
-        version = self.info.get("universal_checkpoint_version")
-        states_widths = isinstance(version, (int, float)) and version >= 0.4
-        if states_widths and by_rank is not None:
+        """What each rank holds of each sub-parameter; files state that since version 0.4."""
+        ranks, version = len(shapes), self.info.get("universal_checkpoint_version")
+        parts = tuple(stated) if isinstance(stated, (tuple, list)) else None
+        if isinstance(version, (int, float)) and version >= 0.4:  # heads may be dealt unevenly
+            by_rank = (self.info.get("sub_param_shard_widths") or {}).get(pattern) or ()
             widths = [tuple(part) for part in by_rank]
-            parts = tuple(stated) if isinstance(stated, (tuple, list)) else None
-            if any(len(part) != ranks for part in widths) or (
-                parts is not None and parts != tuple(map(sum, widths))
-            ):
-                raise InconsistentCheckpoint(f"{says}: its widths are {widths}")
+            fits = parts in (None, tuple(map(sum, widths)))
+            if not widths or not fits or any(len(part) != ranks for part in widths):
+                raise InconsistentCheckpoint(f"{says}: the widths of its parts are {widths}")
             return list(widths)
-        if states_widths:  # heads may have been dealt unevenly
-            raise InconsistentCheckpoint(f"{says}: it has no widths of sub-parameters")
-        if not isinstance(stated, (tuple, list)):
-            if not isinstance(stated, int) or stated < 1:
-                raise InconsistentCheckpoint(f"{says}: it has no widths of sub-parameters")
-            if any(len(shape) <= axis for shape in shapes):
-                raise InconsistentCheckpoint(f"{says}: {stated} sub-parameters of axis {axis}")
+        if parts is None:
             width = sum(shape[axis] for shape in shapes)
             if width % stated:
                 raise InconsistentCheckpoint(f"{says}: {width} is not {stated} equal parts")
-            stated = (width // stated,) * stated
-        split = [slicing.even(part, ranks) for part in stated]
+            parts = (width // stated,) * stated
+        split = [slicing.even(part, ranks) for part in parts]
         if None in split:
             raise InconsistentCheckpoint(
-                f"{says}: {ranks} ranks cannot share sub-parameters of {list(stated)}"
+                f"{says}: {ranks} ranks cannot share sub-parameters of {list(parts)}"
             )
         return [part for part in split if part is not None]
 
@@ -266,3 +260,41 @@ def _corner(shape: Sequence[int], sizes: Sequence[int], view: Any, says: str) ->
         offset // step % max(length, 1) for step, length in zip(steps, shape, strict=True) if step
     )
     return corner if len(corner) == len(shape) else (0,) * len(shape)
+
+
+# -- the arguments that Megatron's programs save
+
+
+ARGS = "args"
+TENSOR_SIZES = ("tensor_model_parallel_size", "model_parallel_size")
+STAGE_SIZES = ("pipeline_model_parallel_size",)
+VOCABULARY_SIZES = ("padded_vocab_size",)
+"""When they load, Megatron's programs compare their arguments with these, and stop if they differ.
+So a target for another grid has other numbers in them. They are in the client state under `args`:
+
+    Megatron-DeepSpeed   an object: tensor_model_parallel_size (below version 3
+                         model_parallel_size), pipeline_model_parallel_size, padded_vocab_size
+    GPT-NeoX             a dictionary: model_parallel_size, padded_vocab_size
+
+Both have `make_vocab_size_divisible_by` too (checkpointing.py of both, `check_checkpoint_args`).
+"""
+
+
+def arguments(client_state: Mapping[Any, Any] | None) -> Mapping[Any, Any]:
+    """The saved arguments; none if the program saved none."""
+    args = (client_state or {}).get(ARGS)
+    values = args.state if isinstance(args, Foreign) else args
+    return values if isinstance(values, Mapping) else {}
+
+
+def with_sizes(client_state: Mapping[Any, Any], sizes: Mapping[str, int]) -> dict[Any, Any]:
+    """The client state with other sizes in its arguments, where it has arguments of these names."""
+    values = arguments(client_state)
+    changed = {**values, **{name: size for name, size in sizes.items() if name in values}}
+    if changed == values:
+        return dict(client_state)
+    args = client_state[ARGS]
+    return {
+        **client_state,
+        ARGS: replace(args, state=changed) if isinstance(args, Foreign) else changed,
+    }
