@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from itertools import islice
+from itertools import islice, product
 
 from msgspec import Struct, field
 
@@ -162,37 +162,28 @@ def grid_files(directory: TagDirectory, written: Grid | None = None) -> GridFile
         return GridFiles(ranks, {}, written)
     if of_experts and layers:
         refuse(directory, SOME_STAGES)
-    if of_experts and len(ranks) > 1:
-        pp, tp = _sizes_with_experts(ranks)
-    else:
-        pp, tp = _sizes(directory, len(ranks), found)
-    return GridFiles(ranks, layers, Grid(pp, tp, bool(layers)))
-
-
-def _sizes(directory: TagDirectory, ranks: int, found: Found) -> tuple[int, int]:
-    """The sizes pp and tp, as the names show them; there is a file of each layer for each of tp."""
-    layers = found[LAYER]
-    if not layers:
-        return 1, ranks
-    tp, numbers = 1 + max(tp for _, tp in layers), sorted({layer for layer, _ in layers})
-    places = ((layer, rank) for layer in numbers for rank in range(tp))
-    need_files(directory, LAYER, found, places)
-    if ranks % tp:
+    tp = len(ranks)
+    if layers:
+        tp, numbers = 1 + max(tp for _, tp in layers), sorted({layer for layer, _ in layers})
+        need_files(directory, LAYER, found, product(numbers, range(tp)))
+    elif of_experts and tp > 1:  # stages have other parameters
+        names = _parameters(ranks)
+        alike = names.count(names[0])
+        tp = tp if tp % alike else alike
+    if len(ranks) % tp:
         raise IncompleteCheckpoint(
-            f"{directory.path} has layers of {tp} tensor ranks, but files of {ranks} model ranks",
+            f"{directory.path} has layers of {tp} tensor ranks, but files of {len(ranks)} model "
+            "ranks",
             hint=f"expected a multiple of {tp}: copy all files again",
         )
-    return ranks // tp, tp
+    return GridFiles(ranks, layers, Grid(len(ranks) // tp, tp, bool(layers)))
 
 
-def _sizes_with_experts(ranks: Sequence[RankFiles]) -> tuple[int, int]:
-    """The sizes pp and tp, if no file of a layer can be there: stages have other parameters."""
-    members = []
-    for file in open_files([files.models[0] for files in ranks], ranks[0].parsed):
-        shapes = dictionary(file, file.value).get("param_shapes")
-        members.append({name for group in shapes_of_groups(shapes, file) for name in group})
-    tp = sum(names == members[0] for names in members)
-    return (1, len(ranks)) if len(ranks) % tp else (len(ranks) // tp, tp)
+def _parameters(ranks: Sequence[RankFiles]) -> list[set[str]]:
+    """The names of the parameters of each model rank, as its model file lists them."""
+    files = open_files([own.models[0] for own in ranks], ranks[0].parsed)
+    shapes = [shapes_of_groups(dictionary(f, f.value).get("param_shapes"), f) for f in files]
+    return [{name for group in own for name in group} for own in shapes]
 
 
 def files_in(directory: TagDirectory, names: Iterable[str]) -> Found:

@@ -19,8 +19,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import chain
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 from ....core.facts import FlatBufferEngine
@@ -54,20 +54,17 @@ def recut(
     """The target's grid and model ranks, at the bounds that `options` give; and what was inferred.
 
     `models` are the pipelines of tensor ranks that are cut, and `whole` has their parameters.
-    Raises as `new_stages`.
+    Raises as `cut_again`.
     """
+    inferred: list[str] = []
     if is_cut(len(pipeline.parameters), options):
-        stages, inferred = new_stages(whole, pipeline, options)
-    else:
-        pairs = zip(pipeline.parameters, pipeline.buffers, strict=True)
-        stages, inferred = [Stage(tuple(names), tuple(buffers)) for names, buffers in pairs], []
-    grid, ranks = replace(grid, pp=len(stages)), list[Manifest]()
-    for stage in stages:
-        # weights of a pipeline are in files of layers, but for one with experts
-        row = Row(stage.parameters, has_weights=False) if grid.staged else Row(stage.names)
+        pipeline, inferred = cut_again(whole, pipeline, grid.staged, options)
+    grid, ranks = replace(grid, pp=len(pipeline.parameters)), list[Manifest]()
+    for names, buffers in zip(pipeline.parameters, pipeline.buffers, strict=True):
+        row = Row(names, has_weights=not grid.staged)  # they are in files of layers
         for model in models:
-            own = _part(model, row, len(stages))
-            ranks.append(replace(own, place=Place(len(ranks), grid, stage.buffers)))
+            own = _part(model, row, grid.pp)
+            ranks.append(replace(own, place=Place(len(ranks), grid, tuple(buffers))))
     return grid, ranks, inferred
 
 
@@ -80,24 +77,13 @@ def layers_of_names(model: Manifest, options: Options) -> list[int]:
     return sorted(numbers)
 
 
-class Stage(Struct, frozen=True):
-    """The trained parameters of a stage, in the order of its groups, and its buffers.
+def cut_again(
+    model: Manifest, pipeline: Pipeline, has_files: bool, options: Options
+) -> tuple[Pipeline, list[str]]:
+    """The pipeline with the stages that `options` give, and what had to be inferred.
 
-    `names` are all that it has of the module, if its layers are known.
-    """
-
-    parameters: tuple[str, ...]
-    buffers: tuple[str, ...]
-    names: tuple[str, ...] = ()
-
-
-def new_stages(
-    model: Manifest, pipeline: Pipeline, options: Options
-) -> tuple[list[Stage], list[str]]:
-    """The target's stages, at the bounds that `options` give, and what had to be inferred.
-
-    Raises WrongOption for bounds that do not fit, UnsupportedCheckpoint for an order of parameters
-    that is not the layers'.
+    Without files of layers a stage has all of its module's names. Raises WrongOption for bounds
+    that do not fit, UnsupportedCheckpoint for an order of parameters that is not the layers'.
     """
     bounds = bounds_of(model, pipeline, options)
     uses, inferred = _uses(model.root, pipeline, bounds)
@@ -113,14 +99,14 @@ def new_stages(
         )
     for names, span in pipeline.spans(bounds):
         _check_order(model, names, uses, span)
-    buffers = list(dict.fromkeys(name for names in pipeline.buffers for name in names))
-    new = []
+    stated = dict.fromkeys(chain.from_iterable(pipeline.buffers))
+    parameters, buffers = [], []
     for span in map(range, bounds, bounds[1:]):
-        parameters = _parameters(model, uses, span)
-        in_span = partial(_first_use, uses=uses, span=span)
-        own, names = (tuple(filter(in_span, each)) for each in (buffers, names_in(model)))
-        new.append(Stage(parameters, own, names))
-    return new, inferred
+        has = partial(_first_use, uses=uses, span=span)
+        trained = _parameters(model, uses, span)
+        parameters.append(trained if has_files else [*filter(has, names_in(model))])
+        buffers.append([*filter(has, stated)])
+    return replace(pipeline, parameters=parameters, buffers=buffers), inferred
 
 
 # -- uses of tied layers
@@ -188,38 +174,44 @@ def _first_use(name: str, uses: Uses, span: range) -> tuple[int, int] | None:
 
 
 def _check_order(model: Manifest, stage: Sequence[str], uses: Uses, span: range) -> None:
-    """Raises UnsupportedCheckpoint unless a group's parameters stand as their layers do.
-
-    A use of a tied layer that is not known has no file, and is taken for the last one.
-    """
-    groups: dict[int | None, list[tuple[int, int]]] = {}
-    for name in filter(lambda name: model.parameters[name].trainable, stage):
-        place = _first_use(name, uses, span) or (0, span.stop)
-        groups.setdefault(model.parameters[name].group, []).append(place)
-    for places in groups.values():
-        if places != sorted(places):
-            raise UnsupportedCheckpoint(
-                f"{model.root}: the parameters of a group are not in the order of the layers, "
-                "which does not show how they stand in other stages",
-                hint="keep the number of stages, or build the optimizer with the parameters in the "
-                "order of model.parameters()",
-            )
+    """Raises UnsupportedCheckpoint unless a group's parameters stand as their layers do."""
+    trained = [name for name in stage if model.parameters[name].trainable]
+    trained.sort(key=lambda name: model.parameters[name].group or 0)
+    if trained != _sorted(model, trained, uses, span):
+        raise UnsupportedCheckpoint(
+            f"{model.root}: the parameters of a group are not in the order of the layers, which "
+            "does not show how they stand in other stages",
+            hint="keep the number of stages, or build the optimizer with the parameters in the "
+            "order of model.parameters()",
+        )
 
 
-def _parameters(model: Manifest, uses: Uses, span: range) -> tuple[str, ...]:
+def _parameters(model: Manifest, uses: Uses, span: range) -> list[str]:
     """The trained parameters of a stage, in their order."""
-    places = {
-        name: place
+    trained = [
+        name
         for name, parameter in model.parameters.items()
-        if parameter.trainable and (place := _first_use(name, uses, span)) is not None
-    }
-    if not places:
+        if parameter.trainable and _first_use(name, uses, span)
+    ]
+    if not trained:
         raise WrongOption(
             f"the layers {span.start} to {span.stop - 1} of {model.root} have no trained "
             "parameter, and every stage needs one",
             hint="choose other bounds with --pp-bounds",
         )
-    return tuple(sorted(places, key=lambda name: (model.parameters[name].group or 0, places[name])))
+    return _sorted(model, trained, uses, span)
+
+
+def _sorted(model: Manifest, names: Sequence[str], uses: Uses, span: range) -> list[str]:
+    """Parameters by group, and there as a stage with these layers has them.
+
+    A use of a tied layer that is not known has no file, and is taken for the last one.
+    """
+
+    def place(name: str) -> tuple[int, tuple[int, int]]:
+        return model.parameters[name].group or 0, _first_use(name, uses, span) or (0, span.stop)
+
+    return sorted(names, key=place)
 
 
 def _part(model: Manifest, row: Row, pp: int) -> Manifest:
