@@ -16,7 +16,7 @@ stage loads only what it has itself.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, groupby
 from math import inf, prod
 
 from msgspec import Struct
@@ -132,16 +132,11 @@ def _files(root: str, layers: Sequence[int]) -> str:
 
 def ranges(numbers: Sequence[int]) -> str:
     """Sorted numbers in words: 0, 1, 3 to 7."""
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and number == parts[-1][-1] + 1:
-            parts[-1].append(number)
-        else:
-            parts.append([number])
-    words = [
+    runs = groupby(enumerate(numbers), lambda each: each[1] - each[0])
+    parts = [[number for _, number in run] for _, run in runs]
+    return ", ".join(
         f"{part[0]} to {part[-1]}" if len(part) > 2 else ", ".join(map(str, part)) for part in parts
-    ]
-    return ", ".join(words)
+    )
 
 
 # -- what layers have
@@ -171,23 +166,18 @@ def _weights(model: Manifest, pipeline: Pipeline) -> list[int]:
 # -- layers of one class
 
 
-def layers_alike(model: Manifest) -> tuple[int, ...]:
+def layers_alike(model: Manifest) -> list[int]:
     """The layers that have parameters alike, as those of one class: the most that there are.
 
     Empty if other layers are as many, with as many parameters.
     """
-    kinds: dict[int, list[tuple[str, tuple[int, ...]]]] = {}
-    for name, parameter in model.parameters.items():
-        own = LayerName.of(name)
-        if own.number is not None:
-            kinds.setdefault(own.number, []).append((own.inner, parameter.shape))
-    members: dict[tuple[tuple[str, tuple[int, ...]], ...], list[int]] = {}
-    for layer, kind in sorted(kinds.items()):
-        members.setdefault(tuple(sorted(kind)), []).append(layer)
+    names = ((LayerName.of(name), own.shape) for name, own in model.parameters.items())
+    kinds = by_key((n.number, (n.inner, shape)) for n, shape in names if n.number is not None)
+    members = by_key((tuple(sorted(kind)), layer) for layer, kind in sorted(kinds.items()))
     # an embedding and an output layer may be alike too
     sizes = {kind: (len(layers), len(kind)) for kind, layers in members.items()}
     largest = [kind for kind, size in sizes.items() if size == max(sizes.values())]
-    return tuple(members[largest[0]]) if len(largest) == 1 else ()
+    return members[largest[0]] if len(largest) == 1 else []
 
 
 def _by_class(model: Manifest, pipeline: Pipeline, stages: int, method: str) -> tuple[int, ...]:

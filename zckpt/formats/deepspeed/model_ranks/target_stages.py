@@ -17,6 +17,7 @@ each has its own copy. A source of one stage does not: then the last layer witho
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from functools import partial
 from itertools import chain
@@ -88,15 +89,15 @@ def cut_again(
     bounds = bounds_of(model, pipeline, options)
     uses, inferred = _uses(model.root, pipeline, bounds)
     if (method := options[PP_PARTITION]) is not None:
-        alike = ranges(layers_alike(model)) if method.startswith("type:") else ""
-        inferred.append(
+        line = (
             f"--pp-partition {method}: the stages' bounds are {','.join(map(str, bounds))}, if the "
             f"program has {bounds[-1]} layers, functions included"
-            + (
-                f", and {method} matches the layers {alike}, which have parameters alike"
-                * bool(alike)
-            )
         )
+        if alike := layers_alike(model) if method.startswith("type:") else []:
+            line += (
+                f", and {method} matches the layers {ranges(alike)}, which have parameters alike"
+            )
+        inferred.append(line)
     for names, span in pipeline.spans(bounds):
         _check_order(model, names, uses, span)
     stated = dict.fromkeys(chain.from_iterable(pipeline.buffers))
@@ -120,17 +121,16 @@ def _uses(
     If no file shows any use of a layer, it is taken to be used at the first layer without names of
     the first stage that has it, and at the last one of the others.
     """
-    uses = pipeline.uses
-    inferred: list[str] = []
-    is_one = len(bounds) == 2  # one stage has all
+    uses, inferred = pipeline.uses, list[str]()
+    if len(bounds) == 2:  # one stage has all
+        return {key: places or {0} for key, places in uses.items()}, inferred
     for key, places in uses.items():
         is_shown = bool(places)
         holders = [span for names, span in pipeline.spans(bounds) if key in map(tied_key, names)]
-        for span in () if is_one and is_shown else holders:
-            known = sorted(places.intersection(span)) if is_shown else []
+        for span in holders:
+            known = places.intersection(span) if is_shown else set[int]()
             free = sorted({*span}.difference(pipeline.layers))
-            is_known = len(known) > 1 or (known and (len(holders) > 1 or not free))
-            if is_known or (is_one and not free):
+            if len(known) > 1 or (known and (len(holders) > 1 or not free)):
                 continue
             if not free:
                 raise WrongOption(
@@ -139,29 +139,26 @@ def _uses(
                     f"and {span.stop - 1} for that",
                     hint="the last bound is the number of all layers, functions included",
                 )
-            is_first = not places
-            places |= {free[0]} if is_first else {free[-1]}
-            if is_first and len(holders) == 1:
-                places.add(free[-1])
-            certain = {_stage_of(at, bounds) for at in known}
-            possible = {_stage_of(at, bounds) for at in free}
-            if is_shown and not possible <= certain and (known or len(possible) > 1):
+            if is_shown and len({_stage_of(at, bounds) for at in (*known, *free)}) > 1:
                 inferred.append(
                     f"the tied layer {key} is taken to be used again at layer {free[-1]}, which "
                     f"has no file, so stage {_stage_of(free[-1], bounds)} gets a copy of it"
                 )
-        if not is_shown and not is_one:
+            is_first = not places
+            places.add(free[0] if is_first else free[-1])
+            if is_first and len(holders) == 1:
+                places.add(free[-1])
+        if not is_shown:
             numbers = " and ".join(map(str, sorted(places)))
             inferred.append(
                 f"the tied layer {key} is taken to be used at the layers {numbers}, which have no "
                 "names of their own; the stages that have these get a copy of it"
             )
-        places |= places or {0}
     return uses, inferred
 
 
 def _stage_of(layer: int, bounds: Sequence[int]) -> int:
-    return next(number for number, stop in enumerate(bounds[1:]) if layer < stop)
+    return bisect_right(bounds, layer) - 1
 
 
 def _first_use(name: str, uses: Uses, span: range) -> tuple[int, int] | None:
