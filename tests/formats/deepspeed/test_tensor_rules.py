@@ -17,7 +17,7 @@ from zckpt.core.slicing import joined
 from zckpt.errors import InconsistentCheckpoint, MissingData, UnsupportedCheckpoint
 from zckpt.formats.deepspeed.gather.tensor import Cut
 from zckpt.formats.deepspeed.gather.tensor import Info as ProofInfo
-from zckpt.formats.deepspeed.model_ranks.universal_info import UniversalInfo
+from zckpt.formats.deepspeed.model_ranks.tensor_ranks import UniversalInfo
 from zckpt.naming.tensor_rules import decide
 
 NAME = "layers.0.mixer.weight"

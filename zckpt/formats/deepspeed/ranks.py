@@ -6,6 +6,8 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
 from ...core.grouping import by_key
 from ...core.inert import Foreign
 from ...core.missing_ranks import expecting, refuse_other_writers
@@ -33,7 +35,6 @@ from ..deepspeed_states.states import (
 from .files import GridFiles, RankFiles
 from .model_ranks.layer_names import untied_layers
 from .model_ranks.pipeline import shapes_of_stage
-from .model_ranks.universal_info import arguments
 
 # what all ranks state alike, once groups of experts are in one order
 OF_OPTIMIZERS = ("partition_count", "param_alignment_paddings", "overflow", "ds_version")
@@ -247,6 +248,44 @@ def _check_stages(directory: TagDirectory, stages: Sequence[EngineStates], tp: i
 
 def _parameters(rank: EngineStates) -> set[str]:
     return {name for group in rank.param_shapes() for name in group}
+
+
+# -- the arguments that Megatron's programs save
+
+
+ARGS = "args"
+TENSOR_SIZES = ("tensor_model_parallel_size", "model_parallel_size")
+STAGE_SIZES = ("pipeline_model_parallel_size",)
+VOCABULARY_SIZES = ("padded_vocab_size",)
+"""When they load, Megatron's programs compare their arguments with these, and stop if they differ.
+So a target for another grid has other numbers in them. They are in the client state under `args`:
+
+    Megatron-DeepSpeed   an object: tensor_model_parallel_size (below version 3
+                         model_parallel_size), pipeline_model_parallel_size, padded_vocab_size
+    GPT-NeoX             a dictionary: model_parallel_size, padded_vocab_size
+
+Both have `make_vocab_size_divisible_by` too (checkpointing.py of both, `check_checkpoint_args`).
+"""
+
+
+def arguments(client_state: Mapping[Any, Any] | None) -> Mapping[Any, Any]:
+    """The saved arguments; none if the program saved none."""
+    args = (client_state or {}).get(ARGS)
+    values = args.state if isinstance(args, Foreign) else args
+    return values if isinstance(values, Mapping) else {}
+
+
+def with_sizes(client_state: Mapping[Any, Any], sizes: Mapping[str, int]) -> dict[Any, Any]:
+    """The client state with other sizes in its arguments, where it has arguments of these names."""
+    values = arguments(client_state)
+    changed = {**values, **{name: size for name, size in sizes.items() if name in values}}
+    if changed == values:
+        return dict(client_state)
+    args = client_state[ARGS]
+    return {
+        **client_state,
+        ARGS: replace(args, state=changed) if isinstance(args, Foreign) else changed,
+    }
 
 
 # -- groups of experts in one order

@@ -2,8 +2,7 @@
 
 layer_names.py      which layer of a pipeline has a tensor
 pipeline.py         stages and files of layers become one model
-tensor_ranks.py     slices of tensor ranks become boxes of whole tensors
-universal_info.py   what the client state says of tensor ranks: which dimension was cut, and sizes
+tensor_ranks.py     which dimension of a tensor was cut; slices become boxes of whole tensors
 copies.py           whether their copies of a tensor are equal
 target_ranks.py     which model ranks a target has, and what each one has of the source
 target_slices.py    how a target's tensor ranks cut the whole model

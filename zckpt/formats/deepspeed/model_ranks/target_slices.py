@@ -36,15 +36,8 @@ from ....naming.ties import CONFIG
 from ....training.options import VOCAB_SIZE, Options
 from ....training.trainers import files_to_load_by, json_of
 from ...vocabulary import padded
-from .tensor_ranks import TENSOR_RANK
-from .universal_info import (
-    TENSOR_SIZES,
-    VOCABULARY_SIZES,
-    UniversalInfo,
-    arguments,
-    info_for,
-    with_sizes,
-)
+from ..ranks import TENSOR_SIZES, VOCABULARY_SIZES, arguments, with_sizes
+from .tensor_ranks import TENSOR_RANK, UniversalInfo, info_for
 
 
 def sized(source: Manifest, tp: int) -> Manifest:

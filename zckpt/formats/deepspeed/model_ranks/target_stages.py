@@ -33,6 +33,7 @@ from ....errors import UnsupportedCheckpoint, WrongOption
 from ....training.options import Options
 from ...deepspeed_states.options import PP_PARTITION
 from ...groups import without_empty_groups
+from ..ranks import STAGE_SIZES, with_sizes
 from .layer_names import LayerName, Uses, layers_with, tied_key
 from .stage_bounds import (
     Pipeline,
@@ -42,7 +43,6 @@ from .stage_bounds import (
     ranges,
     refuse_without_stages,
 )
-from .universal_info import STAGE_SIZES, with_sizes
 
 
 def recut(
