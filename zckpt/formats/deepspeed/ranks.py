@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from msgspec.structs import replace
@@ -232,18 +233,16 @@ def _check_names(
 
 def _check_stages(directory: TagDirectory, stages: Sequence[EngineStates], tp: int) -> None:
     """The layers of a stage come after those of the stage before it; tied ones have no number."""
-    before: tuple[int, int] | None = None  # the last layer so far, and its model rank
-    for stage, rank in enumerate(stages):
-        layers = sorted(untied_layers(_parameters(rank)))
-        if layers and before is not None and layers[0] <= before[0]:
+    layers = [sorted(untied_layers(_parameters(rank))) for rank in stages]
+    shown = [(number * tp, own) for number, own in enumerate(layers) if own]
+    for (first, before), (number, own) in pairwise(shown):
+        if own[0] <= before[-1]:
             raise InconsistentCheckpoint(
-                f"{directory.path}: model rank {stage * tp} has layer {layers[0]}, but model rank "
-                f"{before[1]} has layer {before[0]}",
+                f"{directory.path}: model rank {number} has layer {own[0]}, but model rank "
+                f"{first} has layer {before[-1]}",
                 hint="the files of two stages may be swapped, or of another save: copy all files "
                 "again",
             )
-        if layers:
-            before = layers[-1], stage * tp
 
 
 def _parameters(rank: EngineStates) -> set[str]:

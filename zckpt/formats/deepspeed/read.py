@@ -89,19 +89,15 @@ def tensor_ranks(
     first = files.ranks[0]
     if files.is_plain and first.of_ep and not first.optimizers:
         return [manifest_of_experts(directory, first, reading)]
-    ranks = model_ranks(directory, files, reading, tied)
-    if files.is_plain:
-        return [replace(ranks[0], place=None)]
-    return _models(files, ranks, reading.step_policy)
+    return _models(files, model_ranks(directory, files, reading, tied), reading.step_policy)
 
 
 def _models(files: GridFiles, ranks: Sequence[Manifest], step_policy: str | None) -> list[Manifest]:
     """The model of each tensor rank, from its stages."""
     pp, tp, models = files.grid.pp, files.grid.tp, []
+    sizes = {} if files.is_plain else {"tp": tp, "pp": pp}
     for number in range(tp):
-        stages = [
-            replace(each, source={**each.source, "tp": tp, "pp": pp}) for each in ranks[number::tp]
-        ]
+        stages = [replace(each, source={**each.source, **sizes}) for each in ranks[number::tp]]
         if files.layers:
             layers = open_layers(files.layers_of(number), files.parsed)
             models.append(joined_stages(stages, layers, step_policy))

@@ -225,5 +225,5 @@ def _moments(ranks: Sequence[Manifest]) -> dict[str, list[list[Entry]]]:
 def _are_equal(slices: Sequence[Entry]) -> bool:
     """Whether all slices begin with the same numbers, and these are not all zero."""
     count = min(SAMPLE, slices[0].numel)
-    first, *others = (head(entry.fragments, entry.dtype, count) for entry in slices)
+    first, *others = (head(entry, count) for entry in slices)
     return any(first) and all(first == other for other in others)

@@ -13,25 +13,27 @@ that uses a tied layer has its own copy of weights, masters and moments.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
 from msgspec.structs import replace
 
-from ....core import sources
 from ....core.cast import are_rounded
 from ....core.dtypes import SIZES
-from ....core.facts import FlatBufferEngine
-from ....core.fragments import Fragments
+from ....core.facts import FlatBufferEngine, layers_of
 from ....core.grouping import by_key
 from ....core.inert import Foreign
+from ....core.loading import SCRATCH
 from ....core.manifest import Entry, Manifest, Parameter
 from ....core.merge import in_order, merge
+from ....core.pieces import ReadRequest
 from ....core.placement import Table
+from ....core.records import RecordChecker
+from ....core.streaming import reading
 from ....errors import IncompleteCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint, listed
 from ....files.torchfile import Tensor, TorchFile
-from ...deepspeed_states.experts import ExpertLayers
 from ...deepspeed_states.states import dictionary
 from ...deepspeed_states.tensors import is_extra
 from ...statedict.finding import BUFFERS
@@ -249,21 +251,15 @@ def begins_as(weight: Entry, master: Entry, count: int) -> bool:
 
     True too if no engine makes weights of this type of such masters.
     """
-    narrow = head(weight.fragments, weight.dtype, count)
-    wide = head(master.fragments, master.dtype, count)
+    narrow, wide = head(weight, count), head(master, count)
     return are_rounded(wide, master.dtype, narrow, weight.dtype) is not False
 
 
-def head(fragments: Fragments, dtype: str, count: int) -> bytes:
+def head(entry: Entry, count: int) -> bytes:
     """The bytes of the first elements."""
-    size = SIZES[dtype]
-    data = bytearray(count * size)
-    for fragment in fragments.overlapping(0, count):
-        for run in fragment.runs(0, count):
-            extent, stop = run.extent, min(run.stop, count)
-            with sources.opened(extent.file) as file:
-                part = sources.pread(file.fileno(), (stop - run.start) * size, extent.offset)
-            data[run.start * size : stop * size] = part
+    data = bytearray(count * SIZES[entry.dtype])
+    with reading([RecordChecker(())], SCRATCH) as (reader,):
+        reader.read([ReadRequest(entry, 0, count, 0)], memoryview(data))
     return bytes(data)
 
 
@@ -296,11 +292,11 @@ def shapes_of_stage(
     mappings = [state.get("param_slice_mappings") for state in states]
     if not all(isinstance(groups, list) for groups in mappings):
         return None
-    numels: list[dict[str, int]] = [{} for _ in mappings[0] or ()]
+    numels = [Counter[str]() for _ in mappings[0] or ()]
     for groups in mappings:
         for own, mapping in zip(numels, groups or (), strict=True):
             for name, slice_ in mapping.items():
-                own[name] = own.get(name, 0) + _numel(slice_)
+                own[name] += _numel(slice_)
     tensors = {number: dictionary(file, file.value) for number, file in layers.items()}
     untied = {number for own in numels for number in untied_layers(own)}
     return [
@@ -353,7 +349,7 @@ def joined_stages_with_experts(stages: Sequence[Manifest], step_policy: str | No
     contradict each other in a tied layer.
     """
     whole = merge(stages, Table(STAGE), step_policy)
-    layers = {layer.name: layer for m in stages for layer in ExpertLayers.of_manifest(m).listed}
+    layers = {layer.name: layer for stage in stages for layer in layers_of(stage.engine)}
     engine = stages[0].engine
     assert isinstance(engine, FlatBufferEngine)
     return replace(

@@ -225,24 +225,18 @@ def balanced(weights: Sequence[int], stages: int) -> tuple[int, ...]:
     if count <= stages:
         return uniform(count, stages)
     sums = [0, *accumulate(weights)]
-    # of the first `stop` layers: the largest and the smallest sum, and where the last stage begins
-    before: list[tuple[float, float, int] | None] = [(0, inf, 0), *([None] * count)]
-    begins: list[list[int]] = []
-    for stage in range(1, stages + 1):
-        after: list[tuple[float, float, int] | None] = [None] * (count + 1)
-        for stop in range(stage, count + 1):
-            cost = inf
-            for start in range(stop):
-                known = before[start]
-                if known is None:
-                    continue
-                most = max(known[0], sums[stop] - sums[start])
-                least = min(known[1], sums[stop] - sums[start])
-                if most - least <= cost:
-                    cost, after[stop] = most - least, (most, least, start)
-        begins.append([0 if known is None else known[2] for known in after])
-        before = after
-    bounds = [count]
-    for places in reversed(begins):
-        bounds.append(places[bounds[-1]])
-    return tuple(reversed(bounds))
+    # by the number of layers so far: the largest and the smallest sum, and the bounds
+    best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0, inf, (0,))}
+    for _ in range(stages):
+        longer = {}
+        for stop in range(1, count + 1):
+            known = [
+                (max(most, own), min(least, own), (*bounds, stop))
+                for start, (most, least, bounds) in best.items()
+                if start < stop
+                for own in [sums[stop] - sums[start]]
+            ]
+            if known:
+                longer[stop] = min(reversed(known), key=lambda each: each[0] - each[1])
+        best = longer
+    return best[count][2]

@@ -214,25 +214,15 @@ def _of_slices(source: Manifest, tp: int, options: Options) -> TargetRanks:
         raise UnsupportedCheckpoint(
             f"{source.root}: zckpt writes experts for one tensor rank alone", hint="leave out --tp"
         )
-    table, slices, doubts = slices_of(model, tp)
-    grid = Grid(1, tp, pipeline is not None)
+    table, slices, inferred = slices_of(model, tp)
+    grid, wholes = Grid(1, tp, pipeline is not None), list[Manifest]()
     if pipeline is None:
-        ranks = [
-            replace(each, place=Place(number, grid, source.buffers))
-            for number, each in enumerate(slices)
-        ]
-        return TargetRanks(model, ranks, grid, table=table, inferred=doubts, left_out=lost)
-    grid, ranks, inferred = recut(model, slices, pipeline, grid, options)
-    return TargetRanks(
-        model,
-        ranks,
-        grid,
-        wholes=slices,
-        pipeline=pipeline,
-        table=table,
-        inferred=[*doubts, *inferred],
-        left_out=lost,
-    )
+        pairs = enumerate(slices)
+        ranks = [replace(own, place=Place(n, grid, source.buffers)) for n, own in pairs]
+    else:
+        grid, ranks, more = recut(model, slices, pipeline, grid, options)
+        wholes, inferred = slices, [*inferred, *more]
+    return TargetRanks(model, ranks, grid, wholes, (), (), pipeline, table, inferred, left_out=lost)
 
 
 def _pipeline_of(source: Manifest) -> Pipeline | None:

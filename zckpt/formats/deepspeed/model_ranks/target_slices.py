@@ -95,26 +95,22 @@ def slices_of(source: Manifest, tp: int) -> tuple[Table, list[Manifest], list[st
             "each tensor rank gets an equal share of the attention: --tp must divide "
             "num_key_value_heads of the model, because AutoTP deals whole heads"
         )
-    cuts: dict[str, Sliced] = {}
-    rows: list[dict[str, tuple[int, ...]]] = [{} for _ in range(tp)]
-    uneven: list[str] = []
+    found: dict[str, tuple[Shapes, Sliced]] = {}
     for name, parameter in source.parameters.items():
-        own = stated_rule(name, texts[name]) or stated
-        aliases = name, *parameter.aliases
+        rules, aliases = stated_rule(name, texts[name]) or stated, (name, *parameter.aliases)
         first = None if stated is None else stated.stated_shapes(name)
-        found = None if own is None else _slices(own, aliases, parameter.shape, tp, auto, first)
-        if found is None:
-            uneven.append(f"{name} {list(parameter.shape)} ({texts[name]})")
-            continue
-        shapes, cuts[name] = found
-        for row, shape in zip(rows, shapes, strict=True):
-            row[name] = shape or ()
-    if uneven:
+        own = None if rules is None else _slices(rules, aliases, parameter.shape, tp, auto, first)
+        if own is not None:
+            found[name] = own
+    shapes = {name: own.shape for name, own in source.parameters.items() if name not in found}
+    if uneven := [f"{name} {list(shape)} ({texts[name]})" for name, shape in shapes.items()]:
         raise UnsupportedCheckpoint(
             f"{source.root}: {counted(len(uneven), 'parameter')} cannot be cut evenly over {tp} "
             f"tensor ranks by the rules of the source: {listed(uneven, 4)}",
             hint="choose a --tp that divides the heads, the widths and the rows of the vocabulary",
         )
+    rows = [{name: own[rank] or () for name, (own, _) in found.items()} for rank in range(tp)]
+    cuts = {name: sliced for name, (_, sliced) in found.items()}
     table = Table(TENSOR_RANK, cuts, [Row(names, row) for row in rows])
     return table, split(whole, table), doubts
 

@@ -211,7 +211,8 @@ class UniversalInfo:
             raise InconsistentCheckpoint(f"{says}: the ranks hold {[list(s) for s in known]}")
         whole = _whole_shape(known, axis, outer, inner, says)
         is_row = (outer, inner) == (prod(whole[:axis]), prod(whole[axis + 1 :]))
-        return Sliced(whole, pieces, f"{axis}:{_text(widths)}" if is_row else "view")
+        text = ",".join(str(sum(part)) for part in widths)
+        return Sliced(whole, pieces, f"{axis}:{text}" if is_row else "view")
 
     def _widths(
         self, pattern: str, stated: Any, shapes: Sequence[tuple[int, ...]], axis: int, says: str
@@ -270,10 +271,6 @@ def info_for(info: Mapping[str, Any], ranks: int, whole: Iterable[str]) -> dict[
             if None not in (widths := [slicing.even(sum(part), ranks) for part in parts])
         }
     return changed
-
-
-def _text(widths: Sequence[Sequence[int]]) -> str:
-    return ",".join(str(sum(part)) for part in widths)
 
 
 def _whole_shape(
