@@ -26,7 +26,7 @@ from ...core.grid import Grid
 from ...core.grouping import by_key
 from ...core.missing_ranks import expecting
 from ...errors import IncompleteCheckpoint, InconsistentCheckpoint, listed
-from ...files.torchfile import Parsed
+from ...files.torchfile import Parsed, TorchFile
 from ..deepspeed_states.agreement import KINDS, place_of
 from ..deepspeed_states.directories import (
     BF16,
@@ -104,9 +104,10 @@ class GridFiles(Struct, frozen=True):
         """Those of all files."""
         return [*(path for rank in self.ranks for path in rank.paths), *self.layers.values()]
 
-    def layers_of(self, tp: int) -> dict[int, str]:
-        """The paths of one tensor rank's layers, in the order of the model."""
-        return {layer: path for (layer, rank), path in sorted(self.layers.items()) if rank == tp}
+    def layers_of(self, tp: int) -> dict[int, TorchFile]:
+        """The opened files of one tensor rank's layers, in the order of the model."""
+        paths = {layer: path for (layer, rank), path in sorted(self.layers.items()) if rank == tp}
+        return dict(zip(paths, open_files([*paths.values()], self.parsed), strict=True))
 
 
 def detect(path: str) -> list[str]:

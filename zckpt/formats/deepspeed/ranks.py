@@ -19,6 +19,7 @@ from ...errors import (
     brief,
     listed,
 )
+from ...files.torchfile import TorchFile
 from ..deepspeed_states.agreement import check_facts, check_models, for_each
 from ..deepspeed_states.directories import OPTIMIZER, TagDirectory, at_place, refuse
 from ..deepspeed_states.estimates import KEYS as ESTIMATES
@@ -27,7 +28,6 @@ from ..deepspeed_states.states import (
     dictionary,
     nested,
     open_files,
-    open_layers,
     stated_config,
     stated_stage,
     version_numbers,
@@ -44,7 +44,7 @@ OF_OPTIMIZERS = ("partition_count", "param_alignment_paddings", "overflow", "ds_
 def open_ranks(
     directory: TagDirectory,
     files: RankFiles,
-    layers: Mapping[int, str] | None = None,
+    layers: Mapping[int, TorchFile] | None = None,
 ) -> EngineStates:
     """What the files of all data ranks of one model rank say.
 
@@ -63,8 +63,7 @@ def open_ranks(
     pairs = zip(optimizers, tops, strict=True)
     states = [dictionary(file, top.get("optimizer_state_dict")) for file, top in pairs]
     if layers and model.get("param_shapes") is None:
-        shapes = shapes_of_stage(states, open_layers(layers, files.parsed))
-        model = {**model, "param_shapes": shapes}
+        model = {**model, "param_shapes": shapes_of_stage(states, layers)}
     version = version_of(model, tops[0], states[0])
     check_kind(directory, version, model, stated_config(model, tops[0]))
     _check_world(directory, model, states[0], files)

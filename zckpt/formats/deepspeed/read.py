@@ -27,7 +27,7 @@ from ...errors import MALFORMED, not_understood
 from ..deepspeed_states.agreement import check_names
 from ..deepspeed_states.directories import TagDirectory, refuse
 from ..deepspeed_states.manifest import manifest_of
-from ..deepspeed_states.states import EngineStates, open_files, open_layers
+from ..deepspeed_states.states import EngineStates, open_files
 from ..reading import USUAL, Reading
 from .files import SOME_STAGES, GridFiles, RankFiles, grid_files, locate
 from .flats import flat_buffers
@@ -99,8 +99,7 @@ def _models(files: GridFiles, ranks: Sequence[Manifest], step_policy: str | None
     for number in range(tp):
         stages = [replace(each, source={**each.source, **sizes}) for each in ranks[number::tp]]
         if files.layers:
-            layers = open_layers(files.layers_of(number), files.parsed)
-            models.append(joined_stages(stages, layers, step_policy))
+            models.append(joined_stages(stages, files.layers_of(number), step_policy))
         elif pp == 1:
             models += [replace(each, place=None) for each in stages]
         else:
@@ -154,9 +153,9 @@ def _opened(
     else:
         stages = []
         for rank in range(tp):
-            of_layers = open_layers(files.layers_of(rank), files.parsed)
-            stages.append(open_stages(directory, files.ranks[rank::tp], of_layers, reading, tied))
-        wholes = [(own.wholes[n], own.tied) for n in range(files.grid.pp) for own in stages]
+            of_rank, layers = files.ranks[rank::tp], files.layers_of(rank)
+            stages.append(open_stages(directory, of_rank, layers, reading, tied))
+        wholes = [(each.wholes[n], each.tied) for n in range(files.grid.pp) for each in stages]
     return [(whole.states, partial(manifest_of_whole, whole), keys) for whole, keys in wholes]
 
 

@@ -241,11 +241,6 @@ def in_user_order(shapes: ParameterShapes, states: EngineStates) -> ParameterSha
     return {names[place]: shapes[names[place]] for place in order}
 
 
-def open_layers(layers: Mapping[int, str], parsed: Parsed) -> dict[int, TorchFile]:
-    """The files of a pipeline's layers, by the numbers of the layers."""
-    return dict(zip(layers, open_files(list(layers.values()), parsed), strict=True))
-
-
 def open_files(paths: Sequence[str], parsed: Parsed) -> list[TorchFile]:
     """Files of torch.save, each opened once; equal pickles are parsed once."""
     new = _opened([path for path in paths if path not in parsed.files], parsed)
