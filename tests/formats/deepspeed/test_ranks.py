@@ -74,6 +74,8 @@ def test_lost_ranks_are_named() -> None:
     with pytest.raises(IncompleteCheckpoint) as raised:
         checked(FIRST, FIRST, LAST, LAST, mp_world_size=6)
     assert [*raised.value.paths] == [f"/run/tag/mp_rank_0{n}_model_states.pt" for n in (4, 5)]
+    with pytest.raises(IncompleteCheckpoint, match="4 of 1000"):  # huge by damage, it costs nothing
+        checked(FIRST, FIRST, LAST, LAST, mp_world_size=10**20)
 
 
 def test_arguments_of_programs() -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from itertools import islice, product
+from itertools import islice
 
 from msgspec import Struct, field
 
@@ -166,7 +166,8 @@ def grid_files(directory: TagDirectory, written: Grid | None = None) -> GridFile
     tp = len(ranks)
     if layers:
         tp, numbers = 1 + max(tp for _, tp in layers), sorted({layer for layer, _ in layers})
-        need_files(directory, LAYER, found, product(numbers, range(tp)))
+        places = ((layer, rank) for layer in numbers for rank in range(tp))
+        need_files(directory, LAYER, found, places)
     elif of_experts and tp > 1:  # stages have other parameters
         names = _parameters(ranks)
         alike = names.count(names[0])

@@ -33,7 +33,7 @@ from ..deepspeed_states.states import (
     version_numbers,
     version_of,
 )
-from .files import GridFiles, RankFiles
+from .files import MOST, GridFiles, RankFiles
 from .model_ranks.layer_names import untied_layers
 from .model_ranks.pipeline import shapes_of_stage
 
@@ -157,7 +157,8 @@ def _check_count(
 ) -> None:
     """Raises unless there are files of as many ranks as a model file states; `named` names them."""
     if isinstance(stated, int) and stated > found:
-        expected = [named(rank) for rank in range(found, stated)]
+        # a damaged number may be huge
+        expected = [named(rank) for rank in range(found, min(stated, found + MOST))]
         raise IncompleteCheckpoint(
             f"{directory.path} holds {what.format(f'{found} of {stated}')}",
             hint=expecting(expected[-1]),
