@@ -144,8 +144,9 @@ class _Layers:
                 )
         for stage, span in zip(self.stages, self.spans, strict=True):
             uses: dict[str, int] = {}
-            for number in sorted(self.tied.keys() & {*span}):
-                uses.setdefault(self.tied[number], number)
+            for number, key in self.tied.items():
+                if number in span:
+                    uses.setdefault(key, number)
             for names in _in_order(stage):
                 first = [uses[key] for key in of_tied(dict.fromkeys(names)) if key in uses]
                 if first != sorted(first):
