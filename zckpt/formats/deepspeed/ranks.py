@@ -212,20 +212,21 @@ def check_grid(directory: TagDirectory, files: GridFiles, ranks: Sequence[Engine
                     hint="files of layers may be missing, or of another save: copy all files again",
                 )
         else:
-            _check_names(directory, ranks, number, number - number % files.grid.tp)
+            _check_names(directory, ranks, number, files.grid.tp)
     # Megatron-DeepSpeed's arguments
     refuse_other_writers(directory.path, [arguments(rank.model).get("rank") for rank in ranks])
     _check_stages(directory, ranks[:: files.grid.tp], files.grid.tp)
 
 
 def _check_names(
-    directory: TagDirectory, ranks: Sequence[EngineStates], number: int, first: int
+    directory: TagDirectory, ranks: Sequence[EngineStates], number: int, tp: int
 ) -> None:
     """Older files state no sizes: tensor ranks have the parameters of the first one of a stage."""
+    stage, first = number // tp, number - number % tp
     if odd := sorted(_parameters(ranks[number]) ^ _parameters(ranks[first])):
         raise InconsistentCheckpoint(
             f"{directory.path}: model rank {number} must have the parameters of model rank "
-            f"{first}, of which it has slices, but they differ in {listed(odd, 4)}",
+            f"{first}, as both are of stage {stage}, but they differ in {listed(odd, 4)}",
             hint="files of two ranks may be swapped, or of another save: copy all files again; or "
             "those of a pipeline's layers are missing (layer_NN-model_states.pt)",
         )
