@@ -27,7 +27,8 @@ from msgspec import Struct, field
 from ..errors import CorruptCheckpoint, SourceChanged, ZckptError
 from . import elsewhere
 
-P, T = ParamSpec("P"), TypeVar("T")
+P = ParamSpec("P")
+T = TypeVar("T")
 LOOKS = 9  # in a folder from which something is removed at each
 
 # nothing is there: a path without a file, through a file, through links in a circle, too long

@@ -6,6 +6,7 @@
     options.py     all options that formats declare
     template.py    what a source has for each parameter of the run of --like
     vocabulary.py  rows of a vocabulary that a target has more or fewer of
+    ranks.py       whether there is a file of each rank
     groups.py      the groups that a target's optimizer expects
     strangers.py   what an optimizer has beside the states of its parameters
     private.py     how reports call what only one format's files can hold

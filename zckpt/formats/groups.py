@@ -10,6 +10,7 @@ trainer's own scheduler file.
 from __future__ import annotations
 
 import fnmatch
+import json
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -164,15 +165,7 @@ def _scheduler_of(item: Sibling) -> dict[str, Any] | None:
     """The state in a trainer's scheduler file; None if it has more than plain values."""
     try:
         value = TorchFile(item.path).value
-    except ZckptError:
+        json.dumps(value)
+    except (ZckptError, TypeError, ValueError):
         return None
-    plain = isinstance(value, dict) and all(map(_is_plain, value.values()))
-    return value if plain else None
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(map(_is_plain, value.values()))
-    if isinstance(value, (list, tuple)):
-        return all(map(_is_plain, value))
-    return value is None or type(value) in (bool, int, float, str)
+    return value if isinstance(value, dict) else None

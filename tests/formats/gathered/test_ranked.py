@@ -250,7 +250,7 @@ class TestShardedTensors:
                 errors.InconsistentCheckpoint,
                 "pieces of w overlap",
             ),
-            ([[((5, 0), WHOLE[:4])], []], errors.CorruptCheckpoint, "malformed sharded tensor"),
+            ([[((5, 0), WHOLE[:4])], []], errors.InconsistentCheckpoint, "outside of its shape"),
             (
                 [[((0, 0), WHOLE)], [((0, 0), WHOLE + 1)]],
                 errors.InconsistentCheckpoint,

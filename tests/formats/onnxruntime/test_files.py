@@ -99,7 +99,7 @@ class TestRefused:
         folder = files.write(make("fp16"), tmp_path / "source", 2, "hdf5")
         with h5py.File(folder / "checkpoint.rank0.ortcp", "a") as file:
             file["trainer_options/world_size"][...] = 1 << 50
-        refused("CorruptCheckpoint", "ranks")
+        refused("CorruptCheckpoint", "trainer_options", "world_size")
         path = tmp_path / "other" / "x.ZeRO.0.99999999999999.ort.pt"
         path.parent.mkdir()
         shutil.copy(REAL / "ORT_checkpoint.ort.pt", path)

@@ -79,7 +79,7 @@ class TestRefused:
         folder = files.write(make("fp32"), tmp_path / "source", 1, "hdf5")
         with h5py.File(folder / "checkpoint.ortcp", "a") as file:
             file[f"trainer_options/{name}"][...] = 1 << 43
-        refused("CorruptCheckpoint", "more than")
+        refused("CorruptCheckpoint", "trainer_options", name)
 
     def test_ranks_of_two_runs(self, refused: Any, tmp_path: Path) -> None:
         folder = files.write(make("fp16"), tmp_path / "source", 2, "hdf5")
@@ -190,7 +190,7 @@ class TestDamage:
         with h5py.File(path, "r+") as file:
             del file["trainer_options/mixed_precision"]
             file["trainer_options/mixed_precision"] = 0
-        with pytest.raises(errors.CorruptCheckpoint, match="mixed_precision is 0"):
+        with pytest.raises(errors.CorruptCheckpoint, match=r"trainer_options: .*mixed_precision"):
             zckpt.read(folder)
 
     def test_tensors_that_share_bytes(self, folder: Path) -> None:

@@ -85,14 +85,45 @@ def test_names_in_the_modules_order_fit_in_one_way(
         with pytest.raises(errors.MissingData, match="does not show the order") as raised:
             match(orders, names, in_order=False)
         assert "names.txt" in raised.value.hint
-        if len(ways) == 1:
+        refused = ""
+        try:
             matched = match(orders, names, in_order=True)
-            assert matched.names == ways[0]
-            assert matched.inferred
+        except errors.MissingData as error:
+            refused = error.message
+        if refused:
+            assert not ways or "in several ways" in refused
+            # a few groups that are interwoven have one way alone, and need names nevertheless
+            assert len(ways) != 1 or sum(map(bool, orders)) > 1
         else:
-            with pytest.raises(errors.MissingData) as raised:
-                match(orders, names, in_order=True)
-            assert not ways or f"in {len(ways)} ways" in raised.value.message
+            assert [matched.names] == ways
+            assert matched.inferred
+
+
+@pytest.mark.parametrize(
+    ("orders", "shapes_of_names", "found"),
+    [
+        ([[A, A], [None, A]], [A, A, B, A], ["01", "23"]),
+        ([[A, B], [B, A]], [B, A, B, A], ["12", "03"]),
+        ([[A, C], [A, B]], [B, A, A, B, C], None),
+    ],
+)
+def test_groups_narrow_each_other(
+    orders: list[list[Any]], shapes_of_names: list[Any], found: list[str] | None
+) -> None:
+    names = [(str(place), shape) for place, shape in enumerate(shapes_of_names)]
+    ways = list(every_way(orders, names))
+    if found is None:
+        with pytest.raises(errors.MissingData, match="in several ways"):
+            match(orders, names, in_order=True)
+        assert len(ways) > 1
+    else:
+        assert [match(orders, names, in_order=True).names] == [[[*own] for own in found]] == ways
+
+
+def test_shapes_that_occur_once_may_be_in_any_order() -> None:
+    """Beside a group that only the order of the module shows."""
+    names = [("a", A), ("b", B), ("c", C), ("d", A)]
+    assert match([[C, B], [A, A]], names, in_order=True).names == [["c", "b"], ["a", "d"]]
 
 
 def test_inferred_are_those_that_another_could_be() -> None:
@@ -143,7 +174,7 @@ def test_names_in_the_modules_order_are_refused() -> None:
 
 def test_names_of_the_optimizer_alone() -> None:
     names = [("a", A), ("frozen", A), ("b", A), ("c", C)]
-    with pytest.raises(errors.MissingData, match="in 3 ways"):
+    with pytest.raises(errors.MissingData, match="in several ways"):
         match([[A, A], [C]], names, True)
     matched = match([[A, A], [C]], names, True, param_names=["a", "b", "c"])
     assert matched == ([["a", "b"], ["c"]], [])
@@ -205,10 +236,10 @@ def test_large_models_take_milliseconds() -> None:
     assert matched[2] == ["embedding", "head"]
 
 
-def test_a_search_that_has_no_end_is_given_up() -> None:
+def test_groups_of_many_equal_layers_take_no_time() -> None:
     names = model(200)
     shapes = [shape for _, shape in names]
     started = time.process_time()
-    with pytest.raises(errors.MissingData, match="in very many ways"):
+    with pytest.raises(errors.MissingData, match="in several ways"):
         match([shapes[:1000], shapes[1000:1500], shapes[1500:]], names, True)
     assert time.process_time() - started < 10

@@ -141,8 +141,8 @@ def no_group(document: Document) -> None:
     [
         (lost_parameter, "no parameter and no buffer: fc1.weight"),
         (other_shape, "other shapes than their parameters: fc1.weight"),
-        (lost_weights, "no weights of fc1.weight"),
-        (parameter_and_buffer, "fc1.weight: a parameter and a buffer"),
+        (lost_weights, "no weights of: fc1.weight"),
+        (parameter_and_buffer, "a parameter and a buffer have one name: fc1.weight"),
         (alias_of_two, "names of others too: fc2.weight"),
         (frozen_with_states, "frozen parameters have states of an optimizer: fc1.weight"),
         (step_is_text, "steps are not numbers"),

@@ -6,7 +6,6 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import cache, partial
-from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -33,6 +32,7 @@ from ..statedict.keys import ADAPTER, RANKS, own_key
 from ..statedict.read import manifest
 from ..statedict.stated import checked
 from ..statedict.tree import (
+    MAX_LIST,
     InPieces,
     Leaf,
     Path,
@@ -48,6 +48,7 @@ from ..statedict.tree import (
     lost_number,
     number_of,
     piece_of,
+    put,
     solid_piece,
 )
 from ..statedict.weights import weights_of
@@ -65,7 +66,6 @@ from .files import (
 )
 from .rest import read_rest
 
-MAX_LIST = 1_000_000  # elements of all lists
 FIELDS = {"planner_data", "storage_meta", "version", "zckpt"}  # that describe no item
 
 
@@ -178,7 +178,7 @@ class _FolderReader:
                     name = os.path.relpath(table.folder, saved.root)
                     saved.left_out.append(f"{name}: {dotted(path)}, which {MODEL}/ has otherwise")
                 continue
-            room = _put(saved.tree, path, value, room)
+            room = put(saved.tree, path, value, room)
         saved.files += sorted(self.files.sizes)
         self._remark()
 
@@ -317,32 +317,3 @@ def _are_equal(value: Any, known: Any) -> bool:
         for each in (value, known)
     ]
     return type(values[0]) in (*PLAIN, Scalar) and values[0] == values[1]
-
-
-def _put(tree: Any, path: tuple[Any, ...], value: Any, room: int) -> int:
-    """Sets the value at a path; an integer in the path is a place in a list.
-
-    All lists together may grow by `room` elements. Returns what is left of that.
-    """
-    container = tree
-    for key, following in pairwise((*path, None)):
-        if not isinstance(container, (dict, list)) or (
-            isinstance(container, list) and type(key) is not int
-        ):
-            raise CorruptCheckpoint(
-                f"{METADATA} names {'.'.join(map(str, path))} inside of a value that has no keys"
-            )
-        if isinstance(container, list):
-            room -= max(0, key + 1 - len(container))
-            if key < 0 or room < 0:
-                raise CorruptCheckpoint(f"{METADATA} names place {key} of a list")
-            container.extend([None] * (key + 1 - len(container)))
-        known = container[key] if isinstance(container, list) else container.get(key)
-        if following is None and known is not None:
-            raise CorruptCheckpoint(f"{METADATA} names two values {'.'.join(map(str, path))}")
-        if following is None:
-            container[key] = value
-        elif known is None:
-            container[key] = [] if type(following) is int else {}
-        container = container[key]
-    return room

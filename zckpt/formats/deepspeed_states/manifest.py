@@ -64,6 +64,7 @@ def manifest_of(
     place = step_place(ranks, buffers)
     partitions, unread = states_of_partitions(ranks, buffers, tensors.entries)
     numbers, strange = strangers_of(ranks)
+    differing_values = of_ranks(ranks)
     return Manifest(
         root=ranks.directory.path,
         format=format,
@@ -88,7 +89,7 @@ def manifest_of(
         step_place=place,
         state=_state(ranks, tensors, {PARTITIONS: partitions, **numbers}),
         replicas=tuple(tensors.replicas),
-        of_ranks=of_ranks(ranks),
+        of_ranks=differing_values,
         layout=layout(ranks),
         entries=tensors.entries,
         parameters=tensors.parameters,
@@ -99,7 +100,7 @@ def manifest_of(
         siblings=tuple(beside.files),
         unread=(*unread, *strange),
         left_out=tuple(
-            own_client_state(ranks)
+            own_client_state(differing_values)
             + beside.left_out
             + [f"{name}: a second name of a weight that was left out of the save" for name in alone]
         ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from operator import itemgetter
 from typing import Any
 
@@ -36,6 +36,7 @@ SCALING = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale
 OF_SIZES = ("dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions")
 OF_PARTITIONS = ("group_paddings", "partition_count", "zero_stage")
 SLICES = "param_slice_mappings"
+CLIENT = "client_state."
 
 
 def optimizer_values(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -54,12 +55,8 @@ def model_values(model: Mapping[str, Any]) -> dict[str, Any]:
         "module_extra": {name: value for name, value in module.items() if is_extra(name, value)},
         "data_sampler": model.get("data_sampler"),
         "random_ltd": model.get("random_ltd"),
-        "client_state": _client_state(model),
+        "client_state": {key: own for key, own in model.items() if key not in ENGINE_KEYS},
     }
-
-
-def _client_state(model: Mapping[str, Any]) -> dict[Any, Any]:
-    return {key: value for key, value in model.items() if key not in ENGINE_KEYS}
 
 
 def of_ranks(ranks: EngineStates) -> dict[str, dict[str, Any]]:
@@ -115,22 +112,14 @@ def _values_by_key(model: Mapping[str, Any]) -> dict[str, Any]:
     """What a model file holds beside weights, each of the user's values by itself."""
     values = model_values(model)
     own = values.pop("client_state")
-    return {**values, **{f"client_state.{key}": value for key, value in own.items()}}
+    return {**values, **{f"{CLIENT}{key}": value for key, value in own.items()}}
 
 
-def own_client_state(ranks: EngineStates) -> list[str]:
-    """Client state in which stage-3 ranks differ from rank 0, whose own is kept."""
-    first = _client_state(ranks.model)
-    own: set[str] = set()
-    for file in ranks.models[1:]:
-        if file.value is not ranks.model:
-            other = _client_state(file.value)
-            own |= {
-                str(key)
-                for key in first.keys() | other.keys()
-                if comparable(first.get(key)) != comparable(other.get(key))
-            }
-    return [f"client_state {key!r} of ranks other than 0" for key in sorted(own)]
+def own_client_state(differing: Mapping[str, Iterable[str]]) -> list[str]:
+    """Lines of client state in which ranks differ from rank 0, whose own is kept."""
+    keys = {key for values in differing.values() for key in values}
+    own = sorted(key.removeprefix(CLIENT) for key in keys if key.startswith(CLIENT))
+    return [f"client_state {key!r} of ranks other than 0" for key in own]
 
 
 # -- what optimizer files hold that the engine does not write: a program may put it there, or an

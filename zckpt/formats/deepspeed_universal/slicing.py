@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypedDict
+
+from msgspec import convert
 
 from ...core.inert import Foreign
 from ...core.manifest import Manifest
 from ...core.placement import SUM
-from ...errors import CorruptCheckpoint, InconsistentCheckpoint, MissingData, UnsupportedCheckpoint
+from ...errors import InconsistentCheckpoint, MissingData, UnsupportedCheckpoint
 from ...naming.patterns import INFO, fields_of
 from ...naming.tensor_rules import rule_in
 from ..deepspeed_states.target import DeepSpeedTarget
@@ -28,6 +30,12 @@ from .files import VIEW, SliceInfo
 
 VOCABULARY = "vocab_tensor"
 PIECES = ("view", "affine_map")  # rules whose text does not say what the pieces are
+
+
+class Vocabulary(TypedDict):
+    rows: int
+    used: int
+
 
 Shape = tuple[int, ...]
 Facts = Mapping[str, Any]
@@ -224,7 +232,10 @@ def facts_of(stated: Any, patterns: Mapping[str, Any], shapes: Mapping[str, Shap
     `patterns` there. The files of tensors do not say enough: those of AutoTP name no dimension.
     """
     if stated is not None:
-        return _checked(stated)
+        return {
+            "rules": convert(stated["rules"], dict[str, str]),
+            "vocabulary": convert(stated["vocabulary"], dict[str, Vocabulary]),
+        }
     if not any(key.endswith("_patterns") or key.startswith("parameter_") for key in patterns):
         return None
     infos = {name: info_of_patterns(patterns, name, shape) for name, shape in shapes.items()}
@@ -235,15 +246,3 @@ def facts_of(stated: Any, patterns: Mapping[str, Any], shapes: Mapping[str, Shap
         "rules": {name: rule_of(info, shapes[name]) for name, info in infos.items()},
         "vocabulary": {n: {"rows": max(rows, own), "used": own} for n, own in used.items()},
     }
-
-
-def _checked(stated: Any) -> Facts:
-    """Rules from a file, if they have the form that the writer gives them."""
-    rules, vocabulary = stated.get("rules"), stated.get("vocabulary")
-    texts = [*rules, *rules.values(), *vocabulary]
-    numbers = [about[key] for about in vocabulary.values() for key in ("rows", "used")]
-    if not all(isinstance(text, str) for text in texts) or not all(
-        isinstance(number, int) for number in numbers
-    ):
-        raise CorruptCheckpoint("the rules of tensor ranks are not in the form that zckpt writes")
-    return {"rules": rules, "vocabulary": vocabulary}

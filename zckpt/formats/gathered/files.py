@@ -287,7 +287,9 @@ def slices(path: str) -> list[str]:
     names = _names(path) if is_folder else [os.path.basename(path)]
     if not any(counted(name, ".safetensors") for name in names) or "model" in _whole(names):
         return []
-    return items.slices(path, names) if is_folder else items.slices_beside(path, _beside(path))
+    if is_folder:
+        return items.slices(path, names)
+    return items.slices(os.path.dirname(path), [*names, *_beside(path)], names[0])
 
 
 def _beside(path: str) -> list[str]:
@@ -341,9 +343,10 @@ def locate(path: str) -> StateDictFiles:
 
 def _of_item(path: str) -> StateDictFiles | None:
     """The files of all ranks of an item, of which one file is given; None if it is no such file."""
-    if counted(os.path.basename(path), ".pt") is None:
+    folder, name = os.path.split(path)
+    if counted(name, ".pt") is None:
         return None
-    paths = items.parts_beside(path, _beside(path))
+    paths = items.parts(folder, [name, *_beside(path)], name)
     return StateDictFiles(ranks=paths, items=True) if paths else None
 
 

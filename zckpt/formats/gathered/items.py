@@ -33,12 +33,13 @@ Items = dict[str | None, dict[int, str]]
 """Paths by item and rank."""
 
 
-def parts(folder: str, names: Sequence[str]) -> Items:
+def parts(folder: str, names: Sequence[str], of: str | None = None) -> Items:
     """The files of torch.save of all items, if one of these is distributed over ranks; else empty.
 
-    Other items are those of the same ranks. What a program numbered otherwise is its own.
+    Other items are those of the same ranks. What a program numbered otherwise is its own. If `of`
+    names one file, its item alone counts.
     """
-    items = _by_item(folder, names, ".pt")
+    items = _by_item(folder, names, ".pt", of)
     first = next((item for item in _likeliest(items) if _is_distributed(items[item])), None)
     if first is None:
         return {}
@@ -50,26 +51,13 @@ def parts(folder: str, names: Sequence[str]) -> Items:
     }
 
 
-def parts_beside(path: str, names: Sequence[str]) -> Items:
-    """The files of all ranks of the item of one file, if parts of tensors are in it; else empty.
+def slices(folder: str, names: Sequence[str], of: str | None = None) -> list[str]:
+    """The safetensors files of the likeliest item whose files are slices, by rank; or none.
 
-    `names` are those of the files in its folder.
+    If `of` names one file, it is that of this file.
     """
-    if not _is_distributed({0: path}):
-        return {}
-    return _beside(path, names, ".pt")
-
-
-def slices(folder: str, names: Sequence[str]) -> list[str]:
-    """The safetensors files of the likeliest item whose files are slices, by rank; or none."""
-    items = _by_item(folder, names, ".safetensors")
+    items = _by_item(folder, names, ".safetensors", of)
     return next((files for item in _likeliest(items) if (files := _slices_of(items[item]))), [])
-
-
-def slices_beside(path: str, names: Sequence[str]) -> list[str]:
-    """The files of all ranks if one safetensors file is a slice; or none."""
-    (paths,) = _beside(path, names, ".safetensors").values()
-    return _slices_of(paths)
 
 
 def said_of(files: Sequence[str]) -> str:
@@ -92,21 +80,13 @@ def refusal(path: str, files: Sequence[str]) -> UnsupportedCheckpoint:
     return UnsupportedCheckpoint(f"{path}: {said_of(files)}", hint=hint)
 
 
-def _by_item(folder: str, names: Iterable[str], ending: str) -> Items:
+def _by_item(folder: str, names: Iterable[str], ending: str, of: str | None) -> Items:
+    places = {name: place for name in names if (place := counted(name, ending))}
     items: Items = {}
-    for name in names:
-        if place := counted(name, ending):
-            items.setdefault(place[0], {})[place[1]] = os.path.join(folder, name)
+    for name, (item, rank) in places.items():
+        if of is None or item == places[of][0]:
+            items.setdefault(item, {})[rank] = os.path.join(folder, name)
     return items
-
-
-def _beside(path: str, names: Sequence[str], ending: str) -> Items:
-    """The files of the item of one file."""
-    folder, name = os.path.split(path)
-    place = counted(name, ending)
-    assert place is not None
-    item = place[0]
-    return {item: _by_item(folder, [name, *names], ending)[item]}
 
 
 def _likeliest(items: Items) -> list[str]:

@@ -1,20 +1,21 @@
 """One optimizer's state from the local states of ZeroRedundancyOptimizer's ranks.
 
 Every rank's optimizer has whole tensors of the parameters that it owns, under numbers of its own
-that start at 0. py says which rank owns which parameter.
+that start at 0. The optimizer deals parameters to ranks by their sizes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, count, groupby, islice
 from math import prod
 from typing import Any
 
 from ...core import agreement
-from ...errors import InconsistentCheckpoint, MissingData
+from ...errors import InconsistentCheckpoint, MissingData, counted
 from ...files.torchfile import Tensor, TorchFile
 from ...training import steps
+from ..ranks import MIXED
 from ..statedict.tree import Leaf, SavedTree, leaves
 from . import distributed, ranked
 
@@ -31,12 +32,9 @@ def is_local(files: Mapping[int, TorchFile]) -> bool:
         return False
     if len(values) == 1:  # sorted by size, which may be chance; then the order matters less
         return all(_is_sorted(values[0]["state"], group) for group in values[0]["param_groups"])
-    numels = [[_numel(state) for state in value["state"].values()] for value in values]
-    if any((m, n) != (members[0], numels[0]) for m, n in zip(members, numels, strict=True)):
-        return True
-    # the same numbers and sizes on every rank: copies of one state, or parts of equal sizes
-    texts = {ranked.text(file.value["state"], file) for file in files.values()}
-    return len(texts) > 1
+    # the same on every rank are copies of one state
+    states = zip(members, values, files.values(), strict=True)
+    return len({ranked.text([own, value["state"]], file) for own, value, file in states}) > 1
 
 
 def _is_sorted(state: Mapping[int, Any], group: Mapping[str, Any]) -> bool:
@@ -77,54 +75,40 @@ def _owners_by_names(
 
     Their sizes are the model's then, and no state is needed.
     """
-    counts = [
-        [len(group["params"]) for group in file.value["param_groups"]] for file in files.values()
-    ]
     names = list(param_names or ())
+    parts = [[group["params"] for group in file.value["param_groups"]] for file in files.values()]
+    sizes = [sum(map(len, own)) for own in zip(*parts, strict=True)]
     shapes = next((s for s in _shapes(saved.tree) if s.keys() >= set(names)), {})
-    if len(names) != sum(map(sum, counts)) or not shapes or len(set(map(len, counts))) > 1:
+    if len(names) != sum(sizes) or not shapes:
         return None
-    sizes = [sum(each) for each in zip(*counts, strict=True)]
-    of_group = [
-        names[stop - size : stop] for size, stop in zip(sizes, accumulate(sizes), strict=True)
+    numels = [
+        [prod(shapes[name]) for name in names[stop - size : stop]]
+        for size, stop in zip(sizes, accumulate(sizes), strict=True)
     ]
-    numels = [[prod(shapes[name]) for name in group] for group in of_group]
-    owners = [[(0, 0)] * size for size in sizes]
-    for rank, parts in enumerate(partition(numels, len(files))):
-        for group, part in enumerate(parts):
-            if len(part) != counts[rank][group]:
-                raise InconsistentCheckpoint(
-                    f"{files[rank].path} holds {counts[rank][group]} parameters of group "
-                    f"{group}, but ZeroRedundancyOptimizer gives {len(part)} of the names in "
-                    f"--param-names to rank {rank}",
-                    hint="list them in the order of the optimizer: group after group",
-                )
-            for position, place in enumerate(part):
-                owners[group][place] = rank, position
-    return owners
+    unknown = [[[None] * len(own) for own in rank] for rank in parts]
+    hint = "list the names of --param-names in the order of the optimizer: group after group"
+    return dealt(numels, unknown, [file.path for file in files.values()], hint)
 
 
 def _owners_by_size(saved: SavedTree, files: Mapping[int, TorchFile]) -> list[list[OwnedParameter]]:
     """Every group's parameters, the largest first; equal ones are in the program's order."""
-    numels = [
+    ranks = [
         [
             [_numel_of(file, number) for number in group["params"]]
             for group in file.value["param_groups"]
         ]
         for file in files.values()
     ]
-    try:
-        owners = dealt(numels)
-    except InconsistentCheckpoint as error:
-        raise InconsistentCheckpoint(f"{saved.root}: {error.message}", error.hint) from error
-    saved.orders = orders = []
-    first = 0
-    for place, order in enumerate(owners):
-        sizes = [numels[rank][place][position] for rank, position in order]
-        for start, stop in runs(sizes):
-            orders.append(list(range(first + start, first + stop)))
-        first += len(order)
-    return owners
+    numels = [sorted(chain(*own), reverse=True) for own in zip(*ranks, strict=True)]
+    numbers = count()
+    saved.orders = [
+        list(islice(numbers, len([*equal]))) for group in numels for _, equal in groupby(group)
+    ]
+    hint = (
+        "is a rank's file of another save, or was the partition the program's own "
+        "(overlap_with_ddp)? consolidate_state_dict() gives files without ranks"
+    )
+    return dealt(numels, ranks, [file.path for file in files.values()], hint)
 
 
 def _numel_of(file: TorchFile, number: int) -> int:
@@ -165,7 +149,7 @@ def _check_alike(files: Mapping[int, TorchFile], step_policy: str | None) -> Non
         if texts[rank] != texts[0]:
             raise InconsistentCheckpoint(
                 f"{file.path} and {files[0].path} have different hyper-parameters",
-                hint=distributed.MIXED,
+                hint=MIXED,
             )
     last = [(file.path, step) for file in files.values() if (step := _last_step(file))]
     if step_policy != agreement.KEEP:
@@ -199,48 +183,30 @@ def partition(groups: Sequence[Sequence[int]], world: int) -> list[list[list[int
     return parts
 
 
-def dealt(ranks: Sequence[Sequence[Sequence[int]]]) -> list[list[OwnedParameter]]:
-    """Every group's parameters in the order in which they were dealt, largest first.
+def dealt(
+    groups: Sequence[Sequence[int]],
+    ranks: Sequence[Sequence[Sequence[int | None]]],
+    files: Sequence[str],
+    hint: str,
+) -> list[list[OwnedParameter]]:
+    """The owner of every parameter of every group; `groups` are the numels of each.
 
-    `ranks[rank][group]` lists numels in the order of the rank's local numbers. Raises
-    InconsistentCheckpoint, which names rank and group, for lists that the rule never gives.
+    `ranks[rank][group]` lists numels in the order of a rank's local numbers, None if they are not
+    known. Raises InconsistentCheckpoint, which names the rank's file and the group, for lists that
+    the rule does not give.
     """
-    if len({len(groups) for groups in ranks}) > 1:
-        counts = ", ".join(str(len(groups)) for groups in ranks)
-        raise InconsistentCheckpoint(f"ranks have different numbers of parameter groups: {counts}")
-    sizes = [0] * len(ranks)
-    orders: list[list[OwnedParameter]] = []
-    for group in range(len(ranks[0])):
-        numels = [groups[group] for groups in ranks]
-        taken = [0] * len(ranks)
-        order: list[OwnedParameter] = []
-        before: int | None = None
-        for _ in range(sum(map(len, numels))):
-            rank = sizes.index(min(sizes))
-            if taken[rank] == len(numels[rank]):
-                more = next(r for r, each in enumerate(numels) if taken[r] < len(each))
+    owners = [[(0, 0)] * len(numels) for numels in groups]
+    for rank, parts in enumerate(partition(groups, len(ranks))):
+        for group, part in enumerate(parts):
+            numels, own = [groups[group][place] for place in part], ranks[rank][group]
+            alike = len(own) == len(numels)
+            if not alike or any(a not in (None, b) for a, b in zip(own, numels, strict=True)):
                 raise InconsistentCheckpoint(
-                    f"group {group}: by the rule of ZeroRedundancyOptimizer over {len(ranks)} "
-                    f"ranks, rank {rank} should own the next parameter, but rank {more} does",
-                    hint="is a rank's file of another save, or was the partition the program's own "
-                    "(overlap_with_ddp)? consolidate_state_dict() gives files without ranks",
+                    f"{files[rank]} has {counted(len(own), 'parameter')} of group {group}, but by "
+                    f"the rule of ZeroRedundancyOptimizer, the largest first, rank {rank} of "
+                    f"{len(ranks)} has {len(numels)}" + (" of other sizes" if alike else ""),
+                    hint=hint,
                 )
-            numel = numels[rank][taken[rank]]
-            if before is not None and numel > before:
-                raise InconsistentCheckpoint(
-                    f"group {group}: rank {rank} owns a parameter of {numel} elements after one of "
-                    f"{before} elements, but ZeroRedundancyOptimizer deals the largest first",
-                    hint="files of different saves seem to be mixed; take those of one save",
-                )
-            order.append((rank, taken[rank]))
-            taken[rank] += 1
-            sizes[rank] += numel
-            before = numel
-        orders.append(order)
-    return orders
-
-
-def runs(numels: Sequence[int]) -> list[tuple[int, int]]:
-    """Ranges [start, stop) of equal numel: these parameters are in the program's own order."""
-    cuts = [place for place in range(1, len(numels)) if numels[place] != numels[place - 1]]
-    return list(pairwise([0, *cuts, len(numels)])) if numels else []
+            for position, place in enumerate(part):
+                owners[group][place] = rank, position
+    return owners

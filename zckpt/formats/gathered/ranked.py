@@ -16,20 +16,13 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ...core import agreement, sources
-from ...core.dtypes import SIZES
-from ...core.facts import MAX_DP
 from ...core.grouping import by_key
 from ...core.inert import Scalar, types_in
-from ...core.missing_ranks import missing_ranks
-from ...errors import (
-    CorruptCheckpoint,
-    IncompleteCheckpoint,
-    InconsistentCheckpoint,
-    UnsupportedCheckpoint,
-)
+from ...errors import IncompleteCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint
 from ...files.torchfile import Tensor, TorchFile, class_of
 from ...naming import peft
 from ...training import steps
+from ..ranks import MIXED, require_all
 from ..statedict.finding import MEMBERS
 from ..statedict.tree import (
     Leaf,
@@ -44,7 +37,6 @@ from ..statedict.tree import (
     piece_of,
 )
 from .distributed import (
-    MIXED,
     DistributedTensor,
     LocalPart,
     MeshCache,
@@ -58,7 +50,7 @@ ACCELERATE = "pytorch_model_fsdp"
 """How accelerate names files of whole models under FSDP: with `.bin`, `_1.bin` and so on."""
 
 
-Copies = tuple[Leaf, Sequence[LocalPart]]
+Copies = tuple[Leaf, Sequence[tuple[TorchFile, Tensor]]]
 """A tensor that no rank has cut: the first rank's, and those of the others."""
 
 
@@ -85,24 +77,10 @@ def merge(
 
 def refuse_missing(files: Mapping[int, TorchFile], world: int) -> None:
     """Raises IncompleteCheckpoint, which names the ranks without a file."""
-    some = files[min(files)].path
-    if max(files) >= world:
-        raise InconsistentCheckpoint(
-            f"{files[max(files)].path} is of rank {max(files)}, but {some} says that there are "
-            f"{world} ranks",
-            hint=MIXED,
-        )
-    if world > MAX_DP:
-        raise CorruptCheckpoint(f"{some} states {world} ranks")
-    missing = [rank for rank in range(world) if rank not in files]
-    if missing:
-        folder, name = os.path.split(some)
-        raise missing_ranks(
-            folder or ".",
-            missing,
-            reason=f"{name} is one of {world} ranks'",
-            hint="put all ranks' files into one directory",
-        )
+    folder, name = os.path.split(files[min(files)].path)
+    paths = {rank: file.path for rank, file in files.items()}
+    hint = "put all ranks' files into one directory"
+    require_all(paths, world, folder or ".", f"{name} is one of {world} ranks'", hint)
 
 
 def refuse_part(file: TorchFile) -> None:
@@ -216,23 +194,15 @@ class MergedRanks(Struct, eq=False):
 
     def _rank_0s(self, by_rank: dict[int, Any], path: Path) -> Any:
         """The first rank's value, which all others should have too."""
-        first = min(by_rank)
-        values = list(by_rank.values())
-        if {type(value) for value in values} == {Tensor}:
-            copies = [
-                LocalPart((), tensor.shape, tensor, self.files[rank])
-                for rank, tensor in by_rank.items()
-            ]
-            same = all(_same(copies[0], other) for other in copies[1:])
-            value: Any = replace(leaf(self.files[first], values[0]), sharded=False)
-            self.copies.append((value, copies[1:]))
-        else:
-            texts = (text(value, self.files[rank]) for rank, value in by_rank.items())
-            same = len(values) == 1 or len(set(texts)) == 1
-            value = leaves(self.files[first], values[0])
-        if not same:
+        first, *others = by_rank
+        value = leaves(self.files[first], by_rank[first])
+        if {type(each) for each in by_rank.values()} == {Tensor}:
+            value = replace(value, sharded=False)
+            self.copies.append((value, [(self.files[rank], by_rank[rank]) for rank in others]))
+        texts = (text(each, self.files[rank]) for rank, each in by_rank.items())
+        if others and len(set(texts)) > 1:
             self.different.append(path)
-            for rank in by_rank.keys() - {first}:
+            for rank in others:
                 file = self.files[rank]
                 own = self.of_ranks.setdefault(os.path.basename(file.path), {})
                 own[dotted(path)] = file.summary(by_rank[rank])
@@ -288,7 +258,8 @@ class MergedRanks(Struct, eq=False):
         for tensor in tensors.values():
             for part in tensor.parts:
                 known = parts.setdefault((part.offsets, part.sizes), part)
-                if known is not part and not _same(known, part):
+                both = (text(each.tensor, each.file) for each in (known, part))
+                if known is not part and len(set(both)) > 1:
                     raise InconsistentCheckpoint(
                         f"{name}: {known.file.path} and {part.file.path} hold different "
                         "values of the same elements",
@@ -313,28 +284,6 @@ def _leaf(name: str, whole: DistributedTensor, parts: Sequence[LocalPart]) -> Le
     views = [(part.offsets, part.tensor, part.file) for part in parts]
     memory, twin = identities(whole.dtype, whole.shape, views)
     return Leaf(whole.dtype, whole.shape, fragments, number, memory, twin, sharded=True)
-
-
-def _same(a: LocalPart, b: LocalPart) -> bool:
-    """Whether two parts have the same bytes, by their files' checksums if these suffice."""
-    ours, theirs = a.tensor, b.tensor
-    if (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
-        return False
-    if not ours.numel:
-        return True
-    alike = (ours.storage.start, ours.offset, ours.strides) == (
-        theirs.storage.start,
-        theirs.offset,
-        theirs.strides,
-    )
-    records = a.file.crc(ours), b.file.crc(theirs)
-    if alike and records[0] == records[1] and records[0][1] is not None:
-        return True
-    whole = all(record[0] == ours.numel * SIZES[ours.dtype] for record in records)
-    if alike and whole and None not in (records[0][1], records[1][1]):
-        return False
-    # a part of its storage, or saved without checksums
-    return a.file.crc_of_elements(ours) == b.file.crc_of_elements(theirs)
 
 
 def text(value: Any, file: TorchFile) -> str:

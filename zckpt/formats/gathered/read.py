@@ -53,7 +53,7 @@ def with_copies(path: str) -> Manifest:
     manifest, copies = read_tree(path, USUAL)
     entries = {id(entry.fragments): entry for entry in manifest.entries.values()}
     replicas = [
-        replace(entries[id(first.fragments)], fragments=leaf(part.file, part.tensor).fragments)
+        replace(entries[id(first.fragments)], fragments=leaf(*part).fragments)
         for first, parts in copies
         if id(first.fragments) in entries
         for part in parts

@@ -127,8 +127,8 @@ def optimizers_of(common: dict[Any, Any]) -> list[dict[Any, Any]]:
     return result
 
 
-def arguments(common: dict[Any, Any]) -> dict[str, Any]:
+def arguments(common: Any) -> dict[str, Any]:
     """The values of Megatron's command line; empty if the program saved none."""
-    namespace = common.get("args")
+    namespace = common.get("args") if isinstance(common, dict) else None
     state = namespace.state if isinstance(namespace, Foreign) else None
     return state if isinstance(state, dict) else {}

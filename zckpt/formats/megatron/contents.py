@@ -16,6 +16,7 @@ from ...core.manifest import Entry, Manifest, Parameter, Sibling, Sighting
 from ...core.merge import tensor
 from ...core.placement import Sliced, Table
 from ...core.siblings import BESIDE
+from ...core.weights import is_optimizers
 from ...errors import MissingData, UnsupportedCheckpoint, brief, counted, listed
 from ...files.dcpfile import ItemTable
 from ...files.torchfile import TorchFile
@@ -39,8 +40,8 @@ class Content(Struct, eq=False):
 
     `file` is that of the `common` state, whose tensors become entries; `args` are the run's
     arguments. `shapes` are those of all weights and buffers, `frozen` are weights without a state
-    of the optimizer although others have one, `slots` the optimizer's own. `sharding` says how its
-    state was sharded; None if it was not read. `keys` are those of the directory, with the number
+    of the optimizer although others have one. `sharding` says how its state was sharded; None if it
+    was not read. `keys` are those of the directory, with the number
     of axes in front of a parameter's own. `group_of` is the group of every parameter, if the files
     state it. `steps` are the steps that the ranks' files state.
     """
@@ -52,7 +53,6 @@ class Content(Struct, eq=False):
     entries: dict[str, Entry] = field(default_factory=dict)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     frozen: set[str] = field(default_factory=set)
-    slots: set[str] = field(default_factory=set)
     sharding: str | None = None
     files: list[str] = field(default_factory=list)
     records: list[Record] = field(default_factory=list)
@@ -75,7 +75,6 @@ class Content(Struct, eq=False):
             whole, *copies = tensor(name, held[name], table, self.folder)
             self.entries[name] = whole
             self.replicas += copies
-            self.slots |= {whole.slot} - {"param", "master"}
 
 
 def manifest_of(content: Content, step_policy: str | None) -> Manifest:
@@ -83,7 +82,8 @@ def manifest_of(content: Content, step_policy: str | None) -> Manifest:
 
     A `step_policy` that is a number also states the iteration, where the common state has none.
     """
-    common, shapes, slots = content.common, content.shapes, content.slots
+    common, shapes = content.common, content.shapes
+    slots = {entry.slot for entry in content.entries.values() if is_optimizers(entry.slot)}
     agreed_step(content.folder, content.steps, step_policy)
     step, place, sightings = stated_step(common, content.file, step_policy)
     args = content.args
@@ -93,9 +93,7 @@ def manifest_of(content: Content, step_policy: str | None) -> Manifest:
     frozen = content.frozen | ({*shapes} - trained)
     trainable = {name: shape for name, shape in known.items() if name not in frozen}
     groups = groups_of(common) if slots else []
-    group_of = content.group_of
-    if group_of is None:
-        group_of = members(groups, trainable, args)
+    group_of = content.group_of or members(groups, trainable, args)
     has_groups = bool(groups) and group_of is not None
     # the output layer is the embedding, if the arguments say so and no key has it
     is_tied = args.get(TIED) is False and OUTPUT not in shapes

@@ -27,22 +27,23 @@ from ...errors import (
     listed,
 )
 from ...files.dcpfile import names_any
-from .saving_program import WEIGHTS
+from .saving_program import WEIGHTS, small_file
 
 MARKER = "metadata.json"
 LATEST = "latest_checkpointed_iteration.txt"
 LEGACY = "model_optim_rng.pt"
 BACKEND = "torch_dist"
-OF_FSDP = (b"optimizer.param_to_group_meta.", b"rng_state.(")  # in keys; see fsdp.py
-OF_ITEMS = (b"_extra_state/shard_", b"common_state/shard_", b"rng_state/shard_")  # in keys
-MAX_TEXT = 1 << 16  # bytes of a file that says which checkpoint is meant, or of which kind it is
+OF_RANKS, OF_FSDP, UNMARKED = "mp_rank_*", "Megatron-FSDP's keys", f"no {MARKER}"
+"""Kinds that no marker names."""
+KEYS_OF_FSDP = (b"optimizer.param_to_group_meta.", b"rng_state.(")  # in keys; see fsdp.py
+KEYS_OF_ITEMS = (b"_extra_state/shard_", b"common_state/shard_", b"rng_state/shard_")  # in keys
 
 
 def detect(path: str) -> list[str]:
     """One empty tag for a checkpoint; the names of a run's iterations, or of the latest one."""
     if not sources.is_folder(path):
         return []
-    if is_checkpoint(path) or is_checkpoint(os.path.join(path, WEIGHTS)):
+    if kind_of(path) or kind_of(os.path.join(path, WEIGHTS)):
         return [""]
     tags, newest = iterations(path), latest(path)
     return [newest] if tags and newest is not None else tags
@@ -50,7 +51,7 @@ def detect(path: str) -> list[str]:
 
 def iterations(path: str) -> list[str]:
     """The folders of a run that have a checkpoint each, the oldest first."""
-    if not sources.is_folder(path) or is_checkpoint(path):
+    if not sources.is_folder(path) or kind_of(path):
         return []
     with os.scandir(path) as entries:
         names = [entry.name for entry in entries if not entry.name.startswith(".")]
@@ -74,20 +75,28 @@ def is_of_rank(name: str) -> bool:
 def _is_one_of_run(run: str, name: str) -> bool:
     """Whether a run has a checkpoint in the folder of this name."""
     if is_iteration(name):
-        return is_checkpoint(os.path.join(run, name))
+        return kind_of(os.path.join(run, name)) is not None
     return "sharded_backend" in _marker(os.path.join(run, name, WEIGHTS))
 
 
-def is_checkpoint(path: str) -> bool:
-    """Whether a folder has files of Megatron-Core, of a kind that zckpt reads or of another."""
+def kind_of(path: str) -> str | None:
+    """Of which kind Megatron-Core's files in a folder are; None for any other folder.
+
+    It is the --ckpt-format that the marker names, or one of the kinds above.
+    """
     if not sources.is_folder(path):
-        return False
-    return (
-        "sharded_backend" in _marker(path)
-        or is_legacy(path)
-        or is_fsdp(path)
-        or _lacks_marker(path)
-    )
+        return None
+    with os.scandir(path) as entries:
+        ranks = [entry.path for entry in entries if is_of_rank(entry.name)]
+    if any(sources.is_file(os.path.join(rank, LEGACY)) for rank in ranks):
+        return OF_RANKS
+    marker = _marker(path)
+    if not marker and names_any(path, KEYS_OF_FSDP):
+        return OF_FSDP
+    if "sharded_backend" in marker:
+        return str(marker["sharded_backend"])[:80]
+    lacks = not sources.is_file(os.path.join(path, MARKER)) and names_any(path, KEYS_OF_ITEMS)
+    return UNMARKED if lacks else None
 
 
 def locate(path: str, tag: str | None) -> str:
@@ -96,25 +105,23 @@ def locate(path: str, tag: str | None) -> str:
     Raises NotACheckpoint, IncompleteCheckpoint without the marker, UnsupportedCheckpoint for zarr.
     """
     folder = os.path.join(path, tag) if tag else path
-    if not is_checkpoint(folder) and not tag and len(tags := detect(path)) == 1:
+    if not kind_of(folder) and not tag and len(tags := detect(path)) == 1:
         folder = os.path.join(path, tags[0])
         if tags[0] == latest(path):
             _require_latest(path, tags[0])
-    if not is_checkpoint(folder) and is_checkpoint(os.path.join(folder, WEIGHTS)):
+    if not kind_of(folder) and kind_of(os.path.join(folder, WEIGHTS)):
         folder = os.path.join(folder, WEIGHTS)
-    if is_legacy(folder) or is_fsdp(folder):
-        return folder
-    backend = _marker(folder).get("sharded_backend")
-    if _lacks_marker(folder):
+    kind = kind_of(folder)
+    if kind is None:
+        raise NotACheckpoint(f"{folder} has no {MARKER} of Megatron-Core")
+    if kind == UNMARKED:
         raise IncompleteCheckpoint(
             f"{folder} has items of Megatron-Core, but no {MARKER}",
             hint="copy the whole directory; rank 0 writes this file last",
         )
-    if backend is None:
-        raise NotACheckpoint(f"{folder} has no {MARKER} of Megatron-Core")
-    if backend != BACKEND:
+    if kind not in (BACKEND, OF_RANKS, OF_FSDP):
         raise UnsupportedCheckpoint(
-            f"{folder} was written with Megatron's --ckpt-format {str(backend)[:80]}",
+            f"{folder} was written with Megatron's --ckpt-format {kind}",
             hint="zckpt reads torch_dist; Megatron-Core 0.15 loads zarr and saves torch_dist",
         )
     return folder
@@ -123,7 +130,7 @@ def locate(path: str, tag: str | None) -> str:
 def _require_latest(run: str, tag: str) -> None:
     """Raises NotACheckpoint if a run's tracker file names a checkpoint that is not there."""
     folder = os.path.join(run, tag)
-    if {*tag}.isdisjoint("/\\\0") and is_checkpoint(folder):
+    if {*tag}.isdisjoint("/\\\0") and kind_of(folder):
         return
     with os.scandir(run) as entries:
         others = oldest_first(e.name for e in entries if _is_one_of_run(run, e.name))
@@ -136,10 +143,7 @@ def _require_latest(run: str, tag: str) -> None:
 
 def _marker(folder: str) -> dict[str, Any]:
     path = os.path.join(folder, MARKER)
-    if not sources.is_file(path) or sources.size(path) > MAX_TEXT:
-        return {}
-    with sources.opened(path) as file:
-        text = file.read()
+    text = small_file(path)
     try:
         value = json.loads(text)
     except ValueError as error:
@@ -151,11 +155,9 @@ def _marker(folder: str) -> dict[str, Any]:
 
 def latest(path: str) -> str | None:
     """The name of the folder that a run's tracker file means."""
-    tracker = os.path.join(path, LATEST)
-    if not sources.is_file(tracker) or sources.size(tracker) > MAX_TEXT:
+    word = small_file(os.path.join(path, LATEST)).decode("utf-8", "replace").strip()
+    if not word:
         return None
-    with sources.opened(tracker) as file:
-        word = file.read().decode("utf-8", "replace").strip()
     return f"iter_{int(word):07d}" if word.isdecimal() and len(word) <= 18 else word
 
 
@@ -167,31 +169,7 @@ def to_load(run: str, tag: str) -> str:
     step = tag.removeprefix("iter_")
     if not step.isdecimal():
         return f"Megatron-LM loads {tag} if {tracker} says {tag}"
-    if named is None:
-        says = f"{tracker} is missing"
-    elif is_iteration(named):
-        says = f"{tracker} names {named}"
-    else:  # with which Megatron-LM ends
+    if named is not None and not is_iteration(named):  # with which Megatron-LM ends
         return f"{tracker} says {named[:99]!r}: Megatron-LM loads {tag} if it says {int(step)}"
-    return f"{says}: Megatron-LM loads {tag} only with --ckpt-step {int(step)}"
-
-
-def is_legacy(path: str) -> bool:
-    """Whether a folder has the folders of model-parallel ranks: Megatron's --ckpt-format torch."""
-    if not sources.is_folder(path):
-        return False
-    with os.scandir(path) as entries:
-        ranks = [entry.path for entry in entries if is_of_rank(entry.name)]
-    return any(sources.is_file(os.path.join(rank, LEGACY)) for rank in ranks)
-
-
-def _lacks_marker(path: str) -> bool:
-    """Whether a folder has items of torch_dist, but not the file that says it."""
-    if sources.is_file(os.path.join(path, MARKER)):
-        return False
-    return names_any(path, OF_ITEMS)
-
-
-def is_fsdp(path: str) -> bool:
-    """Whether a folder has the keys of Megatron-FSDP: Megatron's --ckpt-format fsdp_dtensor."""
-    return not _marker(path) and names_any(path, OF_FSDP)
+    says = "is missing" if named is None else f"names {named}"
+    return f"{tracker} {says}: Megatron-LM loads {tag} only with --ckpt-step {int(step)}"

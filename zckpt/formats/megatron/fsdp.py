@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 from msgspec.structs import replace
@@ -37,7 +38,7 @@ from ...files.dcpfile import ItemLocation, ItemTable, KeyPath, read_table, shown
 from ...files.dcpitems import ItemFiles
 from ...files.torchfile import TorchFile
 from ...training import steps
-from ..statedict.tree import TensorPiece, assembled, piece_of
+from ..statedict.tree import MAX_LIST, TensorPiece, assembled, piece_of, put
 from .common_state import FSDP, WEIGHTS_ONLY, arguments
 from .contents import Content, manifest_of, require_groups, size_of, strangers, without_weights
 from .groups import FileStep, agreed_step
@@ -56,17 +57,11 @@ Keys = dict[str, str]
 """Keys of items, by names in the saved state."""
 
 
-def read_fsdp(folder: str, step_policy: str | None, weights_only: bool) -> Manifest:
-    """The manifest of a directory of Megatron-FSDP.
+class FsdpReader:
+    """All keys of a directory, and what was read of them; `tp` is its number of tensor ranks.
 
     Raises UnsupportedCheckpoint for several pipeline stages or model chunks, for gated layers of
     several tensor ranks whose halves are not apart, and for states of another kind than moments.
-    """
-    return _FsdpReader(folder, weights_only).manifest(step_policy)
-
-
-class _FsdpReader:
-    """All keys of a directory, and what was read of them; `tp` is its number of tensor ranks.
 
     A key is found by its path in the saved state, which `.metadata` keeps: names have dots, too.
     `weights` and `modules` (their own states) are by the name in the model, `states` by slot and
@@ -79,7 +74,6 @@ class _FsdpReader:
         self.files = ItemFiles()
         self.file: TorchFile | None = None  # the last one of a value
         self.entries: dict[str, Entry] = {}
-        self.chunks: set[str] = set()
         self.weights: Keys = {}
         self.modules: Keys = {}
         self.states: dict[str, Keys] = {}
@@ -113,11 +107,10 @@ class _FsdpReader:
             for first in firsts
             if first != "rng_state" or not self.places
         }
-        slots: set[str] = set()
         group_of: dict[str, int] = {}
         has_states = bool(self.metas or self.states)
         if has_states:
-            slots = self._moments()
+            self._moments()
             groups, group_of = self._groups()
             common["optimizer"] = {"optimizer": {"param_groups": groups, **self._step(step_policy)}}
         known, objects = self._modules()
@@ -131,7 +124,6 @@ class _FsdpReader:
             entries=self.entries,
             shapes=self.shapes,
             frozen={name for name in self.shapes if group_of and name not in group_of},
-            slots=slots,
             sharding=FSDP if has_states else None,
             files=[*self.table.files, *sorted(self.files.sizes)],
             records=self.files.records,
@@ -160,7 +152,8 @@ class _FsdpReader:
                 "stages the run had"
             )
         stages = max(stated or 1, *(1 + pp for pp, _ in self.places), 1)
-        chunked = self.chunks - {"model"}
+        firsts = {str(path[0]) for path in self.table.paths.values()}
+        chunked = {*filter(MODEL.fullmatch, firsts)} - {"model"}
         if stages > 1 or chunked:
             what = "several model chunks" if chunked else counted(stages, "pipeline stage")
             raise UnsupportedCheckpoint(
@@ -202,9 +195,8 @@ class _FsdpReader:
 
     # -- the optimizer
 
-    def _moments(self) -> set[str]:
-        """Enters moments, and masters that the optimizer keeps; returns the optimizer's slots."""
-        slots = set()
+    def _moments(self) -> None:
+        """Enters moments, and masters that the optimizer keeps."""
         for state, raw in self.states.items():
             if state == "step":
                 continue
@@ -221,9 +213,6 @@ class _FsdpReader:
                 if wrong:
                     what = f"{self.folder}: {shown(keys[0])} {wrong}"
                     raise UnsupportedCheckpoint(what, hint=WEIGHTS_ONLY)
-            if slot != "master":
-                slots.add(slot)
-        return slots
 
     def _groups(self) -> tuple[list[dict[str, Any]], dict[str, int]]:
         """The groups of parameters with equal values, and the group of each parameter."""
@@ -235,7 +224,7 @@ class _FsdpReader:
                 raise IncompleteCheckpoint(
                     f"{self.folder} states the group of {name}, but has no such weight"
                 )
-            group = {value: self.number(key) for value, key in keys.items()}
+            group = {name: self.value(key, key) for name, key in keys.items()}
             if "step" in keys:
                 self.of_groups.append((self.location(keys["step"]).file, group["step"]))
             if group not in groups:
@@ -245,7 +234,7 @@ class _FsdpReader:
 
     def _step(self, policy: str | None) -> dict[str, Any]:
         """The step that all states have, if they have one; raises InconsistentCheckpoint."""
-        numbers = {key: self.number(key) for key in self.states.get("step", {}).values()}
+        numbers = {key: self.value(key, key) for key in self.states.get("step", {}).values()}
         stated = [(self.location(key).file, number) for key, number in numbers.items()]
         agreed = agreed_step(self.folder, stated or self.of_groups, policy)
         if not numbers:
@@ -276,7 +265,6 @@ class _FsdpReader:
     def _sort(self, key: str, path: KeyPath, weights_only: bool) -> None:
         first, *names = map(str, path)
         if MODEL.fullmatch(first) and len(names) == 1:
-            self.chunks.add(first)
             into = self.modules if names[0].endswith(OF_MODULE) else self.weights
             into[names[0]] = key
         elif first != "optimizer":
@@ -298,18 +286,12 @@ class _FsdpReader:
     def tree(self, place: str, *begin: str) -> Any:
         """The values whose paths begin so, nested as they were saved; `place` is the tree's own."""
         tree: dict[Any, Any] = {}
+        room = MAX_LIST
         for path, key in self.others.items():
-            if path[: len(begin)] != begin:
-                continue
-            inner, where = tree, place
-            rest = ("", *path[len(begin) :])
-            for step in rest[:-1]:
-                where = inside(where, step) if step != "" else where
-                inner = inner.setdefault(step, {})
-                if not isinstance(inner, dict):
-                    raise CorruptCheckpoint(f"{self.folder}: {shown(key)} is inside of a value")
-            inner[rest[-1]] = self.value(key, inside(where, rest[-1]))
-        return _with_lists(tree.get("", {}))
+            if path[: len(begin)] == begin:
+                rest = path[len(begin) :]
+                room = put(tree, ("", *rest), self.value(key, reduce(inside, rest, place)), room)
+        return tree.get("", {})
 
     def value(self, key: str, place: str) -> Any:
         """A value with its tensors as entries of slot `state`; 0-d ones by value; None if lost."""
@@ -323,14 +305,6 @@ class _FsdpReader:
         fragments = assembled(shown(key), item.dtype, item.shape, self._pieces(key))
         self.entries[f"{place}/state"] = Entry(f"{place}/state", item.dtype, item.shape, fragments)
         return TensorName(place)
-
-    def number(self, key: str) -> Any:
-        """A value that has no tensor but a 0-d one."""
-        count = len(self.entries)
-        value = self.value(key, key)
-        if len(self.entries) > count:
-            raise UnsupportedCheckpoint(f"{self.folder}: {shown(key)} has tensors")
-        return value
 
     def location(self, key: str) -> ItemLocation:
         """Where a value lies, or a tensor in one box."""
@@ -387,13 +361,3 @@ def joined(folder: str, keys: Mapping[str, str]) -> dict[str, list[str]]:
         if halves.keys() not in ({""}, {"w", "v"}):
             raise IncompleteCheckpoint(f"{folder} has not both halves of {name}, and these alone")
     return {name: [parts[name][half] for half in sorted(parts[name])[::-1]] for name in parts}
-
-
-def _with_lists(value: Any) -> Any:
-    """The value with lists for dictionaries whose keys are the numbers of their items."""
-    if not isinstance(value, dict):
-        return value
-    items = {key: _with_lists(item) for key, item in value.items()}
-    if items and all(type(key) is int for key in items) and max(items) == len(items) - 1:
-        return [items[key] for key in sorted(items)]
-    return items

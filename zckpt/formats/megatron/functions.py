@@ -7,28 +7,27 @@ Why a run does not load them as they are (`obstacles`):
     mp_rank_*: a folder for each model rank                                    any dp loads it
 """
 
-from ...core.facts import NamedWeightsEngine
 from ...core.manifest import Manifest
 from ...training.options import EP, PP, TP, Options
 from ..format import Functions
 from .common_state import FLAT, SIZES_OF_RUN, arguments
-from .files import is_legacy
+from .files import OF_RANKS, kind_of
 from .gather import partitions
+from .masters import sharding
 from .read import check, read, rebuilt, way_out
 from .write import lay_out, lay_out_like, seal
 
 
 def obstacles(source: Manifest, options: Options) -> list[str]:
     """A phrase for every size of the run by which the files are cut, if it differs."""
-    dialect = source.engine.dialect if isinstance(source.engine, NamedWeightsEngine) else None
-    legacy = is_legacy(source.root)
+    dialect = sharding(source)
+    legacy = kind_of(source.root) == OF_RANKS
     if dialect not in FLAT and not legacy:
         return []
     kept = source.state.get("megatron")
-    common = kept.get("common") if isinstance(kept, dict) else None
-    stated = arguments(common if isinstance(common, dict) else {})
+    stated = arguments(kept.get("common") if isinstance(kept, dict) else None)
     own = {option: stated.get(SIZES_OF_RUN[option]) or 1 for option in (TP, PP, EP)}
-    form = "mp_rank_* folders" if legacy else str(dialect)
+    form = f"{OF_RANKS} folders" if legacy else str(dialect)
     return [
         f"{option.name} {size} of {form}, and not {options[option]}"
         for option, size in own.items()

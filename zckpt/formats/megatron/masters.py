@@ -59,7 +59,7 @@ def check(manifest: Manifest, replicas: str | None) -> list[str]:
 
 def way_out(manifest: Manifest) -> str:
     """The hint for masters that do not round to their weights."""
-    return MIXED_UP if _sharding(manifest) == READABLE else OTHERS
+    return MIXED_UP if sharding(manifest) == READABLE else OTHERS
 
 
 def rebuilt(manifest: Manifest) -> Manifest:
@@ -69,7 +69,7 @@ def rebuilt(manifest: Manifest) -> Manifest:
     to its weight by chance. A warning names the parameters.
     """
     wrong = {result.match.a.parameter for _, result in unlike(manifest, ALL)}
-    if not wrong or _sharding(manifest) != READABLE:  # `check` refuses others
+    if not wrong or sharding(manifest) != READABLE:  # `check` refuses others
         return manifest
     vectors = {name for name, item in manifest.parameters.items() if len(item.shape) < 2}
     lost = [name for name in manifest.parameters if name in {*vectors, *wrong}]
@@ -114,6 +114,6 @@ def with_zeros(manifest: Manifest) -> Manifest:
     )
 
 
-def _sharding(manifest: Manifest) -> str | None:
+def sharding(manifest: Manifest) -> str | None:
     """How the optimizer's state was sharded."""
     return manifest.engine.dialect if isinstance(manifest.engine, NamedWeightsEngine) else None

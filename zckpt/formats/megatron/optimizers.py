@@ -139,11 +139,8 @@ def _joined(dense: list[Group], spread: Sequence[Group]) -> list[Group]:
         if not same:
             joined.append(plain)
         elif not any(unwrapped(other) == unwrapped(plain) for other in same):
-            different = sorted(
-                str(key)
-                for key in {*plain, *same[0]}
-                if unwrapped(plain.get(key)) != unwrapped(same[0].get(key))
-            )
+            own, other = unwrapped(plain), unwrapped(same[0])
+            different = sorted(str(k) for k in {*own, *other} if own.get(k) != other.get(k))
             raise InconsistentCheckpoint(
                 "--ep 1 makes one group of experts and other parameters, but their "
                 f"hyper-parameters differ: {', '.join(different)}",

@@ -30,7 +30,6 @@ from ...errors import MALFORMED, InconsistentCheckpoint, UnsupportedCheckpoint, 
 from ...files.dcpfile import ItemTable, TensorItem, read_table
 from ...files.dcpitems import ItemFiles
 from ...files.torchfile import Tensor
-from ...naming.tensor_rules import rules_of
 from ..reading import USUAL, Reading
 from ..statedict.tree import TensorPiece, assembled
 from .buffers import flats
@@ -59,9 +58,9 @@ from .contents import (
     strangers,
     without_weights,
 )
-from .files import MARKER, is_fsdp, is_legacy, locate
-from .fsdp import read_fsdp
-from .legacy.directories import read_legacy
+from .files import MARKER, OF_FSDP, OF_RANKS, kind_of, locate
+from .fsdp import FsdpReader
+from .legacy.directories import LegacyReader
 from .masters import check as check
 from .masters import rebuilt as rebuilt
 from .masters import way_out as way_out
@@ -85,21 +84,21 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
     """
     step_policy, weights_only = reading.step_policy, reading.weights_only
     folder = locate(path, reading.tag)
+    kind, why_unused = kind_of(folder), "says how tensor ranks cut parameters"
     try:
-        if is_legacy(folder):
-            rules = None if reading.tp_rules is None else rules_of(reading.tp_rules)
-            return read_legacy(folder, step_policy, weights_only, rules)
-        if is_fsdp(folder):
-            manifest = read_fsdp(folder, step_policy, weights_only)
+        if kind == OF_RANKS:
+            legacy = LegacyReader(folder, reading.tp_rules)
+            why_unused = "" if legacy.tp > 1 else "has no tensor ranks"
+            manifest = legacy.manifest(step_policy, weights_only)
+        elif kind == OF_FSDP:
+            manifest = FsdpReader(folder, weights_only).manifest(step_policy)
         else:
             manifest = _Reader(folder, weights_only).manifest(step_policy)
     except MALFORMED as error:
         raise not_understood(folder, error) from error
-    if reading.tp_rules is None:
+    if reading.tp_rules is None or not why_unused:
         return manifest
-    line = (
-        f"--tp-rules {reading.tp_rules} is not used: {folder} says how tensor ranks cut parameters"
-    )
+    line = f"--tp-rules {reading.tp_rules} is not used: {folder} {why_unused}"
     return replace(manifest, warnings=(*manifest.warnings, line))
 
 
@@ -204,7 +203,6 @@ class _Reader:
 
         `is_flat` says whether keys have fragments that are flat (buffers/flats.py).
         """
-        slots = self.content.slots
         for key, item in self.table.items.items():
             if not OPTIMIZER.fullmatch(key) or item is None:
                 continue
@@ -224,8 +222,7 @@ class _Reader:
                         f"{self.folder}: {key} has the shape {list(entry.shape)} for {name}, the "
                         f"weight {list(self.shapes.get(name, ()))}"
                     )
-            slots |= {slot} - {"master"}
-        if {"momentum_buffer", "exp_avg"} <= slots:
+        if {"momentum_buffer", "exp_avg"} <= {entry.slot for entry in self.entries.values()}:
             require_states_by_parameter(self.folder, {"optimizer": "muon"})
 
     def _flat_states(self) -> None:
@@ -238,8 +235,8 @@ class _Reader:
         content.steps = items.steps
         content.common = with_groups(content.common, items.groups, scalers)
         are_spread = any(optimizer.has_experts for optimizer in items.optimizers.values())
-        numbers = {name: expert_of(name) for name in self.shapes} if are_spread else {}
-        experts = {name: number for name, number in numbers.items() if number is not None}
+        numbers = ((name, expert_of(name)) for name in self.shapes if are_spread)
+        experts = {name: number for name, number in numbers if number is not None}
         others = [
             name for name in self.shapes if name not in experts and not BUFFERS.fullmatch(name)
         ]
@@ -249,7 +246,7 @@ class _Reader:
         if experts:
             stages, ep = len(ranks) // tp, size_of(self.args, "expert_model_parallel_size")
             tp = self._tensor_ranks(list(experts), "expert_tensor_parallel_size")
-            ranks = items.expert_ranks(tp, stages, ep, max(experts.values()) + 1)
+            ranks = items.ranks(tp, stages, ep, max(experts.values()) + 1)
             self._place(list(experts), ranks, tp)
 
     def _place(self, names: Sequence[str], ranks: Sequence[ModelRank], tp: int) -> None:

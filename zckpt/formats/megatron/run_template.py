@@ -39,19 +39,13 @@ OF_MODULES = "._extra_state/shard_"
 OF_STATES = "F32"  # the type of masters and moments in Megatron-Core's files
 
 
-def as_in_run(source: Manifest, like: Manifest, options: Options) -> Manifest:
-    """The source with the keys, arguments and groups of the run `like`.
+class RunTemplate(Template):
+    """The run of `--like`, and what the source has for it.
 
-    The parameters have the order and the groups of that run. Raises WrongOption and
-    UnsupportedCheckpoint (its keys are not known; a state of another type or shape than
-    Megatron-Core's), MissingData (a parameter, a shape, a state or a hyper-parameter does not fit),
-    InconsistentCheckpoint (the members of one group differ).
+    Raises WrongOption and UnsupportedCheckpoint (its keys are not known; a state of another type or
+    shape than Megatron-Core's), MissingData (a parameter, a shape, a state or a hyper-parameter
+    does not fit), InconsistentCheckpoint (the members of one group differ).
     """
-    return _Run(source, like, options).manifest()
-
-
-class _Run(Template):
-    """The run of `--like`, and what the source has for it."""
 
     def __init__(self, source: Manifest, like: Manifest, options: Options) -> None:
         self.kept: dict[str, Any] = like.state["megatron"]
@@ -75,14 +69,14 @@ class _Run(Template):
         super().__init__(source, like, options, rows, with_plain_norms)
 
     def manifest(self) -> Manifest:
+        """The source with the keys, arguments and groups of the run, in the run's order."""
         source, like = self.source, self.run
         entries = {
             entry.name: entry
             for entry in like.entries.values()
             if entry.slot == "state" and entry.name.startswith("megatron.")
         }
-        for entry in self.entries().values():
-            entries[entry.name] = self._with_rows(entry)
+        entries |= {name: self._with_rows(entry) for name, entry in self.entries().items()}
         if self.states:
             self._check_states(entries)
         parameters = {
@@ -94,18 +88,18 @@ class _Run(Template):
             for name, value in sorted(self.kept["objects"].items())
             if OF_MODULES in name
         }
-        self._warn_of(objects)
+        # of modules that are not empty, such as the scales of 8-bit floats
+        if full := [name for name, value in objects.items() if value not in ([None], None)]:
+            self.warnings.append(f"extra states of modules are those of --like: {listed(full, 3)}")
         state["megatron"] = {**self.kept, "objects": objects, "common": self._common()}
-        beside = [
-            item for item in like.siblings if item.name != TRAIN_STATE
-        ]  # it counts RUN's steps
+        # it counts RUN's steps
+        beside = [item for item in like.siblings if item.name != TRAIN_STATE]
         left_out = [f"--like: {line}" for line in like.left_out if not line.endswith("directory")]
         if lost := strange_to_adam(source.groups or ()) if self.states else []:
             left_out.append(f"{listed(lost)} of the optimizer's groups: Adam has no such thing")
         if "megatron" in source.state:
-            left_out.append(
-                "megatron: the arguments and objects of the source, for those of --like"
-            )
+            line = "megatron: the arguments and objects of the source, for those of --like"
+            left_out.append(line)
         return replace(
             source,
             source={**source.source, "tag": None},
@@ -246,9 +240,3 @@ class _Run(Template):
             "samples as a step of --like"
         )
         return {key: count // before * step}
-
-    def _warn_of(self, objects: Mapping[str, Any]) -> None:
-        """Objects of modules that are not empty, such as the scales of 8-bit floats."""
-        full = [name for name, value in objects.items() if value not in ([None], None)]
-        if full:
-            self.warnings.append(f"extra states of modules are those of --like: {listed(full, 3)}")

@@ -31,7 +31,7 @@ LOADING = {
 WITHOUT_RANDOM = (
     " checkpoint.load_rng=false"  # its run_config.yaml says that there are random states
 )
-MAX_TEXT = 1 << 20  # bytes of run_config.yaml
+MAX_TEXT = 1 << 20  # bytes of a file that says which checkpoint is meant, or how it was made
 SECTION = re.compile(r"(?m)^model:[ \t]*\n((?:[ \t]+.*\n|[ \t]*\n)*)")
 SCALAR = re.compile(r"(?m)^ {2}(\w+): (\d{1,9}|true|false)[ \t]*$")
 NAMES = {  # in the arguments of Megatron-LM; the value is the other way round
@@ -56,13 +56,17 @@ def beside(folder: str) -> SiblingList:
     return siblings
 
 
+def small_file(path: str) -> bytes:
+    """The content of a text; empty if there is no such file, or a larger one."""
+    if not sources.is_file(path) or sources.size(path) > MAX_TEXT:
+        return b""
+    with sources.opened(path) as file:
+        return bytes(file.read())
+
+
 def arguments_of(folder: str) -> dict[str, Any]:
     """Sizes of Megatron-Bridge's run_config.yaml, called as the arguments of Megatron-LM."""
-    path = os.path.join(folder, CONFIG)
-    if not sources.is_file(path) or sources.size(path) > MAX_TEXT:
-        return {}
-    with sources.opened(path) as file:
-        text = file.read().decode("utf-8", "replace")
+    text = small_file(os.path.join(folder, CONFIG)).decode("utf-8", "replace")
     section = SECTION.search(text if text.endswith("\n") else f"{text}\n")
     if section is None:
         return {}

@@ -37,8 +37,7 @@ def for_tensor_ranks(source: Manifest, options: Options) -> Manifest:
     if options[LIKE] is not None or not names:
         why = "the run of --like has its rows" if names else f"{source.root} has no vocabulary"
         raise WrongOption(f"{flags[0]} has no use here: {why}", hint="leave it out")
-    common = kept.get("common")
-    args = arguments(common if isinstance(common, dict) else {})
+    args = arguments(kept.get("common"))
     rows = {source.parameters[name].shape[0] for name in names}
     if len(rows) > 1:
         raise WrongOption(

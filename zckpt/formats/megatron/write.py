@@ -54,7 +54,7 @@ from .files import BACKEND, LATEST, MARKER, is_iteration
 from .masters import with_zeros
 from .names import keys_of
 from .optimizers import optimizers
-from .run_template import as_in_run
+from .run_template import RunTemplate
 from .saving_program import BRIDGE, LOADING, NEMO, WEIGHTS, WITHOUT_RANDOM, placed
 from .vocabulary import for_tensor_ranks
 
@@ -83,9 +83,9 @@ def lay_out(source: Manifest, options: Options) -> Layout:
 
 
 def lay_out_like(source: Manifest, run: Manifest, options: Options) -> Layout:
-    """The same, with the keys and the types of a run; raises as `as_in_run` too."""
+    """The same, with the keys and the types of a run; raises as `RunTemplate` too."""
     types = {entry.parameter: entry.dtype for entry in run.slots.get("param", ())}
-    return _lay_out(as_in_run(source, run, options), options, types)
+    return _lay_out(RunTemplate(source, run, options).manifest(), options, types)
 
 
 def _lay_out(source: Manifest, options: Options, types: Mapping[str, str]) -> Layout:
@@ -175,7 +175,6 @@ class MegatronWriter:
             )
         if lost := [key for key in keys if key not in parts]:
             raise MissingData(f"the source lacks the weights of {listed(lost)}")
-        tensors = []
         slots = dict.fromkeys(e.slot for e in source.entries.values() if is_optimizers(e.slot))
         if self.states and (others := [slot for slot in slots if slot not in MOMENTS]):
             raise UnsupportedCheckpoint(
@@ -183,12 +182,9 @@ class MegatronWriter:
                 "optimizer are exp_avg and exp_avg_sq",
                 hint="add --weights-only",
             )
-        for slot in ("param", "master", *slots) if self.states else ("param",):
-            for key in keys:
-                tensor = self._tensor(key, slot, parts[key])
-                if tensor is not None:
-                    tensors.append(tensor)
-        return tensors
+        written = ("param", "master", *slots) if self.states else ("param",)
+        tensors = (self._tensor(key, slot, parts[key]) for slot in written for key in keys)
+        return [tensor for tensor in tensors if tensor is not None]
 
     def _tensor(
         self, key: str, slot: str, names: Mapping[tuple[int, ...], str]
@@ -238,8 +234,7 @@ class MegatronWriter:
 
     def _objects(self, common: dict[Any, Any]) -> dict[str, Any]:
         """Objects of modules and ranks, by key, without those that other ranks could not load."""
-        kept = self.kept.get("objects")
-        kept = kept if isinstance(kept, dict) else {}
+        kept = self.kept.get("objects") or {}
         grid = self._grid(arguments(common))
         objects, lost = {}, []
         for key, value in kept.items():

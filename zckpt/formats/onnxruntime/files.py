@@ -8,17 +8,15 @@ from collections.abc import Iterable
 from msgspec import Struct
 
 from ...core import sources
-from ...core.facts import MAX_DP
 from ...core.filenames import oldest_first
-from ...core.missing_ranks import missing_ranks
 from ...errors import (
     AmbiguousCheckpoint,
-    CorruptCheckpoint,
     InconsistentCheckpoint,
     MissingExtra,
     NotACheckpoint,
     listed,
 )
+from ..ranks import MIXED, require_all
 from . import hdf5, legacy
 from .ranks import Save
 
@@ -121,46 +119,27 @@ def _all(folder: str, names: Iterable[str], of_any_name: bool = False) -> list[C
         pattern = os.path.join(folder, f"{prefix}.ZeRO.*.{count - 1}{legacy.SUFFIX}")
         checkpoints.append(CheckpointFiles(pattern, tuple(sorted(files)), count))
     if partitions:
-        partitions.sort(key=lambda file: file.size("world_rank", 0))
+        partitions.sort(key=lambda file: file.options.world_rank)
         label = f"{os.path.basename(partitions[0].path)} and the other ranks' files"
-        by_rank = tuple((file.size("world_rank", 0), file.path) for file in partitions)
-        world = max(file.size("world_size", 1) for file in partitions)
+        by_rank = tuple((file.options.world_rank, file.path) for file in partitions)
+        world = max(file.options.world_size for file in partitions)
         checkpoints.append(CheckpointFiles(label, by_rank, world, tuple(partitions)))
     return checkpoints
 
 
 def _complete(path: str, checkpoint: CheckpointFiles) -> CheckpointFiles:
     """`checkpoint`, if each of its ranks has exactly one file."""
-    if checkpoint.ranks > MAX_DP:
-        raise CorruptCheckpoint(
-            f"{checkpoint.files[0][1]} states {checkpoint.ranks} ranks, more than the {MAX_DP} "
-            "that zckpt reads"
-        )
     by_rank: dict[int, str] = {}
     for rank, file in checkpoint.files:
-        if rank in by_rank:
-            raise InconsistentCheckpoint(
-                f"{by_rank[rank]} and {file} are both of rank {rank}",
-                hint="files of two saves seem to be mixed; keep those of one save in a directory",
-            )
-        by_rank[rank] = file
-    if max(by_rank) >= checkpoint.ranks:
-        raise InconsistentCheckpoint(
-            f"{by_rank[max(by_rank)]} is of rank {max(by_rank)}, but ranks end at "
-            f"{checkpoint.ranks - 1}: the files state {checkpoint.ranks} ranks"
-        )
-    missing = [rank for rank in range(checkpoint.ranks) if rank not in by_rank]
-    if missing:
-        expected = "" if checkpoint.parsed else checkpoint.name.replace("*", str(missing[0]))
-        raise missing_ranks(
-            path,
-            missing,
-            reason=f"it holds {len(by_rank)} of {checkpoint.ranks}",
-            hint=f"expected {os.path.basename(expected)}"
-            if expected
-            else "copy the missing file: its rank is inside it (trainer_options/world_rank), not "
-            "in its name",
-        )
+        if by_rank.setdefault(rank, file) != file:
+            what = f"{by_rank[rank]} and {file} are both of rank {rank}"
+            raise InconsistentCheckpoint(what, hint=MIXED)
+    hint = "copy the missing file: its rank is inside it (trainer_options/world_rank)"
+    if not checkpoint.parsed:
+        lost = next((rank for rank in range(checkpoint.ranks) if rank not in by_rank), 0)
+        hint = f"expected {os.path.basename(checkpoint.name.replace('*', str(lost)))}"
+    reason = f"it holds {len(by_rank)} of {checkpoint.ranks}"
+    require_all(by_rank, checkpoint.ranks, path, reason, hint)
     return checkpoint
 
 

@@ -42,7 +42,7 @@ def _opened(path: str) -> Save:
     """The ranks' files, in the order of the numbers that their names or options state."""
     checkpoint = locate(path)
     if checkpoint.parsed:
-        files = sorted(checkpoint.parsed, key=lambda file: file.size("world_rank", 0))
+        files = sorted(checkpoint.parsed, key=lambda file: file.options.world_rank)
         return hdf5.opened(path, files)
     return legacy.opened(path, sorted((file for _, file in checkpoint.files), key=_number))
 

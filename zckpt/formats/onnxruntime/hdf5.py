@@ -21,9 +21,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import Annotated, Any
 
-from msgspec import Struct
+from msgspec import Meta, Struct, ValidationError, convert
 
 from ...core.facts import MAX_DP
 from ...core.fragments import Extent, Record
@@ -33,22 +33,22 @@ from .ranks import COUNT, OPTIMIZERS, SHARED, SLOTS, RankStates, RankTensor, Sav
 
 FULL = "model/full_precision/"
 SHARED_GROUPS = ("shared_optimizer_state",)
-SAME_ON_EVERY_RANK = (
-    "mixed_precision",
-    "zero_stage",
-    "world_size",
-    "data_parallel_size",
-    "horizontal_parallel_size",
-    "optimizer_name",
-)
+Ranks = Annotated[int, Meta(ge=0, le=MAX_DP)]
 
-# the types of trainer_options (ORTTrainer, 1.7 to 1.16)
-OPTIONS: dict[str, type] = {
-    **dict.fromkeys(SAME_ON_EVERY_RANK, int),
-    "world_rank": int,
-    "mixed_precision": bool,
-    "optimizer_name": str,
-}
+
+class TrainerOptions(Struct, frozen=True):
+    """What trainer_options state (ORTTrainer, 1.7 to 1.16): the same on every rank but its own."""
+
+    world_rank: Ranks = 0
+    world_size: Ranks = 1
+    data_parallel_size: Ranks | None = None
+    horizontal_parallel_size: Annotated[int, Meta(ge=0)] = 1
+    zero_stage: Annotated[int, Meta(ge=0, le=3)] = 0
+    mixed_precision: bool | None = None
+    optimizer_name: str | None = None
+
+
+OPTIONS = TrainerOptions.__struct_fields__
 
 
 def is_one(path: str) -> bool:
@@ -80,26 +80,17 @@ class RankFile(Struct, frozen=True):
         }
 
     @property
-    def options(self) -> dict[str, Any]:
-        return self.under("trainer_options")
-
-    def size(self, name: str, default: int) -> int:
-        """A number of the trainer's options; raises CorruptCheckpoint."""
-        value = self.options.get(name, default)
-        if type(value) is not int or value < 0:
-            raise CorruptCheckpoint(
-                f"{self.path}: trainer_options/{name} is {value!r}, not a number of 0 or more"
-            )
-        if name in MOST and value > MOST[name]:
-            raise CorruptCheckpoint(
-                f"{self.path}: trainer_options/{name} is {value:,}, more than {MOST[name]:,}"
-            )
-        return value
+    def options(self) -> TrainerOptions:
+        """Raises CorruptCheckpoint for values that no trainer has."""
+        try:
+            return convert(self.under("trainer_options"), TrainerOptions)
+        except ValidationError as error:
+            raise CorruptCheckpoint(f"{self.path}: trainer_options: {error}") from error
 
     @property
     def is_partition(self) -> bool:
         """Whether it is one rank of several, so that it needs the other ranks' files."""
-        return self.size("zero_stage", 0) > 0 and self.size("world_size", 1) > 1
+        return self.options.zero_stage > 0 and self.options.world_size > 1
 
 
 def open_file(path: str) -> RankFile:
@@ -117,8 +108,6 @@ TOP = frozenset(
 )
 """The groups and datasets at the top of a file."""
 STEP_INFO = ("optimization_step", "step")
-MOST = {"zero_stage": 3, "world_size": MAX_DP, "world_rank": MAX_DP, "data_parallel_size": MAX_DP}
-"""The largest values of the trainer's options that no damage explains."""
 
 
 def _is_tensor(name: str) -> bool:
@@ -133,18 +122,17 @@ def opened(root: str, files: Sequence[RankFile]) -> Save:
     first = files[0]
     for file in files:
         _check_kind(file)
-        for name in SAME_ON_EVERY_RANK:
-            if file.options.get(name) != first.options.get(name):
+        for name in OPTIONS:
+            own, other = getattr(file.options, name), getattr(first.options, name)
+            if own != other and name != "world_rank":
                 raise InconsistentCheckpoint(
-                    f"{file.path} says {name} {file.options.get(name)!r}, {first.path} says "
-                    f"{first.options.get(name)!r}"
+                    f"{file.path} says {name} {own!r}, {first.path} says {other!r}"
                 )
     ranks = [_rank(file) for file in files]
-    optimizer = first.options.get("optimizer_name")
     state: dict[str, Any] = {
         "trainer_options": {
             name: value
-            for name, value in first.options.items()
+            for name, value in first.under("trainer_options").items()
             if name in OPTIONS and name != "world_rank"
         },
         "train_step_info": first.under("train_step_info"),
@@ -155,8 +143,8 @@ def opened(root: str, files: Sequence[RankFile]) -> Save:
         "hdf5",
         ranks,
         # ORTTrainer's mixed precision is always fp16; the files state no more than this
-        "F16" if first.options.get("mixed_precision") else None,
-        OPTIMIZERS.get(str(optimizer)),
+        "F16" if first.options.mixed_precision else None,
+        OPTIMIZERS.get(str(first.options.optimizer_name)),
         _shapes(files),
         {key: value for key, value in state.items() if value},
         records=[
@@ -198,7 +186,7 @@ def _is_known(name: str) -> bool:
 
 def _check_kind(file: RankFile) -> None:
     """Raises UnsupportedCheckpoint for horizontal parallelism and for unknown optimizers."""
-    horizontal = file.size("horizontal_parallel_size", 1)
+    horizontal = file.options.horizontal_parallel_size
     cut = any(
         name.rpartition("/")[2] == "megatron_row_partition" and value not in ([-1], -1)
         for name, value in file.values.items()
@@ -209,14 +197,7 @@ def _check_kind(file: RankFile) -> None:
             "zckpt does not read",
             hint="zckpt reads ZeRO checkpoints with data parallelism alone",
         )
-    for name, value in file.options.items():
-        if type(value) is not OPTIONS.get(name, type(value)):
-            raise CorruptCheckpoint(
-                f"{file.path}: trainer_options/{name} is {value!r}, which is of a wrong type"
-            )
-    for name in MOST:
-        file.size(name, 0)
-    optimizer = file.options.get("optimizer_name")
+    optimizer = file.options.optimizer_name
     if optimizer is not None and optimizer not in OPTIMIZERS:
         raise UnsupportedCheckpoint(
             f"{file.path} states the optimizer {optimizer!r}, which zckpt does not know"

@@ -135,7 +135,7 @@ def owners_of(save: Save, shapes: Shapes, apart: Collection[str]) -> tuple[Owned
         owned = shares({name: numels[name] for name in guess}, save.dp)
         if all(_fits(save, name, owned[name]) for name in apart):
             return owned, set(shapes)
-    _refuse_torch_names(save, apart)
+    _refuse_torch_names(save)
     return shares({name: numels[name] for name in apart}, save.dp), set(shapes)
 
 
@@ -183,18 +183,12 @@ def _check_moments(save: Save, owned: Owned) -> None:
                     )
 
 
-def _refuse_torch_names(save: Save, apart: Collection[str]) -> None:
+def _refuse_torch_names(save: Save) -> None:
     """Raises MissingData if the files hold only what torch names: split weights are in no file."""
     if save.dialect == "hdf5" or any(rank.halves for rank in save.ranks):
         return
-    own = [by_name(set(rank.weights) & set(apart)) for rank in save.ranks]
-    gaps = []
-    for place in range(save.dp - 1):
-        before = next((names[-1] for names in reversed(own[: place + 1]) if names), "the first")
-        after = next((names[0] for names in own[place + 1 :] if names), "the last")
-        gaps.append(f"at the end of rank {place}, between {before} and {after}")
     raise MissingData(
         f"{save.root} was saved from a mixed-precision run with torch's names alone: no file holds "
-        f"the weights that ranks share ({'; '.join(gaps[:4])})",
+        "the weights that ranks share",
         hint="these files cannot restore them; take a checkpoint with optimizer state",
     )

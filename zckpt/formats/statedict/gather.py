@@ -20,7 +20,6 @@ from itertools import chain
 from math import prod
 from typing import Any
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 from ...core.manifest import slot_name
@@ -48,7 +47,7 @@ def partitions(tree: Mapping[Any, Any], numbers: Sequence[str] = ()) -> list[Par
     tree = _apart(tree)
     optimizers = [(path, value) for path, value in _dicts(tree) if _is_optimizer(value)]
     state_dict = optimizers[0][1] if len(optimizers) == 1 else {}
-    optimizer = _optimizer(state_dict, numbers)
+    trained, _ = _optimizer(state_dict, numbers)
     candidates = {
         place: tensors
         for place, value in _dicts(tree)
@@ -56,13 +55,12 @@ def partitions(tree: Mapping[Any, Any], numbers: Sequence[str] = ()) -> list[Par
         if (tensors := {key: item for key, item in value.items() if isinstance(item, Saved)})
         and all(isinstance(key, str) for key in tensors)
     }
-    model = _model(candidates, optimizer.names) if len(optimizers) < 2 else None
+    model = _model(candidates, [*trained]) if len(optimizers) < 2 else None
     if model is None:
         every = [item for value in candidates.values() for item in value.values()]
         of_optimizers = [states(value, {}, numbers) for _, value in optimizers]
         return [*(Nameless("param", item) for item in every), *chain(*of_optimizers)]
-    trained = set(optimizer.names)
-    of_module = bool(trained) and trained <= model.keys()
+    of_module = bool(trained) and trained.keys() <= model.keys()
     weights = [
         replace(item, name=f"{name}/param")
         if of_module or name in trained or not name.startswith(ADAPTED)
@@ -90,21 +88,23 @@ def states(
     A tensor of the parameter's shape is a slot. A number is not: a key is a number if it has one
     value for any parameter of another shape (torch's `step`; `mu_product` of NAdam).
     """
-    optimizer = _optimizer(state_dict, numbers)
+    by_name, nameless = _optimizer(state_dict, numbers)
+    named = [(name, state) for name, state in by_name.items() if name in model]
+    nameless = [*(state for name, state in by_name.items() if name not in model), *nameless]
     values = {"step"} | {
         key
-        for name, state in optimizer.named(model)
+        for name, state in named
         for key, value in state.items()
         if _is_number(value, model[name].shape)
     }
-    for name, state in optimizer.named(model):
+    for name, state in named:
         for key, value in state.items():
             single = isinstance(value, Saved) and prod(value.shape) == 1
             if key == "step" or (key in values and single) or not isinstance(value, Saved):
                 continue
             if isinstance(key, str) and value.shape == model[name].shape:
                 yield replace(value, name=f"{name}/{slot_name(key)}")
-    for state in optimizer.nameless(model):
+    for state in nameless:
         for key, value in state.items():
             if isinstance(key, str) and key != "step" and isinstance(value, Saved):
                 yield Nameless(slot_name(key), value)
@@ -148,27 +148,16 @@ def _listed(value: Any) -> list[Any] | None:
     return list(value) if isinstance(value, (list, tuple)) else None
 
 
-class _Optimizer(Struct, frozen=True):
+States = dict[Any, Any]
+"""The state of one parameter."""
+
+
+def _optimizer(
+    state_dict: Mapping[Any, Any], numbers: Sequence[str]
+) -> tuple[dict[str, States], list[States]]:
     """The state of every parameter, by the name that the files state, or under no name."""
-
-    by_name: dict[str, dict[Any, Any]]
-    by_number: list[dict[Any, Any]]
-
-    @property
-    def names(self) -> list[str]:
-        return list(self.by_name)
-
-    def named(self, model: Mapping[str, Any]) -> list[tuple[str, dict[Any, Any]]]:
-        return [(name, state) for name, state in self.by_name.items() if name in model]
-
-    def nameless(self, model: Mapping[str, Any]) -> list[dict[Any, Any]]:
-        others = [state for name, state in self.by_name.items() if name not in model]
-        return others + self.by_number
-
-
-def _optimizer(state_dict: Mapping[Any, Any], numbers: Sequence[str]) -> _Optimizer:
     if "param_groups" not in state_dict:
-        return _Optimizer(_flat(state_dict), [])
+        return _flat(state_dict), []
     groups = _listed(state_dict["param_groups"]) or []
     members = [member for group in groups for member in _members(group) or ()]
     # planners of torch.distributed.checkpoint turn numbers into text
@@ -178,10 +167,10 @@ def _optimizer(state_dict: Mapping[Any, Any], numbers: Sequence[str]) -> _Optimi
         beside = [name for group in groups for name in _listed(group.get("param_names")) or ()]
         names = next((list(n) for n in (numbers, beside) if len(n) == len(members)), None)
         if names is None:
-            return _Optimizer({}, [states.get(str(member), {}) for member in members])
+            return {}, [states.get(str(member), {}) for member in members]
         pairs = zip(names, members, strict=True)
-        return _Optimizer({name: states.get(str(member), {}) for name, member in pairs}, [])
-    return _Optimizer({name: states.get(name, {}) for name in members}, [])
+        return {name: states.get(str(member), {}) for name, member in pairs}, []
+    return {name: states.get(name, {}) for name in members}, []
 
 
 def _flat(state_dict: Mapping[Any, Any]) -> dict[str, dict[Any, Any]]:

@@ -15,9 +15,8 @@ A file with sorted names has lost the module's order: `layers.10` comes before `
 from __future__ import annotations
 
 import re
-from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Sequence
 from itertools import chain, islice
 from typing import NamedTuple
 
@@ -28,12 +27,6 @@ Shape = tuple[int, ...]
 NamedShape = tuple[str, Shape]
 Order = Sequence[Shape | None]
 """The shapes of an optimizer's parameters in its order; None for one without state."""
-
-Positions = tuple[int, ...]
-"""How many parameters of every order have a name."""
-
-MAX_STATES = 200_000
-"""The search looks at this many partial matches; a model that needs more has very many ways."""
 
 HINT = """\
 name the optimizer's parameters with --param-names names.txt. Two lines in the training program \
@@ -184,159 +177,66 @@ def _check_stated(order: Order, stated: Sequence[NamedShape]) -> None:
 def _by_order(orders: Sequence[Order], names: Sequence[NamedShape]) -> list[list[str]]:
     """The names in the only way that keeps their order; raises MissingData for none or several.
 
-    Orders without a common shape are matched separately, which keeps each search small.
+    An order whose shapes are of one number and one name each may be any. Else the name of a number
+    is between the first and the last one that it could have, if its order had none beside it. Where
+    these are the same, no other order has this name, which may leave the others less choice. A
+    number without a shape has none that all numbers of its shape need.
     """
-    chosen: list[list[str]] = [[] for _ in orders]
-    ways = 1
-    for places, rivals in _independent(orders, names):
-        count, matched = _count([orders[place] for place in places], rivals)
-        if not count:
-            raise MissingData(_why_not(orders, places, names, rivals), hint=HINT)
-        ways = 0 if count < 0 else ways * count
-        for place, order in zip(places, matched, strict=True):
-            chosen[place] = order
-    if ways != 1:
-        number = f"{ways:,}" if 0 < ways < 1_000_000 else "very many"
+    numbers, counts = Counter(chain(*orders)), Counter(shape for _, shape in names)
+    index_of = {shape: index for index, (_, shape) in enumerate(names)}
+    found = {
+        place: [index_of[shape] for shape in order if shape is not None]
+        for place, order in enumerate(orders)
+        if all(shape is not None and numbers[shape] == counts[shape] == 1 for shape in order)
+    }
+    spare = counts - Counter(shape for shape in chain(*orders) if shape is not None)
+    owners = {index: place for place, own in found.items() for index in own}  # of names' places
+    others = [place for place in range(len(orders)) if place not in found]
+    total, known = sum(map(len, orders)), -1
+    while known < len(owners):
+        known = len(owners)
+        for place in others:
+            order = orders[place]
+            free = [n for n in enumerate(names) if owners.get(n[0], place) == place]
+            first, last = _earliest(order, free, spare), _earliest(order[::-1], free[::-1], spare)
+            if len(first) < len(order):
+                raise MissingData(_why_not(orders, place, len(first), names), hint=HINT)
+            owners |= {a: place for a, b in zip(first, reversed(last), strict=True) if a == b}
+    if known < total:
         raise MissingData(
-            f"the optimizer knows its {sum(map(len, orders))} parameters by number, and their "
-            f"shapes fit the model's {len(names)} weights in {number} ways",
+            f"the optimizer knows its {total} parameters by number, and their shapes fit the "
+            f"model's {len(names)} weights in several ways, or in none",
             hint=HINT,
         )
-    return chosen
+    found |= by_key((owners[index], index) for index in sorted(owners) if owners[index] in others)
+    return [[names[index][0] for index in found[place]] for place in range(len(orders))]
 
 
-def _independent(
-    orders: Sequence[Order], names: Sequence[NamedShape]
-) -> Iterator[tuple[list[int], list[NamedShape]]]:
-    """Sets of orders that compete for names, by place, and the names that they compete for."""
-    if any(shape is None for order in orders for shape in order):
-        yield list(range(len(orders))), list(names)
-        return
-    sets: list[tuple[set[int], set[Shape | None]]] = []
-    for place, order in enumerate(orders):
-        places, shapes = {place}, set(order)
-        for other in [each for each in sets if each[1] & shapes]:
-            sets.remove(other)
-            places, shapes = places | other[0], shapes | other[1]
-        sets.append((places, shapes))
-    for places, shapes in sets:
-        yield sorted(places), [named for named in names if named[1] in shapes]
-
-
-def _count(orders: Sequence[Order], names: Sequence[NamedShape]) -> tuple[int, list[list[str]]]:
-    """In how many ways names fit the orders (-1: more than are looked at), and one of them.
-
-    Goes from name to name. A state is how many parameters of every order have a name; each state is
-    visited once, whatever number of ways lead to it, and dropped if the remaining names cannot
-    suffice.
-    """
-    bounds = [_bounds(order, names) for order in orders]
-    if any(bound is None for bound in bounds):
-        return 0, []
-    ranges = [bound for bound in bounds if bound is not None]
-    numbers = [by_key((shape, number) for number, shape in enumerate(order)) for order in orders]
-    left = Counter(shape for _, shape in names)
-    wanted = sum(map(len, orders))
-
-    states: dict[Positions, int] = {(0,) * len(orders): 1}
-    choices: list[dict[Positions, int]] = []  # by name and state: the order that got it, or -1
-    visited = 0
-    for index, (_, shape) in enumerate(names):
-        left[shape] -= 1
-        following: dict[Positions, int] = {}
-        choice: dict[Positions, int] = {}
-        for state, ways in states.items():
-            needed = sum(
-                _not_before(each.get(shape), position)
-                for each, position in zip(numbers, state, strict=True)
-            )
-            spare = len(names) - index > wanted - sum(state) and needed <= left[shape]
-            if spare and all(
-                position == len(order) or index < last[position]
-                for order, position, (_, last) in zip(orders, state, ranges, strict=True)
-            ):
-                following[state] = following.get(state, 0) + ways
-                choice[state] = -1
-            for place, (order, position, (first, last)) in enumerate(
-                zip(orders, state, ranges, strict=True)
-            ):
-                fits = position < len(order) and order[position] in (None, shape)
-                if fits and first[position] <= index <= last[position]:
-                    taken = (*state[:place], position + 1, *state[place + 1 :])
-                    following[taken] = following.get(taken, 0) + ways
-                    choice[taken] = place
-        states = following
-        choices.append(choice)
-        visited += len(states)
-        if visited > MAX_STATES:
-            return -1, [[] for _ in orders]
-    end = tuple(map(len, orders))
-    if end not in states:
-        return 0, []
-    return states[end], _traced(end, names, choices)
-
-
-def _traced(
-    end: Positions, names: Sequence[NamedShape], choices: Sequence[dict[Positions, int]]
-) -> list[list[str]]:
-    """The names of every order on one way to the last state, followed backwards."""
-    chosen: list[list[str]] = [[] for _ in end]
-    state = end
-    for (name, _), choice in zip(reversed(names), reversed(choices), strict=True):
-        place = choice[state]
-        if place >= 0:
-            chosen[place].append(name)
-            state = (*state[:place], state[place] - 1, *state[place + 1 :])
-    return [list(reversed(order)) for order in chosen]
-
-
-def _bounds(order: Order, names: Sequence[NamedShape]) -> tuple[list[int], list[int]] | None:
-    """The first and the last name that each parameter of an order can have, were it alone."""
-    shapes = [shape for _, shape in names]
-    first = _earliest(order, shapes)
-    last = _earliest(order[::-1], shapes[::-1])
-    if len(first) < len(order):
-        return None
-    return first, [len(names) - 1 - index for index in reversed(last)]
-
-
-def _earliest(order: Order, shapes: Sequence[Shape]) -> list[int]:
+def _earliest(
+    order: Order, names: Sequence[tuple[int, NamedShape]], spare: Collection[Shape]
+) -> list[int]:
     """The first name that each parameter of an order can have, up to one that finds none."""
     first: list[int] = []
-    for index, shape in enumerate(shapes):
+    for index, (_, shape) in names:
         if len(first) == len(order):
             break
-        if order[len(first)] in (None, shape):
+        wanted = order[len(first)]
+        if wanted == shape or (wanted is None and shape in spare):
             first.append(index)
     return first
 
 
-def _not_before(numbers: list[int] | None, position: int) -> int:
-    """How many of `numbers`, which ascend, are not before a position."""
-    return len(numbers) - bisect_left(numbers, position) if numbers else 0
-
-
 def _why_not(
-    orders: Sequence[Order],
-    places: Sequence[int],
-    names: Sequence[NamedShape],
-    rivals: Sequence[NamedShape],
+    orders: Sequence[Order], place: int, position: int, names: Sequence[NamedShape]
 ) -> str:
-    """Why nothing fits: the first parameter for which no name is left, if one order shows it."""
+    """Why nothing fits: no name is left for the parameter at this position of an order."""
     total = sum(map(len, orders))
     if total > len(names):
         return f"the optimizer knows {total} parameters by number, the model holds {len(names)}"
-    for place in places:
-        position = len(_earliest(orders[place], [shape for _, shape in rivals]))
-        if position < len(orders[place]):
-            shape = orders[place][position]
-            number = sum(map(len, orders[:place])) + position
-            states = "show no shape" if shape is None else f"have the shape {list(shape)}"
-            return (
-                f"the optimizer's parameter {number}, whose states {states}, has no counterpart "
-                "among the model's weights in their order: its own shape may be another"
-            )
+    shape = orders[place][position]
+    states = "show no shape" if shape is None else f"have the shape {list(shape)}"
     return (
-        f"the optimizer knows its {total} parameters by number, and the shapes of their states do "
-        "not fit the model's weights in any way that keeps their order"
+        f"the optimizer's parameter {sum(map(len, orders[:place])) + position}, whose states "
+        f"{states}, has no counterpart among the model's weights in their order: its own shape may "
+        "be another"
     )

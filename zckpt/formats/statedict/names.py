@@ -65,7 +65,7 @@ def _names_of_numbers(
         return dict(zip(numbers, saved.stated["numbers"], strict=True))
     in_groups = [name for group in optimizer.groups for name in group.get("param_names") or ()]
     if len(in_groups) == len(numbers) and not set(in_groups) <= model.keys():
-        in_groups = _without_wrappers(in_groups, model)
+        in_groups = without_wrappers(in_groups, model) or []
     if len(in_groups) == len(numbers):
         shapes_of_states = [shape_of(optimizer.state.get(number, {})) for number in numbers]
         _refuse_mixed(saved, shapes_of_states, in_groups, model)
@@ -116,13 +116,13 @@ def _candidates(
     ]
 
 
-def _without_wrappers(names: Sequence[str], model: Mapping[str, Any]) -> list[str]:
-    """The model's names for those of a wrapper's optimizer; none if no rule fits all."""
-    weights = [name for name, leaf in model.items() if isinstance(leaf, Leaf)]
+def without_wrappers(names: Sequence[str], model: Mapping[Any, Any]) -> list[str] | None:
+    """The model's names for those of a wrapper's optimizer; None if no rule fits all."""
+    weights = [str(name) for name, leaf in model.items() if isinstance(leaf, Leaf)]
     try:
         return list(matched(names, weights).values())
     except (MissingData, WrongOption):
-        return []
+        return None
 
 
 def _refuse_mixed(

@@ -13,17 +13,16 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ...errors import AmbiguousCheckpoint, MissingData, WrongOption, listed, meant
-from ...naming.names import matched
+from ...errors import AmbiguousCheckpoint, WrongOption, listed, meant
 from .finding import OptimizerState
-from .names import shape_of
+from .names import shape_of, without_wrappers
 from .tree import Leaf, Path, SavedTree, dotted
 from .twins import is_float
 
@@ -201,13 +200,12 @@ def _names(models: Sequence[Path]) -> dict[Path, str]:
 
 def _fits(optimizer: OptimizerState, model: Mapping[Any, Any]) -> bool:
     """Whether a model has all parameters that an optimizer knows by name, or by shape."""
-    weights = {str(name): leaf for name, leaf in model.items() if isinstance(leaf, Leaf)}
     members = [member for members in optimizer.members for member in members]
     stated = [name for group in optimizer.groups for name in group.get("param_names") or ()]
     if not optimizer.is_numbered or len(stated) == len(members):
-        return _has_names(weights, [str(name) for name in stated or members])
+        return without_wrappers([str(name) for name in stated or members], model) is not None
     shapes = [shape_of(optimizer.state.get(member, {})) for member in members]
-    floats = Counter(leaf.shape for leaf in weights.values() if is_float(leaf))
+    floats = Counter(leaf.shape for leaf in model.values() if is_float(leaf))
     known = Counter(shape for shape in shapes if shape is not None)
     return len(shapes) <= floats.total() and known <= floats
 
@@ -220,13 +218,6 @@ def _has_shapes(model: Mapping[Any, Any], optimizer: OptimizerState) -> bool:
         for member, name in zip(members, group.get("param_names") or members, strict=False)
     )
     return all(shape in (None, leaf.shape) for leaf, shape in named if isinstance(leaf, Leaf))
-
-
-def _has_names(weights: Collection[str], names: Sequence[str]) -> bool:
-    try:
-        return bool(matched(names, weights)) or not names
-    except (MissingData, WrongOption):
-        return False
 
 
 def _by_words(optimizer: Path, models: Sequence[Path]) -> list[Path]:

@@ -9,27 +9,32 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ...errors import CorruptCheckpoint, listed
+from msgspec import Struct, ValidationError, convert
 
-LISTS = ("buffers", "frozen", "inferred", "numbers")
-NEEDED = {"aliases", "buffers", "frozen", "names"}  # the first versions wrote these alone
+from ...errors import CorruptCheckpoint
+
+
+class Stated(Struct):
+    """The form of the record. The first versions wrote the first four alone."""
+
+    aliases: dict[str, str]
+    buffers: list[str]
+    frozen: list[str]
+    names: dict[str, list[str]]
+    inferred: list[str] = []
+    numbers: list[str] = []
+    optimizer: str = ""
 
 
 def checked(stated: Any, where: str) -> dict[str, Any] | None:
     """The record of zckpt in the file `where`; None if there is none. Raises CorruptCheckpoint."""
     if not isinstance(stated, dict):
         return None
-    wrong = [key for key in LISTS if key in stated and not _are_texts(stated[key])]
-    aliases, names = stated.get("aliases", {}), stated.get("names", {})
-    if not isinstance(aliases, dict) or not _are_texts([*aliases, *aliases.values()]):
-        wrong.append("aliases")
-    if not isinstance(names, dict) or not all(map(_are_texts, names.values())):
-        wrong.append("names")
-    if not isinstance(stated.get("optimizer", ""), str):
-        wrong.append("optimizer")
-    wrong += sorted(NEEDED - stated.keys())
-    if wrong:
-        raise CorruptCheckpoint(f"{where}: zckpt's own record in it is damaged: {listed(wrong)}")
+    try:
+        convert(stated, Stated)
+    except ValidationError as error:
+        what = f"{where}: zckpt's own record in it is damaged: {error}"
+        raise CorruptCheckpoint(what) from error
     return stated
 
 
@@ -43,7 +48,3 @@ def joined(records: Mapping[str, dict[str, Any] | None]) -> dict[str, Any] | Non
         for key in ("buffers", "frozen"):
             whole[key] += [prefix + name for name in stated[key]]
     return whole
-
-
-def _are_texts(values: Any) -> bool:
-    return isinstance(values, (list, tuple)) and all(isinstance(each, str) for each in values)

@@ -8,6 +8,7 @@ file or in many.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -19,12 +20,19 @@ from ...core.dtypes import SIZES, decode
 from ...core.fragments import Box, Extent, Fragments, Record, Runs, boxes, tile
 from ...core.inert import Scalar, map_values
 from ...core.manifest import Entry, Sibling
-from ...errors import IncompleteCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint
+from ...errors import (
+    CorruptCheckpoint,
+    IncompleteCheckpoint,
+    InconsistentCheckpoint,
+    UnsupportedCheckpoint,
+)
+from ...files.dcpfile import METADATA
 from ...files.safefile import SavedTensor
 from ...files.torchfile import Tensor, TorchFile
 from ..strangers import Stranger
 
 MAX_CUT = 8  # axes
+MAX_LIST = 1_000_000  # elements of all lists of a tree
 Path = tuple[Any, ...]
 """Keys that lead to a value of a tree."""
 
@@ -39,6 +47,35 @@ def at(tree: Any, path: Path) -> Any:
     for key in path:
         tree = tree.get(key) if isinstance(tree, dict) else None
     return tree
+
+
+def put(tree: Any, path: Path, value: Any, room: int) -> int:
+    """Sets the value at a path; an integer in the path is a place in a list.
+
+    All lists together may grow by `room` elements. Returns what is left of that.
+    """
+    container = tree
+    for key, following in pairwise((*path, None)):
+        if not isinstance(container, (dict, list)) or (
+            isinstance(container, list) and type(key) is not int
+        ):
+            raise CorruptCheckpoint(
+                f"{METADATA} names {'.'.join(map(str, path))} inside of a value that has no keys"
+            )
+        if isinstance(container, list):
+            room -= max(0, key + 1 - len(container))
+            if key < 0 or room < 0:
+                raise CorruptCheckpoint(f"{METADATA} names place {key} of a list")
+            container.extend([None] * (key + 1 - len(container)))
+        known = container[key] if isinstance(container, list) else container.get(key)
+        if following is None and known is not None:
+            raise CorruptCheckpoint(f"{METADATA} names two values {'.'.join(map(str, path))}")
+        if following is None:
+            container[key] = value
+        elif known is None:
+            container[key] = [] if type(following) is int else {}
+        container = container[key]
+    return room
 
 
 class Leaf(Struct, frozen=True, eq=False):

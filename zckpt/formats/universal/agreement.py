@@ -8,7 +8,7 @@ in every target without a word.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ...core.checksum import crc32
@@ -32,39 +32,10 @@ def contradictions(manifest: Manifest, step: Any) -> Iterator[str]:
     """Sentences about parts of the manifest, which states a `step`, that contradict each other."""
     parameters, buffers = manifest.parameters, {*manifest.buffers}
     entries = [entry for entry in manifest.entries.values() if entry.slot != "state"]
-    strangers = [
-        entry.name
-        for entry in entries
-        if entry.parameter not in parameters
-        and not (entry.parameter in buffers and entry.slot == "param")
-    ]
-    if strangers:
-        yield f"it has tensors of no parameter and no buffer: {listed(strangers, 4)}"
-    shapes = [
-        entry.name
-        for entry in entries
-        if entry.parameter in parameters and entry.shape != parameters[entry.parameter].shape
-    ]
-    if shapes:
-        yield f"tensors have other shapes than their parameters: {listed(shapes, 4)}"
+    pairs = [(entry, parameters.get(entry.parameter)) for entry in entries]
     weights = {entry.parameter for entry in entries if entry.slot in WEIGHTS}
-    if empty := [name for name in (*parameters, *buffers) if name not in weights]:
-        yield f"it has no weights of {listed(empty, 4)}"
-    if both := sorted(buffers & parameters.keys()):
-        yield f"{listed(both, 4)}: a parameter and a buffer"
     aliases = [alias for parameter in parameters.values() for alias in parameter.aliases]
     twice = {alias for alias in aliases if alias in parameters or aliases.count(alias) > 1}
-    if twice:
-        yield f"second names of tied weights are names of others too: {listed(sorted(twice), 4)}"
-    frozen = [
-        entry.name
-        for entry in entries
-        if is_optimizers(entry.slot)
-        and entry.parameter in parameters
-        and not parameters[entry.parameter].trainable
-    ]
-    if frozen:
-        yield f"frozen parameters have states of an optimizer: {listed(frozen, 4)}"
     wrong = [
         name
         for name, parameter in parameters.items()
@@ -72,14 +43,35 @@ def contradictions(manifest: Manifest, step: Any) -> Iterator[str]:
         or not isinstance(parameter.step, (int, float, type(None)))
         or not isinstance(parameter.trainable, bool)
     ]
-    if wrong:
-        yield f"steps are not numbers, or `trainable` is not true or false: {listed(wrong, 4)}"
-    if manifest.groups is not None:
-        groupless = [
-            name for name, item in parameters.items() if item.trainable and item.group is None
-        ]
-        if groupless:
-            yield f"trainable parameters are in no group: {listed(groupless, 4)}"
+    has_groups = manifest.groups is not None
+    groupless = [
+        name
+        for name, parameter in parameters.items()
+        if has_groups and parameter.trainable and parameter.group is None
+    ]
+    found: dict[str, Iterable[str]] = {
+        "it has tensors of no parameter and no buffer": (
+            entry.name
+            for entry, own in pairs
+            if own is None and not (entry.parameter in buffers and entry.slot == "param")
+        ),
+        "tensors have other shapes than their parameters": (
+            entry.name for entry, own in pairs if own is not None and entry.shape != own.shape
+        ),
+        "it has no weights of": (name for name in (*parameters, *buffers) if name not in weights),
+        "a parameter and a buffer have one name": sorted(buffers & parameters.keys()),
+        "second names of tied weights are names of others too": sorted(twice),
+        "frozen parameters have states of an optimizer": (
+            entry.name
+            for entry, own in pairs
+            if own and not own.trainable and is_optimizers(entry.slot)
+        ),
+        "steps are not numbers, or `trainable` is not true or false": wrong,
+        "trainable parameters are in no group": groupless,
+    }
+    for sentence, names in found.items():
+        if own := list(names):
+            yield f"{sentence}: {listed(own, 4)}"
     if step != manifest.step:
         steps = {item.step for item in parameters.values() if item.step is not None}
         of_each = listed(sorted(steps), 4) if steps else "none"

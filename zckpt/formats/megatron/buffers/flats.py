@@ -172,51 +172,45 @@ class FlatItems:
                 result[-1]["grad_scaler"] = file.kept(value, place, entries)
         return result
 
-    def ranks(self, tp: int) -> list[ModelRank]:
-        """The buffers of every model-parallel rank, without those of experts that are spread."""
-        flats = self._flats(False, tp, f"{tp} tensor ranks")
-        return [ModelRank(group % tp, group // tp, own) for group, own in enumerate(flats)]
+    def ranks(
+        self, tp: int, stages: int | None = None, ep: int | None = None, experts: int = 0
+    ) -> list[ModelRank]:
+        """The buffers of every model-parallel rank, optimizer by optimizer, chunk by chunk.
 
-    def expert_ranks(self, tp: int, stages: int, ep: int | None, experts: int) -> list[ModelRank]:
-        """The buffers of the experts' optimizer on every rank.
-
-        `tp` ranks share an expert, and `ep` ranks the `experts` of a layer; without `ep` the number
-        of buffers says it.
-        """
-        factor = tp * stages * (ep or 1)
-        flats = self._flats(True, factor, f"{factor} ranks of experts")
-        ep = ep or len(flats) // factor
-        if len(flats) != tp * stages * ep or experts % ep:
-            raise InconsistentCheckpoint(
-                f"{self.table.folder} has the buffers of {len(flats)} ranks of experts, which is "
-                f"not {tp * stages * ep}, or which {experts} experts in a layer do not fit",
-                hint=WEIGHTS_ONLY,
-            )
-        size = experts // ep
-        ranks = []
-        for group, own in enumerate(flats):
-            first = group // tp % ep * size
-            ranks.append(ModelRank(group % tp, group // (tp * ep), own, range(first, first + size)))
-        return ranks
-
-    def _flats(self, of_experts: bool, factor: int, sizes: str) -> list[tuple[Flat, ...]]:
-        """The buffers of each model-parallel rank: optimizer by optimizer, chunk by chunk.
-
-        Raises InconsistentCheckpoint if their number does not fit the sizes of the grid.
+        With the number of `experts` in a layer those of the experts' own optimizer, else the
+        others. `tp` ranks share a parameter, and `ep` ranks the experts; without `stages` or `ep`
+        the number of buffers says it. Raises InconsistentCheckpoint if this does not fit.
         """
         by_group = by_key(
             (group, flats[key])
             for optimizer in self.optimizers.values()
-            if optimizer.has_experts == of_experts
+            if optimizer.has_experts == bool(experts)
             for group, flats in optimizer.flats.items()
             for key in sorted(flats)
         )
-        if sorted(by_group) != list(range(len(by_group))) or len(by_group) % factor or not by_group:
+        count = len(by_group)
+        ep = (ep or count // (tp * (stages or 1))) if experts else 1
+        stages = stages or count // tp
+        if sorted(by_group) != list(range(count)) or count != tp * ep * stages or not count:
             raise InconsistentCheckpoint(
-                f"{self.table.folder} has buffers of the model-parallel ranks "
-                f"{sorted(by_group)}, and {sizes}"
+                f"{self.table.folder} has buffers of the model-parallel ranks {sorted(by_group)}, "
+                f"and {tp} tensor ranks, {ep} ranks of experts and {stages} stages",
+                hint=WEIGHTS_ONLY,
             )
-        return [tuple(flats) for _, flats in sorted(by_group.items())]
+        if experts % ep:
+            what = f"{experts} experts of a layer do not fit {ep} ranks"
+            raise InconsistentCheckpoint(f"{self.table.folder}: {what}", hint=WEIGHTS_ONLY)
+        size = experts // ep
+        starts = [group // tp % ep * size for group in range(count)]
+        return [
+            ModelRank(
+                group % tp,
+                group // (tp * ep),
+                tuple(by_group[group]),
+                range(start, start + size) if experts else None,
+            )
+            for group, start in enumerate(starts)
+        ]
 
     def _value(self, key: str) -> tuple[TorchFile, Any]:
         """A value in its list of one."""

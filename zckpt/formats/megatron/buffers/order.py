@@ -37,7 +37,9 @@ MODULES = (
     "pre_mlp_layernorm",
     "mlp.router",
     "mlp.experts",
-    "mlp.shared_experts",
+    "mlp.shared_experts",  # it has the weight of a gate
+    "mlp.shared_experts.linear_fc1",
+    "mlp.shared_experts.linear_fc2",
     "mlp.linear_fc1",
     "mlp.linear_fc2",
 )
@@ -112,13 +114,8 @@ def _key(name: str, fused: bool, grouped: bool, names: frozenset[str]) -> Key | 
         if grouped:
             inner = expert["rest"], last, int(expert["expert"])
         return (*start, MODULES.index("mlp.experts"), *inner)
-    if rest.startswith("mlp.shared_experts"):
-        # linear_fc1, linear_fc2; the gate's weight is a parameter of the module around them
-        inside = rest.removeprefix("mlp.shared_experts").lstrip(".")
-        return (*start, MODULES.index("mlp.shared_experts"), inside, last)
     if rest not in MODULES:
         return None
-    place = MODULES.index(rest)
     if fused and rest in FUSED and f"{match[0][: -len(rest)]}{FUSED[rest]}.weight" in names:
         return (*start, MODULES.index(FUSED[rest]), -1, last)
-    return (*start, place, 0, last)
+    return (*start, MODULES.index(rest), 0, last)

@@ -150,18 +150,14 @@ def _ranges(
         yield [*before, *chain(*layers.values()), *behind]
         return
     count = max(layers, default=-1) + 1
-    outside = [*before, *behind]
-    # of the layers up to each one: elements, and parameters
-    sums = [(sum(parts[name].numel for name in outside), len(outside))]
-    for layer in range(count):
-        inside = layers.get(layer, [])
-        numel = sum(parts[name].numel for name in inside)
-        sums.append((sums[-1][0] + numel, sums[-1][1] + len(inside)))
-    total = sum(flat.sizes)
+    of_layers = [layers.get(layer, []) for layer in range(count)]
+    numels = [sum(parts[name].numel for name in names) for names in of_layers]
+    total = sum(flat.sizes) - sum(parts[name].numel for name in (*before, *behind))
     for start in [0] if is_first else range(count + 1):
         for stop in [count] if is_last else range(start, count + 1):
-            numel = sums[stop][0] - sums[start][0] + sums[0][0]
-            number = sums[stop][1] - sums[start][1] + sums[0][1]
-            if number and numel <= total < numel + (number + len(flat.sizes)) * ALIGNMENT:
-                inside = [name for layer in range(start, stop) for name in layers.get(layer, ())]
-                yield [*before, *inside, *behind]
+            numel = sum(numels[start:stop])
+            if numel > total:
+                break
+            names = [*before, *chain(*of_layers[start:stop]), *behind]
+            if names and total < numel + (len(names) + len(flat.sizes)) * ALIGNMENT:
+                yield names

@@ -16,9 +16,9 @@ from ....core.partition import BoxPart, Joined, Partition
 from ....errors import MALFORMED, not_understood
 from ....files.dcpfile import ItemTable, TensorItem, read_table
 from ....files.dcpitems import ItemFiles
-from ....files.torchfile import TORCH_DTYPES, Tensor, TorchFile
+from ....files.torchfile import TORCH_DTYPES, TorchFile
 from .. import saving_program as programs
-from ..files import is_fsdp
+from ..files import OF_FSDP, kind_of
 from . import rule
 from .folders import Folders
 from .rule import Filled, Shape
@@ -36,7 +36,7 @@ def partitions(path: str, _tp_rules: str | None = None) -> list[Partition]:
     Raises UnsupportedCheckpoint for what the rule does not cover: frozen parameters in flat
     buffers, modules that a GPTModel does not have, optimizers by number, and Megatron-FSDP.
     """
-    if is_fsdp(path):
+    if kind_of(path) == OF_FSDP:
         raise rule.refusal(path, "files of Megatron-FSDP")
     try:
         if sources.is_file(os.path.join(path, ".metadata")):
@@ -88,7 +88,7 @@ class _Items:
         """The tensors of all layers and experts under one key."""
         axes = _axes(weight)
         parts: dict[Shape, list[BoxPart]] = {}
-        for box in self._boxes(key, item):
+        for box in self._boxes(key):
             size = box.extent.length // max(1, prod(box.sizes[:axes]))
             numbers = zip(box.offsets[:axes], box.sizes[:axes], strict=True)
             inside = product(*(range(start, start + n) for start, n in numbers))
@@ -107,7 +107,7 @@ class _Items:
         counts = item.shape[:-1]
         sizes = tuple(n // count for n, count in zip(whole, counts, strict=True))
         parts: dict[Shape, list[BoxPart]] = {}
-        for box in self._boxes(key, item):
+        for box in self._boxes(key):
             offsets = tuple(at * n for at, n in zip(box.offsets[:-1], sizes, strict=True))
             part = BoxPart(offsets[axes:], sizes[axes:], box.extent, first=box.offsets[-1])
             parts.setdefault(offsets[:axes], []).append(part)
@@ -170,7 +170,7 @@ class _Items:
             elif saved is not None:
                 place = spread, group, TORCH_DTYPES[match[4]], int(match[3])
                 slots = buffers.setdefault(place, {}).setdefault(match[6], {})
-                boxes = sorted(self._boxes(key, saved), key=lambda box: box.offsets)
+                boxes = sorted(self._boxes(key), key=lambda box: box.offsets)
                 slots[int(match[5])] = Runs(
                     [Fragment(b.offsets[0], b.offsets[0] + b.sizes[0], b.extent) for b in boxes]
                 )
@@ -200,15 +200,11 @@ class _Items:
             names.append(rule.EMBEDDING)  # the copy of a tied embedding
         return names
 
-    def _boxes(self, key: str, item: TensorItem) -> Iterator[BoxPart]:
+    def _boxes(self, key: str) -> Iterator[BoxPart]:
         """The boxes of an item that have elements."""
-        for box in item.boxes:
-            if box.is_empty:
-                continue
-            location = self.table.location(key, box)
-            file = self.files.torch_file(location)
-            if not isinstance(file.value, Tensor) or not file.value.contiguous:
-                raise rule.refusal(location.file, "a tensor that is not contiguous")
+        for box, file in self.files.boxes(self.table, key):
+            if not file.value.contiguous:
+                raise rule.refusal(file.path, "a tensor that is not contiguous")
             yield BoxPart(box.offsets, box.sizes, file.extent(file.value))
 
 

@@ -19,10 +19,8 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import product
+from itertools import chain, product
 from typing import Any
-
-from msgspec.structs import replace
 
 from ....core import sources
 from ....core.grouping import by_key
@@ -31,7 +29,7 @@ from ....core.missing_ranks import missing_file
 from ....core.placement import Sliced
 from ....errors import CorruptCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint, listed
 from ....files.torchfile import Parsed, Tensor, TorchFile
-from ....naming.tensor_rules import TensorRules
+from ....naming.tensor_rules import rules_of
 from ...statedict.tree import piece_of
 from ..buffers.flats import buffers_of, local_part, param_groups, read_bytes, slot_of
 from ..buffers.order import LAYER, is_before, predicts
@@ -46,39 +44,26 @@ from ..optimizers import EXPERTS, SPREAD
 from .cuts import cuts_of
 from .ranks import OF_GROUPED, STATES_FILE, RankDirectory, ranks_of, strangers, with_own_experts
 
-OF_CHUNK = re.compile(r"model\d*")
 LOCAL_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+(?=\.)")
 
 
-def read_legacy(
-    folder: str, step_policy: str | None, weights_only: bool, given: TensorRules | None = None
-) -> Manifest:
-    """The manifest of a directory with `mp_rank_*` folders.
+class LegacyReader:
+    """All folders of one iteration.
 
     The rules that a user has `given` say first how tensor ranks cut parameters. Raises
     UnsupportedCheckpoint for models that are not of Megatron-Core, and MissingData for modules on
     several tensor ranks that no rule knows.
     """
-    reader = _LegacyReader(folder, given)
-    manifest = reader.manifest(step_policy, weights_only)
-    if given is None or reader.tp > 1:
-        return manifest
-    line = f"--tp-rules is not used: {folder} has no tensor ranks"
-    return replace(manifest, warnings=(*manifest.warnings, line))
 
-
-class _LegacyReader:
-    """All folders of one iteration."""
-
-    def __init__(self, folder: str, given: TensorRules | None) -> None:
+    def __init__(self, folder: str, given: str | None) -> None:
         self.folder = folder
-        self.given = given
+        self.given = None if given is None else rules_of(given)
         self.parsed = Parsed()
         self.ranks = ranks_of(folder, self.parsed)
         self.tp = 1 + max(rank.tp for rank in self.ranks)
         self.pp = 1 + max(rank.pp for rank in self.ranks)
         self.ep = 1 + max(rank.ep for rank in self.ranks)
-        self.common = self.ranks[0].value
+        self.common: dict[Any, Any] = self.ranks[0].file.value
         self.args = arguments(self.common)
         self.content = Content(folder, self.ranks[0].file, self.common, self.args)
         self.shapes = self.content.shapes
@@ -90,7 +75,7 @@ class _LegacyReader:
 
     def manifest(self, step_policy: str | None, weights_only: bool) -> Manifest:
         content = self.content
-        iterations = [(rank.file.path, rank.value.get("iteration")) for rank in self.ranks]
+        iterations = [(rank.file.path, rank.file.value.get("iteration")) for rank in self.ranks]
         agreed_step(self.folder, iterations, step_policy)
         self._number_layers()
         self._weights()
@@ -98,7 +83,8 @@ class _LegacyReader:
         content.common = {
             key: value
             for key, value in self.common.items()
-            if key not in ("rng_state", "optimizer") and not OF_CHUNK.fullmatch(str(key))
+            if key not in ("rng_state", "optimizer")
+            and not any(value is model for model in self.ranks[0].models)
         }
         if not weights_only:
             require_states_by_parameter(self.folder, self.args)
@@ -143,9 +129,9 @@ class _LegacyReader:
                     self._take(rank, with_plain_norms(name), value)
             first += layers
         for rank in self.ranks:
-            if "rng_state" in rank.value and self.ep == 1:
+            if "rng_state" in rank.file.value and self.ep == 1:
                 key = f"rng_state/shard_{rank.pp}.{rank.tp}_{self.pp}.{self.tp}"
-                self._keep(rank, key, [rank.value["rng_state"]])
+                self._keep(rank, key, [rank.file.value["rng_state"]])
 
     def _experts(self, rank: RankDirectory, model: Mapping[str, Any]) -> int:
         """How many experts of a layer a rank has, if they are spread over ranks."""
@@ -232,7 +218,7 @@ class _LegacyReader:
                 inner = optimizer.get("optimizer", optimizer)
                 groups = param_groups(rank.file, inner)
                 spread = any(group.get(SPREAD) for group in groups)
-                names = [name for name in rank.order if self._is_spread(name) == spread]
+                names = [name for name in chain(*rank.chunks) if self._is_spread(name) == spread]
                 content.sharding = NOT_DISTRIBUTED if "state" in inner else DISTRIBUTED
                 states: Iterable[tuple[str, Iterable[Entry]]] = ()
                 if "state" in inner:
@@ -269,7 +255,7 @@ class _LegacyReader:
         file = TorchFile(path, self.parsed)
         self._add(file)
         value = file.value
-        if isinstance(value, list) != isinstance(rank.value["optimizer"], list):
+        if isinstance(value, list) != isinstance(rank.file.value["optimizer"], list):
             raise InconsistentCheckpoint(f"{path} is not of the optimizers of {LEGACY} beside it")
         if isinstance(value, list):
             value = value[number] if number < len(value) else None

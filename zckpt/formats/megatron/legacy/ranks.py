@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import count, product, takewhile
+from itertools import product
 from typing import Any
 
 from msgspec import Struct, field
@@ -40,6 +40,7 @@ OF_GROUPED = re.compile(r"(?P<experts>.*\bmlp\.experts)\.(?P<rest>linear_fc[12]\
 """The state of Transformer Engine's module of all experts of a rank."""
 OLDEST = 2.0  # of checkpoint_version; before it the rows of linear_qkv have another order
 STATES_FILE = "distrib_optim.pt"
+OF_CHUNK = re.compile(r"model\d*")
 
 
 class RankDirectory(Struct, eq=False):
@@ -54,16 +55,9 @@ class RankDirectory(Struct, eq=False):
     chunks: list[list[str]] = field(default_factory=list)  # parameters of each model chunk
 
     @property
-    def order(self) -> list[str]:
-        return [name for names in self.chunks for name in names]
-
-    @property
     def models(self) -> list[Any]:
         """The state dicts of its model chunks, of which interleaved pipelines have several."""
-        if "model0" not in self.value:
-            return [self.value.get("model")]
-        keys = takewhile(self.value.__contains__, (f"model{number}" for number in count()))
-        return [self.value[key] for key in keys]
+        return [each for key, each in self.file.value.items() if OF_CHUNK.fullmatch(str(key))]
 
     @property
     def optimizers(self) -> list[dict[Any, Any]]:
@@ -71,17 +65,12 @@ class RankDirectory(Struct, eq=False):
 
         Raises UnsupportedCheckpoint.
         """
-        state = self.value.get("optimizer")
+        state = self.file.value.get("optimizer")
         states = state if isinstance(state, list) else [state]
         known = [each for each in states if isinstance(each, dict)]
         if not known or len(known) < len(states):
             raise UnsupportedCheckpoint(f"{self.file.path} has an optimizer of an unknown form")
         return known
-
-    @property
-    def value(self) -> dict[Any, Any]:
-        value: dict[Any, Any] = self.file.value
-        return value
 
 
 def with_own_experts(model: Mapping[Any, Any], is_scaled: bool) -> Iterator[tuple[str, Any]]:
@@ -113,11 +102,11 @@ def ranks_of(folder: str, parsed: Parsed) -> list[RankDirectory]:
     names = sorted(filter(is_of_rank, os.listdir(folder)))
     files = {name: _file(folder, name, parsed) for name in names}
     args = arguments(files[names[0]].value)
-    kinds = ("tensor", "pipeline", "expert")
+    kinds = ("pipeline", "expert", "tensor")
     stated = [size_of(args, f"{kind}_model_parallel_size") for kind in kinds]
-    spread = (stated[2] or 1) > 1
-    staged = (stated[1] or 1) > 1 or not spread
-    if spread and size_of(args, "expert_tensor_parallel_size") not in (None, stated[0]):
+    spread = (stated[1] or 1) > 1
+    staged = (stated[0] or 1) > 1 or not spread
+    if spread and size_of(args, "expert_tensor_parallel_size") not in (None, stated[2]):
         raise UnsupportedCheckpoint(
             f"{folder} has experts that are cut over another number of tensor ranks than the rest "
             "of the model",
@@ -128,15 +117,16 @@ def ranks_of(folder: str, parsed: Parsed) -> list[RankDirectory]:
         tp, *numbers = (int(number) for number in name.split("_")[2:])
         pp = numbers.pop(0) if numbers and staged else 0
         ep = numbers.pop(0) if numbers and spread else 0
-        if numbers:
+        place = pp, ep, tp
+        if numbers or any(size and own >= size for own, size in zip(place, stated, strict=True)):
             raise InconsistentCheckpoint(
-                f"{folder} has the folder {name}, but the run had neither stages nor experts for "
-                "its last number",
+                f"{folder} has the folder {name}, but by its arguments the run had no such rank",
                 hint="folders of two runs may be mixed: take another copy",
             )
-        places[pp, ep, tp] = name
-    stages, experts, tensors = (1 + max(numbers) for numbers in zip(*places, strict=True))
-    for pp, ep, tp in product(range(stages), range(experts), range(tensors)):
+        places[place] = name
+    seen = [1 + max(numbers) for numbers in zip(*places, strict=True)]
+    sizes = [size or own for size, own in zip(stated, seen, strict=True)]
+    for pp, ep, tp in product(*map(range, sizes)):
         if (pp, ep, tp) not in places:
             of_expert = f", expert rank {ep}" if spread else ""
             raise IncompleteCheckpoint(
@@ -147,16 +137,8 @@ def ranks_of(folder: str, parsed: Parsed) -> list[RankDirectory]:
         RankDirectory(tp, pp, ep, os.path.join(folder, name), files[name])
         for (pp, ep, tp), name in sorted(places.items())
     ]
-    sizes = (tensors, stages, experts)
-    run = tuple(size or own for size, own in zip(stated, sizes, strict=True))
-    if run != sizes:
-        raise IncompleteCheckpoint(
-            f"{folder} has folders of tp {tensors}, pp {stages} and ep {experts}, but the run had "
-            f"{run[0]}, {run[1]} and {run[2]}",
-            hint=EVERY_RANK,
-        )
-    refuse_other_writers(folder, [arguments(rank.value).get("rank") for rank in ranks])
-    _require_known(folder, args, tensors, ranks)
+    refuse_other_writers(folder, [arguments(rank.file.value).get("rank") for rank in ranks])
+    _require_known(folder, args, sizes[2], ranks)
     return ranks
 
 
@@ -174,7 +156,7 @@ def _require_known(
     folder: str, args: Mapping[str, Any], tp: int, ranks: Sequence[RankDirectory]
 ) -> None:
     """Raises UnsupportedCheckpoint for kinds of models that are not read."""
-    version = ranks[0].value.get("checkpoint_version", 0)
+    version = ranks[0].file.value.get("checkpoint_version", 0)
     if not isinstance(version, (int, float)) or version < OLDEST:
         raise UnsupportedCheckpoint(
             f"{folder} has the checkpoint_version {version!s:.20}: its linear_qkv has another "
@@ -189,7 +171,8 @@ def _require_known(
                 f"{rank.file.path} has {counted(own, 'model chunk')}, but "
                 f"{ranks[0].file.path} has {first}"
             )
-        if not all(isinstance(each, dict) and "language_model" not in each for each in rank.models):
+        are_core = (isinstance(each, dict) and "language_model" not in each for each in rank.models)
+        if not own or not all(are_core):
             raise UnsupportedCheckpoint(
                 f"{rank.file.path} has no state dict of a Megatron-Core model"
             )
