@@ -54,12 +54,9 @@ def partitions(directory: str, tp_rules: str | None = None) -> list[Partition]:
     if any(SEVERAL.search(name) for name in os.listdir(directory)):
         return _of_grid(directory, tp_rules)
     engine = RankFiles(directory)
-    if not engine.optimizers and engine.expert_files:  # stage 0 with experts
-        model = engine.models[0]
-        optimizers = whole.of_experts(directory, model)
-        return [*whole.module(model), *engine.experts(), *optimizers]
     if not engine.optimizers:  # stage 0
-        return list(whole.partitions(engine.models[0]))
+        optimizers = whole.optimizers(directory, engine.models[0])
+        return [*engine.module(), *engine.experts(), *optimizers]
     return list(engine.partitions())
 
 
