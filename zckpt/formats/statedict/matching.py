@@ -184,12 +184,15 @@ def _check_stated(order: Order, stated: Sequence[NamedShape]) -> None:
 def _by_order(orders: Sequence[Order], names: Sequence[NamedShape]) -> list[list[str]]:
     """The names in the only way that keeps their order; raises MissingData for none or several.
 
-    Orders without a common shape are matched separately, which keeps each search small.
+    Orders without a common shape are matched separately, which keeps each search small. If an order
+    shares none of its shapes, and has each once, it may be any order.
     """
     chosen: list[list[str]] = [[] for _ in orders]
     ways = 1
     for places, rivals in _independent(orders, names):
-        count, matched = _count([orders[place] for place in places], rivals)
+        own = [orders[place] for place in places]
+        certain = _by_shape(own, rivals)  # though shapes of other orders are not unique
+        count, matched = _count(own, rivals) if certain is None else (1, certain)
         if not count:
             raise MissingData(_why_not(orders, places, names, rivals), hint=HINT)
         ways = 0 if count < 0 else ways * count

@@ -16,7 +16,7 @@ DeepSpeed 0.19.8, runtime/fp16/fused_optimizer.py and unfused_optimizer.py.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from math import prod
 from typing import Any
@@ -205,57 +205,27 @@ def _named(
 ) -> MatchedNames:
     """The names of all parameters, if there is one way; `what` equal labels mean.
 
-    A group all of whose labels are unique may be in any order. If one is not, its whole group has
-    to be in the module's order.
+    Raises MissingData with the names of the weights that cannot be told apart.
     """
-    numbers = Counter(label for order in orders for label in order)
-    owners = by_key((label, name) for name, label in names)
-
-    def is_certain(order: Sequence[Any]) -> bool:
-        return all(
-            label is not None and numbers[label] == len(owners.get(label, ())) == 1
-            for label in order
-        )
-
-    chosen = [
-        [owners[label][0] for label in order] if is_certain(order) else [] for order in orders
-    ]
-    taken = {name for order in chosen for name in order}
-    others = [place for place, order in enumerate(orders) if order and not chosen[place]]
-    if not others:
-        return MatchedNames(chosen, [])
-    rest = [named for named in names if named[0] not in taken]
-    unclear = [orders[place] for place in others]
     try:
-        matched = match(unclear, rest, True)
+        return match(orders, names, True)
     except MissingData as error:
         hint = HINT if what == "shape" else TRAINED
-        raise MissingData(_why_not(path, unclear, owners, what), hint=hint) from error
-    for place, members in zip(others, matched.names, strict=True):
-        chosen[place] = members
-    return MatchedNames(chosen, matched.inferred)
-
-
-def _why_not(
-    path: str, orders: Sequence[Sequence[Any]], owners: Mapping[Hashable, list[str]], what: str
-) -> str:
-    """Which weights cannot be told apart; or that there are none for some parameters."""
-    numbers = Counter(label for order in orders for label in order)
-    alike = [
-        name
-        for label, count in numbers.items()
-        if label is not None and (len(owners.get(label, ())) > 1 or count > 1)
-        for name in owners.get(label, ())
-    ]
-    if not alike:
-        return (
-            f"{path}: the optimizer's state has no names, and does not show the {what} of every "
-            "parameter"
-        )
-    return (
-        f"{path}: the optimizer's state has no names, and {listed(alike, 6)} have equal {what}, "
-        "which the order of the module does not tell apart"
-    )
+        numbers = Counter(label for order in orders for label in order)
+        owners = by_key((label, name) for name, label in names)
+        alike = [
+            name
+            for label, count in numbers.items()
+            if label is not None and (len(owners.get(label, ())) > 1 or count > 1)
+            for name in owners.get(label, ())
+        ]
+        why = f"does not show the {what} of every parameter"
+        if alike:
+            why = f"{listed(alike, 6)} have equal {what}, which the order of the module does not "
+            why += "tell apart"
+        raise MissingData(
+            f"{path}: the optimizer's state has no names, and {why}", hint=hint
+        ) from error
 
 
 def cut(
