@@ -48,7 +48,8 @@ def optimizers(directory: str, model: TorchFile) -> Iterator[Partition]:
     parsed = Parsed()
     files = [TorchFile(os.path.join(directory, paths[rank]), parsed) for rank in sorted(paths)]
     files = files or [model]
-    shapes = [{n: tuple(s) for n, s in own.items()} for own in model.value["param_shapes"] or ()]
+    stated = model.value["param_shapes"] or ()
+    shapes: list[Shapes] = [{name: tuple(s) for name, s in own.items()} for own in stated]
     if not shapes and FLATS in (optimizer := files[0].value["optimizer"]):
         shapes = _views(model, files[0], optimizer[FLATS])
     named = of_ep_ranks(name for own in shapes for name in own)
@@ -59,8 +60,8 @@ def optimizers(directory: str, model: TorchFile) -> Iterator[Partition]:
             firsts = [ranks[0] for ranks in sharing(model.value, len(files), group)]
             if rank in firsts:
                 own = firsts.index(rank)
-                stated = shapes[place].items() if shapes else ()
-                listed = {named(name, own): shape for name, shape in stated}
+                known = shapes[place] if shapes else {}
+                listed = {named(name, own): shape for name, shape in known.items()}
                 yield from _group(file, optimizer, place, group["params"], listed)
 
 
@@ -80,7 +81,7 @@ def _group(
         return
     masters, frozen = optimizer.get("fp32_groups"), {*(optimizer.get("zckpt_frozen") or ())}
     numbers = [number for number in numbers if number not in frozen]  # these have no names
-    names = [*listed] or [None] * len(numbers)
+    names: list[str | None] = [*listed] or [None] * len(numbers)
     for position, (number, name) in enumerate(zip(numbers, names, strict=True)):
         state = dict(states.get(number) or {})
         if masters is not None:

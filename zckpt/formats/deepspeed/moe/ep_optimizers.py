@@ -56,7 +56,7 @@ from ..files import RankFiles
 from ..model_ranks.copies import EP_RANK
 from ..ranks import hyper_parameters
 from ..stage_0 import naming
-from ..stage_0.optimizer import Members, WholeOptimizer, named_optimizer, states_with, with_names
+from ..stage_0.optimizer import Members, WholeOptimizer, named_optimizers, states_with, with_names
 from ..stage_0.samples import TensorInFile
 from ..stage_0.states import kept, with_members
 from .auto_ep import READ, layers_in
@@ -239,9 +239,9 @@ def _varies(file: TorchFile, tensor: Tensor) -> bool:
 def _of_first(
     ranks: EngineStates, weights: Mapping[str, TensorInFile], reading: Reading
 ) -> WholeOptimizer:
-    """The optimizer of the first ep rank with names; raises MissingData as `named_optimizer`."""
+    """The optimizer of the first ep rank with names; raises MissingData as `named_optimizers`."""
     if ranks.model.get("param_shapes") or reading.param_names is not None:
-        whole = named_optimizer(ranks, weights, reading)
+        (whole,) = named_optimizers([ranks], weights, reading)
         return with_names(ranks, whole.members, whole.inferred, naming.shapes_of(weights))
     groups = ranks.bases[0]["param_groups"]
     members: list[Sequence[str | None]] = [()] * len(groups)
@@ -254,9 +254,10 @@ def _of_first(
         part = _some_groups(ranks, places)
         names: Members
         if FLAT_MASTERS in part.first:
-            names = naming.by_order(part.optimizers[0], part.first[FLAT_MASTERS], own)
+            flats = [TensorInFile(part.optimizers[0], flat) for flat in part.first[FLAT_MASTERS]]
+            names = naming.by_order(flats, own)
         else:
-            whole = named_optimizer(part, own, USUAL)
+            (whole,) = named_optimizers([part], own, USUAL)
             names, inferred = whole.members, [*inferred, *whole.inferred]
         for place, group in zip(places, names, strict=True):
             members[place] = group

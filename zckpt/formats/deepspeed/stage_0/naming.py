@@ -17,14 +17,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 from math import prod
 from typing import Any
 
 from ....core.dtypes import SIZES
 from ....core.grouping import by_key
 from ....errors import MissingData, WrongOption, listed
-from ....files.torchfile import Tensor, TorchFile
+from ....files.torchfile import Tensor
 from ...statedict.matching import HINT, MatchedNames, match
 from .samples import TensorInFile, labels
 
@@ -37,14 +36,7 @@ program, before deepspeed.initialize, write that file:
 """The hint where the optimizer has masters: frozen parameters have none."""
 
 
-def by_param_names(
-    path: str, orders: Sequence[Sequence[Any]], weights: Weights, param_names: Sequence[str]
-) -> list[list[str]]:
-    """The names that the user gives, group by group; raises WrongOption and MissingData."""
-    return match(orders, [*shapes_of(weights).items()], True, param_names).names
-
-
-def by_place(file: TorchFile, flats: Sequence[Tensor], weights: Weights) -> list[list[str]] | None:
+def by_place(flats: Sequence[TensorInFile], weights: Weights) -> list[list[str]] | None:
     """The names of each flat master's parameters, in the order in which they lie.
 
     The engine lays a group's 16-bit weights out as one buffer, as long as the flat master, and
@@ -55,8 +47,8 @@ def by_place(file: TorchFile, flats: Sequence[Tensor], weights: Weights) -> list
     for name, weight in weights.items():
         buffers.setdefault(weight.tensor.storage.key, {})[name] = weight.tensor
     whole = [members for members in buffers.values() if _tiles(members)]
-    rivals = [TensorInFile(file, _flat(members)) for members in whole]
-    of_buffers, of_flats = labels(rivals, [TensorInFile(file, flat) for flat in flats])
+    rivals = [TensorInFile(flats[0].file, _flat(members)) for members in whole]
+    of_buffers, of_flats = labels(rivals, flats)
     if any(len(own) != 1 for own in of_flats):
         return None
     count = Counter(of_buffers)
@@ -87,7 +79,7 @@ def _flat(members: Mapping[str, Tensor]) -> Tensor:
     return Tensor(first.storage, first.dtype, 0, (numel,), (1,))
 
 
-def by_order(file: TorchFile, flats: Sequence[Tensor], weights: Weights) -> list[list[str]]:
+def by_order(flats: Sequence[TensorInFile], weights: Weights) -> list[list[str]]:
     """The names of each flat master's parameters, whose weights are copies and no views.
 
     They stand in the module's order, and each piece of the master rounds to its weight. Raises
@@ -99,24 +91,25 @@ def by_order(file: TorchFile, flats: Sequence[Tensor], weights: Weights) -> list
         for name, weight in weights.items():
             for start, known in [*ways.items()]:
                 stop = start + weight.tensor.numel
-                if not start < stop <= flat.numel:
+                if not start < stop <= flat.tensor.numel:
                     continue
-                if rounds(TensorInFile(file, _piece(flat, start, weight.tensor.shape)), weight):
+                if rounds(_piece(flat, start, weight.tensor.shape), weight):
                     following = [[*members, name] for members in known]
                     ways[stop] = [*ways.get(stop, ()), *following][:2]
-        fitting = ways.get(flat.numel, ())
+        fitting = ways.get(flat.tensor.numel, ())
         if len(fitting) != 1:
             several = "several ways fit" if fitting else "no weights fit"
             raise MissingData(
-                f"{file.path}: the optimizer's state has no names, and of the weights whose bytes "
-                f"show those of group {number}, {several}",
+                f"{flat.file.path}: the optimizer's state has no names, and of the weights whose "
+                f"bytes show those of group {number}, {several}",
                 hint=TRAINED,
             )
         chosen += fitting
     taken = Counter(name for members in chosen for name in members)
     if twice := [name for name, count in taken.items() if count > 1]:
         raise MissingData(
-            f"{file.path}: by its bytes, {listed(twice, 4)} would be in two groups", hint=TRAINED
+            f"{flats[0].file.path}: by its bytes, {listed(twice, 4)} would be in two groups",
+            hint=TRAINED,
         )
     return chosen
 
@@ -127,9 +120,7 @@ def rounds(master: TensorInFile, weight: TensorInFile) -> bool:
     return label in rounded
 
 
-def in_sequence(
-    file: TorchFile, flats: Sequence[Tensor], weights: Weights
-) -> list[list[str]] | None:
+def in_sequence(flats: Sequence[TensorInFile], weights: Weights) -> list[list[str]] | None:
     """The names of each flat master's parameters, whose weights are in other files.
 
     The next elements of a flat master must round to one weight, and to no other of any shape. None
@@ -140,13 +131,13 @@ def in_sequence(
     for flat in flats:
         members: list[str] = []
         start = 0
-        while start < flat.numel:
+        while start < flat.tensor.numel:
             shapes = [
                 shape
                 for shape in dict.fromkeys(stored.tensor.shape for stored in remaining.values())
-                if 0 < prod(shape) <= flat.numel - start
+                if 0 < prod(shape) <= flat.tensor.numel - start
             ]
-            pieces = [TensorInFile(file, _piece(flat, start, shape)) for shape in shapes]
+            pieces = [_piece(flat, start, shape) for shape in shapes]
             of_weights, of_pieces = labels(list(remaining.values()), pieces)
             fitting = {label for own in of_pieces for label in own}
             names = [n for n, label in zip(remaining, of_weights, strict=True) if label in fitting]
@@ -158,31 +149,34 @@ def in_sequence(
     return groups
 
 
-def _piece(flat: Tensor, start: int, shape: tuple[int, ...]) -> Tensor:
+def _piece(flat: TensorInFile, start: int, shape: tuple[int, ...]) -> TensorInFile:
     """The elements of a flat tensor from `start` on, as a tensor of this shape."""
+    whole = flat.tensor
     strides = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
-    return Tensor(flat.storage, flat.dtype, flat.offset + start, shape, strides)
+    piece = Tensor(whole.storage, whole.dtype, whole.offset + start, shape, strides)
+    return TensorInFile(flat.file, piece)
 
 
-def by_bytes(file: TorchFile, orders: Sequence[Sequence[Tensor]], weights: Weights) -> MatchedNames:
+def by_bytes(orders: Sequence[Sequence[TensorInFile]], weights: Weights) -> MatchedNames:
     """The names of whole masters: each has the bytes of its weight once it is rounded.
 
     Raises MissingData with the names of the weights that cannot be told apart.
     """
     masters = [master for order in orders for master in order]
-    stored = [TensorInFile(file, master) for master in masters]
-    of_weights, of_masters = labels(list(weights.values()), stored)
+    of_weights, of_masters = labels(list(weights.values()), masters)
     for number, (master, own) in enumerate(zip(masters, of_masters, strict=True)):
         if len(own) != 1:
             raise MissingData(
-                f"{file.path}: master {number} of the optimizer, of shape {list(master.shape)}, "
+                f"{master.file.path}: master {number} of the optimizer, of shape "
+                f"{list(master.tensor.shape)}, "
                 + ("rounds to no weight" if not own else "rounds to weights of several types")
                 + " of the module",
                 hint=TRAINED,
             )
     remaining = iter(own[0] for own in of_masters)
     labelled = [[next(remaining) for _ in order] for order in orders]
-    return _named(file.path, labelled, list(zip(weights, of_weights, strict=True)), "bytes")
+    path = masters[0].file.path if masters else ""
+    return _named(path, labelled, list(zip(weights, of_weights, strict=True)), "bytes")
 
 
 def by_shape(
@@ -229,7 +223,7 @@ def _named(
 
 
 def cut(
-    file: TorchFile, flats: Sequence[Tensor], weights: Weights, param_names: Sequence[str]
+    flats: Sequence[TensorInFile], weights: Weights, param_names: Sequence[str]
 ) -> list[Sequence[str]]:
     """The user's names, cut into the groups of flat masters; raises WrongOption.
 
@@ -240,86 +234,50 @@ def cut(
         raise WrongOption(
             f"--param-names names {listed(unknown, 4)}, which the model's state does not have"
         )
-    wanted = [flat.numel for flat in flats]
-    sizes = {name: weight.tensor.numel for name, weight in weights.items()}
-    *groups, rest = in_parts(param_names, wanted, sizes)
-    lengths = [sum(sizes[name] for name in members) for members in groups]
-    if rest or lengths != wanted:
-        raise WrongOption(
-            f"--param-names: these weights do not fill the groups of {file.path}, which have "
-            f"{listed(wanted)} elements",
-            hint="name the trained parameters alone, group by group, in the optimizer's order",
-        )
-    cuts = zip(flats, groups, strict=True)
-    masters = [piece for flat, own in cuts for piece in pieces(flat, own, weights)]
-    members = [name for own in groups for name in own]
-    _check_rounding(file, members, masters, weights, strict=are_apart(file, weights))
-    return groups
+    groups: list[Sequence[str]] = []
+    masters: list[TensorInFile] = []
+    rest = param_names
+    for flat in flats:
+        start = count = 0
+        while start < flat.tensor.numel and count < len(rest):
+            tensor = weights[rest[count]].tensor
+            masters.append(_piece(flat, start, tensor.shape))
+            start, count = start + tensor.numel, count + 1
+        groups.append(rest[:count])
+        rest = rest[count:]
+        if start != flat.tensor.numel:
+            break
+    else:
+        if not rest:
+            check_rounding(masters, param_names, weights, strict=are_apart(flats[0], weights))
+            return groups
+    raise WrongOption(
+        f"--param-names: these weights do not fill the groups of {flats[0].file.path}, which have "
+        f"{listed([flat.tensor.numel for flat in flats])} elements",
+        hint="name the trained parameters alone, group by group, in the optimizer's order",
+    )
 
 
-def in_parts(
-    names: Sequence[str], wanted: Sequence[int], sizes: Mapping[str, int]
-) -> list[Sequence[str]]:
-    """The names, cut as soon as their sizes reach what is wanted; last those that are left."""
-    parts: list[Sequence[str]] = []
-    for size in wanted:
-        count = 0
-        while size > 0 and count < len(names):
-            size -= sizes[names[count]]
-            count += 1
-        parts.append(names[:count])
-        names = names[count:]
-    return [*parts, names]
-
-
-def pieces(flat: Tensor, names: Sequence[str], weights: Weights) -> list[Tensor]:
-    """The masters of these weights, which follow one another in a flat one."""
-    tensors = [weights[name].tensor for name in names]
-    starts = accumulate((tensor.numel for tensor in tensors), initial=0)
-    return [_piece(flat, start, own.shape) for own, start in zip(tensors, starts, strict=False)]
-
-
-def are_apart(file: TorchFile, weights: Weights) -> bool:
+def are_apart(master: TensorInFile, weights: Weights) -> bool:
     """Whether weights are in other files than the masters, as those of a pipeline's layers are."""
-    return any(weight.file is not file for weight in weights.values())
+    return any(weight.file is not master.file for weight in weights.values())
 
 
-def of_masters(
-    file: TorchFile,
-    masters: Sequence[Sequence[Tensor]],
-    weights: Weights,
-    param_names: Sequence[str],
-) -> list[list[str]]:
-    """The user's names of whole masters, none of which may round to the weight of another name."""
-    shapes = [[master.shape for master in group] for group in masters]
-    groups = by_param_names(file.path, shapes, weights, param_names)
-    every = [master for group in masters for master in group]
-    names = [name for own in groups for name in own]
-    _check_rounding(file, names, every, weights, strict=False)
-    return groups
-
-
-def _check_rounding(
-    file: TorchFile,
-    names: Sequence[str],
-    masters: Sequence[Tensor],
-    weights: Weights,
-    *,
-    strict: bool,
+def check_rounding(
+    masters: Sequence[TensorInFile], names: Sequence[str], weights: Weights, *, strict: bool
 ) -> None:
     """Raises WrongOption if the user gives a master's name to another one.
 
     Unless `strict`, a master that rounds to no weight is taken: a program may have changed the
     weights since.
     """
-    stored = [TensorInFile(file, master) for master in masters]
-    of_weights, of_masters = labels([*weights.values()], stored)
+    of_weights, of_masters = labels([*weights.values()], masters)
     known = dict(zip(weights, of_weights, strict=True))
-    for name, fitting in zip(names, of_masters, strict=True):
+    for master, name, fitting in zip(masters, names, of_masters, strict=True):
         others = [other for other, label in known.items() if label in fitting]
         if (others or strict) and name not in others:
             raise WrongOption(
-                f"--param-names: the master at the place of {name} in {file.path} is that of "
-                f"{others[0] if others else 'no weight'}, as the weights show",
+                f"--param-names: the master at the place of {name} in {master.file.path} is that "
+                f"of {others[0] if others else 'no weight'}, as the weights show",
                 hint="name the trained parameters in the optimizer's order, group by group",
             )
