@@ -17,9 +17,8 @@ groups none of them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 from msgspec.structs import replace
 
@@ -60,8 +59,8 @@ from ..stage_0.optimizer import Members, WholeOptimizer, named_optimizers, state
 from ..stage_0.samples import TensorInFile
 from ..stage_0.states import kept, with_members
 from .auto_ep import READ, layers_in
-from .expert_files import LayerFiles, gate_of, layers_of, named_of, shared, spread_over
-from .experts import Experts
+from .expert_files import LayerFiles, layers_of, named_of, shared, spread_over
+from .experts import Experts, with_tensors
 
 
 def manifest_of_experts(directory: TagDirectory, files: RankFiles, reading: Reading) -> Manifest:
@@ -83,9 +82,11 @@ def manifest_of_experts(directory: TagDirectory, files: RankFiles, reading: Read
     ranks = [replace(each, model=model) for each in ranks]
     layers = _layers(ranks[0], layers_files, reading)
     _check_files(ranks, layers)
-    experts = Experts(
-        ranks[0], layers_files, layers, ExpertRanks.of_config(ranks[0].dp, ranks[0].config)
-    )
+    places = ExpertRanks.of_config(ranks[0].dp, ranks[0].config)
+    whole = with_tensors(ranks[0], layers_files, layers)
+    experts = Experts(ranks[0], whole, layers, places)
+    model = {**whole.model, "module": {}}  # no rank has the module alone
+    ranks = [replace(each, model=model, apart=whole.apart) for each in ranks]
     wholes = _named(ranks, experts, reading)
     own = model.get("optimizer")
     if isinstance(own, dict) and own:
@@ -180,24 +181,14 @@ def _weights(experts: Experts, of_layer: Mapping[str, int]) -> dict[str, TensorI
 
     Second names of tied weights are left out.
     """
-    model, behind = experts.ranks.model, {gate_of(layer): layer for layer in experts.files}
-    apart = {*(model.get("buffer_names") or ()), *model["shared_params"]}
-    weights: dict[str, TensorInFile] = {}
-
-    def add(name: str, local: str, file: TorchFile, tensor: Any) -> None:
-        if local not in apart and not is_extra(name, tensor) and tensor.dtype in FLOATS:
-            weights[name] = TensorInFile(file, tensor)
-
-    for name, tensor in model["module"].items():
-        add(name, name, experts.ranks.models[0], tensor)
-        if layer := behind.get(name):
-            count = experts.layers.layers[layer.name].local
-            first = of_layer[layer.name] * count
-            for number, own in enumerate(layer.files[first : first + count]):
-                for key, value in own.value.items():
-                    if parts := expert_name(key):
-                        add(key, parts.numbered(number), own, value)
-    return weights
+    whole, is_held = experts.whole, experts.layers.is_held
+    hidden = {*whole.model["buffer_names"], *whole.model["shared_params"]}
+    return {
+        name: TensorInFile(whole.file_of(name), tensor)
+        for name, tensor in whole.model["module"].items()
+        if is_held(name, of_layer) and name not in hidden
+        if not is_extra(name, tensor) and tensor.dtype in FLOATS
+    }
 
 
 def _second_names(ranks: EngineStates, files: Sequence[LayerFiles]) -> dict[str, str]:
@@ -289,11 +280,14 @@ def _joined(
     """
     first, *others = wholes
     states, slots = kept(first, step_policy)
-    experts = replace(experts, ranks=states)
-    own = manifest_of(states, slots, "deepspeed", states.config, experts.module_dtype)
+    shapes = {"param_shapes": states.model["param_shapes"]}
+    whole = replace(experts.whole, model={**experts.whole.model, **shapes})
+    own = manifest_of(states, slots, "deepspeed", states.config, whole.module_dtype)
     own = replace(own, inferred=tuple(first.inferred), zero_padding=True)
     ranks = [own, *(_beside(own, each, step_policy) for each in others)]
-    manifest = experts.complete(merge(ranks, Table(EP_RANK), step_policy))
+    trained = {name for rank in ranks for name in rank.parameters}
+    beside = _of_module(own, whole, trained)
+    manifest = experts.complete(merge(ranks, Table(EP_RANK), step_policy, beside))
     manifest = with_members(manifest, first.members)
     warnings = list(manifest.warnings)
     if inferred := manifest.inferred:
@@ -304,17 +298,32 @@ def _joined(
     return replace(manifest, warnings=tuple(warnings))
 
 
+def _of_module(first: Manifest, whole: EngineStates, trained: Collection[str]) -> Manifest:
+    """The weights of the whole module, as if a rank beside the others had them."""
+    tensors = ManifestTensors(whole)
+    tensors.add_frozen()
+    tensors.add_buffers()
+    tensors.add_aliases()
+    return replace(
+        first,
+        entries=tensors.entries,
+        parameters={n: own for n, own in tensors.parameters.items() if n not in trained},
+        buffers=tensors.buffer_names,
+        replicas=tuple(tensors.replicas),
+        state={"module": list(tensors.module)},
+        files=(),
+        records=(),
+    )
+
+
 def _beside(first: Manifest, whole: WholeOptimizer, step_policy: str | None) -> Manifest:
-    """Another rank's optimizer, with the first rank's model and groups."""
+    """Another rank's optimizer, with the first rank's groups."""
     states, slots = kept(whole, step_policy)
-    tensors = ManifestTensors(replace(states, model={**states.model, "module": {}}))
+    tensors = ManifestTensors(states)
     for buffer in slots:
         tensors.add_trainable(buffer)
+    tensors.add_aliases()
     known = first.parameters
-    parameters = {  # the module with second names is the first rank's
-        name: replace(own, aliases=known[name].aliases) if name in known else own
-        for name, own in tensors.parameters.items()
-    }
     states_of = [_states_by_parameter(each) for each in (first.entries, tensors.entries)]
     for name in tensors.parameters:
         if name in known and states_of[0].get(name) != states_of[1].get(name):
@@ -326,8 +335,7 @@ def _beside(first: Manifest, whole: WholeOptimizer, step_policy: str | None) -> 
     return replace(
         first,
         entries=tensors.entries,
-        parameters=parameters,
-        replicas=(),
+        parameters=tensors.parameters,
         files=(whole.file.path,),
         records=tuple(whole.file.records.values()),
         inferred=tuple(whole.inferred),
