@@ -23,8 +23,7 @@ from functools import partial
 from msgspec.structs import replace
 
 from ....core.dtypes import FLOATS
-from ....core.grouping import by_key
-from ....core.manifest import Entry, Manifest
+from ....core.manifest import Manifest
 from ....core.merge import merge
 from ....core.placement import Table
 from ....core.states import OTHER
@@ -181,14 +180,13 @@ def _weights(experts: Experts, of_layer: Mapping[str, int]) -> dict[str, TensorI
 
     Second names of tied weights are left out.
     """
-    whole, is_held = experts.whole, experts.layers.is_held
-    hidden = {*whole.model["buffer_names"], *whole.model["shared_params"]}
-    return {
-        name: TensorInFile(whole.file_of(name), tensor)
+    whole = experts.whole
+    own = (
+        (name, whole.file_of(name), tensor)
         for name, tensor in whole.model["module"].items()
-        if is_held(name, of_layer) and name not in hidden
-        if not is_extra(name, tensor) and tensor.dtype in FLOATS
-    }
+        if experts.layers.is_held(name, of_layer)
+    )
+    return naming.weights_in(own, {*whole.model["buffer_names"], *whole.model["shared_params"]})
 
 
 def _second_names(ranks: EngineStates, files: Sequence[LayerFiles]) -> dict[str, str]:
@@ -323,14 +321,16 @@ def _beside(first: Manifest, whole: WholeOptimizer, step_policy: str | None) -> 
     for buffer in slots:
         tensors.add_trainable(buffer)
     tensors.add_aliases()
-    known = first.parameters
-    states_of = [_states_by_parameter(each) for each in (first.entries, tensors.entries)]
-    for name in tensors.parameters:
-        if name in known and states_of[0].get(name) != states_of[1].get(name):
-            raise InconsistentCheckpoint(
-                f"{whole.file.path}: its copy of {name} has other states than ep rank 0's",
-                hint="files of different saves seem to be mixed",
-            )
+    both = first.parameters.keys() & tensors.parameters.keys()
+    own, theirs = (
+        {(entry.parameter, entry.slot) for entry in entries.values() if entry.parameter in both}
+        for entries in (first.entries, tensors.entries)
+    )
+    if odd := sorted(own ^ theirs):
+        raise InconsistentCheckpoint(
+            f"{whole.file.path}: its copy of {odd[0][0]} has other states than ep rank 0's",
+            hint="files of different saves seem to be mixed",
+        )
     other = tensors.kept(states.first.get(OTHER) or {}, f"optimizer.{OTHER}", whole.file)
     return replace(
         first,
@@ -342,9 +342,3 @@ def _beside(first: Manifest, whole: WholeOptimizer, step_policy: str | None) -> 
         unread=tuple(strangers_of(states)[1]),
         state={**first.state, "optimizer": {**first.state["optimizer"], OTHER: other}},
     )
-
-
-def _states_by_parameter(entries: Mapping[str, Entry]) -> dict[str, set[str]]:
-    """The masters and states that an optimizer keeps of each parameter."""
-    slots = by_key((entry.parameter, entry.slot) for entry in entries.values())
-    return {name: {*own} - {"param", "state"} for name, own in slots.items()}

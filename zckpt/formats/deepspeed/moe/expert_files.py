@@ -175,29 +175,22 @@ def spread_over(ranks: EngineStates, layer: LayerFiles, named: Iterable[str]) ->
     local, experts = len({part.number for part in parts}), len(layer.files)
     if not local:
         refuse(ranks.directory, f"experts of {layer.name}, none of which is trained")
-    ep = experts // local
-    if {part.number for part in parts} != set(range(local)) or ep * local != experts:
+    if {part.number for part in parts} != set(range(local)) or experts % local:
         raise InconsistentCheckpoint(
             f"{ranks.directory.path}: rank 0 has {local} of the {experts} experts of {layer.name}, "
             "which is no equal share",
             hint="model and expert files of different saves seem to be mixed",
         )
-    return shared(ranks, layer, ep)
+    return shared(ranks, layer, experts // local)
 
 
 def shared(ranks: EngineStates, layer: LayerFiles, ep: int) -> ExpertLayer:
     """A layer over `ep` ranks; raises InconsistentCheckpoint unless these can share it."""
     experts = len(layer.files)
-    if ranks.dp % ep:
+    if ranks.dp % ep or experts % ep:
         raise InconsistentCheckpoint(
-            f"{ranks.directory.path}: {ranks.dp} ranks cannot share {layer.name} by an "
-            f"expert-parallel size of {ep}",
+            f"{ranks.directory.path}: {ranks.dp} ranks cannot share the {experts} experts of "
+            f"{layer.name} by an expert-parallel size of {ep}",
             hint="model and optimizer files of different saves seem to be mixed",
-        )
-    if experts % ep:
-        raise InconsistentCheckpoint(
-            f"{ranks.directory.path}: {ep} ranks cannot share the {experts} experts of "
-            f"{layer.name}",
-            hint="model and expert files of different saves seem to be mixed",
         )
     return ExpertLayer(layer.name, experts, ep)

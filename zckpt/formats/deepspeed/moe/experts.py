@@ -24,7 +24,7 @@ from msgspec.structs import replace
 from ....core import agreement
 from ....core.facts import FlatBufferEngine
 from ....core.grouping import by_key
-from ....core.manifest import Entry, Manifest
+from ....core.manifest import Manifest
 from ....core.merge import in_order
 from ....errors import InconsistentCheckpoint, listed
 from ....files.torchfile import TorchFile
@@ -32,6 +32,7 @@ from ...deepspeed_states.directories import refuse
 from ...deepspeed_states.experts import ExpertLayers, ExpertRanks, size_in
 from ...deepspeed_states.manifest import manifest_of
 from ...deepspeed_states.states import EngineStates, FlatBuffer, ParameterShapes
+from ...deepspeed_states.tensors import ManifestTensors
 from ..files import RankFiles
 from ..flats import flat_buffers
 from ..model_ranks.pipeline import begins_as
@@ -63,16 +64,19 @@ class Experts(Struct, frozen=True):
         """
         layers = [self.layers.layer_of(name) for name in shapes]
         eps = {1 if layer is None else layer.ep for layer in layers}
-        if len(eps) > 1:
+        ep, ranks, stated = max(eps, default=1), self.ranks, self.ranks.groups(group)[0]
+        counts = ranks.first.get("partition_count")
+        count = counts[group] if isinstance(counts, list) and group < len(counts) else None
+        is_named = not (any(layers) and stated.get("moe")) or size_in(stated) == ep
+        if len(eps) > 1 or count not in (None, ranks.dp // ep) or not is_named:
             raise InconsistentCheckpoint(
-                f"{self.ranks.directory.path}: flat group {group} has parameters that "
-                f"{listed([*map(str, sorted(eps))])} expert-parallel ranks share",
-                hint="files of different saves seem to be mixed",
+                f"{ranks.directory.path}: flat group {group}, named {stated.get('name')!r}, is "
+                f"cut over {count} of {ranks.dp} ranks, and "
+                f"{listed([*map(str, sorted(eps))])} expert-parallel ranks share its parameters",
+                hint="model and optimizer files of different saves seem to be mixed",
             )
-        ep = eps.pop() if eps else 1
-        self._check_group(group, ep, any(layers))
         if ep == 1:
-            return [(self.ranks, shapes)]
+            return [(ranks, shapes)]
         return [
             (
                 self._of_ranks(self.places.alike(ep_rank, ep)),
@@ -80,26 +84,6 @@ class Experts(Struct, frozen=True):
             )
             for ep_rank in range(ep)
         ]
-
-    def _check_group(self, group: int, ep: int, of_experts: bool) -> None:
-        """The group's own statements: its name, and over how many ranks it is cut."""
-        where = f"{self.ranks.directory.path}: flat group {group}"
-        counts = self.ranks.first.get("partition_count")
-        count = counts[group] if isinstance(counts, list) and group < len(counts) else None
-        if count not in (None, self.ranks.dp // ep):
-            raise InconsistentCheckpoint(
-                f"{where} is cut over {count} ranks, but {self.ranks.dp} ranks with an "
-                f"expert-parallel size of {ep} would cut it over {self.ranks.dp // ep}",
-                hint="files of different saves seem to be mixed",
-            )
-        stated = self.ranks.groups(group)[0]
-        name = stated.get("name")
-        if of_experts and stated.get("moe") and name != f"ep_size_{ep}":
-            raise InconsistentCheckpoint(
-                f"{where} is named {name!r}, but the names of its experts show an "
-                f"expert-parallel size of {ep}",
-                hint="model and optimizer files of different saves seem to be mixed",
-            )
 
     def _of_ranks(self, numbers: Sequence[int]) -> EngineStates:
         """What some of the ranks say, as if they were all."""
@@ -117,25 +101,17 @@ class Experts(Struct, frozen=True):
     @property
     def fit(self) -> bool:
         """Whether the first masters in each buffer of experts round to their weights."""
-        module = self.whole.model["module"]
-        weights = {
-            name: Entry(f"{name}/param", tensor.dtype, tensor.shape, file.fragments(tensor))
-            for name, file in self.whole.apart.items()
-            for tensor in [module[name]]
-        }
+        tensors, names = ManifestTensors(self.whole), list[str]()
         try:
-            buffers = list(flat_buffers(self.ranks, "max", self.sharing))
+            for buffer in flat_buffers(self.ranks, "max", self.sharing):
+                tensors.add_trainable(buffer)
+                of_experts = (name for name in buffer.shapes if name in self.whole.apart)
+                names += islice(of_experts, PARAMETERS)
         except InconsistentCheckpoint:  # partitions of other lengths
             return False
-        masters = (
-            Entry(f"{name}/master", buffer.slots[0].dtype, shape, buffer.slots[0].fragments[name])
-            for buffer in buffers
-            for name, shape in islice(buffer.shapes.items(), PARAMETERS)
-            if name in weights
-        )
-        return all(
-            begins_as(weights[each.parameter], each, min(ELEMENTS, each.numel)) for each in masters
-        )
+        entries = tensors.entries
+        pairs = ((entries[f"{name}/param"], entries[f"{name}/master"]) for name in names)
+        return all(begins_as(weight, m, min(ELEMENTS, m.numel)) for weight, m in pairs)
 
     # -- the manifest
 

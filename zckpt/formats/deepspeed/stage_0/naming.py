@@ -16,14 +16,15 @@ DeepSpeed 0.19.8, runtime/fp16/fused_optimizer.py and unfused_optimizer.py.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import prod
 from typing import Any
 
-from ....core.dtypes import SIZES
+from ....core.dtypes import FLOATS, SIZES
 from ....core.grouping import by_key
 from ....errors import MissingData, WrongOption, listed
-from ....files.torchfile import Tensor
+from ....files.torchfile import Tensor, TorchFile
+from ...deepspeed_states.tensors import is_extra
 from ...statedict.matching import HINT, MatchedNames, match
 from .samples import TensorInFile, labels
 
@@ -43,40 +44,30 @@ def by_place(flats: Sequence[TensorInFile], weights: Weights) -> list[list[str]]
     saves them as views of it. None if the file has no such buffer for a group: another program
     saved it again.
     """
-    buffers: dict[str, dict[str, Tensor]] = {}
-    for name, weight in weights.items():
-        buffers.setdefault(weight.tensor.storage.key, {})[name] = weight.tensor
-    whole = [members for members in buffers.values() if _tiles(members)]
-    rivals = [TensorInFile(flats[0].file, _flat(members)) for members in whole]
-    of_buffers, of_flats = labels(rivals, flats)
-    if any(len(own) != 1 for own in of_flats):
+    views = by_key((each.tensor.storage.key, name) for name, each in weights.items())
+    buffers: list[tuple[list[str], TensorInFile]] = []
+    for own in views.values():
+        names = sorted(own, key=lambda n: (weights[n].tensor.offset, weights[n].tensor.numel))
+        if buffer := _filled([weights[name].tensor for name in names]):
+            buffers.append((names, TensorInFile(flats[0].file, buffer)))
+    of_buffers, of_flats = labels([buffer for _, buffer in buffers], flats)
+    members = by_key((label, names) for label, (names, _) in zip(of_buffers, buffers, strict=True))
+    shown = [label for own in of_flats for label in own if len(own) == len(members[label]) == 1]
+    if len({*shown}) < len(flats):
         return None
-    count = Counter(of_buffers)
-    chosen: list[list[str]] = []
-    for (label,) in of_flats:
-        if count[label] != 1:
+    return [members[label][0] for label in shown]
+
+
+def _filled(views: Sequence[Tensor]) -> Tensor | None:
+    """The buffer that views fill, one behind the other; None if there are gaps."""
+    first, total = views[0], 0
+    for view in views:
+        if not view.contiguous or view.offset != total:
             return None
-        members = whole[of_buffers.index(label)]
-        chosen.append(sorted(members, key=lambda name: members[name].offset))
-    return chosen if len({names[0] for names in chosen}) == len(chosen) else None
-
-
-def _tiles(members: Mapping[str, Tensor]) -> bool:
-    """Whether views follow each other in their storage without gaps."""
-    end = 0
-    for tensor in sorted(members.values(), key=lambda tensor: tensor.offset):
-        if tensor.offset != end or not tensor.contiguous:
-            return False
-        end += tensor.numel
-    first = next(iter(members.values()))
-    return end * SIZES[first.dtype] == first.storage.length
-
-
-def _flat(members: Mapping[str, Tensor]) -> Tensor:
-    """The buffer that views share."""
-    first = next(iter(members.values()))
-    numel = sum(tensor.numel for tensor in members.values())
-    return Tensor(first.storage, first.dtype, 0, (numel,), (1,))
+        total += view.numel
+    if total * SIZES[first.dtype] != first.storage.length:
+        return None
+    return Tensor(first.storage, first.dtype, 0, (total,), (1,))
 
 
 def by_order(flats: Sequence[TensorInFile], weights: Weights) -> list[list[str]]:
@@ -187,6 +178,24 @@ def by_shape(
     Raises MissingData as `by_bytes`.
     """
     return _named(path, orders, [*shapes_of(weights).items()], "shape")
+
+
+def weights_in(
+    module: Iterable[tuple[str, TorchFile, Any]], hidden: Collection[str]
+) -> dict[str, TensorInFile]:
+    """What an optimizer may have of a module: weights, each place in memory once, none `hidden`.
+
+    These are names of buffers, and second names.
+    """
+    places: dict[object, str] = {}
+    weights: dict[str, TensorInFile] = {}
+    for name, file, value in module:
+        if name in hidden or is_extra(name, value) or value.dtype not in FLOATS:
+            continue
+        place = (file.path, value.place, value.shape, value.strides) if value.numel else name
+        if name not in weights and places.setdefault(place, name) == name:
+            weights[name] = TensorInFile(file, value)
+    return weights
 
 
 def shapes_of(weights: Weights) -> dict[str, tuple[int, ...]]:

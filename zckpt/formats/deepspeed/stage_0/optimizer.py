@@ -18,7 +18,6 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ....core.dtypes import FLOATS
 from ....errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,
@@ -40,7 +39,6 @@ from ...deepspeed_states.states import (
     version_of,
     wrapper_of,
 )
-from ...deepspeed_states.tensors import is_extra
 from ...reading import Reading
 from ...statedict.matching import match
 from ...statedict.names import ELEMENTWISE
@@ -83,7 +81,9 @@ def open_whole(directory: TagDirectory, files: RankFiles, reading: Reading) -> W
     of its parameters; for the weights alone not where the weights need none.
     """
     states = states_of(directory, files)
-    (whole,) = named_optimizers([states], _weights(states), reading)
+    module = ((name, states.models[0], own) for name, own in states.model["module"].items())
+    weights = naming.weights_in(module, {*(states.model.get("buffer_names") or ())})
+    (whole,) = named_optimizers([states], weights, reading)
     return whole
 
 
@@ -193,20 +193,6 @@ def with_names(
     own = [{name: shapes[name] for name in group if name is not None} for group in members]
     named = replace(states, model={**states.model, "param_shapes": own})
     return WholeOptimizer(named, members, inferred, [*shapes])
-
-
-def _weights(states: EngineStates) -> dict[str, TensorInFile]:
-    """The module's weights by their first names: no buffers, and each place in memory once."""
-    buffers = {*(states.model.get("buffer_names") or ())}
-    places: dict[object, str] = {}
-    weights = {}
-    for name, value in states.model["module"].items():
-        if name in buffers or is_extra(name, value) or value.dtype not in FLOATS:
-            continue
-        place = (value.place, value.shape, value.strides) if value.numel else name
-        if places.setdefault(place, name) == name:
-            weights[name] = TensorInFile(states.models[0], value)
-    return weights
 
 
 # -- names

@@ -19,7 +19,6 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ....core.dtypes import FLOATS
 from ....core.grouping import by_key
 from ....errors import MissingData, UnsupportedCheckpoint, WrongOption, listed
 from ....files.torchfile import Tensor, TorchFile
@@ -132,15 +131,12 @@ def _weights(
     layers: Mapping[int, TorchFile], buffers: set[str], tied: Mapping[int, str]
 ) -> dict[str, TensorInFile]:
     """The weights of all layers by their names in the whole model, tied ones once."""
-    weights: dict[str, TensorInFile] = {}
-    for number, file in layers.items():
-        prefix = prefix_of(number, tied)
-        for inner, value in dictionary(file, file.value).items():
-            name = prefix + inner
-            if name in buffers or is_extra(inner, value) or value.dtype not in FLOATS:
-                continue
-            weights.setdefault(name, TensorInFile(file, value))
-    return weights
+    named = (
+        (prefix_of(number, tied) + inner, file, value)
+        for number, file in layers.items()
+        for inner, value in dictionary(file, file.value).items()
+    )
+    return naming.weights_in(named, buffers)
 
 
 def _in_order(
