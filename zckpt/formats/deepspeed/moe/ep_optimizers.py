@@ -54,7 +54,7 @@ from ..files import RankFiles
 from ..model_ranks.copies import EP_RANK
 from ..ranks import hyper_parameters
 from ..stage_0 import naming
-from ..stage_0.optimizer import Members, WholeOptimizer, named_optimizers, states_with, with_names
+from ..stage_0.optimizer import WholeOptimizer, named_optimizers, states_with, with_names
 from ..stage_0.samples import TensorInFile
 from ..stage_0.states import kept, with_members
 from .auto_ep import READ, layers_in
@@ -240,15 +240,9 @@ def _of_first(
         own = {n: w for n, w in weights.items() if (expert_name(n) is not None) == of_experts}
         if not places:
             continue
-        part = _some_groups(ranks, places)
-        names: Members
-        if FLAT_MASTERS in part.first:
-            flats = [TensorInFile(part.optimizers[0], flat) for flat in part.first[FLAT_MASTERS]]
-            names = naming.by_order(flats, own)
-        else:
-            (whole,) = named_optimizers([part], own, USUAL)
-            names, inferred = whole.members, [*inferred, *whole.inferred]
-        for place, group in zip(places, names, strict=True):
+        (whole,) = named_optimizers([_some_groups(ranks, places)], own, USUAL)
+        inferred += whole.inferred
+        for place, group in zip(places, whole.members, strict=True):
             members[place] = group
     return with_names(ranks, members, inferred, naming.shapes_of(weights))
 

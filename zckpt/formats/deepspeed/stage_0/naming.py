@@ -4,7 +4,7 @@
     given     by the user, with --param-names
     place     FP16_Optimizer: the module's weights are views of one buffer per group
     bytes     FP16_UnfusedOptimizer: a master rounds to the module's weight, and to no other
-    sequence  FP16_Optimizer of a pipeline: so does each piece of a flat master, one after another
+    pieces    FP16_Optimizer of a pipeline or with experts: so does each piece of a flat master
     shape     torch's own optimizer: no other weight has the shape of the states
 
 Where bytes or shapes leave several weights, the order of the module decides: the parameters of a
@@ -70,74 +70,30 @@ def _filled(views: Sequence[Tensor]) -> Tensor | None:
     return Tensor(first.storage, first.dtype, 0, (total,), (1,))
 
 
-def by_order(flats: Sequence[TensorInFile], weights: Weights) -> list[list[str]]:
-    """The names of each flat master's parameters, whose weights are copies and no views.
+def by_pieces(flats: Sequence[TensorInFile], weights: Weights) -> MatchedNames:
+    """The names of flat masters whose weights are no views: their pieces are whole masters.
 
-    They stand in the module's order, and each piece of the master rounds to its weight. Raises
-    MissingData if there is no such way to name them, or if there are several.
+    The next elements of a flat master must round to weights of one shape, and to none of another.
+    Raises MissingData if they do not, and as `by_bytes`.
     """
-    chosen: list[list[str]] = []
-    for number, flat in enumerate(flats):
-        ways: dict[int, list[list[str]]] = {0: [[]]}  # by how many elements have names: at most two
-        for name, weight in weights.items():
-            for start, known in [*ways.items()]:
-                stop = start + weight.tensor.numel
-                if not start < stop <= flat.tensor.numel:
-                    continue
-                if rounds(_piece(flat, start, weight.tensor.shape), weight):
-                    following = [[*members, name] for members in known]
-                    ways[stop] = [*ways.get(stop, ()), *following][:2]
-        fitting = ways.get(flat.tensor.numel, ())
-        if len(fitting) != 1:
-            several = "several ways fit" if fitting else "no weights fit"
-            raise MissingData(
-                f"{flat.file.path}: the optimizer's state has no names, and of the weights whose "
-                f"bytes show those of group {number}, {several}",
-                hint=TRAINED,
-            )
-        chosen += fitting
-    taken = Counter(name for members in chosen for name in members)
-    if twice := [name for name, count in taken.items() if count > 1]:
-        raise MissingData(
-            f"{flats[0].file.path}: by its bytes, {listed(twice, 4)} would be in two groups",
-            hint=TRAINED,
-        )
-    return chosen
-
-
-def rounds(master: TensorInFile, weight: TensorInFile) -> bool:
-    """Whether a master rounds to a weight of its shape, by a sample."""
-    (label,), (rounded,) = labels([weight], [master])
-    return label in rounded
-
-
-def in_sequence(flats: Sequence[TensorInFile], weights: Weights) -> list[list[str]] | None:
-    """The names of each flat master's parameters, whose weights are in other files.
-
-    The next elements of a flat master must round to one weight, and to no other of any shape. None
-    if they do not.
-    """
-    remaining = dict(weights)
-    groups: list[list[str]] = []
+    shapes = dict.fromkeys(stored.tensor.shape for stored in weights.values())
+    orders: list[list[TensorInFile]] = []
     for flat in flats:
-        members: list[str] = []
+        orders.append([])
         start = 0
-        while start < flat.tensor.numel:
-            shapes = [
-                shape
-                for shape in dict.fromkeys(stored.tensor.shape for stored in remaining.values())
-                if 0 < prod(shape) <= flat.tensor.numel - start
-            ]
-            pieces = [_piece(flat, start, shape) for shape in shapes]
-            of_weights, of_pieces = labels(list(remaining.values()), pieces)
-            fitting = {label for own in of_pieces for label in own}
-            names = [n for n, label in zip(remaining, of_weights, strict=True) if label in fitting]
-            if len(names) != 1:
-                return None
-            members += names
-            start += remaining.pop(names[0]).tensor.numel
-        groups.append(members)
-    return groups
+        while left := flat.tensor.numel - start:
+            near = [_piece(flat, start, shape) for shape in shapes if 0 < prod(shape) <= left]
+            _, rounded = labels([*weights.values()], near)
+            found = [piece for piece, own in zip(near, rounded, strict=True) if own]
+            if len(found) != 1:
+                raise MissingData(
+                    f"{flat.file.path}: the optimizer's state has no names, and a piece of its "
+                    "masters rounds to no weight, or to weights of several shapes",
+                    hint=TRAINED,
+                )
+            orders[-1] += found
+            start += found[0].tensor.numel
+    return by_bytes(orders, weights)
 
 
 def _piece(flat: TensorInFile, start: int, shape: tuple[int, ...]) -> TensorInFile:

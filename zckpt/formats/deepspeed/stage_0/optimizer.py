@@ -245,7 +245,7 @@ def _members(
     if groups is not None:
         return groups, []
     if FLAT_MASTERS in optimizer:
-        return _of_flats(_masters(states, FLAT_MASTERS), weights), []
+        return _of_flats(_masters(states, FLAT_MASTERS), weights)
     masters = iter(_masters(states, WHOLE_MASTERS))
     return naming.by_bytes([[next(masters) for _ in own] for own in numbers], weights)
 
@@ -257,21 +257,17 @@ def _masters(states: EngineStates, key: str) -> list[TensorInFile]:
     return [TensorInFile(file, tensor) for group in groups for tensor in _tensors(file, group)]
 
 
-def _of_flats(flats: Sequence[TensorInFile], weights: Weights) -> Members:
+def _of_flats(flats: Sequence[TensorInFile], weights: Weights) -> tuple[Members, Sequence[str]]:
     """The names of flat masters, as views or bytes show them."""
-    apart = naming.are_apart(flats[0], weights)
-    names = (naming.in_sequence if apart else naming.by_place)(flats, weights)
-    if names is None:
+    if naming.are_apart(flats[0], weights):
+        return naming.by_pieces(flats, weights)
+    if (names := naming.by_place(flats, weights)) is None:
         raise MissingData(
-            f"{flats[0].file.path}: the optimizer's state has no names, and "
-            + (
-                "a piece of its masters rounds to no weight of a layer, or to several"
-                if apart
-                else "the module's weights no longer lie in its groups' buffers, which show them"
-            ),
+            f"{flats[0].file.path}: the optimizer's state has no names, and the module's weights "
+            "no longer lie in its groups' buffers, which show them",
             hint=naming.TRAINED,
         )
-    return names
+    return names, []
 
 
 def _of_torch(
