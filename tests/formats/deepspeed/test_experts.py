@@ -487,7 +487,7 @@ def test_ep_of_a_dense_model(example: Path, tmp_path: Path) -> None:
 
 def test_groups_that_may_be_cut(trained_experts: Trained, tmp_path: Path) -> None:
     run = trained_experts("dp4_ep2_cut_groups") / "run"
-    with pytest.raises(WrongOption, match="groups 2 and 3 have the same settings") as caught:
+    with pytest.raises(WrongOption, match=r"groups 2, 3.* have the same settings") as caught:
         zckpt.reshard(run, tmp_path / "other", ep=4)
     assert "--ep 2" in str(caught.value.hint)
 
