@@ -92,6 +92,7 @@ def test_both_files_of_a_rank_of_stage_3(tmp_path: Path, document: Make) -> None
         "zero_pp_rank_1_mp_rank_00_model_states.pt",
     ]
     assert made["numbers"]["measures"]
+    assert made["line"]["checked"] == "checksums ok in what can be read"
 
 
 @pytest.mark.parametrize(
@@ -129,6 +130,7 @@ def test_a_file_of_a_layer(name: str, left: int | None, tmp_path: Path, document
     assert (line["kind"], line["file"]) == (kind, path.name)
     assert [file["name"] for file in made["map"]["files"] if file["state"] == state] == [path.name]
     assert made["numbers"]["measures"]
+    assert made["line"]["checked"] == "checksums ok in what can be read"
 
 
 @pytest.mark.parametrize("left", [0.0, 0.5, 0.999])

@@ -6,6 +6,7 @@ Exit codes: 0 done or equal, 1 could not do it (no target was made), 2 wrong usa
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shlex
@@ -32,6 +33,8 @@ from ..errors import cause as why_of
 from . import output, signals
 from .commands import cli
 
+OBJECTS = 200_000  # new ones before Python looks for circles
+
 
 def main(arguments: list[str] | None = None) -> NoReturn:
     """The console script: runs the command of `arguments`, or of the process, and exits.
@@ -42,6 +45,8 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     if arguments is None:
         # zckpt has threads of its own. Those of numpy's BLAS would wait for work in a loop.
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+        # With 10,000 tensors a third of the time would be the search for circles, which finds few.
+        gc.set_threshold(OBJECTS)
         signals.handle()
         output.set_up()
     try:

@@ -19,12 +19,16 @@ import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from typing import BinaryIO
+from functools import wraps
+from typing import BinaryIO, ParamSpec, TypeVar
 
 from msgspec import Struct, field
 
 from ..errors import CorruptCheckpoint, SourceChanged, ZckptError
 from . import elsewhere
+
+P, T = ParamSpec("P"), TypeVar("T")
+LOOKS = 9  # in a folder from which something is removed at each
 
 # nothing is there: a path without a file, through a file, through links in a circle, too long
 NOTHING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
@@ -310,6 +314,23 @@ def size(path: str) -> int:
 
 
 # -- listing
+
+
+def looks_again(look: Callable[P, T]) -> Callable[P, T]:
+    """Begins a search anew if something that it found was gone when it looked into it.
+
+    A run removes its old checkpoints while another program looks for them, and others the folders
+    beside. What still raises FileNotFoundError after several looks has another reason.
+    """
+
+    @wraps(look)
+    def settled(*args: P.args, **options: P.kwargs) -> T:
+        for _ in range(LOOKS):
+            with suppress(FileNotFoundError):
+                return look(*args, **options)
+        return look(*args, **options)
+
+    return settled
 
 
 def is_denied(path: str) -> bool:

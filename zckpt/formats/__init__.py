@@ -102,6 +102,7 @@ def family_of(name: str) -> str:
     return next((item.family for item in FORMATS if item.name == name), name)
 
 
+@sources.looks_again
 def recognize(path: str, name: str | None = None, tag: str | None = None) -> Format:
     """The format of the one checkpoint at `path`, by content; `name` restricts the search.
 

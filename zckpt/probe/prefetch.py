@@ -160,7 +160,8 @@ class Prefetcher:
         self._spare: dict[WeightPart, None] = {}  # what was read ahead for calls that did not come
         self._ahead = 0  # bytes of memory for loads that do not stay
         self._needed: list[_Load] = []  # by the call that waits
-        self._errors: dict[WeightPart, BaseException] = {}  # that no call has raised
+        self._errors: dict[WeightPart, BaseException] = {}
+        self._raised: set[WeightPart] = set()
         self._changed = threading.Condition()
         self._calling = threading.Lock()
         self._closed = False
@@ -185,10 +186,11 @@ class Prefetcher:
         return [load.value for load in loads]
 
     def finish(self) -> None:
-        """Ends the thread; raises the error of a read that no forward needed."""
+        """Ends the thread; raises the error of a part that no forward needed."""
         self.close()
-        for error in self._errors.values():
-            raise error
+        for part, error in self._errors.items():
+            if part not in self._raised:
+                raise error
 
     def close(self) -> None:
         """Ends the thread, after the piece that it has begun."""
@@ -316,7 +318,7 @@ class Prefetcher:
         """The error of a load, which the next call of the module does not find."""
         assert load.error is not None
         with self._changed:
-            self._errors.pop(load.part, None)
+            self._raised.add(load.part)
             if self._loads.get(load.part) is load:
                 del self._loads[load.part]
         return load.error

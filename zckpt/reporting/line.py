@@ -80,8 +80,8 @@ def _known(manifest: Manifest, found: Found) -> Report:
     }
 
 
-def checked(records: RecordCounts, damaged: int) -> str:
-    """What the checksums in the files have shown."""
+def checked(records: RecordCounts, damaged: int, lacks: bool = False) -> str:
+    """What the checksums in the files have shown; `lacks` if not all of the files can be read."""
     if damaged:
         return f"{counted(damaged, 'checksum')} {'is' if damaged == 1 else 'are'} wrong"
     every = records.checked + records.unchecked
@@ -90,4 +90,4 @@ def checked(records: RecordCounts, damaged: int) -> str:
     if records.bare:
         parts = f"{records.bare:,} of {counted(every, 'part')} of files"
         return f"{parts} have no checksum, the others are ok"
-    return "checksums ok"
+    return "checksums ok in what can be read" if lacks else "checksums ok"

@@ -134,7 +134,7 @@ def _read(found: Found, copying: Copying, begin: Begin | None, lines: list[Repor
     lines += faults.denormal(done.lines.items())
     wrong = sum(each["kind"] == "checksum" for each in done.problems)
     about = line.section(found) | {
-        "checked": line.checked(done.records, wrong),
+        "checked": line.checked(done.records, wrong, lacks=bool(found.lost)),
         "digest": done.digest,
     }
     return {

@@ -47,6 +47,7 @@ class Candidate(Struct, frozen=True):
         return os.path.join(self.path, self.tag) if self.tag else self.path
 
 
+@sources.looks_again
 def candidates(run: str) -> list[Candidate]:
     """The checkpoints of the run, the newest first; none if it has none.
 
