@@ -21,7 +21,8 @@ INSIDE = "moe.deepspeed_moe.experts.deepspeed_experts."
 GATE = "moe.deepspeed_moe.gate.wg.weight"
 DENSE: dict[str, tuple[int, ...]] = {"first": (3,), GATE: (4, 2)}
 INNER: dict[str, tuple[int, ...]] = {"w": (2, 2), "b": (2,)}
-LOCAL = {f"{INSIDE}{n}.{inner}": shape for n in range(2) for inner, shape in INNER.items()}
+LOCAL = {f"{INSIDE}{n}.{inner}": shape for inner, shape in INNER.items() for n in range(2)}
+"""In the optimizer, which a program gave the weights of all experts before their biases."""
 EXPERTS = {f"{INSIDE}{n}.{inner}": shape for n in range(4) for inner, shape in INNER.items()}
 
 
@@ -41,7 +42,7 @@ def zero_1() -> list[dict[str, Any]]:
     """Dense parameters are cut over both ranks; each rank has two experts by itself."""
     files = []
     for rank in range(2):
-        experts = [f"{INSIDE}{2 * rank + n}.{inner}" for n in range(2) for inner in INNER]
+        experts = [f"{INSIDE}{2 * rank + n}.{inner}" for inner in INNER for n in range(2)]
         parts = {
             slot: [flat([*DENSE], slot).chunk(2)[rank].clone(), flat(experts, slot)]
             for slot in ("master", *MOMENTS)
@@ -69,7 +70,7 @@ def stage_0() -> list[dict[str, Any]]:
     """Each ep rank has a whole optimizer, by number, and a copy of what is dense."""
     files = []
     for rank in range(2):
-        experts = [f"{INSIDE}{2 * rank + n}.{inner}" for n in range(2) for inner in INNER]
+        experts = [f"{INSIDE}{2 * rank + n}.{inner}" for inner in INNER for n in range(2)]
         names = [*DENSE, *experts]
         states = {
             number: {slot: numbers(name, slot) for slot in MOMENTS} | {"step": 3}
@@ -119,7 +120,8 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 def test_all_ranks_together(run: Path) -> None:
     """Experts stand by their numbers in the whole model, as one rank would have them."""
     manifest = zckpt.read(run)
-    assert list(manifest.parameters) == [*DENSE, *EXPERTS]
+    in_order = [f"{INSIDE}{n}.{inner}" for inner in INNER for n in range(4)]
+    assert list(manifest.parameters) == [*DENSE, *in_order]
     assert manifest.state["module"] == [*DENSE, *EXPERTS]
     assert manifest.source["ep"] == 2
     for name in DENSE | EXPERTS:

@@ -74,6 +74,14 @@ def test_a_piece_of_another_save(weights: dict[str, TensorInFile], tmp_path: Pat
         naming.by_pieces(flats, weights)
 
 
+def test_a_piece_that_may_have_two_shapes(tmp_path: Path) -> None:
+    tensors = {"a": torch.zeros(2), "b": torch.zeros(4)}
+    weights = weights_of(tmp_path / "weights.pt", tensors)
+    flats = masters_of(tmp_path / "masters.pt", [flat(tensors, "ab")])
+    with pytest.raises(MissingData, match="or to weights of several shapes"):
+        naming.by_pieces(flats, weights)
+
+
 def test_a_group_that_shares_no_bytes_may_have_any_order(tmp_path: Path) -> None:
     """Beside a group of which only the order tells two weights apart."""
     tensors = {**TENSORS, "b": torch.ones(3), "d": torch.ones(3)}
