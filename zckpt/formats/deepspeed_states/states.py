@@ -53,6 +53,12 @@ class EngineStates(Struct, frozen=True):
     """The ranks whose files these are; empty for all ranks."""
     everyone: EngineStates | None = None
     """What all ranks say, if these are some of them."""
+    apart: Mapping[str, TorchFile] = field(default_factory=dict)
+    """The files of those tensors of the module, by name, that the model file does not have."""
+
+    def file_of(self, name: str) -> TorchFile:
+        """The file of a tensor of the module."""
+        return self.apart.get(name, self.models[0])
 
     @property
     def first(self) -> dict[str, Any]:
