@@ -43,7 +43,7 @@ from zckpt.core.fragments import (
 from zckpt.core.layout import CopyOutcome
 from zckpt.core.manifest import Entry, Manifest
 from zckpt.core.resources import DEFAULT_COPYING, Copying, Progress
-from zckpt.errors import CorruptCheckpoint
+from zckpt.errors import CorruptCheckpoint, UnsupportedCheckpoint
 
 CHUNK = 8192
 
@@ -408,6 +408,51 @@ def test_columns_in_a_file_each(tmp_path: Path, shape: tuple[int, ...], dtype: s
         job.copy()
     with pytest.raises(CorruptCheckpoint, match="a/exp_avg"):
         job.copy(checked=False)
+
+
+@pytest.mark.parametrize("layout", ["whole", "slices", "boxes"])
+@pytest.mark.parametrize("dtype", ["F32", "BF16"])
+def test_a_target_gets_the_mean_of_copies(tmp_path: Path, dtype: str, layout: str) -> None:
+    """Ranks have changed them, each its own. Of the others, this copy counts no bytes."""
+    shape = 9, 700
+    values = torch.arange(prod(shape)).reshape(shape) % 100
+    tensor = Tensor("a/exp_avg", "F32", shape, values.float().numpy().tobytes())
+    job = prepare(tmp_path, 3, [tensor], ("whole",), (layout,), {"a/exp_avg": dtype})
+    entry = job.source.entries["a/exp_avg"]
+    copies, stated = [entry], [*job.source.manifest().records]
+    for name, shift, kind in (("second", -3, "F64"), ("third", 3, "F32")):
+        path, data = tmp_path / name, (values + shift).numpy().astype(f"f{SIZES[kind]}").tobytes()
+        path.write_bytes(data)
+        extent = Extent(str(path), 0, len(data))
+        copies.append(Entry(f"a/{name}", kind, shape, solid(prod(shape), extent)))
+        stated.append(Record(extent, 0))
+    job.source.entries["a/exp_avg"] = changed(entry, mean=tuple(copies))
+    source, target = job.source.manifest(), job.target.manifest()
+    source = changed(source, records=tuple(stated))
+    with Folder.at(str(job.target.root)) as root:
+        outcome = execute.copy(plan.join(source, target), source, target, root)
+    assert outcome is not None
+    job.check(outcome)
+    assert (outcome.counts.checked, outcome.counts.unchecked) == (1, 0)
+
+
+def test_what_is_cast_counts_for_its_record(tmp_path: Path) -> None:
+    data = torch.rand(9 * 700).numpy().tobytes()
+    tensor = Tensor("a/exp_avg", "F32", (9, 700), data)
+    job = prepare(tmp_path, 3, [tensor], ("whole",), ("whole",), {"a/exp_avg": "BF16"})
+    outcome = job.copy()
+    job.check(outcome)
+    assert (outcome.counts.checked, outcome.counts.unchecked) == (1, 0)
+
+
+@pytest.mark.parametrize("layout", ["whole", "boxes"])
+def test_numbers_that_become_infinite_end_the_copy(tmp_path: Path, layout: str) -> None:
+    values = torch.ones(9, 70)
+    values[8, 69] = 1e38
+    tensor = Tensor("a/exp_avg", "F32", (9, 70), values.numpy().tobytes())
+    job = prepare(tmp_path, 3, [tensor], ("whole",), (layout,), {"a/exp_avg": "F16"})
+    with pytest.raises(UnsupportedCheckpoint, match="a/exp_avg"):
+        job.copy()
 
 
 def test_columns_are_compared_with_the_whole(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,38 @@ def test_lines_follow_the_intact_ones(written: Path) -> None:
     last.close()
 
 
+def test_regions_of_a_lost_file_are_forgotten(
+    written: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That is on the disk before the file is made again."""
+    path, synced = written / journal.JOURNAL, []
+    monkeypatch.setattr(journal, "sync_data", lambda _: synced.append(path.read_bytes()))
+    again = opened(written)
+    again.begin_again("x")
+    assert synced == [path.read_bytes()]
+    assert again.regions == {"y": REGIONS[2:]}
+    again.add(REGIONS[1])
+    again.close()
+    last = opened(written)
+    assert last.regions == {"x": REGIONS[1:2], "y": REGIONS[2:]}
+    last.close()
+    assert journal.regions_in([b"", b'00000000 ["z"]\n']) == []  # whose regions another one has
+
+
+def test_a_journal_is_synced_once_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, synced = [100.0], []
+    monkeypatch.setattr("zckpt.copying.journal.time.monotonic", lambda: now[0])
+    monkeypatch.setattr(journal, "sync_data", lambda _: synced.append(now[0]))
+    begun = opened(tmp_path)
+    for now[0] in (100.5, 101.0, 101.1, 101.9, 102.0, 102.2):
+        begun.add(REGIONS[0])
+    assert synced == [101.1, 102.2]
+    data = (tmp_path / journal.JOURNAL).read_bytes()
+    assert begun.synced() == (len(data), zlib.crc32(data))
+    assert len(synced) == 3
+    begun.close()
+
+
 CHANGES: dict[str, tuple[dict[str, Any], str]] = {
     "version": ({"version": "2"}, "another version of zckpt"),
     "source": ({"source": {"a.pt": [10, 6], "records": "00"}}, "the source has changed: a.pt"),
@@ -106,6 +139,65 @@ def test_another_run_is_refused_with_the_reason(written: Path, change: str) -> N
     assert difference(RUN.mark(), other.mark()) == reason.partition(":")[0].replace(
         "the source has", "another source, or the source has"
     )
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "words"),
+    [
+        ({}, {}, None),
+        ({"files": {"x": 1, "y": 2}}, {"files": {"y": 2, "x": 1}}, None),
+        (
+            {"source": {"a": 1, "g": 1, "f": 1, "e": 1, "d": 2, "c": 3}},
+            {"source": {"a": 1, "c": 4, "b": 5}},
+            "another source, or the source has changed: b, c, d and 3 more",
+        ),
+        ({"files": {"x": 1}}, {"files": {"x": 2}}, "other files: x"),
+        (
+            {"options": {"--dp": 4, "--weights-only": True}},
+            {"options": {"--dp": 4}},
+            "other options: --weights-only, now without --weights-only",
+        ),
+        ({"options": {}}, {"options": {"--dp": 4}}, "other options: without --dp, now --dp 4"),
+        ({}, {"files": {"x": 1}}, "other files"),
+        ({"files": {"x": 1}}, {}, "other files"),
+        ({"source": "00"}, {"source": "01"}, "another source, or the source has changed"),
+    ],
+)
+def test_how_two_runs_differ(
+    before: dict[str, Any], now: dict[str, Any], words: str | None
+) -> None:
+    assert difference(before, now) == words
+
+
+def test_a_mark_does_not_depend_on_the_order_of_files() -> None:
+    first, second = ({"a": 1, "b": [2]}, {"b": [2], "a": 1})
+    assert Identity("1", first).mark() == Identity("1", second).mark()
+    assert Identity("1", first).mark() != Identity("1", {"a": 1, "b": [3]}).mark()
+
+
+def test_a_journal_is_its_users_own(tmp_path: Path) -> None:
+    umask = os.umask(0)
+    opened(tmp_path).close()
+    os.umask(umask)
+    assert (tmp_path / journal.JOURNAL).stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("is_begun", [False, True])
+def test_a_journal_whose_run_has_just_ended(
+    is_begun: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That run has removed the file before this one gets its lock; a third one may have begun."""
+    right = journal.lock
+
+    def late(file: int) -> bool:
+        (tmp_path / journal.JOURNAL).unlink()
+        if is_begun:
+            (tmp_path / journal.JOURNAL).touch()
+        return right(file)
+
+    monkeypatch.setattr(journal, "lock", late)
+    with pytest.raises(TargetExists, match="writing there now"):
+        opened(tmp_path)
 
 
 def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
@@ -153,6 +245,14 @@ def mark(target: Path) -> None:
         set_mark(inner, above, str(target), RUN)
 
 
+@pytest.mark.parametrize("text", ["", "7", "[1]", "{"])
+def test_a_mark_is_a_document(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_attributes(monkeypatch)
+    (tmp_path / "out").mkdir()
+    (tmp_path / ".out.zckpt").write_text(text)
+    assert mark_of(str(tmp_path / "out")) == {}
+
+
 @pytest.mark.parametrize("kind", ["owner", "link", "pipe", "folder"])
 def test_a_mark_that_another_user_has_planted_says_nothing(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -174,7 +274,7 @@ def test_a_mark_that_another_user_has_planted_says_nothing(
     assert mark_of(str(target)) == {}
 
 
-@pytest.mark.parametrize("kind", ["link", "pipe", "folder", "protected"])
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder", "protected", "again"])
 def test_what_is_planted_at_the_path_of_a_mark(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,6 +289,9 @@ def test_what_is_planted_at_the_path_of_a_mark(
         os.mkfifo(file)
     elif kind == "folder":
         (file / "inner").mkdir(parents=True)
+    elif kind == "again":  # as soon as it is removed
+        file.touch()
+        monkeypatch.setattr(os, "unlink", lambda *_, **__: None)
     else:  # as in a directory with the sticky bit
         file.touch()
 

@@ -77,6 +77,34 @@ def test_a_run_takes_over_what_processes_have_noted(
     last.close()
 
 
+def test_what_is_taken_over_is_synced_before_it_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    about = folder_at(tmp_path), RUN, 1 << 20
+    leader = Journal(*about)
+    member = ProcessJournal(*about[:2], "0001", leader.synced())
+    member.add(REGIONS[0])
+    for journal in (leader, member):
+        journal.close()
+    path, seen = tmp_path / "journal-0001", []
+    monkeypatch.setattr("zckpt.copying.journal.sync_data", lambda _: seen.append(path.exists()))
+    again = Journal(*about)
+    again.close()
+    assert (seen, path.exists()) == ([True], False)
+
+
+def test_what_is_forgotten_is_not_continued(tmp_path: Path) -> None:
+    about = folder_at(tmp_path), RUN, 1 << 20
+    leader = Journal(*about)
+    leader.add(REGIONS[0])
+    member = ProcessJournal(*about[:2], "0001", leader.synced())
+    member.add(REGIONS[1])
+    leader.forget()
+    assert [(path.name, path.stat().st_size) for path in tmp_path.iterdir()] == [("journal", 0)]
+    for journal in (leader, member):
+        journal.close()
+
+
 def test_a_process_that_is_still_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zckpt.copying.journal.ENDING", 0.1)
     about = folder_at(tmp_path), RUN, 1 << 20
@@ -86,6 +114,15 @@ def test_a_process_that_is_still_there(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(TargetExists, match="writing there now"):
         Journal(*about)
     member.close()
+    Journal(*about).close()
+
+
+def test_a_process_that_is_just_ending(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    about = folder_at(tmp_path), RUN, 1 << 20
+    leader = Journal(*about)
+    member = ProcessJournal(*about[:2], "0001", leader.synced())
+    leader.close()
+    monkeypatch.setattr("zckpt.copying.journal.time.sleep", lambda _: member.close())
     Journal(*about).close()
 
 

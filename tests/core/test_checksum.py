@@ -107,6 +107,29 @@ def test_overlapping_pieces_have_no_gaps_to_name() -> None:
     assert filled(data, [(0, 10), (5, 15)]).gaps() is None
 
 
+@pytest.mark.parametrize(
+    ("pieces", "seen", "gaps"),
+    [
+        ([(5, 5), (5, 20), (0, 5), (20, 20)], 20, []),  # empty ones hide none
+        ([(10, 15), (0, 5)], 10, [(5, 10), (15, 20)]),
+        ([(0, 5), (0, 10), (5, 20)], 20, []),  # a longer one from the same byte is not taken
+        ([(0, 10), (5, 10)], 10, [(10, 20)]),  # nor one that ends at the same byte
+        ([], 0, [(0, 20)]),
+    ],
+)
+def test_pieces_that_do_not_count(
+    pieces: list[tuple[int, int]], seen: int, gaps: list[tuple[int, int]]
+) -> None:
+    data = bytes(range(20))
+    cover = filled(data, pieces)
+    assert (cover.seen, cover.gaps()) == (seen, gaps)
+    assert cover.crc == (None if gaps else zlib.crc32(data))
+
+
+def test_one_byte_is_not_covered_by_none() -> None:
+    assert Cover(1).crc is None
+
+
 def test_nothing_to_cover_is_covered() -> None:
     assert (Cover(0).crc, Cover(0).gaps()) == (zlib.crc32(b""), [])
 
@@ -128,6 +151,7 @@ def test_two_flipped_bits_are_not_one() -> None:
     data[70] ^= 4
     assert flipped_bit(stated, zlib.crc32(data), 100) is None
     assert flipped_bit(0, 1, 0) is None
+    assert flipped_bit(0, zlib.crc32(b"\0\0") ^ zlib.crc32(b"\1\0"), 1) is None  # of 2 bytes
 
 
 def test_places_that_look_alike_are_not_told() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import accumulate, pairwise, product
+from itertools import accumulate, combinations, pairwise, product
 from math import prod
 
 import pytest
@@ -133,6 +133,9 @@ def test_a_box_is_the_strided_elements(
     assert places(box) == expected
     assert len(box) == len(list(box))
     assert [box[place] for place in range(len(box))] == list(box)
+    assert [item.start for item in box] == sorted(item.start for item in box)
+    with pytest.raises(IndexError):
+        box[len(box)]
     start, stop = draw.draw(ranges(numel))
     needed = [item for item in box if any(start <= element < stop for element in elements(item))]
     overlapping = list(box.overlapping(start, stop))
@@ -143,10 +146,54 @@ def test_a_box_is_the_strided_elements(
         assert max(elements(item)) >= start
 
 
+@pytest.mark.parametrize("sizes", [(0, 3), (2, 0), (0, 0)])
+def test_an_empty_box_has_no_fragments(sizes: tuple[int, int]) -> None:
+    extent = Extent("a", 100, 48)
+    box = Box((4, 5), (1, 2), sizes, (3, 1), 6, SIZE, extent)
+    assert (len(box), list(box), list(box.overlapping(0, 20))) == (0, [], [])
+    assert (box.start, box.stop, box.reach) == (7, 7, Extent("a", 100, 0))
+    assert len(Boxes(())) == 0
+
+
+def test_a_query_looks_at_few_fragments_of_a_box(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fragment n has two runs: elements 0, 1, 4, 5 from `120 * (n // 5) + 12 * (n % 5)` on."""
+    strides = (20, 4, 2, 1)
+    box = Box((10, 10, 3, 4), (0,) * 4, (10, 5, 2, 2), strides, 0, SIZE, Extent("a", 0, 800))
+    asked: list[int] = []
+    right = Box.__getitem__
+
+    def counting(self: Box, place: int) -> Fragment:
+        asked.append(place)
+        return right(self, place)
+
+    monkeypatch.setattr(Box, "__getitem__", counting)
+
+    def found(start: int, stop: int) -> tuple[list[int], list[int]]:
+        asked.clear()
+        starts = [item.start for item in box.overlapping(600 + start, 600 + stop)]
+        return [start - 600 for start in starts], [*asked]
+
+    row = [25, 26, 27, 28, 29]
+    assert found(0, 1) == ([0], row)
+    assert found(5, 13) == ([0, 12], row)
+    assert found(18, 24) == ([], row)  # behind one fragment, and before the next one
+    assert found(53, 120) == ([48], row)
+    assert found(54, 120) == ([], [])
+    assert found(119, 121) == ([120], [30, 31, 32, 33, 34])
+
+
 def test_a_long_axis_is_not_listed() -> None:
     box = Box((1 << 40, 2), (0, 0), (1 << 40, 2), (0, 2), 0, SIZE, Extent("a", 0, 100))
     first = next(iter(box))
     assert (first.start, first.stop) == (0, 1)
+
+
+def test_runs_of_a_fragment_are_those_in_the_range() -> None:
+    fragment = Fragment(2, 5, Extent("a", 100, 60), 5, 10)
+    runs = [Fragment(10 * n + 2, 10 * n + 5, Extent("a", 100 + 12 * n, 12)) for n in range(5)]
+    for start, stop in combinations(range(1, 52), 2):
+        expected = [run for run in runs if run.start < stop and run.stop > start]
+        assert list(fragment.runs(start, stop)) == expected
 
 
 def test_a_transposed_matrix_has_a_line_for_each_column() -> None:
@@ -206,6 +253,24 @@ def test_boxes_tile_if_they_have_every_element_once(
         for place in product(*(range(a, a + b) for a, b in zip(offsets, sizes, strict=True)))
     ]
     assert tile(shape, parts) == (sorted(elements_of) == sorted(product(*map(range, shape))))
+
+
+@pytest.mark.parametrize(
+    ("shape", "parts", "whole"),
+    [
+        ((2, 2), [((0, 0), (1, 2)), ((1, 0), (1, 1)), ((1, 1), (1, 1))], True),
+        ((2, 2), [((0, 0), (2, 2)), ((1, 0), (0, 2)), ((9, 9), (0, 1))], True),
+        ((2, 2), [((0, 0), (1, 2)), ((0, 0), (1, 2))], False),
+        ((2, 2), [((0, 0), (2, 1))], False),
+        ((0, 2), [], True),
+        ((), [((), ())], True),
+    ],
+)
+def test_rows_may_be_cut_otherwise(
+    shape: tuple[int, ...], parts: list[tuple[tuple[int, ...], tuple[int, ...]]], whole: bool
+) -> None:
+    """An empty box has no element, wherever it is."""
+    assert tile(shape, parts) is whole
 
 
 def test_a_query_looks_at_few_boxes(monkeypatch: pytest.MonkeyPatch) -> None:

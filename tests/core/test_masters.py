@@ -15,6 +15,7 @@ from zckpt.core import masters
 from zckpt.core.fragments import Box, Boxes, Extent, Fragment, Fragments, Record, Runs, solid
 from zckpt.core.manifest import Entry, Manifest
 from zckpt.core.masters import ALL, BEGINNINGS, FEW
+from zckpt.core.plan import Match
 from zckpt.errors import CorruptCheckpoint, InconsistentCheckpoint
 
 Store = Callable[[str, torch.Tensor], Extent]
@@ -219,3 +220,99 @@ def test_weights_that_are_accepted(store: Store, tmp_path: Path) -> None:
     assert "--accept-weights" in raised.value.hint
     (warning,) = masters.check(checked, BEGINNINGS, masters.MIXED, accepted=True)
     assert warning.startswith(raised.value.message)
+
+
+def test_masters_stand_with_the_weights_that_they_round_to() -> None:
+    def of(name: str, dtype: str) -> Entry:
+        return entry(name, dtype, (4,), Extent("a", 0, 16))
+
+    entries = [
+        *(of("a/master", "F32"), of("a/param", "BF16"), of("a/exp_avg", "F32")),
+        *(of("b/master", "F32"), of("c/param", "BF16")),
+        *(of("d/master", "F32"), of("d/param", "I32")),
+    ]
+    matches = list(masters.with_masters({item.name: item for item in entries}))
+    assert matches == [Match(entries[0], entries[1], "rounded")]
+
+
+def test_masters_without_weights_of_their_own(store: Store, tmp_path: Path) -> None:
+    """Nothing proves these."""
+    master = entry("w/master", "F32", (8,), store("rank0", values(8)))
+    numbers = entry("w/param", "I32", (8,), store("model", values(8).int()))
+    assert wrong(manifest(tmp_path, master)) == []
+    assert wrong(manifest(tmp_path, master, numbers)) == []
+
+
+def test_any_of_the_siblings_weights_will_do(store: Store, tmp_path: Path) -> None:
+    wide = values(8)
+    master = entry("w/master", "F32", (8,), store("rank0", wide))
+    numbers = entry("w/param", "I32", (8,), store("model0", wide.int()))
+    other = entry("w/param", "BF16", (8,), store("model1", (wide + 1).bfloat16()))
+    own = entry("w/param", "BF16", (8,), store("model2", wide.bfloat16()))
+    for siblings, expected in (((numbers, other), ["w"]), ((other, own), [])):
+        assert wrong(manifest(tmp_path, master, sibling_weights=siblings)) == expected
+
+
+def test_of_copies_only_beginnings_are_compared(store: Store, tmp_path: Path) -> None:
+    wide = values(3000)
+    later = wide.clone()
+    later[FEW] += 1
+    first = entry("w/master", "F32", (3000,), store("rank0", wide))
+    weight = entry("w/param", "BF16", (3000,), store("model", wide.bfloat16()))
+    copy = entry("w/master", "F32", (3000,), store("rank1", later))
+    assert wrong(manifest(tmp_path, first, weight, replicas=(copy, weight)), ALL) == []
+    assert wrong(manifest(tmp_path, copy, weight), ALL) == ["w"]
+
+
+@pytest.mark.parametrize(("row", "found"), [(0, True), (1, True), (63, True), (64, False)])
+def test_the_beginning_of_a_box_is_that_of_its_rows(
+    row: int, found: bool, store: Store, tmp_path: Path
+) -> None:
+    """Two of six columns: 64 rows have the first 128 elements."""
+    wide = values(200, 6)
+    narrow = entry("w/param", "BF16", (200, 6), store("model", wide.bfloat16()))
+    wide[row, 3] += 5
+    parts = []
+    for place in (0, 2, 4):
+        extent = store(f"rank{place}", wide[:, place : place + 2])
+        parts.append(Box((200, 6), (0, place), (200, 2), (2, 1), 0, 4, extent))
+    assert [*masters._heads(narrow.fragments)] == [(0, FEW)]
+    assert len([*masters._heads(parts[1])]) == 64
+    master = entry("w/master", "F32", (200, 6), Boxes(parts))
+    assert wrong(manifest(tmp_path, narrow, master)) == (["w"] if found else [])
+
+
+def test_beginnings_follow_each_other() -> None:
+    def of(slot: str, dtype: str, size: int, *bounds: int) -> Entry:
+        runs = [
+            Fragment(start, stop, Extent(f"{slot} {start}", 64, (stop - start) * size))
+            for start, stop in pairwise(bounds)
+        ]
+        return entry(f"w/{slot}", dtype, (3000,), Runs(runs))
+
+    match = Match(of("master", "F32", 4, 0, 1000, 3000), of("param", "BF16", 2, 0, 3000), "rounded")
+    first = masters.beginning(match)
+    assert first.b is not None
+    assert (first.a.shape, first.b.shape, first.how) == ((2 * FEW,), (2 * FEW,), "rounded")
+    assert list(first.a.fragments) == [
+        Fragment(0, FEW, Extent("master 0", 64, 4 * FEW)),
+        Fragment(FEW, 2 * FEW, Extent("master 1000", 64, 4 * FEW)),
+    ]
+    assert list(first.b.fragments) == [
+        Fragment(0, FEW, Extent("param 0", 64, 2 * FEW)),
+        Fragment(FEW, 2 * FEW, Extent("param 0", 64 + 2000, 2 * FEW)),
+    ]
+
+
+def test_damage_elsewhere_is_not_the_cause(store: Store, tmp_path: Path) -> None:
+    wide = values(64)
+    model = store("model", torch.cat((torch.zeros(8), wide)).bfloat16())
+    other = store("other", wide)
+    checked = manifest(
+        tmp_path,
+        entry("w/param", "BF16", (64,), model.part(16, model.length)),
+        entry("w/master", "F32", (64,), store("rank0", wide + 1)),
+        records=(Record(model.part(0, 16), 0), Record(other, 0)),
+    )
+    with pytest.raises(InconsistentCheckpoint):
+        masters.check(checked, BEGINNINGS, "")

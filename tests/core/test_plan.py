@@ -11,8 +11,8 @@ from zckpt.core import plan
 from zckpt.core.dtypes import SIZES
 from zckpt.core.fragments import Box, Extent, Fragment, Runs, Slices, solid
 from zckpt.core.manifest import Entry, Manifest, Parameter
-from zckpt.core.plan import Pair, TargetPiece
-from zckpt.errors import MissingData
+from zckpt.core.plan import Match, Pair, TargetPiece
+from zckpt.errors import MissingData, UnsupportedCheckpoint
 
 
 def entry(name: str, dtype: str = "F32", shape: tuple[int, ...] = (2, 3)) -> Entry:
@@ -62,6 +62,20 @@ def test_every_entry_finds_its_source(
 def test_what_the_source_lacks_is_missing(source: list[Entry], target: Entry) -> None:
     with pytest.raises(MissingData, match="w"):
         plan.join(manifest(*source), manifest(target))
+
+
+def test_ranks_that_are_not_joined_supply_their_own() -> None:
+    whole = replace(manifest(), ranks=(manifest(MOMENT), manifest(MASTER, PARAM)))
+    pairs = plan.join(whole, whole)
+    assert [(pair.rank, pair.source) for pair in pairs] == [(0, MOMENT), (1, MASTER), (1, PARAM)]
+
+
+@pytest.mark.parametrize(("dtype", "wanted"), [("I64", "F32"), ("F32", "U8"), ("I64", "I32")])
+def test_only_floats_change_their_type(dtype: str, wanted: str) -> None:
+    source, target = entry("w/exp_avg", dtype), entry("w/exp_avg", wanted)
+    with pytest.raises(UnsupportedCheckpoint, match=f"type {dtype}, .* {wanted}"):
+        plan.join(manifest(source), manifest(target))
+    assert plan.join(manifest(source), manifest(source)) == [Pair(source, source)]
 
 
 def test_files_list_their_pieces_in_order() -> None:
@@ -135,6 +149,11 @@ def test_chunks_hold_every_byte_of_every_piece_once(
         end += part.length
         for piece in part.pieces:
             assert part.offset <= piece.offset < piece.end <= end
+            whole = [
+                each for each in pieces if (each.offset, each.end) == (piece.offset, piece.end)
+            ]
+            assert piece.is_cut or [piece] == whole
+            assert not (piece.is_cut and whole)
             size = SIZES[piece.pair.target.dtype]
             for element in range(piece.start, piece.stop):
                 place = piece.offset + (element - piece.start) * size
@@ -169,6 +188,7 @@ def test_chunks_cut_runs_at_a_stride(
     elements = {}
     for part in plan.chunks("a", (0, extent.offset + extent.length), pieces, chunk):
         end = part.offset
+        assert len(part.pieces) <= 3, "whole runs are one piece"
         for piece in part.pieces:
             assert end <= piece.offset < piece.end <= part.offset + part.length
             end = piece.end
@@ -201,6 +221,9 @@ WIDE = entry("w/param")
         ([PARAM, MASTER], [HALF, MASTER], [("w/param", "w/master", "rounded"),
                                            ("w/master", "w/master", "bits"),
                                            ("w/master", "w/param", "rounded")]),
+        ([PARAM, MASTER], [MASTER, HALF], [("w/param", "w/master", "rounded"),
+                                           ("w/master", "w/master", "bits"),
+                                           ("w/master", "w/param", "rounded")]),
         ([PARAM, MASTER], [HALF], [("w/master", "w/param", "rounded")]),
         ([PARAM, MASTER], [WIDE], [("w/param", "w/param", "rounded"),
                                    ("w/master", "w/param", "bits")]),
@@ -212,6 +235,10 @@ WIDE = entry("w/param")
         ([PARAM], [HALF], [("w/param", "w/param", "values")]),
         ([entry("w/master", "BF16")], [PARAM], [("w/master", "w/param", "bits")]),
         ([entry("w/exp_avg", "BF16")], [MOMENT], [("w/exp_avg", "w/exp_avg", "values")]),
+        ([MASTER, entry("w/exp_avg", "BF16")], [MASTER, MOMENT],
+         [("w/master", "w/master", "bits"), ("w/exp_avg", "w/exp_avg", "values")]),
+        ([entry("w/exp_avg", "C64")], [MOMENT], [("w/exp_avg", "w/exp_avg", "types")]),
+        ([entry("w/exp_avg", "F16", (3, 2))], [MOMENT], [("w/exp_avg", "w/exp_avg", "shapes")]),
         ([entry("w/param", shape=(3, 2))], [WIDE], [("w/param", "w/param", "shapes")]),
     ],
 )  # fmt: skip
@@ -221,6 +248,32 @@ def test_what_is_the_same_in_two_checkpoints(
     matches, only_a, only_b = plan.match(manifest(*ours), manifest(*theirs))
     assert [(item.a.name, item.b and item.b.name, item.how) for item in matches] == expected
     assert only_a == only_b == []
+
+
+def test_weights_beside_masters_of_16_bits_are_compared_as_numbers() -> None:
+    ours, theirs = entry("w/master", "BF16"), entry("w/master", "F16")
+    weights, masters = Match(PARAM, HALF, "values"), Match(ours, theirs, "values")
+    assert plan.match(manifest(PARAM, ours), manifest(HALF)) == ([weights], ["w/master"], [])
+    assert plan.match(manifest(PARAM, ours), manifest(HALF, theirs)) == ([weights, masters], [], [])
+
+
+@pytest.mark.parametrize(
+    ("match", "is_read", "rounds_a", "name"),
+    [
+        (Match(MASTER), True, False, "w/master"),
+        (Match(WIDE, MASTER), True, False, "w/param"),
+        (Match(MASTER, WIDE), True, False, "w/master"),
+        (Match(MASTER, PARAM, "rounded"), True, True, "w/param"),
+        (Match(PARAM, MASTER, "rounded"), True, False, "w/param"),
+        (Match(MASTER, PARAM, "values"), True, False, "w/master"),
+        (Match(MASTER, PARAM, "types"), False, False, "w/master"),
+        (Match(MASTER, PARAM, "shapes"), False, False, "w/master"),
+    ],
+)
+def test_how_a_match_is_read_and_named(
+    match: Match, is_read: bool, rounds_a: bool, name: str
+) -> None:
+    assert (match.is_read, match.rounds_a, match.name) == (is_read, rounds_a, name)
 
 
 def test_what_only_one_side_holds() -> None:
@@ -241,3 +294,30 @@ def test_a_tied_weight_may_have_its_other_name() -> None:
         ("w/master", "head/master")
     ]
     assert only_a == only_b == []
+
+
+def tied(*entries: Entry, names: tuple[str, ...] = ("w",)) -> Manifest:
+    """The weight `w`, which is also called `head`."""
+    parameters = {name: Parameter((2, 3)) for name in names}
+    return replace(
+        manifest(*entries), parameters={**parameters, "w": Parameter((2, 3), aliases=("head",))}
+    )
+
+
+@pytest.mark.parametrize(("shape", "how"), [((2, 3), "bits"), ((3, 2), "shapes")])
+def test_a_tied_weight_that_one_side_stores_twice(shape: tuple[int, ...], how: str) -> None:
+    head = entry("head/master", shape=shape)
+    other = entry("w/master")
+    twice, once = tied(MASTER, head), tied(other)
+    assert plan.match(twice, once) == (
+        [Match(MASTER, other), Match(head, other, how, copy=True)], [], [],
+    )  # fmt: skip
+    assert plan.match(once, twice) == (
+        [Match(other, MASTER), Match(other, head, how, copy=True)], [], [],
+    )  # fmt: skip
+
+
+def test_a_name_that_both_sides_have_stays() -> None:
+    head = entry("head/master")
+    ours = tied(MASTER, head, names=("w", "head"))
+    assert plan.match(ours, manifest(head)) == ([Match(head, head)], ["w/master"], [])

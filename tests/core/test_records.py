@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import zlib
+from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from zckpt.core.fileio import Buffer, Reader
 from zckpt.core.fragments import Extent, Fragment, Record, Runs
 from zckpt.core.manifest import Entry
 from zckpt.core.pieces import ElementReader, ReadRequest
-from zckpt.core.records import RecordChecker
+from zckpt.core.records import PassedRecord, RecordChecker
 from zckpt.errors import CorruptCheckpoint
 
 BLOCK = 1 << 20  # bytes
@@ -83,3 +84,130 @@ def test_a_file_that_was_cut_is_an_error(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[: BLOCK + 7])
     with pytest.raises(CorruptCheckpoint, match=f"ends at byte {BLOCK + 7}"):
         read(entry, RecordChecker(records), 0, len(whole))
+
+
+class OneFile:
+    """A file with records at [start, stop), and a checker of them."""
+
+    def __init__(self, folder: Path, *ranges: tuple[int, int], stated: bool = True) -> None:
+        self.data = random.Random(1).randbytes(64)
+        self.path = str(folder / "file")
+        Path(self.path).write_bytes(self.data)
+        self.records = [
+            Record(
+                Extent(self.path, start, stop - start),
+                zlib.crc32(self.data[start:stop]) if stated else None,
+            )
+            for start, stop in ranges
+        ]
+        self.checker = RecordChecker(self.records)
+
+    def passed(self, start: int, stop: int) -> list[tuple[int, int, int, int]]:
+        """What is counted of a read: the number of a record, the bytes of it, and their CRC-32."""
+        log: list[PassedRecord] = []
+        self.checker.passed(self.path, start, memoryview(self.data)[start:stop], log)
+        return [(self.records.index(record), *part) for record, *part in log]
+
+    def finish(self, everything: bool = False) -> list[tuple[int, Extent, bytes]]:
+        """What lies beside the tensors."""
+        beside: list[tuple[int, Extent, bytes]] = []
+
+        def found(record: Record, extent: Extent, data: memoryview) -> None:
+            beside.append((self.records.index(record), extent, bytes(data)))
+
+        with closing(Reader()) as reader:
+            self.checker.finish(reader, everything, found)
+        return beside
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        counts = self.checker.counts
+        return counts.checked, counts.unchecked, counts.bare
+
+
+def test_a_read_counts_for_every_record_that_it_passes_over(tmp_path: Path) -> None:
+    file = OneFile(tmp_path, (8, 16), (24, 32))
+    data = file.data
+    assert file.passed(0, 8) == file.passed(16, 24) == file.passed(32, 40) == []
+    assert file.checker.parts_of(file.records) == []
+    assert file.passed(12, 28) == [
+        (0, 4, 8, zlib.crc32(data[12:16])),
+        (1, 0, 4, zlib.crc32(data[24:28])),
+    ]
+    assert file.passed(20, 32) == [(1, 0, 8, zlib.crc32(data[24:32]))]
+
+
+def test_an_empty_record_hides_no_other(tmp_path: Path) -> None:
+    file = OneFile(tmp_path, (8, 16), (8, 8))
+    assert file.passed(8, 16) == [(0, 0, 8, zlib.crc32(file.data[8:16]))]
+
+
+@pytest.mark.parametrize(
+    ("stop", "seen", "counts"),
+    [
+        (16, 8, (1, 0, 0)),  # as many are missing as are little
+        (24, 12, (1, 0, 0)),  # as many are missing as were read
+        (24, 11, (0, 1, 0)),
+        (8, 0, (0, 0, 0)),
+    ],
+)
+def test_records_that_lack_little_are_completed(
+    stop: int,
+    seen: int,
+    counts: tuple[int, int, int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("zckpt.core.records.LITTLE", 8)
+    file = OneFile(tmp_path, (0, stop))
+    file.passed(0, seen)
+    file.finish()
+    assert file.counts == counts
+
+
+def test_records_without_a_checksum_are_not_checked(tmp_path: Path) -> None:
+    file = OneFile(tmp_path, (0, 8), stated=False)
+    file.passed(0, 8)
+    file.finish(everything=True)
+    assert file.counts == (0, 1, 1)
+    assert file.checker.counts.report() == {"checked": 0, "unchecked": 1, "without_checksum": 1}
+
+
+@pytest.mark.parametrize(("everything", "required"), [(True, False), (False, True)])
+def test_records_of_which_nothing_was_read(
+    everything: bool, required: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zckpt.core.records.LITTLE", 8)
+    file = OneFile(tmp_path, (0, 32))
+    file.checker.require(Extent(file.path, 4, 0))
+    file.finish()
+    assert file.counts == (0, 0, 0)
+    if required:
+        file.checker.require(Extent(file.path, 4, 1))
+    assert file.finish(everything) == []  # nothing lies beside a tensor, since there was none
+    assert file.counts == (1, 0, 0)
+
+
+def test_what_lies_beside_tensors_is_told(tmp_path: Path) -> None:
+    file = OneFile(tmp_path, (8, 24), (32, 40))
+    file.passed(12, 20)
+    assert file.finish(everything=True) == [
+        (0, Extent(file.path, start, 4), file.data[start : start + 4]) for start in (8, 20)
+    ]
+    assert file.counts == (2, 0, 0)
+
+
+@pytest.mark.parametrize("place", [None, 0, 7, 19])
+def test_bytes_that_passed_twice_are_read_again(place: int | None, tmp_path: Path) -> None:
+    file = OneFile(tmp_path, (0, 20))
+    file.passed(0, 10)
+    file.passed(5, 15)
+    if place is None:
+        assert file.finish() == []
+        assert file.counts == (1, 0, 0)
+        return
+    data = bytearray(file.data)
+    data[place] ^= 1
+    Path(file.path).write_bytes(data)
+    with pytest.raises(CorruptCheckpoint, match="the 20 bytes at 0"):
+        file.finish()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 from math import prod
 
 import pytest
@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zckpt.core.fragments import Box, Extent, Fragment, Fragments, Runs, Slices, boxes
-from zckpt.core.slicing import Piece, Slicing, cut, even, joined, replicated
+from zckpt.core.slicing import Piece, Slicing, boxes_of, cut, even, joined, replicated
 
 SIZE = 4
 
@@ -89,6 +89,51 @@ def test_copies_are_chosen_by_number() -> None:
     assert slicing.covers()
     for copy in range(3):
         assert joined(slicing, slices, SIZE, copy) is slices[copy]
+    assert joined(slicing, slices, SIZE) is slices[0]
+
+
+def test_an_element_that_fewer_ranks_hold_comes_from_the_last_of_them() -> None:
+    pieces = Piece(0, (0,), (0,), (2,)), Piece(1, (0,), (0,), (2,)), Piece(0, (2,), (2,), (1,))
+    slicing = Slicing((3,), ((3,), (2,)), pieces)
+    assert slicing.copies == 2
+    assert [piece.rank for piece in slicing.chosen(1)] == [1, 0]
+    assert Slicing((0,), ((0,),), ()).copies == 1
+
+
+def test_pieces_of_one_slice_may_stand_in_another_order() -> None:
+    """Blocks of one element, which the slice has transposed."""
+    grid = list(product(range(3), range(3)))
+    pieces = tuple(Piece(0, (row, column), (column, row), (1, 1)) for row, column in grid)
+    elements = Runs([Fragment(n, n + 1, Extent("a", n * SIZE, SIZE)) for n in range(9)])
+    found = places(joined(Slicing((3, 3), ((3, 3),), pieces), [elements], SIZE))
+    assert found == {3 * column + row: ("a", (3 * row + column) * SIZE) for row, column in grid}
+
+
+def test_padding_of_a_slice_is_left_out() -> None:
+    slicing = Slicing((2, 2), ((3, 2),), (Piece(0, (0, 0), (0, 0), (2, 2)),))
+    found = places(joined(slicing, [partitioned(0, 6, 1, False)], SIZE))
+    assert found == {n: ("0.0", 8 + n * SIZE) for n in range(4)}
+
+
+def test_slices_as_large_as_the_whole_that_hold_a_part_each() -> None:
+    pieces = Piece(0, (0,), (0,), (1,)), Piece(1, (1,), (1,), (1,))
+    slices = [partitioned(rank, 2, 1, False) for rank in range(2)]
+    found = places(joined(Slicing((2,), ((2,), (2,)), pieces), slices, SIZE))
+    assert found == {0: ("0.0", 8), 1: ("1.0", 8 + SIZE)}
+
+
+def test_a_slice_that_holds_nothing() -> None:
+    assert list(joined(replicated((0, 2), 1), [None], SIZE)) == []
+
+
+def test_boxes_of_a_slice_are_taken_as_they_are() -> None:
+    columns = [
+        Box((4, 2), (0, column), (4, 1), (1, 1), 0, SIZE, Extent(str(column), 0, 4 * SIZE))
+        for column in range(2)
+    ]
+    assert list(boxes_of(boxes(columns), (4, 2), SIZE)) == columns
+    assert list(boxes_of(columns[0], (4, 2), SIZE)) == columns[:1]
+    assert [box.whole for box in boxes_of(columns[0], (8,), SIZE)] == [(8,)] * 4
 
 
 def test_a_part_that_two_ranks_share() -> None:

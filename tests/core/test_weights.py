@@ -11,7 +11,9 @@ from zckpt.core.weights import (
     agreement,
     counterpart,
     is_optimizers,
+    is_rounded,
     is_widened,
+    states_by_weight,
     weight_of,
 )
 from zckpt.errors import MissingData
@@ -51,6 +53,7 @@ def entry(slot: str, dtype: str, shape: tuple[int, ...] = (2, 3)) -> Entry:
 )
 def test_supply(source: Weight, slot: str, dtype: str, from_masters: bool, chosen: str) -> None:
     assert source.supply(slot, dtype, from_masters).slot == chosen
+    assert from_masters or source.supply(slot, dtype).slot == chosen
 
 
 @pytest.mark.parametrize(
@@ -125,6 +128,7 @@ def test_widened(narrow: str, wide: str | None, lost: bool) -> None:
         ("master", "F32", weight(None, "F32"), weight("F32"), ("param", "bits")),
         ("master", "F32", weight(None, "F32"), weight(None, "F64"), None),
         ("master", "F32", weight("F32", "F32"), weight("F64"), ("param", "rounded")),
+        ("master", "F64", weight(None, "F64"), weight("F32"), None),
         ("param", "F16", weight("F16"), weight("BF16"), None),
         ("param", "F16", weight("F16"), weight(), None),
     ],
@@ -139,3 +143,17 @@ def test_counterpart(
 def test_states_of_the_optimizer() -> None:
     slots = ["param", "master", "state", "exp_avg", "momentum_buffer"]
     assert list(filter(is_optimizers, slots)) == ["exp_avg", "momentum_buffer"]
+
+
+def test_the_optimizers_states_of_each_weight() -> None:
+    slots = ("param", "exp_avg", "master", "state", "exp_avg_sq")
+    entries = [
+        *(entry(slot, "F32") for slot in slots),
+        Entry("b/param", "F32", (), solid(1, Extent("a", 0, 4))),
+    ]
+    assert states_by_weight(entries) == {"w": {"exp_avg", "exp_avg_sq"}}
+
+
+def test_no_number_is_rounded_to_its_own_type() -> None:
+    assert is_rounded("F64", "F32")
+    assert not is_rounded("F32", "F32")

@@ -6,14 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from zckpt.core.agreement import KEEP, agree, need_one_save
 from zckpt.core.checksum import crc_of_zeros
-from zckpt.core.facts import StepPlace
+from zckpt.core.facts import NamedWeightsEngine, StateDictEngine, StepPlace
 from zckpt.core.fragments import Extent, solid
 from zckpt.core.inert import Scalar
 from zckpt.core.manifest import Entry, Manifest, Parameter, Sighting
-from zckpt.errors import InconsistentCheckpoint
+from zckpt.errors import InconsistentCheckpoint, WrongOption
 from zckpt.training import steps
 from zckpt.training.steps import (
     kind_of,
@@ -157,6 +158,14 @@ def test_the_last_parameter_counts_for_its_group(
     assert steps.counted_by_last(states, in_groups, groups).steps == counted | {"other": 4}
 
 
+def test_what_the_last_parameter_counts_keeps_its_type_and_shape() -> None:
+    states = steps.StatedSteps("state")
+    for owner, value in {"a": 0, "b": 5}.items():
+        states.add(owner, Scalar(value, "I64"), (1,))
+    counted = steps.counted_by_last(states, stated("group", a=0, b=0), [["a", "b"]])
+    assert counted == replace(states, steps={"a": 5, "b": 5})
+
+
 @pytest.mark.parametrize(
     ("policy", "settled"),
     [
@@ -249,3 +258,149 @@ def test_files_of_two_saves(
     assert raised.value.message.startswith(begin)
     assert raised.value.message.endswith(end)
     assert "--step-policy keep" in raised.value.hint
+
+
+def of_engine(
+    place: StepPlace | None, engine: Any = None, optimizer: str | None = None, **fields: Any
+) -> Manifest:
+    return Manifest(
+        "/", "x", {}, {}, fields.pop("parameters", {}),
+        step_place=place, engine=engine, optimizer=optimizer, **fields,
+    )  # fmt: skip
+
+
+TORCH, APEX = steps.WRITTEN["torch"], steps.WRITTEN["apex-fused-adam"]
+CPU_ADAM = steps.WRITTEN["deepspeed-cpu-adam"]
+NAMED_WEIGHTS = NamedWeightsEngine("x", None, None, None, None)
+STATE_DICT = StateDictEngine("x", None, (), None, None, None, None, False, False)
+
+
+@pytest.mark.parametrize(
+    ("place", "engine", "kept"),
+    [
+        (None, None, TORCH),
+        (APEX, None, APEX),
+        (APEX, NAMED_WEIGHTS, TORCH),
+        (APEX, STATE_DICT, APEX),
+    ],
+)
+def test_a_step_stays_where_it_stood(place: StepPlace | None, engine: Any, kept: StepPlace) -> None:
+    assert steps.kept_place(of_engine(place, engine)) == kept
+
+
+@pytest.mark.parametrize(
+    ("place", "engine", "optimizer", "named", "expected"),
+    [
+        (APEX, None, "FusedAdam", None, APEX),
+        (APEX, None, "FusedAdam", "torch", TORCH),
+        (CPU_ADAM, None, "SomeLion", None, CPU_ADAM),
+        # torch's own turn the number of a state into a tensor
+        (CPU_ADAM, None, "AdamW", None, TORCH),
+        (APEX, None, "AdamW", None, APEX),
+        (CPU_ADAM, STATE_DICT, "AdamW", None, CPU_ADAM),
+        # an optimizer of a configuration is one of its engine; that which the user named is not
+        (replace(CPU_ADAM, optimizer="onebitadam"), None, "X", None, TORCH),
+        (replace(CPU_ADAM, optimizer="deepspeed-cpu-adam"), None, "X", None,
+         replace(CPU_ADAM, optimizer="deepspeed-cpu-adam")),
+        (None, None, None, None, TORCH),
+    ],
+)  # fmt: skip
+def test_where_a_program_of_torch_keeps_the_step(
+    place: StepPlace | None,
+    engine: Any,
+    optimizer: str | None,
+    named: str | None,
+    expected: StepPlace,
+) -> None:
+    assert steps.torch_place(of_engine(place, engine, optimizer), named) == expected
+
+
+def test_steps_of_groups() -> None:
+    parameters = {
+        "a": Parameter((1,), group=0, step=3),
+        "b": Parameter((1,), group=1, step=4),
+        "c": Parameter((1,), group=1, step=5),
+        "frozen": Parameter((1,), trainable=False, group=1, step=6),
+        "never": Parameter((1,), group=1),
+        "none": Parameter((1,), step=7),  # the files have no groups
+        "beyond": Parameter((1,), group=2, step=8),
+    }
+    assert steps.steps_of_groups(of_engine(None, parameters=parameters), 2) == [{3, 7}, {4, 5}]
+
+
+@pytest.mark.parametrize(
+    ("in_states", "in_groups", "named", "place"),
+    [
+        ({"a": 7, "b": 7}, {}, None, StepPlace("state", "int")),
+        ({"a": 7}, {"a": 0}, None, StepPlace("state", "int", stale=0)),
+        ({"a": 7, "b": 7}, {"a": 0, "b": 5}, None, StepPlace("state", "int")),
+        ({}, {"a": 7}, None, StepPlace("group", "int")),
+        ({"a": Scalar(7.0, "F32")}, {}, None, None),  # as torch's own
+        ({"a": 7, "b": 7.0}, {}, None, None),
+        ({}, {}, None, None),
+        (
+            {"a": 7},
+            {},
+            "deepspeed-cpu-adam",
+            StepPlace("state", "int", optimizer="deepspeed-cpu-adam"),
+        ),
+        ({}, {}, "torch", replace(TORCH, optimizer="torch")),
+    ],
+)
+def test_where_an_optimizer_keeps_its_step(
+    in_states: dict[str, Any], in_groups: dict[str, Any], named: str | None, place: StepPlace | None
+) -> None:
+    states, groups = stated("state", **in_states), stated("group", **in_groups)
+    assert steps.place_of(steps.believed(states, groups), groups, named) == place
+
+
+def test_a_line_for_each_different_step() -> None:
+    states = steps.StatedSteps("state")
+    for owner, value in {"a": 5, "b": 5, "c": 6, "d": 256}.items():
+        states.add(owner, Scalar(value, "BF16"))
+    groups = stated("group", a=5, b=9)
+    lines = list(steps.sightings_of(states, states))
+    assert [sighting for sighting, _ in lines] == [
+        Sighting("state of a and 1 more", 5, True),
+        Sighting("state of c", 6, True),
+        Sighting("state of d", 256, True),
+    ]
+    assert [warning is not None for _, warning in lines] == [False, False, True]
+    assert list(steps.sightings_of(groups, states)) == [
+        (Sighting("group of a", 5, False), None),
+        (Sighting("group of b", 9, False), None),
+    ]
+    stale = steps.StatedSteps("group")
+    stale.add("a", Scalar(256, "BF16"))
+    assert list(steps.sightings_of(stale, states)) == [(Sighting("group of a", 256, False), None)]
+    settled = replace(states, steps={"a": 5, "b": 6, "c": 6, "d": 6})
+    truths = [sighting.truth for sighting, _ in steps.sightings_of(states, settled)]
+    assert truths == [True, False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("step", "policy", "where", "warned"),
+    [
+        (3, "5", "rank 0", True),
+        (3, "3", "rank 0", False),
+        (3, "max", "rank 0", False),
+        (3, None, "rank 0", False),
+        (None, "5", "rank 0", False),
+        (3, "5", "--step-policy 5", False),
+    ],
+)
+def test_a_policy_that_decided_nothing(
+    step: int | None, policy: str | None, where: str, warned: bool
+) -> None:
+    parameters = {"w": Parameter((1,), step=step)}
+    places = Sighting("rank 1", 3, True), Sighting(where, 3, True)
+    manifest = of_engine(None, parameters=parameters, steps=places)
+    assert bool(steps.unused_policy(manifest, policy)) is warned
+
+
+@pytest.mark.parametrize("policy", ["", "most", "-1", "1.5"])
+def test_a_policy_that_does_not_exist(policy: str) -> None:
+    with pytest.raises(WrongOption, match="none of max, min, keep or a number"):
+        steps.check_policy(policy)
+    for known in (None, "max", "min", "12"):
+        steps.check_policy(known)

@@ -124,8 +124,7 @@ class TargetFile(Struct, eq=False, dict=True):
                     offset = edge
             if extent.offset >= stop:
                 break
-        if offset < stop:
-            yield offset, stop
+        yield offset, stop
 
     def passed(self, start: int, stop: int, crc: int) -> Iterator[Passed]:
         """What bytes [start, stop) with this CRC are of: they lie in one record, or between two."""

@@ -49,7 +49,7 @@ def flipped_bit(stated: int, actual: int, length: int) -> tuple[int, int] | None
         if moved in listed:
             positions.add(bits - 1 - (listed[moved] - block * steps))
         moved = combine(moved, 0, steps // 8)
-    within = [position for position in positions if 0 <= position < bits]
+    within = [position for position in positions if position >= 0]
     return divmod(within[0], 8) if len(within) == 1 else None
 
 
@@ -91,8 +91,6 @@ class Cover(Struct, eq=False):
     @property
     def crc(self) -> int | None:
         """The CRC of all bytes; None while some are missing."""
-        if not self.length:
-            return 0
         stop, crc = self._by_start.get(0, (0, 0))
         return crc if stop == self.length else None
 

@@ -237,8 +237,7 @@ def _is_small(entry: Entry) -> bool:
 
 def _ranks(item: ReadRequest) -> range:
     """The ranks that have the elements."""
-    slices = _slices(item)
-    return range(slices.filled) if item.is_whole else slices.ranks(item.start, item.stop)
+    return _slices(item).ranks(item.start, item.stop)
 
 
 def _slices(item: ReadRequest) -> Slices:

@@ -288,10 +288,9 @@ def _clipped(piece: TargetPiece, offset: int, end: int) -> Iterator[TargetPiece]
     last = length * piece.count - max(0, piece.end - end) // size
     while position < last:
         run, skipped = divmod(position, length)
-        whole_runs = 0 if skipped else (last - position) // length
+        count = 1 if skipped else max(1, (last - position) // length)
         start = piece.start + run * piece.stride + skipped
-        stop = start + (length if whole_runs else min(length - skipped, last - position))
-        count, stride = (whole_runs, piece.stride) if whole_runs > 1 else (1, 0)
+        stop = start + min(length - skipped, last - position)
         at = piece.offset + position * size
-        yield TargetPiece(at, start, stop, piece.pair, count, stride, is_cut=True)
+        yield TargetPiece(at, start, stop, piece.pair, count, piece.stride, is_cut=True)
         position += count * (stop - start)

@@ -142,7 +142,7 @@ def _placed(box: Box, piece: Piece, whole: Sequence[int]) -> Box | None:
     ends = zip(box.offsets, box.sizes, piece.inside, piece.sizes, strict=True)
     high = [min(a + length, b + size) for a, length, b, size in ends]
     sizes = [stop - start for start, stop in zip(low, high, strict=True)]
-    if min(sizes, default=1) <= 0:
+    if min(sizes) <= 0:
         return None
     first = box.first + sum(
         (start - begin) * stride
