@@ -8,7 +8,7 @@ import pytest
 
 from zckpt.core.placement import Shapes
 from zckpt.errors import MissingData, WrongOption
-from zckpt.formats.deepspeed.model_ranks.universal_info import of_json
+from zckpt.formats.deepspeed.model_ranks.tensor_ranks import of_json
 from zckpt.naming.tensor_families import FAMILIES
 from zckpt.naming.tensor_rules import decide, rules_of
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from msgspec import Struct
 
 
@@ -14,11 +16,15 @@ class Grid(Struct, frozen=True):
 
 
 class Place(Struct, frozen=True):
-    """Which model rank of a grid it is; `buffers` are the names that its own file states."""
+    """Which model rank of a grid it is; `buffers` are the names that its own file states.
+
+    `tied` are the keys of tied layers by the numbers of their files, if it is known without bytes.
+    """
 
     number: int
     grid: Grid
     buffers: tuple[str, ...] = ()
+    tied: Mapping[int, str] | None = None
 
     def titled(self, name: str) -> str:
         """What a sentence calls a tensor of this rank: `pipeline stage 1, tensor rank 0: NAME`."""

@@ -193,7 +193,7 @@ def test_an_expert_too_many(run: Path) -> None:
     ("one", "other", "message"),
     [
         ("layer_0_expert_1", "layer_0_expert_2", "layer_0_expert_1.* holds expert 2"),
-        ("layer_0_expert_1", "layer_1_expert_1", "of different layers: block.residual, sparse"),
+        ("layer_0_expert_1", "layer_1_expert_1", "holds expert 1 of block.residual"),
     ],
 )
 def test_swapped_experts(one: str, other: str, message: str, run: Path) -> None:
@@ -207,7 +207,7 @@ def test_swapped_layers(run: Path) -> None:
     for expert in range(4):
         name = f"expert_{expert}_mp_rank_00_model_states.pt"
         swap(tag_of(run) / f"layer_0_{name}", tag_of(run) / f"layer_1_{name}")
-    with pytest.raises(InconsistentCheckpoint, match="in the model they are sparse, block"):
+    with pytest.raises(InconsistentCheckpoint, match="sparse, which is not the next layer"):
         zckpt.read(run)
 
 
@@ -487,7 +487,7 @@ def test_ep_of_a_dense_model(example: Path, tmp_path: Path) -> None:
 
 def test_groups_that_may_be_cut(trained_experts: Trained, tmp_path: Path) -> None:
     run = trained_experts("dp4_ep2_cut_groups") / "run"
-    with pytest.raises(WrongOption, match="groups 2 and 3 have the same settings") as caught:
+    with pytest.raises(WrongOption, match=r"groups 2, 3.* have the same settings") as caught:
         zckpt.reshard(run, tmp_path / "other", ep=4)
     assert "--ep 2" in str(caught.value.hint)
 

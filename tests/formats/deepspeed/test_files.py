@@ -7,9 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from zckpt.core.grid import Grid
 from zckpt.errors import IncompleteCheckpoint, InconsistentCheckpoint, ZckptError
 from zckpt.files.torchfile import Parsed
-from zckpt.formats.deepspeed.files import RankFiles, files_in, rank_files
+from zckpt.formats.deepspeed.files import (
+    GridFiles,
+    RankFiles,
+    files_in,
+    grid_files,
+    rank_files,
+)
 from zckpt.formats.deepspeed_states.directories import TagDirectory
 
 
@@ -119,3 +126,41 @@ def test_all_that_is_missing_is_listed() -> None:
     first, *_, last = caught.value.paths
     assert Path(first).name == optimizer(1, begin="bf16_")
     assert Path(last).name == optimizer(64, begin="bf16_")
+
+
+def grid(tmp_path: Path, *names: str) -> GridFiles:
+    for name in names:
+        (tmp_path / name).touch()
+    return grid_files(TagDirectory(str(tmp_path), "tag", None))
+
+
+def test_names_show_the_grid(tmp_path: Path) -> None:
+    models = [model(number) for number in range(4)]
+    layers = [
+        f"layer_{layer:02d}-model_{tp:02d}-model_states.pt" for layer in (0, 3) for tp in (1, 0)
+    ]
+    assert grid(tmp_path, *models).grid == Grid(1, 4)
+    files = grid(tmp_path, *layers)
+    assert (files.grid, [rank.number for rank in files.ranks]) == (
+        Grid(2, 2, staged=True),
+        [0, 1, 2, 3],
+    )
+    assert not files.is_plain
+    assert sorted(files.layers) == [(0, 0), (0, 1), (3, 0), (3, 1)]
+    assert grid_files(TagDirectory(str(tmp_path), "tag", None), Grid(4, 1)).layers == {}
+
+
+@pytest.mark.parametrize(
+    ("layers", "said"),
+    [
+        (
+            ("layer_00-model_00-", "layer_00-model_01-", "layer_03-model_01-"),
+            "lacks layer_03-model_00-",
+        ),
+        (("layer_00-model_00-", f"layer_00-model_{10**20}-"), "lacks layer_00-model_01-"),
+        ([f"layer_00-model_0{tp}-" for tp in range(3)], "layers of 3 tensor ranks, but files of 4"),
+    ],
+)
+def test_layers_that_are_not_of_the_grid(layers: list[str], said: str, tmp_path: Path) -> None:
+    with pytest.raises(IncompleteCheckpoint, match=said):
+        grid(tmp_path, *map(model, range(4)), *(f"{layer}model_states.pt" for layer in layers))

@@ -23,7 +23,7 @@ from zckpt.errors import (
     ZckptError,
 )
 from zckpt.formats.deepspeed import read as deepspeed_read
-from zckpt.formats.deepspeed.model_ranks.grid import grid_files
+from zckpt.formats.deepspeed.files import grid_files
 from zckpt.formats.deepspeed_states.directories import TagDirectory
 from zckpt.formats.reading import Reading
 
@@ -567,7 +567,7 @@ def test_numbers_in_names_are_sorted_as_numbers(tmp_path: Path) -> None:
         (tmp_path / f"zero_pp_rank_0_mp_rank_{rank:02d}_optim_states.pt").touch()
     for layer in (*range(12), 99, 100, 101):
         for tp in range(2):
-            (tmp_path / f"layer_{layer:02d}-model_{tp:02d}-model_states.pt").touch()
+            torch.save({}, tmp_path / f"layer_{layer:02d}-model_{tp:02d}-model_states.pt")
     files = grid_files(TagDirectory(str(tmp_path), "tag", None))
     assert (files.grid.pp, files.grid.tp) == (51, 2)
     assert [*files.layers_of(1)] == [*range(12), 99, 100, 101]

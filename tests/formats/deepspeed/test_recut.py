@@ -17,8 +17,8 @@ import zckpt
 from zckpt.core.manifest import Manifest, Parameter
 from zckpt.errors import UnsupportedCheckpoint, WrongOption
 from zckpt.formats.deepspeed import write
-from zckpt.formats.deepspeed.model_ranks.stage_bounds import balanced, ranges, uniform
-from zckpt.formats.deepspeed.model_ranks.target_stages import Stage, new_stages
+from zckpt.formats.deepspeed.model_ranks.stage_bounds import Pipeline, balanced, ranges, uniform
+from zckpt.formats.deepspeed.model_ranks.target_stages import cut_again
 from zckpt.formats.options import options_of
 
 from ...engines import grids
@@ -365,18 +365,19 @@ def test_which_stages_have_a_tied_layer(
 ) -> None:
     """`layers` have files, those of `files` are of the tied layer; `having` are the new stages."""
     new, lines = cut(stages, layers, files, pp_bounds=bounds)
-    assert "".join(str(int(EMBED in stage.parameters)) for stage in new) == having
+    assert "".join(str(int(EMBED in names)) for names in new.parameters) == having
     assert len(lines) == inferred
 
 
 def cut(
     stages: Sequence[Sequence[str]], layers: Sequence[int], files: Sequence[int], **options: Any
-) -> tuple[list[Stage], list[str]]:
+) -> tuple[Pipeline, list[str]]:
     """The new stages of a pipeline with a tied layer, and what had to be inferred."""
     named = [[name if name == EMBED else f"{name}.weight" for name in stage] for stage in stages]
     parameters = {name: Parameter((2,), group=0) for stage in named for name in stage}
     model = Manifest("run", "deepspeed", {}, {}, parameters)
-    return new_stages(model, named, (), layers, {"embed": {*files}}, options_of(options))
+    pipeline = Pipeline(named, (), layers, [(number, "embed") for number in files])
+    return cut_again(model, pipeline, True, options_of(options))
 
 
 def test_a_tied_layer_without_a_place() -> None:
@@ -384,8 +385,8 @@ def test_a_tied_layer_without_a_place() -> None:
     stages = [EMBED, "0", "1"], ["2"], [EMBED, "3"]
     with pytest.raises(WrongOption, match="leave no layer without names"):
         cut(stages, range(4), (), pp_bounds=(0, 2, 4))
-    (whole,), inferred = cut(stages, range(4), (), pp=1)
-    assert (whole.parameters[0], inferred) == (EMBED, [])
+    whole, inferred = cut(stages, range(4), (), pp=1)
+    assert (whole.parameters[0][0], inferred) == (EMBED, [])
 
 
 def test_layers_in_words() -> None:

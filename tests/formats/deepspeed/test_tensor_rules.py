@@ -15,9 +15,8 @@ from zckpt.core.fragments import Extent, solid
 from zckpt.core.placement import Shapes, Sliced
 from zckpt.core.slicing import joined
 from zckpt.errors import InconsistentCheckpoint, MissingData, UnsupportedCheckpoint
-from zckpt.formats.deepspeed.gather.tensor import Cut
-from zckpt.formats.deepspeed.gather.tensor import Info as ProofInfo
-from zckpt.formats.deepspeed.model_ranks.universal_info import UniversalInfo
+from zckpt.formats.deepspeed.gather.tensor import Cut, stated
+from zckpt.formats.deepspeed.model_ranks.tensor_ranks import UniversalInfo
 from zckpt.naming.tensor_rules import decide
 
 NAME = "layers.0.mixer.weight"
@@ -150,7 +149,7 @@ def test_info_means_what_the_engine_makes_of_it(what: str, tmp_path: Path) -> No
         assert (found.shape[0], found.vocabulary) == (8, 7)
         whole = whole[:7]
     assert torch.equal(whole.reshape(expected.shape), expected)
-    cut = ProofInfo(info).explicit(NAME, shapes) or Cut.along(shapes, 0)
+    cut = stated(info).explicit(NAME, shapes) or Cut.along(shapes, 0)
     assert cut.shape == found.shape
     for copy in range(len(cut.copies)):
         gathered = gathered_of(cut, slices, copy).reshape(-1)[: expected.numel()]
@@ -181,7 +180,7 @@ def test_affine_maps_of_the_engine() -> None:
         assert found.shape == (12, 10)
         for copy in range(found.slicing.copies):
             assert torch.equal(whole_of(found, shards, copy), full), what
-        cut = ProofInfo(info).explicit(NAME, shapes)
+        cut = stated(info).explicit(NAME, shapes)
         assert cut is not None
         assert len(cut.copies) == found.slicing.copies
         for copy in range(len(cut.copies)):

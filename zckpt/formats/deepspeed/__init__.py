@@ -10,13 +10,12 @@
 With pipelines or tensor parallelism there are further model ranks, mp_rank_01 and so on, each with
 such files, and layer_NN[-model_TT]-model_states.pt with the weights of a pipeline's layers.
 
-    files.py             which files make the checkpoint, and which are refused by their names
+    files.py             which files make the checkpoint, of which model ranks; refusals by names
     ranks.py             what the ranks' files say, and whether they say the same
     flats.py             the flat buffers of fp32 masters and optimizer states
-    read.py              the manifest
-    obstacles.py         why a run of another size or stage does not load them
+    read.py              the manifest, of model ranks apart or joined
     write.py             the same files for other ranks, another stage or type
-    functions.py         what zckpt does with them
+    functions.py         what zckpt does with them, and why another run does not load them
     optimizer_files.py   the files of a target, elastic ones too
     run_template.py      sources of other engines, with the ranks and groups of a run: `--like`
     gather/              the engine's own rule for its partitions

@@ -1,4 +1,15 @@
-"""Which files make a DeepSpeed checkpoint: its tag, and the files of its ranks."""
+"""Which files make a DeepSpeed checkpoint: its tag, and the files of each model rank in its grid?
+
+A directory is as many ZeRO checkpoints as there are model ranks: `mp_rank_MM` is stage MM // tp of
+the pipeline and tensor rank MM % tp (DeepSpeed 0.19.8, `PipeModelDataParallelTopology`). Names show
+the sizes, and ranks.py compares what files state. Files of layers exist for pipelines alone, and
+have the tensor rank in their names (`layer_03-model_01-model_states.pt`, or
+`layer_03-model_states.pt` for one). A pipeline with experts has none: its stages are known by their
+parameters.
+
+DeepSpeed's own guess counts the names that begin with `layer_01`, and fails if that layer is a
+plain function (`get_model_3d_descriptor_from_metadata`). It is not copied here.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +22,16 @@ from msgspec import Struct, field
 
 from ...core import sources
 from ...core.filenames import file_names
+from ...core.grid import Grid
 from ...core.grouping import by_key
 from ...core.missing_ranks import expecting
 from ...errors import IncompleteCheckpoint, InconsistentCheckpoint, listed
-from ...files.torchfile import Parsed
+from ...files.torchfile import Parsed, TorchFile
 from ..deepspeed_states.agreement import KINDS, place_of
 from ..deepspeed_states.directories import (
     BF16,
     EXPERT,
+    LAYER,
     MODEL,
     MODEL_3,
     OF_EP,
@@ -35,10 +48,13 @@ from ..deepspeed_states.directories import (
     refuse_foreign,
     tags_of,
 )
+from ..deepspeed_states.states import dictionary, open_files, shapes_of_groups
+from .moe.auto_ep import refuse_folded
 
 KIND = TagKind("DeepSpeed checkpoint", "latest", holds_states, tags_of)
 OLD_EXPERT = file_names(r"expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
 MOST = 64  # missing files that an error names
+SOME_STAGES = "mixture-of-experts layers in some stages of a pipeline alone"
 
 Found = Mapping[Hashable, Mapping[tuple[int, ...], str]]
 """The paths of all files by their kinds, and by the numbers in their names."""
@@ -64,6 +80,34 @@ class RankFiles(Struct, frozen=True):
     def paths(self) -> list[str]:
         """Those of all files."""
         return [*self.models, *self.optimizers, *self.experts.values(), *self.of_ep]
+
+
+class GridFiles(Struct, frozen=True):
+    """The files of every model rank, in order, and those of layers by layer and tensor rank."""
+
+    ranks: Sequence[RankFiles]
+    layers: Mapping[tuple[int, ...], str]
+    grid: Grid
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether there is one model rank, and no pipeline."""
+        return len(self.ranks) == 1 and not self.grid.staged
+
+    @property
+    def parsed(self) -> Parsed:
+        """What was opened of all files."""
+        return self.ranks[0].parsed
+
+    @property
+    def paths(self) -> list[str]:
+        """Those of all files."""
+        return [*(path for rank in self.ranks for path in rank.paths), *self.layers.values()]
+
+    def layers_of(self, tp: int) -> dict[int, TorchFile]:
+        """The opened files of one tensor rank's layers, in the order of the model."""
+        paths = {layer: path for (layer, rank), path in sorted(self.layers.items()) if rank == tp}
+        return dict(zip(paths, open_files([*paths.values()], self.parsed), strict=True))
 
 
 def detect(path: str) -> list[str]:
@@ -98,6 +142,50 @@ def locate(path: str, tag: str | None) -> TagDirectory:
     directory = KIND.locate(path, tag)
     refuse_foreign(directory.path, os.listdir(directory.path))
     return directory
+
+
+def grid_files(directory: TagDirectory, written: Grid | None = None) -> GridFiles:
+    """The files of all ranks; of what zckpt has `written`, those of layers are not there yet.
+
+    Raises IncompleteCheckpoint if one is missing, as far as names show, UnsupportedCheckpoint for
+    what is not read yet: NVMe offload, AutoEP beside AutoTP, a pipeline in which only some stages
+    have experts.
+    """
+    found = files_in(directory, os.listdir(directory.path))
+    of_experts, layers = found[EXPERT], found[LAYER]
+    of_ranks = (*found[MODEL], *found[MODEL_3], *found[OPTIMIZER])
+    if of_experts and any(place[-1] for place in of_ranks):
+        # AutoEP beside AutoTP spreads experts over all model ranks: no file of them is missing
+        for file in open_files([*found[MODEL].values()][:1], Parsed()):
+            refuse_folded(directory, dictionary(file, file.value))
+    ranks = rank_files(directory, found, Parsed())
+    if written is not None:
+        return GridFiles(ranks, {}, written)
+    if of_experts and layers:
+        refuse(directory, SOME_STAGES)
+    tp = len(ranks)
+    if layers:
+        tp, numbers = 1 + max(tp for _, tp in layers), sorted({layer for layer, _ in layers})
+        places = ((layer, rank) for layer in numbers for rank in range(tp))
+        need_files(directory, LAYER, found, places)
+    elif of_experts and tp > 1:  # stages have other parameters
+        names = _parameters(ranks)
+        alike = names.count(names[0])
+        tp = tp if tp % alike else alike
+    if len(ranks) % tp:
+        raise IncompleteCheckpoint(
+            f"{directory.path} has layers of {tp} tensor ranks, but files of {len(ranks)} model "
+            "ranks",
+            hint=f"expected a multiple of {tp}: copy all files again",
+        )
+    return GridFiles(ranks, layers, Grid(len(ranks) // tp, tp, bool(layers)))
+
+
+def _parameters(ranks: Sequence[RankFiles]) -> list[set[str]]:
+    """The names of the parameters of each model rank, as its model file lists them."""
+    files = open_files([own.models[0] for own in ranks], ranks[0].parsed)
+    shapes = [shapes_of_groups(dictionary(f, f.value).get("param_shapes"), f) for f in files]
+    return [{name for group in own for name in group} for own in shapes]
 
 
 def files_in(directory: TagDirectory, names: Iterable[str]) -> Found:

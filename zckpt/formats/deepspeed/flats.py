@@ -170,9 +170,8 @@ class _RankedBuffer:
 
     def _are_steps(self, values: list[Any]) -> bool:
         """Whether what ranks call a step is one; else it is a state like any other."""
-        pairs = enumerate(self._uncut(values))
-        numbers = (self.ranks.number(rank, value) for rank, value in pairs if value is not None)
-        return all(steps.step_of(number) is not None for number in numbers)
+        numbers = [self.ranks.number(n, each) for n, each in enumerate(self._uncut(values))]
+        return all(number is None or steps.step_of(number) is not None for number in numbers)
 
     # -- tensors
 
@@ -268,33 +267,24 @@ class _RankedBuffer:
 
     # -- steps
 
-    def _kept_steps(self, states: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """Every rank's step in the state; raises if the engine has cut it off on all of them."""
-        values = self._uncut([state.get("step") for state in states])
-        if any(map(_is_empty, values)):
+    def _steps(
+        self, group: int, states: Sequence[Mapping[str, Any]], policy: str | None
+    ) -> tuple[list[Sighting], StepPlace | None, list[str]]:
+        """Every place that states this buffer's step, on which all ranks must agree."""
+        kept = self._uncut([state.get("step") for state in states])
+        if any(map(_is_empty, kept)):
             raise InconsistentCheckpoint(
                 f"{self.ranks.directory.path}: the step of flat group {self.place} is lost: "
                 "DeepSpeed's elastic save cut it off with the padding",
                 hint="take an earlier save",
             )
-        return values
-
-    def _steps(
-        self, group: int, states: Sequence[Mapping[str, Any]], policy: str | None
-    ) -> tuple[list[Sighting], StepPlace | None, list[str]]:
-        """Every place that states this buffer's step, on which all ranks must agree."""
-        groups = self.ranks.groups(group)
-        by_place = {
-            f"state of flat group {self.place}": ("state", self._kept_steps(states)),
-            f"param_groups[{group}]": ("group", [item.get("step") for item in groups]),
-            "base_optimizer_state_step": (
-                "group",
-                [state.get("base_optimizer_state_step") for state in self.ranks.states],
-            ),
-        }
-        stated = {
-            what: self._stated(where, what, values) for what, (where, values) in by_place.items()
-        }
+        beside = "base_optimizer_state_step"
+        places = (
+            ("state", f"state of flat group {self.place}", kept),
+            ("group", f"param_groups[{group}]", [g.get("step") for g in self.ranks.groups(group)]),
+            ("group", beside, [state.get(beside) for state in self.ranks.states]),
+        )
+        stated = {what: self._stated(where, what, values) for where, what, values in places}
         truth = steps.believed(*stated.values())
         sightings: list[Sighting] = []
         warnings: list[str] = []

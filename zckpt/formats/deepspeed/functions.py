@@ -1,12 +1,66 @@
-"""What does zckpt do with these files?"""
+"""What does zckpt do with these files?
 
+Why a run does not load them as they are (`obstacles`): they are for one grid of ranks, one stage,
+type and optimizer. ZeRO's loader compares `dp_world_size`, and opens the files of its own ranks by
+their names (0.19.8). Without ZeRO the model file has everything, and any number of data ranks loads
+it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec.structs import replace
+
+from ...core.facts import layers_of
+from ...core.grid import Grid, Place
+from ...core.manifest import Manifest
 from ...files.torchshell import seal_records
+from ...training.options import DP, EP, PP, TP, Options
+from ..deepspeed_states.engine import TargetEngine
 from ..format import Functions
 from ..groups import of_trained
 from .gather import partitions
-from .obstacles import obstacles
-from .read import averaged, check, check_slices, read
+from .model_ranks.copies import averaged, check, check_slices
+from .read import read
 from .write import lay_out, lay_out_like
+
+OF_ENGINES = {
+    "ZeRO stage": "stage",
+    "type": "dtype",
+    "BF16_Optimizer": "wraps_bf16",
+    "elastic checkpoint": "elastic",
+    "round_robin_gradients": "round_robin",
+    "parameter_alignment": "aligned",
+}
+"""What of an engine decides how its files are cut, by its name for a sentence."""
+
+
+def obstacles(source: Manifest, options: Options) -> list[str]:
+    """A phrase for everything in which the files and the run of these options differ."""
+    grid = Grid(source.source.get("pp") or 1, source.source.get("tp") or 1)
+    of_rank = replace(source, place=Place(0, grid))  # its engine is that of every model rank
+    own, new = TargetEngine(of_rank, Options()), TargetEngine(of_rank, options)
+    ep = max((layer.ep for layer in layers_of(source.engine)), default=1)
+    pairs: dict[str, tuple[Any, Any]] = {
+        what: (getattr(own, name), getattr(new, name)) for what, name in OF_ENGINES.items()
+    }
+    if own.partitioned and new.partitioned:
+        pairs["sub_group_size"] = own.sub_group_size, new.sub_group_size
+    if None not in (source.optimizer, new.optimizer) and own.optimizer != new.optimizer:
+        pairs["optimizer"] = own.optimizer or source.optimizer, new.optimizer
+    if None not in (own.adam_class, new.adam_class):
+        pairs["class of Adam"] = own.adam_class, new.adam_class
+    for name, option in (("tp", TP), ("pp", PP)):
+        size = source.source.get(name) or 1
+        pairs[name] = size, options[option] or size
+    pairs["ep"] = ep, options[EP] or ep
+    if not (own.whole and new.whole and ep == 1):
+        pairs["dp"] = source.dp, options[DP] or source.dp
+    return [
+        f"{what} {has}, and not {wants}" for what, (has, wants) in pairs.items() if has != wants
+    ]
+
 
 FUNCTIONS = Functions(
     read=read,

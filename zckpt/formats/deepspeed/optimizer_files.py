@@ -45,112 +45,116 @@ def optimizer_files(target: DeepSpeedTarget, is_elastic: bool) -> Iterator[Shell
     prefix = "bf16_" if target.engine.dtype == "BF16" else ""
     for rank in range(target.dp):
         if rank == 0 or not alike:
-            contents = _contents(target, rank, is_elastic)
+            contents = _RankFile(target, rank, is_elastic).contents()
         name = f"{prefix}zero_pp_rank_{rank}_{target.mp_rank}_optim_states.pt"
         yield contents.shell(f"{target.tag}/{name}")
 
 
-def _contents(target: DeepSpeedTarget, rank: int, is_elastic: bool) -> Contents:
-    storages = Storages()
-    state = (
-        _partitioned_state(target, rank, storages)
-        if target.engine.partitioned
-        else _flat_state(target, rank, is_elastic, storages)
-    )
-    value = {
-        "optimizer_state_dict": state,
-        "ds_config": target.engine.config,
-        "ds_version": target.version,
-        **own_statements(target),
-    }
-    return Contents(value, storages)
+class _RankFile:
+    """What one rank's optimizer file has."""
 
+    def __init__(self, target: DeepSpeedTarget, rank: int, is_elastic: bool) -> None:
+        self.target, self.rank, self.is_elastic = target, rank, is_elastic
+        self.storages = Storages()
 
-# -- stage 1 and 2: one partition per group
+    def contents(self) -> Contents:
+        target = self.target
+        state = self._partitioned() if target.engine.partitioned else self._flat()
+        value = {
+            "optimizer_state_dict": state,
+            "ds_config": target.engine.config,
+            "ds_version": target.version,
+            **own_statements(target),
+        }
+        return Contents(value, self.storages)
 
+    # -- stage 1 and 2: one partition per group
 
-def _flat_state(
-    target: DeepSpeedTarget, rank: int, is_elastic: bool, storages: Storages
-) -> dict[str, Any]:
-    partitions = [_partition(target, buffer, rank) for buffer in target.buffers]
-    wrapped = target.engine.wraps_bf16
-    states = {
-        number: _states(target, partition, is_elastic, storages)
-        for number, partition in enumerate(partitions)
-    }
-    common = {
-        **clipping(target),
-        **_base_and_step(target, rank, states, is_elastic, storages),
-        "single_partition_of_fp32_groups": [
-            storages.tensor(part.buffer.master, (part.size if wrapped else part.owned,))
-            for part in partitions
-        ],
-        "group_paddings": [part.size - part.owned for part in partitions],
-        "partition_count": [part.dp for part in partitions],
-        "ds_version": target.version,
-        "param_slice_mappings": [part.mapping() for part in partitions],
-    }
-    if wrapped:
-        common["group_paddings"] = [
-            part.size * part.dp - part.total if part.rank == part.dp - 1 else 0
-            for part in partitions
-        ]
-        return common
-    return {
-        **loss_scaling(target, storages),
-        **common,
-        "zero_stage": stage_enum(target),
-        "param_alignment_paddings": [_paddings(buffer) for buffer in target.buffers],
-    }
+    def _flat(self) -> dict[str, Any]:
+        target, wrapped = self.target, self.target.engine.wraps_bf16
+        ranks, partitions = target.expert_ranks, list[_RankPartition]()
+        for buffer in target.buffers:  # experts are cut over the ranks that have the same
+            _, place = ranks.place(self.rank, buffer.ep)
+            partitions.append(_RankPartition(buffer, target.dp // buffer.ep, place))
+        states = {number: self._states(part) for number, part in enumerate(partitions)}
+        common = {
+            **clipping(target),
+            **self._base_and_step(states),
+            "single_partition_of_fp32_groups": [
+                self.storages.tensor(part.buffer.master, (part.size if wrapped else part.owned,))
+                for part in partitions
+            ],
+            "group_paddings": [part.size - part.owned for part in partitions],
+            "partition_count": [part.dp for part in partitions],
+            "ds_version": target.version,
+            "param_slice_mappings": [part.mapping() for part in partitions],
+        }
+        if wrapped:
+            common["group_paddings"] = [
+                part.size * part.dp - part.total if part.rank == part.dp - 1 else 0
+                for part in partitions
+            ]
+            return common
+        return {
+            **loss_scaling(target, self.storages),
+            **common,
+            "zero_stage": stage_enum(target),
+            "param_alignment_paddings": [_paddings(buffer) for buffer in target.buffers],
+        }
+
+    def _states(self, partition: _RankPartition) -> dict[str, Any]:
+        """The states of one flat buffer; Muon keeps the momentum of whole parameters."""
+        target, buffer = self.target, partition.buffer
+        states = numbers(target, buffer, self.storages)
+        for slot, dtype in buffer.slots.items():
+            length = partition.owned if self.is_elastic else partition.size
+            if slot == "momentum_buffer" and target.keeps_whole_momenta(buffer):
+                length = sum(numel for _, numel, _, _ in partition.overlaps())
+            if length or slot != "momentum_buffer" or self.is_elastic:
+                states[slot_key(slot)] = self.storages.tensor(dtype, (length,))
+        own = {} if self.is_elastic else target.of_partitions(buffer, partition.rank)
+        return {**states, **target.thawed(own, self.storages)}
+
+    def _base_and_step(self, states: Mapping[int, Any]) -> dict[str, Any]:
+        """The base optimizer's state_dict; in elastic files a list of its states alone.
+
+        Beside this list the engine wants the step of the groups, whether its optimizer uses that or
+        not (0.19.8: it stops without, also if it has written none itself).
+        """
+        target = self.target
+        if not self.is_elastic:
+            return {"base_optimizer_state": base_state(target, states, self.storages, self.rank)}
+        step = group_step(target, target.buffers, self.storages)
+        return {
+            "base_optimizer_state": list(states.values()),
+            "base_optimizer_state_step": step.get("step", target.buffers[0].step),
+        }
+
+    # -- stage 3: a rank's slices of every parameter follow each other
+
+    def _partitioned(self) -> dict[str, Any]:
+        target, tensor = self.target, self.storages.tensor
+        widths = [sum(-(-numel // target.dp) for numel in each.numels) for each in target.buffers]
+        pairs = list(zip(target.buffers, widths, strict=True))
+        states = {
+            number: numbers(target, buffer, self.storages)
+            | {slot_key(slot): tensor(dtype, (width,)) for slot, dtype in buffer.slots.items()}
+            | target.thawed(target.of_partitions(buffer, self.rank), self.storages)
+            for number, (buffer, width) in enumerate(pairs)
+        }
+        return {
+            "zero_stage": stage_enum(target),
+            **loss_scaling(target, self.storages),
+            "partition_count": target.dp,
+            "optimizer_state_dict": base_state(target, states, self.storages, self.rank),
+            "fp32_flat_groups": [tensor(buffer.master, (width,)) for buffer, width in pairs],
+        }
 
 
 def _paddings(buffer: TargetBuffer) -> list[int]:
     """Those of the engine's parameters; slices of one have none between each other."""
     parameters = dict.fromkeys(map(parameter_of, buffer.names))
     return list(buffer.paddings) if len(parameters) == len(buffer.names) else [0] * len(parameters)
-
-
-def _partition(target: DeepSpeedTarget, buffer: TargetBuffer, rank: int) -> _RankPartition:
-    """A rank's share of a flat buffer; experts are cut over the ranks that have the same."""
-    _, place = target.expert_ranks.place(rank, buffer.ep)
-    return _RankPartition(buffer, target.dp // buffer.ep, place)
-
-
-def _states(
-    target: DeepSpeedTarget, partition: _RankPartition, is_elastic: bool, storages: Storages
-) -> dict[str, Any]:
-    """A rank's states of one flat buffer; Muon keeps the momentum of whole parameters."""
-    buffer = partition.buffer
-    states = numbers(target, buffer, storages)
-    for slot, dtype in buffer.slots.items():
-        length = partition.owned if is_elastic else partition.size
-        if slot == "momentum_buffer" and target.keeps_whole_momenta(buffer):
-            length = sum(numel for _, numel, _, _ in partition.overlaps())
-        if length or slot != "momentum_buffer" or is_elastic:
-            states[slot_key(slot)] = storages.tensor(dtype, (length,))
-    own = {} if is_elastic else target.of_partitions(buffer, partition.rank)
-    return {**states, **target.thawed(own, storages)}
-
-
-def _base_and_step(
-    target: DeepSpeedTarget,
-    rank: int,
-    states: Mapping[int, Any],
-    is_elastic: bool,
-    storages: Storages,
-) -> dict[str, Any]:
-    """The base optimizer's state_dict; in elastic files a list of its states alone.
-
-    Beside this list the engine wants the step of the groups, whether its optimizer uses that or not
-    (0.19.8: it stops without, also if it has written none itself).
-    """
-    if not is_elastic:
-        return {"base_optimizer_state": base_state(target, states, storages, rank)}
-    step = group_step(target, target.buffers, storages)
-    return {
-        "base_optimizer_state": list(states.values()),
-        "base_optimizer_state_step": step.get("step", target.buffers[0].step),
-    }
 
 
 class _RankPartition(Struct, frozen=True):
@@ -202,29 +206,6 @@ class _RankPartition(Struct, frozen=True):
             (name, Foreign.instance(address, numel=stop - start, start=start))
             for name, (start, stop) in places.items()
         )
-
-
-# -- stage 3: a rank's slices of every parameter follow each other
-
-
-def _partitioned_state(target: DeepSpeedTarget, rank: int, storages: Storages) -> dict[str, Any]:
-    widths = [sum(-(-numel // target.dp) for numel in buffer.numels) for buffer in target.buffers]
-    states = {
-        number: numbers(target, buffer, storages)
-        | {slot_key(slot): storages.tensor(dtype, (width,)) for slot, dtype in buffer.slots.items()}
-        | target.thawed(target.of_partitions(buffer, rank), storages)
-        for number, (buffer, width) in enumerate(zip(target.buffers, widths, strict=True))
-    }
-    return {
-        "zero_stage": stage_enum(target),
-        **loss_scaling(target, storages),
-        "partition_count": target.dp,
-        "optimizer_state_dict": base_state(target, states, storages, rank),
-        "fp32_flat_groups": [
-            storages.tensor(buffer.master, (width,))
-            for buffer, width in zip(target.buffers, widths, strict=True)
-        ],
-    }
 
 
 # -- elastic files

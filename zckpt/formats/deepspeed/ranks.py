@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
+
+from msgspec.structs import replace
 
 from ...core.grouping import by_key
 from ...core.inert import Foreign
-from ...core.missing_ranks import expecting
-from ...errors import CorruptCheckpoint, IncompleteCheckpoint, InconsistentCheckpoint
+from ...core.missing_ranks import expecting, refuse_other_writers
+from ...errors import (
+    CorruptCheckpoint,
+    IncompleteCheckpoint,
+    InconsistentCheckpoint,
+    brief,
+    listed,
+)
+from ...files.torchfile import TorchFile
 from ..deepspeed_states.agreement import check_facts, check_models, for_each
 from ..deepspeed_states.directories import OPTIMIZER, TagDirectory, at_place, refuse
 from ..deepspeed_states.estimates import KEYS as ESTIMATES
@@ -18,13 +28,13 @@ from ..deepspeed_states.states import (
     dictionary,
     nested,
     open_files,
-    open_layers,
     stated_config,
     stated_stage,
     version_numbers,
     version_of,
 )
-from .files import RankFiles
+from .files import MOST, GridFiles, RankFiles
+from .model_ranks.layer_names import untied_layers
 from .model_ranks.pipeline import shapes_of_stage
 
 # what all ranks state alike, once groups of experts are in one order
@@ -34,7 +44,7 @@ OF_OPTIMIZERS = ("partition_count", "param_alignment_paddings", "overflow", "ds_
 def open_ranks(
     directory: TagDirectory,
     files: RankFiles,
-    layers: Mapping[int, str] | None = None,
+    layers: Mapping[int, TorchFile] | None = None,
 ) -> EngineStates:
     """What the files of all data ranks of one model rank say.
 
@@ -53,8 +63,7 @@ def open_ranks(
     pairs = zip(optimizers, tops, strict=True)
     states = [dictionary(file, top.get("optimizer_state_dict")) for file, top in pairs]
     if layers and model.get("param_shapes") is None:
-        shapes = shapes_of_stage(states, open_layers(layers, files.parsed))
-        model = {**model, "param_shapes": shapes}
+        model = {**model, "param_shapes": shapes_of_stage(states, layers)}
     version = version_of(model, tops[0], states[0])
     check_kind(directory, version, model, stated_config(model, tops[0]))
     _check_world(directory, model, states[0], files)
@@ -128,27 +137,39 @@ def _check_world(
     state: Mapping[str, Any],
     files: RankFiles,
 ) -> None:
-    dp = len(files.optimizers)
-    stated = model.get("dp_world_size")
-    if isinstance(stated, int) and stated > dp:
-        name = os.path.basename(files.optimizers[0])
-        expected = [at_place(OPTIMIZER, name, (rank, files.number)) for rank in range(dp, stated)]
-        raise IncompleteCheckpoint(
-            f"{directory.path} holds optimizer files of {dp} of {stated} ranks",
-            hint=expecting(expected[-1]),
-            paths=[os.path.join(directory.path, name) for name in expected],
-        )
-    if isinstance(stated, int) and stated < dp:
-        raise InconsistentCheckpoint(
-            f"{directory.path} holds optimizer files of {dp} ranks, but its model "
-            f"states say there were {stated}",
-            hint="files of another save may lie between them; keep those of one save",
-        )
+    dp, name = len(files.optimizers), os.path.basename(files.optimizers[0])
+    _check_count(
+        directory,
+        "optimizer files of {} ranks",
+        dp,
+        model.get("dp_world_size"),
+        lambda rank: at_place(OPTIMIZER, name, (rank, files.number)),
+    )
     count = state.get("partition_count")
     counts = {number for number in (count if isinstance(count, list) else [count]) if number}
     if counts - {dp} and not model.get("num_experts"):  # those of experts.py
         sizes = ", ".join(map(str, counts))
         refuse(directory, f"partitions over {sizes} of {dp} ranks (MiCS)")
+
+
+def _check_count(
+    directory: TagDirectory, what: str, found: int, stated: Any, named: Callable[[int], str]
+) -> None:
+    """Raises unless there are files of as many ranks as a model file states; `named` names them."""
+    if isinstance(stated, int) and stated > found:
+        # a damaged number may be huge
+        expected = [named(rank) for rank in range(found, min(stated, found + MOST))]
+        raise IncompleteCheckpoint(
+            f"{directory.path} holds {what.format(f'{found} of {stated}')}",
+            hint=expecting(expected[-1]),
+            paths=[os.path.join(directory.path, name) for name in expected],
+        )
+    if isinstance(stated, int) and stated < found:
+        raise InconsistentCheckpoint(
+            f"{directory.path} holds {what.format(found)}, but its model states say there were "
+            f"{stated}",
+            hint="files of another save may lie between them; keep those of one save",
+        )
 
 
 def _facts_of_optimizer(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -164,6 +185,107 @@ def hyper_parameters(base: Mapping[str, Any]) -> dict[str, Any]:
     """What all ranks state alike of their groups."""
     groups, own = base.get("param_groups") or (), {"step", *ESTIMATES}
     return {"param_groups": [{k: v for k, v in each.items() if k not in own} for each in groups]}
+
+
+# -- the grid of model ranks
+
+
+def check_grid(directory: TagDirectory, files: GridFiles, ranks: Sequence[EngineStates]) -> None:
+    """Raises InconsistentCheckpoint unless the contents show the grid that the names show."""
+    for number, rank in enumerate(ranks):
+        path = rank.models[0].path
+        if files.layers and rank.model.get("module"):
+            raise InconsistentCheckpoint(
+                f"{path} has the weights of a run without a pipeline, but there are files of "
+                "layers, which only pipelines have",
+                hint="keep only the files of one save",
+            )
+        world, name = rank.model.get("mp_world_size"), "mp_rank_{:02d}_model_states.pt"
+        _check_count(directory, "files of {} model ranks", len(ranks), world, name.format)
+        stated = rank.model.get("checkpoint_parallel_dimensions")
+        if isinstance(stated, dict):
+            sizes = stated.get("pp_degree"), stated.get("tp_degree")
+            if sizes != (files.grid.pp, files.grid.tp):
+                raise InconsistentCheckpoint(
+                    f"{directory.path} has the files of pp {files.grid.pp} x tp {files.grid.tp}, "
+                    f"but {path} says that it was pp {brief(sizes[0])} x tp {brief(sizes[1])}",
+                    hint="files of layers may be missing, or of another save: copy all files again",
+                )
+        else:
+            _check_names(directory, ranks, number, files.grid.tp)
+    # Megatron-DeepSpeed's arguments
+    refuse_other_writers(directory.path, [arguments(rank.model).get("rank") for rank in ranks])
+    _check_stages(directory, ranks[:: files.grid.tp], files.grid.tp)
+
+
+def _check_names(
+    directory: TagDirectory, ranks: Sequence[EngineStates], number: int, tp: int
+) -> None:
+    """Older files state no sizes: tensor ranks have the parameters of the first one of a stage."""
+    stage, first = number // tp, number - number % tp
+    if odd := sorted(_parameters(ranks[number]) ^ _parameters(ranks[first])):
+        raise InconsistentCheckpoint(
+            f"{directory.path}: model rank {number} must have the parameters of model rank "
+            f"{first}, as both are of stage {stage}, but they differ in {listed(odd, 4)}",
+            hint="files of two ranks may be swapped, or of another save: copy all files again; or "
+            "those of a pipeline's layers are missing (layer_NN-model_states.pt)",
+        )
+
+
+def _check_stages(directory: TagDirectory, stages: Sequence[EngineStates], tp: int) -> None:
+    """The layers of a stage come after those of the stage before it; tied ones have no number."""
+    layers = [sorted(untied_layers(_parameters(rank))) for rank in stages]
+    shown = [(number * tp, own) for number, own in enumerate(layers) if own]
+    for (first, before), (number, own) in pairwise(shown):
+        if own[0] <= before[-1]:
+            raise InconsistentCheckpoint(
+                f"{directory.path}: model rank {number} has layer {own[0]}, but model rank "
+                f"{first} has layer {before[-1]}",
+                hint="the files of two stages may be swapped, or of another save: copy all files "
+                "again",
+            )
+
+
+def _parameters(rank: EngineStates) -> set[str]:
+    return {name for group in rank.param_shapes() for name in group}
+
+
+# -- the arguments that Megatron's programs save
+
+
+ARGS = "args"
+TENSOR_SIZES = ("tensor_model_parallel_size", "model_parallel_size")
+STAGE_SIZES = ("pipeline_model_parallel_size",)
+VOCABULARY_SIZES = ("padded_vocab_size",)
+"""When they load, Megatron's programs compare their arguments with these, and stop if they differ.
+So a target for another grid has other numbers in them. They are in the client state under `args`:
+
+    Megatron-DeepSpeed   an object: tensor_model_parallel_size (below version 3
+                         model_parallel_size), pipeline_model_parallel_size, padded_vocab_size
+    GPT-NeoX             a dictionary: model_parallel_size, padded_vocab_size
+
+Both have `make_vocab_size_divisible_by` too (checkpointing.py of both, `check_checkpoint_args`).
+"""
+
+
+def arguments(client_state: Mapping[Any, Any] | None) -> Mapping[Any, Any]:
+    """The saved arguments; none if the program saved none."""
+    args = (client_state or {}).get(ARGS)
+    values = args.state if isinstance(args, Foreign) else args
+    return values if isinstance(values, Mapping) else {}
+
+
+def with_sizes(client_state: Mapping[Any, Any], sizes: Mapping[str, int]) -> dict[Any, Any]:
+    """The client state with other sizes in its arguments, where it has arguments of these names."""
+    values = arguments(client_state)
+    changed = {**values, **{name: size for name, size in sizes.items() if name in values}}
+    if changed == values:
+        return dict(client_state)
+    args = client_state[ARGS]
+    return {
+        **client_state,
+        ARGS: replace(args, state=changed) if isinstance(args, Foreign) else changed,
+    }
 
 
 # -- groups of experts in one order

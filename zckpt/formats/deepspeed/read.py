@@ -1,43 +1,48 @@
-"""The manifest of a DeepSpeed checkpoint."""
+"""The manifest of a DeepSpeed checkpoint: of its model ranks apart, or of their common model.
+
+    model rank     a checkpoint by itself, in its place in the grid
+    tensor rank    the slices of all stages of a pipeline, and of the files of its layers
+    whole          the slices of all tensor ranks
+
+To write a run for another data-parallel size at the same grid, nothing has to be joined. Each model
+rank keeps its own copies, drifted or not, and nothing has to be known about how tensors were cut.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain
 
 from msgspec.structs import replace
 
-from ...core.agreement import KEEP
-from ...core.facts import FlatBufferEngine, layers_of
-from ...core.manifest import Manifest
-from ...core.merge import agreed_steps, numbered_alike, with_steps
-from ...errors import (
-    MALFORMED,
-    InconsistentCheckpoint,
-    MissingData,
-    UnsupportedCheckpoint,
-    WrongOption,
-    not_understood,
-)
-from ...naming.tensor_rules import rules_of
+from ...core.facts import FlatBufferEngine
+from ...core.grid import Place
+from ...core.grouping import by_key
+from ...core.manifest import Entry, Manifest
+from ...core.merge import agreed_steps, numbered_alike, together, with_steps
+from ...core.states import as_unread
+from ...errors import MALFORMED, not_understood
 from ..deepspeed_states.agreement import check_names
-from ..deepspeed_states.directories import TagDirectory
-from ..deepspeed_states.states import open_files, open_layers
+from ..deepspeed_states.directories import TagDirectory, refuse
+from ..deepspeed_states.manifest import manifest_of
+from ..deepspeed_states.states import EngineStates, open_files
 from ..reading import USUAL, Reading
-from .files import locate
-from .model_ranks.copies import (
-    OWN,
-    compare_copies,
-    compare_stages,
-    refuse_equal_slices,
-    refuse_sums,
-    with_means,
-)
-from .model_ranks.grid import GridFiles, grid_files
+from .files import SOME_STAGES, GridFiles, RankFiles, grid_files, locate
+from .flats import flat_buffers
 from .model_ranks.pipeline import joined_stages, joined_stages_with_experts
-from .model_ranks.rank_manifests import model_ranks, stacked, with_weights_of_layers
 from .model_ranks.tensor_ranks import joined_slices
-from .model_ranks.universal_info import of_json
 from .moe.ep_optimizers import manifest_of_experts
+from .moe.experts import with_experts
+from .ranks import check_grid, open_ranks
+from .stage_0.optimizer import open_whole
+from .stage_0.stages import open_stages
+from .stage_0.states import manifest_of_whole
+
+OF_MODEL_RANKS = (
+    "of several model ranks, zckpt does not read a state of the ranks' parts of flat buffers"
+)
 
 
 def read(path: str, reading: Reading = USUAL) -> Manifest:
@@ -61,92 +66,14 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
 
 def _manifest(directory: TagDirectory, files: GridFiles, reading: Reading) -> Manifest:
     if reading.ranks_apart and not files.is_plain:
-        ranks = _apart(directory, files, reading)
-        rules = {"tp_rules": reading.tp_rules} if reading.tp_rules else {}
-        return replace(ranks, source={**ranks.source, **rules})
+        return _apart(directory, files, reading)
     models = tensor_ranks(directory, files, reading)
     if reading.with_slicings or files.grid.tp > 1:
-        return _joined(models, reading.tp_rules, reading.step_policy)
+        return joined_slices(models, reading.tp_rules, reading.step_policy)
     return models[0]
 
 
-def _joined(ranks: Sequence[Manifest], tp_rules: str | None, step_policy: str | None) -> Manifest:
-    """The model of all tensor ranks."""
-    rules = [] if tp_rules is None else [rules_of(tp_rules, of_json)]
-    return replace(joined_slices(ranks, rules, step_policy), models=tuple(ranks))
-
-
-def check(manifest: Manifest, replicas: str | None) -> list[str]:
-    """Compares the copies that model ranks hold of a tensor; gives warnings.
-
-    Called before a conversion writes anything. Raises InconsistentCheckpoint if copies of tensor
-    ranks differ and `replicas` (rank0, mean) does not say what is taken, or if all ranks hold the
-    same of a parameter that a rule cuts; UnsupportedCheckpoint for parts of a sum.
-    """
-    if manifest.ranks:
-        return _own_copies(manifest)
-    if manifest.source.get("zero_stage") == 0 and layers_of(manifest.engine):
-        return compare_copies(manifest, replicas if replicas == "rank0" else None)
-    tp = int(manifest.source.get("tp") or 0)
-    if not tp:
-        return []
-    refuse_sums(manifest.root, (manifest.state.get("tensor_parallel") or {}).get("rules") or {})
-    check_slices(manifest)
-    return compare_copies(manifest, replicas)
-
-
-def _own_copies(manifest: Manifest) -> list[str]:
-    """Warnings of copies that differ, if anything says which tensors are copies.
-
-    Each model rank keeps its own: nothing else has to be known of slices.
-    """
-    stages = compare_stages(manifest)
-    if len(manifest.models) == 1:
-        return stages
-    try:
-        model = _joined(manifest.models, manifest.source.get("tp_rules"), KEEP)
-    except (InconsistentCheckpoint, MissingData, UnsupportedCheckpoint, WrongOption):
-        return stages
-    return [*stages, *compare_copies(model, OWN)]
-
-
-def averaged(manifest: Manifest) -> Manifest:
-    """With the mean of the tensor ranks' copies of each parameter, for --replicas mean."""
-    tp = int(manifest.source.get("tp") or 0)
-    if tp < 2 or manifest.ranks:  # each keeps its own copy
-        return manifest
-    return with_means(manifest)
-
-
-def check_slices(manifest: Manifest) -> None:
-    """Raises InconsistentCheckpoint if all tensor ranks hold the same of what a rule cuts."""
-    if int(manifest.source.get("tp") or 0) > 1:
-        rules = manifest.state["tensor_parallel"]["rules"]
-        refuse_equal_slices(manifest.root, manifest.models, rules)
-
-
-def _apart(directory: TagDirectory, files: GridFiles, reading: Reading) -> Manifest:
-    """The model ranks apart, whose contents show the same grid."""
-    ranks, tied = model_ranks(directory, files, reading)
-    steps = agreed_steps(numbered_alike(ranks)[0], reading.step_policy)
-    ranks = [with_steps(rank, steps) for rank in ranks]
-    models = _models(files, ranks, tied, reading.step_policy)
-    ranks = [_typed_as(rank, models[0]) for rank in ranks]
-    apart = stacked([*with_weights_of_layers(ranks, models)])
-    warnings = [*apart.warnings, *(line for model in models for line in model.warnings)]
-    return replace(
-        apart,
-        models=tuple(models),
-        warnings=tuple(dict.fromkeys(warnings)),
-    )
-
-
-def _typed_as(rank: Manifest, model: Manifest) -> Manifest:
-    """A rank whose weights may be in files of layers, which show their type."""
-    own, whole = rank.engine, model.engine
-    assert isinstance(own, FlatBufferEngine)
-    assert isinstance(whole, FlatBufferEngine)
-    return replace(rank, engine=replace(own, dtype=whole.dtype))
+# -- the common model
 
 
 def tensor_ranks(
@@ -162,29 +89,152 @@ def tensor_ranks(
     first = files.ranks[0]
     if files.is_plain and first.of_ep and not first.optimizers:
         return [manifest_of_experts(directory, first, reading)]
-    ranks, keys = model_ranks(directory, files, reading, tied)
-    if files.is_plain:
-        return [replace(ranks[0], place=None)]
-    return _models(files, ranks, keys, reading.step_policy)
+    return _models(files, model_ranks(directory, files, reading, tied), reading.step_policy)
 
 
-def _models(
-    files: GridFiles,
-    ranks: Sequence[Manifest],
-    tied: Sequence[Mapping[int, str] | None],
-    step_policy: str | None,
-) -> list[Manifest]:
+def _models(files: GridFiles, ranks: Sequence[Manifest], step_policy: str | None) -> list[Manifest]:
     """The model of each tensor rank, from its stages."""
     pp, tp, models = files.grid.pp, files.grid.tp, []
+    sizes = {} if files.is_plain else {"tp": tp, "pp": pp}
     for number in range(tp):
-        stages = [
-            replace(each, source={**each.source, "tp": tp, "pp": pp}) for each in ranks[number::tp]
-        ]
+        stages = [replace(each, source={**each.source, **sizes}) for each in ranks[number::tp]]
         if files.layers:
-            layers = open_layers(files.layers_of(number), files.parsed)
-            models.append(joined_stages(stages, layers, step_policy, tied[number]))
+            models.append(joined_stages(stages, files.layers_of(number), step_policy))
         elif pp == 1:
             models += [replace(each, place=None) for each in stages]
         else:
             models.append(joined_stages_with_experts(stages, step_policy))
     return models
+
+
+# -- one manifest for each model rank
+
+
+def model_ranks(
+    directory: TagDirectory,
+    files: GridFiles,
+    reading: Reading = USUAL,
+    tied: Mapping[int, str] | None = None,
+) -> list[Manifest]:
+    """The manifest of each model rank, with its place; `tied` as in `tensor_ranks`."""
+    opened = _opened(directory, files, reading, tied)
+    states = [own for own, _, _ in opened]
+    check_grid(directory, files, states)
+    have_experts = [bool(own.model.get("num_experts")) for own in states]
+    if any(have_experts) and not all(have_experts):
+        refuse(directory, SOME_STAGES)
+    manifests = []
+    for number, (own, manifest, keys) in enumerate(opened):
+        buffers = tuple(own.model.get("buffer_names") or ())
+        place = Place(number, files.grid, buffers, keys)
+        manifests.append(replace(manifest(reading.step_policy), place=place))
+    if files.ranks[0].optimizers and not files.is_plain:  # stage 0 has no flat buffers of ranks
+        manifests = [as_unread(each, OF_MODEL_RANKS) for each in manifests]
+    return manifests
+
+
+Opened = tuple[EngineStates, Callable[[str | None], Manifest], Mapping[int, str] | None]
+"""A model rank: what its files say, its manifest at a step policy, the keys of tied layers."""
+
+
+def _opened(
+    directory: TagDirectory, files: GridFiles, reading: Reading, tied: Mapping[int, str] | None
+) -> list[Opened]:
+    tp, is_staged = files.grid.tp, files.grid.staged
+    if files.ranks[0].optimizers:
+        opened: list[Opened] = []
+        for number, own in enumerate(files.ranks):
+            layers = files.layers_of(number % tp) if is_staged else None
+            states = open_ranks(directory, own, layers)
+            opened.append((states, partial(_of_rank, states, own), tied))
+        return opened
+    if not is_staged:
+        wholes = [(open_whole(directory, each, reading), tied) for each in files.ranks]
+    else:
+        stages = []
+        for rank in range(tp):
+            of_rank, layers = files.ranks[rank::tp], files.layers_of(rank)
+            stages.append(open_stages(directory, of_rank, layers, reading, tied))
+        wholes = [(each.wholes[n], each.tied) for n in range(files.grid.pp) for each in stages]
+    return [(whole.states, partial(manifest_of_whole, whole), keys) for whole, keys in wholes]
+
+
+def _of_rank(ranks: EngineStates, files: RankFiles, step_policy: str | None) -> Manifest:
+    if files.experts or ranks.model.get("num_experts"):
+        return with_experts(ranks, files, step_policy)
+    manifest = manifest_of(
+        ranks,
+        list(flat_buffers(ranks, step_policy)),
+        "deepspeed",
+        ranks.effective_config(ranks.round_robin),
+        ranks.module_dtype,
+    )
+    # stages 1 and 2 fill up with zeros; stage 3 leaves what was in memory (0.19.8)
+    return replace(manifest, zero_padding=not ranks.partitioned)
+
+
+# -- model ranks apart
+
+
+def _apart(directory: TagDirectory, files: GridFiles, reading: Reading) -> Manifest:
+    """The model ranks apart, whose contents show the same grid."""
+    ranks = model_ranks(directory, files, reading)
+    steps = agreed_steps(numbered_alike(ranks)[0], reading.step_policy)
+    ranks = [with_steps(rank, steps) for rank in ranks]
+    models = _models(files, ranks, reading.step_policy)
+    apart = stacked([*_with_weights_of_layers(ranks, models)])
+    warnings = [*apart.warnings, *(line for model in models for line in model.warnings)]
+    rules = {"tp_rules": reading.tp_rules} if reading.tp_rules else {}
+    return replace(
+        apart,
+        source={**apart.source, **rules},
+        models=tuple(models),
+        warnings=tuple(dict.fromkeys(warnings)),
+    )
+
+
+def stacked(manifests: Sequence[Manifest]) -> Manifest:
+    """All model ranks in one manifest; each keeps its tensors and parameters."""
+    whole = together(manifests)
+    assert manifests[0].place is not None
+    grid = manifests[0].place.grid
+    return replace(
+        whole,
+        ranks=tuple(manifests),
+        source={**whole.source, "tp": grid.tp, "pp": grid.pp, "model_ranks": len(manifests)},
+        entries={},
+        parameters={},
+        buffers=(),
+        replicas=(),
+        unread=(),
+        left_out=tuple(dict.fromkeys(chain.from_iterable(m.left_out for m in manifests))),
+    )
+
+
+def _with_weights_of_layers(
+    ranks: Sequence[Manifest], models: Sequence[Manifest]
+) -> Iterator[Manifest]:
+    """The ranks, each with the weights of its masters that are in files of layers, and their type.
+
+    `models` are the whole models of the tensor ranks. No file says of which stage the copies of a
+    tied weight are, so that each stage gets all of them. If there are fewer copies than stages,
+    only the first one gets them: a stage that uses the layer by a function saves no weight.
+    """
+    tp = len(models)
+    tensors = (chain(model.entries.values(), model.replicas) for model in models)
+    weights = [by_key((e.parameter, e) for e in own if e.slot == "param") for own in tensors]
+    uses = [Counter(chain.from_iterable(m.parameters for m in ranks[n::tp])) for n in range(tp)]
+    seen: list[set[str]] = [set() for _ in models]
+    assert isinstance(models[0].engine, FlatBufferEngine)
+    dtype = models[0].engine.dtype
+    for number, rank in enumerate(ranks):
+        n, own = number % tp, list[Entry]()
+        names = [name for name in rank.parameters if f"{name}/param" not in rank.entries]
+        for name in names:
+            copies = weights[n].get(name, [])
+            if name not in seen[n] or len(copies) >= uses[n][name]:
+                own += copies
+        seen[n].update(names)
+        assert isinstance(rank.engine, FlatBufferEngine)
+        engine = replace(rank.engine, dtype=dtype)
+        yield replace(rank, engine=engine, sibling_weights=tuple(own))

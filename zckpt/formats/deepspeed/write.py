@@ -18,7 +18,6 @@ from ..deepspeed_states import reports
 from ..deepspeed_states.hyper import check_states
 from ..deepspeed_states.target import DeepSpeedTarget
 from .files import recovery_scripts
-from .model_ranks.rank_manifests import layer_siblings
 from .model_ranks.target_ranks import TargetRanks, layer_files, target_ranks
 from .moe import regroup
 from .optimizer_files import is_elastic, run_shells, warnings_of_elastic
@@ -63,7 +62,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
 
     return Layout(
         shells,
-        [*siblings, *layer_siblings(ranks.layers, first.tag)],
+        [*siblings, *ranks.layer_siblings(first.tag)],
         [*left_out, *ranks.left_out, *scripts],
         list(dict.fromkeys(_warnings(ranks, first))),
         about=f"a DeepSpeed run of {about}, tag {first.tag}",

@@ -131,8 +131,12 @@ class ExpertLayers(Struct, frozen=True):
 
     def is_on_first(self, name: str) -> bool:
         """Whether ep rank 0 has a tensor: all but the experts of other ranks."""
+        return self.is_held(name, dict.fromkeys(self.layers, 0))
+
+    def is_held(self, name: str, of_layer: Mapping[str, int]) -> bool:
+        """Whether a rank has a tensor that has, in each layer, the ep rank of `of_layer`."""
         parts, layer = expert_name(name), self.layer_of(name)
-        return parts is None or layer is None or parts.number < layer.local
+        return parts is None or layer is None or parts.number // layer.local == of_layer[layer.name]
 
     def on_rank(self, names: Sequence[str], ep_rank: int) -> list[str]:
         """Of the members of a group, those on an ep rank, by their local names."""

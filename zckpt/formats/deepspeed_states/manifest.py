@@ -127,7 +127,7 @@ def manifest_of(
 
 def _files(ranks: EngineStates) -> list[TorchFile]:
     """Each file once: in stage 0 one file has the model and its optimizer."""
-    return list(dict.fromkeys((*ranks.models, *ranks.optimizers)))
+    return list(dict.fromkeys((*ranks.models, *ranks.optimizers, *ranks.apart.values())))
 
 
 def with_files(manifest: Manifest, files: Iterable[TorchFile]) -> Manifest:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ...core import agreement
@@ -42,13 +42,21 @@ def stage_enum(target: DeepSpeedTarget) -> Foreign:
 
 
 def base_state(
-    target: DeepSpeedTarget, states: Mapping[int, Any], storages: Storages, rank: int = 0
+    target: DeepSpeedTarget,
+    states: Mapping[int, Any],
+    storages: Storages,
+    rank: int = 0,
+    numbers: Sequence[Sequence[int]] | None = None,
 ) -> dict[str, Any]:
-    """A rank's state_dict of the base optimizer, without states that are empty (plain SGD)."""
+    """A rank's state_dict of the base optimizer, without states that are empty (plain SGD).
+
+    `numbers` are those of each group; without them those of its flat buffers.
+    """
     groups = []
     for number, group in enumerate(target.groups):
-        members = [place for place, flat in enumerate(target.buffers) if flat.group == number]
-        stepped = group_step(target, [target.buffers[place] for place in members], storages)
+        places = [place for place, flat in enumerate(target.buffers) if flat.group == number]
+        members = places if numbers is None else list(numbers[number])
+        stepped = group_step(target, [target.buffers[place] for place in places], storages)
         own = estimates.of_rank(target.source, number, rank, storages)
         groups.append(target.thawed(group, storages) | own | stepped | {"params": members})
     return {

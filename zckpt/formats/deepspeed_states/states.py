@@ -53,6 +53,12 @@ class EngineStates(Struct, frozen=True):
     """The ranks whose files these are; empty for all ranks."""
     everyone: EngineStates | None = None
     """What all ranks say, if these are some of them."""
+    apart: Mapping[str, TorchFile] = field(default_factory=dict)
+    """The files of those tensors of the module, by name, that the model file does not have."""
+
+    def file_of(self, name: str) -> TorchFile:
+        """The file of a tensor of the module."""
+        return self.apart.get(name, self.models[0])
 
     @property
     def first(self) -> dict[str, Any]:
@@ -239,11 +245,6 @@ def in_user_order(shapes: ParameterShapes, states: EngineStates) -> ParameterSha
     names = list(shapes)
     order = zero.undo_round_robin(len(names), states.dp)
     return {names[place]: shapes[names[place]] for place in order}
-
-
-def open_layers(layers: Mapping[int, str], parsed: Parsed) -> dict[int, TorchFile]:
-    """The files of a pipeline's layers, by the numbers of the layers."""
-    return dict(zip(layers, open_files(list(layers.values()), parsed), strict=True))
 
 
 def open_files(paths: Sequence[str], parsed: Parsed) -> list[TorchFile]:

@@ -59,12 +59,13 @@ class ManifestTensors:
         tensor = self.module.get(name)
         if not isinstance(tensor, Tensor):
             return
+        file = self.ranks.file_of(name)
         if tensor.shape != shape:
             raise InconsistentCheckpoint(
-                f"{self.ranks.models[0].path}: {name} has shape {tensor.shape} in the module and "
+                f"{file.path}: {name} has shape {tensor.shape} in the module and "
                 f"{shape} where shapes are listed"
             )
-        self.enter(f"{name}/param", tensor.dtype, shape, self.ranks.models[0].fragments(tensor))
+        self.enter(f"{name}/param", tensor.dtype, shape, file.fragments(tensor))
 
     def add_frozen(self) -> list[str]:
         """Parameters that the optimizer does not own; returns the names of those that are lost.
@@ -115,7 +116,7 @@ class ManifestTensors:
         differing = []
         for name in self.buffer_names:
             self._add_weight(name, self.module[name].shape)
-            checksums = {self.ranks.models[0].crc(self.module[name])}
+            checksums = {self.ranks.file_of(name).crc(self.module[name])}
             for file in self.ranks.models[1:]:
                 tensor = file.value["module"].get(name)
                 if isinstance(tensor, Tensor):
@@ -156,7 +157,8 @@ class ManifestTensors:
             # stage 3's placeholders are empty, but a tied weight's two names share one
             shows = isinstance(value, Tensor) and (self.ranks.partitioned or value.numel)
             if shows and name not in owners:
-                first = seen.setdefault((value.place, value.shape, value.strides), name)
+                place = (self.ranks.file_of(name).path, value.place, value.shape, value.strides)
+                first = seen.setdefault(place, name)
                 if first != name and name not in self.parameters:
                     owners[name] = first
         return owners
@@ -183,7 +185,7 @@ class ManifestTensors:
         if not (known and isinstance(copy, Tensor) and isinstance(first, Tensor) and copy.numel):
             return
         if copy.place != first.place:
-            self._add_replica(f"{owner}/param", copy, self.ranks.models[0])
+            self._add_replica(f"{owner}/param", copy, self.ranks.file_of(alias))
 
     def kept(self, value: Any, path: str, file: TorchFile) -> Any:
         """`value` with its tensors as entries of slot `state`; 0-d ones by value."""

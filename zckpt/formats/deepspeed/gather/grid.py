@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, chain
 from math import prod
 
@@ -18,7 +18,7 @@ from ....core import sources
 from ....core.dtypes import SIZES, TORCH_NAMES
 from ....core.fragments import Fragment, Runs, solid
 from ....core.grouping import by_key
-from ....core.partition import BoxPart, Joined, Named, Nameless, Partition, Partitioned, Whole
+from ....core.partition import BoxPart, Joined, Named, Nameless, Partition, Whole
 from ....errors import MissingData, UnsupportedCheckpoint
 from ....files.torchfile import Parsed, Tensor, TorchFile
 from . import whole
@@ -54,12 +54,9 @@ def partitions(directory: str, tp_rules: str | None = None) -> list[Partition]:
     if any(SEVERAL.search(name) for name in os.listdir(directory)):
         return _of_grid(directory, tp_rules)
     engine = RankFiles(directory)
-    if not engine.optimizers and engine.expert_files:  # stage 0 with experts
-        model = engine.models[0]
-        optimizers = whole.of_experts(directory, model)
-        return [*whole.module(model), *engine.experts(), *optimizers]
     if not engine.optimizers:  # stage 0
-        return list(whole.partitions(engine.models[0]))
+        optimizers = whole.optimizers(directory, engine.models[0])
+        return [*engine.module(), *engine.experts(), *optimizers]
     return list(engine.partitions())
 
 
@@ -81,11 +78,6 @@ def _of_grid(directory: str, tp_rules: str | None) -> list[Partition]:
             path = os.path.join(directory, name)
             layers.setdefault(int(match[2] or 0), {})[int(match[1])] = path
     tp, parsed = len(layers) or _tensor_ranks(engines), Parsed()
-    if tp == 1:
-        stages = _apart(chain.from_iterable(parts))
-        masters = [each for part in chain.from_iterable(parts) for each in slices(part)]
-        of_layers = _of_layers(layers.get(0, {}), trained, masters, parsed)
-        return [*stages, *(_whole(each) for each in of_layers)]
     by_rank = []
     for number in range(tp):
         own = [each for part in chain.from_iterable(parts[number::tp]) for each in slices(part)]
@@ -132,17 +124,6 @@ def slices(part: Partition) -> Iterator[Slice]:
                     own.append(Fragment(start, stop, extent))
             runs = Runs(own)
         yield Slice(member.name, part.dtype, member.shape, runs)
-
-
-def _apart(parts: Iterable[Partition]) -> Iterator[Partition]:
-    """Flat buffers of stages as they are, but those with a further copy of a tied parameter."""
-    seen: set[str] = set()
-    for part in parts:
-        if isinstance(part, Partitioned) and seen.isdisjoint(m.name for m in part.members):
-            seen.update(member.name for member in part.members)
-            yield part
-        else:
-            yield from map(_whole, slices(part))
 
 
 def _whole(tensor: Slice) -> Named:
@@ -259,7 +240,7 @@ def _joined(
         for number in range(max(map(len, every))):
             own = [copies[number] if number < len(copies) else None for copies in every]
             shapes = [None if each is None else each.shape for each in own]
-            cut = rules.explicit(parameter, shapes)
+            cut = rules.explicit(parameter, shapes) if len(own) > 1 else Cut.replicated(shapes)
             if cut is None:
                 is_whole = parameter not in trained and _is_whole(own, weights)
                 cut = Cut.replicated(shapes) if is_whole else Cut.along(shapes, 0)

@@ -1,19 +1,20 @@
 """Where do the slices of tensor ranks belong in the whole tensor, by DeepSpeed's own rule?
 
 `merge_tp_slices` of DeepSpeed 0.19.8 (checkpoint/ds_to_universal.py) asks in this order: the affine
-map, replicated, averaged, two halves, sub-parameters, rows or columns. `Info` asks in that order
-too, and gives the places of elements. Padded rows of a vocabulary stay. `Text` reads a file of
---tp-rules. Both are written apart from the reader's.
+map, replicated, averaged, two halves, sub-parameters, rows or columns. `stated` makes a table in
+that order, and a file of --tp-rules is one too. Its lines give the places of elements. Padded rows
+of a vocabulary stay. All this is written apart from the reader's.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import product
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 from msgspec import Struct
 
@@ -59,101 +60,95 @@ class Cut(Struct, frozen=True):
         """
         widths = widths or [[0 if shape is None else shape[axis] for shape in shapes]]
         first = next(shape for shape in shapes if shape is not None)
+        before, behind = first[:axis], first[axis + 1 :]
         total = sum(map(sum, widths))
-        shape = (*first[:axis], folds * total * unit, *first[axis + 1 :])
         pieces: list[Piece] = []
         for rank in range(len(shapes)):
             here = sum(part[rank] for part in widths)
-            line = folds * here * unit * prod(first[axis + 1 :])
+            own = (*before, folds * here * unit, *behind)
+            strides = [prod(own[each + 1 :]) for each in range(len(own))]
             for fold in range(folds):
                 start, at = fold * total, fold * here
                 for part in widths:
                     begin, size = (start + sum(part[:rank])) * unit, part[rank] * unit
-                    local = at * unit * prod(first[axis + 1 :])
+                    offsets = tuple(begin * (each == axis) for each in range(len(own)))
+                    sizes = (*before, size, *behind)
+                    if size:
+                        local = at * unit * prod(behind)
+                        pieces += _row_major(rank, offsets, sizes, local, strides)
                     start, at = start + sum(part), at + part[rank]
-                    if not size:
-                        continue
-                    if folds == len(widths) == 1:
-                        offsets = tuple(begin * (each == axis) for each in range(len(first)))
-                        sizes = (*first[:axis], size, *first[axis + 1 :])
-                        pieces.append(Piece(rank, offsets, sizes, 0))
-                        continue
-                    for number, outer in enumerate(product(*map(range, first[:axis]))):
-                        offsets = (*outer, begin, *(0 for _ in first[axis + 1 :]))
-                        sizes = (*(1 for _ in outer), size, *first[axis + 1 :])
-                        pieces.append(Piece(rank, offsets, sizes, number * line + local))
-        return cls(shape, [pieces])
+        return cls((*before, folds * total * unit, *behind), [pieces])
 
 
-class Rules(Protocol):
-    """What says how parameters are cut."""
+class Rules(Struct, frozen=True):
+    """What names must fit, in the order of the questions, and how such a parameter is cut."""
+
+    lines: Sequence[tuple[Callable[[str], object], Callable[[str, Shapes], Cut]]]
 
     def explicit(self, name: str, shapes: Shapes) -> Cut | None:
         """How a parameter is cut; None if no line and no pattern names it."""
+        return next((cut(name, shapes) for fits, cut in self.lines if fits(name)), None)
 
 
-class Info(Struct, frozen=True):
-    """The rule that a checkpoint states: its `universal_checkpoint_info`."""
-
-    value: Mapping[str, Any]
-
-    def explicit(self, name: str, shapes: Shapes) -> Cut | None:
-        maps = (self.value.get("affine_map") or {}).get("params") or {}
-        for pattern, about in maps.items():
-            if re.match(pattern, name):
-                return _by_map(name, about)
-        if self._has("tp_replicated_parameter_patterns", name):
-            return Cut.replicated(shapes)
-        if self._has("parameter_to_average_patterns", name):
-            return Cut.replicated(shapes)
-        if self._has("parameter_with_2_sub_params_cat_dim_0", name):
-            halves = [0 if shape is None else shape[0] // 2 for shape in shapes]
-            return Cut.along(shapes, 0, [halves, halves])
-        for stated in self.value.get("parameter_with_sub_params") or ():
-            fields = getattr(stated, "state", stated)
-            for pattern in fields["patterns"]:
-                if re.match(pattern, name):
-                    return self._of_view(pattern, fields["shape"], fields["partition_dim"], shapes)
-        if self._has("parameter_with_row_parallelism_patterns", name):
-            return Cut.along(shapes, 1)
-        if self._has("vocabulary_parameter_patterns", name):
-            return Cut.along(shapes, 0)
-        return None
-
-    def _has(self, key: str, name: str) -> bool:
-        return any(re.match(pattern, name) for pattern in self.value.get(key) or ())
-
-    def _of_view(self, pattern: str, view: Sequence[Any], axis: int, shapes: Shapes) -> Cut:
-        """Sub-parameters of a view: widths in the whole; before version 0.4 also their count."""
-        spec, ranks = view[axis], len(shapes)
-        own = [shape for shape in shapes if shape is not None]
-        if float(self.value.get("universal_checkpoint_version") or 0) >= 0.4:
-            widths: Widths = self.value["sub_param_shard_widths"][pattern]
-        else:
-            if isinstance(spec, int):
-                spec = [sum(shape[axis] for shape in own) // spec] * spec
-            widths = [[size // ranks] * ranks for size in spec]
-        sizes = [sum(size) if isinstance(size, (tuple, list)) else size for size in view]
-        sizes[axis] = sum(map(sum, widths))
-        total = sum(map(prod, own))
-        sizes = [
-            size if size >= 0 else total // prod(each for each in sizes if each >= 0)
-            for size in sizes
-        ]
-        outer, inner = prod(sizes[:axis]), prod(sizes[axis + 1 :])
-        dims = range(len(own[0]))
-        # the axis itself first: a slice may have one element along others
-        for dim in [axis, *dims] if len(view) == len(own[0]) else dims:
-            before, behind = prod(own[0][:dim]), prod(own[0][dim + 1 :])
-            if before and behind and not outer % before and not inner % behind:
-                return Cut.along(shapes, dim, widths, outer // before, inner // behind)
-        raise UnsupportedCheckpoint(
-            f"--gather does not join sub-parameters of the view {sizes} of {list(own[0])}",
-            hint="verify without --gather",
-        )
+FIRST = {
+    "tp_replicated_parameter_patterns": "replicated",
+    "parameter_to_average_patterns": "replicated",
+    "parameter_with_2_sub_params_cat_dim_0": "0:2x",
+}
+LAST = {"parameter_with_row_parallelism_patterns": "1", "vocabulary_parameter_patterns": "0"}
+"""Keys of a checkpoint, before and behind sub-parameters, as lines of --tp-rules say the same."""
 
 
-def _by_map(name: str, about: Mapping[str, Any]) -> Cut:
+def stated(info: Mapping[str, Any]) -> Rules:
+    """The rules that a checkpoint states: its `universal_checkpoint_info`."""
+    maps = (info.get("affine_map") or {}).get("params") or {}
+    views = [getattr(each, "state", each) for each in info.get("parameter_with_sub_params") or ()]
+    first, last = (
+        [(p, partial(_by_line, line)) for key, line in keys.items() for p in info.get(key) or ()]
+        for keys in (FIRST, LAST)
+    )
+    lines = [
+        *((pattern, partial(_by_map, about)) for pattern, about in maps.items()),
+        *first,
+        *((p, partial(_by_view, info, p, view)) for view in views for p in view["patterns"]),
+        *last,
+    ]
+    return Rules([(re.compile(pattern).match, cut) for pattern, cut in lines])
+
+
+def _by_view(
+    info: Mapping[str, Any], pattern: str, about: Mapping[str, Any], name: str, shapes: Shapes
+) -> Cut:
+    """Sub-parameters of a view: widths in the whole; before version 0.4 also their count."""
+    view, axis = about["shape"], about["partition_dim"]
+    spec, ranks = view[axis], len(shapes)
+    own = [shape for shape in shapes if shape is not None]
+    if float(info.get("universal_checkpoint_version") or 0) >= 0.4:
+        widths: Widths = info["sub_param_shard_widths"][pattern]
+    else:
+        if isinstance(spec, int):
+            spec = [sum(shape[axis] for shape in own) // spec] * spec
+        widths = [[size // ranks] * ranks for size in spec]
+    sizes = [sum(size) if isinstance(size, (tuple, list)) else size for size in view]
+    sizes[axis] = sum(map(sum, widths))
+    total = sum(map(prod, own))
+    sizes = [
+        size if size >= 0 else total // prod(each for each in sizes if each >= 0) for size in sizes
+    ]
+    outer, inner = prod(sizes[:axis]), prod(sizes[axis + 1 :])
+    dims = range(len(own[0]))
+    # the axis itself first: a slice may have one element along others
+    for dim in [axis, *dims] if len(view) == len(own[0]) else dims:
+        before, behind = prod(own[0][:dim]), prod(own[0][dim + 1 :])
+        if before and behind and not outer % before and not inner % behind:
+            return Cut.along(shapes, dim, widths, outer // before, inner // behind)
+    raise UnsupportedCheckpoint(
+        f"--gather does not join sub-parameters of the view {sizes} of {name}: {list(own[0])}",
+        hint="verify without --gather",
+    )
+
+
+def _by_map(about: Mapping[str, Any], name: str, shapes: Shapes) -> Cut:
     """Views of the whole tensor and of a rank's slice, by offsets and strides (affine.py)."""
     shape = tuple(about["logical_shape"])
     copies: list[list[Piece]] = [[]]
@@ -202,20 +197,8 @@ def _row_major(
         yield Piece(rank, (*corner, *offsets[outer:]), (*(1 for _ in place), *sizes[outer:]), start)
 
 
-class Text(Struct, frozen=True):
-    """The lines of --tp-rules, pattern and rule; the first whose pattern is the whole name."""
-
-    lines: Sequence[tuple[str, str]]
-    otherwise: Rules | None
-
-    def explicit(self, name: str, shapes: Shapes) -> Cut | None:
-        for pattern, rule in self.lines:
-            if re.fullmatch(pattern, name):
-                return _by_line(rule, shapes)
-        return self.otherwise.explicit(name, shapes) if self.otherwise else None
-
-
-def _by_line(rule: str, shapes: Shapes) -> Cut:
+def _by_line(rule: str, name: str, shapes: Shapes) -> Cut:
+    """A line of --tp-rules, which says the axis and what is cut along it one by one."""
     dim, _, about = rule.partition(":")
     if rule in ("replicated", "sum"):
         cut = Cut.replicated(shapes)
@@ -232,16 +215,17 @@ def _by_line(rule: str, shapes: Shapes) -> Cut:
 
 def rules_of(given: str | None, info: Mapping[str, Any] | None) -> Rules:
     """The rule of a user's file or family, and then of the checkpoint."""
-    stated = Info(info or {})
+    own = stated(info or {})
     if given is None:
-        return stated
+        return own
     text = FAMILIES.get(given)
     if text is None:
         with sources.opened(given) as file:
             text = file.read().decode()
     if text.lstrip().startswith("{"):
-        return Info(json.loads(text))
-    return Text(list(_lines(text)), stated)
+        return stated(json.loads(text))
+    lines = [(re.compile(p).fullmatch, partial(_by_line, rule)) for p, rule in _lines(text)]
+    return Rules([*lines, *own.lines])
 
 
 def _lines(text: str) -> Iterator[tuple[str, str]]:

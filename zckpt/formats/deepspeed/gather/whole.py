@@ -25,6 +25,10 @@ from ..stage_0.samples import TensorInFile, labels
 
 Shapes = Mapping[str, tuple[int, ...]]
 FLATS = "fp32_groups_flat"
+OF_RANK = re.compile(r"expp_rank_(\d+)_mp_rank_0+_optim_states\.pt")
+LOCAL = re.compile(
+    r"(?<=\.deepspeed_moe\.experts\.deepspeed_experts\.)\d+(?=\.)|(?<=\.experts\.w[123]\.)\d+$"
+)
 
 
 def stored(name: str, file: TorchFile, tensor: Tensor) -> Whole:
@@ -32,49 +36,59 @@ def stored(name: str, file: TorchFile, tensor: Tensor) -> Whole:
     return Whole(name, tensor.dtype, tensor.shape, *file.reach(tensor))
 
 
-def partitions(file: TorchFile) -> Iterator[Partition]:
-    """The module's tensors, each memory once, and then the optimizer's."""
-    model, optimizer = file.value, file.value["optimizer"]
-    yield from module(file)
-    stated = model.get("param_shapes")
-    shapes: list[Shapes] = [{n: tuple(s) for n, s in own.items()} for own in stated or ()]
-    if FLATS in optimizer and not shapes:
-        shapes = _views(file, optimizer[FLATS])
-    yield from of_optimizer(file, optimizer, shapes)
+def optimizers(directory: str, model: TorchFile) -> Iterator[Partition]:
+    """The tensors of the optimizer in the model file; with experts of those of all ep ranks.
+
+    Each copy of a parameter comes once. An ep rank loads the model file, its own experts' files and
+    the optimizer of its ep rank, whose numbers stand in the order of its own groups (DeepSpeed
+    0.19.8, engine.py `load_moe_state_dict`). Dense parameters are taken from the first optimizer.
+    Names are in zckpt's files, or shown by views.
+    """
+    paths = {int(m[1]): name for name in os.listdir(directory) if (m := OF_RANK.fullmatch(name))}
+    parsed = Parsed()
+    files = [TorchFile(os.path.join(directory, paths[rank]), parsed) for rank in sorted(paths)]
+    files = files or [model]
+    stated = model.value["param_shapes"] or ()
+    shapes: list[Shapes] = [{name: tuple(s) for name, s in own.items()} for own in stated]
+    if not shapes and FLATS in (optimizer := files[0].value["optimizer"]):
+        shapes = _views(model, files[0], optimizer[FLATS])
+    named = of_ep_ranks(name for own in shapes for name in own)
+    for rank, file in enumerate(files):
+        optimizer = file.value["optimizer"]
+        base = optimizer.get("optimizer_state_dict", optimizer)
+        for place, group in enumerate(base["param_groups"]):
+            firsts = [ranks[0] for ranks in sharing(model.value, len(files), group)]
+            if rank in firsts:
+                own = firsts.index(rank)
+                known = shapes[place] if shapes else {}
+                listed = {named(name, own): shape for name, shape in known.items()}
+                yield from _group(file, optimizer, place, group["params"], listed)
 
 
-def module(file: TorchFile) -> Iterator[Whole]:
-    """The tensors of the module in a model file, each memory once."""
-    seen = set()
-    for name, tensor in file.value["module"].items():
-        if isinstance(tensor, Tensor) and not name.endswith("_extra_state"):
-            if tensor.numel == 0 or tensor.place not in seen:
-                yield stored(f"{name}/param", file, tensor)
-            seen.add(tensor.place)
-
-
-def of_optimizer(
-    file: TorchFile, optimizer: Mapping[str, Any], listed: Sequence[Shapes]
+def _group(
+    file: TorchFile,
+    optimizer: Mapping[str, Any],
+    place: int,
+    numbers: Sequence[Any],
+    listed: Shapes,
 ) -> Iterator[Partition]:
-    """The tensors of an optimizer; `listed` are names and shapes of its groups, if known."""
-    base = optimizer.get("optimizer_state_dict", optimizer)
-    groups = [group["params"] for group in base["param_groups"]]
+    """The tensors of one group; `listed` are the names and shapes of its parameters, if known."""
+    states = optimizer.get("optimizer_state_dict", optimizer)["state"]
     if FLATS in optimizer:
-        flats = optimizer[FLATS]
-        for (number,), master, members in zip(groups, flats, listed, strict=True):
-            yield from _flat(file, members, {"master": master, **base["state"].get(number, {})})
+        (number,) = numbers
+        state = {"master": optimizer[FLATS][place], **states.get(number, {})}
+        yield from _flat(file, listed, state)
         return
     masters, frozen = optimizer.get("fp32_groups"), {*(optimizer.get("zckpt_frozen") or ())}
-    for place, group in enumerate(groups):
-        numbers = [number for number in group if number not in frozen]  # these have no names
-        names = list(listed[place]) if listed else [None] * len(numbers)
-        for position, (number, name) in enumerate(zip(numbers, names, strict=True)):
-            state = dict(base["state"].get(number) or {})
-            if masters is not None:
-                state["master"] = masters[place][position]
-            for key, tensor in state.items():
-                if isinstance(tensor, Tensor) and key != "step":
-                    yield _of_parameter(file, name, key, tensor)
+    numbers = [number for number in numbers if number not in frozen]  # these have no names
+    names: list[str | None] = [*listed] or [None] * len(numbers)
+    for position, (number, name) in enumerate(zip(numbers, names, strict=True)):
+        state = dict(states.get(number) or {})
+        if masters is not None:
+            state["master"] = masters[place][position]
+        for key, tensor in state.items():
+            if isinstance(tensor, Tensor) and key != "step":
+                yield _of_parameter(file, name, key, tensor)
 
 
 def _of_parameter(file: TorchFile, name: str | None, key: str, tensor: Tensor) -> Partition:
@@ -97,10 +111,10 @@ def _flat(file: TorchFile, shapes: Shapes, state: Mapping[str, Any]) -> Iterator
         yield Partitioned(tensor.dtype, (file.extent(tensor),), members)
 
 
-def _views(file: TorchFile, flats: Sequence[Tensor]) -> list[Shapes]:
+def _views(model: TorchFile, file: TorchFile, flats: Sequence[Tensor]) -> list[Shapes]:
     """Names and shapes of every group, from the 16-bit buffer that has the bytes of its master."""
     buffers: dict[str, dict[int, tuple[str, Tensor]]] = {}
-    for name, tensor in file.value["module"].items():
+    for name, tensor in model.value["module"].items():
         if isinstance(tensor, Tensor) and tensor.numel:
             buffers.setdefault(tensor.storage.key, {}).setdefault(tensor.offset, (name, tensor))
     shapes, candidates = [], []
@@ -110,8 +124,10 @@ def _views(file: TorchFile, flats: Sequence[Tensor]) -> list[Shapes]:
         numel = first.storage.length // SIZES[first.dtype]
         shapes.append({name: tensor.shape for name, tensor in ordered})
         candidates.append(Tensor(first.storage, first.dtype, 0, (numel,), (1,)))
-    own = [[TensorInFile(file, tensor) for tensor in tensors] for tensors in (candidates, flats)]
-    of_buffers, of_flats = labels(*own)
+    of_buffers, of_flats = labels(
+        [TensorInFile(model, buffer) for buffer in candidates],
+        [TensorInFile(file, flat) for flat in flats],
+    )
     if any(len(own) != 1 for own in of_flats):
         raise MissingData(
             f"{file.path}: the module's weights no longer lie in the buffers of the optimizer's "
@@ -122,46 +138,6 @@ def _views(file: TorchFile, flats: Sequence[Tensor]) -> list[Shapes]:
 
 
 # -- experts
-
-
-OF_RANK = re.compile(r"expp_rank_(\d+)_mp_rank_0+_optim_states\.pt")
-LOCAL = re.compile(
-    r"(?<=\.deepspeed_moe\.experts\.deepspeed_experts\.)\d+(?=\.)|(?<=\.experts\.w[123]\.)\d+$"
-)
-LISTS = ("fp32_groups_flat", "fp32_groups")
-
-
-def of_experts(directory: str, model: TorchFile) -> Iterator[Partition]:
-    """The optimizers of all ep ranks, each copy of a parameter once.
-
-    A rank loads the model file, its own experts' files and the optimizer of its ep rank, whose
-    numbers stand in the order of its own groups (DeepSpeed 0.19.8, engine.py
-    `load_moe_state_dict`). Dense parameters are taken from the first optimizer. Names are in
-    zckpt's files alone.
-    """
-    paths = {int(m[1]): name for name in os.listdir(directory) if (m := OF_RANK.fullmatch(name))}
-    parsed = Parsed()
-    files = [TorchFile(os.path.join(directory, paths[rank]), parsed) for rank in sorted(paths)]
-    shapes = [{n: tuple(s) for n, s in own.items()} for own in model.value["param_shapes"] or ()]
-    named = of_ep_ranks(name for own in shapes for name in own)
-    for rank, file in enumerate(files):
-        optimizer = file.value["optimizer"]
-        base = optimizer.get("optimizer_state_dict", optimizer)
-        if LISTS[0] in optimizer and not shapes:
-            raise MissingData(
-                f"{file.path}: the engine's rule cannot name the flat tensors of the optimizer",
-                hint="verify without --gather",
-            )
-        kept, listed = [], []
-        for place, group in enumerate(base["param_groups"]):
-            firsts = [ranks[0] for ranks in sharing(model.value, len(files), group)]
-            if rank not in firsts:
-                continue
-            kept.append(place)
-            if shapes:
-                own = firsts.index(rank)
-                listed.append({named(name, own): shape for name, shape in shapes[place].items()})
-        yield from of_optimizer(file, _with_groups(optimizer, kept), listed)
 
 
 def sharing(model: Mapping[str, Any], dp: int, group: Mapping[str, Any]) -> list[range]:
@@ -188,11 +164,3 @@ def of_ep_ranks(names: Iterable[str]) -> Callable[[str, int], str]:
         return f"{layer}{number}{name[match.end() :]}"
 
     return named
-
-
-def _with_groups(optimizer: Mapping[str, Any], places: list[int]) -> dict[str, Any]:
-    """The optimizer with some of its groups alone."""
-    base = optimizer.get("optimizer_state_dict", optimizer)
-    base = {**base, "param_groups": [base["param_groups"][place] for place in places]}
-    lists = {key: [optimizer[key][place] for place in places] for key in LISTS if key in optimizer}
-    return {**lists, "optimizer_state_dict": base, "zckpt_frozen": optimizer.get("zckpt_frozen")}

@@ -1,4 +1,4 @@
-"""What the data ranks of one model rank all-gather in ZeRO-1, 2 and 3.
+"""What the data ranks of one model rank all-gather in ZeRO-1, 2 and 3; its files at any stage.
 
 Names and shapes stand in the order in which the engine flattened them (`param_shapes`). Stages 1
 and 2 (stage_1_and_2.py, bf16_optimizer.py) cut the flattened group; stage 3 (stage3.py) cuts every
@@ -24,6 +24,12 @@ Shapes = Mapping[str, tuple[int, ...]]
 EXPERT = re.compile(r"layer_\d+_expert_\d+_mp_rank_(\d+)_model_states\.pt")
 RANK = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?(optim|model)_states\.pt")
 
+KEYS = {
+    False: ("single_partition_of_fp32_groups", "base_optimizer_state"),
+    True: ("fp32_flat_groups", "optimizer_state_dict"),
+}
+"""Of masters and of the base optimizer, by whether every parameter is cut by itself (stage 3)."""
+
 
 class RankFiles:
     """The files of one model rank, as each data rank loads its own."""
@@ -48,6 +54,7 @@ class RankFiles:
         self.model: dict[str, Any] = self.models[0].value
         self.dp = len(self.optimizers)
         self.cuts_each_parameter = "fp32_flat_groups" in (self.states or [{}])[0]  # stage 3
+        self.masters, self.base = KEYS[self.cuts_each_parameter]
         self.numbers = self._numbers() if self.states else set()
 
     def partitions(self) -> Iterator[Partition]:
@@ -60,53 +67,56 @@ class RankFiles:
         yield from self.experts()
 
     def param_shapes(self) -> list[Shapes]:
-        """Of every flat group; in the optimizer files before 0.6.0, one dictionary before 0.5.4."""
-        places = (self.model, self.states[0], self.optimizers[0].value)
-        stated = (place["param_shapes"] for place in places if place.get("param_shapes"))
-        if (shapes := next(stated, None)) is None:  # a bf16 pipeline without ZeRO (0.19.8)
+        """Of every flat group; raises MissingData if no file lists them."""
+        if (groups := self._stated()) is None:  # a bf16 pipeline without ZeRO (0.19.8)
             raise MissingData(
                 f"{self.models[0].path} and the other model files list no parameters: so the "
                 "engine's rule cannot name what its ranks gather",
                 hint="verify without --gather",
             )
+        return groups
+
+    def _stated(self) -> list[Shapes] | None:
+        """In the optimizer files before 0.6.0, one dictionary before 0.5.4; None in stage 0."""
+        places = (self.model, *self.states[:1], *(file.value for file in self.optimizers[:1]))
+        stated = (place["param_shapes"] for place in places if place.get("param_shapes"))
+        if (shapes := next(stated, None)) is None:
+            return None
         groups = [shapes] if isinstance(shapes, dict) else shapes
         return [_sliced({n: tuple(s) for n, s in group.items()}, self.model) for group in groups]
 
     def process_groups(self, number: int, shapes: Shapes) -> list[tuple[range, Shapes]]:
         """The ranks that flatten a group together, and the names of what they flatten."""
-        base = self.states[0].get("base_optimizer_state") or {}
-        groups = base.get("param_groups") if isinstance(base, dict) else None
-        about = groups[number] if groups else {}
+        about = next(iter(self._groups(0)[number:]), {})
         named = whole.of_ep_ranks(name for group in self.param_shapes() for name in group)
         return [
             (ranks, {named(name, rank): shape for name, shape in shapes.items()})
             for rank, ranks in enumerate(whole.sharing(self.model, self.dp, about))
         ]
 
+    def _groups(self, rank: int) -> list[dict[str, Any]]:
+        """What a rank of stage 1 or 2 says of its groups; elastic files say nothing."""
+        base = self.states[rank].get("base_optimizer_state")
+        return base["param_groups"] if isinstance(base, dict) else []
+
     def _number_on(self, rank: int, number: int) -> int:
         """Where a rank has group `number` of rank 0: several sizes of experts have no order."""
-        if self.cuts_each_parameter:
+        first, own = ([g.get("name") for g in self._groups(each)] for each in (0, rank))
+        if not (first and own):
             return number
-        bases = [self.states[each].get("base_optimizer_state") or {} for each in (0, rank)]
-        if not all(isinstance(base, dict) and base.get("param_groups") for base in bases):
-            return number
-        names = [[group.get("name") for group in base["param_groups"]] for base in bases]
-        occurrence = names[0][:number].count(names[0][number])
-        same = [place for place, name in enumerate(names[1]) if name == names[0][number]]
-        return same[occurrence]
+        occurrence = first[:number].count(first[number])
+        return [place for place, name in enumerate(own) if name == first[number]][occurrence]
 
     def flat_group(self, number: int, shapes: Shapes, ranks: range) -> Iterator[Partition]:
         """Masters and optimizer states of one flattened group (stage 3: of one sub-group)."""
-        key = "fp32_flat_groups" if self.cuts_each_parameter else "single_partition_of_fp32_groups"
-        files = [self.optimizers[rank] for rank in ranks]
-        numbers = [self._number_on(rank, number) for rank in ranks]
-        masters = [self.states[rank][key][own] for rank, own in zip(ranks, numbers, strict=True)]
+        files, kept = [self.optimizers[rank] for rank in ranks], list[dict[str, Any]]()
+        for rank in ranks:
+            state, own = self.states[rank], self._number_on(rank, number)
+            kept.append({"master": state[self.masters][own], **self._kept(state, own)})
+        masters = [rank["master"] for rank in kept]
         firsts = self._firsts(number, shapes)
-        kept = [
-            self._kept(self.states[rank], own) for rank, own in zip(ranks, numbers, strict=True)
-        ]
-        states = {name: [rank.get(name) for rank in kept] for rank in kept for name in rank}
-        for name, tensors in {"master": masters, **states}.items():
+        for name in dict.fromkeys(name for rank in kept for name in rank):
+            tensors = [rank.get(name) for rank in kept]
             partitions = [value for value in tensors if isinstance(value, Tensor) and value.shape]
             if name in self.numbers or not partitions:
                 continue
@@ -124,20 +134,16 @@ class RankFiles:
 
     def _numbers(self) -> set[str]:
         """States that are one number: the step, and tensors of one element if a rank has more."""
-        key = "fp32_flat_groups" if self.cuts_each_parameter else "single_partition_of_fp32_groups"
         return {"step"} | {
             name
-            for number, master in enumerate(self.states[0][key])
+            for number, master in enumerate(self.states[0][self.masters])
             for name, tensor in self._kept(self.states[0], number).items()
             if isinstance(tensor, Tensor) and tensor.numel == 1 < master.numel
         }
 
     def _kept(self, state: Mapping[str, Any], number: int) -> dict[str, Any]:
         """What a rank's base optimizer keeps for a flat group; elastic files list it."""
-        base = state.get(
-            "optimizer_state_dict" if self.cuts_each_parameter else "base_optimizer_state"
-        )
-        assert base is not None
+        base = state[self.base]
         states: dict[str, Any] = (
             base[number] if isinstance(base, list) else base["state"].get(number) or {}
         )
@@ -168,26 +174,20 @@ class RankFiles:
 
         Yields nothing if the tensors have other lengths.
         """
-        owned: list[list[tuple[str, tuple[int, ...]]]] = []
-        start = 0
-        for master in masters:
-            stop, members = start + master.numel, []
+        parts = []
+        stop = 0
+        for file, master, tensor in zip(files, masters, tensors, strict=True):
+            start, stop, at = stop, stop + master.numel, 0
             for name, shape in shapes.items():
                 first, numel = firsts[name], prod(shape)
-                if first < stop and first + numel > start and numel:
-                    members.append((name, shape))
-            owned.append(members)
-            start = stop
-        for tensor, members in zip(tensors, owned, strict=True):
-            length = sum(prod(shape) for _, shape in members)
-            if length != (tensor.numel if isinstance(tensor, Tensor) else 0):
+                if numel and first < stop and first + numel > start:
+                    parts.append((f"{name}/{slot}", shape, file, tensor, at))
+                    at += numel
+            if at != (tensor.numel if isinstance(tensor, Tensor) else 0):
                 return
-        for file, tensor, members in zip(files, tensors, owned, strict=True):
-            start = 0
-            for name, shape in members:
-                extent = file.extent(tensor.part(start, start + prod(shape)))
-                yield Whole(f"{name}/{slot}", tensor.dtype, shape, extent)
-                start += prod(shape)
+        for name, shape, file, tensor, at in parts:
+            extent = file.extent(tensor.part(at, at + prod(shape)))
+            yield Whole(name, tensor.dtype, shape, extent)
 
     def frozen(self) -> Iterator[Partition]:
         """Stage 3 cuts frozen parameters too, each by itself."""
@@ -217,9 +217,9 @@ class RankFiles:
         name that stays behind (`shared_params`) is not a weight of the checkpoint.
         """
         buffers = self.model.get("buffer_names") or ()
-        seen = set()
+        seen: set[object] = set()
         module = self.model["module"] or {}  # None in a pipeline
-        saved = {*module, *(name for group in self.param_shapes() for name in group)}
+        saved = {*module, *(name for group in self._stated() or () for name in group)}
         shared = self.model.get("shared_params") or {}
         for name, tensor in module.items():
             if not isinstance(tensor, Tensor) or name.endswith("_extra_state"):
@@ -227,8 +227,9 @@ class RankFiles:
             if shared.get(name, name) not in saved:
                 continue
             wanted = name in buffers or not self.cuts_each_parameter
-            if wanted and tensor.place not in seen:
-                seen.add(tensor.place)  # a tied weight has two names
+            place = tensor.place if tensor.numel else name  # a tied weight has two names
+            if wanted and place not in seen:
+                seen.add(place)
                 yield whole.stored(f"{name}/param", self.models[0], tensor)
 
     def experts(self) -> Iterator[Whole]:

@@ -16,27 +16,61 @@ from collections.abc import Mapping, Sequence
 from msgspec.structs import replace
 
 from ....core import compare, masters
+from ....core.agreement import KEEP
 from ....core.compare import Result
 from ....core.dtypes import FLOATS
+from ....core.facts import layers_of
 from ....core.manifest import Entry, Manifest
 from ....core.placement import SUM
 from ....core.plan import Match
 from ....core.weights import is_optimizers
-from ....errors import InconsistentCheckpoint, UnsupportedCheckpoint, counted, listed
+from ....errors import (
+    InconsistentCheckpoint,
+    MissingData,
+    UnsupportedCheckpoint,
+    WrongOption,
+    counted,
+    listed,
+)
 from .pipeline import STAGE, head
+from .tensor_ranks import joined_slices
 
 SAMPLE = 1 << 14  # elements of each slice
 EP_RANK = "ep rank"
 OWN = "own"  # of what may be taken of several copies: nothing is joined, and all stay
 
 
-def matches_of(manifest: Manifest) -> list[Match]:
-    """Every copy of a tensor of a parameter, with the tensor that is taken."""
-    return [
-        Match(entry, manifest.entries[entry.name])
-        for entry in manifest.replicas
-        if entry.slot != "state" and entry.name in manifest.entries
-    ]
+def check(manifest: Manifest, replicas: str | None) -> list[str]:
+    """Compares the copies that model ranks hold of a tensor; gives warnings.
+
+    Raises InconsistentCheckpoint if copies of tensor ranks differ and `replicas` (rank0, mean) does
+    not say what is taken, or if all ranks hold the same of a parameter that a rule cuts;
+    UnsupportedCheckpoint for parts of a sum.
+    """
+    if manifest.ranks:
+        return _own_copies(manifest)
+    if manifest.source.get("zero_stage") == 0 and layers_of(manifest.engine):
+        return compare_copies(manifest, replicas if replicas == "rank0" else None)
+    if not manifest.source.get("tp"):
+        return []
+    _refuse_sums(manifest)
+    check_slices(manifest)
+    return compare_copies(manifest, replicas)
+
+
+def _own_copies(manifest: Manifest) -> list[str]:
+    """Warnings of copies that differ, if anything says which tensors are copies.
+
+    Each model rank keeps its own: nothing else has to be known of slices.
+    """
+    stages = _compare_stages(manifest)
+    if len(manifest.models) == 1:
+        return stages
+    try:
+        model = joined_slices(manifest.models, manifest.source.get("tp_rules"), KEEP)
+    except (InconsistentCheckpoint, MissingData, UnsupportedCheckpoint, WrongOption):
+        return stages
+    return [*stages, *compare_copies(model, OWN)]
 
 
 def compare_copies(manifest: Manifest, replicas: str | None) -> list[str]:
@@ -46,9 +80,13 @@ def compare_copies(manifest: Manifest, replicas: str | None) -> list[str]:
     says what is taken: `rank0`, `mean` or `OWN`, if nothing is joined. Then copies of stages, which
     may be large, are not compared.
     """
-    matches = matches_of(manifest)
-    if replicas == OWN:
-        matches = [each for each in matches if each.a.axis != STAGE]
+    matches = [
+        Match(copy, manifest.entries[copy.name])
+        for copy in manifest.replicas
+        if copy.slot != "state"
+        and copy.name in manifest.entries
+        and not (replicas == OWN and copy.axis == STAGE)
+    ]
     results = compare.compare(matches, manifest, manifest).results
     tied: dict[str, list[str]] = {}
     drifted: dict[str, list[str]] = {}
@@ -85,7 +123,7 @@ def compare_copies(manifest: Manifest, replicas: str | None) -> list[str]:
     return warnings
 
 
-def compare_stages(ranks: Manifest) -> list[str]:
+def _compare_stages(ranks: Manifest) -> list[str]:
     """A warning about tied layers whose masters stages begin differently; `ranks` are apart.
 
     A stage that uses such a layer by a function saves no weight, which would prove its masters.
@@ -105,12 +143,14 @@ def compare_stages(ranks: Manifest) -> list[str]:
     ]
 
 
-def with_means(manifest: Manifest) -> Manifest:
-    """Each tensor of a parameter is the mean of the tensor ranks' copies.
+def averaged(manifest: Manifest) -> Manifest:
+    """Each tensor of a parameter is the mean of the tensor ranks' copies, for --replicas mean.
 
     A weight is the rounded mean of the masters, since the mean of rounded weights is another
     number. Buffers are those of rank 0, and tied layers those of the first stage.
     """
+    if int(manifest.source.get("tp") or 0) < 2 or manifest.ranks:  # each keeps its own copy
+        return manifest
     copies: dict[str, list[Entry]] = {}
     for copy in manifest.replicas:
         entry = manifest.entries.get(copy.name)
@@ -133,12 +173,14 @@ def _line(result: Result) -> str:
     return f"{result.match.a.slot} in {difference.count} of {result.match.a.numel} elements{most}"
 
 
-def refuse_equal_slices(root: str, ranks: Sequence[Manifest], rules: Mapping[str, str]) -> None:
-    """Raises InconsistentCheckpoint if all ranks hold the same of a parameter that is cut.
+def check_slices(manifest: Manifest) -> None:
+    """Raises InconsistentCheckpoint if all tensor ranks hold the same of what a rule cuts.
 
     Second moments tell, unless they are all zero: a weight that was never trained proves nothing.
     """
-    moments = _moments(ranks)
+    if len(manifest.models) < 2:
+        return
+    moments, rules = _moments(manifest.models), _rules(manifest)
     wrong = [
         name
         for name, rule in rules.items()
@@ -146,22 +188,27 @@ def refuse_equal_slices(root: str, ranks: Sequence[Manifest], rules: Mapping[str
     ]
     if wrong:
         raise InconsistentCheckpoint(
-            f"{root}: the rule `{rules[wrong[0]]}` cuts {listed(wrong)} over tensor ranks, but all "
-            "ranks hold the same values",
+            f"{manifest.root}: the rule `{rules[wrong[0]]}` cuts {listed(wrong)} over tensor "
+            "ranks, but all ranks hold the same values",
             hint="give the rule `replicated` for such a parameter with --tp-rules FILE",
         )
 
 
-def refuse_sums(root: str, rules: Mapping[str, str]) -> None:
+def _refuse_sums(manifest: Manifest) -> None:
     """Raises UnsupportedCheckpoint if the whole of a parameter is a sum of the ranks' parts."""
-    sums = [name for name, rule in rules.items() if rule == SUM]
-    if sums:
+    if sums := [name for name, rule in _rules(manifest).items() if rule == SUM]:
         raise UnsupportedCheckpoint(
-            f"{root}: each tensor rank has a part of {listed(sums, 4)}, and the whole is the sum "
-            "of the parts; zckpt does not add tensors",
+            f"{manifest.root}: each tensor rank has a part of {listed(sums, 4)}, and the whole is "
+            "the sum of the parts; zckpt does not add tensors",
             hint="`reshard --dp` and `--pp` keep the parts. With the rule `replicated` "
             "(--tp-rules) and --replicas rank0 you get the part of tensor rank 0",
         )
+
+
+def _rules(manifest: Manifest) -> Mapping[str, str]:
+    """The rule by which each parameter was cut; none if slices were not joined."""
+    rules: Mapping[str, str] = (manifest.state.get("tensor_parallel") or {}).get("rules") or {}
+    return rules
 
 
 def _moments(ranks: Sequence[Manifest]) -> dict[str, list[list[Entry]]]:
@@ -178,5 +225,5 @@ def _moments(ranks: Sequence[Manifest]) -> dict[str, list[list[Entry]]]:
 def _are_equal(slices: Sequence[Entry]) -> bool:
     """Whether all slices begin with the same numbers, and these are not all zero."""
     count = min(SAMPLE, slices[0].numel)
-    first, *others = (head(entry.fragments, entry.dtype, count) for entry in slices)
+    first, *others = (head(entry, count) for entry in slices)
     return any(first) and all(first == other for other in others)

@@ -9,7 +9,7 @@ stage may have.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from msgspec import Struct
@@ -66,13 +66,15 @@ def layers_with(name: str, uses: Uses) -> Sequence[int]:
     return untied_layers([name]) if key is None else sorted(uses.get(key, ()))
 
 
-def stage_spans(stages: Sequence[Sequence[str]], count: int) -> Iterator[tuple[int, int]]:
-    """The layers [start, stop) that a stage of the source may have, as others show theirs.
+def stage_spans(stages: Iterable[Iterable[str]], count: int) -> list[range]:
+    """The layers that each stage of the source may have, as others show theirs.
 
     `stages` are the names of each one's parameters, and `count` is the number of layers.
     """
     shown = [untied_layers(names) for names in stages]
-    for number in range(len(stages)):
+    spans = []
+    for number in range(len(shown)):
         before = [layer for each in shown[:number] for layer in each]
         after = [layer for each in shown[number + 1 :] for layer in each]
-        yield max(before, default=-1) + 1, min(after, default=count)
+        spans.append(range(max(before, default=-1) + 1, min(after, default=count)))
+    return spans

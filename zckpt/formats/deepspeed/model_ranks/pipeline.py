@@ -13,71 +13,51 @@ that uses a tied layer has its own copy of weights, masters and moments.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
-from msgspec import Struct
 from msgspec.structs import replace
 
-from ....core import sources
 from ....core.cast import are_rounded
 from ....core.dtypes import SIZES
-from ....core.facts import FlatBufferEngine
-from ....core.fragments import Fragments
+from ....core.facts import FlatBufferEngine, layers_of
+from ....core.grouping import by_key
 from ....core.inert import Foreign
+from ....core.loading import SCRATCH
 from ....core.manifest import Entry, Manifest, Parameter
 from ....core.merge import in_order, merge
+from ....core.pieces import ReadRequest
 from ....core.placement import Table
+from ....core.records import RecordChecker
+from ....core.streaming import reading
 from ....errors import IncompleteCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint, listed
 from ....files.torchfile import Tensor, TorchFile
-from ...deepspeed_states.experts import ExpertLayers
 from ...deepspeed_states.states import dictionary
 from ...deepspeed_states.tensors import is_extra
 from ...statedict.finding import BUFFERS
-from .layer_names import TIED, LayerName, of_tied, prefix_of, stage_spans, untied_layers
+from .layer_names import TIED, LayerName, of_tied, prefix_of, stage_spans, tied_key, untied_layers
 
 STAGE = "stage"
 SAMPLE = 1 << 14  # elements that are compared with masters to tell a tied layer
 
 
-class Layer(Struct, frozen=True):
-    """The file of one layer: its number, and its tensors by their names in the whole model.
-
-    `tied` is the key of a tied layer.
-    """
-
-    number: int
-    file: TorchFile
-    tensors: Mapping[str, Tensor]
-    tied: str | None
-
-
 def joined_stages(
-    stages: Sequence[Manifest],
-    files: Mapping[int, TorchFile],
-    step_policy: str | None,
-    tied: Mapping[int, str] | None = None,
+    stages: Sequence[Manifest], files: Mapping[int, TorchFile], step_policy: str | None
 ) -> Manifest:
     """The whole model of one tensor rank, from its stages and the files of its layers.
 
-    `tied` gives the keys of tied layers by the numbers of their files, if no weights tell them yet.
     Raises IncompleteCheckpoint if a layer's file is missing, InconsistentCheckpoint if stages or
     shapes contradict each other.
     """
-    buffers = [() if each.place is None else each.place.buffers for each in stages]
-    first, stated = stages[0], {name for names in buffers for name in names}
-    from_last = stages[::-1]  # so that the first stage's count
-    every = (entry for stage in from_last for entry in stage.entries.values())
-    masters = {entry.parameter: entry for entry in every if entry.slot == "master"}
-    shapes = {name: own.shape for stage in from_last for name, own in stage.parameters.items()}
-    layers = _layers(first.root, files, shapes, stated, masters, tied)
-    _check_places(stages, layers)
-    beside = _of_layers(first, layers, shapes, stated)
-    _check_weights(first.root, files, shapes, beside.entries)
+    layers = _Layers(stages, files)
+    layers.check_places()
+    beside = layers.beside()
     whole = in_order(merge(stages, Table(STAGE), step_policy, beside))
-    engine, optimizer = first.engine, whole.state.get("optimizer") or {}
+    engine, optimizer = stages[0].engine, whole.state.get("optimizer") or {}
     assert isinstance(engine, FlatBufferEngine)
-    weights = (whole.entries[f"{name}/param"] for name in first.parameters)
+    weights = (whole.entries[f"{name}/param"] for name in stages[0].parameters)
     return replace(
         whole,
         engine=replace(engine, dtype=next((w.dtype for w in weights), engine.dtype)),
@@ -87,36 +67,56 @@ def joined_stages(
             "optimizer": {key: value for key, value in optimizer.items() if key != "members"},
             "pipeline": {  # what a target must know to be the same pipeline
                 "parameters": [list(stage.parameters) for stage in stages],
-                "buffers": [list(names) for names in buffers],
-                "layers": [layer.number for layer in layers],
-                "tied": [[layer.number, layer.tied] for layer in layers if layer.tied is not None],
+                "buffers": [list(names) for names in layers.buffers],
+                "layers": list(files),
+                "tied": [[number, key] for number, key in layers.tied.items()],
             },
         },
-        warnings=(*whole.warnings, *_perhaps_tied(stages, layers)),
+        warnings=(*whole.warnings, *layers.perhaps_tied()),
     )
 
 
-def _layers(
-    root: str,
-    files: Mapping[int, TorchFile],
-    shapes: Mapping[str, tuple[int, ...]],
-    buffers: Collection[str],
-    masters: Mapping[str, Entry],
-    given: Mapping[int, str] | None,
-) -> list[Layer]:
-    """The files of all layers, under the names of the whole model."""
-    known, tied = {*shapes, *buffers}, of_tied({name: name for name in shapes})
-    layers, lacking = [], set[str | None](tied)
-    for number, file in files.items():
-        value = dictionary(file, file.value)
-        tensors = {key: item for key, item in value.items() if not is_extra(key, item)}
-        key = None if given is None else given.get(number)
-        if given is None and tensors and not any(f"{number}.{own}" in known for own in tensors):
+class _Layers:
+    """The files of all layers of one tensor rank by their numbers, and what stages say of them."""
+
+    def __init__(self, stages: Sequence[Manifest], files: Mapping[int, TorchFile]) -> None:
+        places = [stage.place for stage in stages if stage.place is not None]
+        self.stages, self.files, self.root = stages, files, stages[0].root
+        self.buffers = [place.buffers for place in places]
+        from_last = stages[::-1]  # so that the first stage's count
+        self.shapes = {n: own.shape for stage in from_last for n, own in stage.parameters.items()}
+        self.spans = stage_spans([stage.parameters for stage in stages], max(files, default=-1) + 1)
+        values = {number: dictionary(file, file.value) for number, file in files.items()}
+        self.tensors = {
+            number: {inner: item for inner, item in own.items() if not is_extra(inner, item)}
+            for number, own in values.items()
+        }
+        tied = self._tied() if places[0].tied is None else places[0].tied
+        self.tied = {number: tied[number] for number in files if number in tied}
+        if lacking := sorted(of_tied(self.shapes).keys() - {*self.tied.values()}):
+            raise IncompleteCheckpoint(
+                f"{self.root}: no file of a layer has the weights of "
+                f"{listed([f'{TIED}{key}' for key in lacking])}",
+                hint="the file of a tied layer is missing, or its weights are not the rounded "
+                "masters: then files of two ranks may be swapped, or of another save",
+            )
+
+    def _tied(self) -> dict[int, str]:
+        """The keys of tied layers by the numbers of their files, whose weights masters round to."""
+        every = (entry for stage in self.stages[::-1] for entry in stage.entries.values())
+        masters = {entry.parameter: entry for entry in every if entry.slot == "master"}
+        known = {*self.shapes, *chain.from_iterable(self.buffers)}
+        wanted = of_tied({name: name for name in self.shapes})
+        tied: dict[int, str] = {}
+        for number, tensors in self.tensors.items():
+            if not tensors or any(f"{number}.{inner}" in known for inner in tensors):
+                continue
+            file = self.files[number]
             keys = [
-                each
-                for each, names in tied.items()
+                key
+                for key, names in wanted.items()
                 if all(
-                    _is_its_weight(tensors.get(inner), shapes[name], file, masters[name])
+                    _is_its_weight(tensors.get(inner), self.shapes[name], file, masters[name])
                     for inner, name in names.items()
                 )
             ]
@@ -125,93 +125,116 @@ def _layers(
                     f"{file.path} has the weights of several tied layers: {listed(keys)}",
                     hint="zckpt tells tied layers apart by their weights, and these are equal",
                 )
-            key = keys[0] if keys else None
-        lacking.discard(key)
-        prefix = prefix_of(number, {} if key is None else {number: key})
-        named = {prefix + inner: tensor for inner, tensor in tensors.items()}
-        layers.append(Layer(number, file, named, key))
-    if lacking:
-        names = sorted(f"{TIED}{key}" for key in lacking)
-        raise IncompleteCheckpoint(
-            f"{root}: no file of a layer has the weights of {listed(names)}",
-            hint="the file of a tied layer is missing, or its weights are not the rounded masters: "
-            "then files of two ranks may be swapped, or of another save",
-        )
-    return layers
+            if keys:
+                tied[number] = keys[0]
+        return tied
 
+    def check_places(self) -> None:
+        """Files of tied layers lie in stages that have the keys, in the order of their parameters.
 
-def _check_places(stages: Sequence[Manifest], layers: Sequence[Layer]) -> None:
-    """Files of tied layers lie in stages that have the keys, in the order of their parameters.
-
-    Raises InconsistentCheckpoint.
-    """
-    swapped = "files of two layers may be swapped: copy all files again"
-    spans = _spans(stages, layers)
-    for layer in layers:
-        near = [m for m, span in zip(stages, spans, strict=True) if layer.number in span]
-        if layer.tied is not None and not any(layer.tied in of_tied(m.parameters) for m in near):
-            raise InconsistentCheckpoint(
-                f"{layer.file.path} has the weights of {TIED}{layer.tied}, which the stage of the "
-                f"pipeline with layer {layer.number} does not have",
-                hint=swapped,
-            )
-    for stage, span in zip(stages, spans, strict=True):
-        uses: dict[str, int] = {}
-        for layer in layers:
-            if layer.tied is not None and layer.number in span:
-                uses.setdefault(layer.tied, layer.number)
-        for names in _in_order(stage):
-            first = [uses[key] for key in of_tied(dict.fromkeys(names)) if key in uses]
-            if first != sorted(first):
+        Raises InconsistentCheckpoint.
+        """
+        swapped = "files of two layers may be swapped: copy all files again"
+        for number, key in self.tied.items():
+            if not any(number in span for span in self._near(key)):
                 raise InconsistentCheckpoint(
-                    f"{stage.root}: the files of the layers {listed([*map(str, sorted(first))])} "
-                    "have the weights of tied layers in another order than the optimizer",
+                    f"{self.files[number].path} has the weights of {TIED}{key}, which the stage of "
+                    f"the pipeline with layer {number} does not have",
                     hint=swapped,
                 )
+        for stage, span in zip(self.stages, self.spans, strict=True):
+            uses: dict[str, int] = {}
+            for number, key in self.tied.items():
+                if number in span:
+                    uses.setdefault(key, number)
+            for names in _in_order(stage):
+                first = [uses[key] for key in of_tied(dict.fromkeys(names)) if key in uses]
+                if first != sorted(first):
+                    raise InconsistentCheckpoint(
+                        f"{self.root}: the files of the layers "
+                        f"{listed([*map(str, sorted(first))])} have the weights of tied layers in "
+                        "another order than the optimizer",
+                        hint=swapped,
+                    )
+
+    def beside(self) -> Manifest:
+        """The tensors of all layers, as if a rank beside stages had them; tied ones have copies.
+
+        Raises unless every trained parameter is in the file of its layer, with the same shape.
+        """
+        entries: dict[str, Entry] = {}
+        copies = []
+        for number, tensors in self.tensors.items():
+            file, prefix = self.files[number], prefix_of(number, self.tied)
+            for inner, tensor in tensors.items():
+                fragments = file.fragments(tensor)
+                entry = Entry(f"{prefix}{inner}/param", tensor.dtype, tensor.shape, fragments)
+                if entries.setdefault(entry.name, entry) is not entry:
+                    copies.append(entry)
+        for name, shape in self.shapes.items():
+            self._check_weight(name, shape, entries.get(f"{name}/param"))
+        every = {entry.parameter: entry for entry in entries.values()}
+        own = {name: entry for name, entry in every.items() if name not in self.shapes}
+        stated = {*chain.from_iterable(self.buffers)}
+        names = {name: None for name, entry in own.items() if _is_buffer(name, entry, stated)}
+        return replace(
+            self.stages[0],
+            entries=entries,
+            parameters={n: Parameter(e.shape, False) for n, e in own.items() if n not in names},
+            buffers=tuple(names),
+            replicas=tuple(copies),
+            state={"module": [*every]},
+            files=tuple(file.path for file in self.files.values()),
+            records=tuple(r for file in self.files.values() for r in file.records.values()),
+        )
+
+    def _check_weight(self, name: str, shape: tuple[int, ...], weight: Entry | None) -> None:
+        if weight is not None and weight.shape != shape:
+            raise InconsistentCheckpoint(
+                f"{self.root}: {name} has shape {weight.shape} in its layer's file and {shape} "
+                "where shapes are listed"
+            )
+        if weight is None:
+            number, _, inner = name.partition(".")
+            is_there = number.isdecimal() and int(number) in self.files
+            raise IncompleteCheckpoint(
+                f"{self.root} lacks the {'weight' if is_there else 'file of the layer'} of {name}",
+                hint=f"expected {inner} in layer_{number:0>2}-*model_states.pt",
+            )
+
+    def _near(self, key: str) -> list[range]:
+        """The layers of each stage that has a tied one."""
+        pairs = zip(self.stages, self.spans, strict=True)
+        return [span for stage, span in pairs if key in map(tied_key, stage.parameters)]
+
+    def perhaps_tied(self) -> Iterator[str]:
+        """A warning about files with shapes of a tied layer, of which more stages have copies."""
+        for key, wanted in of_tied(self.shapes).items():
+            near = self._near(key)
+            if [*self.tied.values()].count(key) >= len(near):
+                continue
+            for number, tensors in self.tensors.items():
+                shapes = {inner: tensor.shape for inner, tensor in tensors.items()}
+                if (
+                    number not in self.tied
+                    and wanted.items() <= shapes.items()
+                    and not any(f"{number}.{inner}" in self.shapes for inner in tensors)
+                    and any(number in span for span in near)
+                ):
+                    yield (
+                        f"{self.files[number].path} has the shapes of the tied layer {key}, but "
+                        "other weights, which are taken for frozen ones: if the layer is tied, "
+                        "this file is of another save"
+                    )
 
 
 def _in_order(stage: Manifest) -> Iterator[list[str]]:
     """The groups of a stage that stand as its layers do: tied ones by first use, then by number."""
-    groups: dict[int | None, list[str]] = {}
-    for name, about in stage.parameters.items():
-        groups.setdefault(about.group, []).append(name)
-    for names in groups.values():
+    for names in by_key((about.group, name) for name, about in stage.parameters.items()).values():
         numbers = (LayerName.of(name).number for name in names)
         places = [-1 if number is None else number for number in numbers]
         if len({*places}) > 2 and places == sorted(places):
             yield names
-
-
-def _spans(stages: Sequence[Manifest], layers: Sequence[Layer]) -> list[range]:
-    """The layers that each stage may have."""
-    count = max((layer.number for layer in layers), default=-1) + 1
-    return [range(*span) for span in stage_spans([[*m.parameters] for m in stages], count)]
-
-
-def _perhaps_tied(stages: Sequence[Manifest], layers: Sequence[Layer]) -> Iterator[str]:
-    """A warning about files with the shapes of a tied layer, of which more stages have copies."""
-    shapes: dict[str, dict[str, tuple[int, ...]]] = {}
-    near: dict[str, list[range]] = {}
-    for stage, span in zip(stages, _spans(stages, layers), strict=True):
-        for key, own in of_tied(stage.parameters).items():
-            near.setdefault(key, []).append(span)
-            shapes[key] = {inner: about.shape for inner, about in own.items()}
-    for key, spans in near.items():
-        if sum(layer.tied == key for layer in layers) >= len(spans):
-            continue
-        for layer in layers:
-            of_file = {LayerName.of(n).inner: each.shape for n, each in layer.tensors.items()}
-            if (
-                layer.tied is None
-                and shapes[key].items() <= of_file.items()
-                and not any(name in stage.parameters for stage in stages for name in layer.tensors)
-                and any(layer.number in span for span in spans)
-            ):
-                yield (
-                    f"{layer.file.path} has the shapes of the tied layer {key}, but other weights, "
-                    "which are taken for frozen ones: if the layer is tied, this file is of "
-                    "another save"
-                )
 
 
 def _is_its_weight(
@@ -229,75 +252,16 @@ def begins_as(weight: Entry, master: Entry, count: int) -> bool:
 
     True too if no engine makes weights of this type of such masters.
     """
-    narrow = head(weight.fragments, weight.dtype, count)
-    wide = head(master.fragments, master.dtype, count)
+    narrow, wide = head(weight, count), head(master, count)
     return are_rounded(wide, master.dtype, narrow, weight.dtype) is not False
 
 
-def head(fragments: Fragments, dtype: str, count: int) -> bytes:
+def head(entry: Entry, count: int) -> bytes:
     """The bytes of the first elements."""
-    size = SIZES[dtype]
-    data = bytearray(count * size)
-    for fragment in fragments.overlapping(0, count):
-        for run in fragment.runs(0, count):
-            extent, stop = run.extent, min(run.stop, count)
-            with sources.opened(extent.file) as file:
-                part = sources.pread(file.fileno(), (stop - run.start) * size, extent.offset)
-            data[run.start * size : stop * size] = part
+    data = bytearray(count * SIZES[entry.dtype])
+    with reading([RecordChecker(())], SCRATCH) as (reader,):
+        reader.read([ReadRequest(entry, 0, count, 0)], memoryview(data))
     return bytes(data)
-
-
-def _of_layers(
-    stage: Manifest,
-    layers: Sequence[Layer],
-    trained: Collection[str],
-    buffers: Collection[str],
-) -> Manifest:
-    """The tensors of all layers, as if a rank beside the stages had them; tied ones have copies."""
-    entries: dict[str, Entry] = {}
-    copies = []
-    for layer in layers:
-        for name, tensor in layer.tensors.items():
-            fragments = layer.file.fragments(tensor)
-            entry = Entry(f"{name}/param", tensor.dtype, tensor.shape, fragments)
-            if entries.setdefault(entry.name, entry) is not entry:
-                copies.append(entry)
-    own = {entry.parameter: entry for entry in entries.values() if entry.parameter not in trained}
-    names = {name: None for name, entry in own.items() if _is_buffer(name, entry, buffers)}
-    return replace(
-        stage,
-        entries=entries,
-        parameters={n: Parameter(e.shape, False) for n, e in own.items() if n not in names},
-        buffers=tuple(names),
-        replicas=tuple(copies),
-        state={"module": [entry.parameter for entry in entries.values()]},
-        files=tuple(layer.file.path for layer in layers),
-        records=tuple(r for layer in layers for r in layer.file.records.values()),
-    )
-
-
-def _check_weights(
-    root: str,
-    files: Mapping[int, TorchFile],
-    shapes: Mapping[str, tuple[int, ...]],
-    weights: Mapping[str, Entry],
-) -> None:
-    """Every trained parameter is in the file of its layer, with the same shape."""
-    for name, shape in shapes.items():
-        weight = weights.get(f"{name}/param")
-        if weight is not None and weight.shape == shape:
-            continue
-        if weight is not None:
-            raise InconsistentCheckpoint(
-                f"{root}: {name} has shape {weight.shape} in its layer's file and {shape} where "
-                "shapes are listed"
-            )
-        number = name.partition(".")[0]
-        is_there = number.isdecimal() and int(number) in files
-        raise IncompleteCheckpoint(
-            f"{root} lacks the {'weight' if is_there else 'file of the layer'} of {name}",
-            hint=f"expected {name.partition('.')[2]} in layer_{number:0>2}-*model_states.pt",
-        )
 
 
 def _is_buffer(name: str, entry: Entry, stated: Collection[str]) -> bool:
@@ -329,11 +293,11 @@ def shapes_of_stage(
     mappings = [state.get("param_slice_mappings") for state in states]
     if not all(isinstance(groups, list) for groups in mappings):
         return None
-    numels: list[dict[str, int]] = [{} for _ in mappings[0] or ()]
+    numels = [Counter[str]() for _ in mappings[0] or ()]
     for groups in mappings:
         for own, mapping in zip(numels, groups or (), strict=True):
             for name, slice_ in mapping.items():
-                own[name] = own.get(name, 0) + _numel(slice_)
+                own[name] += _numel(slice_)
     tensors = {number: dictionary(file, file.value) for number, file in layers.items()}
     untied = {number for own in numels for number in untied_layers(own)}
     return [
@@ -386,7 +350,7 @@ def joined_stages_with_experts(stages: Sequence[Manifest], step_policy: str | No
     contradict each other in a tied layer.
     """
     whole = merge(stages, Table(STAGE), step_policy)
-    layers = {layer.name: layer for m in stages for layer in ExpertLayers.of_manifest(m).listed}
+    layers = {layer.name: layer for stage in stages for layer in layers_of(stage.engine)}
     engine = stages[0].engine
     assert isinstance(engine, FlatBufferEngine)
     return replace(

@@ -16,35 +16,60 @@ stage loads only what it has itself.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, groupby
 from math import inf, prod
 
+from msgspec import Struct
+
+from ....core.grouping import by_key
 from ....core.manifest import Manifest
 from ....errors import WrongOption
 from ....training.options import PP, Options
 from ...deepspeed_states.options import PP_BOUNDS, PP_PARTITION
-from .layer_names import LayerName, Uses, layers_with, of_tied, untied_layers
+from .layer_names import LayerName, layers_with, of_tied, stage_spans, tied_key, untied_layers
 
 STAGES = (PP, PP_BOUNDS, PP_PARTITION)
 GIVE = "give the first layer of each stage and the number of all layers, functions included"
 PRINTED = "your program prints the layers of each stage at its start"
 
 
-def bounds_of(
-    model: Manifest,
-    layers: Sequence[int],
-    uses: Uses,
-    source: Sequence[Sequence[str]],
-    options: Options,
-) -> tuple[int, ...]:
+class Pipeline(Struct, frozen=True):
+    """What a model keeps of the pipeline that it was read from, as `state.pipeline` has it.
+
+    Each stage has its `parameters` in their order, and `buffers`. `layers` are those with files, or
+    with names if there are no such files, and `tied` has the keys of tied ones among the files.
+    """
+
+    parameters: Sequence[Sequence[str]]
+    buffers: Sequence[Sequence[str]]
+    layers: Sequence[int]
+    tied: Sequence[tuple[int, str]] = ()
+
+    @property
+    def uses(self) -> dict[str, set[int]]:
+        """The layers at which tied ones have files, by key."""
+        keys = (tied_key(name) for names in self.parameters for name in names)
+        of_files = by_key((key, number) for number, key in self.tied)
+        return {key: {*of_files.get(key, ())} for key in keys if key is not None}
+
+    def spans(self, bounds: Sequence[int]) -> list[tuple[Sequence[str], range]]:
+        """The parameters of each stage, and the layers that it may have."""
+        return [*zip(self.parameters, stage_spans(self.parameters, bounds[-1]), strict=True)]
+
+
+def is_cut(pp: int, options: Options) -> bool:
+    """Whether `options` ask for other stages than the `pp` of the source."""
+    is_given = options[PP_BOUNDS] is not None or options[PP_PARTITION] is not None
+    return is_given or options[PP] not in (None, pp)
+
+
+def bounds_of(model: Manifest, pipeline: Pipeline, options: Options) -> tuple[int, ...]:
     """The first layer of each stage, then the number of all layers.
 
-    `layers` are those that have files, `uses` those of them that use tied layers, and `source` are
-    the parameters of each stage of the source. Raises WrongOption if the options do not fit, or do
-    not say it.
+    Raises WrongOption if the options do not fit the source's `pipeline`, or do not say it.
     """
     bounds, method = options[PP_BOUNDS], options[PP_PARTITION]
-    stages = options[PP] or len(source)
+    layers, stages = pipeline.layers, options[PP] or len(pipeline.parameters)
     count = max(layers) + 1
     if bounds is not None:
         return _given(model.root, bounds, layers, options)
@@ -59,7 +84,7 @@ def bounds_of(
         )
     name, _, about = method.partition(":")
     if name == "type":
-        return _by_class(model, layers, source, stages, method)
+        return _by_class(model, pipeline, stages, method)
     if about and int(about) < count:
         raise WrongOption(
             f"--pp-partition {method}: {_files(model.root, layers)}",
@@ -67,7 +92,7 @@ def bounds_of(
         )
     if name == "uniform":
         return uniform(int(about or count), stages)
-    return balanced(_weights(model, layers, uses), stages)
+    return balanced(_weights(model, pipeline), stages)
 
 
 def refuse_without_stages(root: str, options: Options) -> None:
@@ -107,26 +132,22 @@ def _files(root: str, layers: Sequence[int]) -> str:
 
 def ranges(numbers: Sequence[int]) -> str:
     """Sorted numbers in words: 0, 1, 3 to 7."""
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and number == parts[-1][-1] + 1:
-            parts[-1].append(number)
-        else:
-            parts.append([number])
-    words = [
+    runs = groupby(enumerate(numbers), lambda each: each[1] - each[0])
+    parts = [[number for _, number in run] for _, run in runs]
+    return ", ".join(
         f"{part[0]} to {part[-1]}" if len(part) > 2 else ", ".join(map(str, part)) for part in parts
-    ]
-    return ", ".join(words)
+    )
 
 
 # -- what layers have
 
 
-def _weights(model: Manifest, layers: Sequence[int], uses: Uses) -> list[int]:
+def _weights(model: Manifest, pipeline: Pipeline) -> list[int]:
     """Trained elements of each layer; a tied layer has its own at each use.
 
     Raises WrongOption if a use of a tied layer is in no file.
     """
+    uses, layers = pipeline.uses, pipeline.layers
     hidden = sorted(key for key in of_tied(model.parameters) if len(uses.get(key, ())) < 2)
     if hidden:
         raise WrongOption(
@@ -145,32 +166,21 @@ def _weights(model: Manifest, layers: Sequence[int], uses: Uses) -> list[int]:
 # -- layers of one class
 
 
-def layers_alike(model: Manifest) -> tuple[int, ...]:
+def layers_alike(model: Manifest) -> list[int]:
     """The layers that have parameters alike, as those of one class: the most that there are.
 
     Empty if other layers are as many, with as many parameters.
     """
-    kinds: dict[int, list[tuple[str, tuple[int, ...]]]] = {}
-    for name, parameter in model.parameters.items():
-        own = LayerName.of(name)
-        if own.number is not None:
-            kinds.setdefault(own.number, []).append((own.inner, parameter.shape))
-    members: dict[tuple[tuple[str, tuple[int, ...]], ...], list[int]] = {}
-    for layer, kind in sorted(kinds.items()):
-        members.setdefault(tuple(sorted(kind)), []).append(layer)
+    names = ((LayerName.of(name), own.shape) for name, own in model.parameters.items())
+    kinds = by_key((n.number, (n.inner, shape)) for n, shape in names if n.number is not None)
+    members = by_key((tuple(sorted(kind)), layer) for layer, kind in sorted(kinds.items()))
     # an embedding and an output layer may be alike too
     sizes = {kind: (len(layers), len(kind)) for kind, layers in members.items()}
     largest = [kind for kind, size in sizes.items() if size == max(sizes.values())]
-    return tuple(members[largest[0]]) if len(largest) == 1 else ()
+    return members[largest[0]] if len(largest) == 1 else []
 
 
-def _by_class(
-    model: Manifest,
-    layers: Sequence[int],
-    source: Sequence[Sequence[str]],
-    stages: int,
-    method: str,
-) -> tuple[int, ...]:
+def _by_class(model: Manifest, pipeline: Pipeline, stages: int, method: str) -> tuple[int, ...]:
     """The bounds if the method means the layers alike; raises WrongOption if it cannot."""
     alike = layers_alike(model)
     says = f"--pp-partition {method} goes by the classes of layers, which no file states"
@@ -179,9 +189,9 @@ def _by_class(
             f"{says}, and {model.root} does not have {stages} layers with parameters alike",
             hint=f"{GIVE}, with --pp-bounds; {PRINTED}",
         )
-    weights = [int(number in alike) for number in range(max(layers) + 1)]
-    before, after = balanced(weights, len(source)), balanced(weights, stages)
-    for stage, names in enumerate(source):
+    weights = [int(number in alike) for number in range(max(pipeline.layers) + 1)]
+    before, after = (balanced(weights, n) for n in (len(pipeline.parameters), stages))
+    for stage, names in enumerate(pipeline.parameters):
         numbers = untied_layers(names)
         if numbers and not before[stage] <= min(numbers) <= max(numbers) < before[stage + 1]:
             raise WrongOption(
@@ -215,24 +225,18 @@ def balanced(weights: Sequence[int], stages: int) -> tuple[int, ...]:
     if count <= stages:
         return uniform(count, stages)
     sums = [0, *accumulate(weights)]
-    # of the first `stop` layers: the largest and the smallest sum, and where the last stage begins
-    before: list[tuple[float, float, int] | None] = [(0, inf, 0), *([None] * count)]
-    begins: list[list[int]] = []
-    for stage in range(1, stages + 1):
-        after: list[tuple[float, float, int] | None] = [None] * (count + 1)
-        for stop in range(stage, count + 1):
-            cost = inf
-            for start in range(stop):
-                known = before[start]
-                if known is None:
-                    continue
-                most = max(known[0], sums[stop] - sums[start])
-                least = min(known[1], sums[stop] - sums[start])
-                if most - least <= cost:
-                    cost, after[stop] = most - least, (most, least, start)
-        begins.append([0 if known is None else known[2] for known in after])
-        before = after
-    bounds = [count]
-    for places in reversed(begins):
-        bounds.append(places[bounds[-1]])
-    return tuple(reversed(bounds))
+    # by the number of layers so far: the largest and the smallest sum, and the bounds
+    best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0, inf, (0,))}
+    for _ in range(stages):
+        longer = {}
+        for stop in range(1, count + 1):
+            known = [
+                (max(most, own), min(least, own), (*bounds, stop))
+                for start, (most, least, bounds) in best.items()
+                if start < stop
+                for own in [sums[stop] - sums[start]]
+            ]
+            if known:
+                longer[stop] = min(reversed(known), key=lambda each: each[0] - each[1])
+        best = longer
+    return best[count][2]

@@ -11,22 +11,23 @@ layers, and each tensor rank is one model rank.
 
 from __future__ import annotations
 
-import os
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
 from msgspec import Struct, convert
 from msgspec.structs import replace
 
+from ....core import sources
 from ....core.facts import layers_of
+from ....core.filenames import numbers_of
 from ....core.grid import Grid, Place
 from ....core.layout import Shell
-from ....core.manifest import Manifest
+from ....core.manifest import Manifest, Sibling
 from ....core.merge import merge
 from ....core.placement import Table
-from ....core.split import split
+from ....core.records import RecordChecker
+from ....core.streaming import finish
 from ....errors import UnsupportedCheckpoint, WrongOption
-from ....files.torchfile import Parsed
 from ....files.torchshell import Storages, shell
 from ....training.options import (
     ALLOW_OBJECT,
@@ -35,26 +36,23 @@ from ....training.options import (
     DTYPE,
     EP,
     PARAM_NAMES,
-    PP,
     RENAME,
     TP,
     WEIGHTS_ONLY,
     Options,
 )
-from ...deepspeed_states.directories import TagDirectory
+from ...deepspeed_states.directories import LAYER, TagDirectory
 from ...deepspeed_states.model_files import module_weights
-from ...deepspeed_states.options import CONFIG, PP_BOUNDS, PP_PARTITION, STAGE
+from ...deepspeed_states.options import CONFIG, STAGE
 from ...deepspeed_states.target import DeepSpeedTarget
 from ...vocabulary import lost_rows, resized
-from .. import read
-from ..files import files_in, locate, rank_files
+from ..files import grid_files, locate
+from ..read import model_ranks, stacked, tensor_ranks
 from .copies import compare_copies
-from .grid import GridFiles, grid_files
 from .layer_names import prefix_of
-from .rank_manifests import check_layers, model_ranks, stacked
-from .stage_bounds import STAGES, refuse_without_stages
-from .target_slices import as_one_rank, doubts_of_heads, rows_of, sized, table_of
-from .target_stages import Pipeline, layers_of_names, recut
+from .stage_bounds import STAGES, Pipeline, is_cut, refuse_without_stages
+from .target_slices import rows_of, sized, slices_of
+from .target_stages import layers_of_names, recut
 
 OF_LAYERS = frozenset({STAGE.name, DTYPE.name, RENAME.name})  # they change files of layers too
 OF_RANKS = frozenset(
@@ -89,16 +87,27 @@ class TargetRanks(Struct, frozen=True):
         directory = TagDirectory(locate(path, tag).path, tag, None)
         if self.table is not None:
             tied = dict(self.pipeline.tied) if self.pipeline else None
-            ranks = read.tensor_ranks(directory, grid_files(directory), tied=tied)
+            ranks = tensor_ranks(directory, grid_files(directory), tied=tied)
             return merge(ranks, self.table)
-        assert self.grid is not None
-        found = files_in(directory, os.listdir(directory.path))
-        written = rank_files(directory, found, Parsed())
-        return stacked(model_ranks(directory, GridFiles(written, {}, self.grid))[0])
+        return stacked(model_ranks(directory, grid_files(directory, self.grid)))
+
+    def layer_siblings(self, tag: str) -> list[tuple[str, Sibling]]:
+        """The files of layers that no data rank has a part in: they are copied as they are."""
+        paths = [path for model in self.layers for path in model.files]
+        numbers = {path: numbers_of(LAYER, path.rpartition("/")[2]) for path in paths}
+        layers = sorted((own, path) for path, own in numbers.items() if own)
+        names = {path: f"{tag}/{path.rpartition('/')[2]}" for _, path in layers}
+        return [(name, Sibling(name, path, sources.size(path))) for path, name in names.items()]
 
     def check(self) -> list[str]:
-        """Reads what is copied as it is, and compares what becomes one copy; gives warnings."""
-        check_layers(self.source, self.layers)
+        """Reads what is copied as it is, and compares what becomes one copy; gives warnings.
+
+        Raises CorruptCheckpoint if a file of a layer has other CRC-32s than it states: no tensor of
+        it is copied by itself, which would check it.
+        """
+        files = {sibling.path for _, sibling in self.layer_siblings("")}
+        records = [r for model in self.layers for r in model.records if r.extent.file in files]
+        finish([RecordChecker(records, fingerprints=self.source.fingerprints)], everything=True)
         return [line for each in self.copies for line in compare_copies(each, None)]
 
 
@@ -162,14 +171,18 @@ def _of_stages(source: Manifest, grid: Grid, options: Options) -> TargetRanks:
     """The source's ranks, or those of other stages, if the options ask for some."""
     models, inferred = source.models, list[str]()
     ranks: Sequence[Manifest] = source.ranks
-    is_cut = _cuts_again(source, grid, options)
-    if is_cut:
-        if layers_of(source.engine):
+    wholes: Sequence[Manifest] = ()
+    if not grid.staged and not layers_of(source.engine):
+        refuse_without_stages(source.root, options)
+    elif is_cut(grid.pp, options):
+        stated = models[0].state.get("pipeline")
+        if stated:
+            pipeline = convert(stated, Pipeline)
+        else:  # one with experts
             own = [tuple(stage.parameters) for stage in ranks[:: grid.tp]]
             pipeline = Pipeline(own, [models[0].buffers], layers_of_names(models[0], options))
-        else:
-            pipeline = convert(models[0].state["pipeline"], Pipeline)
         grid, ranks, inferred = recut(models[0], models, pipeline, grid, options)
+        wholes = models
     with_experts = [bool(layers_of(manifest.engine)) for manifest in ranks]
     if any(with_experts) and not all(with_experts):
         raise WrongOption(
@@ -177,19 +190,8 @@ def _of_stages(source: Manifest, grid: Grid, options: Options) -> TargetRanks:
             "DeepSpeed trains no such pipeline",
             hint="choose other bounds with --pp-bounds: every stage needs a layer of experts",
         )
-    wholes = models if is_cut else ()
     source = replace(source, ranks=tuple(ranks))
     return TargetRanks(source, ranks, grid, wholes, wholes, models, inferred=inferred)
-
-
-def _cuts_again(source: Manifest, grid: Grid, options: Options) -> bool:
-    """Whether the target has other stages; raises WrongOption if the source has no pipeline."""
-    if all(options[option] is None for option in STAGES):
-        return False
-    if not grid.staged and not layers_of(source.engine):
-        refuse_without_stages(source.root, options)
-    is_given = options[PP_BOUNDS] is not None or options[PP_PARTITION] is not None
-    return is_given or options[PP] != grid.pp
 
 
 # -- other tensor ranks
@@ -201,7 +203,8 @@ def _of_slices(source: Manifest, tp: int, options: Options) -> TargetRanks:
     rows = rows_of(source, tp, options)
     model, lost = resized(source, rows), lost_rows(source, rows)
     if pipeline is None and tp == 1:
-        return TargetRanks(model, [as_one_rank(model)], left_out=lost)
+        is_sized = "tensor_parallel" in model.state
+        return TargetRanks(model, [sized(model, 1) if is_sized else model], left_out=lost)
     for option in (WEIGHTS_ONLY, CONFIG):
         if options[option]:
             raise WrongOption(
@@ -211,25 +214,15 @@ def _of_slices(source: Manifest, tp: int, options: Options) -> TargetRanks:
         raise UnsupportedCheckpoint(
             f"{source.root}: zckpt writes experts for one tensor rank alone", hint="leave out --tp"
         )
-    table, doubts = table_of(model, tp), doubts_of_heads(source, tp)
-    slices, grid = split(sized(model, tp), table), Grid(1, tp, pipeline is not None)
+    table, slices, inferred = slices_of(model, tp)
+    grid, wholes = Grid(1, tp, pipeline is not None), list[Manifest]()
     if pipeline is None:
-        ranks = [
-            replace(each, place=Place(number, grid, source.buffers))
-            for number, each in enumerate(slices)
-        ]
-        return TargetRanks(model, ranks, grid, table=table, inferred=doubts, left_out=lost)
-    grid, ranks, inferred = recut(model, slices, pipeline, grid, options)
-    return TargetRanks(
-        model,
-        ranks,
-        grid,
-        wholes=slices,
-        pipeline=pipeline,
-        table=table,
-        inferred=[*doubts, *inferred],
-        left_out=lost,
-    )
+        pairs = enumerate(slices)
+        ranks = [replace(own, place=Place(n, grid, source.buffers)) for n, own in pairs]
+    else:
+        grid, ranks, more = recut(model, slices, pipeline, grid, options)
+        wholes, inferred = slices, [*inferred, *more]
+    return TargetRanks(model, ranks, grid, wholes, (), (), pipeline, table, inferred, left_out=lost)
 
 
 def _pipeline_of(source: Manifest) -> Pipeline | None:

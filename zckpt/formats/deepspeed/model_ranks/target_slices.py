@@ -21,7 +21,7 @@ from ....core import slicing
 from ....core.facts import FlatBufferEngine
 from ....core.manifest import Manifest
 from ....core.placement import Row, Shapes, Sliced, Table
-from ....core.split import names_in
+from ....core.split import names_in, split
 from ....errors import (
     InconsistentCheckpoint,
     MissingData,
@@ -36,41 +36,48 @@ from ....naming.ties import CONFIG
 from ....training.options import VOCAB_SIZE, Options
 from ....training.trainers import files_to_load_by, json_of
 from ...vocabulary import padded
-from .grid import TENSOR_SIZES, VOCABULARY_SIZES, arguments, with_sizes
-from .tensor_ranks import TENSOR_RANK
-from .universal_info import UniversalInfo, info_for
-
-
-def doubts_of_heads(source: Manifest, tp: int) -> list[str]:
-    """AutoTP gives some ranks more heads if it cannot deal them evenly (0.19.8, tp_shard.py)."""
-    is_as_before = "affine_map" in (_state(source, tp)["client_state"].get(INFO) or {})
-    if is_as_before or not is_auto(_engine(source, tp).config) or AutoTP.of(source).heads:
-        return []
-    return [
-        "each tensor rank gets an equal share of the attention: --tp must divide "
-        "num_key_value_heads of the model, because AutoTP deals whole heads"
-    ]
-
-
-def as_one_rank(source: Manifest) -> Manifest:
-    """The whole model as a run without tensor parallelism."""
-    return sized(source, 1) if "tensor_parallel" in source.state else source
+from ..ranks import TENSOR_SIZES, VOCABULARY_SIZES, arguments, with_sizes
+from .tensor_ranks import TENSOR_RANK, UniversalInfo, info_for
 
 
 def sized(source: Manifest, tp: int) -> Manifest:
     """The whole model, with what each rank states at this number of tensor ranks."""
     facts = {key: value for key, value in source.source.items() if key not in ("tp", "pp")}
-    return replace(source, source=facts, engine=_engine(source, tp), state=_state(source, tp))
+    engine, state = source.engine, _state(source, tp)
+    assert isinstance(engine, FlatBufferEngine)
+    if is_auto(source):
+        sizes = {**engine.config["tensor_parallel"], "autotp_size": tp}
+        engine = replace(engine, config={**engine.config, "tensor_parallel": sizes})
+    return replace(source, source=facts, engine=engine, state=state)
+
+
+def _state(source: Manifest, tp: int) -> dict[str, Any]:
+    """The state, as it is at this number of tensor ranks."""
+    facts = source.state.get("tensor_parallel") or {}
+    padded = max((source.parameters[n].shape[0] for n in _vocabularies(source)), default=0)
+    state = {key: value for key, value in source.state.items() if key != "tensor_parallel"}
+    client = dict(state.get("client_state") or {})
+    if isinstance(client.get(INFO), Mapping):
+        rules = facts.get("rules") or {}
+        whole = [name for name, rule in rules.items() if rule == "replicated"]
+        client[INFO] = info_for(client[INFO], tp, whole)
+        if padded and "padded_vocab_size" in client[INFO]:
+            client[INFO]["padded_vocab_size"] = padded
+    sizes = dict.fromkeys(TENSOR_SIZES, tp) | (
+        dict.fromkeys(VOCABULARY_SIZES, padded) if padded else {}
+    )
+    return {**state, "client_state": with_sizes(client, sizes)}
 
 
 # -- how parameters are cut
 
 
-def table_of(source: Manifest, tp: int) -> Table:
-    """How each parameter is cut over the target's ranks, and each rank's shape of it."""
+def slices_of(source: Manifest, tp: int) -> tuple[Table, list[Manifest], list[str]]:
+    """How parameters are cut over the target's ranks, what each rank has of them; and doubts."""
     names = names_in(source)
     if tp == 1:  # whole, whatever the rules
-        return Table(TENSOR_RANK, rows=[Row(names)])
+        table = Table(TENSOR_RANK, rows=[Row(names)])
+        return table, split(sized(source, tp), table), []
     texts = (source.state.get("tensor_parallel") or {}).get("rules") or {}
     if not source.parameters.keys() <= texts.keys():  # none, or of other names
         raise MissingData(
@@ -78,31 +85,34 @@ def table_of(source: Manifest, tp: int) -> Table:
             hint="give --like RUN, a run of these tensor ranks; or write it --to deepspeed first, "
             "then `zckpt reshard --tp` with --tp-rules FILE, or a family such as --tp-rules llama",
         )
-    info = _state(source, tp)["client_state"].get(INFO)
+    whole = sized(source, tp)
+    info = whole.state["client_state"].get(INFO)
     stated = UniversalInfo(info) if isinstance(info, Mapping) else None
-    auto = AutoTP.of(source) if is_auto(_engine(source, tp).config) else None
-    cuts: dict[str, Sliced] = {}
-    rows: list[dict[str, tuple[int, ...]]] = [{} for _ in range(tp)]
-    uneven: dict[str, tuple[int, ...]] = {}
+    auto = AutoTP.of(source) if is_auto(source) else None
+    doubts = []
+    if auto and not auto.heads and "affine_map" not in (info or {}):
+        doubts.append(  # it gives some ranks more heads if they cannot be dealt evenly
+            "each tensor rank gets an equal share of the attention: --tp must divide "
+            "num_key_value_heads of the model, because AutoTP deals whole heads"
+        )
+    found: dict[str, tuple[Shapes, Sliced]] = {}
     for name, parameter in source.parameters.items():
-        own = stated_rule(name, texts[name]) or stated
-        whole = parameter.shape
-        aliases = name, *parameter.aliases
+        rules, aliases = stated_rule(name, texts[name]) or stated, (name, *parameter.aliases)
         first = None if stated is None else stated.stated_shapes(name)
-        found = None if own is None else _slices(own, aliases, whole, tp, auto, first)
-        if found is None:
-            uneven[f"{name} {list(whole)} ({texts[name]})"] = whole
-            continue
-        shapes, cuts[name] = found
-        for row, shape in zip(rows, shapes, strict=True):
-            row[name] = shape or ()
-    if uneven:
+        own = None if rules is None else _slices(rules, aliases, parameter.shape, tp, auto, first)
+        if own is not None:
+            found[name] = own
+    shapes = {name: own.shape for name, own in source.parameters.items() if name not in found}
+    if uneven := [f"{name} {list(shape)} ({texts[name]})" for name, shape in shapes.items()]:
         raise UnsupportedCheckpoint(
             f"{source.root}: {counted(len(uneven), 'parameter')} cannot be cut evenly over {tp} "
-            f"tensor ranks by the rules of the source: {listed(list(uneven), 4)}",
+            f"tensor ranks by the rules of the source: {listed(uneven, 4)}",
             hint="choose a --tp that divides the heads, the widths and the rows of the vocabulary",
         )
-    return Table(TENSOR_RANK, cuts, [Row(names, row) for row in rows])
+    rows = [{name: own[rank] or () for name, (own, _) in found.items()} for rank in range(tp)]
+    cuts = {name: sliced for name, (_, sliced) in found.items()}
+    table = Table(TENSOR_RANK, cuts, [Row(names, row) for row in rows])
+    return table, split(whole, table), doubts
 
 
 def _slices(
@@ -158,7 +168,7 @@ def rows_of(source: Manifest, tp: int, options: Options) -> dict[str, int]:
         )
     before = int(source.source.get("tp") or 1)
     rows: dict[str, int] = {}
-    if given is None and facts and is_auto(_engine(source, tp).config):
+    if given is None and facts and is_auto(source):
         return rows  # AutoTP pads nothing: ranks have shares that differ by one row
     for name, about in facts.items():
         is_rounded = about["rows"] == -(-about["used"] // before) * before
@@ -172,36 +182,6 @@ def _vocabularies(source: Manifest) -> dict[str, Mapping[str, int]]:
     """The rows of each vocabulary, as far as its name was not changed."""
     facts = (source.state.get("tensor_parallel") or {}).get("vocabulary") or {}
     return {name: about for name, about in facts.items() if name in source.parameters}
-
-
-# -- what one rank states
-
-
-def _engine(source: Manifest, tp: int) -> FlatBufferEngine:
-    engine = source.engine
-    assert isinstance(engine, FlatBufferEngine)
-    config = dict(engine.config or {})
-    if isinstance(config.get("tensor_parallel"), Mapping):
-        config["tensor_parallel"] = {**config["tensor_parallel"], "autotp_size": tp}
-    return replace(engine, config=config)
-
-
-def _state(source: Manifest, tp: int) -> dict[str, Any]:
-    """The rest of the state, as it is at this number of tensor ranks."""
-    facts = source.state.get("tensor_parallel") or {}
-    padded = max((source.parameters[n].shape[0] for n in _vocabularies(source)), default=0)
-    state = {key: value for key, value in source.state.items() if key != "tensor_parallel"}
-    client = dict(state.get("client_state") or {})
-    if isinstance(client.get(INFO), Mapping):
-        rules = facts.get("rules") or {}
-        whole = [name for name, rule in rules.items() if rule == "replicated"]
-        client[INFO] = info_for(client[INFO], tp, whole)
-        if padded and "padded_vocab_size" in client[INFO]:
-            client[INFO]["padded_vocab_size"] = padded
-    sizes = dict.fromkeys(TENSOR_SIZES, tp) | (
-        dict.fromkeys(VOCABULARY_SIZES, padded) if padded else {}
-    )
-    return {**state, "client_state": with_sizes(client, sizes)}
 
 
 # -- the shares of AutoTP
@@ -222,9 +202,10 @@ HEADS = (
 """Keys of config.json, in the order in which DeepSpeed asks for them."""
 
 
-def is_auto(config: Mapping[str, Any] | None) -> bool:
-    """Whether a ds_config is of a run with AutoTP."""
-    return isinstance((config or {}).get("tensor_parallel"), Mapping)
+def is_auto(source: Manifest) -> bool:
+    """Whether the ds_config is of a run with AutoTP."""
+    assert isinstance(source.engine, FlatBufferEngine)
+    return isinstance((source.engine.config or {}).get("tensor_parallel"), Mapping)
 
 
 class AutoTP(Struct, frozen=True):

@@ -17,15 +17,13 @@ groups none of them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 from msgspec.structs import replace
 
 from ....core.dtypes import FLOATS
-from ....core.grouping import by_key
-from ....core.manifest import Entry, Manifest
+from ....core.manifest import Manifest
 from ....core.merge import merge
 from ....core.placement import Table
 from ....core.states import OTHER
@@ -56,12 +54,12 @@ from ..files import RankFiles
 from ..model_ranks.copies import EP_RANK
 from ..ranks import hyper_parameters
 from ..stage_0 import naming
-from ..stage_0.optimizer import Members, WholeOptimizer, named_optimizer, states_with, with_names
+from ..stage_0.optimizer import WholeOptimizer, named_optimizers, states_with, with_names
 from ..stage_0.samples import TensorInFile
 from ..stage_0.states import kept, with_members
 from .auto_ep import READ, layers_in
-from .expert_files import LayerFiles, gate_of, layers_of, named_of, shared, spread_over
-from .experts import Experts
+from .expert_files import LayerFiles, layers_of, named_of, shared, spread_over
+from .experts import Experts, with_tensors
 
 
 def manifest_of_experts(directory: TagDirectory, files: RankFiles, reading: Reading) -> Manifest:
@@ -83,9 +81,11 @@ def manifest_of_experts(directory: TagDirectory, files: RankFiles, reading: Read
     ranks = [replace(each, model=model) for each in ranks]
     layers = _layers(ranks[0], layers_files, reading)
     _check_files(ranks, layers)
-    experts = Experts(
-        ranks[0], layers_files, layers, ExpertRanks.of_config(ranks[0].dp, ranks[0].config)
-    )
+    places = ExpertRanks.of_config(ranks[0].dp, ranks[0].config)
+    whole = with_tensors(ranks[0], layers_files, layers)
+    experts = Experts(ranks[0], whole, layers, places)
+    model = {**whole.model, "module": {}}  # no rank has the module alone
+    ranks = [replace(each, model=model, apart=whole.apart) for each in ranks]
     wholes = _named(ranks, experts, reading)
     own = model.get("optimizer")
     if isinstance(own, dict) and own:
@@ -180,24 +180,13 @@ def _weights(experts: Experts, of_layer: Mapping[str, int]) -> dict[str, TensorI
 
     Second names of tied weights are left out.
     """
-    model, behind = experts.ranks.model, {gate_of(layer): layer for layer in experts.files}
-    apart = {*(model.get("buffer_names") or ()), *model["shared_params"]}
-    weights: dict[str, TensorInFile] = {}
-
-    def add(name: str, local: str, file: TorchFile, tensor: Any) -> None:
-        if local not in apart and not is_extra(name, tensor) and tensor.dtype in FLOATS:
-            weights[name] = TensorInFile(file, tensor)
-
-    for name, tensor in model["module"].items():
-        add(name, name, experts.ranks.models[0], tensor)
-        if layer := behind.get(name):
-            count = experts.layers.layers[layer.name].local
-            first = of_layer[layer.name] * count
-            for number, own in enumerate(layer.files[first : first + count]):
-                for key, value in own.value.items():
-                    if parts := expert_name(key):
-                        add(key, parts.numbered(number), own, value)
-    return weights
+    whole = experts.whole
+    own = (
+        (name, whole.file_of(name), tensor)
+        for name, tensor in whole.model["module"].items()
+        if experts.layers.is_held(name, of_layer)
+    )
+    return naming.weights_in(own, {*whole.model["buffer_names"], *whole.model["shared_params"]})
 
 
 def _second_names(ranks: EngineStates, files: Sequence[LayerFiles]) -> dict[str, str]:
@@ -239,9 +228,9 @@ def _varies(file: TorchFile, tensor: Tensor) -> bool:
 def _of_first(
     ranks: EngineStates, weights: Mapping[str, TensorInFile], reading: Reading
 ) -> WholeOptimizer:
-    """The optimizer of the first ep rank with names; raises MissingData as `named_optimizer`."""
+    """The optimizer of the first ep rank with names; raises MissingData as `named_optimizers`."""
     if ranks.model.get("param_shapes") or reading.param_names is not None:
-        whole = named_optimizer(ranks, weights, reading)
+        (whole,) = named_optimizers([ranks], weights, reading)
         return with_names(ranks, whole.members, whole.inferred, naming.shapes_of(weights))
     groups = ranks.bases[0]["param_groups"]
     members: list[Sequence[str | None]] = [()] * len(groups)
@@ -251,14 +240,9 @@ def _of_first(
         own = {n: w for n, w in weights.items() if (expert_name(n) is not None) == of_experts}
         if not places:
             continue
-        part = _some_groups(ranks, places)
-        names: Members
-        if FLAT_MASTERS in part.first:
-            names = naming.by_order(part.optimizers[0], part.first[FLAT_MASTERS], own)
-        else:
-            whole = named_optimizer(part, own, USUAL)
-            names, inferred = whole.members, [*inferred, *whole.inferred]
-        for place, group in zip(places, names, strict=True):
+        (whole,) = named_optimizers([_some_groups(ranks, places)], own, USUAL)
+        inferred += whole.inferred
+        for place, group in zip(places, whole.members, strict=True):
             members[place] = group
     return with_names(ranks, members, inferred, naming.shapes_of(weights))
 
@@ -288,11 +272,14 @@ def _joined(
     """
     first, *others = wholes
     states, slots = kept(first, step_policy)
-    experts = replace(experts, ranks=states)
-    own = manifest_of(states, slots, "deepspeed", states.config, experts.module_dtype)
+    shapes = {"param_shapes": states.model["param_shapes"]}
+    whole = replace(experts.whole, model={**experts.whole.model, **shapes})
+    own = manifest_of(states, slots, "deepspeed", states.config, whole.module_dtype)
     own = replace(own, inferred=tuple(first.inferred), zero_padding=True)
     ranks = [own, *(_beside(own, each, step_policy) for each in others)]
-    manifest = experts.complete(merge(ranks, Table(EP_RANK), step_policy))
+    trained = {name for rank in ranks for name in rank.parameters}
+    beside = _of_module(own, whole, trained)
+    manifest = experts.complete(merge(ranks, Table(EP_RANK), step_policy, beside))
     manifest = with_members(manifest, first.members)
     warnings = list(manifest.warnings)
     if inferred := manifest.inferred:
@@ -303,39 +290,49 @@ def _joined(
     return replace(manifest, warnings=tuple(warnings))
 
 
+def _of_module(first: Manifest, whole: EngineStates, trained: Collection[str]) -> Manifest:
+    """The weights of the whole module, as if a rank beside the others had them."""
+    tensors = ManifestTensors(whole)
+    tensors.add_frozen()
+    tensors.add_buffers()
+    tensors.add_aliases()
+    return replace(
+        first,
+        entries=tensors.entries,
+        parameters={n: own for n, own in tensors.parameters.items() if n not in trained},
+        buffers=tensors.buffer_names,
+        replicas=tuple(tensors.replicas),
+        state={"module": list(tensors.module)},
+        files=(),
+        records=(),
+    )
+
+
 def _beside(first: Manifest, whole: WholeOptimizer, step_policy: str | None) -> Manifest:
-    """Another rank's optimizer, with the first rank's model and groups."""
+    """Another rank's optimizer, with the first rank's groups."""
     states, slots = kept(whole, step_policy)
-    tensors = ManifestTensors(replace(states, model={**states.model, "module": {}}))
+    tensors = ManifestTensors(states)
     for buffer in slots:
         tensors.add_trainable(buffer)
-    known = first.parameters
-    parameters = {  # the module with second names is the first rank's
-        name: replace(own, aliases=known[name].aliases) if name in known else own
-        for name, own in tensors.parameters.items()
-    }
-    states_of = [_states_by_parameter(each) for each in (first.entries, tensors.entries)]
-    for name in tensors.parameters:
-        if name in known and states_of[0].get(name) != states_of[1].get(name):
-            raise InconsistentCheckpoint(
-                f"{whole.file.path}: its copy of {name} has other states than ep rank 0's",
-                hint="files of different saves seem to be mixed",
-            )
+    tensors.add_aliases()
+    both = first.parameters.keys() & tensors.parameters.keys()
+    own, theirs = (
+        {(entry.parameter, entry.slot) for entry in entries.values() if entry.parameter in both}
+        for entries in (first.entries, tensors.entries)
+    )
+    if odd := sorted(own ^ theirs):
+        raise InconsistentCheckpoint(
+            f"{whole.file.path}: its copy of {odd[0][0]} has other states than ep rank 0's",
+            hint="files of different saves seem to be mixed",
+        )
     other = tensors.kept(states.first.get(OTHER) or {}, f"optimizer.{OTHER}", whole.file)
     return replace(
         first,
         entries=tensors.entries,
-        parameters=parameters,
-        replicas=(),
+        parameters=tensors.parameters,
         files=(whole.file.path,),
         records=tuple(whole.file.records.values()),
         inferred=tuple(whole.inferred),
         unread=tuple(strangers_of(states)[1]),
         state={**first.state, "optimizer": {**first.state["optimizer"], OTHER: other}},
     )
-
-
-def _states_by_parameter(entries: Mapping[str, Entry]) -> dict[str, set[str]]:
-    """The masters and states that an optimizer keeps of each parameter."""
-    slots = by_key((entry.parameter, entry.slot) for entry in entries.values())
-    return {name: {*own} - {"param", "state"} for name, own in slots.items()}

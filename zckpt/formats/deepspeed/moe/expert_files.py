@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
 from msgspec import Struct
@@ -23,12 +23,14 @@ from ....errors import CorruptCheckpoint, InconsistentCheckpoint, listed
 from ....files.torchfile import Tensor, TorchFile
 from ....files.torchshell import Storages, shell
 from ...deepspeed_states.directories import refuse
-from ...deepspeed_states.experts import ExpertName, expert_name
+from ...deepspeed_states.experts import expert_name
 from ...deepspeed_states.model_files import module_weights
 from ...deepspeed_states.states import EngineStates, dictionary, open_files
 from ...deepspeed_states.target import DeepSpeedTarget
 from ..files import MOST, RankFiles, lacking
 from .auto_ep import ROUTER
+
+SWAPPED = "files of experts seem to be swapped"
 
 
 def file_name(layer: int, expert: int, mp_rank: str) -> str:
@@ -71,14 +73,17 @@ def layers_of(ranks: EngineStates, files: RankFiles) -> list[LayerFiles]:
             hint="files of another save may lie between them; keep those of one save",
         )
     opened = iter(open_files([paths[place] for place in wanted], files.parsed))
-    layers = [_layer(n, list(islice(opened, count))) for n, count in enumerate(counts)]
-    names = [layer.name for layer in layers]
-    if len(set(names)) < len(names):
-        raise InconsistentCheckpoint(
-            f"{directory}: two layers of files hold experts of {listed(names)}",
-            hint="expert files of two layers seem to be mixed; copy all files again",
-        )
-    _check_order(ranks, layers)
+    layers = [_layer(list(islice(opened, count))) for count in counts]
+    module = {name: place for place, name in enumerate(ranks.model["module"])}
+    last = -1
+    for layer in layers:  # which the engine numbers in the module's order
+        before, last = last, module.get(gate_of(layer), -1)
+        if last <= before:
+            raise InconsistentCheckpoint(
+                f"{layer.files[0].path} has an expert of {layer.name}, which is not the next layer "
+                f"of experts in {ranks.models[0].path}",
+                hint=f"{SWAPPED}, or of another save; copy all files again",
+            )
     return layers
 
 
@@ -87,46 +92,30 @@ def _places(counts: Sequence[int]) -> Iterator[tuple[int, int]]:
     return ((layer, number) for layer, count in enumerate(counts) for number in range(count))
 
 
-def _layer(number: int, files: Sequence[TorchFile]) -> LayerFiles:
-    """The files of one layer, which must have alike contents."""
-    first, layers = _names(files[0], 0), set[str]()
-    for expert, file in enumerate(files):
-        names = _names(file, expert)
-        layers |= {name.layer for name in names.values()}
-        if _forms(file, names) != _forms(files[0], first) or not names:
+def _layer(files: Sequence[TorchFile]) -> LayerFiles:
+    """The files of one layer, each of which has the tensors of its own expert, and all alike."""
+    layer, first = "", list[object]()
+    for number, file in enumerate(files):
+        forms = list[object]()
+        for key, tensor in dictionary(file, file.value).items():
+            name = expert_name(key) if isinstance(key, str) else None
+            if name is None or not isinstance(tensor, Tensor):
+                raise CorruptCheckpoint(f"{file.path} is not a file of one expert: it has {key!r}")
+            layer = layer or name.layer
+            if (name.layer, name.number) != (layer, number):
+                raise InconsistentCheckpoint(
+                    f"{file.path} holds expert {name.number} of {name.layer}, in the place of "
+                    f"expert {number} of {layer}",
+                    hint=f"{SWAPPED}; copy all files again",
+                )
+            forms.append((name.inner, tensor.dtype, tensor.shape))
+        first = first or forms
+        if forms != first or not forms:
             raise InconsistentCheckpoint(
                 f"{file.path} holds other tensors than {os.path.basename(files[0].path)}",
-                hint=f"all experts of layer {number} have tensors of the same names and shapes",
+                hint=f"all experts of {layer} have tensors of the same names and shapes",
             )
-    if len(layers) > 1:
-        raise InconsistentCheckpoint(
-            f"{files[0].path} and the files of the other experts are of different layers: "
-            f"{listed(sorted(layers))}",
-            hint="expert files of two layers seem to be swapped; copy all files again",
-        )
-    return LayerFiles(layers.pop(), files)
-
-
-def _names(file: TorchFile, number: int) -> dict[str, ExpertName]:
-    """The parts of all names in a file, which must be those of expert `number`."""
-    names = {}
-    for key, tensor in dictionary(file, file.value).items():
-        name = expert_name(key) if isinstance(key, str) else None
-        if name is None or not isinstance(tensor, Tensor):
-            raise CorruptCheckpoint(f"{file.path} is not a file of one expert: it has {key!r}")
-        if name.number != number:
-            raise InconsistentCheckpoint(
-                f"{file.path} holds expert {name.number}, and its name says {number}",
-                hint="two expert files seem to be swapped; copy all files again",
-            )
-        names[key] = name
-    return names
-
-
-def _forms(file: TorchFile, names: Mapping[str, ExpertName]) -> list[object]:
-    """Names, types and shapes in a file, without the number of the expert."""
-    tensors = ((name.inner, file.value[key]) for key, name in names.items())
-    return [(inner, tensor.dtype, tensor.shape) for inner, tensor in tensors]
+    return LayerFiles(layer, files)
 
 
 # -- the files of a target
@@ -167,19 +156,6 @@ def gate_of(layer: LayerFiles) -> str:
     return layer.name + (ROUTER if parts is not None and parts.is_slice else GATE)
 
 
-def _check_order(ranks: EngineStates, layers: Sequence[LayerFiles]) -> None:
-    """The numbers of layers in names of files, and the module's own order, must agree."""
-    behind = {gate_of(layer): layer.name for layer in layers}
-    names = [layer.name for layer in layers]
-    gates = [behind[key] for key in ranks.model["module"] if key in behind]
-    if set(gates) == set(names) and gates != names:
-        raise InconsistentCheckpoint(
-            f"{ranks.directory.path}: by the names of the expert files the layers are "
-            f"{listed(names)}, in the model they are {listed(gates)}",
-            hint="expert files of two layers seem to be swapped; copy all files again",
-        )
-
-
 def named_of(ranks: EngineStates) -> tuple[str, ...]:
     """The names on rank 0, by its own numbers, as far as the files list any."""
     return (
@@ -195,40 +171,26 @@ def spread_over(ranks: EngineStates, layer: LayerFiles, named: Iterable[str]) ->
     `named` are names on rank 0. Raises InconsistentCheckpoint, and UnsupportedCheckpoint if none of
     them is in the layer.
     """
-    model = ranks.model
     parts = [part for part in map(expert_name, named) if part and part.layer == layer.name]
     local, experts = len({part.number for part in parts}), len(layer.files)
-    if gate_of(layer) not in model["module"]:
-        raise InconsistentCheckpoint(
-            f"{layer.files[0].path} has an expert of {layer.name}, a layer that "
-            f"{ranks.models[0].path} does not have",
-            hint="expert files of two stages or saves seem to be mixed; copy all files again",
-        )
     if not local:
         refuse(ranks.directory, f"experts of {layer.name}, none of which is trained")
-    ep = experts // local
-    if {part.number for part in parts} != set(range(local)) or ep * local != experts:
+    if {part.number for part in parts} != set(range(local)) or experts % local:
         raise InconsistentCheckpoint(
             f"{ranks.directory.path}: rank 0 has {local} of the {experts} experts of {layer.name}, "
             "which is no equal share",
             hint="model and expert files of different saves seem to be mixed",
         )
-    return shared(ranks, layer, ep)
+    return shared(ranks, layer, experts // local)
 
 
 def shared(ranks: EngineStates, layer: LayerFiles, ep: int) -> ExpertLayer:
     """A layer over `ep` ranks; raises InconsistentCheckpoint unless these can share it."""
     experts = len(layer.files)
-    if ranks.dp % ep:
+    if ranks.dp % ep or experts % ep:
         raise InconsistentCheckpoint(
-            f"{ranks.directory.path}: {ranks.dp} ranks cannot share {layer.name} by an "
-            f"expert-parallel size of {ep}",
+            f"{ranks.directory.path}: {ranks.dp} ranks cannot share the {experts} experts of "
+            f"{layer.name} by an expert-parallel size of {ep}",
             hint="model and optimizer files of different saves seem to be mixed",
-        )
-    if experts % ep:
-        raise InconsistentCheckpoint(
-            f"{ranks.directory.path}: {ep} ranks cannot share the {experts} experts of "
-            f"{layer.name}",
-            hint="model and expert files of different saves seem to be mixed",
         )
     return ExpertLayer(layer.name, experts, ep)

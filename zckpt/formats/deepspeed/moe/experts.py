@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import islice
+from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -23,14 +24,15 @@ from msgspec.structs import replace
 from ....core import agreement
 from ....core.facts import FlatBufferEngine
 from ....core.grouping import by_key
-from ....core.manifest import Entry, Manifest, Parameter
+from ....core.manifest import Manifest
 from ....core.merge import in_order
 from ....errors import InconsistentCheckpoint, listed
-from ....files.torchfile import Tensor, TorchFile
+from ....files.torchfile import TorchFile
 from ...deepspeed_states.directories import refuse
 from ...deepspeed_states.experts import ExpertLayers, ExpertRanks, size_in
-from ...deepspeed_states.manifest import manifest_of, with_files
+from ...deepspeed_states.manifest import manifest_of
 from ...deepspeed_states.states import EngineStates, FlatBuffer, ParameterShapes
+from ...deepspeed_states.tensors import ManifestTensors
 from ..files import RankFiles
 from ..flats import flat_buffers
 from ..model_ranks.pipeline import begins_as
@@ -44,10 +46,10 @@ SPREAD = "mixture-of-experts layers whose experts are spread over tensor ranks"
 
 
 class Experts(Struct, frozen=True):
-    """The experts in the files of all ranks."""
+    """The experts in the files of all ranks; `whole` has those of all in its module."""
 
     ranks: EngineStates
-    files: Sequence[LayerFiles]
+    whole: EngineStates
     layers: ExpertLayers
     places: ExpertRanks
 
@@ -62,16 +64,19 @@ class Experts(Struct, frozen=True):
         """
         layers = [self.layers.layer_of(name) for name in shapes]
         eps = {1 if layer is None else layer.ep for layer in layers}
-        if len(eps) > 1:
+        ep, ranks, stated = max(eps, default=1), self.ranks, self.ranks.groups(group)[0]
+        counts = ranks.first.get("partition_count")
+        count = counts[group] if isinstance(counts, list) and group < len(counts) else None
+        is_named = not (any(layers) and stated.get("moe")) or size_in(stated) == ep
+        if len(eps) > 1 or count not in (None, ranks.dp // ep) or not is_named:
             raise InconsistentCheckpoint(
-                f"{self.ranks.directory.path}: flat group {group} has parameters that "
-                f"{listed([*map(str, sorted(eps))])} expert-parallel ranks share",
-                hint="files of different saves seem to be mixed",
+                f"{ranks.directory.path}: flat group {group}, named {stated.get('name')!r}, is "
+                f"cut over {count} of {ranks.dp} ranks, and "
+                f"{listed([*map(str, sorted(eps))])} expert-parallel ranks share its parameters",
+                hint="model and optimizer files of different saves seem to be mixed",
             )
-        ep = eps.pop() if eps else 1
-        self._check_group(group, ep, any(layers))
         if ep == 1:
-            return [(self.ranks, shapes)]
+            return [(ranks, shapes)]
         return [
             (
                 self._of_ranks(self.places.alike(ep_rank, ep)),
@@ -79,26 +84,6 @@ class Experts(Struct, frozen=True):
             )
             for ep_rank in range(ep)
         ]
-
-    def _check_group(self, group: int, ep: int, of_experts: bool) -> None:
-        """The group's own statements: its name, and over how many ranks it is cut."""
-        where = f"{self.ranks.directory.path}: flat group {group}"
-        counts = self.ranks.first.get("partition_count")
-        count = counts[group] if isinstance(counts, list) and group < len(counts) else None
-        if count not in (None, self.ranks.dp // ep):
-            raise InconsistentCheckpoint(
-                f"{where} is cut over {count} ranks, but {self.ranks.dp} ranks with an "
-                f"expert-parallel size of {ep} would cut it over {self.ranks.dp // ep}",
-                hint="files of different saves seem to be mixed",
-            )
-        stated = self.ranks.groups(group)[0]
-        name = stated.get("name")
-        if of_experts and stated.get("moe") and name != f"ep_size_{ep}":
-            raise InconsistentCheckpoint(
-                f"{where} is named {name!r}, but the names of its experts show an "
-                f"expert-parallel size of {ep}",
-                hint="model and optimizer files of different saves seem to be mixed",
-            )
 
     def _of_ranks(self, numbers: Sequence[int]) -> EngineStates:
         """What some of the ranks say, as if they were all."""
@@ -116,88 +101,48 @@ class Experts(Struct, frozen=True):
     @property
     def fit(self) -> bool:
         """Whether the first masters in each buffer of experts round to their weights."""
-        weights = {
-            name: Entry(f"{name}/param", tensor.dtype, tensor.shape, file.fragments(tensor))
-            for file, name, tensor in self._stored
-        }
+        tensors, names = ManifestTensors(self.whole), list[str]()
         try:
-            buffers = list(flat_buffers(self.ranks, "max", self.sharing))
+            for buffer in flat_buffers(self.ranks, "max", self.sharing):
+                tensors.add_trainable(buffer)
+                of_experts = (name for name in buffer.shapes if name in self.whole.apart)
+                names += islice(of_experts, PARAMETERS)
         except InconsistentCheckpoint:  # partitions of other lengths
             return False
-        masters = (
-            Entry(f"{name}/master", buffer.slots[0].dtype, shape, buffer.slots[0].fragments[name])
-            for buffer in buffers
-            for name, shape in islice(buffer.shapes.items(), PARAMETERS)
-            if name in weights
-        )
-        return all(
-            begins_as(weights[each.parameter], each, min(ELEMENTS, each.numel)) for each in masters
-        )
+        entries = tensors.entries
+        pairs = ((entries[f"{name}/param"], entries[f"{name}/master"]) for name in names)
+        return all(begins_as(weight, m, min(ELEMENTS, m.numel)) for weight, m in pairs)
 
     # -- the manifest
 
-    @property
-    def module_dtype(self) -> str:
-        """The type of the module's trainable weights, if no dense weight shows it."""
-        module = {name: tensor for _, name, tensor in self._stored} | self.ranks.model["module"]
-        return replace(self.ranks, model={**self.ranks.model, "module": module}).module_dtype
-
-    @property
-    def _stored(self) -> list[tuple[TorchFile, str, Tensor]]:
-        """Every tensor of every expert, by its file and its name in the whole model."""
-        files = [file for layer in self.files for file in layer.files]
-        return [(file, *pair) for file in files for pair in file.value.items()]
-
     def complete(self, manifest: Manifest) -> Manifest:
-        """The manifest with the experts' weights and buffers, and with all experts in order.
+        """The manifest of the whole module, which says what its experts are, and has them in order.
 
-        Without them it has the experts' masters and states alone, one ep rank after the other.
+        Raises InconsistentCheckpoint if the optimizer knows an expert without a weight. DeepSpeed
+        drops what has `expert` in the name of its MoE layer, and saves only what is below
+        `deepspeed_experts` apart: not a residual MLP (0.19.8, `_get_non_moe_state_dict`).
         """
-        named = self.ranks.model.get("buffer_names") or ()
-        known = {*manifest.buffers}
-        kept = [name for name in named if name in known or not self.layers.is_dense(name)]
-        buffers = tuple(self.layers.everywhere(kept))
-        aliases = self._aliases()
-        own = by_key((owner, alias) for alias, owner in aliases.items())
-        parameters = {
-            name: replace(about, aliases=tuple(own[name])) if name in own else about
-            for name, about in ((name, manifest.parameters[name]) for name in self._order(manifest))
-        }
-        weights: dict[str, Entry] = {}
-        replicas = list(manifest.replicas)
-        for file, name, tensor in self._stored:
-            owner = aliases.get(name, name)
-            if owner not in parameters and owner not in buffers:
-                parameters[owner] = Parameter(tensor.shape, trainable=False)
-            if owner in parameters and (shape := parameters[owner].shape) != tensor.shape:
-                raise InconsistentCheckpoint(
-                    f"{file.path}: {name} has shape {tensor.shape}, and {shape} where shapes are "
-                    "listed"
-                )
-            entry = Entry(f"{owner}/param", tensor.dtype, tensor.shape, file.fragments(tensor))
-            first = weights.setdefault(entry.name, entry)
-            if first.fragments != entry.fragments:
-                replicas.append(entry)
-        assert isinstance(manifest.engine, FlatBufferEngine)
-        frozen = [name for name, about in parameters.items() if not about.trainable]
-        parameters |= {name: parameters.pop(name) for name in frozen}
-        entries = {**weights, **manifest.entries}
-        unsaved = [name for name in manifest.parameters if f"{name}/param" not in entries]
-        self._check_saved(unsaved)
+        unsaved = [name for name in manifest.parameters if f"{name}/param" not in manifest.entries]
+        if lost := [name for name in unsaved if not self.layers.is_dense(name)]:
+            raise InconsistentCheckpoint(
+                f"{self.ranks.directory.path}: the optimizer has {listed(lost, 3)}, and the files "
+                "of the experts do not",
+                hint="files of different saves seem to be mixed",
+            )
         unsaved_line = (
             f"DeepSpeed did not save the weights of {listed(unsaved, 4)}, as the name of their MoE "
             "layer has `expert` in it: their masters stand for them"
         )
+        module, buffers = self.whole.model["module"], {*manifest.buffers}
+        assert isinstance(manifest.engine, FlatBufferEngine)
         manifest = replace(
-            with_files(manifest, (file for file, _, _ in self._stored)),
+            manifest,
             warnings=(*manifest.warnings, *([unsaved_line] if unsaved else [])),
             source={**manifest.source, "ep": max(self.layers.sizes)},
-            entries=entries,
-            parameters=parameters,
-            buffers=buffers,
-            replicas=tuple(replicas),
+            parameters={name: manifest.parameters[name] for name in self._order(manifest)},
+            buffers=tuple(name for name in self.whole.model["buffer_names"] if name in buffers),
             engine=replace(manifest.engine, experts=self.layers.listed),
-            state={**manifest.state, "module": self._module(manifest.state["module"], unsaved)},
+            state={**manifest.state, "module": list(dict.fromkeys([*module, *unsaved]))},
         )
         return in_order(manifest)
 
@@ -207,45 +152,37 @@ class Experts(Struct, frozen=True):
             (about.group if about.trainable else None, name)
             for name, about in manifest.parameters.items()
         )
-        frozen = groups.pop(None, [])
+        frozen = {*groups.pop(None, [])}
         order = []
         for names in groups.values():
-            first = [name for name in names if self.layers.is_on_first(name)]
-            order += self.layers.everywhere(first)
-        return [*order, *frozen]
+            order += self.layers.everywhere([*filter(self.layers.is_on_first, names)])
+        module = [name for name in self.whole.model["module"] if name in frozen]
+        return [*order, *sorted(module, key=lambda name: not self.layers.is_dense(name))]
 
-    def _aliases(self) -> dict[str, str]:
-        """Second names of tied weights inside of experts, on all ranks."""
-        names: dict[str, str] = {}
-        for pair in (self.ranks.model.get("shared_params") or {}).items():
-            alias, owner = map(self.layers.layer_of, pair)
-            if alias is not None and alias == owner:
-                every = (self.layers.everywhere([name]) for name in pair)
-                names |= zip(*every, strict=True)
-        return names
 
-    def _module(self, names: Sequence[str], unsaved: Sequence[str]) -> list[str]:
-        """All names of the module, with the experts where they stand in it."""
-        behind = {gate_of(layer): layer for layer in self.files}
-        module: dict[str, None] = {}
-        for name in names:
-            module[name] = None
-            if name in behind:
-                module |= {key: None for file in behind[name].files for key in file.value}
-        return [*(module | dict.fromkeys([*(name for _, name, _ in self._stored), *unsaved]))]
+def with_tensors(
+    ranks: EngineStates, files: Sequence[LayerFiles], layers: ExpertLayers
+) -> EngineStates:
+    """What the ranks say, with the tensors of all experts where they stand in the module.
 
-    def _check_saved(self, unsaved: Sequence[str]) -> None:
-        """Raises InconsistentCheckpoint if the optimizer knows an expert without a weight.
-
-        DeepSpeed drops what has `expert` in the name of its MoE layer, and saves only what is below
-        `deepspeed_experts` apart: not a residual MLP (0.19.8, `_get_non_moe_state_dict`).
-        """
-        if lost := [name for name in unsaved if not self.layers.is_dense(name)]:
-            raise InconsistentCheckpoint(
-                f"{self.ranks.directory.path}: the optimizer has {listed(lost, 3)}, and the files "
-                "of the experts do not",
-                hint="files of different saves seem to be mixed",
-            )
+    Buffers and second names of rank 0's experts become those of all.
+    """
+    behind = {gate_of(layer): layer for layer in files}
+    module: dict[str, Any] = {}
+    apart: dict[str, TorchFile] = {}
+    for name, tensor in ranks.model["module"].items():
+        module[name] = tensor
+        for file in behind[name].files if name in behind else ():
+            module |= file.value
+            apart |= dict.fromkeys(file.value, file)
+    shared: dict[str, str] = {}
+    for pair in (ranks.model.get("shared_params") or {}).items():
+        alias, owner = map(layers.layer_of, pair)
+        every = (layers.everywhere([name]) if alias == owner else [name] for name in pair)
+        shared |= zip(*every, strict=True)
+    buffers = layers.everywhere(ranks.model.get("buffer_names") or ())
+    model = {"module": module, "buffer_names": buffers, "shared_params": shared}
+    return replace(ranks, model={**ranks.model, **model}, apart=apart)
 
 
 def with_experts(ranks: EngineStates, rank_files: RankFiles, step_policy: str | None) -> Manifest:
@@ -268,17 +205,18 @@ def with_experts(ranks: EngineStates, rank_files: RankFiles, step_policy: str | 
     layers = ExpertLayers(
         {layer.name: spread_over(ranks, layer, named_of(ranks)) for layer in files}
     )
-    experts = Experts(ranks, files, layers, _places(ranks, files, layers))
+    whole = with_tensors(ranks, files, layers)
+    experts = Experts(ranks, whole, layers, _places(ranks, whole, layers))
     config = ranks.effective_config(ranks.round_robin)
     if experts.places.data_first:  # which a ds_config that is saved by its name does not say
         config = {**config, "use_data_before_expert_parallelism": True}
     buffers = _with_one_step([*flat_buffers(ranks, step_policy, experts.sharing)], step_policy)
-    manifest = manifest_of(ranks, buffers, "deepspeed", config, experts.module_dtype)
+    manifest = manifest_of(whole, buffers, "deepspeed", config, whole.module_dtype)
     # stages 1 and 2 fill up with zeros
     return replace(experts.complete(manifest), zero_padding=not ranks.partitioned)
 
 
-def _places(ranks: EngineStates, files: Sequence[LayerFiles], layers: ExpertLayers) -> ExpertRanks:
+def _places(ranks: EngineStates, whole: EngineStates, layers: ExpertLayers) -> ExpertRanks:
     """Which ranks have which experts: by the ds_config, or by bytes if only its name is known.
 
     A run that was started with the file of a ds_config saves only its name. Then neighbors may have
@@ -294,7 +232,7 @@ def _places(ranks: EngineStates, files: Sequence[LayerFiles], layers: ExpertLaye
         if not is_shown and any(map(layers.layer_of, names)):
             refuse(ranks.directory, UNKNOWN)
     orders = [ExpertRanks(ranks.dp, data_first) for data_first in (False, True)]
-    fitting = [order for order in orders if Experts(ranks, files, layers, order).fit]
+    fitting = [order for order in orders if Experts(ranks, whole, layers, order).fit]
     if not fitting:
         raise InconsistentCheckpoint(
             f"{ranks.directory.path}: the ranks' masters are not those of the experts' weights",

@@ -13,28 +13,19 @@ from itertools import groupby
 from math import prod
 from typing import Any
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 from ....core.facts import ExpertLayer, FlatBufferEngine, StateDictEngine
 from ....core.grouping import by_key
 from ....core.layout import Shell
 from ....core.manifest import Manifest
-from ....errors import InconsistentCheckpoint, MissingData, WrongOption, counted, listed
+from ....errors import InconsistentCheckpoint, MissingData, WrongOption, counted, joined, listed
 from ....training.options import DP, EP, Options
 from ...deepspeed_states.experts import ExpertLayers, expert_name, parameter_of, size_in
 from ...deepspeed_states.target import DeepSpeedTarget
 from ...groups import regrouped
 
 GROUP_SIZE = 178_956_971  # elements, the engine's default of `max_group_size`
-
-
-class _Group(Struct, frozen=True):
-    """One group of the source; `names` are on ep rank 0, and `last` are those of its last cut."""
-
-    number: int
-    names: Sequence[str]
-    last: Sequence[str]
 
 
 def over_ranks(source: Manifest, options: Options) -> tuple[Manifest, list[Shell]]:
@@ -152,20 +143,20 @@ def _regrouped(source: Manifest, layers: ExpertLayers, ep: int) -> tuple[Manifes
     groups: list[dict[str, Any]] = []
     members: dict[str, int] = {}
     origins: list[int] = []
-    for group in _uncut(source, layers):
-        about, of_experts = source.groups[group.number], not all(map(layers.is_dense, group.names))
-        names = layers.everywhere(group.names)
+    for number, uncut in _uncut(source, layers):
+        about, of_experts = source.groups[number], not all(map(layers.is_dense, uncut))
+        names = layers.everywhere(uncut)
         if not layers.is_regular(names):
             raise InconsistentCheckpoint(
-                f"{source.root}: the experts' parameters of group {group.number} stand in an "
-                "order which does not show how they stand at another expert-parallel size",
+                f"{source.root}: the experts' parameters of group {number} stand in an order which "
+                "does not show how they stand at another expert-parallel size",
                 hint=f"keep --ep {layers.sizes[0]}",
             )
         local = spread.on_rank(names, 0)
         for cut in _cuts(source, local) if of_experts else [local]:
             members |= dict.fromkeys(spread.everywhere(cut), len(groups))
             groups.append({**about, "name": f"ep_size_{ep}"} if of_experts else about)
-            origins.append(group.number)
+            origins.append(number)
     order = [*members, *(name for name in source.parameters if name not in members)]
     return regrouped(
         replace(
@@ -180,34 +171,29 @@ def _regrouped(source: Manifest, layers: ExpertLayers, ep: int) -> tuple[Manifes
     )
 
 
-def _uncut(source: Manifest, layers: ExpertLayers) -> list[_Group]:
-    """The groups of one ep rank, without the cuts of groups that were too large."""
-    uncut: list[_Group] = []
-    for number, names in _members(source).items():
-        group = _Group(number, local := layers.on_rank(names, 0), local)
-        last = uncut[-1] if uncut else None
-        if last is None or not _is_cut(source, layers, last, group):
-            uncut.append(group)
-        else:
-            uncut[-1] = _Group(last.number, [*last.names, *local], local)
-    return uncut
+def _uncut(source: Manifest, layers: ExpertLayers) -> Iterator[tuple[int, list[str]]]:
+    """The groups of one ep rank, as they were before the engine cut those that were too large.
 
-
-def _is_cut(source: Manifest, layers: ExpertLayers, last: _Group, group: _Group) -> bool:
-    """Whether two neighbors are parts of one group. Raises WrongOption if nothing shows it."""
+    Raises WrongOption if neighbors may be cuts of one group, and are not cut as the engine cuts it.
+    """
     assert source.groups is not None
-    alike = source.groups[last.number] == source.groups[group.number]
-    if not alike or layers.is_dense(last.names[0]) or layers.is_dense(group.names[0]):
-        return False
-    first = [n for n in group.names if parameter_of(n) == parameter_of(group.names[0])]
-    size = sum(_numels(source, [*last.last, *first]))
-    if size > GROUP_SIZE:
-        return True
-    raise WrongOption(
-        f"groups {last.number} and {group.number} have the same settings: they may be parts of one "
-        "group, which the program cut at a max_group_size of its own",
-        hint=f"keep the expert-parallel size, --ep {layers.sizes[0]}; another one moves the cuts",
-    )
+    groups = source.groups
+    local = {number: layers.on_rank(own, 0) for number, own in _members(source).items()}
+
+    def settings(number: int) -> object:
+        return number if layers.is_dense(local[number][0]) else groups[number]
+
+    for _, run in groupby(local, settings):
+        numbers = [*run]
+        names = [name for number in numbers for name in local[number]]
+        if numbers[1:] and [*_cuts(source, names)] != [local[number] for number in numbers]:
+            raise WrongOption(
+                f"groups {joined([*map(str, numbers)])} have the same settings: they may be parts "
+                "of one group, which the program cut at a max_group_size of its own",
+                hint=f"keep the expert-parallel size, --ep {layers.sizes[0]}; another one moves "
+                "the cuts",
+            )
+        yield numbers[0], names
 
 
 def _members(source: Manifest) -> Mapping[int, list[str]]:
@@ -222,17 +208,13 @@ def _cuts(source: Manifest, names: Sequence[str]) -> Iterator[list[str]]:
     size = 0
     for _, slices in groupby(names, parameter_of):
         own = list(slices)
-        numel = sum(_numels(source, own))
+        numel = sum(prod(source.parameters[name].shape) for name in own)
         if cut and size + numel > GROUP_SIZE:
             yield cut
             cut, size = [], 0
         cut += own
         size += numel
     yield cut
-
-
-def _numels(source: Manifest, names: Sequence[str]) -> list[int]:
-    return [prod(source.parameters[name].shape) for name in names]
 
 
 # -- layers that the names of a source show, if it does not state them
@@ -274,8 +256,7 @@ def _sizes(source: Manifest) -> dict[str, int]:
         if not parameter.trainable or source.groups is None:
             continue
         number = parameter.group or 0
-        group, parts = source.groups[number], expert_name(name)
-        size = size_in(group)
+        parts, size = expert_name(name), size_in(source.groups[number])
         if (parts is None) != (size is None):
             raise MissingData(
                 f"{source.root}: {name} is in group {number}, and DeepSpeed needs groups of "

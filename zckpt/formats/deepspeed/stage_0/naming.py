@@ -4,7 +4,7 @@
     given     by the user, with --param-names
     place     FP16_Optimizer: the module's weights are views of one buffer per group
     bytes     FP16_UnfusedOptimizer: a master rounds to the module's weight, and to no other
-    sequence  FP16_Optimizer of a pipeline: so does each piece of a flat master, one after another
+    pieces    FP16_Optimizer of a pipeline or with experts: so does each piece of a flat master
     shape     torch's own optimizer: no other weight has the shape of the states
 
 Where bytes or shapes leave several weights, the order of the module decides: the parameters of a
@@ -16,15 +16,15 @@ DeepSpeed 0.19.8, runtime/fp16/fused_optimizer.py and unfused_optimizer.py.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import prod
 from typing import Any
 
-from ....core.dtypes import SIZES
+from ....core.dtypes import FLOATS, SIZES
 from ....core.grouping import by_key
 from ....errors import MissingData, WrongOption, listed
 from ....files.torchfile import Tensor, TorchFile
+from ...deepspeed_states.tensors import is_extra
 from ...statedict.matching import HINT, MatchedNames, match
 from .samples import TensorInFile, labels
 
@@ -37,152 +37,93 @@ program, before deepspeed.initialize, write that file:
 """The hint where the optimizer has masters: frozen parameters have none."""
 
 
-def by_param_names(
-    path: str, orders: Sequence[Sequence[Any]], weights: Weights, param_names: Sequence[str]
-) -> list[list[str]]:
-    """The names that the user gives, group by group; raises WrongOption and MissingData."""
-    return match(orders, [*shapes_of(weights).items()], True, param_names).names
-
-
-def by_place(file: TorchFile, flats: Sequence[Tensor], weights: Weights) -> list[list[str]] | None:
+def by_place(flats: Sequence[TensorInFile], weights: Weights) -> list[list[str]] | None:
     """The names of each flat master's parameters, in the order in which they lie.
 
     The engine lays a group's 16-bit weights out as one buffer, as long as the flat master, and
     saves them as views of it. None if the file has no such buffer for a group: another program
     saved it again.
     """
-    buffers: dict[str, dict[str, Tensor]] = {}
-    for name, weight in weights.items():
-        buffers.setdefault(weight.tensor.storage.key, {})[name] = weight.tensor
-    whole = [members for members in buffers.values() if _tiles(members)]
-    rivals = [TensorInFile(file, _flat(members)) for members in whole]
-    of_buffers, of_flats = labels(rivals, [TensorInFile(file, flat) for flat in flats])
-    if any(len(own) != 1 for own in of_flats):
+    views = by_key((each.tensor.storage.key, name) for name, each in weights.items())
+    buffers: list[tuple[list[str], TensorInFile]] = []
+    for own in views.values():
+        names = sorted(own, key=lambda n: (weights[n].tensor.offset, weights[n].tensor.numel))
+        if buffer := _filled([weights[name].tensor for name in names]):
+            buffers.append((names, TensorInFile(flats[0].file, buffer)))
+    of_buffers, of_flats = labels([buffer for _, buffer in buffers], flats)
+    members = by_key((label, names) for label, (names, _) in zip(of_buffers, buffers, strict=True))
+    shown = [label for own in of_flats for label in own if len(own) == len(members[label]) == 1]
+    if len({*shown}) < len(flats):
         return None
-    count = Counter(of_buffers)
-    chosen: list[list[str]] = []
-    for (label,) in of_flats:
-        if count[label] != 1:
+    return [members[label][0] for label in shown]
+
+
+def _filled(views: Sequence[Tensor]) -> Tensor | None:
+    """The buffer that views fill, one behind the other; None if there are gaps."""
+    first, total = views[0], 0
+    for view in views:
+        if not view.contiguous or view.offset != total:
             return None
-        members = whole[of_buffers.index(label)]
-        chosen.append(sorted(members, key=lambda name: members[name].offset))
-    return chosen if len({names[0] for names in chosen}) == len(chosen) else None
+        total += view.numel
+    if total * SIZES[first.dtype] != first.storage.length:
+        return None
+    return Tensor(first.storage, first.dtype, 0, (total,), (1,))
 
 
-def _tiles(members: Mapping[str, Tensor]) -> bool:
-    """Whether views follow each other in their storage without gaps."""
-    end = 0
-    for tensor in sorted(members.values(), key=lambda tensor: tensor.offset):
-        if tensor.offset != end or not tensor.contiguous:
-            return False
-        end += tensor.numel
-    first = next(iter(members.values()))
-    return end * SIZES[first.dtype] == first.storage.length
+def by_pieces(flats: Sequence[TensorInFile], weights: Weights) -> MatchedNames:
+    """The names of flat masters whose weights are no views: their pieces are whole masters.
 
-
-def _flat(members: Mapping[str, Tensor]) -> Tensor:
-    """The buffer that views share."""
-    first = next(iter(members.values()))
-    numel = sum(tensor.numel for tensor in members.values())
-    return Tensor(first.storage, first.dtype, 0, (numel,), (1,))
-
-
-def by_order(file: TorchFile, flats: Sequence[Tensor], weights: Weights) -> list[list[str]]:
-    """The names of each flat master's parameters, whose weights are copies and no views.
-
-    They stand in the module's order, and each piece of the master rounds to its weight. Raises
-    MissingData if there is no such way to name them, or if there are several.
+    The next elements of a flat master must round to weights of one shape, and to none of another.
+    Raises MissingData if they do not, and as `by_bytes`.
     """
-    chosen: list[list[str]] = []
-    for number, flat in enumerate(flats):
-        ways: dict[int, list[list[str]]] = {0: [[]]}  # by how many elements have names: at most two
-        for name, weight in weights.items():
-            for start, known in [*ways.items()]:
-                stop = start + weight.tensor.numel
-                if not start < stop <= flat.numel:
-                    continue
-                if rounds(TensorInFile(file, _piece(flat, start, weight.tensor.shape)), weight):
-                    following = [[*members, name] for members in known]
-                    ways[stop] = [*ways.get(stop, ()), *following][:2]
-        fitting = ways.get(flat.numel, ())
-        if len(fitting) != 1:
-            several = "several ways fit" if fitting else "no weights fit"
-            raise MissingData(
-                f"{file.path}: the optimizer's state has no names, and of the weights whose bytes "
-                f"show those of group {number}, {several}",
-                hint=TRAINED,
-            )
-        chosen += fitting
-    taken = Counter(name for members in chosen for name in members)
-    if twice := [name for name, count in taken.items() if count > 1]:
-        raise MissingData(
-            f"{file.path}: by its bytes, {listed(twice, 4)} would be in two groups", hint=TRAINED
-        )
-    return chosen
-
-
-def rounds(master: TensorInFile, weight: TensorInFile) -> bool:
-    """Whether a master rounds to a weight of its shape, by a sample."""
-    (label,), (rounded,) = labels([weight], [master])
-    return label in rounded
-
-
-def in_sequence(
-    file: TorchFile, flats: Sequence[Tensor], weights: Weights
-) -> list[list[str]] | None:
-    """The names of each flat master's parameters, whose weights are in other files.
-
-    The next elements of a flat master must round to one weight, and to no other of any shape. None
-    if they do not.
-    """
-    remaining = dict(weights)
-    groups: list[list[str]] = []
+    shapes = dict.fromkeys(stored.tensor.shape for stored in weights.values())
+    orders: list[list[TensorInFile]] = []
     for flat in flats:
-        members: list[str] = []
+        orders.append([])
         start = 0
-        while start < flat.numel:
-            shapes = [
-                shape
-                for shape in dict.fromkeys(stored.tensor.shape for stored in remaining.values())
-                if 0 < prod(shape) <= flat.numel - start
-            ]
-            pieces = [TensorInFile(file, _piece(flat, start, shape)) for shape in shapes]
-            of_weights, of_pieces = labels(list(remaining.values()), pieces)
-            fitting = {label for own in of_pieces for label in own}
-            names = [n for n, label in zip(remaining, of_weights, strict=True) if label in fitting]
-            if len(names) != 1:
-                return None
-            members += names
-            start += remaining.pop(names[0]).tensor.numel
-        groups.append(members)
-    return groups
+        while left := flat.tensor.numel - start:
+            near = [_piece(flat, start, shape) for shape in shapes if 0 < prod(shape) <= left]
+            _, rounded = labels([*weights.values()], near)
+            found = [piece for piece, own in zip(near, rounded, strict=True) if own]
+            if len(found) != 1:
+                raise MissingData(
+                    f"{flat.file.path}: the optimizer's state has no names, and a piece of its "
+                    "masters rounds to no weight, or to weights of several shapes",
+                    hint=TRAINED,
+                )
+            orders[-1] += found
+            start += found[0].tensor.numel
+    return by_bytes(orders, weights)
 
 
-def _piece(flat: Tensor, start: int, shape: tuple[int, ...]) -> Tensor:
+def _piece(flat: TensorInFile, start: int, shape: tuple[int, ...]) -> TensorInFile:
     """The elements of a flat tensor from `start` on, as a tensor of this shape."""
+    whole = flat.tensor
     strides = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
-    return Tensor(flat.storage, flat.dtype, flat.offset + start, shape, strides)
+    piece = Tensor(whole.storage, whole.dtype, whole.offset + start, shape, strides)
+    return TensorInFile(flat.file, piece)
 
 
-def by_bytes(file: TorchFile, orders: Sequence[Sequence[Tensor]], weights: Weights) -> MatchedNames:
+def by_bytes(orders: Sequence[Sequence[TensorInFile]], weights: Weights) -> MatchedNames:
     """The names of whole masters: each has the bytes of its weight once it is rounded.
 
     Raises MissingData with the names of the weights that cannot be told apart.
     """
     masters = [master for order in orders for master in order]
-    stored = [TensorInFile(file, master) for master in masters]
-    of_weights, of_masters = labels(list(weights.values()), stored)
+    of_weights, of_masters = labels(list(weights.values()), masters)
     for number, (master, own) in enumerate(zip(masters, of_masters, strict=True)):
         if len(own) != 1:
             raise MissingData(
-                f"{file.path}: master {number} of the optimizer, of shape {list(master.shape)}, "
+                f"{master.file.path}: master {number} of the optimizer, of shape "
+                f"{list(master.tensor.shape)}, "
                 + ("rounds to no weight" if not own else "rounds to weights of several types")
                 + " of the module",
                 hint=TRAINED,
             )
     remaining = iter(own[0] for own in of_masters)
     labelled = [[next(remaining) for _ in order] for order in orders]
-    return _named(file.path, labelled, list(zip(weights, of_weights, strict=True)), "bytes")
+    path = masters[0].file.path if masters else ""
+    return _named(path, labelled, list(zip(weights, of_weights, strict=True)), "bytes")
 
 
 def by_shape(
@@ -195,6 +136,24 @@ def by_shape(
     return _named(path, orders, [*shapes_of(weights).items()], "shape")
 
 
+def weights_in(
+    module: Iterable[tuple[str, TorchFile, Any]], hidden: Collection[str]
+) -> dict[str, TensorInFile]:
+    """What an optimizer may have of a module: weights, each place in memory once, none `hidden`.
+
+    These are names of buffers, and second names.
+    """
+    places: dict[object, str] = {}
+    weights: dict[str, TensorInFile] = {}
+    for name, file, value in module:
+        if name in hidden or is_extra(name, value) or value.dtype not in FLOATS:
+            continue
+        place = (file.path, value.place, value.shape, value.strides) if value.numel else name
+        if name not in weights and places.setdefault(place, name) == name:
+            weights[name] = TensorInFile(file, value)
+    return weights
+
+
 def shapes_of(weights: Weights) -> dict[str, tuple[int, ...]]:
     """The shapes of weights, by their names."""
     return {name: weight.tensor.shape for name, weight in weights.items()}
@@ -205,61 +164,31 @@ def _named(
 ) -> MatchedNames:
     """The names of all parameters, if there is one way; `what` equal labels mean.
 
-    A group all of whose labels are unique may be in any order. If one is not, its whole group has
-    to be in the module's order.
+    Raises MissingData with the names of the weights that cannot be told apart.
     """
-    numbers = Counter(label for order in orders for label in order)
-    owners = by_key((label, name) for name, label in names)
-
-    def is_certain(order: Sequence[Any]) -> bool:
-        return all(
-            label is not None and numbers[label] == len(owners.get(label, ())) == 1
-            for label in order
-        )
-
-    chosen = [
-        [owners[label][0] for label in order] if is_certain(order) else [] for order in orders
-    ]
-    taken = {name for order in chosen for name in order}
-    others = [place for place, order in enumerate(orders) if order and not chosen[place]]
-    if not others:
-        return MatchedNames(chosen, [])
-    rest = [named for named in names if named[0] not in taken]
-    unclear = [orders[place] for place in others]
     try:
-        matched = match(unclear, rest, True)
+        return match(orders, names, True)
     except MissingData as error:
         hint = HINT if what == "shape" else TRAINED
-        raise MissingData(_why_not(path, unclear, owners, what), hint=hint) from error
-    for place, members in zip(others, matched.names, strict=True):
-        chosen[place] = members
-    return MatchedNames(chosen, matched.inferred)
-
-
-def _why_not(
-    path: str, orders: Sequence[Sequence[Any]], owners: Mapping[Hashable, list[str]], what: str
-) -> str:
-    """Which weights cannot be told apart; or that there are none for some parameters."""
-    numbers = Counter(label for order in orders for label in order)
-    alike = [
-        name
-        for label, count in numbers.items()
-        if label is not None and (len(owners.get(label, ())) > 1 or count > 1)
-        for name in owners.get(label, ())
-    ]
-    if not alike:
-        return (
-            f"{path}: the optimizer's state has no names, and does not show the {what} of every "
-            "parameter"
-        )
-    return (
-        f"{path}: the optimizer's state has no names, and {listed(alike, 6)} have equal {what}, "
-        "which the order of the module does not tell apart"
-    )
+        numbers = Counter(label for order in orders for label in order)
+        owners = by_key((label, name) for name, label in names)
+        alike = [
+            name
+            for label, count in numbers.items()
+            if label is not None and (len(owners.get(label, ())) > 1 or count > 1)
+            for name in owners.get(label, ())
+        ]
+        why = f"does not show the {what} of every parameter"
+        if alike:
+            why = f"{listed(alike, 6)} have equal {what}, which the order of the module does not "
+            why += "tell apart"
+        raise MissingData(
+            f"{path}: the optimizer's state has no names, and {why}", hint=hint
+        ) from error
 
 
 def cut(
-    file: TorchFile, flats: Sequence[Tensor], weights: Weights, param_names: Sequence[str]
+    flats: Sequence[TensorInFile], weights: Weights, param_names: Sequence[str]
 ) -> list[Sequence[str]]:
     """The user's names, cut into the groups of flat masters; raises WrongOption.
 
@@ -270,86 +199,50 @@ def cut(
         raise WrongOption(
             f"--param-names names {listed(unknown, 4)}, which the model's state does not have"
         )
-    wanted = [flat.numel for flat in flats]
-    sizes = {name: weight.tensor.numel for name, weight in weights.items()}
-    *groups, rest = in_parts(param_names, wanted, sizes)
-    lengths = [sum(sizes[name] for name in members) for members in groups]
-    if rest or lengths != wanted:
-        raise WrongOption(
-            f"--param-names: these weights do not fill the groups of {file.path}, which have "
-            f"{listed(wanted)} elements",
-            hint="name the trained parameters alone, group by group, in the optimizer's order",
-        )
-    cuts = zip(flats, groups, strict=True)
-    masters = [piece for flat, own in cuts for piece in pieces(flat, own, weights)]
-    members = [name for own in groups for name in own]
-    _check_rounding(file, members, masters, weights, strict=are_apart(file, weights))
-    return groups
+    groups: list[Sequence[str]] = []
+    masters: list[TensorInFile] = []
+    rest = param_names
+    for flat in flats:
+        start = count = 0
+        while start < flat.tensor.numel and count < len(rest):
+            tensor = weights[rest[count]].tensor
+            masters.append(_piece(flat, start, tensor.shape))
+            start, count = start + tensor.numel, count + 1
+        groups.append(rest[:count])
+        rest = rest[count:]
+        if start != flat.tensor.numel:
+            break
+    else:
+        if not rest:
+            check_rounding(masters, param_names, weights, strict=are_apart(flats[0], weights))
+            return groups
+    raise WrongOption(
+        f"--param-names: these weights do not fill the groups of {flats[0].file.path}, which have "
+        f"{listed([flat.tensor.numel for flat in flats])} elements",
+        hint="name the trained parameters alone, group by group, in the optimizer's order",
+    )
 
 
-def in_parts(
-    names: Sequence[str], wanted: Sequence[int], sizes: Mapping[str, int]
-) -> list[Sequence[str]]:
-    """The names, cut as soon as their sizes reach what is wanted; last those that are left."""
-    parts: list[Sequence[str]] = []
-    for size in wanted:
-        count = 0
-        while size > 0 and count < len(names):
-            size -= sizes[names[count]]
-            count += 1
-        parts.append(names[:count])
-        names = names[count:]
-    return [*parts, names]
-
-
-def pieces(flat: Tensor, names: Sequence[str], weights: Weights) -> list[Tensor]:
-    """The masters of these weights, which follow one another in a flat one."""
-    tensors = [weights[name].tensor for name in names]
-    starts = accumulate((tensor.numel for tensor in tensors), initial=0)
-    return [_piece(flat, start, own.shape) for own, start in zip(tensors, starts, strict=False)]
-
-
-def are_apart(file: TorchFile, weights: Weights) -> bool:
+def are_apart(master: TensorInFile, weights: Weights) -> bool:
     """Whether weights are in other files than the masters, as those of a pipeline's layers are."""
-    return any(weight.file is not file for weight in weights.values())
+    return any(weight.file is not master.file for weight in weights.values())
 
 
-def of_masters(
-    file: TorchFile,
-    masters: Sequence[Sequence[Tensor]],
-    weights: Weights,
-    param_names: Sequence[str],
-) -> list[list[str]]:
-    """The user's names of whole masters, none of which may round to the weight of another name."""
-    shapes = [[master.shape for master in group] for group in masters]
-    groups = by_param_names(file.path, shapes, weights, param_names)
-    every = [master for group in masters for master in group]
-    names = [name for own in groups for name in own]
-    _check_rounding(file, names, every, weights, strict=False)
-    return groups
-
-
-def _check_rounding(
-    file: TorchFile,
-    names: Sequence[str],
-    masters: Sequence[Tensor],
-    weights: Weights,
-    *,
-    strict: bool,
+def check_rounding(
+    masters: Sequence[TensorInFile], names: Sequence[str], weights: Weights, *, strict: bool
 ) -> None:
     """Raises WrongOption if the user gives a master's name to another one.
 
     Unless `strict`, a master that rounds to no weight is taken: a program may have changed the
     weights since.
     """
-    stored = [TensorInFile(file, master) for master in masters]
-    of_weights, of_masters = labels([*weights.values()], stored)
+    of_weights, of_masters = labels([*weights.values()], masters)
     known = dict(zip(weights, of_weights, strict=True))
-    for name, fitting in zip(names, of_masters, strict=True):
+    for master, name, fitting in zip(masters, names, of_masters, strict=True):
         others = [other for other, label in known.items() if label in fitting]
         if (others or strict) and name not in others:
             raise WrongOption(
-                f"--param-names: the master at the place of {name} in {file.path} is that of "
-                f"{others[0] if others else 'no weight'}, as the weights show",
+                f"--param-names: the master at the place of {name} in {master.file.path} is that "
+                f"of {others[0] if others else 'no weight'}, as the weights show",
                 hint="name the trained parameters in the optimizer's order, group by group",
             )

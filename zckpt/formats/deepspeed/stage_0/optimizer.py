@@ -11,19 +11,19 @@ they are built, which their steps count: 4 after 3 updates (0.19.8).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ....core.dtypes import FLOATS
 from ....errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,
     InconsistentCheckpoint,
     MissingData,
+    WrongOption,
     listed,
 )
 from ....files.torchfile import Tensor, TorchFile
@@ -39,8 +39,8 @@ from ...deepspeed_states.states import (
     version_of,
     wrapper_of,
 )
-from ...deepspeed_states.tensors import is_extra
 from ...reading import Reading
+from ...statedict.matching import match
 from ...statedict.names import ELEMENTWISE
 from ..files import RankFiles
 from ..ranks import check_kind, without_optimizer
@@ -81,7 +81,10 @@ def open_whole(directory: TagDirectory, files: RankFiles, reading: Reading) -> W
     of its parameters; for the weights alone not where the weights need none.
     """
     states = states_of(directory, files)
-    return named_optimizer(states, _weights(states), reading)
+    module = ((name, states.models[0], own) for name, own in states.model["module"].items())
+    weights = naming.weights_in(module, {*(states.model.get("buffer_names") or ())})
+    (whole,) = named_optimizers([states], weights, reading)
+    return whole
 
 
 def states_of(directory: TagDirectory, files: RankFiles, *, is_stage: bool = False) -> EngineStates:
@@ -138,16 +141,29 @@ def states_with(
     )
 
 
-def named_optimizer(states: EngineStates, weights: Weights, reading: Reading) -> WholeOptimizer:
-    """The optimizer with names of its parameters, which are among `weights`.
+def named_optimizers(
+    every: Sequence[EngineStates], weights: Weights, reading: Reading
+) -> list[WholeOptimizer]:
+    """Optimizers with names of their parameters, which are among `weights`.
 
-    Raises MissingData as `open_whole`.
+    The user's names are those of all optimizers, one after another. Raises MissingData as
+    `open_whole`, and WrongOption for names that do not fit.
     """
+    are_stated = any(states.model.get("param_shapes") for states in every)
+    given = None if are_stated else reading.param_names
+    groups = None if given is None else iter(_given(every, weights, given))
+    return [_named(states, weights, reading, groups) for states in every]
+
+
+def _named(
+    states: EngineStates, weights: Weights, reading: Reading, groups: Iterator[Sequence[str]] | None
+) -> WholeOptimizer:
+    """One optimizer; `groups` are the user's names of its groups, if there are any."""
     path, shapes = states.optimizers[0].path, shapes_of(weights)
     if states.model.get("param_shapes") and not weights:  # a stage whose layers are not there yet
         shapes = {name: shape for group in states.param_shapes() for name, shape in group.items()}
     try:
-        members, inferred = _members(states, weights, reading.param_names)
+        members, inferred = _members(states, weights, groups)
     except MissingData:
         if not reading.weights_only or wrapper_of(states.first) is not None:  # masters are weights
             raise
@@ -179,28 +195,40 @@ def with_names(
     return WholeOptimizer(named, members, inferred, [*shapes])
 
 
-def _weights(states: EngineStates) -> dict[str, TensorInFile]:
-    """The module's weights by their first names: no buffers, and each place in memory once."""
-    buffers = {*(states.model.get("buffer_names") or ())}
-    places: dict[object, str] = {}
-    weights = {}
-    for name, value in states.model["module"].items():
-        if name in buffers or is_extra(name, value) or value.dtype not in FLOATS:
-            continue
-        place = (value.place, value.shape, value.strides) if value.numel else name
-        if places.setdefault(place, name) == name:
-            weights[name] = TensorInFile(states.models[0], value)
-    return weights
-
-
 # -- names
 
 
+def _given(
+    every: Sequence[EngineStates], weights: Weights, param_names: Sequence[str]
+) -> list[Sequence[str]]:
+    """The user's names by group; those of flat masters are without frozen ones."""
+    flats = [flat for states in every for flat in _masters(states, FLAT_MASTERS)]
+    if flats:
+        return naming.cut(flats, weights, param_names)
+    shapes = [shapes_by_group(states) for states in every]
+    counts = [sum(map(len, own)) for own in shapes]
+    if counts[1:] and sum(counts) != len(param_names):
+        raise WrongOption(
+            f"--param-names names {len(param_names)} parameters, and the optimizers of the stages "
+            f"have {' + '.join(map(str, counts))}"
+        )
+    groups: list[Sequence[str]] = []
+    start = 0
+    for own, count in zip(shapes, counts, strict=True):  # several may have one tied weight
+        names = param_names[start : start + count] if counts[1:] else param_names
+        groups += match(own, [*shapes_of(weights).items()], True, names).names
+        start += count
+    masters = [own for states in every for own in _masters(states, WHOLE_MASTERS)]
+    if masters:
+        naming.check_rounding(masters, param_names, weights, strict=False)
+    return groups
+
+
 def _members(
-    states: EngineStates, weights: Weights, param_names: Sequence[str] | None
+    states: EngineStates, weights: Weights, given: Iterator[Sequence[str]] | None
 ) -> tuple[Members, Sequence[str]]:
     """The names of each group's parameters, and those of them that are inferred."""
-    file, optimizer, base = states.optimizers[0], states.first, states.bases[0]
+    optimizer, base = states.first, states.bases[0]
     numbers = [list(group["params"]) for group in base["param_groups"]]
     if stated := states.model.get("param_shapes"):
         frozen = set(optimizer.get(FROZEN) or ())
@@ -211,46 +239,42 @@ def _members(
             for group, names, known in zip(stated, own, numbers, strict=True)
         ]
         return members, list(optimizer.get(INFERRED) or ())
+    groups = None if given is None else [next(given) for _ in numbers]
+    if wrapper_of(optimizer) is None:
+        return _of_torch(states, numbers, weights, groups)
+    if groups is not None:
+        return groups, []
     if FLAT_MASTERS in optimizer:
-        flats = _tensors(file, optimizer[FLAT_MASTERS])
-        return _of_flats(file, flats, weights, param_names), []
-    if WHOLE_MASTERS in optimizer:
-        masters = [_tensors(file, group) for group in optimizer[WHOLE_MASTERS]]
-        if param_names is not None:
-            return naming.of_masters(file, masters, weights, param_names), []
-        return naming.by_bytes(file, masters, weights)
-    return _of_torch(states, numbers, weights, param_names)
+        return _of_flats(_masters(states, FLAT_MASTERS), weights)
+    masters = iter(_masters(states, WHOLE_MASTERS))
+    return naming.by_bytes([[next(masters) for _ in own] for own in numbers], weights)
 
 
-def _of_flats(
-    file: TorchFile,
-    flats: Sequence[Tensor],
-    weights: Weights,
-    param_names: Sequence[str] | None,
-) -> Members:
-    """The names of flat masters; the user's are in the order of the groups, without frozen ones."""
-    if param_names is not None:
-        return naming.cut(file, flats, weights, param_names)
-    apart = naming.are_apart(file, weights)
-    names = (naming.in_sequence if apart else naming.by_place)(file, flats, weights)
-    if names is None:
+def _masters(states: EngineStates, key: str) -> list[TensorInFile]:
+    """All masters of a wrapper, flat or whole; none if it has others."""
+    file, stated = states.optimizers[0], states.first.get(key) or []
+    groups = [stated] if key == FLAT_MASTERS else stated
+    return [TensorInFile(file, tensor) for group in groups for tensor in _tensors(file, group)]
+
+
+def _of_flats(flats: Sequence[TensorInFile], weights: Weights) -> tuple[Members, Sequence[str]]:
+    """The names of flat masters, as views or bytes show them."""
+    if naming.are_apart(flats[0], weights):
+        return naming.by_pieces(flats, weights)
+    if (names := naming.by_place(flats, weights)) is None:
         raise MissingData(
-            f"{file.path}: the optimizer's state has no names, and "
-            + (
-                "a piece of its masters rounds to no weight of a layer, or to several"
-                if apart
-                else "the module's weights no longer lie in its groups' buffers, which show them"
-            ),
+            f"{flats[0].file.path}: the optimizer's state has no names, and the module's weights "
+            "no longer lie in its groups' buffers, which show them",
             hint=naming.TRAINED,
         )
-    return names
+    return names, []
 
 
 def _of_torch(
     states: EngineStates,
     numbers: Sequence[Sequence[Any]],
     weights: Weights,
-    param_names: Sequence[str] | None,
+    given: Sequence[Sequence[str]] | None,
 ) -> tuple[Members, Sequence[str]]:
     """The names of what torch's own optimizer updates: the module's weights themselves.
 
@@ -259,18 +283,17 @@ def _of_torch(
     """
     path, state = states.optimizers[0].path, states.bases[0].get("state") or {}
     groups = states.bases[0]["param_groups"]
-    shapes = shapes_by_group(states)
     is_frozen = [[bool(state) and not state.get(number) for number in own] for own in numbers]
     stated = [list(group.get("param_names") or ()) for group in groups]  # torch >= 2.6
     inferred: list[str] = []
-    if param_names is not None:
-        every = naming.by_param_names(path, shapes, weights, param_names)
+    if given is not None:
+        every = given
     elif [len(own) for own in stated] == [len(own) for own in numbers]:
         every = stated
     else:
         trained = [
             [shape for shape, frozen in zip(own, flags, strict=True) if not frozen]
-            for own, flags in zip(shapes, is_frozen, strict=True)
+            for own, flags in zip(shapes_by_group(states), is_frozen, strict=True)
         ]
         names, inferred = naming.by_shape(path, trained, weights)
         remaining = iter(chain.from_iterable(names))
@@ -282,7 +305,12 @@ def _of_torch(
 
 
 def shapes_by_group(states: EngineStates) -> list[list[Shape | None]]:
-    """The shapes of what torch's own optimizer has, group by group; None if not known."""
+    """The shapes of an optimizer's whole masters, or of the states of torch's own; None if unknown.
+
+    They stand group by group.
+    """
+    if WHOLE_MASTERS in states.first:
+        return [[master.shape for master in group] for group in states.first[WHOLE_MASTERS]]
     state = states.bases[0].get("state") or {}
     groups = states.bases[0]["param_groups"]
     return [[shape_of(state.get(number)) for number in group["params"]] for group in groups]

@@ -19,14 +19,12 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ....core.dtypes import FLOATS
 from ....core.grouping import by_key
 from ....errors import MissingData, UnsupportedCheckpoint, WrongOption, listed
 from ....files.torchfile import Tensor, TorchFile
 from ...deepspeed_states.directories import TagDirectory
 from ...deepspeed_states.states import (
     FLAT_MASTERS,
-    WHOLE_MASTERS,
     EngineStates,
     dictionary,
     wrapper_of,
@@ -37,7 +35,7 @@ from ...statedict.matching import HINT, MatchedNames, match
 from ..files import RankFiles
 from ..model_ranks.layer_names import of_tied, prefix_of, tied_key, untied_layers
 from . import naming
-from .optimizer import WholeOptimizer, named_optimizer, shapes_by_group, states_of, unnamed
+from .optimizer import WholeOptimizer, named_optimizers, shapes_by_group, states_of, unnamed
 from .samples import Label, TensorInFile, labels
 
 Shape = tuple[int, ...]
@@ -67,20 +65,15 @@ def open_stages(
     not fit, UnsupportedCheckpoint if several layers may be a tied one.
     """
     states = [states_of(directory, each, is_stage=True) for each in files]
-    is_flat = any(FLAT_MASTERS in each.first for each in states)
     buffers = {name for each in states for name in each.model.get("buffer_names") or ()}
-    names = reading.param_names
-    own: list[Sequence[str] | None] = [None] * len(states)
     shapes: dict[str, Shape | None] = {}
-    if is_stated := all(each.model.get("param_shapes") for each in states):  # zckpt wrote them
+    if all(each.model.get("param_shapes") for each in states):  # zckpt wrote them
         every = [group for each in states for group in each.param_shapes()]
         shapes = {name: shape for group in every for name, shape in group.items()}
-    elif names is not None and is_flat:
-        shapes = dict.fromkeys(names)
-    elif names is not None:
-        in_order = [_shapes(each) for each in states]
-        own = [*_of_stages(states, names, [*map(len, in_order)], dict.fromkeys(names, 1))]
-        shapes = dict(zip(names, chain(*in_order), strict=True))
+    elif (names := reading.param_names) is not None:
+        is_flat = any(FLAT_MASTERS in each.first for each in states)
+        known = [shape for each in states for group in shapes_by_group(each) for shape in group]
+        shapes = dict.fromkeys(names) | ({} if is_flat else dict(zip(names, known, strict=False)))
     has_masters = any(wrapper_of(each.first) is not None for each in states)
     if tied is not None and reading.weights_only and not has_masters:
         first, *others = states
@@ -92,15 +85,11 @@ def open_stages(
     for ties in [tied] if tied else _ties(shapes, layers):
         weights = _weights(layers, buffers, ties)
         try:
-            if names is not None and is_flat and not is_stated:
-                numels = [sum(flat.numel for flat in each.first[FLAT_MASTERS]) for each in states]
-                sizes = {name: weight.tensor.numel for name, weight in weights.items()}
-                own = [*_of_stages(states, names, numels, sizes)]
-            fitting.append(WholeStages(_named(states, own, layers, weights), ties))
+            fitting.append(WholeStages(_named(states, layers, weights, reading), ties))
         except WrongOption as error:
             failures.append(error)
     if not fitting:
-        raise failures[0]
+        raise WrongOption(str(failures[0]), hint=_hint(states[0])) from failures[0]
     stages = fitting[0]
     if len(fitting) > 1:
         numbers = sorted({*chain(*(each.tied for each in fitting))})
@@ -121,65 +110,33 @@ def open_stages(
 
 def _named(
     states: Sequence[EngineStates],
-    names: Sequence[Sequence[str] | None],
     layers: Mapping[int, TorchFile],
     weights: Mapping[str, TensorInFile],
+    reading: Reading,
 ) -> list[WholeOptimizer]:
-    """The optimizers of all stages; `names` are the user's for each stage, if there are any."""
-
-    def named(parts: Sequence[Sequence[str] | None]) -> list[WholeOptimizer]:
-        return [
-            named_optimizer(each, weights, Reading(param_names=part))
-            for each, part in zip(states, parts, strict=True)
-        ]
-
+    """The optimizers of all stages, whose parameters are among the weights of all layers."""
+    names = reading.param_names
     try:
-        return named(names)
+        return named_optimizers(states, weights, Reading(param_names=names))
     except MissingData as error:
-        is_given = any(own is not None for own in names)
-        matched = None if is_given else _in_order(states, layers, weights)
+        matched = _in_order(states, layers, weights) if names is None else None
         if matched is None:
             raise MissingData(str(error), hint=_hint(states[0])) from error
-        return [replace(each, inferred=matched.inferred) for each in named(matched.names)]
+        in_order = Reading(param_names=[*chain.from_iterable(matched.names)])
+        wholes = named_optimizers(states, weights, in_order)
+        return [replace(each, inferred=matched.inferred) for each in wholes]
 
 
 def _weights(
     layers: Mapping[int, TorchFile], buffers: set[str], tied: Mapping[int, str]
 ) -> dict[str, TensorInFile]:
     """The weights of all layers by their names in the whole model, tied ones once."""
-    weights: dict[str, TensorInFile] = {}
-    for number, file in layers.items():
-        prefix = prefix_of(number, tied)
-        for inner, value in dictionary(file, file.value).items():
-            name = prefix + inner
-            if name in buffers or is_extra(inner, value) or value.dtype not in FLOATS:
-                continue
-            weights.setdefault(name, TensorInFile(file, value))
-    return weights
-
-
-def _of_stages(
-    states: Sequence[EngineStates],
-    names: Sequence[str],
-    wanted: Sequence[int],
-    sizes: Mapping[str, int],
-) -> list[Sequence[str]]:
-    """The user's names, cut into those of each stage, whose `sizes` give what it has together."""
-    path = states[0].directory.path
-    if unknown := [name for name in names if name not in sizes]:
-        raise WrongOption(
-            f"--param-names names {listed(unknown, 4)}, which no file of a layer of {path} has",
-            hint=_hint(states[0]),
-        )
-    if (total := sum(sizes[name] for name in names)) != sum(wanted):
-        what = "parameters" if total == len(names) else "elements"
-        raise WrongOption(
-            f"--param-names has {len(names)} names, of {total} {what}, but the optimizers of the "
-            f"stages of {path} have {' + '.join(map(str, wanted))}",
-            hint=_hint(states[0]),
-        )
-    *parts, _ = naming.in_parts(names, wanted, sizes)
-    return parts
+    named = (
+        (prefix_of(number, tied) + inner, file, value)
+        for number, file in layers.items()
+        for inner, value in dictionary(file, file.value).items()
+    )
+    return naming.weights_in(named, buffers)
 
 
 def _in_order(
@@ -226,13 +183,6 @@ def _has_layers_alike(layers: Mapping[int, TorchFile]) -> bool:
     pairs = zip(stored, labels(tensors, tensors)[0], strict=True)
     contents = by_key((number, (inner, label)) for (number, inner, _), label in pairs)
     return len({tuple(each) for each in contents.values()}) < len(contents)
-
-
-def _shapes(states: EngineStates) -> list[Shape | None]:
-    """The shapes of the parameters of a stage's optimizer, in its order; None if not known."""
-    if WHOLE_MASTERS in states.first:
-        return [master.shape for group in states.first[WHOLE_MASTERS] for master in group]
-    return [shape for group in shapes_by_group(states) for shape in group]
 
 
 def _hint(states: EngineStates) -> str:

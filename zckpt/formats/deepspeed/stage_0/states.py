@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import count
+from itertools import chain, count
 from math import prod
 from typing import Any
 
@@ -21,7 +21,7 @@ from ....core.grouping import by_key
 from ....core.inert import PYTHON_NUMBERS, Scalar
 from ....core.layout import Shell
 from ....core.manifest import Manifest, slot_key, slot_name
-from ....core.states import OTHER, among, beside
+from ....core.states import OTHER
 from ....errors import InconsistentCheckpoint, counted, listed
 from ....files.torchfile import Tensor, TorchFile
 from ....files.torchshell import Storages, shell
@@ -30,11 +30,13 @@ from ...deepspeed_states.hyper import FLAT
 from ...deepspeed_states.manifest import manifest_of
 from ...deepspeed_states.model_files import model_files
 from ...deepspeed_states.optimizer_values import (
+    base_state,
     clipping,
-    group_step,
-    numbers,
     own_statements,
     whole_scaling,
+)
+from ...deepspeed_states.optimizer_values import (
+    numbers as scalars_of,
 )
 from ...deepspeed_states.reports import usual_norm
 from ...deepspeed_states.states import (
@@ -245,8 +247,12 @@ def optimizer(
     target: DeepSpeedTarget, storages: Storages, named: Callable[[str], str] = str
 ) -> dict[str, Any]:
     """The value of `optimizer`; `named` gives the name in the whole model of rank 0's names."""
-    groups = _members(target)
-    base, frozen = _base(target, groups, storages, named)
+    groups, following = _members(target), count()
+    numbers = [[next(following) for _ in group] for group in groups]
+    every = dict(zip(chain.from_iterable(numbers), chain.from_iterable(groups), strict=True))
+    states = {n: _state(target, own, storages, named) for n, own in every.items() if own}
+    frozen = [number for number, own in every.items() if own is None]
+    base = base_state(target, states, storages, numbers=numbers)
     own = {**own_statements(target), **({FROZEN: frozen} if frozen else {})}
     if target.wrapper is None:
         return {**base, **own}
@@ -285,29 +291,6 @@ def _members(target: DeepSpeedTarget) -> list[list[TargetBuffer | None]]:
     ]
 
 
-def _base(
-    target: DeepSpeedTarget,
-    groups: list[list[TargetBuffer | None]],
-    storages: Storages,
-    named: Callable[[str], str],
-) -> tuple[dict[str, Any], list[int]]:
-    """The base optimizer's state_dict, and the numbers of frozen parameters."""
-    numbered = count()
-    states: dict[Any, Any] = {}
-    param_groups, frozen = [], []
-    for hyper, group in zip(target.groups, groups, strict=True):
-        own = [next(numbered) for _ in group]
-        for number, buffer in zip(own, group, strict=True):
-            if buffer is None:
-                frozen.append(number)
-            elif state := _state(target, buffer, storages, named):
-                states[number] = state
-        stepped = group_step(target, filter(None, group), storages)
-        param_groups.append(target.thawed(hyper, storages) | stepped | {"params": own})
-    states |= among(target.source)
-    return {**beside(target.source), "state": states, "param_groups": param_groups}, frozen
-
-
 def _state(
     target: DeepSpeedTarget,
     buffer: TargetBuffer,
@@ -316,7 +299,7 @@ def _state(
 ) -> dict[str, Any]:
     """The state of one number."""
     return {
-        **numbers(target, buffer, storages),
+        **scalars_of(target, buffer, storages),
         **{
             slot_key(slot): _tensor(target, buffer, dtype, storages)
             for slot, dtype in buffer.slots.items()

@@ -1,0 +1,91 @@
+"""Whether the contents of model ranks show the grid that the names of their files show."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from zckpt.core.grid import Grid
+from zckpt.core.inert import Foreign
+from zckpt.errors import IncompleteCheckpoint, InconsistentCheckpoint, ZckptError
+from zckpt.formats.deepspeed.files import GridFiles
+from zckpt.formats.deepspeed.ranks import arguments, check_grid, with_sizes
+from zckpt.formats.deepspeed_states.directories import TagDirectory
+from zckpt.formats.deepspeed_states.states import EngineStates
+
+DIRECTORY = TagDirectory("/run/tag", "tag", "/run")
+
+
+def rank(number: int, names: str, **stated: Any) -> EngineStates:
+    file: Any = SimpleNamespace(path=f"/run/tag/mp_rank_{number:02d}_model_states.pt")
+    shapes = [dict.fromkeys(names.split(), (2,))]
+    model = {"param_shapes": shapes, "mp_world_size": 4, **stated}
+    return EngineStates(DIRECTORY, [file], [], model, [], [], "0.19.8", 1, False)
+
+
+FIRST, LAST = "tied_modules.embed.weight 0.weight 1.weight", "tied_modules.embed.weight 2.weight"
+
+
+def checked(*names: str, grid: Grid | None = None, **stated: Any) -> None:
+    """Checks model ranks with these parameters; `stated` is of the last one."""
+    grid = grid or Grid(2, 2, staged=True)
+    last = len(names) - 1
+    ranks = [rank(n, own, **(stated if n == last else {})) for n, own in enumerate(names)]
+    check_grid(DIRECTORY, GridFiles([], {(0, 0): "layer"} if grid.staged else {}, grid), ranks)
+
+
+def test_a_grid() -> None:
+    checked(FIRST, FIRST, LAST, LAST)
+    sizes = {"pp_degree": 2, "tp_degree": 2}
+    checked(FIRST, FIRST, LAST, LAST, checkpoint_parallel_dimensions=sizes)
+    checked("a b", "b a", "a b", "b a", grid=Grid(1, 4))
+
+
+@pytest.mark.parametrize(
+    ("names", "stated", "error", "said"),
+    [
+        ((FIRST, LAST, LAST, LAST), {}, InconsistentCheckpoint,
+         "model rank 1 must have the parameters of model rank 0, .* 0.weight, 1.weight, 2.weight"),
+        ((LAST, LAST, FIRST, FIRST), {}, InconsistentCheckpoint,
+         "model rank 2 has layer 0, but model rank 0 has layer 2"),
+        ((FIRST, FIRST, FIRST, FIRST), {}, InconsistentCheckpoint, "model rank 2 has layer 0"),
+        ((FIRST, FIRST, LAST, LAST), {"mp_world_size": 5}, IncompleteCheckpoint,
+         "holds files of 4 of 5 model ranks"),
+        ((FIRST, FIRST, LAST, LAST), {"mp_world_size": 2}, InconsistentCheckpoint,
+         "holds files of 4 model ranks, but its model states say there were 2"),
+        ((FIRST, FIRST, LAST, LAST),
+         {"checkpoint_parallel_dimensions": {"pp_degree": 4, "tp_degree": 1}},
+         InconsistentCheckpoint, "pp 2 x tp 2, but .*mp_rank_03.* it was pp 4 x tp 1"),
+        ((FIRST, FIRST, LAST, LAST), {"module": {"weight": 1}}, InconsistentCheckpoint,
+         "the weights of a run without a pipeline"),
+    ],
+)  # fmt: skip
+def test_contents_that_show_another_one(
+    names: tuple[str, ...], stated: dict[str, Any], error: type[ZckptError], said: str
+) -> None:
+    with pytest.raises(error, match=said) as raised:
+        checked(*names, **stated)
+    assert raised.value.hint
+
+
+def test_lost_ranks_are_named() -> None:
+    with pytest.raises(IncompleteCheckpoint) as raised:
+        checked(FIRST, FIRST, LAST, LAST, mp_world_size=6)
+    assert [*raised.value.paths] == [f"/run/tag/mp_rank_0{n}_model_states.pt" for n in (4, 5)]
+    with pytest.raises(IncompleteCheckpoint, match="4 of 1000"):  # huge by damage, it costs nothing
+        checked(FIRST, FIRST, LAST, LAST, mp_world_size=10**20)
+
+
+def test_arguments_of_programs() -> None:
+    """An object has them or a dictionary; those of other names stay."""
+    for args in (
+        {"model_parallel_size": 1, "lr": 2},
+        Foreign.instance("a.B", model_parallel_size=1),
+    ):
+        changed = with_sizes({"args": args, "x": 3}, {"model_parallel_size": 4, "other": 5})
+        assert arguments(changed) == {**arguments({"args": args}), "model_parallel_size": 4}
+        assert changed["x"] == 3
+    assert with_sizes({"x": 3}, {"model_parallel_size": 4}) == {"x": 3}
+    assert arguments(None) == {}
