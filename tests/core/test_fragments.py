@@ -19,6 +19,8 @@ from zckpt.core.fragments import (
     Runs,
     Slices,
     boxes,
+    boxes_of,
+    corners_of_range,
     range_of_box,
     solid,
     tile,
@@ -369,6 +371,25 @@ def test_a_range_of_a_slice_of_columns() -> None:
         [Fragment(10, 12, Extent("a", 4, 8))],
     ]
     assert list(range_of_box((3, 4), (0, 2), (3, 2), 2, 2, SIZE, Extent("a", 0, 0))) == []
+
+
+def test_corners_of_a_range_of_rows() -> None:
+    assert list(corners_of_range((3, 2), 2, 5)) == [([1, 0], [1, 2]), ([2, 0], [1, 1])]
+    assert list(corners_of_range((), 0, 1)) == [([], [])]
+
+
+def test_boxes_are_kept_unless_they_are_runs() -> None:
+    extent = Extent("a", 0, 100)
+    row, empty, scattered = (
+        Box((2, 2), (0, 0), sizes, strides, 0, SIZE, extent)
+        for sizes, strides in (((1, 2), (2, 1)), ((0, 2), (2, 1)), ((2, 2), (5, 3)))
+    )
+    assert isinstance(boxes([row, empty]), Runs)
+    assert boxes([scattered]) is scattered
+    assert len(boxes([scattered])) == 4
+    assert boxes_of(scattered) == (scattered,)
+    assert boxes_of(Boxes([row, scattered])) == (row, scattered)
+    assert boxes_of(Runs([])) == ()
 
 
 def test_rows_of_a_tensor_are_runs_and_columns_are_one_fragment_each() -> None:
