@@ -116,7 +116,10 @@ class OneFile:
             beside.append((self.records.index(record), extent, bytes(data)))
 
         with closing(Reader()) as reader:
-            self.checker.finish(reader, everything, found)
+            if everything:
+                self.checker.finish(reader, everything, found)
+            else:
+                self.checker.finish(reader, beside=found)
         return beside
 
     @property
