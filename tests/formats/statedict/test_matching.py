@@ -120,10 +120,11 @@ def test_groups_narrow_each_other(
         assert [match(orders, names, in_order=True).names] == [[[*own] for own in found]] == ways
 
 
-def test_shapes_that_occur_once_may_be_in_any_order() -> None:
-    """Beside a group that only the order of the module shows."""
+def test_a_group_in_another_order_leaves_the_others_unclear() -> None:
+    """Its shapes occur once, and show that the groups are not in the module's order."""
     names = [("a", A), ("b", B), ("c", C), ("d", A)]
-    assert match([[C, B], [A, A]], names, in_order=True).names == [["c", "b"], ["a", "d"]]
+    with pytest.raises(errors.MissingData):
+        match([[C, B], [A, A]], names, in_order=True)
 
 
 def test_inferred_are_those_that_another_could_be() -> None:

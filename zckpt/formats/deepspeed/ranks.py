@@ -215,7 +215,8 @@ def check_grid(directory: TagDirectory, files: GridFiles, ranks: Sequence[Engine
             _check_names(directory, ranks, number, files.grid.tp)
     # Megatron-DeepSpeed's arguments
     refuse_other_writers(directory.path, [arguments(rank.model).get("rank") for rank in ranks])
-    _check_stages(directory, ranks[:: files.grid.tp], files.grid.tp)
+    if files.grid.pp > 1:
+        _check_stages(directory, ranks[:: files.grid.tp], files.grid.tp)
 
 
 def _check_names(

@@ -155,9 +155,10 @@ def _marker(folder: str) -> dict[str, Any]:
 
 def latest(path: str) -> str | None:
     """The name of the folder that a run's tracker file means."""
-    word = small_file(os.path.join(path, LATEST)).decode("utf-8", "replace").strip()
-    if not word:
+    tracker = os.path.join(path, LATEST)
+    if not sources.is_file(tracker):
         return None
+    word = small_file(tracker).decode("utf-8", "replace").strip()
     return f"iter_{int(word):07d}" if word.isdecimal() and len(word) <= 18 else word
 
 

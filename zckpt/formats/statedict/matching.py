@@ -177,26 +177,18 @@ def _check_stated(order: Order, stated: Sequence[NamedShape]) -> None:
 def _by_order(orders: Sequence[Order], names: Sequence[NamedShape]) -> list[list[str]]:
     """The names in the only way that keeps their order; raises MissingData for none or several.
 
-    An order whose shapes are of one number and one name each may be any. Else the name of a number
-    is between the first and the last one that it could have, if its order had none beside it. Where
-    these are the same, no other order has this name, which may leave the others less choice. A
-    number without a shape has none that all numbers of its shape need.
+    The name of a number is between the first and the last one that it could have, if its order had
+    none beside it. Where these are the same, no other order has this name, which may leave the
+    others less choice. A number without a shape has none that all numbers of its shape need.
     """
-    numbers, counts = Counter(chain(*orders)), Counter(shape for _, shape in names)
-    index_of = {shape: index for index, (_, shape) in enumerate(names)}
-    found = {
-        place: [index_of[shape] for shape in order if shape is not None]
-        for place, order in enumerate(orders)
-        if all(shape is not None and numbers[shape] == counts[shape] == 1 for shape in order)
-    }
-    spare = counts - Counter(shape for shape in chain(*orders) if shape is not None)
-    owners = {index: place for place, own in found.items() for index in own}  # of names' places
-    others = [place for place in range(len(orders)) if place not in found]
-    total, known = sum(map(len, orders)), -1
+    total = sum(map(len, orders))
+    needed = Counter(shape for order in orders for shape in order if shape is not None)
+    spare = Counter(shape for _, shape in names) - needed
+    owners: dict[int, int] = {}  # the order that has a name, by the places of both
+    known = -1
     while known < len(owners):
         known = len(owners)
-        for place in others:
-            order = orders[place]
+        for place, order in enumerate(orders):
             free = [n for n in enumerate(names) if owners.get(n[0], place) == place]
             first, last = _earliest(order, free, spare), _earliest(order[::-1], free[::-1], spare)
             if len(first) < len(order):
@@ -208,8 +200,8 @@ def _by_order(orders: Sequence[Order], names: Sequence[NamedShape]) -> list[list
             f"model's {len(names)} weights in several ways, or in none",
             hint=HINT,
         )
-    found |= by_key((owners[index], index) for index in sorted(owners) if owners[index] in others)
-    return [[names[index][0] for index in found[place]] for place in range(len(orders))]
+    chosen = by_key((owners[index], names[index][0]) for index in sorted(owners))
+    return [chosen.get(place, []) for place in range(len(orders))]
 
 
 def _earliest(

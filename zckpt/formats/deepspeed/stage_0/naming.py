@@ -164,18 +164,30 @@ def _named(
 ) -> MatchedNames:
     """The names of all parameters, if there is one way; `what` equal labels mean.
 
-    Raises MissingData with the names of the weights that cannot be told apart.
+    A group all of whose labels are unique may be in any order, and a whole group that has another
+    must be in the module's. Raises MissingData with the names of the weights that cannot be told
+    apart.
     """
+    numbers = Counter(label for order in orders for label in order)
+    owners = by_key((label, name) for name, label in names)
+    certain = {
+        place: [owners[label][0] for label in order]
+        for place, order in enumerate(orders)
+        if all(
+            label is not None and numbers[label] == len(owners.get(label, ())) == 1
+            for label in order
+        )
+    }
+    taken = {name for own in certain.values() for name in own}
+    unclear = [order for place, order in enumerate(orders) if place not in certain]
     try:
-        return match(orders, names, True)
+        matched = match(unclear, [named for named in names if named[0] not in taken], True)
     except MissingData as error:
         hint = HINT if what == "shape" else TRAINED
-        numbers = Counter(label for order in orders for label in order)
-        owners = by_key((label, name) for name, label in names)
         alike = [
             name
-            for label, count in numbers.items()
-            if label is not None and (len(owners.get(label, ())) > 1 or count > 1)
+            for label in dict.fromkeys(label for order in unclear for label in order)
+            if label is not None and max(numbers[label], len(owners.get(label, ()))) > 1
             for name in owners.get(label, ())
         ]
         why = f"does not show the {what} of every parameter"
@@ -185,6 +197,9 @@ def _named(
         raise MissingData(
             f"{path}: the optimizer's state has no names, and {why}", hint=hint
         ) from error
+    others = iter(matched.names)
+    chosen = [certain[n] if n in certain else next(others) for n in range(len(orders))]
+    return MatchedNames(chosen, matched.inferred)
 
 
 def cut(
