@@ -162,13 +162,24 @@ class Once:
         self._made: dict[tuple[str, Any], Any] = {}
 
     def __call__(self, kind: str, key: Any, train: Callable[[Path], Made]) -> Made:
-        """What `train` gives for a new folder, which a key that is a text gives its name."""
+        """What `train` gives for a new folder, which a key that is a text gives its name.
+
+        Of thousands of trainings one ends in a fault of gloo's own threads: it is begun anew.
+        """
+        from .engines.deepspeed import RankDied
+
         if (kind, key) not in self._made:
-            root = self._factory.mktemp(kind) / (key if isinstance(key, str) else kind)
-            root.mkdir()
-            self._made[kind, key] = train(root)
+            try:
+                self._made[kind, key] = train(self._folder(kind, key))
+            except RankDied:
+                self._made[kind, key] = train(self._folder(kind, key))
         made: Made = self._made[kind, key]
         return made
+
+    def _folder(self, kind: str, key: Any) -> Path:
+        root = self._factory.mktemp(kind) / (key if isinstance(key, str) else kind)
+        root.mkdir()
+        return root
 
 
 @pytest.fixture(scope="session")

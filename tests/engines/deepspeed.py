@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from .cases import CASES, STAGE_0, Case
+from .device import DIED
 
 EVERY = {**CASES, **STAGE_0}
 TIMEOUT = 180.0  # seconds for one job
@@ -44,6 +45,10 @@ ON_A_GPU["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # for torch's deterministic alg
 
 class EngineError(RuntimeError):
     """The engine failed; the message is its own."""
+
+
+class RankDied(EngineError):
+    """A rank's process crashed, and said nothing."""
 
 
 def train(case: Case, root: Path, *, losses: int = 5) -> Path:
@@ -122,6 +127,8 @@ def submit(
         except (EOFError, BrokenPipeError):
             start_zygote.cache_clear()
             failure = "the process that forks the ranks died"
+    if failure == DIED:
+        raise RankDied(failure)
     if failure is not None:
         raise EngineError(failure)
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree
 
+DIED = "a rank died without a word"
 DEVICE = os.environ.get("ENGINE_DEVICE", "cpu")
 
 

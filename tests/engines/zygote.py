@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from .device import DEVICE
+from .device import DEVICE, DIED
 
 FORKS = DEVICE == "cpu"
 processes_of = multiprocessing.get_context("fork" if FORKS else "spawn")
@@ -80,7 +80,7 @@ def wait_for(reports: list[Connection], deadline: float) -> str | None:
             try:
                 failure: str | None = report.recv()
             except EOFError:
-                return "a rank died without a word"
+                return DIED
             if failure is not None:
                 return failure
         reports = [each for each in reports if each not in ready]
