@@ -33,7 +33,7 @@ from ..errors import cause as why_of
 from . import output, signals
 from .commands import cli
 
-OBJECTS = 200_000  # new ones before Python looks for circles
+OBJECTS = 200_000  # new ones before Python looks for reference cycles
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     if arguments is None:
         # zckpt has threads of its own. Those of numpy's BLAS would wait for work in a loop.
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-        # With 10,000 tensors a third of the time would be the search for circles, which finds few.
+        # With 10,000 tensors it would take a third of the time to look for cycles, which are few.
         gc.set_threshold(OBJECTS)
         signals.handle()
         output.set_up()

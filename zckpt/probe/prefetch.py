@@ -161,7 +161,7 @@ class Prefetcher:
         self._ahead = 0  # bytes of memory for loads that do not stay
         self._needed: list[_Load] = []  # by the call that waits
         self._errors: dict[WeightPart, BaseException] = {}
-        self._raised: set[WeightPart] = set()
+        self._raised: set[WeightPart] = set()  # by a call
         self._changed = threading.Condition()
         self._calling = threading.Lock()
         self._closed = False

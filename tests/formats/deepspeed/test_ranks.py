@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from zckpt.core.grid import Grid
-from zckpt.core.inert import Foreign
 from zckpt.errors import IncompleteCheckpoint, InconsistentCheckpoint, ZckptError
 from zckpt.formats.deepspeed.files import GridFiles
-from zckpt.formats.deepspeed.ranks import arguments, check_grid, with_sizes
+from zckpt.formats.deepspeed.ranks import check_grid
 from zckpt.formats.deepspeed_states.directories import TagDirectory
 from zckpt.formats.deepspeed_states.states import EngineStates
 
@@ -76,16 +75,3 @@ def test_lost_ranks_are_named() -> None:
     assert [*raised.value.paths] == [f"/run/tag/mp_rank_0{n}_model_states.pt" for n in (4, 5)]
     with pytest.raises(IncompleteCheckpoint, match="4 of 1000"):  # huge by damage, it costs nothing
         checked(FIRST, FIRST, LAST, LAST, mp_world_size=10**20)
-
-
-def test_arguments_of_programs() -> None:
-    """An object has them or a dictionary; those of other names stay."""
-    for args in (
-        {"model_parallel_size": 1, "lr": 2},
-        Foreign.instance("a.B", model_parallel_size=1),
-    ):
-        changed = with_sizes({"args": args, "x": 3}, {"model_parallel_size": 4, "other": 5})
-        assert arguments(changed) == {**arguments({"args": args}), "model_parallel_size": 4}
-        assert changed["x"] == 3
-    assert with_sizes({"x": 3}, {"model_parallel_size": 4}) == {"x": 3}
-    assert arguments(None) == {}

@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from msgspec.structs import replace
-
 from ...core.grouping import by_key
 from ...core.inert import Foreign
 from ...core.missing_ranks import expecting, refuse_other_writers
@@ -35,6 +33,7 @@ from ..deepspeed_states.states import (
 )
 from .files import MOST, GridFiles, RankFiles
 from .model_ranks.layer_names import untied_layers
+from .model_ranks.megatron_arguments import arguments
 from .model_ranks.pipeline import shapes_of_stage
 
 # what all ranks state alike, once groups of experts are in one order
@@ -213,7 +212,6 @@ def check_grid(directory: TagDirectory, files: GridFiles, ranks: Sequence[Engine
                 )
         else:
             _check_names(directory, ranks, number, files.grid.tp)
-    # Megatron-DeepSpeed's arguments
     refuse_other_writers(directory.path, [arguments(rank.model).get("rank") for rank in ranks])
     if files.grid.pp > 1:
         _check_stages(directory, ranks[:: files.grid.tp], files.grid.tp)
@@ -249,44 +247,6 @@ def _check_stages(directory: TagDirectory, stages: Sequence[EngineStates], tp: i
 
 def _parameters(rank: EngineStates) -> set[str]:
     return {name for group in rank.param_shapes() for name in group}
-
-
-# -- the arguments that Megatron's programs save
-
-
-ARGS = "args"
-TENSOR_SIZES = ("tensor_model_parallel_size", "model_parallel_size")
-STAGE_SIZES = ("pipeline_model_parallel_size",)
-VOCABULARY_SIZES = ("padded_vocab_size",)
-"""When they load, Megatron's programs compare their arguments with these, and stop if they differ.
-So a target for another grid has other numbers in them. They are in the client state under `args`:
-
-    Megatron-DeepSpeed   an object: tensor_model_parallel_size (below version 3
-                         model_parallel_size), pipeline_model_parallel_size, padded_vocab_size
-    GPT-NeoX             a dictionary: model_parallel_size, padded_vocab_size
-
-Both have `make_vocab_size_divisible_by` too (checkpointing.py of both, `check_checkpoint_args`).
-"""
-
-
-def arguments(client_state: Mapping[Any, Any] | None) -> Mapping[Any, Any]:
-    """The saved arguments; none if the program saved none."""
-    args = (client_state or {}).get(ARGS)
-    values = args.state if isinstance(args, Foreign) else args
-    return values if isinstance(values, Mapping) else {}
-
-
-def with_sizes(client_state: Mapping[Any, Any], sizes: Mapping[str, int]) -> dict[Any, Any]:
-    """The client state with other sizes in its arguments, where it has arguments of these names."""
-    values = arguments(client_state)
-    changed = {**values, **{name: size for name, size in sizes.items() if name in values}}
-    if changed == values:
-        return dict(client_state)
-    args = client_state[ARGS]
-    return {
-        **client_state,
-        ARGS: replace(args, state=changed) if isinstance(args, Foreign) else changed,
-    }
 
 
 # -- groups of experts in one order

@@ -8,4 +8,5 @@ target_ranks.py     which model ranks a target has, and what each one has of the
 target_slices.py    how a target's tensor ranks cut the whole model
 stage_bounds.py     at which layers stages of a target begin
 target_stages.py    which stage of a target has what
+megatron_arguments.py  sizes that Megatron's programs save as their arguments
 """

@@ -36,7 +36,7 @@ from ....naming.ties import CONFIG
 from ....training.options import VOCAB_SIZE, Options
 from ....training.trainers import files_to_load_by, json_of
 from ...vocabulary import padded
-from ..ranks import TENSOR_SIZES, VOCABULARY_SIZES, arguments, with_sizes
+from .megatron_arguments import TENSOR_SIZES, VOCABULARY_SIZES, arguments, with_sizes
 from .tensor_ranks import TENSOR_RANK, UniversalInfo, info_for
 
 

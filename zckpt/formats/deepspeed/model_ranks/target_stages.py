@@ -33,8 +33,8 @@ from ....errors import UnsupportedCheckpoint, WrongOption
 from ....training.options import Options
 from ...deepspeed_states.options import PP_PARTITION
 from ...groups import without_empty_groups
-from ..ranks import STAGE_SIZES, with_sizes
 from .layer_names import LayerName, Uses, layers_with, tied_key
+from .megatron_arguments import STAGE_SIZES, with_sizes
 from .stage_bounds import (
     Pipeline,
     bounds_of,

@@ -1,0 +1,45 @@
+"""Which arguments do Megatron's programs save with a run, and which sizes are among them?
+
+When they load, Megatron's programs compare their arguments with these, and stop if they differ.
+So a target for another grid has other numbers in them. They are in the client state under `args`:
+
+    Megatron-DeepSpeed   an object: tensor_model_parallel_size (below version 3
+                         model_parallel_size), pipeline_model_parallel_size, padded_vocab_size
+    GPT-NeoX             a dictionary: model_parallel_size, padded_vocab_size
+
+Both have `make_vocab_size_divisible_by` too (checkpointing.py of both, `check_checkpoint_args`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from msgspec.structs import replace
+
+from ....core.inert import Foreign
+
+ARGS = "args"
+TENSOR_SIZES = ("tensor_model_parallel_size", "model_parallel_size")
+STAGE_SIZES = ("pipeline_model_parallel_size",)
+VOCABULARY_SIZES = ("padded_vocab_size",)
+
+
+def arguments(client_state: Mapping[Any, Any] | None) -> Mapping[Any, Any]:
+    """The saved arguments; none if the program saved none."""
+    args = (client_state or {}).get(ARGS)
+    values = args.state if isinstance(args, Foreign) else args
+    return values if isinstance(values, Mapping) else {}
+
+
+def with_sizes(client_state: Mapping[Any, Any], sizes: Mapping[str, int]) -> dict[Any, Any]:
+    """The client state with other sizes in its arguments, where it has arguments of these names."""
+    values = arguments(client_state)
+    changed = {**values, **{name: size for name, size in sizes.items() if name in values}}
+    if changed == values:
+        return dict(client_state)
+    args = client_state[ARGS]
+    return {
+        **client_state,
+        ARGS: replace(args, state=changed) if isinstance(args, Foreign) else changed,
+    }
