@@ -212,7 +212,7 @@ def grid() -> str:
 TIMES = (
     ("convert", "ds_to_universal", 11.0),
     ("convert --weights-only", "zero_to_fp32", 7.0),
-    ("convert --to gathered", "dcp_to_torch_save", 5.7),
+    ("convert --to gathered", "dcp_to_torch_save", 5.4),
     ("auto_resume, until loaded", "ds_to_universal, load_universal", 5.1),
     ("convert", "cp and sync", 1.25),
 )
