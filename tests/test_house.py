@@ -191,7 +191,8 @@ def test_code_names_no_engine(folder: str) -> None:
                     assert not ENGINES.search(word), f"{path}:{node.lineno} names {word!r}"
 
 
-LATE = {"torch", "numpy", "h5py", "ml_dtypes", "rich"}  # slow, or not needed for every report
+# slow, large (hashlib loads OpenSSL: 3.5 MiB), or not needed for every report
+LATE = {"torch", "numpy", "h5py", "ml_dtypes", "rich", "hashlib"}
 OF_TORCH = (("zckpt", "probe"), ("zckpt", "dcp"), ("zckpt", "proof", "allgather"))
 
 

@@ -11,7 +11,6 @@ JSON has no tuples, sets, bytes, integer keys or NaN. They are written as object
 from __future__ import annotations
 
 import base64
-import hashlib
 import json
 import math
 from collections import Counter, OrderedDict
@@ -171,6 +170,8 @@ def inside(path: str, key: Any) -> str:
     full = f"{path}.{key if isinstance(key, str) and _is_word(key) else repr(key)}"
     if len(full) <= MAX_PATH:
         return full
+    import hashlib
+
     digest = hashlib.sha256(full.encode("utf-8", "surrogatepass")).hexdigest()
     return f"{full[: MAX_PATH // 2]}...{digest[:32]}"
 

@@ -12,7 +12,6 @@ The last file is the one without which no reader takes the rest for a checkpoint
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -57,6 +56,8 @@ class Sums(Struct):
     digests: list[bytes] = field(default_factory=list)
 
     def add(self, data: bytes) -> None:
+        import hashlib
+
         self.crc = crc32(data, self.crc)
         self.size += len(data)
         self.digests.append(hashlib.md5(data, usedforsecurity=False).digest())

@@ -7,7 +7,6 @@ errors, which `failures` explains.
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime
@@ -86,6 +85,8 @@ def part_size(size: int) -> int:
 
 def etag_of(digests: Sequence[bytes]) -> str:
     """The ETag that S3 gives an object by the MD5s of its parts, or of itself."""
+    import hashlib
+
     if len(digests) == 1:
         return digests[0].hex()
     return f"{hashlib.md5(b''.join(digests), usedforsecurity=False).hexdigest()}-{len(digests)}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import gzip
-import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -94,6 +93,8 @@ def _text(name: str) -> str:
 
 def _hash(text: str) -> str:
     """As a Content-Security-Policy names a text between two tags."""
+    import hashlib
+
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
