@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
-from itertools import groupby
-from operator import attrgetter
+from functools import lru_cache, partial
 from typing import Any
 
 from msgspec import Struct
@@ -17,9 +15,10 @@ from msgspec import Struct
 from ..core.fileio import align
 from ..core.folder import Folder
 from ..core.fragments import Extent
-from ..core.grouping import portions
+from ..core.grouping import by_key, portions
 from ..core.inert import Foreign, Global, Size
 from ..core.layout import Shell
+from ..core.streaming import together
 from .dcpfile import VERSION, ItemBox, ItemKey, ItemLocation, Items, TensorItem, read_table
 from .torchshell import ALIGNMENT, Storages, shell, state_checksums
 
@@ -73,12 +72,12 @@ def seal_items(root: Folder, folder: str, crcs: Mapping[str, Mapping[int, int]])
 
     `crcs` go by the path of a file, then by the offset of the record's data.
     """
-    locations = sorted(read_table(folder).locations.values(), key=attrgetter("file"))
-    for path, items in groupby(locations, key=attrgetter("file")):
+    locations = by_key((item.file, item) for item in read_table(folder).locations.values())
+    for path, items in locations.items():
         with root.opened(path, os.O_RDWR) as file:
-            for item in items:
-                within = Extent(path, item.offset, item.length)
-                state_checksums(file, within, crcs.get(path, {}))
+            extents = [Extent(path, item.offset, item.length) for item in items]
+            # what was written past the page cache is read from the disk
+            together(extents, partial(state_checksums, file, crcs=crcs.get(path, {})))
 
 
 def crcs_of(outcome: Any) -> dict[str, dict[int, int]]:
