@@ -8,9 +8,9 @@ import pytest
 
 from zckpt.core.placement import Shapes
 from zckpt.errors import MissingData, WrongOption
-from zckpt.formats.deepspeed.model_ranks.tensor_ranks import of_json
 from zckpt.naming.tensor_families import FAMILIES
 from zckpt.naming.tensor_rules import decide, rules_of
+from zckpt.naming.universal_info import of_json
 
 # Names and the slices' shapes at tp 2: hidden 8, four heads, vocabulary 32
 GELU = {

@@ -27,7 +27,7 @@ from typing import Protocol
 from msgspec import Struct
 
 from ..core import slicing, sources
-from ..core.placement import SUM, Shapes, Sliced
+from ..core.placement import REPLICATED, SUM, Shapes, Sliced
 from ..errors import (
     MALFORMED,
     InconsistentCheckpoint,
@@ -109,13 +109,13 @@ def by_rule(rule: TensorRule, name: str, shapes: Shapes) -> Sliced:
     lengths = [shape[axis] for shape in known]
     widths: list[Sequence[int]] = [lengths]
     if rule.parts:
-        split = [slicing.even(part, len(known)) for part in rule.parts]
-        if sum(rule.parts) != sum(lengths) or None in split:
+        split = slicing.even_parts(rule.parts, len(known))
+        if split is None or sum(rule.parts) != sum(lengths):
             raise InconsistentCheckpoint(
                 f"{says}: {len(known)} ranks cannot share {listed(rule.parts)}, and hold "
                 f"{listed(lengths)} along dimension {axis}"
             )
-        widths = [part for part in split if part is not None]
+        widths = [*split]
         if any(sum(part[rank] for part in widths) != width for rank, width in enumerate(lengths)):
             raise InconsistentCheckpoint(f"{says}: the ranks hold {listed(lengths)}")
     elif rule.equal > 1:
@@ -191,7 +191,7 @@ def _parsed(text: str, source: str) -> list[TensorRule]:
 
 def rule_in(text: str, pattern: str = "") -> TensorRule | None:
     """The rule that a line states; None if it states none."""
-    if text in ("replicated", SUM):
+    if text in (REPLICATED, SUM):
         return TensorRule(pattern, text, None)
     if match := re.fullmatch(r"vocab:(\d+)", text):
         return TensorRule(pattern, text, 0, vocabulary=int(match[1]))

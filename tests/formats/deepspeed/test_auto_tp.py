@@ -11,7 +11,8 @@ from msgspec.structs import replace
 
 import zckpt
 from zckpt.core.manifest import Sibling
-from zckpt.formats.deepspeed.model_ranks.target_slices import AutoTP
+from zckpt.formats.deepspeed.model_ranks.target_slices import auto_of
+from zckpt.naming.auto_tp import AutoTP
 
 QUERY, OUTPUT = "model.layers.0.self_attn.q_proj.weight", "lm_head.weight"
 
@@ -45,7 +46,7 @@ def test_uneven_shares_of_the_source() -> None:
     manifest = zckpt.read("examples/run")
     parameter = replace(next(iter(manifest.parameters.values())), shape=(24, 4), aliases=())
     source = replace(manifest, parameters={QUERY: parameter}, state={"client_state": _client(info)})
-    assert AutoTP.of(source) == AutoTP(3)
+    assert auto_of(source) == AutoTP(3)
 
 
 def _client(info: dict[str, Any]) -> dict[str, Any]:
@@ -67,4 +68,4 @@ def test_the_config_of_a_trainer(config: Any, heads: int | None, tmp_path: Path)
     path.write_text(json.dumps(config))
     sibling = Sibling("config.json", str(path), path.stat().st_size)
     source = replace(zckpt.read("examples/run"), siblings=(sibling,))
-    assert AutoTP.of(source) == AutoTP(heads)
+    assert auto_of(source) == AutoTP(heads)

@@ -16,8 +16,8 @@ from zckpt.core.placement import Shapes, Sliced
 from zckpt.core.slicing import joined
 from zckpt.errors import InconsistentCheckpoint, MissingData, UnsupportedCheckpoint
 from zckpt.formats.deepspeed.gather.tensor import Cut, stated
-from zckpt.formats.deepspeed.model_ranks.tensor_ranks import UniversalInfo
 from zckpt.naming.tensor_rules import decide
+from zckpt.naming.universal_info import UniversalInfo
 
 NAME = "layers.0.mixer.weight"
 Info = dict[str, Any]

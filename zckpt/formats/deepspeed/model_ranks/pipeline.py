@@ -20,18 +20,13 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ....core.cast import are_rounded
-from ....core.dtypes import SIZES
 from ....core.facts import FlatBufferEngine, layers_of
 from ....core.grouping import by_key
 from ....core.inert import Foreign
-from ....core.loading import SCRATCH
 from ....core.manifest import Entry, Manifest, Parameter
+from ....core.masters import begins_as
 from ....core.merge import in_order, merge
-from ....core.pieces import ReadRequest
-from ....core.placement import Table
-from ....core.records import RecordChecker
-from ....core.streaming import reading
+from ....core.placement import STAGE, Table
 from ....errors import IncompleteCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint, listed
 from ....files.torchfile import Tensor, TorchFile
 from ...deepspeed_states.states import dictionary
@@ -39,7 +34,6 @@ from ...deepspeed_states.tensors import is_extra
 from ...statedict.finding import BUFFERS
 from .layer_names import TIED, LayerName, of_tied, prefix_of, stage_spans, tied_key, untied_layers
 
-STAGE = "stage"
 SAMPLE = 1 << 14  # elements that are compared with masters to tell a tied layer
 
 
@@ -244,24 +238,7 @@ def _is_its_weight(
     if tensor is None or tensor.shape != shape or not tensor.contiguous:
         return False
     weight = Entry(f"{master.parameter}/param", tensor.dtype, shape, file.fragments(tensor))
-    return begins_as(weight, master, min(SAMPLE, master.numel))
-
-
-def begins_as(weight: Entry, master: Entry, count: int) -> bool:
-    """Whether so many elements of a master round to those of the weight.
-
-    True too if no engine makes weights of this type of such masters.
-    """
-    narrow, wide = head(weight, count), head(master, count)
-    return are_rounded(wide, master.dtype, narrow, weight.dtype) is not False
-
-
-def head(entry: Entry, count: int) -> bytes:
-    """The bytes of the first elements."""
-    data = bytearray(count * SIZES[entry.dtype])
-    with reading([RecordChecker(())], SCRATCH) as (reader,):
-        reader.read([ReadRequest(entry, 0, count, 0)], memoryview(data))
-    return bytes(data)
+    return begins_as(weight, master, SAMPLE)
 
 
 def _is_buffer(name: str, entry: Entry, stated: Collection[str]) -> bool:

@@ -26,6 +26,7 @@ from ....core.manifest import Manifest, Sibling
 from ....core.merge import merge
 from ....core.placement import Table
 from ....core.records import RecordChecker
+from ....core.replicas import compare_copies
 from ....core.streaming import finish
 from ....errors import UnsupportedCheckpoint, WrongOption
 from ....files.torchshell import Storages, shell
@@ -48,7 +49,6 @@ from ...deepspeed_states.target import DeepSpeedTarget
 from ...vocabulary import lost_rows, resized
 from ..files import grid_files, locate
 from ..read import model_ranks, stacked, tensor_ranks
-from .copies import compare_copies
 from .layer_names import prefix_of
 from .stage_bounds import STAGES, Pipeline, is_cut, refuse_without_stages
 from .target_slices import rows_of, sized, slices_of

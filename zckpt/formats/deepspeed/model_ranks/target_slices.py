@@ -9,18 +9,15 @@ So no offset is computed here. Each parameter is cut evenly, as the engine's lay
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from math import gcd
 from typing import Any
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 from ....core import slicing
 from ....core.facts import FlatBufferEngine
 from ....core.manifest import Manifest
-from ....core.placement import Row, Shapes, Sliced, Table
+from ....core.placement import TENSOR_RANK, Row, Shapes, Sliced, Table
 from ....core.split import names_in, split
 from ....errors import (
     InconsistentCheckpoint,
@@ -30,14 +27,20 @@ from ....errors import (
     counted,
     listed,
 )
+from ....naming.auto_tp import AutoTP, heads_in, heads_shown
 from ....naming.patterns import INFO
 from ....naming.tensor_rules import TensorRules, stated_rule
 from ....naming.ties import CONFIG
+from ....naming.universal_info import UniversalInfo, info_for
+from ....training.megatron_arguments import (
+    TENSOR_SIZES,
+    VOCABULARY_SIZES,
+    arguments,
+    with_sizes,
+)
 from ....training.options import VOCAB_SIZE, Options
 from ....training.trainers import files_to_load_by, json_of
 from ...vocabulary import padded
-from .megatron_arguments import TENSOR_SIZES, VOCABULARY_SIZES, arguments, with_sizes
-from .tensor_ranks import TENSOR_RANK, UniversalInfo, info_for
 
 
 def sized(source: Manifest, tp: int) -> Manifest:
@@ -88,7 +91,7 @@ def slices_of(source: Manifest, tp: int) -> tuple[Table, list[Manifest], list[st
     whole = sized(source, tp)
     info = whole.state["client_state"].get(INFO)
     stated = UniversalInfo(info) if isinstance(info, Mapping) else None
-    auto = AutoTP.of(source) if is_auto(source) else None
+    auto = auto_of(source) if is_auto(source) else None
     doubts = []
     if auto and not auto.heads and "affine_map" not in (info or {}):
         doubts.append(  # it gives some ranks more heads if they cannot be dealt evenly
@@ -184,22 +187,7 @@ def _vocabularies(source: Manifest) -> dict[str, Mapping[str, int]]:
     return {name: about for name, about in facts.items() if name in source.parameters}
 
 
-# -- the shares of AutoTP
-
-
-# the output layer's shares are also those of an embedding that is tied to it
-NEAR_EVEN = re.compile(r"(^|\.)(lm_head|embed_out|mlp|gate_proj|up_proj|down_proj|w[123])\.")
-HEADS = (
-    "num_key_value_heads",
-    "num_kv_heads",
-    "multi_query_group_num",
-    "n_head_kv",
-    "kv_n_heads",
-    "num_attention_heads",
-    "n_heads",
-    "attention_heads",
-)
-"""Keys of config.json, in the order in which DeepSpeed asks for them."""
+# -- AutoTP
 
 
 def is_auto(source: Manifest) -> bool:
@@ -208,54 +196,12 @@ def is_auto(source: Manifest) -> bool:
     return isinstance((source.engine.config or {}).get("tensor_parallel"), Mapping)
 
 
-class AutoTP(Struct, frozen=True):
-    """The shares of a dimension that AutoTP gives to tensor ranks: the first ranks have one more.
-
-    Of attention these are whole key-value heads, of MLP and output layer rows (DeepSpeed 0.19.8,
-    module_inject/tp_shard.py `get_shard_size`). Its files do not state the number of `heads`:
-    uneven shares of the source show it, and so does config.json of a trainer's directory.
-    """
-
-    heads: int | None
-
-    @classmethod
-    def of(cls, source: Manifest) -> AutoTP:
-        return cls(_of_config(source) or _of_shares(source))
-
-    def shares(self, names: tuple[str, ...], size: int, tp: int) -> list[int] | None:
-        """What each rank has of a dimension; None if that is not known.
-
-        `names` are those of the parameter, also second ones.
-        """
-        if any(map(NEAR_EVEN.search, names)) or (self.heads and size % self.heads):
-            return _dealt(size, tp)
-        if self.heads:
-            return [count * (size // self.heads) for count in _dealt(self.heads, tp)]
-        return None if size % tp else [size // tp] * tp
-
-
-def _dealt(count: int, ranks: int) -> list[int]:
-    return [count // ranks + (rank < count % ranks) for rank in range(ranks)]
-
-
-def _of_config(source: Manifest) -> int | None:
-    config = json_of(files_to_load_by(source.siblings), CONFIG) or {}
-    config = config.get("text_config") or config
-    if not isinstance(config, Mapping):
-        return None
-    number = next((config[key] for key in HEADS if config.get(key) is not None), None)
-    return number if type(number) is int and number > 0 else None
-
-
-def _of_shares(source: Manifest) -> int | None:
-    """The number of heads that uneven shares have together; None if no share is uneven."""
-    numbers = set()
-    stated = UniversalInfo((source.state.get("client_state") or {}).get(INFO) or {})
-    for name, parameter in source.parameters.items():
-        if any(map(NEAR_EVEN.search, (name, *parameter.aliases))):
-            continue
-        shapes = [shape for shape in stated.stated_shapes(name) or () if shape is not None]
-        for sizes in zip(*shapes, strict=True):
-            if len({*sizes}) > 1:
-                numbers.add(sum(sizes) // gcd(*sizes))
-    return numbers.pop() if len(numbers) == 1 else None
+def auto_of(source: Manifest) -> AutoTP:
+    """The shares of AutoTP, by config.json beside the source, or by its uneven shares."""
+    heads = heads_in(json_of(files_to_load_by(source.siblings), CONFIG))
+    if heads is None:
+        stated = UniversalInfo((source.state.get("client_state") or {}).get(INFO) or {})
+        parameters = source.parameters.items()
+        shapes = (((n, *own.aliases), stated.stated_shapes(n) or ()) for n, own in parameters)
+        heads = heads_shown(shapes)
+    return AutoTP(heads)

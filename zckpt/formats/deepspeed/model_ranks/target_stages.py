@@ -30,11 +30,11 @@ from ....core.manifest import Manifest
 from ....core.placement import Row
 from ....core.split import names_in, part
 from ....errors import UnsupportedCheckpoint, WrongOption
+from ....training.megatron_arguments import STAGE_SIZES, with_sizes
 from ....training.options import Options
 from ...deepspeed_states.options import PP_PARTITION
 from ...groups import without_empty_groups
 from .layer_names import LayerName, Uses, layers_with, tied_key
-from .megatron_arguments import STAGE_SIZES, with_sizes
 from .stage_bounds import (
     Pipeline,
     bounds_of,

@@ -10,8 +10,8 @@ from msgspec.structs import replace
 
 from zckpt.core.fragments import Extent, solid
 from zckpt.core.manifest import Entry, Manifest, Parameter
+from zckpt.core.replicas import averaged, check_slices, compare_copies, refuse_sums
 from zckpt.errors import InconsistentCheckpoint, UnsupportedCheckpoint
-from zckpt.formats.deepspeed.model_ranks.copies import averaged, check, check_slices
 
 
 def entry(root: Path, name: str, values: list[float], axis: str = "") -> Entry:
@@ -40,16 +40,16 @@ def test_copies_of_tensor_ranks_that_differ(tmp_path: Path) -> None:
     pair = entry(tmp_path, "w/master", [1, 2]), entry(tmp_path, "w/master", [1, 4], "tensor rank")
     joined = manifest(*pair)
     with pytest.raises(InconsistentCheckpoint, match=r"of 1 parameter \(w\): w: master in 1 of 2"):
-        check(joined, None)
-    assert "rank 0's is taken" in check(joined, "rank0")[0]
-    assert "their mean is taken" in check(joined, "mean")[0]
+        compare_copies(joined, None)
+    assert "rank 0's is taken" in compare_copies(joined, "rank0")[0]
+    assert "their mean is taken" in compare_copies(joined, "mean")[0]
     assert averaged(joined).entries["w/master"].mean == pair
-    assert check(manifest(pair[0], replace(pair[0], axis="tensor rank")), None) == []
+    assert compare_copies(manifest(pair[0], replace(pair[0], axis="tensor rank")), None) == []
 
 
 def test_copies_of_stages_that_differ(tmp_path: Path) -> None:
     pair = entry(tmp_path, "w/master", [1, 2]), entry(tmp_path, "w/master", [1, 4], "stage")
-    (warning,) = check(manifest(*pair), None)
+    (warning,) = compare_copies(manifest(*pair), None)
     assert warning.startswith("the stages' copies of w differ; the first stage's is taken")
     assert averaged(manifest(*pair)).entries["w/master"].mean == ()
 
@@ -78,4 +78,4 @@ def test_equal_slices(
 
 def test_parts_of_a_sum() -> None:
     with pytest.raises(UnsupportedCheckpoint, match="a part of w, and the whole is the sum"):
-        check(manifest(rules={"w": "sum", "v": "0"}), None)
+        refuse_sums(manifest(rules={"w": "sum", "v": "0"}))
