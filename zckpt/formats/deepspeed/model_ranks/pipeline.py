@@ -15,10 +15,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import chain
 from typing import Any
 
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from ....core.facts import FlatBufferEngine, layers_of
 from ....core.grouping import by_key
@@ -32,7 +31,7 @@ from ....files.torchfile import Tensor, TorchFile
 from ...deepspeed_states.states import dictionary
 from ...deepspeed_states.tensors import is_extra
 from ...statedict.finding import BUFFERS
-from .layer_names import TIED, LayerName, of_tied, prefix_of, stage_spans, tied_key, untied_layers
+from .layer_names import TIED, LayerName, Pipeline, of_tied, prefix_of, untied_layers
 
 SAMPLE = 1 << 14  # elements that are compared with masters to tell a tied layer
 
@@ -47,8 +46,7 @@ def joined_stages(
     """
     layers = _Layers(stages, files)
     layers.check_places()
-    beside = layers.beside()
-    whole = in_order(merge(stages, Table(STAGE), step_policy, beside))
+    whole = in_order(merge(stages, Table(STAGE), step_policy, layers.beside()))
     engine, optimizer = stages[0].engine, whole.state.get("optimizer") or {}
     assert isinstance(engine, FlatBufferEngine)
     weights = (whole.entries[f"{name}/param"] for name in stages[0].parameters)
@@ -59,12 +57,8 @@ def joined_stages(
             **whole.state,
             # which frozen parameters are listed is known of each stage, not of the whole
             "optimizer": {key: value for key, value in optimizer.items() if key != "members"},
-            "pipeline": {  # what a target must know to be the same pipeline
-                "parameters": [list(stage.parameters) for stage in stages],
-                "buffers": [list(names) for names in layers.buffers],
-                "layers": list(files),
-                "tied": [[number, key] for number, key in layers.tied.items()],
-            },
+            # what a target must know to be the same pipeline
+            "pipeline": {**asdict(layers.pipeline), "tied": [*map(list, layers.tied.items())]},
         },
         warnings=(*whole.warnings, *layers.perhaps_tied()),
     )
@@ -76,17 +70,24 @@ class _Layers:
     def __init__(self, stages: Sequence[Manifest], files: Mapping[int, TorchFile]) -> None:
         places = [stage.place for stage in stages if stage.place is not None]
         self.stages, self.files, self.root = stages, files, stages[0].root
-        self.buffers = [place.buffers for place in places]
+        self.count = max(files, default=-1) + 1
         from_last = stages[::-1]  # so that the first stage's count
         self.shapes = {n: own.shape for stage in from_last for n, own in stage.parameters.items()}
-        self.spans = stage_spans([stage.parameters for stage in stages], max(files, default=-1) + 1)
+        self.buffers = {name for place in places for name in place.buffers}
         values = {number: dictionary(file, file.value) for number, file in files.items()}
         self.tensors = {
             number: {inner: item for inner, item in own.items() if not is_extra(inner, item)}
             for number, own in values.items()
         }
+        self.alike = self._alike()
         tied = self._tied() if places[0].tied is None else places[0].tied
         self.tied = {number: tied[number] for number in files if number in tied}
+        self.pipeline = Pipeline(
+            [list(stage.parameters) for stage in stages],
+            [list(place.buffers) for place in places],
+            list(files),
+            [*self.tied.items()],
+        )
         if lacking := sorted(of_tied(self.shapes).keys() - {*self.tied.values()}):
             raise IncompleteCheckpoint(
                 f"{self.root}: no file of a layer has the weights of "
@@ -95,28 +96,38 @@ class _Layers:
                 "masters: then files of two ranks may be swapped, or of another save",
             )
 
+    # -- tied layers
+
+    def _alike(self) -> dict[int, list[str]]:
+        """The keys of tied layers whose shapes a file has, unless names have its layer's number."""
+        wanted, known = of_tied(self.shapes), {*self.shapes, *self.buffers}
+        alike: dict[int, list[str]] = {}
+        for number, tensors in self.tensors.items():
+            if not any(f"{number}.{inner}" in known for inner in tensors):
+                shapes = {inner: tensor.shape for inner, tensor in tensors.items()}
+                alike[number] = [k for k, own in wanted.items() if own.items() <= shapes.items()]
+        return alike
+
     def _tied(self) -> dict[int, str]:
         """The keys of tied layers by the numbers of their files, whose weights masters round to."""
         every = (entry for stage in self.stages[::-1] for entry in stage.entries.values())
         masters = {entry.parameter: entry for entry in every if entry.slot == "master"}
-        known = {*self.shapes, *chain.from_iterable(self.buffers)}
-        wanted = of_tied({name: name for name in self.shapes})
+        names = of_tied({name: name for name in self.shapes})
         tied: dict[int, str] = {}
-        for number, tensors in self.tensors.items():
-            if not tensors or any(f"{number}.{inner}" in known for inner in tensors):
-                continue
-            file = self.files[number]
+        for number, alike in self.alike.items():
             keys = [
                 key
-                for key, names in wanted.items()
+                for key in alike
                 if all(
-                    _is_its_weight(tensors.get(inner), self.shapes[name], file, masters[name])
-                    for inner, name in names.items()
+                    self.tensors[number][inner].contiguous
+                    and begins_as(self._weight(number, inner, name), masters[name], SAMPLE)
+                    for inner, name in names[key].items()
                 )
             ]
             if len(keys) > 1:
                 raise UnsupportedCheckpoint(
-                    f"{file.path} has the weights of several tied layers: {listed(keys)}",
+                    f"{self.files[number].path} has the weights of several tied layers: "
+                    f"{listed(keys)}",
                     hint="zckpt tells tied layers apart by their weights, and these are equal",
                 )
             if keys:
@@ -130,17 +141,15 @@ class _Layers:
         """
         swapped = "files of two layers may be swapped: copy all files again"
         for number, key in self.tied.items():
-            if not any(number in span for span in self._near(key)):
+            if not any(number in span for span in self.pipeline.spans_with(key, self.count)):
                 raise InconsistentCheckpoint(
                     f"{self.files[number].path} has the weights of {TIED}{key}, which the stage of "
                     f"the pipeline with layer {number} does not have",
                     hint=swapped,
                 )
-        for stage, span in zip(self.stages, self.spans, strict=True):
-            uses: dict[str, int] = {}
-            for number, key in self.tied.items():
-                if number in span:
-                    uses.setdefault(key, number)
+        for stage, span in zip(self.stages, self.pipeline.spans(self.count), strict=True):
+            own = [number for number in self.tied if number in span]
+            uses = {self.tied[number]: number for number in reversed(own)}
             for names in _in_order(stage):
                 first = [uses[key] for key in of_tied(dict.fromkeys(names)) if key in uses]
                 if first != sorted(first):
@@ -151,6 +160,23 @@ class _Layers:
                         hint=swapped,
                     )
 
+    def perhaps_tied(self) -> Iterator[str]:
+        """A warning about files with shapes of a tied layer, of which more stages have copies."""
+        for key in of_tied(self.shapes):
+            near = self.pipeline.spans_with(key, self.count)
+            if [*self.tied.values()].count(key) >= len(near):
+                continue
+            for number, alike in self.alike.items():
+                is_near = any(number in span for span in near)
+                if key in alike and number not in self.tied and is_near:
+                    yield (
+                        f"{self.files[number].path} has the shapes of the tied layer {key}, but "
+                        "other weights, which are taken for frozen ones: if the layer is tied, "
+                        "this file is of another save"
+                    )
+
+    # -- what files of layers have
+
     def beside(self) -> Manifest:
         """The tensors of all layers, as if a rank beside stages had them; tied ones have copies.
 
@@ -159,18 +185,16 @@ class _Layers:
         entries: dict[str, Entry] = {}
         copies = []
         for number, tensors in self.tensors.items():
-            file, prefix = self.files[number], prefix_of(number, self.tied)
-            for inner, tensor in tensors.items():
-                fragments = file.fragments(tensor)
-                entry = Entry(f"{prefix}{inner}/param", tensor.dtype, tensor.shape, fragments)
+            prefix = prefix_of(number, self.tied)
+            for inner in tensors:
+                entry = self._weight(number, inner, f"{prefix}{inner}")
                 if entries.setdefault(entry.name, entry) is not entry:
                     copies.append(entry)
         for name, shape in self.shapes.items():
             self._check_weight(name, shape, entries.get(f"{name}/param"))
         every = {entry.parameter: entry for entry in entries.values()}
         own = {name: entry for name, entry in every.items() if name not in self.shapes}
-        stated = {*chain.from_iterable(self.buffers)}
-        names = {name: None for name, entry in own.items() if _is_buffer(name, entry, stated)}
+        names = {name: None for name, entry in own.items() if self._is_buffer(name, entry)}
         return replace(
             self.stages[0],
             entries=entries,
@@ -182,12 +206,19 @@ class _Layers:
             records=tuple(r for file in self.files.values() for r in file.records.values()),
         )
 
+    def _weight(self, number: int, inner: str, name: str) -> Entry:
+        """A tensor in the file of a layer, under its name in the whole model."""
+        tensor = self.tensors[number][inner]
+        fragments = self.files[number].fragments(tensor)
+        return Entry(f"{name}/param", tensor.dtype, tensor.shape, fragments)
+
+    def _is_buffer(self, name: str, entry: Entry) -> bool:
+        """Whether model files list it; by its type or name, for versions that list none."""
+        if self.buffers:
+            return name in self.buffers
+        return entry.dtype not in ("F64", "F32", "F16", "BF16") or bool(BUFFERS.fullmatch(name))
+
     def _check_weight(self, name: str, shape: tuple[int, ...], weight: Entry | None) -> None:
-        if weight is not None and weight.shape != shape:
-            raise InconsistentCheckpoint(
-                f"{self.root}: {name} has shape {weight.shape} in its layer's file and {shape} "
-                "where shapes are listed"
-            )
         if weight is None:
             number, _, inner = name.partition(".")
             is_there = number.isdecimal() and int(number) in self.files
@@ -195,31 +226,11 @@ class _Layers:
                 f"{self.root} lacks the {'weight' if is_there else 'file of the layer'} of {name}",
                 hint=f"expected {inner} in layer_{number:0>2}-*model_states.pt",
             )
-
-    def _near(self, key: str) -> list[range]:
-        """The layers of each stage that has a tied one."""
-        pairs = zip(self.stages, self.spans, strict=True)
-        return [span for stage, span in pairs if key in map(tied_key, stage.parameters)]
-
-    def perhaps_tied(self) -> Iterator[str]:
-        """A warning about files with shapes of a tied layer, of which more stages have copies."""
-        for key, wanted in of_tied(self.shapes).items():
-            near = self._near(key)
-            if [*self.tied.values()].count(key) >= len(near):
-                continue
-            for number, tensors in self.tensors.items():
-                shapes = {inner: tensor.shape for inner, tensor in tensors.items()}
-                if (
-                    number not in self.tied
-                    and wanted.items() <= shapes.items()
-                    and not any(f"{number}.{inner}" in self.shapes for inner in tensors)
-                    and any(number in span for span in near)
-                ):
-                    yield (
-                        f"{self.files[number].path} has the shapes of the tied layer {key}, but "
-                        "other weights, which are taken for frozen ones: if the layer is tied, "
-                        "this file is of another save"
-                    )
+        if weight.shape != shape:
+            raise InconsistentCheckpoint(
+                f"{self.root}: {name} has shape {weight.shape} in its layer's file and {shape} "
+                "where shapes are listed"
+            )
 
 
 def _in_order(stage: Manifest) -> Iterator[list[str]]:
@@ -229,23 +240,6 @@ def _in_order(stage: Manifest) -> Iterator[list[str]]:
         places = [-1 if number is None else number for number in numbers]
         if len({*places}) > 2 and places == sorted(places):
             yield names
-
-
-def _is_its_weight(
-    tensor: Tensor | None, shape: tuple[int, ...], file: TorchFile, master: Entry
-) -> bool:
-    """Whether a tensor of a layer's file is a tied parameter, rounded from its master."""
-    if tensor is None or tensor.shape != shape or not tensor.contiguous:
-        return False
-    weight = Entry(f"{master.parameter}/param", tensor.dtype, shape, file.fragments(tensor))
-    return begins_as(weight, master, SAMPLE)
-
-
-def _is_buffer(name: str, entry: Entry, stated: Collection[str]) -> bool:
-    """Whether model files list it; by its type or name, for DeepSpeed versions that list none."""
-    if stated:
-        return name in stated
-    return entry.dtype not in ("F64", "F32", "F16", "BF16") or bool(BUFFERS.fullmatch(name))
 
 
 # -- the parameters of a stage whose model file lists none

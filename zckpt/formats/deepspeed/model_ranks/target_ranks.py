@@ -49,8 +49,8 @@ from ...deepspeed_states.target import DeepSpeedTarget
 from ...vocabulary import lost_rows, resized
 from ..files import grid_files, locate
 from ..read import model_ranks, stacked, tensor_ranks
-from .layer_names import prefix_of
-from .stage_bounds import STAGES, Pipeline, is_cut, refuse_without_stages
+from .layer_names import Pipeline, prefix_of
+from .stage_bounds import STAGES, is_cut, refuse_without_stages
 from .target_slices import rows_of, sized, slices_of
 from .target_stages import layers_of_names, recut
 
