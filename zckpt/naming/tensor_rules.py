@@ -20,7 +20,7 @@ against the shapes that the ranks state; a file of rules has lines such as
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from typing import Protocol
 
@@ -201,6 +201,20 @@ def rule_in(text: str, pattern: str = "") -> TensorRule | None:
     parts = tuple(map(int, match[3].split(","))) if match[3] else ()
     equal = int(match[2] or 1)
     return TensorRule(pattern, text, int(match[1]), parts, equal) if equal else None
+
+
+def shapes_by(
+    rules: TensorRules, name: str, whole: tuple[int, ...], candidates: Iterable[Shapes]
+) -> tuple[Shapes, Sliced] | None:
+    """The first shapes of ranks for which a rule gives the whole shape; and how they are cut."""
+    for shapes in candidates:
+        try:
+            sliced = rules.sliced(name, shapes)
+        except (InconsistentCheckpoint, WrongOption):
+            continue  # the rule is for another dimension
+        if sliced is not None and sliced.shape == whole:
+            return shapes, sliced
+    return None
 
 
 def stated_rule(name: str, text: str) -> TensorRules | None:

@@ -17,10 +17,10 @@ import zckpt
 from zckpt.core.manifest import Manifest, Parameter
 from zckpt.errors import UnsupportedCheckpoint, WrongOption
 from zckpt.formats.deepspeed import write
-from zckpt.formats.deepspeed.model_ranks.layer_names import Pipeline
 from zckpt.formats.deepspeed.model_ranks.stage_bounds import balanced, ranges, uniform
 from zckpt.formats.deepspeed.model_ranks.target_stages import cut_again
 from zckpt.formats.options import options_of
+from zckpt.naming.layer_names import Pipeline
 
 from ...engines import grids
 from ...engines.deepspeed import EngineError

@@ -30,10 +30,10 @@ from ....core.manifest import Manifest
 from ....core.placement import Row
 from ....core.split import names_in, part
 from ....errors import UnsupportedCheckpoint, WrongOption
-from ....training.megatron_arguments import STAGE_SIZES, with_sizes
+from ....naming.layer_names import LayerName, Pipeline, Uses, layers_with, tied_key
+from ....training.megatron_arguments import STAGES, with_sizes
 from ....training.options import Options
 from ...groups import without_empty_groups
-from .layer_names import LayerName, Pipeline, Uses, layers_with, tied_key
 from .stage_bounds import LAST, assumed, bounds_of, is_cut, refuse_without_stages
 
 
@@ -204,7 +204,7 @@ def _part(model: Manifest, row: Row, pp: int) -> Manifest:
         if any(name.startswith(f"{layer.name}.") for name in row.names)
     )
     facts = {key: value for key, value in own.source.items() if key != "ep"}
-    client = with_sizes(own.state.get("client_state") or {}, dict.fromkeys(STAGE_SIZES, pp))
+    client = with_sizes(own.state.get("client_state") or {}, {STAGES: pp})
     state, extra = {**own.state, "client_state": client}, own.state.get("module_extra") or {}
     if extra:
         state["module_extra"] = {n: value for n, value in extra.items() if n in row.names}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zckpt.formats.deepspeed.model_ranks.layer_names import (
+from zckpt.naming.layer_names import (
     LayerName,
     of_tied,
     prefix_of,
