@@ -38,7 +38,7 @@ from ..errors import (
     counted,
     listed,
 )
-from .tensor_families import FAMILIES, WIDTHS
+from .tensor_families import DOUBTS, FAMILIES, WIDTHS
 
 GEOMETRIC = ("affine_map", "view")  # rules of a checkpoint that state every piece
 PLAIN = {"0:1x": "0"}
@@ -86,6 +86,14 @@ class RuleFile(Struct, frozen=True):
                         f"{self.source}: {error.message}", hint=f"correct the rule; {HELP}"
                     ) from error
         return None
+
+    def doubts(self, names: Iterable[str]) -> list[str]:
+        """What no file shows of the rules of a family for these names."""
+        if self.source not in DOUBTS:
+            return []
+        pattern, sentence = DOUBTS[self.source]
+        doubtful = [name for name in names if re.fullmatch(pattern, name)]
+        return [sentence.format(names=listed(doubtful, 4))] if doubtful else []
 
 
 def by_rule(rule: TensorRule, name: str, shapes: Shapes) -> Sliced:

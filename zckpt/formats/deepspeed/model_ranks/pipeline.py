@@ -21,7 +21,6 @@ from msgspec.structs import asdict, replace
 
 from ....core.facts import FlatBufferEngine, layers_of
 from ....core.grouping import by_key
-from ....core.inert import Foreign
 from ....core.manifest import Entry, Manifest, Parameter
 from ....core.masters import begins_as
 from ....core.merge import in_order, merge
@@ -74,10 +73,9 @@ class _Layers:
         from_last = stages[::-1]  # so that the first stage's count
         self.shapes = {n: own.shape for stage in from_last for n, own in stage.parameters.items()}
         self.buffers = {name for place in places for name in place.buffers}
-        values = {number: dictionary(file, file.value) for number, file in files.items()}
         self.tensors = {
-            number: {inner: item for inner, item in own.items() if not is_extra(inner, item)}
-            for number, own in values.items()
+            number: {k: v for k, v in dictionary(file, file.value).items() if not is_extra(k, v)}
+            for number, file in files.items()
         }
         self.alike = self._alike()
         tied = self._tied() if places[0].tied is None else places[0].tied
@@ -139,13 +137,16 @@ class _Layers:
 
         Raises InconsistentCheckpoint.
         """
-        swapped = "files of two layers may be swapped: copy all files again"
+
+        def swapped(says: str) -> InconsistentCheckpoint:
+            hint = "files of two layers may be swapped: copy all files again"
+            return InconsistentCheckpoint(says, hint=hint)
+
         for number, key in self.tied.items():
             if not any(number in span for span in self.pipeline.spans_with(key, self.count)):
-                raise InconsistentCheckpoint(
+                raise swapped(
                     f"{self.files[number].path} has the weights of {TIED}{key}, which the stage of "
-                    f"the pipeline with layer {number} does not have",
-                    hint=swapped,
+                    f"the pipeline with layer {number} does not have"
                 )
         for stage, span in zip(self.stages, self.pipeline.spans(self.count), strict=True):
             own = [number for number in self.tied if number in span]
@@ -153,11 +154,10 @@ class _Layers:
             for names in _in_order(stage):
                 first = [uses[key] for key in of_tied(dict.fromkeys(names)) if key in uses]
                 if first != sorted(first):
-                    raise InconsistentCheckpoint(
-                        f"{self.root}: the files of the layers "
-                        f"{listed([*map(str, sorted(first))])} have the weights of tied layers in "
-                        "another order than the optimizer",
-                        hint=swapped,
+                    numbers = listed([*map(str, sorted(first))])
+                    raise swapped(
+                        f"{self.root}: the files of the layers {numbers} have the weights of tied "
+                        "layers in another order than the optimizer"
                     )
 
     def perhaps_tied(self) -> Iterator[str]:
@@ -267,20 +267,14 @@ def shapes_of_stage(
     numels = [Counter[str]() for _ in mappings[0] or ()]
     for groups in mappings:
         for own, mapping in zip(numels, groups or (), strict=True):
-            for name, slice_ in mapping.items():
-                own[name] += _numel(slice_)
+            for name, address in mapping.items():  # a `fragment_address`
+                own[name] += int(getattr(address, "state", address)["numel"])
     tensors = {number: dictionary(file, file.value) for number, file in layers.items()}
     untied = {number for own in numels for number in untied_layers(own)}
     return [
         {name: _shape(name, numel, tensors, untied) for name, numel in own.items()}
         for own in numels
     ]
-
-
-def _numel(slice_: Any) -> int:
-    """The elements of a `fragment_address`."""
-    state = slice_.state if isinstance(slice_, Foreign) else slice_
-    return int(state["numel"])
 
 
 def _shape(

@@ -38,12 +38,8 @@ from .stage_bounds import LAST, assumed, bounds_of, is_cut, refuse_without_stage
 
 
 def recut(
-    whole: Manifest,
-    models: Sequence[Manifest],
-    pipeline: Pipeline,
-    grid: Grid,
-    options: Options,
-) -> tuple[Grid, list[Manifest], list[str]]:
+    whole: Manifest, models: Sequence[Manifest], pipeline: Pipeline, grid: Grid, options: Options
+) -> tuple[Grid, tuple[Manifest, ...], list[str]]:
     """The target's grid and model ranks, at the bounds that `options` give; and what was inferred.
 
     `models` are the pipelines of tensor ranks that are cut, and `whole` has their parameters.
@@ -58,7 +54,7 @@ def recut(
         for model in models:
             own = _part(model, row, grid.pp)
             ranks.append(replace(own, place=Place(len(ranks), grid, tuple(buffers))))
-    return grid, ranks, inferred
+    return grid, tuple(ranks), inferred
 
 
 def layers_of_names(model: Manifest, options: Options) -> list[int]:

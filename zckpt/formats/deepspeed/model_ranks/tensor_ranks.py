@@ -8,8 +8,8 @@ the first one, and the others are copies that must be equal.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from msgspec.structs import replace
@@ -37,7 +37,6 @@ from ....errors import (
     listed,
 )
 from ....naming.patterns import INFO
-from ....naming.tensor_families import DOUBTS
 from ....naming.tensor_rules import RuleFile, TensorRules, decide, rules_of
 from ....naming.universal_info import UniversalInfo, of_json
 
@@ -55,13 +54,8 @@ def joined_slices(
     models, given = tuple(ranks), [] if tp_rules is None else [rules_of(tp_rules, of_json)]
     if len(ranks) > 1:
         ranks = [as_unread(rank, SLICES_ALONE) for rank in ranks]
-    first = ranks[0]
-    names = _all_names(ranks, "parameters")
-    shapes: dict[str, Shapes] = {
-        name: [rank.parameters[name].shape if name in rank.parameters else None for rank in ranks]
-        for name in names
-    }
-    cut = decide(first.root, shapes, [*given, *_stated(ranks)], len(ranks))
+    shapes = _on_ranks({name: own.shape for name, own in rank.parameters.items()} for rank in ranks)
+    cut = decide(ranks[0].root, shapes, [*given, *_stated(ranks)], len(ranks))
     table = Table(TENSOR_RANK, {**cut, **_buffers(ranks, given)})
     whole = merge(ranks, table, step_policy)
     return in_order(
@@ -74,6 +68,38 @@ def joined_slices(
     )
 
 
+def _on_ranks(ranks: Iterable[Mapping[str, tuple[int, ...]]]) -> dict[str, Shapes]:
+    """The shapes of all ranks by name, of any rank: AutoTP may leave a rank nothing."""
+    every = [*ranks]
+    return {name: [own.get(name) for own in every] for name in dict.fromkeys(chain(*every))}
+
+
+def _stated(ranks: Sequence[Manifest]) -> Iterator[TensorRules]:
+    """The rules that the checkpoint states; all ranks must state the same."""
+    stated = [(rank.state.get("client_state") or {}).get(INFO) for rank in ranks]
+    if any(to_json(info) != to_json(stated[0]) for info in stated[1:]):
+        raise InconsistentCheckpoint(f"{ranks[0].root}: tensor ranks differ in {INFO}", hint=MIXED)
+    if isinstance(stated[0], Mapping):
+        yield UniversalInfo(stated[0])
+
+
+def _buffers(ranks: Sequence[Manifest], given: Sequence[TensorRules]) -> dict[str, Sliced]:
+    """How buffers are cut: whole ones by the user's rules alone, as their shapes are alike."""
+    shapes = _on_ranks(
+        {n: e.shape for n in rank.buffers if (e := rank.entries.get(f"{n}/param")) is not None}
+        for rank in ranks
+    )
+    decided = {
+        name: sliced
+        for rules in given
+        if isinstance(rules, RuleFile)
+        for name, each in shapes.items()
+        if (sliced := rules.sliced(name, each)) is not None
+    }
+    unlike = {n: each for n, each in shapes.items() if n not in decided and len({*each}) > 1}
+    return decided | decide(ranks[0].root, unlike, given, len(ranks))
+
+
 def _doubts(given: Sequence[TensorRules], cut: Mapping[str, Sliced]) -> Iterator[str]:
     """What the whole lacks by the user's rules, and what no file shows of them."""
     if sums := [name for name, sliced in cut.items() if sliced.is_sum]:
@@ -82,10 +108,8 @@ def _doubts(given: Sequence[TensorRules], cut: Mapping[str, Sliced]) -> Iterator
             "tensor rank 0, not the sum"
         )
     for rules in given:
-        if isinstance(rules, RuleFile) and rules.source in DOUBTS:
-            pattern, sentence = DOUBTS[rules.source]
-            if names := [name for name in cut if re.fullmatch(pattern, name)]:
-                yield sentence.format(names=listed(names, 4))
+        if isinstance(rules, RuleFile):
+            yield from rules.doubts(cut)
 
 
 def _facts(cut: Mapping[str, Sliced]) -> dict[str, Any]:
@@ -98,35 +122,6 @@ def _facts(cut: Mapping[str, Sliced]) -> dict[str, Any]:
             if sliced.vocabulary is not None
         },
     }
-
-
-def _stated(ranks: Sequence[Manifest]) -> Iterator[TensorRules]:
-    """The rules that the checkpoint states; all ranks must state the same."""
-    stated = [(rank.state.get("client_state") or {}).get(INFO) for rank in ranks]
-    if any(to_json(info) != to_json(stated[0]) for info in stated[1:]):
-        raise InconsistentCheckpoint(f"{ranks[0].root}: tensor ranks differ in {INFO}", hint=MIXED)
-    if isinstance(stated[0], Mapping):
-        yield UniversalInfo(stated[0])
-
-
-def _all_names(ranks: Sequence[Manifest], field: str) -> list[str]:
-    """Names of any rank, in the order of the first one; AutoTP may leave a rank nothing."""
-    return list(dict.fromkeys(name for rank in ranks for name in getattr(rank, field)))
-
-
-def _buffers(ranks: Sequence[Manifest], given: Sequence[TensorRules]) -> dict[str, Sliced]:
-    """How buffers are cut: whole ones by the user's rules alone, as their shapes are alike."""
-    shapes: dict[str, Shapes] = {}
-    for name in _all_names(ranks, "buffers"):
-        entries = [rank.entries.get(f"{name}/param") for rank in ranks]
-        shapes[name] = [None if entry is None else entry.shape for entry in entries]
-    decided: dict[str, Sliced] = {}
-    for rules in (rules for rules in given if isinstance(rules, RuleFile)):
-        for name, each in shapes.items():
-            if name not in decided and (sliced := rules.sliced(name, each)) is not None:
-                decided[name] = sliced
-    unlike = {n: each for n, each in shapes.items() if n not in decided and len({*each}) > 1}
-    return decided | decide(ranks[0].root, unlike, given, len(ranks))
 
 
 # -- copies
