@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from zckpt.core.fragments import Extent, solid
 from zckpt.core.manifest import Entry, Manifest, Parameter
-from zckpt.core.replicas import averaged, check_slices, compare_copies, refuse_sums
+from zckpt.core.replicas import averaged, check_joined, check_slices, compare_copies
 from zckpt.errors import InconsistentCheckpoint, UnsupportedCheckpoint
 
 
@@ -78,4 +78,4 @@ def test_equal_slices(
 
 def test_parts_of_a_sum() -> None:
     with pytest.raises(UnsupportedCheckpoint, match="a part of w, and the whole is the sum"):
-        refuse_sums(manifest(rules={"w": "sum", "v": "0"}))
+        check_joined(manifest(rules={"w": "sum", "v": "0"}), None)

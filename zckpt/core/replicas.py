@@ -101,6 +101,13 @@ def compare_copies(manifest: Manifest, chosen: str | None) -> list[str]:
     return warnings
 
 
+def check_joined(manifest: Manifest, chosen: str | None) -> list[str]:
+    """Compares what the ranks of a joined model hold; gives warnings, and raises as the checks."""
+    _refuse_sums(manifest)
+    check_slices(manifest)
+    return compare_copies(manifest, chosen)
+
+
 def copies_of(manifest: Manifest) -> Iterator[Match]:
     """Every further copy of a tensor, with the one that is taken."""
     for copy in manifest.replicas:
@@ -108,20 +115,26 @@ def copies_of(manifest: Manifest) -> Iterator[Match]:
             yield Match(copy, manifest.entries[copy.name])
 
 
-def differing_apart(manifest: Manifest, axis: str) -> list[str]:
-    """The parameters whose masters begin differently on the ranks of an axis that drift by nature.
+def compare_apart(manifest: Manifest) -> list[str]:
+    """Warnings of masters that begin differently on ranks whose copies drift by nature.
 
     `manifest` has the ranks apart. A stage that uses a tied layer by a function saves no weight,
     which would prove its masters.
     """
     matches = [
-        masters.beginning(match)
+        match
         for model in manifest.models
         for match in copies_of(model)
-        if match.a.slot == "master" and match.a.axis == axis
+        if match.a.slot == "master" and not AXES[_axis(match.a)].hint
     ]
-    differing = (each for each in masters.results_of(manifest, matches) if each.differs)
-    return list(dict.fromkeys(each.match.a.parameter for each in differing))
+    results = masters.results_of(manifest, [*map(masters.beginning, matches)])
+    pairs = zip(matches, results, strict=True)
+    names = by_key((_axis(own.a), own.a.parameter) for own, result in pairs if result.differs)
+    return [
+        f"the {AXES[axis].words}' copies of {listed(list(dict.fromkeys(own)), 4)} differ, and each "
+        f"{axis} keeps its own"
+        for axis, own in names.items()
+    ]
 
 
 def averaged(manifest: Manifest) -> Manifest:
@@ -181,7 +194,7 @@ def check_slices(manifest: Manifest) -> None:
         )
 
 
-def refuse_sums(manifest: Manifest) -> None:
+def _refuse_sums(manifest: Manifest) -> None:
     """Raises UnsupportedCheckpoint if the whole of a parameter is a sum of the ranks' parts."""
     if sums := [name for name, rule in _rules(manifest).items() if rule == SUM]:
         raise UnsupportedCheckpoint(

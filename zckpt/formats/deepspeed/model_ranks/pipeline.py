@@ -32,6 +32,7 @@ from ...deepspeed_states.states import dictionary
 from ...deepspeed_states.tensors import is_extra
 from ...statedict.finding import BUFFERS
 
+Shapes = dict[str, tuple[int, ...]]
 SAMPLE = 1 << 14  # elements that are compared with masters to tell a tied layer
 
 
@@ -60,6 +61,24 @@ def joined_stages(
             "pipeline": {**asdict(layers.pipeline), "tied": [*map(list, layers.tied.items())]},
         },
         warnings=(*whole.warnings, *layers.perhaps_tied()),
+    )
+
+
+def joined_stages_with_experts(stages: Sequence[Manifest], step_policy: str | None) -> Manifest:
+    """The whole model of one tensor rank, from its stages.
+
+    Each stage with experts keeps its module in its own model file, as a run without a pipeline
+    does. There are no files of layers (DeepSpeed 0.19.8, engine.py `_save_moe_checkpoint`). Files
+    of experts count the layers of their stage alone. Raises InconsistentCheckpoint if stages
+    contradict each other in a tied layer.
+    """
+    layers = {layer.name: layer for stage in stages for layer in layers_of(stage.engine)}
+    engine = stages[0].engine
+    assert isinstance(engine, FlatBufferEngine)
+    return replace(
+        merge(stages, Table(STAGE), step_policy),
+        source={**stages[0].source, "ep": max(stage.source["ep"] for stage in stages)},
+        engine=replace(engine, experts=tuple(layers.values())),
     )
 
 
@@ -182,26 +201,23 @@ class _Layers:
 
         Raises unless every trained parameter is in the file of its layer, with the same shape.
         """
-        entries: dict[str, Entry] = {}
-        copies = []
+        entries, copies = dict[str, Entry](), list[Entry]()
         for number, tensors in self.tensors.items():
-            prefix = prefix_of(number, self.tied)
             for inner in tensors:
-                entry = self._weight(number, inner, f"{prefix}{inner}")
+                entry = self._weight(number, inner, prefix_of(number, self.tied) + inner)
                 if entries.setdefault(entry.name, entry) is not entry:
                     copies.append(entry)
         for name, shape in self.shapes.items():
             self._check_weight(name, shape, entries.get(f"{name}/param"))
-        every = {entry.parameter: entry for entry in entries.values()}
-        own = {name: entry for name, entry in every.items() if name not in self.shapes}
-        names = {name: None for name, entry in own.items() if self._is_buffer(name, entry)}
+        own = {e.parameter: e for e in entries.values() if e.parameter not in self.shapes}
+        buffers = {name: None for name, entry in own.items() if self._is_buffer(name, entry)}
         return replace(
             self.stages[0],
             entries=entries,
-            parameters={n: Parameter(e.shape, False) for n, e in own.items() if n not in names},
-            buffers=tuple(names),
+            parameters={n: Parameter(e.shape, False) for n, e in own.items() if n not in buffers},
+            buffers=tuple(buffers),
             replicas=tuple(copies),
-            state={"module": [*every]},
+            state={"module": [entry.parameter for entry in entries.values()]},
             files=tuple(file.path for file in self.files.values()),
             records=tuple(r for file in self.files.values() for r in file.records.values()),
         )
@@ -243,9 +259,6 @@ def _in_order(stage: Manifest) -> Iterator[list[str]]:
 
 
 # -- the parameters of a stage whose model file lists none
-
-
-Shapes = dict[str, tuple[int, ...]]
 
 
 def shapes_of_stage(
@@ -300,26 +313,4 @@ def _shape(
     raise InconsistentCheckpoint(
         f"no file of a layer has {name} with the {numel} elements that the optimizer's files state",
         hint="files of another save may lie between them; keep those of one save",
-    )
-
-
-# -- stages with experts
-
-
-def joined_stages_with_experts(stages: Sequence[Manifest], step_policy: str | None) -> Manifest:
-    """The whole model of one tensor rank, from its stages.
-
-    Each stage with experts keeps its module in its own model file, as a run without a pipeline
-    does. There are no files of layers (DeepSpeed 0.19.8, engine.py `_save_moe_checkpoint`). Files
-    of experts count the layers of their stage alone. Raises InconsistentCheckpoint if stages
-    contradict each other in a tied layer.
-    """
-    whole = merge(stages, Table(STAGE), step_policy)
-    layers = {layer.name: layer for stage in stages for layer in layers_of(stage.engine)}
-    engine = stages[0].engine
-    assert isinstance(engine, FlatBufferEngine)
-    return replace(
-        whole,
-        source={**stages[0].source, "ep": max(stage.source["ep"] for stage in stages)},
-        engine=replace(engine, experts=tuple(layers.values())),
     )

@@ -70,8 +70,7 @@ def bounds_of(model: Manifest, pipeline: Pipeline, options: Options) -> tuple[in
 
 def assumed(model: Manifest, bounds: Sequence[int], options: Options) -> list[str]:
     """What DeepSpeed's rule for the bounds takes for granted of the program."""
-    method = options[PP_PARTITION]
-    if method is None:
+    if (method := options[PP_PARTITION]) is None:
         return []
     line = (
         f"--pp-partition {method}: the stages' bounds are {_text(bounds)}, if the program has "

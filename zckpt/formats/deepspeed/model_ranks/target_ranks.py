@@ -148,15 +148,14 @@ def _refuse_options(source: Manifest, grid: Grid, options: Options) -> None:
     for option, _ in options.given:
         is_known = option.name in OF_LAYERS
         fits = grid.tp == 1 if grid.staged else grid.tp > 1 or option.name == RENAME.name
-        if option.name in OF_RANKS or (is_known and fits):
-            continue
-        raise WrongOption(
-            f"{option.flag} does not apply to {source.root}: each of several model ranks is "
-            "written by itself",
-            hint=f"give --tp {grid.tp} too: then files of layers are written anew"
-            if is_known and grid.staged
-            else "`zckpt convert --to universal` takes the whole model",
-        )
+        if option.name not in OF_RANKS and not (is_known and fits):
+            raise WrongOption(
+                f"{option.flag} does not apply to {source.root}: each of several model ranks is "
+                "written by itself",
+                hint=f"give --tp {grid.tp} too: then files of layers are written anew"
+                if is_known and grid.staged
+                else "`zckpt convert --to universal` takes the whole model",
+            )
 
 
 def _has_stages_of_experts(source: Manifest, options: Options) -> bool:

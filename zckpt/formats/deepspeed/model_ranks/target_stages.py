@@ -107,7 +107,7 @@ def _uses(
         holders = pipeline.spans_with(key, bounds[-1])
         for span in holders:
             known = places.intersection(span) if is_shown else set[int]()
-            free = sorted({*span}.difference(pipeline.layers))
+            free = [layer for layer in span if layer not in pipeline.layers]
             if len(known) > 1 or (known and (len(holders) > 1 or not free)):
                 continue
             if not free:
@@ -200,9 +200,9 @@ def _part(model: Manifest, row: Row, pp: int) -> Manifest:
         if any(name.startswith(f"{layer.name}.") for name in row.names)
     )
     facts = {key: value for key, value in own.source.items() if key != "ep"}
-    client = with_sizes(own.state.get("client_state") or {}, {STAGES: pp})
-    state, extra = {**own.state, "client_state": client}, own.state.get("module_extra") or {}
-    if extra:
+    state = dict(own.state)
+    state["client_state"] = with_sizes(state.get("client_state") or {}, {STAGES: pp})
+    if extra := state.get("module_extra"):
         state["module_extra"] = {n: value for n, value in extra.items() if n in row.names}
     return without_empty_groups(
         replace(

@@ -19,15 +19,8 @@ from ....core.facts import layers_of
 from ....core.inert import to_json
 from ....core.manifest import Manifest
 from ....core.merge import MIXED, in_order, merge
-from ....core.placement import STAGE, TENSOR_RANK, Shapes, Sliced, Table
-from ....core.replicas import (
-    OWN,
-    RANK0,
-    check_slices,
-    compare_copies,
-    differing_apart,
-    refuse_sums,
-)
+from ....core.placement import TENSOR_RANK, Shapes, Sliced, Table
+from ....core.replicas import OWN, RANK0, check_joined, compare_apart, compare_copies
 from ....core.states import as_unread
 from ....errors import (
     InconsistentCheckpoint,
@@ -138,11 +131,7 @@ def check(manifest: Manifest, replicas: str | None) -> list[str]:
         return _own_copies(manifest)
     if manifest.source.get("zero_stage") == 0 and layers_of(manifest.engine):
         return compare_copies(manifest, RANK0 if replicas == RANK0 else None)
-    if not manifest.source.get("tp"):
-        return []
-    refuse_sums(manifest)
-    check_slices(manifest)
-    return compare_copies(manifest, replicas)
+    return check_joined(manifest, replicas) if manifest.source.get("tp") else []
 
 
 def _own_copies(manifest: Manifest) -> list[str]:
@@ -150,11 +139,7 @@ def _own_copies(manifest: Manifest) -> list[str]:
 
     Each model rank keeps its own: nothing else has to be known of slices.
     """
-    warnings = []
-    if tied := differing_apart(manifest, STAGE):
-        warnings.append(
-            f"the stages' copies of {listed(tied, 4)} differ, and each stage keeps its own"
-        )
+    warnings = compare_apart(manifest)
     if len(manifest.models) == 1:
         return warnings
     try:
