@@ -14,7 +14,7 @@ from zckpt.core.manifest import Sibling
 from zckpt.formats.deepspeed.model_ranks.target_slices import auto_of
 from zckpt.naming.auto_tp import AutoTP
 
-QUERY, OUTPUT = "model.layers.0.self_attn.q_proj.weight", "lm_head.weight"
+QUERY = "model.layers.0.self_attn.q_proj.weight"
 
 
 @pytest.mark.engines
@@ -26,14 +26,6 @@ def test_shares_are_deepspeeds(layer: str, size: int, tp: int) -> None:
 
     expected = get_shard_size_list(size, tp, AutoTPMeta(num_kv_heads=3), layer)
     assert AutoTP(3).shares((f"{layer}.weight",), size, tp) == expected
-
-
-def test_without_the_number_of_heads() -> None:
-    auto = AutoTP(None)
-    assert auto.shares((QUERY,), 24, 3) == [8, 8, 8]
-    assert auto.shares((QUERY,), 24, 5) is None
-    assert auto.shares(("model.embed_tokens.weight",), 29, 2) is None
-    assert auto.shares(("model.embed_tokens.weight", OUTPUT), 29, 2) == [15, 14]
 
 
 def test_uneven_shares_of_the_source() -> None:
