@@ -12,6 +12,7 @@ from zckpt.core.fragments import Extent, solid
 from zckpt.core.manifest import Entry, Manifest, Parameter
 from zckpt.core.replicas import (
     OWN,
+    SAMPLE,
     averaged,
     check_joined,
     check_slices,
@@ -149,7 +150,8 @@ def test_a_weight_is_the_rounded_mean_of_the_masters(tmp_path: Path) -> None:
 
 def test_slices_of_other_shapes_prove_nothing(tmp_path: Path) -> None:
     """Ranks with more elements begin with the same, and need not be copies."""
-    ranks = [manifest(entry(tmp_path, "w/exp_avg_sq", [1.0] * count)) for count in (2, 3)]
+    counts = SAMPLE, SAMPLE + 1
+    ranks = [manifest(entry(tmp_path, "w/exp_avg_sq", [1.0] * count)) for count in counts]
     check_slices(replace(manifest(rules={"w": "0"}), models=tuple(ranks)))
     weights = [manifest(entry(tmp_path, "w/param", [1, 1])) for _ in range(2)]
     check_slices(replace(manifest(rules={"w": "0"}), models=tuple(weights)))

@@ -150,7 +150,7 @@ def test_the_first_shapes_that_give_the_whole_again() -> None:
     """A candidate that the rule is not for, or of which it makes another whole, is passed over."""
     rule = rule_in("0:4,2", "fused")
     assert rule is not None
-    candidates: list[Shapes] = [[(6, 4)] * 2, [(6, 2)] * 2, [(3, 4)] * 2, [(3, 4)] * 2]
+    candidates: list[Shapes] = [[(6, 4)] * 2, [(3, 5)] * 2, [(3, 4)] * 2, [(3, 4)] * 2]
     found = shapes_by(RuleFile("rules", [rule]), "fused", (6, 4), candidates)
     assert found is not None
     assert found[0] is candidates[2]

@@ -99,6 +99,9 @@ def test_layers_alike() -> None:
     assert layers_alike(made()[0]) == [1, 3, 4]
     model, _ = made(**{"6.weight": (3, 2), "7.weight": (3, 2)})  # type: ignore[arg-type]
     assert layers_alike(model) == []  # as many of another kind
+    biases = {f"{number}.bias": (3,) for number in (5, 6, 7)}
+    model, _ = made(**{"6.weight": (3, 2), "7.weight": (3, 2), **biases})  # type: ignore[arg-type]
+    assert layers_alike(model) == [5, 6, 7]  # with more parameters
     model, _ = made(**{"6.weight": (3, 2), "1.fc.bias": (2,)})  # type: ignore[arg-type]
     assert layers_alike(model) == []
 

@@ -131,6 +131,7 @@ def test_options_that_need_the_whole_model(
     if not said:
         ranks = target_ranks(source, options_of(options))
         assert bool(ranks.pipeline) == grid.staged  # files of layers are written anew
+        assert len(ranks.copies) == int(grid.staged)  # of a tied layer's copies one is taken
         return
     with pytest.raises(WrongOption, match=said) as raised:
         target_ranks(source, options_of(options))
@@ -142,6 +143,7 @@ def test_layers_that_have_other_names_now() -> None:
     for renamed in (
         replace(PIPE, parameters=parameters, state={**PIPE.state, "module": [*parameters]}),
         replace(PIPE, state={**PIPE.state, "module": NAMES[:2]}),
+        replace(PIPE, parameters={**PIPE.parameters, "3.a": Parameter((4, 2), False)}),
     ):
         with pytest.raises(UnsupportedCheckpoint, match="its layers have other names now"):
             target_ranks(renamed, options_of({}))

@@ -34,6 +34,8 @@ EMBED = "tied_modules.embed.weight"
             "10011",
             1,
         ),
+        # one stage alone has it, and uses it twice
+        ((["1"], [EMBED, "3"], ["5"]), (1, 3, 5), (), (0, 2, 3, 5, 6), "0110", 1),
         # a file shows one use; a stage of the source without a file for its copy shows the other
         (([EMBED, "1"], ["3"], [EMBED, "5"]), (0, 1, 3, 5), (0,), (0, 2, 4, 7), "101", 0),
         # two files show both
