@@ -11,7 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zckpt.core.fragments import Box, Extent, Fragment, Fragments, Runs, Slices, boxes
-from zckpt.core.slicing import Piece, Slicing, boxes_of, cut, even, joined, replicated
+from zckpt.core.slicing import (
+    Piece,
+    Slicing,
+    boxes_of,
+    cut,
+    dealt,
+    even,
+    even_parts,
+    joined,
+    replicated,
+)
 
 SIZE = 4
 
@@ -173,4 +183,7 @@ def test_pieces_that_miss_or_repeat_elements(pieces: Sequence[Piece]) -> None:
 def test_even_widths() -> None:
     assert even(6, 3) == (2, 2, 2)
     assert even(7, 3) is None
+    assert [dealt(part, 3) for part in (7, 2, 6)] == [(3, 2, 2), (1, 1, 0), (2, 2, 2)]
+    assert even_parts([6, 2], 2) == [(3, 3), (1, 1)]
+    assert even_parts([6, 3], 2) is None
     assert [*accumulate(even(6, 2) or ())] == [3, 6]

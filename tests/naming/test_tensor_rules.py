@@ -8,9 +8,9 @@ import pytest
 
 from zckpt.core.placement import Shapes
 from zckpt.errors import MissingData, WrongOption
-from zckpt.formats.deepspeed.model_ranks.tensor_ranks import of_json
 from zckpt.naming.tensor_families import FAMILIES
-from zckpt.naming.tensor_rules import decide, rules_of
+from zckpt.naming.tensor_rules import RuleFile, decide, rule_in, rules_of, shapes_by
+from zckpt.naming.universal_info import of_json
 
 # Names and the slices' shapes at tp 2: hidden 8, four heads, vocabulary 32
 GELU = {
@@ -144,3 +144,23 @@ def test_files_of_rules(tmp_path: Path) -> None:
         rules_of(str(path))
     with pytest.raises(WrongOption, match="neither a family nor a file"):
         rules_of(str(tmp_path / "none"))
+
+
+def test_the_first_shapes_that_give_the_whole_again() -> None:
+    """A candidate that the rule is not for, or of which it makes another whole, is passed over."""
+    rule = rule_in("0:4,2", "fused")
+    assert rule is not None
+    candidates: list[Shapes] = [[(6, 4)] * 2, [(3, 5)] * 2, [(3, 4)] * 2, [(3, 4)] * 2]
+    found = shapes_by(RuleFile("rules", [rule]), "fused", (6, 4), candidates)
+    assert found is not None
+    assert found[0] is candidates[2]
+    assert found[1].shape == (6, 4)
+    assert shapes_by(RuleFile("rules", [rule]), "fused", (6, 4), candidates[:2]) is None
+    assert shapes_by(RuleFile("rules", [rule]), "other", (6, 4), candidates) is None
+
+
+def test_doubts_about_a_family() -> None:
+    names = ["0.attention.dense.bias", "0.attention.dense.weight"]
+    (line,) = RuleFile("neox", []).doubts(names)
+    assert line.startswith("--tp-rules neox takes 0.attention.dense.bias as whole on each rank")
+    assert RuleFile("neox", []).doubts(names[1:]) == RuleFile("llama", []).doubts(names) == []

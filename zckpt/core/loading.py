@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import CorruptCheckpoint, MissingExtra, UnsupportedCheckpoint, WrongOption, listed
 from .checksum import crc32
-from .dtypes import TORCH_NAMES
+from .dtypes import SIZES, TORCH_NAMES
 from .fragments import Record
 from .manifest import Entry, Manifest
 from .pieces import ReadRequest
@@ -57,6 +57,15 @@ def fill(entry: Entry, view: memoryview, records: Sequence[Record]) -> None:
             f"{entry.name} is damaged: its elements do not have the CRC-32 that the checkpoint "
             "states"
         )
+
+
+def head(entry: Entry, count: int) -> bytes:
+    """The bytes of the first elements, at most `count`."""
+    count = min(count, entry.numel)
+    data = bytearray(count * SIZES[entry.dtype])
+    with reading([RecordChecker(())], SCRATCH) as (element_reader,):
+        element_reader.read([ReadRequest(entry, 0, count, 0)], memoryview(data))
+    return bytes(data)
 
 
 def as_torch(entry: Entry, records: Sequence[Record]) -> torch.Tensor:

@@ -17,10 +17,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from msgspec.structs import replace
 
 from ..errors import InconsistentCheckpoint, counted, listed
+from .cast import are_rounded
 from .compare import Result, compare
 from .dtypes import SIZES
 from .fragments import Box, Boxes, Extent, Fragment, Fragments, Runs
 from .grouping import by_key
+from .loading import head
 from .manifest import Entry, Manifest
 from .plan import Match
 from .records import RecordChecker
@@ -116,6 +118,15 @@ def _matches(master: Entry, weights: Iterable[Entry]) -> list[Match]:
     """A master with each of these weights that can be its own."""
     pairs = ((weight, agreement(master, weight)) for weight in weights)
     return [Match(master, weight, how) for weight, how in pairs if how is not None]
+
+
+def begins_as(weight: Entry, master: Entry, count: int) -> bool:
+    """Whether so many elements of a master round to those of the weight.
+
+    True too if no engine makes weights of this type of such masters.
+    """
+    narrow, wide = head(weight, count), head(master, count)
+    return are_rounded(wide, master.dtype, narrow, weight.dtype) is not False
 
 
 def results_of(manifest: Manifest, matches: Sequence[Match]) -> list[Result]:

@@ -15,7 +15,11 @@ from .slicing import Slicing
 
 Shapes = Sequence[tuple[int, ...] | None]
 """A parameter's shape on every tensor rank; None where the rank has none of it."""
-SUM = "sum"
+REPLICATED, SUM = "replicated", "sum"
+"""Rules of parameters of which every rank has the whole shape: a copy, or a part of a sum."""
+
+STAGE, TENSOR_RANK, EP_RANK = "stage", "tensor rank", "ep rank"
+"""What the ranks of an axis are called, by its `Table` and by a copy (`Entry.axis`)."""
 
 
 class Sliced(Struct, frozen=True):
@@ -31,7 +35,7 @@ class Sliced(Struct, frozen=True):
 
     @property
     def is_replicated(self) -> bool:
-        return self.rule == "replicated"
+        return self.rule == REPLICATED
 
     @property
     def is_sum(self) -> bool:

@@ -98,9 +98,19 @@ def cut(outer: int, inner: int, widths: Sequence[Sequence[int]]) -> Slicing:
     )
 
 
+def dealt(part: int, ranks: int) -> tuple[int, ...]:
+    """The widths of a part that is cut nearly evenly: the first slices have one more."""
+    return tuple(part // ranks + (rank < part % ranks) for rank in range(ranks))
+
+
 def even(part: int, ranks: int) -> tuple[int, ...] | None:
-    """The widths of a sub-parameter that is cut evenly; None if it cannot be."""
-    return None if part % ranks else (part // ranks,) * ranks
+    """The widths of a part that is cut evenly; None if it cannot be."""
+    return None if part % ranks else dealt(part, ranks)
+
+
+def even_parts(parts: Sequence[int], ranks: int) -> list[tuple[int, ...]] | None:
+    """The widths of sub-parameters that are all cut evenly; None if one cannot be."""
+    return None if any(part % ranks for part in parts) else [dealt(part, ranks) for part in parts]
 
 
 def joined(

@@ -7,8 +7,10 @@
     families/           names and packings of models in Hugging Face and in Megatron-Core
     saving/             names under which transformers saves what a module calls otherwise
     views.py            tensors that are cut, joined, turned or dealt out of others
-    patterns.py         patterns of names by which DeepSpeed knows how tensor ranks cut a model
+    layer_names.py      which layer of a pipeline has a tensor, and which stage may have a layer
     tensor_rules.py     which dimension tensor ranks cut; tensor_families.py for known models
+    universal_info.py   the rules of cutting that DeepSpeed's files state; patterns.py: their names
+    auto_tp.py          the shares that DeepSpeed's AutoTP gives to tensor ranks
 
 What is known of a model's names is data: tables of JSON in families/ and saving/.
 """

@@ -20,14 +20,14 @@ against the shapes that the ranks state; a file of rules has lines such as
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from typing import Protocol
 
 from msgspec import Struct
 
 from ..core import slicing, sources
-from ..core.placement import SUM, Shapes, Sliced
+from ..core.placement import REPLICATED, SUM, Shapes, Sliced
 from ..errors import (
     MALFORMED,
     InconsistentCheckpoint,
@@ -38,7 +38,7 @@ from ..errors import (
     counted,
     listed,
 )
-from .tensor_families import FAMILIES, WIDTHS
+from .tensor_families import DOUBTS, FAMILIES, WIDTHS
 
 GEOMETRIC = ("affine_map", "view")  # rules of a checkpoint that state every piece
 PLAIN = {"0:1x": "0"}
@@ -87,6 +87,14 @@ class RuleFile(Struct, frozen=True):
                     ) from error
         return None
 
+    def doubts(self, names: Iterable[str]) -> list[str]:
+        """What no file shows of the rules of a family for these names."""
+        if self.source not in DOUBTS:
+            return []
+        pattern, sentence = DOUBTS[self.source]
+        doubtful = [name for name in names if re.fullmatch(pattern, name)]
+        return [sentence.format(names=listed(doubtful, 4))] if doubtful else []
+
 
 def by_rule(rule: TensorRule, name: str, shapes: Shapes) -> Sliced:
     """The pieces of a parameter that is cut as `rule` says; raises InconsistentCheckpoint."""
@@ -109,13 +117,13 @@ def by_rule(rule: TensorRule, name: str, shapes: Shapes) -> Sliced:
     lengths = [shape[axis] for shape in known]
     widths: list[Sequence[int]] = [lengths]
     if rule.parts:
-        split = [slicing.even(part, len(known)) for part in rule.parts]
-        if sum(rule.parts) != sum(lengths) or None in split:
+        split = slicing.even_parts(rule.parts, len(known))
+        if split is None or sum(rule.parts) != sum(lengths):
             raise InconsistentCheckpoint(
                 f"{says}: {len(known)} ranks cannot share {listed(rule.parts)}, and hold "
                 f"{listed(lengths)} along dimension {axis}"
             )
-        widths = [part for part in split if part is not None]
+        widths = [*split]
         if any(sum(part[rank] for part in widths) != width for rank, width in enumerate(lengths)):
             raise InconsistentCheckpoint(f"{says}: the ranks hold {listed(lengths)}")
     elif rule.equal > 1:
@@ -191,7 +199,7 @@ def _parsed(text: str, source: str) -> list[TensorRule]:
 
 def rule_in(text: str, pattern: str = "") -> TensorRule | None:
     """The rule that a line states; None if it states none."""
-    if text in ("replicated", SUM):
+    if text in (REPLICATED, SUM):
         return TensorRule(pattern, text, None)
     if match := re.fullmatch(r"vocab:(\d+)", text):
         return TensorRule(pattern, text, 0, vocabulary=int(match[1]))
@@ -201,6 +209,20 @@ def rule_in(text: str, pattern: str = "") -> TensorRule | None:
     parts = tuple(map(int, match[3].split(","))) if match[3] else ()
     equal = int(match[2] or 1)
     return TensorRule(pattern, text, int(match[1]), parts, equal) if equal else None
+
+
+def shapes_by(
+    rules: TensorRules, name: str, whole: tuple[int, ...], candidates: Iterable[Shapes]
+) -> tuple[Shapes, Sliced] | None:
+    """The first shapes of ranks for which a rule gives the whole shape; and how they are cut."""
+    for shapes in candidates:
+        try:
+            sliced = rules.sliced(name, shapes)
+        except (InconsistentCheckpoint, WrongOption):
+            continue  # the rule is for another dimension
+        if sliced is not None and sliced.shape == whole:
+            return shapes, sliced
+    return None
 
 
 def stated_rule(name: str, text: str) -> TensorRules | None:

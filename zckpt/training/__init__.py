@@ -7,6 +7,7 @@ A module here may name classes of optimizers and programs that train, but reads 
     hyperparameters.py  which hyper-parameters the groups of a target get
     trainers.py         the files that trainer programs put beside a checkpoint
     program_states.py   which program's state it is, and where this program looks for it
+    megatron_arguments.py  sizes that Megatron's programs save as their arguments
     best.py             the best checkpoint of a Trainer's run
     objects.py          which objects may go into a target's pickles
     options.py          the options of a conversion

@@ -11,9 +11,10 @@ from msgspec.structs import replace
 
 import zckpt
 from zckpt.core.manifest import Sibling
-from zckpt.formats.deepspeed.model_ranks.target_slices import AutoTP
+from zckpt.formats.deepspeed.model_ranks.target_slices import auto_of
+from zckpt.naming.auto_tp import AutoTP
 
-QUERY, OUTPUT = "model.layers.0.self_attn.q_proj.weight", "lm_head.weight"
+QUERY = "model.layers.0.self_attn.q_proj.weight"
 
 
 @pytest.mark.engines
@@ -27,14 +28,6 @@ def test_shares_are_deepspeeds(layer: str, size: int, tp: int) -> None:
     assert AutoTP(3).shares((f"{layer}.weight",), size, tp) == expected
 
 
-def test_without_the_number_of_heads() -> None:
-    auto = AutoTP(None)
-    assert auto.shares((QUERY,), 24, 3) == [8, 8, 8]
-    assert auto.shares((QUERY,), 24, 5) is None
-    assert auto.shares(("model.embed_tokens.weight",), 29, 2) is None
-    assert auto.shares(("model.embed_tokens.weight", OUTPUT), 29, 2) == [15, 14]
-
-
 def test_uneven_shares_of_the_source() -> None:
     """Shares that differ show how many heads there are."""
     ranks = {
@@ -45,7 +38,7 @@ def test_uneven_shares_of_the_source() -> None:
     manifest = zckpt.read("examples/run")
     parameter = replace(next(iter(manifest.parameters.values())), shape=(24, 4), aliases=())
     source = replace(manifest, parameters={QUERY: parameter}, state={"client_state": _client(info)})
-    assert AutoTP.of(source) == AutoTP(3)
+    assert auto_of(source) == AutoTP(3)
 
 
 def _client(info: dict[str, Any]) -> dict[str, Any]:
@@ -67,4 +60,4 @@ def test_the_config_of_a_trainer(config: Any, heads: int | None, tmp_path: Path)
     path.write_text(json.dumps(config))
     sibling = Sibling("config.json", str(path), path.stat().st_size)
     source = replace(zckpt.read("examples/run"), siblings=(sibling,))
-    assert AutoTP.of(source) == AutoTP(heads)
+    assert auto_of(source) == AutoTP(heads)

@@ -129,9 +129,9 @@ def test_a_wrong_reader_is_found(
     with pytest.MonkeyPatch.context() as broken:
         broken.setattr(module, what, wrong)
         if what == "by_rule":
-            from zckpt.formats.deepspeed.model_ranks import tensor_ranks
+            from zckpt.naming import universal_info
 
-            broken.setattr(tensor_ranks, what, wrong)
+            broken.setattr(universal_info, what, wrong)
         zckpt.convert(run, tmp_path / "out", **options)
         assert zckpt.verify(run, tmp_path / "out", **options)["equal"]  # both sides are wrong
         report = gathered(run, tmp_path / "out", **options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -14,11 +14,9 @@ import torch
 from msgspec.structs import replace
 
 import zckpt
-from zckpt.core.manifest import Manifest, Parameter
 from zckpt.errors import UnsupportedCheckpoint, WrongOption
 from zckpt.formats.deepspeed import write
-from zckpt.formats.deepspeed.model_ranks.stage_bounds import Pipeline, balanced, ranges, uniform
-from zckpt.formats.deepspeed.model_ranks.target_stages import cut_again
+from zckpt.formats.deepspeed.model_ranks.stage_bounds import balanced, uniform
 from zckpt.formats.options import options_of
 
 from ...engines import grids
@@ -326,68 +324,3 @@ def test_bounds_are_deepspeeds() -> None:
         weights = [random.randrange(most + 1) for _ in range(layers)]
         assert list(uniform(layers, stages)) == partition_uniform(layers, stages)
         assert list(balanced(weights, stages)) == partition_balanced(weights, stages)
-
-
-EMBED = "tied_modules.embed.weight"
-
-
-@pytest.mark.parametrize(
-    ("stages", "layers", "files", "bounds", "having", "inferred"),
-    [
-        # with experts no layer has a file: the first free layer and the last one of those that
-        # have the tied layer, and the last one of each between them
-        (([EMBED, "1"], ["3"], [EMBED, "5"]), (1, 3, 5), (), (0, 2, 4, 7, 9), "1001", 1),
-        ((["1"], [EMBED, "3"], ["5"], [EMBED, "7"]), (1, 3, 5, 7), (), (0, 2, 4, 6, 9), "0101", 1),
-        (
-            ([EMBED, "1"], [EMBED, "3", "5"], [EMBED, "7"]),
-            (1, 3, 5, 7),
-            (),
-            (0, 2, 4, 6, 8, 9),
-            "10011",
-            1,
-        ),
-        # a file shows one use; a stage of the source without a file for its copy shows the other
-        (([EMBED, "1"], ["3"], [EMBED, "5"]), (0, 1, 3, 5), (0,), (0, 2, 4, 7), "101", 0),
-        # two files show both
-        (([EMBED, "1"], [EMBED, "3"]), (0, 1, 2, 3), (0, 2), (0, 1, 2, 4), "101", 0),
-        # one stage does not show the other use: the last layer without a file is taken
-        (([EMBED, "1", "3"],), (0, 1, 3), (0,), (0, 1, 2, 5), "101", 1),
-        ((["1"], [EMBED, "3"], ["5"]), (1, 2, 3, 5), (2,), (0, 2, 4, 6), "011", 1),
-    ],
-)
-def test_which_stages_have_a_tied_layer(
-    stages: tuple[list[str], ...],
-    layers: tuple[int, ...],
-    files: tuple[int, ...],
-    bounds: tuple[int, ...],
-    having: str,
-    inferred: int,
-) -> None:
-    """`layers` have files, those of `files` are of the tied layer; `having` are the new stages."""
-    new, lines = cut(stages, layers, files, pp_bounds=bounds)
-    assert "".join(str(int(EMBED in names)) for names in new.parameters) == having
-    assert len(lines) == inferred
-
-
-def cut(
-    stages: Sequence[Sequence[str]], layers: Sequence[int], files: Sequence[int], **options: Any
-) -> tuple[Pipeline, list[str]]:
-    """The new stages of a pipeline with a tied layer, and what had to be inferred."""
-    named = [[name if name == EMBED else f"{name}.weight" for name in stage] for stage in stages]
-    parameters = {name: Parameter((2,), group=0) for stage in named for name in stage}
-    model = Manifest("run", "deepspeed", {}, {}, parameters)
-    pipeline = Pipeline(named, (), layers, [(number, "embed") for number in files])
-    return cut_again(model, pipeline, True, options_of(options))
-
-
-def test_a_tied_layer_without_a_place() -> None:
-    """All layers of its stages have names: only one stage, which has everything, needs none."""
-    stages = [EMBED, "0", "1"], ["2"], [EMBED, "3"]
-    with pytest.raises(WrongOption, match="leave no layer without names"):
-        cut(stages, range(4), (), pp_bounds=(0, 2, 4))
-    whole, inferred = cut(stages, range(4), (), pp=1)
-    assert (whole.parameters[0][0], inferred) == (EMBED, [])
-
-
-def test_layers_in_words() -> None:
-    assert ranges([0, 1, 3, 4, 5, 7, 9, 10]) == "0, 1, 3 to 5, 7, 9, 10"

@@ -12,32 +12,13 @@ import pytest
 import torch
 
 from zckpt.core.fragments import Extent, solid
-from zckpt.core.placement import Shapes, Sliced
+from zckpt.core.placement import Sliced
 from zckpt.core.slicing import joined
-from zckpt.errors import InconsistentCheckpoint, MissingData, UnsupportedCheckpoint
 from zckpt.formats.deepspeed.gather.tensor import Cut, stated
-from zckpt.formats.deepspeed.model_ranks.tensor_ranks import UniversalInfo
 from zckpt.naming.tensor_rules import decide
+from zckpt.naming.universal_info import UniversalInfo
 
-NAME = "layers.0.mixer.weight"
-Info = dict[str, Any]
-
-
-def sub(shape: Any, dim: int, **more: Any) -> Info:
-    return {
-        "parameter_with_sub_params": [
-            {"patterns": [r"layers\.\d+\.mixer"], "shape": shape, "partition_dim": dim}
-        ],
-        **more,
-    }
-
-
-def widths(*by_part: list[int]) -> Info:
-    return {
-        "universal_checkpoint_version": 0.4,
-        "sub_param_shard_widths": {r"layers\.\d+\.mixer": list(by_part)},
-    }
-
+from ...naming.test_universal_info import NAME, Info, sub, widths
 
 INFOS: dict[str, tuple[Info, list[tuple[int, ...]]]] = {
     "default": ({}, [(4, 3), (4, 3)]),
@@ -185,52 +166,3 @@ def test_affine_maps_of_the_engine() -> None:
         assert len(cut.copies) == found.slicing.copies
         for copy in range(len(cut.copies)):
             assert torch.equal(gathered_of(cut, shards, copy), full), what
-
-
-def piece(shape: list[int], source: Any, dest: Any, **more: Any) -> Info:
-    return {"shape": shape, "source": source, "dest": dest, "locations": [0], **more}
-
-
-def mapped(*pieces: Info, shard: list[int] | None = None) -> Info:
-    ranks = {n: {"shard_shape": shard or [2, 3], "pieces": [each]} for n, each in enumerate(pieces)}
-    return {"affine_map": {"params": {NAME: {"logical_shape": [4, 3], "ranks": ranks}}}}
-
-
-ROWS = [0, [3, 1]]
-
-
-@pytest.mark.parametrize(
-    ("info", "error", "said"),
-    [
-        (mapped(piece([2, 3], ROWS, ROWS), piece([2, 3], [6, [3, 1]], ROWS, scale=0.5)),
-         UnsupportedCheckpoint, "scale 0.5"),
-        (mapped(piece([2, 3], ROWS, ROWS), piece([2, 3], [6, [1, 2]], ROWS)),
-         UnsupportedCheckpoint, "not a box"),
-        (mapped(piece([2, 3], ROWS, ROWS), piece([2, 3], ROWS, ROWS)),
-         InconsistentCheckpoint, "every element"),
-        (mapped(piece([2, 3], ROWS, ROWS), piece([2, 3], [6, [3, 1]], ROWS), shard=[3, 3]),
-         InconsistentCheckpoint, "on tensor rank 0"),
-        (mapped(*(piece([2, 3], ROWS, ROWS) for _ in range(3))), InconsistentCheckpoint, "3 ranks"),
-        ({"affine_map": {"version": 2, "params": {NAME: {}}}}, UnsupportedCheckpoint, "version 2"),
-        ({"affine_map": {"params": {NAME: {"logical_shape": [1] * 99, "ranks": {}}}}},
-         UnsupportedCheckpoint, "99 dimensions"),
-        (sub(((3, 1), -1), 0), InconsistentCheckpoint, "cannot share"),
-        (sub(((2, 4), -1), 0), InconsistentCheckpoint, "no dimension"),
-        (sub(((2, 2), -1), 0, universal_checkpoint_version=0.4), InconsistentCheckpoint, "widths"),
-        (sub((3, -1), 0), InconsistentCheckpoint, "equal parts"),
-        (sub((4, -1), 5), InconsistentCheckpoint, "axis 5"),
-        ({"parameter_with_2_sub_params_cat_dim_0": [NAME]}, None, ""),
-        ({"autotp_unsupported_parameter_patterns": {NAME: "why"}}, MissingData, "nothing says"),
-        ({"tp_replicated_parameter_patterns": ["(a+)+"]}, UnsupportedCheckpoint, "does not run"),
-        ({"tp_replicated_parameter_patterns": ["a*" * 9]}, UnsupportedCheckpoint, "does not run"),
-        ({"tp_replicated_parameter_patterns": ["("]}, InconsistentCheckpoint, "no regular"),
-        ({"tp_replicated_parameter_patterns": [3]}, UnsupportedCheckpoint, "does not run"),
-    ],
-)  # fmt: skip
-def test_infos_that_do_not_fit(info: Info, error: Any, said: str) -> None:
-    shapes: Shapes = [(2, 3), (2, 3)]
-    if error is None:
-        assert decide("run", {NAME: shapes}, [UniversalInfo(info)], 2)
-        return
-    with pytest.raises(error, match=said):
-        decide("run", {NAME: shapes}, [UniversalInfo(info)], 2)

@@ -15,13 +15,14 @@ from msgspec.structs import replace
 from ...core.facts import layers_of
 from ...core.grid import Grid, Place
 from ...core.manifest import Manifest
+from ...core.replicas import averaged, check_slices
 from ...files.torchshell import seal_records
 from ...training.options import DP, EP, PP, TP, Options
 from ..deepspeed_states.engine import TargetEngine
 from ..format import Functions
 from ..groups import of_trained
 from .gather import partitions
-from .model_ranks.copies import averaged, check, check_slices
+from .model_ranks.tensor_ranks import check
 from .read import read
 from .write import lay_out, lay_out_like
 

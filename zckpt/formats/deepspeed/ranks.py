@@ -18,6 +18,8 @@ from ...errors import (
     listed,
 )
 from ...files.torchfile import TorchFile
+from ...naming.layer_names import untied_layers
+from ...training.megatron_arguments import arguments
 from ..deepspeed_states.agreement import check_facts, check_models, for_each
 from ..deepspeed_states.directories import OPTIMIZER, TagDirectory, at_place, refuse
 from ..deepspeed_states.estimates import KEYS as ESTIMATES
@@ -32,8 +34,6 @@ from ..deepspeed_states.states import (
     version_of,
 )
 from .files import MOST, GridFiles, RankFiles
-from .model_ranks.layer_names import untied_layers
-from .model_ranks.megatron_arguments import arguments
 from .model_ranks.pipeline import shapes_of_stage
 
 # what all ranks state alike, once groups of experts are in one order

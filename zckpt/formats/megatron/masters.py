@@ -13,21 +13,18 @@ from math import prod
 
 from msgspec.structs import replace
 
-from ...core.compare import compare
 from ...core.dtypes import SIZES
 from ...core.facts import NamedWeightsEngine
 from ...core.fragments import ZEROS, Extent, solid
 from ...core.manifest import Entry, Manifest
-from ...core.masters import ALL, unlike
-from ...core.plan import Match
-from ...core.resources import Copying
+from ...core.masters import ALL, results_of, unlike
+from ...core.replicas import copies_of
 from ...core.weights import is_optimizers
 from ...errors import InconsistentCheckpoint, counted, listed
 from ...training.optimizers import MOMENTS
 from .common_state import READABLE
 
 LOST = "lost_moments"  # in what a manifest keeps of Megatron-Core
-CHECKING = Copying(memory=64 << 20)
 MIXED_UP = (
     "Megatron-Core up to 0.19.2 writes fully_reshardable files of several buckets wrongly, and the "
     "moments with them; --masters-from-weights gives these up, and --weights-only takes the "
@@ -45,9 +42,8 @@ def check(manifest: Manifest, replicas: str | None) -> list[str]:
 
     Raises InconsistentCheckpoint, which names the tensors, if ranks hold different ones.
     """
-    copies = [Match(entry, manifest.entries[entry.name]) for entry in manifest.replicas]
-    outcome = compare(copies, manifest, manifest, CHECKING, measure="first")
-    different = dict.fromkeys(r.match.a.parameter for r in outcome.results if r.differs)
+    results = results_of(manifest, [*copies_of(manifest)])
+    different = dict.fromkeys(r.match.a.parameter for r in results if r.differs)
     if different:
         raise InconsistentCheckpoint(
             f"{manifest.root}: ranks hold different copies of {listed(list(different), 4)}",

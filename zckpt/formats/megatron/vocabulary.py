@@ -12,16 +12,15 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ...core.inert import Foreign
 from ...core.manifest import Manifest
 from ...errors import MissingData, WrongOption
+from ...training.megatron_arguments import DIVISOR, PADDED, with_sizes
 from ...training.options import LIKE, TP, VOCAB_SIZE, Options
 from ..vocabulary import padded, resized
 from .common_state import arguments
 from .contents import size_of
 
 WEIGHTS = ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias")
-PADDED = "padded_vocab_size"
 
 
 def for_tensor_ranks(source: Manifest, options: Options) -> Manifest:
@@ -46,9 +45,7 @@ def for_tensor_ranks(source: Manifest, options: Options) -> Manifest:
             hint="leave it out: Megatron-Core loads other numbers of rows too",
         )
     wanted = _rows(source.root, rows.pop(), kept, args, options)
-    common = {**kept["common"]}
-    if isinstance(common.get("args"), Foreign) and PADDED in args:
-        common["args"] = replace(common["args"], state={**args, PADDED: wanted})
+    common = with_sizes(kept["common"], {PADDED: wanted})
     vocabulary = {**(kept.get("vocabulary") or {}), "rows": wanted}
     changed = {**kept, "common": common, "vocabulary": vocabulary}
     model = resized(source, dict.fromkeys(names, wanted))
@@ -63,7 +60,7 @@ def _rows(
     given, tp = options[VOCAB_SIZE], options[TP]
     if tp is None:
         tp = size_of(args, "tensor_model_parallel_size") or 1
-    unit = size_of(args, "make_vocab_size_divisible_by")
+    unit = size_of(args, DIVISOR)
     if given is None and (unit is None or used is None) and not rows % tp:
         return rows
     if given is None and used is None:

@@ -13,13 +13,12 @@ import os
 from collections.abc import Iterator, Sequence
 
 from ...core import agreement
-from ...core.compare import compare
 from ...core.facts import NamedWeightsEngine
 from ...core.fragments import Fragment, Runs, solid
 from ...core.manifest import Entry, Manifest, Parameter, Sighting
-from ...core.masters import places_of, refuse_damage
+from ...core.masters import places_of, refuse_damage, results_of
 from ...core.plan import Match
-from ...core.resources import Copying
+from ...core.replicas import copies_of
 from ...errors import (
     MALFORMED,
     CorruptCheckpoint,
@@ -33,8 +32,6 @@ from ..reading import USUAL, Reading
 from .files import opened
 from .partition import WRONG_FILE, Owned, Shapes, by_name, owners_of, weights_apart
 from .ranks import COUNT, SHARED, SLOTS, RankStates, RankTensor, Save
-
-CHECKING = Copying(memory=64 << 20)
 
 
 def read(path: str, reading: Reading = USUAL) -> Manifest:
@@ -59,7 +56,7 @@ def check(manifest: Manifest, replicas: str | None) -> list[str]:
     is the cause.
     """
     matches = list(_replicas_without_checksums(manifest))
-    results = compare(matches, manifest, manifest, CHECKING, measure="first").results
+    results = results_of(manifest, matches)
     if wrong := next((result for result in results if result.differs), None):
         places = places_of(wrong)
         refuse_damage(manifest, places)
@@ -70,11 +67,11 @@ def check(manifest: Manifest, replicas: str | None) -> list[str]:
 def _replicas_without_checksums(manifest: Manifest) -> Iterator[Match]:
     """Replicas and their entries, unless `read` has compared the CRC-32 of both."""
     stated = {record.extent: record.crc for record in manifest.records}
-    for replica in manifest.replicas:
-        entry = manifest.entries[replica.name]
-        crcs = {stated.get(part.extent) for part in (*entry.fragments, *replica.fragments)}
-        if replica.slot != "state" and (len(crcs) > 1 or None in crcs):
-            yield Match(entry, replica, copy=True)
+    for match in copies_of(manifest):
+        copy, entry = match.a, manifest.entries[match.a.name]
+        crcs = {stated.get(part.extent) for part in (*entry.fragments, *copy.fragments)}
+        if len(crcs) > 1 or None in crcs:
+            yield Match(entry, copy, copy=True)
 
 
 def manifest(save: Save, step_policy: str | None) -> Manifest:

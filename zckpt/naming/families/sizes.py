@@ -13,9 +13,9 @@ from typing import Any
 from msgspec import Struct
 
 from ...core import sources
-from ...core.inert import Foreign
 from ...core.manifest import Manifest, Sibling
 from ...errors import InconsistentCheckpoint, WrongOption
+from ...training.megatron_arguments import arguments
 from ...training.trainers import files_to_load_by, json_of
 from ..ties import CONFIG
 from .rules import NAMES, SUFFIX, Family
@@ -109,9 +109,8 @@ def _of_arguments(manifest: Manifest, to_hugging_face: bool) -> dict[str, int]:
     state = manifest.state
     own = (state.get("megatron") or {}).get("common")
     for holder in (own, state.get("client_state"), state):
-        args = holder.get("args") if isinstance(holder, dict) else None
-        values = args.state if isinstance(args, Foreign) else args
-        if isinstance(values, dict) and "num_attention_heads" in values:
+        values = arguments(holder if isinstance(holder, dict) else None)
+        if "num_attention_heads" in values:
             break
     else:
         used = ((state.get("megatron") or {}).get("vocabulary") or {}).get("used")

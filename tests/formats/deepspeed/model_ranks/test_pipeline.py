@@ -37,7 +37,13 @@ WEIGHTS = {
 }  # by layer; both stages use the embedding
 
 
-def stage(root: Path, number: int, names: list[str], tied: Mapping[int, str] | None) -> Manifest:
+def stage(
+    root: Path,
+    number: int,
+    names: list[str],
+    tied: Mapping[int, str] | None,
+    buffers: tuple[str, ...],
+) -> Manifest:
     """A stage whose masters lie in one file, one behind the other."""
     path, entries, offset = root / f"masters_{number}", [], 0
     path.write_bytes(b"".join(VALUES[name].numpy().tobytes() for name in names))
@@ -46,7 +52,6 @@ def stage(root: Path, number: int, names: list[str], tied: Mapping[int, str] | N
         fragments = solid(count, Extent(str(path), offset, 4 * count))
         entries.append(Entry(f"{name}/master", "F32", (count,), fragments))
         offset += 4 * count
-    buffers = ("2.count",) if number else ()
     return Manifest(
         root="run",
         format="deepspeed",
@@ -56,7 +61,7 @@ def stage(root: Path, number: int, names: list[str], tied: Mapping[int, str] | N
         groups=({"lr": 0.1},),
         engine=ENGINE,
         state={"module": []},
-        place=Place(number, GRID, buffers, tied),
+        place=Place(number, GRID, buffers if number else (), tied),
     )
 
 
@@ -68,7 +73,9 @@ def made(tmp_path: Path) -> Made:
     """The whole of two stages, with other tensors in some layers."""
 
     def whole(
-        tied: Mapping[int, str] | None = None, **changed: Mapping[str, torch.Tensor] | None
+        tied: Mapping[int, str] | None = None,
+        buffers: tuple[str, ...] = ("2.count",),
+        **changed: Mapping[str, torch.Tensor] | None,
     ) -> Manifest:
         files = {}
         for number, own in WEIGHTS.items():
@@ -78,7 +85,7 @@ def made(tmp_path: Path) -> Made:
                 torch.save({n: t.bfloat16() if t.ndim else t for n, t in tensors.items()}, path)
                 files[number] = TorchFile(str(path), Parsed())
         names = ([EMBED, "1.fc.weight"], [EMBED, "2.fc.weight"])
-        stages = [stage(tmp_path, number, own, tied) for number, own in enumerate(names)]
+        stages = [stage(tmp_path, number, own, tied, buffers) for number, own in enumerate(names)]
         return joined_stages(stages, files, None)
 
     return whole
@@ -133,6 +140,14 @@ def test_files_that_do_not_fit(
 def test_a_copy_with_other_weights_is_a_warning(made: Made) -> None:
     (warning,) = made(layer_3={"weight": torch.zeros(6)}).warnings
     assert "layer_03-model_states.pt has the shapes of the tied layer embed" in warning
+
+
+def test_a_layer_whose_buffer_is_listed_is_no_tied_one(made: Made) -> None:
+    """The name of the buffer has the layer's number."""
+    layer = {"weight": torch.zeros(6), "count": torch.tensor(3)}
+    whole = made(layer_3=layer, buffers=("2.count", "3.count"))
+    assert whole.warnings == ()
+    assert not whole.parameters["3.weight"].trainable
 
 
 def test_shapes_of_a_stage_that_lists_none(made: Made, tmp_path: Path) -> None:

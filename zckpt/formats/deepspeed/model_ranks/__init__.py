@@ -1,12 +1,9 @@
 """A run with several model ranks: stages of a pipeline, and tensor ranks with slices of tensors.
 
-layer_names.py      which layer of a pipeline has a tensor
 pipeline.py         stages and files of layers become one model
-tensor_ranks.py     which dimension of a tensor was cut; slices become boxes of whole tensors
-copies.py           whether their copies of a tensor are equal
+tensor_ranks.py     slices become boxes of whole tensors; whether the ranks' copies are equal
 target_ranks.py     which model ranks a target has, and what each one has of the source
 target_slices.py    how a target's tensor ranks cut the whole model
 stage_bounds.py     at which layers stages of a target begin
 target_stages.py    which stage of a target has what
-megatron_arguments.py  sizes that Megatron's programs save as their arguments
 """

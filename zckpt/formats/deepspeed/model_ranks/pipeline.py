@@ -15,31 +15,24 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import chain
 from typing import Any
 
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
-from ....core.cast import are_rounded
-from ....core.dtypes import SIZES
 from ....core.facts import FlatBufferEngine, layers_of
 from ....core.grouping import by_key
-from ....core.inert import Foreign
-from ....core.loading import SCRATCH
 from ....core.manifest import Entry, Manifest, Parameter
+from ....core.masters import begins_as
 from ....core.merge import in_order, merge
-from ....core.pieces import ReadRequest
-from ....core.placement import Table
-from ....core.records import RecordChecker
-from ....core.streaming import reading
+from ....core.placement import STAGE, Table
 from ....errors import IncompleteCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint, listed
 from ....files.torchfile import Tensor, TorchFile
+from ....naming.layer_names import TIED, LayerName, Pipeline, of_tied, prefix_of, untied_layers
 from ...deepspeed_states.states import dictionary
 from ...deepspeed_states.tensors import is_extra
 from ...statedict.finding import BUFFERS
-from .layer_names import TIED, LayerName, of_tied, prefix_of, stage_spans, tied_key, untied_layers
 
-STAGE = "stage"
+Shapes = dict[str, tuple[int, ...]]
 SAMPLE = 1 << 14  # elements that are compared with masters to tell a tied layer
 
 
@@ -53,8 +46,7 @@ def joined_stages(
     """
     layers = _Layers(stages, files)
     layers.check_places()
-    beside = layers.beside()
-    whole = in_order(merge(stages, Table(STAGE), step_policy, beside))
+    whole = in_order(merge(stages, Table(STAGE), step_policy, layers.beside()))
     engine, optimizer = stages[0].engine, whole.state.get("optimizer") or {}
     assert isinstance(engine, FlatBufferEngine)
     weights = (whole.entries[f"{name}/param"] for name in stages[0].parameters)
@@ -65,14 +57,28 @@ def joined_stages(
             **whole.state,
             # which frozen parameters are listed is known of each stage, not of the whole
             "optimizer": {key: value for key, value in optimizer.items() if key != "members"},
-            "pipeline": {  # what a target must know to be the same pipeline
-                "parameters": [list(stage.parameters) for stage in stages],
-                "buffers": [list(names) for names in layers.buffers],
-                "layers": list(files),
-                "tied": [[number, key] for number, key in layers.tied.items()],
-            },
+            # what a target must know to be the same pipeline
+            "pipeline": {**asdict(layers.pipeline), "tied": [*map(list, layers.tied.items())]},
         },
         warnings=(*whole.warnings, *layers.perhaps_tied()),
+    )
+
+
+def joined_stages_with_experts(stages: Sequence[Manifest], step_policy: str | None) -> Manifest:
+    """The whole model of one tensor rank, from its stages.
+
+    Each stage with experts keeps its module in its own model file, as a run without a pipeline
+    does. There are no files of layers (DeepSpeed 0.19.8, engine.py `_save_moe_checkpoint`). Files
+    of experts count the layers of their stage alone. Raises InconsistentCheckpoint if stages
+    contradict each other in a tied layer.
+    """
+    layers = {layer.name: layer for stage in stages for layer in layers_of(stage.engine)}
+    engine = stages[0].engine
+    assert isinstance(engine, FlatBufferEngine)
+    return replace(
+        merge(stages, Table(STAGE), step_policy),
+        source={**stages[0].source, "ep": max(stage.source["ep"] for stage in stages)},
+        engine=replace(engine, experts=tuple(layers.values())),
     )
 
 
@@ -82,17 +88,23 @@ class _Layers:
     def __init__(self, stages: Sequence[Manifest], files: Mapping[int, TorchFile]) -> None:
         places = [stage.place for stage in stages if stage.place is not None]
         self.stages, self.files, self.root = stages, files, stages[0].root
-        self.buffers = [place.buffers for place in places]
+        self.count = max(files, default=-1) + 1
         from_last = stages[::-1]  # so that the first stage's count
         self.shapes = {n: own.shape for stage in from_last for n, own in stage.parameters.items()}
-        self.spans = stage_spans([stage.parameters for stage in stages], max(files, default=-1) + 1)
-        values = {number: dictionary(file, file.value) for number, file in files.items()}
+        self.buffers = {name for place in places for name in place.buffers}
         self.tensors = {
-            number: {inner: item for inner, item in own.items() if not is_extra(inner, item)}
-            for number, own in values.items()
+            number: {k: v for k, v in dictionary(file, file.value).items() if not is_extra(k, v)}
+            for number, file in files.items()
         }
+        self.alike = self._alike()
         tied = self._tied() if places[0].tied is None else places[0].tied
         self.tied = {number: tied[number] for number in files if number in tied}
+        self.pipeline = Pipeline(
+            [list(stage.parameters) for stage in stages],
+            [list(place.buffers) for place in places],
+            list(files),
+            [*self.tied.items()],
+        )
         if lacking := sorted(of_tied(self.shapes).keys() - {*self.tied.values()}):
             raise IncompleteCheckpoint(
                 f"{self.root}: no file of a layer has the weights of "
@@ -101,28 +113,38 @@ class _Layers:
                 "masters: then files of two ranks may be swapped, or of another save",
             )
 
+    # -- tied layers
+
+    def _alike(self) -> dict[int, list[str]]:
+        """The keys of tied layers whose shapes a file has, unless names have its layer's number."""
+        wanted, known = of_tied(self.shapes), {*self.shapes, *self.buffers}
+        alike: dict[int, list[str]] = {}
+        for number, tensors in self.tensors.items():
+            if not any(f"{number}.{inner}" in known for inner in tensors):
+                shapes = {inner: tensor.shape for inner, tensor in tensors.items()}
+                alike[number] = [k for k, own in wanted.items() if own.items() <= shapes.items()]
+        return alike
+
     def _tied(self) -> dict[int, str]:
         """The keys of tied layers by the numbers of their files, whose weights masters round to."""
         every = (entry for stage in self.stages[::-1] for entry in stage.entries.values())
         masters = {entry.parameter: entry for entry in every if entry.slot == "master"}
-        known = {*self.shapes, *chain.from_iterable(self.buffers)}
-        wanted = of_tied({name: name for name in self.shapes})
+        names = of_tied({name: name for name in self.shapes})
         tied: dict[int, str] = {}
-        for number, tensors in self.tensors.items():
-            if not tensors or any(f"{number}.{inner}" in known for inner in tensors):
-                continue
-            file = self.files[number]
+        for number, alike in self.alike.items():
             keys = [
                 key
-                for key, names in wanted.items()
+                for key in alike
                 if all(
-                    _is_its_weight(tensors.get(inner), self.shapes[name], file, masters[name])
-                    for inner, name in names.items()
+                    self.tensors[number][inner].contiguous
+                    and begins_as(self._weight(number, inner, name), masters[name], SAMPLE)
+                    for inner, name in names[key].items()
                 )
             ]
             if len(keys) > 1:
                 raise UnsupportedCheckpoint(
-                    f"{file.path} has the weights of several tied layers: {listed(keys)}",
+                    f"{self.files[number].path} has the weights of several tied layers: "
+                    f"{listed(keys)}",
                     hint="zckpt tells tied layers apart by their weights, and these are equal",
                 )
             if keys:
@@ -134,66 +156,85 @@ class _Layers:
 
         Raises InconsistentCheckpoint.
         """
-        swapped = "files of two layers may be swapped: copy all files again"
+
+        def swapped(says: str) -> InconsistentCheckpoint:
+            hint = "files of two layers may be swapped: copy all files again"
+            return InconsistentCheckpoint(says, hint=hint)
+
         for number, key in self.tied.items():
-            if not any(number in span for span in self._near(key)):
-                raise InconsistentCheckpoint(
+            if not any(number in span for span in self.pipeline.spans_with(key, self.count)):
+                raise swapped(
                     f"{self.files[number].path} has the weights of {TIED}{key}, which the stage of "
-                    f"the pipeline with layer {number} does not have",
-                    hint=swapped,
+                    f"the pipeline with layer {number} does not have"
                 )
-        for stage, span in zip(self.stages, self.spans, strict=True):
-            uses: dict[str, int] = {}
-            for number, key in self.tied.items():
-                if number in span:
-                    uses.setdefault(key, number)
+        for stage, span in zip(self.stages, self.pipeline.spans(self.count), strict=True):
+            own = [number for number in self.tied if number in span]
+            uses = {self.tied[number]: number for number in reversed(own)}
             for names in _in_order(stage):
                 first = [uses[key] for key in of_tied(dict.fromkeys(names)) if key in uses]
                 if first != sorted(first):
-                    raise InconsistentCheckpoint(
-                        f"{self.root}: the files of the layers "
-                        f"{listed([*map(str, sorted(first))])} have the weights of tied layers in "
-                        "another order than the optimizer",
-                        hint=swapped,
+                    numbers = listed([*map(str, sorted(first))])
+                    raise swapped(
+                        f"{self.root}: the files of the layers {numbers} have the weights of tied "
+                        "layers in another order than the optimizer"
                     )
+
+    def perhaps_tied(self) -> Iterator[str]:
+        """A warning about files with shapes of a tied layer, of which more stages have copies."""
+        for key in of_tied(self.shapes):
+            near = self.pipeline.spans_with(key, self.count)
+            if [*self.tied.values()].count(key) >= len(near):
+                continue
+            for number, alike in self.alike.items():
+                is_near = any(number in span for span in near)
+                if key in alike and number not in self.tied and is_near:
+                    yield (
+                        f"{self.files[number].path} has the shapes of the tied layer {key}, but "
+                        "other weights, which are taken for frozen ones: if the layer is tied, "
+                        "this file is of another save"
+                    )
+
+    # -- what files of layers have
 
     def beside(self) -> Manifest:
         """The tensors of all layers, as if a rank beside stages had them; tied ones have copies.
 
         Raises unless every trained parameter is in the file of its layer, with the same shape.
         """
-        entries: dict[str, Entry] = {}
-        copies = []
+        entries, copies = dict[str, Entry](), list[Entry]()
         for number, tensors in self.tensors.items():
-            file, prefix = self.files[number], prefix_of(number, self.tied)
-            for inner, tensor in tensors.items():
-                fragments = file.fragments(tensor)
-                entry = Entry(f"{prefix}{inner}/param", tensor.dtype, tensor.shape, fragments)
+            for inner in tensors:
+                entry = self._weight(number, inner, prefix_of(number, self.tied) + inner)
                 if entries.setdefault(entry.name, entry) is not entry:
                     copies.append(entry)
         for name, shape in self.shapes.items():
             self._check_weight(name, shape, entries.get(f"{name}/param"))
-        every = {entry.parameter: entry for entry in entries.values()}
-        own = {name: entry for name, entry in every.items() if name not in self.shapes}
-        stated = {*chain.from_iterable(self.buffers)}
-        names = {name: None for name, entry in own.items() if _is_buffer(name, entry, stated)}
+        own = {e.parameter: e for e in entries.values() if e.parameter not in self.shapes}
+        buffers = {name: None for name, entry in own.items() if self._is_buffer(name, entry)}
         return replace(
             self.stages[0],
             entries=entries,
-            parameters={n: Parameter(e.shape, False) for n, e in own.items() if n not in names},
-            buffers=tuple(names),
+            parameters={n: Parameter(e.shape, False) for n, e in own.items() if n not in buffers},
+            buffers=tuple(buffers),
             replicas=tuple(copies),
-            state={"module": [*every]},
+            state={"module": [entry.parameter for entry in entries.values()]},
             files=tuple(file.path for file in self.files.values()),
             records=tuple(r for file in self.files.values() for r in file.records.values()),
         )
 
+    def _weight(self, number: int, inner: str, name: str) -> Entry:
+        """A tensor in the file of a layer, under its name in the whole model."""
+        tensor = self.tensors[number][inner]
+        fragments = self.files[number].fragments(tensor)
+        return Entry(f"{name}/param", tensor.dtype, tensor.shape, fragments)
+
+    def _is_buffer(self, name: str, entry: Entry) -> bool:
+        """Whether model files list it; by its type or name, for versions that list none."""
+        if self.buffers:
+            return name in self.buffers
+        return entry.dtype not in ("F64", "F32", "F16", "BF16") or bool(BUFFERS.fullmatch(name))
+
     def _check_weight(self, name: str, shape: tuple[int, ...], weight: Entry | None) -> None:
-        if weight is not None and weight.shape != shape:
-            raise InconsistentCheckpoint(
-                f"{self.root}: {name} has shape {weight.shape} in its layer's file and {shape} "
-                "where shapes are listed"
-            )
         if weight is None:
             number, _, inner = name.partition(".")
             is_there = number.isdecimal() and int(number) in self.files
@@ -201,31 +242,11 @@ class _Layers:
                 f"{self.root} lacks the {'weight' if is_there else 'file of the layer'} of {name}",
                 hint=f"expected {inner} in layer_{number:0>2}-*model_states.pt",
             )
-
-    def _near(self, key: str) -> list[range]:
-        """The layers of each stage that has a tied one."""
-        pairs = zip(self.stages, self.spans, strict=True)
-        return [span for stage, span in pairs if key in map(tied_key, stage.parameters)]
-
-    def perhaps_tied(self) -> Iterator[str]:
-        """A warning about files with shapes of a tied layer, of which more stages have copies."""
-        for key, wanted in of_tied(self.shapes).items():
-            near = self._near(key)
-            if [*self.tied.values()].count(key) >= len(near):
-                continue
-            for number, tensors in self.tensors.items():
-                shapes = {inner: tensor.shape for inner, tensor in tensors.items()}
-                if (
-                    number not in self.tied
-                    and wanted.items() <= shapes.items()
-                    and not any(f"{number}.{inner}" in self.shapes for inner in tensors)
-                    and any(number in span for span in near)
-                ):
-                    yield (
-                        f"{self.files[number].path} has the shapes of the tied layer {key}, but "
-                        "other weights, which are taken for frozen ones: if the layer is tied, "
-                        "this file is of another save"
-                    )
+        if weight.shape != shape:
+            raise InconsistentCheckpoint(
+                f"{self.root}: {name} has shape {weight.shape} in its layer's file and {shape} "
+                "where shapes are listed"
+            )
 
 
 def _in_order(stage: Manifest) -> Iterator[list[str]]:
@@ -237,44 +258,7 @@ def _in_order(stage: Manifest) -> Iterator[list[str]]:
             yield names
 
 
-def _is_its_weight(
-    tensor: Tensor | None, shape: tuple[int, ...], file: TorchFile, master: Entry
-) -> bool:
-    """Whether a tensor of a layer's file is a tied parameter, rounded from its master."""
-    if tensor is None or tensor.shape != shape or not tensor.contiguous:
-        return False
-    weight = Entry(f"{master.parameter}/param", tensor.dtype, shape, file.fragments(tensor))
-    return begins_as(weight, master, min(SAMPLE, master.numel))
-
-
-def begins_as(weight: Entry, master: Entry, count: int) -> bool:
-    """Whether so many elements of a master round to those of the weight.
-
-    True too if no engine makes weights of this type of such masters.
-    """
-    narrow, wide = head(weight, count), head(master, count)
-    return are_rounded(wide, master.dtype, narrow, weight.dtype) is not False
-
-
-def head(entry: Entry, count: int) -> bytes:
-    """The bytes of the first elements."""
-    data = bytearray(count * SIZES[entry.dtype])
-    with reading([RecordChecker(())], SCRATCH) as (reader,):
-        reader.read([ReadRequest(entry, 0, count, 0)], memoryview(data))
-    return bytes(data)
-
-
-def _is_buffer(name: str, entry: Entry, stated: Collection[str]) -> bool:
-    """Whether model files list it; by its type or name, for DeepSpeed versions that list none."""
-    if stated:
-        return name in stated
-    return entry.dtype not in ("F64", "F32", "F16", "BF16") or bool(BUFFERS.fullmatch(name))
-
-
 # -- the parameters of a stage whose model file lists none
-
-
-Shapes = dict[str, tuple[int, ...]]
 
 
 def shapes_of_stage(
@@ -296,20 +280,14 @@ def shapes_of_stage(
     numels = [Counter[str]() for _ in mappings[0] or ()]
     for groups in mappings:
         for own, mapping in zip(numels, groups or (), strict=True):
-            for name, slice_ in mapping.items():
-                own[name] += _numel(slice_)
+            for name, address in mapping.items():  # a `fragment_address`
+                own[name] += int(getattr(address, "state", address)["numel"])
     tensors = {number: dictionary(file, file.value) for number, file in layers.items()}
     untied = {number for own in numels for number in untied_layers(own)}
     return [
         {name: _shape(name, numel, tensors, untied) for name, numel in own.items()}
         for own in numels
     ]
-
-
-def _numel(slice_: Any) -> int:
-    """The elements of a `fragment_address`."""
-    state = slice_.state if isinstance(slice_, Foreign) else slice_
-    return int(state["numel"])
 
 
 def _shape(
@@ -335,26 +313,4 @@ def _shape(
     raise InconsistentCheckpoint(
         f"no file of a layer has {name} with the {numel} elements that the optimizer's files state",
         hint="files of another save may lie between them; keep those of one save",
-    )
-
-
-# -- stages with experts
-
-
-def joined_stages_with_experts(stages: Sequence[Manifest], step_policy: str | None) -> Manifest:
-    """The whole model of one tensor rank, from its stages.
-
-    Each stage with experts keeps its module in its own model file, as a run without a pipeline
-    does. There are no files of layers (DeepSpeed 0.19.8, engine.py `_save_moe_checkpoint`). Files
-    of experts count the layers of their stage alone. Raises InconsistentCheckpoint if stages
-    contradict each other in a tied layer.
-    """
-    whole = merge(stages, Table(STAGE), step_policy)
-    layers = {layer.name: layer for stage in stages for layer in layers_of(stage.engine)}
-    engine = stages[0].engine
-    assert isinstance(engine, FlatBufferEngine)
-    return replace(
-        whole,
-        source={**stages[0].source, "ep": max(stage.source["ep"] for stage in stages)},
-        engine=replace(engine, experts=tuple(layers.values())),
     )

@@ -19,42 +19,16 @@ from collections.abc import Sequence
 from itertools import accumulate, groupby
 from math import inf, prod
 
-from msgspec import Struct
-
+from ....core import slicing
 from ....core.grouping import by_key
 from ....core.manifest import Manifest
 from ....errors import WrongOption
+from ....naming.layer_names import LayerName, Pipeline, layers_with, of_tied, untied_layers
 from ....training.options import PP, Options
 from ...deepspeed_states.options import PP_BOUNDS, PP_PARTITION
-from .layer_names import LayerName, layers_with, of_tied, stage_spans, tied_key, untied_layers
 
 STAGES = (PP, PP_BOUNDS, PP_PARTITION)
-GIVE = "give the first layer of each stage and the number of all layers, functions included"
-PRINTED = "your program prints the layers of each stage at its start"
-
-
-class Pipeline(Struct, frozen=True):
-    """What a model keeps of the pipeline that it was read from, as `state.pipeline` has it.
-
-    Each stage has its `parameters` in their order, and `buffers`. `layers` are those with files, or
-    with names if there are no such files, and `tied` has the keys of tied ones among the files.
-    """
-
-    parameters: Sequence[Sequence[str]]
-    buffers: Sequence[Sequence[str]]
-    layers: Sequence[int]
-    tied: Sequence[tuple[int, str]] = ()
-
-    @property
-    def uses(self) -> dict[str, set[int]]:
-        """The layers at which tied ones have files, by key."""
-        keys = (tied_key(name) for names in self.parameters for name in names)
-        of_files = by_key((key, number) for number, key in self.tied)
-        return {key: {*of_files.get(key, ())} for key in keys if key is not None}
-
-    def spans(self, bounds: Sequence[int]) -> list[tuple[Sequence[str], range]]:
-        """The parameters of each stage, and the layers that it may have."""
-        return [*zip(self.parameters, stage_spans(self.parameters, bounds[-1]), strict=True)]
+LAST = "the last bound is the number of all layers, functions included"
 
 
 def is_cut(pp: int, options: Options) -> bool:
@@ -70,29 +44,41 @@ def bounds_of(model: Manifest, pipeline: Pipeline, options: Options) -> tuple[in
     """
     bounds, method = options[PP_BOUNDS], options[PP_PARTITION]
     layers, stages = pipeline.layers, options[PP] or len(pipeline.parameters)
-    count = max(layers) + 1
+    count, files = max(layers) + 1, f"{model.root} has files of the layers {ranges(layers)}"
     if bounds is not None:
-        return _given(model.root, bounds, layers, options)
+        _check_given(bounds, layers, files, options)
+        return tuple(bounds)
     if stages == 1:
         return 0, count
     if method is None:
-        example = ",".join(map(str, uniform(count, min(stages, count))))
-        raise WrongOption(
-            f"--pp {stages} needs the bounds of its stages, which no file states; "
-            f"{_files(model.root, layers)}",
-            hint=f"{GIVE}, such as --pp-bounds {example}; {PRINTED}",
+        raise _unknown(
+            f"--pp {stages} needs the bounds of its stages, which no file states; {files}",
+            f"such as --pp-bounds {_text(uniform(count, min(stages, count)))}",
         )
     name, _, about = method.partition(":")
     if name == "type":
         return _by_class(model, pipeline, stages, method)
     if about and int(about) < count:
         raise WrongOption(
-            f"--pp-partition {method}: {_files(model.root, layers)}",
+            f"--pp-partition {method}: {files}",
             hint="the number is that of all layers, functions included",
         )
     if name == "uniform":
         return uniform(int(about or count), stages)
-    return balanced(_weights(model, pipeline), stages)
+    return balanced(_weights(model, pipeline, files), stages)
+
+
+def assumed(model: Manifest, bounds: Sequence[int], options: Options) -> list[str]:
+    """What DeepSpeed's rule for the bounds takes for granted of the program."""
+    if (method := options[PP_PARTITION]) is None:
+        return []
+    line = (
+        f"--pp-partition {method}: the stages' bounds are {_text(bounds)}, if the program has "
+        f"{bounds[-1]} layers, functions included"
+    )
+    if alike := layers_alike(model) if method.startswith("type:") else []:
+        line += f", and {method} matches the layers {ranges(alike)}, which have parameters alike"
+    return [line]
 
 
 def refuse_without_stages(root: str, options: Options) -> None:
@@ -105,29 +91,35 @@ def refuse_without_stages(root: str, options: Options) -> None:
             )
 
 
-def _given(
-    root: str, bounds: Sequence[int], layers: Sequence[int], options: Options
-) -> tuple[int, ...]:
-    text = ",".join(map(str, bounds))
+def _check_given(
+    bounds: Sequence[int], layers: Sequence[int], files: str, options: Options
+) -> None:
+    """Raises WrongOption unless the user's bounds fit the other options and the layers."""
     if options[PP_PARTITION] is not None:
         raise WrongOption(
             "--pp-bounds and --pp-partition both say where stages begin", hint="leave one out"
         )
+    says = f"--pp-bounds {_text(bounds)}"
     if options[PP] not in (None, len(bounds) - 1):
         raise WrongOption(
-            f"--pp-bounds {text} are those of {len(bounds) - 1} stages, not of --pp {options[PP]}",
+            f"{says} are those of {len(bounds) - 1} stages, not of --pp {options[PP]}",
             hint="give the first layer of each stage, and the number of all layers at the end",
         )
     if bounds[-1] <= max(layers):
-        raise WrongOption(
-            f"--pp-bounds {text} end before layer {max(layers)}; {_files(root, layers)}",
-            hint="the last bound is the number of all layers, functions included",
-        )
-    return tuple(bounds)
+        raise WrongOption(f"{says} end before layer {max(layers)}; {files}", hint=LAST)
 
 
-def _files(root: str, layers: Sequence[int]) -> str:
-    return f"{root} has files of the layers {ranges(layers)}"
+def _unknown(says: str, example: str = "with --pp-bounds") -> WrongOption:
+    """The error if nothing in the files shows the bounds."""
+    return WrongOption(
+        says,
+        hint="give the first layer of each stage and the number of all layers, functions included, "
+        f"{example}; your program prints the layers of each stage at its start",
+    )
+
+
+def _text(bounds: Sequence[int]) -> str:
+    return ",".join(map(str, bounds))
 
 
 def ranges(numbers: Sequence[int]) -> str:
@@ -142,28 +134,24 @@ def ranges(numbers: Sequence[int]) -> str:
 # -- what layers have
 
 
-def _weights(model: Manifest, pipeline: Pipeline) -> list[int]:
+def _weights(model: Manifest, pipeline: Pipeline, files: str) -> list[int]:
     """Trained elements of each layer; a tied layer has its own at each use.
 
     Raises WrongOption if a use of a tied layer is in no file.
     """
-    uses, layers = pipeline.uses, pipeline.layers
+    uses = pipeline.uses
     hidden = sorted(key for key in of_tied(model.parameters) if len(uses.get(key, ())) < 2)
     if hidden:
-        raise WrongOption(
+        raise _unknown(
             f"--pp-partition parameters counts the tied layer {hidden[0]} wherever it is used, but "
-            f"no file shows all its uses; {_files(model.root, layers)}",
-            hint=f"{GIVE}, with --pp-bounds; {PRINTED}",
+            f"no file shows all its uses; {files}"
         )
-    counts = [0] * (max(layers) + 1)
+    counts = [0] * (max(pipeline.layers) + 1)
     for name, parameter in model.parameters.items():
         if parameter.trainable:
             for number in layers_with(name, uses):
                 counts[number] += prod(parameter.shape)
     return counts
-
-
-# -- layers of one class
 
 
 def layers_alike(model: Manifest) -> list[int]:
@@ -185,21 +173,20 @@ def _by_class(model: Manifest, pipeline: Pipeline, stages: int, method: str) -> 
     alike = layers_alike(model)
     says = f"--pp-partition {method} goes by the classes of layers, which no file states"
     if len(alike) < stages:
-        raise WrongOption(
-            f"{says}, and {model.root} does not have {stages} layers with parameters alike",
-            hint=f"{GIVE}, with --pp-bounds; {PRINTED}",
+        raise _unknown(
+            f"{says}, and {model.root} does not have {stages} layers with parameters alike"
         )
     weights = [int(number in alike) for number in range(max(pipeline.layers) + 1)]
     before, after = (balanced(weights, n) for n in (len(pipeline.parameters), stages))
-    for stage, names in enumerate(pipeline.parameters):
+    for names, first, stop in zip(pipeline.parameters, before, before[1:], strict=False):
         numbers = untied_layers(names)
-        if numbers and not before[stage] <= min(numbers) <= max(numbers) < before[stage + 1]:
+        if numbers and not first <= min(numbers) <= max(numbers) < stop:
             raise WrongOption(
                 f"{says}, and the stages of {model.root} do not begin at layers "
-                f"{','.join(map(str, before[:-1]))}, as they would if it meant the layers "
-                f"{ranges(alike)}, which have parameters alike",
-                hint=f"if only the new run goes by these layers, give --pp-bounds "
-                f"{','.join(map(str, after))}; {PRINTED}",
+                f"{_text(before[:-1])}, as they would if it meant the layers {ranges(alike)}, "
+                "which have parameters alike",
+                hint=f"if only the new run goes by these layers, give --pp-bounds {_text(after)}; "
+                "your program prints the layers of each stage at its start",
             )
     return after
 
@@ -209,10 +196,7 @@ def _by_class(model: Manifest, pipeline: Pipeline, stages: int, method: str) -> 
 
 def uniform(layers: int, stages: int) -> tuple[int, ...]:
     """As many layers for each stage; the first stages have one more."""
-    if layers <= stages:
-        return tuple(min(stage, layers) for stage in range(stages + 1))
-    width, more = divmod(layers, stages)
-    return tuple(stage * width + min(stage, more) for stage in range(stages + 1))
+    return tuple(accumulate(slicing.dealt(layers, stages), initial=0))
 
 
 def balanced(weights: Sequence[int], stages: int) -> tuple[int, ...]:

@@ -26,9 +26,11 @@ from ....core.manifest import Manifest, Sibling
 from ....core.merge import merge
 from ....core.placement import Table
 from ....core.records import RecordChecker
+from ....core.replicas import compare_copies
 from ....core.streaming import finish
 from ....errors import UnsupportedCheckpoint, WrongOption
 from ....files.torchshell import Storages, shell
+from ....naming.layer_names import Pipeline, prefix_of
 from ....training.options import (
     ALLOW_OBJECT,
     DP,
@@ -48,16 +50,13 @@ from ...deepspeed_states.target import DeepSpeedTarget
 from ...vocabulary import lost_rows, resized
 from ..files import grid_files, locate
 from ..read import model_ranks, stacked, tensor_ranks
-from .copies import compare_copies
-from .layer_names import prefix_of
-from .stage_bounds import STAGES, Pipeline, is_cut, refuse_without_stages
+from .stage_bounds import STAGES, is_cut, refuse_without_stages
 from .target_slices import rows_of, sized, slices_of
 from .target_stages import layers_of_names, recut
 
-OF_LAYERS = frozenset({STAGE.name, DTYPE.name, RENAME.name})  # they change files of layers too
-OF_RANKS = frozenset(
-    option.name for option in (DP, EP, *STAGES, ALLOW_OBJECT, PARAM_NAMES, DROP_STATE)
-)
+# names of options: each format has its own declarations of some
+OF_LAYERS = [each.name for each in (STAGE, DTYPE, RENAME)]  # they change files of layers too
+OF_RANKS = [each.name for each in (DP, EP, *STAGES, ALLOW_OBJECT, PARAM_NAMES, DROP_STATE)]
 
 
 class TargetRanks(Struct, frozen=True):
@@ -91,12 +90,16 @@ class TargetRanks(Struct, frozen=True):
             return merge(ranks, self.table)
         return stacked(model_ranks(directory, grid_files(directory, self.grid)))
 
-    def layer_siblings(self, tag: str) -> list[tuple[str, Sibling]]:
-        """The files of layers that no data rank has a part in: they are copied as they are."""
+    @property
+    def copied(self) -> list[str]:
+        """The files of layers that are copied as they are, by their layers and tensor ranks."""
         paths = [path for model in self.layers for path in model.files]
         numbers = {path: numbers_of(LAYER, path.rpartition("/")[2]) for path in paths}
-        layers = sorted((own, path) for path, own in numbers.items() if own)
-        names = {path: f"{tag}/{path.rpartition('/')[2]}" for _, path in layers}
+        return [path for _, path in sorted((own, path) for path, own in numbers.items() if own)]
+
+    def layer_siblings(self, tag: str) -> list[tuple[str, Sibling]]:
+        """Files that no data rank has a part in."""
+        names = {path: f"{tag}/{path.rpartition('/')[2]}" for path in self.copied}
         return [(name, Sibling(name, path, sources.size(path))) for path, name in names.items()]
 
     def check(self) -> list[str]:
@@ -105,7 +108,7 @@ class TargetRanks(Struct, frozen=True):
         Raises CorruptCheckpoint if a file of a layer has other CRC-32s than it states: no tensor of
         it is copied by itself, which would check it.
         """
-        files = {sibling.path for _, sibling in self.layer_siblings("")}
+        files = {*self.copied}
         records = [r for model in self.layers for r in model.records if r.extent.file in files]
         finish([RecordChecker(records, fingerprints=self.source.fingerprints)], everything=True)
         return [line for each in self.copies for line in compare_copies(each, None)]
@@ -120,10 +123,9 @@ def target_ranks(source: Manifest, options: Options) -> TargetRanks:
     if source.ranks:
         place = source.ranks[0].place
         assert place is not None
-        grid = place.grid
-        _refuse_options(source, grid, options)
-        if not grid.staged or not any(option.name in OF_LAYERS for option, _ in options.given):
-            return _of_stages(source, grid, options)
+        _refuse_options(source, place.grid, options)
+        if not place.grid.staged or not any(own.name in OF_LAYERS for own, _ in options.given):
+            return _of_stages(source, place.grid, options)
         own = {"fingerprints": source.fingerprints, "siblings": source.siblings}
         model = replace(source.models[0], **own)
         return replace(_of_slices(model, 1, options), copies=[model])
@@ -146,15 +148,14 @@ def _refuse_options(source: Manifest, grid: Grid, options: Options) -> None:
     for option, _ in options.given:
         is_known = option.name in OF_LAYERS
         fits = grid.tp == 1 if grid.staged else grid.tp > 1 or option.name == RENAME.name
-        if option.name in OF_RANKS or (is_known and fits):
-            continue
-        raise WrongOption(
-            f"{option.flag} does not apply to {source.root}: each of several model ranks is "
-            "written by itself",
-            hint=f"give --tp {grid.tp} too: then files of layers are written anew"
-            if is_known and grid.staged
-            else "`zckpt convert --to universal` takes the whole model",
-        )
+        if option.name not in OF_RANKS and not (is_known and fits):
+            raise WrongOption(
+                f"{option.flag} does not apply to {source.root}: each of several model ranks is "
+                "written by itself",
+                hint=f"give --tp {grid.tp} too: then files of layers are written anew"
+                if is_known and grid.staged
+                else "`zckpt convert --to universal` takes the whole model",
+            )
 
 
 def _has_stages_of_experts(source: Manifest, options: Options) -> bool:
@@ -164,19 +165,14 @@ def _has_stages_of_experts(source: Manifest, options: Options) -> bool:
     return asks and source.format == "deepspeed" and is_one and bool(layers_of(source.engine))
 
 
-# -- the same tensor ranks
-
-
 def _of_stages(source: Manifest, grid: Grid, options: Options) -> TargetRanks:
     """The source's ranks, or those of other stages, if the options ask for some."""
-    models, inferred = source.models, list[str]()
-    ranks: Sequence[Manifest] = source.ranks
+    models, ranks, inferred = source.models, source.ranks, list[str]()
     wholes: Sequence[Manifest] = ()
     if not grid.staged and not layers_of(source.engine):
         refuse_without_stages(source.root, options)
     elif is_cut(grid.pp, options):
-        stated = models[0].state.get("pipeline")
-        if stated:
+        if stated := models[0].state.get("pipeline"):
             pipeline = convert(stated, Pipeline)
         else:  # one with experts
             own = [tuple(stage.parameters) for stage in ranks[:: grid.tp]]
@@ -190,11 +186,8 @@ def _of_stages(source: Manifest, grid: Grid, options: Options) -> TargetRanks:
             "DeepSpeed trains no such pipeline",
             hint="choose other bounds with --pp-bounds: every stage needs a layer of experts",
         )
-    source = replace(source, ranks=tuple(ranks))
+    source = replace(source, ranks=ranks)
     return TargetRanks(source, ranks, grid, wholes, wholes, models, inferred=inferred)
-
-
-# -- other tensor ranks
 
 
 def _of_slices(source: Manifest, tp: int, options: Options) -> TargetRanks:
@@ -215,14 +208,14 @@ def _of_slices(source: Manifest, tp: int, options: Options) -> TargetRanks:
             f"{source.root}: zckpt writes experts for one tensor rank alone", hint="leave out --tp"
         )
     table, slices, inferred = slices_of(model, tp)
-    grid, wholes = Grid(1, tp, pipeline is not None), list[Manifest]()
+    grid = Grid(1, tp, staged=pipeline is not None)
     if pipeline is None:
         pairs = enumerate(slices)
         ranks = [replace(own, place=Place(n, grid, source.buffers)) for n, own in pairs]
-    else:
-        grid, ranks, more = recut(model, slices, pipeline, grid, options)
-        wholes, inferred = slices, [*inferred, *more]
-    return TargetRanks(model, ranks, grid, wholes, (), (), pipeline, table, inferred, left_out=lost)
+        return TargetRanks(model, ranks, grid, table=table, inferred=inferred, left_out=lost)
+    grid, stages, more = recut(model, slices, pipeline, grid, options)
+    inferred = [*inferred, *more]
+    return TargetRanks(model, stages, grid, slices, (), (), pipeline, table, inferred, lost)
 
 
 def _pipeline_of(source: Manifest) -> Pipeline | None:
@@ -230,8 +223,7 @@ def _pipeline_of(source: Manifest) -> Pipeline | None:
     if not source.state.get("pipeline"):
         return None
     pipeline = convert(source.state["pipeline"], Pipeline)
-    layers = (_names_in(layer, pipeline, source) for layer in pipeline.layers)
-    known = {name for names in layers for name in names.values()}
+    known = {n for layer in pipeline.layers for n in _names_in(layer, pipeline, source).values()}
     trained = {name for name, item in source.parameters.items() if item.trainable}
     of_stages = {name for stage in pipeline.parameters for name in stage}
     if of_stages != trained or known != {*source.parameters, *source.buffers}:

@@ -9,64 +9,52 @@ So no offset is computed here. Each parameter is cut evenly, as the engine's lay
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
-from math import gcd
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 from ....core import slicing
 from ....core.facts import FlatBufferEngine
-from ....core.manifest import Manifest
-from ....core.placement import Row, Shapes, Sliced, Table
+from ....core.manifest import Manifest, Parameter
+from ....core.placement import REPLICATED, TENSOR_RANK, Row, Shapes, Sliced, Table
 from ....core.split import names_in, split
-from ....errors import (
-    InconsistentCheckpoint,
-    MissingData,
-    UnsupportedCheckpoint,
-    WrongOption,
-    counted,
-    listed,
-)
+from ....errors import MissingData, UnsupportedCheckpoint, WrongOption, counted, listed
+from ....naming.auto_tp import AutoTP, heads_in, heads_shown
 from ....naming.patterns import INFO
-from ....naming.tensor_rules import TensorRules, stated_rule
+from ....naming.tensor_rules import shapes_by, stated_rule
 from ....naming.ties import CONFIG
+from ....naming.universal_info import UniversalInfo, info_for
+from ....training.megatron_arguments import DIVISOR, PADDED, TENSOR_SIZES, arguments, with_sizes
 from ....training.options import VOCAB_SIZE, Options
 from ....training.trainers import files_to_load_by, json_of
 from ...vocabulary import padded
-from .megatron_arguments import TENSOR_SIZES, VOCABULARY_SIZES, arguments, with_sizes
-from .tensor_ranks import TENSOR_RANK, UniversalInfo, info_for
 
 
 def sized(source: Manifest, tp: int) -> Manifest:
     """The whole model, with what each rank states at this number of tensor ranks."""
-    facts = {key: value for key, value in source.source.items() if key not in ("tp", "pp")}
-    engine, state = source.engine, _state(source, tp)
-    assert isinstance(engine, FlatBufferEngine)
-    if is_auto(source):
-        sizes = {**engine.config["tensor_parallel"], "autotp_size": tp}
-        engine = replace(engine, config={**engine.config, "tensor_parallel": sizes})
-    return replace(source, source=facts, engine=engine, state=state)
-
-
-def _state(source: Manifest, tp: int) -> dict[str, Any]:
-    """The state, as it is at this number of tensor ranks."""
-    facts = source.state.get("tensor_parallel") or {}
-    padded = max((source.parameters[n].shape[0] for n in _vocabularies(source)), default=0)
-    state = {key: value for key, value in source.state.items() if key != "tensor_parallel"}
-    client = dict(state.get("client_state") or {})
+    state, client = dict(source.state), dict(source.state.get("client_state") or {})
+    facts = state.pop("tensor_parallel", None) or {}
+    rows = [source.parameters[name].shape[0] for name in _vocabularies(source)]
+    padded_size = {PADDED: max(rows)} if rows else {}
     if isinstance(client.get(INFO), Mapping):
         rules = facts.get("rules") or {}
-        whole = [name for name, rule in rules.items() if rule == "replicated"]
-        client[INFO] = info_for(client[INFO], tp, whole)
-        if padded and "padded_vocab_size" in client[INFO]:
-            client[INFO]["padded_vocab_size"] = padded
-    sizes = dict.fromkeys(TENSOR_SIZES, tp) | (
-        dict.fromkeys(VOCABULARY_SIZES, padded) if padded else {}
+        info = info_for(client[INFO], tp, [n for n, rule in rules.items() if rule == REPLICATED])
+        client[INFO] = info | (padded_size if PADDED in info else {})
+    engine = source.engine
+    assert isinstance(engine, FlatBufferEngine)
+    if is_auto(source):
+        own = {**engine.config["tensor_parallel"], "autotp_size": tp}
+        engine = replace(engine, config={**engine.config, "tensor_parallel": own})
+    return replace(
+        source,
+        source={key: value for key, value in source.source.items() if key not in ("tp", "pp")},
+        engine=engine,
+        state={
+            **state,
+            "client_state": with_sizes(client, dict.fromkeys(TENSOR_SIZES, tp) | padded_size),
+        },
     )
-    return {**state, "client_state": with_sizes(client, sizes)}
 
 
 # -- how parameters are cut
@@ -88,62 +76,53 @@ def slices_of(source: Manifest, tp: int) -> tuple[Table, list[Manifest], list[st
     whole = sized(source, tp)
     info = whole.state["client_state"].get(INFO)
     stated = UniversalInfo(info) if isinstance(info, Mapping) else None
-    auto = AutoTP.of(source) if is_auto(source) else None
-    doubts = []
-    if auto and not auto.heads and "affine_map" not in (info or {}):
-        doubts.append(  # it gives some ranks more heads if they cannot be dealt evenly
-            "each tensor rank gets an equal share of the attention: --tp must divide "
-            "num_key_value_heads of the model, because AutoTP deals whole heads"
-        )
-    found: dict[str, tuple[Shapes, Sliced]] = {}
+    auto = auto_of(source) if is_auto(source) else None
+    cuts: dict[str, Sliced] = {}
+    rows: list[dict[str, tuple[int, ...]]] = [{} for _ in range(tp)]
+    uneven = []
     for name, parameter in source.parameters.items():
-        rules, aliases = stated_rule(name, texts[name]) or stated, (name, *parameter.aliases)
-        first = None if stated is None else stated.stated_shapes(name)
-        own = None if rules is None else _slices(rules, aliases, parameter.shape, tp, auto, first)
-        if own is not None:
-            found[name] = own
-    shapes = {name: own.shape for name, own in source.parameters.items() if name not in found}
-    if uneven := [f"{name} {list(shape)} ({texts[name]})" for name, shape in shapes.items()]:
+        rules = stated_rule(name, texts[name]) or stated
+        shapes = _candidates(name, parameter, tp, stated, auto)
+        cut = rules and shapes_by(rules, name, parameter.shape, shapes)
+        if not cut:
+            uneven.append(f"{name} {list(parameter.shape)} ({texts[name]})")
+            continue
+        cuts[name] = cut[1]
+        for row, shape in zip(rows, cut[0], strict=True):
+            row[name] = shape or ()
+    if uneven:
         raise UnsupportedCheckpoint(
             f"{source.root}: {counted(len(uneven), 'parameter')} cannot be cut evenly over {tp} "
             f"tensor ranks by the rules of the source: {listed(uneven, 4)}",
             hint="choose a --tp that divides the heads, the widths and the rows of the vocabulary",
         )
-    rows = [{name: own[rank] or () for name, (own, _) in found.items()} for rank in range(tp)]
-    cuts = {name: sliced for name, (_, sliced) in found.items()}
     table = Table(TENSOR_RANK, cuts, [Row(names, row) for row in rows])
-    return table, split(whole, table), doubts
+    return table, split(whole, table), _doubts(auto, info)
 
 
-def _slices(
-    rules: TensorRules,
-    names: tuple[str, ...],
-    whole: tuple[int, ...],
-    tp: int,
-    auto: AutoTP | None,
-    stated: Shapes | None,
-) -> tuple[Shapes, Sliced] | None:
-    """Each rank's shape, for which the rule gives the whole shape again; and how it is cut.
-
-    `stated` are those that the source had, if it had as many ranks.
-
-    None if no even cut of a dimension does, or none of `auto`.
-    """
-    candidates: list[Shapes] = [[whole] * tp]
-    if stated is not None and len(stated) == tp:
-        candidates.insert(0, stated)
+def _candidates(
+    name: str, parameter: Parameter, tp: int, stated: UniversalInfo | None, auto: AutoTP | None
+) -> Iterator[Shapes]:
+    """Shapes that ranks may have: those that the source states of as many, or shares of an axis."""
+    own = None if stated is None else stated.stated_shapes(name)
+    if own is not None and len(own) == tp:
+        yield own
+    whole = parameter.shape
+    yield [whole] * tp
     for axis, size in enumerate(whole):
+        names = name, *parameter.aliases
         shares = slicing.even(size, tp) if auto is None else auto.shares(names, size, tp)
         if shares is not None:
-            candidates.append([(*whole[:axis], own, *whole[axis + 1 :]) for own in shares])
-    for shapes in candidates:
-        try:
-            sliced = rules.sliced(names[0], shapes)
-        except (InconsistentCheckpoint, WrongOption):
-            continue  # the rule is for another dimension
-        if sliced is not None and sliced.shape == whole:
-            return shapes, sliced
-    return None
+            yield [(*whole[:axis], share, *whole[axis + 1 :]) for share in shares]
+
+
+def _doubts(auto: AutoTP | None, info: Mapping[str, Any] | None) -> list[str]:
+    if auto is None or auto.heads or "affine_map" in (info or {}):
+        return []
+    return [  # it gives some ranks more heads if they cannot be dealt evenly
+        "each tensor rank gets an equal share of the attention: --tp must divide "
+        "num_key_value_heads of the model, because AutoTP deals whole heads"
+    ]
 
 
 # -- rows of a vocabulary
@@ -156,20 +135,18 @@ def rows_of(source: Manifest, tp: int, options: Options) -> dict[str, int]:
     `args` state that number, and the source has more rows than its ranks need, the rows stay as
     they are, unless the target's ranks cannot share them.
     """
-    stated = arguments(source.state.get("client_state")).get("make_vocab_size_divisible_by")
+    stated = arguments(source.state.get("client_state")).get(DIVISOR)
     unit = stated if isinstance(stated, int) and stated > 0 else None
-    given = options[VOCAB_SIZE]
-    facts = _vocabularies(source)
+    given, facts = options[VOCAB_SIZE], _vocabularies(source)
     if given is not None and not facts:
         raise WrongOption(
             f"--vocab-size does not apply to {source.root}: no rule says which weights have the "
             "rows of a vocabulary",
             hint="give a rule `vocab:N` for them with --tp-rules FILE",
         )
-    before = int(source.source.get("tp") or 1)
-    rows: dict[str, int] = {}
     if given is None and facts and is_auto(source):
-        return rows  # AutoTP pads nothing: ranks have shares that differ by one row
+        return {}  # AutoTP pads nothing: ranks have shares that differ by one row
+    before, rows = int(source.source.get("tp") or 1), dict[str, int]()
     for name, about in facts.items():
         is_rounded = about["rows"] == -(-about["used"] // before) * before
         keeps = unit is None and given is None and not about["rows"] % tp and not is_rounded
@@ -184,22 +161,7 @@ def _vocabularies(source: Manifest) -> dict[str, Mapping[str, int]]:
     return {name: about for name, about in facts.items() if name in source.parameters}
 
 
-# -- the shares of AutoTP
-
-
-# the output layer's shares are also those of an embedding that is tied to it
-NEAR_EVEN = re.compile(r"(^|\.)(lm_head|embed_out|mlp|gate_proj|up_proj|down_proj|w[123])\.")
-HEADS = (
-    "num_key_value_heads",
-    "num_kv_heads",
-    "multi_query_group_num",
-    "n_head_kv",
-    "kv_n_heads",
-    "num_attention_heads",
-    "n_heads",
-    "attention_heads",
-)
-"""Keys of config.json, in the order in which DeepSpeed asks for them."""
+# -- AutoTP
 
 
 def is_auto(source: Manifest) -> bool:
@@ -208,54 +170,12 @@ def is_auto(source: Manifest) -> bool:
     return isinstance((source.engine.config or {}).get("tensor_parallel"), Mapping)
 
 
-class AutoTP(Struct, frozen=True):
-    """The shares of a dimension that AutoTP gives to tensor ranks: the first ranks have one more.
-
-    Of attention these are whole key-value heads, of MLP and output layer rows (DeepSpeed 0.19.8,
-    module_inject/tp_shard.py `get_shard_size`). Its files do not state the number of `heads`:
-    uneven shares of the source show it, and so does config.json of a trainer's directory.
-    """
-
-    heads: int | None
-
-    @classmethod
-    def of(cls, source: Manifest) -> AutoTP:
-        return cls(_of_config(source) or _of_shares(source))
-
-    def shares(self, names: tuple[str, ...], size: int, tp: int) -> list[int] | None:
-        """What each rank has of a dimension; None if that is not known.
-
-        `names` are those of the parameter, also second ones.
-        """
-        if any(map(NEAR_EVEN.search, names)) or (self.heads and size % self.heads):
-            return _dealt(size, tp)
-        if self.heads:
-            return [count * (size // self.heads) for count in _dealt(self.heads, tp)]
-        return None if size % tp else [size // tp] * tp
-
-
-def _dealt(count: int, ranks: int) -> list[int]:
-    return [count // ranks + (rank < count % ranks) for rank in range(ranks)]
-
-
-def _of_config(source: Manifest) -> int | None:
-    config = json_of(files_to_load_by(source.siblings), CONFIG) or {}
-    config = config.get("text_config") or config
-    if not isinstance(config, Mapping):
-        return None
-    number = next((config[key] for key in HEADS if config.get(key) is not None), None)
-    return number if type(number) is int and number > 0 else None
-
-
-def _of_shares(source: Manifest) -> int | None:
-    """The number of heads that uneven shares have together; None if no share is uneven."""
-    numbers = set()
-    stated = UniversalInfo((source.state.get("client_state") or {}).get(INFO) or {})
-    for name, parameter in source.parameters.items():
-        if any(map(NEAR_EVEN.search, (name, *parameter.aliases))):
-            continue
-        shapes = [shape for shape in stated.stated_shapes(name) or () if shape is not None]
-        for sizes in zip(*shapes, strict=True):
-            if len({*sizes}) > 1:
-                numbers.add(sum(sizes) // gcd(*sizes))
-    return numbers.pop() if len(numbers) == 1 else None
+def auto_of(source: Manifest) -> AutoTP:
+    """The shares of AutoTP, by config.json beside the source, or by its uneven shares."""
+    heads = heads_in(json_of(files_to_load_by(source.siblings), CONFIG))
+    if heads is None:
+        stated = UniversalInfo((source.state.get("client_state") or {}).get(INFO) or {})
+        parameters = source.parameters.items()
+        shapes = (((n, *own.aliases), stated.stated_shapes(n) or ()) for n, own in parameters)
+        heads = heads_shown(shapes)
+    return AutoTP(heads)

@@ -18,10 +18,10 @@ each has its own copy. A source of one stage does not: then the last layer witho
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 from itertools import chain
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from ....core.facts import FlatBufferEngine
@@ -30,28 +30,16 @@ from ....core.manifest import Manifest
 from ....core.placement import Row
 from ....core.split import names_in, part
 from ....errors import UnsupportedCheckpoint, WrongOption
+from ....naming.layer_names import LayerName, Pipeline, Uses, layers_with, tied_key
+from ....training.megatron_arguments import STAGES, with_sizes
 from ....training.options import Options
-from ...deepspeed_states.options import PP_PARTITION
 from ...groups import without_empty_groups
-from .layer_names import LayerName, Uses, layers_with, tied_key
-from .megatron_arguments import STAGE_SIZES, with_sizes
-from .stage_bounds import (
-    Pipeline,
-    bounds_of,
-    is_cut,
-    layers_alike,
-    ranges,
-    refuse_without_stages,
-)
+from .stage_bounds import LAST, assumed, bounds_of, is_cut, refuse_without_stages
 
 
 def recut(
-    whole: Manifest,
-    models: Sequence[Manifest],
-    pipeline: Pipeline,
-    grid: Grid,
-    options: Options,
-) -> tuple[Grid, list[Manifest], list[str]]:
+    whole: Manifest, models: Sequence[Manifest], pipeline: Pipeline, grid: Grid, options: Options
+) -> tuple[Grid, tuple[Manifest, ...], list[str]]:
     """The target's grid and model ranks, at the bounds that `options` give; and what was inferred.
 
     `models` are the pipelines of tensor ranks that are cut, and `whole` has their parameters.
@@ -66,7 +54,7 @@ def recut(
         for model in models:
             own = _part(model, row, grid.pp)
             ranks.append(replace(own, place=Place(len(ranks), grid, tuple(buffers))))
-    return grid, ranks, inferred
+    return grid, tuple(ranks), inferred
 
 
 def layers_of_names(model: Manifest, options: Options) -> list[int]:
@@ -88,25 +76,15 @@ def cut_again(
     """
     bounds = bounds_of(model, pipeline, options)
     uses, inferred = _uses(model.root, pipeline, bounds)
-    if (method := options[PP_PARTITION]) is not None:
-        line = (
-            f"--pp-partition {method}: the stages' bounds are {','.join(map(str, bounds))}, if the "
-            f"program has {bounds[-1]} layers, functions included"
-        )
-        if alike := layers_alike(model) if method.startswith("type:") else []:
-            line += (
-                f", and {method} matches the layers {ranges(alike)}, which have parameters alike"
-            )
-        inferred.append(line)
-    for names, span in pipeline.spans(bounds):
-        _check_order(model, names, uses, span)
+    inferred += assumed(model, bounds, options)
+    for names, span in zip(pipeline.parameters, pipeline.spans(bounds[-1]), strict=True):
+        _Stage(model, span, uses).check_order(names)
+    stages = [_Stage(model, span, uses) for span in map(range, bounds, bounds[1:])]
     stated = dict.fromkeys(chain.from_iterable(pipeline.buffers))
-    parameters, buffers = [], []
-    for span in map(range, bounds, bounds[1:]):
-        has = partial(_first_use, uses=uses, span=span)
-        trained = _parameters(model, uses, span)
-        parameters.append(trained if has_files else [*filter(has, names_in(model))])
-        buffers.append([*filter(has, stated)])
+    parameters = [stage.trained() for stage in stages]
+    if not has_files:
+        parameters = [stage.having(names_in(model)) for stage in stages]
+    buffers = [stage.having(stated) for stage in stages]
     return replace(pipeline, parameters=parameters, buffers=buffers), inferred
 
 
@@ -126,10 +104,10 @@ def _uses(
         return {key: places or {0} for key, places in uses.items()}, inferred
     for key, places in uses.items():
         is_shown = bool(places)
-        holders = [span for names, span in pipeline.spans(bounds) if key in map(tied_key, names)]
+        holders = pipeline.spans_with(key, bounds[-1])
         for span in holders:
             known = places.intersection(span) if is_shown else set[int]()
-            free = sorted({*span}.difference(pipeline.layers))
+            free = [layer for layer in span if layer not in pipeline.layers]
             if len(known) > 1 or (known and (len(holders) > 1 or not free)):
                 continue
             if not free:
@@ -137,7 +115,7 @@ def _uses(
                     f"{root} has a stage that uses the tied layer {key}, but --pp-bounds leave no "
                     f"layer without {'a file' if is_shown else 'names'} between {span.start} "
                     f"and {span.stop - 1} for that",
-                    hint="the last bound is the number of all layers, functions included",
+                    hint=LAST,
                 )
             if is_shown and len({_stage_of(at, bounds) for at in (*known, *free)}) > 1:
                 inferred.append(
@@ -145,8 +123,9 @@ def _uses(
                     f"has no file, so stage {_stage_of(free[-1], bounds)} gets a copy of it"
                 )
             is_first = not places
-            places.add(free[0] if is_first else free[-1])
-            if is_first and len(holders) == 1:
+            if is_first:
+                places.add(free[0])
+            if not is_first or len(holders) == 1:
                 places.add(free[-1])
         if not is_shown:
             numbers = " and ".join(map(str, sorted(places)))
@@ -161,54 +140,54 @@ def _stage_of(layer: int, bounds: Sequence[int]) -> int:
     return bisect_right(bounds, layer) - 1
 
 
-def _first_use(name: str, uses: Uses, span: range) -> tuple[int, int] | None:
-    """What sorts a parameter within the stage with these layers; None if it is not there."""
-    place = next((number for number in layers_with(name, uses) if number in span), None)
-    return None if place is None else (int(tied_key(name) is None), place)
-
-
 # -- stages
 
 
-def _check_order(model: Manifest, stage: Sequence[str], uses: Uses, span: range) -> None:
-    """Raises UnsupportedCheckpoint unless a group's parameters stand as their layers do."""
-    trained = [name for name in stage if model.parameters[name].trainable]
-    trained.sort(key=lambda name: model.parameters[name].group or 0)
-    if trained != _sorted(model, trained, uses, span):
-        raise UnsupportedCheckpoint(
-            f"{model.root}: the parameters of a group are not in the order of the layers, which "
-            "does not show how they stand in other stages",
-            hint="keep the number of stages, or build the optimizer with the parameters in the "
-            "order of model.parameters()",
-        )
+class _Stage(Struct, frozen=True):
+    """The stage with the layers `span` of a model, whose tied layers have these uses."""
 
+    model: Manifest
+    span: range
+    uses: Uses
 
-def _parameters(model: Manifest, uses: Uses, span: range) -> list[str]:
-    """The trained parameters of a stage, in their order."""
-    trained = [
-        name
-        for name, parameter in model.parameters.items()
-        if parameter.trainable and _first_use(name, uses, span)
-    ]
-    if not trained:
-        raise WrongOption(
-            f"the layers {span.start} to {span.stop - 1} of {model.root} have no trained "
-            "parameter, and every stage needs one",
-            hint="choose other bounds with --pp-bounds",
-        )
-    return _sorted(model, trained, uses, span)
+    def place(self, name: str) -> tuple[int, int] | None:
+        """Tied layers come first, by their first use, then others by number; None: of no layer."""
+        layer = next((n for n in layers_with(name, self.uses) if n in self.span), None)
+        return None if layer is None else (int(tied_key(name) is None), layer)
 
+    def having(self, names: Iterable[str]) -> list[str]:
+        """Those of the names that are of its layers."""
+        return [name for name in names if self.place(name)]
 
-def _sorted(model: Manifest, names: Sequence[str], uses: Uses, span: range) -> list[str]:
-    """Parameters by group, and there as a stage with these layers has them.
+    def trained(self) -> list[str]:
+        """Its trained parameters, in their order."""
+        parameters = self.model.parameters.items()
+        names = self.having(name for name, own in parameters if own.trainable)
+        if not names:
+            raise WrongOption(
+                f"the layers {self.span.start} to {self.span.stop - 1} of {self.model.root} have "
+                "no trained parameter, and every stage needs one",
+                hint="choose other bounds with --pp-bounds",
+            )
+        return sorted(names, key=self._order)
 
-    A use of a tied layer that is not known has no file, and is taken for the last one.
-    """
+    def check_order(self, names: Iterable[str]) -> None:
+        """Raises UnsupportedCheckpoint unless a group's parameters stand as their layers do."""
+        trained = [name for name in names if self.model.parameters[name].trainable]
+        if sorted(trained, key=self._group) != sorted(trained, key=self._order):
+            raise UnsupportedCheckpoint(
+                f"{self.model.root}: the parameters of a group are not in the order of the layers, "
+                "which does not show how they stand in other stages",
+                hint="keep the number of stages, or build the optimizer with the parameters in the "
+                "order of model.parameters()",
+            )
 
-    def place(name: str) -> tuple[int, tuple[int, int]]:
-        return model.parameters[name].group or 0, _first_use(name, uses, span) or (0, span.stop)
+    def _group(self, name: str) -> int:
+        return self.model.parameters[name].group or 0
 
-    return sorted(names, key=place)
+    def _order(self, name: str) -> tuple[int, tuple[int, int]]:
+        """A use of a tied layer that is not known has no file, and is taken for the last one."""
+        return self._group(name), self.place(name) or (0, self.span.stop)
 
 
 def _part(model: Manifest, row: Row, pp: int) -> Manifest:
@@ -221,9 +200,9 @@ def _part(model: Manifest, row: Row, pp: int) -> Manifest:
         if any(name.startswith(f"{layer.name}.") for name in row.names)
     )
     facts = {key: value for key, value in own.source.items() if key != "ep"}
-    client = with_sizes(own.state.get("client_state") or {}, dict.fromkeys(STAGE_SIZES, pp))
-    state, extra = {**own.state, "client_state": client}, own.state.get("module_extra") or {}
-    if extra:
+    state = dict(own.state)
+    state["client_state"] = with_sizes(state.get("client_state") or {}, {STAGES: pp})
+    if extra := state.get("module_extra"):
         state["module_extra"] = {n: value for n, value in extra.items() if n in row.names}
     return without_empty_groups(
         replace(

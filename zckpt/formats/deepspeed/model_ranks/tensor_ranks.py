@@ -1,49 +1,38 @@
-"""How are parameters cut over tensor ranks, and how do slices become whole tensors?
+"""How do the slices of tensor ranks become whole tensors, and are the ranks' copies equal?
 
-Each tensor rank has been read as a model by itself. The rules of naming/tensor_rules.py say how its
-parameters are cut: the user's, then those of the checkpoint's `universal_checkpoint_info`. By them
-slices become boxes of whole tensors, and no byte is read. What all ranks have is taken from the
-first one, and the others are copies that must be equal.
-
-Megatron-DeepSpeed puts the info into its client state since 10/2023, AutoTP into every model file
-since DeepSpeed 0.19. Patterns are regular expressions that match the begin of a name. The order in
-which they count, and what each means, is that of DeepSpeed 0.19.8, ds_to_universal.py
-`merge_tp_slices`:
-
-    affine_map                                 boxes of the whole tensor, per rank
-    tp_replicated_parameter_patterns           all ranks have the same
-    parameter_to_average_patterns              all ranks have nearly the same
-    parameter_with_2_sub_params_cat_dim_0      rows of two fused halves
-    parameter_with_sub_params                  sub-parameters of a view of the tensor
-    parameter_with_row_parallelism_patterns    columns
-    any other                                  rows
+Each tensor rank has been read as a model by itself. Rules say how its parameters are cut: the
+user's (naming/tensor_rules.py), then those that the checkpoint states (naming/universal_info.py).
+By them slices become boxes of whole tensors, and no byte is read. What all ranks have is taken from
+the first one, and the others are copies that must be equal.
 """
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from math import prod
+from itertools import chain
 from typing import Any
 
 from msgspec.structs import replace
 
-from ....core import slicing
+from ....core.agreement import KEEP
+from ....core.facts import layers_of
 from ....core.inert import to_json
 from ....core.manifest import Manifest
 from ....core.merge import MIXED, in_order, merge
-from ....core.placement import Shapes, Sliced, Table
-from ....core.slicing import Piece, Slicing
+from ....core.placement import TENSOR_RANK, Shapes, Sliced, Table
+from ....core.replicas import OWN, RANK0, check_joined, compare_apart, compare_copies
 from ....core.states import as_unread
-from ....errors import InconsistentCheckpoint, UnsupportedCheckpoint, brief, listed
-from ....naming.patterns import INFO, check_patterns, fields_of
-from ....naming.tensor_families import DOUBTS
-from ....naming.tensor_rules import RuleFile, TensorRule, TensorRules, by_rule, decide, rules_of
+from ....errors import (
+    InconsistentCheckpoint,
+    MissingData,
+    UnsupportedCheckpoint,
+    WrongOption,
+    listed,
+)
+from ....naming.patterns import INFO
+from ....naming.tensor_rules import RuleFile, TensorRules, decide, rules_of
+from ....naming.universal_info import UniversalInfo, of_json
 
-NEWEST_MAP = 1
-MOST_AXES = 8
-TENSOR_RANK = "tensor rank"
 SLICES_ALONE = "of several tensor ranks, zckpt joins slices of the parameters' shapes, and numbers"
 
 
@@ -58,13 +47,8 @@ def joined_slices(
     models, given = tuple(ranks), [] if tp_rules is None else [rules_of(tp_rules, of_json)]
     if len(ranks) > 1:
         ranks = [as_unread(rank, SLICES_ALONE) for rank in ranks]
-    first = ranks[0]
-    names = _all_names(ranks, "parameters")
-    shapes: dict[str, Shapes] = {
-        name: [rank.parameters[name].shape if name in rank.parameters else None for rank in ranks]
-        for name in names
-    }
-    cut = decide(first.root, shapes, [*given, *_stated(ranks)], len(ranks))
+    shapes = _on_ranks({name: own.shape for name, own in rank.parameters.items()} for rank in ranks)
+    cut = decide(ranks[0].root, shapes, [*given, *_stated(ranks)], len(ranks))
     table = Table(TENSOR_RANK, {**cut, **_buffers(ranks, given)})
     whole = merge(ranks, table, step_policy)
     return in_order(
@@ -77,6 +61,38 @@ def joined_slices(
     )
 
 
+def _on_ranks(ranks: Iterable[Mapping[str, tuple[int, ...]]]) -> dict[str, Shapes]:
+    """The shapes of all ranks by name, of any rank: AutoTP may leave a rank nothing."""
+    every = [*ranks]
+    return {name: [own.get(name) for own in every] for name in dict.fromkeys(chain(*every))}
+
+
+def _stated(ranks: Sequence[Manifest]) -> Iterator[TensorRules]:
+    """The rules that the checkpoint states; all ranks must state the same."""
+    stated = [(rank.state.get("client_state") or {}).get(INFO) for rank in ranks]
+    if any(to_json(info) != to_json(stated[0]) for info in stated[1:]):
+        raise InconsistentCheckpoint(f"{ranks[0].root}: tensor ranks differ in {INFO}", hint=MIXED)
+    if isinstance(stated[0], Mapping):
+        yield UniversalInfo(stated[0])
+
+
+def _buffers(ranks: Sequence[Manifest], given: Sequence[TensorRules]) -> dict[str, Sliced]:
+    """How buffers are cut: whole ones by the user's rules alone, as their shapes are alike."""
+    shapes = _on_ranks(
+        {n: e.shape for n in rank.buffers if (e := rank.entries.get(f"{n}/param")) is not None}
+        for rank in ranks
+    )
+    decided = {
+        name: sliced
+        for rules in given
+        if isinstance(rules, RuleFile)
+        for name, each in shapes.items()
+        if (sliced := rules.sliced(name, each)) is not None
+    }
+    unlike = {n: each for n, each in shapes.items() if n not in decided and len({*each}) > 1}
+    return decided | decide(ranks[0].root, unlike, given, len(ranks))
+
+
 def _doubts(given: Sequence[TensorRules], cut: Mapping[str, Sliced]) -> Iterator[str]:
     """What the whole lacks by the user's rules, and what no file shows of them."""
     if sums := [name for name, sliced in cut.items() if sliced.is_sum]:
@@ -85,10 +101,8 @@ def _doubts(given: Sequence[TensorRules], cut: Mapping[str, Sliced]) -> Iterator
             "tensor rank 0, not the sum"
         )
     for rules in given:
-        if isinstance(rules, RuleFile) and rules.source in DOUBTS:
-            pattern, sentence = DOUBTS[rules.source]
-            if names := [name for name in cut if re.fullmatch(pattern, name)]:
-                yield sentence.format(names=listed(names, 4))
+        if isinstance(rules, RuleFile):
+            yield from rules.doubts(cut)
 
 
 def _facts(cut: Mapping[str, Sliced]) -> dict[str, Any]:
@@ -103,257 +117,33 @@ def _facts(cut: Mapping[str, Sliced]) -> dict[str, Any]:
     }
 
 
-def _stated(ranks: Sequence[Manifest]) -> Iterator[TensorRules]:
-    """The rules that the checkpoint states; all ranks must state the same."""
-    stated = [(rank.state.get("client_state") or {}).get(INFO) for rank in ranks]
-    if any(to_json(info) != to_json(stated[0]) for info in stated[1:]):
-        raise InconsistentCheckpoint(f"{ranks[0].root}: tensor ranks differ in {INFO}", hint=MIXED)
-    if isinstance(stated[0], Mapping):
-        yield UniversalInfo(stated[0])
+# -- copies
 
 
-def _all_names(ranks: Sequence[Manifest], field: str) -> list[str]:
-    """Names of any rank, in the order of the first one; AutoTP may leave a rank nothing."""
-    return list(dict.fromkeys(name for rank in ranks for name in getattr(rank, field)))
+def check(manifest: Manifest, replicas: str | None) -> list[str]:
+    """Compares the copies that model ranks hold of a tensor; gives warnings.
 
-
-def _buffers(ranks: Sequence[Manifest], given: Sequence[TensorRules]) -> dict[str, Sliced]:
-    """How buffers are cut: whole ones by the user's rules alone, as their shapes are alike."""
-    shapes: dict[str, Shapes] = {}
-    for name in _all_names(ranks, "buffers"):
-        entries = [rank.entries.get(f"{name}/param") for rank in ranks]
-        shapes[name] = [None if entry is None else entry.shape for entry in entries]
-    decided: dict[str, Sliced] = {}
-    for rules in (rules for rules in given if isinstance(rules, RuleFile)):
-        for name, each in shapes.items():
-            if name not in decided and (sliced := rules.sliced(name, each)) is not None:
-                decided[name] = sliced
-    unlike = {n: each for n, each in shapes.items() if n not in decided and len({*each}) > 1}
-    return decided | decide(ranks[0].root, unlike, given, len(ranks))
-
-
-# -- the rules that a checkpoint states
-
-
-class UniversalInfo:
-    """The rules of one `universal_checkpoint_info`; raises for one of an unknown form."""
-
-    def __init__(self, info: Mapping[str, Any]) -> None:
-        self.info = info
-        check_patterns(info)
-        affine = info.get("affine_map") or {}
-        if affine and affine.get("version", NEWEST_MAP) > NEWEST_MAP:
-            raise UnsupportedCheckpoint(
-                f"the checkpoint has an affine_map of version {brief(affine['version'])}",
-                hint="zckpt reads version 1 (DeepSpeed 0.19.8); give rules with --tp-rules FILE",
-            )
-        self.maps: Mapping[str, Any] = affine.get("params") or {}
-        vocabulary = info.get("original_vocab_size")
-        self.vocabulary = vocabulary if isinstance(vocabulary, int) else None
-
-    def sliced(self, name: str, shapes: Shapes) -> Sliced | None:
-        """How a parameter is cut; None if the engine's AutoTP says that it does not know."""
-        if any(self._matching("autotp_unsupported_parameter_patterns", name)):
-            return None
-        is_vocabulary = any(self._matching("vocabulary_parameter_patterns", name))
-        rows = self.vocabulary if is_vocabulary else None
-        if (mapped := self._map_of(name)) is not None:
-            return _by_map(name, mapped, shapes, rows)
-        for key in ("tp_replicated_parameter_patterns", "parameter_to_average_patterns"):
-            for pattern in self._matching(key, name):
-                return by_rule(TensorRule(pattern, "replicated", None), name, shapes)
-        for pattern in self._matching("parameter_with_2_sub_params_cat_dim_0", name):
-            return by_rule(TensorRule(pattern, "0:2x", 0, equal=2), name, shapes)
-        for stated in self.info.get("parameter_with_sub_params") or ():
-            stated = fields_of(stated)
-            for pattern in stated["patterns"]:
-                if re.match(pattern, name):
-                    return self._of_view(name, pattern, stated, shapes)
-        for pattern in self._matching("parameter_with_row_parallelism_patterns", name):
-            return by_rule(TensorRule(pattern, "1", 1), name, shapes)
-        return by_rule(TensorRule(".*", "0", 0, vocabulary=rows), name, shapes)
-
-    def stated_shapes(self, name: str) -> Shapes | None:
-        """Each rank's shape, if the affine_map has it."""
-        ranks = {int(n): each for n, each in (self._map_of(name) or {"ranks": {}})["ranks"].items()}
-        shapes = [tuple(ranks[n]["shard_shape"]) for n in range(len(ranks)) if n in ranks]
-        return shapes or None
-
-    def _map_of(self, name: str) -> Mapping[str, Any] | None:
-        return next((self.maps[p] for p in self.maps if re.match(p, name)), None)
-
-    def _matching(self, key: str, name: str) -> Iterator[str]:
-        return (pattern for pattern in self.info.get(key) or () if re.match(pattern, name))
-
-    def _of_view(
-        self, name: str, pattern: str, stated: Mapping[str, Any], shapes: Shapes
-    ) -> Sliced:
-        """Sub-parameters of a view of the whole tensor, which is cut along one of its axes.
-
-        The entry of that axis has their widths. A number instead is their count, before version 0.4
-        of the info; the other entries are sizes, -1 for any.
-        """
-        known, ranks = [shape for shape in shapes if shape is not None], len(shapes)
-        axis, view = int(stated["partition_dim"]), list(stated["shape"])
-        says = f"`parameter_with_sub_params` of the checkpoint does not fit {name}"
-        if len(known) < ranks or not 0 <= axis < len(view):
-            raise InconsistentCheckpoint(f"{says}: it cuts axis {axis} of {view}")
-        widths = self._widths(pattern, view[axis], known, axis, says)
-        sizes = [sum(size) if isinstance(size, (tuple, list)) else size for size in view]
-        sizes[axis] = sum(map(sum, widths))
-        total = sum(map(prod, known))
-        rest = prod(size for size in sizes if size >= 0)
-        sizes = [size if size >= 0 else total // max(rest, 1) for size in sizes]
-        outer, inner = prod(sizes[:axis]), prod(sizes[axis + 1 :])
-        pieces = slicing.cut(outer, inner, widths)
-        elements = [prod(shape) for shape in pieces.slices]
-        if pieces.numel != total or elements != [prod(shape) for shape in known]:
-            raise InconsistentCheckpoint(f"{says}: the ranks hold {[list(s) for s in known]}")
-        whole = _whole_shape(known, axis, outer, inner, says)
-        is_row = (outer, inner) == (prod(whole[:axis]), prod(whole[axis + 1 :]))
-        text = ",".join(str(sum(part)) for part in widths)
-        return Sliced(whole, pieces, f"{axis}:{text}" if is_row else "view")
-
-    def _widths(
-        self, pattern: str, stated: Any, shapes: Sequence[tuple[int, ...]], axis: int, says: str
-    ) -> list[Sequence[int]]:
-        """What each rank holds of each sub-parameter; files state that since version 0.4."""
-        ranks, version = len(shapes), self.info.get("universal_checkpoint_version")
-        parts = tuple(stated) if isinstance(stated, (tuple, list)) else None
-        if isinstance(version, (int, float)) and version >= 0.4:  # heads may be dealt unevenly
-            by_rank = (self.info.get("sub_param_shard_widths") or {}).get(pattern) or ()
-            widths = [tuple(part) for part in by_rank]
-            fits = parts in (None, tuple(map(sum, widths)))
-            if not widths or not fits or any(len(part) != ranks for part in widths):
-                raise InconsistentCheckpoint(f"{says}: the widths of its parts are {widths}")
-            return list(widths)
-        if parts is None:
-            width = sum(shape[axis] for shape in shapes)
-            if width % stated:
-                raise InconsistentCheckpoint(f"{says}: {width} is not {stated} equal parts")
-            parts = (width // stated,) * stated
-        split = [slicing.even(part, ranks) for part in parts]
-        if None in split:
-            raise InconsistentCheckpoint(
-                f"{says}: {ranks} ranks cannot share sub-parameters of {list(parts)}"
-            )
-        return [part for part in split if part is not None]
-
-
-def of_json(text: str) -> UniversalInfo:
-    """The rules of a file for --tp-rules that has a `universal_checkpoint_info`, as JSON."""
-    return UniversalInfo(json.loads(text))
-
-
-def info_for(info: Mapping[str, Any], ranks: int, whole: Iterable[str]) -> dict[str, Any]:
-    """The same for another number of tensor ranks, among which everything is cut evenly.
-
-    For the same number nothing changes, if the map of pieces shows that it is the same. A view
-    whose sub-parameters cannot be cut evenly has no widths in it. The map of pieces is left out,
-    since DeepSpeed makes it anew. It may be all that said which parameters are `whole` on each
-    rank, so their names become patterns.
+    Raises InconsistentCheckpoint if copies of tensor ranks differ and `replicas` does not say what
+    is taken, or if all ranks hold the same of a parameter that a rule cuts; UnsupportedCheckpoint
+    for parts of a sum.
     """
-    maps = ((info.get("affine_map") or {}).get("params") or {}).values()
-    if maps and all(len(each.get("ranks") or ()) == ranks for each in maps):
-        return dict(info)
-    changed = {key: value for key, value in info.items() if key != "affine_map"}
-    if "affine_map" in info:
-        replicated = list(info.get("tp_replicated_parameter_patterns") or ())
-        names = (name for name in whole if not any(re.match(p, name) for p in replicated))
-        changed["tp_replicated_parameter_patterns"] = [
-            *replicated,
-            *(f"^{re.escape(name)}$" for name in names),
-        ]
-    if "sub_param_shard_widths" in info:
-        changed["sub_param_shard_widths"] = {
-            pattern: widths
-            for pattern, parts in info["sub_param_shard_widths"].items()
-            if None not in (widths := [slicing.even(sum(part), ranks) for part in parts])
-        }
-    return changed
+    if manifest.ranks:
+        return _own_copies(manifest)
+    if manifest.source.get("zero_stage") == 0 and layers_of(manifest.engine):
+        return compare_copies(manifest, RANK0 if replicas == RANK0 else None)
+    return check_joined(manifest, replicas) if manifest.source.get("tp") else []
 
 
-def _whole_shape(
-    shapes: Sequence[tuple[int, ...]], axis: int, outer: int, inner: int, says: str
-) -> tuple[int, ...]:
-    """The tensor's own whole shape: the dimension that holds the axis of the view grows.
+def _own_copies(manifest: Manifest) -> list[str]:
+    """Warnings of copies that differ, if anything says which tensors are copies.
 
-    Dimensions of one element, as a slice of one head has, hold no axis but that of their number.
+    Each model rank keeps its own: nothing else has to be known of slices.
     """
-    first, total = shapes[0], sum(map(prod, shapes))
-    sides = [(prod(first[:dim]), prod(first[dim + 1 :])) for dim in range(len(first))]
-    fitting = [
-        dim
-        for dim, (before, behind) in enumerate(sides)
-        if before and behind and not outer % before and not inner % behind
-    ]
-    if not fitting:
-        raise InconsistentCheckpoint(f"{says}: no dimension of {list(first)} is cut")
-    dim = max(fitting, key=lambda dim: (sides[dim] == (outer, inner), dim == axis))
-    before, behind = sides[dim]
-    return (*first[:dim], total // (before * behind), *first[dim + 1 :])
-
-
-# -- the affine map
-
-
-def _by_map(name: str, stated: Mapping[str, Any], shapes: Shapes, rows: int | None) -> Sliced:
-    """The pieces that DeepSpeed's checkpoint/affine.py describes by offsets and strides."""
-    whole = tuple(stated["logical_shape"])
-    by_rank = {int(rank): value for rank, value in stated["ranks"].items()}
-    says = f"the affine_map of {name}"
-    if len(whole) > MOST_AXES:
-        raise UnsupportedCheckpoint(f"{says} is for a tensor of {len(whole)} dimensions")
-    if set(by_rank) - set(range(len(shapes))):
-        raise InconsistentCheckpoint(f"{says} is for {len(by_rank)} ranks, not {len(shapes)}")
-    slices, pieces = [], []
-    for rank, shape in enumerate(shapes):
-        own = by_rank.get(rank) or {"shard_shape": [0] * len(whole), "pieces": []}
-        stated_shape = tuple(own["shard_shape"])
-        if prod(stated_shape) != (0 if shape is None else prod(shape)):
-            raise InconsistentCheckpoint(
-                f"{says} has the shape {list(stated_shape)} on tensor rank {rank}, and its file "
-                f"{None if shape is None else list(shape)}"
-            )
-        slices.append(stated_shape)
-        for piece in own["pieces"]:
-            if float(piece.get("scale", 1.0)) != 1.0:
-                raise UnsupportedCheckpoint(
-                    f"{says} holds a share of the sum of all ranks (scale {piece['scale']:g})",
-                    hint="zckpt does not divide or add tensors; DeepSpeed refuses it too",
-                )
-            sizes = tuple(piece["shape"])
-            if not prod(sizes):  # of a rank that holds nothing
-                continue
-            source, dest = piece["source"], piece["dest"]
-            pieces.append(
-                Piece(
-                    rank,
-                    _corner(stated_shape, sizes, dest, says),
-                    _corner(whole, sizes, source, says),
-                    sizes,
-                )
-            )
-    cut = Slicing(whole, tuple(slices), tuple(pieces))
-    everywhere = all(shape == whole for shape in slices) and cut.copies == len(slices)
-    rule = "replicated" if everywhere else "affine_map"
-    return Sliced(whole, cut, rule, rows)
-
-
-def _corner(shape: Sequence[int], sizes: Sequence[int], view: Any, says: str) -> tuple[int, ...]:
-    """Where a strided view of a tensor begins, if it is a box; raises UnsupportedCheckpoint."""
-    offset, strides = int(view[0]), list(view[1])
-    steps = [prod(shape[axis + 1 :]) for axis in range(len(shape))]
-    is_box = len(sizes) == len(shape) and all(
-        size <= 1 or stride == step
-        for size, stride, step in zip(sizes, strides, steps, strict=True)
-    )
-    if not is_box:
-        raise UnsupportedCheckpoint(
-            f"{says} has a piece that is not a box: strides {strides} in a tensor of {list(shape)}",
-            hint="give a rule for it with --tp-rules FILE",
-        )
-    corner = tuple(
-        offset // step % max(length, 1) for step, length in zip(steps, shape, strict=True) if step
-    )
-    return corner if len(corner) == len(shape) else (0,) * len(shape)
+    warnings = compare_apart(manifest)
+    if len(manifest.models) == 1:
+        return warnings
+    try:
+        model = joined_slices(manifest.models, manifest.source.get("tp_rules"), KEEP)
+    except (InconsistentCheckpoint, MissingData, UnsupportedCheckpoint, WrongOption):
+        return warnings
+    return [*warnings, *compare_copies(model, OWN)]

@@ -25,7 +25,7 @@ from msgspec.structs import replace
 from ....core.dtypes import FLOATS
 from ....core.manifest import Manifest
 from ....core.merge import merge
-from ....core.placement import Table
+from ....core.placement import EP_RANK, Table
 from ....core.states import OTHER
 from ....errors import (
     IncompleteCheckpoint,
@@ -51,7 +51,6 @@ from ...deepspeed_states.states import (
 from ...deepspeed_states.tensors import ManifestTensors, is_extra
 from ...reading import USUAL, Reading
 from ..files import RankFiles
-from ..model_ranks.copies import EP_RANK
 from ..ranks import hyper_parameters
 from ..stage_0 import naming
 from ..stage_0.optimizer import WholeOptimizer, named_optimizers, states_with, with_names

@@ -25,6 +25,7 @@ from ....core import agreement
 from ....core.facts import FlatBufferEngine
 from ....core.grouping import by_key
 from ....core.manifest import Manifest
+from ....core.masters import begins_as
 from ....core.merge import in_order
 from ....errors import InconsistentCheckpoint, listed
 from ....files.torchfile import TorchFile
@@ -35,7 +36,6 @@ from ...deepspeed_states.states import EngineStates, FlatBuffer, ParameterShapes
 from ...deepspeed_states.tensors import ManifestTensors
 from ..files import RankFiles
 from ..flats import flat_buffers
-from ..model_ranks.pipeline import begins_as
 from .auto_ep import with_slices
 from .expert_files import LayerFiles, gate_of, layers_of, named_of, spread_over
 

@@ -1,20 +1,21 @@
-"""Which layer of a pipeline has a tensor, as its name in the whole model says it?
+"""Which layer of a pipeline has a tensor, and which stage may have a layer, as names say it?
 
     3.fc.weight                     of layer 3
     tied_modules.embed.weight       of the tied layer `embed`, wherever it is used
 
-In files of layers both have the rest of the name alone. The numbers in names show which layers a
-stage may have.
+In files of layers both have the rest of the name alone. A stage has the layers whose numbers are in
+its names, and some of those up to the next stages' numbers: tied ones, functions and frozen ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import TypeVar
 
 from msgspec import Struct
 
-from ....core.grouping import by_key
+from ..core.grouping import by_key
 
 TIED = "tied_modules."
 Value = TypeVar("Value")
@@ -66,15 +67,36 @@ def layers_with(name: str, uses: Uses) -> Sequence[int]:
     return untied_layers([name]) if key is None else sorted(uses.get(key, ()))
 
 
-def stage_spans(stages: Iterable[Iterable[str]], count: int) -> list[range]:
-    """The layers that each stage of the source may have, as others show theirs.
+class Pipeline(Struct, frozen=True):
+    """What a model keeps of the pipeline that it was read from, as `state.pipeline` has it.
 
-    `stages` are the names of each one's parameters, and `count` is the number of layers.
+    Each stage has its `parameters` in their order, and `buffers`. `layers` are those with files, or
+    with names if there are no such files, and `tied` has the keys of tied ones among the files.
     """
-    shown = [untied_layers(names) for names in stages]
-    spans = []
-    for number in range(len(shown)):
-        before = [layer for each in shown[:number] for layer in each]
-        after = [layer for each in shown[number + 1 :] for layer in each]
-        spans.append(range(max(before, default=-1) + 1, min(after, default=count)))
-    return spans
+
+    parameters: Sequence[Sequence[str]]
+    buffers: Sequence[Sequence[str]]
+    layers: Sequence[int]
+    tied: Sequence[tuple[int, str]] = ()
+
+    @property
+    def uses(self) -> dict[str, set[int]]:
+        """The layers at which tied ones have files, by key."""
+        keys = (tied_key(name) for names in self.parameters for name in names)
+        of_files = by_key((key, number) for number, key in self.tied)
+        return {key: {*of_files.get(key, ())} for key in keys if key is not None}
+
+    def spans(self, count: int) -> list[range]:
+        """The layers, of so many, that each stage may have: others show theirs by numbers."""
+        shown = [untied_layers(names) for names in self.parameters]
+        spans = []
+        for stage in range(len(shown)):
+            before = chain.from_iterable(shown[:stage])
+            after = chain.from_iterable(shown[stage + 1 :])
+            spans.append(range(max(before, default=-1) + 1, min(after, default=count)))
+        return spans
+
+    def spans_with(self, key: str, count: int) -> list[range]:
+        """The same of the stages that have a copy of a tied layer."""
+        stages = zip(self.parameters, self.spans(count), strict=True)
+        return [span for names, span in stages if key in map(tied_key, names)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zckpt.core.inert import Foreign
-from zckpt.formats.deepspeed.model_ranks.megatron_arguments import arguments, with_sizes
+from zckpt.training.megatron_arguments import arguments, with_sizes
 
 
 def test_arguments_of_programs() -> None:

@@ -17,12 +17,12 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ....core.inert import Foreign
+from ..core.inert import Foreign
 
 ARGS = "args"
 TENSOR_SIZES = ("tensor_model_parallel_size", "model_parallel_size")
-STAGE_SIZES = ("pipeline_model_parallel_size",)
-VOCABULARY_SIZES = ("padded_vocab_size",)
+STAGES = "pipeline_model_parallel_size"
+PADDED, DIVISOR = "padded_vocab_size", "make_vocab_size_divisible_by"
 
 
 def arguments(client_state: Mapping[Any, Any] | None) -> Mapping[Any, Any]:

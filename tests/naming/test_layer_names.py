@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from zckpt.formats.deepspeed.model_ranks.layer_names import (
+from zckpt.naming.layer_names import (
     LayerName,
+    Pipeline,
+    layers_with,
     of_tied,
     prefix_of,
     tied_key,
@@ -44,3 +46,34 @@ def test_layers_of_names() -> None:
 def test_what_is_said_of_tied_layers() -> None:
     said = {"tied_modules.e.w": 1, "3.w": 2, "tied_modules.e.b": 3, "tied_modules.f.w": 4}
     assert of_tied(said) == {"e": {"w": 1, "b": 3}, "f": {"w": 4}}
+
+
+EMBED = "tied_modules.embed.weight"
+
+
+@pytest.mark.parametrize(
+    ("stages", "spans"),
+    [
+        (["1 2", "4", "7"], [range(4), range(3, 7), range(5, 9)]),
+        (["e 1", "e", "e 5"], [range(5), range(2, 5), range(2, 9)]),  # the second is tied alone
+        (["2"], [range(9)]),
+    ],
+)
+def test_layers_that_a_stage_may_have(stages: list[str], spans: list[range]) -> None:
+    """Up to those that the neighbors show."""
+    names = [
+        [EMBED if each == "e" else f"{each}.weight" for each in stage.split()] for stage in stages
+    ]
+    pipeline = Pipeline(names, [], [])
+    assert pipeline.spans(9) == spans
+    having = [span for span, stage in zip(spans, names, strict=True) if EMBED in stage]
+    assert pipeline.spans_with("embed", 9) == having
+
+
+def test_layers_of_a_tied_one_are_those_of_its_files() -> None:
+    pipeline = Pipeline([[EMBED, "1.a"], ["2.a", "tied_modules.norm.b"]], [], [], [(5, "embed")])
+    assert pipeline.uses == {"embed": {5}, "norm": set()}
+    uses = {"embed": {5, 0}}
+    assert [[*layers_with(name, uses)] for name in (EMBED, "3.a", "tied_modules.norm.b", "a")] == [
+        [0, 5], [3], [], [],
+    ]  # fmt: skip

@@ -1,0 +1,157 @@
+"""Copies of one tensor on several ranks, and slices that are none, of made-up bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from zckpt.core.fragments import Extent, solid
+from zckpt.core.manifest import Entry, Manifest, Parameter
+from zckpt.core.replicas import (
+    OWN,
+    SAMPLE,
+    averaged,
+    check_joined,
+    check_slices,
+    compare_apart,
+    compare_copies,
+)
+from zckpt.errors import InconsistentCheckpoint, UnsupportedCheckpoint
+
+
+def entry(root: Path, name: str, values: list[float], axis: str = "") -> Entry:
+    path = root / f"{len(list(root.iterdir()))}.bin"
+    path.write_bytes(np.array(values, "<f4").tobytes())
+    fragments = solid(len(values), Extent(str(path), 0, 4 * len(values)))
+    return Entry(name, "F32", (len(values),), fragments, axis=axis)
+
+
+def manifest(*entries: Entry, rules: dict[str, str] | None = None) -> Manifest:
+    """The first entry of a name is taken, the others are copies of it."""
+    taken: dict[str, Entry] = {}
+    copies = [own for own in entries if taken.setdefault(own.name, own) is not own]
+    return Manifest(
+        root="run",
+        format="deepspeed",
+        source={"tp": 2},
+        entries=taken,
+        parameters={own.parameter: Parameter(own.shape, group=0) for own in taken.values()},
+        replicas=tuple(copies),
+        state={"tensor_parallel": {"rules": rules or {}}},
+    )
+
+
+def test_copies_of_tensor_ranks_that_differ(tmp_path: Path) -> None:
+    pair = entry(tmp_path, "w/master", [1, 2]), entry(tmp_path, "w/master", [1, 4], "tensor rank")
+    joined = manifest(*pair)
+    with pytest.raises(InconsistentCheckpoint, match=r"of 1 parameter \(w\): w: master in 1 of 2"):
+        compare_copies(joined, None)
+    assert "rank 0's is taken" in compare_copies(joined, "rank0")[0]
+    assert "their mean is taken" in compare_copies(joined, "mean")[0]
+    assert averaged(joined).entries["w/master"].mean == pair
+    assert compare_copies(manifest(pair[0], replace(pair[0], axis="tensor rank")), None) == []
+
+
+def test_copies_of_stages_that_differ(tmp_path: Path) -> None:
+    pair = entry(tmp_path, "w/master", [1, 2]), entry(tmp_path, "w/master", [1, 4], "stage")
+    (warning,) = compare_copies(manifest(*pair), None)
+    assert warning.startswith("the stages' copies of w differ; the first stage's is taken")
+    assert averaged(manifest(*pair)).entries["w/master"].mean == ()
+
+
+@pytest.mark.parametrize(
+    ("values", "rule", "wrong"),
+    [
+        (([1, 2], [1, 2]), "0", True),
+        (([1, 2], [1, 2]), "replicated", False),
+        (([1, 2], [1, 3]), "0", False),
+        (([0, 0], [0, 0]), "0", False),  # never trained: it proves nothing
+    ],
+)
+def test_equal_slices(
+    values: tuple[list[float], ...], rule: str, wrong: bool, tmp_path: Path
+) -> None:
+    ranks = [manifest(entry(tmp_path, "w/exp_avg_sq", own)) for own in values]
+    joined = replace(manifest(rules={"w": rule}), models=tuple(ranks))
+    if wrong:
+        with pytest.raises(InconsistentCheckpoint, match="all ranks hold the same"):
+            check_slices(joined)
+    else:
+        check_slices(joined)
+    check_slices(replace(joined, models=tuple(ranks[:1])))
+
+
+def test_parts_of_a_sum() -> None:
+    with pytest.raises(UnsupportedCheckpoint, match="a part of w, and the whole is the sum"):
+        check_joined(manifest(rules={"w": "sum", "v": "0"}), None)
+
+
+@pytest.mark.parametrize(
+    ("axis", "said", "hint"),
+    [
+        ("tensor rank", "tensor ranks hold different", "or their mean with --replicas mean"),
+        ("", "tensor ranks hold different", "correct the rule"),
+        ("ep rank", "ep ranks hold different", "of ep rank 0 with --replicas rank0; if not"),
+    ],
+)
+def test_the_axis_says_what_may_be_done(axis: str, said: str, hint: str, tmp_path: Path) -> None:
+    joined = manifest(entry(tmp_path, "w/param", [1]), entry(tmp_path, "w/param", [2], axis))
+    with pytest.raises(InconsistentCheckpoint, match=said) as raised:
+        compare_copies(joined, None)
+    assert hint in (raised.value.hint or "")
+    (warning,) = compare_copies(joined, "rank0")
+    assert warning.startswith(f"the {said.partition(' hold')[0]}' copies of w differ; rank 0's is")
+
+
+def test_ranks_that_keep_their_own_copies(tmp_path: Path) -> None:
+    """Nothing is taken, so that copies of stages need not be compared."""
+    joined = manifest(
+        entry(tmp_path, "w/param", [1, 1]),
+        entry(tmp_path, "w/param", [2, 2], "tensor rank"),
+        entry(tmp_path, "v/param", [1]),
+        entry(tmp_path, "v/param", [2], "stage"),
+    )
+    (warning,) = compare_copies(joined, OWN)
+    assert warning.endswith("and each rank keeps its own: w: param in 2 of 2 elements by at most 1")
+
+
+def test_masters_of_stages_that_are_apart(tmp_path: Path) -> None:
+    """Those of tensor ranks are no copies that drift by nature: `compare_copies` has them."""
+    first, other = entry(tmp_path, "w/master", [1, 2]), entry(tmp_path, "w/master", [1, 3])
+    for axis, count in (("stage", 1), ("tensor rank", 0)):
+        model = manifest(first, replace(other, axis=axis))
+        assert len(compare_apart(replace(manifest(), models=(model, model)))) == count
+    apart = replace(manifest(), models=(manifest(first, replace(other, axis="stage")),))
+    assert compare_apart(apart) == ["the stages' copies of w differ, and each stage keeps its own"]
+    moments = manifest(*(replace(each, name="w/exp_avg", axis="stage") for each in (first, other)))
+    assert compare_apart(replace(apart, models=(moments,))) == []
+
+
+def test_a_state_is_no_copy_of_a_tensor(tmp_path: Path) -> None:
+    """Tensors of a program's state may be a rank's own."""
+    pair = (entry(tmp_path, "rng/state", [1]), entry(tmp_path, "rng/state", [2], "tensor rank"))
+    assert compare_copies(manifest(*pair), None) == []
+
+
+def test_a_weight_is_the_rounded_mean_of_the_masters(tmp_path: Path) -> None:
+    masters = entry(tmp_path, "w/master", [1]), entry(tmp_path, "w/master", [3], "tensor rank")
+    weights = entry(tmp_path, "w/param", [9]), entry(tmp_path, "w/param", [9], "tensor rank")
+    entries = averaged(manifest(*masters, *weights)).entries
+    assert (entries["w/master"].mean, entries["w/param"].mean) == (masters, masters)
+    alone = averaged(manifest(*weights)).entries
+    assert alone["w/param"].mean == weights
+    for source in ({"tp": 1}, {}):
+        one = replace(manifest(*masters), source=source)
+        assert averaged(one) is one
+
+
+def test_slices_of_other_shapes_prove_nothing(tmp_path: Path) -> None:
+    """Ranks with more elements begin with the same, and need not be copies."""
+    counts = SAMPLE, SAMPLE + 1
+    ranks = [manifest(entry(tmp_path, "w/exp_avg_sq", [1.0] * count)) for count in counts]
+    check_slices(replace(manifest(rules={"w": "0"}), models=tuple(ranks)))
+    weights = [manifest(entry(tmp_path, "w/param", [1, 1])) for _ in range(2)]
+    check_slices(replace(manifest(rules={"w": "0"}), models=tuple(weights)))

@@ -1,0 +1,166 @@
+"""Slices of made-up tensor ranks become one model, by the rules that come first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from zckpt.core.facts import ExpertLayer, FlatBufferEngine
+from zckpt.core.fragments import Extent, solid
+from zckpt.core.manifest import Entry, Manifest, Parameter
+from zckpt.errors import InconsistentCheckpoint, MissingData, UnsupportedCheckpoint, WrongOption
+from zckpt.formats.deepspeed.model_ranks.tensor_ranks import check, joined_slices
+
+INFO: dict[str, Any] = {
+    "tp_replicated_parameter_patterns": ["norm"],
+    "vocabulary_parameter_patterns": ["embed"],
+    "original_vocab_size": 3,
+}
+VALUES = {"embed": [1.0, 2], "norm": [5.0]}
+
+
+def rank(root: Path, number: int, info: Any = INFO, **values: list[float]) -> Manifest:
+    """A tensor rank with these values; one that is called buffer is no parameter."""
+    entries = []
+    for name, own in values.items():
+        slot = "param" if name == "buffer" else "exp_avg_sq"
+        path = root / f"{number}.{name}"
+        path.write_bytes(np.array(own, "<f4").tobytes())
+        fragments = solid(len(own), Extent(str(path), 0, 4 * len(own)))
+        entries.append(Entry(f"{name}/{slot}", "F32", (len(own),), fragments))
+    return Manifest(
+        root="run",
+        format="deepspeed",
+        source={"tp": 2},
+        entries={own.name: own for own in entries},
+        parameters={e.parameter: Parameter(e.shape, group=0) for e in entries if e.slot != "param"},
+        buffers=("buffer",) if "buffer" in values else (),
+        groups=({"lr": 0.1},),
+        state={"module": [], "client_state": {"universal_checkpoint_info": info} if info else {}},
+    )
+
+
+def ranks(root: Path, info: Any = INFO, **second: list[float]) -> list[Manifest]:
+    """Two ranks, the second with these values of its own."""
+    other = {**VALUES, "embed": [3.0, 4], **second}
+    return [rank(root, 0, info, **VALUES), rank(root, 1, info, **other)]
+
+
+def rules_in(root: Path, text: str) -> str:
+    path = root / "rules"
+    path.write_text(text)
+    return str(path)
+
+
+def test_the_checkpoint_says_how_it_was_cut(tmp_path: Path) -> None:
+    slices = ranks(tmp_path)
+    whole = joined_slices(slices, None, None)
+    assert {name: own.shape for name, own in whole.parameters.items()} == {
+        "embed": (4,), "norm": (1,),
+    }  # fmt: skip
+    assert whole.state["tensor_parallel"] == {
+        "rules": {"embed": "0", "norm": "replicated"},
+        "vocabulary": {"embed": {"rows": 4, "used": 3}},
+    }
+    assert [(copy.name, copy.axis) for copy in whole.replicas] == [
+        ("norm/exp_avg_sq", "tensor rank")
+    ]
+    assert whole.models == tuple(slices)
+
+
+def test_the_users_rules_come_first(tmp_path: Path) -> None:
+    whole = joined_slices(ranks(tmp_path), rules_in(tmp_path, "norm = 0"), None)
+    assert whole.parameters["norm"].shape == (2,)
+    assert whole.state["tensor_parallel"]["rules"] == {"embed": "0", "norm": "0"}
+
+
+def test_infos_of_ranks_that_differ(tmp_path: Path) -> None:
+    first, second = ranks(tmp_path)
+    other = {"universal_checkpoint_info": {**INFO, "original_vocab_size": 4}}
+    second = replace(second, state={**second.state, "client_state": other})
+    with pytest.raises(InconsistentCheckpoint, match="tensor ranks differ in universal_checkpoint"):
+        joined_slices([first, second], None, None)
+
+
+def test_nothing_is_guessed(tmp_path: Path) -> None:
+    with pytest.raises(MissingData, match="2 tensor ranks, and nothing says how 2 parameters"):
+        joined_slices(ranks(tmp_path, None), None, None)
+    whole = joined_slices(ranks(tmp_path, None), rules_in(tmp_path, "embed = 0\nnorm = 0"), None)
+    assert whole.parameters["norm"].shape == (2,)
+
+
+def test_a_rank_without_a_parameter(tmp_path: Path) -> None:
+    """AutoTP may leave a rank nothing, which only a map of pieces can say."""
+    first, second = ranks(tmp_path)
+    lacking = replace(second, parameters={"embed": second.parameters["embed"]})
+    for number, pair in ((1, [first, lacking]), (0, [lacking, first])):
+        with pytest.raises(InconsistentCheckpoint, match=f"tensor rank {number} does not have"):
+            joined_slices(pair, None, None)
+
+
+def test_buffers_are_whole_unless_the_user_says_otherwise(tmp_path: Path) -> None:
+    """Those of other shapes on each rank need a rule."""
+    both = [rank(tmp_path, n, **VALUES, buffer=[1.0, 2]) for n in (0, 1)]
+    assert joined_slices(both, None, None).entries["buffer/param"].shape == (2,)
+    rules = rules_in(tmp_path, "buffer = 0")
+    assert joined_slices(both, rules, None).entries["buffer/param"].shape == (4,)
+    unlike = [both[0], rank(tmp_path, 1, **VALUES, buffer=[1.0, 2, 3])]
+    with pytest.raises(MissingData, match="nothing says how 1 parameter"):
+        joined_slices(unlike, None, None)
+    assert joined_slices(unlike, rules, None).entries["buffer/param"].shape == (5,)
+
+
+def test_parts_of_a_sum_are_said(tmp_path: Path) -> None:
+    whole = joined_slices(ranks(tmp_path), rules_in(tmp_path, "norm = sum"), None)
+    assert [line.partition(":")[0] for line in whole.warnings] == [
+        "each tensor rank has a part of norm"
+    ]
+    with pytest.raises(UnsupportedCheckpoint, match="zckpt does not add tensors"):
+        check(whole, "rank0")
+
+
+def test_rules_that_do_not_fit(tmp_path: Path) -> None:
+    with pytest.raises(WrongOption, match=r"rules: the rule `embed = 1` does not fit embed"):
+        joined_slices(ranks(tmp_path), rules_in(tmp_path, "embed = 1"), None)
+
+
+# -- copies
+
+
+def test_copies_of_a_joined_model(tmp_path: Path) -> None:
+    assert check(joined_slices(ranks(tmp_path), None, None), None) == []
+    drifted = joined_slices(ranks(tmp_path, norm=[6.0]), None, None)
+    with pytest.raises(InconsistentCheckpoint, match=r"different copies of 1 parameter \(norm\)"):
+        check(drifted, None)
+    assert "rank 0's is taken" in check(drifted, "rank0")[0]
+    alike = joined_slices(ranks(tmp_path, embed=[1.0, 2]), None, None)
+    with pytest.raises(InconsistentCheckpoint, match="cuts embed over tensor ranks, but all ranks"):
+        check(alike, None)
+    assert check(replace(alike, source={}), None) == []  # of one tensor rank
+
+
+def test_copies_of_ranks_that_are_apart(tmp_path: Path) -> None:
+    """Each keeps its own, so that they are warnings, as far as rules tell what is a copy."""
+    for info, count in ((INFO, 1), (None, 0)):
+        models = tuple(ranks(tmp_path, info, norm=[6.0]))
+        apart = Manifest("run", "deepspeed", {"tp": 2}, {}, {}, ranks=models, models=models)
+        warnings = check(apart, None)
+        assert ["each rank keeps its own: norm" in line for line in warnings] == [True] * count
+        assert check(replace(apart, models=models[:1]), None) == []
+
+
+def test_copies_of_ep_ranks_have_no_mean(tmp_path: Path) -> None:
+    """Without ZeRO each ep rank has the dense parameters."""
+    one, other = rank(tmp_path, 0, norm=[1.0]), rank(tmp_path, 1, norm=[2.0])
+    experts = (ExpertLayer("moe", 4, 2),)
+    engine = FlatBufferEngine("deepspeed", "0.19.8", None, "BF16", False, None, {}, experts=experts)
+    copy = replace(other.entries["norm/exp_avg_sq"], axis="ep rank")
+    whole = replace(one, source={"zero_stage": 0}, engine=engine, replicas=(copy,))
+    for chosen in (None, "mean"):
+        with pytest.raises(InconsistentCheckpoint, match="ep ranks hold different copies"):
+            check(whole, chosen)
+    assert "rank 0's is taken" in check(whole, "rank0")[0]

@@ -1,0 +1,181 @@
+"""Rules that a `universal_checkpoint_info` states: order, views, maps, and other ranks.
+
+tests/formats/deepspeed/test_tensor_rules.py compares them with what the engine makes of the info.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from zckpt.core.placement import Shapes
+from zckpt.errors import InconsistentCheckpoint, MissingData, UnsupportedCheckpoint
+from zckpt.naming.tensor_rules import decide
+from zckpt.naming.universal_info import UniversalInfo, info_for, of_json
+
+NAME = "layers.0.mixer.weight"
+Info = dict[str, Any]
+
+
+def sub(shape: Any, dim: int, **more: Any) -> Info:
+    return {
+        "parameter_with_sub_params": [
+            {"patterns": [r"layers\.\d+\.mixer"], "shape": shape, "partition_dim": dim}
+        ],
+        **more,
+    }
+
+
+def widths(*by_part: list[int]) -> Info:
+    return {
+        "universal_checkpoint_version": 0.4,
+        "sub_param_shard_widths": {r"layers\.\d+\.mixer": list(by_part)},
+    }
+
+
+IN_ORDER = [
+    ("tp_replicated_parameter_patterns", "replicated"),
+    ("parameter_to_average_patterns", "replicated"),
+    ("parameter_with_2_sub_params_cat_dim_0", "0:2x"),
+    ("parameter_with_sub_params", "0:4,8"),
+    ("parameter_with_row_parallelism_patterns", "1"),
+    ("of no pattern", "0"),
+]
+
+
+def test_the_first_pattern_that_fits_counts() -> None:
+    """Taken away one after the other, each gives way to the next one."""
+    info: Info = {key: [NAME] for key, _ in IN_ORDER} | sub(((4, 8), -1), 0)
+    shapes: Shapes = [(6, 4), (6, 4)]
+    for key, rule in IN_ORDER:
+        sliced = UniversalInfo(info).sliced(NAME, shapes)
+        assert sliced is not None
+        assert sliced.rule == rule
+        del info[key]
+
+
+def test_a_pattern_is_for_the_begin_of_a_name() -> None:
+    rows = {"parameter_with_row_parallelism_patterns": [r"layers\.0", r"mixer"]}
+    rules = [
+        UniversalInfo(rows).sliced(name, [(2, 2)] * 2)
+        for name in (NAME, NAME.replace("0", "1"), "mixer", "my.mixer")
+    ]
+    assert [sliced and sliced.rule for sliced in rules] == ["1", "0", "1", "0"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "rule", "whole"),
+    [
+        (((4, 8), -1), "0:4,8", (12, 4)),  # rows of the tensor
+        ((3, (2, 2), 4), "view", (12, 4)),  # an axis inside of the rows
+        ((12, (2, 2)), "1:2,2", (12, 4)),
+    ],
+)
+def test_a_view_is_a_plain_rule_if_its_axis_is_one_of_the_tensor(
+    shape: Any, rule: str, whole: tuple[int, ...]
+) -> None:
+    axis = next(n for n, size in enumerate(shape) if isinstance(size, tuple))
+    held: Shapes = [(12, 2)] * 2 if axis and len(shape) == 2 else [(6, 4)] * 2
+    sliced = UniversalInfo(sub(shape, axis)).sliced(NAME, held)
+    assert sliced is not None
+    assert (sliced.rule, sliced.shape) == (rule, whole)
+
+
+def test_padded_rows_of_a_vocabulary() -> None:
+    info = {"original_vocab_size": 7, "vocabulary_parameter_patterns": ["embed"]}
+    used = [
+        sliced and sliced.vocabulary
+        for name in ("embed.weight", "head.weight")
+        for sliced in [UniversalInfo(info).sliced(name, [(4, 2)] * 2)]
+    ]
+    assert used == [7, None]
+
+
+def test_what_auto_tp_does_not_know_is_left_to_the_user() -> None:
+    """Even if there is a map of its pieces."""
+    info = {**mapped(piece([2, 3], ROWS, ROWS), piece([2, 3], [6, [3, 1]], ROWS))}
+    assert UniversalInfo(info).sliced(NAME, [(2, 3)] * 2) is not None
+    info["autotp_unsupported_parameter_patterns"] = {NAME: "why"}
+    assert UniversalInfo(info).sliced(NAME, [(2, 3)] * 2) is None
+
+
+def test_shapes_that_a_map_states() -> None:
+    info = UniversalInfo(mapped(piece([2, 3], ROWS, ROWS), piece([2, 3], ROWS, ROWS)))
+    assert info.stated_shapes(NAME) == [(2, 3), (2, 3)]
+    assert info.stated_shapes("other") is None
+
+
+def test_an_info_for_other_ranks() -> None:
+    """The map goes, and what it alone said of whole parameters becomes patterns."""
+    info = {
+        **mapped(piece([2, 3], ROWS, ROWS), piece([2, 3], [6, [3, 1]], ROWS)),
+        **widths([2, 2], [4, 4]),
+        "tp_replicated_parameter_patterns": [r".*norm"],
+        "original_vocab_size": 31,
+    }
+    assert info_for(info, 2, ["a.norm", "b.bias"]) == info
+    four = info_for(info, 4, ["a.norm", "b.bias"])
+    assert "affine_map" not in four
+    assert four["tp_replicated_parameter_patterns"] == [r".*norm", r"^b\.bias$"]
+    assert four["sub_param_shard_widths"] == {r"layers\.\d+\.mixer": [(1,) * 4, (2,) * 4]}
+    assert four["original_vocab_size"] == 31
+    assert info_for(info, 8, [])["sub_param_shard_widths"] == {}
+    assert info_for({"original_vocab_size": 31}, 8, ["b.bias"]) == {"original_vocab_size": 31}
+
+
+def test_an_info_as_json() -> None:
+    info = of_json(json.dumps({"parameter_with_row_parallelism_patterns": [NAME]}))
+    sliced = info.sliced(NAME, [(2, 2)] * 2)
+    assert sliced is not None
+    assert sliced.shape == (2, 4)
+
+
+def piece(shape: list[int], source: Any, dest: Any, **more: Any) -> Info:
+    return {"shape": shape, "source": source, "dest": dest, "locations": [0], **more}
+
+
+def mapped(*pieces: Info, shard: list[int] | None = None) -> Info:
+    ranks = {n: {"shard_shape": shard or [2, 3], "pieces": [each]} for n, each in enumerate(pieces)}
+    return {"affine_map": {"params": {NAME: {"logical_shape": [4, 3], "ranks": ranks}}}}
+
+
+ROWS = [0, [3, 1]]
+
+
+@pytest.mark.parametrize(
+    ("info", "error", "said"),
+    [
+        (mapped(piece([2, 3], ROWS, ROWS), piece([2, 3], [6, [3, 1]], ROWS, scale=0.5)),
+         UnsupportedCheckpoint, "scale 0.5"),
+        (mapped(piece([2, 3], ROWS, ROWS), piece([2, 3], [6, [1, 2]], ROWS)),
+         UnsupportedCheckpoint, "not a box"),
+        (mapped(piece([2, 3], ROWS, ROWS), piece([2, 3], ROWS, ROWS)),
+         InconsistentCheckpoint, "every element"),
+        (mapped(piece([2, 3], ROWS, ROWS), piece([2, 3], [6, [3, 1]], ROWS), shard=[3, 3]),
+         InconsistentCheckpoint, "on tensor rank 0"),
+        (mapped(*(piece([2, 3], ROWS, ROWS) for _ in range(3))), InconsistentCheckpoint, "3 ranks"),
+        ({"affine_map": {"version": 2, "params": {NAME: {}}}}, UnsupportedCheckpoint, "version 2"),
+        ({"affine_map": {"params": {NAME: {"logical_shape": [1] * 99, "ranks": {}}}}},
+         UnsupportedCheckpoint, "99 dimensions"),
+        (sub(((3, 1), -1), 0), InconsistentCheckpoint, "cannot share"),
+        (sub(((2, 4), -1), 0), InconsistentCheckpoint, "no dimension"),
+        (sub(((2, 2), -1), 0, universal_checkpoint_version=0.4), InconsistentCheckpoint, "widths"),
+        (sub((3, -1), 0), InconsistentCheckpoint, "equal parts"),
+        (sub((4, -1), 5), InconsistentCheckpoint, "axis 5"),
+        ({"parameter_with_2_sub_params_cat_dim_0": [NAME]}, None, ""),
+        ({"autotp_unsupported_parameter_patterns": {NAME: "why"}}, MissingData, "nothing says"),
+        ({"tp_replicated_parameter_patterns": ["(a+)+"]}, UnsupportedCheckpoint, "does not run"),
+        ({"tp_replicated_parameter_patterns": ["a*" * 9]}, UnsupportedCheckpoint, "does not run"),
+        ({"tp_replicated_parameter_patterns": ["("]}, InconsistentCheckpoint, "no regular"),
+        ({"tp_replicated_parameter_patterns": [3]}, UnsupportedCheckpoint, "does not run"),
+    ],
+)  # fmt: skip
+def test_infos_that_do_not_fit(info: Info, error: Any, said: str) -> None:
+    shapes: Shapes = [(2, 3), (2, 3)]
+    if error is None:
+        assert decide("run", {NAME: shapes}, [UniversalInfo(info)], 2)
+        return
+    with pytest.raises(error, match=said):
+        decide("run", {NAME: shapes}, [UniversalInfo(info)], 2)

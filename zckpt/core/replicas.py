@@ -1,0 +1,228 @@
+"""Are the copies that ranks hold of one tensor equal, and are slices really slices?
+
+Asked before a conversion writes anything, as it reads tensors. What may be done if copies differ
+depends on the axis whose ranks hold them (`AXES`): some drift by nature, of others the user has to
+choose one, or their mean.
+
+Slices of a cut parameter never have equal moments. If they do, the rule that cuts it is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from ..errors import InconsistentCheckpoint, UnsupportedCheckpoint, counted, listed
+from . import masters
+from .compare import Result, compare
+from .dtypes import FLOATS
+from .grouping import by_key
+from .loading import head
+from .manifest import Entry, Manifest
+from .placement import EP_RANK, REPLICATED, STAGE, SUM, TENSOR_RANK
+from .plan import Match
+from .weights import is_optimizers
+
+SAMPLE = 1 << 14  # elements of each slice
+RANK0, MEAN = "rank0", "mean"
+"""What the user takes of copies that differ: --replicas."""
+OWN = "own"
+"""Nothing is taken: nothing is joined, and all copies stay."""
+
+
+class Ranks(Struct, frozen=True):
+    """The ranks of an axis, in words: `taken` is the copy that counts.
+
+    The `hint` says what the user may do if copies differ. None: they drift by nature, the copy that
+    counts is taken, and a warning tells it.
+    """
+
+    words: str
+    taken: str
+    hint: str | None = None
+
+
+AXES: Mapping[str, Ranks] = {
+    # DeepSpeed 0.19.8 sums a tied layer's `tied_weight_attr` alone over stages
+    STAGE: Ranks("stages", "the first stage's"),
+    # those of BLOOM's norms drifted (bigscience PR 271)
+    TENSOR_RANK: Ranks(
+        "tensor ranks",
+        "rank 0's",
+        "if these copies drifted in training, take those of tensor rank 0 with --replicas rank0, "
+        "or their mean with --replicas mean; if they are slices, or parts of a sum, correct the "
+        "rule (--tp-rules)",
+    ),
+    EP_RANK: Ranks(
+        "ep ranks",
+        "rank 0's",
+        "if these copies drifted in training, take those of ep rank 0 with --replicas rank0; if "
+        "not, files of different saves may be mixed: copy all files again",
+    ),
+}
+"""By the axis that a copy states; one without an axis is another tensor rank's."""
+
+
+def compare_copies(manifest: Manifest, chosen: str | None) -> list[str]:
+    """Compares every copy with the tensor that is taken; gives warnings.
+
+    `chosen` says what is taken of copies that differ: RANK0, MEAN, or OWN, with which those that
+    drift by nature, and may be large, are not compared. Raises InconsistentCheckpoint if others
+    differ and nothing is chosen.
+    """
+    axes = {axis: ranks for axis, ranks in AXES.items() if chosen != OWN or ranks.hint}
+    matches = [match for match in copies_of(manifest) if _axis(match.a) in axes]
+    differing = [each for each in compare(matches, manifest, manifest).results if each.differs]
+    warnings: list[str] = []
+    for axis, ranks in axes.items():
+        own_axis = (each for each in differing if _axis(each.match.a) == axis)
+        lines = by_key((each.match.a.parameter, _line(each)) for each in own_axis)
+        if not lines:
+            continue
+        if ranks.hint is None or chosen in (RANK0, MEAN):
+            taken = "their mean" if ranks.hint and chosen == MEAN else ranks.taken
+            warnings += [
+                f"the {ranks.words}' copies of {name} differ; {taken} is taken: {listed(own, 3)}"
+                for name, own in lines.items()
+            ]
+            continue
+        name, own = next(iter(lines.items()))
+        differ = (
+            f"{ranks.words} hold different copies of {counted(len(lines), 'parameter')} "
+            f"({listed(list(lines), 4)})"
+        )
+        example = f"{name}: {listed(own, 3)}"
+        if chosen is None:
+            message = f"{manifest.root}: {differ}: {example}"
+            raise InconsistentCheckpoint(message, hint=ranks.hint)
+        warnings.append(f"{differ}, and each rank keeps its own: {example}")
+    return warnings
+
+
+def check_joined(manifest: Manifest, chosen: str | None) -> list[str]:
+    """Compares what the ranks of a joined model hold; gives warnings, and raises as the checks."""
+    _refuse_sums(manifest)
+    check_slices(manifest)
+    return compare_copies(manifest, chosen)
+
+
+def copies_of(manifest: Manifest) -> Iterator[Match]:
+    """Every further copy of a tensor, with the one that is taken."""
+    for copy in manifest.replicas:
+        if copy.slot != "state" and copy.name in manifest.entries:
+            yield Match(copy, manifest.entries[copy.name])
+
+
+def compare_apart(manifest: Manifest) -> list[str]:
+    """Warnings of masters that begin differently on ranks whose copies drift by nature.
+
+    `manifest` has the ranks apart. A stage that uses a tied layer by a function saves no weight,
+    which would prove its masters.
+    """
+    matches = [
+        match
+        for model in manifest.models
+        for match in copies_of(model)
+        if match.a.slot == "master" and not AXES[_axis(match.a)].hint
+    ]
+    results = masters.results_of(manifest, [*map(masters.beginning, matches)])
+    pairs = zip(matches, results, strict=True)
+    names = by_key((_axis(own.a), own.a.parameter) for own, result in pairs if result.differs)
+    return [
+        f"the {AXES[axis].words}' copies of {listed(list(dict.fromkeys(own)), 4)} differ, and each "
+        f"{axis} keeps its own"
+        for axis, own in names.items()
+    ]
+
+
+def averaged(manifest: Manifest) -> Manifest:
+    """Each tensor of a parameter is the mean of the tensor ranks' copies, for --replicas mean.
+
+    A weight is the rounded mean of the masters, since the mean of rounded weights is another
+    number. Buffers are those of rank 0, and what drifts by nature is the copy that counts.
+    """
+    if int(manifest.source.get("tp") or 0) < 2 or manifest.ranks:  # each keeps its own copy
+        return manifest
+    copies: dict[str, list[Entry]] = {}
+    for match in copies_of(manifest):
+        copy, taken = match.a, match.b
+        is_averaged = copy.parameter in manifest.parameters and copy.dtype in FLOATS
+        if taken is not None and is_averaged and AXES[_axis(copy)].hint:
+            copies.setdefault(copy.name, [taken]).append(copy)
+    entries = {}
+    for name, entry in manifest.entries.items():
+        own = copies.get(name, [])
+        of_masters = copies.get(f"{entry.parameter}/master", own)
+        entries[name] = replace(entry, mean=tuple(of_masters if entry.slot == "param" else own))
+    return replace(manifest, entries=entries)
+
+
+def _axis(copy: Entry) -> str:
+    return copy.axis if copy.axis in AXES else TENSOR_RANK
+
+
+def _line(result: Result) -> str:
+    difference = result.difference
+    assert difference is not None
+    most = "" if difference.max_abs is None else f" by at most {difference.max_abs:.3g}"
+    return f"{result.match.a.slot} in {difference.count} of {result.match.a.numel} elements{most}"
+
+
+# -- slices
+
+
+def check_slices(manifest: Manifest) -> None:
+    """Raises InconsistentCheckpoint if all tensor ranks hold the same of what a rule cuts.
+
+    Second moments tell, unless they are all zero: a weight that was never trained proves nothing.
+    """
+    if len(manifest.models) < 2:
+        return
+    moments, rules = _moments(manifest.models), _rules(manifest)
+    wrong = [
+        name
+        for name, rule in rules.items()
+        if rule not in (REPLICATED, SUM) and any(map(_are_equal, moments.get(name, ())))
+    ]
+    if wrong:
+        raise InconsistentCheckpoint(
+            f"{manifest.root}: the rule `{rules[wrong[0]]}` cuts {listed(wrong)} over tensor "
+            "ranks, but all ranks hold the same values",
+            hint="give the rule `replicated` for such a parameter with --tp-rules FILE",
+        )
+
+
+def _refuse_sums(manifest: Manifest) -> None:
+    """Raises UnsupportedCheckpoint if the whole of a parameter is a sum of the ranks' parts."""
+    if sums := [name for name, rule in _rules(manifest).items() if rule == SUM]:
+        raise UnsupportedCheckpoint(
+            f"{manifest.root}: each tensor rank has a part of {listed(sums, 4)}, and the whole is "
+            "the sum of the parts; zckpt does not add tensors",
+            hint="`reshard --dp` and `--pp` keep the parts. With the rule `replicated` "
+            "(--tp-rules) and --replicas rank0 you get the part of tensor rank 0",
+        )
+
+
+def _rules(manifest: Manifest) -> Mapping[str, str]:
+    """The rule by which each parameter was cut; none if slices were not joined."""
+    rules: Mapping[str, str] = (manifest.state.get("tensor_parallel") or {}).get("rules") or {}
+    return rules
+
+
+def _moments(ranks: Sequence[Manifest]) -> dict[str, list[list[Entry]]]:
+    """By parameter, all ranks' tensors of each state of the optimizer, where shapes are equal."""
+    moments: dict[str, list[list[Entry]]] = {}
+    for key, entry in ranks[0].entries.items():
+        each = [rank.entries.get(key) for rank in ranks] if is_optimizers(entry.slot) else []
+        known = [item for item in each if item is not None]
+        if len(known) == len(ranks) and len({item.shape for item in known}) == 1:
+            moments.setdefault(entry.parameter, []).append(known)
+    return moments
+
+
+def _are_equal(slices: Sequence[Entry]) -> bool:
+    """Whether all slices begin with the same numbers, and these are not all zero."""
+    first, *others = (head(entry, SAMPLE) for entry in slices)
+    return any(first) and all(first == other for other in others)

@@ -1,0 +1,72 @@
+"""Which shares of a dimension does DeepSpeed's AutoTP give to tensor ranks?
+
+The first ranks have one more. Of attention these are whole key-value heads, of MLP and output layer
+rows (DeepSpeed 0.19.8, module_inject/tp_shard.py `get_shard_size`). Its files do not state the
+number of heads: config.json of a trainer's directory does, and uneven shares of a source show it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from math import gcd
+from typing import Any
+
+from msgspec import Struct
+
+from ..core import slicing
+from ..core.placement import Shapes
+
+# the output layer's shares are also those of an embedding that is tied to it
+NEAR_EVEN = re.compile(r"(^|\.)(lm_head|embed_out|mlp|gate_proj|up_proj|down_proj|w[123])\.")
+HEADS = (
+    "num_key_value_heads",
+    "num_kv_heads",
+    "multi_query_group_num",
+    "n_head_kv",
+    "kv_n_heads",
+    "num_attention_heads",
+    "n_heads",
+    "attention_heads",
+)
+"""Keys of config.json, in the order in which DeepSpeed asks for them."""
+
+Names = tuple[str, ...]
+"""All names of one parameter, second ones too."""
+
+
+class AutoTP(Struct, frozen=True):
+    """The shares in a model with so many key-value `heads`; None if nothing shows their number."""
+
+    heads: int | None
+
+    def shares(self, names: Names, size: int, tp: int) -> list[int] | None:
+        """What each rank has of a dimension of a parameter; None if that is not known."""
+        if any(map(NEAR_EVEN.search, names)) or (self.heads and size % self.heads):
+            return [*slicing.dealt(size, tp)]
+        if self.heads:
+            return [count * (size // self.heads) for count in slicing.dealt(self.heads, tp)]
+        shares = slicing.even(size, tp)
+        return None if shares is None else [*shares]
+
+
+def heads_in(config: Mapping[str, Any] | None) -> int | None:
+    """The number of heads that a config.json states."""
+    config = (config or {}).get("text_config") or config
+    if not isinstance(config, Mapping):
+        return None
+    number = next((config[key] for key in HEADS if config.get(key) is not None), None)
+    return number if type(number) is int and number > 0 else None
+
+
+def heads_shown(parameters: Iterable[tuple[Names, Shapes]]) -> int | None:
+    """The number of heads that uneven shares have together; None if no share is uneven."""
+    numbers = set()
+    for names, shapes in parameters:
+        if any(map(NEAR_EVEN.search, names)):
+            continue
+        known = [shape for shape in shapes if shape is not None]
+        for sizes in zip(*known, strict=True):
+            if len({*sizes}) > 1:
+                numbers.add(sum(sizes) // gcd(*sizes))
+    return numbers.pop() if len(numbers) == 1 else None

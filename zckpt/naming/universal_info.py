@@ -1,0 +1,266 @@
+"""Which rules does a `universal_checkpoint_info` state, by which tensor ranks cut a model?
+
+Megatron-DeepSpeed puts the info into its client state since 10/2023, AutoTP into every model file
+since DeepSpeed 0.19. Patterns are regular expressions that match the begin of a name. The order in
+which they count, and what each means, is that of DeepSpeed 0.19.8, ds_to_universal.py
+`merge_tp_slices`:
+
+    affine_map                                 boxes of the whole tensor, per rank
+    tp_replicated_parameter_patterns           all ranks have the same
+    parameter_to_average_patterns              all ranks have nearly the same
+    parameter_with_2_sub_params_cat_dim_0      rows of two fused halves
+    parameter_with_sub_params                  sub-parameters of a view of the tensor
+    parameter_with_row_parallelism_patterns    columns
+    any other                                  rows
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import prod
+from typing import Any
+
+from msgspec.structs import replace
+
+from ..core import slicing
+from ..core.placement import REPLICATED, Shapes, Sliced
+from ..core.slicing import Piece, Slicing
+from ..errors import InconsistentCheckpoint, UnsupportedCheckpoint, brief
+from .patterns import PARTS, WIDTHS, check_patterns, fields_of
+from .tensor_rules import TensorRule, by_rule
+
+NEWEST_MAP = 1
+MOST_AXES = 8
+WHOLE = "tp_replicated_parameter_patterns"
+ROWS = TensorRule(".*", "0", 0)
+RULES: Mapping[str, TensorRule | None] = {
+    WHOLE: TensorRule("", REPLICATED, None),
+    "parameter_to_average_patterns": TensorRule("", REPLICATED, None),
+    "parameter_with_2_sub_params_cat_dim_0": TensorRule("", "0:2x", 0, equal=2),
+    PARTS: None,
+    "parameter_with_row_parallelism_patterns": TensorRule("", "1", 1),
+}
+"""In the order in which they count; None if each pattern states a view of its own."""
+
+
+class UniversalInfo:
+    """The rules of one `universal_checkpoint_info`; raises for one of an unknown form."""
+
+    def __init__(self, info: Mapping[str, Any]) -> None:
+        self.info = info
+        check_patterns(info)
+        affine = info.get("affine_map") or {}
+        if affine and affine.get("version", NEWEST_MAP) > NEWEST_MAP:
+            raise UnsupportedCheckpoint(
+                f"the checkpoint has an affine_map of version {brief(affine['version'])}",
+                hint="zckpt reads version 1 (DeepSpeed 0.19.8); give rules with --tp-rules FILE",
+            )
+        self.maps: Mapping[str, Any] = affine.get("params") or {}
+        vocabulary = info.get("original_vocab_size")
+        self.vocabulary = vocabulary if isinstance(vocabulary, int) else None
+
+    def sliced(self, name: str, shapes: Shapes) -> Sliced | None:
+        """How a parameter is cut; None if the engine's AutoTP says that it does not know."""
+        if any(self._matching("autotp_unsupported_parameter_patterns", name)):
+            return None
+        is_vocabulary = any(self._matching("vocabulary_parameter_patterns", name))
+        rows = self.vocabulary if is_vocabulary else None
+        if (mapped := self._map_of(name)) is not None:
+            return _by_map(name, mapped, shapes, rows)
+        for key, rule in RULES.items():
+            if rule is None:
+                for view in map(fields_of, self.info.get(key) or ()):
+                    for pattern in _fitting(view["patterns"], name):
+                        return self._of_view(name, pattern, view, shapes)
+                continue
+            for pattern in self._matching(key, name):
+                return by_rule(replace(rule, pattern=pattern), name, shapes)
+        return by_rule(replace(ROWS, vocabulary=rows), name, shapes)
+
+    def stated_shapes(self, name: str) -> Shapes | None:
+        """Each rank's shape, if the affine_map has it."""
+        ranks = {int(n): each for n, each in (self._map_of(name) or {"ranks": {}})["ranks"].items()}
+        shapes = [tuple(ranks[n]["shard_shape"]) for n in range(len(ranks)) if n in ranks]
+        return shapes or None
+
+    def _map_of(self, name: str) -> Mapping[str, Any] | None:
+        return next((self.maps[pattern] for pattern in _fitting(self.maps, name)), None)
+
+    def _matching(self, key: str, name: str) -> Iterator[str]:
+        return _fitting(self.info.get(key) or (), name)
+
+    def _of_view(
+        self, name: str, pattern: str, stated: Mapping[str, Any], shapes: Shapes
+    ) -> Sliced:
+        """Sub-parameters of a view of the whole tensor, which is cut along one of its axes.
+
+        The entry of that axis has their widths. A number instead is their count, before version 0.4
+        of the info; the other entries are sizes, -1 for any.
+        """
+        known, ranks = [shape for shape in shapes if shape is not None], len(shapes)
+        axis, view = int(stated["partition_dim"]), list(stated["shape"])
+        says = f"`{PARTS}` of the checkpoint does not fit {name}"
+        if len(known) < ranks or not 0 <= axis < len(view):
+            raise InconsistentCheckpoint(f"{says}: it cuts axis {axis} of {view}")
+        widths = self._widths(pattern, view[axis], known, axis, says)
+        sizes = [sum(size) if isinstance(size, (tuple, list)) else size for size in view]
+        sizes[axis] = sum(map(sum, widths))
+        total = sum(map(prod, known))
+        rest = prod(size for size in sizes if size >= 0)
+        sizes = [size if size >= 0 else total // max(rest, 1) for size in sizes]
+        outer, inner = prod(sizes[:axis]), prod(sizes[axis + 1 :])
+        pieces = slicing.cut(outer, inner, widths)
+        elements = [prod(shape) for shape in pieces.slices]
+        if pieces.numel != total or elements != [prod(shape) for shape in known]:
+            raise InconsistentCheckpoint(f"{says}: the ranks hold {[list(s) for s in known]}")
+        whole = _whole_shape(known, axis, outer, inner, says)
+        is_row = (outer, inner) == (prod(whole[:axis]), prod(whole[axis + 1 :]))
+        text = ",".join(str(sum(part)) for part in widths)
+        return Sliced(whole, pieces, f"{axis}:{text}" if is_row else "view")
+
+    def _widths(
+        self, pattern: str, stated: Any, shapes: Sequence[tuple[int, ...]], axis: int, says: str
+    ) -> Sequence[Sequence[int]]:
+        """What each rank holds of each sub-parameter; files state that since version 0.4."""
+        ranks, version = len(shapes), self.info.get("universal_checkpoint_version")
+        parts = tuple(stated) if isinstance(stated, (tuple, list)) else None
+        if isinstance(version, (int, float)) and version >= 0.4:  # heads may be dealt unevenly
+            by_rank = (self.info.get(WIDTHS) or {}).get(pattern) or ()
+            widths = [tuple(part) for part in by_rank]
+            fits = parts in (None, tuple(map(sum, widths)))
+            if not widths or not fits or any(len(part) != ranks for part in widths):
+                raise InconsistentCheckpoint(f"{says}: the widths of its parts are {widths}")
+            return widths
+        if parts is None:
+            width = sum(shape[axis] for shape in shapes)
+            if width % stated:
+                raise InconsistentCheckpoint(f"{says}: {width} is not {stated} equal parts")
+            parts = (width // stated,) * stated
+        split = slicing.even_parts(parts, ranks)
+        if split is None:
+            raise InconsistentCheckpoint(
+                f"{says}: {ranks} ranks cannot share sub-parameters of {list(parts)}"
+            )
+        return split
+
+
+def _fitting(patterns: Iterable[str], name: str) -> Iterator[str]:
+    return (pattern for pattern in patterns if re.match(pattern, name))
+
+
+def of_json(text: str) -> UniversalInfo:
+    """The rules of a file for --tp-rules that has a `universal_checkpoint_info`, as JSON."""
+    return UniversalInfo(json.loads(text))
+
+
+def info_for(info: Mapping[str, Any], ranks: int, whole: Iterable[str]) -> dict[str, Any]:
+    """The same for another number of tensor ranks, among which everything is cut evenly.
+
+    For the same number nothing changes, if the map of pieces shows that it is the same. A view
+    whose sub-parameters cannot be cut evenly has no widths in it. The map of pieces is left out,
+    since DeepSpeed makes it anew. It may be all that said which parameters are `whole` on each
+    rank, so their names become patterns.
+    """
+    maps = ((info.get("affine_map") or {}).get("params") or {}).values()
+    if maps and all(len(each.get("ranks") or ()) == ranks for each in maps):
+        return dict(info)
+    changed = {key: value for key, value in info.items() if key != "affine_map"}
+    if "affine_map" in info:
+        stated = list(info.get(WHOLE) or ())
+        names = (name for name in whole if not any(re.match(p, name) for p in stated))
+        changed[WHOLE] = [*stated, *(f"^{re.escape(name)}$" for name in names)]
+    if WIDTHS in info:
+        even = {
+            pattern: slicing.even_parts([*map(sum, parts)], ranks)
+            for pattern, parts in info[WIDTHS].items()
+        }
+        changed[WIDTHS] = {pattern: own for pattern, own in even.items() if own is not None}
+    return changed
+
+
+def _whole_shape(
+    shapes: Sequence[tuple[int, ...]], axis: int, outer: int, inner: int, says: str
+) -> tuple[int, ...]:
+    """The tensor's own whole shape: the dimension that holds the axis of the view grows.
+
+    Dimensions of one element, as a slice of one head has, hold no axis but that of their number.
+    """
+    first, total = shapes[0], sum(map(prod, shapes))
+    sides = [(prod(first[:dim]), prod(first[dim + 1 :])) for dim in range(len(first))]
+    fitting = [
+        dim
+        for dim, (before, behind) in enumerate(sides)
+        if before and behind and not outer % before and not inner % behind
+    ]
+    if not fitting:
+        raise InconsistentCheckpoint(f"{says}: no dimension of {list(first)} is cut")
+    dim = max(fitting, key=lambda dim: (sides[dim] == (outer, inner), dim == axis))
+    before, behind = sides[dim]
+    return (*first[:dim], total // (before * behind), *first[dim + 1 :])
+
+
+# -- the affine map
+
+
+def _by_map(name: str, stated: Mapping[str, Any], shapes: Shapes, rows: int | None) -> Sliced:
+    """The pieces that DeepSpeed's checkpoint/affine.py describes by offsets and strides."""
+    whole = tuple(stated["logical_shape"])
+    by_rank = {int(rank): value for rank, value in stated["ranks"].items()}
+    says = f"the affine_map of {name}"
+    if len(whole) > MOST_AXES:
+        raise UnsupportedCheckpoint(f"{says} is for a tensor of {len(whole)} dimensions")
+    if set(by_rank) - set(range(len(shapes))):
+        raise InconsistentCheckpoint(f"{says} is for {len(by_rank)} ranks, not {len(shapes)}")
+    slices, pieces = [], []
+    for rank, shape in enumerate(shapes):
+        own = by_rank.get(rank) or {"shard_shape": [0] * len(whole), "pieces": []}
+        stated_shape = tuple(own["shard_shape"])
+        if prod(stated_shape) != (0 if shape is None else prod(shape)):
+            raise InconsistentCheckpoint(
+                f"{says} has the shape {list(stated_shape)} on tensor rank {rank}, and its file "
+                f"{None if shape is None else list(shape)}"
+            )
+        slices.append(stated_shape)
+        for piece in own["pieces"]:
+            if float(piece.get("scale", 1.0)) != 1.0:
+                raise UnsupportedCheckpoint(
+                    f"{says} holds a share of the sum of all ranks (scale {piece['scale']:g})",
+                    hint="zckpt does not divide or add tensors; DeepSpeed refuses it too",
+                )
+            sizes = tuple(piece["shape"])
+            if not prod(sizes):  # of a rank that holds nothing
+                continue
+            source, dest = piece["source"], piece["dest"]
+            pieces.append(
+                Piece(
+                    rank,
+                    _corner(stated_shape, sizes, dest, says),
+                    _corner(whole, sizes, source, says),
+                    sizes,
+                )
+            )
+    cut = Slicing(whole, tuple(slices), tuple(pieces))
+    everywhere = all(shape == whole for shape in slices) and cut.copies == len(slices)
+    rule = REPLICATED if everywhere else "affine_map"
+    return Sliced(whole, cut, rule, rows)
+
+
+def _corner(shape: Sequence[int], sizes: Sequence[int], view: Any, says: str) -> tuple[int, ...]:
+    """Where a strided view of a tensor begins, if it is a box; raises UnsupportedCheckpoint."""
+    offset, strides = int(view[0]), list(view[1])
+    steps = [prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    is_box = len(sizes) == len(shape) and all(
+        size <= 1 or stride == step
+        for size, stride, step in zip(sizes, strides, steps, strict=True)
+    )
+    if not is_box:
+        raise UnsupportedCheckpoint(
+            f"{says} has a piece that is not a box: strides {strides} in a tensor of {list(shape)}",
+            hint="give a rule for it with --tp-rules FILE",
+        )
+    corner = tuple(
+        offset // step % max(length, 1) for step, length in zip(steps, shape, strict=True) if step
+    )
+    return corner if len(corner) == len(shape) else (0,) * len(shape)
