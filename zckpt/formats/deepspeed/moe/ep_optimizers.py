@@ -41,22 +41,15 @@ from ...deepspeed_states.directories import TagDirectory, refuse
 from ...deepspeed_states.experts import ExpertLayers, ExpertRanks, expert_name, size_in
 from ...deepspeed_states.manifest import manifest_of
 from ...deepspeed_states.of_files import strangers_of
-from ...deepspeed_states.states import (
-    FLAT_MASTERS,
-    WHOLE_MASTERS,
-    EngineStates,
-    dictionary,
-    open_files,
-)
+from ...deepspeed_states.states import EngineStates, dictionary, open_files
 from ...deepspeed_states.tensors import ManifestTensors, is_extra
-from ...reading import USUAL, Reading
+from ...reading import Reading
 from ..files import RankFiles
 from ..model_ranks.copies import EP_RANK
 from ..ranks import hyper_parameters
 from ..stage_0 import naming
-from ..stage_0.optimizer import WholeOptimizer, named_optimizers, states_with, with_names
+from ..stage_0.optimizer import WholeOptimizer, kept, states_with, with_members, with_names
 from ..stage_0.samples import TensorInFile
-from ..stage_0.states import kept, with_members
 from .auto_ep import READ, layers_in
 from .expert_files import LayerFiles, layers_of, named_of, shared, spread_over
 from .experts import Experts, with_tensors
@@ -165,12 +158,12 @@ def _named(
     """The optimizers of all ranks, whose parameters have names in the whole model."""
     of_layers = [experts.places.in_layers(experts.layers, n) for n, _ in enumerate(ranks)]
     weights = [_weights(experts, of_layer) for of_layer in of_layers]
-    first = _of_first(ranks[0], weights[0], reading)
+    first, shown = _of_first(ranks[0], weights[0], reading.param_names)
     wholes: list[WholeOptimizer] = []
     for each, own, of_layer in zip(ranks, weights, of_layers, strict=True):
         named = partial(experts.layers.named_in, of_layer=of_layer)
-        members = [[None if n is None else named(n) for n in group] for group in first.members]
-        inferred = [*map(named, first.inferred)]
+        members = [[None if n is None else named(n) for n in group] for group in first]
+        inferred = [*map(named, shown)]
         wholes.append(with_names(each, members, inferred, naming.shapes_of(own)))
     return wholes
 
@@ -226,38 +219,26 @@ def _varies(file: TorchFile, tensor: Tensor) -> bool:
 
 
 def _of_first(
-    ranks: EngineStates, weights: Mapping[str, TensorInFile], reading: Reading
-) -> WholeOptimizer:
-    """The optimizer of the first ep rank with names; raises MissingData as `named_optimizers`."""
-    if ranks.model.get("param_shapes") or reading.param_names is not None:
-        (whole,) = named_optimizers([ranks], weights, reading)
-        return with_names(ranks, whole.members, whole.inferred, naming.shapes_of(weights))
-    groups = ranks.bases[0]["param_groups"]
-    members: list[Sequence[str | None]] = [()] * len(groups)
+    ranks: EngineStates, weights: naming.Weights, param_names: Sequence[str] | None
+) -> tuple[naming.Members, Sequence[str]]:
+    """The names on the first ep rank, and those that are inferred; raises as `naming.members_of`.
+
+    What only the files show, they show of dense parameters and of experts apart.
+    """
+    if ranks.model.get("param_shapes") or param_names is not None:
+        (named,) = naming.members_of([ranks], weights, param_names)
+        return named
+    groups = naming.numbers_of(ranks)
+    kinds = [group.get("moe") is True for group in ranks.bases[0]["param_groups"]]
+    members: dict[int, Sequence[str | None]] = {}
     inferred: list[str] = []
-    for of_experts in (False, True):
-        places = [n for n, group in enumerate(groups) if (group.get("moe") is True) == of_experts]
+    for of_experts in sorted({*kinds}):
+        places = [place for place, kind in enumerate(kinds) if kind == of_experts]
         own = {n: w for n, w in weights.items() if (expert_name(n) is not None) == of_experts}
-        if not places:
-            continue
-        (whole,) = named_optimizers([_some_groups(ranks, places)], own, USUAL)
-        inferred += whole.inferred
-        for place, group in zip(places, whole.members, strict=True):
-            members[place] = group
-    return with_names(ranks, members, inferred, naming.shapes_of(weights))
-
-
-def _some_groups(ranks: EngineStates, places: Sequence[int]) -> EngineStates:
-    """An ep rank's optimizer with some of its groups alone."""
-    optimizer, base = ranks.first, ranks.bases[0]
-    base = {**base, "param_groups": [base["param_groups"][place] for place in places]}
-    kept = {
-        key: [optimizer[key][place] for place in places]
-        for key in (FLAT_MASTERS, WHOLE_MASTERS)
-        if key in optimizer
-    }
-    optimizer = {**optimizer, **kept, "optimizer_state_dict": base} if kept else base
-    return replace(ranks, states=[optimizer], bases=[base])
+        names, shown = naming.by_files(ranks, [groups[place] for place in places], own)
+        members |= zip(places, names, strict=True)
+        inferred += shown
+    return [members[place] for place in range(len(groups))], inferred
 
 
 # -- the manifest

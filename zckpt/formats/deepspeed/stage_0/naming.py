@@ -17,24 +17,212 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import chain
 from math import prod
 from typing import Any
 
+from msgspec import Struct, field
+
 from ....core.dtypes import FLOATS, SIZES
 from ....core.grouping import by_key
-from ....errors import MissingData, WrongOption, listed
+from ....errors import (
+    CorruptCheckpoint,
+    InconsistentCheckpoint,
+    MissingData,
+    WrongOption,
+    counted,
+    listed,
+)
 from ....files.torchfile import Tensor, TorchFile
+from ...deepspeed_states.manifest import INFERRED
+from ...deepspeed_states.states import (
+    FLAT_MASTERS,
+    WRAPPERS,
+    EngineStates,
+    ParameterShapes,
+    wrapper_of,
+)
 from ...deepspeed_states.tensors import is_extra
 from ...statedict.matching import HINT, MatchedNames, match
+from ...statedict.names import ELEMENTWISE
 from .samples import TensorInFile, labels
 
+Shape = tuple[int, ...]
 Weights = Mapping[str, TensorInFile]
+Groups = Sequence[Sequence["Number"]]
+Members = Sequence[Sequence[str | None]]
+"""The names of each group's parameters, in the optimizer's order; None for a frozen one."""
+FROZEN = "zckpt_frozen"
+"""Beside the optimizer's state, in a file of zckpt's: numbers of parameters that are frozen."""
 TRAINED = """\
 name the trained parameters with --param-names names.txt, group by group. Two lines in the training \
 program, before deepspeed.initialize, write that file:
     names = {p: name for name, p in model.named_parameters()}
     open("names.txt", "w").write("\\n".join(names[p] for g in optimizer.param_groups for p in g["params"] if p.requires_grad))"""  # noqa: E501
 """The hint where the optimizer has masters: frozen parameters have none."""
+
+
+class Number(Struct, frozen=True):
+    """What an optimizer knows by one number: of one parameter, or of all of a flat group.
+
+    `master` is None if it updates the weight itself. `name` is torch's own (since 2.6), if stated.
+    `shapes` are those of its parameters, once their names are known.
+    """
+
+    group: int
+    state: Mapping[str, Any]
+    master: TensorInFile | None = None
+    name: str | None = None
+    is_frozen: bool = False
+    shapes: ParameterShapes = field(default_factory=dict)
+
+    @property
+    def shape(self) -> Shape | None:
+        """That of its tensors; None if nothing shows it."""
+        if self.master is not None:
+            return self.master.tensor.shape
+        return next(iter(self.shapes.values())) if self.shapes else shape_of(self.state)
+
+    @property
+    def first(self) -> str:
+        """The first of its parameters."""
+        return next(iter(self.shapes))
+
+    @property
+    def owner(self) -> str:
+        """What messages call it."""
+        return self.first if len(self.shapes) == 1 else f"group {self.group}"
+
+
+def numbers_of(states: EngineStates) -> Groups:
+    """What an optimizer lists, group by group.
+
+    The engine gives every weight that is trained a gradient, so that torch's own optimizer has a
+    state of it. If none has a state, as with plain SGD, nothing shows which ones are frozen.
+    Raises CorruptCheckpoint and InconsistentCheckpoint unless each number has a master.
+    """
+    optimizer, base, file = states.first, states.bases[0], states.optimizers[0]
+    kept, wrapper = base.get("state") or {}, wrapper_of(optimizer)
+    stored = base["param_groups"] if wrapper is None else optimizer[WRAPPERS[wrapper]]
+    stated = {*(optimizer.get(FROZEN) or ())} if states.model.get("param_shapes") else None
+    if len(stored) != len(base["param_groups"]):
+        expected = f"masters of {counted(len(base['param_groups']), 'group')}"
+        raise misfit(f"{file.path}: the optimizer", expected, len(stored))
+    groups: list[list[Number]] = []
+    for place, (group, own) in enumerate(zip(base["param_groups"], stored, strict=True)):
+        numbers, names = list(group["params"]), list(group.get("param_names") or ())
+        masters = [None] * len(numbers)
+        if wrapper is not None:
+            masters = [own] if FLAT_MASTERS in optimizer else own
+            if not all(isinstance(master, Tensor) for master in masters):
+                raise CorruptCheckpoint(f"{file.path}: the masters are not a list of tensors")
+        if len(masters) != len(numbers):
+            where = f"{file.path}: group {place} of the optimizer"
+            raise misfit(where, counted(len(masters), "parameter"), len(numbers))
+        names = names if len(names) == len(numbers) else [None] * len(numbers)
+        groups.append([])
+        for number, tensor, name in zip(numbers, masters, names, strict=True):
+            state = kept.get(number) or {}
+            has_none = wrapper is None and bool(kept) and not state
+            is_frozen = has_none if stated is None else number in stated
+            master = TensorInFile(file, tensor) if tensor else None
+            groups[-1].append(Number(place, state, master, name, is_frozen))
+    return groups
+
+
+def misfit(where: str, expected: str, actual: object) -> InconsistentCheckpoint:
+    """The error for a group, or all of them, that other places describe otherwise."""
+    return InconsistentCheckpoint(
+        f"{where} should have {expected}, but it has {actual}",
+        hint="the file was edited, or --param-names does not fit; use another copy",
+    )
+
+
+def shape_of(state: Any) -> Shape | None:
+    """The shape of a parameter, as its states show it; None if they do not.
+
+    Adafactor keeps rows and columns: no shape is taken from those. ASGD keeps numbers beside its
+    average, as tensors without dimensions.
+    """
+    tensors = {k: v for k, v in (state or {}).items() if isinstance(v, Tensor) and k != "step"}
+    shapes = {tensor.shape for key, tensor in tensors.items() if key in ELEMENTWISE}
+    shapes = shapes or {tensor.shape for tensor in tensors.values()}
+    shapes = shapes - {()} or shapes
+    return shapes.pop() if len(shapes) == 1 else None
+
+
+def members_of(
+    every: Sequence[EngineStates], weights: Weights, param_names: Sequence[str] | None
+) -> list[tuple[Members, Sequence[str]]]:
+    """The names of each optimizer's parameters by group, and those of them that are inferred.
+
+    The user's `param_names` are those of all optimizers, one after another. Raises MissingData if
+    nothing shows names, WrongOption for names of the user that do not fit, InconsistentCheckpoint
+    if a file states names that are not among `weights`.
+    """
+    of_each = [numbers_of(states) for states in every]
+    are_stated = any(states.model.get("param_shapes") for states in every)
+    if param_names is not None and not are_stated:
+        is_flat = any(FLAT_MASTERS in states.first for states in every)
+        given = iter(given_to(of_each, weights, param_names, is_flat))
+        return [([next(given) for _ in groups], []) for groups in of_each]
+    named: list[tuple[Members, Sequence[str]]] = []
+    for states, groups in zip(every, of_each, strict=True):
+        if stated := states.model.get("param_shapes"):
+            is_flat = FLAT_MASTERS in states.first
+            members = [*map(list, stated)] if is_flat else _with_frozen(groups, stated)
+            if weights:  # or this is a stage whose layers are not there yet
+                _check_known(states, members, weights)
+            named.append((members, list(states.first.get(INFERRED) or ())))
+        else:
+            named.append(by_files(states, groups, weights))
+    return named
+
+
+def by_files(
+    states: EngineStates, groups: Groups, weights: Weights
+) -> tuple[Members, Sequence[str]]:
+    """The names of these groups of an optimizer, as the files show them; raises as `members_of`."""
+    path = states.optimizers[0].path
+    masters = [[number.master for number in own if number.master] for own in groups]
+    if FLAT_MASTERS in states.first:
+        flats = [*chain.from_iterable(masters)]
+        if are_apart(flats[0], weights):
+            return by_pieces(flats, weights)
+        if names := by_place(flats, weights):
+            return names, []
+        raise MissingData(
+            f"{path}: the optimizer's state has no names, and the module's weights no longer lie "
+            "in its groups' buffers, which show them",
+            hint=TRAINED,
+        )
+    if wrapper_of(states.first) is not None:
+        return by_bytes(masters, weights)
+    trained = [[number for number in own if not number.is_frozen] for own in groups]
+    if all(number.name for own in groups for number in own):
+        members = _with_frozen(groups, [[number.name for number in own] for own in trained])
+        _check_known(states, members, weights)
+        return members, []
+    shapes = [[number.shape for number in own] for own in trained]
+    names, inferred = by_shape(path, shapes, weights)
+    return _with_frozen(groups, names), inferred
+
+
+def _with_frozen(groups: Groups, trained: Iterable[Iterable[str | None]]) -> Members:
+    """The names of what is trained, with None in the places of frozen parameters."""
+    return [
+        [None if number.is_frozen else next(names, None) for number in group]
+        for group, names in zip(groups, map(iter, trained), strict=True)
+    ]
+
+
+def _check_known(states: EngineStates, members: Members, weights: Weights) -> None:
+    if unknown := [name for own in members for name in own if name and name not in weights]:
+        path = states.optimizers[0].path
+        raise InconsistentCheckpoint(f"{path}: the module has no weights {listed(unknown)}")
+
+
+# -- by place, bytes or shape
 
 
 def by_place(flats: Sequence[TensorInFile], weights: Weights) -> list[list[str]] | None:
@@ -202,6 +390,36 @@ def _named(
     return MatchedNames(chosen, matched.inferred)
 
 
+# -- by the user
+
+
+def given_to(
+    every: Sequence[Groups], weights: Weights, param_names: Sequence[str], is_flat: bool
+) -> Members:
+    """The user's names by group, those of all optimizers one after another; raises WrongOption."""
+    numbers = [*chain.from_iterable(every)]
+    masters = [number.master for own in numbers for number in own if number.master]
+    if is_flat:
+        return cut(masters, weights, param_names)
+    counts = [sum(map(len, groups)) for groups in every]
+    if counts[1:] and sum(counts) != len(param_names):
+        raise WrongOption(
+            f"--param-names names {len(param_names)} parameters, and the optimizers of the stages "
+            f"have {' + '.join(map(str, counts))}"
+        )
+    shapes, rest, names = [*shapes_of(weights).items()], param_names, list[list[str]]()
+    for groups, count in zip(every, counts, strict=True):  # several may have one tied weight
+        orders = [[number.shape for number in own] for own in groups]
+        names += match(orders, shapes, True, rest[:count] if counts[1:] else rest).names
+        rest = rest[count:]
+    if masters:
+        check_rounding(masters, param_names, weights, strict=False)
+    return [
+        [None if number.is_frozen else name for number, name in zip(own, called, strict=True)]
+        for own, called in zip(numbers, names, strict=True)
+    ]
+
+
 def cut(
     flats: Sequence[TensorInFile], weights: Weights, param_names: Sequence[str]
 ) -> list[Sequence[str]]:
@@ -215,27 +433,24 @@ def cut(
             f"--param-names names {listed(unknown, 4)}, which the model's state does not have"
         )
     groups: list[Sequence[str]] = []
-    masters: list[TensorInFile] = []
-    rest = param_names
+    pieces: list[TensorInFile] = []
+    fits = True
     for flat in flats:
-        start = count = 0
-        while start < flat.tensor.numel and count < len(rest):
-            tensor = weights[rest[count]].tensor
-            masters.append(_piece(flat, start, tensor.shape))
-            start, count = start + tensor.numel, count + 1
-        groups.append(rest[:count])
-        rest = rest[count:]
-        if start != flat.tensor.numel:
-            break
-    else:
-        if not rest:
-            check_rounding(masters, param_names, weights, strict=are_apart(flats[0], weights))
-            return groups
-    raise WrongOption(
-        f"--param-names: these weights do not fill the groups of {flats[0].file.path}, which have "
-        f"{listed([flat.tensor.numel for flat in flats])} elements",
-        hint="name the trained parameters alone, group by group, in the optimizer's order",
-    )
+        first, start = len(pieces), 0
+        while start < flat.tensor.numel and len(pieces) < len(param_names):
+            tensor = weights[param_names[len(pieces)]].tensor
+            pieces.append(_piece(flat, start, tensor.shape))
+            start += tensor.numel
+        groups.append(param_names[first : len(pieces)])
+        fits = fits and start == flat.tensor.numel
+    if not fits or len(pieces) < len(param_names):
+        raise WrongOption(
+            f"--param-names: these weights do not fill the groups of {flats[0].file.path}, which "
+            f"have {listed([flat.tensor.numel for flat in flats])} elements",
+            hint="name the trained parameters alone, group by group, in the optimizer's order",
+        )
+    check_rounding(pieces, param_names, weights, strict=are_apart(flats[0], weights))
+    return groups
 
 
 def are_apart(master: TensorInFile, weights: Weights) -> bool:
