@@ -31,7 +31,7 @@ from ..deepspeed_states.optimizer_values import (
     stage_enum,
 )
 from ..deepspeed_states.target import DeepSpeedTarget, TargetBuffer
-from .moe.expert_files import expert_files
+from .moe.experts import expert_files
 from .stage_0.optimizer import model_shells
 
 

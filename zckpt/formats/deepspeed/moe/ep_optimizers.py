@@ -51,8 +51,7 @@ from ..stage_0 import naming
 from ..stage_0.optimizer import WholeOptimizer, kept, states_with, with_members, with_names
 from ..stage_0.samples import TensorInFile
 from .auto_ep import READ, layers_in
-from .expert_files import LayerFiles, layers_of, named_of, shared, spread_over
-from .experts import Experts, with_tensors
+from .experts import Experts, LayerFiles, layers_of, named_of, spread_over, with_tensors
 
 
 def manifest_of_experts(directory: TagDirectory, files: RankFiles, reading: Reading) -> Manifest:
@@ -96,20 +95,18 @@ def _layers(ranks: EngineStates, files: Sequence[LayerFiles], reading: Reading) 
     if ranks.model.get("param_shapes"):
         named += named_of(ranks)
     if named:
-        return ExpertLayers({each.name: spread_over(ranks, each, named) for each in files})
+        return spread_over(ranks, files, named)
     sizes = {*filter(None, map(size_in, ranks.bases[0]["param_groups"]))}
     if len(sizes) > 1:
         raise MissingData(
             f"{ranks.directory.path}: layers of experts have the expert-parallel sizes "
-            f"{listed([*map(str, sorted(sizes))])}, and without ZeRO no file says which layer has "
-            "which",
+            f"{listed(sorted(sizes))}, and without ZeRO no file says which layer has which",
             hint="name the parameters of rank 0 with --param-names names.txt, in the order of "
             "optimizer.param_groups",
         )
     if not sizes:
         refuse(ranks.directory, "experts without ZeRO in groups that are not named ep_size_N")
-    ep = sizes.pop()
-    return ExpertLayers({each.name: shared(ranks, each, ep) for each in files})
+    return spread_over(ranks, files, (), sizes.pop())
 
 
 def _check_files(ranks: Sequence[EngineStates], layers: ExpertLayers) -> None:
@@ -133,9 +130,9 @@ def _check_files(ranks: Sequence[EngineStates], layers: ExpertLayers) -> None:
             "does not have all experts of the other",
             hint="train with ZeRO stage 1, or with sizes that divide each other",
         )
-    first = _names(ranks[0])
-    for each in ranks:
-        if (names := _names(each)) != first and sorted(names) == sorted(first):
+    groups = [[str(group.get("name")) for group in each.bases[0]["param_groups"]] for each in ranks]
+    for each, names in zip(ranks, groups, strict=True):
+        if names != groups[0] and sorted(names) == sorted(groups[0]):
             raise UnsupportedCheckpoint(
                 f"{each.optimizers[0].path} lists its groups in another order than ep rank 0's",
                 hint="sort the groups in the training program, or set PYTHONHASHSEED, and save "
@@ -143,10 +140,6 @@ def _check_files(ranks: Sequence[EngineStates], layers: ExpertLayers) -> None:
             )
     optimizers = [each.optimizers[0] for each in ranks]
     check_facts(optimizers, [each.bases[0] for each in ranks], hyper_parameters)
-
-
-def _names(ranks: EngineStates) -> list[str]:
-    return [str(group.get("name")) for group in ranks.bases[0]["param_groups"]]
 
 
 # -- the names of parameters

@@ -1,20 +1,26 @@
-"""A model's experts in the files of all ranks: their flat buffers, weights and global names.
+"""A model's experts in the files of all ranks: their own files, flat buffers, and global names.
 
-The model file lists the parameters of rank 0, whose experts are numbered from 0. These names stand
-for the experts of every ep rank. So a flat group of experts is as many flat buffers as there are ep
-ranks, and each is cut over the ranks that have the same experts:
+    layer_M_expert_N_mp_rank_00_model_states.pt     M counts the layers, N the experts of the layer
+
+Each has the 16-bit weights and buffers of one expert, by their names in the whole model, with the
+number N. Each model rank counts its own layers. The model file lists how many experts each layer
+has (`num_experts`), and the parameters of rank 0, whose experts are numbered from 0. These names
+stand for the experts of every ep rank. So a flat group of experts is as many flat buffers as there
+are ep ranks, and each is cut over the ranks that have the same experts:
 
     dp 4, ep 2         rank 0     rank 1     rank 2     rank 3
     dense group          1/4        2/4        3/4        4/4
     experts 0, 1         1/2                   2/2
     experts 2, 3                    1/2                   2/2
 
-DeepSpeed 0.19.8, stage_1_and_2.py `_configure_moe_settings`.
+DeepSpeed 0.19.8, engine.py `_save_moe_checkpoint`, stage_1_and_2.py `_configure_moe_settings`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -22,27 +28,197 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ....core import agreement
-from ....core.facts import FlatBufferEngine
+from ....core.facts import ExpertLayer, FlatBufferEngine
 from ....core.grouping import by_key
+from ....core.layout import Shell
 from ....core.manifest import Manifest
 from ....core.merge import in_order
-from ....errors import InconsistentCheckpoint, listed
-from ....files.torchfile import TorchFile
+from ....errors import CorruptCheckpoint, InconsistentCheckpoint, listed
+from ....files.torchfile import Tensor, TorchFile
+from ....files.torchshell import Storages, shell
 from ...deepspeed_states.directories import refuse
-from ...deepspeed_states.experts import ExpertLayers, ExpertRanks, size_in
+from ...deepspeed_states.experts import ExpertLayers, ExpertRanks, expert_name, size_in
 from ...deepspeed_states.manifest import manifest_of
-from ...deepspeed_states.states import EngineStates, FlatBuffer, ParameterShapes
+from ...deepspeed_states.model_files import module_weights
+from ...deepspeed_states.states import (
+    EngineStates,
+    FlatBuffer,
+    ParameterShapes,
+    dictionary,
+    open_files,
+)
+from ...deepspeed_states.target import DeepSpeedTarget
 from ...deepspeed_states.tensors import ManifestTensors
-from ..files import RankFiles
+from ..files import MOST, RankFiles, lacking
 from ..flats import flat_buffers
 from ..model_ranks.pipeline import begins_as
-from .auto_ep import with_slices
-from .expert_files import LayerFiles, gate_of, layers_of, named_of, spread_over
+from .auto_ep import ROUTER, with_slices
 
 UNKNOWN = "mixture-of-experts layers, and with the name of its ds_config alone"
 ELEMENTS = 64  # that are compared of a parameter
 PARAMETERS = 8  # that are compared of a flat buffer
-SPREAD = "mixture-of-experts layers whose experts are spread over tensor ranks"
+GATE = ".deepspeed_moe.gate.wg.weight"
+SWAPPED = "files of experts seem to be swapped"
+MIXED = "model and optimizer files of different saves seem to be mixed"
+
+
+def file_name(layer: int, expert: int, mp_rank: str) -> str:
+    """The name of an expert's file."""
+    return f"layer_{layer}_expert_{expert}_{mp_rank}_model_states.pt"
+
+
+# -- the files
+
+
+class LayerFiles(Struct, frozen=True):
+    """The opened files of all experts of one layer, whose name all keys begin with.
+
+    Each has tensors by their names in the whole model.
+    """
+
+    name: str
+    files: Sequence[TorchFile]
+
+    @property
+    def gate(self) -> str:
+        """What stands before the experts in the module of the layer."""
+        parts = expert_name(next(iter(self.files[0].value)))
+        return self.name + (ROUTER if parts is not None and parts.is_slice else GATE)
+
+
+def layers_of(ranks: EngineStates, files: RankFiles) -> list[LayerFiles]:
+    """The files of all layers, in the engine's order.
+
+    Raises IncompleteCheckpoint (a file is missing) and InconsistentCheckpoint (a file too many, or
+    one with another expert than its name says, or one of another shape).
+    """
+    directory, counts, paths = ranks.directory, ranks.model.get("num_experts"), files.experts
+    if not isinstance(counts, list):
+        refuse(directory, "mixture-of-experts layers of an old release")
+    if not all(type(count) is int and count > 0 for count in counts):
+        raise CorruptCheckpoint(
+            f"{directory.path}: the model states list {counts!r} experts by layer"
+        )
+    wanted = ((layer, number) for layer, count in enumerate(counts) for number in range(count))
+    # a damaged number may be huge: only the first missing files are listed
+    if missing := list(islice((place for place in wanted if place not in paths), MOST)):
+        mp_rank = f"mp_rank_{files.number:02d}"
+        raise lacking(directory, [file_name(*place, mp_rank) for place in missing])
+    places = sorted(paths)
+    surplus = [(n, e) for n, e in places if n >= len(counts) or e >= counts[n]]
+    if surplus:
+        raise InconsistentCheckpoint(
+            f"{paths[surplus[0]]} is one file too many: the model states list {listed(counts)} "
+            "experts by layer",
+            hint="files of another save may lie between them; keep those of one save",
+        )
+    opened = iter(open_files([paths[place] for place in places], files.parsed))
+    layers = [_layer(list(islice(opened, count))) for count in counts]
+    module = {name: place for place, name in enumerate(ranks.model["module"])}
+    last = -1
+    for layer in layers:  # which the engine numbers in the module's order
+        before, last = last, module.get(layer.gate, -1)
+        if last <= before:
+            raise InconsistentCheckpoint(
+                f"{layer.files[0].path} has an expert of {layer.name}, which is not the next layer "
+                f"of experts in {ranks.models[0].path}",
+                hint=f"{SWAPPED}, or of another save; copy all files again",
+            )
+    return layers
+
+
+def _layer(files: Sequence[TorchFile]) -> LayerFiles:
+    """The files of one layer, each of which has the tensors of its own expert, and all alike."""
+    layer, first = "", list[object]()
+    for number, file in enumerate(files):
+        forms = list[object]()
+        for key, tensor in dictionary(file, file.value).items():
+            name = expert_name(key) if isinstance(key, str) else None
+            if name is None or not isinstance(tensor, Tensor):
+                raise CorruptCheckpoint(f"{file.path} is not a file of one expert: it has {key!r}")
+            layer = layer or name.layer
+            if (name.layer, name.number) != (layer, number):
+                raise InconsistentCheckpoint(
+                    f"{file.path} holds expert {name.number} of {name.layer}, in the place of "
+                    f"expert {number} of {layer}",
+                    hint=f"{SWAPPED}; copy all files again",
+                )
+            forms.append((name.inner, tensor.dtype, tensor.shape))
+        first = first or forms
+        if forms != first or not forms:
+            raise InconsistentCheckpoint(
+                f"{file.path} holds other tensors than {os.path.basename(files[0].path)}",
+                hint=f"all experts of {layer} have tensors of the same names and shapes",
+            )
+    return LayerFiles(layer, files)
+
+
+def named_of(ranks: EngineStates) -> tuple[str, ...]:
+    """The names on rank 0, by its own numbers, as far as the files list any."""
+    return (
+        *(name for names in ranks.param_shapes() for name in names),
+        *(ranks.model.get("frozen_param_shapes") or ()),
+        *(ranks.model.get("buffer_names") or ()),
+    )
+
+
+def spread_over(
+    ranks: EngineStates, files: Sequence[LayerFiles], named: Iterable[str], ep: int | None = None
+) -> ExpertLayers:
+    """The layers over `ep` ranks, or over as many as rank 0 shows; `named` are names on it.
+
+    Raises InconsistentCheckpoint if ranks cannot share the experts, and UnsupportedCheckpoint if
+    none of the names is in a layer.
+    """
+    path, layers = ranks.directory.path, dict[str, ExpertLayer]()
+    numbers = by_key((part.layer, part.number) for part in map(expert_name, named) if part)
+    for layer in files:
+        experts, own = len(layer.files), {*numbers.get(layer.name, ())}
+        if ep is None and not own:
+            refuse(ranks.directory, f"experts of {layer.name}, none of which is trained")
+        if ep is None and (own != set(range(len(own))) or experts % len(own)):
+            raise InconsistentCheckpoint(
+                f"{path}: rank 0 has {len(own)} of the {experts} experts of {layer.name}, which is "
+                "no equal share",
+                hint="model and expert files of different saves seem to be mixed",
+            )
+        size = ep or experts // len(own)
+        if ranks.dp % size or experts % size:
+            raise InconsistentCheckpoint(
+                f"{path}: {ranks.dp} ranks cannot share the {experts} experts of {layer.name} by "
+                f"an expert-parallel size of {size}",
+                hint=MIXED,
+            )
+        layers[layer.name] = ExpertLayer(layer.name, experts, size)
+    return ExpertLayers(layers)
+
+
+def with_tensors(
+    ranks: EngineStates, files: Sequence[LayerFiles], layers: ExpertLayers
+) -> EngineStates:
+    """What the ranks say, with the tensors of all experts where they stand in the module.
+
+    Buffers and second names of rank 0's experts become those of all.
+    """
+    behind = {layer.gate: layer for layer in files}
+    module: dict[str, Any] = {}
+    apart: dict[str, TorchFile] = {}
+    for name, tensor in ranks.model["module"].items():
+        module[name] = tensor
+        for file in behind[name].files if name in behind else ():
+            module |= file.value
+            apart |= dict.fromkeys(file.value, file)
+    shared: dict[str, str] = {}
+    for pair in (ranks.model.get("shared_params") or {}).items():
+        alias, owner = map(layers.layer_of, pair)
+        every = (layers.everywhere([name]) if alias == owner else [name] for name in pair)
+        shared |= zip(*every, strict=True)
+    buffers = layers.everywhere(ranks.model.get("buffer_names") or ())
+    model = {"module": module, "buffer_names": buffers, "shared_params": shared}
+    return replace(ranks, model={**ranks.model, **model}, apart=apart)
+
+
+# -- the model of all ranks
 
 
 class Experts(Struct, frozen=True):
@@ -72,8 +248,8 @@ class Experts(Struct, frozen=True):
             raise InconsistentCheckpoint(
                 f"{ranks.directory.path}: flat group {group}, named {stated.get('name')!r}, is "
                 f"cut over {count} of {ranks.dp} ranks, and "
-                f"{listed([*map(str, sorted(eps))])} expert-parallel ranks share its parameters",
-                hint="model and optimizer files of different saves seem to be mixed",
+                f"{listed(sorted(eps))} expert-parallel ranks share its parameters",
+                hint=MIXED,
             )
         if ep == 1:
             return [(ranks, shapes)]
@@ -160,31 +336,6 @@ class Experts(Struct, frozen=True):
         return [*order, *sorted(module, key=lambda name: not self.layers.is_dense(name))]
 
 
-def with_tensors(
-    ranks: EngineStates, files: Sequence[LayerFiles], layers: ExpertLayers
-) -> EngineStates:
-    """What the ranks say, with the tensors of all experts where they stand in the module.
-
-    Buffers and second names of rank 0's experts become those of all.
-    """
-    behind = {gate_of(layer): layer for layer in files}
-    module: dict[str, Any] = {}
-    apart: dict[str, TorchFile] = {}
-    for name, tensor in ranks.model["module"].items():
-        module[name] = tensor
-        for file in behind[name].files if name in behind else ():
-            module |= file.value
-            apart |= dict.fromkeys(file.value, file)
-    shared: dict[str, str] = {}
-    for pair in (ranks.model.get("shared_params") or {}).items():
-        alias, owner = map(layers.layer_of, pair)
-        every = (layers.everywhere([name]) if alias == owner else [name] for name in pair)
-        shared |= zip(*every, strict=True)
-    buffers = layers.everywhere(ranks.model.get("buffer_names") or ())
-    model = {"module": module, "buffer_names": buffers, "shared_params": shared}
-    return replace(ranks, model={**ranks.model, **model}, apart=apart)
-
-
 def with_experts(ranks: EngineStates, rank_files: RankFiles, step_policy: str | None) -> Manifest:
     """The manifest of one model rank with experts.
 
@@ -197,14 +348,12 @@ def with_experts(ranks: EngineStates, rank_files: RankFiles, step_policy: str | 
     if _are_spread_over_tensor_ranks(ranks):
         refuse(
             ranks.directory,
-            SPREAD,
+            "mixture-of-experts layers whose experts are spread over tensor ranks",
             "build the MoE layers with enable_expert_tensor_parallelism=True: then each tensor "
             "rank has a slice of every expert, which zckpt reads",
         )
     files = layers_of(ranks, rank_files)
-    layers = ExpertLayers(
-        {layer.name: spread_over(ranks, layer, named_of(ranks)) for layer in files}
-    )
+    layers = spread_over(ranks, files, named_of(ranks))
     whole = with_tensors(ranks, files, layers)
     experts = Experts(ranks, whole, layers, _places(ranks, whole, layers))
     config = ranks.effective_config(ranks.round_robin)
@@ -270,3 +419,20 @@ def _with_one_step(buffers: Sequence[FlatBuffer], policy: str | None) -> list[Fl
         for group, same in by_key((buffer.group, buffer) for buffer in buffers).items()
     }
     return [replace(buffer, step=of_group[buffer.group]) for buffer in buffers]
+
+
+# -- the files of a target
+
+
+def expert_files(target: DeepSpeedTarget) -> Iterator[Shell]:
+    """One file for each expert of each layer of the target."""
+    named = ((name, expert_name(name)) for name in target.module_names)
+    members = by_key(((parts.layer, parts.number), name) for name, parts in named if parts)
+    for number, layer in enumerate(target.experts.listed):
+        for expert in range(layer.experts):
+            names, storages = members.get((layer.name, expert), ()), Storages()
+            weights = module_weights(target, True, storages, names)
+            owners = ((name, target.aliases.get(name, name)) for name in names)
+            value = OrderedDict((n, weights[owner]) for n, owner in owners if owner in weights)
+            name = file_name(number, expert, target.mp_rank)
+            yield shell(f"{target.tag}/{name}", value, storages)
