@@ -25,14 +25,7 @@ from msgspec import Struct, field
 
 from ....core.dtypes import FLOATS, SIZES
 from ....core.grouping import by_key
-from ....errors import (
-    CorruptCheckpoint,
-    InconsistentCheckpoint,
-    MissingData,
-    WrongOption,
-    counted,
-    listed,
-)
+from ....errors import CorruptCheckpoint, InconsistentCheckpoint, MissingData, WrongOption, listed
 from ....files.torchfile import Tensor, TorchFile
 from ...deepspeed_states.manifest import INFERRED
 from ...deepspeed_states.states import (
@@ -103,30 +96,29 @@ def numbers_of(states: EngineStates) -> Groups:
     """
     optimizer, base, file = states.first, states.bases[0], states.optimizers[0]
     kept, wrapper = base.get("state") or {}, wrapper_of(optimizer)
-    stored = base["param_groups"] if wrapper is None else optimizer[WRAPPERS[wrapper]]
-    stated = {*(optimizer.get(FROZEN) or ())} if states.model.get("param_shapes") else None
-    if len(stored) != len(base["param_groups"]):
-        expected = f"masters of {counted(len(base['param_groups']), 'group')}"
-        raise misfit(f"{file.path}: the optimizer", expected, len(stored))
+    numbers = [list(group["params"]) for group in base["param_groups"]]
+    masters: list[list[Any]] = [[None] * len(own) for own in numbers]
+    frozen = {number for own in numbers for number in own if kept and not kept.get(number)}
+    if wrapper is not None:
+        stored, frozen = optimizer[WRAPPERS[wrapper]], set()
+        masters = [[flat] for flat in stored] if FLAT_MASTERS in optimizer else [*map(list, stored)]
+        if not all(isinstance(master, Tensor) for own in masters for master in own):
+            raise CorruptCheckpoint(f"{file.path}: the masters are not a list of tensors")
+        counts, expected = [*map(len, masters)], [*map(len, numbers)]
+        if counts != expected:
+            masters_of = f"masters of {listed(expected)} parameters in its groups"
+            raise misfit(f"{file.path}: the optimizer", masters_of, listed(counts))
+    if states.model.get("param_shapes"):
+        frozen = {*(optimizer.get(FROZEN) or ())}
     groups: list[list[Number]] = []
-    for place, (group, own) in enumerate(zip(base["param_groups"], stored, strict=True)):
-        numbers, names = list(group["params"]), list(group.get("param_names") or ())
-        masters = [None] * len(numbers)
-        if wrapper is not None:
-            masters = [own] if FLAT_MASTERS in optimizer else own
-            if not all(isinstance(master, Tensor) for master in masters):
-                raise CorruptCheckpoint(f"{file.path}: the masters are not a list of tensors")
-        if len(masters) != len(numbers):
-            where = f"{file.path}: group {place} of the optimizer"
-            raise misfit(where, counted(len(masters), "parameter"), len(numbers))
-        names = names if len(names) == len(numbers) else [None] * len(numbers)
+    for place, group in enumerate(base["param_groups"]):
+        names = list(group.get("param_names") or ())
+        names = names if len(names) == len(numbers[place]) else [None] * len(numbers[place])
         groups.append([])
-        for number, tensor, name in zip(numbers, masters, names, strict=True):
+        for number, tensor, name in zip(numbers[place], masters[place], names, strict=True):
+            master = None if tensor is None else TensorInFile(file, tensor)
             state = kept.get(number) or {}
-            has_none = wrapper is None and bool(kept) and not state
-            is_frozen = has_none if stated is None else number in stated
-            master = TensorInFile(file, tensor) if tensor else None
-            groups[-1].append(Number(place, state, master, name, is_frozen))
+            groups[-1].append(Number(place, state, master, name, number in frozen))
     return groups
 
 
@@ -204,7 +196,7 @@ def by_files(
         _check_known(states, members, weights)
         return members, []
     shapes = [[number.shape for number in own] for own in trained]
-    names, inferred = by_shape(path, shapes, weights)
+    names, inferred = _named(path, shapes, shapes_of(weights), "shape")
     return _with_frozen(groups, names), inferred
 
 
@@ -284,7 +276,7 @@ def by_pieces(flats: Sequence[TensorInFile], weights: Weights) -> MatchedNames:
     return by_bytes(orders, weights)
 
 
-def _piece(flat: TensorInFile, start: int, shape: tuple[int, ...]) -> TensorInFile:
+def _piece(flat: TensorInFile, start: int, shape: Shape) -> TensorInFile:
     """The elements of a flat tensor from `start` on, as a tensor of this shape."""
     whole = flat.tensor
     strides = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
@@ -311,17 +303,7 @@ def by_bytes(orders: Sequence[Sequence[TensorInFile]], weights: Weights) -> Matc
     remaining = iter(own[0] for own in of_masters)
     labelled = [[next(remaining) for _ in order] for order in orders]
     path = masters[0].file.path if masters else ""
-    return _named(path, labelled, list(zip(weights, of_weights, strict=True)), "bytes")
-
-
-def by_shape(
-    path: str, orders: Sequence[Sequence[tuple[int, ...] | None]], weights: Weights
-) -> MatchedNames:
-    """The names of parameters of which only shapes are known; None for one without state.
-
-    Raises MissingData as `by_bytes`.
-    """
-    return _named(path, orders, [*shapes_of(weights).items()], "shape")
+    return _named(path, labelled, dict(zip(weights, of_weights, strict=True)), "bytes")
 
 
 def weights_in(
@@ -342,51 +324,45 @@ def weights_in(
     return weights
 
 
-def shapes_of(weights: Weights) -> dict[str, tuple[int, ...]]:
+def shapes_of(weights: Weights) -> dict[str, Shape]:
     """The shapes of weights, by their names."""
     return {name: weight.tensor.shape for name, weight in weights.items()}
 
 
 def _named(
-    path: str, orders: Sequence[Sequence[Any]], names: Sequence[tuple[str, Any]], what: str
+    path: str, orders: Sequence[Sequence[Any]], labelled: Mapping[str, Any], what: str
 ) -> MatchedNames:
     """The names of all parameters, if there is one way; `what` equal labels mean.
 
-    A group all of whose labels are unique may be in any order, and a whole group that has another
-    must be in the module's. Raises MissingData with the names of the weights that cannot be told
-    apart.
+    `labelled` are the labels of weights by their names, in the module's order. A group all of whose
+    labels are unique may be in any order, and a whole group that has another must be in the
+    module's. Raises MissingData with the names of the weights that cannot be told apart.
     """
-    numbers = Counter(label for order in orders for label in order)
-    owners = by_key((label, name) for name, label in names)
+    numbers = Counter(chain.from_iterable(orders))
+    owners = by_key((label, name) for name, label in labelled.items())
+    unique = {n: own[0] for n, own in owners.items() if numbers[n] == len(own) == 1}
     certain = {
-        place: [owners[label][0] for label in order]
+        place: [unique[label] for label in order]
         for place, order in enumerate(orders)
-        if all(
-            label is not None and numbers[label] == len(owners.get(label, ())) == 1
-            for label in order
-        )
+        if unique.keys() >= {*order}
     }
-    taken = {name for own in certain.values() for name in own}
+    taken = {*chain.from_iterable(certain.values())}
     unclear = [order for place, order in enumerate(orders) if place not in certain]
     try:
-        matched = match(unclear, [named for named in names if named[0] not in taken], True)
+        matched = match(unclear, [item for item in labelled.items() if item[0] not in taken], True)
     except MissingData as error:
-        hint = HINT if what == "shape" else TRAINED
-        alike = [
-            name
-            for label in dict.fromkeys(label for order in unclear for label in order)
-            if label is not None and max(numbers[label], len(owners.get(label, ()))) > 1
-            for name in owners.get(label, ())
-        ]
+        others = [n for n in dict.fromkeys(chain.from_iterable(unclear)) if n not in unique]
+        alike = [name for label in others for name in owners.get(label, ())]
         why = f"does not show the {what} of every parameter"
         if alike:
             why = f"{listed(alike, 6)} have equal {what}, which the order of the module does not "
             why += "tell apart"
         raise MissingData(
-            f"{path}: the optimizer's state has no names, and {why}", hint=hint
+            f"{path}: the optimizer's state has no names, and {why}",
+            hint=HINT if what == "shape" else TRAINED,
         ) from error
-    others = iter(matched.names)
-    chosen = [certain[n] if n in certain else next(others) for n in range(len(orders))]
+    remaining = iter(matched.names)
+    chosen = [certain[n] if n in certain else next(remaining) for n in range(len(orders))]
     return MatchedNames(chosen, matched.inferred)
 
 

@@ -32,12 +32,11 @@ from ....errors import CorruptCheckpoint, IncompleteCheckpoint, MissingData, cou
 from ....files.torchfile import Tensor, TorchFile
 from ....files.torchshell import Storages, shell
 from ....training import steps
+from ...deepspeed_states import optimizer_values
 from ...deepspeed_states.directories import TagDirectory, refuse
 from ...deepspeed_states.hyper import FLAT
 from ...deepspeed_states.manifest import manifest_of
 from ...deepspeed_states.model_files import model_files
-from ...deepspeed_states.optimizer_values import base_state, clipping, own_statements, whole_scaling
-from ...deepspeed_states.optimizer_values import numbers as scalars_of
 from ...deepspeed_states.reports import usual_norm
 from ...deepspeed_states.states import (
     FLAT_MASTERS,
@@ -106,14 +105,14 @@ def states_of(directory: TagDirectory, files: RankFiles, *, is_stage: bool = Fal
     model = dictionary(file, file.value)
     if is_stage and model.get("module") is None:
         model = {**model, "module": {}}
-    if (files.experts or model.get("num_experts")) and not files.of_ep:
+    if files.of_ep:
+        refuse(directory, "mixture-of-experts layers in ZeRO stage 0 on several model ranks")
+    if files.experts or model.get("num_experts"):
         raise IncompleteCheckpoint(
             f"{directory.path} has experts, and lacks the optimizers of all ep ranks",
             hint="expected expp_rank_0_mp_rank_00_optim_states.pt and one per further rank (stage "
             "0), or zero_pp_rank_0_mp_rank_00_optim_states.pt and one per further rank",
         )
-    if files.experts or files.of_ep or model.get("num_experts"):
-        refuse(directory, "mixture-of-experts layers in ZeRO stage 0 on several model ranks")
     return states_with(directory, file, model, file, model.get("optimizer"))
 
 
@@ -350,32 +349,27 @@ def optimizer(
     """The value of `optimizer`; `named` gives the name in the whole model of rank 0's names."""
     groups, following = _members(target), count()
     numbers = [[next(following) for _ in group] for group in groups]
-    every = dict(zip(chain.from_iterable(numbers), chain.from_iterable(groups), strict=True))
-    states = {n: _state(target, own, storages, named) for n, own in every.items() if own}
-    frozen = [number for number, own in every.items() if own is None]
-    base = base_state(target, states, storages, numbers=numbers)
-    own = {**own_statements(target), **({FROZEN: frozen} if frozen else {})}
+    every = [*chain.from_iterable(groups)]
+    states = {n: _state(target, own, storages, named) for n, own in enumerate(every) if own}
+    frozen = [number for number, own in enumerate(every) if own is None]
+    base = optimizer_values.base_state(target, states, storages, numbers=numbers)
+    own = optimizer_values.own_statements(target) | ({FROZEN: frozen} if frozen else {})
     if target.wrapper is None:
         return {**base, **own}
-    masters = [
-        [_tensor(target, buffer, buffer.master, storages) for buffer in group if buffer]
-        for group in groups
-    ]
-    if target.wrapper != FLAT:
-        return {
-            **whole_scaling(target),
-            "optimizer_state_dict": base,
-            WHOLE_MASTERS: masters,
-            **own,
-        }
-    return {
-        **(whole_scaling(target) if target.engine.dtype == "F16" else {}),
-        "optimizer_state_dict": base,
-        FLAT_MASTERS: [flat for (flat,) in masters],
-        "clip_grad": usual_norm(target),
-        **clipping(target),
-        **own,
+    masters: dict[str, Any] = {
+        WHOLE_MASTERS: [
+            [_tensor(target, buffer, buffer.master, storages) for buffer in group if buffer]
+            for group in groups
+        ]
     }
+    is_flat = target.wrapper == FLAT
+    if is_flat:
+        flats = [flat for (flat,) in masters[WHOLE_MASTERS]]
+        masters = {FLAT_MASTERS: flats, "clip_grad": usual_norm(target)}
+        masters |= optimizer_values.clipping(target)
+    is_scaled = not is_flat or target.engine.dtype == "F16"
+    scaling = optimizer_values.whole_scaling(target) if is_scaled else {}
+    return {**scaling, "optimizer_state_dict": base, **masters, **own}
 
 
 def _members(target: DeepSpeedTarget) -> list[list[TargetBuffer | None]]:
@@ -397,7 +391,7 @@ def _state(
 ) -> dict[str, Any]:
     """The state of one number."""
     return {
-        **scalars_of(target, buffer, storages),
+        **optimizer_values.numbers(target, buffer, storages),
         **{
             slot_key(slot): _tensor(target, buffer, dtype, storages)
             for slot, dtype in buffer.slots.items()
