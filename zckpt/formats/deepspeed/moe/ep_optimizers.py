@@ -17,7 +17,7 @@ groups none of them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 
 from msgspec.structs import replace
@@ -49,7 +49,6 @@ from ..model_ranks.copies import EP_RANK
 from ..ranks import hyper_parameters
 from ..stage_0 import naming
 from ..stage_0.optimizer import WholeOptimizer, kept, states_with, with_members, with_names
-from ..stage_0.samples import TensorInFile
 from .auto_ep import READ, layers_in
 from .experts import Experts, LayerFiles, layers_of, named_of, spread_over, with_tensors
 
@@ -68,14 +67,12 @@ def manifest_of_experts(directory: TagDirectory, files: RankFiles, reading: Read
     opened = open_files(files.of_ep, files.parsed)
     optimizers = [(each, dictionary(each, each.value).get("optimizer")) for each in opened]
     ranks = [states_with(directory, file, model, *each) for each in optimizers]
-    layers_files = layers_of(ranks[0], files)
-    model = {**model, "shared_params": _second_names(ranks[0], layers_files)}
-    ranks = [replace(each, model=model) for each in ranks]
-    layers = _layers(ranks[0], layers_files, reading)
+    of_layers = layers_of(ranks[0], files)
+    first = replace(ranks[0], model={**model, "shared_params": _second_names(ranks[0], of_layers)})
+    layers = _layers(first, of_layers, reading)
     _check_files(ranks, layers)
-    places = ExpertRanks.of_config(ranks[0].dp, ranks[0].config)
-    whole = with_tensors(ranks[0], layers_files, layers)
-    experts = Experts(ranks[0], whole, layers, places)
+    whole = with_tensors(first, of_layers, layers)
+    experts = Experts(first, whole, layers, ExpertRanks.of_config(first.dp, first.config))
     model = {**whole.model, "module": {}}  # no rank has the module alone
     ranks = [replace(each, model=model, apart=whole.apart) for each in ranks]
     wholes = _named(ranks, experts, reading)
@@ -149,30 +146,21 @@ def _named(
     ranks: Sequence[EngineStates], experts: Experts, reading: Reading
 ) -> list[WholeOptimizer]:
     """The optimizers of all ranks, whose parameters have names in the whole model."""
-    of_layers = [experts.places.in_layers(experts.layers, n) for n, _ in enumerate(ranks)]
-    weights = [_weights(experts, of_layer) for of_layer in of_layers]
-    first, shown = _of_first(ranks[0], weights[0], reading.param_names)
+    whole, layers = experts.whole, experts.layers
+    every = ((name, whole.file_of(name), own) for name, own in whole.model["module"].items())
+    hidden = {*whole.model["buffer_names"], *whole.model["shared_params"]}
+    weights = naming.weights_in(every, hidden)
     wholes: list[WholeOptimizer] = []
-    for each, own, of_layer in zip(ranks, weights, of_layers, strict=True):
-        named = partial(experts.layers.named_in, of_layer=of_layer)
+    for number, rank in enumerate(ranks):
+        of_layer = experts.places.in_layers(layers, number)
+        own = {name: weight for name, weight in weights.items() if layers.is_held(name, of_layer)}
+        if not wholes:
+            first, shown = _of_first(rank, own, reading.param_names)
+        named = partial(layers.named_in, of_layer=of_layer)
         members = [[None if n is None else named(n) for n in group] for group in first]
         inferred = [*map(named, shown)]
-        wholes.append(with_names(each, members, inferred, naming.shapes_of(own)))
+        wholes.append(with_names(rank, members, inferred, naming.shapes_of(own)))
     return wholes
-
-
-def _weights(experts: Experts, of_layer: Mapping[str, int]) -> dict[str, TensorInFile]:
-    """The weights of one ep rank, in the order of its module; `of_layer` is its rank in each layer.
-
-    Second names of tied weights are left out.
-    """
-    whole = experts.whole
-    own = (
-        (name, whole.file_of(name), tensor)
-        for name, tensor in whole.model["module"].items()
-        if experts.layers.is_held(name, of_layer)
-    )
-    return naming.weights_in(own, {*whole.model["buffer_names"], *whole.model["shared_params"]})
 
 
 def _second_names(ranks: EngineStates, files: Sequence[LayerFiles]) -> dict[str, str]:
@@ -254,14 +242,12 @@ def _joined(
     trained = {name for rank in ranks for name in rank.parameters}
     beside = _of_module(own, whole, trained)
     manifest = experts.complete(merge(ranks, Table(EP_RANK), step_policy, beside))
-    manifest = with_members(manifest, first.members)
-    warnings = list(manifest.warnings)
-    if inferred := manifest.inferred:
-        warnings.append(
-            f"the optimizers know their {counted(len(inferred), 'parameter')} by number: the "
-            f"names of {listed(inferred, 4)} are inferred from the order of the module"
-        )
-    return replace(manifest, warnings=tuple(warnings))
+    manifest, inferred = with_members(manifest, first.members), manifest.inferred
+    warning = (
+        f"the optimizers know their {counted(len(inferred), 'parameter')} by number: the names of "
+        f"{listed(inferred, 4)} are inferred from the order of the module"
+    )
+    return replace(manifest, warnings=(*manifest.warnings, *([warning] if inferred else [])))
 
 
 def _of_module(first: Manifest, whole: EngineStates, trained: Collection[str]) -> Manifest:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice, pairwise
 from typing import Any
 
 from msgspec import Struct
@@ -63,11 +63,7 @@ MIXED = "model and optimizer files of different saves seem to be mixed"
 
 
 def file_name(layer: int, expert: int, mp_rank: str) -> str:
-    """The name of an expert's file."""
     return f"layer_{layer}_expert_{expert}_{mp_rank}_model_states.pt"
-
-
-# -- the files
 
 
 class LayerFiles(Struct, frozen=True):
@@ -92,21 +88,18 @@ def layers_of(ranks: EngineStates, files: RankFiles) -> list[LayerFiles]:
     Raises IncompleteCheckpoint (a file is missing) and InconsistentCheckpoint (a file too many, or
     one with another expert than its name says, or one of another shape).
     """
-    directory, counts, paths = ranks.directory, ranks.model.get("num_experts"), files.experts
+    path, counts, paths = ranks.directory.path, ranks.model.get("num_experts"), files.experts
     if not isinstance(counts, list):
-        refuse(directory, "mixture-of-experts layers of an old release")
+        refuse(ranks.directory, "mixture-of-experts layers of an old release")
     if not all(type(count) is int and count > 0 for count in counts):
-        raise CorruptCheckpoint(
-            f"{directory.path}: the model states list {counts!r} experts by layer"
-        )
+        raise CorruptCheckpoint(f"{path}: the model states list {counts!r} experts by layer")
     wanted = ((layer, number) for layer, count in enumerate(counts) for number in range(count))
     # a damaged number may be huge: only the first missing files are listed
     if missing := list(islice((place for place in wanted if place not in paths), MOST)):
         mp_rank = f"mp_rank_{files.number:02d}"
-        raise lacking(directory, [file_name(*place, mp_rank) for place in missing])
+        raise lacking(ranks.directory, [file_name(*place, mp_rank) for place in missing])
     places = sorted(paths)
-    surplus = [(n, e) for n, e in places if n >= len(counts) or e >= counts[n]]
-    if surplus:
+    if surplus := [(n, e) for n, e in places if n >= len(counts) or e >= counts[n]]:
         raise InconsistentCheckpoint(
             f"{paths[surplus[0]]} is one file too many: the model states list {listed(counts)} "
             "experts by layer",
@@ -115,10 +108,9 @@ def layers_of(ranks: EngineStates, files: RankFiles) -> list[LayerFiles]:
     opened = iter(open_files([paths[place] for place in places], files.parsed))
     layers = [_layer(list(islice(opened, count))) for count in counts]
     module = {name: place for place, name in enumerate(ranks.model["module"])}
-    last = -1
-    for layer in layers:  # which the engine numbers in the module's order
-        before, last = last, module.get(layer.gate, -1)
-        if last <= before:
+    gates = [-1, *(module.get(layer.gate, -1) for layer in layers)]
+    for layer, (before, gate) in zip(layers, pairwise(gates), strict=True):
+        if gate <= before:  # the engine numbers layers in the module's order
             raise InconsistentCheckpoint(
                 f"{layer.files[0].path} has an expert of {layer.name}, which is not the next layer "
                 f"of experts in {ranks.models[0].path}",
@@ -131,7 +123,7 @@ def _layer(files: Sequence[TorchFile]) -> LayerFiles:
     """The files of one layer, each of which has the tensors of its own expert, and all alike."""
     layer, first = "", list[object]()
     for number, file in enumerate(files):
-        forms = list[object]()
+        forms: list[object] = []
         for key, tensor in dictionary(file, file.value).items():
             name = expert_name(key) if isinstance(key, str) else None
             if name is None or not isinstance(tensor, Tensor):
@@ -229,8 +221,6 @@ class Experts(Struct, frozen=True):
     layers: ExpertLayers
     places: ExpertRanks
 
-    # -- flat buffers
-
     def sharing(
         self, group: int, shapes: ParameterShapes
     ) -> list[tuple[EngineStates, ParameterShapes]]:
@@ -246,33 +236,28 @@ class Experts(Struct, frozen=True):
         is_named = not (any(layers) and stated.get("moe")) or size_in(stated) == ep
         if len(eps) > 1 or count not in (None, ranks.dp // ep) or not is_named:
             raise InconsistentCheckpoint(
-                f"{ranks.directory.path}: flat group {group}, named {stated.get('name')!r}, is "
-                f"cut over {count} of {ranks.dp} ranks, and "
-                f"{listed(sorted(eps))} expert-parallel ranks share its parameters",
+                f"{ranks.directory.path}: flat group {group}, named {stated.get('name')!r}, is cut "
+                f"over {count} of {ranks.dp} ranks, and {listed(sorted(eps))} expert-parallel "
+                "ranks share its parameters",
                 hint=MIXED,
             )
         if ep == 1:
             return [(ranks, shapes)]
-        return [
-            (
-                self._of_ranks(self.places.alike(ep_rank, ep)),
-                {self.layers.global_name(name, ep_rank): shapes[name] for name in shapes},
+        shared: list[tuple[EngineStates, ParameterShapes]] = []
+        for ep_rank in range(ep):
+            numbers = self.places.alike(ep_rank, ep)
+            sharers = replace(
+                ranks,
+                optimizers=[ranks.optimizers[number] for number in numbers],
+                states=[ranks.states[number] for number in numbers],
+                bases=[ranks.bases[number] for number in numbers],
+                dp=len(numbers),
+                numbers=tuple(numbers),
+                everyone=ranks,
             )
-            for ep_rank in range(ep)
-        ]
-
-    def _of_ranks(self, numbers: Sequence[int]) -> EngineStates:
-        """What some of the ranks say, as if they were all."""
-        ranks = self.ranks
-        return replace(
-            ranks,
-            optimizers=[ranks.optimizers[number] for number in numbers],
-            states=[ranks.states[number] for number in numbers],
-            bases=[ranks.bases[number] for number in numbers],
-            dp=len(numbers),
-            numbers=tuple(numbers),
-            everyone=ranks,
-        )
+            named = {self.layers.global_name(name, ep_rank): shapes[name] for name in shapes}
+            shared.append((sharers, named))
+        return shared
 
     @property
     def fit(self) -> bool:
@@ -289,8 +274,6 @@ class Experts(Struct, frozen=True):
         pairs = ((entries[f"{name}/param"], entries[f"{name}/master"]) for name in names)
         return all(begins_as(weight, m, min(ELEMENTS, m.numel)) for weight, m in pairs)
 
-    # -- the manifest
-
     def complete(self, manifest: Manifest) -> Manifest:
         """The manifest of the whole module, which says what its experts are, and has them in order.
 
@@ -305,20 +288,20 @@ class Experts(Struct, frozen=True):
                 "of the experts do not",
                 hint="files of different saves seem to be mixed",
             )
-        unsaved_line = (
+        warning = (
             f"DeepSpeed did not save the weights of {listed(unsaved, 4)}, as the name of their MoE "
             "layer has `expert` in it: their masters stand for them"
         )
-        module, buffers = self.whole.model["module"], {*manifest.buffers}
+        model, buffers = self.whole.model, {*manifest.buffers}
         assert isinstance(manifest.engine, FlatBufferEngine)
         manifest = replace(
             manifest,
-            warnings=(*manifest.warnings, *([unsaved_line] if unsaved else [])),
+            warnings=(*manifest.warnings, *([warning] if unsaved else [])),
             source={**manifest.source, "ep": max(self.layers.sizes)},
             parameters={name: manifest.parameters[name] for name in self._order(manifest)},
-            buffers=tuple(name for name in self.whole.model["buffer_names"] if name in buffers),
+            buffers=tuple(name for name in model["buffer_names"] if name in buffers),
             engine=replace(manifest.engine, experts=self.layers.listed),
-            state={**manifest.state, "module": list(dict.fromkeys([*module, *unsaved]))},
+            state={**manifest.state, "module": list(dict.fromkeys([*model["module"], *unsaved]))},
         )
         return in_order(manifest)
 
@@ -329,11 +312,10 @@ class Experts(Struct, frozen=True):
             for name, about in manifest.parameters.items()
         )
         frozen = {*groups.pop(None, [])}
-        order = []
-        for names in groups.values():
-            order += self.layers.everywhere([*filter(self.layers.is_on_first, names)])
         module = [name for name in self.whole.model["module"] if name in frozen]
-        return [*order, *sorted(module, key=lambda name: not self.layers.is_dense(name))]
+        locals_of = [[*filter(self.layers.is_on_first, names)] for names in groups.values()]
+        trained = chain.from_iterable(map(self.layers.everywhere, locals_of))
+        return [*trained, *sorted(module, key=lambda name: not self.layers.is_dense(name))]
 
 
 def with_experts(ranks: EngineStates, rank_files: RankFiles, step_policy: str | None) -> Manifest:
@@ -375,11 +357,10 @@ def _places(ranks: EngineStates, whole: EngineStates, layers: ExpertLayers) -> E
     """
     if ranks.config_path is None or all(ep in (1, ranks.dp) for ep in layers.sizes):
         return ExpertRanks.of_config(ranks.dp, ranks.config)
-    for names in ranks.param_shapes():
-        in_order = layers.is_regular(layers.everywhere([*names]))
-        is_shown = ranks.round_robin or in_order  # perhaps round robin, which nothing shows
-        if not is_shown and any(map(layers.layer_of, names)):
-            refuse(ranks.directory, UNKNOWN)
+    every = [[*names] for names in ranks.param_shapes() if any(map(layers.layer_of, names))]
+    are_regular = all(layers.is_regular(layers.everywhere(names)) for names in every)
+    if not are_regular and not ranks.round_robin:  # perhaps round robin, which nothing shows
+        refuse(ranks.directory, UNKNOWN)
     orders = [ExpertRanks(ranks.dp, data_first) for data_first in (False, True)]
     fitting = [order for order in orders if Experts(ranks, whole, layers, order).fit]
     if not fitting:
@@ -398,27 +379,23 @@ def _are_spread_over_tensor_ranks(ranks: EngineStates) -> bool:
     Without `enable_expert_tensor_parallelism` tensor ranks have other experts each.
     """
     counts = ranks.first.get("partition_count")
-    for number, count in enumerate(counts if isinstance(counts, list) else ()):
-        ep = size_in(ranks.groups(number)[0])
-        if ep and isinstance(count, int) and count * ep > ranks.dp:
-            return int(ranks.model.get("mp_world_size") or 1) > 1
-    return False
+    sizes = (
+        (count, size_in(ranks.groups(number)[0]))
+        for number, count in enumerate(counts if isinstance(counts, list) else ())
+    )
+    is_over = any(ep and isinstance(count, int) and count * ep > ranks.dp for count, ep in sizes)
+    return is_over and int(ranks.model.get("mp_world_size") or 1) > 1
 
 
 def _with_one_step(buffers: Sequence[FlatBuffer], policy: str | None) -> list[FlatBuffer]:
     """The flat buffers of all ep ranks, whose groups have one step each; raises if they differ."""
-    of_group = {
-        group: agreement.agree(
-            [
-                (f"flat group {group}, {next(iter(other.shapes))}", other.step)
-                for other in same
-                if other.step is not None and other.shapes
-            ],
-            policy,
-        )
-        for group, same in by_key((buffer.group, buffer) for buffer in buffers).items()
-    }
-    return [replace(buffer, step=of_group[buffer.group]) for buffer in buffers]
+    stated = by_key(
+        (buffer.group, (f"flat group {buffer.group}, {next(iter(buffer.shapes))}", buffer.step))
+        for buffer in buffers
+        if buffer.step is not None and buffer.shapes
+    )
+    of_group = {group: agreement.agree(own, policy) for group, own in stated.items()}
+    return [replace(buffer, step=of_group.get(buffer.group)) for buffer in buffers]
 
 
 # -- the files of a target

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import chain
+from itertools import accumulate, chain
 from math import prod
 from typing import Any
 
@@ -153,21 +153,21 @@ def members_of(
     if a file states names that are not among `weights`.
     """
     of_each = [numbers_of(states) for states in every]
+    is_flat = any(FLAT_MASTERS in states.first for states in every)
     are_stated = any(states.model.get("param_shapes") for states in every)
     if param_names is not None and not are_stated:
-        is_flat = any(FLAT_MASTERS in states.first for states in every)
         given = iter(given_to(of_each, weights, param_names, is_flat))
         return [([next(given) for _ in groups], []) for groups in of_each]
     named: list[tuple[Members, Sequence[str]]] = []
     for states, groups in zip(every, of_each, strict=True):
-        if stated := states.model.get("param_shapes"):
-            is_flat = FLAT_MASTERS in states.first
-            members = [*map(list, stated)] if is_flat else _with_frozen(groups, stated)
-            if weights:  # or this is a stage whose layers are not there yet
-                _check_known(states, members, weights)
-            named.append((members, list(states.first.get(INFERRED) or ())))
-        else:
+        stated = states.model.get("param_shapes")
+        if not stated:
             named.append(by_files(states, groups, weights))
+            continue
+        members = [*map(list, stated)] if is_flat else _with_frozen(groups, stated)
+        if weights:  # or this is a stage whose layers are not there yet
+            _check_known(states, members, weights)
+        named.append((members, list(states.first.get(INFERRED) or ())))
     return named
 
 
@@ -224,14 +224,13 @@ def by_place(flats: Sequence[TensorInFile], weights: Weights) -> list[list[str]]
     saves them as views of it. None if the file has no such buffer for a group: another program
     saved it again.
     """
-    views = by_key((each.tensor.storage.key, name) for name, each in weights.items())
-    buffers: list[tuple[list[str], TensorInFile]] = []
-    for own in views.values():
-        names = sorted(own, key=lambda n: (weights[n].tensor.offset, weights[n].tensor.numel))
-        if buffer := _filled([weights[name].tensor for name in names]):
-            buffers.append((names, TensorInFile(flats[0].file, buffer)))
-    of_buffers, of_flats = labels([buffer for _, buffer in buffers], flats)
-    members = by_key((label, names) for label, (names, _) in zip(of_buffers, buffers, strict=True))
+    tensors = {name: weight.tensor for name, weight in weights.items()}
+    in_order = sorted(tensors, key=lambda name: (tensors[name].offset, tensors[name].numel))
+    views = by_key((tensors[name].storage.key, name) for name in in_order)
+    filled = [(_filled([tensors[n] for n in names]), names) for names in views.values()]
+    buffers = [(TensorInFile(flats[0].file, each), names) for each, names in filled if each]
+    of_buffers, of_flats = labels([buffer for buffer, _ in buffers], flats)
+    members = by_key((label, names) for label, (_, names) in zip(of_buffers, buffers, strict=True))
     shown = [label for own in of_flats for label in own if len(own) == len(members[label]) == 1]
     if len({*shown}) < len(flats):
         return None
@@ -240,14 +239,11 @@ def by_place(flats: Sequence[TensorInFile], weights: Weights) -> list[list[str]]
 
 def _filled(views: Sequence[Tensor]) -> Tensor | None:
     """The buffer that views fill, one behind the other; None if there are gaps."""
-    first, total = views[0], 0
-    for view in views:
-        if not view.contiguous or view.offset != total:
-            return None
-        total += view.numel
-    if total * SIZES[first.dtype] != first.storage.length:
-        return None
-    return Tensor(first.storage, first.dtype, 0, (total,), (1,))
+    storage, dtype = views[0].storage, views[0].dtype
+    *starts, total = accumulate((view.numel for view in views), initial=0)
+    are_next = all(v.contiguous and v.offset == n for v, n in zip(views, starts, strict=True))
+    is_full = are_next and total * SIZES[dtype] == storage.length
+    return Tensor(storage, dtype, 0, (total,), (1,)) if is_full else None
 
 
 def by_pieces(flats: Sequence[TensorInFile], weights: Weights) -> MatchedNames:
@@ -289,15 +285,14 @@ def by_bytes(orders: Sequence[Sequence[TensorInFile]], weights: Weights) -> Matc
 
     Raises MissingData with the names of the weights that cannot be told apart.
     """
-    masters = [master for order in orders for master in order]
-    of_weights, of_masters = labels(list(weights.values()), masters)
+    masters = [*chain.from_iterable(orders)]
+    of_weights, of_masters = labels([*weights.values()], masters)
     for number, (master, own) in enumerate(zip(masters, of_masters, strict=True)):
         if len(own) != 1:
+            which = "weights of several types" if own else "no weight"
             raise MissingData(
                 f"{master.file.path}: master {number} of the optimizer, of shape "
-                f"{list(master.tensor.shape)}, "
-                + ("rounds to no weight" if not own else "rounds to weights of several types")
-                + " of the module",
+                f"{list(master.tensor.shape)}, rounds to {which} of the module",
                 hint=TRAINED,
             )
     remaining = iter(own[0] for own in of_masters)
@@ -325,7 +320,6 @@ def weights_in(
 
 
 def shapes_of(weights: Weights) -> dict[str, Shape]:
-    """The shapes of weights, by their names."""
     return {name: weight.tensor.shape for name, weight in weights.items()}
 
 
@@ -355,12 +349,10 @@ def _named(
         alike = [name for label in others for name in owners.get(label, ())]
         why = f"does not show the {what} of every parameter"
         if alike:
-            why = f"{listed(alike, 6)} have equal {what}, which the order of the module does not "
-            why += "tell apart"
-        raise MissingData(
-            f"{path}: the optimizer's state has no names, and {why}",
-            hint=HINT if what == "shape" else TRAINED,
-        ) from error
+            order = "which the order of the module does not tell apart"
+            why = f"{listed(alike, 6)} have equal {what}, {order}"
+        said = f"{path}: the optimizer's state has no names, and {why}"
+        raise MissingData(said, hint=HINT if what == "shape" else TRAINED) from error
     remaining = iter(matched.names)
     chosen = [certain[n] if n in certain else next(remaining) for n in range(len(orders))]
     return MatchedNames(chosen, matched.inferred)

@@ -74,7 +74,6 @@ class WholeOptimizer(Struct, frozen=True):
 
     @property
     def file(self) -> TorchFile:
-        """The file with the optimizer."""
         return self.states.optimizers[0]
 
 
@@ -135,19 +134,10 @@ def states_with(
     base = optimizer if wrapper is None else optimizer.get("optimizer_state_dict")
     if not isinstance(base, dict) or not isinstance(base.get("param_groups"), list):
         raise CorruptCheckpoint(f"{beside.path} holds no state of a torch optimizer")
-    dp = model.get("dp_world_size")
-    return EngineStates(
-        directory,
-        [file],
-        [beside],
-        model,
-        [optimizer],
-        [base],
-        version,
-        dp if isinstance(dp, int) and dp > 0 else 1,
-        partitioned=False,
-        whole=True,
-    )
+    stated = model.get("dp_world_size")
+    dp = stated if isinstance(stated, int) and stated > 0 else 1
+    states = [optimizer], [base]
+    return EngineStates(directory, [file], [beside], model, *states, version, dp, False, whole=True)
 
 
 def named_optimizers(
@@ -158,7 +148,7 @@ def named_optimizers(
     named = naming.members_of(every, weights, param_names)
     for states, (members, inferred) in zip(every, named, strict=True):
         shapes = shapes_of(weights)
-        if states.model.get("param_shapes") and not weights:  # a stage whose layers are not there
+        if not weights:  # a stage whose layers are not there yet
             shapes = {n: shape for group in states.param_shapes() for n, shape in group.items()}
         whole = with_names(states, members, inferred, shapes)
         wholes.append(replace(whole, module=[*(states.model["module"] or shapes)]))
@@ -273,10 +263,8 @@ def kept(whole: WholeOptimizer, step_policy: str | None) -> tuple[EngineStates, 
         step = completed.get(number.owner)
         buffers.append(FlatBuffer(number.group, number.shapes, slots, step, place, scalars, (), ()))
     if buffers:
-        every = (in_states, in_groups)
-        seen = [line for each in every for line in steps.sightings_of(each, believed)]
-        warnings = [warning for _, warning in seen if warning]
-        sightings = [sighting for sighting, _ in seen]
+        seen = [*chain(*(steps.sightings_of(each, believed) for each in (in_states, in_groups)))]
+        sightings, warnings = [line for line, _ in seen], [line for _, line in seen if line]
         buffers[0] = replace(buffers[0], sightings=sightings, warnings=warnings)
     more = {OTHER: other} if other else {}
     return replace(states, states=[states.first | more]), buffers
@@ -297,17 +285,15 @@ def manifest_of_whole(whole: WholeOptimizer, step_policy: str | None) -> Manifes
     """The manifest; its warnings name the parameters whose names only an order shows."""
     states, buffers = kept(whole, step_policy)
     manifest = manifest_of(states, buffers, "deepspeed", states.config, states.module_dtype)
-    warnings = list(manifest.warnings)
-    if whole.inferred:
-        warnings.append(
-            "the optimizer knows its parameters by number: the names of "
-            f"{listed(whole.inferred, 4)} are inferred from the order of the module"
-        )
+    warning = (
+        "the optimizer knows its parameters by number: the names of "
+        f"{listed(whole.inferred, 4)} are inferred from the order of the module"
+    )
     manifest = replace(
         manifest,
         state={**manifest.state, "module": list(whole.module)},
         inferred=tuple(whole.inferred),
-        warnings=tuple(warnings),
+        warnings=(*manifest.warnings, *([warning] if whole.inferred else [])),
         zero_padding=True,
     )
     return with_members(manifest, whole.members)
@@ -326,16 +312,13 @@ def with_members(manifest: Manifest, members: Members) -> Manifest:
     return replace(manifest, state={**manifest.state, "optimizer": optimizer})
 
 
-# -- the optimizer of a target, in the form that the class around it has: see optimizer.py
+# -- the optimizer of a target, in the form that the class around it has
 
 
 def model_shells(target: DeepSpeedTarget) -> Iterator[Shell]:
     """The model file, and with experts the optimizers of all ep ranks."""
-    if not target.experts:
-        yield from model_files(target, True, optimizer)
-        return
-    yield from model_files(target, True)
-    for rank in range(max(target.experts.sizes)):
+    yield from model_files(target, True, None if target.experts else optimizer)
+    for rank in range(max(target.experts.sizes, default=0)):
         own = target.expert_ranks.in_layers(target.experts, rank)
         named = partial(target.experts.named_in, of_layer=own)
         value = {"optimizer": optimizer(target, storages := Storages(), named)}
@@ -347,25 +330,32 @@ def optimizer(
     target: DeepSpeedTarget, storages: Storages, named: Callable[[str], str] = str
 ) -> dict[str, Any]:
     """The value of `optimizer`; `named` gives the name in the whole model of rank 0's names."""
+    is_flat = target.wrapper == FLAT
+
+    def tensor(buffer: TargetBuffer, dtype: str) -> Tensor:
+        """One like the master: flat, or of the parameter's shape."""
+        shape = (buffer.starts[-1],) if is_flat else target.trainable[buffer.names[0]].shape
+        return storages.tensor(dtype, shape)
+
+    def state(buffer: TargetBuffer) -> dict[str, Any]:
+        numbers = optimizer_values.numbers(target, buffer, storages)
+        slots = {slot_key(slot): tensor(buffer, dtype) for slot, dtype in buffer.slots.items()}
+        others = target.others.get(named(buffer.names[0])) or {}
+        return {**numbers, **slots, **target.thawed(others, storages)}
+
     groups, following = _members(target), count()
     numbers = [[next(following) for _ in group] for group in groups]
     every = [*chain.from_iterable(groups)]
-    states = {n: _state(target, own, storages, named) for n, own in enumerate(every) if own}
+    states = {number: state(own) for number, own in enumerate(every) if own}
     frozen = [number for number, own in enumerate(every) if own is None]
     base = optimizer_values.base_state(target, states, storages, numbers=numbers)
     own = optimizer_values.own_statements(target) | ({FROZEN: frozen} if frozen else {})
     if target.wrapper is None:
         return {**base, **own}
-    masters: dict[str, Any] = {
-        WHOLE_MASTERS: [
-            [_tensor(target, buffer, buffer.master, storages) for buffer in group if buffer]
-            for group in groups
-        ]
-    }
-    is_flat = target.wrapper == FLAT
+    wholes = [[tensor(each, each.master) for each in group if each] for group in groups]
+    masters: dict[str, Any] = {WHOLE_MASTERS: wholes}
     if is_flat:
-        flats = [flat for (flat,) in masters[WHOLE_MASTERS]]
-        masters = {FLAT_MASTERS: flats, "clip_grad": usual_norm(target)}
+        masters = {FLAT_MASTERS: [flat for (flat,) in wholes], "clip_grad": usual_norm(target)}
         masters |= optimizer_values.clipping(target)
     is_scaled = not is_flat or target.engine.dtype == "F16"
     scaling = optimizer_values.whole_scaling(target) if is_scaled else {}
@@ -384,24 +374,3 @@ def _members(target: DeepSpeedTarget) -> list[list[TargetBuffer | None]]:
         [None if name is None else next(own) for name in names]
         for names, own in zip(target.listed_names(), remaining, strict=True)
     ]
-
-
-def _state(
-    target: DeepSpeedTarget, buffer: TargetBuffer, storages: Storages, named: Callable[[str], str]
-) -> dict[str, Any]:
-    """The state of one number."""
-    return {
-        **optimizer_values.numbers(target, buffer, storages),
-        **{
-            slot_key(slot): _tensor(target, buffer, dtype, storages)
-            for slot, dtype in buffer.slots.items()
-        },
-        **target.thawed(target.others.get(named(buffer.names[0])) or {}, storages),
-    }
-
-
-def _tensor(target: DeepSpeedTarget, buffer: TargetBuffer, dtype: str, storages: Storages) -> Any:
-    """A tensor like the master: flat, or of the parameter's shape."""
-    if target.wrapper == FLAT:
-        return storages.tensor(dtype, (buffer.starts[-1],))
-    return storages.tensor(dtype, target.trainable[buffer.names[0]].shape)

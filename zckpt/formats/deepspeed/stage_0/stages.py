@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import chain, pairwise, product
-from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -180,21 +179,18 @@ def _ties(
         fitting = {
             number: {inner: TensorInFile(file, file.value[inner]) for inner in wanted}
             for number, file in layers.items()
-            if number not in named and _has(dictionary(file, file.value), wanted)
+            if number not in named
+            and all(
+                isinstance(tensor := dictionary(file, file.value).get(inner), Tensor)
+                and shape in (None, tensor.shape)
+                for inner, shape in wanted.items()
+            )
         }
         choices.append([dict.fromkeys(numbers, key) for numbers in _alike(fitting)] or [{}])
     return [
         {number: key for each in chosen for number, key in each.items()}
         for chosen in product(*choices)
     ]
-
-
-def _has(tensors: Mapping[str, Any], wanted: Mapping[str, Shape | None]) -> bool:
-    """Whether the file of a layer has these tensors."""
-    return all(
-        isinstance(tensor := tensors.get(inner), Tensor) and shape in (None, tensor.shape)
-        for inner, shape in wanted.items()
-    )
 
 
 def _alike(layers: Mapping[int, Weights]) -> list[list[int]]:
