@@ -50,8 +50,7 @@ def with_slices(ranks: EngineStates) -> EngineStates:
     that zckpt does not read) and InconsistentCheckpoint.
     """
     model, directory = ranks.model, ranks.directory
-    layers = layers_in(model)
-    if not layers:
+    if not (layers := layers_in(model)):
         return ranks
     refuse_folded(directory, model)
     formats = {str(layer.get("checkpoint_format") or "per_expert_files") for layer in layers}
@@ -112,9 +111,8 @@ def _check_placement(ranks: EngineStates, layer: Mapping[str, Any]) -> None:
         raise InconsistentCheckpoint(
             f"{ranks.models[0].path}: {ep} ranks cannot share the {count} experts of {path}"
         )
-    placement = nested(layer, "expert_placement", "ranks")
     local = count // ep
-    for entry in placement if isinstance(placement, list) else ():
-        rank, experts = entry.get("rank"), entry.get("experts")
-        if experts != list(range(rank * local, (rank + 1) * local)):
+    for entry in nested(layer, "expert_placement", "ranks") or ():
+        first = entry.get("rank") * local
+        if entry.get("experts") != [*range(first, first + local)]:
             refuse(ranks.directory, f"AutoEP experts of {path} in an order of their own")

@@ -83,9 +83,6 @@ def manifest_of_experts(directory: TagDirectory, files: RankFiles, reading: Read
     return _joined(wholes, experts, reading.step_policy)
 
 
-# -- the sizes of layers
-
-
 def _layers(ranks: EngineStates, files: Sequence[LayerFiles], reading: Reading) -> ExpertLayers:
     """Over how many ranks each layer is spread."""
     named = [*(reading.param_names or ())]
@@ -139,9 +136,6 @@ def _check_files(ranks: Sequence[EngineStates], layers: ExpertLayers) -> None:
     check_facts(optimizers, [each.bases[0] for each in ranks], hyper_parameters)
 
 
-# -- the names of parameters
-
-
 def _named(
     ranks: Sequence[EngineStates], experts: Experts, reading: Reading
 ) -> list[WholeOptimizer]:
@@ -158,8 +152,7 @@ def _named(
             first, shown = _of_first(rank, own, reading.param_names)
         named = partial(layers.named_in, of_layer=of_layer)
         members = [[None if n is None else named(n) for n in group] for group in first]
-        inferred = [*map(named, shown)]
-        wholes.append(with_names(rank, members, inferred, naming.shapes_of(own)))
+        wholes.append(with_names(rank, members, [*map(named, shown)], naming.shapes_of(own)))
     return wholes
 
 
@@ -172,9 +165,8 @@ def _second_names(ranks: EngineStates, files: Sequence[LayerFiles]) -> dict[str,
     stated = bool(ranks.model.get("param_shapes"))
     buffers = {*(ranks.model.get("buffer_names") or ())}
     owners: dict[str, str] = {}
-    modules = [(ranks.models[0], ranks.model["module"])]
-    modules += [(layer.files[0], layer.files[0].value) for layer in files]
-    for file, module in modules:
+    experts = [(layer.files[0], layer.files[0].value) for layer in files]
+    for file, module in [(ranks.models[0], ranks.model["module"]), *experts]:
         seen: dict[object, str] = {}
         for name, tensor in module.items():
             if name in buffers or is_extra(name, tensor) or tensor.dtype not in FLOATS:

@@ -96,8 +96,8 @@ def layers_of(ranks: EngineStates, files: RankFiles) -> list[LayerFiles]:
     wanted = ((layer, number) for layer, count in enumerate(counts) for number in range(count))
     # a damaged number may be huge: only the first missing files are listed
     if missing := list(islice((place for place in wanted if place not in paths), MOST)):
-        mp_rank = f"mp_rank_{files.number:02d}"
-        raise lacking(ranks.directory, [file_name(*place, mp_rank) for place in missing])
+        names = [file_name(*place, f"mp_rank_{files.number:02d}") for place in missing]
+        raise lacking(ranks.directory, names)
     places = sorted(paths)
     if surplus := [(n, e) for n, e in places if n >= len(counts) or e >= counts[n]]:
         raise InconsistentCheckpoint(
@@ -147,11 +147,8 @@ def _layer(files: Sequence[TorchFile]) -> LayerFiles:
 
 def named_of(ranks: EngineStates) -> tuple[str, ...]:
     """The names on rank 0, by its own numbers, as far as the files list any."""
-    return (
-        *(name for names in ranks.param_shapes() for name in names),
-        *(ranks.model.get("frozen_param_shapes") or ()),
-        *(ranks.model.get("buffer_names") or ()),
-    )
+    others = (ranks.model.get(key) or () for key in ("frozen_param_shapes", "buffer_names"))
+    return tuple(chain(*ranks.param_shapes(), *others))
 
 
 def spread_over(
@@ -208,9 +205,6 @@ def with_tensors(
     buffers = layers.everywhere(ranks.model.get("buffer_names") or ())
     model = {"module": module, "buffer_names": buffers, "shared_params": shared}
     return replace(ranks, model={**ranks.model, **model}, apart=apart)
-
-
-# -- the model of all ranks
 
 
 class Experts(Struct, frozen=True):
@@ -396,9 +390,6 @@ def _with_one_step(buffers: Sequence[FlatBuffer], policy: str | None) -> list[Fl
     )
     of_group = {group: agreement.agree(own, policy) for group, own in stated.items()}
     return [replace(buffer, step=of_group.get(buffer.group)) for buffer in buffers]
-
-
-# -- the files of a target
 
 
 def expert_files(target: DeepSpeedTarget) -> Iterator[Shell]:

@@ -36,8 +36,7 @@ def over_ranks(source: Manifest, options: Options) -> tuple[Manifest, list[Shell
     or groups), InconsistentCheckpoint (an order of parameters that another size does not have).
     """
     ep, layers = options[EP], ExpertLayers.of_manifest(source)
-    strangers = [name for name in source.parameters if expert_name(name) and layers.is_dense(name)]
-    if strangers:
+    if strangers := [n for n in source.parameters if expert_name(n) and layers.is_dense(n)]:
         source = with_named_layers(source, strangers)
         layers = ExpertLayers.of_manifest(source)
     if not layers:
@@ -60,11 +59,10 @@ def _check_sizes(layers: ExpertLayers, ep: int | None, given: int | None, before
 
     `given` is the --dp of the user; without it the target has as many ranks as `before`.
     """
-    dp = given or before
+    dp, sizes = given or before, listed(layers.sizes)
     if ep is not None and len(layers.sizes) > 1:
         raise WrongOption(
-            f"--ep {ep}, but layers of experts have the expert-parallel sizes "
-            f"{listed(layers.sizes)}",
+            f"--ep {ep}, but layers of experts have the expert-parallel sizes {sizes}",
             hint="leave it out: every layer keeps its own size",
         )
     for layer in layers.layers.values():
@@ -85,23 +83,13 @@ def check_target(target: DeepSpeedTarget) -> None:
         return
     engine, sizes = target.engine, target.experts.sizes
     is_auto = any(parameter_of(name) != name for name in target.trainable)
+    auto = "AutoEP's experts in ZeRO stage 0, nor with round_robin_gradients or parameter_alignment"
+    is_other = is_auto and (engine.whole or engine.round_robin or engine.aligned)
+    is_3, is_grid = engine.stage == 3, engine.whole and target.source.place is not None
     for is_meant, what, hint in (
-        (
-            engine.stage == 3,
-            "layers of experts in ZeRO stage 3",
-            "choose --stage 0, --stage 1 or --stage 2",
-        ),
-        (
-            is_auto and (engine.whole or engine.round_robin or engine.aligned),
-            "AutoEP's experts in ZeRO stage 0, nor with round_robin_gradients or "
-            "parameter_alignment",
-            "choose --stage 1 or --stage 2, without these settings in the ds_config",
-        ),
-        (
-            engine.whole and target.source.place is not None,
-            "experts in ZeRO stage 0 on several model ranks",
-            "choose --stage 1",
-        ),
+        (is_3, "layers of experts in ZeRO stage 3", "choose --stage 0, --stage 1 or --stage 2"),
+        (is_other, auto, "choose --stage 1 or --stage 2, without these settings in the ds_config"),
+        (is_grid, "experts in ZeRO stage 0 on several model ranks", "choose --stage 1"),
     ):
         if is_meant:
             raise WrongOption(f"zckpt does not write {what}", hint=hint)

@@ -110,15 +110,14 @@ def numbers_of(states: EngineStates) -> Groups:
             raise misfit(f"{file.path}: the optimizer", masters_of, listed(counts))
     if states.model.get("param_shapes"):
         frozen = {*(optimizer.get(FROZEN) or ())}
-    groups: list[list[Number]] = []
-    for place, group in enumerate(base["param_groups"]):
-        names = list(group.get("param_names") or ())
-        names = names if len(names) == len(numbers[place]) else [None] * len(numbers[place])
-        groups.append([])
-        for number, tensor, name in zip(numbers[place], masters[place], names, strict=True):
+    groups: list[list[Number]] = [[] for _ in numbers]
+    for place, own in enumerate(numbers):
+        names = list(base["param_groups"][place].get("param_names") or ())
+        names = names if len(names) == len(own) else [None] * len(own)
+        for number, tensor, name in zip(own, masters[place], names, strict=True):
             master = None if tensor is None else TensorInFile(file, tensor)
             state = kept.get(number) or {}
-            groups[-1].append(Number(place, state, master, name, number in frozen))
+            groups[place].append(Number(place, state, master, name, number in frozen))
     return groups
 
 
@@ -356,9 +355,6 @@ def _named(
     remaining = iter(matched.names)
     chosen = [certain[n] if n in certain else next(remaining) for n in range(len(orders))]
     return MatchedNames(chosen, matched.inferred)
-
-
-# -- by the user
 
 
 def given_to(

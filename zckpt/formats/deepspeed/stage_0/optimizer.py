@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain, count
+from itertools import accumulate, chain, count, pairwise
 from math import prod
 from typing import Any
 
@@ -136,8 +136,9 @@ def states_with(
         raise CorruptCheckpoint(f"{beside.path} holds no state of a torch optimizer")
     stated = model.get("dp_world_size")
     dp = stated if isinstance(stated, int) and stated > 0 else 1
-    states = [optimizer], [base]
-    return EngineStates(directory, [file], [beside], model, *states, version, dp, False, whole=True)
+    return EngineStates(
+        directory, [file], [beside], model, [optimizer], [base], version, dp, False, whole=True
+    )
 
 
 def named_optimizers(
@@ -149,7 +150,7 @@ def named_optimizers(
     for states, (members, inferred) in zip(every, named, strict=True):
         shapes = shapes_of(weights)
         if not weights:  # a stage whose layers are not there yet
-            shapes = {n: shape for group in states.param_shapes() for n, shape in group.items()}
+            shapes = dict(chain(*(group.items() for group in states.param_shapes())))
         whole = with_names(states, members, inferred, shapes)
         wholes.append(replace(whole, module=[*(states.model["module"] or shapes)]))
     return wholes
@@ -164,16 +165,10 @@ def unnamed(states: EngineStates, weights: Weights) -> WholeOptimizer:
 def with_names(
     states: EngineStates, members: Members, inferred: Sequence[str], shapes: Mapping[str, Shape]
 ) -> WholeOptimizer:
-    """The optimizer with names and shapes by group, which the engine does not save in stage 0.
-
-    `shapes` are those of all weights.
-    """
+    """The optimizer with names and, of all `shapes`, those by group: no engine saves them here."""
     own = [{name: shapes[name] for name in group if name is not None} for group in members]
     named = replace(states, model={**states.model, "param_shapes": own})
     return WholeOptimizer(named, members, inferred, [*shapes])
-
-
-# -- what it keeps
 
 
 def _numbers(whole: WholeOptimizer) -> Iterator[Number]:
@@ -209,12 +204,10 @@ def _slot(number: Number, file: TorchFile, name: str, tensor: Tensor) -> BufferS
     """A tensor of what one number is as a slot of its parameters."""
     if [*number.shapes.values()] == [tensor.shape]:
         return BufferSlot(name, tensor.dtype, {number.first: file.fragments(tensor)})
+    ends = pairwise(accumulate(map(prod, number.shapes.values()), initial=0))
     fragments: dict[str, Fragments] = {}
-    start = 0
-    for parameter, shape in number.shapes.items():
-        stop = start + prod(shape)
+    for parameter, (start, stop) in zip(number.shapes, ends, strict=True):
         fragments[parameter] = solid(stop - start, file.extent(tensor.part(start, stop)))
-        start = stop
     return BufferSlot(name, tensor.dtype, fragments)
 
 
@@ -266,8 +259,7 @@ def kept(whole: WholeOptimizer, step_policy: str | None) -> tuple[EngineStates, 
         seen = [*chain(*(steps.sightings_of(each, believed) for each in (in_states, in_groups)))]
         sightings, warnings = [line for line, _ in seen], [line for _, line in seen if line]
         buffers[0] = replace(buffers[0], sightings=sightings, warnings=warnings)
-    more = {OTHER: other} if other else {}
-    return replace(states, states=[states.first | more]), buffers
+    return replace(states, states=[states.first | ({OTHER: other} if other else {})]), buffers
 
 
 def _is_scalar(value: Any) -> bool:
@@ -364,13 +356,11 @@ def optimizer(
 
 def _members(target: DeepSpeedTarget) -> list[list[TargetBuffer | None]]:
     """By group, what the optimizer has a number for; None for a frozen parameter."""
-    groups: list[list[TargetBuffer | None]] = [[] for _ in target.groups]
-    for buffer in target.buffers:
-        groups[buffer.group].append(buffer)
+    of_group = by_key((buffer.group, buffer) for buffer in target.buffers)
+    groups = [of_group.get(number, []) for number, _ in enumerate(target.groups)]
     if not target.lists_frozen:
-        return groups
-    remaining = [iter(group) for group in groups]
+        return [[*group] for group in groups]
     return [
         [None if name is None else next(own) for name in names]
-        for names, own in zip(target.listed_names(), remaining, strict=True)
+        for names, own in zip(target.listed_names(), map(iter, groups), strict=True)
     ]

@@ -15,7 +15,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from ....core import cast, sources
 from ....core.dtypes import SIZES
@@ -60,16 +60,13 @@ def labels(
     return of_weights, of_masters
 
 
-class _Sampler:
+class _Sampler(Struct, frozen=True):
     """Reads elements of tensors; their files stay open until `opened` ends."""
 
-    def __init__(
-        self, opened: ExitStack, weights: Sequence[TensorInFile], masters: Sequence[TensorInFile]
-    ) -> None:
-        self.opened = opened
-        self.descriptors: dict[str, int] = {}
-        self.weights = weights
-        self.masters = masters
+    opened: ExitStack
+    weights: Sequence[TensorInFile]
+    masters: Sequence[TensorInFile]
+    descriptors: dict[str, int] = field(default_factory=dict)
 
     def split(self, own: Sequence[int], theirs: Sequence[int], dtype: str) -> Iterator[_Set]:
         """Weights of one shape and type whose bytes are equal, with the masters that round to them.

@@ -62,9 +62,8 @@ def open_stages(
     buffers = {name for each in states for name in each.model.get("buffer_names") or ()}
     if tied is not None and reading.weights_only and not has_masters:
         weights = _weights(layers, buffers, tied)
-        return WholeStages(
-            [unnamed(each, {} if n else weights) for n, each in enumerate(states)], tied
-        )
+        wholes = [unnamed(each, {} if number else weights) for number, each in enumerate(states)]
+        return WholeStages(wholes, tied)
     hint = (naming.TRAINED if has_masters else HINT) + JOIN
     failures: list[WrongOption] = []
     fitting: list[WholeStages] = []
@@ -89,10 +88,8 @@ def open_stages(
     stages = fitting[0]
     if len(fitting) > 1:
         numbers = sorted({*chain(*(each.tied for each in fitting))})
-        raise UnsupportedCheckpoint(
-            f"each of the layers {listed(numbers)} may be a tied one",
-            hint="no file says which one it is",
-        )
+        said = f"each of the layers {listed(numbers)} may be a tied one"
+        raise UnsupportedCheckpoint(said, hint="no file says which one it is")
     counts = Counter(n for each in stages.wholes for own in each.members for n in own if n)
     again = [name for name, count in counts.items() if count > 1 and tied_key(name) is None]
     if again:
@@ -109,8 +106,7 @@ def _stated_shapes(
 ) -> dict[str, Shape | None]:
     """The names that a file of zckpt's or the user states, with shapes as far as they are known."""
     if all(each.model.get("param_shapes") for each in states):
-        every = [group for each in states for group in each.param_shapes()]
-        return {name: shape for group in every for name, shape in group.items()}
+        return dict(chain(*(own.items() for each in states for own in each.param_shapes())))
     names = param_names or ()
     if any(FLAT_MASTERS in each.first for each in states):
         return dict.fromkeys(names)
