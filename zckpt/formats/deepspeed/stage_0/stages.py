@@ -30,7 +30,7 @@ from ..files import RankFiles
 from ..model_ranks.layer_names import of_tied, prefix_of, tied_key, untied_layers
 from . import naming
 from .naming import Shape, Weights, numbers_of
-from .optimizer import WholeOptimizer, named_optimizers, states_of, unnamed
+from .optimizer import WholeOptimizer, named_optimizers, states_of
 from .samples import TensorInFile, labels
 
 JOIN = ". Do it on one rank of each stage, and join the files in the order of the stages"
@@ -53,17 +53,12 @@ def open_stages(
     """The optimizers of the stages of one tensor rank, whose layers have the files `layers`.
 
     `tied` gives the keys of tied layers by the numbers of their files, if they are known already.
-    Then the weights alone need no further names.
     Raises MissingData if nothing shows the names of their parameters, WrongOption for names that do
     not fit, UnsupportedCheckpoint if several layers may be a tied one.
     """
     states = [states_of(directory, each, is_stage=True) for each in files]
     has_masters = any(wrapper_of(each.first) is not None for each in states)
     buffers = {name for each in states for name in each.model.get("buffer_names") or ()}
-    if tied is not None and reading.weights_only and not has_masters:
-        weights = _weights(layers, buffers, tied)
-        wholes = [unnamed(each, {} if number else weights) for number, each in enumerate(states)]
-        return WholeStages(wholes, tied)
     hint = (naming.TRAINED if has_masters else HINT) + JOIN
     failures: list[WrongOption] = []
     fitting: list[WholeStages] = []
