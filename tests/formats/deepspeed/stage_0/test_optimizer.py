@@ -149,6 +149,27 @@ def test_files_that_lack_an_optimizer(
         zckpt.read(saved(tmp_path, WHOLE, edit))
 
 
+@pytest.mark.parametrize("names", [["a", "b"], ["b", "a"]])
+def test_names_that_torch_keeps(names: list[str], tmp_path: Path) -> None:
+    """Since 2.6 an optimizer may state them, so that no shape has to show them."""
+    model, _ = made.stage_0([{"a": (3,), "b": (3,)}], TORCH)
+    base_of(model)["param_groups"][0]["param_names"] = names
+    run = made.saved(tmp_path / "run", (model, []))
+    assert zckpt.read(run).inferred == ()
+    for number, name in enumerate(names):
+        moment = base_of(model)["state"][number]["exp_avg"]
+        assert torch.equal(zckpt.load(run, f"{name}/exp_avg"), moment)
+
+
+def test_names_that_torch_keeps_of_another_model(tmp_path: Path) -> None:
+    def edit(model: dict[str, Any]) -> None:
+        for group, names in zip(base_of(model)["param_groups"], ("ax", "cd"), strict=True):
+            group["param_names"] = [*names]
+
+    with pytest.raises(InconsistentCheckpoint, match="the module has no weights x"):
+        zckpt.read(saved(tmp_path, TORCH, edit))
+
+
 # -- states
 
 
@@ -190,16 +211,16 @@ def test_one_element_is_a_slot_where_all_parameters_have_one(tmp_path: Path) -> 
 
 def test_frozen_parameters_of_torch_keep_their_numbers(tmp_path: Path) -> None:
     """One without a state is frozen, as the engine gives all others a gradient."""
-    run = saved(tmp_path, TORCH, lambda model: base_of(model)["state"].pop(1))
+    run = saved(tmp_path, TORCH, lambda model: base_of(model)["state"].pop(0))
     manifest = zckpt.read(run)
-    assert [n for n, about in manifest.parameters.items() if not about.trainable] == ["b"]
+    assert [n for n, about in manifest.parameters.items() if not about.trainable] == ["a"]
     zckpt.reshard(run, tmp_path / "other", dp=2)
     (path,) = (tmp_path / "other").glob("*/mp_rank_00_model_states.pt")
     optimizer = torch.load(path, weights_only=False)["optimizer"]
     assert [own["params"] for own in optimizer["param_groups"]] == [[0, 1], [2, 3]]
-    assert ([*optimizer["state"]], optimizer["zckpt_frozen"]) == ([0, 2, 3], [1])
+    assert ([*optimizer["state"]], optimizer["zckpt_frozen"]) == ([1, 2, 3], [0])
     again = zckpt.read(tmp_path / "other")
-    assert [n for n, about in again.parameters.items() if not about.trainable] == ["b"]
+    assert [n for n, about in again.parameters.items() if not about.trainable] == ["a"]
     assert_same_tensors(run, tmp_path / "other")
 
 

@@ -1,6 +1,6 @@
 """Which weight does each parameter of a stage-0 optimizer belong to? Its state has no names.
 
-    stated    by a file of zckpt's: its `param_shapes`
+    stated    by a file of zckpt's: its `param_shapes`; by torch's own optimizer: `param_names`
     given     by the user, with --param-names
     place     FP16_Optimizer: the module's weights are views of one buffer per group
     bytes     FP16_UnfusedOptimizer: a master rounds to the module's weight, and to no other

@@ -165,7 +165,7 @@ def unnamed(states: EngineStates, weights: Weights) -> WholeOptimizer:
 def with_names(
     states: EngineStates, members: Members, inferred: Sequence[str], shapes: Mapping[str, Shape]
 ) -> WholeOptimizer:
-    """The optimizer with names and, of all `shapes`, those by group: no engine saves them here."""
+    """The optimizer with names, and with shapes by group: the engine saves none in stage 0."""
     own = [{name: shapes[name] for name in group if name is not None} for group in members]
     named = replace(states, model={**states.model, "param_shapes": own})
     return WholeOptimizer(named, members, inferred, [*shapes])
