@@ -84,19 +84,21 @@ def test_names_that_do_not_fit(names: list[str], said: str, run: Path) -> None:
 
 def test_experts_are_told_apart_from_equal_dense_weights(run: Path) -> None:
     """Groups of experts have none but experts: equal bytes of a dense weight do not matter."""
-    name = f"{INSIDE}0.w"
 
     def edit(optimizer: Any) -> None:
-        optimizer["fp32_groups"][0][1] = torch.ones(4, 2)
-        optimizer["fp32_groups"][1][0] = torch.ones(2, 2)
+        for masters in (optimizer["fp32_groups"][0][:1], optimizer["fp32_groups"][1][2:3]):
+            masters[0].data = torch.ones(2)
+        for slot in MOMENTS:
+            optimizer["optimizer_state_dict"]["state"][0][slot] = torch.zeros(2)
 
     edit_all(run, edit)
-    change(model_of(run), lambda value: value["module"][GATE].fill_(1.0))
+    change(model_of(run), lambda value: value["module"].update(first=torch.ones(2).bfloat16()))
     for number in (0, 2):
         path = run / TAG / f"layer_0_expert_{number}_mp_rank_00_model_states.pt"
-        change(path, lambda value, n=number: value[f"{INSIDE}{n}.w"].fill_(1.0))
+        change(path, lambda value, n=number: value[f"{INSIDE}{n}.b"].fill_(1.0))
     manifest = zckpt.read(run)
-    assert (manifest.inferred, manifest.parameters[name].group) == ((), 1)
+    groups = {name: manifest.parameters[name].group for name in ("first", f"{INSIDE}2.b")}
+    assert (manifest.inferred, groups) == ((), {"first": 0, f"{INSIDE}2.b": 1})
 
 
 def test_shapes_alone_show_no_names(run: Path) -> None:
