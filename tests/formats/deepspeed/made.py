@@ -5,7 +5,7 @@ A master has the integers from 1 on, its moments the same and 100 or 50 more: bf
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -80,13 +80,47 @@ def stage_3(groups: Groups, dp: int) -> States:
     return model, ranks
 
 
+def stage_0(groups: Groups, masters: str | None = "fp32_groups") -> States:
+    """The model file has the whole optimizer, by number.
+
+    `masters` is the key of its wrapper's: `fp32_groups` are those of every parameter, and
+    `fp32_groups_flat` those of every group, whose weights are views of one buffer. None is torch's
+    own optimizer, which updates fp32 weights (fp16/fused_optimizer.py and unfused_optimizer.py).
+    """
+    tensors, is_flat = whole(groups), masters == "fp32_groups_flat"
+    module: dict[str, torch.Tensor] = {}
+    base: dict[str, Any] = {"state": {}, "param_groups": []}
+    of_groups: list[Any] = []
+    for group in groups:
+        flats = {slot: _flat(tensors, group, slot) for slot in SLOTS}
+        views = flats["master"].bfloat16().split([prod(shape) for shape in group.values()])
+        for (name, shape), view in zip(group.items(), views, strict=True):
+            weight = tensors[f"{name}/master"] if masters is None else tensors[f"{name}/param"]
+            module[name] = view.view(shape) if is_flat else weight
+        owners = [flats] if is_flat else [{s: tensors[f"{n}/{s}"] for s in SLOTS} for n in group]
+        first = len(base["state"])
+        for number, own in enumerate(owners, first):
+            moments = {slot: own[slot].clone() for slot in SLOTS if slot != "master"}
+            base["state"][number] = {"step": torch.tensor(3.0), **moments}
+        numbers = [*range(first, first + len(owners))]
+        base["param_groups"].append({"lr": 0.1, "params": numbers})
+        of_groups.append(flats["master"] if is_flat else [own["master"] for own in owners])
+    optimizer = base if masters is None else {"optimizer_state_dict": base, masters: of_groups}
+    model = _model(groups, 1, module)
+    return {**model, "param_shapes": None, "optimizer": optimizer}, []
+
+
+def _flat(tensors: Mapping[str, torch.Tensor], names: Iterable[str], slot: str) -> torch.Tensor:
+    return torch.cat([tensors[f"{name}/{slot}"].flatten() for name in names])
+
+
 def saved(run: Path, states: States) -> Path:
     """The run's directory with these files."""
     model, ranks = states
     folder = run / TAG
     folder.mkdir(parents=True)
     (run / "latest").write_text(TAG)
-    is_3 = ranks[0]["optimizer_state_dict"]["zero_stage"] == 3
+    is_3 = bool(ranks) and ranks[0]["optimizer_state_dict"]["zero_stage"] == 3
     for rank, optimizer in enumerate(ranks):
         torch.save(optimizer, folder / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
         if is_3:

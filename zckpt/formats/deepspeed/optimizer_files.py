@@ -31,8 +31,8 @@ from ..deepspeed_states.optimizer_values import (
     stage_enum,
 )
 from ..deepspeed_states.target import DeepSpeedTarget, TargetBuffer
-from .moe.expert_files import expert_files
-from .stage_0.states import model_shells
+from .moe.experts import expert_files
+from .stage_0.optimizer import model_shells
 
 
 def optimizer_files(target: DeepSpeedTarget, is_elastic: bool) -> Iterator[Shell]:

@@ -36,9 +36,8 @@ from .model_ranks.tensor_ranks import joined_slices
 from .moe.ep_optimizers import manifest_of_experts
 from .moe.experts import with_experts
 from .ranks import check_grid, open_ranks
-from .stage_0.optimizer import open_whole
+from .stage_0.optimizer import manifest_of_whole, open_whole
 from .stage_0.stages import open_stages
-from .stage_0.states import manifest_of_whole
 
 OF_MODEL_RANKS = (
     "of several model ranks, zckpt does not read a state of the ranks' parts of flat buffers"

@@ -10,111 +10,29 @@ import pytest
 import torch
 
 import zckpt
-from zckpt.errors import InconsistentCheckpoint
+from zckpt.errors import CorruptCheckpoint, IncompleteCheckpoint, InconsistentCheckpoint
 from zckpt.formats.deepspeed.gather import partitions
 
-from ....faults import swap_files
-
-TAG = "global_step3"
-MOMENTS = ("exp_avg", "exp_avg_sq")
-INSIDE = "moe.deepspeed_moe.experts.deepspeed_experts."
-GATE = "moe.deepspeed_moe.gate.wg.weight"
-DENSE: dict[str, tuple[int, ...]] = {"first": (3,), GATE: (4, 2)}
-INNER: dict[str, tuple[int, ...]] = {"w": (2, 2), "b": (2,)}
-LOCAL = {f"{INSIDE}{n}.{inner}": shape for inner, shape in INNER.items() for n in range(2)}
-"""In the optimizer, which a program gave the weights of all experts before their biases."""
-EXPERTS = {f"{INSIDE}{n}.{inner}": shape for n in range(4) for inner, shape in INNER.items()}
-
-
-def numbers(name: str, slot: str) -> torch.Tensor:
-    """Integers that no other tensor begins with, and that bf16 has."""
-    shape = (DENSE | EXPERTS)[name]
-    first = 10 * [*DENSE, *EXPERTS].index(name) + {"master": 0, "exp_avg": 1, "exp_avg_sq": 2}[slot]
-    return torch.arange(first, first + torch.Size(shape).numel()).float().view(shape)
-
-
-def flat(names: list[str], slot: str) -> torch.Tensor:
-    whole = torch.cat([numbers(name, slot).flatten() for name in names])
-    return torch.cat([whole, torch.zeros(len(whole) % 2)])
-
-
-def zero_1() -> list[dict[str, Any]]:
-    """Dense parameters are cut over both ranks; each rank has two experts by itself."""
-    files = []
-    for rank in range(2):
-        experts = [f"{INSIDE}{2 * rank + n}.{inner}" for inner in INNER for n in range(2)]
-        parts = {
-            slot: [flat([*DENSE], slot).chunk(2)[rank].clone(), flat(experts, slot)]
-            for slot in ("master", *MOMENTS)
-        }
-        states = {
-            group: {"step": torch.tensor(3.0)}
-            | {s: parts[s][group] for s in ("exp_avg", "exp_avg_sq")}
-            for group in (0, 1)
-        }
-        groups = [
-            {"lr": 0.1, "params": [0]},
-            {"lr": 0.1, "params": [1], "moe": True, "name": "ep_size_2"},
-        ]
-        optimizer = {
-            "zero_stage": 1,
-            "partition_count": [2, 1],
-            "single_partition_of_fp32_groups": parts["master"],
-            "base_optimizer_state": {"state": states, "param_groups": groups},
-        }
-        files.append({"optimizer_state_dict": optimizer, "ds_version": "0.19.8"})
-    return files
-
-
-def stage_0() -> list[dict[str, Any]]:
-    """Each ep rank has a whole optimizer, by number, and a copy of what is dense."""
-    files = []
-    for rank in range(2):
-        experts = [f"{INSIDE}{2 * rank + n}.{inner}" for inner in INNER for n in range(2)]
-        names = [*DENSE, *experts]
-        states = {
-            number: {slot: numbers(name, slot) for slot in MOMENTS} | {"step": 3}
-            for number, name in enumerate(names)
-        }
-        groups = [
-            {"lr": 0.1, "params": [0, 1]},
-            {"lr": 0.1, "params": [2, 3, 4, 5], "moe": True, "name": "ep_size_2"},
-        ]
-        masters = [[numbers(n, "master") for n in own] for own in ([*DENSE], experts)]
-        base = {"state": states, "param_groups": groups}
-        files.append({"optimizer": {"optimizer_state_dict": base, "fp32_groups": masters}})
-    return files
+from ....faults import copy_file, swap_files
+from .made import (
+    DENSE,
+    EXPERTS,
+    GATE,
+    INNER,
+    INSIDE,
+    MOMENTS,
+    TAG,
+    change,
+    numbers,
+    saved,
+    stage_0,
+    zero_1,
+)
 
 
 @pytest.fixture(params=[zero_1, stage_0], ids=["zero 1", "stage 0"])
 def run(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    make: Callable[[], list[dict[str, Any]]] = request.param
-    folder = tmp_path / "run" / TAG
-    folder.mkdir(parents=True)
-    (tmp_path / "run" / "latest").write_text(TAG)
-    shapes = [{name: torch.Size(shape) for name, shape in own.items()} for own in (DENSE, LOCAL)]
-    is_whole = make is stage_0
-    model = {
-        "module": {name: numbers(name, "master").bfloat16() for name in DENSE},
-        "buffer_names": [],
-        "param_shapes": None if is_whole else shapes,
-        "shared_params": {},
-        "num_experts": [4],
-        "optimizer": None,
-        "global_steps": 3,
-        "dp_world_size": 2,
-        "mp_world_size": 1,
-        "ds_config": {"zero_optimization": {"stage": 0 if is_whole else 1}},
-        "ds_version": "0.19.8",
-    }
-    torch.save(model, folder / "mp_rank_00_model_states.pt")
-    for rank, value in enumerate(make()):
-        name = f"expp_rank_{rank}" if is_whole else f"bf16_zero_pp_rank_{rank}"
-        torch.save(value, folder / f"{name}_mp_rank_00_optim_states.pt")
-    for number in range(4):
-        own = {n: numbers(n, "master").bfloat16() for n in EXPERTS if f"{INSIDE}{number}." in n}
-        torch.save(own, folder / f"layer_0_expert_{number}_mp_rank_00_model_states.pt")
-    return tmp_path / "run"
+    return saved(tmp_path / "run", request.param)
 
 
 def test_all_ranks_together(run: Path) -> None:
@@ -162,12 +80,6 @@ def test_swapped_files_of_experts(run: Path) -> None:
         zckpt.read(run)
 
 
-def change(path: Path, edit: Callable[[Any], object]) -> None:
-    value = torch.load(path, weights_only=False)
-    edit(value)
-    torch.save(value, path)
-
-
 @pytest.mark.parametrize("run", [zero_1], indirect=True)
 @pytest.mark.parametrize(
     ("edit", "said"),
@@ -199,3 +111,102 @@ def test_a_copy_without_a_state(run: Path) -> None:
     change(run / TAG / "expp_rank_1_mp_rank_00_optim_states.pt", edit)
     with pytest.raises(InconsistentCheckpoint, match=f"its copy of {GATE} has other states"):
         zckpt.read(run)
+
+
+# -- the files of experts
+
+
+def file_of(run: Path, number: int, layer: int = 0) -> Path:
+    return run / TAG / f"layer_{layer}_expert_{number}_mp_rank_00_model_states.pt"
+
+
+def states_counts(run: Path, counts: list[Any]) -> None:
+    """The model file says that layers have so many experts."""
+    change(run / TAG / "mp_rank_00_model_states.pt", lambda value: value.update(num_experts=counts))
+
+
+def test_a_count_that_is_huge(run: Path) -> None:
+    """As of a damaged file: not every file that is missing is named."""
+    states_counts(run, [1 << 60])
+    with pytest.raises(IncompleteCheckpoint, match="lacks layer_0_expert_4_mp_rank_00") as caught:
+        zckpt.read(run)
+    assert len(caught.value.paths) == 64
+
+
+@pytest.mark.parametrize("counts", [["4"], [0], [-1], [True]])
+def test_counts_that_are_none(counts: list[Any], run: Path) -> None:
+    states_counts(run, counts)
+    with pytest.raises(CorruptCheckpoint, match=r"the model states list \[.*\] experts by layer"):
+        zckpt.read(run)
+
+
+@pytest.mark.parametrize(("layer", "number"), [(0, 4), (1, 0)])
+def test_a_file_too_many(layer: int, number: int, run: Path) -> None:
+    copy_file(file_of(run, 3), file_of(run, number, layer))
+    with pytest.raises(
+        InconsistentCheckpoint, match=f"layer_{layer}_expert_{number}.* one file too"
+    ):
+        zckpt.read(run)
+
+
+def test_a_tensor_that_is_no_expert_s(run: Path) -> None:
+    change(file_of(run, 2), lambda value: value.update(first=torch.zeros(3)))
+    with pytest.raises(CorruptCheckpoint, match="not a file of one expert: it has 'first'"):
+        zckpt.read(run)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda value: value.pop(f"{INSIDE}2.b"),
+        lambda value: value.update({f"{INSIDE}2.b": torch.zeros(3).bfloat16()}),
+        lambda value: value.update({f"{INSIDE}2.b": torch.zeros(2)}),
+        lambda value: value.clear(),
+    ],
+    ids=["lost", "another shape", "another type", "empty"],
+)
+def test_experts_that_are_not_alike(edit: Callable[[Any], object], run: Path) -> None:
+    change(file_of(run, 2), edit)
+    with pytest.raises(InconsistentCheckpoint, match="holds other tensors than layer_0_expert_0"):
+        zckpt.read(run)
+
+
+def test_experts_behind_no_gate_of_the_module(run: Path) -> None:
+    def edit(value: Any) -> None:
+        value["module"]["other"] = value["module"].pop(GATE)
+
+    change(run / TAG / "mp_rank_00_model_states.pt", edit)
+    with pytest.raises(InconsistentCheckpoint, match="is not the next layer of experts"):
+        zckpt.read(run)
+
+
+@pytest.mark.parametrize("run", [zero_1], indirect=True)
+def test_a_rank_without_an_equal_share(run: Path) -> None:
+    """Rank 0 lists experts 0 and 2, but every rank counts its own from 0."""
+
+    def edit(value: Any) -> None:
+        shapes = value["param_shapes"][1]
+        named = {n.replace(f"{INSIDE}1.", f"{INSIDE}2."): shape for n, shape in shapes.items()}
+        value["param_shapes"][1] = named
+
+    change(run / TAG / "mp_rank_00_model_states.pt", edit)
+    with pytest.raises(InconsistentCheckpoint, match="rank 0 has 2 of the 4 experts of moe"):
+        zckpt.read(run)
+
+
+def test_ranks_that_cannot_share_the_experts(run: Path) -> None:
+    change(run / TAG / "mp_rank_00_model_states.pt", lambda value: value.update(dp_world_size=3))
+    with pytest.raises((InconsistentCheckpoint, IncompleteCheckpoint), match=r"3 ranks|of 3"):
+        zckpt.read(run)
+
+
+@pytest.mark.parametrize("run", [zero_1], indirect=True)
+def test_steps_of_ep_ranks_that_differ(run: Path) -> None:
+    def edit(value: Any) -> None:
+        value["optimizer_state_dict"]["base_optimizer_state"]["state"][1]["step"] += 1
+
+    change(run / TAG / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", edit)
+    with pytest.raises(InconsistentCheckpoint, match="step differs"):
+        zckpt.read(run)
+    steps = {n: p.step for n, p in zckpt.read(run, step_policy="max").parameters.items()}
+    assert {n for n, step in steps.items() if step == 4} == {*EXPERTS}

@@ -10,7 +10,8 @@ every slice is a parameter by itself here. DeepSpeed 0.19.8, module_inject/auto_
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from msgspec.structs import replace
@@ -18,7 +19,7 @@ from msgspec.structs import replace
 from ....errors import InconsistentCheckpoint
 from ....files.torchfile import Tensor
 from ...deepspeed_states.directories import TagDirectory, refuse
-from ...deepspeed_states.states import EngineStates, nested
+from ...deepspeed_states.states import EngineStates, ParameterShapes, nested
 
 LAYERS = ("ds_autoep_layers", "autoep_layers")
 ROUTER = ".router.gate.weight"
@@ -49,8 +50,7 @@ def with_slices(ranks: EngineStates) -> EngineStates:
     that zckpt does not read) and InconsistentCheckpoint.
     """
     model, directory = ranks.model, ranks.directory
-    layers = layers_in(model)
-    if not layers:
+    if not (layers := layers_in(model)):
         return ranks
     refuse_folded(directory, model)
     formats = {str(layer.get("checkpoint_format") or "per_expert_files") for layer in layers}
@@ -60,19 +60,16 @@ def with_slices(ranks: EngineStates) -> EngineStates:
         refuse(directory, "AutoEP with round_robin_gradients or parameter_alignment", READ)
     for layer in layers:
         _check_placement(ranks, layer)
-    prefixes = {str(layer["expert_key_prefix"]): layer for layer in layers}
+    prefixes = {str(layer["expert_key_prefix"]) for layer in layers}
     shapes = [_sliced(names, prefixes) for names in ranks.param_shapes()]
-    frozen = model.get("frozen_param_shapes")
-    info = {k: v for k, v in (model.get(INFO) or {}).items() if k not in OWN_INFO}
-    model = {**model, "param_shapes": shapes, INFO: info}
-    if not info:
-        del model[INFO]
+    model = {**model, "param_shapes": shapes}
+    info = {k: v for k, v in (model.pop(INFO, None) or {}).items() if k not in OWN_INFO}
+    model |= {INFO: info} if info else {}
     model["shared_params"] = {**(model.get("shared_params") or {}), **_second_gates(ranks, layers)}
-    if frozen:
+    if frozen := model.get("frozen_param_shapes"):
         model["frozen_param_shapes"] = _sliced({n: tuple(s) for n, s in frozen.items()}, prefixes)
     paddings = {"param_alignment_paddings": [[0] * len(names) for names in shapes]}
-    states = [{**state, **paddings} for state in ranks.states]
-    return replace(ranks, model=model, states=states)
+    return replace(ranks, model=model, states=[{**state, **paddings} for state in ranks.states])
 
 
 def _second_gates(ranks: EngineStates, layers: Sequence[Mapping[str, Any]]) -> dict[str, str]:
@@ -80,29 +77,25 @@ def _second_gates(ranks: EngineStates, layers: Sequence[Mapping[str, Any]]) -> d
 
     No list of the engine has these names. Both were saved, with the same bytes.
     """
-    module, file = ranks.model["module"], ranks.models[0]
-    others = {name for names in ranks.param_shapes() for name in names}
-    others |= {*(ranks.model.get("buffer_names") or ()), *(ranks.model.get("shared_params") or ())}
+    file, model = ranks.models[0], ranks.model
+    known = {*chain.from_iterable(ranks.param_shapes())}
+    known |= {*(model.get("buffer_names") or ()), *(model.get("shared_params") or ())}
     owners: dict[str, str] = {}
-    for layer in layers:
-        path = layer["module_path"]
+    for path in (layer["module_path"] for layer in layers):
         forms = {
             name: (tensor.dtype, tensor.shape, file.crc(tensor))
-            for name, tensor in module.items()
+            for name, tensor in model["module"].items()
             if name.startswith(f"{path}.") and isinstance(tensor, Tensor)
         }
         form = forms.pop(owner := f"{path}{ROUTER}", None)
-        if form is None or form[2][1] is None:  # saved without checksums
-            continue
-        owners |= {n: owner for n, own in forms.items() if own == form and n not in others}
+        if form is not None and form[2][1] is not None:  # saved with checksums
+            owners |= {n: owner for n, own in forms.items() if own == form and n not in known}
     return owners
 
 
-def _sliced(
-    shapes: Mapping[str, tuple[int, ...]], prefixes: Mapping[str, Mapping[str, Any]]
-) -> dict[str, tuple[int, ...]]:
+def _sliced(shapes: ParameterShapes, prefixes: Collection[str]) -> ParameterShapes:
     """Names and shapes with slices in the place of stacked parameters."""
-    sliced: dict[str, tuple[int, ...]] = {}
+    sliced: ParameterShapes = {}
     for name, shape in shapes.items():
         if name.rpartition(".")[0] in prefixes:
             sliced |= {f"{name}.{number}": shape[1:] for number in range(shape[0])}
@@ -118,9 +111,8 @@ def _check_placement(ranks: EngineStates, layer: Mapping[str, Any]) -> None:
         raise InconsistentCheckpoint(
             f"{ranks.models[0].path}: {ep} ranks cannot share the {count} experts of {path}"
         )
-    placement = nested(layer, "expert_placement", "ranks")
     local = count // ep
-    for entry in placement if isinstance(placement, list) else ():
-        rank, experts = entry.get("rank"), entry.get("experts")
-        if experts != list(range(rank * local, (rank + 1) * local)):
+    for entry in nested(layer, "expert_placement", "ranks") or ():
+        first = entry.get("rank") * local
+        if entry.get("experts") != [*range(first, first + local)]:
             refuse(ranks.directory, f"AutoEP experts of {path} in an order of their own")

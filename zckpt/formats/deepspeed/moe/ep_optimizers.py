@@ -17,7 +17,7 @@ groups none of them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 
 from msgspec.structs import replace
@@ -41,24 +41,15 @@ from ...deepspeed_states.directories import TagDirectory, refuse
 from ...deepspeed_states.experts import ExpertLayers, ExpertRanks, expert_name, size_in
 from ...deepspeed_states.manifest import manifest_of
 from ...deepspeed_states.of_files import strangers_of
-from ...deepspeed_states.states import (
-    FLAT_MASTERS,
-    WHOLE_MASTERS,
-    EngineStates,
-    dictionary,
-    open_files,
-)
+from ...deepspeed_states.states import EngineStates, dictionary, open_files
 from ...deepspeed_states.tensors import ManifestTensors, is_extra
-from ...reading import USUAL, Reading
+from ...reading import Reading
 from ..files import RankFiles
 from ..ranks import hyper_parameters
 from ..stage_0 import naming
-from ..stage_0.optimizer import WholeOptimizer, named_optimizers, states_with, with_names
-from ..stage_0.samples import TensorInFile
-from ..stage_0.states import kept, with_members
+from ..stage_0.optimizer import WholeOptimizer, kept, states_with, with_members, with_names
 from .auto_ep import READ, layers_in
-from .expert_files import LayerFiles, layers_of, named_of, shared, spread_over
-from .experts import Experts, with_tensors
+from .experts import Experts, LayerFiles, layers_of, named_of, spread_over, with_tensors
 
 
 def manifest_of_experts(directory: TagDirectory, files: RankFiles, reading: Reading) -> Manifest:
@@ -75,14 +66,12 @@ def manifest_of_experts(directory: TagDirectory, files: RankFiles, reading: Read
     opened = open_files(files.of_ep, files.parsed)
     optimizers = [(each, dictionary(each, each.value).get("optimizer")) for each in opened]
     ranks = [states_with(directory, file, model, *each) for each in optimizers]
-    layers_files = layers_of(ranks[0], files)
-    model = {**model, "shared_params": _second_names(ranks[0], layers_files)}
-    ranks = [replace(each, model=model) for each in ranks]
-    layers = _layers(ranks[0], layers_files, reading)
+    of_layers = layers_of(ranks[0], files)
+    first = replace(ranks[0], model={**model, "shared_params": _second_names(ranks[0], of_layers)})
+    layers = _layers(first, of_layers, reading)
     _check_files(ranks, layers)
-    places = ExpertRanks.of_config(ranks[0].dp, ranks[0].config)
-    whole = with_tensors(ranks[0], layers_files, layers)
-    experts = Experts(ranks[0], whole, layers, places)
+    whole = with_tensors(first, of_layers, layers)
+    experts = Experts(first, whole, layers, ExpertRanks.of_config(first.dp, first.config))
     model = {**whole.model, "module": {}}  # no rank has the module alone
     ranks = [replace(each, model=model, apart=whole.apart) for each in ranks]
     wholes = _named(ranks, experts, reading)
@@ -93,29 +82,24 @@ def manifest_of_experts(directory: TagDirectory, files: RankFiles, reading: Read
     return _joined(wholes, experts, reading.step_policy)
 
 
-# -- the sizes of layers
-
-
 def _layers(ranks: EngineStates, files: Sequence[LayerFiles], reading: Reading) -> ExpertLayers:
     """Over how many ranks each layer is spread."""
     named = [*(reading.param_names or ())]
     if ranks.model.get("param_shapes"):
         named += named_of(ranks)
     if named:
-        return ExpertLayers({each.name: spread_over(ranks, each, named) for each in files})
+        return spread_over(ranks, files, named)
     sizes = {*filter(None, map(size_in, ranks.bases[0]["param_groups"]))}
     if len(sizes) > 1:
         raise MissingData(
             f"{ranks.directory.path}: layers of experts have the expert-parallel sizes "
-            f"{listed([*map(str, sorted(sizes))])}, and without ZeRO no file says which layer has "
-            "which",
+            f"{listed(sorted(sizes))}, and without ZeRO no file says which layer has which",
             hint="name the parameters of rank 0 with --param-names names.txt, in the order of "
             "optimizer.param_groups",
         )
     if not sizes:
         refuse(ranks.directory, "experts without ZeRO in groups that are not named ep_size_N")
-    ep = sizes.pop()
-    return ExpertLayers({each.name: shared(ranks, each, ep) for each in files})
+    return spread_over(ranks, files, (), sizes.pop())
 
 
 def _check_files(ranks: Sequence[EngineStates], layers: ExpertLayers) -> None:
@@ -139,9 +123,9 @@ def _check_files(ranks: Sequence[EngineStates], layers: ExpertLayers) -> None:
             "does not have all experts of the other",
             hint="train with ZeRO stage 1, or with sizes that divide each other",
         )
-    first = _names(ranks[0])
-    for each in ranks:
-        if (names := _names(each)) != first and sorted(names) == sorted(first):
+    groups = [[str(group.get("name")) for group in each.bases[0]["param_groups"]] for each in ranks]
+    for each, names in zip(ranks, groups, strict=True):
+        if names != groups[0] and sorted(names) == sorted(groups[0]):
             raise UnsupportedCheckpoint(
                 f"{each.optimizers[0].path} lists its groups in another order than ep rank 0's",
                 hint="sort the groups in the training program, or set PYTHONHASHSEED, and save "
@@ -151,41 +135,24 @@ def _check_files(ranks: Sequence[EngineStates], layers: ExpertLayers) -> None:
     check_facts(optimizers, [each.bases[0] for each in ranks], hyper_parameters)
 
 
-def _names(ranks: EngineStates) -> list[str]:
-    return [str(group.get("name")) for group in ranks.bases[0]["param_groups"]]
-
-
-# -- the names of parameters
-
-
 def _named(
     ranks: Sequence[EngineStates], experts: Experts, reading: Reading
 ) -> list[WholeOptimizer]:
     """The optimizers of all ranks, whose parameters have names in the whole model."""
-    of_layers = [experts.places.in_layers(experts.layers, n) for n, _ in enumerate(ranks)]
-    weights = [_weights(experts, of_layer) for of_layer in of_layers]
-    first = _of_first(ranks[0], weights[0], reading)
+    whole, layers = experts.whole, experts.layers
+    every = ((name, whole.file_of(name), own) for name, own in whole.model["module"].items())
+    hidden = {*whole.model["buffer_names"], *whole.model["shared_params"]}
+    weights = naming.weights_in(every, hidden)
     wholes: list[WholeOptimizer] = []
-    for each, own, of_layer in zip(ranks, weights, of_layers, strict=True):
-        named = partial(experts.layers.named_in, of_layer=of_layer)
-        members = [[None if n is None else named(n) for n in group] for group in first.members]
-        inferred = [*map(named, first.inferred)]
-        wholes.append(with_names(each, members, inferred, naming.shapes_of(own)))
+    for number, rank in enumerate(ranks):
+        of_layer = experts.places.in_layers(layers, number)
+        own = {name: weight for name, weight in weights.items() if layers.is_held(name, of_layer)}
+        if not wholes:
+            first, shown = _of_first(rank, own, reading.param_names)
+        named = partial(layers.named_in, of_layer=of_layer)
+        members = [[None if n is None else named(n) for n in group] for group in first]
+        wholes.append(with_names(rank, members, [*map(named, shown)], naming.shapes_of(own)))
     return wholes
-
-
-def _weights(experts: Experts, of_layer: Mapping[str, int]) -> dict[str, TensorInFile]:
-    """The weights of one ep rank, in the order of its module; `of_layer` is its rank in each layer.
-
-    Second names of tied weights are left out.
-    """
-    whole = experts.whole
-    own = (
-        (name, whole.file_of(name), tensor)
-        for name, tensor in whole.model["module"].items()
-        if experts.layers.is_held(name, of_layer)
-    )
-    return naming.weights_in(own, {*whole.model["buffer_names"], *whole.model["shared_params"]})
 
 
 def _second_names(ranks: EngineStates, files: Sequence[LayerFiles]) -> dict[str, str]:
@@ -197,9 +164,8 @@ def _second_names(ranks: EngineStates, files: Sequence[LayerFiles]) -> dict[str,
     stated = bool(ranks.model.get("param_shapes"))
     buffers = {*(ranks.model.get("buffer_names") or ())}
     owners: dict[str, str] = {}
-    modules = [(ranks.models[0], ranks.model["module"])]
-    modules += [(layer.files[0], layer.files[0].value) for layer in files]
-    for file, module in modules:
+    experts = [(layer.files[0], layer.files[0].value) for layer in files]
+    for file, module in [(ranks.models[0], ranks.model["module"]), *experts]:
         seen: dict[object, str] = {}
         for name, tensor in module.items():
             if name in buffers or is_extra(name, tensor) or tensor.dtype not in FLOATS:
@@ -225,38 +191,26 @@ def _varies(file: TorchFile, tensor: Tensor) -> bool:
 
 
 def _of_first(
-    ranks: EngineStates, weights: Mapping[str, TensorInFile], reading: Reading
-) -> WholeOptimizer:
-    """The optimizer of the first ep rank with names; raises MissingData as `named_optimizers`."""
-    if ranks.model.get("param_shapes") or reading.param_names is not None:
-        (whole,) = named_optimizers([ranks], weights, reading)
-        return with_names(ranks, whole.members, whole.inferred, naming.shapes_of(weights))
-    groups = ranks.bases[0]["param_groups"]
-    members: list[Sequence[str | None]] = [()] * len(groups)
+    ranks: EngineStates, weights: naming.Weights, param_names: Sequence[str] | None
+) -> tuple[naming.Members, Sequence[str]]:
+    """The names on the first ep rank, and those that are inferred; raises as `naming.members_of`.
+
+    What only the files show, they show of dense parameters and of experts apart.
+    """
+    if ranks.model.get("param_shapes") or param_names is not None:
+        (named,) = naming.members_of([ranks], weights, param_names)
+        return named
+    groups = naming.numbers_of(ranks)
+    kinds = [group.get("moe") is True for group in ranks.bases[0]["param_groups"]]
+    members: dict[int, Sequence[str | None]] = {}
     inferred: list[str] = []
-    for of_experts in (False, True):
-        places = [n for n, group in enumerate(groups) if (group.get("moe") is True) == of_experts]
+    for of_experts in sorted({*kinds}):
+        places = [place for place, kind in enumerate(kinds) if kind == of_experts]
         own = {n: w for n, w in weights.items() if (expert_name(n) is not None) == of_experts}
-        if not places:
-            continue
-        (whole,) = named_optimizers([_some_groups(ranks, places)], own, USUAL)
-        inferred += whole.inferred
-        for place, group in zip(places, whole.members, strict=True):
-            members[place] = group
-    return with_names(ranks, members, inferred, naming.shapes_of(weights))
-
-
-def _some_groups(ranks: EngineStates, places: Sequence[int]) -> EngineStates:
-    """An ep rank's optimizer with some of its groups alone."""
-    optimizer, base = ranks.first, ranks.bases[0]
-    base = {**base, "param_groups": [base["param_groups"][place] for place in places]}
-    kept = {
-        key: [optimizer[key][place] for place in places]
-        for key in (FLAT_MASTERS, WHOLE_MASTERS)
-        if key in optimizer
-    }
-    optimizer = {**optimizer, **kept, "optimizer_state_dict": base} if kept else base
-    return replace(ranks, states=[optimizer], bases=[base])
+        names, shown = naming.by_files(ranks, [groups[place] for place in places], own)
+        members |= zip(places, names, strict=True)
+        inferred += shown
+    return [members[place] for place in range(len(groups))], inferred
 
 
 # -- the manifest
@@ -279,14 +233,12 @@ def _joined(
     trained = {name for rank in ranks for name in rank.parameters}
     beside = _of_module(own, whole, trained)
     manifest = experts.complete(merge(ranks, Table(EP_RANK), step_policy, beside))
-    manifest = with_members(manifest, first.members)
-    warnings = list(manifest.warnings)
-    if inferred := manifest.inferred:
-        warnings.append(
-            f"the optimizers know their {counted(len(inferred), 'parameter')} by number: the "
-            f"names of {listed(inferred, 4)} are inferred from the order of the module"
-        )
-    return replace(manifest, warnings=tuple(warnings))
+    manifest, inferred = with_members(manifest, first.members), manifest.inferred
+    warning = (
+        f"the optimizers know their {counted(len(inferred), 'parameter')} by number: the names of "
+        f"{listed(inferred, 4)} are inferred from the order of the module"
+    )
+    return replace(manifest, warnings=(*manifest.warnings, *([warning] if inferred else [])))
 
 
 def _of_module(first: Manifest, whole: EngineStates, trained: Collection[str]) -> Manifest:

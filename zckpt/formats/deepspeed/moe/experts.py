@@ -1,163 +1,185 @@
-"""A model's experts in the files of all ranks: their flat buffers, weights and global names.
+"""A model's experts in the files of all ranks: their own files, flat buffers, and global names.
 
-The model file lists the parameters of rank 0, whose experts are numbered from 0. These names stand
-for the experts of every ep rank. So a flat group of experts is as many flat buffers as there are ep
-ranks, and each is cut over the ranks that have the same experts:
+    layer_M_expert_N_mp_rank_00_model_states.pt     M counts the layers, N the experts of the layer
+
+Each has the 16-bit weights and buffers of one expert, by their names in the whole model, with the
+number N. Each model rank counts its own layers. The model file lists how many experts each layer
+has (`num_experts`), and the parameters of rank 0, whose experts are numbered from 0. These names
+stand for the experts of every ep rank. So a flat group of experts is as many flat buffers as there
+are ep ranks, and each is cut over the ranks that have the same experts:
 
     dp 4, ep 2         rank 0     rank 1     rank 2     rank 3
     dense group          1/4        2/4        3/4        4/4
     experts 0, 1         1/2                   2/2
     experts 2, 3                    1/2                   2/2
 
-DeepSpeed 0.19.8, stage_1_and_2.py `_configure_moe_settings`.
+DeepSpeed 0.19.8, engine.py `_save_moe_checkpoint`, stage_1_and_2.py `_configure_moe_settings`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import islice
+import os
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, islice, pairwise
 from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from ....core import agreement
-from ....core.facts import FlatBufferEngine
+from ....core.facts import ExpertLayer, FlatBufferEngine
 from ....core.grouping import by_key
+from ....core.layout import Shell
 from ....core.manifest import Manifest
 from ....core.masters import begins_as
 from ....core.merge import in_order
-from ....errors import InconsistentCheckpoint, listed
-from ....files.torchfile import TorchFile
+from ....errors import CorruptCheckpoint, InconsistentCheckpoint, listed
+from ....files.torchfile import Tensor, TorchFile
+from ....files.torchshell import Storages, shell
 from ...deepspeed_states.directories import refuse
-from ...deepspeed_states.experts import ExpertLayers, ExpertRanks, size_in
+from ...deepspeed_states.experts import ExpertLayers, ExpertRanks, expert_name, size_in
 from ...deepspeed_states.manifest import manifest_of
-from ...deepspeed_states.states import EngineStates, FlatBuffer, ParameterShapes
+from ...deepspeed_states.model_files import module_weights
+from ...deepspeed_states.states import (
+    EngineStates,
+    FlatBuffer,
+    ParameterShapes,
+    dictionary,
+    open_files,
+)
+from ...deepspeed_states.target import DeepSpeedTarget
 from ...deepspeed_states.tensors import ManifestTensors
-from ..files import RankFiles
+from ..files import MOST, RankFiles, lacking
 from ..flats import flat_buffers
-from .auto_ep import with_slices
-from .expert_files import LayerFiles, gate_of, layers_of, named_of, spread_over
+from .auto_ep import ROUTER, with_slices
 
 UNKNOWN = "mixture-of-experts layers, and with the name of its ds_config alone"
 ELEMENTS = 64  # that are compared of a parameter
 PARAMETERS = 8  # that are compared of a flat buffer
-SPREAD = "mixture-of-experts layers whose experts are spread over tensor ranks"
+GATE = ".deepspeed_moe.gate.wg.weight"
+SWAPPED = "files of experts seem to be swapped"
+MIXED = "model and optimizer files of different saves seem to be mixed"
 
 
-class Experts(Struct, frozen=True):
-    """The experts in the files of all ranks; `whole` has those of all in its module."""
+def file_name(layer: int, expert: int, mp_rank: str) -> str:
+    return f"layer_{layer}_expert_{expert}_{mp_rank}_model_states.pt"
 
-    ranks: EngineStates
-    whole: EngineStates
-    layers: ExpertLayers
-    places: ExpertRanks
 
-    # -- flat buffers
+class LayerFiles(Struct, frozen=True):
+    """The opened files of all experts of one layer, whose name all keys begin with.
 
-    def sharing(
-        self, group: int, shapes: ParameterShapes
-    ) -> list[tuple[EngineStates, ParameterShapes]]:
-        """The flat buffers of a group: the ranks that share each, and what lies in it.
+    Each has tensors by their names in the whole model.
+    """
 
-        Raises InconsistentCheckpoint if the files contradict each other about a group of experts.
-        """
-        layers = [self.layers.layer_of(name) for name in shapes]
-        eps = {1 if layer is None else layer.ep for layer in layers}
-        ep, ranks, stated = max(eps, default=1), self.ranks, self.ranks.groups(group)[0]
-        counts = ranks.first.get("partition_count")
-        count = counts[group] if isinstance(counts, list) and group < len(counts) else None
-        is_named = not (any(layers) and stated.get("moe")) or size_in(stated) == ep
-        if len(eps) > 1 or count not in (None, ranks.dp // ep) or not is_named:
-            raise InconsistentCheckpoint(
-                f"{ranks.directory.path}: flat group {group}, named {stated.get('name')!r}, is "
-                f"cut over {count} of {ranks.dp} ranks, and "
-                f"{listed([*map(str, sorted(eps))])} expert-parallel ranks share its parameters",
-                hint="model and optimizer files of different saves seem to be mixed",
-            )
-        if ep == 1:
-            return [(ranks, shapes)]
-        return [
-            (
-                self._of_ranks(self.places.alike(ep_rank, ep)),
-                {self.layers.global_name(name, ep_rank): shapes[name] for name in shapes},
-            )
-            for ep_rank in range(ep)
-        ]
-
-    def _of_ranks(self, numbers: Sequence[int]) -> EngineStates:
-        """What some of the ranks say, as if they were all."""
-        ranks = self.ranks
-        return replace(
-            ranks,
-            optimizers=[ranks.optimizers[number] for number in numbers],
-            states=[ranks.states[number] for number in numbers],
-            bases=[ranks.bases[number] for number in numbers],
-            dp=len(numbers),
-            numbers=tuple(numbers),
-            everyone=ranks,
-        )
+    name: str
+    files: Sequence[TorchFile]
 
     @property
-    def fit(self) -> bool:
-        """Whether the first masters in each buffer of experts round to their weights."""
-        tensors, names = ManifestTensors(self.whole), list[str]()
-        try:
-            for buffer in flat_buffers(self.ranks, "max", self.sharing):
-                tensors.add_trainable(buffer)
-                of_experts = (name for name in buffer.shapes if name in self.whole.apart)
-                names += islice(of_experts, PARAMETERS)
-        except InconsistentCheckpoint:  # partitions of other lengths
-            return False
-        entries = tensors.entries
-        pairs = ((entries[f"{name}/param"], entries[f"{name}/master"]) for name in names)
-        return all(begins_as(weight, m, min(ELEMENTS, m.numel)) for weight, m in pairs)
+    def gate(self) -> str:
+        """What stands before the experts in the module of the layer."""
+        parts = expert_name(next(iter(self.files[0].value)))
+        return self.name + (ROUTER if parts is not None and parts.is_slice else GATE)
 
-    # -- the manifest
 
-    def complete(self, manifest: Manifest) -> Manifest:
-        """The manifest of the whole module, which says what its experts are, and has them in order.
+def layers_of(ranks: EngineStates, files: RankFiles) -> list[LayerFiles]:
+    """The files of all layers, in the engine's order.
 
-        Raises InconsistentCheckpoint if the optimizer knows an expert without a weight. DeepSpeed
-        drops what has `expert` in the name of its MoE layer, and saves only what is below
-        `deepspeed_experts` apart: not a residual MLP (0.19.8, `_get_non_moe_state_dict`).
-        """
-        unsaved = [name for name in manifest.parameters if f"{name}/param" not in manifest.entries]
-        if lost := [name for name in unsaved if not self.layers.is_dense(name)]:
+    Raises IncompleteCheckpoint (a file is missing) and InconsistentCheckpoint (a file too many, or
+    one with another expert than its name says, or one of another shape).
+    """
+    path, counts, paths = ranks.directory.path, ranks.model.get("num_experts"), files.experts
+    if not isinstance(counts, list):
+        refuse(ranks.directory, "mixture-of-experts layers of an old release")
+    if not all(type(count) is int and count > 0 for count in counts):
+        raise CorruptCheckpoint(f"{path}: the model states list {counts!r} experts by layer")
+    wanted = ((layer, number) for layer, count in enumerate(counts) for number in range(count))
+    # a damaged number may be huge: only the first missing files are listed
+    if missing := list(islice((place for place in wanted if place not in paths), MOST)):
+        names = [file_name(*place, f"mp_rank_{files.number:02d}") for place in missing]
+        raise lacking(ranks.directory, names)
+    places = sorted(paths)
+    if surplus := [(n, e) for n, e in places if n >= len(counts) or e >= counts[n]]:
+        raise InconsistentCheckpoint(
+            f"{paths[surplus[0]]} is one file too many: the model states list {listed(counts)} "
+            "experts by layer",
+            hint="files of another save may lie between them; keep those of one save",
+        )
+    opened = iter(open_files([paths[place] for place in places], files.parsed))
+    layers = [_layer(list(islice(opened, count))) for count in counts]
+    module = {name: place for place, name in enumerate(ranks.model["module"])}
+    gates = [-1, *(module.get(layer.gate, -1) for layer in layers)]
+    for layer, (before, gate) in zip(layers, pairwise(gates), strict=True):
+        if gate <= before:  # the engine numbers layers in the module's order
             raise InconsistentCheckpoint(
-                f"{self.ranks.directory.path}: the optimizer has {listed(lost, 3)}, and the files "
-                "of the experts do not",
-                hint="files of different saves seem to be mixed",
+                f"{layer.files[0].path} has an expert of {layer.name}, which is not the next layer "
+                f"of experts in {ranks.models[0].path}",
+                hint=f"{SWAPPED}, or of another save; copy all files again",
             )
-        unsaved_line = (
-            f"DeepSpeed did not save the weights of {listed(unsaved, 4)}, as the name of their MoE "
-            "layer has `expert` in it: their masters stand for them"
-        )
-        module, buffers = self.whole.model["module"], {*manifest.buffers}
-        assert isinstance(manifest.engine, FlatBufferEngine)
-        manifest = replace(
-            manifest,
-            warnings=(*manifest.warnings, *([unsaved_line] if unsaved else [])),
-            source={**manifest.source, "ep": max(self.layers.sizes)},
-            parameters={name: manifest.parameters[name] for name in self._order(manifest)},
-            buffers=tuple(name for name in self.whole.model["buffer_names"] if name in buffers),
-            engine=replace(manifest.engine, experts=self.layers.listed),
-            state={**manifest.state, "module": list(dict.fromkeys([*module, *unsaved]))},
-        )
-        return in_order(manifest)
+    return layers
 
-    def _order(self, manifest: Manifest) -> list[str]:
-        """All parameters, in every group as they lie; experts of all ranks between each other."""
-        groups = by_key(
-            (about.group if about.trainable else None, name)
-            for name, about in manifest.parameters.items()
-        )
-        frozen = {*groups.pop(None, [])}
-        order = []
-        for names in groups.values():
-            order += self.layers.everywhere([*filter(self.layers.is_on_first, names)])
-        module = [name for name in self.whole.model["module"] if name in frozen]
-        return [*order, *sorted(module, key=lambda name: not self.layers.is_dense(name))]
+
+def _layer(files: Sequence[TorchFile]) -> LayerFiles:
+    """The files of one layer, each of which has the tensors of its own expert, and all alike."""
+    layer, first = "", list[object]()
+    for number, file in enumerate(files):
+        forms: list[object] = []
+        for key, tensor in dictionary(file, file.value).items():
+            name = expert_name(key) if isinstance(key, str) else None
+            if name is None or not isinstance(tensor, Tensor):
+                raise CorruptCheckpoint(f"{file.path} is not a file of one expert: it has {key!r}")
+            layer = layer or name.layer
+            if (name.layer, name.number) != (layer, number):
+                raise InconsistentCheckpoint(
+                    f"{file.path} holds expert {name.number} of {name.layer}, in the place of "
+                    f"expert {number} of {layer}",
+                    hint=f"{SWAPPED}; copy all files again",
+                )
+            forms.append((name.inner, tensor.dtype, tensor.shape))
+        first = first or forms
+        if forms != first or not forms:
+            raise InconsistentCheckpoint(
+                f"{file.path} holds other tensors than {os.path.basename(files[0].path)}",
+                hint=f"all experts of {layer} have tensors of the same names and shapes",
+            )
+    return LayerFiles(layer, files)
+
+
+def named_of(ranks: EngineStates) -> tuple[str, ...]:
+    """The names on rank 0, by its own numbers, as far as the files list any."""
+    others = (ranks.model.get(key) or () for key in ("frozen_param_shapes", "buffer_names"))
+    return tuple(chain(*ranks.param_shapes(), *others))
+
+
+def spread_over(
+    ranks: EngineStates, files: Sequence[LayerFiles], named: Iterable[str], ep: int | None = None
+) -> ExpertLayers:
+    """The layers over `ep` ranks, or over as many as rank 0 shows; `named` are names on it.
+
+    Raises InconsistentCheckpoint if ranks cannot share the experts, and UnsupportedCheckpoint if
+    none of the names is in a layer.
+    """
+    path, layers = ranks.directory.path, dict[str, ExpertLayer]()
+    numbers = by_key((part.layer, part.number) for part in map(expert_name, named) if part)
+    for layer in files:
+        experts, own = len(layer.files), {*numbers.get(layer.name, ())}
+        if ep is None and not own:
+            refuse(ranks.directory, f"experts of {layer.name}, none of which is trained")
+        if ep is None and (own != set(range(len(own))) or experts % len(own)):
+            raise InconsistentCheckpoint(
+                f"{path}: rank 0 has {len(own)} of the {experts} experts of {layer.name}, which is "
+                "no equal share",
+                hint="model and expert files of different saves seem to be mixed",
+            )
+        size = ep or experts // len(own)
+        if ranks.dp % size or experts % size:
+            raise InconsistentCheckpoint(
+                f"{path}: {ranks.dp} ranks cannot share the {experts} experts of {layer.name} by "
+                f"an expert-parallel size of {size}",
+                hint=MIXED,
+            )
+        layers[layer.name] = ExpertLayer(layer.name, experts, size)
+    return ExpertLayers(layers)
 
 
 def with_tensors(
@@ -167,7 +189,7 @@ def with_tensors(
 
     Buffers and second names of rank 0's experts become those of all.
     """
-    behind = {gate_of(layer): layer for layer in files}
+    behind = {layer.gate: layer for layer in files}
     module: dict[str, Any] = {}
     apart: dict[str, TorchFile] = {}
     for name, tensor in ranks.model["module"].items():
@@ -185,6 +207,111 @@ def with_tensors(
     return replace(ranks, model={**ranks.model, **model}, apart=apart)
 
 
+class Experts(Struct, frozen=True):
+    """The experts in the files of all ranks; `whole` has those of all in its module."""
+
+    ranks: EngineStates
+    whole: EngineStates
+    layers: ExpertLayers
+    places: ExpertRanks
+
+    def sharing(
+        self, group: int, shapes: ParameterShapes
+    ) -> list[tuple[EngineStates, ParameterShapes]]:
+        """The flat buffers of a group: the ranks that share each, and what lies in it.
+
+        Raises InconsistentCheckpoint if the files contradict each other about a group of experts.
+        """
+        layers = [self.layers.layer_of(name) for name in shapes]
+        eps = {1 if layer is None else layer.ep for layer in layers}
+        ep, ranks, stated = max(eps, default=1), self.ranks, self.ranks.groups(group)[0]
+        counts = ranks.first.get("partition_count")
+        count = counts[group] if isinstance(counts, list) and group < len(counts) else None
+        is_named = not (any(layers) and stated.get("moe")) or size_in(stated) == ep
+        if len(eps) > 1 or count not in (None, ranks.dp // ep) or not is_named:
+            raise InconsistentCheckpoint(
+                f"{ranks.directory.path}: flat group {group}, named {stated.get('name')!r}, is cut "
+                f"over {count} of {ranks.dp} ranks, and {listed(sorted(eps))} expert-parallel "
+                "ranks share its parameters",
+                hint=MIXED,
+            )
+        if ep == 1:
+            return [(ranks, shapes)]
+        shared: list[tuple[EngineStates, ParameterShapes]] = []
+        for ep_rank in range(ep):
+            numbers = self.places.alike(ep_rank, ep)
+            sharers = replace(
+                ranks,
+                optimizers=[ranks.optimizers[number] for number in numbers],
+                states=[ranks.states[number] for number in numbers],
+                bases=[ranks.bases[number] for number in numbers],
+                dp=len(numbers),
+                numbers=tuple(numbers),
+                everyone=ranks,
+            )
+            named = {self.layers.global_name(name, ep_rank): shapes[name] for name in shapes}
+            shared.append((sharers, named))
+        return shared
+
+    @property
+    def fit(self) -> bool:
+        """Whether the first masters in each buffer of experts round to their weights."""
+        tensors, names = ManifestTensors(self.whole), list[str]()
+        try:
+            for buffer in flat_buffers(self.ranks, "max", self.sharing):
+                tensors.add_trainable(buffer)
+                of_experts = (name for name in buffer.shapes if name in self.whole.apart)
+                names += islice(of_experts, PARAMETERS)
+        except InconsistentCheckpoint:  # partitions of other lengths
+            return False
+        entries = tensors.entries
+        pairs = ((entries[f"{name}/param"], entries[f"{name}/master"]) for name in names)
+        return all(begins_as(weight, m, min(ELEMENTS, m.numel)) for weight, m in pairs)
+
+    def complete(self, manifest: Manifest) -> Manifest:
+        """The manifest of the whole module, which says what its experts are, and has them in order.
+
+        Raises InconsistentCheckpoint if the optimizer knows an expert without a weight. DeepSpeed
+        drops what has `expert` in the name of its MoE layer, and saves only what is below
+        `deepspeed_experts` apart: not a residual MLP (0.19.8, `_get_non_moe_state_dict`).
+        """
+        unsaved = [name for name in manifest.parameters if f"{name}/param" not in manifest.entries]
+        if lost := [name for name in unsaved if not self.layers.is_dense(name)]:
+            raise InconsistentCheckpoint(
+                f"{self.ranks.directory.path}: the optimizer has {listed(lost, 3)}, and the files "
+                "of the experts do not",
+                hint="files of different saves seem to be mixed",
+            )
+        warning = (
+            f"DeepSpeed did not save the weights of {listed(unsaved, 4)}, as the name of their MoE "
+            "layer has `expert` in it: their masters stand for them"
+        )
+        model, buffers = self.whole.model, {*manifest.buffers}
+        assert isinstance(manifest.engine, FlatBufferEngine)
+        manifest = replace(
+            manifest,
+            warnings=(*manifest.warnings, *([warning] if unsaved else [])),
+            source={**manifest.source, "ep": max(self.layers.sizes)},
+            parameters={name: manifest.parameters[name] for name in self._order(manifest)},
+            buffers=tuple(name for name in model["buffer_names"] if name in buffers),
+            engine=replace(manifest.engine, experts=self.layers.listed),
+            state={**manifest.state, "module": list(dict.fromkeys([*model["module"], *unsaved]))},
+        )
+        return in_order(manifest)
+
+    def _order(self, manifest: Manifest) -> list[str]:
+        """All parameters, in every group as they lie; experts of all ranks between each other."""
+        groups = by_key(
+            (about.group if about.trainable else None, name)
+            for name, about in manifest.parameters.items()
+        )
+        frozen = {*groups.pop(None, [])}
+        module = [name for name in self.whole.model["module"] if name in frozen]
+        locals_of = [[*filter(self.layers.is_on_first, names)] for names in groups.values()]
+        trained = chain.from_iterable(map(self.layers.everywhere, locals_of))
+        return [*trained, *sorted(module, key=lambda name: not self.layers.is_dense(name))]
+
+
 def with_experts(ranks: EngineStates, rank_files: RankFiles, step_policy: str | None) -> Manifest:
     """The manifest of one model rank with experts.
 
@@ -197,14 +324,12 @@ def with_experts(ranks: EngineStates, rank_files: RankFiles, step_policy: str | 
     if _are_spread_over_tensor_ranks(ranks):
         refuse(
             ranks.directory,
-            SPREAD,
+            "mixture-of-experts layers whose experts are spread over tensor ranks",
             "build the MoE layers with enable_expert_tensor_parallelism=True: then each tensor "
             "rank has a slice of every expert, which zckpt reads",
         )
     files = layers_of(ranks, rank_files)
-    layers = ExpertLayers(
-        {layer.name: spread_over(ranks, layer, named_of(ranks)) for layer in files}
-    )
+    layers = spread_over(ranks, files, named_of(ranks))
     whole = with_tensors(ranks, files, layers)
     experts = Experts(ranks, whole, layers, _places(ranks, whole, layers))
     config = ranks.effective_config(ranks.round_robin)
@@ -226,11 +351,10 @@ def _places(ranks: EngineStates, whole: EngineStates, layers: ExpertLayers) -> E
     """
     if ranks.config_path is None or all(ep in (1, ranks.dp) for ep in layers.sizes):
         return ExpertRanks.of_config(ranks.dp, ranks.config)
-    for names in ranks.param_shapes():
-        in_order = layers.is_regular(layers.everywhere([*names]))
-        is_shown = ranks.round_robin or in_order  # perhaps round robin, which nothing shows
-        if not is_shown and any(map(layers.layer_of, names)):
-            refuse(ranks.directory, UNKNOWN)
+    every = [[*names] for names in ranks.param_shapes() if any(map(layers.layer_of, names))]
+    are_regular = all(layers.is_regular(layers.everywhere(names)) for names in every)
+    if not are_regular and not ranks.round_robin:  # perhaps round robin, which nothing shows
+        refuse(ranks.directory, UNKNOWN)
     orders = [ExpertRanks(ranks.dp, data_first) for data_first in (False, True)]
     fitting = [order for order in orders if Experts(ranks, whole, layers, order).fit]
     if not fitting:
@@ -249,24 +373,34 @@ def _are_spread_over_tensor_ranks(ranks: EngineStates) -> bool:
     Without `enable_expert_tensor_parallelism` tensor ranks have other experts each.
     """
     counts = ranks.first.get("partition_count")
-    for number, count in enumerate(counts if isinstance(counts, list) else ()):
-        ep = size_in(ranks.groups(number)[0])
-        if ep and isinstance(count, int) and count * ep > ranks.dp:
-            return int(ranks.model.get("mp_world_size") or 1) > 1
-    return False
+    sizes = (
+        (count, size_in(ranks.groups(number)[0]))
+        for number, count in enumerate(counts if isinstance(counts, list) else ())
+    )
+    is_over = any(ep and isinstance(count, int) and count * ep > ranks.dp for count, ep in sizes)
+    return is_over and int(ranks.model.get("mp_world_size") or 1) > 1
 
 
 def _with_one_step(buffers: Sequence[FlatBuffer], policy: str | None) -> list[FlatBuffer]:
     """The flat buffers of all ep ranks, whose groups have one step each; raises if they differ."""
-    of_group = {
-        group: agreement.agree(
-            [
-                (f"flat group {group}, {next(iter(other.shapes))}", other.step)
-                for other in same
-                if other.step is not None and other.shapes
-            ],
-            policy,
-        )
-        for group, same in by_key((buffer.group, buffer) for buffer in buffers).items()
-    }
-    return [replace(buffer, step=of_group[buffer.group]) for buffer in buffers]
+    stated = by_key(
+        (buffer.group, (f"flat group {buffer.group}, {next(iter(buffer.shapes))}", buffer.step))
+        for buffer in buffers
+        if buffer.step is not None and buffer.shapes
+    )
+    of_group = {group: agreement.agree(own, policy) for group, own in stated.items()}
+    return [replace(buffer, step=of_group.get(buffer.group)) for buffer in buffers]
+
+
+def expert_files(target: DeepSpeedTarget) -> Iterator[Shell]:
+    """One file for each expert of each layer of the target."""
+    named = ((name, expert_name(name)) for name in target.module_names)
+    members = by_key(((parts.layer, parts.number), name) for name, parts in named if parts)
+    for number, layer in enumerate(target.experts.listed):
+        for expert in range(layer.experts):
+            names, storages = members.get((layer.name, expert), ()), Storages()
+            weights = module_weights(target, True, storages, names)
+            owners = ((name, target.aliases.get(name, name)) for name in names)
+            value = OrderedDict((n, weights[owner]) for n, owner in owners if owner in weights)
+            name = file_name(number, expert, target.mp_rank)
+            yield shell(f"{target.tag}/{name}", value, storages)

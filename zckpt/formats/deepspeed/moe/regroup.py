@@ -8,7 +8,7 @@ themselves and all dense groups stay as they are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from math import prod
 from typing import Any
@@ -36,8 +36,7 @@ def over_ranks(source: Manifest, options: Options) -> tuple[Manifest, list[Shell
     or groups), InconsistentCheckpoint (an order of parameters that another size does not have).
     """
     ep, layers = options[EP], ExpertLayers.of_manifest(source)
-    strangers = [name for name in source.parameters if expert_name(name) and layers.is_dense(name)]
-    if strangers:
+    if strangers := [n for n in source.parameters if expert_name(n) and layers.is_dense(n)]:
         source = with_named_layers(source, strangers)
         layers = ExpertLayers.of_manifest(source)
     if not layers:
@@ -60,11 +59,10 @@ def _check_sizes(layers: ExpertLayers, ep: int | None, given: int | None, before
 
     `given` is the --dp of the user; without it the target has as many ranks as `before`.
     """
-    dp = given or before
+    dp, sizes = given or before, listed(layers.sizes)
     if ep is not None and len(layers.sizes) > 1:
         raise WrongOption(
-            f"--ep {ep}, but layers of experts have the expert-parallel sizes "
-            f"{listed([*map(str, layers.sizes)])}",
+            f"--ep {ep}, but layers of experts have the expert-parallel sizes {sizes}",
             hint="leave it out: every layer keeps its own size",
         )
     for layer in layers.layers.values():
@@ -83,30 +81,22 @@ def check_target(target: DeepSpeedTarget) -> None:
     """Raises WrongOption for a stage that cannot have these experts."""
     if not target.experts:
         return
-    if target.engine.stage == 3:
-        raise WrongOption(
-            "zckpt does not write layers of experts in ZeRO stage 3",
-            hint="choose --stage 0, --stage 1 or --stage 2",
-        )
+    engine, sizes = target.engine, target.experts.sizes
     is_auto = any(parameter_of(name) != name for name in target.trainable)
-    if is_auto and (target.engine.whole or target.engine.round_robin or target.engine.aligned):
+    auto = "AutoEP's experts in ZeRO stage 0, nor with round_robin_gradients or parameter_alignment"
+    is_other = is_auto and (engine.whole or engine.round_robin or engine.aligned)
+    is_3, is_grid = engine.stage == 3, engine.whole and target.source.place is not None
+    for is_meant, what, hint in (
+        (is_3, "layers of experts in ZeRO stage 3", "choose --stage 0, --stage 1 or --stage 2"),
+        (is_other, auto, "choose --stage 1 or --stage 2, without these settings in the ds_config"),
+        (is_grid, "experts in ZeRO stage 0 on several model ranks", "choose --stage 1"),
+    ):
+        if is_meant:
+            raise WrongOption(f"zckpt does not write {what}", hint=hint)
+    if engine.whole and any(sizes[-1] % size for size in sizes):
         raise WrongOption(
-            "zckpt does not write AutoEP's experts in ZeRO stage 0, nor with round_robin_gradients "
-            "or parameter_alignment",
-            hint="choose --stage 1 or --stage 2, without these settings in the ds_config",
-        )
-    if not target.engine.whole:
-        return
-    if target.source.place is not None:
-        raise WrongOption(
-            "zckpt does not write experts in ZeRO stage 0 on several model ranks",
-            hint="choose --stage 1",
-        )
-    sizes = target.experts.sizes
-    if any(sizes[-1] % size for size in sizes):
-        raise WrongOption(
-            f"layers of experts have the expert-parallel sizes {listed([*map(str, sizes)])}: in "
-            "ZeRO stage 0 all sizes must divide the largest one",
+            f"layers of experts have the expert-parallel sizes {listed(sizes)}: in ZeRO stage 0 "
+            "all sizes must divide the largest one",
             hint="choose --stage 1 or --stage 2",
         )
 
@@ -121,22 +111,8 @@ def warnings(target: DeepSpeedTarget, source: Manifest) -> list[str]:
     return [f"build the model with ep_size={sizes[0]} in its MoE layers"]
 
 
-Engine = FlatBufferEngine | StateDictEngine
-
-
-def _engine(engine: Engine, spread: ExpertLayers, ep: int) -> Engine:
-    """The engine with other sizes of its layers, which the ds_config of AutoEP states too."""
-    engine = replace(engine, experts=spread.listed)
-    if not isinstance(engine, FlatBufferEngine):
-        return engine
-    auto_ep = engine.config.get("expert_parallel")
-    if not isinstance(auto_ep, dict):
-        return engine
-    config = {**engine.config, "expert_parallel": {**auto_ep, "autoep_size": ep}}
-    return replace(engine, config=config)
-
-
 def _regrouped(source: Manifest, layers: ExpertLayers, ep: int) -> tuple[Manifest, list[Shell]]:
+    """The source at another size, which the ds_config of AutoEP states too."""
     assert source.groups is not None
     assert isinstance(source.engine, FlatBufferEngine | StateDictEngine)
     spread = layers.with_ep(ep)
@@ -157,18 +133,16 @@ def _regrouped(source: Manifest, layers: ExpertLayers, ep: int) -> tuple[Manifes
             members |= dict.fromkeys(spread.everywhere(cut), len(groups))
             groups.append({**about, "name": f"ep_size_{ep}"} if of_experts else about)
             origins.append(number)
+    engine = replace(source.engine, experts=spread.listed)
+    config = engine.config if isinstance(engine, FlatBufferEngine) else {}
+    if isinstance(engine, FlatBufferEngine) and isinstance(config.get("expert_parallel"), dict):
+        auto_ep = {**config["expert_parallel"], "autoep_size": ep}
+        engine = replace(engine, config={**config, "expert_parallel": auto_ep})
     order = [*members, *(name for name in source.parameters if name not in members)]
-    return regrouped(
-        replace(
-            source,
-            source={**source.source, "ep": ep},
-            parameters={name: source.parameters[name] for name in order},
-            engine=_engine(source.engine, spread, ep),
-        ),
-        tuple(groups),
-        members,
-        origins,
-    )
+    parameters = {name: source.parameters[name] for name in order}
+    about = {**source.source, "ep": ep}
+    source = replace(source, source=about, parameters=parameters, engine=engine)
+    return regrouped(source, tuple(groups), members, origins)
 
 
 def _uncut(source: Manifest, layers: ExpertLayers) -> Iterator[tuple[int, list[str]]]:
@@ -176,9 +150,9 @@ def _uncut(source: Manifest, layers: ExpertLayers) -> Iterator[tuple[int, list[s
 
     Raises WrongOption if neighbors may be cuts of one group, and are not cut as the engine cuts it.
     """
-    assert source.groups is not None
-    groups = source.groups
-    local = {number: layers.on_rank(own, 0) for number, own in _members(source).items()}
+    groups, every = source.groups or (), source.parameters.items()
+    members = by_key((about.group or 0, name) for name, about in every if about.trainable)
+    local = {number: layers.on_rank(own, 0) for number, own in sorted(members.items())}
 
     def settings(number: int) -> object:
         return number if layers.is_dense(local[number][0]) else groups[number]
@@ -194,12 +168,6 @@ def _uncut(source: Manifest, layers: ExpertLayers) -> Iterator[tuple[int, list[s
                 "the cuts",
             )
         yield numbers[0], names
-
-
-def _members(source: Manifest) -> Mapping[int, list[str]]:
-    """The trainable parameters of every group, in their order."""
-    items = source.parameters.items()
-    return dict(sorted(by_key((p.group or 0, name) for name, p in items if p.trainable).items()))
 
 
 def _cuts(source: Manifest, names: Sequence[str]) -> Iterator[list[str]]:

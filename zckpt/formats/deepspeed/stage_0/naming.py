@@ -1,6 +1,6 @@
 """Which weight does each parameter of a stage-0 optimizer belong to? Its state has no names.
 
-    stated    by a file of zckpt's: its `param_shapes`
+    stated    by a file of zckpt's: its `param_shapes`; by torch's own optimizer: `param_names`
     given     by the user, with --param-names
     place     FP16_Optimizer: the module's weights are views of one buffer per group
     bytes     FP16_UnfusedOptimizer: a master rounds to the module's weight, and to no other
@@ -17,24 +17,203 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import accumulate, chain
 from math import prod
 from typing import Any
 
+from msgspec import Struct, field
+
 from ....core.dtypes import FLOATS, SIZES
 from ....core.grouping import by_key
-from ....errors import MissingData, WrongOption, listed
+from ....errors import CorruptCheckpoint, InconsistentCheckpoint, MissingData, WrongOption, listed
 from ....files.torchfile import Tensor, TorchFile
+from ...deepspeed_states.manifest import INFERRED
+from ...deepspeed_states.states import (
+    FLAT_MASTERS,
+    WRAPPERS,
+    EngineStates,
+    ParameterShapes,
+    wrapper_of,
+)
 from ...deepspeed_states.tensors import is_extra
 from ...statedict.matching import HINT, MatchedNames, match
+from ...statedict.names import ELEMENTWISE
 from .samples import TensorInFile, labels
 
+Shape = tuple[int, ...]
 Weights = Mapping[str, TensorInFile]
+Groups = Sequence[Sequence["Number"]]
+Members = Sequence[Sequence[str | None]]
+"""The names of each group's parameters, in the optimizer's order; None for a frozen one."""
+FROZEN = "zckpt_frozen"
+"""Beside the optimizer's state, in a file of zckpt's: numbers of parameters that are frozen."""
 TRAINED = """\
 name the trained parameters with --param-names names.txt, group by group. Two lines in the training \
 program, before deepspeed.initialize, write that file:
     names = {p: name for name, p in model.named_parameters()}
     open("names.txt", "w").write("\\n".join(names[p] for g in optimizer.param_groups for p in g["params"] if p.requires_grad))"""  # noqa: E501
 """The hint where the optimizer has masters: frozen parameters have none."""
+
+
+class Number(Struct, frozen=True):
+    """What an optimizer knows by one number: of one parameter, or of all of a flat group.
+
+    `master` is None if it updates the weight itself. `name` is torch's own (since 2.6), if stated.
+    `shapes` are those of its parameters, once their names are known.
+    """
+
+    group: int
+    state: Mapping[str, Any]
+    master: TensorInFile | None = None
+    name: str | None = None
+    is_frozen: bool = False
+    shapes: ParameterShapes = field(default_factory=dict)
+
+    @property
+    def shape(self) -> Shape | None:
+        """That of its tensors; None if nothing shows it."""
+        if self.master is not None:
+            return self.master.tensor.shape
+        return next(iter(self.shapes.values())) if self.shapes else shape_of(self.state)
+
+    @property
+    def first(self) -> str:
+        """The first of its parameters."""
+        return next(iter(self.shapes))
+
+    @property
+    def owner(self) -> str:
+        """What messages call it."""
+        return self.first if len(self.shapes) == 1 else f"group {self.group}"
+
+
+def numbers_of(states: EngineStates) -> Groups:
+    """What an optimizer lists, group by group.
+
+    The engine gives every weight that is trained a gradient, so that torch's own optimizer has a
+    state of it. If none has a state, as with plain SGD, nothing shows which ones are frozen.
+    Raises CorruptCheckpoint and InconsistentCheckpoint unless each number has a master.
+    """
+    optimizer, base, file = states.first, states.bases[0], states.optimizers[0]
+    kept, wrapper = base.get("state") or {}, wrapper_of(optimizer)
+    numbers = [list(group["params"]) for group in base["param_groups"]]
+    masters: list[list[Any]] = [[None] * len(own) for own in numbers]
+    frozen = {number for own in numbers for number in own if kept and not kept.get(number)}
+    if wrapper is not None:
+        stored, frozen = optimizer[WRAPPERS[wrapper]], set()
+        masters = [[flat] for flat in stored] if FLAT_MASTERS in optimizer else [*map(list, stored)]
+        if not all(isinstance(master, Tensor) for own in masters for master in own):
+            raise CorruptCheckpoint(f"{file.path}: the masters are not a list of tensors")
+        counts, expected = [*map(len, masters)], [*map(len, numbers)]
+        if counts != expected:
+            masters_of = f"masters of {listed(expected)} parameters in its groups"
+            raise misfit(f"{file.path}: the optimizer", masters_of, listed(counts))
+    if states.model.get("param_shapes"):
+        frozen = {*(optimizer.get(FROZEN) or ())}
+    groups: list[list[Number]] = [[] for _ in numbers]
+    for place, own in enumerate(numbers):
+        names = list(base["param_groups"][place].get("param_names") or ())
+        names = names if len(names) == len(own) else [None] * len(own)
+        for number, tensor, name in zip(own, masters[place], names, strict=True):
+            master = None if tensor is None else TensorInFile(file, tensor)
+            state = kept.get(number) or {}
+            groups[place].append(Number(place, state, master, name, number in frozen))
+    return groups
+
+
+def misfit(where: str, expected: str, actual: object) -> InconsistentCheckpoint:
+    """The error for a group, or all of them, that other places describe otherwise."""
+    return InconsistentCheckpoint(
+        f"{where} should have {expected}, but it has {actual}",
+        hint="the file was edited, or --param-names does not fit; use another copy",
+    )
+
+
+def shape_of(state: Any) -> Shape | None:
+    """The shape of a parameter, as its states show it; None if they do not.
+
+    Adafactor keeps rows and columns: no shape is taken from those. ASGD keeps numbers beside its
+    average, as tensors without dimensions.
+    """
+    tensors = {k: v for k, v in (state or {}).items() if isinstance(v, Tensor) and k != "step"}
+    shapes = {tensor.shape for key, tensor in tensors.items() if key in ELEMENTWISE}
+    shapes = shapes or {tensor.shape for tensor in tensors.values()}
+    shapes = shapes - {()} or shapes
+    return shapes.pop() if len(shapes) == 1 else None
+
+
+def members_of(
+    every: Sequence[EngineStates], weights: Weights, param_names: Sequence[str] | None
+) -> list[tuple[Members, Sequence[str]]]:
+    """The names of each optimizer's parameters by group, and those of them that are inferred.
+
+    The user's `param_names` are those of all optimizers, one after another. Raises MissingData if
+    nothing shows names, WrongOption for names of the user that do not fit, InconsistentCheckpoint
+    if a file states names that are not among `weights`.
+    """
+    of_each = [numbers_of(states) for states in every]
+    is_flat = any(FLAT_MASTERS in states.first for states in every)
+    are_stated = any(states.model.get("param_shapes") for states in every)
+    if param_names is not None and not are_stated:
+        given = iter(given_to(of_each, weights, param_names, is_flat))
+        return [([next(given) for _ in groups], []) for groups in of_each]
+    named: list[tuple[Members, Sequence[str]]] = []
+    for states, groups in zip(every, of_each, strict=True):
+        stated = states.model.get("param_shapes")
+        if not stated:
+            named.append(by_files(states, groups, weights))
+            continue
+        members = [*map(list, stated)] if is_flat else _with_frozen(groups, stated)
+        if weights:  # or this is a stage whose layers are not there yet
+            _check_known(states, members, weights)
+        named.append((members, list(states.first.get(INFERRED) or ())))
+    return named
+
+
+def by_files(
+    states: EngineStates, groups: Groups, weights: Weights
+) -> tuple[Members, Sequence[str]]:
+    """The names of these groups of an optimizer, as the files show them; raises as `members_of`."""
+    path = states.optimizers[0].path
+    masters = [[number.master for number in own if number.master] for own in groups]
+    if FLAT_MASTERS in states.first:
+        flats = [*chain.from_iterable(masters)]
+        if are_apart(flats[0], weights):
+            return by_pieces(flats, weights)
+        if names := by_place(flats, weights):
+            return names, []
+        raise MissingData(
+            f"{path}: the optimizer's state has no names, and the module's weights no longer lie "
+            "in its groups' buffers, which show them",
+            hint=TRAINED,
+        )
+    if wrapper_of(states.first) is not None:
+        return by_bytes(masters, weights)
+    trained = [[number for number in own if not number.is_frozen] for own in groups]
+    if all(number.name for own in groups for number in own):
+        members = _with_frozen(groups, [[number.name for number in own] for own in trained])
+        _check_known(states, members, weights)
+        return members, []
+    shapes = [[number.shape for number in own] for own in trained]
+    names, inferred = _named(path, shapes, shapes_of(weights), "shape")
+    return _with_frozen(groups, names), inferred
+
+
+def _with_frozen(groups: Groups, trained: Iterable[Iterable[str | None]]) -> Members:
+    """The names of what is trained, with None in the places of frozen parameters."""
+    return [
+        [None if number.is_frozen else next(names, None) for number in group]
+        for group, names in zip(groups, map(iter, trained), strict=True)
+    ]
+
+
+def _check_known(states: EngineStates, members: Members, weights: Weights) -> None:
+    if unknown := [name for own in members for name in own if name and name not in weights]:
+        path = states.optimizers[0].path
+        raise InconsistentCheckpoint(f"{path}: the module has no weights {listed(unknown)}")
+
+
+# -- by place, bytes or shape
 
 
 def by_place(flats: Sequence[TensorInFile], weights: Weights) -> list[list[str]] | None:
@@ -44,14 +223,13 @@ def by_place(flats: Sequence[TensorInFile], weights: Weights) -> list[list[str]]
     saves them as views of it. None if the file has no such buffer for a group: another program
     saved it again.
     """
-    views = by_key((each.tensor.storage.key, name) for name, each in weights.items())
-    buffers: list[tuple[list[str], TensorInFile]] = []
-    for own in views.values():
-        names = sorted(own, key=lambda n: (weights[n].tensor.offset, weights[n].tensor.numel))
-        if buffer := _filled([weights[name].tensor for name in names]):
-            buffers.append((names, TensorInFile(flats[0].file, buffer)))
-    of_buffers, of_flats = labels([buffer for _, buffer in buffers], flats)
-    members = by_key((label, names) for label, (names, _) in zip(of_buffers, buffers, strict=True))
+    tensors = {name: weight.tensor for name, weight in weights.items()}
+    in_order = sorted(tensors, key=lambda name: (tensors[name].offset, tensors[name].numel))
+    views = by_key((tensors[name].storage.key, name) for name in in_order)
+    filled = [(_filled([tensors[n] for n in names]), names) for names in views.values()]
+    buffers = [(TensorInFile(flats[0].file, each), names) for each, names in filled if each]
+    of_buffers, of_flats = labels([buffer for buffer, _ in buffers], flats)
+    members = by_key((label, names) for label, (_, names) in zip(of_buffers, buffers, strict=True))
     shown = [label for own in of_flats for label in own if len(own) == len(members[label]) == 1]
     if len({*shown}) < len(flats):
         return None
@@ -60,14 +238,11 @@ def by_place(flats: Sequence[TensorInFile], weights: Weights) -> list[list[str]]
 
 def _filled(views: Sequence[Tensor]) -> Tensor | None:
     """The buffer that views fill, one behind the other; None if there are gaps."""
-    first, total = views[0], 0
-    for view in views:
-        if not view.contiguous or view.offset != total:
-            return None
-        total += view.numel
-    if total * SIZES[first.dtype] != first.storage.length:
-        return None
-    return Tensor(first.storage, first.dtype, 0, (total,), (1,))
+    storage, dtype = views[0].storage, views[0].dtype
+    *starts, total = accumulate((view.numel for view in views), initial=0)
+    are_next = all(v.contiguous and v.offset == n for v, n in zip(views, starts, strict=True))
+    is_full = are_next and total * SIZES[dtype] == storage.length
+    return Tensor(storage, dtype, 0, (total,), (1,)) if is_full else None
 
 
 def by_pieces(flats: Sequence[TensorInFile], weights: Weights) -> MatchedNames:
@@ -96,7 +271,7 @@ def by_pieces(flats: Sequence[TensorInFile], weights: Weights) -> MatchedNames:
     return by_bytes(orders, weights)
 
 
-def _piece(flat: TensorInFile, start: int, shape: tuple[int, ...]) -> TensorInFile:
+def _piece(flat: TensorInFile, start: int, shape: Shape) -> TensorInFile:
     """The elements of a flat tensor from `start` on, as a tensor of this shape."""
     whole = flat.tensor
     strides = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
@@ -109,31 +284,20 @@ def by_bytes(orders: Sequence[Sequence[TensorInFile]], weights: Weights) -> Matc
 
     Raises MissingData with the names of the weights that cannot be told apart.
     """
-    masters = [master for order in orders for master in order]
-    of_weights, of_masters = labels(list(weights.values()), masters)
+    masters = [*chain.from_iterable(orders)]
+    of_weights, of_masters = labels([*weights.values()], masters)
     for number, (master, own) in enumerate(zip(masters, of_masters, strict=True)):
         if len(own) != 1:
+            which = "weights of several types" if own else "no weight"
             raise MissingData(
                 f"{master.file.path}: master {number} of the optimizer, of shape "
-                f"{list(master.tensor.shape)}, "
-                + ("rounds to no weight" if not own else "rounds to weights of several types")
-                + " of the module",
+                f"{list(master.tensor.shape)}, rounds to {which} of the module",
                 hint=TRAINED,
             )
     remaining = iter(own[0] for own in of_masters)
     labelled = [[next(remaining) for _ in order] for order in orders]
     path = masters[0].file.path if masters else ""
-    return _named(path, labelled, list(zip(weights, of_weights, strict=True)), "bytes")
-
-
-def by_shape(
-    path: str, orders: Sequence[Sequence[tuple[int, ...] | None]], weights: Weights
-) -> MatchedNames:
-    """The names of parameters of which only shapes are known; None for one without state.
-
-    Raises MissingData as `by_bytes`.
-    """
-    return _named(path, orders, [*shapes_of(weights).items()], "shape")
+    return _named(path, labelled, dict(zip(weights, of_weights, strict=True)), "bytes")
 
 
 def weights_in(
@@ -154,52 +318,70 @@ def weights_in(
     return weights
 
 
-def shapes_of(weights: Weights) -> dict[str, tuple[int, ...]]:
-    """The shapes of weights, by their names."""
+def shapes_of(weights: Weights) -> dict[str, Shape]:
     return {name: weight.tensor.shape for name, weight in weights.items()}
 
 
 def _named(
-    path: str, orders: Sequence[Sequence[Any]], names: Sequence[tuple[str, Any]], what: str
+    path: str, orders: Sequence[Sequence[Any]], labelled: Mapping[str, Any], what: str
 ) -> MatchedNames:
     """The names of all parameters, if there is one way; `what` equal labels mean.
 
-    A group all of whose labels are unique may be in any order, and a whole group that has another
-    must be in the module's. Raises MissingData with the names of the weights that cannot be told
-    apart.
+    `labelled` are the labels of weights by their names, in the module's order. A group all of whose
+    labels are unique may be in any order, and a whole group that has another must be in the
+    module's. Raises MissingData with the names of the weights that cannot be told apart.
     """
-    numbers = Counter(label for order in orders for label in order)
-    owners = by_key((label, name) for name, label in names)
+    numbers = Counter(chain.from_iterable(orders))
+    owners = by_key((label, name) for name, label in labelled.items())
+    unique = {n: own[0] for n, own in owners.items() if numbers[n] == len(own) == 1}
     certain = {
-        place: [owners[label][0] for label in order]
+        place: [unique[label] for label in order]
         for place, order in enumerate(orders)
-        if all(
-            label is not None and numbers[label] == len(owners.get(label, ())) == 1
-            for label in order
-        )
+        if unique.keys() >= {*order}
     }
-    taken = {name for own in certain.values() for name in own}
+    taken = {*chain.from_iterable(certain.values())}
     unclear = [order for place, order in enumerate(orders) if place not in certain]
     try:
-        matched = match(unclear, [named for named in names if named[0] not in taken], True)
+        matched = match(unclear, [item for item in labelled.items() if item[0] not in taken], True)
     except MissingData as error:
-        hint = HINT if what == "shape" else TRAINED
-        alike = [
-            name
-            for label in dict.fromkeys(label for order in unclear for label in order)
-            if label is not None and max(numbers[label], len(owners.get(label, ()))) > 1
-            for name in owners.get(label, ())
-        ]
+        others = [n for n in dict.fromkeys(chain.from_iterable(unclear)) if n not in unique]
+        alike = [name for label in others for name in owners.get(label, ())]
         why = f"does not show the {what} of every parameter"
         if alike:
-            why = f"{listed(alike, 6)} have equal {what}, which the order of the module does not "
-            why += "tell apart"
-        raise MissingData(
-            f"{path}: the optimizer's state has no names, and {why}", hint=hint
-        ) from error
-    others = iter(matched.names)
-    chosen = [certain[n] if n in certain else next(others) for n in range(len(orders))]
+            order = "which the order of the module does not tell apart"
+            why = f"{listed(alike, 6)} have equal {what}, {order}"
+        said = f"{path}: the optimizer's state has no names, and {why}"
+        raise MissingData(said, hint=HINT if what == "shape" else TRAINED) from error
+    remaining = iter(matched.names)
+    chosen = [certain[n] if n in certain else next(remaining) for n in range(len(orders))]
     return MatchedNames(chosen, matched.inferred)
+
+
+def given_to(
+    every: Sequence[Groups], weights: Weights, param_names: Sequence[str], is_flat: bool
+) -> Members:
+    """The user's names by group, those of all optimizers one after another; raises WrongOption."""
+    numbers = [*chain.from_iterable(every)]
+    masters = [number.master for own in numbers for number in own if number.master]
+    if is_flat:
+        return cut(masters, weights, param_names)
+    counts = [sum(map(len, groups)) for groups in every]
+    if counts[1:] and sum(counts) != len(param_names):
+        raise WrongOption(
+            f"--param-names names {len(param_names)} parameters, and the optimizers of the stages "
+            f"have {' + '.join(map(str, counts))}"
+        )
+    shapes, rest, names = [*shapes_of(weights).items()], param_names, list[list[str]]()
+    for groups, count in zip(every, counts, strict=True):  # several may have one tied weight
+        orders = [[number.shape for number in own] for own in groups]
+        names += match(orders, shapes, True, rest[:count] if counts[1:] else rest).names
+        rest = rest[count:]
+    if masters:
+        check_rounding(masters, param_names, weights, strict=False)
+    return [
+        [None if number.is_frozen else name for number, name in zip(own, called, strict=True)]
+        for own, called in zip(numbers, names, strict=True)
+    ]
 
 
 def cut(
@@ -215,27 +397,24 @@ def cut(
             f"--param-names names {listed(unknown, 4)}, which the model's state does not have"
         )
     groups: list[Sequence[str]] = []
-    masters: list[TensorInFile] = []
-    rest = param_names
+    pieces: list[TensorInFile] = []
+    fits = True
     for flat in flats:
-        start = count = 0
-        while start < flat.tensor.numel and count < len(rest):
-            tensor = weights[rest[count]].tensor
-            masters.append(_piece(flat, start, tensor.shape))
-            start, count = start + tensor.numel, count + 1
-        groups.append(rest[:count])
-        rest = rest[count:]
-        if start != flat.tensor.numel:
-            break
-    else:
-        if not rest:
-            check_rounding(masters, param_names, weights, strict=are_apart(flats[0], weights))
-            return groups
-    raise WrongOption(
-        f"--param-names: these weights do not fill the groups of {flats[0].file.path}, which have "
-        f"{listed([flat.tensor.numel for flat in flats])} elements",
-        hint="name the trained parameters alone, group by group, in the optimizer's order",
-    )
+        first, start = len(pieces), 0
+        while start < flat.tensor.numel and len(pieces) < len(param_names):
+            tensor = weights[param_names[len(pieces)]].tensor
+            pieces.append(_piece(flat, start, tensor.shape))
+            start += tensor.numel
+        groups.append(param_names[first : len(pieces)])
+        fits = fits and start == flat.tensor.numel
+    if not fits or len(pieces) < len(param_names):
+        raise WrongOption(
+            f"--param-names: these weights do not fill the groups of {flats[0].file.path}, which "
+            f"have {listed([flat.tensor.numel for flat in flats])} elements",
+            hint="name the trained parameters alone, group by group, in the optimizer's order",
+        )
+    check_rounding(pieces, param_names, weights, strict=are_apart(flats[0], weights))
+    return groups
 
 
 def are_apart(master: TensorInFile, weights: Weights) -> bool:

@@ -1,57 +1,61 @@
-"""What a run without ZeRO (stage 0) saved: the whole optimizer, in the model file.
+"""What does the optimizer of stage 0 keep, as it is read and as a target has it?
 
     model["optimizer"]          masters                            base optimizer
     torch's own, fp32           the module's weights               state, param_groups
     FP16_Optimizer              fp32_groups_flat, one per group    optimizer_state_dict
     FP16_UnfusedOptimizer       fp32_groups, one per parameter     optimizer_state_dict
 
-Every rank has the same, and rank 0 saves it. Both wrappers make one update with zero gradients when
-they are built, which their steps count: 4 after 3 updates (0.19.8).
+Every rank has the same, and rank 0 saves it in the model file; with experts there is a file for
+each ep rank: see moe/ep_optimizers.py. Both wrappers make one update with zero gradients when they
+are built, which their steps count: 4 after 3 updates (0.19.8).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import accumulate, chain, count, pairwise
+from math import prod
 from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ....errors import (
-    CorruptCheckpoint,
-    IncompleteCheckpoint,
-    InconsistentCheckpoint,
-    MissingData,
-    WrongOption,
-    listed,
-)
+from ....core.dtypes import NUMBERS
+from ....core.fragments import Fragments, solid
+from ....core.grouping import by_key
+from ....core.inert import PYTHON_NUMBERS, Scalar
+from ....core.layout import Shell
+from ....core.manifest import Manifest, slot_key, slot_name
+from ....core.states import OTHER
+from ....errors import CorruptCheckpoint, IncompleteCheckpoint, MissingData, counted, listed
 from ....files.torchfile import Tensor, TorchFile
+from ....files.torchshell import Storages, shell
+from ....training import steps
+from ...deepspeed_states import optimizer_values
 from ...deepspeed_states.directories import TagDirectory, refuse
-from ...deepspeed_states.manifest import INFERRED
+from ...deepspeed_states.hyper import FLAT
+from ...deepspeed_states.manifest import manifest_of
+from ...deepspeed_states.model_files import model_files
+from ...deepspeed_states.reports import usual_norm
 from ...deepspeed_states.states import (
     FLAT_MASTERS,
     WHOLE_MASTERS,
+    BufferSlot,
     EngineStates,
+    FlatBuffer,
     dictionary,
     open_files,
     stated_config,
     version_of,
     wrapper_of,
 )
+from ...deepspeed_states.target import DeepSpeedTarget, TargetBuffer
 from ...reading import Reading
-from ...statedict.matching import match
-from ...statedict.names import ELEMENTWISE
 from ..files import RankFiles
 from ..ranks import check_kind, without_optimizer
 from . import naming
-from .naming import Weights, shapes_of
-from .samples import TensorInFile
-
-Shape = tuple[int, ...]
-Members = Sequence[Sequence[str | None]]
-FROZEN = "zckpt_frozen"
-"""Beside the optimizer's state, in a file of zckpt's: numbers of parameters that are frozen."""
+from .naming import FROZEN, Members, Number, Shape, Weights, misfit, numbers_of, shapes_of
 
 
 class WholeOptimizer(Struct, frozen=True):
@@ -70,7 +74,6 @@ class WholeOptimizer(Struct, frozen=True):
 
     @property
     def file(self) -> TorchFile:
-        """The file with the optimizer."""
         return self.states.optimizers[0]
 
 
@@ -83,7 +86,12 @@ def open_whole(directory: TagDirectory, files: RankFiles, reading: Reading) -> W
     states = states_of(directory, files)
     module = ((name, states.models[0], own) for name, own in states.model["module"].items())
     weights = naming.weights_in(module, {*(states.model.get("buffer_names") or ())})
-    (whole,) = named_optimizers([states], weights, reading)
+    try:
+        (whole,) = named_optimizers([states], weights, reading.param_names)
+    except MissingData:
+        if not reading.weights_only or wrapper_of(states.first) is not None:  # masters are weights
+            raise
+        return unnamed(states, weights)
     return whole
 
 
@@ -96,14 +104,14 @@ def states_of(directory: TagDirectory, files: RankFiles, *, is_stage: bool = Fal
     model = dictionary(file, file.value)
     if is_stage and model.get("module") is None:
         model = {**model, "module": {}}
-    if (files.experts or model.get("num_experts")) and not files.of_ep:
+    if files.of_ep:
+        refuse(directory, "mixture-of-experts layers in ZeRO stage 0 on several model ranks")
+    if files.experts or model.get("num_experts"):
         raise IncompleteCheckpoint(
             f"{directory.path} has experts, and lacks the optimizers of all ep ranks",
             hint="expected expp_rank_0_mp_rank_00_optim_states.pt and one per further rank (stage "
             "0), or zero_pp_rank_0_mp_rank_00_optim_states.pt and one per further rank",
         )
-    if files.experts or files.of_ep or model.get("num_experts"):
-        refuse(directory, "mixture-of-experts layers in ZeRO stage 0 on several model ranks")
     return states_with(directory, file, model, file, model.get("optimizer"))
 
 
@@ -126,52 +134,26 @@ def states_with(
     base = optimizer if wrapper is None else optimizer.get("optimizer_state_dict")
     if not isinstance(base, dict) or not isinstance(base.get("param_groups"), list):
         raise CorruptCheckpoint(f"{beside.path} holds no state of a torch optimizer")
-    dp = model.get("dp_world_size")
+    stated = model.get("dp_world_size")
+    dp = stated if isinstance(stated, int) and stated > 0 else 1
     return EngineStates(
-        directory,
-        [file],
-        [beside],
-        model,
-        [optimizer],
-        [base],
-        version,
-        dp if isinstance(dp, int) and dp > 0 else 1,
-        partitioned=False,
-        whole=True,
+        directory, [file], [beside], model, [optimizer], [base], version, dp, False, whole=True
     )
 
 
 def named_optimizers(
-    every: Sequence[EngineStates], weights: Weights, reading: Reading
+    every: Sequence[EngineStates], weights: Weights, param_names: Sequence[str] | None
 ) -> list[WholeOptimizer]:
-    """Optimizers with names of their parameters, which are among `weights`.
-
-    The user's names are those of all optimizers, one after another. Raises MissingData as
-    `open_whole`, and WrongOption for names that do not fit.
-    """
-    are_stated = any(states.model.get("param_shapes") for states in every)
-    given = None if are_stated else reading.param_names
-    groups = None if given is None else iter(_given(every, weights, given))
-    return [_named(states, weights, reading, groups) for states in every]
-
-
-def _named(
-    states: EngineStates, weights: Weights, reading: Reading, groups: Iterator[Sequence[str]] | None
-) -> WholeOptimizer:
-    """One optimizer; `groups` are the user's names of its groups, if there are any."""
-    path, shapes = states.optimizers[0].path, shapes_of(weights)
-    if states.model.get("param_shapes") and not weights:  # a stage whose layers are not there yet
-        shapes = {name: shape for group in states.param_shapes() for name, shape in group.items()}
-    try:
-        members, inferred = _members(states, weights, groups)
-    except MissingData:
-        if not reading.weights_only or wrapper_of(states.first) is not None:  # masters are weights
-            raise
-        return unnamed(states, weights)
-    if unknown := [name for own in members for name in own if name and name not in shapes]:
-        raise InconsistentCheckpoint(f"{path}: the module has no weights {listed(unknown)}")
-    named = with_names(states, members, inferred, shapes)
-    return replace(named, module=[*(states.model["module"] or shapes)])
+    """Optimizers with names of their parameters, as `naming.members_of` gives and raises."""
+    wholes: list[WholeOptimizer] = []
+    named = naming.members_of(every, weights, param_names)
+    for states, (members, inferred) in zip(every, named, strict=True):
+        shapes = shapes_of(weights)
+        if not weights:  # a stage whose layers are not there yet
+            shapes = dict(chain(*(group.items() for group in states.param_shapes())))
+        whole = with_names(states, members, inferred, shapes)
+        wholes.append(replace(whole, module=[*(states.model["module"] or shapes)]))
+    return wholes
 
 
 def unnamed(states: EngineStates, weights: Weights) -> WholeOptimizer:
@@ -181,155 +163,204 @@ def unnamed(states: EngineStates, weights: Weights) -> WholeOptimizer:
 
 
 def with_names(
-    states: EngineStates,
-    members: Members,
-    inferred: Sequence[str],
-    shapes: Mapping[str, Shape],
+    states: EngineStates, members: Members, inferred: Sequence[str], shapes: Mapping[str, Shape]
 ) -> WholeOptimizer:
-    """The optimizer with names and shapes by group, which the engine does not save in stage 0.
-
-    `shapes` are those of all weights.
-    """
+    """The optimizer with names, and with shapes by group: the engine saves none in stage 0."""
     own = [{name: shapes[name] for name in group if name is not None} for group in members]
     named = replace(states, model={**states.model, "param_shapes": own})
     return WholeOptimizer(named, members, inferred, [*shapes])
 
 
-# -- names
+def _numbers(whole: WholeOptimizer) -> Iterator[Number]:
+    """Group by group what is trained, with the shapes of its parameters.
 
-
-def _given(
-    every: Sequence[EngineStates], weights: Weights, param_names: Sequence[str]
-) -> list[Sequence[str]]:
-    """The user's names by group; those of flat masters are without frozen ones."""
-    flats = [flat for states in every for flat in _masters(states, FLAT_MASTERS)]
-    if flats:
-        return naming.cut(flats, weights, param_names)
-    shapes = [shapes_by_group(states) for states in every]
-    counts = [sum(map(len, own)) for own in shapes]
-    if counts[1:] and sum(counts) != len(param_names):
-        raise WrongOption(
-            f"--param-names names {len(param_names)} parameters, and the optimizers of the stages "
-            f"have {' + '.join(map(str, counts))}"
-        )
-    groups: list[Sequence[str]] = []
-    start = 0
-    for own, count in zip(shapes, counts, strict=True):  # several may have one tied weight
-        names = param_names[start : start + count] if counts[1:] else param_names
-        groups += match(own, [*shapes_of(weights).items()], True, names).names
-        start += count
-    masters = [own for states in every for own in _masters(states, WHOLE_MASTERS)]
-    if masters:
-        naming.check_rounding(masters, param_names, weights, strict=False)
-    return groups
-
-
-def _members(
-    states: EngineStates, weights: Weights, given: Iterator[Sequence[str]] | None
-) -> tuple[Members, Sequence[str]]:
-    """The names of each group's parameters, and those of them that are inferred."""
-    optimizer, base = states.first, states.bases[0]
-    numbers = [list(group["params"]) for group in base["param_groups"]]
-    if stated := states.model.get("param_shapes"):
-        frozen = set(optimizer.get(FROZEN) or ())
-        own = [iter(group) for group in stated]
-        flat = FLAT_MASTERS in optimizer
-        members = [
-            list(group) if flat else [None if n in frozen else next(names, None) for n in known]
-            for group, names, known in zip(stated, own, numbers, strict=True)
-        ]
-        return members, list(optimizer.get(INFERRED) or ())
-    groups = None if given is None else [next(given) for _ in numbers]
-    if wrapper_of(optimizer) is None:
-        return _of_torch(states, numbers, weights, groups)
-    if groups is not None:
-        return groups, []
-    if FLAT_MASTERS in optimizer:
-        return _of_flats(_masters(states, FLAT_MASTERS), weights)
-    masters = iter(_masters(states, WHOLE_MASTERS))
-    return naming.by_bytes([[next(masters) for _ in own] for own in numbers], weights)
-
-
-def _masters(states: EngineStates, key: str) -> list[TensorInFile]:
-    """All masters of a wrapper, flat or whole; none if it has others."""
-    file, stated = states.optimizers[0], states.first.get(key) or []
-    groups = [stated] if key == FLAT_MASTERS else stated
-    return [TensorInFile(file, tensor) for group in groups for tensor in _tensors(file, group)]
-
-
-def _of_flats(flats: Sequence[TensorInFile], weights: Weights) -> tuple[Members, Sequence[str]]:
-    """The names of flat masters, as views or bytes show them."""
-    if naming.are_apart(flats[0], weights):
-        return naming.by_pieces(flats, weights)
-    if (names := naming.by_place(flats, weights)) is None:
-        raise MissingData(
-            f"{flats[0].file.path}: the optimizer's state has no names, and the module's weights "
-            "no longer lie in its groups' buffers, which show them",
-            hint=naming.TRAINED,
-        )
-    return names, []
-
-
-def _of_torch(
-    states: EngineStates,
-    numbers: Sequence[Sequence[Any]],
-    weights: Weights,
-    given: Sequence[Sequence[str]] | None,
-) -> tuple[Members, Sequence[str]]:
-    """The names of what torch's own optimizer updates: the module's weights themselves.
-
-    The engine gives every weight that is trained a gradient, so that one without a state is frozen.
-    If none has a state, as with plain SGD, nothing shows which are frozen.
+    Raises InconsistentCheckpoint if groups and masters do not fit.
     """
-    path, state = states.optimizers[0].path, states.bases[0].get("state") or {}
-    groups = states.bases[0]["param_groups"]
-    is_frozen = [[bool(state) and not state.get(number) for number in own] for own in numbers]
-    stated = [list(group.get("param_names") or ()) for group in groups]  # torch >= 2.6
-    inferred: list[str] = []
-    if given is not None:
-        every = given
-    elif [len(own) for own in stated] == [len(own) for own in numbers]:
-        every = stated
-    else:
-        trained = [
-            [shape for shape, frozen in zip(own, flags, strict=True) if not frozen]
-            for own, flags in zip(shapes_by_group(states), is_frozen, strict=True)
-        ]
-        names, inferred = naming.by_shape(path, trained, weights)
-        remaining = iter(chain.from_iterable(names))
-        every = [["" if frozen else next(remaining) for frozen in flags] for flags in is_frozen]
+    states, shapes = whole.states, whole.states.param_shapes()
+    if not whole.named:
+        yield Number(0, {}, shapes=shapes[0])
+        return
+    listed_in = zip(whole.members, numbers_of(states), strict=True)
+    for group, (names, numbers) in enumerate(listed_in):
+        where, own = f"{whole.file.path}: group {group} of the optimizer", shapes[group]
+        if FLAT_MASTERS in states.first:
+            (flat,), numel = numbers, sum(map(prod, own.values()))
+            if flat.shape != (numel,):
+                raise misfit(where, counted(numel, "element"), prod(flat.shape or ()))
+            yield replace(flat, shapes=own)
+            continue
+        if len(numbers) != len(names):
+            raise misfit(where, counted(len(names), "parameter"), len(numbers))
+        for number, name in zip(numbers, names, strict=True):
+            if name is None:
+                continue
+            shape = own[name]
+            if number.master and number.shape != shape:
+                raise misfit(where, f"{name} of shape {[*shape]}", [*(number.shape or ())])
+            yield replace(number, shapes={name: shape})
+
+
+def _slot(number: Number, file: TorchFile, name: str, tensor: Tensor) -> BufferSlot:
+    """A tensor of what one number is as a slot of its parameters."""
+    if [*number.shapes.values()] == [tensor.shape]:
+        return BufferSlot(name, tensor.dtype, {number.first: file.fragments(tensor)})
+    ends = pairwise(accumulate(map(prod, number.shapes.values()), initial=0))
+    fragments: dict[str, Fragments] = {}
+    for parameter, (start, stop) in zip(number.shapes, ends, strict=True):
+        fragments[parameter] = solid(stop - start, file.extent(tensor.part(start, stop)))
+    return BufferSlot(name, tensor.dtype, fragments)
+
+
+def kept(whole: WholeOptimizer, step_policy: str | None) -> tuple[EngineStates, list[FlatBuffer]]:
+    """What the optimizer knows by each number, as the record of a flat buffer.
+
+    The engine's states have as `other` what is neither a number nor of a parameter's shape, by the
+    parameter's name. What is called a step and is none is a state like any other.
+    """
+    states, file, numbers = whole.states, whole.file, list(_numbers(whole))
+    in_states, in_groups = steps.StatedSteps("state"), steps.StatedSteps("group")
+    for number in numbers:
+        of_group = states.groups(number.group)[0]
+        for stated, own in ((in_states, number.state), (in_groups, of_group)):
+            value = own.get("step")
+            shape = value.shape if isinstance(value, (Scalar, Tensor)) else ()
+            stated.add(number.owner, states.number(0, value), shape)
+    groups = by_key((number.group, number.owner) for number in numbers)
+    counted = steps.counted_by_last(in_states, in_groups, groups.values())
+    believed = steps.believed(counted, in_groups)
+    completed, place = believed.settled(step_policy), believed.place()
+    if place is not None and counted.steps != in_states.steps:
+        place = replace(place, last_only=True)
+    # states of one number, like NAdam's `mu_product`, also of a parameter of the same shape
+    keys = {
+        key
+        for number in numbers
+        for key, value in number.state.items()
+        if isinstance(key, str) and _is_scalar(value) and not _is_slot(number, key, value)
+    }
+    other: dict[str, dict[str, Any]] = {}
+    buffers: list[FlatBuffer] = []
+    for number in numbers:
+        slots = [_slot(number, file, "master", number.master.tensor)] if number.master else []
+        scalars: dict[str, Scalar] = {}
+        for key, value in number.state.items():
+            if key == "step" and steps.step_of(states.number(0, value)) is not None:
+                continue
+            scalar = states.scalar([value]) if key in keys and _is_scalar(value) else None
+            if scalar is not None:
+                scalars[key] = scalar
+            elif _is_slot(number, key, value):
+                slots.append(_slot(number, file, slot_name(key), value))
+            else:
+                other.setdefault(number.first, {})[key] = value
+        step = completed.get(number.owner)
+        buffers.append(FlatBuffer(number.group, number.shapes, slots, step, place, scalars, (), ()))
+    if buffers:
+        seen = [*chain(*(steps.sightings_of(each, believed) for each in (in_states, in_groups)))]
+        sightings, warnings = [line for line, _ in seen], [line for _, line in seen if line]
+        buffers[0] = replace(buffers[0], sightings=sightings, warnings=warnings)
+    return replace(states, states=[states.first | ({OTHER: other} if other else {})]), buffers
+
+
+def _is_scalar(value: Any) -> bool:
+    """Whether a state is one number: Python's, or a tensor of one element."""
+    if isinstance(value, Tensor):
+        return value.numel == 1 and value.dtype in NUMBERS
+    return type(value) in PYTHON_NUMBERS.values()
+
+
+def _is_slot(number: Number, key: Any, value: Any) -> bool:
+    return isinstance(key, str) and isinstance(value, Tensor) and value.shape == number.shape
+
+
+def manifest_of_whole(whole: WholeOptimizer, step_policy: str | None) -> Manifest:
+    """The manifest; its warnings name the parameters whose names only an order shows."""
+    states, buffers = kept(whole, step_policy)
+    manifest = manifest_of(states, buffers, "deepspeed", states.config, states.module_dtype)
+    warning = (
+        "the optimizer knows its parameters by number: the names of "
+        f"{listed(whole.inferred, 4)} are inferred from the order of the module"
+    )
+    manifest = replace(
+        manifest,
+        state={**manifest.state, "module": list(whole.module)},
+        inferred=tuple(whole.inferred),
+        warnings=(*manifest.warnings, *([warning] if whole.inferred else [])),
+        zero_padding=True,
+    )
+    return with_members(manifest, whole.members)
+
+
+def with_members(manifest: Manifest, members: Members) -> Manifest:
+    """The manifest with `members`, if the optimizer lists frozen parameters, which torch's may.
+
+    They are what it lists by group, by places in the module; None is a frozen parameter.
+    """
+    if all(None not in own for own in members):
+        return manifest
+    places = {name: place for place, name in enumerate(manifest.state["module"])}
+    listed_in = [[None if n is None else places[n] for n in own] for own in members]
+    optimizer = {**manifest.state["optimizer"], "members": listed_in}
+    return replace(manifest, state={**manifest.state, "optimizer": optimizer})
+
+
+# -- the optimizer of a target, in the form that the class around it has
+
+
+def model_shells(target: DeepSpeedTarget) -> Iterator[Shell]:
+    """The model file, and with experts the optimizers of all ep ranks."""
+    yield from model_files(target, True, None if target.experts else optimizer)
+    for rank in range(max(target.experts.sizes, default=0)):
+        own = target.expert_ranks.in_layers(target.experts, rank)
+        named = partial(target.experts.named_in, of_layer=own)
+        value = {"optimizer": optimizer(target, storages := Storages(), named)}
+        name = f"expp_rank_{rank}_{target.mp_rank}_optim_states.pt"
+        yield shell(f"{target.tag}/{name}", value, storages)
+
+
+def optimizer(
+    target: DeepSpeedTarget, storages: Storages, named: Callable[[str], str] = str
+) -> dict[str, Any]:
+    """The value of `optimizer`; `named` gives the name in the whole model of rank 0's names."""
+    is_flat = target.wrapper == FLAT
+
+    def tensor(buffer: TargetBuffer, dtype: str) -> Tensor:
+        """One like the master: flat, or of the parameter's shape."""
+        shape = (buffer.starts[-1],) if is_flat else target.trainable[buffer.names[0]].shape
+        return storages.tensor(dtype, shape)
+
+    def state(buffer: TargetBuffer) -> dict[str, Any]:
+        numbers = optimizer_values.numbers(target, buffer, storages)
+        slots = {slot_key(slot): tensor(buffer, dtype) for slot, dtype in buffer.slots.items()}
+        others = target.others.get(named(buffer.names[0])) or {}
+        return {**numbers, **slots, **target.thawed(others, storages)}
+
+    groups, following = _members(target), count()
+    numbers = [[next(following) for _ in group] for group in groups]
+    every = [*chain.from_iterable(groups)]
+    states = {number: state(own) for number, own in enumerate(every) if own}
+    frozen = [number for number, own in enumerate(every) if own is None]
+    base = optimizer_values.base_state(target, states, storages, numbers=numbers)
+    own = optimizer_values.own_statements(target) | ({FROZEN: frozen} if frozen else {})
+    if target.wrapper is None:
+        return {**base, **own}
+    wholes = [[tensor(each, each.master) for each in group if each] for group in groups]
+    masters: dict[str, Any] = {WHOLE_MASTERS: wholes}
+    if is_flat:
+        masters = {FLAT_MASTERS: [flat for (flat,) in wholes], "clip_grad": usual_norm(target)}
+        masters |= optimizer_values.clipping(target)
+    is_scaled = not is_flat or target.engine.dtype == "F16"
+    scaling = optimizer_values.whole_scaling(target) if is_scaled else {}
+    return {**scaling, "optimizer_state_dict": base, **masters, **own}
+
+
+def _members(target: DeepSpeedTarget) -> list[list[TargetBuffer | None]]:
+    """By group, what the optimizer has a number for; None for a frozen parameter."""
+    of_group = by_key((buffer.group, buffer) for buffer in target.buffers)
+    groups = [of_group.get(number, []) for number, _ in enumerate(target.groups)]
+    if not target.lists_frozen:
+        return [[*group] for group in groups]
     return [
-        [None if frozen else name for name, frozen in zip(own, flags, strict=True)]
-        for own, flags in zip(every, is_frozen, strict=True)
-    ], inferred
-
-
-def shapes_by_group(states: EngineStates) -> list[list[Shape | None]]:
-    """The shapes of an optimizer's whole masters, or of the states of torch's own; None if unknown.
-
-    They stand group by group.
-    """
-    if WHOLE_MASTERS in states.first:
-        return [[master.shape for master in group] for group in states.first[WHOLE_MASTERS]]
-    state = states.bases[0].get("state") or {}
-    groups = states.bases[0]["param_groups"]
-    return [[shape_of(state.get(number)) for number in group["params"]] for group in groups]
-
-
-def shape_of(state: Any) -> Shape | None:
-    """The shape of a parameter, as its states show it; None if they do not.
-
-    Adafactor keeps rows and columns: no shape is taken from those. ASGD keeps numbers beside its
-    average, as tensors without dimensions.
-    """
-    tensors = {k: v for k, v in (state or {}).items() if isinstance(v, Tensor) and k != "step"}
-    shapes = {tensor.shape for key, tensor in tensors.items() if key in ELEMENTWISE}
-    shapes = shapes or {tensor.shape for tensor in tensors.values()}
-    shapes = shapes - {()} or shapes
-    return shapes.pop() if len(shapes) == 1 else None
-
-
-def _tensors(file: TorchFile, value: Any) -> list[Tensor]:
-    if not isinstance(value, (list, tuple)) or not all(isinstance(v, Tensor) for v in value):
-        raise CorruptCheckpoint(f"{file.path}: the masters are not a list of tensors")
-    return list(value)
+        [None if name is None else next(own) for name in names]
+        for names, own in zip(target.listed_names(), map(iter, groups), strict=True)
+    ]

@@ -15,10 +15,11 @@ import struct
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from ....core import cast, sources
 from ....core.dtypes import SIZES
+from ....core.grouping import by_key
 from ....files.torchfile import Tensor, TorchFile
 
 SAMPLE = 64  # elements, from the middle of a tensor: its beginning may be padding
@@ -42,36 +43,30 @@ def labels(
     weights: Sequence[TensorInFile], masters: Sequence[TensorInFile]
 ) -> tuple[list[Label], list[list[Label]]]:
     """The label of every weight, and those that each master may have, of different types."""
-    shapes: dict[tuple[int, ...], _Set] = {}
-    for side, tensors in enumerate((weights, masters)):
-        for place, tensor in enumerate(tensors):
-            shapes.setdefault(tensor.tensor.shape, ([], []))[side].append(place)
+    typed = by_key(((w.tensor.shape, w.tensor.dtype), place) for place, w in enumerate(weights))
+    shaped = by_key((m.tensor.shape, place) for place, m in enumerate(masters))
     of_weights: list[Label] = [()] * len(weights)
     of_masters: list[list[Label]] = [[] for _ in masters]
     with ExitStack() as opened:
         sampler = _Sampler(opened, weights, masters)
-        for shape, (own, theirs) in shapes.items():
-            for dtype in dict.fromkeys(weights[place].tensor.dtype for place in own):
-                typed = [place for place in own if weights[place].tensor.dtype == dtype]
-                for number, (alike, rounded) in enumerate(sampler.split(typed, theirs, dtype)):
-                    label = (*shape, dtype, number)
-                    for place in alike:
-                        of_weights[place] = label
-                    for place in rounded:
-                        of_masters[place].append(label)
+        for (shape, dtype), own in typed.items():
+            sets = sampler.split(own, shaped.get(shape, []), dtype)
+            for number, (alike, rounded) in enumerate(sets):
+                label = (*shape, dtype, number)
+                for place in alike:
+                    of_weights[place] = label
+                for place in rounded:
+                    of_masters[place].append(label)
     return of_weights, of_masters
 
 
-class _Sampler:
+class _Sampler(Struct, frozen=True):
     """Reads elements of tensors; their files stay open until `opened` ends."""
 
-    def __init__(
-        self, opened: ExitStack, weights: Sequence[TensorInFile], masters: Sequence[TensorInFile]
-    ) -> None:
-        self.opened = opened
-        self.descriptors: dict[str, int] = {}
-        self.weights = weights
-        self.masters = masters
+    opened: ExitStack
+    weights: Sequence[TensorInFile]
+    masters: Sequence[TensorInFile]
+    descriptors: dict[str, int] = field(default_factory=dict)
 
     def split(self, own: Sequence[int], theirs: Sequence[int], dtype: str) -> Iterator[_Set]:
         """Weights of one shape and type whose bytes are equal, with the masters that round to them.
@@ -83,18 +78,18 @@ class _Sampler:
         theirs = [place for place in theirs if self.masters[place].tensor.dtype in kinds]
         numel = self.weights[own[0]].tensor.numel
         if not theirs or not numel:
-            yield list(own), list(theirs)
+            yield [*own], theirs
             return
         middle = max(0, (numel - SAMPLE) // 2)
-        undecided = [(list(own), list(theirs), middle, min(numel, middle + SAMPLE))]
+        undecided = [([*own], theirs, middle, min(numel, middle + SAMPLE))]
         while undecided:
             alike, rounded, start, stop = undecided.pop()
             parts: dict[tuple[int, ...], _Set] = {}
             for place in alike:
-                key = tuple(self._bits(self.weights[place], start, stop))
+                key = tuple(self._bits(self.weights[place], dtype, start, stop))
                 parts.setdefault(key, ([], []))[0].append(place)
             for place in rounded:
-                key = tuple(self._rounded(self.masters[place], dtype, start, stop))
+                key = tuple(self._bits(self.masters[place], dtype, start, stop))
                 if key in parts:
                     parts[key][1].append(place)
             for group, candidates in parts.values():
@@ -107,25 +102,19 @@ class _Sampler:
     def _first_difference(self, places: Sequence[int]) -> int | None:
         """An element at which weights differ from the first; None if all of them are equal."""
         first, *others = (self.weights[place] for place in places)
-        numel, step = first.tensor.numel, CHUNK // SIZES[first.tensor.dtype]
+        numel, dtype = first.tensor.numel, first.tensor.dtype
+        step = CHUNK // SIZES[dtype]
         for start in range(0, numel if others else 0, step):
             stop = min(numel, start + step)
             expected = self._bytes(first, start, stop)
             for other in others:
                 if self._bytes(other, start, stop) == expected:
                     continue
-                pairs = zip(
-                    self._bits(first, start, stop), self._bits(other, start, stop), strict=True
-                )
-                differing = (number for number, (a, b) in enumerate(pairs, start) if a != b)
-                if (number := next(differing, None)) is not None:  # not in NaNs alone
-                    return number
+                bits = (self._bits(each, dtype, start, stop) for each in (first, other))
+                for number, (own, theirs) in enumerate(zip(*bits, strict=True), start):
+                    if own != theirs:  # not in NaNs alone
+                        return number
         return None
-
-    def _descriptor(self, path: str) -> int:
-        if path not in self.descriptors:
-            self.descriptors[path] = self.opened.enter_context(sources.opened(path)).fileno()
-        return self.descriptors[path]
 
     def _bytes(self, stored: TensorInFile, start: int, stop: int) -> bytes:
         """Row-major elements [start, stop)."""
@@ -134,19 +123,24 @@ class _Sampler:
             parts = [file.extent(tensor.part(start, stop))]
         else:
             parts = [file.extent(_element(tensor, number)) for number in range(start, stop)]
-        read = self._descriptor(file.path)
+        if file.path not in self.descriptors:
+            opened = self.opened.enter_context(sources.opened(file.path))
+            self.descriptors[file.path] = opened.fileno()
+        read = self.descriptors[file.path]
         return b"".join(sources.pread(read, part.length, part.offset) for part in parts)
 
-    def _bits(self, stored: TensorInFile, start: int, stop: int) -> list[int]:
-        """Row-major elements [start, stop) as unsigned integers; all NaNs are one number."""
-        return _integers(self._bytes(stored, start, stop), stored.tensor.dtype)
+    def _bits(self, stored: TensorInFile, dtype: str, start: int, stop: int) -> list[int]:
+        """Row-major elements [start, stop) as unsigned integers; all NaNs are one number.
 
-    def _rounded(self, master: TensorInFile, dtype: str, start: int, stop: int) -> list[int]:
-        """The same of elements that are rounded to `dtype`, as torch rounds."""
-        data = self._bytes(master, start, stop)
-        if master.tensor.dtype != dtype:
+        Those of a master are rounded to `dtype`, as torch rounds.
+        """
+        data = self._bytes(stored, start, stop)
+        if stored.tensor.dtype != dtype:
             data = cast.rounded(data, dtype) or b""
-        return _integers(data, dtype)
+        size, infinity = SIZES[dtype], _INFINITY.get(dtype)
+        bits = struct.unpack(f"<{len(data) // size}{_UNSIGNED[size]}", data)
+        sign = 1 << (8 * size - 1)
+        return [NAN if infinity and item & ~sign > infinity else item for item in bits]
 
 
 def _element(tensor: Tensor, number: int) -> Tensor:
@@ -156,13 +150,3 @@ def _element(tensor: Tensor, number: int) -> Tensor:
         number, coordinate = divmod(number, size)
         offset += coordinate * stride
     return Tensor(tensor.storage, tensor.dtype, offset, (1,), (1,))
-
-
-def _integers(data: bytes, dtype: str) -> list[int]:
-    bits = struct.unpack(f"<{len(data) // SIZES[dtype]}{_UNSIGNED[SIZES[dtype]]}", data)
-    return [NAN if _is_nan(item, dtype) else item for item in bits]
-
-
-def _is_nan(bits: int, dtype: str) -> bool:
-    sign = 1 << (8 * SIZES[dtype] - 1)
-    return dtype in _INFINITY and bits & ~sign > _INFINITY[dtype]
