@@ -19,9 +19,8 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import accumulate, chain, repeat
+from itertools import chain
 from math import prod
-from operator import add
 from typing import Any
 
 from ....core.dtypes import SIZES
@@ -76,13 +75,22 @@ class ModelRank:
         self.dp = len(self.optimizers)
         self.cuts_each_parameter = "fp32_flat_groups" in (self.states or [{}])[0]  # stage 3
         self.masters, self.base = KEYS[self.cuts_each_parameter]
-        self.numbers = self._numbers() if self.states else set()
+        self.kept = [self._kept(state) for state in self.states]
+        self.numbers = {"step"}  # states that are one number, also where a rank has one element
+        for group in chain.from_iterable(self.kept[:1]):
+            self.numbers |= {
+                k for k, own in group.items() if own.numel == 1 < group["master"].numel
+            }
 
     def partitions(self) -> Iterator[Partition]:
         """All tensors of this model rank, but those of its layers in a pipeline."""
-        for number, shapes in enumerate(self.param_shapes() if self.optimizers else ()):
-            for ranks, renamed in self._process_groups(number, shapes):
-                yield from self._flat_group(number, renamed, ranks)
+        groups = self.param_shapes() if self.optimizers else []
+        named = _in_whole_model(chain.from_iterable(groups))
+        for number, shapes in enumerate(groups):
+            about = next(iter(_groups(self.states[0])[number:]), {})
+            for ep_rank, ranks in enumerate(_sharing(self.model, self.dp, about)):
+                own = {named(name, ep_rank): shape for name, shape in shapes.items()}
+                yield from self._flat_group(number, own, ranks)
         yield from self._frozen()
         yield from self._module()
         for file in self.experts:  # each with its number in the whole layer
@@ -111,68 +119,38 @@ class ModelRank:
 
     # -- flat buffers
 
-    def _process_groups(self, number: int, shapes: Shapes) -> list[tuple[range, Shapes]]:
-        """The ranks that flatten a group together, and the names of what they flatten."""
-        about = next(iter(self._groups(0)[number:]), {})
-        named = _in_whole_model(chain.from_iterable(self.param_shapes()))
-        return [
-            (ranks, {named(name, rank): shape for name, shape in shapes.items()})
-            for rank, ranks in enumerate(_sharing(self.model, self.dp, about))
-        ]
+    def _kept(self, state: Mapping[str, Any]) -> list[dict[str, Tensor]]:
+        """A rank's tensors of every flat group, by slot; elastic files list the states alone.
 
-    def _groups(self, rank: int) -> list[dict[str, Any]]:
-        """What a rank of stage 1 or 2 says of its groups; elastic files say nothing."""
-        base = self.states[rank].get("base_optimizer_state")
-        return base["param_groups"] if isinstance(base, dict) else []
-
-    def _number_on(self, rank: int, number: int) -> int:
-        """Where a rank has group `number` of rank 0: several sizes of experts have no order."""
-        first, own = ([g.get("name") for g in self._groups(each)] for each in (0, rank))
-        if not (first and own):
-            return number
-        occurrence = first[:number].count(first[number])
-        return [place for place, name in enumerate(own) if name == first[number]][occurrence]
-
-    def _kept(self, rank: int, number: int) -> dict[str, Tensor]:
-        """The tensors of a rank's part of a flat group, by slot; elastic files list the states."""
-        state = self.states[rank]
-        base = state[self.base]
-        own = base[number] if isinstance(base, list) else base["state"].get(number) or {}
-        return {"master": state[self.masters][number], **_tensors(own)}
-
-    def _numbers(self) -> set[str]:
-        """States that are one number: the step, and tensors of one element if a rank has more."""
-        groups = [self._kept(0, number) for number in range(len(self.states[0][self.masters]))]
-        return {"step"} | {
-            slot
-            for own in groups
-            for slot, tensor in own.items()
-            if tensor.numel == 1 < own["master"].numel
-        }
+        Groups are in the order of rank 0: experts of several sizes have none of their own.
+        """
+        base, masters = state[self.base], state[self.masters]
+        states = base
+        if not isinstance(base, list):
+            states = [base["state"].get(number) or {} for number in range(len(masters))]
+        pairs = zip(masters, states, strict=True)
+        kept = [{"master": master, **_tensors(own)} for master, own in pairs]
+        first, names = ([g.get("name") for g in _groups(own)] for own in (self.states[0], state))
+        places = by_key((name, place) for place, name in enumerate(names))
+        return [kept[places[name].pop(0)] for name in first] if first and names else kept
 
     def _flat_group(self, number: int, shapes: Shapes, ranks: range) -> Iterator[Partition]:
         """Masters and optimizer states of one flattened group (stage 3: of one sub-group)."""
         files = [self.optimizers[rank] for rank in ranks]
-        kept = [self._kept(rank, self._number_on(rank, number)) for rank in ranks]
+        kept = [self.kept[rank][number] for rank in ranks]
         masters = [own["master"] for own in kept]
+        paddings = (self.states[0].get("param_alignment_paddings") or {number: None})[number] or ()
+        dp = self.dp if self.cuts_each_parameter else 1
         for slot in dict.fromkeys(chain.from_iterable(kept)):
             tensors = [own.get(slot) for own in kept]
             partitions = [tensor for tensor in tensors if tensor is not None and tensor.shape]
             if slot in self.numbers or not partitions:
                 continue
-            members = self._members(number, shapes, slot)
+            members = _behind_each_other(slot, shapes, paddings, dp)
             if len(partitions) == len(ranks) and _is_partition(partitions, masters):
                 yield _partitioned(files, partitions, members, self.cuts_each_parameter)
             else:
                 yield from _whole_momenta(files, tensors, masters, members)
-
-    def _members(self, number: int, shapes: Shapes, slot: str) -> list[FlatMember]:
-        """Where each parameter begins: in the flattened group, or in every rank's part of it."""
-        dp = self.dp if self.cuts_each_parameter else 1
-        paddings = (self.states[0].get("param_alignment_paddings") or {number: None})[number] or ()
-        if len(paddings) < len(shapes):  # none; or of AutoEP's stacks, which is never aligned
-            return _behind_each_other(slot, shapes, dp=dp)
-        return _behind_each_other(slot, shapes, paddings, dp)
 
     # -- what is in model files
 
@@ -220,6 +198,12 @@ def _stored(name: str, file: TorchFile, tensor: Tensor) -> Whole:
     return Whole(name, tensor.dtype, tensor.shape, *file.reach(tensor))
 
 
+def _groups(state: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What a rank of stage 1 or 2 says of its groups; elastic files say nothing."""
+    base = state.get("base_optimizer_state")
+    return base["param_groups"] if isinstance(base, dict) else []
+
+
 def _tuples(shapes: Mapping[str, Sequence[int]]) -> Shapes:
     return {name: tuple(shape) for name, shape in shapes.items()}
 
@@ -241,15 +225,16 @@ def _partitioned(
 
 
 def _behind_each_other(
-    slot: str, shapes: Shapes, paddings: Iterable[int] = repeat(0), dp: int = 1
+    slot: str, shapes: Shapes, paddings: Sequence[int] = (), dp: int = 1
 ) -> list[FlatMember]:
     """The parameters of a flat buffer, in which each has its part of `dp` and then its padding."""
-    widths = (-(-prod(shape) // dp) for shape in shapes.values())
-    firsts = accumulate(map(add, widths, paddings), initial=0)
-    return [
-        FlatMember(f"{name}/{slot}", shapes[name], at)
-        for name, at in zip(shapes, firsts, strict=False)
-    ]
+    if len(paddings) < len(shapes):  # none; or of AutoEP's stacks, which is never aligned
+        paddings = [0] * len(shapes)
+    members, first = [], 0
+    for (name, shape), padding in zip(shapes.items(), paddings, strict=False):
+        members.append(FlatMember(f"{name}/{slot}", shape, first))
+        first += -(-prod(shape) // dp) + padding
+    return members
 
 
 def _sliced(shapes: Shapes, model: Mapping[str, Any]) -> Shapes:
