@@ -247,22 +247,15 @@ def rank_files(directory: TagDirectory, found: Found, parsed: Parsed) -> list[Ra
 
     return [
         RankFiles(
-            paths(n, MODEL, MODEL_3),
-            paths(n, OPTIMIZER),
-            dict(by_rank[EXPERT].get(n, ())),
-            paths(n, OF_EP),
-            parsed,
-            n,
+            paths(n, MODEL, MODEL_3), paths(n, OPTIMIZER), experts, paths(n, OF_EP), parsed, n
         )
         for n in model_ranks
+        for experts in [dict(by_rank[EXPERT].get(n, ()))]
     ]
 
 
 def need_files(
-    directory: TagDirectory,
-    kind: re.Pattern[str],
-    found: Found,
-    places: Iterable[tuple[int, ...]],
+    directory: TagDirectory, kind: re.Pattern[str], found: Found, places: Iterable[tuple[int, ...]]
 ) -> None:
     """Raises IncompleteCheckpoint unless there are files of this kind at all places, or none."""
     files = found[kind]

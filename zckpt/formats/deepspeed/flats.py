@@ -12,10 +12,12 @@ from itertools import accumulate, chain
 from math import prod
 from typing import Any
 
+from msgspec import Struct
+
 from ...core import agreement
 from ...core.dtypes import SIZES
 from ...core.facts import StepPlace
-from ...core.fragments import Extent, Fragments, Slices, solid
+from ...core.fragments import Fragments, Slices, solid
 from ...core.inert import Scalar
 from ...core.manifest import Sighting, slot_name
 from ...errors import CorruptCheckpoint, InconsistentCheckpoint, listed
@@ -43,22 +45,22 @@ def flat_buffers(
     shapes = ranks.param_shapes()
     masters = [_masters(ranks, state) for state in ranks.states]
     if any(len(tensors) != len(shapes) for tensors in masters):
-        raise _mixed(
+        raise _contradiction(
             ranks,
             f"the optimizer files have {len(masters[0])} flat groups, but shapes are listed for "
             f"{len(shapes)}",
-            "model and optimizer files of different saves",
+            "model and optimizer files of different saves seem to be mixed",
         )
     alignment = ranks.first.get("param_alignment_paddings") or [None] * len(shapes)
     buffers = []
     for place, names in enumerate(shapes):
         paddings = alignment[place] or [0] * len(names)
         if len(paddings) != len(names):
-            raise _mixed(
+            raise _contradiction(
                 ranks,
                 f"the optimizer files have {len(paddings)} parameters in flat group {place}, but "
                 f"shapes are listed for {len(names)}: {listed(list(names), 4)}",
-                "model and optimizer files of different ranks or saves",
+                "model and optimizer files of different ranks or saves seem to be mixed",
             )
         for sharers, own_names in [(ranks, names)] if sharing is None else sharing(place, names):
             partitions = [masters[number][place] for number in sharers.numbers or range(ranks.dp)]
@@ -81,30 +83,25 @@ def _masters(ranks: EngineStates, state: Mapping[str, Any]) -> list[Tensor]:
     return tensors
 
 
-def _mixed(
-    ranks: EngineStates, what: str, files: str = "rank files of different saves"
-) -> InconsistentCheckpoint:
-    where = ranks.directory.path
-    return InconsistentCheckpoint(f"{where}: {what}", hint=f"{files} seem to be mixed")
+def _contradiction(ranks: EngineStates, what: str, hint: str = "") -> InconsistentCheckpoint:
+    return InconsistentCheckpoint(f"{ranks.directory.path}: {what}", hint)
 
 
-class _RankedBuffer:
+class _RankedBuffer(Struct, dict=True):
     """Flat buffer number `place`; every rank has one partition of it, one of `masters`."""
 
-    def __init__(
-        self,
-        ranks: EngineStates,
-        place: int,
-        shapes: ParameterShapes,
-        paddings: Sequence[int],
-        masters: Sequence[Tensor],
-    ) -> None:
-        self.ranks, self.place, self.shapes, self.masters = ranks, place, shapes, masters
-        self.states = ranks.flat_states(place)
-        numels = [prod(shape) for shape in shapes.values()]
-        parts = ranks.dp if ranks.partitioned else 1
-        *starts, total = zero.offsets([-(-numel // parts) for numel in numels], paddings)
-        self.spans = dict(zip(shapes, zip(starts, numels, strict=True), strict=True))
+    ranks: EngineStates
+    place: int
+    shapes: ParameterShapes
+    paddings: Sequence[int]
+    masters: Sequence[Tensor]
+
+    def __post_init__(self) -> None:
+        self.states = self.ranks.flat_states(self.place)
+        numels = [prod(shape) for shape in self.shapes.values()]
+        parts = self.ranks.dp if self.ranks.partitioned else 1
+        *starts, total = zero.offsets([-(-numel // parts) for numel in numels], self.paddings)
+        self.spans = dict(zip(self.shapes, zip(starts, numels, strict=True), strict=True))
         self.lengths = self._lengths(total)
 
     def _lengths(self, total: int) -> set[int]:
@@ -118,11 +115,11 @@ class _RankedBuffer:
             fits = zero.fits(total, sum(numels), self.ranks.dp)
             lengths = zero.partition_sizes(total, self.ranks.dp)
         if not fits:
-            raise _mixed(
+            raise _contradiction(
                 self.ranks,
                 f"the ranks hold {sum(numels)} elements of flat group {self.place}, which does not "
                 f"fit its {len(self.shapes)} parameters",
-                "rank files of different runs or world sizes",
+                "rank files of different runs or world sizes seem to be mixed",
             )
         return lengths
 
@@ -144,8 +141,8 @@ class _RankedBuffer:
         scalars: dict[str, Scalar] = {}
         own: dict[Any, Sequence[Any]] = {}
         kept = self._values("step", is_number=True)
-        numbers_kept = [self.ranks.number(rank, value) for rank, value in enumerate(kept)]
-        is_step = all(n is None or steps.step_of(n) is not None for n in numbers_kept)
+        counted = [self.ranks.number(rank, each) for rank, each in enumerate(kept)]
+        is_step = all(each is None or steps.step_of(each) is not None for each in counted)
         for key in dict.fromkeys(chain.from_iterable(self.states)):
             if key == "step" and is_step:  # else it is a state like any other
                 continue
@@ -160,9 +157,8 @@ class _RankedBuffer:
                 own[key] = values
         sightings, place, warnings = self._steps(group, kept, step_policy)
         step = next((line.step for line in sightings if line.truth), None)
-        shapes = in_user_order(self.shapes, self.ranks)
+        shapes, files = in_user_order(self.shapes, self.ranks), self.ranks.optimizers
         starts = {name: start for name, (start, _) in self.spans.items()}
-        files = self.ranks.optimizers
         return FlatBuffer(
             group, shapes, slots, step, place, scalars, sightings, warnings, own, starts, files
         )
@@ -197,31 +193,29 @@ class _RankedBuffer:
         if tensors and not self.ranks.partitioned and (slot := self._whole(key, values)):
             return slot
         if tensors and any(value is None for value in values):
-            raise _mixed(self.ranks, f"only some ranks hold {key!r} of flat group {self.place}")
+            what = f"only some ranks hold {key!r} of flat group {self.place}"
+            raise _contradiction(self.ranks, what, "rank files of different saves seem to be mixed")
         return None
 
-    def _extents(self, tensors: Sequence[Tensor]) -> tuple[Extent, ...]:
+    def _group(self, tensors: Sequence[Tensor]) -> zero.FlatGroup:
         pairs = zip(self.ranks.optimizers, tensors, strict=True)
-        return tuple(file.extent(tensor) for file, tensor in pairs)
+        extents = tuple(file.extent(tensor) for file, tensor in pairs)
+        return zero.FlatGroup(extents, SIZES[tensors[0].dtype])
 
     def _cut(self, name: str, tensors: Sequence[Tensor]) -> BufferSlot:
         """Every parameter's part of the ranks' partitions."""
-        dtypes = {tensor.dtype for tensor in tensors}
+        dtypes = sorted({tensor.dtype for tensor in tensors})
         if len(dtypes) > 1:
-            raise InconsistentCheckpoint(
-                f"{self.ranks.directory.path}: ranks keep {name} in different types: "
-                f"{', '.join(sorted(dtypes))}"
-            )
-        dtype = dtypes.pop()
-        size, extents = SIZES[dtype], self._extents(tensors)
-        group = zero.FlatGroup(extents, size)
+            what = f"ranks keep {name} in different types: {', '.join(dtypes)}"
+            raise _contradiction(self.ranks, what)
+        group = self._group(tensors)
 
         def part(start: int, numel: int) -> Fragments:
             if numel and self.ranks.partitioned:
-                return Slices(extents, start, numel, size)
+                return Slices(group.partitions, start, numel, group.size)
             return group.cut(start, start + numel)
 
-        return BufferSlot(name, dtype, {own: part(*span) for own, span in self.spans.items()})
+        return BufferSlot(name, dtypes[0], {own: part(*span) for own, span in self.spans.items()})
 
     def _whole(self, key: str, values: Sequence[Any]) -> BufferSlot | None:
         """A state that is kept whole on every rank whose partition the parameter reaches into.
@@ -229,7 +223,7 @@ class _RankedBuffer:
         Muon's `momentum_buffer` in stage 1 and 2 without offload, since it orthogonalizes whole
         matrices: a rank's parameters follow each other. The first rank's copy is taken.
         """
-        group = zero.FlatGroup(self._extents(self.masters), SIZES[self.masters[0].dtype])
+        group = self._group(self.masters)
         dtypes = {value.dtype for value in values if isinstance(value, Tensor) and value.numel}
         fragments: dict[str, Fragments] = {}
         copies: list[tuple[str, Fragments]] = []
@@ -256,11 +250,8 @@ class _RankedBuffer:
         `kept` is what the ranks' states have.
         """
         if any(map(_is_empty, kept)):
-            raise InconsistentCheckpoint(
-                f"{self.ranks.directory.path}: the step of flat group {self.place} is lost: "
-                "DeepSpeed's elastic save cut it off with the padding",
-                hint="take an earlier save",
-            )
+            what = f"the step of flat group {self.place} is lost: DeepSpeed's elastic save cut it "
+            raise _contradiction(self.ranks, what + "off with the padding", "take an earlier save")
         places = {
             f"state of flat group {self.place}": ("state", kept),
             f"param_groups[{group}]": ("group", [g.get("step") for g in self.ranks.groups(group)]),
@@ -289,9 +280,7 @@ class _RankedBuffer:
             shape = value.shape if isinstance(value, (Scalar, Tensor)) else ()
             stated.add(f"{self.ranks.name_of(rank)}: {what}", self.ranks.number(rank, value), shape)
         if 0 < len(stated.steps) < self.ranks.dp:
-            raise InconsistentCheckpoint(
-                f"{self.ranks.directory.path}: only some ranks hold a step: {what}"
-            )
+            raise _contradiction(self.ranks, f"only some ranks hold a step: {what}")
         return stated
 
 
