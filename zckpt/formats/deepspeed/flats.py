@@ -97,31 +97,23 @@ class _RankedBuffer(Struct, dict=True):
     masters: Sequence[Tensor]
 
     def __post_init__(self) -> None:
+        dp, partitioned = self.ranks.dp, self.ranks.partitioned
         self.states = self.ranks.flat_states(self.place)
-        numels = [prod(shape) for shape in self.shapes.values()]
-        parts = self.ranks.dp if self.ranks.partitioned else 1
+        held, numels = [own.numel for own in self.masters], [*map(prod, self.shapes.values())]
+        parts = dp if partitioned else 1
         *starts, total = zero.offsets([-(-numel // parts) for numel in numels], self.paddings)
         self.spans = dict(zip(self.shapes, zip(starts, numels, strict=True), strict=True))
-        self.lengths = self._lengths(total)
-
-    def _lengths(self, total: int) -> set[int]:
-        """Elements that a rank's tensor may have; raises if the masters are not `total`."""
-        numels = [master.numel for master in self.masters]
-        if self.ranks.partitioned:
-            if total and not any(numels):
-                refuse(self.ranks.directory, "optimizer states offloaded to NVMe")
-            fits, lengths = {*numels} == {total}, {total}
-        else:
-            fits = zero.fits(total, sum(numels), self.ranks.dp)
-            lengths = zero.partition_sizes(total, self.ranks.dp)
-        if not fits:
+        if partitioned and total and not any(held):
+            refuse(self.ranks.directory, "optimizer states offloaded to NVMe")
+        # elements that a rank's tensor may have
+        self.lengths = {total} if partitioned else zero.partition_sizes(total, dp)
+        if not ({*held} == {total} if partitioned else zero.fits(total, sum(held), dp)):
             raise _contradiction(
                 self.ranks,
-                f"the ranks hold {sum(numels)} elements of flat group {self.place}, which does not "
+                f"the ranks hold {sum(held)} elements of flat group {self.place}, which does not "
                 f"fit its {len(self.shapes)} parameters",
                 "rank files of different runs or world sizes seem to be mixed",
             )
-        return lengths
 
     def numbers(self) -> Iterator[str]:
         """States that are one number and not a partition: tensors of one element, if that shows.

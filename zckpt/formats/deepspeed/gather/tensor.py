@@ -126,10 +126,8 @@ def _by_view(
         widths = [[size // ranks] * ranks for size in spec]
     sizes = [sum(size) if isinstance(size, (tuple, list)) else size for size in view]
     sizes[axis] = sum(map(sum, widths))
-    total = sum(map(prod, own))
-    sizes = [
-        size if size >= 0 else total // prod(each for each in sizes if each >= 0) for size in sizes
-    ]
+    total, known = sum(map(prod, own)), prod(size for size in sizes if size >= 0)
+    sizes = [size if size >= 0 else total // known for size in sizes]
     outer, inner = prod(sizes[:axis]), prod(sizes[axis + 1 :])
     dims = range(len(own[0]))
     # the axis itself first: a slice may have one element along others
