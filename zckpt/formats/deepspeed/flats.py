@@ -166,8 +166,8 @@ class _RankedBuffer(Struct, dict=True):
         if not (is_number and self.ranks.elastic and any(map(_is_empty, values))):
             return values
         values = [self.ranks.number(rank, _stored(value)) for rank, value in enumerate(values)]
-        another = next((value for value in values if not _is_empty(value)), None)
-        return [another if _is_empty(value) else value for value in values]
+        whole = [value for value in values if not _is_empty(value)]
+        return [whole[0] if whole and _is_empty(value) else value for value in values]
 
     # -- tensors
 
