@@ -117,6 +117,29 @@ def test_optimizer_states_on_nvme(tmp_path: Path) -> None:
         zckpt.read(made.saved(tmp_path / "run", (model, ranks)))
 
 
+@pytest.mark.parametrize("lost", [1, 2])
+@pytest.mark.parametrize("is_stored", [False, True])
+def test_a_step_that_an_elastic_save_has_cut_off(
+    lost: int, is_stored: bool, tmp_path: Path
+) -> None:
+    """The storage still has it, or another rank; if none has, it is lost."""
+    model, ranks = made.stage_2(GROUPS, 2)
+    for number, rank in enumerate(ranks):
+        state = rank["optimizer_state_dict"]
+        states = [*state["base_optimizer_state"]["state"].values()]
+        for own in states:
+            step = torch.tensor([3.0])
+            cut = step[:0] if is_stored else torch.empty(0)
+            own["step"] = cut if number < lost else step
+        state["base_optimizer_state"] = states
+    run = made.saved(tmp_path / "run", (model, ranks))
+    if is_stored or lost == 1:
+        assert zckpt.read(run).step == 3
+    else:
+        with pytest.raises(InconsistentCheckpoint, match="the step of flat group 0 is lost"):
+            zckpt.read(run)
+
+
 def kept(rank: dict[str, Any]) -> list[dict[str, Any]]:
     """What a rank's optimizer keeps of each flat group."""
     state = rank["optimizer_state_dict"]

@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from itertools import islice
+from itertools import chain, islice
 
 from msgspec import Struct, field
 
@@ -78,7 +78,6 @@ class RankFiles(Struct, frozen=True):
 
     @property
     def paths(self) -> list[str]:
-        """Those of all files."""
         return [*self.models, *self.optimizers, *self.experts.values(), *self.of_ep]
 
 
@@ -96,12 +95,10 @@ class GridFiles(Struct, frozen=True):
 
     @property
     def parsed(self) -> Parsed:
-        """What was opened of all files."""
         return self.ranks[0].parsed
 
     @property
     def paths(self) -> list[str]:
-        """Those of all files."""
         return [*(path for rank in self.ranks for path in rank.paths), *self.layers.values()]
 
     def layers_of(self, tp: int) -> dict[int, TorchFile]:
@@ -152,23 +149,22 @@ def grid_files(directory: TagDirectory, written: Grid | None = None) -> GridFile
     have experts.
     """
     found = files_in(directory, os.listdir(directory.path))
-    of_experts, layers = found[EXPERT], found[LAYER]
+    layers, has_experts = found[LAYER], bool(found[EXPERT])
     of_ranks = (*found[MODEL], *found[MODEL_3], *found[OPTIMIZER])
-    if of_experts and any(place[-1] for place in of_ranks):
+    if has_experts and any(place[-1] for place in of_ranks):
         # AutoEP beside AutoTP spreads experts over all model ranks: no file of them is missing
         for file in open_files([*found[MODEL].values()][:1], Parsed()):
             refuse_folded(directory, dictionary(file, file.value))
     ranks = rank_files(directory, found, Parsed())
     if written is not None:
         return GridFiles(ranks, {}, written)
-    if of_experts and layers:
+    if has_experts and layers:
         refuse(directory, SOME_STAGES)
     tp = len(ranks)
     if layers:
-        tp, numbers = 1 + max(tp for _, tp in layers), sorted({layer for layer, _ in layers})
-        places = ((layer, rank) for layer in numbers for rank in range(tp))
-        need_files(directory, LAYER, found, places)
-    elif of_experts and tp > 1:  # stages have other parameters
+        numbers, tp = sorted({layer for layer, _ in layers}), 1 + max(tp for _, tp in layers)
+        need_files(directory, LAYER, found, ((each, n) for each in numbers for n in range(tp)))
+    elif has_experts and tp > 1:  # stages have other parameters
         names = _parameters(ranks)
         alike = names.count(names[0])
         tp = tp if tp % alike else alike
@@ -185,7 +181,7 @@ def _parameters(ranks: Sequence[RankFiles]) -> list[set[str]]:
     """The names of the parameters of each model rank, as its model file lists them."""
     files = open_files([own.models[0] for own in ranks], ranks[0].parsed)
     shapes = [shapes_of_groups(dictionary(f, f.value).get("param_shapes"), f) for f in files]
-    return [{name for group in own for name in group} for own in shapes]
+    return [{*chain.from_iterable(own)} for own in shapes]
 
 
 def files_in(directory: TagDirectory, names: Iterable[str]) -> Found:
@@ -205,33 +201,30 @@ def files_in(directory: TagDirectory, names: Iterable[str]) -> Found:
             continue
         kind, place = known
         path = os.path.join(directory.path, name)
-        if place in found[kind]:  # mp_rank_01 and mp_rank_001 have the same number
+        # mp_rank_01 and mp_rank_001 have the same number
+        if (other := found[kind].setdefault(place, path)) != path:
             raise InconsistentCheckpoint(
-                f"{path} has the same number as {os.path.basename(found[kind][place])}",
+                f"{path} has the same number as {os.path.basename(other)}",
                 hint="remove the one that DeepSpeed did not write: it writes mp_rank_01 and "
                 "layer_08",
             )
-        found[kind][place] = path
     are_bf16 = {os.path.basename(path).startswith(BF16) for path in found[OPTIMIZER].values()}
-    for kinds, is_mixed in {
-        "one of bf16, one of another type": len(are_bf16) > 1,
-        "one of stage 3, one of stage 1 or 2": found[MODEL] and found[MODEL_3],
-        "one of stage 0 with experts (expp_rank_0), one of another stage": found[OPTIMIZER]
-        and found[OF_EP],
-    }.items():
+    with_experts = "stage 0 with experts (expp_rank_0)"
+    for one, other, is_mixed in (
+        ("bf16", "another type", len(are_bf16) > 1),
+        ("stage 3", "stage 1 or 2", found[MODEL] and found[MODEL_3]),
+        (with_experts, "another stage", found[OPTIMIZER] and found[OF_EP]),
+    ):
         if is_mixed:
             raise InconsistentCheckpoint(
-                f"{directory.path} has files of two runs: {kinds}",
+                f"{directory.path} has files of two runs: one of {one}, one of {other}",
                 hint="keep only the files of one save",
             )
     return found
 
 
 def rank_files(directory: TagDirectory, found: Found, parsed: Parsed) -> list[RankFiles]:
-    """The files of all data ranks, model rank by model rank.
-
-    Raises IncompleteCheckpoint if one is missing, as far as names show.
-    """
+    """Those of each model rank; raises IncompleteCheckpoint if one is missing, by the names."""
     if not (found[MODEL] or found[MODEL_3]):
         raise IncompleteCheckpoint(
             f"{directory.path} holds no model states",
@@ -243,30 +236,26 @@ def rank_files(directory: TagDirectory, found: Found, parsed: Parsed) -> list[Ra
     ep_ranks = range(1 + max((rank for rank, _ in found[OF_EP]), default=0))
     need_files(directory, MODEL, found, ((number,) for number in model_ranks))
     for kind, ranks in ((MODEL_3, data_ranks), (OPTIMIZER, data_ranks), (OF_EP, ep_ranks)):
-        places = ((rank, number) for number in model_ranks for rank in ranks)
-        need_files(directory, kind, found, places)
-    models, optimizers, experts, of_ep = (
-        by_key((place[-1], (place[:-1], path)) for place, path in sorted(files.items()))
-        for files in (found[MODEL] or found[MODEL_3], found[OPTIMIZER], found[EXPERT], found[OF_EP])
-    )
+        need_files(directory, kind, found, ((n, number) for number in model_ranks for n in ranks))
+    by_rank = {
+        kind: by_key((place[-1], (place[:-1], path)) for place, path in sorted(files.items()))
+        for kind, files in found.items()
+    }
+
+    def paths(number: int, *kinds: Hashable) -> list[str]:
+        return [path for kind in kinds for _, path in by_rank[kind].get(number, ())]
+
     return [
         RankFiles(
-            [path for _, path in models[number]],
-            [path for _, path in optimizers.get(number, ())],
-            dict(experts.get(number, ())),
-            [path for _, path in of_ep.get(number, ())],
-            parsed,
-            number,
+            paths(n, MODEL, MODEL_3), paths(n, OPTIMIZER), experts, paths(n, OF_EP), parsed, n
         )
-        for number in model_ranks
+        for n in model_ranks
+        for experts in [dict(by_rank[EXPERT].get(n, ()))]
     ]
 
 
 def need_files(
-    directory: TagDirectory,
-    kind: re.Pattern[str],
-    found: Found,
-    places: Iterable[tuple[int, ...]],
+    directory: TagDirectory, kind: re.Pattern[str], found: Found, places: Iterable[tuple[int, ...]]
 ) -> None:
     """Raises IncompleteCheckpoint unless there are files of this kind at all places, or none."""
     files = found[kind]

@@ -8,13 +8,16 @@ stage 3 pads every parameter.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import accumulate, chain
 from math import prod
 from typing import Any
+
+from msgspec import Struct
 
 from ...core import agreement
 from ...core.dtypes import SIZES
 from ...core.facts import StepPlace
-from ...core.fragments import Extent, Fragments, Runs, Slices, solid
+from ...core.fragments import Fragments, Slices, solid
 from ...core.inert import Scalar
 from ...core.manifest import Sighting, slot_name
 from ...errors import CorruptCheckpoint, InconsistentCheckpoint, listed
@@ -30,6 +33,7 @@ from ..deepspeed_states.states import (
     in_user_order,
 )
 
+BESIDE = "base_optimizer_state_step"  # what elastic files have instead of groups
 Sharing = Callable[[int, ParameterShapes], Sequence[tuple[EngineStates, ParameterShapes]]]
 """The flat buffers of a group: the ranks that share each of them, and the parameters in it."""
 
@@ -39,82 +43,77 @@ def flat_buffers(
 ) -> Iterator[FlatBuffer]:
     """Every flat buffer of the checkpoint; without `sharing` all ranks share all of them."""
     shapes = ranks.param_shapes()
-    key = "fp32_flat_groups" if ranks.partitioned else "single_partition_of_fp32_groups"
-    masters = [_tensors(ranks, state, key) for state in ranks.states]
+    masters = [_masters(ranks, state) for state in ranks.states]
     if any(len(tensors) != len(shapes) for tensors in masters):
-        raise InconsistentCheckpoint(
-            f"{ranks.directory.path}: the optimizer files have {len(masters[0])} flat groups, but "
-            f"shapes are listed for {len(shapes)}",
-            hint="model and optimizer files of different saves seem to be mixed",
+        raise _contradiction(
+            ranks,
+            f"the optimizer files have {len(masters[0])} flat groups, but shapes are listed for "
+            f"{len(shapes)}",
+            "model and optimizer files of different saves seem to be mixed",
         )
     alignment = ranks.first.get("param_alignment_paddings") or [None] * len(shapes)
-    groups = ranks.bases[0].get("param_groups") or []
-    group_of = {sub: place for place, group in enumerate(groups) for sub in group["params"]}
     buffers = []
     for place, names in enumerate(shapes):
         paddings = alignment[place] or [0] * len(names)
         if len(paddings) != len(names):
-            raise InconsistentCheckpoint(
-                f"{ranks.directory.path}: the optimizer files have {len(paddings)} parameters in "
-                f"flat group {place}, but shapes are listed for {len(names)}: "
-                f"{listed(list(names), 4)}",
-                hint="model and optimizer files of different ranks or saves seem to be mixed",
+            raise _contradiction(
+                ranks,
+                f"the optimizer files have {len(paddings)} parameters in flat group {place}, but "
+                f"shapes are listed for {len(names)}: {listed(list(names), 4)}",
+                "model and optimizer files of different ranks or saves seem to be mixed",
             )
         for sharers, own_names in [(ranks, names)] if sharing is None else sharing(place, names):
             partitions = [masters[number][place] for number in sharers.numbers or range(ranks.dp)]
             buffers.append(_RankedBuffer(sharers, place, own_names, paddings, partitions))
     numbers = {key for buffer in buffers for key in buffer.numbers()}
+    groups = ranks.bases[0].get("param_groups") or []
+    group_of = {sub: place for place, group in enumerate(groups) for sub in group["params"]}
     for buffer in buffers:
         place = buffer.place
         group = group_of.get(place, place) if ranks.partitioned else place
         yield buffer.read(group, numbers, step_policy)
 
 
-def _tensors(ranks: EngineStates, state: Mapping[str, Any], key: str) -> list[Tensor]:
+def _masters(ranks: EngineStates, state: Mapping[str, Any]) -> list[Tensor]:
+    """A rank's part of every flat buffer of masters."""
+    key = "fp32_flat_groups" if ranks.partitioned else "single_partition_of_fp32_groups"
     tensors = state.get(key)
     if not isinstance(tensors, list) or not all(isinstance(value, Tensor) for value in tensors):
         raise CorruptCheckpoint(f"{ranks.directory.path}: {key} is not a list of tensors")
     return tensors
 
 
-class _RankedBuffer:
+def _contradiction(ranks: EngineStates, what: str, hint: str = "") -> InconsistentCheckpoint:
+    return InconsistentCheckpoint(f"{ranks.directory.path}: {what}", hint)
+
+
+class _RankedBuffer(Struct, dict=True):
     """Flat buffer number `place`; every rank has one partition of it, one of `masters`."""
 
-    def __init__(
-        self,
-        ranks: EngineStates,
-        place: int,
-        shapes: ParameterShapes,
-        paddings: Sequence[int],
-        masters: Sequence[Tensor],
-    ) -> None:
-        self.ranks = ranks
-        self.place = place
-        self.shapes = shapes
-        self.masters = masters
-        numels = [prod(shape) for shape in shapes.values()]
-        parts = ranks.dp if ranks.partitioned else 1
-        *starts, self.total = zero.offsets([-(-numel // parts) for numel in numels], paddings)
-        self.spans = dict(zip(shapes, zip(starts, numels, strict=True), strict=True))
-        self.lengths = self._lengths()
+    ranks: EngineStates
+    place: int
+    shapes: ParameterShapes
+    paddings: Sequence[int]
+    masters: Sequence[Tensor]
 
-    def _lengths(self) -> set[int]:
-        """Elements that a rank's tensor may have; raises if the masters do not fit."""
-        numels = [master.numel for master in self.masters]
-        if self.ranks.partitioned:
-            if self.total and not any(numels):
-                refuse(self.ranks.directory, "optimizer states offloaded to NVMe")
-            fits, lengths = set(numels) == {self.total}, {self.total}
-        else:
-            fits = zero.fits(self.total, sum(numels), self.ranks.dp)
-            lengths = zero.partition_sizes(self.total, self.ranks.dp)
-        if not fits:
-            raise InconsistentCheckpoint(
-                f"{self.ranks.directory.path}: the ranks hold {sum(numels)} elements of flat group "
-                f"{self.place}, which does not fit its {len(self.shapes)} parameters",
-                hint="rank files of different runs or world sizes seem to be mixed",
+    def __post_init__(self) -> None:
+        dp, partitioned = self.ranks.dp, self.ranks.partitioned
+        self.states = self.ranks.flat_states(self.place)
+        held, numels = [own.numel for own in self.masters], [*map(prod, self.shapes.values())]
+        parts = dp if partitioned else 1
+        *starts, total = zero.offsets([-(-numel // parts) for numel in numels], self.paddings)
+        self.spans = dict(zip(self.shapes, zip(starts, numels, strict=True), strict=True))
+        if partitioned and total and not any(held):
+            refuse(self.ranks.directory, "optimizer states offloaded to NVMe")
+        # elements that a rank's tensor may have
+        self.lengths = {total} if partitioned else zero.partition_sizes(total, dp)
+        if not ({*held} == {total} if partitioned else zero.fits(total, sum(held), dp)):
+            raise _contradiction(
+                self.ranks,
+                f"the ranks hold {sum(held)} elements of flat group {self.place}, which does not "
+                f"fit its {len(self.shapes)} parameters",
+                "rank files of different runs or world sizes seem to be mixed",
             )
-        return lengths
 
     def numbers(self) -> Iterator[str]:
         """States that are one number and not a partition: tensors of one element, if that shows.
@@ -122,7 +121,7 @@ class _RankedBuffer:
         A partition may have one element as well; then another buffer shows it.
         """
         partitions = {self.masters[0].numel, *self.lengths}
-        for key, state in self.ranks.flat_states(self.place)[0].items():
+        for key, state in self.states[0].items():
             value = _stored(state) if self.ranks.elastic else state
             single = isinstance(value, Tensor) and value.numel == 1
             if single and not (value.shape and 1 in partitions):
@@ -133,45 +132,42 @@ class _RankedBuffer:
         slots = [self._cut("master", self.masters)]
         scalars: dict[str, Scalar] = {}
         own: dict[Any, Sequence[Any]] = {}
-        states = self.ranks.flat_states(self.place)
-        for key in dict.fromkeys(key for state in states for key in state):
-            values = [state.get(key) for state in states]
-            if key == "step" and self._are_steps(values):
+        kept = self._values("step", is_number=True)
+        counted = [self.ranks.number(rank, each) for rank, each in enumerate(kept)]
+        is_step = all(each is None or steps.step_of(each) is not None for each in counted)
+        for key in dict.fromkeys(chain.from_iterable(self.states)):
+            if key == "step" and is_step:  # else it is a state like any other
                 continue
-            if key in numbers:
-                values = self._uncut(values)
+            values = self._values(key, is_number=key in numbers)
             if not isinstance(key, str):  # a number as a key is no name of a slot
                 own[key] = values
-                continue
-            slot = None if key in numbers else self._slot(key, values)
-            if slot is not None:
+            elif key not in numbers and (slot := self._slot(key, values)):
                 slots.append(slot)
             elif (scalar := self.ranks.scalar(values)) is not None:
                 scalars[key] = scalar
             elif any(value is not None for value in values):
                 own[key] = values
-        sightings, place, warnings = self._steps(group, states, step_policy)
+        sightings, place, warnings = self._steps(group, kept, step_policy)
         step = next((line.step for line in sightings if line.truth), None)
-        shapes = in_user_order(self.shapes, self.ranks)
+        shapes, files = in_user_order(self.shapes, self.ranks), self.ranks.optimizers
         starts = {name: start for name, (start, _) in self.spans.items()}
         return FlatBuffer(
-            group,
-            shapes,
-            slots,
-            step,
-            place,
-            scalars,
-            sightings,
-            warnings,
-            own,
-            starts,
-            self.ranks.optimizers,
+            group, shapes, slots, step, place, scalars, sightings, warnings, own, starts, files
         )
 
-    def _are_steps(self, values: list[Any]) -> bool:
-        """Whether what ranks call a step is one; else it is a state like any other."""
-        numbers = [self.ranks.number(n, each) for n, each in enumerate(self._uncut(values))]
-        return all(number is None or steps.step_of(number) is not None for number in numbers)
+    def _values(self, key: Any, is_number: bool) -> list[Any]:
+        """A state on every rank; a number as it was before the engine's elastic save cut it off.
+
+        That save takes a partition's padding off every tensor that is not 0-d, numbers too
+        (0.19.8). The storage still has the element (`_stored`); if not, another rank's number
+        stands for it.
+        """
+        values = [state.get(key) for state in self.states]
+        if not (is_number and self.ranks.elastic and any(map(_is_empty, values))):
+            return values
+        values = [self.ranks.number(rank, _stored(value)) for rank, value in enumerate(values)]
+        whole = [value for value in values if not _is_empty(value)]
+        return [whole[0] if whole and _is_empty(value) else value for value in values]
 
     # -- tensors
 
@@ -189,37 +185,29 @@ class _RankedBuffer:
         if tensors and not self.ranks.partitioned and (slot := self._whole(key, values)):
             return slot
         if tensors and any(value is None for value in values):
-            raise InconsistentCheckpoint(
-                f"{self.ranks.directory.path}: only some ranks hold {key!r} of flat group "
-                f"{self.place}",
-                hint="rank files of different saves seem to be mixed",
-            )
+            what = f"only some ranks hold {key!r} of flat group {self.place}"
+            raise _contradiction(self.ranks, what, "rank files of different saves seem to be mixed")
         return None
 
-    def _extents(self, tensors: Sequence[Tensor]) -> tuple[Extent, ...]:
+    def _group(self, tensors: Sequence[Tensor]) -> zero.FlatGroup:
         pairs = zip(self.ranks.optimizers, tensors, strict=True)
-        return tuple(file.extent(tensor) for file, tensor in pairs)
+        extents = tuple(file.extent(tensor) for file, tensor in pairs)
+        return zero.FlatGroup(extents, SIZES[tensors[0].dtype])
 
     def _cut(self, name: str, tensors: Sequence[Tensor]) -> BufferSlot:
         """Every parameter's part of the ranks' partitions."""
-        dtypes = {tensor.dtype for tensor in tensors}
+        dtypes = sorted({tensor.dtype for tensor in tensors})
         if len(dtypes) > 1:
-            raise InconsistentCheckpoint(
-                f"{self.ranks.directory.path}: ranks keep {name} in different types: "
-                f"{', '.join(sorted(dtypes))}"
-            )
-        dtype = dtypes.pop()
-        size, extents = SIZES[dtype], self._extents(tensors)
-        group = zero.FlatGroup(extents, size)
-        fragments: dict[str, Fragments] = {}
-        for parameter, (start, numel) in self.spans.items():
-            if not numel:
-                fragments[parameter] = Runs([])
-            elif self.ranks.partitioned:
-                fragments[parameter] = Slices(extents, start, numel, size)
-            else:
-                fragments[parameter] = group.cut(start, start + numel)
-        return BufferSlot(name, dtype, fragments)
+            what = f"ranks keep {name} in different types: {', '.join(dtypes)}"
+            raise _contradiction(self.ranks, what)
+        group = self._group(tensors)
+
+        def part(start: int, numel: int) -> Fragments:
+            if numel and self.ranks.partitioned:
+                return Slices(group.partitions, start, numel, group.size)
+            return group.cut(start, start + numel)
+
+        return BufferSlot(name, dtypes[0], {own: part(*span) for own, span in self.spans.items()})
 
     def _whole(self, key: str, values: Sequence[Any]) -> BufferSlot | None:
         """A state that is kept whole on every rank whose partition the parameter reaches into.
@@ -227,88 +215,64 @@ class _RankedBuffer:
         Muon's `momentum_buffer` in stage 1 and 2 without offload, since it orthogonalizes whole
         matrices: a rank's parameters follow each other. The first rank's copy is taken.
         """
-        group = zero.FlatGroup(self._extents(self.masters), SIZES[self.masters[0].dtype])
+        group = self._group(self.masters)
+        dtypes = {value.dtype for value in values if isinstance(value, Tensor) and value.numel}
         fragments: dict[str, Fragments] = {}
         copies: list[tuple[str, Fragments]] = []
-        dtypes = set()
         for rank, (file, value) in enumerate(zip(self.ranks.optimizers, values, strict=True)):
-            numels = {
-                parameter: numel
-                for parameter, (start, numel) in self.spans.items()
-                if group.owns(rank, start, start + numel)
-            }
-            tensor = value if isinstance(value, Tensor) else None
-            if (tensor.numel if tensor else 0) != sum(numels.values()):
+            spans = self.spans.items()
+            own = {name: n for name, (start, n) in spans if group.owns(rank, start, start + n)}
+            *starts, numel = accumulate(own.values(), initial=0)
+            if numel != (value.numel if isinstance(value, Tensor) else 0):
                 return None
-            start = 0
-            for parameter, numel in numels.items():
-                assert tensor is not None
-                extent = file.extent(tensor.part(start, start + numel))
-                if parameter in fragments:
-                    copies.append((parameter, solid(numel, extent)))
-                else:
-                    fragments[parameter] = solid(numel, extent)
-                dtypes.add(tensor.dtype)
-                start += numel
+            for (name, count), start in zip(own.items(), starts, strict=True):
+                part = solid(count, file.extent(value.part(start, start + count)))
+                if fragments.setdefault(name, part) is not part:
+                    copies.append((name, part))
         complete = len(fragments) == len(self.spans) and len(dtypes) == 1
         return BufferSlot(slot_name(key), dtypes.pop(), fragments, copies) if complete else None
-
-    def _uncut(self, values: list[Any]) -> list[Any]:
-        """A number of every rank, restored if the engine's elastic save has cut it to nothing.
-
-        That save takes a partition's padding off every tensor that is not 0-d, numbers too
-        (0.19.8). The storage still has the element; if not, another rank's number stands for it.
-        """
-        if not self.ranks.elastic or not any(map(_is_empty, values)):
-            return values
-        numbers = [self.ranks.number(rank, _stored(value)) for rank, value in enumerate(values)]
-        whole = [number for number in numbers if not _is_empty(number)]
-        return [whole[0] if whole and _is_empty(number) else number for number in numbers]
 
     # -- steps
 
     def _steps(
-        self, group: int, states: Sequence[Mapping[str, Any]], policy: str | None
+        self, group: int, kept: Sequence[Any], policy: str | None
     ) -> tuple[list[Sighting], StepPlace | None, list[str]]:
-        """Every place that states this buffer's step, on which all ranks must agree."""
-        kept = self._uncut([state.get("step") for state in states])
+        """Every place that states this buffer's step, on which all ranks must agree.
+
+        `kept` is what the ranks' states have.
+        """
         if any(map(_is_empty, kept)):
-            raise InconsistentCheckpoint(
-                f"{self.ranks.directory.path}: the step of flat group {self.place} is lost: "
-                "DeepSpeed's elastic save cut it off with the padding",
-                hint="take an earlier save",
-            )
-        beside = "base_optimizer_state_step"
-        places = (
-            ("state", f"state of flat group {self.place}", kept),
-            ("group", f"param_groups[{group}]", [g.get("step") for g in self.ranks.groups(group)]),
-            ("group", beside, [state.get(beside) for state in self.ranks.states]),
-        )
-        stated = {what: self._stated(where, what, values) for where, what, values in places}
+            what = f"the step of flat group {self.place} is lost: DeepSpeed's elastic save cut it "
+            raise _contradiction(self.ranks, what + "off with the padding", "take an earlier save")
+        places = {
+            f"state of flat group {self.place}": ("state", kept),
+            f"param_groups[{group}]": ("group", [g.get("step") for g in self.ranks.groups(group)]),
+            BESIDE: ("group", [state.get(BESIDE) for state in self.ranks.states]),
+        }
+        stated = {what: self._stated(what, *about) for what, about in places.items()}
         truth = steps.believed(*stated.values())
         sightings: list[Sighting] = []
-        warnings: list[str] = []
         for what, item in stated.items():
-            is_true = item is truth
-            step = agreement.agree(list(item.steps.items()), policy if is_true else "max")
-            if step is None:
-                continue
-            sightings.append(Sighting(what, step, is_true))
-            kind = next(iter(item.kinds.values()))
-            if is_true and (warning := steps.stalled(step, kind, what)):
-                warnings.append(warning)
-        return sightings, truth.place(), warnings
+            step = agreement.agree([*item.steps.items()], policy if item is truth else "max")
+            if step is not None:
+                sightings.append(Sighting(what, step, item is truth))
+        place = truth.place()
+        warnings = [
+            warning
+            for line in sightings
+            if line.truth and place
+            if (warning := steps.stalled(line.step, place.kind, line.where))
+        ]
+        return sightings, place, warnings
 
-    def _stated(self, where: str, what: str, values: Sequence[Any]) -> steps.StatedSteps:
+    def _stated(self, what: str, where: str, values: Sequence[Any]) -> steps.StatedSteps:
         """What the ranks state in one place; raises if only some of them state a step."""
         stated = steps.StatedSteps(where)
         for rank, value in enumerate(values):
             shape = value.shape if isinstance(value, (Scalar, Tensor)) else ()
             stated.add(f"{self.ranks.name_of(rank)}: {what}", self.ranks.number(rank, value), shape)
         if 0 < len(stated.steps) < self.ranks.dp:
-            raise InconsistentCheckpoint(
-                f"{self.ranks.directory.path}: only some ranks hold a step: {what}"
-            )
+            raise _contradiction(self.ranks, f"only some ranks hold a step: {what}")
         return stated
 
 

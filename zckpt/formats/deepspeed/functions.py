@@ -52,10 +52,8 @@ def obstacles(source: Manifest, options: Options) -> list[str]:
         pairs["optimizer"] = own.optimizer or source.optimizer, new.optimizer
     if None not in (own.adam_class, new.adam_class):
         pairs["class of Adam"] = own.adam_class, new.adam_class
-    for name, option in (("tp", TP), ("pp", PP)):
-        size = source.source.get(name) or 1
+    for name, option, size in (("tp", TP, grid.tp), ("pp", PP, grid.pp), ("ep", EP, ep)):
         pairs[name] = size, options[option] or size
-    pairs["ep"] = ep, options[EP] or ep
     if not (own.whole and new.whole and ep == 1):
         pairs["dp"] = source.dp, options[DP] or source.dp
     return [

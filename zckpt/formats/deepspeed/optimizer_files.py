@@ -7,8 +7,6 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from msgspec import Struct
-
 from ...core.inert import PYTHON_NUMBERS, Foreign
 from ...core.layout import Shell
 from ...core.manifest import slot_key
@@ -72,27 +70,26 @@ class _RankFile:
 
     def _flat(self) -> dict[str, Any]:
         target, wrapped = self.target, self.target.engine.wraps_bf16
-        ranks, partitions = target.expert_ranks, list[_RankPartition]()
+        parts: list[_RankPartition] = []
         for buffer in target.buffers:  # experts are cut over the ranks that have the same
-            _, place = ranks.place(self.rank, buffer.ep)
-            partitions.append(_RankPartition(buffer, target.dp // buffer.ep, place))
-        states = {number: self._states(part) for number, part in enumerate(partitions)}
+            _, place = target.expert_ranks.place(self.rank, buffer.ep)
+            parts.append(_RankPartition(buffer, target.dp // buffer.ep, place))
         common = {
             **clipping(target),
-            **self._base_and_step(states),
+            **self._base_and_step(dict(enumerate(map(self._states, parts)))),
             "single_partition_of_fp32_groups": [
                 self.storages.tensor(part.buffer.master, (part.size if wrapped else part.owned,))
-                for part in partitions
+                for part in parts
             ],
-            "group_paddings": [part.size - part.owned for part in partitions],
-            "partition_count": [part.dp for part in partitions],
+            "group_paddings": [part.size - part.owned for part in parts],
+            "partition_count": [part.dp for part in parts],
             "ds_version": target.version,
-            "param_slice_mappings": [part.mapping() for part in partitions],
+            "param_slice_mappings": [part.mapping() for part in parts],
         }
         if wrapped:
             common["group_paddings"] = [
                 part.size * part.dp - part.total if part.rank == part.dp - 1 else 0
-                for part in partitions
+                for part in parts
             ]
             return common
         return {
@@ -157,43 +154,29 @@ def _paddings(buffer: TargetBuffer) -> list[int]:
     return list(buffer.paddings) if len(parameters) == len(buffer.names) else [0] * len(parameters)
 
 
-class _RankPartition(Struct, frozen=True):
-    """Rank `rank`'s share of a flat buffer that `dp` ranks share in stage 1 and 2, in elements."""
+class _RankPartition:
+    """Rank `rank`'s share of a flat buffer that `dp` ranks share in stage 1 and 2, in elements.
 
-    buffer: TargetBuffer
-    dp: int
-    rank: int
+    `size` is its length with the padding, `owned` without; `total` is that of all without.
+    """
 
-    @property
-    def total(self) -> int:
-        """The length of the whole buffer without its padding."""
-        return self.buffer.starts[-1]
-
-    @property
-    def size(self) -> int:
-        """The length of the partition with its padding."""
-        return zero.partition_size(self.total, self.dp)
-
-    @property
-    def start(self) -> int:
-        return self.rank * self.size
-
-    @property
-    def owned(self) -> int:
-        """The length of the partition without its padding."""
-        return max(0, min(self.size, self.total - self.start))
+    def __init__(self, buffer: TargetBuffer, dp: int, rank: int) -> None:
+        self.buffer, self.dp, self.rank = buffer, dp, rank
+        self.total = buffer.starts[-1]
+        self.size = zero.partition_size(self.total, dp)
+        self.start = rank * self.size
+        self.owned = max(0, min(self.size, self.total - self.start))
 
     def overlaps(self) -> Iterator[tuple[str, int, int, int]]:
         """Parameters that reach into the partition: name, elements, its part [start, stop)."""
-        buffer, partition_start, size = self.buffer, self.start, self.size
-        first_number = max(0, bisect_right(buffer.starts, partition_start) - 1)
-        for number in range(first_number, len(buffer.names)):
-            if buffer.starts[number] >= partition_start + size:
+        starts = self.buffer.starts
+        for number in range(max(0, bisect_right(starts, self.start) - 1), len(starts) - 1):
+            begin, numel = starts[number] - self.start, self.buffer.numels[number]
+            start, stop = max(begin, 0), min(begin + numel, self.size)
+            if begin >= self.size:
                 return
-            begin, numel = buffer.starts[number] - partition_start, buffer.numels[number]
-            start, stop = max(begin, 0), min(begin + numel, size)
             if start < stop:
-                yield buffer.names[number], numel, start, stop
+                yield self.buffer.names[number], numel, start, stop
 
     def mapping(self) -> OrderedDict[str, Foreign]:
         """Where parameters lie in this partition, as DeepSpeed's own converter reads it."""
@@ -224,21 +207,19 @@ def is_elastic(target: DeepSpeedTarget) -> bool:
     * Numbers are Python's. One that is a tensor, such as the step of torch's Adam, is filled up
       with the partition's padding, unless there is none or the engine is elastic itself.
     """
-    engine, buffers = target.engine, target.buffers
-    if not are_inferred(target.source) or target.options[GROUP_DEFAULTS]:
-        return False
-    if are_given(target.source) or target.options.weights_only:
-        return False
-    if not engine.cuts_groups:
-        return False
+    engine, buffers, options = target.engine, target.buffers, target.options
+    is_unknown = are_inferred(target.source) and not are_given(target.source)
     keys = {(*sorted(buffer.slots), *sorted(buffer.scalars)) for buffer in buffers}
     types = {dtype for buffer in buffers for dtype in buffer.slots.values()}
-    if len(keys) > 1 or types - {"F32"} or any(map(target.keeps_whole_momenta, buffers)):
-        return False
-    if target.step_place.where == "group" and len({buffer.step for buffer in buffers}) > 1:
-        return False
+    steps = {buffer.step for buffer in buffers}
     paddings = any(-buffer.starts[-1] % (2 * target.dp) for buffer in buffers)
-    return engine.elastic or not (paddings and _keeps_numbers_as_tensors(target))
+    return (
+        (is_unknown and not options[GROUP_DEFAULTS] and not options.weights_only)
+        and (engine.cuts_groups and len(keys) <= 1 and types <= {"F32"})
+        and not any(map(target.keeps_whole_momenta, buffers))
+        and not (target.step_place.where == "group" and len(steps) > 1)
+        and (engine.elastic or not (paddings and _keeps_numbers_as_tensors(target)))
+    )
 
 
 def _keeps_numbers_as_tensors(target: DeepSpeedTarget) -> bool:
@@ -250,39 +231,30 @@ def _keeps_numbers_as_tensors(target: DeepSpeedTarget) -> bool:
     return bool(types - PYTHON_NUMBERS.keys())
 
 
-def warnings_of_elastic(target: DeepSpeedTarget) -> list[str]:
-    """What a user must know before resuming from elastic files."""
-    lines = [
+def warnings_of_elastic(target: DeepSpeedTarget) -> Iterator[str]:
+    """What a user must know before resuming from elastic files.
+
+    The engine's own elastic save takes the padding of a partition off its step as well. This
+    happens if the loader has turned the step into a tensor of one element (0.19.8). All ranks load
+    rank 0's.
+    """
+    yield (
         "the source holds no hyper-parameters, and neither does the target: the engine "
         "keeps those that it is built with (--group-defaults lr=... writes others)"
-    ]
+    )
     if target.source.state.get("lr_scheduler") is not None:
-        lines.append(
+        yield (
             "the engine's first update uses the learning rate that it is built with: "
             "elastic files hold none, and its scheduler sets one after that update"
         )
-    return [*lines, *_of_the_next_save(target)]
-
-
-def _of_the_next_save(target: DeepSpeedTarget) -> list[str]:
-    """The engine's own elastic save takes the padding of a partition off its step as well.
-
-    This happens if the loader has turned the step into a tensor of one element (0.19.8). All ranks
-    load rank 0's.
-    """
-    lengths = [buffer.starts[-1] for buffer in target.buffers]
-    padded = [
-        number
-        for number, length in enumerate(lengths)
-        if length < zero.partition_size(length, target.dp)
-    ]
-    if not padded or not _keeps_numbers_as_tensors(target):
-        return []
-    return [
-        "DeepSpeed (0.19.8) resumes from this, but will not from its own next save: its "
-        f"elastic save cuts the step of group {listed([*map(str, padded)])} off with the "
-        "padding of rank 0; zckpt reads that save"
-    ]
+    lengths = enumerate(buffer.starts[-1] for buffer in target.buffers)
+    padded = [str(n) for n, length in lengths if length < zero.partition_size(length, target.dp)]
+    if padded and _keeps_numbers_as_tensors(target):
+        yield (
+            "DeepSpeed (0.19.8) resumes from this, but will not from its own next save: its "
+            f"elastic save cuts the step of group {listed(padded)} off with the padding of rank 0; "
+            "zckpt reads that save"
+        )
 
 
 # -- the files of all model ranks

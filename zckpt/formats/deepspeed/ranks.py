@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 from ...core.grouping import by_key
 from ...core.inert import Foreign
 from ...core.missing_ranks import expecting, refuse_other_writers
-from ...errors import (
-    CorruptCheckpoint,
-    IncompleteCheckpoint,
-    InconsistentCheckpoint,
-    brief,
-    listed,
-)
+from ...errors import CorruptCheckpoint, IncompleteCheckpoint, InconsistentCheckpoint, brief, listed
 from ...files.torchfile import TorchFile
 from ...naming.layer_names import untied_layers
 from ...training.megatron_arguments import arguments
@@ -41,9 +35,7 @@ OF_OPTIMIZERS = ("partition_count", "param_alignment_paddings", "overflow", "ds_
 
 
 def open_ranks(
-    directory: TagDirectory,
-    files: RankFiles,
-    layers: Mapping[int, TorchFile] | None = None,
+    directory: TagDirectory, files: RankFiles, layers: Mapping[int, TorchFile] | None = None
 ) -> EngineStates:
     """What the files of all data ranks of one model rank say.
 
@@ -102,48 +94,44 @@ def without_optimizer(directory: TagDirectory) -> IncompleteCheckpoint:
 def check_kind(
     directory: TagDirectory, version: str, model: Mapping[str, Any], config: Any
 ) -> None:
-    """Raises UnsupportedCheckpoint for what model files show: old versions, other parallelism."""
-    if version_numbers(version) < (0, 5, 10):
-        refuse(directory, f"DeepSpeed {version}, before 0.5.10")
+    """Raises UnsupportedCheckpoint for what model files show: old versions, other parallelism.
+
+    ZenFlow's files have matrices transposed, under shapes that do not show it: its
+    `_flatten_dense_tensors` (runtime/zenflow/zenflow_utils.py) transposes. Before 0.19.7 stage 1
+    and 2 transpose the weights of the module back, and from then on they do not. Stage 3 transposes
+    the parameters themselves (engine_stage3.py).
+    """
+    numbers, settings = version_numbers(version), nested(config, "zero_optimization")
+    zenflow, stage = nested(settings, "zenflow"), nested(settings, "stage")
+    transposed = "whose files have matrices transposed"
+    refused = {
+        f"DeepSpeed {version}, before 0.5.10": numbers < (0, 5, 10),
+        "optimizer states offloaded to NVMe": nested(settings, "offload_optimizer", "device")
+        == "nvme",
+        f"ZenFlow in ZeRO stage 3, {transposed}": zenflow and stage == 3,
+        f"ZenFlow of DeepSpeed {version}, {transposed}": zenflow and numbers < (0, 19, 7),
+    }
+    for what, is_there in refused.items():
+        if is_there:
+            refuse(directory, what)
     if not isinstance(model.get("module"), dict):
         raise IncompleteCheckpoint(
             f"{directory.path} has a pipeline's stages, but no file of a layer",
             hint="expected layer_00-model_states.pt, or layer_00-model_00-model_states.pt, and one "
             "for each further layer",
         )
-    if nested(config, "zero_optimization", "offload_optimizer", "device") == "nvme":
-        refuse(directory, "optimizer states offloaded to NVMe")
-    if nested(config, "zero_optimization", "zenflow"):
-        _check_zenflow(directory, version, nested(config, "zero_optimization", "stage"))
-
-
-def _check_zenflow(directory: TagDirectory, version: str, stage: Any) -> None:
-    """Refuses ZenFlow where the files have matrices transposed, under shapes that do not show it.
-
-    Its `_flatten_dense_tensors` (runtime/zenflow/zenflow_utils.py) transposes. Before 0.19.7 stage
-    1 and 2 transpose the weights of the module back, and from then on they do not. Stage 3
-    transposes the parameters themselves (engine_stage3.py).
-    """
-    if stage == 3:
-        refuse(directory, "ZenFlow in ZeRO stage 3, whose files have matrices transposed")
-    if version_numbers(version) < (0, 19, 7):
-        refuse(directory, f"ZenFlow of DeepSpeed {version}, whose files have matrices transposed")
 
 
 def _check_world(
-    directory: TagDirectory,
-    model: Mapping[str, Any],
-    state: Mapping[str, Any],
-    files: RankFiles,
+    directory: TagDirectory, model: Mapping[str, Any], state: Mapping[str, Any], files: RankFiles
 ) -> None:
+    """Raises unless the model file and the partitions are of as many ranks as there are files."""
     dp, name = len(files.optimizers), os.path.basename(files.optimizers[0])
-    _check_count(
-        directory,
-        "optimizer files of {} ranks",
-        dp,
-        model.get("dp_world_size"),
-        lambda rank: at_place(OPTIMIZER, name, (rank, files.number)),
-    )
+
+    def named(rank: int) -> str:
+        return at_place(OPTIMIZER, name, (rank, files.number))
+
+    _check_count(directory, "optimizer files of {} ranks", dp, model.get("dp_world_size"), named)
     count = state.get("partition_count")
     counts = {number for number in (count if isinstance(count, list) else [count]) if number}
     if counts - {dp} and not model.get("num_experts"):  # those of experts.py
@@ -155,20 +143,21 @@ def _check_count(
     directory: TagDirectory, what: str, found: int, stated: Any, named: Callable[[int], str]
 ) -> None:
     """Raises unless there are files of as many ranks as a model file states; `named` names them."""
-    if isinstance(stated, int) and stated > found:
-        # a damaged number may be huge
-        expected = [named(rank) for rank in range(found, min(stated, found + MOST))]
-        raise IncompleteCheckpoint(
-            f"{directory.path} holds {what.format(f'{found} of {stated}')}",
-            hint=expecting(expected[-1]),
-            paths=[os.path.join(directory.path, name) for name in expected],
-        )
-    if isinstance(stated, int) and stated < found:
+    if not isinstance(stated, int) or stated == found:
+        return
+    if stated < found:
         raise InconsistentCheckpoint(
             f"{directory.path} holds {what.format(found)}, but its model states say there were "
             f"{stated}",
             hint="files of another save may lie between them; keep those of one save",
         )
+    # a damaged number may be huge
+    expected = [named(rank) for rank in range(found, min(stated, found + MOST))]
+    raise IncompleteCheckpoint(
+        f"{directory.path} holds {what.format(f'{found} of {stated}')}",
+        hint=expecting(expected[-1]),
+        paths=[os.path.join(directory.path, name) for name in expected],
+    )
 
 
 def _facts_of_optimizer(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -190,7 +179,12 @@ def hyper_parameters(base: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_grid(directory: TagDirectory, files: GridFiles, ranks: Sequence[EngineStates]) -> None:
-    """Raises InconsistentCheckpoint unless the contents show the grid that the names show."""
+    """Raises InconsistentCheckpoint unless the contents show the grid that the names show.
+
+    Older files state no sizes: tensor ranks have the parameters of the first one of a stage. The
+    layers of a stage come after those of the stage before it; tied ones have no number.
+    """
+    pp, tp = files.grid.pp, files.grid.tp
     for number, rank in enumerate(ranks):
         path = rank.models[0].path
         if files.layers and rank.model.get("module"):
@@ -204,38 +198,26 @@ def check_grid(directory: TagDirectory, files: GridFiles, ranks: Sequence[Engine
         stated = rank.model.get("checkpoint_parallel_dimensions")
         if isinstance(stated, dict):
             sizes = stated.get("pp_degree"), stated.get("tp_degree")
-            if sizes != (files.grid.pp, files.grid.tp):
+            if sizes != (pp, tp):
                 raise InconsistentCheckpoint(
-                    f"{directory.path} has the files of pp {files.grid.pp} x tp {files.grid.tp}, "
-                    f"but {path} says that it was pp {brief(sizes[0])} x tp {brief(sizes[1])}",
+                    f"{directory.path} has the files of pp {pp} x tp {tp}, but {path} says that it "
+                    f"was pp {brief(sizes[0])} x tp {brief(sizes[1])}",
                     hint="files of layers may be missing, or of another save: copy all files again",
                 )
-        else:
-            _check_names(directory, ranks, number, files.grid.tp)
+            continue
+        first = number - number % tp
+        if odd := sorted(_parameters(rank) ^ _parameters(ranks[first])):
+            raise InconsistentCheckpoint(
+                f"{directory.path}: model rank {number} must have the parameters of model rank "
+                f"{first}, as both are of stage {number // tp}, but they differ in "
+                f"{listed(odd, 4)}",
+                hint="files of two ranks may be swapped, or of another save: copy all files again; "
+                "or those of a pipeline's layers are missing (layer_NN-model_states.pt)",
+            )
     refuse_other_writers(directory.path, [arguments(rank.model).get("rank") for rank in ranks])
-    if files.grid.pp > 1:
-        _check_stages(directory, ranks[:: files.grid.tp], files.grid.tp)
-
-
-def _check_names(
-    directory: TagDirectory, ranks: Sequence[EngineStates], number: int, tp: int
-) -> None:
-    """Older files state no sizes: tensor ranks have the parameters of the first one of a stage."""
-    stage, first = number // tp, number - number % tp
-    if odd := sorted(_parameters(ranks[number]) ^ _parameters(ranks[first])):
-        raise InconsistentCheckpoint(
-            f"{directory.path}: model rank {number} must have the parameters of model rank "
-            f"{first}, as both are of stage {stage}, but they differ in {listed(odd, 4)}",
-            hint="files of two ranks may be swapped, or of another save: copy all files again; or "
-            "those of a pipeline's layers are missing (layer_NN-model_states.pt)",
-        )
-
-
-def _check_stages(directory: TagDirectory, stages: Sequence[EngineStates], tp: int) -> None:
-    """The layers of a stage come after those of the stage before it; tied ones have no number."""
-    layers = [sorted(untied_layers(_parameters(rank))) for rank in stages]
-    shown = [(number * tp, own) for number, own in enumerate(layers) if own]
-    for (first, before), (number, own) in pairwise(shown):
+    stages = range(0, len(ranks), tp) if pp > 1 else ()
+    layers = [(number, sorted(untied_layers(_parameters(ranks[number])))) for number in stages]
+    for (first, before), (number, own) in pairwise([stage for stage in layers if stage[1]]):
         if own[0] <= before[-1]:
             raise InconsistentCheckpoint(
                 f"{directory.path}: model rank {number} has layer {own[0]}, but model rank "
@@ -246,7 +228,7 @@ def _check_stages(directory: TagDirectory, stages: Sequence[EngineStates], tp: i
 
 
 def _parameters(rank: EngineStates) -> set[str]:
-    return {name for group in rank.param_shapes() for name in group}
+    return {*chain.from_iterable(rank.param_shapes())}
 
 
 # -- groups of experts in one order

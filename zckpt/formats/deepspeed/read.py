@@ -39,6 +39,8 @@ from .ranks import check_grid, open_ranks
 from .stage_0.optimizer import manifest_of_whole, open_whole
 from .stage_0.stages import open_stages
 
+Keys = Mapping[int, str] | None
+"""The keys of tied layers by the numbers of their files, for files without bytes."""
 OF_MODEL_RANKS = (
     "of several model ranks, zckpt does not read a state of the ranks' parts of flat buffers"
 )
@@ -48,43 +50,33 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
     """The manifest of a run directory, a tag directory, or a trainer's directory around one.
 
     Only stage 0 needs `reading.param_names`. With `reading.ranks_apart` several model ranks are not
-    joined: the manifest has them apart. With `reading.with_slicings` the rules
-    are applied to a run of one tensor rank too, which they do not change. Raises
-    NotACheckpoint, IncompleteCheckpoint (a rank is missing), InconsistentCheckpoint (ranks
-    contradict each other), CorruptCheckpoint, MissingData (nothing says how parameters are cut, or
-    what they are called), UnsupportedCheckpoint (AutoEP, NVMe offload, before 0.5.10).
+    joined: the manifest has them apart. With `reading.with_slicings` the rules are applied to a run
+    of one tensor rank too, which they do not change. Raises NotACheckpoint, IncompleteCheckpoint (a
+    rank is missing), InconsistentCheckpoint (ranks contradict each other), CorruptCheckpoint,
+    MissingData (nothing says how parameters are cut, or what they are called),
+    UnsupportedCheckpoint (AutoEP, NVMe offload, before 0.5.10).
     """
     directory = locate(path, reading.tag)
     try:
         files = grid_files(directory)
-        notes = check_names(open_files(files.paths, files.parsed))
-        return replace(_manifest(directory, files, reading), notes=tuple(notes))
+        notes = tuple(check_names(open_files(files.paths, files.parsed)))
+        if reading.ranks_apart and not files.is_plain:
+            return replace(_apart(directory, files, reading), notes=notes)
+        models = tensor_ranks(directory, files, reading)
+        if reading.with_slicings or files.grid.tp > 1:
+            models = [joined_slices(models, reading.tp_rules, reading.step_policy)]
+        return replace(models[0], notes=notes)
     except MALFORMED as error:
         raise not_understood(directory.path, error) from error
-
-
-def _manifest(directory: TagDirectory, files: GridFiles, reading: Reading) -> Manifest:
-    if reading.ranks_apart and not files.is_plain:
-        return _apart(directory, files, reading)
-    models = tensor_ranks(directory, files, reading)
-    if reading.with_slicings or files.grid.tp > 1:
-        return joined_slices(models, reading.tp_rules, reading.step_policy)
-    return models[0]
 
 
 # -- the common model
 
 
 def tensor_ranks(
-    directory: TagDirectory,
-    files: GridFiles,
-    reading: Reading = USUAL,
-    tied: Mapping[int, str] | None = None,
+    directory: TagDirectory, files: GridFiles, reading: Reading = USUAL, tied: Keys = None
 ) -> list[Manifest]:
-    """The model of each tensor rank by itself: its slices of all stages of the pipeline.
-
-    `tied` gives the keys of tied layers by the numbers of their files, for files without bytes.
-    """
+    """The model of each tensor rank by itself: its slices of all stages of the pipeline."""
     first = files.ranks[0]
     if files.is_plain and first.of_ep and not first.optimizers:
         return [manifest_of_experts(directory, first, reading)]
@@ -110,13 +102,10 @@ def _models(files: GridFiles, ranks: Sequence[Manifest], step_policy: str | None
 
 
 def model_ranks(
-    directory: TagDirectory,
-    files: GridFiles,
-    reading: Reading = USUAL,
-    tied: Mapping[int, str] | None = None,
+    directory: TagDirectory, files: GridFiles, reading: Reading = USUAL, tied: Keys = None
 ) -> list[Manifest]:
-    """The manifest of each model rank, with its place; `tied` as in `tensor_ranks`."""
-    opened = _opened(directory, files, reading, tied)
+    """The manifest of each model rank, with its place."""
+    opened = [*_opened(directory, files, reading, tied)]
     states = [own for own, _, _ in opened]
     check_grid(directory, files, states)
     have_experts = [bool(own.model.get("num_experts")) for own in states]
@@ -124,50 +113,41 @@ def model_ranks(
         refuse(directory, SOME_STAGES)
     manifests = []
     for number, (own, manifest, keys) in enumerate(opened):
-        buffers = tuple(own.model.get("buffer_names") or ())
-        place = Place(number, files.grid, buffers, keys)
+        place = Place(number, files.grid, tuple(own.model.get("buffer_names") or ()), keys)
         manifests.append(replace(manifest(reading.step_policy), place=place))
     if files.ranks[0].optimizers and not files.is_plain:  # stage 0 has no flat buffers of ranks
         manifests = [as_unread(each, OF_MODEL_RANKS) for each in manifests]
     return manifests
 
 
-Opened = tuple[EngineStates, Callable[[str | None], Manifest], Mapping[int, str] | None]
-"""A model rank: what its files say, its manifest at a step policy, the keys of tied layers."""
-
-
 def _opened(
-    directory: TagDirectory, files: GridFiles, reading: Reading, tied: Mapping[int, str] | None
-) -> list[Opened]:
-    tp, is_staged = files.grid.tp, files.grid.staged
-    if files.ranks[0].optimizers:
-        opened: list[Opened] = []
-        for number, own in enumerate(files.ranks):
+    directory: TagDirectory, files: GridFiles, reading: Reading, tied: Keys
+) -> Iterator[tuple[EngineStates, Callable[[str | None], Manifest], Keys]]:
+    """Of each model rank what its files say, its manifest at a step policy, and its tied layers."""
+    ranks, tp, is_staged = files.ranks, files.grid.tp, files.grid.staged
+    if ranks[0].optimizers:
+        for number, own in enumerate(ranks):
             layers = files.layers_of(number % tp) if is_staged else None
             states = open_ranks(directory, own, layers)
-            opened.append((states, partial(_of_rank, states, own), tied))
-        return opened
+            yield states, partial(_of_rank, states, own), tied
+        return
     if not is_staged:
-        wholes = [(open_whole(directory, each, reading), tied) for each in files.ranks]
+        wholes = [(open_whole(directory, own, reading), tied) for own in ranks]
     else:
-        stages = []
-        for rank in range(tp):
-            of_rank, layers = files.ranks[rank::tp], files.layers_of(rank)
-            stages.append(open_stages(directory, of_rank, layers, reading, tied))
+        stages = [
+            open_stages(directory, ranks[rank::tp], files.layers_of(rank), reading, tied)
+            for rank in range(tp)
+        ]
         wholes = [(each.wholes[n], each.tied) for n in range(files.grid.pp) for each in stages]
-    return [(whole.states, partial(manifest_of_whole, whole), keys) for whole, keys in wholes]
+    for whole, keys in wholes:
+        yield whole.states, partial(manifest_of_whole, whole), keys
 
 
 def _of_rank(ranks: EngineStates, files: RankFiles, step_policy: str | None) -> Manifest:
     if files.experts or ranks.model.get("num_experts"):
         return with_experts(ranks, files, step_policy)
-    manifest = manifest_of(
-        ranks,
-        list(flat_buffers(ranks, step_policy)),
-        "deepspeed",
-        ranks.effective_config(ranks.round_robin),
-        ranks.module_dtype,
-    )
+    buffers, config = [*flat_buffers(ranks, step_policy)], ranks.effective_config(ranks.round_robin)
+    manifest = manifest_of(ranks, buffers, "deepspeed", config, ranks.module_dtype)
     # stages 1 and 2 fill up with zeros; stage 3 leaves what was in memory (0.19.8)
     return replace(manifest, zero_padding=not ranks.partitioned)
 
@@ -224,8 +204,6 @@ def _with_weights_of_layers(
     weights = [by_key((e.parameter, e) for e in own if e.slot == "param") for own in tensors]
     uses = [Counter(chain.from_iterable(m.parameters for m in ranks[n::tp])) for n in range(tp)]
     seen: list[set[str]] = [set() for _ in models]
-    assert isinstance(models[0].engine, FlatBufferEngine)
-    dtype = models[0].engine.dtype
     for number, rank in enumerate(ranks):
         n, own = number % tp, list[Entry]()
         names = [name for name in rank.parameters if f"{name}/param" not in rank.entries]
@@ -235,5 +213,6 @@ def _with_weights_of_layers(
                 own += copies
         seen[n].update(names)
         assert isinstance(rank.engine, FlatBufferEngine)
-        engine = replace(rank.engine, dtype=dtype)
+        assert isinstance(models[0].engine, FlatBufferEngine)
+        engine = replace(rank.engine, dtype=models[0].engine.dtype)
         yield replace(rank, engine=engine, sibling_weights=tuple(own))

@@ -30,6 +30,7 @@ from ..template import Group, Template
 SCHEDULED = ("last_batch_iteration", "last_epoch", "_step_count")  # counters of schedulers
 OF_THE_NEXT = ("data_sampler", "random_ltd")  # states of RUN that count its own batches
 ITERATION = "iteration"  # the step in the client state of Megatron-DeepSpeed
+OF_MEMBERS = ("members", "other")  # of the optimizer's state
 OF_RANKS = ("args", INFO)  # of the client state: they are about the grid
 
 
@@ -45,36 +46,28 @@ def as_in_run(source: Manifest, like: Manifest, options: Options) -> Manifest:
             f"--like does not apply to {source.root}, whose files say how its ranks share a model",
             hint="leave it out",
         )
-    engine = like.engine
-    assert isinstance(engine, FlatBufferEngine)
-    if engine.experts or like.groups is None:
-        reason = "experts" if engine.experts else "no parameter groups"
+    assert isinstance(like.engine, FlatBufferEngine)
+    if like.engine.experts or like.groups is None:
+        reason, hint = "no parameter groups", "give a run without elastic_checkpoint"
+        if like.engine.experts:
+            reason = "experts"
+            hint = "leave out --like: the names of groups show which ones have experts"
         raise UnsupportedCheckpoint(
-            f"--like does not work with {like.root}, which has {reason}",
-            hint="leave out --like: the names of groups show which ones have experts"
-            if engine.experts
-            else "give a run without elastic_checkpoint",
+            f"--like does not work with {like.root}, which has {reason}", hint=hint
         )
-    return _Run(source, like, options).manifest()
+    padded = (like.state.get("tensor_parallel") or {}).get("vocabulary") or {}
+    rows = {name: about["used"] for name, about in padded.items()}
+    return _Run(source, like, options, rows).manifest()
 
 
 class _Run(Template):
     """The run of `--like`, and what the source has for it."""
 
-    def __init__(self, source: Manifest, like: Manifest, options: Options) -> None:
-        padded = (like.state.get("tensor_parallel") or {}).get("vocabulary") or {}
-        rows = {name: about["used"] for name, about in padded.items()}
-        super().__init__(source, like, options, rows)
-
     def manifest(self) -> Manifest:
         source, like = self.source, self.run
         self._need_own_weights()
-        entries = {
-            entry.name: entry
-            for entry in (*like.entries.values(), *source.entries.values())
-            if entry.slot == "state"
-        }
-        entries |= self.entries()
+        every = (*like.entries.values(), *source.entries.values())
+        entries = {entry.name: entry for entry in every if entry.slot == "state"} | self.entries()
         if not self.options.weights_only:
             self.check_states(entries)
         return replace(
@@ -122,33 +115,28 @@ class _Run(Template):
                     "it"
                 )
             result.append({key: _taken(key, value, group) for key, value in theirs.items()})
-            self._warn_of_another_adam(number, theirs, group)
+            ours, other = (each.get("decoupled_weight_decay", True) for each in (group, theirs))
+            if group.get("weight_decay") and ours != other:
+                how = "weights" if other else "gradients"
+                self.warnings.append(
+                    f"group {number}: the optimizer of --like adds weight decay to {how}, that of "
+                    "the source does not"
+                )
         return tuple(result)
-
-    def _warn_of_another_adam(self, number: int, theirs: Group, ours: Group) -> None:
-        key = "decoupled_weight_decay"
-        if ours.get("weight_decay") and ours.get(key, True) != theirs.get(key, True):
-            how = "weights" if theirs.get(key, True) else "gradients"
-            self.warnings.append(
-                f"group {number}: the optimizer of --like adds weight decay to {how}, that of the "
-                "source does not"
-            )
 
     def _state(self) -> dict[str, Any]:
         """The run's state, with the source's scheduler and client state; its own counters go."""
         source, like = self.source, self.run
         state = {key: value for key, value in like.state.items() if key != "counters"}
-        optimizer = dict(state.get("optimizer") or {})
-        for key in ("members", "other"):
-            optimizer.pop(key, None)
-        if other := (source.state.get("optimizer") or {}).get("other"):
-            optimizer["other"] = other
+        theirs, ours = (m.state.get("optimizer") or {} for m in (like, source))
+        optimizer = {key: value for key, value in theirs.items() if key not in OF_MEMBERS}
+        optimizer |= {"other": ours["other"]} if ours.get("other") else {}
         assert isinstance(like.engine, FlatBufferEngine)
         if like.engine.dtype == "F16":
             self.warnings.append("the loss scale is that of --like")
         if full := [key for key in OF_THE_NEXT if state.get(key)]:
             self.warnings.append(f"{listed(full)} is as in --like")
-        theirs, ours = (dict(m.state.get("client_state") or {}) for m in (like, source))
+        theirs, ours = (m.state.get("client_state") or {} for m in (like, source))
         kept = {key: value for key, value in theirs.items() if key in OF_RANKS or key not in ours}
         if like.step is not None and kept.get(ITERATION) == like.step:
             kept[ITERATION] = int(source.step or 0)
@@ -196,6 +184,5 @@ def _taken(key: str, theirs: Any, group: Mapping[str, Any]) -> Any:
     if key in OF_IMPLEMENTATIONS or key not in group:
         return theirs
     value = group[key]
-    if isinstance(value, Sequence) and isinstance(theirs, (list, tuple)):
-        return type(theirs)(value)
-    return value
+    are_several = isinstance(value, Sequence) and isinstance(theirs, (list, tuple))
+    return type(theirs)(value) if are_several else value

@@ -96,13 +96,13 @@ def _targets(ranks: TargetRanks, options: Options) -> tuple[list[DeepSpeedTarget
 
 def _refuse(ranks: TargetRanks, targets: list[DeepSpeedTarget]) -> None:
     """Raises for what the engine or zckpt does not have beside a pipeline or tensor ranks."""
-    engine = targets[0].engine
-    if ranks.pipeline is not None and engine.stage > 1:
+    engine, is_pipeline = targets[0].engine, ranks.pipeline is not None
+    if is_pipeline and engine.stage > 1:
         raise WrongOption(
             f"--stage {engine.stage} does not go with a pipeline",
             hint="DeepSpeed trains pipelines at ZeRO stage 1 and 0: choose --stage 1",
         )
-    if ranks.pipeline is not None and engine.stage == 0 and engine.dtype == "BF16":
+    if is_pipeline and engine.stage == 0 and engine.dtype == "BF16":
         raise WrongOption(
             "--stage 0 does not go with a pipeline in bf16: DeepSpeed does not load its files "
             "(0.19.8)",

@@ -1,9 +1,8 @@
 """What DeepSpeed's ranks all-gather, by the engine's own rule, for `verify --gather`.
 
-zero.py     flat buffers and files of one model rank
-whole.py    stage 0: the optimizer by number, or in flat tensors
-tensor.py   where the slices of tensor ranks belong
-grid.py     all model ranks: stages of a pipeline, tensor ranks
+model_rank.py   flat buffers and files of one model rank; its optimizer at stage 0
+tensor.py       where the slices of tensor ranks belong
+grid.py         all model ranks: stages of a pipeline, tensor ranks
 
 These modules share only the parser of torch files with the reader. They state again which file
 belongs to which rank, which keys hold what and where a parameter begins, so that a proof does not

@@ -9,10 +9,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate, chain
+from itertools import accumulate, chain, pairwise, zip_longest
 from math import prod
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from ....core import sources
 from ....core.dtypes import SIZES, TORCH_NAMES
@@ -21,16 +22,14 @@ from ....core.grouping import by_key
 from ....core.partition import BoxPart, Joined, Named, Nameless, Partition, Whole
 from ....errors import MissingData, UnsupportedCheckpoint
 from ....files.torchfile import Parsed, Tensor, TorchFile
-from . import whole
-from .tensor import Cut, Rules, rules_of
-from .zero import RankFiles
+from .model_rank import ModelRank
+from .tensor import Cut, Piece, Rules, rules_of
 
 SEVERAL = re.compile(r"^layer_\d+-.*model_states\.pt$|mp_rank_0*[1-9]\d*_")
 MODEL_RANK = re.compile(r"mp_rank_(\d+)_?(?:optim|model)_states\.pt$")
 LAYER = re.compile(r"layer_(\d+)-(?:model_(\d+)-)?model_states\.pt")
-SHARED = "tied_modules."
-HEAD = 1 << 16  # bytes that tell copies and slices of untrained tensors apart
-Shape = tuple[int, ...]
+TIED_MASTER = re.compile(r"(tied_modules\.[^.]*)\.(.*)/master")
+HEAD = 1 << 15  # elements that tell copies and slices of untrained tensors apart
 
 
 class Slice(Struct, frozen=True):
@@ -41,64 +40,81 @@ class Slice(Struct, frozen=True):
 
     name: str
     dtype: str
-    shape: Shape
+    shape: tuple[int, ...]
     runs: Runs
     strides: tuple[int, ...] | None = None
+
+    def head(self, count: int) -> bytes:
+        """The bytes of the first `count` elements in the file's order."""
+        data = b""
+        for run in self.runs.runs(0, min(count, prod(self.shape)), SIZES[self.dtype]):
+            with sources.opened(run.extent.file) as file:
+                data += sources.pread(file.fileno(), run.extent.length, run.extent.offset)
+        return data
+
+    def boxes(self, piece: Piece) -> Iterator[BoxPart]:
+        """The elements of a piece, each run of them by itself."""
+        if self.strides:
+            if piece.sizes != self.shape:
+                raise UnsupportedCheckpoint(
+                    f"{self.runs[0].extent.file}: --gather does not cut {self.name}, which is not "
+                    "row-major in the file",
+                    hint="verify without --gather",
+                )
+            yield BoxPart(piece.offsets, piece.sizes, self.runs[0].extent, strides=self.strides)
+            return
+        first, stop = piece.first, piece.first + prod(piece.sizes)
+        for run in self.runs.runs(first, stop, SIZES[self.dtype]):
+            yield BoxPart(piece.offsets, piece.sizes, run.extent, run.start - first)
 
 
 def partitions(directory: str, tp_rules: str | None = None) -> list[Partition]:
     """All tensors of the engine: weights, masters and moments.
 
-    `tp_rules` is a family or a file that says how tensor ranks cut parameters.
+    `tp_rules` is a family or a file that says how tensor ranks cut parameters. Several model ranks
+    are joined; further copies have the same name.
     """
-    if any(SEVERAL.search(name) for name in os.listdir(directory)):
-        return _of_grid(directory, tp_rules)
-    engine = RankFiles(directory)
-    if not engine.optimizers:  # stage 0
-        optimizers = whole.optimizers(directory, engine.models[0])
-        return [*engine.module(), *engine.experts(), *optimizers]
-    return list(engine.partitions())
-
-
-def _of_grid(directory: str, tp_rules: str | None) -> list[Partition]:
-    """The same of several model ranks, each whole; further copies under the same name."""
-    numbers = {int(m[1]) for n in os.listdir(directory) if (m := MODEL_RANK.search(n))}
-    engines = [RankFiles(directory, number) for number in sorted(numbers)]
-    if not engines[0].optimizers:
+    names = os.listdir(directory)
+    if not any(map(SEVERAL.search, names)):
+        return list(ModelRank(directory).partitions())
+    numbers = {int(match[1]) for name in names if (match := MODEL_RANK.search(name))}
+    ranks = [ModelRank(directory, number) for number in sorted(numbers)]
+    if not ranks[0].optimizers:
         raise MissingData(
             f"{directory} was saved by several model ranks without ZeRO (stage 0): the engine "
             "loads the optimizer's tensors by number, and no name says which slices are of one",
             hint="verify without --gather",
         )
-    trained = {name for engine in engines for group in engine.param_shapes() for name in group}
-    parts = [list(engine.partitions()) for engine in engines]
-    layers: dict[int, dict[int, str]] = {}
-    for name in os.listdir(directory):
-        if match := LAYER.fullmatch(name):
-            path = os.path.join(directory, name)
-            layers.setdefault(int(match[2] or 0), {})[int(match[1])] = path
-    tp, parsed = len(layers) or _tensor_ranks(engines), Parsed()
+    trained = {name for rank in ranks for group in rank.param_shapes() for name in group}
+    layers = by_key(
+        (int(match[2] or 0), (int(match[1]), os.path.join(directory, match[0])))
+        for name in names
+        if (match := LAYER.fullmatch(name))
+    )
+    tp, parsed = len(layers) or _tensor_ranks(ranks), Parsed()
     by_rank = []
     for number in range(tp):
-        own = [each for part in chain.from_iterable(parts[number::tp]) for each in slices(part)]
-        own += _of_layers(layers.get(number, {}), trained, own, parsed)
+        parts = [part for rank in ranks[number::tp] for part in rank.partitions()]
+        own = [each for part in parts for each in slices(part)]
+        files = [(layer, TorchFile(path, parsed)) for layer, path in sorted(layers.get(number, ()))]
+        own += [*_of_layers(files, trained, own)]
         by_rank.append(by_key((each.name, each) for each in own))
-    rules = rules_of(tp_rules, engines[0].model.get("universal_checkpoint_info"))
+    rules = rules_of(tp_rules, ranks[0].model.get("universal_checkpoint_info"))
     return list(_joined(by_rank, trained, rules))
 
 
-def _tensor_ranks(engines: Sequence[RankFiles]) -> int:
+def _tensor_ranks(ranks: Sequence[ModelRank]) -> int:
     """How many model ranks are tensor ranks, if there are no files of layers.
 
     With experts the others are stages: these keep their modules in the model files.
     """
-    first = engines[0]
-    if not first.expert_files:
-        return len(engines)
+    first = ranks[0]
+    if not first.experts:
+        return len(ranks)
     stated = first.model.get("checkpoint_parallel_dimensions")  # since 0.19.7
     if stated:
         return int(stated["tp_degree"])
-    names = [[*map(tuple, engine.param_shapes())] for engine in engines]
+    names = [[*map(tuple, rank.param_shapes())] for rank in ranks]
     return names.count(names[0])
 
 
@@ -109,119 +125,65 @@ def slices(part: Partition) -> Iterator[Slice]:
         runs = solid(prod(part.shape), part.extent)
         yield Slice(part.name, part.dtype, part.shape, runs, part.strides)
         return
-    size, ranks = SIZES[part.dtype], range(len(part.ranks))
-    ends = list(accumulate(part.length(rank) for rank in ranks))
-    flat = Runs([Fragment(ends[r] - part.length(r), ends[r], part.extent(r)) for r in ranks])
+    size, ends = SIZES[part.dtype], accumulate(map(part.length, range(len(part.ranks))))
+    pairs = zip(pairwise((0, *ends)), part.ranks, strict=True)
+    flat = Runs([Fragment(start, stop, extent) for (start, stop), extent in pairs])
     for member in part.members:
         at, numel = member.first, member.numel
         runs = flat.part(at, at + numel, size)
         if part.interleaved:
-            width, own = -(-numel // len(ranks)), []
-            for rank in ranks:
-                start, stop = rank * width, min((rank + 1) * width, numel)
-                if start < stop:
-                    extent = part.extent(rank).part(at * size, (at + stop - start) * size)
-                    own.append(Fragment(start, stop, extent))
-            runs = Runs(own)
-        yield Slice(member.name, part.dtype, member.shape, runs)
-
-
-def _whole(tensor: Slice) -> Named:
-    """A tensor that its runs hold whole."""
-    if tensor.strides or len(tensor.runs) == 1:
-        return Whole(tensor.name, tensor.dtype, tensor.shape, tensor.runs[0].extent, tensor.strides)
-    corner = (0,) * len(tensor.shape)
-    return Joined(tensor.name, tensor.dtype, tensor.shape, tuple(_box(tensor, corner)))
-
-
-def _box(
-    tensor: Slice, offsets: Shape, sizes: Shape | None = None, first: int = 0
-) -> Iterator[BoxPart]:
-    """The elements of a slice from `first` on, as those of a box of the whole tensor."""
-    sizes = tensor.shape if sizes is None else sizes
-    if tensor.strides:
-        if sizes != tensor.shape:
-            raise UnsupportedCheckpoint(
-                f"{tensor.runs[0].extent.file}: --gather does not cut {tensor.name}, which is not "
-                "row-major in the file",
-                hint="verify without --gather",
+            width = -(-numel // len(part.ranks))
+            bounds = [min(rank * width, numel) for rank in range(len(part.ranks) + 1)]
+            runs = Runs(
+                [
+                    Fragment(start, stop, extent.part(at * size, (at + stop - start) * size))
+                    for (start, stop), extent in zip(pairwise(bounds), part.ranks, strict=True)
+                ]
             )
-        yield BoxPart(offsets, sizes, tensor.runs[0].extent, strides=tensor.strides)
-        return
-    for run in tensor.runs.runs(first, first + prod(sizes), SIZES[tensor.dtype]):
-        yield BoxPart(offsets, sizes, run.extent, run.start - first)
+        yield Slice(member.name, part.dtype, member.shape, runs)
 
 
 # -- the files of layers
 
 
 def _of_layers(
-    paths: Mapping[int, str], trained: set[str], masters: Sequence[Slice], parsed: Parsed
-) -> list[Slice]:
+    files: Sequence[tuple[int, TorchFile]], trained: set[str], own: Sequence[Slice]
+) -> Iterator[Slice]:
     """The tensors of all layers of one tensor rank: "{number of the layer}.{name in the file}".
 
     A tied layer is `tied_modules.{key}`. No file says the key: it is the one of whose parameters
-    all masters round to the weights in the file.
+    all masters, which are among the rank's `own` tensors, round to the weights in the file.
     """
-    tied: dict[str, dict[str, list[Slice]]] = {}
-    for each in masters:
-        name, _, slot = each.name.rpartition("/")
-        if slot == "master" and name.startswith(SHARED):
-            key, _, inner = name.removeprefix(SHARED).partition(".")
-            tied.setdefault(key, {}).setdefault(inner, []).append(each)
-    result = []
-    for number, path in sorted(paths.items()):
-        file = TorchFile(path, parsed)
-        tensors = {
-            key: _of_file(key, file, value)
+    tied = by_key((m[1], (m[2], each)) for each in own if (m := TIED_MASTER.fullmatch(each.name)))
+    for number, file in files:
+        weights = {
+            key: Slice(key, value.dtype, value.shape, solid(value.numel, extent), strides)
             for key, value in file.value.items()
             if isinstance(value, Tensor) and not key.endswith("_extra_state")
+            for extent, strides in [file.reach(value)]
         }
-        prefix = f"{number}."
-        if trained.isdisjoint(prefix + key for key in tensors):
-            for key, parameters in tied.items():
-                if all(
-                    inner in tensors and any(_rounds(copy, tensors[inner]) for copy in copies)
-                    for inner, copies in parameters.items()
-                ):
-                    prefix = f"{SHARED}{key}."
-        result += [
-            Slice(f"{prefix}{key}/param", each.dtype, each.shape, each.runs, each.strides)
-            for key, each in tensors.items()
-        ]
-    return result
+        prefix = str(number)
+        if trained.isdisjoint(f"{number}.{key}" for key in weights):
+            for name, masters in tied.items():
+                rounded = {key for key, each in masters if _rounds(each, weights.get(key))}
+                prefix = name if rounded == {key for key, _ in masters} else prefix
+        for key, each in weights.items():
+            yield replace(each, name=f"{prefix}.{key}/param")
 
 
-def _of_file(name: str, file: TorchFile, tensor: Tensor) -> Slice:
-    extent, strides = file.reach(tensor)
-    return Slice(name, tensor.dtype, tensor.shape, solid(tensor.numel, extent), strides)
-
-
-def _rounds(master: Slice, weight: Slice) -> bool:
+def _rounds(master: Slice, weight: Slice | None) -> bool:
     """Whether a master rounds to a weight, by their first elements."""
     import torch
 
-    if master.shape != weight.shape or weight.strides:
+    if weight is None or master.shape != weight.shape or weight.strides:
         return False
-    count = min(prod(master.shape), HEAD // 8)
-    if not count:
+    if not prod(master.shape):
         return True
     wide, narrow = (
-        torch.frombuffer(
-            bytearray(_head(each, count)), dtype=getattr(torch, TORCH_NAMES[each.dtype])
-        )
+        torch.frombuffer(bytearray(each.head(HEAD)), dtype=getattr(torch, TORCH_NAMES[each.dtype]))
         for each in (master, weight)
     )
     return torch.equal(wide.to(narrow.dtype), narrow)
-
-
-def _head(tensor: Slice, count: int) -> bytes:
-    """The bytes of the first `count` elements in the file's order."""
-    data = b""
-    for run in tensor.runs.runs(0, count, SIZES[tensor.dtype]):
-        with sources.opened(run.extent.file) as file:
-            data += sources.pread(file.fileno(), run.extent.length, run.extent.offset)
-    return data
 
 
 # -- tensor ranks
@@ -234,11 +196,9 @@ def _joined(
     weights = {
         each.dtype for rank in by_rank for name in trained for each in rank.get(f"{name}/param", ())
     }
-    for name in dict.fromkeys(name for rank in by_rank for name in rank):
-        every = [rank.get(name, ()) for rank in by_rank]
+    for name in dict.fromkeys(chain.from_iterable(by_rank)):
         parameter = name.rpartition("/")[0]
-        for number in range(max(map(len, every))):
-            own = [copies[number] if number < len(copies) else None for copies in every]
+        for own in zip_longest(*(rank.get(name, ()) for rank in by_rank)):
             shapes = [None if each is None else each.shape for each in own]
             cut = rules.explicit(parameter, shapes) if len(own) > 1 else Cut.replicated(shapes)
             if cut is None:
@@ -253,28 +213,19 @@ def _is_whole(own: Sequence[Slice | None], weights: set[str]) -> bool:
     The engine never joins these. A tensor of another type than all trained weights is a buffer, and
     buffers are whole. So is a tensor of which all ranks have the same bytes.
     """
-    first = own[0]
-    if first is None or any(each is None or each.shape != first.shape for each in own):
+    if None in own or len({each.shape for each in own if each}) > 1:
         return False
-    return first.dtype not in weights or _are_equal(own, first)
-
-
-def _are_equal(own: Sequence[Slice | None], first: Slice) -> bool:
-    count = min(prod(first.shape), HEAD // SIZES[first.dtype])
-    return len({_head(each, count) for each in own if each is not None}) == 1
+    return {each.dtype for each in own if each}.isdisjoint(weights) or (
+        len({each.head(HEAD) for each in own if each}) == 1
+    )
 
 
 def _join(name: str, own: Sequence[Slice | None], cut: Cut) -> Iterator[Named]:
-    dtype = next(each.dtype for each in own if each is not None)
+    dtype = next(each.dtype for each in own if each)
     for pieces in cut.copies:
-        boxes: list[BoxPart] = []
-        for piece in pieces:
-            tensor = own[piece.rank]
-            if tensor is None:
-                continue
-            if piece.sizes == tensor.shape == cut.shape:
-                yield _whole(Slice(name, dtype, tensor.shape, tensor.runs, tensor.strides))
-                break
-            boxes += _box(tensor, piece.offsets, piece.sizes, piece.first)
+        pairs = [(own[piece.rank], piece) for piece in pieces]
+        boxes = [box for tensor, piece in pairs if tensor for box in tensor.boxes(piece)]
+        if len(boxes) == 1 and boxes[0].sizes == cut.shape:
+            yield Whole(name, dtype, cut.shape, boxes[0].extent, boxes[0].strides)
         else:
             yield Joined(name, dtype, cut.shape, tuple(boxes))

@@ -12,8 +12,9 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import product
+from itertools import chain, product, zip_longest
 from math import prod
+from operator import add, mul
 from typing import Any
 
 from msgspec import Struct
@@ -61,23 +62,17 @@ class Cut(Struct, frozen=True):
         widths = widths or [[0 if shape is None else shape[axis] for shape in shapes]]
         first = next(shape for shape in shapes if shape is not None)
         before, behind = first[:axis], first[axis + 1 :]
-        total = sum(map(sum, widths))
+        lengths = [folds * unit * sum(of_rank) for of_rank in zip(*widths, strict=True)]
         pieces: list[Piece] = []
-        for rank in range(len(shapes)):
-            here = sum(part[rank] for part in widths)
-            own = (*before, folds * here * unit, *behind)
-            strides = [prod(own[each + 1 :]) for each in range(len(own))]
-            for fold in range(folds):
-                start, at = fold * total, fold * here
-                for part in widths:
-                    begin, size = (start + sum(part[:rank])) * unit, part[rank] * unit
-                    offsets = tuple(begin * (each == axis) for each in range(len(own)))
-                    sizes = (*before, size, *behind)
-                    if size:
-                        local = at * unit * prod(behind)
-                        pieces += _row_major(rank, offsets, sizes, local, strides)
-                    start, at = start + sum(part), at + part[rank]
-        return cls((*before, folds * total * unit, *behind), [pieces])
+        start, starts = 0, [0] * len(shapes)  # along the axis, in the whole and in each slice
+        for part in [*widths] * folds:
+            for rank, width in enumerate(part):
+                sizes = (*before, width * unit, *behind)
+                offsets = tuple(start * (each == axis) for each in range(len(sizes)))
+                strides = _strides((*before, lengths[rank], *behind))
+                pieces += _row_major(rank, offsets, sizes, starts[rank] * prod(behind), strides)
+                start, starts[rank] = start + width * unit, starts[rank] + width * unit
+        return cls((*before, start, *behind), [pieces])
 
 
 class Rules(Struct, frozen=True):
@@ -131,10 +126,8 @@ def _by_view(
         widths = [[size // ranks] * ranks for size in spec]
     sizes = [sum(size) if isinstance(size, (tuple, list)) else size for size in view]
     sizes[axis] = sum(map(sum, widths))
-    total = sum(map(prod, own))
-    sizes = [
-        size if size >= 0 else total // prod(each for each in sizes if each >= 0) for size in sizes
-    ]
+    total, known = sum(map(prod, own)), prod(size for size in sizes if size >= 0)
+    sizes = [size if size >= 0 else total // known for size in sizes]
     outer, inner = prod(sizes[:axis]), prod(sizes[axis + 1 :])
     dims = range(len(own[0]))
     # the axis itself first: a slice may have one element along others
@@ -151,50 +144,43 @@ def _by_view(
 def _by_map(about: Mapping[str, Any], name: str, shapes: Shapes) -> Cut:
     """Views of the whole tensor and of a rank's slice, by offsets and strides (affine.py)."""
     shape = tuple(about["logical_shape"])
-    copies: list[list[Piece]] = [[]]
-    counts: dict[Any, int] = {}
+    steps = _strides(shape)
+    boxes: dict[Any, list[list[Piece]]] = {}
     for rank, own in sorted((int(rank), own) for rank, own in about["ranks"].items()):
         for piece in own["pieces"]:
             sizes = tuple(piece["shape"])
+            (begin, strides), dest = piece["source"], piece["dest"]
             if not prod(sizes):
                 continue
-            (begin, steps), (first, strides) = piece["source"], piece["dest"]
-            offsets = []
-            for axis, size in enumerate(sizes):
-                step = prod(shape[axis + 1 :])
-                if size > 1 and steps[axis] != step:
-                    raise UnsupportedCheckpoint(
-                        f"--gather does not join {name}: a piece of its affine_map is not a box",
-                        hint="verify without --gather",
-                    )
-                offset, begin = divmod(begin, step)
-                offsets.append(offset)
-            copy = counts[tuple(offsets), sizes] = counts.get((tuple(offsets), sizes), -1) + 1
-            copies += [[]] * (copy + 1 > len(copies))
-            copies[copy] = [
-                *copies[copy],
-                *_row_major(rank, tuple(offsets), sizes, first, strides),
-            ]
-    return Cut(shape, copies)
+            axes = zip(sizes, strides, steps, strict=True)
+            if any(size > 1 and stride != step for size, stride, step in axes):
+                raise UnsupportedCheckpoint(
+                    f"--gather does not join {name}: a piece of its affine_map is not a box",
+                    hint="verify without --gather",
+                )
+            offsets = tuple(begin // step % n for n, step in zip(shape, steps, strict=True))
+            copies = boxes.setdefault((offsets, sizes), [])
+            copies.append([*_row_major(rank, offsets, sizes, *dest)])
+    cuts = zip_longest(*boxes.values(), fillvalue=[])
+    return Cut(shape, [[*chain.from_iterable(pieces)] for pieces in cuts])
+
+
+def _strides(shape: Sequence[int]) -> list[int]:
+    """Those of a row-major tensor, in elements."""
+    return [prod(shape[axis + 1 :]) for axis in range(len(shape))]
 
 
 def _row_major(
     rank: int, offsets: tuple[int, ...], sizes: tuple[int, ...], first: int, strides: Sequence[int]
 ) -> Iterator[Piece]:
-    """A box of a slice in pieces whose elements follow each other."""
-    gaps = [
-        axis
-        for axis, size in enumerate(sizes)
-        if size > 1 and strides[axis] != prod(sizes[axis + 1 :])
-    ]
-    if not gaps:
-        yield Piece(rank, offsets, sizes, first)
-        return
-    outer = gaps[-1] + 1
-    for place in product(*map(range, sizes[:outer])):
-        corner = tuple(a + b for a, b in zip(offsets, place, strict=False))
-        start = first + sum(a * b for a, b in zip(place, strides, strict=False))
-        yield Piece(rank, (*corner, *offsets[outer:]), (*(1 for _ in place), *sizes[outer:]), start)
+    """A box of a slice in pieces whose elements follow each other; none if it is empty."""
+    axes = zip(sizes, strides, _strides(sizes), strict=True)
+    gaps = [axis for axis, (size, stride, step) in enumerate(axes) if size > 1 and stride != step]
+    outer = gaps[-1] + 1 if gaps else 0
+    for place in product(*map(range, sizes[:outer])) if prod(sizes) else ():
+        corner = (*map(add, offsets, place), *offsets[outer:])
+        start = first + sum(map(mul, place, strides))
+        yield Piece(rank, corner, (*(1 for _ in place), *sizes[outer:]), start)
 
 
 def _by_line(rule: str, name: str, shapes: Shapes) -> Cut:

@@ -1,0 +1,399 @@
+"""What the data ranks of one model rank all-gather, and which files are its own, at any stage?
+
+Stages 1, 2 and 3: names and shapes stand in the order in which the engine flattened them
+(`param_shapes`). Stages 1 and 2 (stage_1_and_2.py, bf16_optimizer.py) cut the flattened group;
+stage 3 (stage3.py) cuts every parameter, pads it, and concatenates a rank's slices. A group of
+experts (`_configure_moe_settings` in stage_1_and_2.py) is cut over the ranks that have the same
+experts (utils/groups.py).
+
+Stage 0: nothing is partitioned. Rank 0 saves the module, and the optimizer's state by number. The
+engine loads numbers in the order of its own groups, so a tensor has no name in the file
+(`Nameless`). Two kinds have one. A file of zckpt's lists the names of each group. FP16_Optimizer's
+flat tensors have the parameters where the module's weights, which are views, lie in the group's
+16-bit buffer (runtime/fp16/fused_optimizer.py and unfused_optimizer.py).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain
+from math import prod
+from typing import Any
+
+from ....core.dtypes import SIZES
+from ....core.grouping import by_key
+from ....core.manifest import slot_name
+from ....core.partition import FlatMember, Nameless, Partition, Partitioned, Whole
+from ....errors import MissingData
+from ....files.torchfile import Parsed, Tensor, TorchFile
+from ..stage_0.samples import TensorInFile, labels
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""The parameters of a group, in the order in which they lie."""
+
+OF_DATA_RANK = r"(?:bf16_|fp16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<number>\d+)_?"
+OPTIMIZER = re.compile(OF_DATA_RANK + r"optim_states\.pt")
+MODEL = re.compile(OF_DATA_RANK + r"model_states\.pt")
+EXPERT = re.compile(r"layer_\d+_expert_\d+_mp_rank_(?P<number>\d+)_model_states\.pt")
+OF_EP_RANK = re.compile(r"expp_rank_(?P<rank>\d+)_mp_rank_(?P<number>\d+)_optim_states\.pt")
+LOCAL = re.compile(
+    r"(?<=\.deepspeed_moe\.experts\.deepspeed_experts\.)\d+(?=\.)|(?<=\.experts\.w[123]\.)\d+$"
+)
+"""The number of an expert in a parameter's name."""
+
+KEYS = {
+    False: ("single_partition_of_fp32_groups", "base_optimizer_state"),
+    True: ("fp32_flat_groups", "optimizer_state_dict"),
+}
+"""Of masters and of the base optimizer, by whether every parameter is cut by itself (stage 3)."""
+FLATS = "fp32_groups_flat"
+"""The masters of FP16_Optimizer in stage 0, which flattens each group."""
+
+
+class ModelRank:
+    """The files of one model rank, as each data rank loads its own."""
+
+    def __init__(self, directory: str, number: int = 0) -> None:
+        names, parsed = os.listdir(directory), Parsed()
+
+        def opened(pattern: re.Pattern[str]) -> list[TorchFile]:
+            matches = [m for name in names if (m := pattern.fullmatch(name))]
+            own = [m for m in matches if int(m["number"]) == number]
+            own.sort(key=lambda m: (int(m.groupdict().get("rank", 0)), m[0]))
+            return [TorchFile(os.path.join(directory, m[0]), parsed) for m in own]
+
+        self.optimizers, self.models = opened(OPTIMIZER), opened(MODEL)
+        if not self.models:  # but for stage 3, one file for all data ranks
+            path = os.path.join(directory, f"mp_rank_{number:02d}_model_states.pt")
+            self.models = [TorchFile(path, parsed)]
+        self.experts, self.of_ep_ranks = opened(EXPERT), opened(OF_EP_RANK)
+        self.states = [file.value["optimizer_state_dict"] for file in self.optimizers]
+        self.model: dict[str, Any] = self.models[0].value
+        self.dp = len(self.optimizers)
+        self.cuts_each_parameter = "fp32_flat_groups" in (self.states or [{}])[0]  # stage 3
+        self.masters, self.base = KEYS[self.cuts_each_parameter]
+        self.kept = [self._kept(state) for state in self.states]
+        self.numbers = {"step"}  # states that are one number, also where a rank has one element
+        for group in chain.from_iterable(self.kept[:1]):
+            self.numbers |= {
+                k for k, own in group.items() if own.numel == 1 < group["master"].numel
+            }
+
+    def partitions(self) -> Iterator[Partition]:
+        """All tensors of this model rank, but those of its layers in a pipeline."""
+        groups = self.param_shapes() if self.optimizers else []
+        named = _in_whole_model(chain.from_iterable(groups))
+        for number, shapes in enumerate(groups):
+            about = next(iter(_groups(self.states[0])[number:]), {})
+            for ep_rank, ranks in enumerate(_sharing(self.model, self.dp, about)):
+                own = {named(name, ep_rank): shape for name, shape in shapes.items()}
+                yield from self._flat_group(number, own, ranks)
+        yield from self._frozen()
+        yield from self._module()
+        for file in self.experts:  # each with its number in the whole layer
+            yield from (_stored(f"{name}/param", file, each) for name, each in file.value.items())
+        if not self.optimizers:
+            yield from _whole_optimizers(self.models[0], self.of_ep_ranks or self.models)
+
+    def param_shapes(self) -> list[Shapes]:
+        """Of every flat group; raises MissingData if no file lists them."""
+        if (groups := self._stated()) is None:  # a bf16 pipeline without ZeRO (0.19.8)
+            raise MissingData(
+                f"{self.models[0].path} and the other model files list no parameters: so the "
+                "engine's rule cannot name what its ranks gather",
+                hint="verify without --gather",
+            )
+        return groups
+
+    def _stated(self) -> list[Shapes] | None:
+        """In the optimizer files before 0.6.0, one dictionary before 0.5.4; None in stage 0."""
+        places = (self.model, *self.states[:1], *(file.value for file in self.optimizers[:1]))
+        stated = (place["param_shapes"] for place in places if place.get("param_shapes"))
+        if (shapes := next(stated, None)) is None:
+            return None
+        groups = [shapes] if isinstance(shapes, dict) else shapes
+        return [_sliced(_tuples(group), self.model) for group in groups]
+
+    # -- flat buffers
+
+    def _kept(self, state: Mapping[str, Any]) -> list[dict[str, Tensor]]:
+        """A rank's tensors of every flat group, by slot; elastic files list the states alone.
+
+        Groups are in the order of rank 0: experts of several sizes have none of their own.
+        """
+        base, masters = state[self.base], state[self.masters]
+        states = base
+        if not isinstance(base, list):
+            states = [base["state"].get(number) or {} for number in range(len(masters))]
+        pairs = zip(masters, states, strict=True)
+        kept = [{"master": master, **_tensors(own)} for master, own in pairs]
+        first, names = ([g.get("name") for g in _groups(own)] for own in (self.states[0], state))
+        places = by_key((name, place) for place, name in enumerate(names))
+        return [kept[places[name].pop(0)] for name in first] if first and names else kept
+
+    def _flat_group(self, number: int, shapes: Shapes, ranks: range) -> Iterator[Partition]:
+        """Masters and optimizer states of one flattened group (stage 3: of one sub-group)."""
+        files = [self.optimizers[rank] for rank in ranks]
+        kept = [self.kept[rank][number] for rank in ranks]
+        masters = [own["master"] for own in kept]
+        paddings = (self.states[0].get("param_alignment_paddings") or {number: None})[number] or ()
+        dp = self.dp if self.cuts_each_parameter else 1
+        for slot in dict.fromkeys(chain.from_iterable(kept)):
+            tensors = [own.get(slot) for own in kept]
+            partitions = [tensor for tensor in tensors if tensor is not None and tensor.shape]
+            if slot in self.numbers or not partitions:
+                continue
+            members = _behind_each_other(slot, shapes, paddings, dp)
+            if len(partitions) == len(ranks) and _is_partition(partitions, masters):
+                yield _partitioned(files, partitions, members, self.cuts_each_parameter)
+            else:
+                yield from _whole_momenta(files, tensors, masters, members)
+
+    # -- what is in model files
+
+    def _frozen(self) -> Iterator[Partition]:
+        """Stage 3 cuts frozen parameters too, each by itself."""
+        if not self.cuts_each_parameter:
+            return
+        fragments = [file.value.get("frozen_param_fragments") or {} for file in self.models]
+        for name, shape in _tuples(self.model.get("frozen_param_shapes") or {}).items():
+            tensors = [tensor for rank in fragments if isinstance(tensor := rank.get(name), Tensor)]
+            if len(tensors) != self.dp:
+                continue
+            width = -(-prod(shape) // self.dp)
+            if all(tensor.numel == width for tensor in tensors):
+                member = FlatMember(f"{name}/param", shape, 0)
+                yield _partitioned(self.models, tensors, [member], interleaved=True)
+            else:  # not managed by the engine
+                yield from map(partial(_stored, f"{name}/param"), self.models, tensors)
+
+    def _module(self) -> Iterator[Whole]:
+        """The module's own tensors: all of them, in stage 3 only the buffers.
+
+        `exclude_frozen_parameters` leaves out a frozen weight by its first name alone. A second
+        name that stays behind (`shared_params`) is not a weight of the checkpoint.
+        """
+        buffers = self.model.get("buffer_names") or ()
+        seen: set[object] = set()
+        module = self.model["module"] or {}  # None in a pipeline
+        saved = {*module, *chain.from_iterable(self._stated() or ())}
+        shared = self.model.get("shared_params") or {}
+        for name, tensor in module.items():
+            if not isinstance(tensor, Tensor) or name.endswith("_extra_state"):
+                continue
+            if shared.get(name, name) not in saved:
+                continue
+            wanted = name in buffers or not self.cuts_each_parameter
+            place = tensor.place if tensor.numel else name  # a tied weight has two names
+            if wanted and place not in seen:
+                seen.add(place)
+                yield _stored(f"{name}/param", self.models[0], tensor)
+
+
+def _stored(name: str, file: TorchFile, tensor: Tensor) -> Whole:
+    """A tensor as it lies in its storage."""
+    return Whole(name, tensor.dtype, tensor.shape, *file.reach(tensor))
+
+
+def _groups(state: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What a rank of stage 1 or 2 says of its groups; elastic files say nothing."""
+    base = state.get("base_optimizer_state")
+    return base["param_groups"] if isinstance(base, dict) else []
+
+
+def _tuples(shapes: Mapping[str, Sequence[int]]) -> Shapes:
+    return {name: tuple(shape) for name, shape in shapes.items()}
+
+
+def _tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors of an optimizer's state, by slot."""
+    return {slot_name(key): each for key, each in state.items() if isinstance(each, Tensor)}
+
+
+def _partitioned(
+    files: Sequence[TorchFile],
+    tensors: Sequence[Tensor],
+    members: Sequence[FlatMember],
+    interleaved: bool = False,
+) -> Partitioned:
+    """A flat buffer of which each file has one of the tensors."""
+    extents = tuple(file.extent(own) for file, own in zip(files, tensors, strict=True))
+    return Partitioned(tensors[0].dtype, extents, members, interleaved)
+
+
+def _behind_each_other(
+    slot: str, shapes: Shapes, paddings: Sequence[int] = (), dp: int = 1
+) -> list[FlatMember]:
+    """The parameters of a flat buffer, in which each has its part of `dp` and then its padding."""
+    if len(paddings) < len(shapes):  # none; or of AutoEP's stacks, which is never aligned
+        paddings = [0] * len(shapes)
+    members, first = [], 0
+    for (name, shape), padding in zip(shapes.items(), paddings, strict=False):
+        members.append(FlatMember(f"{name}/{slot}", shape, first))
+        first += -(-prod(shape) // dp) + padding
+    return members
+
+
+def _sliced(shapes: Shapes, model: Mapping[str, Any]) -> Shapes:
+    """AutoEP stacks a rank's experts; files of experts have slices, whose names end with a number.
+
+    auto_ep_layer.py, `load_moe_state_dict` of engine.py: slices of a rank in the order of experts.
+    """
+    stated = model.get("ds_autoep_layers") or ()
+    stacks = {f"{each['expert_key_prefix']}.{w}" for each in stated for w in ("w1", "w2", "w3")}
+    sliced: dict[str, tuple[int, ...]] = {}
+    for name, shape in shapes.items():
+        if name in stacks:
+            sliced |= {f"{name}.{number}": shape[1:] for number in range(shape[0])}
+        else:
+            sliced[name] = shape
+    return sliced
+
+
+def _is_partition(tensors: Sequence[Tensor], masters: Sequence[Tensor]) -> bool:
+    """As long as the masters, which may have been saved without their padding at the end.
+
+    That is less than two elements a rank (the engine aligns a group to twice its ranks).
+    """
+    more = [own.numel - master.numel for own, master in zip(tensors, masters, strict=True)]
+    alike = len({tensor.numel for tensor in tensors}) == 1
+    return not sum(more) or (min(more) >= 0 and alike and sum(more) < 2 * len(masters))
+
+
+def _whole_momenta(
+    files: Sequence[TorchFile],
+    tensors: Sequence[Tensor | None],
+    masters: Sequence[Tensor],
+    members: Sequence[FlatMember],
+) -> Iterator[Whole]:
+    """Muon in stages 1 and 2: a rank has all of each parameter that reaches into its part.
+
+    Yields nothing if the tensors have other lengths.
+    """
+    parts = []
+    stop = 0
+    for file, master, tensor in zip(files, masters, tensors, strict=True):
+        start, stop, at = stop, stop + master.numel, 0
+        for each in members:
+            if each.numel and each.first < stop and each.first + each.numel > start:
+                parts.append((each, file, tensor, at))
+                at += each.numel
+        if at != (0 if tensor is None else tensor.numel):
+            return
+    for each, file, tensor, at in parts:
+        assert tensor is not None
+        extent = file.extent(tensor.part(at, at + each.numel))
+        yield Whole(each.name, tensor.dtype, each.shape, extent)
+
+
+# -- stage 0
+
+
+def _whole_optimizers(model: TorchFile, files: Sequence[TorchFile]) -> Iterator[Partition]:
+    """The tensors of the optimizer in the model file; with experts those of all ep ranks.
+
+    Each copy of a parameter comes once. An ep rank loads the model file, its own experts' files and
+    the optimizer of its ep rank, whose numbers stand in the order of its own groups (engine.py
+    `load_moe_state_dict`). Dense parameters are taken from the first optimizer.
+    """
+    first = files[0].value["optimizer"]
+    shapes = [_tuples(own) for own in model.value["param_shapes"] or ()]
+    if not shapes and FLATS in first:
+        shapes = _views(model, files[0], first[FLATS])
+    named = _in_whole_model(chain.from_iterable(shapes))
+    for rank, file in enumerate(files):
+        optimizer = file.value["optimizer"]
+        base = optimizer.get("optimizer_state_dict", optimizer)
+        for place, group in enumerate(base["param_groups"]):
+            firsts = [ranks[0] for ranks in _sharing(model.value, len(files), group)]
+            if rank in firsts:
+                own = shapes[place].items() if shapes else ()
+                listed = {named(name, firsts.index(rank)): shape for name, shape in own}
+                yield from _group(file, optimizer, place, group["params"], listed)
+
+
+def _group(
+    file: TorchFile, optimizer: Mapping[str, Any], place: int, numbers: Sequence[Any], known: Shapes
+) -> Iterator[Partition]:
+    """The tensors of one group; `known` are the names and shapes of its parameters, if any are."""
+    states = optimizer.get("optimizer_state_dict", optimizer)["state"]
+    if FLATS in optimizer:
+        (number,) = numbers
+        own = {"master": optimizer[FLATS][place], **_tensors(states.get(number, {}))}
+        for slot, tensor in own.items():
+            if tensor.numel == own["master"].numel:
+                yield _partitioned([file], [tensor], _behind_each_other(slot, known))
+        return
+    frozen = {*(optimizer.get("zckpt_frozen") or ())}  # these have no names
+    numbers = [number for number in numbers if number not in frozen]
+    names: list[str | None] = [*known] or [None] * len(numbers)
+    masters = optimizer.get("fp32_groups")
+    for position, (number, name) in enumerate(zip(numbers, names, strict=True)):
+        own = _tensors(states.get(number) or {})
+        if masters is not None:
+            own["master"] = masters[place][position]
+        for slot, tensor in own.items():
+            if slot == "step":
+                continue
+            if name is None or tensor.numel < 2:  # a number is no tensor of the parameter
+                yield Nameless(slot, _stored(slot, file, tensor))
+            else:
+                yield _stored(f"{name}/{slot}", file, tensor)
+
+
+def _views(model: TorchFile, file: TorchFile, flats: Sequence[Tensor]) -> list[Shapes]:
+    """Names and shapes of every group, from the 16-bit buffer that has the bytes of its master."""
+    buffers: dict[str, dict[int, tuple[str, Tensor]]] = {}
+    for name, tensor in model.value["module"].items():
+        if isinstance(tensor, Tensor) and tensor.numel:
+            buffers.setdefault(tensor.storage.key, {}).setdefault(tensor.offset, (name, tensor))
+    shapes, candidates = [], []
+    for members in buffers.values():
+        ordered = [members[offset] for offset in sorted(members)]
+        first = ordered[0][1]
+        numel = first.storage.length // SIZES[first.dtype]
+        shapes.append({name: tensor.shape for name, tensor in ordered})
+        candidates.append(Tensor(first.storage, first.dtype, 0, (numel,), (1,)))
+    of_buffers, of_flats = labels(
+        [TensorInFile(model, buffer) for buffer in candidates],
+        [TensorInFile(file, flat) for flat in flats],
+    )
+    if any(len(own) != 1 for own in of_flats):
+        raise MissingData(
+            f"{file.path}: the module's weights no longer lie in the buffers of the optimizer's "
+            "groups, so the engine's rule cannot name the flat tensors",
+            hint="verify without --gather",
+        )
+    return [shapes[of_buffers.index(own[0])] for own in of_flats]
+
+
+# -- experts
+
+
+def _sharing(model: Mapping[str, Any], dp: int, group: Mapping[str, Any]) -> list[range]:
+    """By ep rank, the data ranks that have the parameters of a group: all, or those of experts."""
+    ep = int(group["name"].removeprefix("ep_size_")) if group.get("moe") else 1
+    config, edp = model.get("ds_config"), dp // ep
+    if isinstance(config, dict) and config.get("use_data_before_expert_parallelism"):
+        return [range(rank * edp, (rank + 1) * edp) for rank in range(ep)]
+    return [range(rank, dp, ep) for rank in range(ep)]
+
+
+def _in_whole_model(names: Iterable[str]) -> Callable[[str, int], str]:
+    """Gives a parameter's name in the whole model; dense parameters have no number.
+
+    The experts of ep rank e are those that follow e times as many as rank 0 has of a layer.
+    """
+    local = by_key((n[: match.start()], match[0]) for n in names if (match := LOCAL.search(n)))
+
+    def named(name: str, rank: int) -> str:
+        if (match := LOCAL.search(name)) is None:
+            return name
+        layer = name[: match.start()]
+        number = rank * len({*local[layer]}) + int(match[0])
+        return f"{layer}{number}{name[match.end() :]}"
+
+    return named
