@@ -22,6 +22,8 @@ from msgspec.structs import replace as changed
 
 from zckpt.copying import assembling
 from zckpt.copying import copy as execute
+from zckpt.copying.journal import Journal
+from zckpt.copying.sharing import ALONE, Sharing
 from zckpt.core import pieces as elements
 from zckpt.core import plan, records
 from zckpt.core.compare import compare
@@ -240,11 +242,24 @@ class Job:
         copying: Copying = DEFAULT_COPYING,
         progress: Progress | None = None,
         checked: bool = True,
+        journal: Journal | None = None,
     ) -> CopyOutcome:
+        outcome = self.copy_portions(ALONE, copying, progress, checked, journal)
+        assert outcome is not None
+        return outcome
+
+    def copy_portions(
+        self,
+        sharing: Sharing,
+        copying: Copying = DEFAULT_COPYING,
+        progress: Progress | None = None,
+        checked: bool = True,
+        journal: Journal | None = None,
+    ) -> CopyOutcome | None:
         source, target = self.source.manifest(checked), self.target.manifest()
         pairs = plan.join(source, target)
         with Folder.at(str(self.target.root)) as root:
-            return execute.copy(pairs, source, target, root, copying, progress)
+            return execute.copy(pairs, source, target, root, copying, progress, journal, sharing)
 
     def check(self, outcome: CopyOutcome) -> None:
         for path, data in self.target.files.items():
