@@ -106,7 +106,7 @@ def test_one_of_several_models_must_be_chosen(proven: Manifest) -> None:
     with pytest.raises(AmbiguousCheckpoint, match="may be critic, actor") as caught:
         refuse_several(proven, alone(parameters=both))
     assert caught.value.hint == "choose one with --root critic or --root actor"
-    with pytest.raises(AmbiguousCheckpoint, match="may be actor$"):
+    with pytest.raises(AmbiguousCheckpoint, match=r"may be actor$"):
         refuse_several(proven, alone())
     refuse_several(proven, alone(parameters={"w": Parameter((9,))}))
     refuse_several(proven, alone(parameters={}))
