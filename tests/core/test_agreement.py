@@ -42,19 +42,19 @@ def test_a_step_is_a_whole_number_unless_a_policy_decides() -> None:
 
 def test_files_of_two_saves_are_refused() -> None:
     """Each states one step, whichever file has the later one."""
-    need_one_save([])
-    need_one_save([("run/x/a", 3), ("run/x/a", 3), ("run/b", 3)])
+    need_one_save([], None)
+    need_one_save([("run/x/a", 3), ("run/x/a", 3), ("run/b", 3)], None)
     stated = [("run/x/a", 3), ("run/x/a", 3), ("run/b", 4)]
     with pytest.raises(InconsistentCheckpoint) as caught:
-        need_one_save(stated)
+        need_one_save(stated, None)
     assert caught.value.message == "run: the files state different steps: 3 (x/a), 4 (b)"
     with pytest.raises(InconsistentCheckpoint, match=r"^\.: the files state"):
-        need_one_save([("a", 3), ("b", 4)])
+        need_one_save([("a", 3), ("b", 4)], None)
     need_one_save(stated, "max")
     need_one_save(stated, KEEP)
 
 
 def test_a_file_with_several_steps_shows_nothing() -> None:
     """Its layers were not updated equally often."""
-    need_one_save([("a", 3), ("a", 4), ("b", 4)])
-    need_one_save([("b", 4), ("a", 3), ("a", 4)])
+    need_one_save([("a", 3), ("a", 4), ("b", 4)], None)
+    need_one_save([("b", 4), ("a", 3), ("a", 4)], None)
