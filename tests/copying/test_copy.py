@@ -45,7 +45,8 @@ from zckpt.core.fragments import (
 from zckpt.core.layout import CopyOutcome
 from zckpt.core.manifest import Entry, Manifest
 from zckpt.core.resources import DEFAULT_COPYING, Copying, Progress
-from zckpt.errors import CorruptCheckpoint, UnsupportedCheckpoint
+from zckpt.core.sources import Fingerprint
+from zckpt.errors import CorruptCheckpoint, SourceChanged, UnsupportedCheckpoint
 
 CHUNK = 8192
 
@@ -638,6 +639,15 @@ def test_a_source_that_was_cut_short_is_found(tmp_path: Path) -> None:
     with pytest.raises(CorruptCheckpoint, match="ends at byte") as caught:
         job.copy()
     assert extent.file in caught.value.message
+    assert not open_files(job)
+
+
+def test_a_source_that_is_another_file_by_now_is_found(tmp_path: Path) -> None:
+    job = one(tmp_path)
+    seen = {path: Fingerprint(0, 0, 0, 0) for path in job.source.files}
+    source, target = changed(job.source.manifest(), fingerprints=seen), job.target.manifest()
+    with Folder.at(str(job.target.root)) as root, pytest.raises(SourceChanged):
+        execute.copy(plan.join(source, target), source, target, root)
     assert not open_files(job)
 
 
