@@ -127,16 +127,23 @@ def test_a_part_does_not_begin_in_a_journal_that_is_gone(
     begun.close()
 
 
-@pytest.mark.parametrize("chunk", [1 << 20, 3 << 20, 12 << 20, 1 << 30])
+@pytest.mark.parametrize(("chunk", "power"), [(1, 1), (3, 2), (12, 8), (1 << 10, 256)])
 def test_all_parts_cut_the_same_regions(
-    chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    chunk: int, power: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Parts that begin at once do not know each other's chunks."""
+    """Parts that begin at once do not know each other's chunks, here in MiB."""
     monkeypatch.setattr(filling, "REGION", 256 << 20)
     folder = folder_at(tmp_path)
-    journal = PartJournal(folder, Identity(), chunk, "1-of-2")
+    journal = PartJournal(folder, Identity(), chunk << 20, "1-of-2")
+    assert journal.chunk == power << 20
     file = TargetFile(0, folder, "a", 1 << 30, (), journal.chunk)
     assert [region.start for region in file.regions] == list(range(0, 1 << 30, 256 << 20))
+    journal.close()
+
+
+def test_a_part_without_chunks(tmp_path: Path) -> None:
+    journal = PartJournal(folder_at(tmp_path), RUN, 0, "1-of-1")
+    assert journal.chunk == 0
     journal.close()
 
 

@@ -114,6 +114,13 @@ def test_a_folder_without_a_journal_is_not_ours(tmp_path: Path) -> None:
     assert "--resume" not in caught.value.hint
 
 
+def test_a_target_without_a_journal_beside_it_is_not_ours(tmp_path: Path) -> None:
+    """A run makes its journal before its target."""
+    (tmp_path / "out.partial" / "out").mkdir(parents=True)
+    with pytest.raises(TargetExists, match="no journal"):
+        refuse_existing(str(tmp_path / "out"))
+
+
 def test_what_another_user_has_begun_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
