@@ -360,3 +360,22 @@ def test_a_checksum_of_extents(block: int, tmp_path: Path, monkeypatch: pytest.M
     data = bytes(range(50, 100)) + bytes(range(3, 43))
     assert fileio.crc_of(extents) == zlib.crc32(data)
     assert fileio.crc_of(extents, 7) == zlib.crc32(data, 7)
+
+
+def test_a_saved_file_is_on_the_disk_with_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    fsync = os.fsync
+
+    def noted(file: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{file}"))
+        fsync(file)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.chdir(tmp_path)
+    fileio.save("report", b"text")
+    partial, folder = synced
+    assert partial.startswith(f"{tmp_path}/report.")
+    assert folder == str(tmp_path)
+    assert (tmp_path / "report").read_bytes() == b"text"
