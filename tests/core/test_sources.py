@@ -303,7 +303,8 @@ def test_a_file_that_cannot_be_looked_at_is_named(
     def broken(_: int) -> os.stat_result:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="error") as caught:
+    with monkeypatch.context() as patch:
         patch.setattr(os, "fstat", broken)
-        sources.open_file(str(path))
+        with pytest.raises(OSError, match="error") as caught:
+            sources.open_file(str(path))
     assert caught.value.filename == str(path)

@@ -122,6 +122,7 @@ DEEP = b"[" * 100_000
         (NAME, b"\xff", b"\xff", True),
         (NAME, DEEP, DEEP, True),
         ("config.json", {KEY: "/x"}, {KEY: "/y"}, False),
+        ("config.json", b'{"a": 1}', b'{"a":1}', False),
     ],
 )
 def test_a_path_of_the_run_does_not_count(

@@ -18,8 +18,10 @@ from zckpt.core import pooling
 from zckpt.core.dtypes import SIZES, TORCH_NAMES
 from zckpt.core.fragments import Extent, Record, solid
 from zckpt.core.manifest import Entry, Manifest, Parameter
+from zckpt.core.resources import Progress
 from zckpt.core.sources import Fingerprint
 from zckpt.core.statistics import Statistics, exponents, measure
+from zckpt.errors import SourceChanged
 from zckpt.proof import health
 from zckpt.proof.health import Measuring, Total
 
@@ -188,6 +190,8 @@ def manifest(tmp_path: Path) -> Manifest:
         ("a/exp_avg", "BF16", 9000),
         ("b/param", "C64", 100),
         ("c/param", "I64", 5),
+        ("d/param", "F32", 10),
+        ("random/state", "U8", 10),
     ):
         length = numel * SIZES[dtype]
         extent = Extent(str(tmp_path / "f"), len(data), length)
@@ -235,6 +239,47 @@ def test_processes_that_share_a_pass_find_the_same(
             alone.checker.parts_of(manifest.records)
         )
     assert [sum(own) for own in seen] == [total, total]
+
+
+def test_all_but_random_states_are_measured(manifest: Manifest) -> None:
+    seen: list[int] = []
+
+    def begin(total: int) -> Progress:
+        seen.append(-total)
+        return seen.append
+
+    report = health.measure_all(manifest, begin=begin)
+    assert [line["tensor"] for line in report["tensors"]] == [
+        "a/param",
+        "a/exp_avg",
+        "c/param",
+        "d/param",
+    ]
+    assert [line["tensor"] for line in report["not_computed"]] == ["b/param"]
+    assert report["bytes"] == -seen[0] == 9000 * 6 + 40 + 40
+    assert sum(seen) == 0
+    (line,) = health.measure_all(manifest, "random/*")["tensors"]
+    assert line["elements"] == 10
+
+
+def test_damage_is_a_problem_unless_it_is_in_padding(manifest: Manifest) -> None:
+    """Here of bytes between tensors; and a file that has changed ends the pass."""
+    path = Path(manifest.root) / "f"
+    record = Record(Extent(str(path), 4, 36_040), zlib.crc32(path.read_bytes()[4:36_044]))
+    kept = {name: own for name, own in manifest.entries.items() if name == "a/param"}
+    extent = kept["a/param"].fragments[0].extent.part(8, 36_000)
+    own = {"a/param": replace(kept["a/param"], shape=(8998,), fragments=solid(8998, extent))}
+    padded = replace(manifest, entries=own, records=(record,))
+    data = bytearray(path.read_bytes())
+
+    def found(place: int) -> list[str]:
+        path.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
+        problems = health.measure_all(padded)["problems"]
+        return [line["tensor"] for line in problems if line["kind"] == "checksum"]
+
+    assert (found(6), found(36_010), found(100)) == ([], [], ["a/param"])
+    with pytest.raises(SourceChanged):
+        health.measure_all(replace(padded, fingerprints={str(path): Fingerprint(1, 2, 3, 4)}))
 
 
 def test_processes_with_other_tensors_have_other_tasks(manifest: Manifest) -> None:
