@@ -182,3 +182,10 @@ def test_only_the_chosen_tensors_are_compared(tmp_path: Path) -> None:
     assert (report["equal"], report["differences"]) == (True, [])
     report = compared(own, other, tensors="v/*")
     assert (report["equal"], len(report["differences"])) == (False, 1)
+
+
+def test_a_proof_of_other_weights_proves_nothing(tmp_path: Path) -> None:
+    own, other = weights(tmp_path / "a.pt"), tmp_path / "b.pt"
+    torch.save({"other": torch.ones(3)}, other)
+    with pytest.raises(MissingData, match="share no weights"):
+        compared(own, other)
