@@ -70,6 +70,12 @@ def test_a_scalar_that_one_parameter_of_several_lacks() -> None:
     assert values.scalars(one, both) == [{"parameter": "v", "scalar": "mu", "a": None, "b": 3}]
 
 
+def test_a_scalar_that_one_side_has_of_no_parameter() -> None:
+    own = {"w": Parameter((2,), scalars={"mu": Scalar(3, "F32")})}
+    assert values.scalars(manifest(parameters=own), manifest()) == []
+    assert values.scalars(manifest(), manifest(parameters=own)) == []
+
+
 def test_what_one_side_trains() -> None:
     frozen = manifest(parameters={"w": Parameter((2,), trainable=False), "v": Parameter((2,))})
     assert values.trainable(manifest(), manifest()) == []
@@ -123,6 +129,8 @@ def test_weights_that_were_left_out() -> None:
         ({"a": [1]}, {"a": [1, 2]}, [{"group": 0, "key": "a", "a": [1], "b": [1, 2]}]),
         ({"a": [1]}, {"a": 1}, [{"group": 0, "key": "a", "a": [1], "b": 1}]),
         ({"a": 1}, {"a": [1]}, [{"group": 0, "key": "a", "a": 1, "b": [1]}]),
+        ({"a": {1: 2, 3: 4}}, {"a": {3: 4, 1: 2}}, []),
+        ({"a": [{1: 2, 3: 4}]}, {"a": [{3: 4, 1: 2}]}, []),
     ],
 )
 def test_groups(ours: dict[str, object], theirs: dict[str, object], expected: object) -> None:
@@ -287,6 +295,7 @@ def test_groups_without_parameters_that_an_engine_removes(swapped: bool) -> None
     a, b, notes = values.without_empty_groups(*((flats, plain) if swapped else (plain, flats)))
     assert a.groups == b.groups == (FIRST, LAST)
     assert a.parameters == b.parameters == flats.parameters
+    assert (a.root, b.root) == ((flats.root, plain.root) if swapped else (plain.root, flats.root))
     assert notes == [
         "hyper-parameters of the optimizer's group 0 and 2, which has no parameters: only in "
         f"{plain.root}"
