@@ -22,6 +22,8 @@ from msgspec.structs import replace as changed
 
 from zckpt.copying import assembling
 from zckpt.copying import copy as execute
+from zckpt.copying.journal import Journal
+from zckpt.copying.sharing import ALONE, Sharing
 from zckpt.core import pieces as elements
 from zckpt.core import plan, records
 from zckpt.core.compare import compare
@@ -43,7 +45,8 @@ from zckpt.core.fragments import (
 from zckpt.core.layout import CopyOutcome
 from zckpt.core.manifest import Entry, Manifest
 from zckpt.core.resources import DEFAULT_COPYING, Copying, Progress
-from zckpt.errors import CorruptCheckpoint, UnsupportedCheckpoint
+from zckpt.core.sources import Fingerprint
+from zckpt.errors import CorruptCheckpoint, SourceChanged, UnsupportedCheckpoint
 
 CHUNK = 8192
 
@@ -240,11 +243,24 @@ class Job:
         copying: Copying = DEFAULT_COPYING,
         progress: Progress | None = None,
         checked: bool = True,
+        journal: Journal | None = None,
     ) -> CopyOutcome:
+        outcome = self.copy_portions(ALONE, copying, progress, checked, journal)
+        assert outcome is not None
+        return outcome
+
+    def copy_portions(
+        self,
+        sharing: Sharing,
+        copying: Copying = DEFAULT_COPYING,
+        progress: Progress | None = None,
+        checked: bool = True,
+        journal: Journal | None = None,
+    ) -> CopyOutcome | None:
         source, target = self.source.manifest(checked), self.target.manifest()
         pairs = plan.join(source, target)
         with Folder.at(str(self.target.root)) as root:
-            return execute.copy(pairs, source, target, root, copying, progress)
+            return execute.copy(pairs, source, target, root, copying, progress, journal, sharing)
 
     def check(self, outcome: CopyOutcome) -> None:
         for path, data in self.target.files.items():
@@ -623,6 +639,15 @@ def test_a_source_that_was_cut_short_is_found(tmp_path: Path) -> None:
     with pytest.raises(CorruptCheckpoint, match="ends at byte") as caught:
         job.copy()
     assert extent.file in caught.value.message
+    assert not open_files(job)
+
+
+def test_a_source_that_is_another_file_by_now_is_found(tmp_path: Path) -> None:
+    job = one(tmp_path)
+    seen = {path: Fingerprint(0, 0, 0, 0) for path in job.source.files}
+    source, target = changed(job.source.manifest(), fingerprints=seen), job.target.manifest()
+    with Folder.at(str(job.target.root)) as root, pytest.raises(SourceChanged):
+        execute.copy(plan.join(source, target), source, target, root)
     assert not open_files(job)
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 from pathlib import Path
 
 import pytest
 
-from zckpt.copying import journals
+from zckpt.copying import filling, journals
+from zckpt.copying.filling import TargetFile
 from zckpt.copying.journal import Identity, Journal, Region
 from zckpt.copying.journals import PartJournal, ProcessJournal, regions_of
+from zckpt.core.fileio import sync_data
 from zckpt.errors import ProcessLost, TargetExists
 
 from .conftest import folder_at
@@ -48,6 +51,119 @@ def test_a_part_knows_what_others_have_written(tmp_path: Path) -> None:
         Journal(folder_at(tmp_path), RUN, 1 << 20)
     for journal in (first, second):
         journal.close()
+
+
+def test_a_part_goes_on_with_what_a_single_run_has_written(tmp_path: Path) -> None:
+    leader = Journal(folder_at(tmp_path), RUN, 1 << 20)
+    leader.add(REGIONS[0])
+    leader.close()
+    only = part(tmp_path, "1-of-1")
+    assert only.regions == {"x": REGIONS[:1]}
+    only.add(REGIONS[1])
+    assert only.of_all_parts() == REGIONS
+    only.close()
+
+
+def test_a_part_that_a_power_loss_has_ended_begins_again(tmp_path: Path) -> None:
+    """What it notes now does not stand behind the damaged line, which would hide it."""
+    first = part(tmp_path, "1-of-1")
+    first.add(REGIONS[0])
+    first.close()
+    with open(tmp_path / "journal-1-of-1", "ab") as file:
+        file.write(b"00000000 half a li")
+    again = part(tmp_path, "1-of-1")
+    again.add(REGIONS[1])
+    assert again.of_all_parts() == REGIONS
+    again.close()
+
+
+def test_a_part_syncs_what_it_has_noted_before_another_one_completes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[int] = []
+    first, second = part(tmp_path, "1-of-2"), part(tmp_path, "2-of-2")
+    first.add(REGIONS[0])
+    monkeypatch.setattr(journals, "sync_data", lambda file: synced.append(file) or sync_data(file))
+    assert first.of_all_parts() is None
+    assert synced == [first._file]
+    for journal in (first, second):
+        journal.close()
+
+
+def test_a_part_that_ends_after_the_target_is_complete(tmp_path: Path) -> None:
+    first, second = part(tmp_path, "1-of-2"), part(tmp_path, "2-of-2")
+    assert first.of_all_parts() is None
+    assert second.of_all_parts() == []
+    (tmp_path / "journal").unlink()
+    second.close()
+    assert first.of_all_parts() is None
+    first.close()
+
+
+def test_a_part_waits_for_one_that_completes_the_target(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    completing = part(tmp_path, "1-of-2")
+    assert completing.of_all_parts() == []
+    monkeypatch.setattr("zckpt.copying.journals.time.sleep", lambda _: completing.close())
+    part(tmp_path, "2-of-2").close()
+
+
+def test_a_part_does_not_begin_in_a_journal_that_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another part completes the target between the opening of the journal and the lock."""
+    monkeypatch.setattr("zckpt.copying.journals.time.sleep", lambda _: None)
+    path, lock = tmp_path / "journal", journals.lock
+
+    def late(file: int, kind: int = fcntl.LOCK_EX) -> bool:
+        monkeypatch.setattr(journals, "lock", lock)
+        path.unlink()
+        return lock(file, kind)
+
+    monkeypatch.setattr(journals, "lock", late)
+    begun = part(tmp_path, "1-of-2")
+    assert path.exists()
+    begun.close()
+
+
+@pytest.mark.parametrize(("chunk", "power"), [(1, 1), (3, 2), (12, 8), (1 << 10, 256)])
+def test_all_parts_cut_the_same_regions(
+    chunk: int, power: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts that begin at once do not know each other's chunks, here in MiB."""
+    monkeypatch.setattr(filling, "REGION", 256 << 20)
+    folder = folder_at(tmp_path)
+    journal = PartJournal(folder, Identity(), chunk << 20, "1-of-2")
+    assert journal.chunk == power << 20
+    file = TargetFile(0, folder, "a", 1 << 30, (), journal.chunk)
+    assert [region.start for region in file.regions] == list(range(0, 1 << 30, 256 << 20))
+    journal.close()
+
+
+def test_a_part_without_chunks(tmp_path: Path) -> None:
+    journal = PartJournal(folder_at(tmp_path), RUN, 0, "1-of-1")
+    assert journal.chunk == 0
+    journal.close()
+
+
+def test_what_another_node_has_written_may_be_seen_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A network filesystem shows the length first, and the bytes after that."""
+    leader = Journal(folder_at(tmp_path), RUN, 1 << 20)
+    leader.add(REGIONS[0])
+    begun, path = leader.synced(), tmp_path / "journal"
+    leader.close()
+    text = path.read_bytes()
+    path.unlink()
+    states = [text[:-1], bytes(len(text)), text]
+    monkeypatch.setattr(
+        "zckpt.copying.journals.time.sleep", lambda _: path.write_bytes(states.pop(0))
+    )
+    member = ProcessJournal(folder_at(tmp_path), RUN, "0001", begun)
+    assert member.regions == {"x": REGIONS[:1]}
+    member.close()
 
 
 def test_a_run_takes_over_what_processes_have_noted(

@@ -182,3 +182,29 @@ def test_no_cosine_is_larger_than_one() -> None:
     assert any(each.dot > math.sqrt(each.aa) * math.sqrt(each.bb) for each in differences)
     assert max(each.cosine or 0 for each in differences) == 1
     assert min(measured(vector, -vector, "F32").cosine or 0 for vector in vectors) == -1
+
+
+def test_changes_are_counted_by_their_size() -> None:
+    """By powers of two, and by steps to the next number; parts add up, also from JSON."""
+    a = torch.tensor([0.0, 1.0, 4.0, 7.0, 2.0, math.nan, 0.0])
+    b = torch.tensor([1.0, 4.0, 4.25, 7.0, 0.0, 1.0, -0.0])
+    whole = measured(a, b, "F32")
+    assert whole.changes == {0: 1, 1: 2, -2: 1}
+    assert whole.squares == 1 + 9 + 0.0625 + 4
+    assert sum(whole.ulps) == whole.count == 6
+    assert whole.ulps[0] == 1  # zeros of two signs
+    added = Difference()
+    for start, stop in ((4, 7), (0, 2), (2, 4)):
+        part = measured(a[start:stop], b[start:stop], "F32", start)
+        part.changes = {str(power): count for power, count in part.changes.items()}
+        added.add(part)
+    for key in ("count", "first", "max_abs", "max_ulp", "squares", "changes", "ulps"):
+        assert getattr(added, key) == getattr(whole, key), key
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_largest_distance_on_either_side(sign: int) -> None:
+    a, b = torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0])
+    for _ in range(5):
+        a[1] = torch.nextafter(a[1], torch.tensor(sign * 9.0))
+    assert measured(a, b, "F32").max_ulp == 5

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 from zckpt.core import fileio
 from zckpt.core.fileio import Buffer, Reader, Writer, align
 from zckpt.core.folder import Folder
-from zckpt.core.fragments import Extent
+from zckpt.core.fragments import ZEROS, Extent
 from zckpt.errors import CorruptCheckpoint
 
 
@@ -263,3 +264,118 @@ def test_no_room_shows_before_anything_is_written(
     with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
         Writer(Folder.at(str(tmp_path)), str(tmp_path / "a"), 10)
     assert opened(tmp_path) == 0
+
+
+class Libc:
+    """A C library whose fallocate(2) fails with an error."""
+
+    def __init__(self, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked: list[tuple[int, int]] = []
+        monkeypatch.setattr(fileio.ctypes, "CDLL", lambda *_, **__: self)
+        monkeypatch.setattr(fileio.ctypes, "get_errno", lambda: code)
+
+    def fallocate64(self, file: int, mode: int, offset: Any, length: Any) -> int:
+        self.asked.append((offset.value, length.value))
+        return -1
+
+
+@pytest.mark.parametrize("code", [*fileio.REFUSALS, errno.ENOSYS])
+def test_a_filesystem_that_allocates_nothing(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = Libc(code, monkeypatch)
+    (tmp_path / "a").touch()
+    with Writer(Folder.at(str(tmp_path)), str(tmp_path / "a"), 2 << 20, "buffered") as writer:
+        writer.write(Buffer(4096).view, 4096, 0)
+    assert library.asked == [(0, 2 << 20)]
+
+
+def test_a_system_that_cannot_allocate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fileio.ctypes, "CDLL", lambda *_, **__: object())
+    (tmp_path / "a").touch()
+    Writer(Folder.at(str(tmp_path)), str(tmp_path / "a"), 2 << 20, "buffered")._close()
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_no_room_for_the_whole_file(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Libc(code, monkeypatch)
+    (tmp_path / "a").touch()
+    with pytest.raises(OSError, match=os.strerror(code)) as caught:
+        Writer(Folder.at(str(tmp_path)), str(tmp_path / "a"), 2 << 20, "buffered")
+    assert caught.value.filename == str(tmp_path / "a")
+    assert opened(tmp_path) == 0
+
+
+@pytest.mark.parametrize("mode", ["auto", "direct"])
+def test_an_error_of_opening_is_no_refusal(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a").touch()
+    folder, real = Folder.at(str(tmp_path)), Folder.open
+
+    def failing(self: Folder, path: str, flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+        return real(self, path, flags, mode)
+
+    monkeypatch.setattr(Folder, "open", failing)
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        Writer(folder, str(tmp_path / "a"), 2 << 20, mode)
+    assert opened(tmp_path) == 0
+
+
+def test_what_was_written_is_synced_while_the_file_is_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And before it is closed, with its length."""
+    synced: list[str] = []
+    for name in ("fdatasync", "fsync"):
+        monkeypatch.setattr(os, name, lambda _, name=name: synced.append(name))
+    (tmp_path / "a").touch()
+    with Writer(Folder.at(str(tmp_path)), str(tmp_path / "a"), 10) as writer:
+        writer.sync()
+        assert synced == ["fdatasync"]
+    assert synced == ["fdatasync", "fsync"]
+    writer.sync()
+    assert len(synced) == 2
+    monkeypatch.delattr(os, "fdatasync")
+    fileio.sync_data(0)
+    assert synced[2:] == ["fsync"]
+
+
+def test_zeros_are_in_no_file() -> None:
+    into = bytearray(b"x" * 9)
+    Reader().read(Extent(ZEROS, 0, 7), memoryview(into))
+    assert into == bytes(7) + b"xx"
+
+
+@pytest.mark.parametrize("block", [7, 100, 1 << 20])
+def test_a_checksum_of_extents(block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fileio, "CRC_BLOCK", block)
+    path = tmp_path / "a"
+    path.write_bytes(bytes(range(100)))
+    extents = [Extent(str(path), 50, 50), Extent(str(path), 3, 40), Extent(str(path), 0, 0)]
+    data = bytes(range(50, 100)) + bytes(range(3, 43))
+    assert fileio.crc_of(extents) == zlib.crc32(data)
+    assert fileio.crc_of(extents, 7) == zlib.crc32(data, 7)
+
+
+def test_a_saved_file_is_on_the_disk_with_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    fsync = os.fsync
+
+    def noted(file: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{file}"))
+        fsync(file)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.chdir(tmp_path)
+    fileio.save("report", b"text")
+    partial, folder = synced
+    assert partial.startswith(f"{tmp_path}/report.")
+    assert folder == str(tmp_path)
+    assert (tmp_path / "report").read_bytes() == b"text"

@@ -205,3 +205,76 @@ def test_everything_below_in_order(own: Folder, tmp_path: Path) -> None:
         os.close(own.open(str(tmp_path / "own" / name), os.O_CREAT | os.O_RDWR))
     names = [os.path.relpath(path, own.path) for path, _ in own.walk()]
     assert names == ["a", "b", "e", "b/c", "b/d"]
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_nothing_stays_open(own: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A target may have thousands of files, each below folders."""
+    path = str(tmp_path / "own" / "a" / "b" / "c")
+    before = descriptors()
+    for _ in range(3):
+        with own.opened(path, os.O_RDWR | os.O_CREAT), own.inner(os.path.dirname(path)) as inner:
+            assert descriptors() == before + 2
+            assert inner.names() == ["c"]
+        assert own.size(path) == 0
+        assert len([*own.walk()]) == 3
+        own.sync(path)
+        own.refuse_foreign()
+        own.refuse_another()
+        with pytest.raises(FileNotFoundError):
+            own.open(f"{tmp_path}/own/a/none/c")
+        with Folder.at(str(tmp_path)) as above:
+            above.own(str(tmp_path / "own")).close()
+    given_away(monkeypatch, tmp_path / "own" / "a", tmp_path / "own" / "a" / "b" / "c")
+    with pytest.raises(TargetExists, match="belongs to user"):
+        own.open(path)
+    with pytest.raises(TargetExists, match="belongs to user"):
+        own.own(str(tmp_path / "own" / "a"))
+    assert descriptors() == before
+    own.close()
+    own.close()
+    assert descriptors() == before - 1
+
+
+def test_only_a_new_file_makes_folders(own: Folder, tmp_path: Path) -> None:
+    path = str(tmp_path / "own" / "a" / "b")
+    with pytest.raises(FileNotFoundError) as caught:
+        own.open(path)
+    assert caught.value.filename == str(tmp_path / "own" / "a")
+    assert own.names() == []
+    os.close(own.open(path, os.O_RDWR | os.O_CREAT))
+    os.close(own.open(f"{path}2", os.O_RDWR | os.O_CREAT))
+    assert [os.path.relpath(found, tmp_path) for found, _ in own.walk()] == [
+        "own/a",
+        "own/a/b",
+        "own/a/b2",
+    ]
+
+
+def test_a_folder_that_is_gone_is_another_one(own: Folder, tmp_path: Path) -> None:
+    own.refuse_another()
+    os.rename(tmp_path / "own", tmp_path / "moved")
+    with pytest.raises(TargetExists, match="was replaced by another program"):
+        own.refuse_another()
+    (tmp_path / "own").mkdir()
+    with pytest.raises(TargetExists, match="was replaced by another program"):
+        own.refuse_another()
+
+
+def test_what_is_to_be_removed_is_the_whole_target(own: Folder, tmp_path: Path) -> None:
+    (tmp_path / "own" / "inner").mkdir()
+    (tmp_path / "own" / "inner" / "link").symlink_to("nowhere")
+    inner = own.own(str(tmp_path / "own" / "inner"))
+    with pytest.raises(TargetExists) as caught:
+        inner.open(str(tmp_path / "own" / "inner" / "link"))
+    assert (caught.value.hint or "").endswith(f"remove it: rm -r {tmp_path}/own")
+    inner.close()
+
+
+def test_names_are_in_order(own: Folder, tmp_path: Path) -> None:
+    for name in ("b", "c", "a", "_", "d"):
+        (tmp_path / "own" / name).touch()
+    assert own.names() == ["_", "a", "b", "c", "d"]

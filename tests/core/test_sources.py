@@ -256,3 +256,55 @@ def test_each_thread_has_a_watch_of_its_own(path: Path) -> None:
         thread.start()
         thread.join()
     assert not watch.first
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_files_that_contradict_each_other_because_one_changed(
+    path: Path, change: Callable[[Path], None]
+) -> None:
+    def read() -> None:
+        with sources.watching(), sources.opened(str(path)):
+            change(path)
+            raise InconsistentCheckpoint("they differ")
+
+    with pytest.raises(SourceChanged, match=str(path)) as caught:
+        read()
+    assert isinstance(caught.value.__cause__, InconsistentCheckpoint)
+
+
+def test_names_in_pickles_are_noted() -> None:
+    sources.note_objects(["of nobody"])
+    with sources.watching() as watch:
+        sources.note_objects(["a.B"])
+        sources.note_objects(["a.B", "a.C"])
+    assert watch.objects == {"a.B", "a.C"}
+
+
+def test_files_stand_in_for_others_inside_the_block_alone() -> None:
+    with sources.standing_in(["/a", "/b"]):
+        assert sources.is_stand_in("/a")
+        assert not sources.is_stand_in("/c")
+        with sources.standing_in(["/c"]):
+            assert sources.is_stand_in("/c")
+        assert sources.is_stand_in("/b")
+    assert not sources.is_stand_in("/a")
+
+
+@pytest.mark.parametrize(("make", "what"), [(os.mkdir, "a directory"), (os.mkfifo, "a pipe")])
+def test_what_is_no_file_is_said(make: Callable[[str], None], what: str, tmp_path: Path) -> None:
+    make(str(tmp_path / "x"))
+    with pytest.raises(CorruptCheckpoint, match=f"not a regular file: it is {what}"):
+        sources.open_file(str(tmp_path / "x"))
+
+
+def test_a_file_that_cannot_be_looked_at_is_named(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_: int) -> os.stat_result:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fstat", broken)
+        with pytest.raises(OSError, match="error") as caught:
+            sources.open_file(str(path))
+    assert caught.value.filename == str(path)

@@ -153,6 +153,32 @@ def test_a_spread_of_a_few_units_in_the_last_place() -> None:
     assert measured.std == pytest.approx((tensor - 1e15).std().item(), rel=1e-9)
 
 
+@pytest.mark.parametrize("dtype", ["F64", "F32", "F16", "BF16"])
+def test_denormal_numbers_are_counted(dtype: str) -> None:
+    """Of both signs; the smallest normal number and zeros are none."""
+    kind = getattr(torch, TORCH_NAMES[dtype])
+    normal = torch.finfo(kind).smallest_normal
+    least = torch.finfo(kind).smallest_normal * torch.finfo(kind).eps
+    for sign in (1, -1):
+        numbers = [sign * normal, sign * normal / 2, sign * least, 0.0, -0.0, sign * 2 * normal]
+        measured = measure(memory(torch.tensor(numbers, dtype=torch.float64).to(kind)), dtype)
+        assert (measured.denormal, measured.zero) == (2, 2)
+    measured = measure(memory(torch.tensor([-1.0, 1.0, normal, -normal]).to(kind)), dtype)
+    assert measured.denormal == 0
+
+
+def test_a_report_has_both_ends() -> None:
+    report = measure(memory(torch.tensor([-2.0, 5.0, 1.0])), "F32").report()
+    assert (report["min"], report["max"]) == (-2.0, 5.0)
+
+
+@pytest.mark.parametrize("numbers", [[1.0, 1e200], [1e200, 1.0], [-1e200, 1.0], [-1.0, 1e200]])
+def test_one_number_whose_square_is_too_large(numbers: list[float]) -> None:
+    measured = measure(memory(torch.tensor(numbers, dtype=torch.float64)), "F64")
+    assert measured.norm == pytest.approx(1e200, rel=1e-12)
+    assert measured.std == pytest.approx(1e200 / math.sqrt(2), rel=1e-12)
+
+
 def test_integers_past_two_to_the_53() -> None:
     tensor = torch.tensor([2**62 + 1, -(2**62) - 1])
     measured = measure(memory(tensor), "I64")

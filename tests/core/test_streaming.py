@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import zlib
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from zckpt.core.dtypes import SIZES
-from zckpt.core.fragments import Extent, solid
+from zckpt.core.fragments import Extent, Record, solid
 from zckpt.core.manifest import Entry
 from zckpt.core.pieces import ElementReader
-from zckpt.core.records import RecordChecker
-from zckpt.core.streaming import batches, chunk_size, stream
+from zckpt.core.records import RecordChecker, RecordCounts
+from zckpt.core.sources import Fingerprint
+from zckpt.core.streaming import batches, chunk_size, finish, in_turns, share, stream
+from zckpt.errors import SourceChanged
 
 
 @pytest.mark.parametrize("dp", [1, 64, 1000])
@@ -104,3 +110,74 @@ def test_the_first_error_ends_all_threads() -> None:
         stream(iter(range(100_000)), 3, [], 4096, lambda _: carry_out)
     assert len(numbers) < 100_000
     assert not [thread for thread in threading.enumerate() if "zckpt" in thread.name]
+
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("dp", "jobs", "memory", "chunk"),
+    [
+        (1, 1, 1 << 40, 2),
+        (15, 1, 1 << 40, 2),
+        (16, 1, 1 << 40, 4),
+        (64, 1, 1 << 40, 16),
+        (64, 2, 20 * MIB, 5),
+        (64, 2, 20 * MIB - 1, 4),
+        (1, 8, 16 * MIB, 1),
+        (1, 8, 1, 1),
+    ],
+)
+def test_chunks_grow_with_ranks_up_to_the_memory(
+    dp: int, jobs: int, memory: int, chunk: int
+) -> None:
+    assert chunk_size(dp, jobs, memory) == chunk * MIB
+
+
+def test_groups_take_turns() -> None:
+    """At most two at a time: the third begins when one has ended."""
+    groups = [iter(text) for text in ("abc", "d", "ef", "")]
+    assert "".join(in_turns(iter(groups), 2)) == "adbcef"
+    assert [*in_turns(iter([iter(()), iter((1,))]), 1)] == [1]
+
+
+@pytest.mark.parametrize("started", [0, 1, 3])
+def test_a_limit_of_threads(started: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that could be started carry out all tasks."""
+    start, left = threading.Thread.start, [started]
+
+    def limited(self: threading.Thread) -> None:
+        if not left[0]:
+            raise RuntimeError("can't start new thread")
+        left[0] -= 1
+        start(self)
+
+    done: list[int] = []
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    if started:
+        share(iter(range(50)), 4, lambda: nullcontext(done.append))
+        assert sorted(done) == [*range(50)]
+        return
+    with pytest.raises(RuntimeError, match="can't start"):
+        share(iter(range(50)), 4, lambda: nullcontext(done.append))
+    assert done == []
+
+
+def test_records_of_several_checkpoints_are_counted_together(tmp_path: Path) -> None:
+    """Of those that lack little, the rest is read, unless a file has changed since."""
+    checkers: list[RecordChecker] = []
+    for name in "ab":
+        path = tmp_path / name
+        path.write_bytes(bytes(100))
+        extents = [Extent(str(path), 0, 60), Extent(str(path), 60, 40)]
+        records = Record(extents[0], zlib.crc32(bytes(60))), Record(extents[1], None)
+        seen = {str(path): Fingerprint.of(os.stat(path))}
+        for fingerprints in (seen, {str(path): Fingerprint(0, 0, 0, 0)}):
+            checker = RecordChecker(records, fingerprints=fingerprints)
+            checker.passed_before(records[0], 0, 50, zlib.crc32(bytes(50)))
+            checker.passed_before(records[1], 0, 40, 0)
+            checkers.append(checker)
+    assert finish([checkers[0], checkers[2]]) == RecordCounts(2, 2, 2)
+    for pair in ([checkers[1]], [checkers[0], checkers[3]]):
+        with pytest.raises(SourceChanged):
+            finish(pair)

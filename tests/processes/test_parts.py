@@ -16,12 +16,7 @@ from pathlib import Path
 import pytest
 
 import zckpt as package
-from zckpt.copying import filling
-from zckpt.copying.filling import TargetFile
-from zckpt.copying.journal import Identity
-from zckpt.copying.journals import PartJournal
-from zckpt.copying.sharing import Part, Portion, shares
-from zckpt.core.folder import Folder
+from zckpt.copying.sharing import Part
 from zckpt.core.resources import Copying
 from zckpt.errors import TargetExists, WrongOption
 
@@ -106,19 +101,6 @@ def test_another_number_of_parts_goes_on(sources: dict[str, Path], tmp_path: Pat
         package.convert(source, out, sharing=Part(number, 2), copying=Copying(1, 10 << 20))
     package.convert(source, tmp_path / "single", copying=COPYING)
     assert files(out) == files(tmp_path / "single")
-
-
-@pytest.mark.parametrize("chunk", [1 << 20, 3 << 20, 12 << 20, 1 << 30])
-def test_all_parts_cut_the_same_regions(
-    chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Parts that begin at once do not know each other's chunks."""
-    monkeypatch.setattr(filling, "REGION", 256 << 20)
-    folder = Folder.at(str(tmp_path))
-    journal = PartJournal(folder, Identity(), chunk, "1-of-2")
-    file = TargetFile(0, folder, "a", 1 << 30, (), journal.chunk)
-    assert [region.start for region in file.regions] == list(range(0, 1 << 30, 256 << 20))
-    journal.close()
 
 
 def test_resume_without_parts_completes_the_rest(
@@ -258,20 +240,6 @@ def test_parts_that_do_not_exist(text: str, example: Path, tmp_path: Path, zckpt
     assert "--part" in ended.err
     with pytest.raises(WrongOption):
         Part(0, 3)
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 7])
-def test_shares_are_even_and_lose_nothing(count: int) -> None:
-    chosen = random.Random(count)
-    portions = [
-        Portion(f"file{number}", start, start + chosen.choice([1, 50, 256, 256, 256]))
-        for number in range(9)
-        for start in range(0, 2048, 256)
-    ]
-    parts = shares(portions, count)
-    assert sorted(portions, key=str) == sorted((p for part in parts for p in part), key=str)
-    loads = [sum(portion.length for portion in part) for part in parts]
-    assert max(loads) - min(loads) <= 256
 
 
 def test_checkpoints_of_a_run_are_not_shared(example: Path, tmp_path: Path, zckpt: Command) -> None:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import random
+import zlib
+from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
-from zckpt.core.fragments import Box, Boxes, Extent, Fragment, Runs, Slices, solid
+from zckpt.core.compare import ComparisonOutcome, Result
+from zckpt.core.difference import Difference
+from zckpt.core.fragments import Box, Boxes, Extent, Fragment, Record, Runs, Slices, solid
 from zckpt.core.manifest import Entry, Manifest
+from zckpt.core.plan import Match
 from zckpt.proof import damage
 
 
@@ -89,8 +95,196 @@ class TestCoverage:
         assert "overlap in a" in self.boxes(first, self.columns(2, 6, "a", at=28))[0]
         assert self.boxes(first, self.columns(2, 6, "a", at=32)) == []
 
+    def test_boxes_of_another_type(self) -> None:
+        box = Box((4, 6), (0, 0), (4, 6), (6, 1), 0, 2, Extent("a", 0, 96))
+        assert "do not cover" in self.boxes(box)[0]
+
+    def test_slices_of_another_number_of_elements(self) -> None:
+        flats = (Extent("a", 0, 12), Extent("b", 0, 12))
+        entry = Entry("w/exp_avg", "F32", (6,), Slices(flats, 0, 5, 4))
+        assert damage.uncovered(Manifest("", "deepspeed", {}, {entry.name: entry}, {}))
+
+    @pytest.mark.parametrize(
+        ("slot", "count"), [("param", 0), ("state", 0), ("master", 1), ("exp_avg", 1)]
+    )
+    def test_only_states_of_the_optimizer_share_no_memory(self, slot: str, count: int) -> None:
+        entries = {
+            name: Entry(name, "F32", (6,), solid(6, Extent("f", 0, 24)))
+            for name in (f"w/{slot}", f"v/{slot}")
+        }
+        assert len(damage.uncovered(Manifest("", "x", {}, entries, {}))) == count
+
     def test_boxes_that_lie_between_each_other(self) -> None:
         """Two views of one storage share no byte."""
         extent = Extent("a", 0, 96)
         left = Box((4, 6), (0, 0), (4, 2), (6, 1), 0, 4, extent)
         assert self.boxes(left, Box((4, 6), (0, 2), (4, 4), (6, 1), 2, 4, extent)) == []
+
+    @pytest.mark.parametrize(
+        ("numel", "offset", "lengths", "fine"),
+        [
+            (12, 0, (6, 6), True),
+            (11, 0, (6, 5), True),
+            (11, 0, (6, 4), False),
+            (11, 0, (5, 6), False),
+            (11, 2, (8, 7), True),
+            (11, 2, (7, 7), False),
+            (11, 2, (8, 6), False),
+            (4, 0, (2, 2, 0), True),  # nothing of it is on the last rank
+            (4, 0, (2, 1, 2), False),
+        ],
+    )
+    def test_slices_of_a_last_rank_that_ends_with_the_tensor(
+        self, numel: int, offset: int, lengths: tuple[int, ...], fine: bool
+    ) -> None:
+        flats = tuple(Extent(str(n), 0, 4 * length) for n, length in enumerate(lengths))
+        entry = Entry("w/exp_avg", "F32", (numel,), Slices(flats, offset, numel, 4))
+        manifest = Manifest("", "deepspeed", {}, {entry.name: entry}, {})
+        assert (damage.uncovered(manifest) == []) is fine
+
+    def test_a_run_that_has_too_few_bytes(self) -> None:
+        assert damage.uncovered(self.manifest(Fragment(0, 6, Extent("f", 0, 23))))
+        assert damage.uncovered(self.manifest(Fragment(1, 6, Extent("f", 0, 24))))
+
+    def test_no_boxes_at_all(self) -> None:
+        for shape, fine in (((0, 6), True), ((1, 6), False)):
+            entry = Entry("w/exp_avg", "F32", shape, Boxes(()))
+            found = damage.uncovered(Manifest("", "dcp", {}, {entry.name: entry}, {}))
+            assert (found == []) is fine
+
+
+# -- what a wrong checksum means
+
+
+def run(data: bytes, *places: tuple[str, int, int], root: str = "/r", **more: Any) -> Manifest:
+    """A file whose record is [8, 8 + len(data)); a tensor of U16 has [offset, stop) of the file."""
+    extent = Extent(f"{root}/f", 8, len(data))
+    entries = {}
+    for name, offset, stop in places:
+        numel = (stop - offset) // 2
+        own = solid(numel, Extent(extent.file, offset, stop - offset))
+        entries[f"{name}/x"] = Entry(f"{name}/x", "U16", (numel,), own)
+    record = Record(extent, zlib.crc32(data))
+    return Manifest(root, "x", {}, entries, {}, records=(record,), **more)
+
+
+DATA = bytes(range(40))
+
+
+def meant(manifest: Manifest, *flips: int) -> dict[str, Any]:
+    """What is said if bit 2 of these bytes of the record is flipped."""
+    data = bytearray(DATA)
+    for place in flips:
+        data[place] ^= 4
+    found = damage.Damage(manifest.records[0], zlib.crc32(data))
+    (contents,) = damage.contents_of(manifest, [manifest.records[0].extent]).values()
+    return damage.meaning(manifest, found, contents)
+
+
+def test_a_flipped_bit_is_of_an_element() -> None:
+    manifest = run(DATA, ("a", 8, 20), ("b", 24, 48))
+    line = meant(manifest, 19)  # byte 27 of the file
+    assert line["message"] == (
+        "f is damaged, as if bit 2 of byte 27 were flipped, in element 1 of b/x"
+    )
+    assert (line["tensors"], line["element"], line["harmless"]) == (["b/x"], 1, False)
+    assert line["flipped"] == {"byte": 27, "bit": 2}
+    assert meant(manifest, 0)["element"] == 0
+    assert meant(manifest, 11)["tensors"] == ["a/x"]
+
+
+def test_a_flipped_bit_beside_tensors_is_harmless() -> None:
+    manifest = run(DATA, ("a", 8, 20), ("b", 24, 48))
+    line = meant(manifest, 12)
+    assert line["message"].endswith(
+        "byte 20 were flipped, in padding: harmless, no tensor lies there"
+    )
+    assert (line["tensors"], line["harmless"]) == ([], True)
+    line = meant(run(DATA), 12)
+    assert line["message"].endswith("byte 20 were flipped, outside every tensor")
+    assert not line["harmless"]
+
+
+def test_a_record_of_a_whole_file_has_no_padding() -> None:
+    manifest = run(DATA, ("a", 8, 20))
+    record = replace(manifest.records[0], extent=Extent("/r/f", 0, len(DATA)))
+    line = meant(replace(manifest, records=(record,)), 30)
+    assert not line["harmless"]
+
+
+def test_damage_of_several_bits_is_of_all_tensors() -> None:
+    line = meant(run(DATA, ("a", 8, 20), ("b", 24, 48)), 1, 2, 3)
+    assert line["message"] == (
+        "f is damaged: the CRC-32 of 40 bytes at 8, which hold a/x, b/x, is not the one that the "
+        "file states"
+    )
+    assert "which hold no tensor, is" in meant(run(DATA), 1, 2, 3)["message"]
+
+
+def test_in_many_bytes_one_bit_is_only_likely(monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest = run(DATA, ("a", 8, 20), ("b", 24, 48))
+    monkeypatch.setattr(damage, "SURE", 40)
+    assert meant(manifest, 19)["tensors"] == ["b/x"]
+    monkeypatch.setattr(damage, "SURE", 39)
+    line = meant(manifest, 19)
+    assert line["tensors"] == ["a/x", "b/x"]
+    assert "element" not in line
+    assert "were flipped (if only one is), in element 1 of b/x" in line["message"]
+
+
+def test_padding_that_is_not_zero_is_a_note_where_the_engine_has_zeros() -> None:
+    manifest = run(DATA, zero_padding=True)
+    (record,) = manifest.records
+    outcome = ComparisonOutcome(beside=[(record, record.extent.part(4, 10))])
+    (note,) = damage.not_zero(outcome, manifest)
+    assert note.startswith("f: the 6 bytes of padding at 12 are not all zero")
+    assert damage.not_zero(outcome, replace(manifest, zero_padding=False)) == []
+    outcome.damage = [damage.Damage(record, 1)]
+    assert damage.not_zero(outcome, manifest) == []
+
+
+def test_records_that_differ_in_padding_alone() -> None:
+    a = run(DATA, ("a", 8, 20))
+    other = {"root": "/s"}
+    b = run(DATA[:-1] + b"x", ("a", 8, 20), **other)
+
+    def noted(a: Manifest, b: Manifest, how: str = "bits", difference: Any = None) -> int:
+        pair = Match(a.entries["a/x"], b.entries["a/x"], how)
+        outcome = ComparisonOutcome([Result(pair, (1, 1), difference)])
+        return len(damage.other_padding(a, b, outcome))
+
+    assert noted(a, b) == 1
+    assert noted(a, run(DATA, ("a", 8, 20), **other)) == 0  # the same bytes
+    assert noted(a, b, difference=Difference(1)) == 0
+    assert noted(a, b, how="values") == 0
+    assert noted(a, run(DATA[:-1] + b"x", ("a", 10, 22), **other)) == 0  # it lies elsewhere
+    assert noted(run(DATA, ("a", 8, 20), ("c", 20, 24)), b) == 0  # what is not compared
+    for side in (a, b):
+        unknown = replace(side, records=(replace(side.records[0], crc=None),))
+        assert noted(*((unknown, b) if side is a else (a, unknown))) == 0
+    assert noted(a, replace(b, records=())) == 0
+    nothing = run(DATA, ("a", 60, 70)), run(DATA[:-1] + b"x", ("a", 60, 70), **other)
+    assert noted(*nothing) == 0
+
+
+def test_tensors_whose_checksum_is_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    data, other = bytearray(DATA), zlib.crc32(b"other bytes")
+    data[5] ^= 1
+    stated = Entry("w/x", "U16", (20,), Runs([]), zlib.crc32(DATA))
+    manifest = Manifest("/r", "x", {}, {"w/x": stated}, {})
+    flipped = zlib.crc32(data)
+
+    def found(crc: int | None, a: Entry = stated, b: Entry | None = None) -> list[dict[str, Any]]:
+        return damage.digest(Result(Match(a, b), (crc, crc), None), manifest)
+
+    (line,) = found(flipped)
+    assert line["message"] == "w/x is damaged, as if a bit of element 2 were flipped"
+    assert line["element"] == 2
+    (line,) = found(other)
+    assert "its CRC-32 is not the one that the manifest states" in line["message"]
+    assert "element" not in line
+    assert found(stated.digest) == found(None) == []
+    assert found(flipped, replace(stated)) == []  # a copy, of which nothing is stated
+    assert len(found(flipped, replace(stated), stated)) == 1
+    monkeypatch.setattr(damage, "SURE", 39)
+    assert "element" not in found(flipped)[0]

@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import nn
 
 from zckpt import read
+from zckpt.core.fragments import Extent, Record, solid
+from zckpt.core.manifest import Entry, Manifest
 from zckpt.proof.file_digest import digest
 
 from ..conftest import Result
@@ -143,3 +146,55 @@ def test_the_name_of_a_file_is_not_how_it_was_saved(original: Path, zckpt: Progr
     assert said.code == 3
     assert "lr" in said.out
     assert "differ in how they were saved" not in said.out
+
+
+def synthetic(root: Path, names: tuple[str, ...] = ("a", "b")) -> Manifest:
+    """Files of 100 bytes: a tensor at 20, a copy of it at 50 that overlaps, a record at 70."""
+    root.mkdir(exist_ok=True)
+    entries, replicas, records = {}, [], []
+    for name in names:
+        path = root / name
+        path.write_bytes(bytes(range(100)))
+        fragments = solid(4, Extent(str(path), 20, 16))
+        entries[f"{name}/param"] = Entry(f"{name}/param", "F32", (4,), fragments)
+        fragments = solid(4, Extent(str(path), 30, 16))
+        replicas.append(Entry(f"{name}/param", "F32", (4,), fragments))
+        records.append(Record(Extent(str(path), 70, 10), 1234))
+        records.append(Record(Extent(str(path), 85, 10), None))
+    return Manifest(
+        str(root),
+        "x",
+        {},
+        entries,
+        {},
+        records=tuple(records),
+        replicas=tuple(replicas),
+        files=tuple(str(root / name) for name in names),
+    )
+
+
+@pytest.mark.parametrize("place", [0, 19, 20, 35, 36, 45, 46, 69, 70, 79, 80, 84, 85, 94, 95, 99])
+def test_each_byte_counts_that_no_tensor_and_no_checksum_covers(place: int, tmp_path: Path) -> None:
+    manifest = synthetic(tmp_path / "run")
+    before = digest(manifest)
+    path = tmp_path / "run" / "b"
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+    is_covered = 20 <= place < 46 or 70 <= place < 80
+    assert (digest(manifest) == before) is is_covered
+
+
+def test_what_files_state_and_where_tensors_lie_counts(tmp_path: Path) -> None:
+    """Also which file is which, if there are several: not their order, and not their folder."""
+    manifest = synthetic(tmp_path / "run")
+    before = digest(manifest)
+    assert digest(synthetic(tmp_path / "copy")) == before
+    assert digest(replace(manifest, files=manifest.files[::-1])) == before
+    assert digest(synthetic(tmp_path / "others", ("a", "c"))) != before
+    other = replace(manifest.records[0], crc=1235)
+    assert digest(replace(manifest, records=(other, *manifest.records[1:]))) != before
+    moved = replace(manifest.replicas[0], fragments=solid(4, Extent(manifest.files[0], 32, 14)))
+    assert digest(replace(manifest, replicas=(moved, *manifest.replicas[1:]))) != before
+    alone = {digest(synthetic(tmp_path / name, (name,))) for name in ("a", "b")}
+    assert len(alone) == 1

@@ -17,7 +17,7 @@ from zckpt.core.facts import (
 )
 from zckpt.core.fragments import Runs
 from zckpt.core.inert import Foreign, Global
-from zckpt.core.manifest import Entry, Manifest, Sibling
+from zckpt.core.manifest import Entry, Manifest, Parameter, Sibling
 from zckpt.proof import states
 from zckpt.proof.beside import siblings
 
@@ -227,3 +227,101 @@ def test_how_a_run_was_saved_is_named() -> None:
     a, b = (manifest({}, replace(FLAT, version=version)) for version in ("1", "2"))
     assert states.states(a, b)[0] == []
     assert not_compared(a, b) == ["engine.version"]
+
+
+# -- what depends on the files of both
+
+
+ONE, TWO = {"zero_stage": 1, "dp": 2}, {"zero_stage": 1, "dp": 4}
+
+
+@pytest.mark.parametrize("part", states.OF_SIZES)
+def test_how_tensors_were_cut_is_compared_of_files_of_the_same_sizes(part: str) -> None:
+    a, b = (manifest({part: {"ranks": ranks}}, source=ONE) for ranks in (1, 2))
+    assert differences(a, b) == {f"{part}.ranks": (1, 2)}
+    other = replace(b, source=TWO)
+    assert states.states(a, other) == states.states(other, a) == ([], [])
+
+
+def test_states_that_no_form_keeps_are_compared_of_the_same_engine() -> None:
+    a, b = (manifest({"optimizer": {"other": {"w": {"k": value}}}}) for value in (1, 2))
+    assert differences(a, b) == {"optimizer.other.w.k": (1, 2)}
+    assert states.states(a, replace(b, engine=PLAIN)) == ([], [])
+    assert states.states(a, manifest({})) == ([], [])  # `values.lacking` says it
+
+
+def test_what_further_ranks_state() -> None:
+    """What is not listed of a rank is as the first rank has it."""
+    state = {"client_state": {"seed": 1, "epoch": 3}}
+    a = manifest(state, of_ranks={"rank_1": {"client_state.seed": 2}})
+    assert differences(a, manifest(state)) == {"rank_1: client_state.seed": (2, 1)}
+    assert differences(manifest(state), a) == {"rank_1: client_state.seed": (1, 2)}
+    b = manifest(state, of_ranks={"rank_1": {"client_state.seed": 2, "client_state.epoch": 4}})
+    assert differences(a, b) == {"rank_1: client_state.epoch": (3, 4)}
+    assert states.states(a, a) == ([], [])
+    other = replace(b, source=TWO)
+    lines, sentences = states.states(a, other)
+    assert lines == []
+    assert [line.partition(" of further ranks")[0] for line in sentences] == [
+        "client_state.seed",
+        "client_state.seed, client_state.epoch",
+    ]
+
+
+def test_what_files_state_of_their_parts() -> None:
+    """A version of an engine may not write all of it."""
+    a = manifest({}, layout={"f": {"offset": 4, "old": 1}})
+    b = manifest({}, layout={"f": {"offset": 5, "new": 1}})
+    assert differences(a, b) == {"f: layout.offset": (4, 5)}
+    assert not_compared(a, b) == ["f"]
+    assert differences(a, manifest({})) == {"f: layout.offset": "a", "f: layout.old": "a"}
+    assert states.states(a, replace(b, source=TWO)) == ([], [])
+
+
+def tied(source: dict[str, int], engine: Engine, *aliases: str, **more: Any) -> Manifest:
+    parameters = {"w": Parameter((2,), aliases=aliases)}
+    return replace(manifest({}, engine, source), parameters=parameters, **more)
+
+
+def test_second_names_that_files_of_other_sizes_lack() -> None:
+    a = tied(ONE, FLAT, "head")
+    assert differences(a, tied(TWO, FLAT)) == {"names.head": "a"}
+    assert differences(tied(TWO, FLAT), a) == {"names.head": "b"}
+    assert states.states(a, tied(TWO, FLAT, "head")) == ([], [])
+    own = {"head": Parameter((2,), aliases=("w",))}
+    first = replace(manifest({}, FLAT, TWO), parameters=own)
+    assert states.states(a, first) == ([], [])
+    assert states.states(a, tied(TWO, FLAT, state={"module": ["head"]})) == ([], [])
+    assert states.states(a, manifest({}, FLAT, TWO)) == ([], [])  # it lacks the parameter
+    assert differences(a, tied({}, PLAIN)) == {"names.head": "a"}
+    assert not_compared(a, tied({}, replace(PLAIN, dialect="hf"))) == ["names.head"]
+    assert not_compared(a, tied({}, replace(PLAIN, storage="one"))) == ["names.head"]
+    assert not_compared(a, tied({}, GRAPH)) == ["names.head"]
+
+
+def test_arguments_that_say_how_it_was_saved() -> None:
+    """Sizes of a run among a program's own arguments; others are its own."""
+    a = manifest({"client_state": {"args": {"bf16": True, "seed": 1, "world_size": 2}}})
+    b = manifest({"client_state": {"args": {"seed": 2, "world_size": 3}}})
+    assert differences(a, b) == {"client_state.args.seed": (1, 2)}
+    said = "client_state.args.bf16, client_state.args.world_size"
+    assert not_compared(a, b) == [said]
+    elsewhere = [manifest({"client_state": {"bf16": value}}) for value in (True, False)]
+    assert differences(*elsewhere) == {"client_state.bf16": (True, False)}
+
+
+def test_random_states_of_runs_of_other_sizes() -> None:
+    def megatron(size: int, **objects: int) -> Manifest:
+        args = {"tensor_model_parallel_size": size}
+        return manifest({"megatron": {"objects": objects, "common": {"args": args}}})
+
+    a, b = megatron(1, both=1, rng_0=1), megatron(2, both=2, rng_1=1)
+    assert differences(a, b) == {"megatron.objects.both": (1, 2)}
+    said = dict(line.split(":", 1) for line in states.states(a, b)[1])
+    assert [*said][1:] == ["megatron.objects.rng_0", "megatron.objects.rng_1"]
+    same = megatron(1, both=2, rng_1=1)
+    assert differences(a, same) == {
+        "megatron.objects.both": (1, 2),
+        "megatron.objects.rng_0": "a",
+        "megatron.objects.rng_1": "b",
+    }

@@ -6,8 +6,10 @@ import pytest
 from msgspec.structs import replace
 
 from zckpt.core.facts import Engine, ExpertLayer, FlatBufferEngine, NamedWeightsEngine, StepPlace
+from zckpt.core.fragments import Runs
 from zckpt.core.inert import Scalar
-from zckpt.core.manifest import Manifest, Parameter
+from zckpt.core.manifest import Entry, Manifest, Parameter, Unread
+from zckpt.core.states import FACTORING
 from zckpt.formats.statedict.keys import keys_of
 from zckpt.proof import values
 
@@ -68,6 +70,12 @@ def test_a_scalar_that_one_parameter_of_several_lacks() -> None:
     assert values.scalars(one, both) == [{"parameter": "v", "scalar": "mu", "a": None, "b": 3}]
 
 
+def test_a_scalar_that_one_side_has_of_no_parameter() -> None:
+    own = {"w": Parameter((2,), scalars={"mu": Scalar(3, "F32")})}
+    assert values.scalars(manifest(parameters=own), manifest()) == []
+    assert values.scalars(manifest(), manifest(parameters=own)) == []
+
+
 def test_what_one_side_trains() -> None:
     frozen = manifest(parameters={"w": Parameter((2,), trainable=False), "v": Parameter((2,))})
     assert values.trainable(manifest(), manifest()) == []
@@ -121,6 +129,8 @@ def test_weights_that_were_left_out() -> None:
         ({"a": [1]}, {"a": [1, 2]}, [{"group": 0, "key": "a", "a": [1], "b": [1, 2]}]),
         ({"a": [1]}, {"a": 1}, [{"group": 0, "key": "a", "a": [1], "b": 1}]),
         ({"a": 1}, {"a": [1]}, [{"group": 0, "key": "a", "a": 1, "b": [1]}]),
+        ({"a": {1: 2, 3: 4}}, {"a": {3: 4, 1: 2}}, []),
+        ({"a": [{1: 2, 3: 4}]}, {"a": [{3: 4, 1: 2}]}, []),
     ],
 )
 def test_groups(ours: dict[str, object], theirs: dict[str, object], expected: object) -> None:
@@ -265,3 +275,110 @@ def test_a_named_optimizer_may_look_elsewhere(place: StepPlace) -> None:
 )
 def test_places_that_say_nothing(a: Manifest, b: Manifest) -> None:
     assert values.step_places(a, b) == ([], [])
+
+
+# -- what one side has
+
+
+def with_groups(engine: Engine, *groups: dict[str, object], **of: int | None) -> Manifest:
+    parameters = {name: Parameter((2,), group=group) for name, group in of.items()}
+    return manifest(engine=engine, groups=groups, parameters=parameters, root=engine.name)
+
+
+EMPTY, FIRST, LAST = {"lr": 9.0}, {"lr": 1.0}, {"lr": 2.0}
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_groups_without_parameters_that_an_engine_removes(swapped: bool) -> None:
+    plain = with_groups(STATE_DICTS, EMPTY, FIRST, EMPTY, LAST, v=3, w=1, frozen=None)
+    flats = with_groups(FLATS, FIRST, LAST, v=1, w=0, frozen=None)
+    a, b, notes = values.without_empty_groups(*((flats, plain) if swapped else (plain, flats)))
+    assert a.groups == b.groups == (FIRST, LAST)
+    assert a.parameters == b.parameters == flats.parameters
+    assert (a.root, b.root) == ((flats.root, plain.root) if swapped else (plain.root, flats.root))
+    assert notes == [
+        "hyper-parameters of the optimizer's group 0 and 2, which has no parameters: only in "
+        f"{plain.root}"
+    ]
+
+
+def test_groups_that_are_left_as_they_are() -> None:
+    """Where both engines keep empty groups, or both remove them, or none is empty."""
+    plain = with_groups(STATE_DICTS, EMPTY, FIRST, w=1)
+    flats = with_groups(FLATS, FIRST, w=0)
+    for pair in (
+        (plain, with_groups(STATE_DICTS, FIRST, w=0)),
+        (flats, with_groups(FLATS, FIRST, EMPTY, w=0)),
+        (plain, with_groups(FLATS, FIRST, EMPTY, w=0)),
+        (plain, replace(flats, groups=None)),
+        (replace(plain, groups=None), flats),
+    ):
+        assert values.without_empty_groups(*pair) == (*pair, [])
+
+
+def test_hyper_parameters_of_one_side() -> None:
+    """Those of any group. The optimizers of another engine have others by nature."""
+    a = with_groups(FLATS, {"lr": 1.0, "b": 2, "a": 1}, {"lr": 1.0, "both": 1}, w=0)
+    b = with_groups(FLATS, {"lr": 1.0, "both": 2}, w=0)
+    b = replace(b, root="b")
+    said = [f"a, b of the optimizer's groups: only in {a.root}"]
+    assert values.hypers_of_one_side(a, b) == values.hypers_of_one_side(b, a) == said
+    assert values.hypers_of_one_side(a, a) == []
+    assert values.hypers_of_one_side(a, replace(b, groups=None)) == []
+    assert values.hypers_of_one_side(replace(a, groups=None), b) == []
+    other = replace(b, engine=STATE_DICTS)
+    assert values.hypers_of_one_side(a, other) == said
+    for pair in (
+        (replace(a, optimizer="Adam"), other),
+        (a, replace(other, optimizer="Adam")),
+    ):
+        assert values.hypers_of_one_side(*pair) == []
+    assert values.hypers_of_one_side(replace(a, optimizer="Adam"), b) == said
+
+
+def moments(*names: str, step: int | None = None, **fields: object) -> Manifest:
+    """Parameters `w` and `v`, of which some have a moment."""
+    entries = {
+        key: Entry(key, "F32", (2,), Runs([])) for name in names for key in [f"{name}/exp_avg"]
+    }
+    parameters = {name: Parameter((2,), step=step) for name in ("w", "v")}
+    return manifest(entries=entries, parameters=parameters, **fields)
+
+
+def test_states_that_one_side_lacks() -> None:
+    both, one, none = moments("w", "v"), moments("w"), moments()
+    assert values.lacking(both, both, ()) == ([], [])
+    line = {"state": "exp_avg", "only": "a", "parameters": 1, "parameter": "v", "tensors": 1}
+    assert values.lacking(both, one, ()) == ([line], [])
+    assert values.lacking(one, both, ()) == ([{**line, "only": "b"}], [])
+    of_all = {**line, "parameters": 2, "parameter": "w", "tensors": 2}
+    assert values.lacking(both, none, ()) == ([of_all], [])
+
+
+def test_states_whose_tensors_are_listed_one_by_one() -> None:
+    both, none = moments("w", "v"), moments()
+    assert values.lacking(both, none, ("w/exp_avg", "v/exp_avg")) == ([], [])
+    (line,), _ = values.lacking(both, none, ("w/exp_avg",))
+    assert (line["parameter"], line["tensors"]) == ("v", 1)
+
+
+def test_a_step_that_one_side_has_of_no_parameter() -> None:
+    (line,), _ = values.lacking(moments(step=3), moments(), ())
+    assert (line["state"], line["only"], line["parameters"]) == ("step", "a", 2)
+    assert values.lacking(moments(step=3), moments(step=4), ()) == ([], [])
+
+
+def test_states_that_were_not_read_say_why() -> None:
+    unread = Unread("shards", ("w",), "a kind of tensor that zckpt does not read")
+    (line,), _ = values.lacking(manifest(unread=(unread,)), manifest(), ())
+    assert (line["state"], line["reason"]) == ("shards", unread.reason)
+
+
+def test_a_state_that_is_computed_afresh_is_a_note() -> None:
+    own = {name: Parameter((2,), scalars={"RMS": Scalar(1.0, "F32")}) for name in ("w", "v")}
+    a = manifest(parameters=own, groups=({next(iter(FACTORING)): True},), root="a")
+    b = manifest(groups=a.groups, parameters=moments().parameters)
+    said = "RMS of 2 parameters: only in a; the optimizer computes it afresh"
+    assert values.lacking(a, b, ()) == values.lacking(b, a, ()) == ([], [said])
+    lines, notes = values.lacking(replace(a, groups=()), b, ())
+    assert ([line["state"] for line in lines], notes) == (["RMS"], [])

@@ -110,7 +110,7 @@ class Assembler(Struct, frozen=True, eq=False):
         source, target = piece.pair.source, piece.pair.target
         size, length, stride = SIZES[source.dtype], piece.stop - piece.start, piece.stride
         block = self.reader.block
-        most = max(1, min(CAST_BLOCK, len(block) // size) // stride)
+        most = CAST_BLOCK // stride  # a block has so many elements; `_parts` leaves short strides
         key, passed = (SOURCE, self.numbers[id(piece.pair)], 0), []
         for first in range(0, piece.count, most):
             count = min(most, piece.count - first)

@@ -263,8 +263,6 @@ def _allocate(file: int, size: int) -> None:
     It calls fallocate(2) itself: if the filesystem refuses that, the C library's posix_fallocate
     writes into every block.
     """
-    if not size:
-        return
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "fallocate64"):  # macOS, musl
         return

@@ -320,7 +320,7 @@ def without(manifest: Manifest, keys: Collection[str]) -> Manifest:
         return manifest
     gone = {*keys}
     optimizer = dict(_optimizer(manifest))
-    if (values := others_of(manifest)) and OTHER in optimizer:
+    if values := others_of(manifest):
         rest = {name: _rest(own, gone) for name, own in values.items()}
         optimizer[OTHER] = {name: own for name, own in rest.items() if own}
     if PARTITIONS in optimizer:

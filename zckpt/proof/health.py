@@ -15,7 +15,7 @@ from msgspec import Struct, field
 from msgspec.structs import astuple
 
 from ..core.description import matching
-from ..core.dtypes import FLOATS, NUMBERS
+from ..core.dtypes import NUMBERS
 from ..core.fileio import Buffer
 from ..core.manifest import Entry, Manifest
 from ..core.pieces import ElementReader, ReadRequest
@@ -265,9 +265,9 @@ def _problems_of(
     manifest: Manifest, entry: Entry, statistics: Mapping[str, Statistics]
 ) -> Iterator[tuple[str, str]]:
     numbers = statistics[entry.name]
-    if entry.dtype in FLOATS and numbers.nan:
+    if numbers.nan:
         yield "NaN", f"has {numbers.nan:,} NaN of {entry.numel:,} elements"
-    if entry.dtype in FLOATS and numbers.inf:
+    if numbers.inf:
         yield "infinite", f"has {numbers.inf:,} infinities of {entry.numel:,} elements"
     if not numbers.finite:
         return

@@ -7,7 +7,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from ..core.manifest import Manifest, fitting_roots
-from ..core.states import NO_PARAMETER, OTHER
+from ..core.states import OTHER
 from ..errors import AmbiguousCheckpoint, WrongOption, listed
 
 
@@ -54,7 +54,7 @@ def of_root(proven: Manifest, name: str, manifest: Manifest) -> Manifest:
         unread=tuple(
             replace(item, parameters=tuple(key.removeprefix(front) for key in item.parameters))
             for item in proven.unread
-            if not others.intersection(item.parameters) or item.parameters == (NO_PARAMETER,)
+            if not others.intersection(item.parameters)
         ),
     )
 

@@ -1,0 +1,414 @@
+"""Which states an optimizer keeps, which of them a target lacks, and what is left without them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from zckpt.core.facts import FlatBufferEngine, StateDictEngine
+from zckpt.core.fragments import Runs
+from zckpt.core.inert import Scalar, TensorName
+from zckpt.core.manifest import Entry, Manifest, Parameter, Sibling, Sighting, StepPlace, Unread
+from zckpt.core.states import (
+    AMONG,
+    BESIDE,
+    BOUND,
+    FACTORING,
+    NO_PARAMETER,
+    OF_NUMBERS,
+    OF_VECTORS,
+    OF_WRAPPER,
+    OTHER,
+    PARTITIONS,
+    Selection,
+    State,
+    among,
+    as_unread,
+    beside,
+    harmless,
+    in_words,
+    lost,
+    of_numbers,
+    of_vectors,
+    others_of,
+    partitions_of,
+    renamed_others,
+    require_known,
+    states_of,
+    tensors_in,
+    unread,
+    untouched,
+    with_frozen,
+    without,
+)
+from zckpt.errors import WrongOption
+
+FLATS = FlatBufferEngine("flats", None, None, None, False, None, {})
+DCP = {"format": "dcp"}
+
+
+def manifest(*entries: str, state: Any = None, **fields: Any) -> Manifest:
+    """Parameters `w` and `v`, and tensors of these names."""
+    known = {name: Entry(name, "F32", (2, 3), Runs([])) for name in entries}
+    parameters = {name: Parameter((2, 3), group=0, step=1) for name in "wv"}
+    plain = Manifest("", "x", {}, known, parameters, state=state or {})
+    return replace(plain, **fields)
+
+
+def other(**of: Any) -> dict[str, Any]:
+    """The state of an optimizer that keeps these values, by parameter and key."""
+    return {"optimizer": {OTHER: of, "scale": 1}}
+
+
+def part(*parameters: str, **states: Any) -> dict[str, Any]:
+    return {"parameters": list(parameters), "dp": 2, "states": states}
+
+
+# -- which states
+
+
+FORMS = {
+    "exp_avg": State("exp_avg", {"w": ("w/exp_avg",), "v": ("v/exp_avg",)}, "slot"),
+    "Odd-Key": State("Odd-Key", {"w": ("w/esc__4fdd_2d_4bey",)}, "slot"),
+    "mu": State("mu", {"v": ()}, "number"),
+    "list": State("list", {"w": ("a/state", "b/state")}, "other"),
+    "none": State("none", {"w": (), "v": ()}, "none"),
+    "7": State("7", {"w": ()}, "other"),
+    "kept": State("kept", {"w": ("p/state",), "v": ()}, "partition", BOUND),
+    "lost": State("lost", {"v": ()}, "unread", "why"),
+}
+
+
+@pytest.fixture
+def every() -> Manifest:
+    """A state of each form, but of a wrapper."""
+    a, b = TensorName("a"), TensorName("b")
+    state = other(w={"list": [a, {"x": b}, a], "none": None, 7: "text"}, v={"none": None})
+    state["optimizer"][PARTITIONS] = [part("w", "v", kept=[TensorName("p"), 1])]
+    mu = Parameter((2, 3), group=0, step=1, scalars={"mu": Scalar(1.0, "F32")})
+    entries = ("w/param", "w/master", "w/exp_avg", "v/exp_avg", "w/esc__4fdd_2d_4bey", "a/state")
+    whole = manifest(*entries, state=state, unread=(Unread("lost", ("v",), "why"),))
+    return replace(whole, parameters={**whole.parameters, "v": mu})
+
+
+def test_states_of_all_forms(every: Manifest) -> None:
+    assert states_of(every) == FORMS
+
+
+def test_a_state_of_several_forms_has_that_of_the_last(every: Manifest) -> None:
+    """With the tensors of all, but None is of no form where others have one."""
+    state = other(w={"exp_avg": [TensorName("x")], "mu": None, "none": 3}, v={"none": None})
+    mixed = replace(every, state=state, unread=())
+    assert states_of(mixed) == {
+        "exp_avg": State("exp_avg", {"w": ("w/exp_avg", "x/state"), "v": ("v/exp_avg",)}, "other"),
+        "Odd-Key": FORMS["Odd-Key"],
+        "mu": FORMS["mu"],
+        "none": State("none", {"w": ()}, "other"),
+    }
+    late = manifest(state=other(w={"none": None}, v={"none": 3}))
+    assert states_of(late) == {"none": State("none", {"v": ()}, "other")}
+
+
+def test_states_around_the_optimizers_own() -> None:
+    engine = StateDictEngine("p", None, ("m",), ("optimizer", "state"), *[None] * 3, False, False)
+    around = {"slow": [TensorName("s")], "rng": TensorName("r"), "count": 3}
+    whole = manifest(engine=engine, state={"client_state": {"optimizer": around}})
+    own = {NO_PARAMETER: ("s/state",)}
+    assert states_of(whole) == {"around.slow": State("around.slow", own, "wrapper", OF_WRAPPER)}
+    assert states_of(whole)["around.slow"].count == 0
+    assert states_of(without(whole, ["around.slow"])) == {}
+
+
+def test_model_ranks_are_united() -> None:
+    """What is None on some has the tensors of the others alone, and their form."""
+    ranks = (
+        manifest("w/a", "w/b", state=other(w={"none": None, "c": None}, v={"a": None})),
+        manifest("w/a", state=other(v={"b": 1, "c": 2}, w={"none": None})),
+    )
+    for order in (ranks, ranks[::-1]):
+        assert states_of(manifest(ranks=order)) == {
+            "a": State("a", {"w": ("w/a",)}, "slot"),
+            "b": State("b", {"w": ("w/b",), "v": ()}, "other"),
+            "c": State("c", {"v": ()}, "other"),
+            "none": State("none", {"w": ()}, "none"),
+        }
+
+
+@pytest.mark.parametrize("values", [None, [1], {"w": 3}, {"w": [1]}])
+def test_what_is_no_state_of_parameters(values: Any) -> None:
+    """The JSON of a manifest may state anything."""
+    assert others_of(manifest(state={"optimizer": {OTHER: values}})) == {}
+    assert others_of(manifest(state={"optimizer": values})) == {}
+
+
+GOOD = part("w", k=[1, 2])
+
+
+@pytest.mark.parametrize(
+    ("value", "count"),
+    [
+        ([GOOD, GOOD], 2),
+        ((GOOD,), 1),
+        ([part("w", k=(1, 2), l=[3, 4])], 1),
+        ([part("w")], 1),
+        ({"k": GOOD}, 0),
+        ([3, GOOD], 1),
+        ([part("w", k=[1])], 0),  # one rank of two
+        ([part("w", k=[1, 2], l=[1])], 0),
+        ([part("w", k=3)], 0),
+        ([part("w", k=[1, 2], l=3)], 0),
+        ([{**GOOD, "states": [1, 2]}], 0),
+        ([{**GOOD, "parameters": "w"}], 0),
+    ],
+)
+def test_what_is_a_partition(value: Any, count: int) -> None:
+    assert len(partitions_of(manifest(state={"optimizer": {PARTITIONS: value}}))) == count
+
+
+def test_numbers_of_no_parameter() -> None:
+    whole = manifest(state={"optimizer": {BESIDE: {"k": 1}, AMONG: {"l": 2}}})
+    assert (beside(whole), among(whole)) == ({"k": 1}, {"l": 2})
+    assert beside(manifest(state={"optimizer": {BESIDE: 3}})) == among(manifest()) == {}
+
+
+def test_tensors_are_named_once() -> None:
+    a, b = TensorName("a"), TensorName("b")
+    assert tensors_in({"x": [b, (a, {"y": b})], "z": 1}) == ["b", "a"]
+
+
+# -- what may be lost
+
+
+def test_parameters_that_were_never_updated() -> None:
+    parameters = {
+        "updated": Parameter((2,), step=1),
+        "unused": Parameter((2,)),
+        "frozen": Parameter((2,), trainable=False),
+        "kept": Parameter((2,)),
+    }
+    whole = manifest("kept/exp_avg", parameters=parameters)
+    assert untouched(whole) == ["unused"]
+    counted = {**parameters, "updated": Parameter((2,))}
+    assert untouched(replace(whole, parameters=counted)) == []  # no step is counted at all
+
+
+def test_states_that_are_no_loss() -> None:
+    group = {"lr": 1.0, next(iter(FACTORING)): 1}
+    assert harmless(State("k", form="none"), manifest()) == "it is None"
+    rms, factored = State("RMS", form="number"), manifest(groups=({"lr": 1.0}, group))
+    assert harmless(rms, factored) == "the optimizer computes it afresh"
+    assert harmless(rms, manifest(groups=({"lr": 1.0},))) == harmless(rms, manifest()) == ""
+    assert harmless(State("RMSE", form="number"), factored) == ""
+
+
+def lost_of(source: Manifest, target: Manifest) -> dict[str, list[str]]:
+    return {state.key: state.parameters for state in lost(source, target)}
+
+
+def test_what_a_target_lacks() -> None:
+    both, one, none = manifest("w/a", "v/a"), manifest("w/a"), manifest()
+    assert lost_of(both, both) == lost_of(one, both) == {}
+    assert lost_of(both, one) == {"a": ["v"]}
+    assert lost_of(both, none) == {"a": ["w", "v"]}
+    (state,) = lost(both, one)
+    assert state.tensors == {"v": ("v/a",)}
+    unknown = manifest(unread=(Unread("a", ("w", "v"), "why"),))
+    assert lost_of(both, unknown) == {"a": ["w", "v"]}
+
+
+def test_a_parameter_of_another_name_in_the_target() -> None:
+    """It has the state by its first name, or nobody has it there."""
+    source = manifest("w/a")
+    tied = manifest("head/a", parameters={"head": Parameter((2,), aliases=("w",))})
+    assert lost_of(source, tied) == {}
+    lacks = manifest("v/a", parameters={**tied.parameters, "v": Parameter((2,))})
+    assert lost_of(source, lacks) == {"a": ["w"]}
+    joined = manifest("all/a", parameters={"all": Parameter((4,))})
+    assert lost_of(source, joined) == {}
+    assert lost_of(source, replace(joined, entries={})) == {"a": ["w"]}
+
+
+def test_model_ranks_are_looked_at_one_by_one() -> None:
+    full, lacks = manifest("w/a", "v/a"), manifest("w/a")
+    source, target = manifest(ranks=(full, full)), manifest(ranks=(full, lacks))
+    assert lost_of(source, target) == {"a": ["v"]}
+    other_names = manifest("u/a", parameters={"u": Parameter((2,))})
+    assert lost_of(source, manifest(ranks=(full, other_names))) == {}
+    assert lost_of(manifest("w/a"), manifest(ranks=(full,))) == {}
+
+
+def test_matrices_that_were_trained_as_vectors() -> None:
+    """Adafactor of flat buffers keeps no rows and columns."""
+    group = {next(iter(FACTORING)): 1}
+    parameters = {
+        "w": Parameter((2, 3), group=0),
+        "v": Parameter((6,), group=0),
+        "u": Parameter((2, 3), group=1),
+        "frozen": Parameter((2, 3), trainable=False),
+    }
+    keys = ("exp_avg", "exp_avg_sq")
+    flat = manifest(
+        *(f"{name}/{key}" for name in parameters for key in keys),
+        parameters=parameters,
+        groups=(group, {"lr": 1.0}),
+        engine=FLATS,
+        source={"zero_stage": 1},
+        state=other(w={"k": 1}),
+    )
+    plain = manifest()
+    found = of_vectors(flat, plain)
+    assert [(s.key, s.tensors, s.reason) for s in found] == [
+        ("exp_avg_sq", {"w": ("w/exp_avg_sq",)}, OF_VECTORS)
+    ]
+    assert of_vectors(flat, flat) == of_vectors(plain, plain) == []
+    assert of_vectors(replace(flat, source={"zero_stage": 0}), plain) == []
+    assert of_vectors(replace(flat, engine=None), plain) == []
+    stage_0 = replace(flat, source={"zero_stage": 0})
+    assert of_vectors(flat, stage_0) == found
+
+
+def test_keys_that_were_numbers_or_texts() -> None:
+    state = other(w={"doubt": {"1": 2}, "fine": {"x": 1}, "both": [{"x": 1}, {"2": 3}]})
+    source = manifest(state=state, source=DCP)
+    found = of_numbers(source, manifest())
+    assert [(s.key, s.reason) for s in found] == [("doubt", OF_NUMBERS), ("both", OF_NUMBERS)]
+    assert of_numbers(source, source) == of_numbers(replace(source, source={}), manifest()) == []
+
+
+def test_parameters_that_the_optimizer_does_not_own() -> None:
+    whole = manifest()
+    changed = with_frozen(whole, {"w"}).parameters
+    assert changed["w"] == Parameter((2, 3), trainable=False, step=1)
+    assert changed["v"] == whole.parameters["v"]
+
+
+# -- fewer states
+
+
+def test_without_a_state(every: Manifest) -> None:
+    """Of any form; what no state has is ignored."""
+    for key in FORMS:
+        less = without(every, [key, "no state"])
+        rest = {name: own for name, own in FORMS.items() if name != key}
+        assert states_of(less) == rest
+        tensors = {name for names in FORMS[key].tensors.values() for name in names}
+        assert less.entries.keys() == every.entries.keys() - tensors
+        assert less.state["optimizer"]["scale"] == 1
+    assert without(every, []) is every
+    copies = replace(every, replicas=tuple(every.entries.values()))
+    assert [copy.slot for copy in without(copies, ["exp_avg"]).replicas].count("exp_avg") == 0
+    assert len(without(copies, ["exp_avg"]).replicas) == len(copies.replicas) - 2
+
+
+def test_nothing_is_left_of_an_optimizer_without_states(every: Manifest) -> None:
+    less = without(every, list(FORMS))
+    assert less.state == {"optimizer": {"scale": 1}}
+    assert without(manifest("w/a"), ["a"]).state == {}
+    ranks = manifest(ranks=(manifest("w/a", "w/b"),))
+    assert [*states_of(without(ranks, ["a"]))] == ["b"]
+
+
+def test_a_state_that_nobody_has(every: Manifest) -> None:
+    require_known([], [manifest()])
+    require_known(["exp_avg", "7"], [manifest(), every])
+    with pytest.raises(WrongOption, match="--drop-state x: the optimizer has no state") as caught:
+        require_known(["exp_avg", "x"], [manifest(), every])
+    assert (caught.value.hint or "").startswith("its states are exp_avg, ")
+    with pytest.raises(WrongOption) as caught:
+        require_known(["x"], [manifest()])
+    assert caught.value.hint == "leave it out"
+
+
+def test_a_selection_has_its_options() -> None:
+    own = Selection("a b/*", drop_state=("x y", "z"))
+    assert own.flags == ["--tensors 'a b/*'", "--drop-state 'x y'", "--drop-state z"]
+    assert Selection(weights_only=True).flags == ["--weights-only"]
+    assert Selection().flags == []
+    with pytest.raises(WrongOption, match="does not apply"):
+        Selection(weights_only=True, drop_state=("x",))
+
+
+def test_weights_alone_are_compared_alone(every: Manifest) -> None:
+    place = StepPlace("state", "F32")
+    beside = (Sibling("x", "/x", 1),)
+    every = replace(
+        every,
+        replicas=(every.entries["w/param"], every.entries["w/exp_avg"]),
+        groups=({"lr": 1.0},),
+        step_place=place,
+        steps=(Sighting("x", 1, True),),
+        siblings=beside,
+        uncopied=beside,
+        buffers=("b",),
+    )
+    a, b = Selection(weights_only=True).of(every, manifest("w/a"))
+    assert b.entries == {}
+    assert [*a.entries] == ["w/param", "w/master"]
+    assert [copy.name for copy in a.replicas] == ["w/param"]
+    assert {*map(str, a.parameters.values())} == {str(Parameter((2, 3)))}
+    assert (a.groups, a.step_place, a.state, a.steps, a.unread) == (None, None, {}, (), ())
+    assert (a.siblings, a.uncopied, a.buffers) == ((), (), ("b",))
+    a, b = Selection(drop_state=("a",)).of(every, manifest("w/a"))
+    assert (a.entries, b.entries) == (every.entries, {})
+
+
+# -- states that are only compared
+
+
+def test_states_that_no_form_keeps_are_listed(every: Manifest) -> None:
+    copies = replace(every, replicas=(every.entries["a/state"], every.entries["w/exp_avg"]))
+    whole = as_unread(copies, "why not")
+    assert [(item.key, item.parameters, item.reason) for item in whole.unread] == [
+        ("lost", ("v",), "why"),
+        ("list", ("w",), "why not"),
+        ("7", ("w",), "why not"),
+        ("kept", ("w", "v"), "why not"),
+    ]
+    assert whole.state == {"optimizer": {"scale": 1}}
+    assert [copy.name for copy in whole.replicas] == ["w/exp_avg"]
+    assert "a/state" not in whole.entries
+    assert [item.content for item in whole.unread] == ["", "", '["text"]', ""]  # b, p are missing
+    plain = manifest("w/exp_avg")
+    assert as_unread(plain, "why not") is plain
+
+
+def test_states_are_listed_with_their_tensors() -> None:
+    names = [TensorName("a"), TensorName("b")]
+    whole = manifest("a/state", "b/state", state=other(w={"k": names[0]}, v={"k": names[1]}))
+    (item,) = as_unread(whole, "why").unread
+    assert [entry.name for entry in item.tensors] == ["a/state", "b/state"]
+    assert item.content
+    only = manifest(state={"optimizer": {PARTITIONS: [part("w", k=[1, 2])]}})
+    (item,) = as_unread(only, "why").unread
+    assert (item.key, item.content) == ("k", "[[1, 2]]")
+
+
+def test_the_order_of_keys_is_no_difference() -> None:
+    one, two = (
+        unread(1, ("w",), "why", value, ()) for value in ({"a": 1, "b": 2}, {"b": 2, "a": 1})
+    )
+    assert one == two
+    assert one.key == "1"
+
+
+def test_other_names_of_parameters(every: Manifest) -> None:
+    """Tensors in a state are named by their place."""
+    own, alien = TensorName("optimizer.other.w.k"), TensorName("elsewhere")
+    state = other(w={"k": [own, alien, 1]}, v={"k": 2})
+    state["optimizer"][PARTITIONS] = [part("w", "v", k=[1, 2])]
+    optimizer, tensors = renamed_others(manifest(state=state), {"w": "new"})
+    assert optimizer["scale"] == 1
+    assert [*optimizer[OTHER]] == ["new", "v"]
+    assert optimizer[OTHER]["new"]["k"] == [TensorName("optimizer.other.new.k"), alien, 1]
+    assert tensors == {"optimizer.other.w.k": "optimizer.other.new.k"}
+    assert optimizer[PARTITIONS][0]["parameters"] == ["new", "v"]
+    assert renamed_others(manifest(), {"w": "new"}) == ({}, {})
+
+
+def test_states_in_a_sentence() -> None:
+    of = dict.fromkeys("abcdef", ())
+    states = [State("k", of), State("l", of), State("m", {"w": ()})]
+    assert in_words(states) == "k and l of a, b, c, d and 2 more; m of w"
+    assert in_words([]) == ""

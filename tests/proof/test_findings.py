@@ -1,0 +1,142 @@
+"""What makes a report unequal: `verify` and `diff` of synthetic checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from zckpt.core.compare import Result
+from zckpt.core.difference import Difference
+from zckpt.core.fragments import Extent, solid
+from zckpt.core.manifest import Entry, Manifest, Parameter
+from zckpt.core.plan import Match
+from zckpt.errors import MissingData
+from zckpt.proof.verify import (
+    diff,
+    inferences,
+    needs_weights,
+    roundings,
+    verify_against,
+    verify_alone,
+)
+
+KINDS = {"F32": "<f4", "F64": "<f8", "F16": "<f2"}
+
+
+def checkpoint(root: Path, tensors: dict[str, tuple[str, list[float]]], **more: Any) -> Manifest:
+    """A checkpoint whose tensors have a type and numbers each, in one file."""
+    root.mkdir(exist_ok=True)
+    entries, data = {}, b""
+    for name, (dtype, values) in tensors.items():
+        own = np.array(values, KINDS[dtype]).tobytes()
+        extent = Extent(str(root / "f"), len(data), len(own))
+        entries[name] = Entry(name, dtype, (len(values),), solid(len(values), extent))
+        data += own
+    (root / "f").write_bytes(data)
+    names = {entry.parameter: (len(tensors[entry.name][1]),) for entry in entries.values()}
+    fields = {"parameters": {name: Parameter(shape) for name, shape in names.items()}, **more}
+    return Manifest(str(root), "x", {}, entries, **fields)
+
+
+def test_tensors_that_overlap_are_a_problem(tmp_path: Path) -> None:
+    whole = checkpoint(tmp_path, {"w/exp_avg": ("F32", [1, 2]), "v/exp_avg": ("F32", [3, 4])})
+    assert verify_alone(whole)["problems"] == []
+    entry = whole.entries["v/exp_avg"]
+    moved = replace(entry, fragments=solid(2, Extent(str(tmp_path / "f"), 4, 8)))
+    report = verify_alone(replace(whole, entries={**whole.entries, "v/exp_avg": moved}))
+    assert not report["equal"]
+    assert "overlap in" in report["problems"][0]["message"]
+
+
+def test_notes_of_the_reader_are_kept(tmp_path: Path) -> None:
+    own = checkpoint(tmp_path, {"w/param": ("F32", [1])}, notes=("these files cannot show x",))
+    assert verify_alone(own)["notes"] == ["these files cannot show x"]
+
+
+def test_equal_values_of_another_type_are_no_difference_of_verify(tmp_path: Path) -> None:
+    """`diff` lists them; both say so."""
+    a = checkpoint(tmp_path / "a", {"w/param": ("F32", [1, 2]), "w/exp_avg": ("F32", [1, 2])})
+    b = checkpoint(tmp_path / "b", {"w/param": ("F32", [1, 2]), "w/exp_avg": ("F64", [1, 2])})
+    report = verify_against(a, b)
+    assert report["equal"]
+    assert report["notes"] == ["of another type, and equal by value: w/exp_avg"]
+    report = diff(a, b)
+    assert [(line["tensor"], line["count"]) for line in report["differences"]] == [("w/exp_avg", 0)]
+
+
+@pytest.mark.parametrize("has_master", [True, False])
+@pytest.mark.parametrize("trains", [True, False])
+def test_rounded_weights_are_a_loss_where_an_optimizer_updates_them(
+    has_master: bool, trains: bool, tmp_path: Path
+) -> None:
+    tensors = {"w/param": ("F16", [1.0, 2.0])}
+    known = {"w": Parameter((2,), trainable=trains)}
+    masters = {"w/master": ("F32", [1.0, 2.0001])} if has_master else {}
+    a = checkpoint(tmp_path / "a", {**tensors, **masters}, parameters=known)
+    b = checkpoint(tmp_path / "b", tensors, parameters=known)
+    for pair in ((a, b), (b, a)):
+        report = diff(*pair)
+        assert report["equal"] is not (has_master and trains), report
+
+
+def test_only_weights_that_are_equal_are_rounded(tmp_path: Path) -> None:
+    a = checkpoint(tmp_path / "a", {"w/param": ("F32", [1.0, 2.0001])})
+    b = checkpoint(tmp_path / "b", {"w/param": ("F16", [1.0, 2.0])})
+    match = Match(a.entries["w/param"], b.entries["w/param"], "rounded")
+    equal = roundings({"notes": ["x"]}, [Result(match, (1, 2), Difference())], a, b)
+    assert equal["rounded"] == {"a": [], "b": ["w"]}
+    first, second = equal["notes"]
+    assert first == "x"
+    assert second.startswith(f"{b.root} has the rounded values of 1 weight of {a.root}")
+    differs = roundings({"notes": ["x"]}, [Result(match, (1, 2), Difference(1))], a, b)
+    assert differs == {"rounded": {"a": [], "b": []}, "notes": ["x"]}
+
+
+def test_something_must_be_shared(tmp_path: Path) -> None:
+    def need(a: Manifest, b: Manifest, *names: str) -> None:
+        needs_weights([Match(a.entries[name], b.entries[name]) for name in names], a, b)
+
+    some = checkpoint(tmp_path / "a", {"w/param": ("F32", [1]), "e/param": ("F32", [])})
+    moments = checkpoint(tmp_path / "b", {"w/exp_avg": ("F32", [1]), "e/param": ("F32", [])})
+    need(some, some, "w/param")
+    need(moments, moments, "e/param")
+    for a, b, name in (
+        (some, some, "e/param"),
+        (some, moments, "e/param"),
+        (moments, some, "e/param"),
+        (moments, moments, "w/exp_avg"),
+    ):
+        with pytest.raises(MissingData, match="share no weights"):
+            need(a, b, name)
+
+
+@pytest.mark.parametrize("are_copies", [True, False])
+def test_names_that_both_have_inferred_prove_nothing(are_copies: bool, tmp_path: Path) -> None:
+    """Of parameters whose states were compared: a wrong name is then wrong in both."""
+    tensors = {f"{name}/{slot}": ("F32", [1.0]) for name in "wvu" for slot in ("param", "exp_avg")}
+    own = checkpoint(tmp_path / "a", tensors, inferred=("w", "v", "u"))
+    states = [Match(own.entries[key], own.entries[key]) for key in ("w/exp_avg", "v/exp_avg")]
+    asked: list[bool] = []
+
+    def copies() -> bool:
+        asked.append(True)
+        return are_copies
+
+    def unproven(other: Manifest, matches: list[Match]) -> list[str]:
+        found = inferences(matches, own, other, copies)
+        assert found["inferred"] == {"a": ["w", "v", "u"], "b": list(other.inferred)}
+        return [name for line in found["unproven"] for name in line["parameters"]]
+
+    shared = [] if are_copies else ["w"]
+    assert unproven(replace(own, inferred=("w", "u")), states) == shared
+    everything = [] if are_copies else ["w", "v"]
+    silent = replace(own, inferred=(), states_inferred=False)
+    assert unproven(silent, states) == everything
+    assert len(asked) == 2
+    weights = [Match(own.entries["w/param"], own.entries["w/param"])]
+    assert unproven(own, weights) == unproven(replace(own, inferred=()), states) == []
+    assert len(asked) == 2  # nothing is read for it

@@ -1,0 +1,113 @@
+"""Of several models that were proven, one is compared as if it were alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from zckpt.core.fragments import Runs
+from zckpt.core.manifest import Entry, Manifest, Parameter, Unread
+from zckpt.core.states import NO_PARAMETER, OTHER
+from zckpt.errors import AmbiguousCheckpoint, WrongOption
+from zckpt.proof.roots import of_root, refuse_several
+
+
+def entries(*names: str) -> dict[str, Entry]:
+    return {name: Entry(name, "F32", (2,), Runs([])) for name in names}
+
+
+def alone(**more: Any) -> Manifest:
+    """The actor, as a checkpoint of its own has it."""
+    fields: dict[str, Any] = {
+        "parameters": {"w": Parameter((2,), group=0, aliases=("tied",)), "v": Parameter((3,))},
+        "optimizer": "AdamW",
+        **more,
+    }
+    return Manifest("own", "x", {}, entries("w/param", "v/param"), **fields)
+
+
+@pytest.fixture
+def proven() -> Manifest:
+    """An actor, whose groups are the second and the third, and a critic."""
+    parameters = {
+        "critic.w": Parameter((2,), group=0),
+        "actor.w": Parameter((2,), group=2, aliases=("actor.tied",)),
+        "actor.v": Parameter((3,), group=1),
+        "actor.frozen": Parameter((4,), trainable=False),
+    }
+    state = {
+        "module": ["critic.w", "actor.w", "actor.v"],
+        "module_extra": {"actor.extra": 1, "critic.extra": 2},
+        "optimizer": {"scale": 4, OTHER: {"actor.w": {"k": 1}, "critic.w": {"k": 2}}},
+        "random": "of all",
+    }
+    return Manifest(
+        "proof",
+        "x",
+        {"format": "y"},
+        entries("critic.w/param", "actor.w/param", "actor.w/exp_avg", "actor.b/param", "rng/state"),
+        parameters,
+        buffers=("critic.b", "actor.b"),
+        groups=({"lr": 0.0}, {"lr": 1.0}, {"lr": 2.0}),
+        optimizer="SGD, AdamW",
+        state=state,
+        unread=(
+            Unread("a", ("actor.w",), "of the actor"),
+            Unread("b", ("actor.w", "critic.w"), "of both"),
+            Unread("c", (NO_PARAMETER,), "of none"),
+        ),
+    )
+
+
+def test_the_chosen_model_stands_alone(proven: Manifest) -> None:
+    own = of_root(proven, "actor", alone())
+    assert own.source == {"format": "y", "root": "actor"}
+    assert [*own.entries] == ["w/param", "w/exp_avg", "b/param", "rng/state"]
+    assert all(name == entry.name for name, entry in own.entries.items())
+    assert own.parameters == {
+        "w": Parameter((2,), group=1, aliases=("tied",)),
+        "v": Parameter((3,), group=0),
+        "frozen": Parameter((4,), trainable=False),
+    }
+    assert (own.buffers, own.groups) == (("b",), ({"lr": 1.0}, {"lr": 2.0}))
+    assert own.state == {
+        "module": ["w", "v"],
+        "module_extra": {"extra": 1},
+        "optimizer": {"scale": 4, OTHER: {"w": {"k": 1}}},
+        "random": "of all",
+    }
+    assert [(item.key, item.parameters) for item in own.unread] == [
+        ("a", ("w",)),
+        ("c", (NO_PARAMETER,)),
+    ]
+
+
+def test_the_optimizer_is_that_of_the_model_if_several_are_named(proven: Manifest) -> None:
+    assert of_root(proven, "actor", alone()).optimizer == "AdamW"
+    only = replace(proven, optimizer="SGD")
+    assert of_root(only, "actor", alone()).optimizer == "SGD"
+    none = replace(proven, optimizer=None, groups=None, state={"optimizer": {"scale": 4}})
+    own = of_root(replace(none, parameters={"actor.w": Parameter((2,))}), "actor", alone())
+    assert (own.optimizer, own.groups, own.state) == (None, None, {"optimizer": {"scale": 4}})
+
+
+def test_a_proof_of_the_chosen_model_alone_is_compared_as_it_is() -> None:
+    own, chosen = alone(), replace(alone(), source={"root": "actor"})
+    assert of_root(own, "actor", chosen) is own
+    with pytest.raises(WrongOption, match="one model, and it is not called critic"):
+        of_root(own, "critic", chosen)
+
+
+def test_one_of_several_models_must_be_chosen(proven: Manifest) -> None:
+    """Those are named that have the parameters of the checkpoint, in their shapes."""
+    both = {"w": Parameter((2,))}
+    with pytest.raises(AmbiguousCheckpoint, match="may be critic, actor") as caught:
+        refuse_several(proven, alone(parameters=both))
+    assert caught.value.hint == "choose one with --root critic or --root actor"
+    with pytest.raises(AmbiguousCheckpoint, match=r"may be actor$"):
+        refuse_several(proven, alone())
+    refuse_several(proven, alone(parameters={"w": Parameter((9,))}))
+    refuse_several(proven, alone(parameters={}))
+    refuse_several(alone(), alone(parameters={"w": Parameter((9,))}))

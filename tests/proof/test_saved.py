@@ -1,0 +1,191 @@
+"""What a proof keeps of a checkpoint, and what is compared with it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from msgspec.structs import replace
+
+import zckpt
+from zckpt.core.facts import StateDictEngine, StepPlace
+from zckpt.core.fragments import Runs
+from zckpt.core.inert import Scalar
+from zckpt.core.manifest import Entry, Manifest, Parameter, Unread
+from zckpt.core.states import OTHER
+from zckpt.errors import CorruptCheckpoint, MissingData, UnsupportedCheckpoint
+from zckpt.proof import saved
+from zckpt.proof.saved import _of_first_rank, about, is_proof, read_proof
+
+
+def entry(name: str, digest: int | None = None) -> Entry:
+    return Entry(name, "F32", (2, 3), Runs([]), digest)
+
+
+@pytest.fixture
+def manifest() -> Manifest:
+    return Manifest(
+        "run",
+        "x",
+        {"format": "x", "version": "1.2", "dp": 3, "odd": (1, 2)},
+        {"w/param": entry("w/param", 17)},
+        {"w": Parameter((2, 3), True, 0, 3, {"d": Scalar(2.0, "F32")}, ("tied",))},
+        buffers=("b",),
+        groups=({"lr": 0.5, "betas": [0.9, 0.99]},),
+        optimizer="AdamW",
+        engine=StateDictEngine("plain", None, (), None, None, None, None, False, False),
+        step_place=StepPlace("state", "F32"),
+        state={"client_state": {"seed": 1}},
+        of_ranks={"rank_1": {"client_state.seed": 2}},
+        layout={"rank_1": {"offset": 4}},
+        unread=(
+            Unread("key", ("w",), "why", "content", (entry("t/state", 5), entry("u/state", 6))),
+            Unread("other", ("w",), "why", "content", (entry("gone/state", 7),)),
+        ),
+    )
+
+
+def proof(manifest: Manifest, path: Path, **changes: Any) -> Path:
+    entries = [*manifest.entries.values(), *manifest.unread[0].tensors]
+    digests = {e.name: {"dtype": "F32", "shape": [2, 3], "a": f"{e.digest:08x}"} for e in entries}
+    digests["read/param"] = {"dtype": "F32", "shape": [1], "b": "00000001"}
+    report = {
+        "command": "verify",
+        "equal": True,
+        "digests": digests,
+        "versions": {"a": {"format": "of an older proof"}},
+        **about(manifest),
+        **changes,
+    }
+    path.write_text(json.dumps(report))
+    return path
+
+
+def test_a_proof_keeps_what_is_not_a_tensor(manifest: Manifest, tmp_path: Path) -> None:
+    path = proof(manifest, tmp_path / "proof.json")
+    proven, contents = read_proof(str(path), manifest)
+    first, second = manifest.unread
+    plain = {key: item for key, item in manifest.source.items() if key != "odd"}
+    expected = replace(
+        manifest,
+        root=str(path),
+        source=plain,
+        unread=(first, replace(second, content="", tensors=())),
+        states_inferred=False,
+    )
+    for field in manifest.__struct_fields__:
+        if field not in ("entries", "unread"):
+            assert getattr(proven, field) == getattr(expected, field), field
+    assert {name: own.digest for name, own in proven.entries.items()} == {"w/param": 17}
+    kept = [(own.content, [e.name for e in own.tensors]) for own in proven.unread]
+    assert kept == [("content", ["t/state", "u/state"]), ("", [])]
+    assert contents == ""
+
+
+def test_a_proof_with_inferred_names_keeps_the_digest_of_the_files(
+    manifest: Manifest, tmp_path: Path
+) -> None:
+    inferred = replace(manifest, inferred=("w",))
+    _, contents = read_proof(str(proof(inferred, tmp_path / "proof.json")), manifest)
+    assert contents == "00000000"  # of no files
+
+
+def test_an_older_proof_has_the_states_of_the_other_side(
+    manifest: Manifest, tmp_path: Path
+) -> None:
+    """It did not list states that are no tensors; a later one listed their parameters."""
+    held = about(manifest)["held"]
+    for key in ("state", "source", "format", "optimizer", "of_ranks", "layout", "unread"):
+        del held[key]
+    own = replace(manifest, unread=(), state={"optimizer": {OTHER: {"w": {"k": [1, 2]}}}})
+    path = proof(manifest, tmp_path / "p", held={**held, "states": {"k": ["w"], "l": ["w"]}})
+    proven, _ = read_proof(str(path), own)
+    assert proven.state == {"optimizer": {OTHER: {"w": {"k": True, "l": True}}}}
+    assert (proven.format, proven.source) == ("proof", {"format": "of an older proof"})
+    del held["states"]
+    proven, _ = read_proof(str(proof(manifest, tmp_path / "p", held=held)), own)
+    assert proven.state == {"optimizer": {OTHER: {"w": {"k": True}}}}
+
+
+def test_what_is_no_proof_is_refused(
+    manifest: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = proof(manifest, tmp_path / "p", equal=False)
+    with pytest.raises(CorruptCheckpoint, match="proves a difference"):
+        read_proof(str(path), manifest)
+    path.write_text("{}")
+    with pytest.raises(CorruptCheckpoint, match="is not a proof"):
+        read_proof(str(path), manifest)
+    size = proof(manifest, path).stat().st_size
+    monkeypatch.setattr(saved, "MAX_PROOF", size)
+    read_proof(str(path), manifest)
+    monkeypatch.setattr(saved, "MAX_PROOF", size - 1)
+    with pytest.raises(UnsupportedCheckpoint, match="larger than any proof"):
+        read_proof(str(path), manifest)
+
+
+def test_a_proof_is_known_by_its_beginning(manifest: Manifest, tmp_path: Path) -> None:
+    path = proof(manifest, tmp_path / "p")
+    assert is_proof(str(path))
+    path.write_text(f"\n  {path.read_text()}")
+    assert is_proof(str(path))
+    for text in ('{"model": 1}', ' "command": "verify"', ""):
+        path.write_text(text)
+        assert not is_proof(str(path))
+    assert not is_proof(str(tmp_path))
+
+
+def test_what_further_ranks_have_is_not_in_a_proof(manifest: Manifest) -> None:
+    """But copies of tensors are compared with the first rank's own."""
+    copies = (entry("w/param"), entry("b/param"), entry("r/state"), entry("b/param"))
+    assert _of_first_rank(replace(manifest, replicas=copies)) == [
+        "b/param, r/state of further ranks: a proof has those of the first rank"
+    ]
+    assert _of_first_rank(replace(manifest, replicas=copies[:1])) == []
+
+
+# -- commands
+
+
+def weights(path: Path, dtype: torch.dtype = torch.float32, **more: torch.Tensor) -> Path:
+    torch.manual_seed(0)
+    model = {"w": torch.randn(3, 4), "v": torch.randn(2)}
+    torch.save({name: own.to(dtype) for name, own in {**model, **more}.items()}, path)
+    return path
+
+
+def compared(path: Path, with_: Path, tensors: str | None = None) -> Any:
+    """The report on a checkpoint against the proof of another one."""
+    proof = path.with_name("proof.json")
+    proof.write_text(json.dumps(zckpt.verify(with_)))
+    return zckpt.verify(path, proof, tensors=tensors)
+
+
+def test_weights_that_were_rounded_need_the_weights_themselves(tmp_path: Path) -> None:
+    wide, narrow = weights(tmp_path / "a.pt"), weights(tmp_path / "b.pt", torch.bfloat16)
+    with pytest.raises(MissingData, match=r"proof\.json has w, v in a narrower type than .*a\.pt"):
+        compared(wide, narrow)
+    with pytest.raises(MissingData, match=r"b\.pt has w, v in a narrower type than .*proof"):
+        compared(narrow, wide)
+
+
+def test_only_the_chosen_tensors_are_compared(tmp_path: Path) -> None:
+    own = weights(tmp_path / "a.pt")
+    other = weights(tmp_path / "b.pt", v=torch.zeros(2), x=torch.ones(1))
+    report = compared(own, other)
+    assert not report["equal"]
+    assert [line["tensor"] for line in report["differences"]] == ["v/param"]
+    report = compared(own, other, tensors="w/*")
+    assert (report["equal"], report["differences"]) == (True, [])
+    report = compared(own, other, tensors="v/*")
+    assert (report["equal"], len(report["differences"])) == (False, 1)
+
+
+def test_a_proof_of_other_weights_proves_nothing(tmp_path: Path) -> None:
+    own, other = weights(tmp_path / "a.pt"), tmp_path / "b.pt"
+    torch.save({"other": torch.ones(3)}, other)
+    with pytest.raises(MissingData, match="share no weights"):
+        compared(own, other)
