@@ -31,7 +31,7 @@ from .weights import agreement
 BEGINNINGS, ALL = "beginnings", "all"
 FEW = 1 << 7  # elements of a fragment that are compared
 READING = Copying(memory=64 << 20)
-MIXED = (
+USUAL_HINT = (
     "files of two saves or of two ranks are mixed, or one is damaged: copy all files of one save "
     "again. If the program saved other weights than it trained, such as those of an EMA, add "
     "--accept-weights"

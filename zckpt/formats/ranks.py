@@ -8,8 +8,6 @@ from ..core.facts import MAX_DP
 from ..core.missing_ranks import missing_ranks
 from ..errors import CorruptCheckpoint, InconsistentCheckpoint
 
-MIXED = "files of different saves seem to be mixed; take those of one save"
-
 
 def require_all(paths: Mapping[int, str], world: int, where: str, reason: str, hint: str) -> None:
     """Raises unless there is a file of each of `world` ranks; `paths` are by rank.
@@ -20,8 +18,7 @@ def require_all(paths: Mapping[int, str], world: int, where: str, reason: str, h
     some, last = paths[min(paths)], max(paths)
     if last >= world:
         raise InconsistentCheckpoint(
-            f"{paths[last]} is of rank {last}, but {some} says that there are {world} ranks",
-            hint=MIXED,
+            f"{paths[last]} is of rank {last}, but {some} says that there are {world} ranks"
         )
     if world > MAX_DP:
         raise CorruptCheckpoint(f"{some} states {world} ranks, and zckpt reads up to {MAX_DP}")

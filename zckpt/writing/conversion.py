@@ -174,7 +174,7 @@ def _check(manifest: Manifest, replicas: str | None, accept_weights: bool) -> li
     format = formats.named(manifest.format)
     functions, warnings = format.functions, []
     if format.compares is not None and not manifest.weights_differ:
-        hint = functions.way_out(manifest) if functions.way_out else masters.MIXED
+        hint = functions.way_out(manifest) if functions.way_out else masters.USUAL_HINT
         warnings += masters.check(manifest, format.compares, hint, accept_weights)
     if functions.check:
         warnings += functions.check(manifest, replicas)

@@ -22,7 +22,7 @@ from ...errors import IncompleteCheckpoint, InconsistentCheckpoint, UnsupportedC
 from ...files.torchfile import Tensor, TorchFile, class_of
 from ...naming import peft
 from ...training import steps
-from ..ranks import MIXED, require_all
+from ..ranks import require_all
 from ..statedict.finding import MEMBERS
 from ..statedict.tree import (
     Leaf,
@@ -238,8 +238,7 @@ class MergedRanks(Struct, eq=False):
         for rank, value in by_rank.items():
             if not is_distributed(value):
                 raise InconsistentCheckpoint(
-                    f"{self.files[rank].path} has {name} whole, other ranks a part",
-                    hint=MIXED,
+                    f"{self.files[rank].path} has {name} whole, other ranks a part"
                 )
         tensors = {
             rank: read_distributed(value, rank, self.files[rank], self.meshes)
@@ -251,8 +250,7 @@ class MergedRanks(Struct, eq=False):
                 raise InconsistentCheckpoint(
                     f"{name} is {other.dtype} {list(other.shape)} over {other.world} "
                     f"ranks in {self.files[rank].path}, {first.dtype} {list(first.shape)} over "
-                    f"{first.world} in {self.files[min(tensors)].path}",
-                    hint=MIXED,
+                    f"{first.world} in {self.files[min(tensors)].path}"
                 )
         parts: dict[tuple[tuple[int, ...], tuple[int, ...]], LocalPart] = {}
         for tensor in tensors.values():
@@ -262,8 +260,7 @@ class MergedRanks(Struct, eq=False):
                 if known is not part and len(set(both)) > 1:
                     raise InconsistentCheckpoint(
                         f"{name}: {known.file.path} and {part.file.path} hold different "
-                        "values of the same elements",
-                        hint=MIXED,
+                        "values of the same elements"
                     )
         return _leaf(name, first, list(parts.values()))
 
