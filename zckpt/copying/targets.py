@@ -206,7 +206,7 @@ def free_for(target: str, resume: bool) -> int:
     return free_space(target) + begun
 
 
-def need_space(target: str, size: int, resume: bool = False) -> None:
+def need_space(target: str, size: int, resume: bool) -> None:
     """Raises NotEnoughSpace if `size` bytes are not free for a run."""
     free = free_for(target, resume)
     if size > free:

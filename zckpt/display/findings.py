@@ -320,13 +320,16 @@ def _short(value: object) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
-def _magnitudes(histogram: dict[str, Any] | None, width: int = 16) -> str | None:
+WIDTH = 16  # characters of a sparkline
+
+
+def _magnitudes(histogram: dict[str, Any] | None) -> str | None:
     """A sparkline of how many numbers have which magnitude, between its powers of two."""
     if histogram is None:
         return None
     counts = histogram["counts"]
     first, last = histogram["first"], histogram["first"] + len(counts)
-    each = -(-len(counts) // width)
+    each = -(-len(counts) // WIDTH)
     sums = [sum(counts[place : place + each]) for place in range(0, len(counts), each)]
     most = max(sums)
     sparks = (SPARKS[-(-count * len(SPARKS) // most) - 1] if count else " " for count in sums)

@@ -10,8 +10,8 @@ from ..errors import TargetExists
 from .runs import Run, TensorRecord
 
 
-def summarise(directory: str, named: Sequence[tuple[str, Run]]) -> list[str]:
-    """Writes one text for each step and run, in the order of the first run; returns their paths.
+def summarise(directory: str, named: Sequence[tuple[str, Run]]) -> None:
+    """Writes one text for each step and run, in the order of the first run.
 
     Raises TargetExists if the directory exists.
     """
@@ -21,7 +21,6 @@ def summarise(directory: str, named: Sequence[tuple[str, Run]]) -> list[str]:
     for _, run in named:
         for rank, records in run.ranks.items():
             order |= dict.fromkeys((rank, record.place) for record in records)
-    written = []
     for name, run in named:
         records_by_place = {
             (rank, record.place): record
@@ -36,8 +35,6 @@ def summarise(directory: str, named: Sequence[tuple[str, Run]]) -> list[str]:
                 for rank, place in order:
                     if place[0] == step:
                         file.write(_text(rank, place, records_by_place.get((rank, place))))
-            written.append(path)
-    return written
 
 
 def _text(rank: int, place: tuple[int, str, str, str], record: TensorRecord | None) -> str:

@@ -80,7 +80,3 @@ def denormal(lines: Iterable[tuple[str, Report]]) -> Iterator[Report]:
                 "tensor": name,
                 "message": f"{name} has {count:,} denormal numbers",
             }
-
-
-def is_fault(faults: Iterable[Report]) -> bool:
-    return any(line["fault"] for line in faults)

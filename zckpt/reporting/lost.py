@@ -120,7 +120,7 @@ def what_is_there(path: str, source: Mapping[str, Any]) -> Iterator[Found]:
         yield found
 
 
-def _fault(found: Found, error: Exception, kind: str, file: str | None = None) -> Report:
+def _fault(found: Found, error: Exception, kind: str, file: str | None) -> Report:
     message = found.real(sentence(error))
     if file is not None and kind == "missing":
         message = f"{os.path.basename(file)} is missing: {message}"
