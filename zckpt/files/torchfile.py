@@ -41,6 +41,7 @@ MAX_AXES = 64  # torch's own limit
 # with stride 0 has any size, and whoever reads it never ends.
 SPARE_BYTES, COPIES = 64 << 20, 8  # of all tensors: a fixed number, and times the file's size
 SPARE_RUNS, BYTES_PER_RUN = 250_000, 8  # runs of elements that do not follow each other
+ZIP, PROTOCOLS = b"PK\3\4", (b"\2", b"\3", b"\4", b"\5")  # how files and pickles begin
 SMALL = 1 << 20  # bytes; a record up to this size is checked when a tensor in it is read
 _refused: dict[tuple[str, tuple[int, int, int]], ZckptError] = {}
 """The error of the last pickle that could not be read, by its file."""
@@ -173,9 +174,9 @@ class TorchFile:
         if within is None:
             within = Extent(self.path, 0, self.size)
         head = sources.pread(file, 4, within.offset)
-        if head == b"PK\3\4":
+        if head == ZIP:
             return self._read_zip(file, within, parsed)
-        if head[:1] == b"\x80" and head[1:2] in _PROTOCOLS and not within.offset:
+        if _is_legacy(head) and not within.offset:
             return self._read_legacy(file)
         if not self.size:
             raise CorruptCheckpoint(
@@ -413,7 +414,12 @@ def is_torch(path: str) -> bool:
         return False
     with sources.opened(path) as file:
         head = file.read(4)
-    return head == b"PK\3\4" or (head[:1] == b"\x80" and head[1:2] in (b"\2", b"\3", b"\4"))
+    return head == ZIP or _is_legacy(head)
+
+
+def _is_legacy(head: bytes) -> bool:
+    """Whether bytes are the beginning of a file of torch before 1.6: of a pickle."""
+    return head[:1] == b"\x80" and head[1:2] in PROTOCOLS
 
 
 def peek(path: str) -> Any:
@@ -582,7 +588,6 @@ _TENSORS: dict[str, Build] = {
     REBUILD: _from_type,
 }
 _FUNCTIONS = {**BUILTINS, **_TENSORS}
-_PROTOCOLS = (b"\2", b"\3", b"\4", b"\5")
 
 
 def _member(file: int, member: ZipMember, path: str) -> bytes:
