@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import os
 import re
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from math import prod
@@ -32,6 +31,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ..core import sources
+from ..core.checksum import crc32
 from ..core.grouping import by_key
 from ..core.inert import Foreign, Global
 from ..core.missing_ranks import missing_ranks, path_inside
@@ -166,13 +166,13 @@ def names_any(folder: str, texts: Sequence[bytes]) -> bool:
 
 def sealed(text: bytes) -> bytes:
     """A pickle with its CRC-32 behind it."""
-    return text + b"\nzckpt-crc32 %08x\n" % zlib.crc32(text)
+    return text + b"\nzckpt-crc32 %08x\n" % crc32(text)
 
 
 def check_seal(text: bytes) -> None:
     """Raises CorruptCheckpoint if the bytes before the CRC-32 are others; torch writes none."""
     match = SEAL.search(text, max(0, len(text) - 32))
-    if match and zlib.crc32(text[: match.start()]) != int(match[1], 16):
+    if match and crc32(text[: match.start()]) != int(match[1], 16):
         raise CorruptCheckpoint("its bytes do not have the CRC-32 behind them")
 
 

@@ -11,14 +11,14 @@ Equal pickles are parsed once: the ranks of a ZeRO run often write the same byte
 from __future__ import annotations
 
 import os
-import zlib
-from _thread import allocate_lock  # of `threading`, which takes longer to import
 from math import prod
+from threading import Lock
 from typing import Any
 
 from msgspec import Struct
 
 from ..core import sources
+from ..core.checksum import crc32
 from ..core.dtypes import NUMBERS, SIZES, STORAGES, TORCH_NAMES, decode
 from ..core.fileio import crc_of
 from ..core.fragments import Box, Extent, Fragments, Record, boxes, solid
@@ -70,7 +70,7 @@ class Parsed(dict[tuple[int, int, int], _Loaded]):
     def __init__(self) -> None:
         super().__init__()
         self.files: dict[str, TorchFile] = {}
-        self.lock = allocate_lock()  # what one thread parses, the others wait for
+        self.lock = Lock()  # what one thread parses, the others wait for
 
 
 _peeked: dict[tuple[int, int, int], _Loaded] = {}
@@ -227,7 +227,7 @@ class TorchFile:
             crc, whole = None, extent
         with sources.opened(self.path) as file:
             data = sources.pread(file.fileno(), whole.length, whole.offset)
-        if len(data) != whole.length or (crc is not None and zlib.crc32(data) != crc):
+        if len(data) != whole.length or (crc is not None and crc32(data) != crc):
             raise CorruptCheckpoint(
                 f"{self.path} is damaged: storage {tensor.storage.key!r} does not have the CRC-32 "
                 "that the file states"
@@ -340,7 +340,7 @@ class TorchFile:
     def _parsed(self, text: bytes, crc: int | None, parsed: Parsed) -> _Loaded:
         """The pickle of a zip, which may have been parsed for another file."""
         # CRC-32 alone: of 10,000 checkpoints of 1,000 ranks one has two equal values by chance
-        key = (len(text), zlib.crc32(text) if crc is None else crc, hash(text))
+        key = (len(text), crc32(text) if crc is None else crc, hash(text))
         with parsed.lock:
             if key not in parsed:
                 peeked = _peeked.pop(key) if key in _peeked else None
@@ -593,7 +593,7 @@ _FUNCTIONS = {**BUILTINS, **_TENSORS}
 def _member(file: int, member: ZipMember, path: str) -> bytes:
     """All bytes of a small member; raises CorruptCheckpoint if its CRC-32 differs."""
     data = sources.pread(file, member.length, member.offset)
-    if len(data) != member.length or (member.crc is not None and zlib.crc32(data) != member.crc):
+    if len(data) != member.length or (member.crc is not None and crc32(data) != member.crc):
         raise CorruptCheckpoint(
             f"{path}: {member.name} is damaged (its CRC-32 differs)",
             hint="take another copy of this file",

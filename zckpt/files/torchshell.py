@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import os
 import struct
-import zlib
 from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
 from msgspec import Struct, field
 
-from ..core.checksum import crc_of_zeros
+from ..core.checksum import crc32, crc_of_zeros
 from ..core.dtypes import SIZES, STORAGES, TORCH_NAMES, encode
 from ..core.fileio import write_all
 from ..core.folder import Folder
@@ -156,7 +155,7 @@ def _zip(folder: int, members: Sequence[Member]) -> _Zip:
     directory = [bytearray()]
     header = stop = 0
     for member, length, data in members:
-        crc = zlib.crc32(data) if data is not None else 0
+        crc = crc32(data) if data is not None else 0
         inside = f"/{member}".encode()
         wide = struct.pack("<HHQQ", 1, 16, length, length) if length >= 0xFFFFFFFF else b""
         size, name = min(length, 0xFFFFFFFF), folder + len(inside)

@@ -19,9 +19,9 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from zlib import crc32
 
 from ..api import is_url
+from ..core.checksum import crc32
 from ..core.folder import JOURNAL, Folder
 from ..core.siblings import BESIDE
 from ..errors import TargetExists, UnsupportedCheckpoint
