@@ -21,7 +21,7 @@ from ..core import sources
 from ..core.checksum import crc32
 from ..core.dtypes import NUMBERS, SIZES, STORAGES, TORCH_NAMES, decode
 from ..core.fileio import crc_of
-from ..core.fragments import Box, Extent, Fragments, Record, boxes, solid
+from ..core.fragments import Box, Extent, Fragments, Record, boxes, row_major, solid
 from ..core.inert import Foreign, Global, Scalar, TensorName, inside, map_values, to_json
 from ..core.manifest import Entry
 from ..errors import CorruptCheckpoint, NotACheckpoint, UnsupportedCheckpoint, ZckptError, brief
@@ -165,8 +165,7 @@ class TorchFile:
         file = cls.__new__(cls)
         file.path, file.saved_as, file.size = extent.file, None, extent.length
         file.records = {"0": Record(extent, None)}
-        strides = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
-        file.value = Tensor(Storage("0", dtype, extent.length), dtype, 0, shape, strides)
+        file.value = Tensor(Storage("0", dtype, extent.length), dtype, 0, shape, row_major(shape))
         return file
 
     def _loaded(self, file: int, within: Extent | None, parsed: Parsed) -> _Loaded:

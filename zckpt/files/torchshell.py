@@ -22,7 +22,7 @@ from ..core.checksum import crc32, crc_of_zeros
 from ..core.dtypes import SIZES, STORAGES, TORCH_NAMES, encode
 from ..core.fileio import write_all
 from ..core.folder import Folder
-from ..core.fragments import Extent
+from ..core.fragments import Extent, row_major
 from ..core.inert import Foreign, Global, Scalar, TensorName, map_values
 from ..core.layout import Shell
 from ..core.manifest import Entry, Manifest
@@ -46,8 +46,8 @@ class Storages(Struct, eq=False):
         key = str(len(self.lengths))
         numel = prod(shape)
         self.lengths[key] = numel * SIZES[dtype]
-        strides = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
-        return Tensor(Storage(key, dtype, self.lengths[key]), dtype, 0, tuple(shape), strides)
+        storage = Storage(key, dtype, self.lengths[key])
+        return Tensor(storage, dtype, 0, tuple(shape), row_major(shape))
 
     def scalar(self, value: Scalar) -> Tensor:
         """A tensor of one element, whose value is known."""

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from ...core import sources
 from ...core.dtypes import SIZES, decode
-from ...core.fragments import Box, Extent, Fragments, Record, Runs, boxes, tile
+from ...core.fragments import Box, Extent, Fragments, Record, Runs, boxes, row_major, tile
 from ...core.inert import Scalar, map_values
 from ...core.manifest import Entry, Sibling
 from ...errors import (
@@ -259,9 +259,7 @@ class TensorPiece(Struct, frozen=True):
 
 def solid_piece(stored: SavedTensor, offsets: tuple[int, ...]) -> TensorPiece:
     """A piece in a safetensors file, where tensors are row-major."""
-    shape = stored.shape
-    strides = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
-    return TensorPiece(offsets, shape, strides, 0, stored.extent)
+    return TensorPiece(offsets, stored.shape, row_major(stored.shape), 0, stored.extent)
 
 
 def piece_of(file: TorchFile, tensor: Tensor, offsets: tuple[int, ...]) -> TensorPiece:
