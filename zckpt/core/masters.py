@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from ..errors import InconsistentCheckpoint, counted, listed
 from .compare import Result, compare
 from .dtypes import SIZES
-from .fragments import Box, Boxes, Extent, Fragment, Fragments, Runs
+from .fragments import Extent, Fragment, Fragments, Runs, boxes_of
 from .grouping import by_key
 from .manifest import Entry, Manifest
 from .plan import Match
@@ -138,11 +138,11 @@ def beginning(match: Match) -> Match:
 
 def _heads(fragments: Fragments) -> Iterator[tuple[int, int]]:
     """The first FEW elements of each fragment, or of each box, as ranges of the tensor's."""
-    if not isinstance(fragments, (Box, Boxes)):
+    parts = boxes_of(fragments)
+    if not parts:
         for fragment in fragments:
             yield fragment.start, min(fragment.stop, fragment.start + FEW)
-        return
-    for box in fragments.parts if isinstance(fragments, Boxes) else (fragments,):
+    for box in parts:
         left = FEW
         for run in box.runs(box.start, box.stop, box.size):
             if not left:

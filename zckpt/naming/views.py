@@ -22,7 +22,7 @@ from typing import TypeVar
 from msgspec import Struct
 
 from ..core.fragments import ZEROS, Box, Extent, Fragments, boxes, corners_of_range, row_major
-from ..core.slicing import boxes_of
+from ..core.slicing import boxes_in
 
 T = TypeVar("T")
 
@@ -53,7 +53,7 @@ class View(Struct, frozen=True):
 def view_of(fragments: Fragments, shape: Sequence[int], size: int) -> View:
     """The view of a whole tensor; its axes have one length each."""
     axes = tuple((length,) for length in shape)
-    return View(axes, tuple(boxes_of(fragments, shape, size)), size)
+    return View(axes, tuple(boxes_in(fragments, shape, size)), size)
 
 
 def zeros(shape: Sequence[int], size: int) -> View:
