@@ -26,6 +26,7 @@ from msgspec import Struct, field
 
 from ..errors import CorruptCheckpoint, SourceChanged, ZckptError
 from . import elsewhere
+from .elsewhere import Fingerprint
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -36,19 +37,6 @@ NOTHING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 
 
 # -- which file it is, and whether it stays the same
-
-
-class Fingerprint(Struct, frozen=True):
-    """What shows that a file is still the same: `size` in bytes, `mtime` in nanoseconds."""
-
-    device: int
-    inode: int
-    size: int
-    mtime: int
-
-    @classmethod
-    def of(cls, status: os.stat_result) -> Fingerprint:
-        return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 Fingerprints = Mapping[str, Fingerprint]

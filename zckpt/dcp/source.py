@@ -19,9 +19,9 @@ from msgspec.structs import replace
 from .. import formats
 from ..core import agreement, sources
 from ..core.dtypes import TORCH_NAMES
+from ..core.elsewhere import Fingerprint
 from ..core.inert import Scalar, TensorName
 from ..core.manifest import Entry, Manifest
-from ..core.sources import Fingerprint
 from ..errors import ZckptError
 from ..files.dcpfile import METADATA
 from ..formats.dcp.files import has_items, locate
