@@ -13,7 +13,7 @@ from ..core.description import advice
 from ..core.difference import Difference
 from ..core.manifest import Entry, Manifest
 from ..core.plan import Match
-from ..core.statistics import BIAS, json_number, magnitudes
+from ..core.statistics import json_number, magnitudes
 from ..core.version import __version__
 from ..errors import listed
 from . import damage
@@ -133,7 +133,7 @@ def changes(measured: Difference, elements: int) -> Report:
     return {
         "rms": json_number(rms),
         "relative": json_number(relative),
-        "histogram": magnitudes({power + BIAS: n for power, n in measured.changes.items()}),
+        "histogram": magnitudes(measured.changes),
     }
 
 
