@@ -24,7 +24,6 @@ from .terminal import answer as answer
 from .terminal import can_save as can_save
 from .terminal import document as document
 from .terminal import progress as progress
-from .terminal import safe as safe
 from .terminal import save as save
 from .terminal import save_text as save_text
 from .terminal import table as table

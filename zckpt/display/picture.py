@@ -8,7 +8,7 @@ from html import escape
 from typing import Any
 
 from ..core.layers import Places
-from .terminal import safe
+from ..errors import safe, short
 
 SHADES = " .:-=+*#%@"  # one character per power of ten
 FAINTEST, STRONGEST = -9, -1  # powers of ten
@@ -130,7 +130,7 @@ def curves(metrics: dict[str, Any]) -> Iterator[str]:
         sides, low, high = _scaled(metrics[name])
         for side, values in sides.items():
             label = name if side == "a" else ""
-            ends = f"{_short(values[0])} to {_short(values[-1])}"
+            ends = f"{short(values[0])} to {short(values[-1])}"
             yield f"{label.ljust(width)}  {side} {_sparks(values, low, high)} {ends}"
 
 
@@ -205,7 +205,7 @@ def _plots(metrics: dict[str, Any], top: int, left: int) -> Iterator[str]:
     for place, (name, curve) in enumerate(metrics.items()):
         sides, low, high = _scaled(curve)
         y = top + (PLOT + GAP) * place
-        text = f"{_shown(name)}: {_short(low)} to {_short(high)}"
+        text = f"{_shown(name)}: {short(low)} to {short(high)}"
         yield f'<text x="4" y="{y + PLOT // 2}">{text}</text>'
         for side, values in sides.items():
             points = " ".join(
@@ -218,8 +218,4 @@ def _plots(metrics: dict[str, Any], top: int, left: int) -> Iterator[str]:
 
 def _shown(name: str) -> str:
     """The name in a form that XML can represent: XML allows no control characters."""
-    return escape("".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in name))
-
-
-def _short(value: Any) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+    return escape(safe(name))

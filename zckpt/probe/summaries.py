@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from ..errors import TargetExists
+from ..errors import TargetExists, short
 from .runs import Run, TensorRecord
 
 
@@ -44,17 +44,11 @@ def _text(rank: int, place: tuple[int, str, str, str], record: TensorRecord | No
         return f"{head}  not recorded\n\n"
     lines = [f"  {record.dtype} {list(record.shape)}"]
     for keys in (("min", "max", "mean", "std", "norm"), ("nan", "inf", "negative", "zero")):
-        values = [f"{key} {_short(record.numbers[key])}" for key in keys if key in record.numbers]
+        values = [f"{key} {short(record.numbers[key])}" for key in keys if key in record.numbers]
         lines += [f"  {'  '.join(values)}"] if values else []
     if "crc32" in record.numbers:
         lines.append(f"  crc32 {record.numbers['crc32']}")
     samples = record.numbers.get("samples", ())
     for start in range(0, len(samples), 8):
-        lines.append(
-            "  " + " ".join(f"{_short(value):>13}" for value in samples[start : start + 8])
-        )
+        lines.append("  " + " ".join(f"{short(value):>13}" for value in samples[start : start + 8]))
     return "\n".join([head.rstrip("\n"), *lines, "", ""])
-
-
-def _short(value: Any) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
