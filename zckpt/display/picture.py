@@ -61,21 +61,25 @@ def layers(places: Places, cells: Mapping[str, float], columns: int) -> Iterator
     names = [_cut(safe(places.columns[kind]), max(16, columns - count - 3)) for kind in rows]
     width = max(map(len, names))
     for name, row in list(zip(names, rows.values(), strict=True))[:ROWS]:
-        marks = "".join(_mark(row.get(place), low, high) for place in range(count)).rstrip()
-        yield f"{name.ljust(width)}  {marks}"
+        blocks = "".join(_block(row.get(place), low, high) for place in range(count)).rstrip()
+        yield f"{name.ljust(width)}  {blocks}"
     if len(names) > ROWS:
         yield f"and {len(names) - ROWS:,} more kinds"
     first, last = (_cut(safe(places.rows[place]), 24) for place in (0, -1))
     yield f"{''.ljust(width)}  {first} to {last}; {SPARKS[0]} 2^{low} to {SPARKS[-1]} 2^{high}"
 
 
-def _mark(cell: Cell, low: int, high: int) -> str:
+def _block(cell: Cell, low: int, high: int) -> str:
     if cell is None:
         return " "
     if not cell or not math.isfinite(cell):
         return "!" if cell else "0"
-    place = int((math.log2(cell) - low) / (high - low) * len(SPARKS))
-    return SPARKS[min(max(place, 0), len(SPARKS) - 1)]
+    return _spark((math.log2(cell) - low) / (high - low))
+
+
+def _spark(height: float) -> str:
+    """The block for a height from 0 to 1."""
+    return SPARKS[min(max(int(height * len(SPARKS)), 0), len(SPARKS) - 1)]
 
 
 def _cut(name: str, most: int) -> str:
@@ -151,7 +155,7 @@ def _sparks(values: Sequence[float], low: float, high: float) -> str:
             drawn.append("!")
             continue
         height = (math.fsum(some) / len(some) - low) / (high - low) if high > low else 0.0
-        drawn.append(SPARKS[min(int(height * len(SPARKS)), len(SPARKS) - 1)])
+        drawn.append(_spark(height))
     return "".join(drawn)
 
 

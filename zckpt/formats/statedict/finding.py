@@ -24,7 +24,7 @@ from msgspec.structs import replace
 from ...core.dtypes import FLOATS
 from ...core.inert import PLAIN, map_values, to_json, types_in
 from ...errors import MissingData
-from ...training.program_states import MARK, TRAINED, WHOLE
+from ...training.program_states import LIGHTNING, TRAINED, WHOLE
 from .tree import Leaf, Path, SavedTree, dotted
 from .twins import is_float
 
@@ -184,7 +184,7 @@ def choose_models(
         )
     if saved.models:
         return [(key,) for key in saved.models]
-    if MARK in saved.tree and WHOLE.model in models:
+    if LIGHTNING in saved.tree and WHOLE.model in models:
         chosen = (asked,) if asked == TRAINED else WHOLE.model
         return [chosen if chosen in models else WHOLE.model]
     fitting: dict[Path, dict[Any, Any]] = dict(models)

@@ -96,7 +96,7 @@ def manifest(saved: SavedTree, reading: Reading = USUAL) -> Manifest:
 def _settle_averages(saved: SavedTree, model: Path) -> None:
     """Where Lightning saves averages of the weights too: drops them if the others are asked for."""
     own, trained = program_states.WHOLE.model, program_states.TRAINED
-    if not {program_states.MARK, trained} <= saved.tree.keys():
+    if not {program_states.LIGHTNING, trained} <= saved.tree.keys():
         return
     averages = [str(own[0]), program_states.AVERAGING]
     if model == own:
@@ -142,7 +142,7 @@ def _several(saved: SavedTree, roots: Roots, reading: Reading) -> list[Root]:
     saved.likely = [] if reading.weights_only else roots.likely(chosen)
     every = [path for root in roots.roots for path in root.optimizers]
     lost = [dotted(path) for path in every if path not in chosen.optimizers]
-    if program_states.MARK in saved.tree and chosen.optimizers and lost:
+    if program_states.LIGHTNING in saved.tree and chosen.optimizers and lost:
         saved.warnings.append(
             f"{program_states.NAME} loads the state of each optimizer by its place: a module that "
             f"has {listed(lost)}, too, does not resume from what is written"
