@@ -71,9 +71,7 @@ def parse(path: str | os.PathLike[str] | At) -> Url:
         )
     if root == "huggingface.co":
         repository = "/".join(key.split("/")[:2])
-        raise WrongOption(
-            f"{text} is a page", hint=f"give the repository: hf{SLASHES}{repository}"
-        )
+        raise WrongOption(f"{text} is a page", hint=f"give the repository: hf{SLASHES}{repository}")
     if "@" in root and scheme != "hf":
         raise WrongOption(
             f"{scheme}{SLASHES}{root.rpartition('@')[2]} was given with credentials in front of @",
@@ -89,9 +87,7 @@ def _repository(rest: str) -> tuple[str, str]:
     parts = rest.split("/")
     count = 3 if parts[0] in ("datasets", "spaces") else 2
     if len(parts) < count or not all(parts[:count]):
-        raise WrongOption(
-            f"hf{SLASHES}{rest} names no repository", hint="give hf://ORG/NAME/PATH"
-        )
+        raise WrongOption(f"hf{SLASHES}{rest} names no repository", hint="give hf://ORG/NAME/PATH")
     return "/".join(parts[:count]), "/".join(parts[count:])
 
 
