@@ -55,7 +55,7 @@ def check(manifest: Manifest, elements: str, hint: str, accepted: bool = False) 
     wrong = unlike(manifest, elements)
     if not wrong:
         return []
-    places = [places_of(result) for _, result in wrong]
+    places = [first_difference(result) for _, result in wrong]
     refuse_damage(manifest, places[0])
     names = list(dict.fromkeys(own.titled(result.match.a.parameter) for own, result in wrong))
     verb = "is not its rounded master" if len(names) == 1 else "are not the rounded masters"
@@ -167,7 +167,7 @@ def _part(entry: Entry, ranges: Iterable[tuple[int, int]]) -> Entry:
 # -- where a difference is
 
 
-def places_of(result: Result) -> list[Extent]:
+def first_difference(result: Result) -> list[Extent]:
     """The bytes around the first element that differs, of both entries."""
     first = (result.difference and result.difference.first) or 0
     entries = (entry for entry in (result.match.a, result.match.b) if entry is not None)

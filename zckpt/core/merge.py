@@ -42,7 +42,7 @@ def merge(
     `beside` has tensors of no single rank, such as those in files of layers: they come first.
     Raises InconsistentCheckpoint if ranks contradict each other, or are of different saves.
     """
-    whole = together(ranks)
+    whole = united(ranks)
     ranks, groups = numbered_alike(ranks)
     steps = agreed_steps(ranks, policy)
     ranks = [with_steps(rank, steps) for rank in ranks]
@@ -245,7 +245,7 @@ def with_steps(manifest: Manifest, steps: Mapping[str, Step]) -> Manifest:
 # -- what is not of parameters
 
 
-def together(ranks: Sequence[Manifest]) -> Manifest:
+def united(ranks: Sequence[Manifest]) -> Manifest:
     """The first rank, with what all of them have together, whatever the axis.
 
     Its tensors and parameters are its own still. Its state lacks numbers that ranks have of their

@@ -162,7 +162,7 @@ def share(tasks: Iterator[Task], jobs: int, worker: Worker[Task]) -> None:
         raise errors[0]
 
 
-def together(tasks: Sequence[Task], carry_out: Callable[[Task], None]) -> None:
+def carry_out_all(tasks: Sequence[Task], carry_out: Callable[[Task], None]) -> None:
     """Carries out tasks that wait for the disk, many at once; the first error is raised.
 
     A sync waits for the journal of the filesystem, and syncs that wait together share that. 2,000

@@ -26,7 +26,7 @@ from ..core.fragments import Extent, row_major
 from ..core.inert import Foreign, Global, Scalar, TensorName, map_values
 from ..core.layout import Shell
 from ..core.manifest import Entry, Manifest
-from ..core.streaming import together
+from ..core.streaming import carry_out_all
 from .pickling import Persistent, dumps
 from .torchfile import Storage, Tensor
 from .zipdirectory import read_directory
@@ -225,7 +225,7 @@ def seal_records(root: Folder, manifest: Manifest, outcome: Any) -> None:
             crc = record.crc or crc_of_zeros(extent.length)
         by_file.setdefault(extent.file, {})[extent.offset] = crc
     # the headers were written past the page cache: each is read from the disk
-    together([*by_file.items()], lambda item: seal_whole(root, *item))
+    carry_out_all([*by_file.items()], lambda item: seal_whole(root, *item))
 
 
 def seal_whole(root: Folder, path: str, crcs: Mapping[int, int]) -> None:

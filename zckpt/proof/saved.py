@@ -144,7 +144,7 @@ def verify_proof(
         proven = of_root(proven, root, manifest)
     else:
         refuse_several(proven, manifest)
-    whole, (manifest, proven) = manifest, keys.alike(*selection.of(manifest, proven))
+    whole, (manifest, proven) = manifest, keys.matched(*selection.of(manifest, proven))
     pattern = selection.tensors
     mutual, only_a, only_b = match(manifest, proven)
     mutual += unread.pairs(manifest, proven)

@@ -16,7 +16,7 @@ from ..core.weights import WEIGHTS, is_optimizers
 from ..errors import listed
 
 Report = dict[str, Any]
-SIZES = ("zero_stage", "dp", "tp", "pp", "ep")
+GRID = ("zero_stage", "dp", "tp", "pp", "ep")
 FACTS = ("engine", "module")
 """Parts of the state that describe the files: the engine, and the order of the module's names."""
 OF_PROGRAM = ("lr_scheduler", "client_state", "module_extra")
@@ -356,7 +356,7 @@ def _wrapper(manifest: Manifest) -> tuple[str | None, str | None]:
 
 
 def _sizes(manifest: Manifest) -> list[Any]:
-    return [manifest.source.get(key) or None for key in SIZES]
+    return [manifest.source.get(key) or None for key in GRID]
 
 
 def _is_weights(manifest: Manifest) -> bool:

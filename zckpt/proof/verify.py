@@ -81,7 +81,7 @@ def verify_against(
     Raises MissingData if they share no weights, because then nothing would be proven.
     """
     whole, pattern = (a, b), selection.tensors
-    a, b = values.with_trained_alike(*keys.alike(*selection.of(a, b)))
+    a, b = values.with_trained_alike(*keys.matched(*selection.of(a, b)))
     matches, only_a, only_b = mutual_matches(a, b)
     matches = selected(matches, pattern)
     if pattern is None:
@@ -109,7 +109,7 @@ def diff(
 ) -> Report:
     """Every difference between two checkpoints, tensors in the order of the model."""
     whole, pattern = (a, b), selection.tensors
-    a, b = values.with_trained_alike(*keys.alike(*selection.of(a, b)))
+    a, b = values.with_trained_alike(*keys.matched(*selection.of(a, b)))
     matches, only_a, only_b = mutual_matches(a, b)
     matches = selected([match for match in matches if not match.copy], pattern)
     outcome = compare.compare(matches, a, b, copying, measure="first", begin=begin)

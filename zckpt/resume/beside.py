@@ -27,9 +27,9 @@ from ..core.siblings import BESIDE
 from ..errors import TargetExists, UnsupportedCheckpoint
 
 LOCK, PARTIAL = "lock", ".partial"
-SIZES = r"(?s).+-dp\d+(-(tp|pp|ep|zero)\d+)*(-\d+)?"
-COMPLETE = re.compile(SIZES, re.ASCII)
-BEGUN = re.compile(SIZES + r"(\.gone)?\.partial", re.ASCII)
+NAME = r"(?s).+-dp\d+(-(tp|pp|ep|zero)\d+)*(-\d+)?"
+COMPLETE = re.compile(NAME, re.ASCII)
+BEGUN = re.compile(NAME + r"(\.gone)?\.partial", re.ASCII)
 """What zckpt has written in the folder: only that is removed."""
 POLL, PATIENCE = 0.5, 5.0  # seconds: between two looks, and until a process says for what it waits
 VISIBLE = 120.0  # seconds until another node's directory is seen through a network filesystem

@@ -17,7 +17,7 @@ from ...core.compare import compare
 from ...core.facts import NamedWeightsEngine
 from ...core.fragments import Fragment, Runs, solid
 from ...core.manifest import Entry, Manifest, Parameter, Sighting
-from ...core.masters import places_of, refuse_damage
+from ...core.masters import first_difference, refuse_damage
 from ...core.plan import Match
 from ...core.resources import Copying
 from ...errors import (
@@ -61,7 +61,7 @@ def check(manifest: Manifest, replicas: str | None) -> list[str]:
     matches = list(_replicas_without_checksums(manifest))
     results = compare(matches, manifest, manifest, CHECKING, measure="first").results
     if wrong := next((result for result in results if result.differs), None):
-        places = places_of(wrong)
+        places = first_difference(wrong)
         refuse_damage(manifest, places)
         raise different_copies(wrong.match.a.name, *(place.file for place in places))
     return []
