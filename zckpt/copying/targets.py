@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shlex
+import shutil
 from collections.abc import Iterable
 from contextlib import suppress
 
@@ -196,8 +197,7 @@ def free_space(target: str) -> int:
     folder = os.path.dirname(os.path.abspath(target))
     while not os.path.isdir(folder):
         folder = os.path.dirname(folder)
-    status = os.statvfs(folder)
-    return status.f_bavail * status.f_frsize
+    return shutil.disk_usage(folder).free
 
 
 def free_for(target: str, resume: bool) -> int:

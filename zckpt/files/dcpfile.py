@@ -32,6 +32,7 @@ from msgspec.structs import replace
 
 from ..core import sources
 from ..core.checksum import crc32
+from ..core.dtypes import FROM_TORCH
 from ..core.grouping import by_key
 from ..core.inert import Foreign, Global
 from ..core.missing_ranks import missing_ranks, path_inside
@@ -43,7 +44,6 @@ from ..errors import (
     listed,
     safe,
 )
-from .torchfile import TORCH_DTYPES
 from .unpickle import Unpickler
 
 METADATA = ".metadata"
@@ -84,7 +84,7 @@ class TensorItem(Struct, frozen=True):
     @property
     def dtype(self) -> str:
         """The type's name in a manifest; raises UnsupportedCheckpoint."""
-        dtype = TORCH_DTYPES.get(f"torch.{self.torch_dtype}")
+        dtype = FROM_TORCH.get(self.torch_dtype)
         if dtype is None:
             raise UnsupportedCheckpoint(
                 f"zckpt does not read tensors of type torch.{self.torch_dtype}",

@@ -19,7 +19,7 @@ from msgspec import Struct
 
 from ..core import sources
 from ..core.checksum import crc32
-from ..core.dtypes import NUMBERS, SIZES, STORAGES, TORCH_NAMES, decode
+from ..core.dtypes import FROM_TORCH, NUMBERS, SIZES, STORAGES, decode
 from ..core.fileio import crc_of
 from ..core.fragments import Box, Extent, Fragments, Record, boxes, row_major, solid
 from ..core.inert import Foreign, Global, Scalar, TensorName, inside, map_values, to_json
@@ -28,7 +28,7 @@ from ..errors import CorruptCheckpoint, NotACheckpoint, UnsupportedCheckpoint, Z
 from .unpickle import BUILTINS, Build, Unpickler
 from .zipdirectory import ZipMember, read_directory
 
-TORCH_DTYPES = {f"torch.{torch_name}": name for name, torch_name in TORCH_NAMES.items()}
+TORCH_DTYPES = {f"torch.{torch_name}": name for torch_name, name in FROM_TORCH.items()}
 # Bytes of a file's pickle, which is parsed in memory: a tensor takes 100 to 300, so that the
 # weights and states of a million parameters fit in.
 MAX_PICKLE = 1 << 30

@@ -186,16 +186,9 @@ class File(Struct, eq=False, dict=True):
 
 def _runs(numbers: Iterable[int]) -> Iterator[tuple[int, int]]:
     """The first and the last of numbers that follow each other."""
-    run: tuple[int, int] | None = None
-    for number in numbers:
-        if run and number == run[1] + 1:
-            run = run[0], number
-            continue
-        if run:
-            yield run
-        run = number, number
-    if run:
-        yield run
+    for _, run in itertools.groupby(enumerate(numbers), lambda item: item[1] - item[0]):
+        own = [number for _, number in run]
+        yield own[0], own[-1]
 
 
 class Mirror(Struct, eq=False):
