@@ -201,7 +201,9 @@ def free_space(target: str) -> int:
 
 
 def free_for(target: str, resume: bool) -> int:
-    """The same for a run; if it continues, what an earlier one has allocated is free for it."""
+    """The bytes that a run can have for `target`: free ones, and with `resume` those of its files
+    that are there already.
+    """
     begun = allocated(f"{os.path.abspath(target)}.partial") if resume else 0
     return free_space(target) + begun
 

@@ -30,7 +30,7 @@ from .elsewhere import Fingerprint
 
 P = ParamSpec("P")
 T = TypeVar("T")
-LOOKS = 9  # in a folder from which something is removed at each
+LOOKS = 9  # so often a search begins anew, if each time something is removed meanwhile
 
 # nothing is there: a path without a file, through a file, through links in a circle, too long
 NOTHING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)

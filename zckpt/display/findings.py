@@ -1,4 +1,4 @@
-"""How the findings of `verify`, `diff`, `stats` and `probe-diff` are printed."""
+"""How the findings of verify, diff, stats, probe-diff, check and report are printed."""
 
 from __future__ import annotations
 
