@@ -6,10 +6,9 @@ import math
 import os
 from collections import Counter
 from collections.abc import Collection, Iterable
-from typing import Any
 
 from ..core.compare import ComparisonOutcome, Result
-from ..core.description import advice
+from ..core.description import Report, advice
 from ..core.difference import Difference
 from ..core.manifest import Entry, Manifest
 from ..core.plan import Match
@@ -17,8 +16,6 @@ from ..core.statistics import json_number, magnitudes
 from ..core.version import __version__
 from ..errors import listed
 from . import damage
-
-Report = dict[str, Any]
 
 
 def findings(outcome: ComparisonOutcome, a: Manifest, b: Manifest) -> Report:

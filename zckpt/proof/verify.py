@@ -8,10 +8,10 @@ formats must be equal, bit for bit, in everything that both of them have.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 from ..core import compare, keys
 from ..core.compare import Result
+from ..core.description import Report
 from ..core.manifest import Manifest
 from ..core.missing_states import lacking
 from ..core.plan import Match
@@ -26,7 +26,6 @@ from .pairs import missing, mutual_matches, only_rounded, own_matches, selected
 from .report import changes, difference, findings, versions
 from .states import states
 
-Report = dict[str, Any]
 FINDINGS = (
     *("differences", "problems", "steps", "step_place", "scalars", "groups", "lacking"),
     *("states", "unproven"),

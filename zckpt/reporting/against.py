@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from ..core.description import Report
 from ..core.layers import Places
 from ..core.manifest import Entry
 from ..core.statistics import magnitudes
@@ -17,7 +18,6 @@ from ..core.weights import WEIGHTS
 from ..errors import brief, counted
 from .numbers import finite
 
-Report = dict[str, Any]
 OTHERS = {
     "steps": "steps",
     "step_place": "place of the step",

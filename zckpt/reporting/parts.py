@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any
 
+from ..core.description import Report
 from ..core.difference import ULPS, Difference
 from ..core.layers import Places, places_of
 from ..core.manifest import Manifest
@@ -19,7 +20,6 @@ from ..errors import counted
 from . import against, faults, line, masters, numbers, owners, steps
 from .lost import Found, what_is_there
 
-Report = dict[str, Any]
 ITSELF = "what the same files state in other places"
 KINDS = {"lacks": "missing", "missing": "missing", "step differs": "step"}
 """What a problem's sentence says, and so which kind of fault it is."""
