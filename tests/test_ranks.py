@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from zckpt import formats
 from zckpt.core import duplicates, masters, plan, states
 from zckpt.core.checksum import crc_of_zeros
+from zckpt.core.description import Report
 from zckpt.core.facts import FlatBufferEngine
 from zckpt.core.fragments import Extent, Record, solid
 from zckpt.core.grid import Grid, Place
@@ -34,7 +35,6 @@ from zckpt.reading import _check_names
 from zckpt.training import objects, steps
 from zckpt.training.options import DROP_STATE, Options
 from zckpt.writing.keeping import Keeping, unable_to_step
-from zckpt.writing.report import Report
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 STAGES = Grid(pp=2, tp=2)

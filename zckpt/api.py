@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from . import formats
 from .copying.sharing import Part as Part
 from .core import description, loading, sources
+from .core.description import Report
 from .core.description import tensors as tensors
 from .core.manifest import Manifest as Manifest
 from .core.pooling import SINGLE, Pool
@@ -49,7 +50,6 @@ elif TYPE_CHECKING:
 Path = str | os.PathLike[str]
 Options = Keywords
 """The options of a conversion, as keyword arguments; `zckpt convert --help` describes them."""
-Report = dict[str, Any]
 
 
 class Conversion(SourceKeywords, RunningKeywords, Keywords, total=False):

@@ -78,6 +78,16 @@ def meant(word: str, names: Iterable[str]) -> str:
     return f"Did you mean {' or '.join(like)}?" if like else ""
 
 
+def short(value: object, digits: int = 6) -> str:
+    """A number with so many digits that tell something; what is no float as it is."""
+    return f"{value:.{digits}g}" if isinstance(value, float) else str(value)
+
+
+def safe(text: object) -> str:
+    """A text in one line, without control characters: names in a checkpoint are not trusted."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
+
+
 def brief(value: object) -> str:
     """A value of a file for a sentence: a hostile one may be large, or nested without end."""
     return _REPR.repr(value)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import time
-from typing import Any
 
 from msgspec.structs import replace
 
 from . import formats
 from .core import duplicates, sources
+from .core.description import Report
 from .core.pooling import Pool
 from .core.resources import Begin, Copying, own_rank
 from .core.states import Selection
@@ -25,7 +25,6 @@ from .proof.verify import verify_against, verify_alone
 from .reading import oddly_timed, read, read_both, read_other
 
 Path = str | os.PathLike[str]
-Report = dict[str, Any]
 CONTRADICTIONS = (CorruptCheckpoint, IncompleteCheckpoint, InconsistentCheckpoint)
 """What a checkpoint's files say about themselves: findings of `verify`, not failures."""
 

@@ -222,8 +222,9 @@ def read_both(
 def read_other(path: str | os.PathLike[str], first: Manifest, reading: Reading) -> Manifest:
     """The checkpoint at `path` under the names of `first`, to be compared with it.
 
-    `--from` is of `first`, but that a numbered file is a whole model it says of both. Of the step
-    policies, `keep` is for both: it changes no step. `--root` is for each that has several models.
+    Most options describe `first` alone. For both are `--step-policy keep`, which changes no step,
+    and `--root`, where a side has several models. So is `--from gathered` if `path` is a file of
+    safetensors: it says that the file is a whole model, although its name may have a number.
     """
     is_whole = reading.format == "gathered" and os.fspath(path).endswith(".safetensors")
     options = Reading(

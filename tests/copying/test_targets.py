@@ -80,9 +80,9 @@ def test_space_is_that_of_the_nearest_folder(tmp_path: Path) -> None:
 
 def test_too_little_space_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(targets, "free_space", lambda _: 1000)
-    need_space("out", 1000)
+    need_space("out", 1000, resume=False)
     with pytest.raises(NotEnoughSpace, match="out needs"):
-        need_space("out", 1001)
+        need_space("out", 1001, resume=False)
 
 
 def test_what_an_earlier_run_allocated_is_free_for_the_one_that_continues_it(
@@ -100,7 +100,7 @@ def test_what_an_earlier_run_allocated_is_free_for_the_one_that_continues_it(
     monkeypatch.setattr(targets, "free_space", lambda _: 1000)
     need_space(str(tmp_path / "out"), 1 << 20, resume=True)
     with pytest.raises(NotEnoughSpace):
-        need_space(str(tmp_path / "out"), 1 << 20)
+        need_space(str(tmp_path / "out"), 1 << 20, resume=False)
 
 
 def test_a_folder_without_a_journal_is_not_ours(tmp_path: Path) -> None:

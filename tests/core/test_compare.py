@@ -16,11 +16,11 @@ from msgspec.structs import replace
 
 from zckpt.core import compare
 from zckpt.core.dtypes import encode
+from zckpt.core.elsewhere import Fingerprint
 from zckpt.core.fragments import Extent, Record, solid
 from zckpt.core.manifest import Entry, Manifest
 from zckpt.core.plan import Match
 from zckpt.core.resources import Copying, Progress
-from zckpt.core.sources import Fingerprint
 from zckpt.errors import SourceChanged
 
 CHUNK = 1 << 20  # bytes that are compared at a time: the least

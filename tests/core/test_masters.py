@@ -216,9 +216,9 @@ def test_weights_that_are_accepted(store: Store, tmp_path: Path) -> None:
         entry("w/master", "F32", (64,), store("rank0", wide)),
     )
     with pytest.raises(InconsistentCheckpoint, match=r"^1 weight of .* is not its") as raised:
-        masters.check(checked, BEGINNINGS, masters.MIXED)
+        masters.check(checked, BEGINNINGS, masters.USUAL_HINT)
     assert "--accept-weights" in raised.value.hint
-    (warning,) = masters.check(checked, BEGINNINGS, masters.MIXED, accepted=True)
+    (warning,) = masters.check(checked, BEGINNINGS, masters.USUAL_HINT, accepted=True)
     assert warning.startswith(raised.value.message)
 
 

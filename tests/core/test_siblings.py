@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from zckpt.core import sources
+from zckpt.core.elsewhere import Fingerprint
 from zckpt.core.siblings import MAX_DEPTH, SiblingList, leads_out
 
 
@@ -70,7 +71,7 @@ def test_a_link_that_turns_has_changed(source: Path) -> None:
     link = source / "in"
     link.unlink()
     link.symlink_to(source.parent / "secret")
-    assert watch.first[str(link)] != sources.Fingerprint.of(link.stat())
+    assert watch.first[str(link)] != Fingerprint.of(link.stat())
 
 
 def test_a_snapshot_of_a_hub_has_its_files_in_blobs(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from zckpt.core.fragments import Box, Extent, Fragment, Fragments, Runs, Slices,
 from zckpt.core.slicing import (
     Piece,
     Slicing,
-    boxes_of,
+    boxes_in,
     cut,
     dealt,
     even,
@@ -141,9 +141,9 @@ def test_boxes_of_a_slice_are_taken_as_they_are() -> None:
         Box((4, 2), (0, column), (4, 1), (1, 1), 0, SIZE, Extent(str(column), 0, 4 * SIZE))
         for column in range(2)
     ]
-    assert list(boxes_of(boxes(columns), (4, 2), SIZE)) == columns
-    assert list(boxes_of(columns[0], (4, 2), SIZE)) == columns[:1]
-    assert [box.whole for box in boxes_of(columns[0], (8,), SIZE)] == [(8,)] * 4
+    assert list(boxes_in(boxes(columns), (4, 2), SIZE)) == columns
+    assert list(boxes_in(columns[0], (4, 2), SIZE)) == columns[:1]
+    assert [box.whole for box in boxes_in(columns[0], (8,), SIZE)] == [(8,)] * 4
 
 
 def test_a_part_that_two_ranks_share() -> None:

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from zckpt.core import sources
+from zckpt.core.elsewhere import Fingerprint
 from zckpt.core.fileio import Reader
 from zckpt.core.fragments import Extent
-from zckpt.core.sources import Fingerprint
 from zckpt.errors import CorruptCheckpoint, InconsistentCheckpoint, SourceChanged, hint_for
 
 

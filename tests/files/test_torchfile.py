@@ -24,7 +24,7 @@ import torch
 from zckpt.core.dtypes import SIZES, TORCH_NAMES
 from zckpt.core.inert import Foreign, Global, Scalar, Size
 from zckpt.errors import CorruptCheckpoint, NotACheckpoint, UnsupportedCheckpoint, ZckptError
-from zckpt.files.torchfile import Parsed, Tensor, TorchFile, peek
+from zckpt.files.torchfile import Parsed, Tensor, TorchFile, is_torch, peek
 
 MAGIC = pickle.dumps(0x1950A86A20F9469CFC6C, 2) + pickle.dumps(1001, 2)
 
@@ -104,7 +104,9 @@ def test_every_dtype(tmp_path: Path, dtype: str, legacy: bool) -> None:
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
 @both
 def test_every_protocol(tmp_path: Path, protocol: int, legacy: bool) -> None:
-    same(save(tmp_path / "a.pt", [torch.arange(5)], legacy, pickle_protocol=protocol))
+    path = save(tmp_path / "a.pt", [torch.arange(5)], legacy, pickle_protocol=protocol)
+    same(path)
+    assert is_torch(path)
 
 
 BASE = torch.arange(2 * 3 * 4 * 5, dtype=torch.int32)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 import pytest
 
 from zckpt.cli import launched as launched_command
 from zckpt.errors import WrongOption
-from zckpt.processes.launcher import Launch, address, launched
+from zckpt.processes.launcher import LAUNCHERS, Launch, address, launched
 
 CASES: dict[str, tuple[dict[str, str], Launch | None]] = {
     "nothing": ({}, None),
@@ -36,16 +38,35 @@ CASES: dict[str, tuple[dict[str, str], Launch | None]] = {
 }
 
 
+Setting = Callable[[Mapping[str, str]], None]
+
+
+@pytest.fixture
+def setting(monkeypatch: pytest.MonkeyPatch) -> Setting:
+    """Sets variables of a launcher; all others are unset."""
+
+    def these(variables: Mapping[str, str]) -> None:
+        every = {name for names in LAUNCHERS.values() for name in names}
+        for name in {*every, "MASTER_ADDR", "MASTER_PORT"}:
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    return these
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_variables(case: str) -> None:
+def test_variables(case: str, setting: Setting) -> None:
     environment, expected = CASES[case]
-    assert launched(environment) == expected
+    setting(environment)
+    assert launched() == expected
 
 
 @pytest.mark.parametrize("numbers", [("4", "4"), ("-1", "4"), ("x", "4"), ("0", "0")])
-def test_numbers_that_do_not_fit(numbers: tuple[str, str]) -> None:
+def test_numbers_that_do_not_fit(numbers: tuple[str, str], setting: Setting) -> None:
+    setting(dict(zip(("RANK", "WORLD_SIZE"), numbers, strict=True)))
     with pytest.raises(WrongOption, match="RANK is"):
-        launched(dict(zip(("RANK", "WORLD_SIZE"), numbers, strict=True)))
+        launched()
 
 
 def test_only_processes_of_a_launch_continue_after_a_restart(
@@ -70,15 +91,19 @@ def test_a_launch_of_one_process_shares_nothing(
 
 
 @pytest.mark.parametrize("missing", ["MASTER_ADDR", "MASTER_PORT"])
-def test_no_address(missing: str) -> None:
+def test_no_address(missing: str, setting: Setting) -> None:
     both = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
-    assert address(both) == ("node1", 29500)
-    assert address({**both, missing: ""}) is None
+    setting(both)
+    assert address() == ("node1", 29500)
+    setting({**both, missing: ""})
+    assert address() is None
     del both[missing]
-    assert address(both) is None
+    setting(both)
+    assert address() is None
 
 
 @pytest.mark.parametrize("port", ["0", "65536", "99999", "-1", "x"])
-def test_impossible_ports(port: str) -> None:
+def test_impossible_ports(port: str, setting: Setting) -> None:
+    setting({"MASTER_ADDR": "node1", "MASTER_PORT": port})
     with pytest.raises(WrongOption, match=r"MASTER_PORT is .*, which is not a port"):
-        address({"MASTER_ADDR": "node1", "MASTER_PORT": port})
+        address()

@@ -6,6 +6,7 @@ import copy
 import errno
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -232,7 +233,7 @@ def test_a_run_that_became_read_only(run: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_the_space_is_known_first(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api, "verify", refuse)
-    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=9, f_frsize=1000))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=9000))
     with pytest.raises(NotEnoughSpace, match=r"needs .* kB, but only 9 kB are free"):
         zckpt.auto_resume(run, dp=3)
     assert names(run) == []

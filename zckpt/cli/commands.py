@@ -11,7 +11,7 @@ import click
 from .. import display
 from ..core import description
 from ..core.version import __version__
-from ..errors import NotEnoughSpace, WrongOption, counted, sized
+from ..errors import NotEnoughSpace, WrongOption, counted, safe, sized
 from ..formats import FORMATS, other_objects
 from ..formats.reading import Reading
 from ..remote.anywhere import jobs_for, local, telling, translated
@@ -312,12 +312,12 @@ def clean_up(url: str, dry_run: bool, as_json: bool) -> None:
         display.document(report)
         return
     for name in report["files"]:
-        print(f"  {display.safe(name)}")
+        print(f"  {safe(name)}")
     for key in report["uploads"]:
-        print(f"  {display.safe(key)} (an unfinished upload)")
+        print(f"  {safe(key)} (an unfinished upload)")
     done = "would be removed from" if dry_run else "removed from"
     files = counted(len(report["files"]) + len(report["uploads"]), "file")
-    print(f"{files} ({sized(report['bytes'])}) {done} {display.safe(report['path'])}")
+    print(f"{files} ({sized(report['bytes'])}) {done} {safe(report['path'])}")
 
 
 @cli.command(examples=("zckpt formats", "zckpt formats --json"))

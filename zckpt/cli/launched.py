@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from ..core.description import Report
 from ..processes.launcher import Launch, address, launched
-
-Report = dict[str, Any]
 
 
 def write(

@@ -23,7 +23,7 @@ Command = Callable[..., Any]
 Decorator = Callable[[Command], Command]
 
 
-def together(*options: Decorator) -> Decorator:
+def stacked(*options: Decorator) -> Decorator:
     """One decorator for several options, in the order of `--help`."""
     return lambda command: reduce(lambda inner, option: option(inner), reversed(options), command)
 
@@ -43,18 +43,18 @@ def declared_option(option: Option[Any], hidden: bool = False) -> Decorator:
 
 def of_targets(targets: Iterable[Format], without: Container[str]) -> Decorator:
     """The options that these formats understand as targets, except those of some names."""
-    return together(
+    return stacked(
         *(declared_option(option) for option in declared(targets) if option.name not in without)
     )
 
 
-source_and_target = together(
+source_and_target = stacked(
     click.argument("source", metavar="SRC", type=PATH),
     click.argument("target", metavar="DST", type=PATH),
 )
 """The arguments of every command that writes a checkpoint."""
 
-uncompared = together(
+uncompared = stacked(
     grouped(
         "Comparison", "--weights-only", is_flag=True, help="Compare the weights and buffers alone."
     ),
@@ -132,7 +132,7 @@ def of_sources(has_names: bool, *chosen: Decorator) -> Decorator:
     Those in `chosen` say which of several checkpoints is meant.
     """
     names = declared_option(PARAM_NAMES, hidden=not has_names)
-    return together(_format, *chosen, _root, _tp_rules, names, _step_policy, as_document, _quiet)
+    return stacked(_format, *chosen, _root, _tp_rules, names, _step_policy, as_document, _quiet)
 
 
 common = of_sources(True, _tag)
@@ -169,7 +169,7 @@ memory = grouped(
     help="Limit for the memory of all buffers together.",
 )
 
-moving = together(threads(f"one per processor, 2 to 4; {JOBS} for a URL"), memory)
+moving = stacked(threads(f"one per processor, 2 to 4; {JOBS} for a URL"), memory)
 """Options for reading tensors."""
 
 single = grouped(
@@ -181,7 +181,7 @@ single = grouped(
 )
 """For commands that all processes of a launch would share."""
 
-copying = together(
+copying = stacked(
     threads(OF_WRITING),
     memory,
     grouped(

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from .. import display
-from ..errors import MissingExtra, WrongOption
+from ..errors import MissingExtra, WrongOption, safe
 from . import launched
 from .help import ExplainedCommand
 from .options import common, grouped, moving, single
@@ -73,7 +73,7 @@ def save(path: str | None, document: dict[str, Any], quiet: bool = True) -> None
         replaced = ", in the place of an earlier file" if os.path.lexists(name) else ""
         display.save_text(name, text)
         if not quiet:
-            print(f"written: {display.safe(name)}{replaced}")
+            print(f"written: {safe(name)}{replaced}")
 
 
 @click.command(

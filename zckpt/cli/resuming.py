@@ -23,8 +23,8 @@ from .options import (
     replicas,
     resuming,
     single,
+    stacked,
     threads,
-    together,
 )
 from .parameters import PATH
 
@@ -112,7 +112,7 @@ def auto_resume(
     ),
 )
 @click.argument("path", type=PATH)
-@together(*(declared_option(option) for option in OF_RUN))
+@stacked(*(declared_option(option) for option in OF_RUN))
 @grouped(options.SIZES, "--stage", type=click.IntRange(0, 3), metavar="N", help="The ZeRO stage.")
 @grouped(
     "Engine",

@@ -19,7 +19,6 @@ from typing import Any, NoReturn
 import click
 
 from ..core.resources import own_rank
-from ..display import safe
 from ..errors import (
     CorruptCheckpoint,
     Interrupted,
@@ -28,6 +27,7 @@ from ..errors import (
     ZckptError,
     hint_for,
     meant,
+    safe,
 )
 from ..errors import cause as why_of
 from . import output, signals

@@ -105,7 +105,7 @@ def convert(
 
 
 @contextmanager
-def naming_full_disk(target: str, size: int, partial: str = "") -> Iterator[None]:
+def naming_full_disk(target: str, size: int, partial: str) -> Iterator[None]:
     """Raises NotEnoughSpace for an OSError that means it; `target` needs `size` bytes.
 
     The hint says so if the directory `partial` is still there. That of a part always is.

@@ -27,7 +27,7 @@ from ..core.pieces import ElementReader
 from ..core.plan import Chunk, Pair
 from ..core.records import PassedRecord, RecordChecker
 from ..core.resources import DEFAULT_COPYING, Copying, Progress, describe
-from ..core.streaming import chunk_size, finish, in_turns, stream, together
+from ..core.streaming import carry_out_all, chunk_size, finish, in_turns, stream
 from ..errors import CorruptCheckpoint
 from .assembling import SOURCE, TENSOR, Assembler
 from .filling import FILE, RECORD, Sums, TargetFile, UnfinishedRegion
@@ -232,7 +232,7 @@ class _Copy(Struct, eq=False, dict=True):
         """Syncs the small files that are complete."""
         with self.lock:
             complete, self.unsynced = self.unsynced, []
-        together(complete, self._sync)
+        carry_out_all(complete, self._sync)
 
     def _sync(self, complete: tuple[TargetFile, Region]) -> None:
         """Syncs a region and notes it."""

@@ -11,7 +11,6 @@ loss may leave a damaged line; that line and those behind it are ignored.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import stat
@@ -27,7 +26,7 @@ from msgspec.structs import asdict
 
 from ..core.checksum import crc32
 from ..core.fileio import sync_data, write_all
-from ..core.folder import JOURNAL, NO_LINK, Folder
+from ..core.folder import JOURNAL, NO_LINK, Folder, lock, mark_file
 from ..core.sources import close, naming, pread
 from ..errors import TargetExists, listed, removal
 
@@ -266,20 +265,6 @@ def _locked_in_time(file: int, seconds: float) -> bool:
     return is_locked
 
 
-def lock(file: int, kind: int = fcntl.LOCK_EX) -> bool:
-    """Locks an open file; False if another process has locked it.
-
-    Where the filesystem has no locks, nothing is locked.
-    """
-    try:
-        fcntl.flock(file, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        pass
-    return True
-
-
 def is_locked(folder: Folder) -> bool:
     """Whether another run is writing into the folder of an unfinished target."""
     try:
@@ -321,7 +306,7 @@ def set_mark(folder: Folder, above: Folder, target: str, identity: Identity) -> 
     try:
         os.setxattr(folder.file, MARK, text)
     except (AttributeError, OSError):
-        path = _mark_file(target)
+        path = mark_file(target)
         with suppress(PermissionError, IsADirectoryError, FileExistsError):
             with suppress(FileNotFoundError):
                 above.unlink(path)
@@ -346,15 +331,10 @@ def mark_of(target: str) -> dict[str, str]:
 
 
 def _text_beside(target: str) -> bytes:
-    file = os.open(_mark_file(target), os.O_RDONLY | NO_LINK)
+    file = os.open(mark_file(target), os.O_RDONLY | NO_LINK)
     try:
         now = os.fstat(file)
         is_own = stat.S_ISREG(now.st_mode) and now.st_uid == os.stat(target).st_uid
         return pread(file, 1 << 16, 0) if is_own else b""
     finally:
         close(file)
-
-
-def _mark_file(target: str) -> str:
-    folder, name = os.path.split(target)
-    return os.path.join(folder, f".{name}.zckpt")

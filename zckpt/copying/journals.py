@@ -16,11 +16,11 @@ from contextlib import suppress
 
 from ..core.checksum import crc32
 from ..core.fileio import sync_data
-from ..core.folder import JOURNAL, Folder
+from ..core.folder import JOURNAL, Folder, lock
 from ..core.sources import close, naming, pread
 from ..errors import ProcessLost, TargetExists
 from . import filling
-from .journal import Identity, Journal, Region, in_use, lines_in, lines_of, lock, regions_in
+from .journal import Identity, Journal, Region, in_use, lines_in, lines_of, regions_in
 
 VISIBLE = 30.0  # seconds in which a network filesystem shows what another node has synced
 COMPLETING = 60.0  # seconds that a new part waits for one that completes the target

@@ -20,7 +20,7 @@ from ..core.fileio import sync_folder, write_all
 from ..core.folder import Folder
 from ..core.layout import Shell
 from ..core.missing_ranks import path_inside
-from ..core.streaming import together
+from ..core.streaming import carry_out_all
 from ..errors import Interrupted, TargetExists, removal
 from .journal import Identity, Journal, set_mark
 from .journals import PartJournal
@@ -208,7 +208,7 @@ class Staging:
 
     def _complete(self) -> None:
         try:
-            together([path for path, _ in self.root.walk()], self.root.sync)
+            carry_out_all([path for path, _ in self.root.walk()], self.root.sync)
             set_mark(self.root, self.above, self.target, self.identity)
             self.root.sync(self.path)
             if self.before_rename:

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shlex
+import shutil
 from collections.abc import Iterable
 from contextlib import suppress
 
@@ -196,17 +197,18 @@ def free_space(target: str) -> int:
     folder = os.path.dirname(os.path.abspath(target))
     while not os.path.isdir(folder):
         folder = os.path.dirname(folder)
-    status = os.statvfs(folder)
-    return status.f_bavail * status.f_frsize
+    return shutil.disk_usage(folder).free
 
 
 def free_for(target: str, resume: bool) -> int:
-    """The same for a run; if it continues, what an earlier one has allocated is free for it."""
+    """The bytes that a run can have for `target`: free ones, and with `resume` those of its files
+    that are there already.
+    """
     begun = allocated(f"{os.path.abspath(target)}.partial") if resume else 0
     return free_space(target) + begun
 
 
-def need_space(target: str, size: int, resume: bool = False) -> None:
+def need_space(target: str, size: int, resume: bool) -> None:
     """Raises NotEnoughSpace if `size` bytes are not free for a run."""
     free = free_for(target, resume)
     if size > free:

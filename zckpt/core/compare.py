@@ -16,7 +16,7 @@ from msgspec.structs import astuple
 
 from .cast import cast
 from .checksum import Cover, crc32
-from .difference import Difference, measure, same
+from .difference import Difference, measure_difference, same
 from .dtypes import SIZES
 from .fileio import Buffer
 from .fragments import Extent, Record
@@ -248,7 +248,9 @@ class _Comparison(Struct, eq=False, dict=True):
                 continue
             if self.measure == "first" and part.number in self.differences:
                 continue
-            difference = measure(ours, a_dtype, theirs, b_dtype, part.start, match.how == "rounded")
+            difference = measure_difference(
+                ours, a_dtype, theirs, b_dtype, part.start, match.how == "rounded"
+            )
             with self.lock:
                 self.differences.setdefault(part.number, Difference()).add(difference)
         return False

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from .plan import Match
 
 Report = dict[str, Any]
-
-
+"""What a command has found, as `--json` prints it."""
 T = TypeVar("T", bound="Entry | Match")
 
 

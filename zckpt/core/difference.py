@@ -82,7 +82,7 @@ def same(a: memoryview, b: memoryview) -> bool:
     return not _libc.memcmp(*addresses, len(a))
 
 
-def measure(
+def measure_difference(
     a: memoryview, a_dtype: str, b: memoryview, b_dtype: str, start: int, rounded: bool = False
 ) -> Difference:
     """The difference of elements that begin at element `start` of their tensors.

@@ -23,6 +23,8 @@ TORCH_NAMES = {
     "BOOL": "bool", "C64": "complex64",
 }  # fmt: skip
 
+FROM_TORCH = {torch_name: name for name, torch_name in TORCH_NAMES.items()}
+
 STORAGES = {
     "DoubleStorage": "F64", "FloatStorage": "F32", "HalfStorage": "F16",
     "BFloat16Storage": "BF16", "LongStorage": "I64", "IntStorage": "I32", "ShortStorage": "I16",

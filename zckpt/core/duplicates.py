@@ -99,7 +99,7 @@ def _of_single_states(manifest: Manifest, pairs: Collection[tuple[str, str]]) ->
     def has_values(first: str, second: str) -> bool:
         size = SIZES[alone[second].dtype]
         if {alone[first].slot, alone[second].slot} <= WEIGHTS:
-            return any(_differs(place, size) for place in places[second])
+            return any(is_varied(place, size) for place in places[second])
         return any(any(_sample(place)) for place in places[second])
 
     return [
@@ -137,13 +137,13 @@ def _values(manifest: Manifest, files: Collection[str]) -> dict[str, set[tuple[s
             extent = fragment.extent
             if extent.file not in files or value in values.get(extent.file, ()):
                 continue
-            if _differs(extent, SIZES[entry.dtype]):
+            if is_varied(extent, SIZES[entry.dtype]):
                 values.setdefault(extent.file, set()).add(value)
     return values
 
 
-def _differs(extent: Extent, size: int) -> bool:
-    """Whether two of the first elements of `size` bytes differ."""
+def is_varied(extent: Extent, size: int) -> bool:
+    """Whether two of the first elements of `size` bytes differ: constants are equal by chance."""
     data = _sample(extent)
     return data[size:] != data[:-size]
 

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, BinaryIO, Protocol
 
+from msgspec import Struct
+
 
 class Elsewhere(Protocol):
     """The bytes of one file, wherever they lie. Raises ZckptError or OSError with the path."""
@@ -25,30 +27,40 @@ class Elsewhere(Protocol):
         ...
 
 
-Mark = tuple[int, int, int, int]
-"""Device, inode, size and time in nanoseconds of a file: those of no other file on this machine."""
-_known: dict[Mark, Elsewhere] = {}
+class Fingerprint(Struct, frozen=True):
+    """What shows that a file is still the same: `size` in bytes, `mtime` in nanoseconds.
+
+    No two files of this machine have the same one at the same time.
+    """
+
+    device: int
+    inode: int
+    size: int
+    mtime: int
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> Fingerprint:
+        return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
 
-def register(path: str, where: Elsewhere) -> Mark:
+_known: dict[Fingerprint, Elsewhere] = {}
+
+
+def register(path: str, where: Elsewhere) -> Fingerprint:
     """From now on the bytes of the file at `path` are those of `where`."""
-    mark = _mark(os.stat(path))
-    _known[mark] = where
-    return mark
+    fingerprint = Fingerprint.of(os.stat(path))
+    _known[fingerprint] = where
+    return fingerprint
 
 
-def forget(mark: Mark) -> None:
+def forget(fingerprint: Fingerprint) -> None:
     """Ends that, before the file is removed: another file may get its inode."""
-    _known.pop(mark, None)
+    _known.pop(fingerprint, None)
 
 
 def of(file: int) -> Elsewhere | None:
     """Where the bytes of an open file lie; None if they are its own."""
-    return _known.get(_mark(os.fstat(file))) if _known else None
-
-
-def _mark(status: os.stat_result) -> Mark:
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+    return _known.get(Fingerprint.of(os.fstat(file))) if _known else None
 
 
 class Content(io.RawIOBase):

@@ -11,6 +11,7 @@ filesystems map users (root squash). So an own folder creates a file and looks a
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import stat
 from collections.abc import Iterator
@@ -28,6 +29,27 @@ NO_FILE = (errno.ELOOP, errno.EMLINK, errno.ENOTDIR, errno.ENXIO)
 JOURNAL = "journal"  # beside an unfinished target: what of it is complete
 PROBE = "owner-"
 """How the names of the files begin whose owner is looked at; they are removed at once."""
+
+
+def lock(file: int, kind: int = fcntl.LOCK_EX, where_there_are_none: bool = True) -> bool:
+    """Locks an open file or directory; False if another process has locked it.
+
+    The lock is flock's: it ends with the process, however that ends. A filesystem that has none
+    gives `where_there_are_none`.
+    """
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return where_there_are_none
+    return True
+
+
+def mark_file(target: str) -> str:
+    """The file beside a complete target that says of which run it is, if no attribute can."""
+    above, name = os.path.split(target)
+    return os.path.join(above, f".{name}.zckpt")
 
 
 class Folder(Struct, eq=False):

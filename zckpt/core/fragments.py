@@ -78,6 +78,11 @@ class Fragment(Struct, frozen=True):
             yield Fragment(self.start + shift, self.stop + shift, part)
 
 
+def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor of this shape, in elements."""
+    return tuple([prod(shape[axis + 1 :]) for axis in range(len(shape))])
+
+
 _start = attrgetter("start")
 
 
@@ -206,7 +211,7 @@ class Box(Fragments):
         self.whole, self.offsets = tuple(whole), tuple(offsets)
         self.sizes, self.strides = tuple(sizes), tuple(strides)
         self.first, self.size, self.extent = first, size, extent
-        steps = [prod(whole[axis + 1 :]) for axis in range(len(whole))]
+        steps = row_major(whole)
         self.start = sum(offset * step for offset, step in zip(offsets, steps, strict=True))
         axes = _joined([axis for axis in zip(sizes, steps, strides, strict=True) if axis[0] != 1])
         inner = next((axis for axis in reversed(axes) if axis[2] == 1), None)
@@ -362,9 +367,8 @@ def range_of_box(
     assert 0 <= start <= stop <= prod(sizes), (start, stop, sizes)
     place = start
     for corner, lengths in corners_of_range(sizes, start, stop):
-        strides = [prod(lengths[n + 1 :]) for n in range(len(lengths))]
         at = [offset + inner for offset, inner in zip(offsets, corner, strict=True)]
-        yield Box(whole, at, lengths, strides, place - start, size, extent)
+        yield Box(whole, at, lengths, row_major(lengths), place - start, size, extent)
         place += prod(lengths)
 
 
@@ -375,7 +379,7 @@ def corners_of_range(
 
     A range begins and ends inside of rows, planes, ..., so n axes give up to 2 * n - 1 boxes.
     """
-    steps = [prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
+    steps = row_major(sizes)
     place = start
     while place < stop:
         # the outermost axis along which a box can begin here and end within the range

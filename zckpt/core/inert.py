@@ -356,13 +356,13 @@ def _items(values: Iterable[Any]) -> list[Any]:
     return list(map(_encoded, values))
 
 
-def unwrapped(value: Any) -> Any:
+def by_value(value: Any) -> Any:
     """A value whose equality means what its numbers say: scalars by value, lists as tuples."""
     if isinstance(value, Scalar):
         return value.value
     if isinstance(value, Mapping):
-        return {key: unwrapped(item) for key, item in value.items()}
-    return tuple(map(unwrapped, value)) if isinstance(value, (list, tuple)) else value
+        return {key: by_value(item) for key, item in value.items()}
+    return tuple(map(by_value, value)) if isinstance(value, (list, tuple)) else value
 
 
 def plain_group(group: dict[str, Any]) -> dict[str, Any]:

@@ -45,7 +45,7 @@ def _is_text_of_number(key: Any) -> bool:
     return False
 
 
-def alike(a: Manifest, b: Manifest) -> tuple[Manifest, Manifest]:
+def matched(a: Manifest, b: Manifest) -> tuple[Manifest, Manifest]:
     """Both sides with texts for all keys, if one of them has no others."""
     if has_texts_alone(a) or has_texts_alone(b):
         return with_texts(a), with_texts(b)

@@ -25,10 +25,12 @@ class Places(Struct, frozen=True):
 
 
 def places_of(parameters: Iterable[str]) -> Places:
-    """Rows are the layers by their numbers, in the place of the first one, among the other names.
+    """The rows and columns of parameters, whose order is that of the model.
 
-    A name without a number is in a row of its first part, but that which precedes all layers.
-    Where stacks of layers have different names, these are part of the row.
+    Each layer is a row. Layers follow each other by their numbers, and stand where the first
+    parameter of any layer does. A name without a number is in the row of its first part, behind the
+    prefix of the only stack of layers: `norm` of `model.norm.weight`. If there are several stacks,
+    their names are part of the rows.
     """
     found = {name: LAYER.fullmatch(name) for name in dict.fromkeys(parameters)}
     stacks = list(dict.fromkeys(match["stack"] or "" for match in found.values() if match))

@@ -16,12 +16,12 @@ from msgspec.structs import replace
 
 from ..errors import brief
 from .dtypes import NUMBERS, SIZES
+from .elsewhere import Fingerprint
 from .facts import Engine, StepPlace
 from .fragments import Extent, Fragments, Record
 from .grid import Place
 from .grouping import by_key
 from .inert import PYTHON_NUMBERS, Scalar, from_json, to_json
-from .sources import Fingerprint
 
 RESERVED_SLOTS = frozenset({"model", "param", "master", "state", "manifest"})
 MAX_STEP = 1 << 63

@@ -20,7 +20,7 @@ from ..errors import InconsistentCheckpoint, counted, listed
 from .cast import are_rounded
 from .compare import Result, compare
 from .dtypes import SIZES
-from .fragments import Box, Boxes, Extent, Fragment, Fragments, Runs
+from .fragments import Extent, Fragment, Fragments, Runs, boxes_of
 from .grouping import by_key
 from .loading import head
 from .manifest import Entry, Manifest
@@ -33,7 +33,7 @@ from .weights import agreement
 BEGINNINGS, ALL = "beginnings", "all"
 FEW = 1 << 7  # elements of a fragment that are compared
 READING = Copying(memory=64 << 20)
-MIXED = (
+USUAL_HINT = (
     "files of two saves or of two ranks are mixed, or one is damaged: copy all files of one save "
     "again. If the program saved other weights than it trained, such as those of an EMA, add "
     "--accept-weights"
@@ -57,7 +57,7 @@ def check(manifest: Manifest, elements: str, hint: str, accepted: bool = False) 
     wrong = unlike(manifest, elements)
     if not wrong:
         return []
-    places = [places_of(result) for _, result in wrong]
+    places = [first_difference(result) for _, result in wrong]
     refuse_damage(manifest, places[0])
     names = list(dict.fromkeys(own.titled(result.match.a.parameter) for own, result in wrong))
     verb = "is not its rounded master" if len(names) == 1 else "are not the rounded masters"
@@ -149,11 +149,11 @@ def beginning(match: Match) -> Match:
 
 def _heads(fragments: Fragments) -> Iterator[tuple[int, int]]:
     """The first FEW elements of each fragment, or of each box, as ranges of the tensor's."""
-    if not isinstance(fragments, (Box, Boxes)):
+    parts = boxes_of(fragments)
+    if not parts:
         for fragment in fragments:
             yield fragment.start, min(fragment.stop, fragment.start + FEW)
-        return
-    for box in fragments.parts if isinstance(fragments, Boxes) else (fragments,):
+    for box in parts:
         left = FEW
         for run in box.runs(box.start, box.stop, box.size):
             if not left:
@@ -178,7 +178,7 @@ def _part(entry: Entry, ranges: Iterable[tuple[int, int]]) -> Entry:
 # -- where a difference is
 
 
-def places_of(result: Result) -> list[Extent]:
+def first_difference(result: Result) -> list[Extent]:
     """The bytes around the first element that differs, of both entries."""
     first = (result.difference and result.difference.first) or 0
     entries = (entry for entry in (result.match.a, result.match.b) if entry is not None)

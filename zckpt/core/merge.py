@@ -29,7 +29,6 @@ from .weights import WEIGHTS
 Groups = tuple[dict[str, Any], ...] | None
 OF_RANKS = ("lr_scheduler", "data_sampler", "random_ltd", "client_state", "module_extra")
 OF_ONE_RANK = ("members", OTHER, *PLACES.values())  # of the optimizer
-MIXED = "files of different saves seem to be mixed; take those of one tag"
 
 
 def merge(
@@ -43,7 +42,7 @@ def merge(
     `beside` has tensors of no single rank, such as those in files of layers: they come first.
     Raises InconsistentCheckpoint if ranks contradict each other, or are of different saves.
     """
-    whole = together(ranks)
+    whole = united(ranks)
     ranks, groups = numbered_alike(ranks)
     steps = agreed_steps(ranks, policy)
     ranks = [with_steps(rank, steps) for rank in ranks]
@@ -101,18 +100,17 @@ def tensor(name: str, held: Sequence[Sequence[Entry]], table: Table, root: str) 
     known = [entry for own in zip_longest(*held) for entry in own if entry is not None]
     if len(dtypes := {entry.dtype for entry in known}) > 1:
         raise InconsistentCheckpoint(
-            f"{root}: {table.word}s keep {name} in different types: {listed(sorted(dtypes))}",
-            hint=MIXED,
+            f"{root}: {table.word}s keep {name} in different types: {listed(sorted(dtypes))}"
         )
     if cut is None:
         if len({entry.shape for entry in known}) > 1:
             message = f"{root}: the copies of {name} have other shapes"
-            raise InconsistentCheckpoint(message, hint=MIXED)
+            raise InconsistentCheckpoint(message)
         return [known[0], *(replace(each, axis=each.axis or table.word) for each in known[1:])]
     for rank, (own, shape) in enumerate(zip(held, cut.slicing.slices, strict=True)):
         if ({entry.numel for entry in own} or {0}) != {prod(shape)}:
             raise InconsistentCheckpoint(
-                f"{root}: {table.word} {rank} lacks {name}, or has it in another size", hint=MIXED
+                f"{root}: {table.word} {rank} lacks {name}, or has it in another size"
             )
     size, wholes = SIZES[known[0].dtype], []
     for copy in range(min(len(own) for own in held if own)):
@@ -159,8 +157,7 @@ def _parameters(ranks: Sequence[Manifest], table: Table, root: str) -> dict[str,
         if any(each != wholes[0] for each in wholes):
             raise InconsistentCheckpoint(
                 f"{root}: {table.word}s differ in the shape, the group, the step or the numbers of "
-                f"{name}",
-                hint=MIXED,
+                f"{name}"
             )
         parameters[name] = wholes[0]
     order = sorted(parameters.items(), key=lambda item: (not item[1].trainable, item[1].group or 0))
@@ -185,8 +182,7 @@ def numbered_alike(ranks: Sequence[Manifest]) -> tuple[list[Manifest], Groups]:
         if -1 in places:
             raise InconsistentCheckpoint(
                 f"{_file_of(manifest)} has groups with other hyper-parameters than other model "
-                "ranks",
-                hint=MIXED,
+                "ranks"
             )
         if places != [len(every) - 1 - n for n in _places(own[::-1], every[::-1])][::-1]:
             raise UnsupportedCheckpoint(
@@ -249,7 +245,7 @@ def with_steps(manifest: Manifest, steps: Mapping[str, Step]) -> Manifest:
 # -- what is not of parameters
 
 
-def together(ranks: Sequence[Manifest]) -> Manifest:
+def united(ranks: Sequence[Manifest]) -> Manifest:
     """The first rank, with what all of them have together, whatever the axis.
 
     Its tensors and parameters are its own still. Its state lacks numbers that ranks have of their
@@ -260,7 +256,7 @@ def together(ranks: Sequence[Manifest]) -> Manifest:
         for what, key in (("its counters", "counters"), ("its loss scale", "optimizer")):
             if _of_all(other.state.get(key)) != _of_all(first.state.get(key)):
                 raise InconsistentCheckpoint(
-                    f"{_file_of(other)} differs from {_file_of(first)} in {what}", hint=MIXED
+                    f"{_file_of(other)} differs from {_file_of(first)} in {what}"
                 )
     once = {
         field: tuple(dict.fromkeys(item for each in ranks for item in getattr(each, field)))

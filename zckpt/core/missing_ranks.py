@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from ..errors import CorruptCheckpoint, IncompleteCheckpoint, InconsistentCheckpoint, brief, listed
+from ..errors import CorruptCheckpoint, IncompleteCheckpoint, brief, listed
 
 
 def path_inside(folder: str, name: str, stated_by: str) -> str:
@@ -51,19 +51,3 @@ def missing_ranks(
         hint or (expecting(expected) if expected else ""),
         [os.path.join(where, expected)] if expected else (),
     )
-
-
-def refuse_other_writers(where: str, writers: Sequence[object]) -> None:
-    """Raises InconsistentCheckpoint if files of model ranks were not written in their order.
-
-    Megatron's programs save the global rank of each writer in the arguments. It grows with the
-    place in the grid. Programs that convert files state one for all. `writers` are these ranks in
-    the order of the names, of which some may be None.
-    """
-    known = [writer for writer in writers if isinstance(writer, int)]
-    if len(set(known)) == len(writers) and known != sorted(known):
-        raise InconsistentCheckpoint(
-            f"{where}: the files of model ranks are swapped: by their arguments, rank "
-            f"{listed(known)} wrote them, in the order of their names",
-            hint="copy all files again; the names must have the order of the ranks",
-        )

@@ -28,8 +28,8 @@ class ReadRequest(Struct, frozen=True):
     """Elements [start, stop) of an entry, to be put at byte `at` of a buffer.
 
     `check` is True if these bytes count for the CRC of their record. Bytes that are read twice
-    count once. `is_cut` is False if no other request has elements of the same entry next to these,
-    or only one for another file.
+    count once. `is_cut` is False if the file that gets these elements gets no others of the entry:
+    then a small slice can be read together with its neighbors.
     """
 
     entry: Entry

@@ -13,11 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from math import prod
-from typing import cast
 
 from msgspec import Struct
 
-from .fragments import Box, Boxes, Fragments, boxes, range_of_box, tile
+from .fragments import Box, Fragments, boxes, boxes_of, range_of_box, tile
 from .grouping import by_key
 
 
@@ -127,21 +126,23 @@ def joined(
         whole_slice = len(pieces) == 1 and shape == slicing.whole
         if whole_slice and len(by_rank) == 1 and fragments is not None:
             return fragments
-        for box in boxes_of(fragments, shape, size):
+        for box in boxes_in(fragments, shape, size):
             for piece in pieces:
                 if (part := _placed(box, piece, slicing.whole)) is not None:
                     parts.append(part)
     return boxes(parts)
 
 
-def boxes_of(fragments: Fragments | None, shape: Sequence[int], size: int) -> Iterator[Box]:
+def boxes_in(fragments: Fragments | None, shape: Sequence[int], size: int) -> Iterator[Box]:
     """The elements of a slice of this shape, as boxes in the slice; `size` is bytes per element."""
-    parts = fragments.parts if isinstance(fragments, Boxes) else (fragments,)
-    if all(isinstance(part, Box) and part.whole == tuple(shape) for part in parts):
-        yield from cast("tuple[Box, ...]", parts)
+    if fragments is None:
+        return
+    parts = boxes_of(fragments)
+    if parts and all(part.whole == tuple(shape) for part in parts):
+        yield from parts
         return
     at, numel = (0,) * len(shape), prod(shape)
-    for fragment in () if fragments is None else fragments:
+    for fragment in fragments:
         for run in fragment.runs(0, numel):
             yield from range_of_box(shape, at, shape, run.start, run.stop, size, run.extent)
 

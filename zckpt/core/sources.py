@@ -26,29 +26,17 @@ from msgspec import Struct, field
 
 from ..errors import CorruptCheckpoint, SourceChanged, ZckptError
 from . import elsewhere
+from .elsewhere import Fingerprint
 
 P = ParamSpec("P")
 T = TypeVar("T")
-LOOKS = 9  # in a folder from which something is removed at each
+LOOKS = 9  # so often a search begins anew, if each time something is removed meanwhile
 
 # nothing is there: a path without a file, through a file, through links in a circle, too long
 NOTHING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 
 
 # -- which file it is, and whether it stays the same
-
-
-class Fingerprint(Struct, frozen=True):
-    """What shows that a file is still the same: `size` in bytes, `mtime` in nanoseconds."""
-
-    device: int
-    inode: int
-    size: int
-    mtime: int
-
-    @classmethod
-    def of(cls, status: os.stat_result) -> Fingerprint:
-        return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 Fingerprints = Mapping[str, Fingerprint]

@@ -109,22 +109,22 @@ class Statistics(Struct, eq=False):
 
 
 def exponents(histogram: Any) -> dict[int, int]:
-    """The used part of a histogram: counts by exponent."""
+    """The used part of a histogram: counts by the power of two."""
     import numpy as np
 
-    return {int(exponent): int(histogram[exponent]) for exponent in np.flatnonzero(histogram)}
+    return {int(place) - BIAS: int(histogram[place]) for place in np.flatnonzero(histogram)}
 
 
 def magnitudes(counts: Mapping[int, int]) -> dict[str, Any] | None:
     """`counts[i]` numbers have a magnitude in [2**(first + i), 2**(first + i + 1)).
 
-    Zeros are not counted. None if nothing was counted. The argument has counts by exponent.
+    Zeros are not counted. None if nothing was counted. The argument has counts by power of two.
     """
-    if not counts:
+    used = [power for power, count in counts.items() if count]
+    if not used:
         return None
-    first, last = min(counts), max(counts)
-    listed = [counts.get(exponent, 0) for exponent in range(first, last + 1)]
-    return {"first": first - BIAS, "counts": listed}
+    first, last = min(used), max(used)
+    return {"first": first, "counts": [counts.get(power, 0) for power in range(first, last + 1)]}
 
 
 COUNTS = Statistics.__struct_fields__[:8]

@@ -20,7 +20,7 @@ from typing import TypeVar
 from msgspec.structs import astuple
 
 from .dtypes import SIZES
-from .fileio import Reader, files_per_thread
+from .fileio import Reader, align, files_per_thread
 from .fragments import Extent, Record
 from .grouping import by_key
 from .manifest import Entry
@@ -59,7 +59,7 @@ def batches(groups: Iterable[Sequence[Entry]], chunk: int) -> Iterator[list[list
         room = (chunk - ALIGNED * (len(sizes) - 1)) // sum(sizes)
         begins = [0]
         for size in sizes[:-1]:
-            begins.append(-(-(begins[-1] + room * size) // ALIGNED) * ALIGNED)
+            begins.append(align(begins[-1] + room * size, ALIGNED))
         batch: list[list[ReadRequest]] = [[] for _ in kind]
         filled = 0
         for group in alike:
@@ -162,7 +162,7 @@ def share(tasks: Iterator[Task], jobs: int, worker: Worker[Task]) -> None:
         raise errors[0]
 
 
-def together(tasks: Sequence[Task], carry_out: Callable[[Task], None]) -> None:
+def carry_out_all(tasks: Sequence[Task], carry_out: Callable[[Task], None]) -> None:
     """Carries out tasks that wait for the disk, many at once; the first error is raised.
 
     A sync waits for the journal of the filesystem, and syncs that wait together share that. 2,000

@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from ..core.dtypes import SIZES, TORCH_NAMES
 from ..core.fileio import Buffer, align
-from ..core.fragments import Record
+from ..core.fragments import Record, row_major
 from ..core.grouping import portions
 from ..core.manifest import Entry
 from ..core.pieces import ReadRequest
@@ -49,7 +49,7 @@ class BoxRegion(Struct, frozen=True, eq=False):
     def runs(self) -> Iterator[tuple[int, int]]:
         """The runs [start, stop) of row-major elements of the entry, in order."""
         shape, axis = self.entry.shape, max(self.inner - 1, 0)
-        strides = [prod(shape[place + 1 :]) for place in range(len(shape))]
+        strides = row_major(shape)
         length = prod(self.sizes[axis:])
         ends = zip(self.offsets[:axis], self.sizes[:axis], strict=True)
         for outer in product(*(range(offset, offset + size) for offset, size in ends)):

@@ -19,9 +19,9 @@ from msgspec.structs import replace
 from .. import formats
 from ..core import agreement, sources
 from ..core.dtypes import TORCH_NAMES
+from ..core.elsewhere import Fingerprint
 from ..core.inert import Scalar, TensorName
 from ..core.manifest import Entry, Manifest
-from ..core.sources import Fingerprint
 from ..errors import ZckptError
 from ..files.dcpfile import METADATA
 from ..formats.dcp.files import has_items, locate
@@ -35,7 +35,7 @@ from ..formats.dcp.items import (
 )
 from ..formats.reading import Reading
 from ..formats.statedict.keys import in_folder
-from ..formats.statedict.tree import Path, dotted
+from ..formats.statedict.tree import TreePath, dotted
 from ..formats.statedict.write import BlankTensor, StateDicts
 from ..reading import read
 from ..training import steps
@@ -53,7 +53,7 @@ class Listing(Struct, frozen=True):
     """
 
     items: dict[str, StoredTensor | StoredValue]
-    paths: dict[str, Path]
+    paths: dict[str, TreePath]
     weights: dict[str, str] = field(default_factory=dict)
     assumed: list[str] = field(default_factory=list)
 

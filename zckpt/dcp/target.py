@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import metadata, planner
 
-from ..core.dtypes import TORCH_NAMES
+from ..core.dtypes import FROM_TORCH
 from ..core.fragments import Record
 from ..core.inert import Scalar, TensorName
 from ..core.loading import as_torch
@@ -34,9 +34,7 @@ from .source import Source
 from .values import NotLoaded, rebuilt, scalar
 
 BYTES = planner.LoadItemType.BYTE_IO
-DTYPES = {
-    getattr(torch, name): dtype for dtype, name in TORCH_NAMES.items() if hasattr(torch, name)
-}
+DTYPES = {getattr(torch, name): dtype for name, dtype in FROM_TORCH.items() if hasattr(torch, name)}
 GROUP = re.compile(r"((?:^|.*?\.)param_groups\.\d+\.)[^.]+")
 
 

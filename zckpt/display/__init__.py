@@ -4,7 +4,7 @@ Data go to stdout, everything else to stderr. On a terminal rich draws tables an
 tables are plain columns that grep and awk can read, and there are no bars.
 
     checkpoint.py   what a checkpoint contains, and what a conversion wrote
-    findings.py     what verify, diff, stats, probe-diff and check found
+    findings.py     what verify, diff, stats, probe-diff, check and report found
     picture.py      how two runs of a program differ, and layers, drawn
     terminal.py     tables, bars, JSON and files, for all
 """
@@ -24,7 +24,6 @@ from .terminal import answer as answer
 from .terminal import can_save as can_save
 from .terminal import document as document
 from .terminal import progress as progress
-from .terminal import safe as safe
 from .terminal import save as save
 from .terminal import save_text as save_text
 from .terminal import table as table

@@ -9,8 +9,8 @@ from typing import Any
 
 from ..core.description import matching
 from ..core.manifest import Entry, Manifest, slot_key
-from ..errors import counted, listed, sized
-from .terminal import brief, cell, checked, safe, states, table, unchecked, warn
+from ..errors import counted, listed, safe, sized
+from .terminal import brief, cell, checked, states, table, unchecked, warn
 
 BAR = 48  # characters
 MOST_NAMES = 10  # of files in the report of --dry-run

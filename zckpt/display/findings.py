@@ -1,4 +1,4 @@
-"""How the findings of `verify`, `diff`, `stats` and `probe-diff` are printed."""
+"""How the findings of verify, diff, stats, probe-diff, check and report are printed."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 from ..core.inert import PYTHON_NUMBERS
 from ..core.layers import places_of
-from ..errors import counted, listed, sized
+from ..errors import counted, listed, safe, short, sized
 from .picture import SPARKS, curves, drawn, layers
-from .terminal import brief, checked, safe, states, table, unchecked, warn
+from .terminal import brief, checked, states, table, unchecked, warn
 
 
 def verified(report: dict[str, Any], quiet: bool) -> None:
@@ -282,7 +282,7 @@ def probed(report: dict[str, Any], quiet: bool) -> None:
         if report["noise"]:
             print(
                 f"noise between {safe(report['a'])} and {safe(report['noise'])}: up to "
-                f"{_short(report['noise_floor'])}"
+                f"{short(report['noise_floor'], 3)}"
             )
         for side in ("a", "b"):
             if names := report[f"only_{side}"]:
@@ -311,22 +311,21 @@ def _event(event: dict[str, Any]) -> str:
     rank = f", rank {event['rank']}" if event["rank"] else ""
     return safe(
         f"step {event['step']}, batch {event['batch']}{rank}, {event['kind']} of {event['key']}: "
-        f"{event['what']} (distance {_short(event['distance'])}, "
-        f"tolerated {_short(event['tolerated'])})"
+        f"{event['what']} (distance {short(event['distance'], 3)}, "
+        f"tolerated {short(event['tolerated'], 3)})"
     )
 
 
-def _short(value: object) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+WIDTH = 16  # characters of a sparkline
 
 
-def _magnitudes(histogram: dict[str, Any] | None, width: int = 16) -> str | None:
+def _magnitudes(histogram: dict[str, Any] | None) -> str | None:
     """A sparkline of how many numbers have which magnitude, between its powers of two."""
     if histogram is None:
         return None
     counts = histogram["counts"]
     first, last = histogram["first"], histogram["first"] + len(counts)
-    each = -(-len(counts) // width)
+    each = -(-len(counts) // WIDTH)
     sums = [sum(counts[place : place + each]) for place in range(0, len(counts), each)]
     most = max(sums)
     sparks = (SPARKS[-(-count * len(SPARKS) // most) - 1] if count else " " for count in sums)

@@ -8,7 +8,7 @@ from html import escape
 from typing import Any
 
 from ..core.layers import Places
-from .terminal import safe
+from ..errors import safe, short
 
 SHADES = " .:-=+*#%@"  # one character per power of ten
 FAINTEST, STRONGEST = -9, -1  # powers of ten
@@ -61,21 +61,25 @@ def layers(places: Places, cells: Mapping[str, float], columns: int) -> Iterator
     names = [_cut(safe(places.columns[kind]), max(16, columns - count - 3)) for kind in rows]
     width = max(map(len, names))
     for name, row in list(zip(names, rows.values(), strict=True))[:ROWS]:
-        marks = "".join(_mark(row.get(place), low, high) for place in range(count)).rstrip()
-        yield f"{name.ljust(width)}  {marks}"
+        blocks = "".join(_block(row.get(place), low, high) for place in range(count)).rstrip()
+        yield f"{name.ljust(width)}  {blocks}"
     if len(names) > ROWS:
         yield f"and {len(names) - ROWS:,} more kinds"
     first, last = (_cut(safe(places.rows[place]), 24) for place in (0, -1))
     yield f"{''.ljust(width)}  {first} to {last}; {SPARKS[0]} 2^{low} to {SPARKS[-1]} 2^{high}"
 
 
-def _mark(cell: Cell, low: int, high: int) -> str:
+def _block(cell: Cell, low: int, high: int) -> str:
     if cell is None:
         return " "
     if not cell or not math.isfinite(cell):
         return "!" if cell else "0"
-    place = int((math.log2(cell) - low) / (high - low) * len(SPARKS))
-    return SPARKS[min(max(place, 0), len(SPARKS) - 1)]
+    return _spark((math.log2(cell) - low) / (high - low))
+
+
+def _spark(height: float) -> str:
+    """The block for a height from 0 to 1."""
+    return SPARKS[min(max(int(height * len(SPARKS)), 0), len(SPARKS) - 1)]
 
 
 def _cut(name: str, most: int) -> str:
@@ -130,7 +134,7 @@ def curves(metrics: dict[str, Any]) -> Iterator[str]:
         sides, low, high = _scaled(metrics[name])
         for side, values in sides.items():
             label = name if side == "a" else ""
-            ends = f"{_short(values[0])} to {_short(values[-1])}"
+            ends = f"{short(values[0])} to {short(values[-1])}"
             yield f"{label.ljust(width)}  {side} {_sparks(values, low, high)} {ends}"
 
 
@@ -151,7 +155,7 @@ def _sparks(values: Sequence[float], low: float, high: float) -> str:
             drawn.append("!")
             continue
         height = (math.fsum(some) / len(some) - low) / (high - low) if high > low else 0.0
-        drawn.append(SPARKS[min(int(height * len(SPARKS)), len(SPARKS) - 1)])
+        drawn.append(_spark(height))
     return "".join(drawn)
 
 
@@ -205,7 +209,7 @@ def _plots(metrics: dict[str, Any], top: int, left: int) -> Iterator[str]:
     for place, (name, curve) in enumerate(metrics.items()):
         sides, low, high = _scaled(curve)
         y = top + (PLOT + GAP) * place
-        text = f"{_shown(name)}: {_short(low)} to {_short(high)}"
+        text = f"{_shown(name)}: {short(low)} to {short(high)}"
         yield f'<text x="4" y="{y + PLOT // 2}">{text}</text>'
         for side, values in sides.items():
             points = " ".join(
@@ -218,8 +222,4 @@ def _plots(metrics: dict[str, Any], top: int, left: int) -> Iterator[str]:
 
 def _shown(name: str) -> str:
     """The name in a form that XML can represent: XML allows no control characters."""
-    return escape("".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in name))
-
-
-def _short(value: Any) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+    return escape(safe(name))

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..core import fileio
 from ..core.grouping import by_key
-from ..errors import WrongOption, counted, joined
+from ..errors import WrongOption, counted, joined, safe
 
 NARROW = 6  # characters per column; a drawn table would lose some with less
 
@@ -30,11 +30,6 @@ def answer(
 def document(value: Any) -> None:
     """One JSON document on stdout."""
     print(json.dumps(value, indent=2 if sys.stdout.isatty() else None, allow_nan=False))
-
-
-def safe(text: object) -> str:
-    """`text` without control characters: names in a checkpoint are not trusted."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
 
 
 def states(lines: Sequence[dict[str, Any]], *keys: str) -> Iterator[tuple[str, dict[str, Any]]]:

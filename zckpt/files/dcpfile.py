@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import os
 import re
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from math import prod
@@ -32,6 +31,8 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ..core import sources
+from ..core.checksum import crc32
+from ..core.dtypes import FROM_TORCH
 from ..core.grouping import by_key
 from ..core.inert import Foreign, Global
 from ..core.missing_ranks import missing_ranks, path_inside
@@ -41,8 +42,8 @@ from ..errors import (
     InconsistentCheckpoint,
     UnsupportedCheckpoint,
     listed,
+    safe,
 )
-from .torchfile import TORCH_DTYPES
 from .unpickle import Unpickler
 
 METADATA = ".metadata"
@@ -83,7 +84,7 @@ class TensorItem(Struct, frozen=True):
     @property
     def dtype(self) -> str:
         """The type's name in a manifest; raises UnsupportedCheckpoint."""
-        dtype = TORCH_DTYPES.get(f"torch.{self.torch_dtype}")
+        dtype = FROM_TORCH.get(self.torch_dtype)
         if dtype is None:
             raise UnsupportedCheckpoint(
                 f"zckpt does not read tensors of type torch.{self.torch_dtype}",
@@ -166,13 +167,13 @@ def names_any(folder: str, texts: Sequence[bytes]) -> bool:
 
 def sealed(text: bytes) -> bytes:
     """A pickle with its CRC-32 behind it."""
-    return text + b"\nzckpt-crc32 %08x\n" % zlib.crc32(text)
+    return text + b"\nzckpt-crc32 %08x\n" % crc32(text)
 
 
 def check_seal(text: bytes) -> None:
     """Raises CorruptCheckpoint if the bytes before the CRC-32 are others; torch writes none."""
     match = SEAL.search(text, max(0, len(text) - 32))
-    if match and zlib.crc32(text[: match.start()]) != int(match[1], 16):
+    if match and crc32(text[: match.start()]) != int(match[1], 16):
         raise CorruptCheckpoint("its bytes do not have the CRC-32 behind them")
 
 
@@ -287,7 +288,7 @@ def _item(key: str, record: Any, most: int) -> TensorItem | None:
     if not fields:  # BytesStorageMetadata
         return None
     if not {"properties", "size", "chunks"} <= fields.keys():
-        raise CorruptCheckpoint(f"{shown(key)} is neither a tensor nor a value")
+        raise CorruptCheckpoint(f"{safe(key)} is neither a tensor nor a value")
     # TensorProperties pickles a tuple; the dtype is its first element
     properties = fields["properties"]
     properties = properties.state if isinstance(properties, Foreign) else None
@@ -295,11 +296,11 @@ def _item(key: str, record: Any, most: int) -> TensorItem | None:
         properties = (properties.get("dtype"),)
     dtype = properties[0] if isinstance(properties, tuple) and properties else None
     if not isinstance(dtype, Global):
-        raise CorruptCheckpoint(f"{shown(key)} has a {type(dtype).__name__} instead of a dtype")
+        raise CorruptCheckpoint(f"{safe(key)} has a {type(dtype).__name__} instead of a dtype")
     chunks = fields["chunks"]
     if not isinstance(chunks, (list, tuple)) or len(chunks) > most:
         raise CorruptCheckpoint(
-            f"the pieces of {shown(key)} are not a list, or more than the files have"
+            f"the pieces of {safe(key)} are not a list, or more than the files have"
         )
     boxes = (
         ItemBox(_numbers(box.get("offsets"), key), _numbers(box.get("sizes"), key))
@@ -307,7 +308,7 @@ def _item(key: str, record: Any, most: int) -> TensorItem | None:
     )
     size = _numbers(fields["size"], key)
     if prod(size) >= MAX_NUMBER:
-        raise CorruptCheckpoint(f"the sizes of {shown(key)} are those of {prod(size)} elements")
+        raise CorruptCheckpoint(f"the sizes of {safe(key)} are those of {prod(size)} elements")
     return TensorItem(dtype.name.removeprefix("torch."), size, tuple(boxes))
 
 
@@ -320,7 +321,7 @@ def _locations(folder: str, storage: Mapping[Any, Any]) -> dict[ItemKey, ItemLoc
         key, offsets = _text(item.get("fqn"), "a key"), item.get("offset")
         if stored.get("transform_descriptors"):
             raise UnsupportedCheckpoint(
-                f"{shown(key)} is stored compressed or encrypted: "
+                f"{safe(key)} is stored compressed or encrypted: "
                 f"{_texts(stored['transform_descriptors'])}"
             )
         name = _text(stored.get("relative_path"), "the name of a file")
@@ -357,11 +358,11 @@ def _path(key: str, path: Any) -> KeyPath:
             type(step) is str or (type(step) is int and 0 <= step < MAX_NUMBER) for step in path
         )
     ):
-        raise CorruptCheckpoint(f"the path of {shown(key)} is not a list of up to {MAX_PATH} keys")
+        raise CorruptCheckpoint(f"the path of {safe(key)} is not a list of up to {MAX_PATH} keys")
     # the lengths first, since many paths may refer to one long text
     length = len(path) - 1 + sum(len(step) for step in path if isinstance(step, str))
     if length > len(key) or ".".join(map(str, path)) != key:
-        raise CorruptCheckpoint(f"the path of {shown(key)} leads to another item")
+        raise CorruptCheckpoint(f"the path of {safe(key)} leads to another item")
     return tuple(path)
 
 
@@ -380,7 +381,7 @@ def _numbers(values: Any, key: str) -> tuple[int, ...]:
         else:
             return tuple(values)
     raise CorruptCheckpoint(
-        f"the sizes or offsets of {shown(key)} are not numbers that a tensor can have"
+        f"the sizes or offsets of {safe(key)} are not numbers that a tensor can have"
     )
 
 
@@ -391,14 +392,9 @@ def _texts(values: Any) -> str:
     return type(values).__name__
 
 
-def shown(key: str) -> str:
-    """A key for a message, in one line."""
-    return key if key.isprintable() else repr(key)
-
-
 def _called(key: str, offsets: tuple[int, ...] | None) -> str:
     """An item's name in a message."""
-    return shown(key) if offsets is None else f"{shown(key)} at {list(offsets)}"
+    return safe(key) if offsets is None else f"{safe(key)} at {list(offsets)}"
 
 
 def attributes(record: Any) -> dict[str, Any]:
@@ -467,7 +463,7 @@ def _places_of(table: ItemTable, key: str, item: TensorItem, name: str) -> set[t
 
 def _all_shown(keys: list[str]) -> str:
     """The first keys, in one line."""
-    return listed([*map(shown, keys)], 4)
+    return listed([*map(safe, keys)], 4)
 
 
 def _need_separate(table: ItemTable, name: str) -> None:

@@ -18,7 +18,7 @@ from ..core.fragments import Extent
 from ..core.grouping import by_key, portions
 from ..core.inert import Foreign, Global, Size
 from ..core.layout import Shell
-from ..core.streaming import together
+from ..core.streaming import carry_out_all
 from .dcpfile import VERSION, ItemBox, ItemKey, ItemLocation, Items, TensorItem, read_table
 from .torchshell import ALIGNMENT, Storages, shell, state_checksums
 
@@ -77,7 +77,7 @@ def seal_items(root: Folder, folder: str, crcs: Mapping[str, Mapping[int, int]])
         with root.opened(path, os.O_RDWR) as file:
             extents = [Extent(path, item.offset, item.length) for item in items]
             # what was written past the page cache is read from the disk
-            together(extents, partial(state_checksums, file, crcs=crcs.get(path, {})))
+            carry_out_all(extents, partial(state_checksums, file, crcs=crcs.get(path, {})))
 
 
 def crcs_of(outcome: Any) -> dict[str, dict[int, int]]:

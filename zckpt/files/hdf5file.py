@@ -17,7 +17,8 @@ from typing import Any
 from msgspec import Struct
 
 from ..core import elsewhere, sources
-from ..core.dtypes import NUMBERS, TORCH_NAMES
+from ..core.dtypes import FROM_TORCH, NUMBERS
+from ..core.fileio import align
 from ..core.fragments import Extent
 from ..errors import HINTS, MALFORMED, CorruptCheckpoint, MissingExtra, UnsupportedCheckpoint
 from .hdf5blocks import Blocks
@@ -27,7 +28,7 @@ MAX_ELEMENTS = 1 << 16  # of a dataset that is read as a value
 MAX_DEPTH = 64
 MAX_STEPS = 500_000  # past texts in heaps; a heap of 4096 bytes has at most 256
 REFERENCE = struct.Struct("<IQI")  # to a string: its length, a heap's address, a number in it
-DTYPES = {name: dtype for dtype, name in TORCH_NAMES.items() if dtype in NUMBERS - {"BF16"}}
+DTYPES = {name: dtype for name, dtype in FROM_TORCH.items() if dtype in NUMBERS - {"BF16"}}
 """By numpy's names, which are torch's."""
 
 
@@ -289,5 +290,5 @@ def _text(
             return sources.pread(file, length, offset + 16).decode("utf-8", "surrogateescape")
         if not candidate:  # the heap's free space
             break
-        offset += 16 + -(-size // 8) * 8
+        offset += 16 + align(size, 8)
     raise CorruptCheckpoint(f"{path}: the text of {name} is not inside it")

@@ -11,24 +11,24 @@ Equal pickles are parsed once: the ranks of a ZeRO run often write the same byte
 from __future__ import annotations
 
 import os
-import zlib
-from _thread import allocate_lock  # of `threading`, which takes longer to import
 from math import prod
+from threading import Lock
 from typing import Any
 
 from msgspec import Struct
 
 from ..core import sources
-from ..core.dtypes import NUMBERS, SIZES, STORAGES, TORCH_NAMES, decode
+from ..core.checksum import crc32
+from ..core.dtypes import FROM_TORCH, NUMBERS, SIZES, STORAGES, decode
 from ..core.fileio import crc_of
-from ..core.fragments import Box, Extent, Fragments, Record, boxes, solid
+from ..core.fragments import Box, Extent, Fragments, Record, boxes, row_major, solid
 from ..core.inert import Foreign, Global, Scalar, TensorName, inside, map_values, to_json
 from ..core.manifest import Entry
 from ..errors import CorruptCheckpoint, NotACheckpoint, UnsupportedCheckpoint, ZckptError, brief
 from .unpickle import BUILTINS, Build, Unpickler
 from .zipdirectory import ZipMember, read_directory
 
-TORCH_DTYPES = {f"torch.{torch_name}": name for name, torch_name in TORCH_NAMES.items()}
+TORCH_DTYPES = {f"torch.{torch_name}": name for torch_name, name in FROM_TORCH.items()}
 # Bytes of a file's pickle, which is parsed in memory: a tensor takes 100 to 300, so that the
 # weights and states of a million parameters fit in.
 MAX_PICKLE = 1 << 30
@@ -41,6 +41,7 @@ MAX_AXES = 64  # torch's own limit
 # with stride 0 has any size, and whoever reads it never ends.
 SPARE_BYTES, COPIES = 64 << 20, 8  # of all tensors: a fixed number, and times the file's size
 SPARE_RUNS, BYTES_PER_RUN = 250_000, 8  # runs of elements that do not follow each other
+ZIP, PROTOCOLS = b"PK\3\4", (b"\2", b"\3", b"\4", b"\5")  # how files and pickles begin
 SMALL = 1 << 20  # bytes; a record up to this size is checked when a tensor in it is read
 _refused: dict[tuple[str, tuple[int, int, int]], ZckptError] = {}
 """The error of the last pickle that could not be read, by its file."""
@@ -69,7 +70,7 @@ class Parsed(dict[tuple[int, int, int], _Loaded]):
     def __init__(self) -> None:
         super().__init__()
         self.files: dict[str, TorchFile] = {}
-        self.lock = allocate_lock()  # what one thread parses, the others wait for
+        self.lock = Lock()  # what one thread parses, the others wait for
 
 
 _peeked: dict[tuple[int, int, int], _Loaded] = {}
@@ -164,8 +165,7 @@ class TorchFile:
         file = cls.__new__(cls)
         file.path, file.saved_as, file.size = extent.file, None, extent.length
         file.records = {"0": Record(extent, None)}
-        strides = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
-        file.value = Tensor(Storage("0", dtype, extent.length), dtype, 0, shape, strides)
+        file.value = Tensor(Storage("0", dtype, extent.length), dtype, 0, shape, row_major(shape))
         return file
 
     def _loaded(self, file: int, within: Extent | None, parsed: Parsed) -> _Loaded:
@@ -173,9 +173,9 @@ class TorchFile:
         if within is None:
             within = Extent(self.path, 0, self.size)
         head = sources.pread(file, 4, within.offset)
-        if head == b"PK\3\4":
+        if head == ZIP:
             return self._read_zip(file, within, parsed)
-        if head[:1] == b"\x80" and head[1:2] in _PROTOCOLS and not within.offset:
+        if _is_legacy(head) and not within.offset:
             return self._read_legacy(file)
         if not self.size:
             raise CorruptCheckpoint(
@@ -226,7 +226,7 @@ class TorchFile:
             crc, whole = None, extent
         with sources.opened(self.path) as file:
             data = sources.pread(file.fileno(), whole.length, whole.offset)
-        if len(data) != whole.length or (crc is not None and zlib.crc32(data) != crc):
+        if len(data) != whole.length or (crc is not None and crc32(data) != crc):
             raise CorruptCheckpoint(
                 f"{self.path} is damaged: storage {tensor.storage.key!r} does not have the CRC-32 "
                 "that the file states"
@@ -339,7 +339,7 @@ class TorchFile:
     def _parsed(self, text: bytes, crc: int | None, parsed: Parsed) -> _Loaded:
         """The pickle of a zip, which may have been parsed for another file."""
         # CRC-32 alone: of 10,000 checkpoints of 1,000 ranks one has two equal values by chance
-        key = (len(text), zlib.crc32(text) if crc is None else crc, hash(text))
+        key = (len(text), crc32(text) if crc is None else crc, hash(text))
         with parsed.lock:
             if key not in parsed:
                 peeked = _peeked.pop(key) if key in _peeked else None
@@ -413,7 +413,12 @@ def is_torch(path: str) -> bool:
         return False
     with sources.opened(path) as file:
         head = file.read(4)
-    return head == b"PK\3\4" or (head[:1] == b"\x80" and head[1:2] in (b"\2", b"\3", b"\4"))
+    return head == ZIP or _is_legacy(head)
+
+
+def _is_legacy(head: bytes) -> bool:
+    """Whether bytes are the beginning of a file of torch before 1.6: of a pickle."""
+    return head[:1] == b"\x80" and head[1:2] in PROTOCOLS
 
 
 def peek(path: str) -> Any:
@@ -582,13 +587,12 @@ _TENSORS: dict[str, Build] = {
     REBUILD: _from_type,
 }
 _FUNCTIONS = {**BUILTINS, **_TENSORS}
-_PROTOCOLS = (b"\2", b"\3", b"\4", b"\5")
 
 
 def _member(file: int, member: ZipMember, path: str) -> bytes:
     """All bytes of a small member; raises CorruptCheckpoint if its CRC-32 differs."""
     data = sources.pread(file, member.length, member.offset)
-    if len(data) != member.length or (member.crc is not None and zlib.crc32(data) != member.crc):
+    if len(data) != member.length or (member.crc is not None and crc32(data) != member.crc):
         raise CorruptCheckpoint(
             f"{path}: {member.name} is damaged (its CRC-32 differs)",
             hint="take another copy of this file",

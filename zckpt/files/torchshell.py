@@ -12,22 +12,21 @@ from __future__ import annotations
 
 import os
 import struct
-import zlib
 from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
 from msgspec import Struct, field
 
-from ..core.checksum import crc_of_zeros
+from ..core.checksum import crc32, crc_of_zeros
 from ..core.dtypes import SIZES, STORAGES, TORCH_NAMES, encode
 from ..core.fileio import write_all
 from ..core.folder import Folder
-from ..core.fragments import Extent
+from ..core.fragments import Extent, row_major
 from ..core.inert import Foreign, Global, Scalar, TensorName, map_values
 from ..core.layout import Shell
 from ..core.manifest import Entry, Manifest
-from ..core.streaming import together
+from ..core.streaming import carry_out_all
 from .pickling import Persistent, dumps
 from .torchfile import Storage, Tensor
 from .zipdirectory import read_directory
@@ -47,8 +46,8 @@ class Storages(Struct, eq=False):
         key = str(len(self.lengths))
         numel = prod(shape)
         self.lengths[key] = numel * SIZES[dtype]
-        strides = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
-        return Tensor(Storage(key, dtype, self.lengths[key]), dtype, 0, tuple(shape), strides)
+        storage = Storage(key, dtype, self.lengths[key])
+        return Tensor(storage, dtype, 0, tuple(shape), row_major(shape))
 
     def scalar(self, value: Scalar) -> Tensor:
         """A tensor of one element, whose value is known."""
@@ -156,7 +155,7 @@ def _zip(folder: int, members: Sequence[Member]) -> _Zip:
     directory = [bytearray()]
     header = stop = 0
     for member, length, data in members:
-        crc = zlib.crc32(data) if data is not None else 0
+        crc = crc32(data) if data is not None else 0
         inside = f"/{member}".encode()
         wide = struct.pack("<HHQQ", 1, 16, length, length) if length >= 0xFFFFFFFF else b""
         size, name = min(length, 0xFFFFFFFF), folder + len(inside)
@@ -226,7 +225,7 @@ def seal_records(root: Folder, manifest: Manifest, outcome: Any) -> None:
             crc = record.crc or crc_of_zeros(extent.length)
         by_file.setdefault(extent.file, {})[extent.offset] = crc
     # the headers were written past the page cache: each is read from the disk
-    together([*by_file.items()], lambda item: seal_whole(root, *item))
+    carry_out_all([*by_file.items()], lambda item: seal_whole(root, *item))
 
 
 def seal_whole(root: Folder, path: str, crcs: Mapping[int, int]) -> None:

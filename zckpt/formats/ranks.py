@@ -1,14 +1,12 @@
-"""Is there a file of each rank that has saved?"""
+"""Is there a file of each rank that has saved, and did the ranks write them in their order?"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from ..core.facts import MAX_DP
 from ..core.missing_ranks import missing_ranks
-from ..errors import CorruptCheckpoint, InconsistentCheckpoint
-
-MIXED = "files of different saves seem to be mixed; take those of one save"
+from ..errors import CorruptCheckpoint, InconsistentCheckpoint, listed
 
 
 def require_all(paths: Mapping[int, str], world: int, where: str, reason: str, hint: str) -> None:
@@ -20,10 +18,25 @@ def require_all(paths: Mapping[int, str], world: int, where: str, reason: str, h
     some, last = paths[min(paths)], max(paths)
     if last >= world:
         raise InconsistentCheckpoint(
-            f"{paths[last]} is of rank {last}, but {some} says that there are {world} ranks",
-            hint=MIXED,
+            f"{paths[last]} is of rank {last}, but {some} says that there are {world} ranks"
         )
     if world > MAX_DP:
         raise CorruptCheckpoint(f"{some} states {world} ranks, and zckpt reads up to {MAX_DP}")
     if missing := [rank for rank in range(world) if rank not in paths]:
         raise missing_ranks(where, missing, reason=reason, hint=hint)
+
+
+def refuse_other_writers(where: str, writers: Sequence[object]) -> None:
+    """Raises InconsistentCheckpoint if files of model ranks were not written in their order.
+
+    Megatron's programs save the global rank of each writer in the arguments. It grows with the
+    place in the grid. Programs that convert files state one for all. `writers` are these ranks in
+    the order of the names, of which some may be None.
+    """
+    known = [writer for writer in writers if isinstance(writer, int)]
+    if len(set(known)) == len(writers) and known != sorted(known):
+        raise InconsistentCheckpoint(
+            f"{where}: the files of model ranks are swapped: by their arguments, rank "
+            f"{listed(known)} wrote them, in the order of their names",
+            hint="copy all files again; the names must have the order of the ranks",
+        )

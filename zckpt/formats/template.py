@@ -8,7 +8,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from ..core.grouping import by_key
-from ..core.inert import unwrapped
+from ..core.inert import by_value
 from ..core.manifest import Entry, Manifest, Parameter
 from ..core.weights import states_by_weight
 from ..errors import InconsistentCheckpoint, MissingData, WrongOption, listed
@@ -151,7 +151,7 @@ class Template:
             wrong = [
                 key
                 for key in keys(item.group)
-                if unwrapped(group.get(key)) != unwrapped(other.get(key))
+                if by_value(group.get(key)) != by_value(other.get(key))
             ]
             if wrong:
                 raise InconsistentCheckpoint(

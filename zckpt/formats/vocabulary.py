@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 from msgspec.structs import replace
 
+from ..core.fileio import align
 from ..core.manifest import Entry, Manifest
 from ..errors import WrongOption
 from ..naming.families.layouts import with_rows
@@ -50,7 +51,7 @@ def padded(root: str, name: str, used: int, given: int | None, multiple: int) ->
             f"{root}",
             hint="give at least so many; the vocabulary of a model is not made smaller here",
         )
-    return -(-(given or used) // multiple) * multiple
+    return align(given or used, multiple)
 
 
 def lost_rows(source: Manifest, rows: Mapping[str, int]) -> list[str]:

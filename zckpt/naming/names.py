@@ -35,7 +35,7 @@ FACTS = {
     "universal": ("files",),
 }
 """What the state says of single parameters, whose names stand there as keys or in lists."""
-RENAME = "rename the source's names: --rename REGEX=REPL (rename=[(REGEX, REPL)] in Python)"
+RENAME_HINT = "rename the source's names: --rename REGEX=REPL (rename=[(REGEX, REPL)] in Python)"
 
 
 def plain(name: str) -> str:
@@ -121,7 +121,7 @@ def _by_rule(
     lost = [name for name in wanted if name not in best]
     used = set(best.values())
     unused = [name for name in available if name not in used]
-    raise MissingData(left_over(lost, unused), hint=RENAME)
+    raise MissingData(left_over(lost, unused), hint=RENAME_HINT)
 
 
 def left_over(wanted: Sequence[str], unused: Sequence[str]) -> str:

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from ..core.facts import StateDictEngine
 from ..core.manifest import Manifest
 from ..errors import MissingData, WrongOption, listed
-from .names import RENAME
+from .names import RENAME_HINT
 
 
 def is_known(manifest: Manifest) -> bool:
@@ -68,7 +68,7 @@ def in_order_of(manifest: Manifest, names: Sequence[str]) -> Manifest:
         if wrong_names
     ]
     if wrong:
-        hint = RENAME if lacking and unknown else ""
+        hint = RENAME_HINT if lacking and unknown else ""
         raise WrongOption(f"--param-names {'; it '.join(wrong)}", hint=hint)
     engine = manifest.engine
     guessed = isinstance(engine, StateDictEngine) and engine.guessed

@@ -21,8 +21,8 @@ from typing import TypeVar
 
 from msgspec import Struct
 
-from ..core.fragments import ZEROS, Box, Extent, Fragments, boxes, corners_of_range
-from ..core.slicing import boxes_of
+from ..core.fragments import ZEROS, Box, Extent, Fragments, boxes, corners_of_range, row_major
+from ..core.slicing import boxes_in
 
 T = TypeVar("T")
 
@@ -53,14 +53,13 @@ class View(Struct, frozen=True):
 def view_of(fragments: Fragments, shape: Sequence[int], size: int) -> View:
     """The view of a whole tensor; its axes have one length each."""
     axes = tuple((length,) for length in shape)
-    return View(axes, tuple(boxes_of(fragments, shape, size)), size)
+    return View(axes, tuple(boxes_in(fragments, shape, size)), size)
 
 
 def zeros(shape: Sequence[int], size: int) -> View:
     """A tensor that is in no file."""
-    strides = [prod(shape[axis + 1 :]) for axis in range(len(shape))]
     extent = Extent(ZEROS, 0, prod(shape) * size)
-    box = Box(shape, [0] * len(shape), shape, strides, 0, size, extent)
+    box = Box(shape, [0] * len(shape), shape, row_major(shape), 0, size, extent)
     return View(tuple((length,) for length in shape), (box,), size)
 
 
@@ -186,7 +185,7 @@ def _ordered(view: View, axes: tuple[Lengths, ...], places: Sequence[int]) -> Vi
 
 def _folded(box: Box, place: int, lengths: Lengths) -> Iterator[Box]:
     """A box whose length at `place` is folded: a box for every part that is one."""
-    steps = [prod(lengths[number + 1 :]) for number in range(len(lengths))]
+    steps = row_major(lengths)
     start, stride = box.offsets[place], box.strides[place]
     at = start
     for corner, sizes in corners_of_range(lengths, start, start + box.sizes[place]):

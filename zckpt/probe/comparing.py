@@ -22,6 +22,7 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
+from ..core.description import Report
 from ..core.statistics import json_number
 from ..errors import MissingData, WrongOption, counted, listed
 from . import runs
@@ -31,8 +32,6 @@ from .merging import merge
 from .runs import Run, TensorRecord
 
 NOISE = 4  # times the noise between one pair of runs
-
-Report = dict[str, Any]
 
 
 class Event(Struct, frozen=True):

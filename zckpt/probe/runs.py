@@ -18,7 +18,7 @@ from typing import Any
 
 from msgspec import Struct, convert, field
 
-from ..core.dtypes import TORCH_NAMES
+from ..core.dtypes import FROM_TORCH
 from ..errors import (
     CorruptCheckpoint,
     InconsistentCheckpoint,
@@ -247,11 +247,10 @@ def _parsed(text: str, step: int) -> TensorRecord:
             numbers[key] = int(value) if key in _COUNTS else value
     if samples := _SAMPLES.search(text):
         numbers["samples"] = _numbers(samples[1])
-    dtypes = {kind: name for name, kind in TORCH_NAMES.items()}
     shape = tuple(int(size) for size in head["shape"].split(",") if size.strip())
     key = head["name"]
     return TensorRecord(
-        step, "0", head["kind"], key, dtypes.get(head["dtype"], head["dtype"]), shape, numbers
+        step, "0", head["kind"], key, FROM_TORCH.get(head["dtype"], head["dtype"]), shape, numbers
     )
 
 

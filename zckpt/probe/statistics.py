@@ -30,10 +30,10 @@ from torch import Tensor
 
 from ..core.cast import array
 from ..core.checksum import combine, crc32
-from ..core.dtypes import FLOATS, NUMBERS, TORCH_NAMES
+from ..core.dtypes import FLOATS, FROM_TORCH, NUMBERS
 from ..core.statistics import CANCELLED, NORMAL, Statistics, json_number, measure, sum_of_squares
 
-NAMES = {getattr(torch, kind): name for name, kind in TORCH_NAMES.items() if hasattr(torch, kind)}
+NAMES = {getattr(torch, kind): name for kind, name in FROM_TORCH.items() if hasattr(torch, kind)}
 UNSIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 TAKEN = {**UNSIGNED, torch.bool: torch.uint8}
 """Types that torch cannot take elements of, and the types used instead."""

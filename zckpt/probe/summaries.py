@@ -6,12 +6,12 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from ..errors import TargetExists
+from ..errors import TargetExists, short
 from .runs import Run, TensorRecord
 
 
-def summarise(directory: str, named: Sequence[tuple[str, Run]]) -> list[str]:
-    """Writes one text for each step and run, in the order of the first run; returns their paths.
+def summarise(directory: str, named: Sequence[tuple[str, Run]]) -> None:
+    """Writes one text for each step and run, in the order of the first run.
 
     Raises TargetExists if the directory exists.
     """
@@ -21,7 +21,6 @@ def summarise(directory: str, named: Sequence[tuple[str, Run]]) -> list[str]:
     for _, run in named:
         for rank, records in run.ranks.items():
             order |= dict.fromkeys((rank, record.place) for record in records)
-    written = []
     for name, run in named:
         records_by_place = {
             (rank, record.place): record
@@ -36,8 +35,6 @@ def summarise(directory: str, named: Sequence[tuple[str, Run]]) -> list[str]:
                 for rank, place in order:
                     if place[0] == step:
                         file.write(_text(rank, place, records_by_place.get((rank, place))))
-            written.append(path)
-    return written
 
 
 def _text(rank: int, place: tuple[int, str, str, str], record: TensorRecord | None) -> str:
@@ -47,17 +44,11 @@ def _text(rank: int, place: tuple[int, str, str, str], record: TensorRecord | No
         return f"{head}  not recorded\n\n"
     lines = [f"  {record.dtype} {list(record.shape)}"]
     for keys in (("min", "max", "mean", "std", "norm"), ("nan", "inf", "negative", "zero")):
-        values = [f"{key} {_short(record.numbers[key])}" for key in keys if key in record.numbers]
+        values = [f"{key} {short(record.numbers[key])}" for key in keys if key in record.numbers]
         lines += [f"  {'  '.join(values)}"] if values else []
     if "crc32" in record.numbers:
         lines.append(f"  crc32 {record.numbers['crc32']}")
     samples = record.numbers.get("samples", ())
     for start in range(0, len(samples), 8):
-        lines.append(
-            "  " + " ".join(f"{_short(value):>13}" for value in samples[start : start + 8])
-        )
+        lines.append("  " + " ".join(f"{short(value):>13}" for value in samples[start : start + 8]))
     return "\n".join([head.rstrip("\n"), *lines, "", ""])
-
-
-def _short(value: Any) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)

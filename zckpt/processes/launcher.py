@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
 
 from msgspec import Struct
 
@@ -27,14 +26,14 @@ class Launch(Struct, frozen=True):
     size: int
 
 
-def launched(environment: Mapping[str, str] = os.environ) -> Launch | None:
+def launched() -> Launch | None:
     """How a launcher started this process; None if no launcher did.
 
     A rank without a number of ranks proves nothing: in many clusters every shell has one. Raises
     WrongOption if the numbers do not fit together.
     """
     for launcher, names in LAUNCHERS.items():
-        texts = [environment.get(name, "") for name in names]
+        texts = [os.environ.get(name, "") for name in names]
         if not all(texts):
             continue
         rank, size = (int(text) if text.isdecimal() else -1 for text in texts)
@@ -55,9 +54,9 @@ def joined() -> Launch | None:
     return Launch(group.get_rank(), group.get_world_size())
 
 
-def address(environment: Mapping[str, str] = os.environ) -> tuple[str, int] | None:
+def address() -> tuple[str, int] | None:
     """The host and the port where the processes meet; None if no variable says it."""
-    host, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
+    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if not host or not port:
         return None
     if not port.isdecimal() or not 0 < int(port) < 1 << 16:

@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..core import sources
+from ..core.description import Report
 from ..core.fileio import CRC_BLOCK
 from ..core.manifest import Manifest, Sibling
 from ..errors import listed
 
-Report = dict[str, Any]
 MAX_JSON = 16 << 20  # bytes
 OF_RUN = re.compile(
     r"trainer_state\.json|scheduler\.pt|scaler\.pt|(?:scheduler|sampler|dl_state_dict)(?:_\d+)?\.bin"

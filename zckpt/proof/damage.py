@@ -10,10 +10,10 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from math import prod
-from typing import Any
 
 from ..core.checksum import flipped_bit
 from ..core.compare import ComparisonOutcome, Result
+from ..core.description import Report
 from ..core.dtypes import SIZES
 from ..core.fragments import Box, Extent, Fragments, Runs, Slices, boxes_of, tile
 from ..core.grouping import by_key
@@ -21,7 +21,6 @@ from ..core.manifest import Entry, Manifest
 from ..core.records import Damage
 from ..errors import listed
 
-Report = dict[str, Any]
 PADDING = ", in padding: harmless, no tensor lies there"
 SURE = 4 << 20  # bytes; in more, damage of many bits looks like one bit more often than 1 in 100
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from msgspec import Struct, field
 from msgspec.structs import astuple
 
-from ..core.description import matching
+from ..core.description import Report, matching
 from ..core.dtypes import NUMBERS
 from ..core.fileio import Buffer
 from ..core.manifest import Entry, Manifest
@@ -27,8 +27,6 @@ from ..core.statistics import Statistics, exponents, magnitudes, measure
 from ..core.streaming import batches, chunk_size, finish, stream
 from ..core.weights import WEIGHTS
 from . import damage
-
-Report = dict[str, Any]
 
 SECOND_MOMENTS = frozenset({"exp_avg_sq", "square_avg", "sum", "max_exp_avg_sq"})
 """Sums of squares: never negative, and not zero after a step with a gradient."""

@@ -6,19 +6,16 @@ import math
 import os
 from collections import Counter
 from collections.abc import Collection, Iterable
-from typing import Any
 
 from ..core.compare import ComparisonOutcome, Result
-from ..core.description import advice
+from ..core.description import Report, advice
 from ..core.difference import Difference
 from ..core.manifest import Entry, Manifest
 from ..core.plan import Match
-from ..core.statistics import BIAS, json_number, magnitudes
+from ..core.statistics import json_number, magnitudes
 from ..core.version import __version__
 from ..errors import listed
 from . import damage
-
-Report = dict[str, Any]
 
 
 def findings(outcome: ComparisonOutcome, a: Manifest, b: Manifest) -> Report:
@@ -133,7 +130,7 @@ def changes(measured: Difference, elements: int) -> Report:
     return {
         "rms": json_number(rms),
         "relative": json_number(relative),
-        "histogram": magnitudes({power + BIAS: n for power, n in measured.changes.items()}),
+        "histogram": magnitudes(measured.changes),
     }
 
 

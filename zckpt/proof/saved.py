@@ -11,6 +11,7 @@ from msgspec.structs import asdict
 
 from ..core import compare, keys, sources
 from ..core.compare import Result
+from ..core.description import Report
 from ..core.dtypes import Dtype
 from ..core.facts import facts_of, with_facts
 from ..core.fragments import Runs
@@ -44,7 +45,6 @@ from .roots import of_root, refuse_several
 from .states import plain_facts
 from .verify import inferences, needs_weights, nothing_found, with_values
 
-Report = dict[str, Any]
 MAX_PROOF = 1 << 29
 """Bytes: 100 to 200 for each of a tensor's and a parameter's lines, as those of a manifest."""
 
@@ -144,7 +144,7 @@ def verify_proof(
         proven = of_root(proven, root, manifest)
     else:
         refuse_several(proven, manifest)
-    whole, (manifest, proven) = manifest, keys.alike(*selection.of(manifest, proven))
+    whole, (manifest, proven) = manifest, keys.matched(*selection.of(manifest, proven))
     pattern = selection.tensors
     mutual, only_a, only_b = match(manifest, proven)
     mutual += unread.pairs(manifest, proven)

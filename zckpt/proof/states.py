@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from ..core.description import Report
 from ..core.facts import FlatBufferEngine, NamedWeightsEngine, StateDictEngine, with_facts
 from ..core.inert import Foreign, alike, from_json, inside, to_json
 from ..core.manifest import Manifest
 from ..core.weights import WEIGHTS, is_optimizers
 from ..errors import listed
 
-Report = dict[str, Any]
-SIZES = ("zero_stage", "dp", "tp", "pp", "ep")
+GRID = ("zero_stage", "dp", "tp", "pp", "ep")
 FACTS = ("engine", "module")
 """Parts of the state that describe the files: the engine, and the order of the module's names."""
 OF_PROGRAM = ("lr_scheduler", "client_state", "module_extra")
@@ -199,7 +199,7 @@ class _Comparison:
             self.lines.append({"key": path, "a": a, "b": b})
 
     def _one_sided(self, path: str, a: Any, b: Any) -> None:
-        """A value of one side alone; nothing that is no value, as an empty dictionary, is one."""
+        """Notes a value that one side alone has; an empty dictionary is no value."""
         side, other = ("a", "b") if b in _NOTHING else ("b", "a")
         if a in _NOTHING and b in _NOTHING:
             return
@@ -356,7 +356,7 @@ def _wrapper(manifest: Manifest) -> tuple[str | None, str | None]:
 
 
 def _sizes(manifest: Manifest) -> list[Any]:
-    return [manifest.source.get(key) or None for key in SIZES]
+    return [manifest.source.get(key) or None for key in GRID]
 
 
 def _is_weights(manifest: Manifest) -> bool:

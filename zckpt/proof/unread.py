@@ -6,16 +6,14 @@ with the tensors of the same places.
 
 from __future__ import annotations
 
-from typing import Any
-
 from msgspec.structs import replace
 
+from ..core.description import Report
 from ..core.grouping import by_key
 from ..core.manifest import Manifest, Unread
 from ..core.plan import Match
 from ..errors import listed
 
-Report = dict[str, Any]
 Owned = tuple[str, tuple[str, ...]]
 Form = tuple[tuple[str, tuple[tuple[str, tuple[int, ...]], ...]], ...]
 """Of each rank, the value, and the types and shapes of its tensors."""

@@ -7,14 +7,13 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from ..core.description import Report
 from ..core.facts import FlatBufferEngine, NamedWeightsEngine, StateDictEngine, StepPlace, layers_of
 from ..core.inert import Scalar, alike, plain_group, to_json
 from ..core.manifest import Manifest, Parameter
 from ..core.states import State, harmless, lost, untouched, with_frozen
 from ..errors import counted, joined, listed
 from .states import by_keys, engine_name
-
-Report = dict[str, Any]
 
 
 def _parameters(a: Manifest, b: Manifest) -> Iterator[tuple[str, Parameter, Parameter]]:
@@ -262,8 +261,9 @@ def without_empty_groups(a: Manifest, b: Manifest) -> tuple[Manifest, Manifest, 
 def hypers_of_one_side(a: Manifest, b: Manifest) -> list[str]:
     """Sentences about hyper-parameters that only one of two checkpoints has.
 
-    Another version or class of an optimizer has others by nature, and so have the optimizers of
-    another engine. To the groups of one that is not named none adds any.
+    They are no differences: another version or class of an optimizer has others by nature. So have
+    the optimizers of another engine, of which nothing is said. Only where no side names its
+    optimizer, engines do not matter: then they have added nothing to the groups.
     """
     is_named = a.optimizer is not None or b.optimizer is not None
     if a.groups is None or b.groups is None or (is_named and engine_name(a) != engine_name(b)):

@@ -8,10 +8,10 @@ formats must be equal, bit for bit, in everything that both of them have.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 from ..core import compare, keys
 from ..core.compare import Result
+from ..core.description import Report
 from ..core.manifest import Manifest
 from ..core.missing_states import lacking
 from ..core.plan import Match
@@ -26,7 +26,6 @@ from .pairs import missing, mutual_matches, only_rounded, own_matches, selected
 from .report import changes, difference, findings, versions
 from .states import states
 
-Report = dict[str, Any]
 FINDINGS = (
     *("differences", "problems", "steps", "step_place", "scalars", "groups", "lacking"),
     *("states", "unproven"),
@@ -81,7 +80,7 @@ def verify_against(
     Raises MissingData if they share no weights, because then nothing would be proven.
     """
     whole, pattern = (a, b), selection.tensors
-    a, b = values.with_trained_alike(*keys.alike(*selection.of(a, b)))
+    a, b = values.with_trained_alike(*keys.matched(*selection.of(a, b)))
     matches, only_a, only_b = mutual_matches(a, b)
     matches = selected(matches, pattern)
     if pattern is None:
@@ -109,7 +108,7 @@ def diff(
 ) -> Report:
     """Every difference between two checkpoints, tensors in the order of the model."""
     whole, pattern = (a, b), selection.tensors
-    a, b = values.with_trained_alike(*keys.alike(*selection.of(a, b)))
+    a, b = values.with_trained_alike(*keys.matched(*selection.of(a, b)))
     matches, only_a, only_b = mutual_matches(a, b)
     matches = selected([match for match in matches if not match.copy], pattern)
     outcome = compare.compare(matches, a, b, copying, measure="first", begin=begin)

@@ -186,16 +186,9 @@ class File(Struct, eq=False, dict=True):
 
 def _runs(numbers: Iterable[int]) -> Iterator[tuple[int, int]]:
     """The first and the last of numbers that follow each other."""
-    run: tuple[int, int] | None = None
-    for number in numbers:
-        if run and number == run[1] + 1:
-            run = run[0], number
-            continue
-        if run:
-            yield run
-        run = number, number
-    if run:
-        yield run
+    for _, run in itertools.groupby(enumerate(numbers), lambda item: item[1] - item[0]):
+        own = [number for _, number in run]
+        yield own[0], own[-1]
 
 
 class Mirror(Struct, eq=False):
@@ -204,7 +197,7 @@ class Mirror(Struct, eq=False):
     path: str
     top: str
     files: dict[str, File] = field(default_factory=dict)
-    marks: list[elsewhere.Mark] = field(default_factory=list)
+    registered: list[elsewhere.Fingerprint] = field(default_factory=list)
     read: set[str] = field(default_factory=set)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -230,9 +223,9 @@ class Mirror(Struct, eq=False):
 
     def remove(self) -> None:
         """Removes the folder."""
-        for mark in self.marks:
-            elsewhere.forget(mark)
-        self.marks.clear()
+        for fingerprint in self.registered:
+            elsewhere.forget(fingerprint)
+        self.registered.clear()
         shutil.rmtree(self.top, ignore_errors=True)
 
 
@@ -377,7 +370,7 @@ def _lay(mirror: Mirror, base: str, file: File) -> None:
     stamp = found.time // 10**9 * 10**9 + own % 10**9
     os.utime(path, ns=(stamp, stamp))
     mirror.files[found.key] = file
-    mirror.marks.append(elsewhere.register(path, file))
+    mirror.registered.append(elsewhere.register(path, file))
 
 
 def _lay_named(mirror: Mirror, base: str, url: Url, store: Store) -> None:

@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from ..errors import WrongOption, listed
 
-MARK = "://"
+SLASHES = "://"
 SCHEMES = ("s3", "gs", "az", "https", "http", "hf")
 """Those that are read; all but https, http and hf are written too."""
 MOST_NAME = 255  # bytes of one name on this machine's filesystems
@@ -28,7 +28,7 @@ class Url(Struct, frozen=True):
     store: Any = None
 
     def __str__(self) -> str:
-        return f"{self.scheme}{MARK}{self.root}{'/' if self.key else ''}{self.key}"
+        return f"{self.scheme}{SLASHES}{self.root}{'/' if self.key else ''}{self.key}"
 
     def beside(self, key: str) -> Url:
         """Another object of the same store."""
@@ -50,7 +50,7 @@ def is_url(path: object) -> bool:
     if isinstance(path, At):
         return True
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else ""
-    return isinstance(text, str) and text.partition(MARK)[0] in SCHEMES and MARK in text
+    return isinstance(text, str) and text.partition(SLASHES)[0] in SCHEMES and SLASHES in text
 
 
 def parse(path: str | os.PathLike[str] | At) -> Url:
@@ -60,7 +60,7 @@ def parse(path: str | os.PathLike[str] | At) -> Url:
     text = os.fspath(path)
     if not is_url(text):
         raise WrongOption(f"{text} is no URL of an object store", hint="give s3://BUCKET/PATH")
-    scheme, _, rest = text.partition(MARK)
+    scheme, _, rest = text.partition(SLASHES)
     root, _, key = rest.partition("/")
     if scheme == "hf":
         root, key = _repository(rest)
@@ -71,14 +71,14 @@ def parse(path: str | os.PathLike[str] | At) -> Url:
         )
     if root == "huggingface.co":
         repository = "/".join(key.split("/")[:2])
-        raise WrongOption(f"{text} is a page", hint=f"give the repository: hf{MARK}{repository}")
+        raise WrongOption(f"{text} is a page", hint=f"give the repository: hf{SLASHES}{repository}")
     if "@" in root and scheme != "hf":
         raise WrongOption(
-            f"{scheme}{MARK}{root.rpartition('@')[2]} was given with credentials in front of @",
+            f"{scheme}{SLASHES}{root.rpartition('@')[2]} was given with credentials in front of @",
             hint="leave them out: they come from the environment, and stay out of logs",
         )
     if not root:
-        raise WrongOption(f"{text} names no bucket", hint=f"give {scheme}{MARK}BUCKET/PATH")
+        raise WrongOption(f"{text} names no bucket", hint=f"give {scheme}{SLASHES}BUCKET/PATH")
     return Url(scheme, root, _key(key, text))
 
 
@@ -87,7 +87,7 @@ def _repository(rest: str) -> tuple[str, str]:
     parts = rest.split("/")
     count = 3 if parts[0] in ("datasets", "spaces") else 2
     if len(parts) < count or not all(parts[:count]):
-        raise WrongOption(f"hf{MARK}{rest} names no repository", hint="give hf://ORG/NAME/PATH")
+        raise WrongOption(f"hf{SLASHES}{rest} names no repository", hint="give hf://ORG/NAME/PATH")
     return "/".join(parts[:count]), "/".join(parts[count:])
 
 

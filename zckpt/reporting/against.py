@@ -10,13 +10,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from ..core.description import Report
 from ..core.layers import Places
 from ..core.manifest import Entry
+from ..core.statistics import magnitudes
 from ..core.weights import WEIGHTS
 from ..errors import brief, counted
 from .numbers import finite
 
-Report = dict[str, Any]
 OTHERS = {
     "steps": "steps",
     "step_place": "place of the step",
@@ -48,8 +49,8 @@ def section(
         "path": other,
         "step": step,
         "layers": layers,
-        "histogram": _histogram(every),
-        "histograms": [_histogram(counts) for counts in histograms],
+        "histogram": magnitudes(every),
+        "histograms": [magnitudes(counts) for counts in histograms],
         "first": _place(lines[0], numbers) if lines else None,
         "worst": _place(worst, numbers) if worst else None,
         "proof": [*_proof(report, lines)],
@@ -108,14 +109,6 @@ def _powers(histogram: Report | None) -> dict[int, int]:
     if histogram is None:
         return {}
     return {histogram["first"] + place: count for place, count in enumerate(histogram["counts"])}
-
-
-def _histogram(counts: Mapping[int, int]) -> Report | None:
-    used = [power for power, count in counts.items() if count]
-    if not used:
-        return None
-    powers = range(min(used), max(used) + 1)
-    return {"first": min(used), "counts": [counts.get(power, 0) for power in powers]}
 
 
 def _place(line: Report, numbers: Mapping[str, int]) -> Report:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
 
+from ..core.description import Report
 from ..core.manifest import Manifest
 from ..proof import damage
 from .lost import Found
 
-Report = dict[str, Any]
 KINDS = {
     "missing": True,
     "unreadable": True,
@@ -80,7 +79,3 @@ def denormal(lines: Iterable[tuple[str, Report]]) -> Iterator[Report]:
                 "tensor": name,
                 "message": f"{name} has {count:,} denormal numbers",
             }
-
-
-def is_fault(faults: Iterable[Report]) -> bool:
-    return any(line["fault"] for line in faults)

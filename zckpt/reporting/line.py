@@ -6,15 +6,14 @@ import os
 from collections import Counter
 from collections.abc import Iterable
 from math import prod
-from typing import Any
 
+from ..core.description import Report
 from ..core.manifest import Manifest
 from ..core.records import RecordCounts
 from ..errors import counted
 from .lost import Found, files_below
 from .steps import agreeing
 
-Report = dict[str, Any]
 ENGINES = {
     "deepspeed": "DeepSpeed",
     "deepspeed-universal": "DeepSpeed's universal format",

@@ -24,6 +24,7 @@ from msgspec import Struct, field
 
 from ..api import read
 from ..core import sources
+from ..core.description import Report
 from ..core.manifest import Manifest
 from ..core.sources import standing_in
 from ..errors import (
@@ -40,7 +41,6 @@ from ..errors import (
     sentence,
 )
 
-Report = dict[str, Any]
 NOTHING_TO_SHOW = (NotACheckpoint, AmbiguousCheckpoint)
 NO_FAULT = (WrongOption, MissingExtra, SourceChanged, ProcessFailed)
 """Errors that say nothing about the checkpoint."""
@@ -120,7 +120,7 @@ def what_is_there(path: str, source: Mapping[str, Any]) -> Iterator[Found]:
         yield found
 
 
-def _fault(found: Found, error: Exception, kind: str, file: str | None = None) -> Report:
+def _fault(found: Found, error: Exception, kind: str, file: str | None) -> Report:
     message = found.real(sentence(error))
     if file is not None and kind == "missing":
         message = f"{os.path.basename(file)} is missing: {message}"

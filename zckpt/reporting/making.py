@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from .. import api
+from ..core.description import Report
 from ..core.pooling import SINGLE, Pool
 from ..core.resources import READING_JOBS, Begin, Copying
 from ..core.sources import unchanged
@@ -26,7 +27,6 @@ elif TYPE_CHECKING:
     from typing_extensions import Unpack
 
 Path = str | os.PathLike[str]
-Report = dict[str, Any]
 
 
 @api.anywhere("path", "against")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
+from ..core.description import Report
 from ..core.difference import ULPS, Difference
 from ..core.layers import Places
 from ..core.manifest import Entry
@@ -12,7 +12,6 @@ from ..errors import counted
 from .lost import Found
 from .measuring import original, place_of
 
-Report = dict[str, Any]
 Distance = tuple[int, Difference]
 """The elements that were compared, and how they differ."""
 

@@ -15,7 +15,8 @@ from msgspec.structs import astuple, replace
 
 from ..core.cast import array, cast
 from ..core.checksum import Cover, crc32
-from ..core.difference import Difference, measure, same
+from ..core.description import Report
+from ..core.difference import Difference, measure_difference, same
 from ..core.dtypes import NUMBERS, SIZES
 from ..core.fragments import Fragment, Runs
 from ..core.grouping import by_key
@@ -29,7 +30,6 @@ from ..core.weights import agreement
 from ..proof import health
 from .lost import Found
 
-Report = dict[str, Any]
 FIRST, SECOND, LARGEST = "exp_avg", "exp_avg_sq", "max_exp_avg_sq"
 OTHERS = re.compile("nadam|radam|lion|lamb", re.IGNORECASE)
 """Optimizers with Adam's moments and another update."""
@@ -93,7 +93,9 @@ class Pass(health.Measuring):
             wide = rounded
         difference = Difference()
         if not same(wide, narrow):
-            difference = measure(wide, dtype, narrow, dtype, weight.start, how == "rounded")
+            difference = measure_difference(
+                wide, dtype, narrow, dtype, weight.start, how == "rounded"
+            )
         with self.lock:
             self.distances.setdefault(master.entry.name, Difference()).add(difference)
 

@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..core.description import Report
 from ..core.layers import Places
 from ..core.manifest import Entry, slot_key
 
-Report = dict[str, Any]
 NUMBERS = ("rms", "min", "max", "mean", "std", "nan", "inf", "zero", "denormal")
 """What the table has of a tensor that was measured."""
 

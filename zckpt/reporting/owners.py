@@ -8,12 +8,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from typing import Any
 
+from ..core.description import Report
 from ..core.fragments import boxes_of
 from ..core.layers import Places
 from ..core.manifest import Entry, Manifest, slot_key
 from .lost import Found, files_below
 
-Report = dict[str, Any]
 MOST_PIECES, MOST_SUMS = 20_000, 200_000
 COLUMNS = ("file", "tensor", "group", "slot", "start", "stop", "offset", "length")
 Key = tuple[int | None, int | None, str]

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any
 
+from ..core.description import Report
 from ..core.difference import ULPS, Difference
 from ..core.layers import Places, places_of
 from ..core.manifest import Manifest
@@ -19,7 +20,6 @@ from ..errors import counted
 from . import against, faults, line, masters, numbers, owners, steps
 from .lost import Found, what_is_there
 
-Report = dict[str, Any]
 ITSELF = "what the same files state in other places"
 KINDS = {"lacks": "missing", "missing": "missing", "step differs": "step"}
 """What a problem's sentence says, and so which kind of fault it is."""
@@ -103,7 +103,7 @@ def of_verify(report: Report, source: Mapping[str, Any]) -> Report:
         return document | table | {"against": section, "faults": faults.section(found, problems)}
 
 
-def of_diff(report: Report, source: Mapping[str, Any], other_step: Any = None) -> Report:
+def of_diff(report: Report, source: Mapping[str, Any]) -> Report:
     """The changes from `a` to `b`."""
     with what_is_there(report["a"], source) as found:
         assert found.manifest is not None
@@ -115,7 +115,7 @@ def of_diff(report: Report, source: Mapping[str, Any], other_step: Any = None) -
             about["line"]["checked"] = checked(report["records"], problems)
         return about | {
             "tensors": numbers.table(entries),
-            "against": against.section(report, report["b"], other_step, entries, places)
+            "against": against.section(report, report["b"], None, entries, places)
             | {"equal": report["equal"]},
             "faults": faults.section(found, problems),
         }

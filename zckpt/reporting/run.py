@@ -6,12 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..core.description import Report
 from ..errors import counted
 from ..resume.runs import Candidate
 from . import faults
 from .numbers import finite
 
-Report = dict[str, Any]
 BROKEN = ("missing", "unreadable", "checksum")
 """The kinds of faults of a checkpoint that is not whole."""
 

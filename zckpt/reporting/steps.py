@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
+from ..core.description import Report
 from ..core.inert import plain_group
 from ..core.manifest import Manifest
 from ..errors import counted
 from .lost import Found, file_in
-
-Report = dict[str, Any]
 
 
 def section(found: Found) -> Report:

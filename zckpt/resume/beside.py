@@ -19,17 +19,17 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from zlib import crc32
 
 from ..api import is_url
-from ..core.folder import JOURNAL, Folder
+from ..core.checksum import crc32
+from ..core.folder import JOURNAL, Folder, lock, mark_file
 from ..core.siblings import BESIDE
 from ..errors import TargetExists, UnsupportedCheckpoint
 
 LOCK, PARTIAL = "lock", ".partial"
-SIZES = r"(?s).+-dp\d+(-(tp|pp|ep|zero)\d+)*(-\d+)?"
-COMPLETE = re.compile(SIZES, re.ASCII)
-BEGUN = re.compile(SIZES + r"(\.gone)?\.partial", re.ASCII)
+NAME = r"(?s).+-dp\d+(-(tp|pp|ep|zero)\d+)*(-\d+)?"
+COMPLETE = re.compile(NAME, re.ASCII)
+BEGUN = re.compile(NAME + r"(\.gone)?\.partial", re.ASCII)
 """What zckpt has written in the folder: only that is removed."""
 POLL, PATIENCE = 0.5, 5.0  # seconds: between two looks, and until a process says for what it waits
 VISIBLE = 120.0  # seconds until another node's directory is seen through a network filesystem
@@ -66,7 +66,7 @@ def alone_in(folder: str) -> Iterator[None]:
     file = os.open(os.path.join(folder, LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         end: float | None = time.monotonic() + PATIENCE
-        while not _locked(file, fcntl.LOCK_EX):
+        while not lock(file):
             if end is not None and time.monotonic() > end:
                 end = None
                 print(f"waiting for another job, which writes in {folder}", file=sys.stderr)
@@ -95,7 +95,7 @@ def hold(path: str) -> None:
             with suppress(OSError):  # to look at the folder makes a node ask for its names again
                 os.listdir(os.path.dirname(path))
             time.sleep(POLL)
-    if not _locked(file, fcntl.LOCK_SH) or not _is_at(file, path):
+    if not lock(file, fcntl.LOCK_SH) or not _is_at(file, path):
         os.close(file)
         raise TargetExists(f"{path} is removed by another job", hint="start this job again")
     _held[path] = file
@@ -117,7 +117,7 @@ def remove(path: str) -> bool:
     try:
         with suppress(FileNotFoundError):  # a folder that was begun, and has no journal yet
             file = os.open(place, (os.O_RDONLY if place == path else os.O_RDWR) | os.O_CLOEXEC)
-            if not _locked(file, fcntl.LOCK_EX, where_there_are_none=False):
+            if not lock(file, where_there_are_none=False):
                 return False
         with Folder.at(above) as folder:
             gone = path if name.endswith(PARTIAL) else f"{path}.gone{PARTIAL}"
@@ -126,7 +126,7 @@ def remove(path: str) -> bool:
                 folder.move(path, folder, gone)
             folder.remove(gone)
             with suppress(FileNotFoundError):
-                folder.unlink(os.path.join(above, f".{name}.zckpt"))
+                folder.unlink(mark_file(path))
     finally:
         if file >= 0:
             os.close(file)
@@ -155,17 +155,6 @@ def tidy(folder: str, own: str, keep: int) -> list[str]:
     ]
     others.sort(key=lambda path: os.stat(path).st_mtime_ns, reverse=True)
     return [path for path in others[keep:] if remove(path)]
-
-
-def _locked(file: int, kind: int, where_there_are_none: bool = True) -> bool:
-    """Whether no other process has locked it; what is taken for true on a filesystem without."""
-    try:
-        fcntl.flock(file, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return where_there_are_none
-    return True
 
 
 def _is_at(file: int, path: str) -> bool:

@@ -45,7 +45,7 @@ class Keys(Struct, frozen=True):
 
 
 NAME = "Lightning"
-MARK = "pytorch-lightning_version"
+LIGHTNING = "pytorch-lightning_version"
 """A key of its whole state, which it loads from one path: of all optimizers, by their places."""
 WHOLE = Keys(("state_dict",), ("optimizer_states", 0), "last.ckpt")
 """Where its state dicts are in one file."""
@@ -60,12 +60,12 @@ that the optimizer updates, and what belongs to the averages. It loads both from
 
 def place_of(state: Collection[Any], model: tuple[Any, ...]) -> tuple[Any, ...]:
     """Where a target has a model: the weights that Lightning trains take the averages' place."""
-    return WHOLE.model if MARK in state and model == (TRAINED,) else model
+    return WHOLE.model if LIGHTNING in state and model == (TRAINED,) else model
 
 
 def is_in(source: Manifest) -> bool:
     """Whether Lightning's state is beside the state dicts."""
-    return MARK in (source.state.get("client_state") or {})
+    return LIGHTNING in (source.state.get("client_state") or {})
 
 
 def resuming(

@@ -16,6 +16,7 @@ from ..copying.sharing import ended
 from ..copying.staging import Staging
 from ..core import description, duplicates, masters, states
 from ..core.checksum import crc32
+from ..core.description import Report
 from ..core.folder import Folder
 from ..core.layout import CopyOutcome, Layout
 from ..core.manifest import Manifest
@@ -34,7 +35,7 @@ from ..training.options import ACCEPT_WEIGHTS, DROP_STATE, PARAM_NAMES, RENAME, 
 from ..training.program_states import refuse_averages
 from . import models
 from .keeping import Keeping, dropped_states, unable_to_step
-from .report import Report, report_on
+from .report import report_on
 from .running import Running
 from .target import laid_out, named_for
 
@@ -174,7 +175,7 @@ def _check(manifest: Manifest, replicas: str | None, accept_weights: bool) -> li
     format = formats.named(manifest.format)
     functions, warnings = format.functions, []
     if format.compares is not None and not manifest.weights_differ:
-        hint = functions.way_out(manifest) if functions.way_out else masters.MIXED
+        hint = functions.way_out(manifest) if functions.way_out else masters.USUAL_HINT
         warnings += masters.check(manifest, format.compares, hint, accept_weights)
     if functions.check:
         warnings += functions.check(manifest, replicas)

@@ -18,6 +18,7 @@ from msgspec import Struct
 
 from .. import formats
 from ..core import states
+from ..core.description import Report
 from ..core.facts import StepPlace
 from ..core.grouping import by_key
 from ..core.keys import has_texts_alone, in_doubt
@@ -29,7 +30,6 @@ from ..formats.format import Format
 from ..training import objects
 from ..training.optimizers import needed_states
 from ..training.options import DROP_STATE, OPTIMIZER, WEIGHTS_ONLY, Options
-from .report import Report
 
 
 def dropped_states(manifest: Manifest, options: Options) -> list[Report]:

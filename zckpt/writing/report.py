@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from ..core.description import Report
 from ..core.layout import Layout
 from ..core.manifest import Manifest
 from ..errors import counted
@@ -11,8 +10,6 @@ from ..formats.format import Format
 from ..naming import ties
 from ..training.hyperparameters import unused_defaults
 from ..training.options import DP, LIKE, Options
-
-Report = dict[str, Any]
 
 
 def report_on(

@@ -9,10 +9,10 @@ from msgspec.structs import replace
 
 from ..copying import staging, targets
 from ..copying.journal import Identity
+from ..core.description import Report
 from ..core.version import __version__
 from ..errors import WrongOption, counted, literal
 from ..training import best
-from .report import Report
 from .running import Running
 
 

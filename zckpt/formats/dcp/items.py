@@ -21,7 +21,7 @@ from ...errors import MALFORMED, IncompleteCheckpoint, UnsupportedCheckpoint, no
 from ...files.dcpfile import METADATA, ItemBox, ItemTable, TensorItem, attributes, read_table
 from ...files.dcpitems import ItemFiles, require_same
 from ...files.torchfile import Tensor, TorchFile
-from ..statedict.tree import Path
+from ..statedict.tree import TreePath
 from .files import locate, refuse_several
 
 
@@ -78,7 +78,7 @@ class StoredItems(Struct, frozen=True):
     root: str
     files: tuple[str, ...]
     items: dict[str, StoredTensor | StoredValue]
-    paths: dict[str, Path]
+    paths: dict[str, TreePath]
     version: str | None
     saving: dict[str, Any]
 
@@ -94,7 +94,7 @@ def stored_items(path: str, tag: str | None = None) -> StoredItems:
     if not folders:
         raise IncompleteCheckpoint(f"{root} has no {METADATA}")
     items: dict[str, StoredTensor | StoredValue] = {}
-    paths: dict[str, Path] = {}
+    paths: dict[str, TreePath] = {}
     files: list[str] = []
     try:
         for folder in folders:

@@ -35,10 +35,10 @@ from ..statedict.tree import (
     MAX_LIST,
     InPieces,
     Leaf,
-    Path,
     SavedTree,
     StepStatement,
     TensorPiece,
+    TreePath,
     assembled,
     at,
     dotted,
@@ -182,7 +182,7 @@ class _FolderReader:
         saved.files += sorted(self.files.sizes)
         self._remark()
 
-    def _front(self) -> Path:
+    def _front(self) -> TreePath:
         """A key of its own for a folder that is a state dict itself, beside one of another kind.
 
         Only a model's items are all under names of tensors; only an optimizer's are `state` and
@@ -235,7 +235,7 @@ class _FolderReader:
         self.saved.records += file.records.values()
         return leaves(file, file.value, names)
 
-    def _stated(self, key: str, path: Path, value: Any) -> Iterator[StepStatement]:
+    def _stated(self, key: str, path: TreePath, value: Any) -> Iterator[StepStatement]:
         """The step under a key, as every file with a copy of it states it.
 
         A file of one item (single_file_per_rank=False) says nothing about the others.

@@ -43,7 +43,7 @@ from ...training import program_states, trainers
 from ...training.options import DIALECT, DP, Options
 from ...training.trainers import TRANSFORMERS, program_of
 from ..statedict.keys import ADAPTER, in_folder, own_key
-from ..statedict.tree import Path, dotted
+from ..statedict.tree import TreePath, dotted
 from ..statedict.write import BlankTensor, StateDicts, left_out
 from . import hf
 from .files import ADAPTER as PEFT_FILE
@@ -54,9 +54,9 @@ from .rest import rest_for, rest_shell, rest_values, seal_rest, tensor_names
 SMALL = 64 << 10  # bytes; a rank finds smaller pieces more slowly than it reads them
 MOST_VALUES = 10_000  # of one key of the program's own state: each becomes an item, with a pickle
 OF_RANK = re.compile(r"(?:dp_)?rank_?\d+")  # the key of what a rank saved for itself
-TORCHTITAN: tuple[Path, Path, str] = (), ("optimizer",), "flat"
+TORCHTITAN: tuple[TreePath, TreePath, str] = (), ("optimizer",), "flat"
 """Of torchtitan: the keys of the model and of the optimizer, and the form of the latter's."""
-PathValue = tuple[Path, Any]
+PathValue = tuple[TreePath, Any]
 
 
 def lay_out(source: Manifest, options: Options, number: int = 0) -> Layout:
@@ -205,7 +205,7 @@ class DcpWriter(Struct, eq=False, dict=True):
         self.left_out += [f"{key}: Accelerate keeps such things in other files" for key in lost]
         return parts
 
-    def _is_rest(self, path: Path) -> bool:
+    def _is_rest(self, path: TreePath) -> bool:
         """Whether a value is none of the state dicts', and has a file for it."""
         own = (self.dicts.model, self.dicts.optimizer)
         return self.rest is not None and not any(path[: len(each)] == each for each in own)
@@ -337,7 +337,7 @@ class DcpWriter(Struct, eq=False, dict=True):
         """The content of `.metadata`."""
         boxes = by_key((each.item.key, each.item.box) for each in saved if each.item.box)
         items: Items = {}
-        paths: dict[str, Path] = {}
+        paths: dict[str, TreePath] = {}
         names: dict[str, list[str]] = {}
         for path, value in values:
             key = dotted(path)

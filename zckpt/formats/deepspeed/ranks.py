@@ -9,7 +9,7 @@ from typing import Any
 
 from ...core.grouping import by_key
 from ...core.inert import Foreign
-from ...core.missing_ranks import expecting, refuse_other_writers
+from ...core.missing_ranks import expecting
 from ...errors import CorruptCheckpoint, IncompleteCheckpoint, InconsistentCheckpoint, brief, listed
 from ...files.torchfile import TorchFile
 from ...naming.layer_names import untied_layers
@@ -27,6 +27,7 @@ from ..deepspeed_states.states import (
     version_numbers,
     version_of,
 )
+from ..ranks import refuse_other_writers
 from .files import MOST, GridFiles, RankFiles
 from .model_ranks.pipeline import shapes_of_stage
 

@@ -21,7 +21,7 @@ from ...core.facts import FlatBufferEngine
 from ...core.grid import Place
 from ...core.grouping import by_key
 from ...core.manifest import Entry, Manifest
-from ...core.merge import agreed_steps, numbered_alike, together, with_steps
+from ...core.merge import agreed_steps, numbered_alike, united, with_steps
 from ...core.states import as_unread
 from ...errors import MALFORMED, not_understood
 from ..deepspeed_states.agreement import check_names
@@ -174,7 +174,7 @@ def _apart(directory: TagDirectory, files: GridFiles, reading: Reading) -> Manif
 
 def stacked(manifests: Sequence[Manifest]) -> Manifest:
     """All model ranks in one manifest; each keeps its tensors and parameters."""
-    whole = together(manifests)
+    whole = united(manifests)
     assert manifests[0].place is not None
     grid = manifests[0].place.grid
     return replace(

@@ -15,7 +15,6 @@ from ...files.torchfile import Tensor, TorchFile
 from .directories import EXPERT, LAYER, MODEL, MODEL_3, OF_EP, OPTIMIZER
 from .states import COUNTERS, comparable
 
-MIXED = "files of different saves seem to be mixed; take those of one tag"
 OF_MODELS = (
     *COUNTERS,
     *("dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_version"),
@@ -45,8 +44,7 @@ def check_facts(
             fact, own, first = difference
             raise InconsistentCheckpoint(
                 f"{file.path} states {fact} {brief(own)}, and {os.path.basename(files[0].path)} "
-                f"{brief(first)}",
-                hint=MIXED,
+                f"{brief(first)}"
             )
 
 
@@ -59,9 +57,7 @@ def _check_tensors(files: Sequence[TorchFile], values: Sequence[dict[str, Any]])
             one, other = files[0].summary(first), file.summary(value.get(key))
             if comparable(first) == comparable(value.get(key)) and one != other:
                 named = os.path.basename(files[0].path)
-                raise InconsistentCheckpoint(
-                    f"{file.path} has other tensors in {key} than {named}", hint=MIXED
-                )
+                raise InconsistentCheckpoint(f"{file.path} has other tensors in {key} than {named}")
 
 
 def _tensors(value: Any) -> Iterator[bool]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from operator import itemgetter
 from typing import Any
 
+from ...core.checksum import crc32
 from ...core.inert import Foreign, alike, to_json
 from ...core.manifest import Entry, Unread
 from ...core.states import BESIDE_STATE, OF_NO_GROUP
@@ -98,9 +98,9 @@ def _crc_of_slices(groups: Any) -> int:
     group's number.
     """
     if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
-        return zlib.crc32(repr(comparable(groups)).encode())
+        return crc32(repr(comparable(groups)).encode())
     places = [(str(name), _numbers(address)) for group in groups for name, address in group.items()]
-    return zlib.crc32(repr(sorted(places, key=itemgetter(0))).encode())
+    return crc32(repr(sorted(places, key=itemgetter(0))).encode())
 
 
 def _numbers(address: Any) -> Any:

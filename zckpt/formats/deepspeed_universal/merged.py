@@ -25,7 +25,7 @@ from ..deepspeed_states.states import (
     shapes_of_groups,
     version_of,
 )
-from .files import COMMON, MARK, ZERO, model_files
+from .files import COMMON, OURS, ZERO, model_files
 from .slicing import info_of_patterns
 
 
@@ -160,7 +160,7 @@ class MergedStates:
         It maps a group as it lies only if the group has alignment padding.
         """
         states = self.states
-        if MARK in states.first or not states.round_robin:
+        if OURS in states.first or not states.round_robin:
             return []
         aligned = states.first.get("param_alignment_paddings") or []
         permuted = [

@@ -36,7 +36,7 @@ from ..deepspeed_states.optimizer_values import (
 from ..deepspeed_states.states import version_numbers
 from ..deepspeed_states.target import DeepSpeedTarget, TargetBuffer
 from ..vocabulary import lost_rows, resized
-from .files import COMMON, CUTS, MARK, MASTER, POINTER, ZERO, SliceInfo, is_name
+from .files import COMMON, CUTS, MASTER, OURS, POINTER, ZERO, SliceInfo, is_name
 from .slicing import keeps_padding, slice_info, used_rows
 
 ADAM = {"exp_avg", "exp_avg_sq"}  # the only states that the loader of stage 3 looks for
@@ -251,7 +251,7 @@ def _warnings_of_grid(source: Manifest, target: DeepSpeedTarget) -> list[str]:
 def _common_file(target: DeepSpeedTarget, name: str) -> Shell:
     """optimizer_state.pt: groups, loss scale; in stage 3 the steps too."""
     storages = Storages()
-    value: dict[str, Any] = {MARK: 1, **own_statements(target), "ds_version": target.version}
+    value: dict[str, Any] = {OURS: 1, **own_statements(target), "ds_version": target.version}
     if not target.engine.wraps_bf16:
         value |= {"zero_stage": stage_enum(target), **loss_scaling(target, storages)}
     states = {}

@@ -25,7 +25,6 @@ from ...errors import (
     UnsupportedCheckpoint,
 )
 from ...files.torchfile import TORCH_DTYPES, Tensor, TorchFile, class_of
-from ..ranks import MIXED
 
 
 class LocalPart(Struct, frozen=True):
@@ -244,8 +243,7 @@ def _mesh(record: Any, rank: int, file: TorchFile, cache: MeshCache) -> DeviceMe
         _refuse_other(rank, mesh.writer, len(mesh.places), file)
         if rank not in mesh.places:
             raise InconsistentCheckpoint(
-                f"{file.path} is named as rank {rank}'s, but its mesh has {len(mesh.places)} ranks",
-                hint=MIXED,
+                f"{file.path} is named as rank {rank}'s, but its mesh has {len(mesh.places)} ranks"
             )
         cache[id(record), rank] = mesh
     return mesh

@@ -15,7 +15,6 @@ from ...core import agreement
 from ...errors import InconsistentCheckpoint, MissingData, counted
 from ...files.torchfile import Tensor, TorchFile
 from ...training import steps
-from ..ranks import MIXED
 from ..statedict.tree import Leaf, SavedTree, leaves
 from . import distributed, ranked
 
@@ -148,8 +147,7 @@ def _check_alike(files: Mapping[int, TorchFile], step_policy: str | None) -> Non
         texts[rank] = ranked.text(groups, file)
         if texts[rank] != texts[0]:
             raise InconsistentCheckpoint(
-                f"{file.path} and {files[0].path} have different hyper-parameters",
-                hint=MIXED,
+                f"{file.path} and {files[0].path} have different hyper-parameters"
             )
     last = [(file.path, step) for file in files.values() if (step := _last_step(file))]
     if step_policy != agreement.KEEP:

@@ -22,12 +22,12 @@ from ...errors import IncompleteCheckpoint, InconsistentCheckpoint, UnsupportedC
 from ...files.torchfile import Tensor, TorchFile, class_of
 from ...naming import peft
 from ...training import steps
-from ..ranks import MIXED, require_all
+from ..ranks import require_all
 from ..statedict.finding import MEMBERS
 from ..statedict.tree import (
     Leaf,
-    Path,
     StepStatement,
+    TreePath,
     assembled,
     dotted,
     identities,
@@ -55,7 +55,7 @@ Copies = tuple[Leaf, Sequence[tuple[TorchFile, Tensor]]]
 
 
 def merge(
-    files: Mapping[int, TorchFile], step_policy: str | None = None, place: Path = ()
+    files: Mapping[int, TorchFile], step_policy: str | None = None, place: TreePath = ()
 ) -> MergedRanks:
     """The tree that the ranks' files have together; `files` are by rank, `place` is the tree's.
 
@@ -160,11 +160,11 @@ class MergedRanks(Struct, eq=False):
     of_ranks: dict[str, dict[str, Any]] = field(default_factory=dict)
     steps: list[StepStatement] = field(default_factory=list)
     copies: list[Copies] = field(default_factory=list)
-    different: list[Path] = field(default_factory=list)
+    different: list[TreePath] = field(default_factory=list)
     """The paths where only rank 0's value is kept."""
     meshes: MeshCache = field(default_factory=dict)
 
-    def of(self, by_rank: dict[int, Any], path: Path) -> Any:
+    def of(self, by_rank: dict[int, Any], path: TreePath) -> Any:
         """The one value of several ranks."""
         values = list(by_rank.values())
         kinds = {type(value) for value in values}
@@ -192,7 +192,7 @@ class MergedRanks(Struct, eq=False):
             )
         return self._step(by_rank, path) if leads_to_step(path) else self._rank_0s(by_rank, path)
 
-    def _rank_0s(self, by_rank: dict[int, Any], path: Path) -> Any:
+    def _rank_0s(self, by_rank: dict[int, Any], path: TreePath) -> Any:
         """The first rank's value, which all others should have too."""
         first, *others = by_rank
         value = leaves(self.files[first], by_rank[first])
@@ -208,7 +208,7 @@ class MergedRanks(Struct, eq=False):
                 own[dotted(path)] = file.summary(by_rank[rank])
         return value
 
-    def _step(self, by_rank: dict[int, Any], path: Path) -> Any:
+    def _step(self, by_rank: dict[int, Any], path: TreePath) -> Any:
         """Ranks that disagree on a step are of different saves, unless the policy decides."""
         first = min(by_rank)
         numbers = {
@@ -232,14 +232,13 @@ class MergedRanks(Struct, eq=False):
         number = Scalar(agreed, whole.dtype)
         return replace(whole, number=lambda: number)
 
-    def _assemble(self, by_rank: dict[int, Any], path: Path) -> Leaf:
+    def _assemble(self, by_rank: dict[int, Any], path: TreePath) -> Leaf:
         """One leaf of all ranks' parts: they cover every element, and copies are equal."""
         name = dotted(path)
         for rank, value in by_rank.items():
             if not is_distributed(value):
                 raise InconsistentCheckpoint(
-                    f"{self.files[rank].path} has {name} whole, other ranks a part",
-                    hint=MIXED,
+                    f"{self.files[rank].path} has {name} whole, other ranks a part"
                 )
         tensors = {
             rank: read_distributed(value, rank, self.files[rank], self.meshes)
@@ -251,8 +250,7 @@ class MergedRanks(Struct, eq=False):
                 raise InconsistentCheckpoint(
                     f"{name} is {other.dtype} {list(other.shape)} over {other.world} "
                     f"ranks in {self.files[rank].path}, {first.dtype} {list(first.shape)} over "
-                    f"{first.world} in {self.files[min(tensors)].path}",
-                    hint=MIXED,
+                    f"{first.world} in {self.files[min(tensors)].path}"
                 )
         parts: dict[tuple[tuple[int, ...], tuple[int, ...]], LocalPart] = {}
         for tensor in tensors.values():
@@ -262,8 +260,7 @@ class MergedRanks(Struct, eq=False):
                 if known is not part and len(set(both)) > 1:
                     raise InconsistentCheckpoint(
                         f"{name}: {known.file.path} and {part.file.path} hold different "
-                        "values of the same elements",
-                        hint=MIXED,
+                        "values of the same elements"
                     )
         return _leaf(name, first, list(parts.values()))
 
@@ -291,7 +288,7 @@ def text(value: Any, file: TorchFile) -> str:
     return repr(file.summary(value))
 
 
-def _report(different: Sequence[Path]) -> Iterator[str]:
+def _report(different: Sequence[TreePath]) -> Iterator[str]:
     """The values that are rank 0's, in one line for many values of one place."""
     for place, paths in by_key((path[:2], path) for path in different).items():
         what = dotted(paths[0]) if len(paths) == 1 else f"{dotted(place)} ({len(paths)} values)"

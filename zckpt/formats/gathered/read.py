@@ -29,7 +29,7 @@ from ..reading import USUAL, Reading
 from ..statedict.keys import keys_of
 from ..statedict.read import manifest
 from ..statedict.stated import checked
-from ..statedict.tree import Path, SavedTree, at, leaf, leaves
+from ..statedict.tree import SavedTree, TreePath, at, leaf, leaves
 from ..statedict.weights import tensors_of_index, weights_of
 from . import distributed, local, ranked
 from .files import StateDictFiles, locate, place_of, slices, whole_of
@@ -225,7 +225,7 @@ class _TreeReader:
         extra: dict[Any, Any] = self._leaves(file, self._without_stated(file, (model,)))
         return extra
 
-    def _without_stated(self, file: TorchFile, model: Path) -> dict[Any, Any]:
+    def _without_stated(self, file: TorchFile, model: TreePath) -> dict[Any, Any]:
         """What a program has in a file, without what zckpt stated there of a model."""
         value = dict(file.value)
         stated = checked(value.pop(STATED, None), file.path)
@@ -309,7 +309,7 @@ class _TreeReader:
                 "FSDP2 (in verl: actor.strategy=fsdp2)",
             )
 
-    def _merge(self, files: dict[int, TorchFile], place: Path = ()) -> ranked.MergedRanks:
+    def _merge(self, files: dict[int, TorchFile], place: TreePath = ()) -> ranked.MergedRanks:
         merged = ranked.merge(files, self.step_policy, place)
         self.saved.left_out += merged.left_out
         self.saved.of_ranks |= merged.of_ranks

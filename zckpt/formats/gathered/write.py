@@ -45,7 +45,7 @@ from ...training.options import DIALECT, DP, Options
 from ...training.program_states import Keys
 from ...training.trainers import ACCELERATE, TRANSFORMERS, program_of
 from ..statedict.keys import OPTIMIZER, keys_of, trainers_dialect
-from ..statedict.tree import Path, dotted
+from ..statedict.tree import TreePath, dotted
 from ..statedict.write import BlankTensor, StateDicts, left_out
 from .read import STATED
 
@@ -277,7 +277,7 @@ class StateDictWriter(StateDicts):
     def _everything(self, keys: Keys) -> dict[Any, Any]:
         """The content of one file with the program's own state, and the state dicts among it."""
         tree = self._extra((STATED,))
-        own: dict[Path, Any] = {keys.model: self.weights}
+        own: dict[TreePath, Any] = {keys.model: self.weights}
         if self.optimizes:
             own[keys.optimizer] = self._optimizer_state()
         for path, value in own.items():
@@ -337,7 +337,7 @@ class StateDictWriter(StateDicts):
         return result
 
 
-def _placed(tree: dict[Any, Any], path: Path, value: Any) -> Any:
+def _placed(tree: dict[Any, Any], path: TreePath, value: Any) -> Any:
     """Puts a value at a path, an integer of which is a place in a list; gives what was there."""
     container: Any = tree
     known: Any = None

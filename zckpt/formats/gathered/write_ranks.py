@@ -15,10 +15,10 @@ import json
 import struct
 from collections.abc import Iterator
 from functools import partial
-from math import prod
 from typing import Any
 
 from ...core.dtypes import TORCH_NAMES
+from ...core.fragments import row_major
 from ...core.inert import Foreign, Global, Size
 from ...core.layout import Layout, Shell
 from ...core.manifest import Manifest
@@ -117,7 +117,7 @@ class RanksWriter(StateDictWriter):
         count, *rest = blank.shape
         width = -(-count // self.ranks)
         own = max(0, min(width, count - rank * width))
-        strides = tuple(prod(blank.shape[axis + 1 :]) for axis in range(len(blank.shape)))
+        strides = row_major(blank.shape)
         dtype = Global(f"torch.{TORCH_NAMES[blank.dtype]}")
         about = (Size(blank.shape), strides, dtype)
         spec = Foreign.instance(

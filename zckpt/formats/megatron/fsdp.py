@@ -33,8 +33,9 @@ from ...errors import (
     InconsistentCheckpoint,
     UnsupportedCheckpoint,
     counted,
+    safe,
 )
-from ...files.dcpfile import ItemLocation, ItemTable, KeyPath, read_table, shown
+from ...files.dcpfile import ItemLocation, ItemTable, KeyPath, read_table
 from ...files.dcpitems import ItemFiles
 from ...files.torchfile import TorchFile
 from ...training import steps
@@ -82,7 +83,7 @@ class FsdpReader:
         for key in self.table.items:
             if key not in self.table.paths:
                 raise UnsupportedCheckpoint(
-                    f"{folder} does not say which value {shown(key)} was in the saved state",
+                    f"{folder} does not say which value {safe(key)} was in the saved state",
                     hint="save it with torch's DefaultSavePlanner, as Megatron-LM does",
                 )
         for key, path in self.table.paths.items():
@@ -211,7 +212,7 @@ class FsdpReader:
                     # 0.16.1 parts exp_avg and exp_avg_sq alone: both keys have all of another state
                     wrong = "has not the shape of its weight"
                 if wrong:
-                    what = f"{self.folder}: {shown(keys[0])} {wrong}"
+                    what = f"{self.folder}: {safe(keys[0])} {wrong}"
                     raise UnsupportedCheckpoint(what, hint=WEIGHTS_ONLY)
 
     def _groups(self) -> tuple[list[dict[str, Any]], dict[str, int]]:
@@ -277,7 +278,7 @@ class FsdpReader:
             self.metas.setdefault(names[1], {})[names[2]] = key
         else:
             raise UnsupportedCheckpoint(
-                f"{self.folder} has {shown(key)}, which is no state of a weight that zckpt knows",
+                f"{self.folder} has {safe(key)}, which is no state of a weight that zckpt knows",
                 hint=WEIGHTS_ONLY,
             )
 
@@ -302,7 +303,7 @@ class FsdpReader:
             file = self.files.torch_file(self.location(key))
             self.file = file if item is None else self.file
             return file.kept(file.value, place, self.entries)
-        fragments = assembled(shown(key), item.dtype, item.shape, self._pieces(key))
+        fragments = assembled(safe(key), item.dtype, item.shape, self._pieces(key))
         self.entries[f"{place}/state"] = Entry(f"{place}/state", item.dtype, item.shape, fragments)
         return TensorName(place)
 
@@ -320,7 +321,7 @@ class FsdpReader:
         for key in keys:
             item = self.table.items[key]
             if item is None or (not item.shape and len(keys) > 1):
-                raise UnsupportedCheckpoint(f"{self.folder}: {shown(key)} is not a tensor")
+                raise UnsupportedCheckpoint(f"{self.folder}: {safe(key)} is not a tensor")
             pieces += self._pieces(key, rows)
             rows += item.shape[0] if item.shape else 0
             dtypes.add(item.dtype)

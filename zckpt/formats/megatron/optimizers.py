@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...core.inert import unwrapped
+from ...core.inert import by_value
 from ...core.manifest import Manifest
 from ...errors import (
     InconsistentCheckpoint,
@@ -138,8 +138,8 @@ def _joined(dense: list[Group], spread: Sequence[Group]) -> list[Group]:
         same = [other for other in joined if _multipliers(other) == _multipliers(plain)]
         if not same:
             joined.append(plain)
-        elif not any(unwrapped(other) == unwrapped(plain) for other in same):
-            own, other = unwrapped(plain), unwrapped(same[0])
+        elif not any(by_value(other) == by_value(plain) for other in same):
+            own, other = by_value(plain), by_value(same[0])
             different = sorted(str(k) for k in {*own, *other} if own.get(k) != other.get(k))
             raise InconsistentCheckpoint(
                 "--ep 1 makes one group of experts and other parameters, but their "

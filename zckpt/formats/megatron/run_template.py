@@ -18,7 +18,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ...core.inert import Foreign, unwrapped
+from ...core.inert import Foreign, by_value
 from ...core.manifest import Entry, Manifest
 from ...core.weights import is_optimizers
 from ...errors import MissingData, UnsupportedCheckpoint, WrongOption, counted, listed
@@ -174,7 +174,7 @@ class RunTemplate(Template):
         result = []
         for number, group in enumerate(groups_of(self.common)):
             name, own = chosen.get(number, ("", {}))
-            hyper = {key: unwrapped(own[key]) for key in HYPER if key in own}
+            hyper = {key: by_value(own[key]) for key in HYPER if key in own}
             if hyper.get("weight_decay") and not decay_multiplier(group):
                 self.warnings.append(
                     f"the source decays the weights of a group with wd_mult 0, such as {name}: "
@@ -193,7 +193,7 @@ class RunTemplate(Template):
                 )
                 break
         for key, usual in (("bias_correction", True), ("amsgrad", False), ("maximize", False)):
-            values = [unwrapped(group[key]) for group in self.source.groups or () if key in group]
+            values = [by_value(group[key]) for group in self.source.groups or () if key in group]
             if any(value is not usual and value != usual for value in values):
                 self.warnings.append(
                     f"the source's optimizer has {key}={not usual}, Megatron-Core's {usual}"

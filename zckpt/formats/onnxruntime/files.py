@@ -16,7 +16,7 @@ from ...errors import (
     NotACheckpoint,
     listed,
 )
-from ..ranks import MIXED, require_all
+from ..ranks import require_all
 from . import hdf5, legacy
 from .ranks import Save
 
@@ -133,7 +133,7 @@ def _complete(path: str, checkpoint: CheckpointFiles) -> CheckpointFiles:
     for rank, file in checkpoint.files:
         if by_rank.setdefault(rank, file) != file:
             what = f"{by_rank[rank]} and {file} are both of rank {rank}"
-            raise InconsistentCheckpoint(what, hint=MIXED)
+            raise InconsistentCheckpoint(what)
     hint = "copy the missing file: its rank is inside it (trainer_options/world_rank)"
     if not checkpoint.parsed:
         lost = next((rank for rank in range(checkpoint.ranks) if rank not in by_rank), 0)

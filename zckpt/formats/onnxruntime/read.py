@@ -16,7 +16,7 @@ from ...core import agreement
 from ...core.facts import NamedWeightsEngine
 from ...core.fragments import Fragment, Runs, solid
 from ...core.manifest import Entry, Manifest, Parameter, Sighting
-from ...core.masters import places_of, refuse_damage, results_of
+from ...core.masters import first_difference, refuse_damage, results_of
 from ...core.plan import Match
 from ...core.replicas import copies_of
 from ...errors import (
@@ -58,7 +58,7 @@ def check(manifest: Manifest, replicas: str | None) -> list[str]:
     matches = list(_replicas_without_checksums(manifest))
     results = results_of(manifest, matches)
     if wrong := next((result for result in results if result.differs), None):
-        places = places_of(wrong)
+        places = first_difference(wrong)
         refuse_damage(manifest, places)
         raise different_copies(wrong.match.a.name, *(place.file for place in places))
     return []

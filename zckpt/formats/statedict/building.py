@@ -26,7 +26,7 @@ from ..reading import Reading
 from ..strangers import Stranger, sorted_out
 from .finding import OptimizerState, is_buffer, is_extra, merged, value_at, without
 from .roots import Root
-from .tree import InPieces, Leaf, Path, SavedTree, StepStatement, dotted, lost_number
+from .tree import InPieces, Leaf, SavedTree, StepStatement, TreePath, dotted, lost_number
 from .twins import second_names
 
 SCHEDULERS = ("lr_scheduler", "scheduler", "sched")
@@ -42,7 +42,7 @@ class ManifestBuilder:
         saved: SavedTree,
         roots: Sequence[Root],
         model: Mapping[str, Any],
-        optimizers: Mapping[Path, OptimizerState],
+        optimizers: Mapping[TreePath, OptimizerState],
         reading: Reading,
     ) -> None:
         self.saved = saved
@@ -256,7 +256,7 @@ class ManifestBuilder:
         """
         begin = {"state": "state.", "group": "param_groups."}[where]
         for optimizer in self.optimizers:
-            by_path: dict[Path, list[tuple[StepStatement, agreement.Step]]] = {}
+            by_path: dict[TreePath, list[tuple[StepStatement, agreement.Step]]] = {}
             for item in self.saved.steps:
                 own, rest = item.path[: len(optimizer)], item.path[len(optimizer) :]
                 step = steps.step_of(_step(item.value)[0])

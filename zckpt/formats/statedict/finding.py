@@ -24,8 +24,8 @@ from msgspec.structs import replace
 from ...core.dtypes import FLOATS
 from ...core.inert import PLAIN, map_values, to_json, types_in
 from ...errors import MissingData
-from ...training.program_states import MARK, TRAINED, WHOLE
-from .tree import Leaf, Path, SavedTree, dotted
+from ...training.program_states import LIGHTNING, TRAINED, WHOLE
+from .tree import Leaf, SavedTree, TreePath, dotted
 from .twins import is_float
 
 MODELS = ("model", "state_dict", "module", "model_state_dict", "app.model")  # the likeliest first
@@ -71,7 +71,7 @@ def merged(optimizers: Sequence[OptimizerState]) -> OptimizerState:
     )
 
 
-def find_optimizers(tree: Any, path: Path = ()) -> Iterator[Path]:
+def find_optimizers(tree: Any, path: TreePath = ()) -> Iterator[TreePath]:
     """The paths of all optimizers' state dicts."""
     if isinstance(tree, dict) and is_optimizer(tree):
         yield path
@@ -138,7 +138,7 @@ def _plain(value: Any) -> Any:
     return map_values(value, lambda item, _: _plain(item))
 
 
-def find_models(tree: Any, optimizers: Collection[Path]) -> dict[Path, dict[Any, Any]]:
+def find_models(tree: Any, optimizers: Collection[TreePath]) -> dict[TreePath, dict[Any, Any]]:
     """Dictionaries of tensors by name, outside of the optimizers' state dicts.
 
     Those in lists count if there are no others: a program has such lists for other things, too.
@@ -147,8 +147,8 @@ def find_models(tree: Any, optimizers: Collection[Path]) -> dict[Path, dict[Any,
 
 
 def _models_in(
-    tree: Any, optimizers: Collection[Path], kinds: tuple[type, ...], path: Path = ()
-) -> list[tuple[Path, dict[Any, Any]]]:
+    tree: Any, optimizers: Collection[TreePath], kinds: tuple[type, ...], path: TreePath = ()
+) -> list[tuple[TreePath, dict[Any, Any]]]:
     if path in optimizers or not isinstance(tree, kinds) or len(path) > DEPTH:
         return []
     models = []
@@ -164,10 +164,10 @@ def _models_in(
 
 def choose_models(
     saved: SavedTree,
-    models: Mapping[Path, dict[Any, Any]],
+    models: Mapping[TreePath, dict[Any, Any]],
     optimizers: Sequence[OptimizerState],
     asked: str = "",
-) -> list[Path]:
+) -> list[TreePath]:
     """The paths of the models' state dicts: one, unless nothing tells which one is trained.
 
     `asked` is the key that the user gives for one. Raises MissingData.
@@ -184,10 +184,10 @@ def choose_models(
         )
     if saved.models:
         return [(key,) for key in saved.models]
-    if MARK in saved.tree and WHOLE.model in models:
+    if LIGHTNING in saved.tree and WHOLE.model in models:
         chosen = (asked,) if asked == TRAINED else WHOLE.model
         return [chosen if chosen in models else WHOLE.model]
-    fitting: dict[Path, dict[Any, Any]] = dict(models)
+    fitting: dict[TreePath, dict[Any, Any]] = dict(models)
     if len(optimizers) == 1 and not optimizers[0].is_numbered:
         names = {name for members in optimizers[0].members for name in members}
         complete = {path: model for path, model in models.items() if names <= model.keys()}
@@ -217,8 +217,8 @@ def choose_models(
 
 
 def beside(
-    models: Mapping[Path, Mapping[Any, Any]], chosen: Sequence[Path]
-) -> dict[Path, Mapping[Any, Any]]:
+    models: Mapping[TreePath, Mapping[Any, Any]], chosen: Sequence[TreePath]
+) -> dict[TreePath, Mapping[Any, Any]]:
     """Dictionaries of weights beside the chosen models, such as those of an EMA."""
     own = [path for path in chosen if path]
     return {
@@ -232,7 +232,7 @@ def beside(
     }
 
 
-def value_at(tree: Any, path: Path) -> Any:
+def value_at(tree: Any, path: TreePath) -> Any:
     for key in path:
         tree = tree[key]
     return tree
@@ -253,7 +253,7 @@ def is_extra(key: Any) -> bool:
     return isinstance(key, str) and key.rpartition(".")[2] == "_extra_state"
 
 
-def without(tree: Any, paths: set[Path], path: Path = ()) -> Any:
+def without(tree: Any, paths: set[TreePath], path: TreePath = ()) -> Any:
     """The tree without the state dicts at these paths, and without containers of nothing else.
 
     In a list with other items, None is in their place.

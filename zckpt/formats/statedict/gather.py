@@ -30,7 +30,7 @@ from ...files.torchfile import Tensor, TorchFile
 Saved = Joined | Whole
 """A tensor that has no name yet."""
 
-Path = tuple[Any, ...]
+TreePath = tuple[Any, ...]
 MODELS = ("model", "state_dict", "module", "model_state_dict", "app.model")
 """What programs call a model's state dict, the most usual first."""
 ADAPTED = "base_model."
@@ -119,7 +119,7 @@ def _is_number(value: Any, shape: tuple[int, ...]) -> bool:
 # -- what the keys say
 
 
-def _dicts(tree: Any, path: Path = ()) -> Iterator[tuple[Path, dict[Any, Any]]]:
+def _dicts(tree: Any, path: TreePath = ()) -> Iterator[tuple[TreePath, dict[Any, Any]]]:
     """All dictionaries in a tree, down to `DEPTH`, but not those in an optimizer's."""
     if isinstance(tree, dict):
         yield path, tree
@@ -187,7 +187,7 @@ def _flat(state_dict: Mapping[Any, Any]) -> dict[str, dict[Any, Any]]:
 
 
 def _model(
-    candidates: Mapping[Path, dict[str, Saved]], trained: Sequence[str]
+    candidates: Mapping[TreePath, dict[str, Saved]], trained: Sequence[str]
 ) -> dict[str, Saved] | None:
     """The model's state dict: the only one with all trained names, or with the usual key.
 

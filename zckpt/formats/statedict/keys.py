@@ -6,9 +6,9 @@ import os
 from typing import Any
 
 from ...core.facts import Engine, StateDictEngine
-from .tree import Path
+from .tree import TreePath
 
-OPTIMIZER: Path = ("optim",)
+OPTIMIZER: TreePath = ("optim",)
 """The key of an optimizer's state dict, as in torch's own examples."""
 RANKS, ADAPTER = "ranks", "adapter"
 """How sharded storage may keep the weights: see `StateDictEngine.storage`."""
@@ -19,7 +19,7 @@ def own_key(folder: str) -> str:
     return f"{os.path.basename(folder)}/"
 
 
-def in_folder(path: Path) -> Path:
+def in_folder(path: TreePath) -> TreePath:
     """The keys that a program has for a value in a folder, without the folder's own."""
     return path[1:] if path and str(path[0]).endswith("/") else path
 

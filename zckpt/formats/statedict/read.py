@@ -33,7 +33,7 @@ from .keys import is_optimizers_key
 from .names import names_of, refuse_twice
 from .roots import SOLE, Root, Roots, roots_of
 from .stated import joined
-from .tree import Leaf, Path, SavedTree, dotted
+from .tree import Leaf, SavedTree, TreePath, dotted
 
 NO_OPTIMIZER = "there is no optimizer: --param-names is not used"
 
@@ -78,7 +78,7 @@ def manifest(saved: SavedTree, reading: Reading = USUAL) -> Manifest:
     if name in (roots[0].name, dotted(roots[0].model)) and name:
         saved.source["root"] = name
     model: dict[str, Any] = {}
-    named: dict[Path, OptimizerState] = {}
+    named: dict[TreePath, OptimizerState] = {}
     stated: dict[str, dict[str, Any] | None] = {}
     of_any = saved.stated
     for root in roots:
@@ -93,10 +93,10 @@ def manifest(saved: SavedTree, reading: Reading = USUAL) -> Manifest:
     return replace(result, notes=(NO_OPTIMIZER,)) if unused else result
 
 
-def _settle_averages(saved: SavedTree, model: Path) -> None:
+def _settle_averages(saved: SavedTree, model: TreePath) -> None:
     """Where Lightning saves averages of the weights too: drops them if the others are asked for."""
     own, trained = program_states.WHOLE.model, program_states.TRAINED
-    if not {program_states.MARK, trained} <= saved.tree.keys():
+    if not {program_states.LIGHTNING, trained} <= saved.tree.keys():
         return
     averages = [str(own[0]), program_states.AVERAGING]
     if model == own:
@@ -142,7 +142,7 @@ def _several(saved: SavedTree, roots: Roots, reading: Reading) -> list[Root]:
     saved.likely = [] if reading.weights_only else roots.likely(chosen)
     every = [path for root in roots.roots for path in root.optimizers]
     lost = [dotted(path) for path in every if path not in chosen.optimizers]
-    if program_states.MARK in saved.tree and chosen.optimizers and lost:
+    if program_states.LIGHTNING in saved.tree and chosen.optimizers and lost:
         saved.warnings.append(
             f"{program_states.NAME} loads the state of each optimizer by its place: a module that "
             f"has {listed(lost)}, too, does not resume from what is written"
@@ -164,9 +164,9 @@ def _named(
     saved: SavedTree,
     root: Root,
     state_dict: Mapping[Any, Any],
-    optimizers: Mapping[Path, OptimizerState],
+    optimizers: Mapping[TreePath, OptimizerState],
     reading: Reading,
-) -> tuple[dict[str, Any], dict[Path, OptimizerState]]:
+) -> tuple[dict[str, Any], dict[TreePath, OptimizerState]]:
     """A root's model, and its optimizers' states under the names of the model."""
     own = {path: optimizers[path] for path in root.optimizers}
     inferred, warnings = len(saved.inferred), len(saved.warnings)
@@ -174,7 +174,7 @@ def _named(
     param_names = names_in(reading.param_names, root.prefix)
     model = _with_names_of_adapters(saved, state_dict, own.values(), param_names)
     is_one = not root.prefix and len(own) == 1
-    named: dict[Path, OptimizerState] = {}
+    named: dict[TreePath, OptimizerState] = {}
     trained: list[str] = []
     for path, optimizer in own.items():
         refuse_twice(saved, [str(m) for members in optimizer.members for m in members])

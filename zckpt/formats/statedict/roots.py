@@ -23,7 +23,7 @@ from msgspec.structs import replace
 from ...errors import AmbiguousCheckpoint, WrongOption, listed, meant
 from .finding import OptimizerState
 from .names import shape_of, without_wrappers
-from .tree import Leaf, Path, SavedTree, dotted
+from .tree import Leaf, SavedTree, TreePath, dotted
 from .twins import is_float
 
 WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
@@ -45,8 +45,8 @@ class Root(Struct, frozen=True):
     """
 
     name: str
-    model: Path
-    optimizers: tuple[Path, ...] = ()
+    model: TreePath
+    optimizers: tuple[TreePath, ...] = ()
     prefix: str = ""
     by_words: bool = False
 
@@ -60,12 +60,12 @@ class Roots(Struct, frozen=True):
 
     path: str
     roots: tuple[Root, ...]
-    fitting: Mapping[Path, Sequence[Path]]
+    fitting: Mapping[TreePath, Sequence[TreePath]]
 
     def and_weights(
         self,
-        weights: Mapping[Path, Mapping[Any, Any]],
-        optimizers: Mapping[Path, OptimizerState],
+        weights: Mapping[TreePath, Mapping[Any, Any]],
+        optimizers: Mapping[TreePath, OptimizerState],
     ) -> Roots:
         """With dictionaries of weights that no optimizer trains, unless the user says so."""
         others = (Root(dotted(path), path) for path in weights)
@@ -76,7 +76,7 @@ class Roots(Struct, frozen=True):
         return replace(self, roots=(*self.roots, *others), fitting=fitting)
 
     @property
-    def unclear(self) -> Mapping[Path, Sequence[Path]]:
+    def unclear(self) -> Mapping[TreePath, Sequence[TreePath]]:
         """The optimizers of no root, with the models that fit each."""
         own = {path for root in self.roots for path in root.optimizers}
         return {path: models for path, models in self.fitting.items() if path not in own}
@@ -102,7 +102,7 @@ class Roots(Struct, frozen=True):
         ]
 
     @property
-    def paths(self) -> set[Path]:
+    def paths(self) -> set[TreePath]:
         """The paths of all state dicts."""
         own = {path for root in self.roots for path in (root.model, *root.optimizers)}
         return own | {*self.unclear}
@@ -156,13 +156,13 @@ def _unknown(what: str, name: str, names: Sequence[str], path: str) -> WrongOpti
 
 def roots_of(
     saved: SavedTree,
-    models: Mapping[Path, Mapping[Any, Any]],
-    optimizers: Mapping[Path, OptimizerState],
+    models: Mapping[TreePath, Mapping[Any, Any]],
+    optimizers: Mapping[TreePath, OptimizerState],
 ) -> Roots:
     """Every model with the optimizers that train it."""
-    own: dict[Path, list[Path]] = {path: [] for path in models}
-    by_words: set[Path] = set()
-    every: dict[Path, Sequence[Path]] = {}
+    own: dict[TreePath, list[TreePath]] = {path: [] for path in models}
+    by_words: set[TreePath] = set()
+    every: dict[TreePath, Sequence[TreePath]] = {}
     for place, optimizer in optimizers.items():
         fitting = [path for path, model in models.items() if _fits(optimizer, model)]
         fitting = [path for path in fitting if _has_shapes(models[path], optimizer)] or fitting
@@ -190,7 +190,7 @@ def roots_of(
     return Roots(saved.root, roots, every)
 
 
-def _names(models: Sequence[Path]) -> dict[Path, str]:
+def _names(models: Sequence[TreePath]) -> dict[TreePath, str]:
     """What models are called: without a last key that all of them have, as in `generator.model`."""
     alike = all(len(a) > 1 and len(b) > 1 and a[-1] == b[-1] for a, b in pairwise(models))
     if len(models) > 1 and alike:
@@ -220,14 +220,14 @@ def _has_shapes(model: Mapping[Any, Any], optimizer: OptimizerState) -> bool:
     return all(shape in (None, leaf.shape) for leaf, shape in named if isinstance(leaf, Leaf))
 
 
-def _by_words(optimizer: Path, models: Sequence[Path]) -> list[Path]:
+def _by_words(optimizer: TreePath, models: Sequence[TreePath]) -> list[TreePath]:
     """The models whose keys have the words of an optimizer's; else those with a beginning of it."""
     own = _words(optimizer)
     equal = [path for path in models if _words(path) == own]
     return equal or [path for path in models if _are_alike(_words(path), own)]
 
 
-def _words(path: Path) -> list[str]:
+def _words(path: TreePath) -> list[str]:
     words = [word.lower() for key in path for word in WORD.findall(str(key))]
     return [word for word in words if word not in USUAL]
 

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from ...core import sources
 from ...core.dtypes import SIZES, decode
-from ...core.fragments import Box, Extent, Fragments, Record, Runs, boxes, tile
+from ...core.fragments import Box, Extent, Fragments, Record, Runs, boxes, row_major, tile
 from ...core.inert import Scalar, map_values
 from ...core.manifest import Entry, Sibling
 from ...errors import (
@@ -33,23 +33,23 @@ from ..strangers import Stranger
 
 MAX_CUT = 8  # axes
 MAX_LIST = 1_000_000  # elements of all lists of a tree
-Path = tuple[Any, ...]
+TreePath = tuple[Any, ...]
 """Keys that lead to a value of a tree."""
 
 
-def dotted(path: Path) -> str:
+def dotted(path: TreePath) -> str:
     """The key by which torch.distributed.checkpoint calls the value at a path."""
     return ".".join(map(str, path))
 
 
-def at(tree: Any, path: Path) -> Any:
+def at(tree: Any, path: TreePath) -> Any:
     """The value at a path; None without one."""
     for key in path:
         tree = tree.get(key) if isinstance(tree, dict) else None
     return tree
 
 
-def put(tree: Any, path: Path, value: Any, room: int) -> int:
+def put(tree: Any, path: TreePath, value: Any, room: int) -> int:
     """Sets the value at a path; an integer in the path is a place in a list.
 
     All lists together may grow by `room` elements. Returns what is left of that.
@@ -107,12 +107,12 @@ class Leaf(Struct, frozen=True, eq=False):
 class StepStatement(Struct, frozen=True):
     """The value under a key `step`, a leaf or a number, that these files state."""
 
-    path: Path
+    path: TreePath
     files: tuple[str, ...]
     value: Any
 
 
-def leads_to_step(path: Path) -> bool:
+def leads_to_step(path: TreePath) -> bool:
     """Whether a value is called `step`; in a flattened state dict that is the end of its key."""
     return bool(path) and str(path[-1]).rpartition(".")[2] == "step"
 
@@ -150,7 +150,7 @@ class SavedTree(Struct, eq=False):
     models: list[str] = field(default_factory=list)
     beside: str = ""
     stated: dict[str, Any] | None = None
-    stated_of: dict[Path, dict[str, Any]] = field(default_factory=dict)
+    stated_of: dict[TreePath, dict[str, Any]] = field(default_factory=dict)
     folders: list[str] | None = None
     in_order: bool = True
     unused: list[Extent] = field(default_factory=list)
@@ -259,9 +259,7 @@ class TensorPiece(Struct, frozen=True):
 
 def solid_piece(stored: SavedTensor, offsets: tuple[int, ...]) -> TensorPiece:
     """A piece in a safetensors file, where tensors are row-major."""
-    shape = stored.shape
-    strides = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
-    return TensorPiece(offsets, shape, strides, 0, stored.extent)
+    return TensorPiece(offsets, stored.shape, row_major(stored.shape), 0, stored.extent)
 
 
 def piece_of(file: TorchFile, tensor: Tensor, offsets: tuple[int, ...]) -> TensorPiece:

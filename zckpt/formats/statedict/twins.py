@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...core import sources
-from ...core.dtypes import FLOATS
+from ...core.dtypes import FLOATS, SIZES
+from ...core.duplicates import is_varied
 from .tree import Leaf
-
-SAMPLE = 4096  # bytes
 
 
 def is_float(value: Any) -> bool:
@@ -30,10 +28,7 @@ def is_distinctive(leaf: Leaf) -> bool:
     first = next(iter(leaf.fragments), None)
     if first is None or leaf.numel < 2:
         return False
-    with sources.opened(first.extent.file) as file:
-        sample = sources.pread(file.fileno(), min(SAMPLE, first.extent.length), first.extent.offset)
-    size = first.extent.length // ((first.stop - first.start) * first.count)
-    return sample != sample[:size] * (len(sample) // size)
+    return is_varied(first.extent, SIZES[leaf.dtype])
 
 
 def second_names(

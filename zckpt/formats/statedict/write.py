@@ -27,7 +27,7 @@ from ...training.steps import WRITTEN, steps_of_groups, torch_place
 from ...training.trainers import number, program_of
 from ..private import own_names
 from .keys import OPTIMIZER, is_optimizers_key, keys_of
-from .tree import Path, dotted
+from .tree import TreePath, dotted
 
 OF_TORCH = (
     "module", "module_extra", "module_metadata", "lr_scheduler", "client_state", "optimizer",
@@ -55,9 +55,9 @@ class StateDicts:
         self.options = options
         self._too_large: frozenset[Any] = frozenset()  # keys of the program's own state
         self.keys = keys_of(source.engine)
-        self.model: Path = self.keys.model
+        self.model: TreePath = self.keys.model
         place = self.keys.optimizer  # () if its keys stand beside the model's
-        self.optimizer: Path = OPTIMIZER if place is None else place
+        self.optimizer: TreePath = OPTIMIZER if place is None else place
         self.scheduler = self.keys.scheduler or "lr_scheduler"
         # numbers are usual in whole files: they do not say which names items should have
         self.layout = layout or (None if self.keys.whole else self.keys.layout) or "nested"
@@ -99,7 +99,7 @@ class StateDicts:
         elif not in_group and self.step_place.stale is not None:
             self.groups = [group | {"step": self.step_place.stale} for group in self.groups]
 
-    def items(self) -> Iterator[tuple[Path, Any]]:
+    def items(self) -> Iterator[tuple[TreePath, Any]]:
         """Every value with its path, in the order in which a program would save them."""
         for name, value in self.weights_as_saved():
             yield from flattened((*self.model, name), value)  # an extra state may be a dictionary
@@ -114,7 +114,7 @@ class StateDicts:
             if not self._is_taken(path):
                 yield path, value
 
-    def _client_items(self) -> Iterator[tuple[Path, Any]]:
+    def _client_items(self) -> Iterator[tuple[TreePath, Any]]:
         """The program's own state."""
         for key, value in (self.source.state.get("client_state") or {}).items():
             if key not in self._too_large:
@@ -131,7 +131,7 @@ class StateDicts:
         self._too_large = frozenset(key for key, _ in large)
         return large
 
-    def _is_taken(self, path: Path) -> bool:
+    def _is_taken(self, path: TreePath) -> bool:
         """Whether a path of the program's own state collides with one of the state dicts'.
 
         DeepSpeed keeps its client's state apart, so that any name is possible there.
@@ -215,7 +215,7 @@ class StateDicts:
 
     # -- the optimizer
 
-    def _optimizer_items(self) -> Iterator[tuple[Path, Any]]:
+    def _optimizer_items(self) -> Iterator[tuple[TreePath, Any]]:
         for name, state in self._states():
             for key, value in state.items():
                 yield from flattened(self._state_path(name, key), value)
@@ -258,7 +258,7 @@ class StateDicts:
             if parameter.trainable and (parameter.group or 0) == group
         ]
 
-    def _state_path(self, name: str, key: Any) -> Path:
+    def _state_path(self, name: str, key: Any) -> TreePath:
         key = _kept_key(key)
         if self.layout == "flat":
             return (*self.optimizer, f"state.{self.own_name(name)}.{key}")
@@ -301,7 +301,7 @@ def _refuse_tensors(group: dict[str, Any]) -> None:
             )
 
 
-def flattened(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
+def flattened(path: TreePath, value: Any) -> Iterator[tuple[TreePath, Any]]:
     """Values by path, as torch.distributed.checkpoint flattens state dicts (torch 2.4 to 2.13).
 
     It enters dictionaries, and lists that contain dictionaries or tensors.

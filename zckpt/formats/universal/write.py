@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from shlex import quote
 from typing import Any
 
+from msgspec import to_builtins
 from msgspec.structs import replace
 
 from ...core import description
@@ -206,9 +207,7 @@ def describe(manifest: Manifest, digests: Mapping[str, int | None]) -> dict[str,
             name: _entry(entry, digests.get(name)) for name, entry in manifest.entries.items()
         },
         "files": {},
-        "steps": [
-            {"where": line.where, "step": line.step, "truth": line.truth} for line in manifest.steps
-        ],
+        "steps": to_builtins(manifest.steps),
         "left_out": list(manifest.left_out),
         "warnings": list(manifest.warnings),
         "inferred": list(manifest.inferred),

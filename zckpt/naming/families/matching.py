@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from msgspec import Struct
 
 from ...errors import MissingData, WrongOption, listed
-from ..names import RENAME
+from ..names import RENAME_HINT
 from .rules import HUGGING_FACE, MEGATRON, OTHER, Family, FamilyRule
 
 NUMBER = re.compile(r"\\\{(layer|expert)\\\}")
@@ -74,13 +74,13 @@ def places_of(
     if len(known) > 1:
         examples = " and ".join(f"{next(iter(by_side[side]))} of {side}" for side in known)
         raise WrongOption(
-            f"--family {text}: the source has names of both programs: {examples}", hint=RENAME
+            f"--family {text}: the source has names of both programs: {examples}", hint=RENAME_HINT
         )
     side = known[0] if known else HUGGING_FACE
     if unknown := [name for name in names if name not in by_side[side]]:
         raise WrongOption(
             f"--family {text} does not know these names: {listed(unknown)}",
-            hint=f"choose the family of the model, or {RENAME}",
+            hint=f"choose the family of the model, or {RENAME_HINT}",
         )
     return side, by_side[side]
 

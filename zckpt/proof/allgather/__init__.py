@@ -20,13 +20,13 @@ tensor that one file holds whole is not gathered: each process reads and compare
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
 
 from msgspec import Struct, msgpack
 from msgspec.structs import replace
 
 from ...core.checksum import Cover
 from ...core.compare import ComparisonOutcome, Result
+from ...core.description import Report
 from ...core.difference import Difference
 from ...core.dtypes import SIZES
 from ...core.manifest import Manifest
@@ -50,8 +50,6 @@ except ImportError as error:
 from .gathering import Gathering
 from .parts import alone, by_kind, by_name, cut_over, first_extent, names_of, strided, with_names
 from .world import World, exchanged, join_world
-
-Report = dict[str, Any]
 
 
 def verify_gathered(

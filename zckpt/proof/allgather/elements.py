@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from msgspec.structs import replace
 
-from ...core.difference import Difference, measure, same
+from ...core.difference import Difference, measure_difference, same
 from ...core.dtypes import SIZES, TORCH_NAMES
 from ...core.plan import Match
 from .readers import BlockMatch, memory_of
@@ -73,7 +73,7 @@ def difference_of(a: torch.Tensor, b: torch.Tensor, item: BlockMatch) -> Differe
             if not len(places):
                 continue
             views = [bytes_of(side[unequal]) for side in (ours, theirs)]
-            part = measure(views[0], dtypes[0], views[1], dtypes[1], 0, rounded)
+            part = measure_difference(views[0], dtypes[0], views[1], dtypes[1], 0, rounded)
             if part.first is not None:
                 at_row, at_column = places[part.first].tolist()
                 first = (row + at_row) * item.block.stride + column + at_column

@@ -18,7 +18,7 @@ from ....core.agreement import KEEP
 from ....core.facts import layers_of
 from ....core.inert import to_json
 from ....core.manifest import Manifest
-from ....core.merge import MIXED, in_order, merge
+from ....core.merge import in_order, merge
 from ....core.placement import TENSOR_RANK, Shapes, Sliced, Table
 from ....core.replicas import OWN, RANK0, check_joined, compare_apart, compare_copies
 from ....core.states import as_unread
@@ -71,7 +71,7 @@ def _stated(ranks: Sequence[Manifest]) -> Iterator[TensorRules]:
     """The rules that the checkpoint states; all ranks must state the same."""
     stated = [(rank.state.get("client_state") or {}).get(INFO) for rank in ranks]
     if any(to_json(info) != to_json(stated[0]) for info in stated[1:]):
-        raise InconsistentCheckpoint(f"{ranks[0].root}: tensor ranks differ in {INFO}", hint=MIXED)
+        raise InconsistentCheckpoint(f"{ranks[0].root}: tensor ranks differ in {INFO}")
     if isinstance(stated[0], Mapping):
         yield UniversalInfo(stated[0])
 

@@ -19,6 +19,7 @@ from msgspec import Struct
 
 from ....core.cast import are_rounded, rounded
 from ....core.dtypes import SIZES
+from ....core.fileio import align
 from ....core.fragments import Extent, Runs
 from ....core.grouping import by_key
 from ....core.manifest import Entry
@@ -124,9 +125,9 @@ def _starts(flat: Flat, state: State) -> list[tuple[int, int]]:
     """
     bucket, end, base = state
     if flat.coalesced:
-        starts = sorted({base + _aligned(end - base), end})
+        starts = sorted({base + align(end - base, ALIGNMENT), end})
         return [(0, start) for start in starts if start <= flat.sizes[0]]
-    start = _aligned(end)
+    start = align(end, ALIGNMENT)
     result = [(bucket, start)] if start <= flat.sizes[bucket] else []
     # a copy of a tied embedding begins a bucket, and the one before is filled up
     if flat.sizes[bucket] in (end, start) and bucket + 1 < len(flat.sizes):
@@ -140,17 +141,13 @@ def _rounded(flat: Flat, place: tuple[int, int], read: ReadBytes) -> bytes:
     return next(iter(first), None) or b""
 
 
-def _aligned(element: int) -> int:
-    return -(-element // ALIGNMENT) * ALIGNMENT
-
-
 def _fits(local: Local, flat: Flat, state: State, place: tuple[int, int], read: ReadBytes) -> bool:
     """Whether a parameter may begin at a place behind a state.
 
     There is room for it, and not in the bucket before; its first masters round to its first
     weights.
     """
-    if place[0] > state[0] and _aligned(state[1]) + local.numel <= flat.sizes[state[0]]:
+    if place[0] > state[0] and align(state[1], ALIGNMENT) + local.numel <= flat.sizes[state[0]]:
         return False
     if place[1] + local.numel > flat.sizes[place[0]]:
         return False

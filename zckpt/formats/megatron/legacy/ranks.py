@@ -21,7 +21,7 @@ from msgspec import Struct, field
 
 from ....core import sources
 from ....core.grouping import by_key
-from ....core.missing_ranks import missing_file, refuse_other_writers
+from ....core.missing_ranks import missing_file
 from ....errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,
@@ -30,6 +30,7 @@ from ....errors import (
     counted,
 )
 from ....files.torchfile import Parsed, Tensor, TorchFile
+from ...ranks import refuse_other_writers
 from ..common_state import arguments
 from ..contents import require_groups, size_of
 from ..files import LEGACY, is_of_rank
