@@ -14,7 +14,7 @@ from ...core.facts import NamedWeightsEngine
 from ...core.fragments import Record
 from ...core.manifest import Entry, Manifest, Parameter, Sibling, Sighting
 from ...core.merge import tensor
-from ...core.placement import Sliced, Table
+from ...core.placement import TENSOR_RANK, Sliced, Table
 from ...core.siblings import BESIDE
 from ...core.weights import is_optimizers
 from ...errors import MissingData, UnsupportedCheckpoint, brief, counted, listed
@@ -70,7 +70,7 @@ class Content(Struct, eq=False):
         for rank, part in parts:
             of_ranks = held.setdefault(part.name, [[] for _ in cuts[part.parameter].slicing.slices])
             of_ranks[rank].append(part)
-        table, order = Table("tensor rank", cuts), {name: n for n, name in enumerate(self.shapes)}
+        table, order = Table(TENSOR_RANK, cuts), {name: n for n, name in enumerate(self.shapes)}
         for name in sorted(held, key=lambda name: order[name.rpartition("/")[0]]):
             whole, *copies = tensor(name, held[name], table, self.folder)
             self.entries[name] = whole
