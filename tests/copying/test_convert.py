@@ -242,7 +242,7 @@ def test_a_full_disk_is_said(code: int, is_kept: bool, tmp_path: Path) -> None:
 
 
 def test_another_error_is_not_a_full_disk() -> None:
-    with pytest.raises(OSError, match="f") as caught, naming_full_disk("out", 1):
+    with pytest.raises(OSError, match="f") as caught, naming_full_disk("out", 1, ""):
         raise OSError(errno.EIO, os.strerror(errno.EIO), "f")
     assert (caught.type, caught.value.errno) == (OSError, errno.EIO)
 

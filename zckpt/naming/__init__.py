@@ -7,7 +7,6 @@
     families/           names and packings of models in Hugging Face and in Megatron-Core
     saving/             names under which transformers saves what a module calls otherwise
     views.py            tensors that are cut, joined, turned or dealt out of others
-    layer_names.py      which layer of a pipeline has a tensor, and which stage may have a layer
     tensor_rules.py     which dimension tensor ranks cut; tensor_families.py for known models
     universal_info.py   the rules of cutting that DeepSpeed's files state; patterns.py: their names
     auto_tp.py          the shares that DeepSpeed's AutoTP gives to tensor ranks

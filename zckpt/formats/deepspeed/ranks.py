@@ -12,7 +12,6 @@ from ...core.inert import Foreign
 from ...core.missing_ranks import expecting
 from ...errors import CorruptCheckpoint, IncompleteCheckpoint, InconsistentCheckpoint, brief, listed
 from ...files.torchfile import TorchFile
-from ...naming.layer_names import untied_layers
 from ...training.megatron_arguments import arguments
 from ..deepspeed_states.agreement import check_facts, check_models, for_each
 from ..deepspeed_states.directories import OPTIMIZER, TagDirectory, at_place, refuse
@@ -29,6 +28,7 @@ from ..deepspeed_states.states import (
 )
 from ..ranks import refuse_other_writers
 from .files import MOST, GridFiles, RankFiles
+from .model_ranks.layer_names import untied_layers
 from .model_ranks.pipeline import shapes_of_stage
 
 # what all ranks state alike, once groups of experts are in one order

@@ -8,6 +8,7 @@ import pytest
 
 from zckpt.core.manifest import Manifest, Parameter
 from zckpt.errors import WrongOption
+from zckpt.formats.deepspeed.model_ranks.layer_names import Pipeline
 from zckpt.formats.deepspeed.model_ranks.stage_bounds import (
     assumed,
     balanced,
@@ -19,7 +20,6 @@ from zckpt.formats.deepspeed.model_ranks.stage_bounds import (
     uniform,
 )
 from zckpt.formats.options import options_of
-from zckpt.naming.layer_names import Pipeline
 
 # an embedding, three layers alike of which a function follows the first, and an output layer
 SHAPES = {

@@ -12,9 +12,9 @@ from zckpt.core.facts import ExpertLayer, FlatBufferEngine
 from zckpt.core.grid import Grid
 from zckpt.core.manifest import Manifest, Parameter
 from zckpt.errors import UnsupportedCheckpoint, WrongOption
+from zckpt.formats.deepspeed.model_ranks.layer_names import Pipeline
 from zckpt.formats.deepspeed.model_ranks.target_stages import cut_again, layers_of_names, recut
 from zckpt.formats.options import options_of
-from zckpt.naming.layer_names import Pipeline
 
 EMBED = "tied_modules.embed.weight"
 

@@ -1,5 +1,6 @@
 """A run with several model ranks: stages of a pipeline, and tensor ranks with slices of tensors.
 
+layer_names.py      which layer of a pipeline has a tensor, and which stage may have a layer
 pipeline.py         stages and files of layers become one model
 tensor_ranks.py     slices become boxes of whole tensors; whether the ranks' copies are equal
 target_ranks.py     which model ranks a target has, and what each one has of the source

@@ -27,10 +27,10 @@ from ....core.merge import in_order, merge
 from ....core.placement import STAGE, Table
 from ....errors import IncompleteCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint, listed
 from ....files.torchfile import Tensor, TorchFile
-from ....naming.layer_names import TIED, LayerName, Pipeline, of_tied, prefix_of, untied_layers
 from ...deepspeed_states.states import dictionary
 from ...deepspeed_states.tensors import is_extra
 from ...statedict.finding import BUFFERS
+from .layer_names import TIED, LayerName, Pipeline, of_tied, prefix_of, untied_layers
 
 Shapes = dict[str, tuple[int, ...]]
 SAMPLE = 1 << 14  # elements that are compared with masters to tell a tied layer

@@ -23,9 +23,9 @@ from ....core import slicing
 from ....core.grouping import by_key
 from ....core.manifest import Manifest
 from ....errors import WrongOption
-from ....naming.layer_names import LayerName, Pipeline, layers_with, of_tied, untied_layers
 from ....training.options import PP, Options
 from ...deepspeed_states.options import PP_BOUNDS, PP_PARTITION
+from .layer_names import LayerName, Pipeline, layers_with, of_tied, untied_layers
 
 STAGES = (PP, PP_BOUNDS, PP_PARTITION)
 LAST = "the last bound is the number of all layers, functions included"

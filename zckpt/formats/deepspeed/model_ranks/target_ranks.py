@@ -30,7 +30,6 @@ from ....core.replicas import compare_copies
 from ....core.streaming import finish
 from ....errors import UnsupportedCheckpoint, WrongOption
 from ....files.torchshell import Storages, shell
-from ....naming.layer_names import Pipeline, prefix_of
 from ....training.options import (
     ALLOW_OBJECT,
     DP,
@@ -50,6 +49,7 @@ from ...deepspeed_states.target import DeepSpeedTarget
 from ...vocabulary import lost_rows, resized
 from ..files import grid_files, locate
 from ..read import model_ranks, stacked, tensor_ranks
+from .layer_names import Pipeline, prefix_of
 from .stage_bounds import STAGES, is_cut, refuse_without_stages
 from .target_slices import rows_of, sized, slices_of
 from .target_stages import layers_of_names, recut

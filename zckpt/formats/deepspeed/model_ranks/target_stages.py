@@ -30,10 +30,10 @@ from ....core.manifest import Manifest
 from ....core.placement import Row
 from ....core.split import names_in, part
 from ....errors import UnsupportedCheckpoint, WrongOption
-from ....naming.layer_names import LayerName, Pipeline, Uses, layers_with, tied_key
 from ....training.megatron_arguments import STAGES, with_sizes
 from ....training.options import Options
 from ...groups import without_empty_groups
+from .layer_names import LayerName, Pipeline, Uses, layers_with, tied_key
 from .stage_bounds import LAST, assumed, bounds_of, is_cut, refuse_without_stages
 
 

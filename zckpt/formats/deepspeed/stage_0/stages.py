@@ -21,13 +21,13 @@ from msgspec.structs import replace
 from ....core.grouping import by_key
 from ....errors import MissingData, UnsupportedCheckpoint, WrongOption, listed
 from ....files.torchfile import Tensor, TorchFile
-from ....naming.layer_names import of_tied, prefix_of, tied_key, untied_layers
 from ...deepspeed_states.directories import TagDirectory
 from ...deepspeed_states.states import FLAT_MASTERS, EngineStates, dictionary, wrapper_of
 from ...deepspeed_states.tensors import is_extra
 from ...reading import Reading
 from ...statedict.matching import HINT, MatchedNames, match
 from ..files import RankFiles
+from ..model_ranks.layer_names import of_tied, prefix_of, tied_key, untied_layers
 from . import naming
 from .naming import Shape, Weights, numbers_of
 from .optimizer import WholeOptimizer, named_optimizers, states_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zckpt.naming.layer_names import (
+from zckpt.formats.deepspeed.model_ranks.layer_names import (
     LayerName,
     Pipeline,
     layers_with,

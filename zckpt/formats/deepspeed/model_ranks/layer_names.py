@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from msgspec import Struct
 
-from ..core.grouping import by_key
+from ....core.grouping import by_key
 
 TIED = "tied_modules."
 Value = TypeVar("Value")
