@@ -205,6 +205,7 @@ def test_changes_are_counted_by_their_size() -> None:
 @pytest.mark.parametrize("sign", [1, -1])
 def test_the_largest_distance_on_either_side(sign: int) -> None:
     a, b = torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0])
+    a[0] = torch.nextafter(a[0], torch.tensor(sign * -9.0))
     for _ in range(5):
         a[1] = torch.nextafter(a[1], torch.tensor(sign * 9.0))
     assert measured(a, b, "F32").max_ulp == 5

@@ -325,3 +325,47 @@ def test_random_states_of_runs_of_other_sizes() -> None:
         "megatron.objects.rng_0": "a",
         "megatron.objects.rng_1": "b",
     }
+
+
+def wrapped(name: str | None, **optimizer: Any) -> Manifest:
+    engine = replace(FLAT, optimizer_class=name)
+    return manifest({"optimizer": optimizer}, engine, source=ONE)
+
+
+def test_what_another_wrapper_of_the_same_engine_has_no_place_for() -> None:
+    """One that leaves clipping to the configuration, and one that keeps no scale of its own."""
+    plain, third = "BF16_Optimizer", "DeepSpeedZeroOptimizer_Stage3"
+    clipped = wrapped("FP16_Optimizer", clip_grad=1.0)
+    assert not_compared(clipped, wrapped(third)) == ["engine.class", "optimizer.clip_grad"]
+    assert differences(clipped, wrapped(plain)) == {"optimizer.clip_grad": "a"}
+    assert differences(wrapped(third, clip_grad=1.0), wrapped(third)) == {
+        "optimizer.clip_grad": "a"
+    }
+    assert differences(wrapped(plain, other_key=1.0), wrapped(third)) == {
+        "optimizer.other_key": "a"
+    }
+    scaled = wrapped("FP16_Optimizer", cur_scale=2.0, step_of=1)
+    said = ["optimizer.cur_scale, engine.class"]
+    assert not_compared(scaled, wrapped(plain, cur_scale=1.0, step_of=1)) == said
+    assert differences(scaled, wrapped(plain, cur_scale=1.0, step_of=2)) == {
+        "optimizer.step_of": (1, 2)
+    }
+    assert differences(scaled, wrapped("FP16_Optimizer", cur_scale=1.0, step_of=1)) == {
+        "optimizer.cur_scale": (2.0, 1.0)
+    }
+
+
+def test_numbers_beside_an_optimizers_state_need_a_dictionary() -> None:
+    a = manifest({"optimizer": {"beside": {"k": 1}}})
+    assert differences(a, manifest({})) == {"optimizer.beside.k": "a"}
+    assert differences(a, manifest({}, PLAIN)) == {"optimizer.beside.k": "a"}
+    for other in (manifest({}, GRAPH), replace(manifest({}), format=states.MERGED)):
+        assert not_compared(a, other) == ["optimizer.beside.k"]
+
+
+def test_each_kind_of_files_has_its_parts() -> None:
+    own = manifest({"counters": {"x": 1}}, GRAPH)
+    assert differences(own, manifest({}, GRAPH)) == {"counters": "a"}
+    assert not_compared(own, manifest({}, replace(GRAPH, dialect="l2"))) == ["counters"]
+    versions = manifest({"trainer_options": {"x": 1}})
+    assert not_compared(versions, manifest({})) == ["trainer_options"]
