@@ -248,6 +248,15 @@ def test_an_optimizer_whose_names_are_listed(tmp_path: Path) -> None:
     assert nameless(tag) == [("weight_norm", [0.5])]
 
 
+def test_states_of_another_shape_have_no_name(tmp_path: Path) -> None:
+    """Adafactor's rows and columns: the reader keeps them beside the slots of the parameter."""
+    optimizer = of_torch([0], zckpt_frozen=[])
+    optimizer["state"][0] |= {"row_var": torch.tensor([5.0, 6.0]), "full": torch.ones(2, 3)}
+    tag = of_stage_0(tmp_path / "tag", optimizer, [{"a": (2, 3)}])
+    assert named(tag) == {"a/full": [1, 1, 1, 1, 1, 1]}
+    assert nameless(tag) == [("exp_avg", [0, 1]), ("row_var", [5, 6])]
+
+
 def flat(*groups: torch.Tensor) -> dict[str, Any]:
     """FP16_Optimizer: a flat master of each group, and the states of as many elements."""
     states = {place: {"exp_avg": own + 50, "n": torch.ones(1)} for place, own in enumerate(groups)}

@@ -338,7 +338,8 @@ def _group(
         for slot, tensor in own.items():
             if slot == "step":
                 continue
-            if name is None or tensor.numel < 2:  # a number is no tensor of the parameter
+            # numbers and factors, such as Adafactor's rows and columns, are no tensors like it
+            if name is None or tensor.numel < 2 or tensor.shape != known[name]:
                 yield Nameless(slot, _stored(slot, file, tensor))
             else:
                 yield _stored(f"{name}/{slot}", file, tensor)
