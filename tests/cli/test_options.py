@@ -11,7 +11,7 @@ import pytest
 
 from zckpt import formats
 from zckpt.cli import cli
-from zckpt.cli.options import declared_option, together
+from zckpt.cli.options import declared_option, stacked
 from zckpt.training.options import DP, WEIGHTS_ONLY, Option
 
 from ..conftest import ROOT, Result
@@ -141,5 +141,5 @@ def test_the_usual_form_of_keys_is_that_of_the_help(
 )
 def test_declared_options_are_parsed(words: list[str], given: dict[str, Any]) -> None:
     size: Option[int | None] = Option("size", None, "The size", choices=(1, 2))
-    command = together(*map(declared_option, (DP, WEIGHTS_ONLY, size)))(lambda **values: values)
+    command = stacked(*map(declared_option, (DP, WEIGHTS_ONLY, size)))(lambda **values: values)
     assert click.command()(command).main(words, standalone_mode=False) == given
