@@ -7,5 +7,6 @@
 
 Every process reads the metadata by itself. Small messages (JSON) pass through the store. Tensors go
 from the source to the target in the process that writes them, and what each has written stands in
-its journal (copying/journals.py).
+its journal (copying/journals.py). The ranks of `verify --gather`, which send tensors to each other,
+meet by themselves (proof/allgather/world.py).
 """

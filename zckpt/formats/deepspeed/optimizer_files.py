@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ...core.inert import PYTHON_NUMBERS, Foreign
@@ -18,7 +18,6 @@ from ...training.options import GROUP_DEFAULTS
 from .. import zero
 from ..deepspeed_states.estimates import stated
 from ..deepspeed_states.experts import parameter_of
-from ..deepspeed_states.model_files import model_files
 from ..deepspeed_states.optimizer_values import (
     base_state,
     clipping,
@@ -29,8 +28,6 @@ from ..deepspeed_states.optimizer_values import (
     stage_enum,
 )
 from ..deepspeed_states.target import DeepSpeedTarget, TargetBuffer
-from .moe.experts import expert_files
-from .stage_0.optimizer import model_shells
 
 
 def optimizer_files(target: DeepSpeedTarget, is_elastic: bool) -> Iterator[Shell]:
@@ -255,18 +252,3 @@ def warnings_of_elastic(target: DeepSpeedTarget) -> Iterator[str]:
             f"elastic save cuts the step of group {listed(padded)} off with the padding of rank 0; "
             "zckpt reads that save"
         )
-
-
-# -- the files of all model ranks
-
-
-def run_shells(tag: str, targets: Iterable[DeepSpeedTarget]) -> Iterator[Shell]:
-    """The file that names the tag, and the files of all model ranks."""
-    yield Shell.of("latest", tag.encode())
-    for target in targets:
-        if target.engine.whole:
-            yield from model_shells(target)
-        else:
-            yield from optimizer_files(target, is_elastic(target))
-            yield from model_files(target, derives=True)
-        yield from expert_files(target)

@@ -62,7 +62,7 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
         notes = tuple(check_names(open_files(files.paths, files.parsed)))
         if reading.ranks_apart and not files.is_plain:
             return replace(_apart(directory, files, reading), notes=notes)
-        models = tensor_ranks(directory, files, reading)
+        models = of_tensor_ranks(directory, files, reading)
         if reading.with_slicings or files.grid.tp > 1:
             models = [joined_slices(models, reading.tp_rules, reading.step_policy)]
         return replace(models[0], notes=notes)
@@ -73,14 +73,14 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
 # -- the common model
 
 
-def tensor_ranks(
+def of_tensor_ranks(
     directory: TagDirectory, files: GridFiles, reading: Reading = USUAL, tied: Keys = None
 ) -> list[Manifest]:
     """The model of each tensor rank by itself: its slices of all stages of the pipeline."""
     first = files.ranks[0]
     if files.is_plain and first.of_ep and not first.optimizers:
         return [manifest_of_experts(directory, first, reading)]
-    return _models(files, model_ranks(directory, files, reading, tied), reading.step_policy)
+    return _models(files, of_model_ranks(directory, files, reading, tied), reading.step_policy)
 
 
 def _models(files: GridFiles, ranks: Sequence[Manifest], step_policy: str | None) -> list[Manifest]:
@@ -101,7 +101,7 @@ def _models(files: GridFiles, ranks: Sequence[Manifest], step_policy: str | None
 # -- one manifest for each model rank
 
 
-def model_ranks(
+def of_model_ranks(
     directory: TagDirectory, files: GridFiles, reading: Reading = USUAL, tied: Keys = None
 ) -> list[Manifest]:
     """The manifest of each model rank, with its place."""
@@ -157,7 +157,7 @@ def _of_rank(ranks: EngineStates, files: RankFiles, step_policy: str | None) -> 
 
 def _apart(directory: TagDirectory, files: GridFiles, reading: Reading) -> Manifest:
     """The model ranks apart, whose contents show the same grid."""
-    ranks = model_ranks(directory, files, reading)
+    ranks = of_model_ranks(directory, files, reading)
     steps = agreed_steps(numbered_alike(ranks)[0], reading.step_policy)
     ranks = [with_steps(rank, steps) for rank in ranks]
     models = _models(files, ranks, reading.step_policy)

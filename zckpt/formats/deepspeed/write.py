@@ -16,12 +16,15 @@ from ...training import program_states
 from ...training.options import Options
 from ..deepspeed_states import reports
 from ..deepspeed_states.hyper import check_states
+from ..deepspeed_states.model_files import model_files
 from ..deepspeed_states.target import DeepSpeedTarget
 from .files import recovery_scripts
 from .model_ranks.target_ranks import TargetRanks, layer_files, target_ranks
 from .moe import regroup
-from .optimizer_files import is_elastic, run_shells, warnings_of_elastic
+from .moe.experts import expert_files
+from .optimizer_files import is_elastic, optimizer_files, warnings_of_elastic
 from .run_template import as_in_run
+from .stage_0.optimizer import model_shells
 
 
 def lay_out(source: Manifest, options: Options) -> Layout:
@@ -39,7 +42,9 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     of_layers = [DeepSpeedTarget(each, options) for each in ranks.wholes] if ranks.pipeline else []
 
     def shells() -> Iterator[Shell]:
-        yield from run_shells(first.tag, targets)
+        yield Shell.of("latest", first.tag.encode())
+        for target in targets:
+            yield from _files(target)
         if ranks.pipeline is not None:
             yield from layer_files(ranks.pipeline, of_layers)
         yield from schedulers
@@ -78,11 +83,21 @@ def lay_out_like(source: Manifest, run: Manifest, options: Options) -> Layout:
     return lay_out(as_in_run(source, run, options), options)
 
 
+def _files(target: DeepSpeedTarget) -> Iterator[Shell]:
+    """The files of one model rank."""
+    if target.engine.whole:
+        yield from model_shells(target)
+    else:
+        yield from optimizer_files(target, is_elastic(target))
+        yield from model_files(target, derives=True)
+    yield from expert_files(target)
+
+
 def _targets(ranks: TargetRanks, options: Options) -> tuple[list[DeepSpeedTarget], list[Shell]]:
     """A target for each model rank, and the files of schedulers beside them."""
     targets: list[DeepSpeedTarget] = []
     schedulers: list[Shell] = []
-    for manifest in ranks.ranks:
+    for manifest in ranks.ranks:  # trainers have no pipelines: the last rank has their files too
         spread, schedulers = regroup.over_ranks(manifest, options)
         targets.append(DeepSpeedTarget(spread, options))
         regroup.check_target(targets[-1])

@@ -21,7 +21,7 @@ MODEL_3 = file_names(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
 BF16 = "bf16_"
 # the underscore before `optim` is missing in very old files; DeepSpeed still looks for these
 OPTIMIZER = file_names(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
-# one expert of a layer; both are counted in the whole model
+# one expert of a layer; each model rank counts its own layers, and the layer all of its experts
 EXPERT = file_names(r"layer_(\d+)_expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
 # without ZeRO, the whole optimizer of one expert-parallel rank
 OF_EP = file_names(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")

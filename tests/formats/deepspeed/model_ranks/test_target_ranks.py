@@ -168,8 +168,8 @@ def test_files_of_layers_are_copied_in_their_order(tmp_path: Path) -> None:
     for name in files:
         (tmp_path / name).write_bytes(b"x")
     source = replace(PIPE, files=tuple(str(tmp_path / name) for name in files))
-    ranks = TargetRanks(source, [source], layers=[source])
+    ranks = TargetRanks(source=source, ranks=[source], layers=[source])
     siblings = ranks.layer_siblings("tag")
     assert [name for name, _ in siblings] == [f"tag/{files[2]}", f"tag/{files[0]}"]
     assert [sibling.size for _, sibling in siblings] == [1, 1]
-    assert TargetRanks(source, [source]).layer_siblings("tag") == []
+    assert TargetRanks(source=source, ranks=[source]).layer_siblings("tag") == []

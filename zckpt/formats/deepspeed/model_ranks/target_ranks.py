@@ -48,7 +48,7 @@ from ...deepspeed_states.options import CONFIG, STAGE
 from ...deepspeed_states.target import DeepSpeedTarget
 from ...vocabulary import lost_rows, resized
 from ..files import grid_files, locate
-from ..read import model_ranks, stacked, tensor_ranks
+from ..read import of_model_ranks, of_tensor_ranks, stacked
 from .layer_names import Pipeline, prefix_of
 from .stage_bounds import STAGES, is_cut, refuse_without_stages
 from .target_slices import rows_of, sized, slices_of
@@ -59,7 +59,7 @@ OF_LAYERS = [each.name for each in (STAGE, DTYPE, RENAME)]  # they change files 
 OF_RANKS = [each.name for each in (DP, EP, *STAGES, ALLOW_OBJECT, PARAM_NAMES, DROP_STATE)]
 
 
-class TargetRanks(Struct, frozen=True):
+class TargetRanks(Struct, frozen=True, kw_only=True):
     """The model ranks of a target, in order, each as a checkpoint by itself; `source` fills them.
 
     `grid` is None for one rank that is no pipeline.
@@ -86,9 +86,9 @@ class TargetRanks(Struct, frozen=True):
         directory = TagDirectory(locate(path, tag).path, tag, None)
         if self.table is not None:
             tied = dict(self.pipeline.tied) if self.pipeline else None
-            ranks = tensor_ranks(directory, grid_files(directory), tied=tied)
+            ranks = of_tensor_ranks(directory, grid_files(directory), tied=tied)
             return merge(ranks, self.table)
-        return stacked(model_ranks(directory, grid_files(directory, self.grid)))
+        return stacked(of_model_ranks(directory, grid_files(directory, self.grid)))
 
     @property
     def copied(self) -> list[str]:
@@ -140,7 +140,9 @@ def target_ranks(source: Manifest, options: Options) -> TargetRanks:
         return _of_slices(source, int(tp or 1), options)
     if (source.source.get("pp") or 1) == 1:  # others are refused by name
         refuse_without_stages(source.root, options)
-    return TargetRanks(source, [source]) if tp is None else _of_slices(source, tp, options)
+    if tp is None:
+        return TargetRanks(source=source, ranks=[source])
+    return _of_slices(source, tp, options)
 
 
 def _refuse_options(source: Manifest, grid: Grid, options: Options) -> None:
@@ -186,8 +188,15 @@ def _of_stages(source: Manifest, grid: Grid, options: Options) -> TargetRanks:
             "DeepSpeed trains no such pipeline",
             hint="choose other bounds with --pp-bounds: every stage needs a layer of experts",
         )
-    source = replace(source, ranks=ranks)
-    return TargetRanks(source, ranks, grid, wholes, wholes, models, inferred=inferred)
+    return TargetRanks(
+        source=replace(source, ranks=ranks),
+        ranks=ranks,
+        grid=grid,
+        wholes=wholes,
+        copies=wholes,
+        layers=models,
+        inferred=inferred,
+    )
 
 
 def _of_slices(source: Manifest, tp: int, options: Options) -> TargetRanks:
@@ -196,8 +205,8 @@ def _of_slices(source: Manifest, tp: int, options: Options) -> TargetRanks:
     rows = rows_of(source, tp, options)
     model, lost = resized(source, rows), lost_rows(source, rows)
     if pipeline is None and tp == 1:
-        is_sized = "tensor_parallel" in model.state
-        return TargetRanks(model, [sized(model, 1) if is_sized else model], left_out=lost)
+        own = sized(model, 1) if "tensor_parallel" in model.state else model
+        return TargetRanks(source=model, ranks=[own], left_out=lost)
     for option in (WEIGHTS_ONLY, CONFIG):
         if options[option]:
             raise WrongOption(
@@ -208,14 +217,24 @@ def _of_slices(source: Manifest, tp: int, options: Options) -> TargetRanks:
             f"{source.root}: zckpt writes experts for one tensor rank alone", hint="leave out --tp"
         )
     table, slices, inferred = slices_of(model, tp)
+    more: Sequence[str] = ()
     grid = Grid(1, tp, staged=pipeline is not None)
     if pipeline is None:
-        pairs = enumerate(slices)
-        ranks = [replace(own, place=Place(n, grid, source.buffers)) for n, own in pairs]
-        return TargetRanks(model, ranks, grid, table=table, inferred=inferred, left_out=lost)
-    grid, stages, more = recut(model, slices, pipeline, grid, options)
-    inferred = [*inferred, *more]
-    return TargetRanks(model, stages, grid, slices, (), (), pipeline, table, inferred, lost)
+        places = (Place(number, grid, source.buffers) for number in range(tp))
+        pairs = zip(slices, places, strict=True)
+        ranks: Sequence[Manifest] = [replace(own, place=place) for own, place in pairs]
+    else:
+        grid, ranks, more = recut(model, slices, pipeline, grid, options)
+    return TargetRanks(
+        source=model,
+        ranks=ranks,
+        grid=grid,
+        wholes=() if pipeline is None else slices,
+        pipeline=pipeline,
+        table=table,
+        inferred=[*inferred, *more],
+        left_out=lost,
+    )
 
 
 def _pipeline_of(source: Manifest) -> Pipeline | None:

@@ -49,7 +49,7 @@ from ..ranks import hyper_parameters
 from ..stage_0 import naming
 from ..stage_0.optimizer import WholeOptimizer, kept, states_with, with_members, with_names
 from .auto_ep import READ, layers_in
-from .experts import Experts, LayerFiles, layers_of, named_of, spread_over, with_tensors
+from .experts import Experts, LayerFiles, files_by_layer, named_of, spread_over, with_tensors
 
 
 def manifest_of_experts(directory: TagDirectory, files: RankFiles, reading: Reading) -> Manifest:
@@ -66,7 +66,7 @@ def manifest_of_experts(directory: TagDirectory, files: RankFiles, reading: Read
     opened = open_files(files.of_ep, files.parsed)
     optimizers = [(each, dictionary(each, each.value).get("optimizer")) for each in opened]
     ranks = [states_with(directory, file, model, *each) for each in optimizers]
-    of_layers = layers_of(ranks[0], files)
+    of_layers = files_by_layer(ranks[0], files)
     first = replace(ranks[0], model={**model, "shared_params": _second_names(ranks[0], of_layers)})
     layers = _layers(first, of_layers, reading)
     _check_files(ranks, layers)

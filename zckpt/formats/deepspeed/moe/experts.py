@@ -82,7 +82,7 @@ class LayerFiles(Struct, frozen=True):
         return self.name + (ROUTER if parts is not None and parts.is_slice else GATE)
 
 
-def layers_of(ranks: EngineStates, files: RankFiles) -> list[LayerFiles]:
+def files_by_layer(ranks: EngineStates, files: RankFiles) -> list[LayerFiles]:
     """The files of all layers, in the engine's order.
 
     Raises IncompleteCheckpoint (a file is missing) and InconsistentCheckpoint (a file too many, or
@@ -328,7 +328,7 @@ def with_experts(ranks: EngineStates, rank_files: RankFiles, step_policy: str | 
             "build the MoE layers with enable_expert_tensor_parallelism=True: then each tensor "
             "rank has a slice of every expert, which zckpt reads",
         )
-    files = layers_of(ranks, rank_files)
+    files = files_by_layer(ranks, rank_files)
     layers = spread_over(ranks, files, named_of(ranks))
     whole = with_tensors(ranks, files, layers)
     experts = Experts(ranks, whole, layers, _places(ranks, whole, layers))

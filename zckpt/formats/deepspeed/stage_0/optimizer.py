@@ -226,10 +226,10 @@ def kept(whole: WholeOptimizer, step_policy: str | None) -> tuple[EngineStates, 
             shape = value.shape if isinstance(value, (Scalar, Tensor)) else ()
             stated.add(number.owner, states.number(0, value), shape)
     groups = by_key((number.group, number.owner) for number in numbers)
-    counted = steps.counted_by_last(in_states, in_groups, groups.values())
-    believed = steps.believed(counted, in_groups)
+    by_last = steps.counted_by_last(in_states, in_groups, groups.values())
+    believed = steps.believed(by_last, in_groups)
     completed, place = believed.settled(step_policy), believed.place()
-    if place is not None and counted.steps != in_states.steps:
+    if place is not None and by_last.steps != in_states.steps:
         place = replace(place, last_only=True)
     # states of one number, like NAdam's `mu_product`, also of a parameter of the same shape
     keys = {

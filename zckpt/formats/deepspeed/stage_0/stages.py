@@ -62,7 +62,8 @@ def open_stages(
     hint = (naming.TRAINED if has_masters else HINT) + JOIN
     failures: list[WrongOption] = []
     fitting: list[WholeStages] = []
-    for ties in [tied] if tied else _ties(_stated_shapes(states, reading.param_names), layers):
+    names = _stated_shapes(states, reading.param_names)
+    for ties in _ties(names, layers) if tied is None else [tied]:
         weights = _weights(layers, buffers, ties)
         try:
             wholes = named_optimizers(states, weights, reading.param_names)
@@ -74,8 +75,8 @@ def open_stages(
             matched = _in_order(states, layers, weights) if are_shown else None
             if matched is None:
                 raise MissingData(str(error), hint=hint) from error
-            names = [*chain.from_iterable(matched.names)]
-            wholes = named_optimizers(states, weights, names)
+            in_order = [*chain.from_iterable(matched.names)]
+            wholes = named_optimizers(states, weights, in_order)
             wholes = [replace(each, inferred=matched.inferred) for each in wholes]
         fitting.append(WholeStages(wholes, ties))
     if not fitting:
