@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from array import array
 from collections import defaultdict
 from itertools import accumulate
@@ -116,6 +117,23 @@ def test_what_is_larger_than_the_memory_is_read_in_batches() -> None:
     files.reads.clear()
     assert read(files, *requests, memory=2 * 2 * 3 * SIZE - 1) == wanted(*requests)
     assert [extent.length for extent in files.reads] == [3 * SIZE] * 8
+
+
+def test_small_slices_take_no_memory_beside_the_working_memory() -> None:
+    """`--memory` limits all buffers together, and a tensor of small slices may be large."""
+    files, dp, numel = Files(), 16, 16 * 16_000 - 3
+    (entry,) = files.sliced([numel], dp)
+    view = memoryview(bytearray(numel * SIZE))
+    reader = files.reader(2 << 20)
+    tracemalloc.start()
+    try:
+        reader.read([ReadRequest(entry, 0, numel, 0)], view)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(files.reads) == dp
+    assert peak < numel * SIZE / 4
+    assert view.cast("I").tolist() == [*range(numel)]
 
 
 @pytest.mark.parametrize(("gap", "batches"), [(0, 1), (SMALL // SIZE - 1, 1), (SMALL // SIZE, 2)])

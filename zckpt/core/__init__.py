@@ -6,7 +6,6 @@ What a checkpoint is:
     slicing.py        tensors that are cut over ranks, as boxes of whole ones
     grid.py           which place a rank has among stages and tensor ranks
     placement.py      what the ranks of an axis have of a whole: by it, merge.py and split.py work
-    replicas.py       whether copies that ranks hold are equal, and slices really slices
     facts.py          which engine wrote a checkpoint, where its step stands; layers with experts
     weights.py        what stands for a weight
     states.py         which states an optimizer keeps, and which of them another checkpoint lacks
@@ -45,6 +44,7 @@ How two checkpoints are compared:
     compare.py        finds what differs, difference.py by how much
     statistics.py     what one tensor's numbers are like
     masters.py        do the masters of one checkpoint round to its weights?
+    replicas.py       are copies that ranks hold equal, and slices really slices?
     partition.py      how an engine cuts tensors, in the words of gather.py files
 
 Start with manifest.py and fragments.py.

@@ -13,7 +13,7 @@ import torch
 import zckpt
 from zckpt import errors
 from zckpt.files.torchshell import Storages
-from zckpt.formats.deepspeed.stage_0.naming import shape_of
+from zckpt.formats.deepspeed.stage_0.numbers import shape_of
 
 from ...engines import models
 from ...engines.cases import STAGE_0, Case

@@ -29,7 +29,7 @@ ENGINE_KEYS = frozenset(
 )
 
 
-# beside them the reader puts `members` and `other`: see deepspeed/stage_0/states.py
+# beside them the reader puts `members` and `other`: see deepspeed/stage_0/optimizer.py
 SCALING = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
 """The numbers of a loss scale in stage 0, which has no object of a loss scaler (0.19.8)."""
 

@@ -130,7 +130,10 @@ class ModelRank:
             states = [base["state"].get(number) or {} for number in range(len(masters))]
         pairs = zip(masters, states, strict=True)
         kept = [{"master": master, **_tensors(own)} for master, own in pairs]
-        first, names = ([g.get("name") for g in _groups(own)] for own in (self.states[0], state))
+        first, names = (
+            [group.get("name") for group in _groups(own)[: len(kept)]]
+            for own in (self.states[0], state)
+        )
         places = by_key((name, place) for place, name in enumerate(names))
         return [kept[places[name].pop(0)] for name in first] if first and names else kept
 

@@ -112,7 +112,8 @@ def _check_placement(ranks: EngineStates, layer: Mapping[str, Any]) -> None:
             f"{ranks.models[0].path}: {ep} ranks cannot share the {count} experts of {path}"
         )
     local = count // ep
-    for entry in nested(layer, "expert_placement", "ranks") or ():
+    placement = nested(layer, "expert_placement", "ranks")
+    for entry in placement if isinstance(placement, list) else ():
         first = entry.get("rank") * local
         if entry.get("experts") != [*range(first, first + local)]:
             refuse(ranks.directory, f"AutoEP experts of {path} in an order of their own")

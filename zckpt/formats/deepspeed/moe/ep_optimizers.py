@@ -47,6 +47,7 @@ from ...reading import Reading
 from ..files import RankFiles
 from ..ranks import hyper_parameters
 from ..stage_0 import naming
+from ..stage_0.numbers import numbers_of
 from ..stage_0.optimizer import WholeOptimizer, kept, states_with, with_members, with_names
 from .auto_ep import READ, layers_in
 from .experts import Experts, LayerFiles, files_by_layer, named_of, spread_over, with_tensors
@@ -200,7 +201,7 @@ def _of_first(
     if ranks.model.get("param_shapes") or param_names is not None:
         (named,) = naming.members_of([ranks], weights, param_names)
         return named
-    groups = naming.numbers_of(ranks)
+    groups = numbers_of(ranks)
     kinds = [group.get("moe") is True for group in ranks.bases[0]["param_groups"]]
     members: dict[int, Sequence[str | None]] = {}
     inferred: list[str] = []

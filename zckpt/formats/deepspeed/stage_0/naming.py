@@ -21,125 +21,30 @@ from itertools import accumulate, chain
 from math import prod
 from typing import Any
 
-from msgspec import Struct, field
-
 from ....core.dtypes import FLOATS, SIZES
 from ....core.grouping import by_key
-from ....errors import CorruptCheckpoint, InconsistentCheckpoint, MissingData, WrongOption, listed
+from ....errors import InconsistentCheckpoint, MissingData, WrongOption, listed
 from ....files.torchfile import Tensor, TorchFile
 from ...deepspeed_states.manifest import INFERRED
 from ...deepspeed_states.states import (
     FLAT_MASTERS,
-    WRAPPERS,
     EngineStates,
-    ParameterShapes,
     wrapper_of,
 )
 from ...deepspeed_states.tensors import is_extra
 from ...statedict.matching import HINT, MatchedNames, match
-from ...statedict.names import ELEMENTWISE
+from .numbers import Groups, Shape, numbers_of
 from .samples import TensorInFile, labels
 
-Shape = tuple[int, ...]
 Weights = Mapping[str, TensorInFile]
-Groups = Sequence[Sequence["Number"]]
 Members = Sequence[Sequence[str | None]]
 """The names of each group's parameters, in the optimizer's order; None for a frozen one."""
-FROZEN = "zckpt_frozen"
-"""Beside the optimizer's state, in a file of zckpt's: numbers of parameters that are frozen."""
 TRAINED = """\
 name the trained parameters with --param-names names.txt, group by group. Two lines in the training \
 program, before deepspeed.initialize, write that file:
     names = {p: name for name, p in model.named_parameters()}
     open("names.txt", "w").write("\\n".join(names[p] for g in optimizer.param_groups for p in g["params"] if p.requires_grad))"""  # noqa: E501
 """The hint where the optimizer has masters: frozen parameters have none."""
-
-
-class Number(Struct, frozen=True):
-    """What an optimizer knows by one number: of one parameter, or of all of a flat group.
-
-    `master` is None if it updates the weight itself. `name` is torch's own (since 2.6), if stated.
-    `shapes` are those of its parameters, once their names are known.
-    """
-
-    group: int
-    state: Mapping[str, Any]
-    master: TensorInFile | None = None
-    name: str | None = None
-    is_frozen: bool = False
-    shapes: ParameterShapes = field(default_factory=dict)
-
-    @property
-    def shape(self) -> Shape | None:
-        """That of its tensors; None if nothing shows it."""
-        if self.master is not None:
-            return self.master.tensor.shape
-        return next(iter(self.shapes.values())) if self.shapes else shape_of(self.state)
-
-    @property
-    def first(self) -> str:
-        """The first of its parameters."""
-        return next(iter(self.shapes))
-
-    @property
-    def owner(self) -> str:
-        """What messages call it."""
-        return self.first if len(self.shapes) == 1 else f"group {self.group}"
-
-
-def numbers_of(states: EngineStates) -> Groups:
-    """What an optimizer lists, group by group.
-
-    The engine gives every weight that is trained a gradient, so that torch's own optimizer has a
-    state of it. If none has a state, as with plain SGD, nothing shows which ones are frozen.
-    Raises CorruptCheckpoint and InconsistentCheckpoint unless each number has a master.
-    """
-    optimizer, base, file = states.first, states.bases[0], states.optimizers[0]
-    kept, wrapper = base.get("state") or {}, wrapper_of(optimizer)
-    numbers = [list(group["params"]) for group in base["param_groups"]]
-    masters: list[list[Any]] = [[None] * len(own) for own in numbers]
-    frozen = {number for own in numbers for number in own if kept and not kept.get(number)}
-    if wrapper is not None:
-        stored, frozen = optimizer[WRAPPERS[wrapper]], set()
-        masters = [[flat] for flat in stored] if FLAT_MASTERS in optimizer else [*map(list, stored)]
-        if not all(isinstance(master, Tensor) for own in masters for master in own):
-            raise CorruptCheckpoint(f"{file.path}: the masters are not a list of tensors")
-        counts, expected = [*map(len, masters)], [*map(len, numbers)]
-        if counts != expected:
-            masters_of = f"masters of {listed(expected)} parameters in its groups"
-            raise misfit(f"{file.path}: the optimizer", masters_of, listed(counts))
-    if states.model.get("param_shapes"):
-        frozen = {*(optimizer.get(FROZEN) or ())}
-    groups: list[list[Number]] = [[] for _ in numbers]
-    for place, own in enumerate(numbers):
-        names = list(base["param_groups"][place].get("param_names") or ())
-        names = names if len(names) == len(own) else [None] * len(own)
-        for number, tensor, name in zip(own, masters[place], names, strict=True):
-            master = None if tensor is None else TensorInFile(file, tensor)
-            state = kept.get(number) or {}
-            groups[place].append(Number(place, state, master, name, number in frozen))
-    return groups
-
-
-def misfit(where: str, expected: str, actual: object) -> InconsistentCheckpoint:
-    """The error for a group, or all of them, that other places describe otherwise."""
-    return InconsistentCheckpoint(
-        f"{where} should have {expected}, but it has {actual}",
-        hint="the file was edited, or --param-names does not fit; use another copy",
-    )
-
-
-def shape_of(state: Any) -> Shape | None:
-    """The shape of a parameter, as its states show it; None if they do not.
-
-    Adafactor keeps rows and columns: no shape is taken from those. ASGD keeps numbers beside its
-    average, as tensors without dimensions.
-    """
-    tensors = {k: v for k, v in (state or {}).items() if isinstance(v, Tensor) and k != "step"}
-    shapes = {tensor.shape for key, tensor in tensors.items() if key in ELEMENTWISE}
-    shapes = shapes or {tensor.shape for tensor in tensors.values()}
-    shapes = shapes - {()} or shapes
-    return shapes.pop() if len(shapes) == 1 else None
 
 
 def members_of(

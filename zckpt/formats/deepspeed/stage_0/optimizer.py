@@ -55,7 +55,8 @@ from ...reading import Reading
 from ..files import RankFiles
 from ..ranks import check_kind, without_optimizer
 from . import naming
-from .naming import FROZEN, Members, Number, Shape, Weights, misfit, numbers_of, shapes_of
+from .naming import Members, Weights, shapes_of
+from .numbers import FROZEN, Number, Shape, misfit, numbers_of
 
 
 class WholeOptimizer(Struct, frozen=True):

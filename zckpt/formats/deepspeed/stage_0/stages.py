@@ -29,7 +29,8 @@ from ...statedict.matching import HINT, MatchedNames, match
 from ..files import RankFiles
 from ..model_ranks.layer_names import of_tied, prefix_of, tied_key, untied_layers
 from . import naming
-from .naming import Shape, Weights, numbers_of
+from .naming import Weights
+from .numbers import Shape, numbers_of
 from .optimizer import WholeOptimizer, named_optimizers, states_of
 from .samples import TensorInFile, labels
 

@@ -1,0 +1,120 @@
+"""What does an optimizer of stage 0 know by each number: its state, its master, its shape?
+
+Torch's own optimizer has a number for each parameter, FP16_UnfusedOptimizer too, and FP16_Optimizer
+one for all of a flat group. Which names these have is asked in naming.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from msgspec import Struct, field
+
+from ....errors import CorruptCheckpoint, InconsistentCheckpoint, listed
+from ....files.torchfile import Tensor
+from ...deepspeed_states.states import (
+    FLAT_MASTERS,
+    WRAPPERS,
+    EngineStates,
+    ParameterShapes,
+    wrapper_of,
+)
+from ...statedict.names import ELEMENTWISE
+from .samples import TensorInFile
+
+Shape = tuple[int, ...]
+Groups = Sequence[Sequence["Number"]]
+FROZEN = "zckpt_frozen"
+"""Beside the optimizer's state, in a file of zckpt's: numbers of parameters that are frozen."""
+
+
+class Number(Struct, frozen=True):
+    """What an optimizer knows by one number: of one parameter, or of all of a flat group.
+
+    `master` is None if it updates the weight itself. `name` is torch's own (since 2.6), if stated.
+    `shapes` are those of its parameters, once their names are known.
+    """
+
+    group: int
+    state: Mapping[str, Any]
+    master: TensorInFile | None = None
+    name: str | None = None
+    is_frozen: bool = False
+    shapes: ParameterShapes = field(default_factory=dict)
+
+    @property
+    def shape(self) -> Shape | None:
+        """That of its tensors; None if nothing shows it."""
+        if self.master is not None:
+            return self.master.tensor.shape
+        return next(iter(self.shapes.values())) if self.shapes else shape_of(self.state)
+
+    @property
+    def first(self) -> str:
+        """The first of its parameters."""
+        return next(iter(self.shapes))
+
+    @property
+    def owner(self) -> str:
+        """What messages call it."""
+        return self.first if len(self.shapes) == 1 else f"group {self.group}"
+
+
+def numbers_of(states: EngineStates) -> Groups:
+    """What an optimizer lists, group by group.
+
+    The engine gives every weight that is trained a gradient, so that torch's own optimizer has a
+    state of it. If none has a state, as with plain SGD, nothing shows which ones are frozen.
+    Raises CorruptCheckpoint and InconsistentCheckpoint if only some numbers have masters.
+    """
+    optimizer, base, file = states.first, states.bases[0], states.optimizers[0]
+    kept, wrapper = base.get("state") or {}, wrapper_of(optimizer)
+    numbers = [list(group["params"]) for group in base["param_groups"]]
+    masters: list[list[Any]] = [[None] * len(own) for own in numbers]
+    frozen = {number for own in numbers for number in own if kept and not kept.get(number)}
+    if wrapper is not None:
+        stored, frozen = optimizer[WRAPPERS[wrapper]], set()
+        masters = [[own] for own in stored] if FLAT_MASTERS in optimizer else stored
+        if not all(isinstance(own, (list, tuple)) and all(map(_is_tensor, own)) for own in masters):
+            raise CorruptCheckpoint(f"{file.path}: the masters are not a list of tensors")
+        counts, expected = [*map(len, masters)], [*map(len, numbers)]
+        if counts != expected:
+            masters_of = f"masters of {listed(expected)} parameters in its groups"
+            raise misfit(f"{file.path}: the optimizer", masters_of, listed(counts) or "none")
+    if states.model.get("param_shapes"):
+        frozen = {*(optimizer.get(FROZEN) or ())}
+    groups: list[list[Number]] = [[] for _ in numbers]
+    for place, own in enumerate(numbers):
+        names = list(base["param_groups"][place].get("param_names") or ())
+        names = names if len(names) == len(own) else [None] * len(own)
+        for number, tensor, name in zip(own, masters[place], names, strict=True):
+            master = None if tensor is None else TensorInFile(file, tensor)
+            state = kept.get(number) or {}
+            groups[place].append(Number(place, state, master, name, number in frozen))
+    return groups
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
+def misfit(where: str, expected: str, actual: object) -> InconsistentCheckpoint:
+    """The error for a group, or all of them, that other places describe otherwise."""
+    return InconsistentCheckpoint(
+        f"{where} should have {expected}, but it has {actual}",
+        hint="the file was edited, or --param-names does not fit; use another copy",
+    )
+
+
+def shape_of(state: Any) -> Shape | None:
+    """The shape of a parameter, as its states show it; None if they do not.
+
+    Adafactor keeps rows and columns: no shape is taken from those. ASGD keeps numbers beside its
+    average, as tensors without dimensions.
+    """
+    tensors = {k: v for k, v in (state or {}).items() if isinstance(v, Tensor) and k != "step"}
+    shapes = {tensor.shape for key, tensor in tensors.items() if key in ELEMENTWISE}
+    shapes = shapes or {tensor.shape for tensor in tensors.values()}
+    shapes = shapes - {()} or shapes
+    return shapes.pop() if len(shapes) == 1 else None
