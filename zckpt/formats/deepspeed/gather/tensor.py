@@ -162,7 +162,7 @@ def _by_map(about: Mapping[str, Any], name: str, shapes: Shapes) -> Cut:
             copies = boxes.setdefault((offsets, sizes), [])
             copies.append([*_row_major(rank, offsets, sizes, *dest)])
     cuts = zip_longest(*boxes.values(), fillvalue=[])
-    return Cut(shape, [[*chain.from_iterable(pieces)] for pieces in cuts])
+    return Cut(shape, [[*chain.from_iterable(pieces)] for pieces in cuts] or [[]])
 
 
 def _strides(shape: Sequence[int]) -> list[int]:
