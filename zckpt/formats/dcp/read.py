@@ -29,8 +29,8 @@ from ...training.trainers import beside, inside, once_more
 from ..reading import USUAL, Reading
 from ..statedict.finding import is_extra
 from ..statedict.keys import ADAPTER, RANKS, own_key
+from ..statedict.own_facts import checked
 from ..statedict.read import manifest
-from ..statedict.stated import checked
 from ..statedict.tree import (
     MAX_LIST,
     InPieces,

@@ -27,8 +27,8 @@ from ...files.torchfile import Parsed, TorchFile
 from ...training.trainers import beside
 from ..reading import USUAL, Reading
 from ..statedict.keys import keys_of
+from ..statedict.own_facts import checked
 from ..statedict.read import manifest
-from ..statedict.stated import checked
 from ..statedict.tree import SavedTree, TreePath, at, leaf, leaves
 from ..statedict.weights import tensors_of_index, weights_of
 from . import distributed, local, ranked

@@ -300,7 +300,7 @@ class StateDictWriter(StateDicts):
         return extra
 
     def _stated(self, files: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-        """What only zckpt states: see stated.py; and the names of the tensors in `files`."""
+        """What only zckpt states: see own_facts.py; and the names of the tensors in `files`."""
         names = {name: own for name, value in files if any(own := list(self._tensor_names(value)))}
         return {**self.unsaid(), "names": names}
 

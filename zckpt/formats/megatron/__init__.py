@@ -6,7 +6,7 @@
     names.py          names of parameters, and the keys in torch_dist under which layers are stacked
     groups.py         which group each parameter is in, and its step
     read.py           a torch_dist directory, item by item
-    contents.py       the manifest of what a reader has collected
+    manifest.py       the manifest of what a reader has collected
     masters.py        what is left if masters do not round to their weights; the check of copies
     buffers/          flat buffers of the optimizer
     legacy/           the older directories, mp_rank_*

@@ -41,8 +41,8 @@ from ...files.torchfile import TorchFile
 from ...training import steps
 from ..statedict.tree import MAX_LIST, TensorPiece, assembled, piece_of, put
 from .common_state import FSDP, WEIGHTS_ONLY, arguments
-from .contents import Content, manifest_of, require_groups, size_of, strangers, without_weights
 from .groups import FileStep, agreed_step
+from .manifest import Content, manifest_of, require_groups, size_of, strangers, without_weights
 from .names import OF_MODULE, OF_OUTPUT, KeysOfGpt, with_own_expert, with_plain_norms
 
 OF_RANK = re.compile(r"\((\d{1,9}), (\d{1,9})\)")  # stage, tensor rank

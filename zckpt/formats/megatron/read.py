@@ -47,7 +47,10 @@ from .common_state import (
     sharding_of,
     with_groups,
 )
-from .contents import (
+from .files import MARKER, OF_FSDP, OF_RANKS, kind_of, locate
+from .fsdp import FsdpReader
+from .legacy.directories import LegacyReader
+from .manifest import (
     BUFFERS,
     WITH_MODEL,
     Content,
@@ -58,9 +61,6 @@ from .contents import (
     strangers,
     without_weights,
 )
-from .files import MARKER, OF_FSDP, OF_RANKS, kind_of, locate
-from .fsdp import FsdpReader
-from .legacy.directories import LegacyReader
 from .masters import check as check
 from .masters import rebuilt as rebuilt
 from .masters import way_out as way_out

@@ -18,7 +18,7 @@ from ...training.megatron_arguments import DIVISOR, PADDED, with_sizes
 from ...training.options import LIKE, TP, VOCAB_SIZE, Options
 from ..vocabulary import padded, resized
 from .common_state import arguments
-from .contents import size_of
+from .manifest import size_of
 
 WEIGHTS = ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias")
 

@@ -7,8 +7,8 @@
     roots.py       which optimizer trains which model, if there are several
     names.py       the model's name of every parameter that an optimizer knows
     matching.py    names for parameters that an optimizer knows by number
-    twins.py       tensors of equal bytes, as tied weights have
-    stated.py      whether what zckpt stated beside them has zckpt's own form
+    equal_tensors.py  tensors of equal bytes, as tied weights have
+    own_facts.py   whether what zckpt stated beside them has zckpt's own form
     read.py        which of them are read, and under which names
     building.py    the manifest: groups, steps, frozen weights, buffers
     write.py       a manifest as the state dicts that programs save

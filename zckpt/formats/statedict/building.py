@@ -24,10 +24,10 @@ from ...training.program_states import place_of
 from ...training.trainers import config_of
 from ..reading import Reading
 from ..strangers import Stranger, sorted_out
+from .equal_tensors import second_names
 from .finding import OptimizerState, is_buffer, is_extra, merged, value_at, without
 from .roots import Root
 from .tree import InPieces, Leaf, SavedTree, StepStatement, TreePath, dotted, lost_number
-from .twins import second_names
 
 SCHEDULERS = ("lr_scheduler", "scheduler", "sched")
 LISTED = "lr_schedulers"

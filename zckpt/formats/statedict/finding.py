@@ -25,8 +25,8 @@ from ...core.dtypes import FLOATS
 from ...core.inert import PLAIN, map_values, to_json, types_in
 from ...errors import MissingData
 from ...training.program_states import LIGHTNING, TRAINED, WHOLE
+from .equal_tensors import is_float
 from .tree import Leaf, SavedTree, TreePath, dotted
-from .twins import is_float
 
 MODELS = ("model", "state_dict", "module", "model_state_dict", "app.model")  # the likeliest first
 MEMBERS = ("params", "param_names")  # of a group, the first that it has

@@ -10,10 +10,10 @@ from ...errors import InconsistentCheckpoint, MissingData, WrongOption, listed
 from ...files.torchfile import class_of, shape_of_record
 from ...naming import peft
 from ...naming.names import matched
+from .equal_tensors import is_complex, is_float
 from .finding import OptimizerState
 from .matching import keeps_order, match
 from .tree import Leaf, SavedTree
-from .twins import is_complex, is_float
 
 ELEMENTWISE = frozenset(
     ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg")

@@ -31,8 +31,8 @@ from .finding import (
 )
 from .keys import is_optimizers_key
 from .names import names_of, refuse_twice
+from .own_facts import joined
 from .roots import SOLE, Root, Roots, roots_of
-from .stated import joined
 from .tree import Leaf, SavedTree, TreePath, dotted
 
 NO_OPTIMIZER = "there is no optimizer: --param-names is not used"

@@ -21,10 +21,10 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ...errors import AmbiguousCheckpoint, WrongOption, listed, meant
+from .equal_tensors import is_float
 from .finding import OptimizerState
 from .names import shape_of, without_wrappers
 from .tree import Leaf, SavedTree, TreePath, dotted
-from .twins import is_float
 
 WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
 USUAL = {

@@ -24,7 +24,7 @@ from ....core.slicing import replicated
 from ....errors import UnsupportedCheckpoint
 from ....naming.tensor_rules import TensorRule, TensorRules, by_rule, decide
 from ..common_state import WEIGHTS_ONLY
-from ..contents import size_of
+from ..manifest import size_of
 
 BY_ROWS = re.compile(
     r".*\b(word_embeddings|output_layer|eh_proj|linear_(?:qkv|q_proj|q_up_proj|kv_up_proj|fc1))"

@@ -36,9 +36,9 @@ from ..buffers.order import LAYER, is_before, predicts
 from ..buffers.placing import places
 from ..buffers.stages import require_one
 from ..common_state import DISTRIBUTED, NOT_DISTRIBUTED, WEIGHTS_ONLY, arguments, with_groups
-from ..contents import BUFFERS, TIED, Content, manifest_of, require_states_by_parameter
 from ..files import LEGACY
 from ..groups import agreed_step, members
+from ..manifest import BUFFERS, TIED, Content, manifest_of, require_states_by_parameter
 from ..names import EMBEDDING, OF_MODULE, OF_OUTPUT, OUTPUT, KeysOfGpt, with_plain_norms
 from ..optimizers import EXPERTS, SPREAD
 from .cuts import cuts_of

@@ -32,8 +32,8 @@ from ....errors import (
 from ....files.torchfile import Parsed, Tensor, TorchFile
 from ...ranks import refuse_other_writers
 from ..common_state import arguments
-from ..contents import require_groups, size_of
 from ..files import LEGACY, is_of_rank
+from ..manifest import require_groups, size_of
 from ..names import EXPERT, with_own_expert
 
 EVERY_RANK = "every model-parallel rank writes one: copy the whole directory"
