@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from zckpt.core.manifest import Manifest, Parameter
 from zckpt.errors import WrongOption
@@ -50,6 +51,8 @@ def made(stages: int = 1, **more: tuple[int, ...]) -> tuple[Manifest, Pipeline]:
         ({"pp": 2, "pp_bounds": (0, 5, 6)}, (0, 5, 6)),
         ({"pp": 2, "pp_partition": "uniform"}, (0, 3, 6)),
         ({"pp": 3, "pp_partition": "uniform:8"}, (0, 3, 6, 8)),
+        ({"pp": 2, "pp_partition": "uniform:6"}, (0, 3, 6)),
+        ({"pp_partition": "uniform"}, (0, 6)),  # as many stages as the source
         ({"pp": 2, "pp_partition": "parameters"}, (0, 1, 6)),
         ({"pp": 3, "pp_partition": "type:block"}, (0, 3, 4, 6)),
     ],
@@ -80,6 +83,27 @@ def test_a_class_that_the_stages_of_the_source_contradict() -> None:
     """By the layers alike they would begin at 0 and 4."""
     with pytest.raises(WrongOption, match=r"do not begin at layers 0,4, as .* layers 1, 3, 4"):
         bounds_of(*made(2), options_of({"pp": 2, "pp_partition": "type:block"}))
+
+
+def test_a_class_that_the_stages_of_the_source_fit() -> None:
+    """They begin at 0 and 4 if the layers 1, 3 and 4 count; a stage without a number fits any."""
+    model, pipeline = made()
+    names, by_class = [*SHAPES], options_of({"pp": 3, "pp_partition": "type:block"})
+    fitting = Pipeline([names[:3], names[3:]], [[]], pipeline.layers)
+    assert bounds_of(model, fitting, by_class) == (0, 3, 4, 6)
+    unnumbered = Pipeline([names[:3], ["tied_modules.e.weight"]], [[]], pipeline.layers)
+    assert bounds_of(model, unnumbered, by_class) == (0, 3, 4, 6)
+    for cut in (2, 4):
+        other = Pipeline([names[:cut], names[cut:]], [[]], pipeline.layers)
+        with pytest.raises(WrongOption, match="do not begin at layers 0,4"):
+            bounds_of(model, other, by_class)
+
+
+def test_frozen_parameters_do_not_count() -> None:
+    model, pipeline = made()
+    frozen = {**model.parameters, "0.weight": Parameter((8, 2), trainable=False)}
+    options = options_of({"pp": 2, "pp_partition": "parameters"})
+    assert bounds_of(replace(model, parameters=frozen), pipeline, options) == (0, 4, 6)
 
 
 def test_uses_of_a_tied_layer_count_each() -> None:
@@ -142,6 +166,8 @@ def test_deepspeeds_rules() -> None:
     assert balanced([1, 1, 1, 9], 2) == (0, 3, 4)
     assert balanced([0, 1, 0, 1], 2) == (0, 3, 4)  # of equal ones, the last
     assert balanced([5, 5], 3) == (0, 1, 2, 2)
+    assert balanced([7, 0, 7, 0], 3) == (0, 2, 3, 4)  # no stage is empty
+    assert balanced([3, 8, 7, 3, 8, 0], 4) == (0, 1, 2, 4, 6)  # the largest sum so far counts
 
 
 def test_layers_in_words() -> None:
