@@ -9,14 +9,16 @@ import pytest
 from msgspec.structs import replace
 
 from zckpt.core.facts import ExpertLayer, FlatBufferEngine
+from zckpt.core.fragments import Runs
 from zckpt.core.grid import Grid
-from zckpt.core.manifest import Manifest, Parameter
+from zckpt.core.manifest import Entry, Manifest, Parameter
 from zckpt.errors import UnsupportedCheckpoint, WrongOption
 from zckpt.formats.deepspeed.model_ranks.layer_names import Pipeline
 from zckpt.formats.deepspeed.model_ranks.target_stages import cut_again, layers_of_names, recut
 from zckpt.formats.options import options_of
 
 EMBED = "tied_modules.embed.weight"
+BOTH = ("master", "param")
 
 
 @pytest.mark.parametrize(
@@ -163,3 +165,25 @@ def test_layers_of_names() -> None:
         other = replace(model, parameters=dict.fromkeys(names, Parameter((2,))))
         with pytest.raises(WrongOption, match="--pp does not apply to run, which is not a pipe"):
             layers_of_names(other, options_of({"pp": 2}))
+
+
+def test_weights_of_stages_are_in_their_model_files_unless_layers_have_files() -> None:
+    model, before = pipeline("1.a 2.a", "3.a")
+    slots = [
+        Entry(f"{n}/{slot}", "F32", (2,), Runs([])) for n in ["1.a", "2.a", "3.a"] for slot in BOTH
+    ]
+    model = replace(model, entries={entry.name: entry for entry in slots})
+    for staged, kept in ((True, ["master"]), (False, list(BOTH))):
+        _, ranks, _ = recut(model, [model], before, Grid(2, 1, staged), options_of({}))
+        assert [sorted({e.slot for e in rank.entries.values()}) for rank in ranks] == [kept, kept]
+        assert [list(rank.parameters) for rank in ranks] == [["1.a", "2.a"], ["3.a"]]
+
+
+def test_a_stage_has_the_largest_size_of_its_own_experts() -> None:
+    model, before = pipeline("1.e.a 2.e.a", "3.a")
+    layers = (ExpertLayer("1.e", 4, 2), ExpertLayer("2.e", 4, 4))
+    assert model.engine is not None
+    engine = replace(model.engine, experts=layers)  # type: ignore[type-var]
+    model = replace(model, engine=engine, source={"dp": 4, "ep": 8})
+    _, ranks, _ = recut(model, [model], before, Grid(2, 1), options_of({}))
+    assert [rank.source.get("ep") for rank in ranks] == [4, None]
