@@ -179,3 +179,151 @@ def test_infos_that_do_not_fit(info: Info, error: Any, said: str) -> None:
         return
     with pytest.raises(error, match=said):
         decide("run", {NAME: shapes}, [UniversalInfo(info)], 2)
+
+
+def uneven(shape: Any, dim: int, *by_part: list[int]) -> Info:
+    return sub(shape, dim, **widths(*by_part))
+
+
+@pytest.mark.parametrize(
+    ("info", "shapes", "whole", "rule"),
+    [
+        (uneven(((4,), -1), 0, [3, 1]), [(3, 3), (1, 3)], (4, 3), "0:4"),
+        (uneven((2, -1), 0, [2, 1], [1, 0]), [(3, 3), (1, 3)], (4, 3), "0:3,1"),
+        (uneven(((4,), -1), 0, [0, 4]), [(0, 3), (4, 3)], (4, 3), "0:4"),
+        (uneven((3, (4,)), 1, [0, 4]), [(3, 0), (3, 4)], (3, 4), "1:4"),
+        (uneven(((1,), -1), 0, [1, 0]), [(1, 3), (0, 3)], (1, 3), "0:1"),
+        (uneven((3, (4,), 4), 1, [3, 1]), [(9, 4), (3, 4)], (12, 4), "view"),
+        (sub(((4, 4), (1, 3)), 0), [(4, 4)] * 2, (8, 4), "0:4,4"),  # parts of another axis
+        (sub(((2, 2), -1), 0, universal_checkpoint_version=0.3), [(2, 3)] * 2, (4, 3), "0:2,2"),
+        (sub((2, -1), 0), [(4, 3)] * 2, (8, 3), "0:4,4"),  # a number of equal parts
+        (sub(((2,), -1), 0), [(1, 3)] * 2, (2, 3), "0:2"),
+        (sub((1, (2,), 3), 1), [(1, 3)] * 2, (2, 3), "view"),  # of which axis 1 is rows
+        (sub(((2,), 1), 0), [(1, 1)] * 2, (2, 1), "0:2"),
+        (sub((1, (2,)), 1), [(1, 1)] * 2, (1, 2), "1:2"),
+    ],
+)
+def test_the_whole_shape_of_a_view(
+    info: Info, shapes: Shapes, whole: tuple[int, ...], rule: str
+) -> None:
+    sliced = UniversalInfo(info).sliced(NAME, shapes)
+    assert sliced is not None
+    assert (sliced.shape, sliced.rule) == (whole, rule)
+    assert sliced.slicing.covers()
+
+
+@pytest.mark.parametrize(
+    ("info", "shapes", "said"),
+    [
+        (sub(((2,), -1), 0), [(2, 3), None], "it cuts axis 0"),
+        (sub((4, -1), 2), [(2, 3)] * 2, "it cuts axis 2"),
+        (sub((4, -1), -1), [(2, 3)] * 2, "it cuts axis -1"),
+        (uneven(((4,), -1), 0, [3, 1]), [(2, 3)] * 2, "the ranks hold"),
+        (uneven(((1,), 0), 0, [1, 0]), [(1, 3), (0, 3)], "the ranks hold"),
+        (uneven(((3,), -1), 0, [3, 1]), [(3, 3), (1, 3)], "the widths of its parts"),
+        (uneven(((4, 0), -1), 0, [3, 1], [0]), [(3, 3), (1, 3)], "the widths of its parts"),
+        (uneven((1, -1), 0, [3, 1, 0]), [(3, 3), (1, 3)], "the widths of its parts"),
+        (uneven((2, -1), 0), [(2, 3)] * 2, "the widths of its parts"),
+        (
+            {"parameter_with_row_parallelism_patterns": ["layers"]},
+            [(2, 3), (3, 3)],
+            "the rule `layers = 1`",
+        ),
+    ],
+)
+def test_ranks_that_contradict_an_info(info: Info, shapes: Shapes, said: str) -> None:
+    with pytest.raises(InconsistentCheckpoint, match=said):
+        UniversalInfo(info).sliced(NAME, shapes)
+
+
+def test_a_view_for_other_parameters_hides_no_later_rule() -> None:
+    info = {**sub(((2, 2), -1), 0), "parameter_with_row_parallelism_patterns": ["head"]}
+    sliced = UniversalInfo(info).sliced("head.weight", [(2, 3)] * 2)
+    assert sliced is not None
+    assert (sliced.rule, sliced.shape) == ("1", (2, 6))
+
+
+def test_a_size_of_the_vocabulary_that_is_no_number() -> None:
+    info = {"original_vocab_size": "7", "vocabulary_parameter_patterns": ["embed"]}
+    sliced = UniversalInfo(info).sliced("embed.weight", [(4, 2)] * 2)
+    assert sliced is not None
+    assert sliced.vocabulary is None
+
+
+def test_other_ranks_of_an_info_without_a_whole_map() -> None:
+    """Without a map, with one that lacks ranks, and with one whose parameters differ."""
+    assert info_for(widths([2, 2]), 2, [])["sub_param_shard_widths"] == {
+        r"layers\.\d+\.mixer": [(2, 2)]
+    }
+    for params in ({}, {"a": {}}, {"a": {"ranks": {0: {}, 1: {}}}, "b": {"ranks": {0: {}}}}):
+        info = {"affine_map": {"params": params}}
+        assert info_for(info, 2, ["b.bias"]) == {"tp_replicated_parameter_patterns": [r"^b\.bias$"]}
+    two = {"affine_map": {}, "tp_replicated_parameter_patterns": ["a", "b"]}
+    assert info_for(two, 2, ["a", "b", "c"]) == {
+        "tp_replicated_parameter_patterns": ["a", "b", "^c$"]
+    }
+
+
+def affine(whole: list[int], by_rank: dict[int, tuple[list[int], list[Info]]]) -> UniversalInfo:
+    ranks = {str(n): {"shard_shape": s, "pieces": each} for n, (s, each) in by_rank.items()}
+    return UniversalInfo(
+        {"affine_map": {"params": {NAME: {"logical_shape": whole, "ranks": ranks}}}}
+    )
+
+
+WHOLE = [4, 3], [piece([4, 3], ROWS, ROWS)]
+UPPER, LOWER = piece([2, 3], ROWS, ROWS), piece([2, 3], [6, [3, 1]], [6, [3, 1]])
+TWICE = piece([2, 3], ROWS, [6, [3, 1]])  # the upper rows again, as the lower ones
+EIGHT = [0, [1] * 8]
+
+
+@pytest.mark.parametrize(
+    ("whole", "by_rank", "boxes", "rule"),
+    [
+        ([4, 3], {0: WHOLE, 1: WHOLE}, [((0, 0), (0, 0)), ((0, 0), (0, 0))], "replicated"),
+        ([4, 3], {0: WHOLE}, [((0, 0), (0, 0))], "affine_map"),  # rank 1 has nothing
+        ([4, 3], {0: WHOLE, 1: ([0, 3], [piece([0, 3], ROWS, ROWS)])},
+         [((0, 0), (0, 0))], "affine_map"),
+        ([4, 3], {0: ([4, 3], [UPPER, LOWER]), 1: ([2, 3], [UPPER])},
+         [((0, 0), (0, 0)), ((2, 0), (2, 0)), ((0, 0), (0, 0))], "affine_map"),
+        ([4, 3], {0: ([4, 3], [UPPER, LOWER]), 1: ([4, 3], [UPPER, TWICE])},
+         [((0, 0), (0, 0)), ((2, 0), (2, 0)), ((0, 0), (0, 0)), ((2, 0), (0, 0))], "affine_map"),
+        ([4, 3], {0: ([4, 2], [piece([4, 2], [0, [3, 1]], [0, [2, 1]])]),
+                  1: ([4, 1], [piece([4, 1], [2, [3, 9]], [0, [1, 9]])])},
+         [((0, 0), (0, 0)), ((0, 0), (0, 2))], "affine_map"),
+        ([2, 1, 3], {0: ([1, 1, 3], [piece([1, 1, 3], [0, [3, 3, 1]], [0, [9, 9, 1]])]),
+                     1: ([1, 1, 3], [piece([1, 1, 3], [3, [3, 3, 1]], [0, [9, 9, 1]])])},
+         [((0, 0, 0), (0, 0, 0)), ((0, 0, 0), (1, 0, 0))], "affine_map"),
+        ([1] * 8, {0: ([1] * 8, [piece([1] * 8, EIGHT, EIGHT)])},
+         [((0,) * 8, (0,) * 8)], "affine_map"),
+    ],
+)  # fmt: skip
+def test_places_of_the_pieces_of_a_map(whole: Any, by_rank: Any, boxes: Any, rule: str) -> None:
+    """Where each piece begins in its slice and in the whole; a rank without pieces has None."""
+    shapes = [tuple(by_rank[n][0]) if n in by_rank else None for n in range(2)]
+    sliced = affine(whole, by_rank).sliced(NAME, shapes)
+    assert sliced is not None
+    assert [(each.inside, each.offsets) for each in sliced.slicing.pieces] == boxes
+    assert sliced.slicing.slices == tuple(shape or (0,) * len(whole) for shape in shapes)
+    assert (sliced.shape, sliced.rule) == (tuple(whole), rule)
+    assert sliced.slicing.covers()
+
+
+@pytest.mark.parametrize(
+    ("of_rank_1", "error", "said"),
+    [
+        (([4, 3], [UPPER, LOWER]), InconsistentCheckpoint, "every element"),  # other boxes
+        (([2, 0], [piece([2, 3], ROWS, [0, [0, 1]])]), InconsistentCheckpoint, "every element"),
+        (([2, 3], [piece([2, 3], [0, [3, 2]], ROWS)]), UnsupportedCheckpoint, "not a box"),
+        (([2, 3], [piece([2, 3], [0, [1, 1]], ROWS)]), UnsupportedCheckpoint, "not a box"),
+        (([2, 3], [piece([2], [0, [3]], [0, [3]])]), UnsupportedCheckpoint, "not a box"),
+    ],
+)
+def test_pieces_of_a_map_that_do_not_fit(of_rank_1: Any, error: Any, said: str) -> None:
+    info = affine([4, 3], {0: WHOLE, 1: of_rank_1})
+    with pytest.raises(error, match=said):
+        decide("run", {NAME: [(4, 3), tuple(of_rank_1[0])]}, [info], 2)
+
+
+def test_a_map_without_the_first_rank_states_no_shapes() -> None:
+    assert affine([4, 3], {1: WHOLE}).stated_shapes(NAME) is None
