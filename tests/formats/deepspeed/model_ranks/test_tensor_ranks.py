@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from msgspec.structs import replace
 from zckpt.core.facts import ExpertLayer, FlatBufferEngine
 from zckpt.core.fragments import Extent, solid
 from zckpt.core.manifest import Entry, Manifest, Parameter
+from zckpt.core.states import OTHER
 from zckpt.errors import InconsistentCheckpoint, MissingData, UnsupportedCheckpoint, WrongOption
 from zckpt.formats.deepspeed.model_ranks.tensor_ranks import check, joined_slices
 
@@ -164,3 +166,99 @@ def test_copies_of_ep_ranks_have_no_mean(tmp_path: Path) -> None:
         with pytest.raises(InconsistentCheckpoint, match="ep ranks hold different copies"):
             check(whole, chosen)
     assert "rank 0's is taken" in check(whole, "rank0")[0]
+
+
+# -- one rank, three ranks, rules of other forms
+
+
+def test_one_tensor_rank_is_the_whole(tmp_path: Path) -> None:
+    """It keeps its states of other shapes, which several ranks could not join."""
+    states = {"module": [], "optimizer": {OTHER: {"norm": {"factors": [1, 2]}}}}
+    first, second = (replace(each, state=states) for each in ranks(tmp_path))
+    rules = rules_in(tmp_path, "norm = replicated\nembed = 0")
+    whole = joined_slices([first], rules, None)
+    assert {name: own.shape for name, own in whole.parameters.items()} == {
+        "embed": (2,), "norm": (1,),
+    }  # fmt: skip
+    assert (whole.unread, whole.state["optimizer"]) == ((), states["optimizer"])
+    both = joined_slices([first, second], rules, None)
+    assert both.state["optimizer"] == {}
+    assert {item.key for item in both.unread} == {"factors"}
+
+
+def test_each_rank_states_how_it_was_cut(tmp_path: Path) -> None:
+    """One of three that differs is enough."""
+    first, second = ranks(tmp_path)
+    third = rank(tmp_path, 2, {**INFO, "original_vocab_size": 4}, **VALUES)
+    with pytest.raises(InconsistentCheckpoint, match="run: tensor ranks differ in universal_check"):
+        joined_slices([first, second, third], None, None)
+
+
+def test_ranks_without_a_client_state(tmp_path: Path) -> None:
+    bare = [replace(each, state={"module": [], "client_state": None}) for each in ranks(tmp_path)]
+    rules = rules_in(tmp_path, "embed = 0\nnorm = replicated")
+    assert joined_slices(bare, rules, None).parameters["embed"].shape == (4,)
+    with pytest.raises(MissingData, match="nothing says how 2 parameters"):
+        joined_slices(bare, None, None)
+
+
+def test_rules_in_json_are_of_parameters_alone(tmp_path: Path) -> None:
+    """They say `rows` of all that they do not name, which would cut whole buffers."""
+    both = [rank(tmp_path, n, None, **VALUES, buffer=[1.0, 2]) for n in (0, 1)]
+    whole = joined_slices(both, rules_in(tmp_path, json.dumps(INFO)), None)
+    assert whole.entries["buffer/param"].shape == (2,)
+    assert whole.parameters["embed"].shape == (4,)
+    assert whole.warnings == ()
+
+
+def test_doubts_of_a_family(tmp_path: Path) -> None:
+    name = "layers.0.attention.dense.bias"
+    both = [rank(tmp_path, number, None, **{name: [1.0]}) for number in (0, 1)]
+    (warning,) = joined_slices(both, "neox", None).warnings
+    assert f"--tp-rules neox takes {name} as whole on each rank" in warning
+
+
+# -- which copies are compared
+
+
+def test_stage_0_without_experts_has_tensor_ranks(tmp_path: Path) -> None:
+    """Only ep ranks of stage 0 are compared otherwise: all else may be averaged, and is checked."""
+    alike = joined_slices(ranks(tmp_path, embed=[1.0, 2]), None, None)
+    experts = (ExpertLayer("moe", 4, 2),)
+    engine = FlatBufferEngine("deepspeed", "0.19.8", None, "BF16", False, None, {}, experts=experts)
+    for whole in (
+        replace(alike, source={"tp": 2, "zero_stage": 0}),
+        replace(alike, source={"tp": 2, "zero_stage": 1}, engine=engine),
+    ):
+        with pytest.raises(InconsistentCheckpoint, match="cuts embed over tensor ranks, but all"):
+            check(whole, None)
+
+
+def test_ranks_apart_that_cannot_be_joined(tmp_path: Path) -> None:
+    """Nothing says then what is a copy, and a conversion needs no copies: no check, no error."""
+    first, second = ranks(tmp_path, norm=[6.0])
+    other = {"universal_checkpoint_info": {**INFO, "original_vocab_size": 4}}
+    unlike = replace(second, state={**second.state, "client_state": other})
+    twice = [{"lr": 0.1}, {"lr": 0.1}]
+    for models, rules in (
+        ((first, unlike), None),
+        ((first, second), rules_in(tmp_path, "embed = 1")),
+        ((replace(first, groups=tuple(twice)), second), None),
+    ):
+        source = {"tp": 2, "tp_rules": rules}
+        apart = Manifest("run", "deepspeed", source, {}, {}, ranks=models, models=models)
+        assert check(apart, None) == []
+
+
+def test_one_model_of_stages_that_are_apart(tmp_path: Path) -> None:
+    """Copies of stages that differ are said once."""
+    first, second = (rank(tmp_path, number, norm=[1.0 + number]) for number in (0, 1))
+    masters = [
+        replace(each.entries["norm/exp_avg_sq"], name="norm/master") for each in (first, second)
+    ]
+    model = replace(
+        first, entries={"norm/master": masters[0]}, replicas=(replace(masters[1], axis="stage"),)
+    )
+    apart = Manifest("run", "deepspeed", {}, {}, {}, ranks=(first, second), models=(model,))
+    (warning,) = check(apart, None)
+    assert warning.startswith("the stages' copies of norm differ")
