@@ -18,6 +18,7 @@ from zckpt.core.replicas import (
     check_slices,
     compare_apart,
     compare_copies,
+    copies_of,
 )
 from zckpt.errors import InconsistentCheckpoint, UnsupportedCheckpoint
 
@@ -155,3 +156,76 @@ def test_slices_of_other_shapes_prove_nothing(tmp_path: Path) -> None:
     check_slices(replace(manifest(rules={"w": "0"}), models=tuple(ranks)))
     weights = [manifest(entry(tmp_path, "w/param", [1, 1])) for _ in range(2)]
     check_slices(replace(manifest(rules={"w": "0"}), models=tuple(weights)))
+
+
+def test_copies_that_drift_by_nature_have_no_mean(tmp_path: Path) -> None:
+    """With OWN these are not even read."""
+    pair = entry(tmp_path, "w/master", [1, 2]), entry(tmp_path, "w/master", [1, 4], "stage")
+    joined = manifest(*pair)
+    (warning,) = compare_copies(joined, "mean")
+    assert "; the first stage's is taken: master in 1 of 2 elements by at most 2" in warning
+    for file in tmp_path.iterdir():
+        file.unlink()
+    assert compare_copies(joined, OWN) == []
+
+
+def test_a_copy_of_nothing_is_not_compared(tmp_path: Path) -> None:
+    copy = entry(tmp_path, "gone/master", [1], "tensor rank")
+    assert [*copies_of(replace(manifest(), replicas=(copy,)))] == []
+
+
+def test_equal_masters_of_stages_that_are_apart(tmp_path: Path) -> None:
+    first = entry(tmp_path, "w/master", [1, 2])
+    model = manifest(first, entry(tmp_path, "w/master", [1, 2], "stage"))
+    assert compare_apart(replace(manifest(), models=(model,))) == []
+
+
+def test_copies_that_are_no_numbers(tmp_path: Path) -> None:
+    """They differ by no distance."""
+    pairs = []
+    for values in ([1, 2], [1, 3]):
+        path = tmp_path / f"{values[1]}.bin"
+        path.write_bytes(np.array(values, "<f4").tobytes())
+        fragments = solid(1, Extent(str(path), 0, 8))
+        pairs.append(Entry("w/param", "C64", (1,), fragments, axis="tensor rank"))
+    with pytest.raises(InconsistentCheckpoint, match=r"w: param in 1 of 1 elements$"):
+        compare_copies(manifest(*pairs), None)
+
+
+def test_what_has_no_mean(tmp_path: Path) -> None:
+    """Buffers, whole numbers, and everything where each rank keeps its own."""
+    masters = entry(tmp_path, "w/master", [1]), entry(tmp_path, "w/master", [3], "tensor rank")
+    moments = entry(tmp_path, "w/exp_avg", [5]), entry(tmp_path, "w/exp_avg", [7], "tensor rank")
+    counts = [
+        replace(entry(tmp_path, "w/count", [1], axis), dtype="I32") for axis in ("", "tensor rank")
+    ]
+    buffers = entry(tmp_path, "b/param", [1]), entry(tmp_path, "b/param", [3], "tensor rank")
+    joined = manifest(*masters, *moments, *counts, *buffers)
+    joined.parameters.pop("b")
+    means = {name: own.mean for name, own in averaged(joined).entries.items()}
+    assert means == {"w/master": masters, "w/exp_avg": moments, "w/count": (), "b/param": ()}
+    apart = replace(joined, ranks=(manifest(),))
+    assert averaged(apart) is apart
+
+
+@pytest.mark.parametrize(
+    ("values", "rule"),
+    [
+        (([1, 2], [1, 2]), "sum"),
+        (([1, 2], [1, 2], None), "0"),  # a rank has none of it
+        ((None, [1, 2], [1, 2]), "0"),
+        (([1, 2], [1, 2], [1, 3]), "0"),
+    ],
+)
+def test_slices_of_which_one_differs(
+    values: tuple[list[float] | None, ...], rule: str, tmp_path: Path
+) -> None:
+    names = ("w/exp_avg_sq" if own else "v/exp_avg_sq" for own in values)
+    entries = (entry(tmp_path, name, own or [1]) for name, own in zip(names, values, strict=True))
+    check_slices(replace(manifest(rules={"w": rule}), models=tuple(map(manifest, entries))))
+
+
+def test_a_model_without_rules_is_joined(tmp_path: Path) -> None:
+    ranks = tuple(manifest(entry(tmp_path, "w/exp_avg_sq", [1])) for _ in range(2))
+    for state in ({}, {"tensor_parallel": None}):
+        assert check_joined(replace(ranks[0], state=state, models=ranks), None) == []

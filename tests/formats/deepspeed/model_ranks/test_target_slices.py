@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from zckpt.core.facts import FlatBufferEngine
-from zckpt.core.manifest import Manifest, Parameter
+from zckpt.core.manifest import Manifest, Parameter, Sibling
 from zckpt.core.merge import merge
 from zckpt.errors import MissingData, UnsupportedCheckpoint, WrongOption
-from zckpt.formats.deepspeed.model_ranks.target_slices import rows_of, sized, slices_of
+from zckpt.formats.deepspeed.model_ranks.target_slices import auto_of, rows_of, sized, slices_of
 from zckpt.formats.options import options_of
 
 SHAPES = {"embed": (8, 3), "fused": (6, 4), "down": (4, 6), "norm": (4,)}
@@ -84,3 +86,163 @@ def test_rows_that_the_user_gives() -> None:
     with pytest.raises(WrongOption, match="is less than the 5 rows"):
         rows_of(model(), 2, options_of({"vocab_size": 4}))
     assert rows_of(model({"tensor_parallel": {}}), 3, options_of({})) == {}  # AutoTP pads nothing
+
+
+# -- what the source's info states
+
+INFO = "universal_checkpoint_info"
+AUTO: dict[str, Any] = {"tensor_parallel": {}}
+
+
+def rows_by_map(*counts: int, width: int = 4) -> dict[str, Any]:
+    """An affine_map of one parameter whose rows are dealt so."""
+    ranks = {
+        rank: {
+            "shard_shape": [count, width],
+            "pieces": [
+                {
+                    "shape": [count, width],
+                    "source": [sum(counts[:rank]) * width, [width, 1]],
+                    "dest": [0, [width, 1]],
+                }
+            ],
+        }
+        for rank, count in enumerate(counts)
+    }
+    return {"version": 1, "params": {"fused": {"logical_shape": [6, width], "ranks": ranks}}}
+
+
+def with_info(info: dict[str, Any], source: Manifest) -> Manifest:
+    source.state["client_state"][INFO] = info
+    return source
+
+
+def test_what_a_rank_states_of_other_ranks() -> None:
+    """The map of pieces may be all that said what is whole; the rows are the most of any."""
+    source = with_info({"affine_map": rows_by_map(4, 2), "padded_vocab_size": 6}, model())
+    source.state["client_state"]["args"]["padded_vocab_size"] = 6
+    source.state["tensor_parallel"]["vocabulary"]["fused"] = {"rows": 6, "used": 5}
+    client = sized(source, 3).state["client_state"]
+    assert client[INFO] == {"tp_replicated_parameter_patterns": ["^norm$"], "padded_vocab_size": 8}
+    assert client["args"]["padded_vocab_size"] == 8
+    with_info({"affine_map": rows_by_map(4, 2), "other": 1}, source)
+    assert sized(source, 2).state["client_state"][INFO] == source.state["client_state"][INFO]
+
+
+def test_what_a_rank_states_without_rules() -> None:
+    source = with_info({"padded_vocab_size": 6}, model())
+    for facts in ({}, None):
+        own = replace(source, state={**source.state, "tensor_parallel": facts})
+        client = sized(own, 2).state["client_state"]
+        assert client[INFO] == {"padded_vocab_size": 6}
+        assert client["args"]["padded_vocab_size"] == 8
+        assert rows_of(own, 2, options_of({})) == {}
+        with pytest.raises(MissingData, match="nothing says how"):
+            slices_of(own, 2)
+
+
+def test_a_map_deals_the_same_ranks_unevenly() -> None:
+    """For others it says nothing, and then no rule does."""
+    source = with_info({"affine_map": rows_by_map(4, 2)}, model(fused="affine_map"))
+    table, ranks, doubts = slices_of(source, 2)
+    assert [rank.parameters["fused"].shape for rank in ranks] == [(4, 4), (2, 4)]
+    assert merge(ranks, table).parameters == source.parameters
+    assert doubts == []
+    with pytest.raises(UnsupportedCheckpoint, match=r"1 parameter .*: fused \[6, 4\] \(view\)"):
+        slices_of(model(fused="view"), 2)
+
+
+# -- rows of a vocabulary
+
+
+@pytest.mark.parametrize(
+    ("unit", "tp", "rows"),
+    [
+        (4, 3, 12),
+        (2, 1, 6),  # it is stated, so that further rows go
+        (1, 2, 6),
+        (0, 2, 8),  # as if nothing were stated
+        (-2, 2, 8),
+        ("2", 2, 8),
+    ],
+)
+def test_rows_by_the_stated_divisor(unit: Any, tp: int, rows: int) -> None:
+    source = model()
+    source.state["client_state"]["args"]["make_vocab_size_divisible_by"] = unit
+    assert rows_of(source, tp, options_of({})) == {"embed": rows}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "tp", "rows"), [({"tp": 2}, 1, 5), ({"tp": 2}, 4, 8), ({"tp": 1}, 1, 6), ({}, 1, 6)]
+)
+def test_rows_that_the_ranks_of_the_source_needed(
+    ranks: dict[str, Any], tp: int, rows: int
+) -> None:
+    """Six of five are what two ranks need, and what a program with one has chosen."""
+    source = replace(model(), source=ranks)
+    source.state["tensor_parallel"]["vocabulary"]["embed"]["rows"] = 6
+    assert rows_of(source, tp, options_of({})) == {"embed": rows}
+
+
+def test_rows_of_a_model_without_a_vocabulary() -> None:
+    source = model()
+    source.state["tensor_parallel"]["vocabulary"] = {"renamed": {"rows": 8, "used": 5}}
+    assert rows_of(source, 2, options_of({})) == {}
+    with pytest.raises(WrongOption, match="no rule says which weights have the rows"):
+        rows_of(source, 2, options_of({"vocab_size": 9}))
+
+
+def test_rows_that_the_user_gives_to_autotp() -> None:
+    assert rows_of(model(AUTO), 3, options_of({"vocab_size": 10})) == {"embed": 12}
+    source = model()
+    assert isinstance(source.engine, FlatBufferEngine)
+    without_config = replace(source, engine=replace(source.engine, config=None))
+    assert rows_of(without_config, 3, options_of({})) == {"embed": 6}
+
+
+# -- AutoTP
+
+
+def with_heads(root: Path, count: int, source: Manifest) -> Manifest:
+    path = root / "config.json"
+    path.write_text(f'{{"num_key_value_heads": {count}}}', encoding="utf-8")
+    sibling = Sibling("config.json", str(path), path.stat().st_size)
+    return replace(source, siblings=(sibling,))
+
+
+def test_autotp_deals_rows_of_some_layers_nearly_evenly() -> None:
+    """A tied embedding has the shares of the output layer; without AutoTP they cannot be cut."""
+    parameters = {
+        "mlp.up": Parameter((8, 3), group=0),
+        "embed": Parameter((8, 3), group=0, aliases=("lm_head.weight",)),
+    }
+    own, other = (replace(model(config), parameters=parameters) for config in (AUTO, {}))
+    for source in (own, other):
+        source.state["tensor_parallel"] = {"rules": dict.fromkeys(parameters, "0")}
+    _, ranks, _ = slices_of(own, 3)
+    shapes = [[parameter.shape[0] for parameter in rank.parameters.values()] for rank in ranks]
+    assert shapes == [[3, 3], [3, 3], [2, 2]]
+    with pytest.raises(UnsupportedCheckpoint, match=r"2 parameters cannot be cut evenly over 3"):
+        slices_of(other, 3)
+
+
+def test_autotp_deals_whole_heads(tmp_path: Path) -> None:
+    """config.json states their number, else uneven shares show it."""
+    shown = with_info({"affine_map": rows_by_map(4, 2)}, model(AUTO))
+    assert auto_of(shown).heads == 3
+    assert auto_of(with_heads(tmp_path, 6, shown)).heads == 6
+    assert auto_of(model(AUTO)).heads is None
+    assert auto_of(replace(model(AUTO), state={})).heads is None
+    source = with_heads(tmp_path, 3, replace(model(AUTO), parameters={"q": Parameter((6, 4))}))
+    source.state["tensor_parallel"] = {"rules": {"q": "0"}}
+    _, ranks, doubts = slices_of(source, 2)
+    assert [rank.parameters["q"].shape for rank in ranks] == [(4, 4), (2, 4)]
+    assert doubts == []
+
+
+def test_autotp_without_a_number_of_heads_is_doubtful() -> None:
+    (doubt,) = slices_of(model(AUTO), 2)[2]
+    assert "--tp must divide num_key_value_heads" in doubt
+    assert slices_of(with_info({"other": 1}, model(AUTO)), 2)[2] == [doubt]
+    mapped = with_info({"affine_map": rows_by_map(3, 3)}, model(AUTO))  # it has each rank's shares
+    assert slices_of(mapped, 2)[2] == []
