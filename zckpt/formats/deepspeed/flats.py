@@ -44,10 +44,10 @@ def flat_buffers(
     """Every flat buffer of the checkpoint; without `sharing` all ranks share all of them."""
     shapes = ranks.param_shapes()
     masters = [_masters(ranks, state) for state in ranks.states]
-    if any(len(tensors) != len(shapes) for tensors in masters):
+    if odd := [len(tensors) for tensors in masters if len(tensors) != len(shapes)]:
         raise _contradiction(
             ranks,
-            f"the optimizer files have {len(masters[0])} flat groups, but shapes are listed for "
+            f"the optimizer files have {odd[0]} flat groups, but shapes are listed for "
             f"{len(shapes)}",
             "model and optimizer files of different saves seem to be mixed",
         )
