@@ -1,9 +1,9 @@
 """How do elements of tensors get from files into a buffer?
 
 Pieces that follow each other both in a file and in the buffer are one read. Small slices of ZeRO-3
-are one read per rank for many tensors, and are then copied to their places one by one. numpy's 2-D
-copy takes a fraction of the time for tiny slices, but 11 MiB and longer to import than most runs
-need for all of them; it is imported for strided tensors alone.
+are one read per rank for many tensors, and are then copied to their places one by one. numpy would
+copy tiny slices faster. But its import takes 11 MiB, and longer than most runs need for all of
+their slices, so it is imported for strided tensors alone.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ class ElementReader(Struct, eq=False, dict=True):
         return batch
 
     def _read_slices(self, batch: Sequence[ReadRequest], view: memoryview) -> None:
-        """One read per rank for all tensors of the batch, from which each one is put together."""
+        """One read per rank for all tensors of the batch; then each one's slices are copied."""
         first, last = _slices(batch[0]), _slices(batch[-1])
         size, begin = first.size, first.offset
         width = last.offset + last.width - begin

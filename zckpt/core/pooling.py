@@ -1,7 +1,7 @@
 """Which tasks of a pass over tensors does this process carry out, if several processes share it?
 
-All processes list the same tasks in the same order. A block is a run of consecutive
-tasks, long enough that asking for the next number costs nothing.
+All processes list the same tasks in the same order. A block is a run of consecutive tasks, long
+enough that asking for the next number costs nothing.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from ..core import slicing
+from ..core.fragments import row_major
 from ..core.placement import REPLICATED, Shapes, Sliced
 from ..core.slicing import Piece, Slicing
 from ..errors import InconsistentCheckpoint, UnsupportedCheckpoint, brief
@@ -250,7 +251,7 @@ def _by_map(name: str, stated: Mapping[str, Any], shapes: Shapes, rows: int | No
 def _corner(shape: Sequence[int], sizes: Sequence[int], view: Any, says: str) -> tuple[int, ...]:
     """Where a strided view of a tensor begins, if it is a box; raises UnsupportedCheckpoint."""
     offset, strides = int(view[0]), list(view[1])
-    steps = [prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    steps = row_major(shape)
     is_box = len(sizes) == len(shape) and all(
         size <= 1 or stride == step
         for size, stride, step in zip(sizes, strides, steps, strict=True)

@@ -261,9 +261,9 @@ def without_empty_groups(a: Manifest, b: Manifest) -> tuple[Manifest, Manifest, 
 def hypers_of_one_side(a: Manifest, b: Manifest) -> list[str]:
     """Sentences about hyper-parameters that only one of two checkpoints has.
 
-    They are no differences: another version or class of an optimizer has others by nature. So have
-    the optimizers of another engine, of which nothing is said. Only where no side names its
-    optimizer, engines do not matter: then they have added nothing to the groups.
+    They are no differences, because each version and class of an optimizer has its own. For
+    different engines there are no sentences: their optimizers have other hyper-parameters anyway.
+    If neither side names its optimizer, no engine has added any to the groups, and there are.
     """
     is_named = a.optimizer is not None or b.optimizer is not None
     if a.groups is None or b.groups is None or (is_named and engine_name(a) != engine_name(b)):

@@ -166,7 +166,7 @@ def _by_map(about: Mapping[str, Any], name: str, shapes: Shapes) -> Cut:
 
 
 def _strides(shape: Sequence[int]) -> list[int]:
-    """Those of a row-major tensor, in elements."""
+    """Those of a row-major tensor, in elements: the proof's own, as all its arithmetic."""
     return [prod(shape[axis + 1 :]) for axis in range(len(shape))]
 
 

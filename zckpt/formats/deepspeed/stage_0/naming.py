@@ -22,6 +22,7 @@ from math import prod
 from typing import Any
 
 from ....core.dtypes import FLOATS, SIZES
+from ....core.fragments import row_major
 from ....core.grouping import by_key
 from ....errors import InconsistentCheckpoint, MissingData, WrongOption, listed
 from ....files.torchfile import Tensor, TorchFile
@@ -179,8 +180,7 @@ def by_pieces(flats: Sequence[TensorInFile], weights: Weights) -> MatchedNames:
 def _piece(flat: TensorInFile, start: int, shape: Shape) -> TensorInFile:
     """The elements of a flat tensor from `start` on, as a tensor of this shape."""
     whole = flat.tensor
-    strides = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
-    piece = Tensor(whole.storage, whole.dtype, whole.offset + start, shape, strides)
+    piece = Tensor(whole.storage, whole.dtype, whole.offset + start, shape, row_major(shape))
     return TensorInFile(flat.file, piece)
 
 
