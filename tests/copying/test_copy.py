@@ -538,6 +538,34 @@ def test_nothing_to_copy(tmp_path: Path) -> None:
     assert repr(job.copy()) == repr(CopyOutcome())
 
 
+@pytest.mark.parametrize(("processors", "most"), [(1, 2), (2, 2), (3, 3), (8, 4)])
+def test_no_more_threads_assemble_than_there_are_processors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processors: int, most: int
+) -> None:
+    """The first ones wait for as many as may come; a further one would be seen in time."""
+    monkeypatch.setattr(execute, "processors", lambda: processors)
+    assemble, inside, seen = assembling.Assembler.assemble, [0], [0]
+    changed_now = threading.Condition()
+
+    def counted(self: assembling.Assembler, *args: Any) -> Any:
+        with changed_now:
+            inside[0] += 1
+            seen[0] = max(seen[0], inside[0])
+            changed_now.notify_all()
+            assert changed_now.wait_for(lambda: seen[0] >= most, timeout=60)
+            changed_now.wait_for(lambda: inside[0] > most, timeout=0.05)
+        try:
+            return assemble(self, *args)
+        finally:
+            with changed_now:
+                inside[0] -= 1
+
+    monkeypatch.setattr(assembling.Assembler, "assemble", counted)
+    job = one(tmp_path, numel=8 * CHUNK // SIZES["F32"])
+    job.check(job.copy(Copying(jobs=4)))
+    assert seen == [most]
+
+
 # -- what the source's files state
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+import zlib
 from array import array
 from collections import defaultdict
 from itertools import accumulate
@@ -99,6 +100,23 @@ def test_small_slices_are_one_read_for_each_rank() -> None:
     width = (1 + 3 + 4 + 2) * SIZE
     assert files.reads == [Extent(f"0 on {rank}", BEFORE, width) for rank in range(3)]
     assert files.counted == files.reads
+
+
+def test_a_read_gives_the_crcs_that_it_came_to_know() -> None:
+    """Those of bytes that were hashed as one, and count."""
+    files = Files()
+    small = files.sliced([4], dp=2)
+    entries = [
+        files.put(number, 3, solid(3, Extent(file, at, 12)))
+        for number, (file, at) in enumerate([("a", 8), ("a", 20), ("b", 40), ("c", 8)], 1)
+    ]
+    requests = in_a_row([*small, *entries])
+    requests[-1] = replace(requests[-1], check=False)
+    view = memoryview(bytearray(requests[-1].end))
+    assert files.reader().read(requests, view) == {
+        (16, 40): zlib.crc32(view[16:40]),
+        (40, 52): zlib.crc32(view[40:52]),
+    }
 
 
 def test_small_slices_around_another_tensor() -> None:

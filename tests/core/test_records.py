@@ -140,6 +140,21 @@ def test_a_read_counts_for_every_record_that_it_passes_over(tmp_path: Path) -> N
     assert file.passed(20, 32) == [(1, 0, 8, zlib.crc32(data[24:32]))]
 
 
+def test_a_crc_that_was_needed_is_given(tmp_path: Path) -> None:
+    """It spares the caller one more look at bytes that one record has."""
+    file = OneFile(tmp_path, (8, 16), (16, 24))
+    bare = OneFile(tmp_path, (8, 16), stated=False)
+
+    def crc(of: OneFile, start: int, stop: int) -> int | None:
+        return of.checker.passed(of.path, start, memoryview(of.data)[start:stop])
+
+    assert crc(file, 9, 14) == zlib.crc32(file.data[9:14])
+    assert crc(file, 16, 24) == zlib.crc32(file.data[16:24])
+    for start, stop in ((6, 10), (22, 26), (12, 20), (30, 40)):
+        assert crc(file, start, stop) is None
+    assert crc(bare, 9, 14) is None
+
+
 def test_an_empty_record_hides_no_other(tmp_path: Path) -> None:
     file = OneFile(tmp_path, (8, 16), (8, 8))
     assert file.passed(8, 16) == [(0, 0, 8, zlib.crc32(file.data[8:16]))]

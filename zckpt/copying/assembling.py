@@ -54,8 +54,8 @@ class Assembler(Struct, frozen=True, eq=False):
                 check = id(piece.pair) in self.checking
                 is_cut = piece.is_cut or type(piece.pair.target.fragments) is not Slices
                 same.append(ReadRequest(source, piece.start, piece.stop, at, check, is_cut))
-        self.reader.read(same, view)
-        return passed + self._hash(target, chunk, view)
+        crcs = self.reader.read(same, view)
+        return passed + self._hash(target, chunk, view, crcs)
 
     def _keep_shell(self, target: TargetFile, chunk: Chunk, view: memoryview) -> None:
         """Reads what the file holds already between tensors (headers)."""
@@ -132,19 +132,30 @@ class Assembler(Struct, frozen=True, eq=False):
                 passed.append(_passed_runs(key, source, piece, runs, stop))
         return passed
 
-    def _hash(self, target: TargetFile, chunk: Chunk, view: memoryview) -> list[Passed]:
-        """The CRCs of the chunk's bytes: of tensors, of the file, and of its records."""
+    def _hash(
+        self,
+        target: TargetFile,
+        chunk: Chunk,
+        view: memoryview,
+        crcs: Mapping[tuple[int, int], int],
+    ) -> list[Passed]:
+        """The CRCs of the chunk's bytes: of tensors, of the file, and of its records.
+
+        `crcs` are known, by bytes [begin, end) of `view`.
+        """
         passed: list[Passed] = []
         begin = chunk.offset
         for piece in chunk.pieces:
             entry, key = piece.pair.target, (TENSOR, self.numbers[id(piece.pair)], 0)
-            data = view[piece.offset - begin : piece.end - begin]
+            at, end = piece.offset - begin, piece.end - begin
+            data = view[at:end]
             if piece.count > 1:
                 last = piece.stop + (piece.count - 1) * piece.stride
                 passed.append(_passed_runs(key, entry, piece, data, last))
             else:
                 size = SIZES[entry.dtype]
-                passed.append((key, piece.start * size, piece.stop * size, crc32(data)))
+                crc = crcs[at, end] if (at, end) in crcs else crc32(data)
+                passed.append((key, piece.start * size, piece.stop * size, crc))
         for start, stop in target.edges(begin, begin + chunk.length):
             passed += target.passed(start, stop, crc32(view[start - begin : stop - begin]))
         return passed

@@ -8,7 +8,7 @@ their slices, so it is imported for strided tensors alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 
 from msgspec import Struct
@@ -67,15 +67,36 @@ class ElementReader(Struct, eq=False, dict=True):
         self.scratch = Buffer(self.memory).view
         """Working memory."""
 
-    def _read(self, extent: Extent, into: memoryview, check: bool) -> None:
+    def _read(self, extent: Extent, into: memoryview, check: bool) -> int | None:
+        """Reads; gives the CRC-32 of the bytes if they were hashed as one."""
         self.reader.read(extent, into)
-        if check:
-            self.checker.passed(extent.file, extent.offset, into, self.passed)
+        if not check:
+            return None
+        return self.checker.passed(extent.file, extent.offset, into, self.passed)
 
-    def read(self, requests: Sequence[ReadRequest], view: memoryview) -> None:
-        """Puts the elements of every item at its place in `view`."""
-        # a read that may still grow, its byte in the buffer, and whether it is checked
-        pending: tuple[Extent, int, bool] | None = None
+    def read(
+        self, requests: Sequence[ReadRequest], view: memoryview
+    ) -> Mapping[tuple[int, int], int]:
+        """Puts the elements of every item at its place in `view`.
+
+        Gives the CRC-32s that it came to know, by bytes [begin, end) of `view`.
+        """
+        crcs = {}
+        for extent, begin, check in self._reads(requests, view):
+            end = begin + extent.length
+            crc = self._read(extent, view[begin:end], check)
+            if crc is not None:
+                crcs[begin, end] = crc
+        return crcs
+
+    def _reads(
+        self, requests: Sequence[ReadRequest], view: memoryview
+    ) -> Iterator[tuple[Extent, int, bool]]:
+        """What to read, to which byte of `view`, and whether it is checked.
+
+        Small slices, and short runs, are read and copied to their places on the way.
+        """
+        pending: tuple[Extent, int, bool] | None = None  # it may still grow
         place = 0
         while place < len(requests):
             item = requests[place]
@@ -94,11 +115,10 @@ class ElementReader(Struct, eq=False, dict=True):
                     joined = Extent(before.file, before.offset, before.length + extent.length)
                     pending = joined, begin, check
                 else:
-                    self._read(before, view[begin : begin + before.length], check)
+                    yield pending
                     pending = extent, at, item.check
         if pending is not None:
-            extent, at, check = pending
-            self._read(extent, view[at : at + extent.length], check)
+            yield pending
 
     def read_as(
         self,

@@ -79,9 +79,12 @@ class RecordChecker:
 
     def passed(
         self, file: str, offset: int, data: memoryview, log: list[PassedRecord] | None = None
-    ) -> None:
-        """Counts the bytes at `offset`, also in `log`; raises CorruptCheckpoint for damage."""
-        end = offset + len(data)
+    ) -> int | None:
+        """Counts the bytes at `offset`, also in `log`; raises CorruptCheckpoint for damage.
+
+        Gives their CRC-32 if it was needed: if they lie in one record, whose CRC is known.
+        """
+        end, needed = offset + len(data), None
         for record in self._within(file, offset, end):  # one read may pass over several records
             begin = record.extent.offset
             start, stop = max(offset, begin), min(end, begin + record.extent.length)
@@ -90,6 +93,9 @@ class RecordChecker:
             self.passed_before(record, start - begin, stop - begin, crc)
             if log is not None:
                 log.append((record, start - begin, stop - begin, crc))
+            if len(part) == len(data) and record.crc is not None:
+                needed = crc
+        return needed
 
     def require(self, extent: Extent) -> None:
         """`finish` will read and check the records with any of these bytes, even if none passed."""
