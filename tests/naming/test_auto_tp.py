@@ -36,6 +36,7 @@ def test_whole_heads_and_single_rows() -> None:
         ({"num_attention_heads": 6, "num_key_value_heads": 3}, 3),
         ({"n_head_kv": None, "attention_heads": 4}, 4),
         ({"text_config": {"num_key_value_heads": 2}, "num_attention_heads": 9}, 2),
+        ({"num_key_value_heads": 1}, 1),
         ({"num_key_value_heads": True}, None),
         ({"num_key_value_heads": 0}, None),
         ({"text_config": [1]}, None),

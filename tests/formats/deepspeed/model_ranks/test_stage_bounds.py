@@ -93,6 +93,7 @@ def test_a_class_that_the_stages_of_the_source_fit() -> None:
     assert bounds_of(model, fitting, by_class) == (0, 3, 4, 6)
     unnumbered = Pipeline([names[:3], ["tied_modules.e.weight"]], [[]], pipeline.layers)
     assert bounds_of(model, unnumbered, by_class) == (0, 3, 4, 6)
+    assert bounds_of(model, Pipeline([names[:3], ["4.fc.weight"]], [[]], pipeline.layers), by_class)
     for cut in (2, 4):
         other = Pipeline([names[:cut], names[cut:]], [[]], pipeline.layers)
         with pytest.raises(WrongOption, match="do not begin at layers 0,4"):
@@ -126,6 +127,8 @@ def test_layers_alike() -> None:
     biases = {f"{number}.bias": (3,) for number in (5, 6, 7)}
     model, _ = made(**{"6.weight": (3, 2), "7.weight": (3, 2), **biases})  # type: ignore[arg-type]
     assert layers_alike(model) == [5, 6, 7]  # with more parameters
+    model, _ = made(**{f"tied_modules.{key}.weight": (2, 2) for key in "abcde"})  # type: ignore[arg-type]
+    assert layers_alike(model) == [1, 3, 4]  # a tied one has no number
     model, _ = made(**{"6.weight": (3, 2), "1.fc.bias": (2,)})  # type: ignore[arg-type]
     assert layers_alike(model) == []
 
@@ -166,6 +169,7 @@ def test_deepspeeds_rules() -> None:
     assert balanced([1, 1, 1, 9], 2) == (0, 3, 4)
     assert balanced([0, 1, 0, 1], 2) == (0, 3, 4)  # of equal ones, the last
     assert balanced([5, 5], 3) == (0, 1, 2, 2)
+    assert balanced([5, 0], 2) == balanced([0, 0], 2) == (0, 1, 2)
     assert balanced([7, 0, 7, 0], 3) == (0, 2, 3, 4)  # no stage is empty
     assert balanced([3, 8, 7, 3, 8, 0], 4) == (0, 1, 2, 4, 6)  # the largest sum so far counts
 

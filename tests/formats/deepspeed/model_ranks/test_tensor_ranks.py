@@ -262,3 +262,22 @@ def test_one_model_of_stages_that_are_apart(tmp_path: Path) -> None:
     apart = Manifest("run", "deepspeed", {}, {}, {}, ranks=(first, second), models=(model,))
     (warning,) = check(apart, None)
     assert warning.startswith("the stages' copies of norm differ")
+
+
+def test_what_is_said_of_stages_and_of_tensor_ranks(tmp_path: Path) -> None:
+    """Ranks that are apart may have drifted along both axes: each is said."""
+    first, second = (
+        replace(each, entries={**each.entries, "norm/master": master_of(each)})
+        for each in ranks(tmp_path, norm=[6.0])
+    )
+    of_stage = replace(second.entries["norm/master"], axis="stage")
+    apart = Manifest("run", "deepspeed", {"tp": 2}, {}, {}, ranks=(first, second))
+    of_stages, of_ranks = check(
+        replace(apart, models=(replace(first, replicas=(of_stage,)), second)), None
+    )
+    assert of_stages.startswith("the stages' copies of norm differ")
+    assert of_ranks.startswith("tensor ranks hold different copies of 1 parameter (norm)")
+
+
+def master_of(rank: Manifest) -> Entry:
+    return replace(rank.entries["norm/exp_avg_sq"], name="norm/master")

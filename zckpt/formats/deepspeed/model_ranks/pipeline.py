@@ -136,8 +136,7 @@ class _Layers:
                 key
                 for key in alike
                 if all(
-                    self.tensors[number][inner].contiguous
-                    and begins_as(self._weight(number, inner, name), masters[name], SAMPLE)
+                    begins_as(self._weight(number, inner, name), masters[name], SAMPLE)
                     for inner, name in names[key].items()
                 )
             ]
@@ -274,12 +273,12 @@ def shapes_of_stage(
     Raises InconsistentCheckpoint if no layer has a parameter of the stated size,
     UnsupportedCheckpoint if several tied layers may have it.
     """
-    mappings = [state.get("param_slice_mappings") for state in states]
+    mappings: list[Any] = [state.get("param_slice_mappings") for state in states]
     if not all(isinstance(groups, list) for groups in mappings):
         return None
-    numels = [Counter[str]() for _ in mappings[0] or ()]
+    numels = [Counter[str]() for _ in mappings[0]]
     for groups in mappings:
-        for own, mapping in zip(numels, groups or (), strict=True):
+        for own, mapping in zip(numels, groups, strict=True):
             for name, address in mapping.items():  # a `fragment_address`
                 own[name] += int(getattr(address, "state", address)["numel"])
     tensors = {number: dictionary(file, file.value) for number, file in layers.items()}

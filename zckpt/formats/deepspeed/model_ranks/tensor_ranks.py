@@ -140,8 +140,6 @@ def _own_copies(manifest: Manifest) -> list[str]:
     Each model rank keeps its own: nothing else has to be known of slices.
     """
     warnings = compare_apart(manifest)
-    if len(manifest.models) == 1:
-        return warnings
     try:
         model = joined_slices(manifest.models, manifest.source.get("tp_rules"), KEEP)
     except (InconsistentCheckpoint, MissingData, UnsupportedCheckpoint, WrongOption):
