@@ -788,18 +788,14 @@ def test_an_interrupt_ends_the_copy(tmp_path: Path) -> None:
     assert ended(job)
 
 
-@pytest.mark.parametrize("dps", [(64, 8), (64, 48), (8, 64), (9, 2), (5, 7), (4, 1)])
-def test_small_slices_of_other_ranks_are_read_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dps: tuple[int, int]
-) -> None:
-    """A rank of the target reads a slice's neighbors with it, and every record is checked."""
-    chosen = random.Random(3)
-    numels = [chosen.choice([0, 1, 7, 64, 100, 640, 641]) for _ in range(300)]
+def cut_otherwise(root: Path, seed: int, numels: list[int], dps: tuple[int, int]) -> Job:
+    """Tensors in the flat buffers of one number of ranks, and shells for another number."""
+    chosen = random.Random(seed)
     tensors = [
         Tensor(f"{place}/param", "F32", (numel,), chosen.randbytes(4 * numel))
         for place, numel in enumerate(numels)
     ]
-    disks = Disk(tmp_path / "source", chosen), Disk(tmp_path / "target", chosen)
+    disks = Disk(root / "source", chosen), Disk(root / "target", chosen)
     for disk, dp in zip(disks, dps, strict=True):
         slices = disk.slices([item.data for item in tensors], 4, dp, "flat")
         for item, fragments in zip(tensors, slices, strict=True):
@@ -809,9 +805,32 @@ def test_small_slices_of_other_ranks_are_read_together(
         for fragment in entry.fragments:
             with open(fragment.extent.file, "r+b") as file:
                 os.pwrite(file.fileno(), bytes(fragment.extent.length), fragment.extent.offset)
+    return Job(*disks, tensors)
+
+
+@pytest.mark.parametrize("numels", [[1, 90], [90, 1], [1, 30, 90, 2]])
+def test_the_flats_of_all_ranks_are_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, numels: list[int]
+) -> None:
+    """A tensor of one element leaves padding in the others, however much that is."""
+    monkeypatch.setattr(records, "LITTLE", 0)
+    job = cut_otherwise(tmp_path, 3, numels, (9, 2))
+    outcome = job.copy()
+    job.check(outcome)
+    assert (outcome.counts.checked, outcome.counts.unchecked) == (9, 0)
+
+
+@pytest.mark.parametrize("dps", [(64, 8), (64, 48), (8, 64), (9, 2), (5, 7), (4, 1)])
+def test_small_slices_of_other_ranks_are_read_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dps: tuple[int, int]
+) -> None:
+    """A rank of the target reads a slice's neighbors with it, and every record is checked."""
+    chosen = random.Random(3)
+    numels = [chosen.choice([0, 1, 7, 64, 100, 640, 641]) for _ in range(300)]
+    job = cut_otherwise(tmp_path, 3, numels, dps)
+    disks = job.source, job.target
     use_chunks(monkeypatch, 1 << 18)
     monkeypatch.setattr(elements, "SMALL", 4096)
-    job = Job(*disks, tensors)
     reads: list[Extent] = []
     read = Reader.read
 
