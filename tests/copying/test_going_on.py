@@ -33,6 +33,7 @@ from .test_copy import (
     flip,
     lay,
     one,
+    prepare,
     replace_tensor,
     touched,
     use_chunks,
@@ -119,6 +120,27 @@ def test_a_stopped_copy_goes_on(tmp_path: Path, chunks: int, jobs: int) -> None:
     assert (outcome.counts.checked, outcome.counts.unchecked) == (len(touched(job.source)), 0)
 
 
+class Shown:
+    """A progress that shows what is being done."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def __call__(self, _: int) -> None:
+        pass
+
+    def describe(self, text: str) -> None:
+        self.texts.append(text)
+
+
+def test_progress_names_the_file(tmp_path: Path) -> None:
+    job, shown = many_files(tmp_path), Shown()
+    job.copy(Copying(1), shown)
+    assert shown.texts == [
+        f"writing file {number}, {number + 1} of 10 files" for number in range(10)
+    ]
+
+
 def test_a_copy_that_is_complete_reads_nothing_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,6 +154,29 @@ def test_a_copy_that_is_complete_reads_nothing_again(
     job.check(again)
     assert again.bytes == 0
     assert again.counts == whole.counts
+
+
+class Repeating(Sharing):
+    """Says once more what the journal has."""
+
+    def others(self, journal: Journal) -> list[Region]:
+        return regions_in(journal)
+
+
+def test_a_region_that_is_known_counts_once(tmp_path: Path) -> None:
+    """A tensor that is cut along inner axes keeps nothing by which it could tell."""
+    tensors = [
+        Tensor(f"{n}/exp_avg", "F32", (70, 60), random.Random(n).randbytes(16800)) for n in range(3)
+    ]
+    job, journal = prepare(tmp_path, 5, tensors, ("whole",), ("lines",)), journal_in(tmp_path)
+    job.copy(journal=journal)
+    journal.close()
+    journal = journal_in(tmp_path)
+    assert len(regions_in(journal)) > 1
+    outcome = job.copy_portions(Repeating(), journal=journal)
+    journal.close()
+    assert outcome is not None
+    job.check(outcome)
 
 
 @pytest.mark.parametrize("place", [0, -1])
