@@ -186,7 +186,8 @@ def _whole_shape(
 ) -> tuple[int, ...]:
     """The tensor's own whole shape: the dimension that holds the axis of the view grows.
 
-    Dimensions of one element, as a slice of one head has, hold no axis but that of their number.
+    It is one in which alone the ranks may differ. Dimensions of one element, as a slice of one head
+    has, hold no axis but that of their number.
     """
     first, total = shapes[0], sum(map(prod, shapes))
     sides = [(prod(first[:dim]), prod(first[dim + 1 :])) for dim in range(len(first))]
@@ -194,6 +195,7 @@ def _whole_shape(
         dim
         for dim, (before, behind) in enumerate(sides)
         if before and behind and not outer % before and not inner % behind
+        if len({(*shape[:dim], *shape[dim + 1 :]) for shape in shapes}) == 1
     ]
     if not fitting:
         raise InconsistentCheckpoint(f"{says}: no dimension of {list(first)} is cut")
