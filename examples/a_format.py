@@ -17,6 +17,7 @@ from zckpt.core.folder import Folder
 from zckpt.core.fragments import Extent, Fragment, Runs
 from zckpt.core.layout import CopyOutcome, Layout, Shell
 from zckpt.core.manifest import Entry, Manifest, Parameter
+from zckpt.core.origin import Origin
 from zckpt.core.weights import weight_of
 from zckpt.errors import IncompleteCheckpoint, WrongOption
 from zckpt.formats.reading import USUAL, Reading
@@ -68,7 +69,7 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
     return Manifest(
         root=path,
         format="halves",
-        source={"format": "halves", "version": None, "dp": 2, "tag": None},
+        origin=Origin("halves", dp=2),
         entries=entries,
         parameters=parameters,
         files=(os.path.join(path, INDEX), *files),

@@ -22,6 +22,7 @@ from zckpt.core.inert import Global
 from zckpt.core.layout import Layout
 from zckpt.core.manifest import Entry, Manifest, Parameter, Unread
 from zckpt.core.missing_states import lacking
+from zckpt.core.origin import Origin
 from zckpt.errors import (
     CorruptCheckpoint,
     InconsistentCheckpoint,
@@ -74,10 +75,12 @@ def grid(files: Files, grid: Grid = STAGES, **fields: Any) -> Manifest:
             own |= {f"{name}/{slot}": each for slot, each in zip(MOMENTS, moments, strict=True)}
         entries = {name: files.entry(name, number, value) for name, value in own.items()}
         parameters = {name: Parameter(SHAPE, group=0, step=3) for name in ("a", "b")}
-        rank = Manifest(str(files.root), "x", {}, entries, parameters, groups=({"lr": 1.0},))
+        rank = Manifest(str(files.root), "x", Origin(), entries, parameters, groups=({"lr": 1.0},))
         ranks.append(replace(rank, place=Place(number, grid)))
     own_files = tuple(record.extent.file for record in files.records)
-    whole = Manifest(str(files.root), "x", {}, {}, {}, ranks=tuple(ranks), groups=({"lr": 1.0},))
+    whole = Manifest(
+        str(files.root), "x", Origin(), {}, {}, ranks=tuple(ranks), groups=({"lr": 1.0},)
+    )
     return replace(whole, records=tuple(files.records), files=own_files, **fields)
 
 
@@ -375,7 +378,7 @@ def test_states_of_matrices_of_any_rank(files: Files, number: int) -> None:
     """An optimizer of flat buffers has kept them as if of vectors."""
     engine = FlatBufferEngine("deepspeed", None, None, "BF16", False, None, {})
     groups = ({"clip_threshold": 1.0},)
-    manifest = replace(grid(files), engine=engine, source={"zero_stage": 1})
+    manifest = replace(grid(files), engine=engine, origin=Origin(zero_stage=1))
     vector = {"a": Parameter(SHAPE, group=0)}
     manifest = manifest.with_each(lambda rank: replace(rank, groups=groups, parameters=vector))
     assert states.of_vectors(manifest, grid(Files(files.root))) == []

@@ -198,7 +198,7 @@ def reshard(
 
     def write_one(source: Path, target: Path, running: Running, best_in: str | None) -> Report:
         manifest = read_for(target, source, reading, options, running)
-        to, engine = os.fspath(target), str(manifest.source.get("format"))
+        to, engine = os.fspath(target), str(manifest.origin.format)
         return write("reshard", manifest, to, engine, reading, options, running, best_in)
 
     if checkpoints is None:

@@ -151,7 +151,7 @@ def _gather(
     other = read_other(against, manifest, reading)
     about = saved.about(manifest)
     # the reader has ignored or refused rules of a checkpoint without tensor ranks
-    has_ranks = int(manifest.source.get("tp") or 0) > 1
+    has_ranks = (manifest.origin.tp or 1) > 1
     rules = reading.tp_rules if has_ranks else None
     with sources.unchanged(manifest.fingerprints, other.fingerprints):
         partitions = formats.named(manifest.format).functions.partitions

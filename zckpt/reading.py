@@ -146,7 +146,7 @@ def _odd(paths: Sequence[str], when: str) -> list[str]:
 
 def _unused(manifest: Manifest, reading: Reading, format: Format) -> list[str]:
     """Options for tensor ranks of a checkpoint that has none."""
-    if manifest.source.get("tp") not in (None, 1) or "tensor_parallel" in manifest.state:
+    if manifest.origin.tp not in (None, 1) or "tensor_parallel" in manifest.state:
         return []
     tp_rules = None if format.reports_unused_rules else reading.tp_rules
     return [
@@ -162,7 +162,7 @@ def _in_other_order(manifest: Manifest, reading: Reading) -> list[str]:
     A reader that needs names has taken those of the option, in its order. Only stages of a pipeline
     have an order of their own.
     """
-    if manifest.source.get("pp") not in (None, 1):
+    if manifest.origin.pp not in (None, 1):
         return []
     parameters = manifest.each[0].parameters  # tensor ranks have the same
     trained = [name for name, parameter in parameters.items() if parameter.trainable]
@@ -175,7 +175,7 @@ def _in_other_order(manifest: Manifest, reading: Reading) -> list[str]:
 def _need_root(reading: Reading, *manifests: Manifest) -> None:
     """Raises WrongOption if `--root` chose nothing."""
     name = reading.root and reading.root.partition("=")[0]
-    if name and not any(manifest.source.get("root") == name for manifest in manifests):
+    if name and not any(manifest.origin.root == name for manifest in manifests):
         raise WrongOption(
             f"{' and '.join(m.root for m in manifests)}: one model, and it is not called {name}",
             hint="leave out --root",
@@ -251,7 +251,7 @@ def _roots_like(manifest: Manifest, other: Manifest) -> list[str]:
     """The models whose names and shapes another checkpoint has; the one that it states, if so."""
     fitting = fitting_roots(manifest.roots, manifest.parameters, other.parameters)
     keys = other.engine.model if isinstance(other.engine, StateDictEngine) else ()
-    stated = str(other.source.get("root") or ".".join(map(str, keys)))
+    stated = other.origin.root or ".".join(map(str, keys))
     return [stated] if stated in fitting else fitting
 
 

@@ -24,6 +24,7 @@ from zckpt.core.folder import Folder
 from zckpt.core.fragments import Extent, solid
 from zckpt.core.layout import CopyOutcome, Layout, Shell
 from zckpt.core.manifest import Entry, Manifest, Sibling
+from zckpt.core.origin import Origin
 from zckpt.core.resources import DEFAULT_COPYING, Copying
 from zckpt.errors import Interrupted, NotEnoughSpace, ProcessLost, TargetExists
 
@@ -37,7 +38,9 @@ def tensor(path: Path | str, offset: int) -> Manifest:
     entry = Entry(
         "w/exp_avg", "U8", (len(DATA),), solid(len(DATA), Extent(f"{path}", offset, 4000))
     )
-    return Manifest(os.path.dirname(path), "x", {}, {entry.name: entry}, {}, files=(f"{path}",))
+    return Manifest(
+        os.path.dirname(path), "x", Origin(), {entry.name: entry}, {}, files=(f"{path}",)
+    )
 
 
 @pytest.fixture

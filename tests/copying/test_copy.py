@@ -44,6 +44,7 @@ from zckpt.core.fragments import (
 )
 from zckpt.core.layout import CopyOutcome
 from zckpt.core.manifest import Entry, Manifest
+from zckpt.core.origin import Origin
 from zckpt.core.resources import DEFAULT_COPYING, Copying, Progress
 from zckpt.core.sources import Fingerprint
 from zckpt.errors import CorruptCheckpoint, SourceChanged, UnsupportedCheckpoint
@@ -178,7 +179,7 @@ class Disk:
             for extent in self.extents
             if extent.length
         )
-        return Manifest(str(self.root), "x", {}, dict(self.entries), {}, records=records)
+        return Manifest(str(self.root), "x", Origin(), dict(self.entries), {}, records=records)
 
 
 @dataclass
@@ -350,7 +351,7 @@ def test_tensors_of_one_name_on_several_ranks(
         Manifest(
             str(tmp_path),
             "x",
-            {},
+            Origin(),
             {},
             {},
             records=tuple(record for disk in disks for record in disk.manifest().records),

@@ -19,6 +19,7 @@ from zckpt.core.dtypes import encode
 from zckpt.core.elsewhere import Fingerprint
 from zckpt.core.fragments import Extent, Record, solid
 from zckpt.core.manifest import Entry, Manifest
+from zckpt.core.origin import Origin
 from zckpt.core.plan import Match
 from zckpt.core.resources import Copying, Progress
 from zckpt.errors import SourceChanged
@@ -56,7 +57,7 @@ def crc_of(entry: Entry) -> int:
 
 
 def manifest(*records: Record) -> Manifest:
-    return Manifest("/", "x", {}, {}, {}, records=records)
+    return Manifest("/", "x", Origin(), {}, {}, records=records)
 
 
 def compared(*matches: Match, sides: Any = None, **options: Any) -> compare.ComparisonOutcome:

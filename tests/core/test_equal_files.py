@@ -14,6 +14,7 @@ from zckpt.core.dtypes import SIZES
 from zckpt.core.duplicates import SAMPLE, check_duplicates
 from zckpt.core.fragments import Extent, Record, solid
 from zckpt.core.manifest import Entry, Manifest
+from zckpt.core.origin import Origin
 from zckpt.errors import InconsistentCheckpoint
 
 SOME = random.Random(1).randbytes(64)
@@ -39,7 +40,7 @@ def manifest(
     for path, data in files.items():
         Path(path).write_bytes(data)
     records = [Record(Extent(path, 0, len(data)), zlib.crc32(data)) for path, data in files.items()]
-    return Manifest(str(root), "x", {}, entries, {}, records=tuple(records), **more)
+    return Manifest(str(root), "x", Origin(), entries, {}, records=tuple(records), **more)
 
 
 def said(manifest: Manifest) -> list[str]:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from zckpt.core.fragments import Extent, solid
 from zckpt.core.manifest import RESERVED_SLOTS, Entry, Manifest, Parameter, slot_key, slot_name
+from zckpt.core.origin import Origin
 
 
 def test_a_name_is_parameter_and_slot() -> None:
@@ -25,12 +26,12 @@ def test_a_manifest_has_a_step_where_all_share_one(
     steps: list[int | None], shared: int | None
 ) -> None:
     parameters = {str(i): Parameter((1,), step=step) for i, step in enumerate(steps)}
-    assert Manifest("/", "x", {}, {}, parameters).step == shared
+    assert Manifest("/", "x", Origin(), {}, parameters).step == shared
 
 
 @pytest.mark.parametrize(("source", "dp"), [({}, 1), ({"dp": None}, 1), ({"dp": 4}, 4)])
 def test_a_source_without_ranks_has_one(source: dict[str, int], dp: int) -> None:
-    assert Manifest("/", "x", source, {}, {}).dp == dp
+    assert Manifest("/", "x", Origin.of_json(source), {}, {}).dp == dp
 
 
 # -- slots

@@ -15,6 +15,7 @@ from zckpt.core import masters
 from zckpt.core.fragments import Box, Boxes, Extent, Fragment, Fragments, Record, Runs, solid
 from zckpt.core.manifest import Entry, Manifest
 from zckpt.core.masters import ALL, BEGINNINGS, FEW
+from zckpt.core.origin import Origin
 from zckpt.core.plan import Match
 from zckpt.errors import CorruptCheckpoint, InconsistentCheckpoint
 
@@ -40,7 +41,7 @@ def entry(name: str, dtype: str, shape: tuple[int, ...], fragments: Any) -> Entr
 
 
 def manifest(root: Path, *entries: Entry, **fields: Any) -> Manifest:
-    return Manifest(str(root), "x", {}, {item.name: item for item in entries}, {}, **fields)
+    return Manifest(str(root), "x", Origin(), {item.name: item for item in entries}, {}, **fields)
 
 
 def wrong(checked: Manifest, elements: str = BEGINNINGS) -> list[str]:

@@ -14,6 +14,7 @@ from zckpt.core.grid import Place
 from zckpt.core.inert import Scalar, TensorName
 from zckpt.core.manifest import Entry, Manifest, Parameter, Unread
 from zckpt.core.merge import agreed_steps, in_order, merge, numbered_alike
+from zckpt.core.origin import Origin
 from zckpt.core.placement import Sliced, Table
 from zckpt.core.slicing import replicated
 from zckpt.core.states import BESIDE_STATE, NO_PARAMETER, PLACES
@@ -176,7 +177,7 @@ def test_a_policy_decides(policy: str, steps: tuple[int, int], made: Grid) -> No
 def counted(name: str, *steps: int) -> Manifest:
     """A rank with one group, whose parameters have these steps."""
     parameters = {f"{name}.{n}": Parameter((2,), True, 0, step) for n, step in enumerate(steps)}
-    return Manifest("run", "x", {}, {}, parameters, groups=({"lr": 1.0},))
+    return Manifest("run", "x", Origin(), {}, parameters, groups=({"lr": 1.0},))
 
 
 def test_ranks_of_one_save_have_one_step() -> None:
@@ -204,7 +205,7 @@ def stage(name: str, *rates: float) -> Manifest:
     """A stage with one parameter in each of its groups, which have these learning rates."""
     parameters = {f"{name}.{n}": Parameter((2,), True, n) for n in range(len(rates))}
     groups = tuple({"lr": rate, "betas": (0.9, 0.95)} for rate in rates)
-    return Manifest("run", "x", {}, {}, parameters, groups=groups, state={"module": []})
+    return Manifest("run", "x", Origin(), {}, parameters, groups=groups, state={"module": []})
 
 
 def test_groups_of_stages_are_known_by_their_settings() -> None:

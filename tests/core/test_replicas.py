@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from zckpt.core.fragments import Extent, solid
 from zckpt.core.manifest import Entry, Manifest, Parameter
+from zckpt.core.origin import Origin
 from zckpt.core.replicas import (
     OWN,
     SAMPLE,
@@ -37,7 +38,7 @@ def manifest(*entries: Entry, rules: dict[str, str] | None = None) -> Manifest:
     return Manifest(
         root="run",
         format="deepspeed",
-        source={"tp": 2},
+        origin=Origin(tp=2),
         entries=taken,
         parameters={own.parameter: Parameter(own.shape, group=0) for own in taken.values()},
         replicas=tuple(copies),
@@ -144,8 +145,8 @@ def test_a_weight_is_the_rounded_mean_of_the_masters(tmp_path: Path) -> None:
     assert (entries["w/master"].mean, entries["w/param"].mean) == (masters, masters)
     alone = averaged(manifest(*weights)).entries
     assert alone["w/param"].mean == weights
-    for source in ({"tp": 1}, {}):
-        one = replace(manifest(*masters), source=source)
+    for origin in (Origin(tp=1), Origin()):
+        one = replace(manifest(*masters), origin=origin)
         assert averaged(one) is one
 
 

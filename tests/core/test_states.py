@@ -11,6 +11,7 @@ from zckpt.core.facts import FlatBufferEngine, StateDictEngine
 from zckpt.core.fragments import Runs
 from zckpt.core.inert import Scalar, TensorName
 from zckpt.core.manifest import Entry, Manifest, Parameter, Sibling, Sighting, StepPlace, Unread
+from zckpt.core.origin import Origin
 from zckpt.core.states import (
     AMONG,
     BESIDE,
@@ -46,14 +47,14 @@ from zckpt.core.states import (
 from zckpt.errors import WrongOption
 
 FLATS = FlatBufferEngine("flats", None, None, None, False, None, {})
-DCP = {"format": "dcp"}
+DCP = Origin("dcp")
 
 
 def manifest(*entries: str, state: Any = None, **fields: Any) -> Manifest:
     """Parameters `w` and `v`, and tensors of these names."""
     known = {name: Entry(name, "F32", (2, 3), Runs([])) for name in entries}
     parameters = {name: Parameter((2, 3), group=0, step=1) for name in "wv"}
-    plain = Manifest("", "x", {}, known, parameters, state=state or {})
+    plain = Manifest("", "x", Origin(), known, parameters, state=state or {})
     return replace(plain, **fields)
 
 
@@ -254,7 +255,7 @@ def test_matrices_that_were_trained_as_vectors() -> None:
         parameters=parameters,
         groups=(group, {"lr": 1.0}),
         engine=FLATS,
-        source={"zero_stage": 1},
+        origin=Origin(zero_stage=1),
         state=other(w={"k": 1}),
     )
     plain = manifest()
@@ -263,18 +264,19 @@ def test_matrices_that_were_trained_as_vectors() -> None:
         ("exp_avg_sq", {"w": ("w/exp_avg_sq",)}, OF_VECTORS)
     ]
     assert of_vectors(flat, flat) == of_vectors(plain, plain) == []
-    assert of_vectors(replace(flat, source={"zero_stage": 0}), plain) == []
+    assert of_vectors(replace(flat, origin=Origin(zero_stage=0)), plain) == []
     assert of_vectors(replace(flat, engine=None), plain) == []
-    stage_0 = replace(flat, source={"zero_stage": 0})
+    stage_0 = replace(flat, origin=Origin(zero_stage=0))
     assert of_vectors(flat, stage_0) == found
 
 
 def test_keys_that_were_numbers_or_texts() -> None:
     state = other(w={"doubt": {"1": 2}, "fine": {"x": 1}, "both": [{"x": 1}, {"2": 3}]})
-    source = manifest(state=state, source=DCP)
+    source = manifest(state=state, origin=DCP)
     found = of_numbers(source, manifest())
     assert [(s.key, s.reason) for s in found] == [("doubt", OF_NUMBERS), ("both", OF_NUMBERS)]
-    assert of_numbers(source, source) == of_numbers(replace(source, source={}), manifest()) == []
+    assert of_numbers(source, source) == []
+    assert of_numbers(replace(source, origin=Origin()), manifest()) == []
 
 
 def test_parameters_that_the_optimizer_does_not_own() -> None:

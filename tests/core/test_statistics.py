@@ -19,6 +19,7 @@ from zckpt.core import statistics
 from zckpt.core.dtypes import NUMBERS, TORCH_NAMES
 from zckpt.core.fragments import Extent, solid
 from zckpt.core.manifest import Entry, Manifest, Parameter
+from zckpt.core.origin import Origin
 from zckpt.core.resources import Copying
 from zckpt.core.statistics import measure
 from zckpt.proof import health
@@ -221,7 +222,7 @@ def manifest_of(folder: Path, tensors: dict[str, torch.Tensor], **known: Any) ->
             offset += len(data)
     shapes = {entry.parameter: entry.shape for entry in entries.values()}
     parameters = {name: Parameter(shape, step=3) for name, shape in shapes.items()}
-    return Manifest(str(folder), "raw", {}, entries, parameters, **known)
+    return Manifest(str(folder), "raw", Origin(), entries, parameters, **known)
 
 
 def messages(manifest: Manifest) -> list[str]:

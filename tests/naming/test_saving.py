@@ -19,6 +19,7 @@ from msgspec.structs import replace
 
 from zckpt.core.fragments import ZEROS, Extent, solid
 from zckpt.core.manifest import Entry, Manifest, Parameter
+from zckpt.core.origin import Origin
 from zckpt.errors import InconsistentCheckpoint, MissingData, UnsupportedCheckpoint, WrongOption
 from zckpt.naming.saving import as_saved
 from zckpt.naming.saving.modules import as_modules, spelled_as
@@ -101,7 +102,7 @@ def manifest_of(state: State) -> tuple[Manifest, np.ndarray[Any, Any]]:
         parameters[name] = Parameter(shape)
         at += size
     numbers = [tensor.reshape(-1).numpy() for tensor in state.values()]
-    return Manifest("root", "gathered", {}, entries, parameters), np.concatenate(numbers)
+    return Manifest("root", "gathered", Origin(), entries, parameters), np.concatenate(numbers)
 
 
 def values(entry: Entry, numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -256,7 +257,9 @@ def test_states_of_a_parameter_go_with_it() -> None:
     ]
     entries = {**manifest.entries, **{each.name: each for each in more}}
     config = {"model_type": "mixtral"}
-    found = as_saved(Manifest("root", "gathered", {}, entries, manifest.parameters), config).entries
+    found = as_saved(
+        Manifest("root", "gathered", Origin(), entries, manifest.parameters), config
+    ).entries
     front = "model.layers.0.block_sparse_moe.experts"
     assert sorted(found) == [
         *(f"{front}.{n}.w2.weight/{slot}" for n in range(2) for slot in ("exp_avg", "param")),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from zckpt.core.manifest import Manifest, Sibling
+from zckpt.core.origin import Origin
 from zckpt.proof import beside
 from zckpt.proof.beside import siblings
 
@@ -24,7 +25,7 @@ def side(
     return Manifest(
         str(root),
         "x",
-        {},
+        Origin(),
         {},
         {},
         groups=() if has_run else None,

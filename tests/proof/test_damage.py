@@ -13,6 +13,7 @@ from zckpt.core.compare import ComparisonOutcome, Result
 from zckpt.core.difference import Difference
 from zckpt.core.fragments import Box, Boxes, Extent, Fragment, Record, Runs, Slices, solid
 from zckpt.core.manifest import Entry, Manifest
+from zckpt.core.origin import Origin
 from zckpt.core.plan import Match
 from zckpt.proof import damage
 
@@ -31,7 +32,7 @@ def test_what_lies_in_records(seed: int) -> None:
         extent = Extent(chosen.choice("fgh"), chosen.randrange(200), chosen.randrange(1, 40))
         entry = Entry(f"w{number}/x", "U8", (extent.length,), solid(extent.length, extent))
         entries[entry.name] = entry
-    contents = damage.contents_of(Manifest("", "x", {}, entries, {}), records)
+    contents = damage.contents_of(Manifest("", "x", Origin(), entries, {}), records)
     for record in records:
         assert {entry.name for entry, _, _ in contents[record]} == {
             entry.name
@@ -48,7 +49,7 @@ class TestCoverage:
 
     def manifest(self, *fragments: Fragment, numel: int = 6) -> Manifest:
         entry = Entry("w/exp_avg", "F32", (numel,), Runs(fragments))
-        return Manifest("", "universal", {}, {entry.name: entry}, {})
+        return Manifest("", "universal", Origin(), {entry.name: entry}, {})
 
     def test_a_gap_and_an_overlap(self) -> None:
         whole = [Fragment(0, 4, Extent("f", 0, 16)), Fragment(4, 6, Extent("f", 16, 8))]
@@ -62,12 +63,12 @@ class TestCoverage:
         flats = (Extent("a", 0, 12), Extent("b", 0, 12))
         for numel, fine in ((6, True), (5, True), (7, False)):
             entry = Entry("w/exp_avg", "F32", (numel,), Slices(flats, 0, numel, 4))
-            manifest = Manifest("", "deepspeed", {}, {entry.name: entry}, {})
+            manifest = Manifest("", "deepspeed", Origin(), {entry.name: entry}, {})
             assert (damage.uncovered(manifest) == []) == fine
 
     def boxes(self, *boxes: Box) -> list[str]:
         entry = Entry("w/exp_avg", "F32", (4, 6), Boxes(boxes) if len(boxes) > 1 else boxes[0])
-        return damage.uncovered(Manifest("", "dcp", {}, {entry.name: entry}, {}))
+        return damage.uncovered(Manifest("", "dcp", Origin(), {entry.name: entry}, {}))
 
     def columns(self, start: int, stop: int, file: str = "a", at: int = 0, rows: int = 4) -> Box:
         sizes, extent = (rows, stop - start), Extent(file, at, 4 * rows * (stop - start))
@@ -102,7 +103,7 @@ class TestCoverage:
     def test_slices_of_another_number_of_elements(self) -> None:
         flats = (Extent("a", 0, 12), Extent("b", 0, 12))
         entry = Entry("w/exp_avg", "F32", (6,), Slices(flats, 0, 5, 4))
-        assert damage.uncovered(Manifest("", "deepspeed", {}, {entry.name: entry}, {}))
+        assert damage.uncovered(Manifest("", "deepspeed", Origin(), {entry.name: entry}, {}))
 
     @pytest.mark.parametrize(
         ("slot", "count"), [("param", 0), ("state", 0), ("master", 1), ("exp_avg", 1)]
@@ -112,7 +113,7 @@ class TestCoverage:
             name: Entry(name, "F32", (6,), solid(6, Extent("f", 0, 24)))
             for name in (f"w/{slot}", f"v/{slot}")
         }
-        assert len(damage.uncovered(Manifest("", "x", {}, entries, {}))) == count
+        assert len(damage.uncovered(Manifest("", "x", Origin(), entries, {}))) == count
 
     def test_boxes_that_lie_between_each_other(self) -> None:
         """Two views of one storage share no byte."""
@@ -139,7 +140,7 @@ class TestCoverage:
     ) -> None:
         flats = tuple(Extent(str(n), 0, 4 * length) for n, length in enumerate(lengths))
         entry = Entry("w/exp_avg", "F32", (numel,), Slices(flats, offset, numel, 4))
-        manifest = Manifest("", "deepspeed", {}, {entry.name: entry}, {})
+        manifest = Manifest("", "deepspeed", Origin(), {entry.name: entry}, {})
         assert (damage.uncovered(manifest) == []) is fine
 
     def test_a_run_that_has_too_few_bytes(self) -> None:
@@ -149,7 +150,7 @@ class TestCoverage:
     def test_no_boxes_at_all(self) -> None:
         for shape, fine in (((0, 6), True), ((1, 6), False)):
             entry = Entry("w/exp_avg", "F32", shape, Boxes(()))
-            found = damage.uncovered(Manifest("", "dcp", {}, {entry.name: entry}, {}))
+            found = damage.uncovered(Manifest("", "dcp", Origin(), {entry.name: entry}, {}))
             assert (found == []) is fine
 
 
@@ -165,7 +166,7 @@ def run(data: bytes, *places: tuple[str, int, int], root: str = "/r", **more: An
         own = solid(numel, Extent(extent.file, offset, stop - offset))
         entries[f"{name}/x"] = Entry(f"{name}/x", "U16", (numel,), own)
     record = Record(extent, zlib.crc32(data))
-    return Manifest(root, "x", {}, entries, {}, records=(record,), **more)
+    return Manifest(root, "x", Origin(), entries, {}, records=(record,), **more)
 
 
 DATA = bytes(range(40))
@@ -271,7 +272,7 @@ def test_tensors_whose_checksum_is_another_one(monkeypatch: pytest.MonkeyPatch) 
     data, other = bytearray(DATA), zlib.crc32(b"other bytes")
     data[5] ^= 1
     stated = Entry("w/x", "U16", (20,), Runs([]), zlib.crc32(DATA))
-    manifest = Manifest("/r", "x", {}, {"w/x": stated}, {})
+    manifest = Manifest("/r", "x", Origin(), {"w/x": stated}, {})
     flipped = zlib.crc32(data)
 
     def found(crc: int | None, a: Entry = stated, b: Entry | None = None) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ from torch import nn
 from zckpt import read
 from zckpt.core.fragments import Extent, Record, solid
 from zckpt.core.manifest import Entry, Manifest
+from zckpt.core.origin import Origin
 from zckpt.proof.file_digest import digest
 
 from ..conftest import Result
@@ -164,7 +165,7 @@ def synthetic(root: Path, names: tuple[str, ...] = ("a", "b")) -> Manifest:
     return Manifest(
         str(root),
         "x",
-        {},
+        Origin(),
         entries,
         {},
         records=tuple(records),

@@ -13,6 +13,7 @@ from zckpt.core.compare import Result
 from zckpt.core.difference import Difference
 from zckpt.core.fragments import Extent, solid
 from zckpt.core.manifest import Entry, Manifest, Parameter
+from zckpt.core.origin import Origin
 from zckpt.core.plan import Match
 from zckpt.errors import MissingData
 from zckpt.proof.verify import (
@@ -39,7 +40,7 @@ def checkpoint(root: Path, tensors: dict[str, tuple[str, list[float]]], **more: 
     (root / "f").write_bytes(data)
     names = {entry.parameter: (len(tensors[entry.name][1]),) for entry in entries.values()}
     fields = {"parameters": {name: Parameter(shape) for name, shape in names.items()}, **more}
-    return Manifest(str(root), "x", {}, entries, **fields)
+    return Manifest(str(root), "x", Origin(), entries, **fields)
 
 
 def test_tensors_that_overlap_are_a_problem(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from zckpt.core import pooling
 from zckpt.core.dtypes import SIZES, TORCH_NAMES
 from zckpt.core.fragments import Extent, Record, solid
 from zckpt.core.manifest import Entry, Manifest, Parameter
+from zckpt.core.origin import Origin
 from zckpt.core.resources import Progress
 from zckpt.core.sources import Fingerprint
 from zckpt.core.statistics import Statistics, exponents, measure
@@ -45,7 +46,7 @@ def problems_of(tensors: Tensors, step: int | None = 3, of_all: int | None = Non
     parameters = {"w": Parameter((), step=step)}
     if of_all is not None:
         parameters["other"] = Parameter((), step=of_all)
-    manifest = Manifest("root", "x", {}, entries, parameters)
+    manifest = Manifest("root", "x", Origin(), entries, parameters)
     found = health.problems(manifest, [*entries.values()], statistics)
     return [f"{line['kind']}: {line['message']}" for line in found]
 
@@ -200,7 +201,7 @@ def manifest(tmp_path: Path) -> Manifest:
         records.append(Record(extent, zlib.crc32(own)))
         data += own
     (tmp_path / "f").write_bytes(data)
-    return Manifest(str(tmp_path), "x", {}, entries, {}, records=tuple(records))
+    return Manifest(str(tmp_path), "x", Origin(), entries, {}, records=tuple(records))
 
 
 def measuring(manifest: Manifest, seen: list[int] | None = None) -> Measuring:

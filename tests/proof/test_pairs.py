@@ -9,6 +9,7 @@ import pytest
 
 from zckpt.core.fragments import Extent, solid
 from zckpt.core.manifest import Entry, Manifest, Parameter, Unread
+from zckpt.core.origin import Origin
 from zckpt.core.plan import Match
 from zckpt.errors import WrongOption
 from zckpt.proof import pairs, unread
@@ -23,8 +24,8 @@ def entry(name: str, dtype: str = "F32", shape: tuple[int, ...] = (4,)) -> Entry
 
 def manifest(*entries: Entry, **fields: Any) -> Manifest:
     parameters = fields.pop("parameters", {item.parameter: Parameter((4,)) for item in entries})
-    source = fields.pop("source", {})
-    return Manifest("/", "x", source, {item.name: item for item in entries}, parameters, **fields)
+    origin = fields.pop("origin", Origin())
+    return Manifest("/", "x", origin, {item.name: item for item in entries}, parameters, **fields)
 
 
 PARAM, MASTER, MOMENT = entry("w/param", "BF16"), entry("w/master"), entry("w/exp_avg")
@@ -52,7 +53,7 @@ def test_copies_of_either_side_are_compared_with_the_other_side() -> None:
     one, other = entry("w/exp_avg", shape=(2, 2)), entry("w/exp_avg", shape=(1, 4))
     matches, only_a, only_b = pairs.mutual_matches(
         manifest(ours, MASTER, replicas=(one,)),
-        manifest(theirs, PARAM, replicas=(other,), source={"dp": 2}),
+        manifest(theirs, PARAM, replicas=(other,), origin=Origin(dp=2)),
     )
     assert matches == [
         Match(ours, theirs),
@@ -83,8 +84,8 @@ def test_each_rank_has_random_states_and_buffers_of_its_own(ranks: int) -> None:
 def test_random_states_of_other_ranks_are_not_compared() -> None:
     copies = entry("rng/state", "U8"), entry("rng/state", "U8")
     sides = (
-        manifest(RANDOM, replicas=copies[:1], source={"dp": 2}),
-        manifest(RANDOM, replicas=copies[1:], source={"dp": 4}),
+        manifest(RANDOM, replicas=copies[:1], origin=Origin(dp=2)),
+        manifest(RANDOM, replicas=copies[1:], origin=Origin(dp=4)),
     )
     assert pairs.mutual_matches(*sides)[0] == [Match(RANDOM, RANDOM)]
 

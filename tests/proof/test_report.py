@@ -10,6 +10,7 @@ from zckpt.core.compare import ComparisonOutcome, Result
 from zckpt.core.difference import ULPS, Difference
 from zckpt.core.fragments import Extent, Record, Runs, solid
 from zckpt.core.manifest import Entry, Manifest
+from zckpt.core.origin import Origin
 from zckpt.core.plan import Match
 from zckpt.core.records import Damage, RecordCounts
 from zckpt.proof.report import changes, difference, digests, findings, versions
@@ -22,7 +23,7 @@ def entry(
 
 
 def manifest(*entries: Entry, root: str = "/r", **more: Any) -> Manifest:
-    return Manifest(root, "x", {"format": "y"}, {own.name: own for own in entries}, {}, **more)
+    return Manifest(root, "x", Origin("y"), {own.name: own for own in entries}, {}, **more)
 
 
 ONE = Difference(1, 1, 2.0, 3.0, 1.0, 4)

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from zckpt.core.fragments import Runs
 from zckpt.core.manifest import Entry, Manifest, Parameter, Unread
+from zckpt.core.origin import Origin
 from zckpt.core.states import NO_PARAMETER, OTHER
 from zckpt.errors import AmbiguousCheckpoint, WrongOption
 from zckpt.proof.roots import of_root, refuse_several
@@ -25,7 +26,7 @@ def alone(**more: Any) -> Manifest:
         "optimizer": "AdamW",
         **more,
     }
-    return Manifest("own", "x", {}, entries("w/param", "v/param"), **fields)
+    return Manifest("own", "x", Origin(), entries("w/param", "v/param"), **fields)
 
 
 @pytest.fixture
@@ -46,7 +47,7 @@ def proven() -> Manifest:
     return Manifest(
         "proof",
         "x",
-        {"format": "y"},
+        Origin.of_json({"format": "y"}),
         entries("critic.w/param", "actor.w/param", "actor.w/exp_avg", "actor.b/param", "rng/state"),
         parameters,
         buffers=("critic.b", "actor.b"),
@@ -94,7 +95,7 @@ def test_the_optimizer_is_that_of_the_model_if_several_are_named(proven: Manifes
 
 
 def test_a_proof_of_the_chosen_model_alone_is_compared_as_it_is() -> None:
-    own, chosen = alone(), replace(alone(), source={"root": "actor"})
+    own, chosen = alone(), replace(alone(), origin=Origin(root="actor"))
     assert of_root(own, "actor", chosen) is own
     with pytest.raises(WrongOption, match="one model, and it is not called critic"):
         of_root(own, "critic", chosen)

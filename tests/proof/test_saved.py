@@ -15,6 +15,7 @@ from zckpt.core.facts import StateDictEngine, StepPlace
 from zckpt.core.fragments import Runs
 from zckpt.core.inert import Scalar
 from zckpt.core.manifest import Entry, Manifest, Parameter, Unread
+from zckpt.core.origin import Origin
 from zckpt.core.states import OTHER
 from zckpt.errors import CorruptCheckpoint, MissingData, UnsupportedCheckpoint
 from zckpt.proof import saved
@@ -30,7 +31,7 @@ def manifest() -> Manifest:
     return Manifest(
         "run",
         "x",
-        {"format": "x", "version": "1.2", "dp": 3, "odd": (1, 2)},
+        Origin.of_json({"format": "x", "version": "1.2", "dp": 3, "odd": (1, 2)}),
         {"w/param": entry("w/param", 17)},
         {"w": Parameter((2, 3), True, 0, 3, {"d": Scalar(2.0, "F32")}, ("tied",))},
         buffers=("b",),
@@ -68,11 +69,11 @@ def test_a_proof_keeps_what_is_not_a_tensor(manifest: Manifest, tmp_path: Path) 
     path = proof(manifest, tmp_path / "proof.json")
     proven, contents = read_proof(str(path), manifest)
     first, second = manifest.unread
-    plain = {key: item for key, item in manifest.source.items() if key != "odd"}
+    plain = replace(manifest.origin, others={})
     expected = replace(
         manifest,
         root=str(path),
-        source=plain,
+        origin=plain,
         unread=(first, replace(second, content="", tensors=())),
         states_inferred=False,
     )
@@ -119,6 +120,10 @@ def test_what_is_no_proof_is_refused(
     path.write_text("{}")
     with pytest.raises(CorruptCheckpoint, match="is not a proof"):
         read_proof(str(path), manifest)
+    held = {**about(manifest)["held"], "source": {"dp": "two"}}
+    with pytest.raises(CorruptCheckpoint, match=r"is not a proof: .*\$\.dp"):
+        read_proof(str(proof(manifest, path, held=held)), manifest)
+    path = proof(manifest, tmp_path / "p")
     size = proof(manifest, path).stat().st_size
     monkeypatch.setattr(saved, "MAX_PROOF", size)
     read_proof(str(path), manifest)

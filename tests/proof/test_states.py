@@ -18,6 +18,7 @@ from zckpt.core.facts import (
 from zckpt.core.fragments import Runs
 from zckpt.core.inert import Foreign, Global
 from zckpt.core.manifest import Entry, Manifest, Parameter, Sibling
+from zckpt.core.origin import Origin
 from zckpt.proof import states
 from zckpt.proof.beside import siblings
 
@@ -28,11 +29,11 @@ GRAPH = NamedWeightsEngine("graph", None, None, None, None)
 
 
 def manifest(
-    state: dict[str, Any], engine: Engine | None = FLAT, source: Any = None, **fields: Any
+    state: dict[str, Any], engine: Engine | None = FLAT, origin: Origin | None = None, **fields: Any
 ) -> Manifest:
     groups = ({"lr": 0.1},)
     return Manifest(
-        "", "x", source or {}, {}, {}, groups=groups, engine=engine, state=state, **fields
+        "", "x", origin or Origin(), {}, {}, groups=groups, engine=engine, state=state, **fields
     )
 
 
@@ -90,7 +91,7 @@ def test_what_an_engine_has_no_place_for_is_named() -> None:
 
 
 def test_weights_alone_have_no_state() -> None:
-    weights = Manifest("", "x", {}, {}, {}, engine=PLAIN)
+    weights = Manifest("", "x", Origin(), {}, {}, engine=PLAIN)
     assert not_compared(manifest({"client_state": {"seed": 1}}), weights) == [
         "schedulers, counters and the like"
     ]
@@ -112,10 +113,10 @@ def test_a_loss_scale_as_an_object_and_as_numbers() -> None:
 
     for dynamic in (True, False):
         a, b = (
-            manifest({"optimizer": optimizer}, source={"zero_stage": stage})
+            manifest({"optimizer": optimizer}, origin=Origin(zero_stage=stage))
             for stage, optimizer in enumerate((numbers(8.0, dynamic), of(8.0, dynamic)))
         )
-        other = manifest({"optimizer": of(4.0, dynamic)}, source={"zero_stage": 1})
+        other = manifest({"optimizer": of(4.0, dynamic)}, origin=Origin(zero_stage=1))
         assert states.states(a, b) == ([], [])
         assert differences(a, other) == {"optimizer.cur_scale": (8.0, 4.0)}
         assert differences(b, other) == {"optimizer.loss_scaler.cur_scale": (8.0, 4.0)}
@@ -123,7 +124,7 @@ def test_a_loss_scale_as_an_object_and_as_numbers() -> None:
 
 def test_keys_of_the_optimizer_depend_on_the_stage() -> None:
     a, b, c = (
-        manifest({"optimizer": optimizer}, source={"zero_stage": stage})
+        manifest({"optimizer": optimizer}, origin=Origin(zero_stage=stage))
         for stage, optimizer in ((2, {"clip_grad": 1.0}), (3, {}), (2, {}))
     )
     assert not_compared(a, b) == ["optimizer.clip_grad"]
@@ -232,14 +233,14 @@ def test_how_a_run_was_saved_is_named() -> None:
 # -- what depends on the files of both
 
 
-ONE, TWO = {"zero_stage": 1, "dp": 2}, {"zero_stage": 1, "dp": 4}
+ONE, TWO = Origin(zero_stage=1, dp=2), Origin(zero_stage=1, dp=4)
 
 
 @pytest.mark.parametrize("part", states.OF_SIZES)
 def test_how_tensors_were_cut_is_compared_of_files_of_the_same_sizes(part: str) -> None:
-    a, b = (manifest({part: {"ranks": ranks}}, source=ONE) for ranks in (1, 2))
+    a, b = (manifest({part: {"ranks": ranks}}, origin=ONE) for ranks in (1, 2))
     assert differences(a, b) == {f"{part}.ranks": (1, 2)}
-    other = replace(b, source=TWO)
+    other = replace(b, origin=TWO)
     assert states.states(a, other) == states.states(other, a) == ([], [])
 
 
@@ -259,7 +260,7 @@ def test_what_further_ranks_state() -> None:
     b = manifest(state, of_ranks={"rank_1": {"client_state.seed": 2, "client_state.epoch": 4}})
     assert differences(a, b) == {"rank_1: client_state.epoch": (3, 4)}
     assert states.states(a, a) == ([], [])
-    other = replace(b, source=TWO)
+    other = replace(b, origin=TWO)
     lines, sentences = states.states(a, other)
     assert lines == []
     assert [line.partition(" of further ranks")[0] for line in sentences] == [
@@ -275,12 +276,12 @@ def test_what_files_state_of_their_parts() -> None:
     assert differences(a, b) == {"f: layout.offset": (4, 5)}
     assert not_compared(a, b) == ["f"]
     assert differences(a, manifest({})) == {"f: layout.offset": "a", "f: layout.old": "a"}
-    assert states.states(a, replace(b, source=TWO)) == ([], [])
+    assert states.states(a, replace(b, origin=TWO)) == ([], [])
 
 
-def tied(source: dict[str, int], engine: Engine, *aliases: str, **more: Any) -> Manifest:
+def tied(origin: Origin, engine: Engine, *aliases: str, **more: Any) -> Manifest:
     parameters = {"w": Parameter((2,), aliases=aliases)}
-    return replace(manifest({}, engine, source), parameters=parameters, **more)
+    return replace(manifest({}, engine, origin), parameters=parameters, **more)
 
 
 def test_second_names_that_files_of_other_sizes_lack() -> None:
@@ -293,10 +294,10 @@ def test_second_names_that_files_of_other_sizes_lack() -> None:
     assert states.states(a, first) == ([], [])
     assert states.states(a, tied(TWO, FLAT, state={"module": ["head"]})) == ([], [])
     assert states.states(a, manifest({}, FLAT, TWO)) == ([], [])  # it lacks the parameter
-    assert differences(a, tied({}, PLAIN)) == {"names.head": "a"}
-    assert not_compared(a, tied({}, replace(PLAIN, dialect="hf"))) == ["names.head"]
-    assert not_compared(a, tied({}, replace(PLAIN, storage="one"))) == ["names.head"]
-    assert not_compared(a, tied({}, GRAPH)) == ["names.head"]
+    assert differences(a, tied(Origin(), PLAIN)) == {"names.head": "a"}
+    assert not_compared(a, tied(Origin(), replace(PLAIN, dialect="hf"))) == ["names.head"]
+    assert not_compared(a, tied(Origin(), replace(PLAIN, storage="one"))) == ["names.head"]
+    assert not_compared(a, tied(Origin(), GRAPH)) == ["names.head"]
 
 
 def test_arguments_that_say_how_it_was_saved() -> None:
@@ -329,7 +330,7 @@ def test_random_states_of_runs_of_other_sizes() -> None:
 
 def wrapped(name: str | None, **optimizer: Any) -> Manifest:
     engine = replace(FLAT, optimizer_class=name)
-    return manifest({"optimizer": optimizer}, engine, source=ONE)
+    return manifest({"optimizer": optimizer}, engine, origin=ONE)
 
 
 def test_what_another_wrapper_of_the_same_engine_has_no_place_for() -> None:

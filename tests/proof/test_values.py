@@ -9,6 +9,7 @@ from zckpt.core.facts import Engine, ExpertLayer, FlatBufferEngine, NamedWeights
 from zckpt.core.fragments import Runs
 from zckpt.core.inert import Scalar
 from zckpt.core.manifest import Entry, Manifest, Parameter, Unread
+from zckpt.core.origin import Origin
 from zckpt.core.states import FACTORING
 from zckpt.formats.statedict.keys import keys_of
 from zckpt.proof import values
@@ -18,7 +19,9 @@ EPS = {"eps": 2.0}
 
 
 def manifest(**fields: object) -> Manifest:
-    plain = Manifest("", "x", {}, {}, {"w": Parameter((2,), group=0, step=7), "v": Parameter((2,))})
+    plain = Manifest(
+        "", "x", Origin(), {}, {"w": Parameter((2,), group=0, step=7), "v": Parameter((2,))}
+    )
     return replace(plain, **fields)  # type: ignore[arg-type]
 
 

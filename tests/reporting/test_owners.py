@@ -13,6 +13,7 @@ import pytest
 from zckpt.core.fragments import Extent, Fragment, Runs, Slices, solid
 from zckpt.core.layers import places_of
 from zckpt.core.manifest import Entry, Manifest
+from zckpt.core.origin import Origin
 from zckpt.reporting import numbers, owners
 from zckpt.reporting.lost import Found
 
@@ -47,7 +48,7 @@ def test_pieces_are_the_bytes_of_tensors(document: Make) -> None:
     ],
 )  # fmt: skip
 def test_ranks_in_names(name: str, source: dict[str, Any], rank: dict[str, int] | None) -> None:
-    assert owners.rank_of(Manifest("", "deepspeed", source, {}, {}), name) == rank
+    assert owners.rank_of(Manifest("", "deepspeed", Origin.of_json(source), {}, {}), name) == rank
 
 
 def test_neighbours_are_one_piece(tmp_path: Path) -> None:
@@ -62,7 +63,7 @@ def test_neighbours_are_one_piece(tmp_path: Path) -> None:
 
 def found(folder: Path, entries: list[Entry], files: list[str]) -> tuple[Any, ...]:
     entries_by_name = {entry.name: entry for entry in entries}
-    manifest = Manifest(str(folder), "x", {}, entries_by_name, {}, files=tuple(files))
+    manifest = Manifest(str(folder), "x", Origin(), entries_by_name, {}, files=tuple(files))
     places = places_of(entry.parameter for entry in entries)
     return Found(str(folder), manifest), places, entries, ()
 

@@ -26,6 +26,7 @@ import zckpt
 from zckpt.core.facts import FlatBufferEngine
 from zckpt.core.inert import ITSELF, Foreign, Global, Size
 from zckpt.core.manifest import Manifest
+from zckpt.core.origin import Origin
 from zckpt.errors import CorruptCheckpoint, WrongOption
 from zckpt.formats.options import options_of
 from zckpt.training.objects import COMMON, admissible, others_of, without_others
@@ -41,7 +42,7 @@ NAMESPACE = Global("argparse.Namespace")
 
 
 def manifest(**parts: Any) -> Manifest:
-    return Manifest("/", "x", {}, {}, {}, **parts)
+    return Manifest("/", "x", Origin(), {}, {}, **parts)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from zckpt.core.facts import NamedWeightsEngine, StateDictEngine, StepPlace
 from zckpt.core.fragments import Extent, solid
 from zckpt.core.inert import Scalar
 from zckpt.core.manifest import Entry, Manifest, Parameter, Sighting
+from zckpt.core.origin import Origin
 from zckpt.errors import InconsistentCheckpoint, WrongOption
 from zckpt.training import steps
 from zckpt.training.steps import (
@@ -88,7 +89,7 @@ def stepped(step: int, *slots: str) -> Manifest:
     entries = {
         f"w/{slot}": Entry(f"w/{slot}", "F32", (5,), solid(5, Extent("a", 0, 20))) for slot in slots
     }
-    return Manifest("/", "x", {}, entries, {"w": Parameter((5,), step=step)})
+    return Manifest("/", "x", Origin(), entries, {"w": Parameter((5,), step=step)})
 
 
 def test_a_warning_for_an_optimizer_that_was_never_stepped() -> None:
@@ -264,7 +265,7 @@ def of_engine(
     place: StepPlace | None, engine: Any = None, optimizer: str | None = None, **fields: Any
 ) -> Manifest:
     return Manifest(
-        "/", "x", {}, {}, fields.pop("parameters", {}),
+        "/", "x", Origin(), {}, fields.pop("parameters", {}),
         step_place=place, engine=engine, optimizer=optimizer, **fields,
     )  # fmt: skip
 

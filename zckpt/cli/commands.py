@@ -107,7 +107,7 @@ def inspect(
 
             pages.save(html, translated(parts.of_inspect(manifest)))
         is_summary = not (tensors or steps or layout or state)
-        if "slices" in manifest.source and not (is_summary or as_json):
+        if manifest.origin.slices is not None and not (is_summary or as_json):
             display.warn(
                 [*map(spelled, manifest.warnings)], quiet
             )  # a shape in a list is not the tensor's

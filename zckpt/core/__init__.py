@@ -2,6 +2,7 @@
 
 What a checkpoint is:
     manifest.py       one checkpoint: entries, parameters, groups
+    origin.py         where its tensors come from: files of which format, of how many ranks
     fragments.py      where the elements of a tensor lie: extents, runs, boxes
     slicing.py        tensors that are cut over ranks, as boxes of whole ones
     grid.py           which place a rank has among stages and tensor ranks

@@ -35,11 +35,11 @@ def inspect(manifest: Manifest, objects: Sequence[str]) -> Report:
         "command": "inspect",
         **manifest.source,
         "format": manifest.format,
-        "written_by": manifest.source.get("format"),
+        "written_by": manifest.origin.format,
         "path": manifest.root,
         "step": manifest.step,
         # reading an incomplete checkpoint is an error, but for slices that are only looked at
-        "complete": "slices" not in manifest.source,
+        "complete": manifest.origin.slices is None,
         "optimizer": manifest.optimizer,
         **({"roots": dict(manifest.roots)} if manifest.roots else {}),
         "parameters": len(manifest.parameters),

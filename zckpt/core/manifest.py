@@ -22,6 +22,7 @@ from .fragments import Extent, Fragments, Record
 from .grid import Place
 from .grouping import by_key
 from .inert import PYTHON_NUMBERS, Scalar, from_json, to_json
+from .origin import Origin
 
 RESERVED_SLOTS = frozenset({"model", "param", "master", "state", "manifest"})
 MAX_STEP = 1 << 63
@@ -206,10 +207,8 @@ class Manifest(Struct, frozen=True):
     """The path of its directory, or of its one file."""
     format: str
     """The format of its files."""
-    source: dict[str, Any]
-    """Where they come from: the name of the first format (`format`), the `version` and `tag` of its
-    engine, its `zero_stage`, and the sizes `dp`, `tp`, `pp` and `ep` that it states. A universal
-    checkpoint keeps the `source` of the engine that trained."""
+    origin: Origin
+    """Where they come from: the engine that trained, and its sizes."""
     entries: dict[str, Entry]
     """The tensors by name, `parameter/slot`."""
     parameters: dict[str, Parameter]
@@ -304,9 +303,14 @@ class Manifest(Struct, frozen=True):
         return name if self.place is None else self.place.titled(name)
 
     @property
+    def source(self) -> dict[str, Any]:
+        """The origin as reports and manifest.json state it."""
+        return self.origin.to_json()
+
+    @property
     def dp(self) -> int:
         """Data-parallel size of the source; 1 if the source has no ranks."""
-        return int(self.source.get("dp") or 1)
+        return self.origin.dp or 1
 
     @property
     def step(self) -> float | int | None:

@@ -143,7 +143,7 @@ def averaged(manifest: Manifest) -> Manifest:
     A weight is the rounded mean of the masters, since the mean of rounded weights is another
     number. Buffers are those of rank 0, and what drifts by nature is the copy that counts.
     """
-    if int(manifest.source.get("tp") or 0) < 2 or manifest.ranks:  # each keeps its own copy
+    if (manifest.origin.tp or 1) < 2 or manifest.ranks:  # each keeps its own copy
         return manifest
     copies: dict[str, list[Entry]] = {}
     for match in copies_of(manifest):

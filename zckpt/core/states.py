@@ -307,8 +307,7 @@ def of_numbers(source: Manifest, target: Manifest) -> list[State]:
 
 def _is_flat(manifest: Manifest) -> bool:
     """Whether its optimizer updates flat buffers, and not the parameters themselves."""
-    stage = manifest.source.get("zero_stage")
-    return isinstance(manifest.engine, FlatBufferEngine) and bool(stage)
+    return isinstance(manifest.engine, FlatBufferEngine) and bool(manifest.origin.zero_stage)
 
 
 # -- a manifest with fewer states

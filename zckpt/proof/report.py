@@ -172,5 +172,11 @@ def versions(a: Manifest, b: Manifest | None) -> Report:
 
 
 def _engine(manifest: Manifest) -> Report:
-    source = manifest.source
-    return {key: source.get(key) for key in ("format", "version", "zero_stage", "dp", "tag")}
+    origin = manifest.origin
+    return {
+        "format": origin.format,
+        "version": origin.version,
+        "zero_stage": origin.zero_stage,
+        "dp": origin.dp,
+        "tag": origin.tag,
+    }

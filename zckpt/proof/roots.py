@@ -20,7 +20,7 @@ def of_root(proven: Manifest, name: str, manifest: Manifest) -> Manifest:
     every = (*proven.parameters, *proven.buffers)
     own = {each: each.removeprefix(front) for each in every if each.startswith(front)}
     if not own:
-        if manifest.source.get("root") != name:
+        if manifest.origin.root != name:
             raise WrongOption(
                 f"{manifest.root} and {proven.root}: one model, and it is not called {name}",
                 hint="leave out --root",
@@ -32,7 +32,7 @@ def of_root(proven: Manifest, name: str, manifest: Manifest) -> Manifest:
     places = {group: place for place, group in enumerate(used)}
     return replace(
         proven,
-        source={**proven.source, "root": name},
+        origin=replace(proven.origin, root=name),
         entries={
             new.name: new
             for entry in proven.entries.values()

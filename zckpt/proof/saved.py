@@ -26,6 +26,7 @@ from ..core.manifest import (
     parameters_from_json,
     parameters_to_json,
 )
+from ..core.origin import Origin
 from ..core.plan import Match, match
 from ..core.resources import DEFAULT_COPYING, Begin, Copying
 from ..core.states import EVERYTHING, Selection, State, states_of
@@ -95,7 +96,7 @@ def about(manifest: Manifest) -> Report:
             "buffers": list(manifest.buffers),
             "groups": None if groups is None else [plain_group(group) for group in groups],
             "format": manifest.format,
-            "source": plain_facts(manifest.source),
+            "source": plain_facts(manifest.origin),
             "states": {
                 state.key: state.parameters for state in _others(manifest) if state.form != "unread"
             },
@@ -231,7 +232,7 @@ def read_proof(path: str, manifest: Manifest) -> tuple[Manifest, str]:
         proven = Manifest(
             root=path,
             format=held.format,
-            source=report["versions"]["a"] if held.source is None else held.source,
+            origin=Origin.of_json(report["versions"]["a"] if held.source is None else held.source),
             entries=entries,
             parameters=parameters_from_json(held.parameters),
             buffers=held.buffers,

@@ -13,10 +13,10 @@ from ..core.description import Report
 from ..core.facts import FlatBufferEngine, NamedWeightsEngine, StateDictEngine, with_facts
 from ..core.inert import Foreign, alike, from_json, inside, to_json
 from ..core.manifest import Manifest
+from ..core.origin import Origin
 from ..core.weights import WEIGHTS, is_optimizers
 from ..errors import listed
 
-GRID = ("zero_stage", "dp", "tp", "pp", "ep")
 FACTS = ("engine", "module")
 """Parts of the state that describe the files: the engine, and the order of the module's names."""
 OF_PROGRAM = ("lr_scheduler", "client_state", "module_extra")
@@ -72,7 +72,7 @@ class _Comparison:
     def __init__(self, a: Manifest, b: Manifest) -> None:
         self.sides = {"a": a, "b": b}
         self.same_engine = engine_name(a) == engine_name(b)
-        self.same_stage = a.source.get("zero_stage") == b.source.get("zero_stage")
+        self.same_stage = a.origin.zero_stage == b.origin.zero_stage
         self.same_files = twins(a, b)
         self.other_wrapper = self.same_engine and _wrapper(a) != _wrapper(b)
         self.lines: list[Report] = []
@@ -323,13 +323,14 @@ def _facts(manifest: Manifest) -> Report:
         "engine": to_json(facts),
         "optimizer": manifest.optimizer,
         "step": None if place is None else {**place.to_state(), "stale": to_json(place.stale)},
-        "source": plain_facts(manifest.source),
+        "source": plain_facts(manifest.origin),
     }
 
 
-def plain_facts(source: Mapping[str, Any]) -> Report:
-    """A manifest's `source` without what is not JSON."""
-    return {key: item for key, item in source.items() if isinstance(item, (str, int, type(None)))}
+def plain_facts(origin: Origin) -> Report:
+    """An origin as JSON, without what is neither a text nor a whole number."""
+    stated = origin.to_json()
+    return {key: item for key, item in stated.items() if isinstance(item, (str, int, type(None)))}
 
 
 def _as_of_first(manifest: Manifest, path: str) -> Any:
@@ -355,8 +356,9 @@ def _wrapper(manifest: Manifest) -> tuple[str | None, str | None]:
     return None, None
 
 
-def _sizes(manifest: Manifest) -> list[Any]:
-    return [manifest.source.get(key) or None for key in GRID]
+def _sizes(manifest: Manifest) -> tuple[Any, ...]:
+    """The stage and the sizes of the grid of ranks."""
+    return manifest.origin.zero_stage or None, manifest.origin.sizes
 
 
 def _is_weights(manifest: Manifest) -> bool:

@@ -57,9 +57,8 @@ def _files(found: Found) -> Iterable[str]:
 
 
 def _known(manifest: Manifest, found: Found) -> Report:
-    source = manifest.source
-    program, version = str(source.get("format") or manifest.format), source.get("version")
-    stage = source.get("zero_stage")
+    origin = manifest.origin
+    program, version, stage = origin.format or manifest.format, origin.version, origin.zero_stage
     engine = f"{ENGINES.get(program, program)}{f' {version}' if version else ''}"
     types = Counter(
         entry.dtype for entry in manifest.entries.values() if entry.slot == "param" and entry.numel
@@ -68,14 +67,14 @@ def _known(manifest: Manifest, found: Found) -> Report:
     return {
         "engine": engine + (f", ZeRO-{stage}" if stage is not None else ""),
         "format": manifest.format,
-        "sizes": {key: source[key] for key in ("dp", "tp", "pp", "ep") if source.get(key)},
+        "sizes": origin.sizes,
         "step": manifest.step,
         "steps": agreeing(manifest, found.stated),
         "parameters": sum(prod(item.shape) for item in parameters),
         "trainable": sum(prod(item.shape) for item in parameters if item.trainable),
         "optimizer": manifest.optimizer,
         "dtype": types.most_common(1)[0][0] if types else None,
-        "versions": {program: str(version)} if version else {},
+        "versions": {program: version} if version else {},
     }
 
 

@@ -94,7 +94,7 @@ def rank_of(manifest: Manifest, name: str) -> Report | None:
         for axis, pattern in RANKS.items()
         if (match := pattern.search(name))
     }
-    tp, pp = (int(manifest.source.get(key) or 1) for key in ("tp", "pp"))
+    tp, pp = manifest.origin.tp or 1, manifest.origin.pp or 1
     if (model := numbers.pop("mp", None)) is not None and tp * pp > 1:
         numbers |= {"tp": model % tp, "pp": model // tp}
     return numbers or None

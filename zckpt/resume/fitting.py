@@ -59,7 +59,7 @@ class Asked(Struct, frozen=True):
             assert self.size is not None
             ranks = 1
             for name in GRID:
-                ranks *= words.get(name) or manifest.source.get(name) or 1
+                ranks *= words.get(name) or manifest.origin.sizes.get(name, 1)
             if self.size % ranks:
                 raise WrongOption(
                     f"{counted(self.size, 'process', 'processes')} cannot be divided by tp * pp = "
@@ -88,13 +88,13 @@ def words_for(manifest: Manifest, words: Mapping[str, Any]) -> Words:
     Megatron-Core's do not say for which ranks they are.
     """
     names = () if formats.named(manifest.format).fits_any_dp else GRID
-    own = {name: manifest.source.get(name) or 1 for name in names}
+    own = {name: manifest.origin.sizes.get(name, 1) for name in names}
     return {name: value for name, value in words.items() if own.get(name) != value}
 
 
 def to_load(candidate: Candidate, manifest: Manifest) -> str:
     """What a program must be told to load it and not another one of the run; empty if nothing."""
-    say, tag = formats.named(manifest.format).to_load, str(manifest.source.get("tag"))
+    say, tag = formats.named(manifest.format).to_load, str(manifest.origin.tag)
     is_below = say is not None and os.path.isdir(os.path.join(candidate.path, tag))
     return say(candidate.path, tag) if say and is_below else ""
 
@@ -112,7 +112,7 @@ def name_for(name: str, words: Mapping[str, Any]) -> str:
 
 def batch(manifest: Manifest, words: Mapping[str, Any], said: Sequence[str]) -> list[str]:
     """A sentence on the batch of a rank, if their number differs and none in `said` is of it."""
-    before, now = manifest.source.get("dp"), words["dp"]
+    before, now = manifest.origin.dp, words["dp"]
     of_zero = manifest.format in ("deepspeed", "onnxruntime")  # others state no size, or adapt
     if not of_zero or before in (None, now) or any("global batch" in line for line in said):
         return []
@@ -186,7 +186,7 @@ def _fix(
     usual -= {"dp"} if target.fits_any_dp else set()
     given = {k: v for k, v in words_for(manifest, words).items() if k in usual}
     given |= {"tag": source.tag} if source.tag else {}
-    own = to in (manifest.format, str(manifest.source.get("format")))
+    own = to in (manifest.format, manifest.origin.format)
     nowhere = f"{os.path.abspath(source.path)}-{token_hex(8)}"
     more = {} if own else {"to": to}
     tried = {**given, **reading, **more}

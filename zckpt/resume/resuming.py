@@ -224,11 +224,11 @@ class Resuming:
         words = self.asked.of(manifest)
         plan: Words = {
             "step": step_of(here, manifest),
-            "tag": manifest.source.get("tag"),
+            "tag": manifest.origin.tag,
             "format": manifest.format,
             "sizes": sizes_of(words),
             "obstacles": obstacles(manifest, words) or self._elsewhere(),
-            "ranks_before": manifest.source.get("dp"),
+            "ranks_before": manifest.origin.dp,
             "lines": [],
             "target": None,
             "is_complete": False,

@@ -36,7 +36,7 @@ def read(candidate: Candidate, reading: Mapping[str, Any]) -> Manifest:
 
 def step_of(candidate: Candidate, manifest: Manifest) -> int | float | None:
     """The completed updates, or Megatron-Core's iteration; else what the Trainer has counted."""
-    iteration = str(manifest.source.get("tag")).rpartition("_")[2]
+    iteration = str(manifest.origin.tag).rpartition("_")[2]
     if formats.named(manifest.format).to_load and iteration.isdecimal():
         return int(iteration)
     step = manifest.step
@@ -58,7 +58,7 @@ def _unfinished(candidate: Candidate, manifest: Manifest) -> str:
         return f"{candidate.path} has no {STATE}, which the Trainer writes last"
     if manifest.format == "dcp" and candidate.name.endswith(FILE) and not has(META):
         return f"{candidate.path} has no {META}, which Lightning writes last"
-    tag, format = str(manifest.source.get("tag")), formats.named(manifest.format)
+    tag, format = str(manifest.origin.tag), formats.named(manifest.format)
     names_tag = format.pointer if candidate.tag is None and not format.to_load else None
     if names_tag and has(tag) and names_tag(candidate.path) is None:
         return f"{candidate.path} has no file that names {tag}, which a save writes last"

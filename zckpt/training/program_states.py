@@ -91,7 +91,7 @@ def refuse_averages(source: Manifest) -> None:
 
     A target with everything in one file keeps both the averages and the weights that are trained.
     """
-    is_chosen = "root" in source.source or not isinstance(source.engine, StateDictEngine)
+    is_chosen = source.origin.root is not None or not isinstance(source.engine, StateDictEngine)
     if not is_in(source) or is_chosen or TRAINED not in source.state["client_state"]:
         return
     model = WHOLE.model[0]

@@ -28,10 +28,10 @@ from . import models
 
 def named_for(format: Format, manifest: Manifest, options: Options) -> Manifest:
     """The source under the names that the target needs, in the order that the user gives."""
-    origin = formats.family_of(str(manifest.source.get("format")))
+    family_of_origin = formats.family_of(str(manifest.origin.format))
     if options[RENAME]:
         manifest = renamed(manifest, options[RENAME])
-    elif not format.is_neutral and format.family != origin:
+    elif not format.is_neutral and format.family != family_of_origin:
         manifest = canonical(manifest)
     family, names = options[FAMILY], options[PARAM_NAMES]
     if family is not None and not manifest.ranks:  # whose writer refuses it, and ties
@@ -50,7 +50,7 @@ def _is_in_order(manifest: Manifest) -> bool:
     Without ZeRO, model ranks have names of their own, and experts have those of one rank.
     """
     is_apart = bool(manifest.ranks) or bool(layers_of(manifest.engine))
-    return is_apart and manifest.source.get("zero_stage") == 0
+    return is_apart and manifest.origin.zero_stage == 0
 
 
 def laid_out(
@@ -109,7 +109,7 @@ def _run(path: str, format: Format) -> Manifest:
             f"--like {path}: {error}",
             hint="convert it to a universal checkpoint with what it needs, and give that",
         ) from error
-    if run.source.get("format") != format.name:
+    if run.origin.format != format.name:
         raise NotACheckpoint(
             f"--like {path} is no checkpoint of {format.name}",
             hint="give a directory that the next run has saved, or a universal checkpoint of one",
@@ -144,7 +144,7 @@ def _pointing_to_the_best(
     elif best.is_best(manifest.siblings):
         path_of_best = os.path.abspath(target)
     else:
-        keeps_format = manifest.source.get("format") == to
+        keeps_format = manifest.origin.format == to
         line = best.warning(path, manifest.siblings, keeps_format)
         return replace(layout, warnings=[*layout.warnings, line])
     return _with_files(layout, [best.pointing_to(manifest.siblings, path_of_best)])

@@ -248,8 +248,8 @@ class TestRefusals:
         self, options: Any, grid_trained: Trained, tmp_path: Path
     ) -> None:
         manifest = zckpt.read(grid_trained(BOTH) / "run")
-        source = {**manifest.source, "pp": None, "tp": None}
-        plain = replace(manifest, source=source, state={**manifest.state, "pipeline": None})
+        origin = replace(manifest.origin, pp=None, tp=None)
+        plain = replace(manifest, origin=origin, state={**manifest.state, "pipeline": None})
         with pytest.raises(WrongOption, match=r"--pp.* is not a pipeline"):
             write.lay_out(plain, options_of(options))
 

@@ -37,6 +37,12 @@ class TestRefusals:
         self.change(universal, comment={"by": "someone"})
         assert zckpt.read(universal).step == 7
 
+    def test_unknown_keys_of_the_source_are_kept(self, universal: Path) -> None:
+        with changed(universal) as manifest:
+            manifest["source"]["cluster"] = ["own"]
+        found = zckpt.inspect(zckpt.read(universal))
+        assert (found["cluster"], found["dp"]) == (["own"], manifest["source"]["dp"])
+
     def test_a_flipped_bit(self, universal: Path, tmp_path: Path) -> None:
         path = universal / "exp_avg.safetensors"
         data = bytearray(path.read_bytes())
@@ -95,6 +101,9 @@ class TestRefusals:
             {"format": "deepspeed", "zero_stage": "two"},
             {"format": "deepspeed", "tag": "../../elsewhere"},
             {"format": "deepspeed", "tag": ".."},
+            {"format": 3},
+            {"format": "deepspeed", "tp": "two"},
+            {"format": "gathered", "mesh": 1},
         ],
     )
     def test_a_source_that_none_can_be(

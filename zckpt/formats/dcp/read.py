@@ -9,10 +9,13 @@ from functools import cache, partial
 from math import prod
 from typing import Any
 
+from msgspec.structs import replace
+
 from ...core import sources
 from ...core.fragments import Record
 from ...core.inert import PLAIN, Scalar
 from ...core.manifest import Manifest
+from ...core.origin import Origin
 from ...errors import (
     MALFORMED,
     CorruptCheckpoint,
@@ -80,7 +83,7 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
     shards = hf.files(root) if sources.is_folder(root) and not parts else []
     if not parts and not shards:
         raise NotACheckpoint(f"{root} has no {METADATA}")
-    saved = SavedTree(root, {"format": "dcp", "version": None, "dp": None, "tag": None}, {})
+    saved = SavedTree(root, Origin("dcp"), {})
     try:
         if parts and parts != [root]:
             saved.folders = [os.path.basename(folder) for folder in parts]
@@ -155,8 +158,8 @@ class _FolderReader:
                 "of the paths of its items",
                 hint="save with torch's DefaultSavePlanner",
             )
-        if not saved.source["version"]:
-            saved.source["version"] = table.others.get("version")
+        if not saved.origin.version:
+            saved.origin = replace(saved.origin, version=table.others.get("version"))
         saved.files += table.files
         stated = checked(table.others.get("zckpt"), os.path.join(table.folder, METADATA))
         if stated is not None:

@@ -39,7 +39,7 @@ OF_ENGINES = {
 
 def obstacles(source: Manifest, options: Options) -> list[str]:
     """A phrase for everything in which the files and the run of these options differ."""
-    grid = Grid(source.source.get("pp") or 1, source.source.get("tp") or 1)
+    grid = Grid(source.origin.pp or 1, source.origin.tp or 1)
     of_rank = replace(source, place=Place(0, grid))  # its engine is that of every model rank
     own, new = TargetEngine(of_rank, Options()), TargetEngine(of_rank, options)
     ep = max((layer.ep for layer in layers_of(source.engine)), default=1)

@@ -86,9 +86,10 @@ def of_tensor_ranks(
 def _models(files: GridFiles, ranks: Sequence[Manifest], step_policy: str | None) -> list[Manifest]:
     """The model of each tensor rank, from its stages."""
     pp, tp, models = files.grid.pp, files.grid.tp, []
-    sizes = {} if files.is_plain else {"tp": tp, "pp": pp}
     for number in range(tp):
-        stages = [replace(each, source={**each.source, **sizes}) for each in ranks[number::tp]]
+        stages = ranks[number::tp]
+        if not files.is_plain:
+            stages = [replace(each, origin=replace(each.origin, tp=tp, pp=pp)) for each in stages]
         if files.layers:
             models.append(joined_stages(stages, files.layers_of(number), step_policy))
         elif pp == 1:
@@ -163,10 +164,9 @@ def _apart(directory: TagDirectory, files: GridFiles, reading: Reading) -> Manif
     models = _models(files, ranks, reading.step_policy)
     apart = stacked([*_with_weights_of_layers(ranks, models)])
     warnings = [*apart.warnings, *(line for model in models for line in model.warnings)]
-    rules = {"tp_rules": reading.tp_rules} if reading.tp_rules else {}
     return replace(
         apart,
-        source={**apart.source, **rules},
+        origin=replace(apart.origin, tp_rules=reading.tp_rules or None),
         models=tuple(models),
         warnings=tuple(dict.fromkeys(warnings)),
     )
@@ -180,7 +180,7 @@ def stacked(manifests: Sequence[Manifest]) -> Manifest:
     return replace(
         whole,
         ranks=tuple(manifests),
-        source={**whole.source, "tp": grid.tp, "pp": grid.pp, "model_ranks": len(manifests)},
+        origin=replace(whole.origin, tp=grid.tp, pp=grid.pp, model_ranks=len(manifests)),
         entries={},
         parameters={},
         buffers=(),

@@ -72,7 +72,7 @@ class _Run(Template):
             self.check_states(entries)
         return replace(
             source,
-            source={**like.source, "tag": None},
+            origin=replace(like.origin, tag=None),
             entries=entries,
             parameters=self.parameters(),
             buffers=like.buffers,

@@ -165,7 +165,7 @@ class TargetEngine:
                 f"--stage {chosen}, but the ds_config says stage {stated}",
                 hint="leave out --stage, or change the ds_config",
             )
-        own = source.source.get("zero_stage")
+        own = source.origin.zero_stage
         if own == 0 and self.before is None:
             own = None
         known = (chosen, stated, own) if has_config else (chosen, own, stated)

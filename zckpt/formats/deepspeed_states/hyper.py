@@ -222,7 +222,7 @@ def one_type(key: str, dtypes: Sequence[str]) -> str:
 
 def _no_states(source: Manifest) -> MissingData:
     """The error of a source without an optimizer, or of a model without one of several."""
-    root, ways = source.source.get("root"), "write --weights-only"
+    root, ways = source.origin.root, "write --weights-only"
     if root is None:
         return MissingData(f"{source.root} holds no optimizer state", hint=ways)
     if source.likely:

@@ -12,6 +12,7 @@ from ...core.facts import FlatBufferEngine, StepPlace
 from ...core.grouping import by_key
 from ...core.inert import Foreign
 from ...core.manifest import Manifest, Parameter, Sighting
+from ...core.origin import Origin
 from ...core.states import PARTITIONS
 from ...errors import listed
 from ...files.torchfile import TorchFile
@@ -68,13 +69,7 @@ def manifest_of(
     return Manifest(
         root=ranks.directory.path,
         format=format,
-        source={
-            "format": format,
-            "version": ranks.version,
-            "zero_stage": ranks.stage,
-            "dp": ranks.dp,
-            "tag": ranks.directory.tag,
-        },
+        origin=Origin(format, ranks.version, ranks.stage, ranks.dp, ranks.directory.tag),
         groups=groups,
         optimizer=stated_optimizer(ranks, buffers, groups),
         engine=FlatBufferEngine(

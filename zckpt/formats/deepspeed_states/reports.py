@@ -69,7 +69,7 @@ def of_stage_0(target: DeepSpeedTarget, wholes: Sequence[Manifest] = ()) -> list
         lines.append(TRAINED_ALONE)
     if before is None or before.dtype != "F16" or engine.dtype != "F16":
         return lines
-    was_whole = target.source.source.get("zero_stage") == 0
+    was_whole = target.source.origin.zero_stage == 0
     if was_whole != engine.whole and version_numbers(target.version) >= (0, 18, 3):
         lines.append(
             "in fp16 without ZeRO, DeepSpeed since 0.18.3 divides gradients by the loss scale, but "

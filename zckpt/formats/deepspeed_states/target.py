@@ -62,7 +62,7 @@ class TargetBuffer(Struct, frozen=True):
 
 def _refuse_grid(source: Manifest) -> None:
     """Raises UnsupportedCheckpoint for a source of several model ranks, or of a pipeline."""
-    pp, tp = source.source.get("pp"), source.source.get("tp")
+    pp, tp = source.origin.pp, source.origin.tp
     if (pp or tp) and source.place is None:
         raise UnsupportedCheckpoint(
             f"{source.root} was trained as a pipeline or with tensor parallelism (pp {pp}, tp "
@@ -353,8 +353,8 @@ class DeepSpeedTarget:
         """
         taken = []
         of_ranks = [item.name for item in self.source.siblings if PER_RANK.fullmatch(item.name)]
-        stated = self.source.source.get("dp")  # a source of whole tensors states no size
-        ranks = int(stated) if stated and stated > 1 else len(of_ranks)
+        # a source of whole tensors states no size
+        ranks = self.source.dp if self.source.dp > 1 else len(of_ranks)
         for sibling in self.source.siblings:
             if sibling.name in POINTERS or sibling.name.startswith(f"{self.tag}/"):
                 self.left_out.append(f"{sibling.name}: the target has its own")
@@ -373,7 +373,7 @@ class DeepSpeedTarget:
 
     @property
     def tag(self) -> str:
-        stated = self.source.source.get("tag")
+        stated = self.source.origin.tag
         of_accelerate = program_of(self.source.siblings) == ACCELERATE
         if of_accelerate and (stated is None or OF_MODELS.fullmatch(stated)):
             stated = "pytorch_model"  # which Accelerator.load_state asks for

@@ -105,13 +105,12 @@ def lay_out(source: Manifest, options: Options) -> Layout:
 
 def _as_one_rank(source: Manifest) -> Manifest:
     """The whole model, without the sizes of the grid that it was trained on."""
-    facts = {key: value for key, value in source.source.items() if key not in ("tp", "pp")}
     engine = source.engine
     if isinstance(engine, FlatBufferEngine) and _is_auto(engine.config):
         config = dict(engine.config or {})
         config["tensor_parallel"] = {**config["tensor_parallel"], "autotp_size": 1}
         engine = replace(engine, config=config)
-    return replace(source, source=facts, engine=engine)
+    return replace(source, origin=replace(source.origin, tp=None, pp=None), engine=engine)
 
 
 def _is_auto(config: Mapping[str, Any] | None) -> bool:
@@ -231,7 +230,7 @@ def _warnings_of_layout(target: DeepSpeedTarget, infos: SliceInfos) -> list[str]
 def _warnings_of_grid(source: Manifest, target: DeepSpeedTarget) -> list[str]:
     """What the engine's loader cannot do for some grids (0.19.8)."""
     warnings = []
-    pp, tp = source.source.get("pp") or 1, source.source.get("tp") or 1
+    pp, tp = source.origin.pp or 1, source.origin.tp or 1
     if pp > 1 and any(group != target.groups[0] for group in target.groups):
         warnings.append(
             "DeepSpeed's universal loader counts groups by their place: a stage of a pipeline that "

@@ -18,7 +18,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
 
 def obstacles(source: Manifest, options: Options) -> list[str]:
     """Whole files are loaded at any size; those of ranks by as many ranks."""
-    return other_dp(source, options) if source.source.get("dp") else []
+    return other_dp(source, options) if source.origin.dp else []
 
 
 FUNCTIONS = Functions(

@@ -12,6 +12,7 @@ from ...core import sources
 from ...core.facts import StateDictEngine
 from ...core.filenames import number_of, numbered
 from ...core.manifest import Manifest
+from ...core.origin import Origin
 from ...core.saved_names import nameless, refuse_others, saved_names
 from ...errors import (
     MALFORMED,
@@ -39,8 +40,6 @@ CONFIG = "fsdp_config.json"
 """verl's file beside files of ranks; it has the version of FSDP and the number of ranks."""
 STATED = "zckpt"
 """The key of what only zckpt states."""
-MESH = "mesh"
-"""In `Manifest.source`: the mesh of ranks' files that can be written for other ranks."""
 
 
 def read(path: str, reading: Reading = USUAL) -> Manifest:
@@ -77,7 +76,7 @@ def read_tree(path: str, reading: Reading) -> tuple[Manifest, Sequence[ranked.Co
         first = files[0] if files and sources.is_folder(path) else path
         reader = _TreeReader(path, locate(first), reading)
         if files:
-            reader.saved.source["slices"] = len(files)
+            reader.saved.origin = replace(reader.saved.origin, slices=len(files))
             reader.saved.warnings.append(f"{said_of(files)}; shown is {os.path.basename(first)}")
         try:
             if reading.nameless:
@@ -89,7 +88,7 @@ def read_tree(path: str, reading: Reading) -> tuple[Manifest, Sequence[ranked.Co
                 raise MissingData(error.message, hint=f"give {whole}, which has both") from error
             raise
         if (mesh := reader.rows_mesh(result)) is not None:
-            result = replace(result, source={**result.source, MESH: mesh})
+            result = replace(result, origin=replace(result.origin, mesh=mesh))
         if reader.has_local_states:
             _refuse_lost(result, reading.param_names)
         if reader.saved.orders is not None:
@@ -155,8 +154,7 @@ class _TreeReader:
         self.step_policy = reading.step_policy
         self.param_names = reading.param_names
         self.parsed = Parsed()
-        source = {"format": "gathered", "version": None, "dp": files.world, "tag": None}
-        self.saved = SavedTree(path, source, {}, models=files.models)
+        self.saved = SavedTree(path, Origin("gathered", dp=files.world), {}, models=files.models)
         self.saved.warnings += files.lost
         self.names: dict[str, list[str]] = {}
         self.is_one = reading.root is not None or not files.models
@@ -270,7 +268,7 @@ class _TreeReader:
         world = self.files.world or max(files) + 1
         if not self.files.items:
             ranked.refuse_missing(files, world)
-        self.saved.source["dp"] = max(world, self.saved.source["dp"] or 1)
+        self.saved.origin = replace(self.saved.origin, dp=max(world, self.saved.origin.dp or 1))
         if "model" in self.files.whole and local.is_local(files):
             self.has_local_states = True
             return local.merge(self.saved, files, self.step_policy, self.param_names)
@@ -279,7 +277,7 @@ class _TreeReader:
         self.copies += merged.copies
         return merged.tree
 
-    def rows_mesh(self, manifest: Manifest) -> list[str | None] | None:
+    def rows_mesh(self, manifest: Manifest) -> tuple[str, str | None] | None:
         """The mesh on which FSDP2 has cut each parameter into rows; see `distributed.rows_mesh`."""
         model = self.files.ranks.get("model")
         if model is None or self.files.world is None or self.files.whole:
@@ -290,8 +288,7 @@ class _TreeReader:
             return None
         tensors = distributed.distributed_in([*values.values()])
         meshes = {distributed.rows_mesh(tensor) for tensor in tensors}
-        mesh = meshes.pop() if len(meshes) == 1 else None
-        return None if mesh is None else list(mesh)
+        return meshes.pop() if len(meshes) == 1 else None
 
     def refuse_flat_states(self) -> None:
         """Raises UnsupportedCheckpoint if the optimizer's states are of FSDP1's flat parameters."""

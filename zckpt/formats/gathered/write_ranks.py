@@ -28,7 +28,7 @@ from ...files.torchfile import REBUILD, Tensor
 from ...files.torchshell import Storages, shell
 from ...training.options import DIALECT, DP, Options
 from ..statedict.write import BlankTensor
-from .read import CONFIG, MESH, STATED, with_copies
+from .read import CONFIG, STATED, with_copies
 from .write import StateDictWriter
 
 MESHES, LAYOUTS = "torch.distributed.device_mesh", "torch.distributed._mesh_layout"
@@ -41,7 +41,7 @@ ORDER = Foreign(Global(f"{SPECS}.ShardOrderEntry"), (0, (0,)), None, "new")
 
 def lay_out(source: Manifest, options: Options) -> Layout:
     """The files of `--dp` ranks; raises WrongOption unless the source has FSDP2's, cut in rows."""
-    ranks, mesh = options[DP], source.source.get(MESH)
+    ranks, mesh = options[DP], source.origin.mesh
     assert ranks is not None
     if source.format != "gathered" or mesh is None:
         raise WrongOption(

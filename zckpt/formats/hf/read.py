@@ -6,6 +6,7 @@ import os
 
 from ...core import sources
 from ...core.manifest import Manifest
+from ...core.origin import Origin
 from ...naming import peft
 from ...training.trainers import beside
 from ..reading import USUAL, Reading
@@ -24,7 +25,7 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
     files = files_of_index(weights) if weights.endswith(INDEX) else [weights]
     saved = SavedTree(
         path,
-        {"format": "gathered", "version": None, "dp": None, "tag": None},
+        Origin("gathered"),
         {"model": {name: leaf for file in files for name, leaf in weights_of(file)[0].items()}},
         files=[weights, *files] if weights.endswith(INDEX) else files,
     )

@@ -14,6 +14,7 @@ from ...core.facts import NamedWeightsEngine
 from ...core.fragments import Record
 from ...core.manifest import Entry, Manifest, Parameter, Sibling, Sighting
 from ...core.merge import tensor
+from ...core.origin import OF_ANY_ENGINE, Origin
 from ...core.placement import TENSOR_RANK, Sliced, Table
 from ...core.siblings import BESIDE
 from ...core.weights import is_optimizers
@@ -139,13 +140,13 @@ def manifest_of(content: Content, step_policy: str | None) -> Manifest:
     return Manifest(
         root=content.folder,
         format="megatron",
-        source={
-            "format": "megatron",
-            "version": None,  # no file states it
-            "zero_stage": _stage(content.sharding, args),
-            "dp": size_of(args, "data_parallel_size"),
-            "tag": basename(content.folder),
-        },
+        origin=Origin(  # no file states a version
+            "megatron",
+            zero_stage=_stage(content.sharding, args),
+            dp=size_of(args, "data_parallel_size"),
+            tag=basename(content.folder),
+            nulls=OF_ANY_ENGINE | {"zero_stage"},
+        ),
         entries=content.entries,
         parameters=dict(sorted(parameters.items(), key=lambda item: not item[1].trainable)),
         buffers=tuple(name for name in shapes if name not in known),

@@ -102,7 +102,7 @@ class RunTemplate(Template):
             left_out.append(line)
         return replace(
             source,
-            source={**source.source, "tag": None},
+            origin=replace(source.origin, tag=None),
             entries=entries,
             parameters=parameters,
             buffers=like.buffers,

@@ -309,7 +309,7 @@ class MegatronWriter:
 
     def _folder(self, common: Mapping[Any, Any]) -> str:
         """The name of the iteration's directory: that of the source, if it has one."""
-        tag, iteration = str(self.source.source.get("tag")), common.get("iteration")
+        tag, iteration = str(self.source.origin.tag), common.get("iteration")
         if is_iteration(tag):
             return tag
         if type(iteration) is not int or iteration < 0:

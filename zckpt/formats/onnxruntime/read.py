@@ -17,6 +17,7 @@ from ...core.facts import NamedWeightsEngine
 from ...core.fragments import Fragment, Runs, solid
 from ...core.manifest import Entry, Manifest, Parameter, Sighting
 from ...core.masters import first_difference, refuse_damage, results_of
+from ...core.origin import Origin
 from ...core.plan import Match
 from ...core.replicas import copies_of
 from ...errors import (
@@ -94,14 +95,9 @@ def manifest(save: Save, step_policy: str | None) -> Manifest:
     return Manifest(
         root=save.root,
         format="onnxruntime",
-        source={
-            "format": "onnxruntime",
-            "version": None,  # the files state none
-            "zero_stage": int(save.dp > 1),
-            "dp": save.dp,
-            "tag": None,
-            "dialect": save.dialect,
-        },
+        origin=Origin(  # the files state no version
+            "onnxruntime", zero_stage=int(save.dp > 1), dp=save.dp, dialect=save.dialect
+        ),
         entries={**collected.entries, **save.kept},
         parameters={
             name: Parameter(shapes[name], name in trainable, step=step_of.get(name))

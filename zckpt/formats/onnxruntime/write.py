@@ -82,7 +82,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
 
 def seal(root: Folder, manifest: Manifest, outcome: Any) -> None:
     """Writes the CRC-32 of every record into the legacy files' zip directories."""
-    if manifest.source["dialect"] != "hdf5":  # HDF5 files have no checksums
+    if manifest.origin.dialect != "hdf5":  # HDF5 files have no checksums
         seal_records(root, manifest, outcome)
 
 

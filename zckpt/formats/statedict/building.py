@@ -85,8 +85,8 @@ class ManifestBuilder:
         state, engine = self._state(numbers)
         return Manifest(
             root=saved.root,
-            format=str(saved.source["format"]),
-            source=saved.source,
+            format=str(saved.origin.format),
+            origin=saved.origin,
             entries=self.entries,
             parameters=self.parameters,
             buffers=tuple(self.buffers),

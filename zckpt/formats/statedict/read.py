@@ -76,7 +76,7 @@ def manifest(saved: SavedTree, reading: Reading = USUAL) -> Manifest:
             f"{key}: tensors beside the model; --root {key} takes them" for key in left
         ]
     if name in (roots[0].name, dotted(roots[0].model)) and name:
-        saved.source["root"] = name
+        saved.origin = replace(saved.origin, root=name)
     model: dict[str, Any] = {}
     named: dict[TreePath, OptimizerState] = {}
     stated: dict[str, dict[str, Any] | None] = {}

@@ -20,6 +20,7 @@ from ...core.dtypes import SIZES, decode
 from ...core.fragments import Box, Extent, Fragments, Record, Runs, boxes, row_major, tile
 from ...core.inert import Scalar, map_values
 from ...core.manifest import Entry, Sibling
+from ...core.origin import Origin
 from ...errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,
@@ -120,7 +121,7 @@ def leads_to_step(path: TreePath) -> bool:
 class SavedTree(Struct, eq=False):
     """All state dicts of a checkpoint as one tree, and the files they came from.
 
-    `source` is the manifest's. `orders` is for an optimizer that knows parameters by number: lists
+    `origin` is the manifest's. `orders` is for an optimizer that knows parameters by number: lists
     of numbers, each in the order of the model's parameters; by default one list per group.
     `models` are the keys of several models, if files of their own say that they are such.
     `beside` is the key under which an optimizer's keys are now that stood beside the model's.
@@ -135,7 +136,7 @@ class SavedTree(Struct, eq=False):
     """
 
     root: str
-    source: dict[str, Any]
+    origin: Origin
     tree: dict[Any, Any]
     records: list[Record] = field(default_factory=list)
     files: list[str] = field(default_factory=list)

@@ -71,7 +71,7 @@ class StateDicts:
         self.named = options[ADAM_CLASS] if self.optimizes else None
         check_moments(self.named, states)
         if self.optimizes:
-            if source.source.get("format") == format and self.named is None:
+            if source.origin.format == format and self.named is None:
                 self.groups = given_groups(source, options)
             else:
                 self.groups, assumed = torch_groups(source, options, self.named)

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import prod
 from typing import Any
 
-from msgspec import convert
+from msgspec import ValidationError, convert
 
 from ...core import sources
 from ...core.dtypes import SIZES
@@ -28,6 +28,7 @@ from ...core.manifest import (
     texts_from_json,
 )
 from ...core.missing_ranks import path_inside
+from ...core.origin import Origin
 from ...core.siblings import SiblingList, leads_out
 from ...core.states import tensors_in
 from ...errors import (
@@ -74,7 +75,7 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
 
 
 STATED = (
-    *("source", "parameters", "buffers", "groups", "optimizer", "engine", "step_place", "state"),
+    *("origin", "parameters", "buffers", "groups", "optimizer", "engine", "step_place", "state"),
     *("steps", "left_out", "warnings", "inferred"),
 )
 """The fields of a manifest that manifest.json has as they are."""
@@ -93,7 +94,7 @@ def shells_of(path: str, chosen: Manifest) -> Manifest:
         fragments = solid(entry.numel, tensor.extent)
         entries[name] = Entry(name, entry.dtype, entry.shape, fragments, entry.digest)
     members = [item.group for item in chosen.parameters.values()]
-    _check_source(path, chosen.source, chosen.groups, members)
+    _origin(path, chosen.source, chosen.groups, members)
     shells = Manifest(
         root=path,
         format="universal",
@@ -128,7 +129,7 @@ def _text_of(name: str) -> str:
 def _manifest(path: str, document: Mapping[str, Any]) -> Manifest:
     warnings = [*texts_from_json(document.get("warnings", [])), *_check_checksum(path, document)]
     members = [item["group"] for item in document["parameters"].values()]
-    _check_source(path, document["source"], document["groups"], members)
+    origin = _origin(path, document["source"], document["groups"], members)
     stored, files = _stored(path, document.get("files") or ())
     entries = _entries(path, document["entries"], stored)
     _require_room(path, entries, [*files, *_listed_files(entries)])
@@ -140,7 +141,7 @@ def _manifest(path: str, document: Mapping[str, Any]) -> Manifest:
     return Manifest(
         root=path,
         format="universal",
-        source=document["source"],
+        origin=origin,
         entries=entries,
         parameters=parameters_from_json(document["parameters"]),
         buffers=texts_from_json(document["buffers"]),
@@ -269,22 +270,23 @@ def _require_room(path: str, entries: Mapping[str, Entry], files: Collection[str
         )
 
 
-def _check_source(
-    path: str, source: Mapping[str, Any], groups: Sequence[Any] | None, members: Iterable[Any]
-) -> None:
-    """Raises CorruptCheckpoint for values that names of folders and ranks cannot be built from."""
-    dp, stage, tag, ep = (source.get(key) for key in ("dp", "zero_stage", "tag", "ep"))
+def _origin(path: str, stated: Any, groups: Sequence[Any] | None, members: Iterable[Any]) -> Origin:
+    """What manifest.json states as `source`.
+
+    Raises CorruptCheckpoint for values that names of folders and ranks cannot be built from.
+    """
+    try:
+        origin = Origin.of_json(stated)
+    except ValidationError as error:
+        raise CorruptCheckpoint(
+            f"{os.path.join(path, MANIFEST)} states a source that is not possible: {error}"
+        ) from error
+    stage, tag = origin.zero_stage, origin.tag
     count = len(groups) if groups is not None else None
     valid = (
-        all(
-            value is None or type(value) is str
-            for key, value in source.items()
-            if key in ("format", "version")
-        )
-        and (dp is None or (type(dp) is int and 0 < dp <= MAX_DP))
-        and (ep is None or (type(ep) is int and 0 < ep <= MAX_DP))
-        and (stage is None or (type(stage) is int and 0 <= stage <= 3))
-        and (tag is None or (isinstance(tag, str) and not re.search(r"[/\\\0]|^\.*$", tag)))
+        all(size is None or 0 < size <= MAX_DP for size in (origin.dp, origin.ep))
+        and (stage is None or 0 <= stage <= 3)
+        and (tag is None or not re.search(r"[/\\\0]|^\.*$", tag))
         and all(
             group is None
             or (type(group) is int and group >= 0 and (count is None or group < count))
@@ -296,6 +298,7 @@ def _check_source(
             f"{os.path.join(path, MANIFEST)} states a dp, ep, stage, tag or group that is not "
             "possible"
         )
+    return origin
 
 
 def _stored(

@@ -93,7 +93,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     shells = list(_shells(chosen, options))
     files = [shell.name for shell in shells if shell.name != MANIFEST]
     # with --family it is for another program than the source's engine
-    has_ranks = source.source.get("format") != "gathered" and options[FAMILY] is None
+    has_ranks = source.origin.format != "gathered" and options[FAMILY] is None
 
     def loading(path: str) -> str:
         if not options.weights_only and has_ranks:

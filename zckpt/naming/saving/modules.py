@@ -17,6 +17,7 @@ from ...core.dtypes import SIZES
 from ...core.fragments import ZEROS, Extent, Fragment, Runs, solid
 from ...core.grouping import by_key
 from ...core.manifest import Entry, Manifest, Parameter
+from ...core.origin import Origin
 from ...errors import ZckptError
 from ...training.trainers import json_of
 from ..names import names_of
@@ -120,7 +121,7 @@ def _blank(model: Manifest) -> Manifest:
         count = prod(shape)
         fragments = solid(count, Extent(name, 0, count))
         entries[f"{name}/param"] = Entry(f"{name}/param", BYTE, shape, fragments)
-    return Manifest("", "", {}, entries, parameters)
+    return Manifest("", "", Origin(), entries, parameters)
 
 
 def _joined(

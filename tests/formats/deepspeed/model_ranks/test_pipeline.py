@@ -13,6 +13,7 @@ from zckpt.core.facts import ExpertLayer, FlatBufferEngine
 from zckpt.core.fragments import Extent, solid
 from zckpt.core.grid import Grid, Place
 from zckpt.core.manifest import Entry, Manifest, Parameter
+from zckpt.core.origin import Origin
 from zckpt.errors import (
     IncompleteCheckpoint,
     InconsistentCheckpoint,
@@ -61,7 +62,7 @@ def stage(
     return Manifest(
         root="run",
         format="deepspeed",
-        source={},
+        origin=Origin(),
         entries={entry.name: entry for entry in entries},
         parameters={name: Parameter((values[name].numel(),), group=0, step=3) for name in names},
         groups=({"lr": 0.1},),
@@ -377,14 +378,14 @@ def test_stages_with_experts(tmp_path: Path) -> None:
         engine = replace(
             ENGINE, version=f"0.19.{number}", experts=(ExpertLayer(f"{number}.moe", 4, number + 1),)
         )
-        stages.append(replace(own, engine=engine, source={"ep": number + 1, "first": not number}))
+        stages.append(replace(own, engine=engine, origin=Origin(ep=number + 1, tag=str(number))))
     whole = joined_stages_with_experts(stages, None)
-    assert whole.source == {"ep": 2, "first": True}
+    assert whole.origin == Origin(ep=2, tag="0")
     assert whole.engine == replace(
         ENGINE, version="0.19.0", experts=(ExpertLayer("0.moe", 4, 1), ExpertLayer("1.moe", 4, 2))
     )
     assert [*whole.parameters] == ["0.w", "1.w"]
-    assert joined_stages_with_experts(stages[:1], None).source == {"ep": 1, "first": True}
+    assert joined_stages_with_experts(stages[:1], None).origin == Origin(ep=1, tag="0")
 
 
 def test_shapes_are_those_of_the_named_layer(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from zckpt.core.manifest import Manifest, Parameter
+from zckpt.core.origin import Origin
 from zckpt.errors import WrongOption
 from zckpt.formats.deepspeed.model_ranks.layer_names import Pipeline
 from zckpt.formats.deepspeed.model_ranks.stage_bounds import (
@@ -40,7 +41,7 @@ def made(stages: int = 1, **more: tuple[int, ...]) -> tuple[Manifest, Pipeline]:
         for stage in range(stages)
     ]
     layers = [int(name[0]) for name in SHAPES]
-    return Manifest("run", "deepspeed", {}, {}, parameters), Pipeline(names, [[]], layers)
+    return Manifest("run", "deepspeed", Origin(), {}, parameters), Pipeline(names, [[]], layers)
 
 
 @pytest.mark.parametrize(

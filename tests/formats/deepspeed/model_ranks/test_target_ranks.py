@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from zckpt.core.facts import ExpertLayer, FlatBufferEngine
 from zckpt.core.grid import Grid, Place
 from zckpt.core.manifest import Manifest, Parameter
+from zckpt.core.origin import Origin
 from zckpt.errors import UnsupportedCheckpoint, WrongOption
 from zckpt.formats.deepspeed.model_ranks.target_ranks import TargetRanks, target_ranks
 from zckpt.formats.deepspeed.read import stacked
@@ -23,11 +24,11 @@ RULES = {"rules": dict.fromkeys(NAMES, "0"), "vocabulary": {}}
 ENGINE = FlatBufferEngine("deepspeed", "0.19.8", None, "BF16", False, None, {})
 
 
-def model(source: dict[str, Any], **state: Any) -> Manifest:
+def model(origin: Origin, **state: Any) -> Manifest:
     return Manifest(
         root="run",
         format="deepspeed",
-        source=source,
+        origin=origin,
         entries={},
         parameters={name: Parameter((4, 2), group=0) for name in NAMES},
         groups=({"lr": 0.1},),
@@ -36,8 +37,8 @@ def model(source: dict[str, Any], **state: Any) -> Manifest:
     )
 
 
-WHOLE = model({"dp": 1}, tensor_parallel=RULES)
-PIPE = model({"dp": 1, "pp": 2, "tp": 1}, pipeline=PIPELINE, tensor_parallel=RULES)
+WHOLE = model(Origin(dp=1), tensor_parallel=RULES)
+PIPE = model(Origin(dp=1, pp=2, tp=1), pipeline=PIPELINE, tensor_parallel=RULES)
 
 
 def apart(grid: Grid, whole: Manifest) -> Manifest:
@@ -61,7 +62,7 @@ def names(ranks: TargetRanks) -> list[list[str]]:
 
 
 def test_a_plain_run_has_one_rank() -> None:
-    source = model({"dp": 1})
+    source = model(Origin(dp=1))
     ranks = target_ranks(source, options_of({}))
     assert (ranks.grid, ranks.table, [*ranks.ranks]) == (None, None, [source])
     with pytest.raises(WrongOption, match="--pp does not apply to run, which is not a pipeline"):
@@ -153,7 +154,7 @@ def test_every_stage_needs_experts() -> None:
     """A run of one rank becomes a pipeline without files of layers."""
     layers = tuple(ExpertLayer(f"{n}", 4, 1) for n in (1, 3))
     engine = replace(ENGINE, experts=layers)
-    source = replace(WHOLE, engine=engine, source={"dp": 1, "zero_stage": 2, "ep": 1})
+    source = replace(WHOLE, engine=engine, origin=Origin(dp=1, zero_stage=2, ep=1))
     ranks = target_ranks(source, options_of({"pp_bounds": (0, 2, 4)}))
     assert (ranks.grid, names(ranks), ranks.pipeline) == (Grid(2, 1), [["1.a"], NAMES[1:]], None)
     with pytest.raises(WrongOption, match="a stage of the target would have none of the layers of"):

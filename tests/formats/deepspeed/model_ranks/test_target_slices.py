@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from zckpt.core.facts import FlatBufferEngine
 from zckpt.core.manifest import Manifest, Parameter, Sibling
 from zckpt.core.merge import merge
+from zckpt.core.origin import Origin
 from zckpt.errors import MissingData, UnsupportedCheckpoint, WrongOption
 from zckpt.formats.deepspeed.model_ranks.target_slices import auto_of, rows_of, sized, slices_of
 from zckpt.formats.options import options_of
@@ -25,7 +26,7 @@ def model(config: dict[str, Any] | None = None, **rules: str) -> Manifest:
     return Manifest(
         root="run",
         format="deepspeed",
-        source={"tp": 1, "pp": 1, "dp": 2},
+        origin=Origin(tp=1, pp=1, dp=2),
         entries={},
         parameters={name: Parameter(shape, group=0, step=3) for name, shape in SHAPES.items()},
         groups=({"lr": 0.1},),
@@ -69,7 +70,7 @@ def test_names_without_a_rule() -> None:
 
 def test_what_a_rank_states() -> None:
     rank = sized(model({"tensor_parallel": {"autotp_size": 1, "other": 2}}), 2)
-    assert rank.source == {"dp": 2}
+    assert rank.origin == Origin(dp=2)
     args = {"tensor_model_parallel_size": 2, "padded_vocab_size": 8, "lr": 0.1}
     assert rank.state == {"module": [*SHAPES], "client_state": {"args": args}}
     assert rank.engine.config == {"tensor_parallel": {"autotp_size": 2, "other": 2}}  # type: ignore[union-attr]
@@ -172,14 +173,10 @@ def test_rows_by_the_stated_divisor(unit: Any, tp: int, rows: int) -> None:
     assert rows_of(source, tp, options_of({})) == {"embed": rows}
 
 
-@pytest.mark.parametrize(
-    ("ranks", "tp", "rows"), [({"tp": 2}, 1, 5), ({"tp": 2}, 4, 8), ({"tp": 1}, 1, 6), ({}, 1, 6)]
-)
-def test_rows_that_the_ranks_of_the_source_needed(
-    ranks: dict[str, Any], tp: int, rows: int
-) -> None:
+@pytest.mark.parametrize(("ranks", "tp", "rows"), [(2, 1, 5), (2, 4, 8), (1, 1, 6), (None, 1, 6)])
+def test_rows_that_the_ranks_of_the_source_needed(ranks: int | None, tp: int, rows: int) -> None:
     """Six of five are what two ranks need, and what a program with one has chosen."""
-    source = replace(model(), source=ranks)
+    source = replace(model(), origin=Origin(tp=ranks))
     source.state["tensor_parallel"]["vocabulary"]["embed"]["rows"] = 6
     assert rows_of(source, tp, options_of({})) == {"embed": rows}
 

@@ -12,6 +12,7 @@ from zckpt.core.facts import ExpertLayer, FlatBufferEngine
 from zckpt.core.fragments import Runs
 from zckpt.core.grid import Grid
 from zckpt.core.manifest import Entry, Manifest, Parameter
+from zckpt.core.origin import Origin
 from zckpt.errors import UnsupportedCheckpoint, WrongOption
 from zckpt.formats.deepspeed.model_ranks.layer_names import Pipeline
 from zckpt.formats.deepspeed.model_ranks.target_stages import cut_again, layers_of_names, recut
@@ -67,7 +68,7 @@ def cut(
     """The new stages of a pipeline with a tied layer, and what had to be inferred."""
     named = [[name if name == EMBED else f"{name}.weight" for name in stage] for stage in stages]
     parameters = {name: Parameter((2,), group=0) for stage in named for name in stage}
-    model = Manifest("run", "deepspeed", {}, {}, parameters)
+    model = Manifest("run", "deepspeed", Origin(), {}, parameters)
     pipeline = Pipeline(named, (), layers, [(number, "embed") for number in files])
     return cut_again(model, pipeline, True, options_of(options))
 
@@ -90,7 +91,7 @@ def pipeline(*stages: str, **fields: Any) -> tuple[Manifest, Pipeline]:
     args = {"pipeline_model_parallel_size": len(stages), "lr": 0.1}
     state = {"module": names, "client_state": {"args": args}}
     engine = FlatBufferEngine("deepspeed", "0.19.8", None, "BF16", False, None, {})
-    made = Manifest("run", "deepspeed", {"dp": 1}, {}, parameters, engine=engine, state=state)
+    made = Manifest("run", "deepspeed", Origin(dp=1), {}, parameters, engine=engine, state=state)
     buffers = [[] for _ in stages[1:]]
     return replace(made, **fields), Pipeline(named, [["2.count"], *buffers], numbers)
 
@@ -147,7 +148,7 @@ def test_a_stage_has_the_experts_of_its_layers() -> None:
     extra = {"1.moe.a": "state", "3.moe.a": "other"}
     model = replace(
         model,
-        source={"dp": 4, "ep": 4},
+        origin=Origin(dp=4, ep=4),
         engine=replace(model.engine, experts=layers),  # type: ignore[type-var]
         state={**model.state, "module_extra": extra},
     )
@@ -184,6 +185,6 @@ def test_a_stage_has_the_largest_size_of_its_own_experts() -> None:
     layers = (ExpertLayer("1.e", 4, 2), ExpertLayer("2.e", 4, 4))
     assert model.engine is not None
     engine = replace(model.engine, experts=layers)  # type: ignore[type-var]
-    model = replace(model, engine=engine, source={"dp": 4, "ep": 8})
+    model = replace(model, engine=engine, origin=Origin(dp=4, ep=8))
     _, ranks, _ = recut(model, [model], before, Grid(2, 1), options_of({}))
     assert [rank.source.get("ep") for rank in ranks] == [4, None]

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from zckpt.core.facts import ExpertLayer, FlatBufferEngine
 from zckpt.core.fragments import Extent, solid
 from zckpt.core.manifest import Entry, Manifest, Parameter
+from zckpt.core.origin import Origin
 from zckpt.core.states import OTHER
 from zckpt.errors import InconsistentCheckpoint, MissingData, UnsupportedCheckpoint, WrongOption
 from zckpt.formats.deepspeed.model_ranks.tensor_ranks import check, joined_slices
@@ -37,7 +38,7 @@ def rank(root: Path, number: int, info: Any = INFO, **values: list[float]) -> Ma
     return Manifest(
         root="run",
         format="deepspeed",
-        source={"tp": 2},
+        origin=Origin(tp=2),
         entries={own.name: own for own in entries},
         parameters={e.parameter: Parameter(e.shape, group=0) for e in entries if e.slot != "param"},
         buffers=("buffer",) if "buffer" in values else (),
@@ -142,14 +143,14 @@ def test_copies_of_a_joined_model(tmp_path: Path) -> None:
     alike = joined_slices(ranks(tmp_path, embed=[1.0, 2]), None, None)
     with pytest.raises(InconsistentCheckpoint, match="cuts embed over tensor ranks, but all ranks"):
         check(alike, None)
-    assert check(replace(alike, source={}), None) == []  # of one tensor rank
+    assert check(replace(alike, origin=Origin()), None) == []  # of one tensor rank
 
 
 def test_copies_of_ranks_that_are_apart(tmp_path: Path) -> None:
     """Each keeps its own, so that they are warnings, as far as rules tell what is a copy."""
     for info, count in ((INFO, 1), (None, 0)):
         models = tuple(ranks(tmp_path, info, norm=[6.0]))
-        apart = Manifest("run", "deepspeed", {"tp": 2}, {}, {}, ranks=models, models=models)
+        apart = Manifest("run", "deepspeed", Origin(tp=2), {}, {}, ranks=models, models=models)
         warnings = check(apart, None)
         assert ["each rank keeps its own: norm" in line for line in warnings] == [True] * count
         assert check(replace(apart, models=models[:1]), None) == []
@@ -161,7 +162,7 @@ def test_copies_of_ep_ranks_have_no_mean(tmp_path: Path) -> None:
     experts = (ExpertLayer("moe", 4, 2),)
     engine = FlatBufferEngine("deepspeed", "0.19.8", None, "BF16", False, None, {}, experts=experts)
     copy = replace(other.entries["norm/exp_avg_sq"], axis="ep rank")
-    whole = replace(one, source={"zero_stage": 0}, engine=engine, replicas=(copy,))
+    whole = replace(one, origin=Origin(zero_stage=0), engine=engine, replicas=(copy,))
     for chosen in (None, "mean"):
         with pytest.raises(InconsistentCheckpoint, match="ep ranks hold different copies"):
             check(whole, chosen)
@@ -227,8 +228,8 @@ def test_stage_0_without_experts_has_tensor_ranks(tmp_path: Path) -> None:
     experts = (ExpertLayer("moe", 4, 2),)
     engine = FlatBufferEngine("deepspeed", "0.19.8", None, "BF16", False, None, {}, experts=experts)
     for whole in (
-        replace(alike, source={"tp": 2, "zero_stage": 0}),
-        replace(alike, source={"tp": 2, "zero_stage": 1}, engine=engine),
+        replace(alike, origin=Origin(tp=2, zero_stage=0)),
+        replace(alike, origin=Origin(tp=2, zero_stage=1), engine=engine),
     ):
         with pytest.raises(InconsistentCheckpoint, match="cuts embed over tensor ranks, but all"):
             check(whole, None)
@@ -245,8 +246,8 @@ def test_ranks_apart_that_cannot_be_joined(tmp_path: Path) -> None:
         ((first, second), rules_in(tmp_path, "embed = 1")),
         ((replace(first, groups=tuple(twice)), second), None),
     ):
-        source = {"tp": 2, "tp_rules": rules}
-        apart = Manifest("run", "deepspeed", source, {}, {}, ranks=models, models=models)
+        origin = Origin(tp=2, tp_rules=rules)
+        apart = Manifest("run", "deepspeed", origin, {}, {}, ranks=models, models=models)
         assert check(apart, None) == []
 
 
@@ -259,7 +260,7 @@ def test_one_model_of_stages_that_are_apart(tmp_path: Path) -> None:
     model = replace(
         first, entries={"norm/master": masters[0]}, replicas=(replace(masters[1], axis="stage"),)
     )
-    apart = Manifest("run", "deepspeed", {}, {}, {}, ranks=(first, second), models=(model,))
+    apart = Manifest("run", "deepspeed", Origin(), {}, {}, ranks=(first, second), models=(model,))
     (warning,) = check(apart, None)
     assert warning.startswith("the stages' copies of norm differ")
 

@@ -6,6 +6,7 @@ import pytest
 
 from zckpt.core.facts import ExpertLayer, StateDictEngine
 from zckpt.core.manifest import Manifest, Parameter
+from zckpt.core.origin import Origin
 from zckpt.errors import InconsistentCheckpoint, MissingData, WrongOption
 from zckpt.formats.deepspeed.moe import regroup
 from zckpt.formats.deepspeed.moe.regroup import over_ranks
@@ -34,7 +35,7 @@ def manifest(sizes: list[int], cuts: list[int], *, experts: int = 4) -> Manifest
     return Manifest(
         root="run",
         format="dcp",
-        source={"format": "dcp", "dp": 4},
+        origin=Origin(format="dcp", dp=4),
         entries={},
         parameters=parameters,
         groups=(DENSE, *(OF_EXPERTS for _ in cuts)),

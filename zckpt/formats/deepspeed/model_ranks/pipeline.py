@@ -77,7 +77,7 @@ def joined_stages_with_experts(stages: Sequence[Manifest], step_policy: str | No
     assert isinstance(engine, FlatBufferEngine)
     return replace(
         merge(stages, Table(STAGE), step_policy),
-        source={**stages[0].source, "ep": max(stage.source["ep"] for stage in stages)},
+        origin=replace(stages[0].origin, ep=max(stage.origin.ep or 1 for stage in stages)),
         engine=replace(engine, experts=tuple(layers.values())),
     )
 

@@ -135,10 +135,10 @@ def target_ranks(source: Manifest, options: Options) -> TargetRanks:
         _refuse_options(source, grid, options)
         apart = stacked([replace(source, place=Place(0, grid, source.buffers))])
         return _of_stages(replace(apart, models=(source,)), grid, options)
-    tp = options[TP] or source.source.get("tp")
+    tp = options[TP] or source.origin.tp
     if source.state.get("pipeline"):
         return _of_slices(source, int(tp or 1), options)
-    if (source.source.get("pp") or 1) == 1:  # others are refused by name
+    if (source.origin.pp or 1) == 1:  # others are refused by name
         refuse_without_stages(source.root, options)
     if tp is None:
         return TargetRanks(source=source, ranks=[source])
@@ -162,7 +162,7 @@ def _refuse_options(source: Manifest, grid: Grid, options: Options) -> None:
 
 def _has_stages_of_experts(source: Manifest, options: Options) -> bool:
     """Whether a run of one model rank with experts is to become a pipeline."""
-    is_one = not source.source.get("pp") and bool(source.source.get("zero_stage"))
+    is_one = not source.origin.pp and bool(source.origin.zero_stage)
     asks = any(options[option] is not None for option in STAGES)
     return asks and source.format == "deepspeed" and is_one and bool(layers_of(source.engine))
 

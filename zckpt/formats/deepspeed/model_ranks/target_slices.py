@@ -48,7 +48,7 @@ def sized(source: Manifest, tp: int) -> Manifest:
         engine = replace(engine, config={**engine.config, "tensor_parallel": own})
     return replace(
         source,
-        source={key: value for key, value in source.source.items() if key not in ("tp", "pp")},
+        origin=replace(source.origin, tp=None, pp=None),
         engine=engine,
         state={
             **state,
@@ -146,7 +146,7 @@ def rows_of(source: Manifest, tp: int, options: Options) -> dict[str, int]:
         )
     if given is None and is_auto(source):
         return {}  # AutoTP pads nothing: ranks have shares that differ by one row
-    before, rows = int(source.source.get("tp") or 1), dict[str, int]()
+    before, rows = source.origin.tp or 1, dict[str, int]()
     for name, about in facts.items():
         is_rounded = about["rows"] == -(-about["used"] // before) * before
         keeps = unit is None and given is None and not about["rows"] % tp and not is_rounded

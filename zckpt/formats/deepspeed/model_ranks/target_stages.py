@@ -199,7 +199,6 @@ def _part(model: Manifest, row: Row, pp: int) -> Manifest:
         for layer in own.engine.experts
         if any(name.startswith(f"{layer.name}.") for name in row.names)
     )
-    facts = {key: value for key, value in own.source.items() if key != "ep"}
     state = dict(own.state)
     state["client_state"] = with_sizes(state.get("client_state") or {}, {STAGES: pp})
     if extra := state.get("module_extra"):
@@ -207,7 +206,7 @@ def _part(model: Manifest, row: Row, pp: int) -> Manifest:
     return without_empty_groups(
         replace(
             own,
-            source=facts | ({"ep": max(layer.ep for layer in layers)} if layers else {}),
+            origin=replace(own.origin, ep=max((layer.ep for layer in layers), default=None)),
             engine=replace(own.engine, experts=layers),
             state=state,
         )

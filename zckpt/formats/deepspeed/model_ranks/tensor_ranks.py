@@ -129,9 +129,9 @@ def check(manifest: Manifest, replicas: str | None) -> list[str]:
     """
     if manifest.ranks:
         return _own_copies(manifest)
-    if manifest.source.get("zero_stage") == 0 and layers_of(manifest.engine):
+    if manifest.origin.zero_stage == 0 and layers_of(manifest.engine):
         return compare_copies(manifest, RANK0 if replicas == RANK0 else None)
-    return check_joined(manifest, replicas) if manifest.source.get("tp") else []
+    return check_joined(manifest, replicas) if manifest.origin.tp else []
 
 
 def _own_copies(manifest: Manifest) -> list[str]:
@@ -141,7 +141,7 @@ def _own_copies(manifest: Manifest) -> list[str]:
     """
     warnings = compare_apart(manifest)
     try:
-        model = joined_slices(manifest.models, manifest.source.get("tp_rules"), KEEP)
+        model = joined_slices(manifest.models, manifest.origin.tp_rules, KEEP)
     except (InconsistentCheckpoint, MissingData, UnsupportedCheckpoint, WrongOption):
         return warnings
     return [*warnings, *compare_copies(model, OWN)]

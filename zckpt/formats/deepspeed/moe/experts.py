@@ -291,7 +291,7 @@ class Experts(Struct, frozen=True):
         manifest = replace(
             manifest,
             warnings=(*manifest.warnings, *([warning] if unsaved else [])),
-            source={**manifest.source, "ep": max(self.layers.sizes)},
+            origin=replace(manifest.origin, ep=max(self.layers.sizes)),
             parameters={name: manifest.parameters[name] for name in self._order(manifest)},
             buffers=tuple(name for name in model["buffer_names"] if name in buffers),
             engine=replace(manifest.engine, experts=self.layers.listed),

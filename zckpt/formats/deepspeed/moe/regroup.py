@@ -140,8 +140,8 @@ def _regrouped(source: Manifest, layers: ExpertLayers, ep: int) -> tuple[Manifes
         engine = replace(engine, config={**config, "expert_parallel": auto_ep})
     order = [*members, *(name for name in source.parameters if name not in members)]
     parameters = {name: source.parameters[name] for name in order}
-    about = {**source.source, "ep": ep}
-    source = replace(source, source=about, parameters=parameters, engine=engine)
+    origin = replace(source.origin, ep=ep)
+    source = replace(source, origin=origin, parameters=parameters, engine=engine)
     return regrouped(source, tuple(groups), members, origins)
 
 
