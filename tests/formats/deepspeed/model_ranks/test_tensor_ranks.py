@@ -272,7 +272,7 @@ def test_what_is_said_of_stages_and_of_tensor_ranks(tmp_path: Path) -> None:
         for each in ranks(tmp_path, norm=[6.0])
     )
     of_stage = replace(second.entries["norm/master"], axis="stage")
-    apart = Manifest("run", "deepspeed", {"tp": 2}, {}, {}, ranks=(first, second))
+    apart = Manifest("run", "deepspeed", Origin(tp=2), {}, {}, ranks=(first, second))
     of_stages, of_ranks = check(
         replace(apart, models=(replace(first, replicas=(of_stage,)), second)), None
     )
