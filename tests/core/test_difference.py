@@ -209,3 +209,21 @@ def test_the_largest_distance_on_either_side(sign: int) -> None:
     for _ in range(5):
         a[1] = torch.nextafter(a[1], torch.tensor(sign * 9.0))
     assert measured(a, b, "F32").max_ulp == 5
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        ([math.inf, 0.0], [0.0, math.inf]),
+        ([1.7e308, 1.0], [-1.7e308, 1.0]),
+        ([1e200, 1.0], [1e200, 2.0]),
+    ],
+)
+def test_numbers_that_float64_cannot_hold(a: list[float], b: list[float]) -> None:
+    """Products of zero and infinity, and sums and distances that overflow: numpy warns of them."""
+    sides = [torch.tensor(side, dtype=torch.float64) for side in (a, b)]
+    difference = measured(sides[0], sides[1], "F64")
+    assert difference.count == sum(one != other for one, other in zip(a, b, strict=True))
+    assert difference.max_abs == max(abs(one - other) for one, other in zip(a, b, strict=True))
+    assert difference.cosine is None

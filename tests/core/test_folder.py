@@ -278,3 +278,32 @@ def test_names_are_in_order(own: Folder, tmp_path: Path) -> None:
     for name in ("b", "c", "a", "_", "d"):
         (tmp_path / "own" / name).touch()
     assert own.names() == ["_", "a", "b", "c", "d"]
+
+
+def test_a_file_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError):
+        Folder.at(str(tmp_path / "file"))
+
+
+def test_a_file_that_cannot_be_looked_at_is_named(
+    own: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And an error without a number keeps its text."""
+
+    def fails(with_number: bool) -> Callable[..., os.stat_result]:
+        def fail(*_: Any, **__: Any) -> os.stat_result:
+            raise OSError(errno.EIO, os.strerror(errno.EIO)) if with_number else OSError("broken")
+
+        return fail
+
+    path = str(tmp_path / "own" / "a")
+    Path(path).touch()
+    for call, function in ((own.open, "fstat"), (own.status, "stat")):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, function, fails(with_number=True))
+            with pytest.raises(OSError, match=f"Input/output error: '{path}'"):
+                call(path)
+            patch.setattr(os, function, fails(with_number=False))
+            with pytest.raises(OSError, match=r"^broken$"):
+                call(path)

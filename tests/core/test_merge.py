@@ -339,6 +339,8 @@ def test_a_tensor_of_the_state_is_a_copy_unless_it_is_of_another_shape(made: Gri
 
     assert copies((2,)) == ["client_state.rng/state", "client_state.seed/state"]
     assert copies((1, 2)) == ["client_state.seed/state"]
+    late = merge([made.ranks[0], rank_with(1, (2,))], made.table)  # the first has none
+    assert late.entries.keys() == made.whole.entries.keys()
 
 
 def test_numbers_of_no_parameter_that_differ_are_not_read(made: Grid) -> None:

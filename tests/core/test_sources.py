@@ -124,6 +124,7 @@ def test_nothing_waits_for_a_pipe(tmp_path: Path) -> None:
     os.mkfifo(pipe)
     with pytest.raises(CorruptCheckpoint, match=f"{pipe} is not a regular file"):
         sources.open_file(str(pipe))
+    assert not sources.is_denied(str(pipe))
     with pytest.raises(CorruptCheckpoint), sources.opened("/dev/zero"):
         pass
     with pytest.raises(CorruptCheckpoint, match="is a directory"), sources.opened(str(tmp_path)):

@@ -167,6 +167,21 @@ def test_denormal_numbers_are_counted(dtype: str) -> None:
     assert measured.denormal == 0
 
 
+def test_the_smallest_number_is_its_own_mean() -> None:
+    measured = measure(memory(torch.full((3,), 5e-324, dtype=torch.float64)), "F64")
+    assert (measured.mean, measured.std) == (5e-324, 0.0)
+
+
+def test_a_mean_that_their_sum_would_round() -> None:
+    tensor = 1e15 + 4 * torch.arange(100, dtype=torch.float64)
+    assert float(tensor.sum()) / 100 != 1e15 + 198
+    assert measure(memory(tensor), "F64").mean == 1e15 + 198
+
+
+def test_magnitudes_are_counted_if_they_are_asked_for() -> None:
+    assert measure(memory(torch.ones(3)), "F32").histogram is None
+
+
 def test_a_report_has_both_ends() -> None:
     report = measure(memory(torch.tensor([-2.0, 5.0, 1.0])), "F32").report()
     assert (report["min"], report["max"]) == (-2.0, 5.0)

@@ -20,7 +20,15 @@ from zckpt.core.manifest import Entry
 from zckpt.core.pieces import ElementReader
 from zckpt.core.records import RecordChecker, RecordCounts
 from zckpt.core.sources import Fingerprint
-from zckpt.core.streaming import batches, chunk_size, finish, in_turns, share, stream
+from zckpt.core.streaming import (
+    batches,
+    carry_out_all,
+    chunk_size,
+    finish,
+    in_turns,
+    share,
+    stream,
+)
 from zckpt.errors import SourceChanged
 
 
@@ -181,3 +189,21 @@ def test_records_of_several_checkpoints_are_counted_together(tmp_path: Path) -> 
     for pair in ([checkers[1]], [checkers[0], checkers[3]]):
         with pytest.raises(SourceChanged):
             finish(pair)
+
+
+@pytest.mark.parametrize(("tasks", "threads"), [(0, 0), (3, 3), (16, 16), (40, 16)])
+def test_tasks_that_wait_for_the_disk(
+    tasks: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a thread for each, at most sixteen, which debuggers show by name."""
+    start, names = threading.Thread.start, list[str]()
+
+    def noted(self: threading.Thread) -> None:
+        names.append(self.name)
+        start(self)
+
+    done: list[int] = []
+    monkeypatch.setattr(threading.Thread, "start", noted)
+    carry_out_all(range(tasks), done.append)
+    assert sorted(done) == [*range(tasks)]
+    assert names == [f"zckpt-{number}" for number in range(threads)]
