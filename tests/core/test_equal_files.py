@@ -139,17 +139,26 @@ def test_a_state_of_two_parameters_whose_others_differ(tmp_path: Path) -> None:
     assert len(single(tmp_path, *equal, *rest, dtype="BF16")) == 1  # rounding made no equal ones
 
 
-def test_values_may_lie_in_any_record(tmp_path: Path) -> None:
-    """A file of several records, the first of which is zero."""
-    tensors = [("f", "w/exp_avg", ZERO + SOME), ("g", "w/exp_avg_sq", ZERO + SOME)]
-    whole = manifest(tmp_path, *tensors)
-    records = tuple(
+@pytest.mark.parametrize(
+    ("first", "second", "reason"),
+    [
+        ("w/exp_avg", "w/exp_avg_sq", "exp_avg_sq and exp_avg are never equal"),
+        ("w/param", "v/param", "other states of v and w differ"),
+    ],
+)
+def test_values_may_lie_in_any_record(first: str, second: str, reason: str, tmp_path: Path) -> None:
+    """Files of two records, in any order, one of which is zero."""
+    tensors = [("f", first, ZERO + SOME), ("g", second, ZERO + SOME)]
+    rest = [("h", "w/sum", SOME), ("i", "v/sum", OTHER)]
+    whole = manifest(tmp_path, *tensors, *rest)
+    records = [
         Record(record.extent.part(start, start + 64), crc)
-        for record in whole.records
+        for record in whole.records[:2]
         for start, crc in ((0, zlib.crc32(ZERO)), (64, zlib.crc32(SOME)))
-    )
-    (line,) = said(replace(whole, records=records))
-    assert line.startswith("g holds the same bytes as f, but exp_avg_sq and exp_avg are never")
+    ]
+    records[2:] = [*records[:1:-1], *whole.records[2:]]
+    (line,) = said(replace(whole, records=tuple(records)))
+    assert line.startswith(f"g holds the same bytes as f, but {reason}: ")
 
 
 @pytest.mark.parametrize(
@@ -169,3 +178,7 @@ def test_a_file_of_several_tensors_is_of_no_single_state(tmp_path: Path) -> None
     own = [("f", "w/exp_avg", SOME), ("f", "rng/state", ONES)]
     other = [("g", "w/exp_avg_sq", SOME), ("g", "rng2/state", ONES)]
     assert said(manifest(tmp_path, *own, *other)) == []
+    two, one = ([(f, f"{f}/{slot}", SOME) for slot in ("param", "exp_avg")] for f in "fg")
+    alone = [(f, f"{f}/param", SOME + SOME) for f in "fg"]
+    for tensors in ([*two, alone[1]], [alone[0], *one]):
+        assert said(manifest(tmp_path, *tensors)) == []

@@ -1,11 +1,11 @@
-"""Lines of boxes: what is contiguous in a tensor and in each rank's part of it."""
+"""What ranks have of a tensor: lines of boxes that are contiguous, parts of a segment."""
 
 from __future__ import annotations
 
 import pytest
 
 from zckpt.core.fragments import Extent
-from zckpt.core.partition import BoxPart, Joined
+from zckpt.core.partition import BoxPart, Joined, Partitioned
 
 Box = tuple[int, int, int]
 
@@ -33,3 +33,12 @@ def joined(shape: Box, *boxes: tuple[Box, Box]) -> Joined:
 def test_the_shortest_line(boxes: list[tuple[Box, Box]], line: int) -> None:
     """Of parts that have elements."""
     assert joined((2, 3, 4), *boxes).line == line
+
+
+@pytest.mark.parametrize(("rank", "stop", "end"), [(0, 5, 5), (0, 12, 8), (1, 12, 12), (1, 99, 16)])
+def test_a_rank_has_as_much_of_a_segment_as_its_part_reaches(
+    rank: int, stop: int, end: int
+) -> None:
+    parts = joined((2, 3, 4), ((0, 0, 0), (2, 1, 4)), ((0, 1, 0), (2, 2, 4)))
+    flat = Partitioned("F32", (Extent("a", 0, 32), Extent("b", 0, 64)), ())
+    assert parts.own(rank, 3, stop) == flat.own(rank, 3, stop) == (3, end)

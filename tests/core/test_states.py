@@ -267,6 +267,7 @@ def test_matrices_that_were_trained_as_vectors() -> None:
     assert of_vectors(flat, flat) == of_vectors(plain, plain) == []
     assert of_vectors(replace(flat, source={"zero_stage": 0}), plain) == []
     assert of_vectors(replace(flat, engine=None), plain) == []
+    assert of_vectors(replace(flat, groups=None), plain) == []
     stage_0 = replace(flat, source={"zero_stage": 0})
     assert of_vectors(flat, stage_0) == found
 
