@@ -25,7 +25,7 @@ def test_sizes_are_rounded_up(size: int, aligned: int) -> None:
     assert align(size) == aligned
 
 
-@pytest.mark.parametrize("size", [0, 1, 4095, 4096, 10_000])
+@pytest.mark.parametrize("size", [0, 1, 4095, 4096, 10_000, 2_100_000])
 def test_buffers_are_aligned_zeros(size: int) -> None:
     view = Buffer(size).view
     assert len(view) == max(4096, align(size))
@@ -282,6 +282,16 @@ def test_where_direct_writes_fail_the_rest_is_buffered(
     assert direct.tried == after + 1, "tried again after a refusal"
 
 
+def test_only_whole_blocks_are_written_directly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    direct, started = Direct(monkeypatch, errno.EINVAL, 1 << 30), list[int]()
+    monkeypatch.setattr(os, "posix_fadvise", lambda _, offset, *__: started.append(offset))
+    written(tmp_path / "a", 30_000, "auto")
+    assert direct.tried == 4
+    assert started == [24_576], "what was written directly is in no cache"
+
+
 def test_where_direct_is_asked_for_a_refusal_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -415,6 +425,9 @@ def test_what_was_written_is_synced_while_the_file_is_open(
         assert synced == ["fdatasync"]
     assert synced == ["fdatasync", "fsync"]
     writer.sync()
+    assert len(synced) == 2
+    with pytest.raises(KeyError), Writer(Folder.at(str(tmp_path)), str(tmp_path / "a"), 10):
+        raise KeyError("what was written is of no use")
     assert len(synced) == 2
     monkeypatch.delattr(os, "fdatasync")
     fileio.sync_data(0)
