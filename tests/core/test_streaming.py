@@ -159,8 +159,8 @@ def test_chunks_grow_with_ranks_up_to_the_memory(
 
 def test_groups_take_turns() -> None:
     """At most two at a time: the third begins when one has ended."""
-    groups = [iter(text) for text in ("abc", "d", "ef", "")]
-    assert "".join(in_turns(iter(groups), 2)) == "adbcef"
+    groups = [iter(text) for text in ("abc", "d", "ef", "gh", "")]
+    assert "".join(in_turns(iter(groups), 2)) == "adbcefgh"
     assert [*in_turns(iter([iter(()), iter((1,))]), 1)] == [1]
 
 
