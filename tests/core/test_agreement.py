@@ -50,6 +50,8 @@ def test_files_of_two_saves_are_refused() -> None:
     assert caught.value.message == "run: the files state different steps: 3 (x/a), 4 (b)"
     with pytest.raises(InconsistentCheckpoint, match=r"^\.: the files state"):
         need_one_save([("a", 3), ("b", 4)], None)
+    with pytest.raises(InconsistentCheckpoint, match=r"steps: 3 \(a, c\), 4 \(b\)$"):
+        need_one_save([("run/c", 3), ("run/b", 4), ("run/a", 3)], None)
     need_one_save(stated, "max")
     need_one_save(stated, KEEP)
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zckpt.core.cast import CAST_BLOCK
-from zckpt.core.difference import Difference, measure_difference, same
+from zckpt.core.difference import ULPS, Difference, measure_difference, same
 from zckpt.core.dtypes import SIZES, TORCH_NAMES
 
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -209,3 +209,32 @@ def test_the_largest_distance_on_either_side(sign: int) -> None:
     for _ in range(5):
         a[1] = torch.nextafter(a[1], torch.tensor(sign * 9.0))
     assert measured(a, b, "F32").max_ulp == 5
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        ([math.inf, 0.0], [0.0, math.inf]),
+        ([1.7e308, 1.0], [-1.7e308, 1.0]),
+        ([1e200, 1.0], [1e200, 2.0]),
+    ],
+)
+def test_numbers_that_float64_cannot_hold(a: list[float], b: list[float]) -> None:
+    """Products of zero and infinity, and sums and distances that overflow: numpy warns of them."""
+    sides = [torch.tensor(side, dtype=torch.float64) for side in (a, b)]
+    difference = measured(sides[0], sides[1], "F64")
+    assert difference.count == sum(one != other for one, other in zip(a, b, strict=True))
+    assert difference.max_abs == max(abs(one - other) for one, other in zip(a, b, strict=True))
+    assert difference.cosine is None
+
+
+def test_steps_are_counted_in_bins() -> None:
+    """Of 0, 1 and 2 steps, then of each power of two up to 1024."""
+    steps = [1, 2, 3, 4, 5, 512, 513, 1024, 1025, 1 << 20]
+    a = torch.ones(len(steps))
+    b = (a.view(torch.int32) + torch.tensor(steps, dtype=torch.int32)).view(torch.float32)
+    for difference in (measured(a, b, "F32"), measured(-b, -a, "F32")):
+        counted = {name: n for name, n in zip(ULPS, difference.ulps, strict=True) if n}
+        expected = {"1": 1, "2": 1, "3-4": 2, "5-8": 1, "257-512": 1, "513-1024": 2, ">1024": 2}
+        assert counted == expected

@@ -66,6 +66,9 @@ def test_files_with_states_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InconsistentCheckpoint, match=r"/g holds the same bytes as .*/f, although"):
         check_duplicates(manifest(tmp_path, *own))
     assert said(manifest(tmp_path, *own[:3])) == []
+    of_weights = [("g", f"g{n}/param", SOME) for n in range(2)]
+    with pytest.raises(InconsistentCheckpoint, match="although"):
+        check_duplicates(manifest(tmp_path, *own[:2], *of_weights))
     constant = [(f, f"{f}/{slot}", ONES) for f in "fg" for slot in ("param", "exp_avg")]
     assert said(manifest(tmp_path, *constant)) == []
     random_states = [(f, f"{f}{n}/state", SOME) for f in "fg" for n in range(3)]
@@ -106,7 +109,8 @@ def test_two_kinds_are_never_equal(tmp_path: Path) -> None:
         f"equal: {COPIED}"
     ]
     assert len(single(tmp_path, ("w/master", SOME), ("v/sum", SOME))) == 1
-    assert len(single(tmp_path, ("w/param", ONES), ("v/sum", ONES))) == 1
+    for tensors in ([("w/param", ONES), ("v/sum", ONES)], [("v/sum", ONES), ("w/param", ONES)]):
+        assert len(single(tmp_path, *tensors)) == 1
     sparse = bytes(8) + b"\1" + bytes(55)
     assert len(single(tmp_path, ("w/exp_avg", sparse), ("w/exp_avg_sq", sparse))) == 1
 
@@ -133,6 +137,29 @@ def test_a_state_of_two_parameters_whose_others_differ(tmp_path: Path) -> None:
     assert single(tmp_path, *equal, *same) == []  # the same gradients
     assert single(tmp_path, *equal, rest[0]) == []  # one has no other that could differ
     assert single(tmp_path, ("w/exp_avg", ZERO), ("v/exp_avg", ZERO), *rest) == []
+    assert len(single(tmp_path, *equal, *rest, dtype="BF16")) == 1  # rounding made no equal ones
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "reason"),
+    [
+        ("w/exp_avg", "w/exp_avg_sq", "exp_avg_sq and exp_avg are never equal"),
+        ("w/param", "v/param", "other states of v and w differ"),
+    ],
+)
+def test_values_may_lie_in_any_record(first: str, second: str, reason: str, tmp_path: Path) -> None:
+    """Files of two records, in any order, one of which is zero."""
+    tensors = [("f", first, ZERO + SOME), ("g", second, ZERO + SOME)]
+    rest = [("h", "w/sum", SOME), ("i", "v/sum", OTHER)]
+    whole = manifest(tmp_path, *tensors, *rest)
+    records = [
+        Record(record.extent.part(start, start + 64), crc)
+        for record in whole.records[:2]
+        for start, crc in ((0, zlib.crc32(ZERO)), (64, zlib.crc32(SOME)))
+    ]
+    records[2:] = [*records[:1:-1], *whole.records[2:]]
+    (line,) = said(replace(whole, records=tuple(records)))
+    assert line.startswith(f"g holds the same bytes as f, but {reason}: ")
 
 
 @pytest.mark.parametrize(
@@ -152,3 +179,7 @@ def test_a_file_of_several_tensors_is_of_no_single_state(tmp_path: Path) -> None
     own = [("f", "w/exp_avg", SOME), ("f", "rng/state", ONES)]
     other = [("g", "w/exp_avg_sq", SOME), ("g", "rng2/state", ONES)]
     assert said(manifest(tmp_path, *own, *other)) == []
+    two, one = ([(f, f"{f}/{slot}", SOME) for slot in ("param", "exp_avg")] for f in "fg")
+    alone = [(f, f"{f}/param", SOME + SOME) for f in "fg"]
+    for tensors in ([*two, alone[1]], [alone[0], *one]):
+        assert said(manifest(tmp_path, *tensors)) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import resource
 import zlib
@@ -24,11 +25,48 @@ def test_sizes_are_rounded_up(size: int, aligned: int) -> None:
     assert align(size) == aligned
 
 
-@pytest.mark.parametrize("size", [0, 1, 4095, 4096, 10_000])
+@pytest.mark.parametrize("size", [0, 1, 4095, 4096, 10_000, 2_100_000])
 def test_buffers_are_aligned_zeros(size: int) -> None:
     view = Buffer(size).view
     assert len(view) == max(4096, align(size))
     assert not any(view)
+
+
+@pytest.fixture
+def advised(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """The length and the advice of each memory of which advice is given."""
+    given: list[tuple[int, int]] = []
+
+    class Memory(mmap.mmap):
+        def __new__(cls, file: int, length: int, flags: int = mmap.MAP_SHARED) -> Memory:
+            assert flags & mmap.MAP_PRIVATE, "shared memory has no huge pages"
+            return super().__new__(cls, file, length, flags=flags)
+
+        def madvise(self, option: int, *_: int) -> None:
+            given.append((len(self), option))
+
+    monkeypatch.setattr(mmap, "mmap", Memory)
+    return given
+
+
+@pytest.mark.parametrize(
+    ("size", "taken"),
+    [(0, 4096), (4097, 8192), ((2 << 20) - 1, 2 << 20), (2 << 20, 2 << 20), (5 << 20, 6 << 20)],
+)
+def test_much_memory_is_of_huge_pages(
+    size: int, taken: int, advised: list[tuple[int, int]]
+) -> None:
+    assert fileio.in_pages(size) == taken
+    assert len(fileio.memory_of(size)) == taken
+    assert advised == ([(taken, mmap.MADV_HUGEPAGE)] if size >= 2 << 20 else [])
+
+
+def test_a_system_without_huge_pages(
+    advised: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(mmap, "MADV_HUGEPAGE")
+    assert len(fileio.memory_of(3 << 20)) == 4 << 20
+    assert not advised
 
 
 def numbered(path: Path, count: int = 1) -> list[str]:
@@ -99,7 +137,7 @@ def limit() -> Iterator[Callable[[int], None]]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-@pytest.mark.parametrize("threads", [1, 4, 64])
+@pytest.mark.parametrize("threads", [1, 4, 10, 64])
 def test_the_files_of_all_threads_stay_within_the_limit(
     threads: int, limit: Callable[[int], None]
 ) -> None:
@@ -148,6 +186,44 @@ def no_file_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("mode", ["auto", "buffered"])
 def test_files_have_their_exact_size(tmp_path: Path, size: int, mode: str) -> None:
     written(tmp_path / "a", size, mode)
+
+
+def test_buffered_writes_are_small_and_started_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is asked to be buffered is never written directly."""
+    direct = Direct(monkeypatch, errno.EINVAL)
+    lengths: list[int] = []
+    started: list[tuple[int, ...]] = []
+    write, advise = os.pwrite, os.posix_fadvise
+
+    def writes(file: int, data: Any, offset: int) -> int:
+        lengths.append(len(data))
+        return write(file, data, offset)
+
+    def advises(file: int, *how: int) -> None:
+        started.append(how)
+        advise(file, *how)
+
+    monkeypatch.setattr(os, "pwrite", writes)
+    monkeypatch.setattr(os, "posix_fadvise", advises)
+    written(tmp_path / "a", 900_000, "buffered", 602_112)
+    assert not direct.files
+    assert lengths == [262_144, 262_144, 77_824, 262_144, 35_744]
+    ends = (0, 602_112), (602_112, 297_888)
+    assert started == [(*end, os.POSIX_FADV_DONTNEED) for end in ends]
+
+
+def test_a_system_without_direct_writes_and_advice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(os, "O_DIRECT")
+    monkeypatch.delattr(os, "posix_fadvise")
+    written(tmp_path / "a", 10_000, "auto")
+    with pytest.raises(OSError, match="this system has no direct writes") as caught:
+        written(tmp_path / "a", 10_000, "direct")
+    assert caught.value.filename == str(tmp_path / "a")
+    assert opened(tmp_path) == 0
 
 
 def refuse_opening(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
@@ -204,6 +280,16 @@ def test_where_direct_writes_fail_the_rest_is_buffered(
     direct = Direct(monkeypatch, errno.EINVAL, after)
     written(tmp_path / "a", 50_000, "auto")
     assert direct.tried == after + 1, "tried again after a refusal"
+
+
+def test_only_whole_blocks_are_written_directly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    direct, started = Direct(monkeypatch, errno.EINVAL, 1 << 30), list[int]()
+    monkeypatch.setattr(os, "posix_fadvise", lambda _, offset, *__: started.append(offset))
+    written(tmp_path / "a", 30_000, "auto")
+    assert direct.tried == 4
+    assert started == [24_576], "what was written directly is in no cache"
 
 
 def test_where_direct_is_asked_for_a_refusal_is_an_error(
@@ -340,6 +426,9 @@ def test_what_was_written_is_synced_while_the_file_is_open(
     assert synced == ["fdatasync", "fsync"]
     writer.sync()
     assert len(synced) == 2
+    with pytest.raises(KeyError), Writer(Folder.at(str(tmp_path)), str(tmp_path / "a"), 10):
+        raise KeyError("what was written is of no use")
+    assert len(synced) == 2
     monkeypatch.delattr(os, "fdatasync")
     fileio.sync_data(0)
     assert synced[2:] == ["fsync"]
@@ -379,3 +468,19 @@ def test_a_saved_file_is_on_the_disk_with_its_name(
     assert partial.startswith(f"{tmp_path}/report.")
     assert folder == str(tmp_path)
     assert (tmp_path / "report").read_bytes() == b"text"
+
+
+def test_no_more_is_read_than_is_asked_for(tmp_path: Path) -> None:
+    (name,) = numbered(tmp_path)
+    into = bytearray(b"x" * 9)
+    Reader().read(Extent(name, 50, 7), memoryview(into))
+    assert into == bytes(7) + b"xx"
+
+
+def test_a_saved_file_is_readable_as_the_umask_says(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        fileio.save(str(tmp_path / "report"), b"text")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "report").stat().st_mode & 0o777 == 0o666

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import socket
 import stat
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from zckpt.core.folder import Folder
+from zckpt.core.folder import Folder, lock
 from zckpt.errors import CorruptCheckpoint, TargetExists
 
 from ..conftest import given_away
@@ -99,8 +100,11 @@ def test_another_users_folder_is_no_own_one(
 ) -> None:
     (tmp_path / "own").mkdir()
     given_away(monkeypatch, tmp_path / "own")
-    with pytest.raises(TargetExists, match="own belongs to user"):
-        Folder.at(str(tmp_path)).own(str(tmp_path / "own"))
+    with Folder.at(str(tmp_path)) as above:
+        before = descriptors()
+        with pytest.raises(TargetExists, match="own belongs to user"):
+            above.own(str(tmp_path / "own"))
+        assert descriptors() == before
     assert not list((tmp_path / "own").iterdir())
 
 
@@ -189,6 +193,25 @@ def test_what_can_be_removed_is(
     assert [path.name for path in (tmp_path / "own").iterdir()] == ["a"]
 
 
+def test_what_became_a_link_is_refused_and_the_rest_removed(
+    own: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the look at a folder and the opening of it."""
+    (tmp_path / "own" / "a").symlink_to(tmp_path / "home")
+    (tmp_path / "own" / "b").touch()
+    real = Folder.status
+
+    def before(self: Folder, path: str) -> os.stat_result | None:
+        return real(self, str(tmp_path / "home") if path.endswith("own/a") else path)
+
+    with Folder.at(str(tmp_path)) as above:
+        monkeypatch.setattr(Folder, "status", lambda _, path: before(above, path))
+        with pytest.raises(TargetExists, match="own/a is a link"):
+            above.remove(str(tmp_path / "own"))
+    assert [path.name for path in (tmp_path / "own").iterdir()] == ["a"]
+    assert (tmp_path / "home" / "victim").read_text() == "kept"
+
+
 def test_errors_name_whole_paths(own: Folder, tmp_path: Path) -> None:
     (tmp_path / "own" / "file").touch()
     for call in (own.open, own.size, own.sync, own.unlink, own.rmdir, own.inner):
@@ -198,6 +221,10 @@ def test_errors_name_whole_paths(own: Folder, tmp_path: Path) -> None:
     with pytest.raises(NotADirectoryError) as not_a_folder:
         own.open(str(tmp_path / "own" / "file" / "a"))
     assert not_a_folder.value.filename == str(tmp_path / "own" / "file")
+    missing, new = str(tmp_path / "own" / "missing"), str(tmp_path / "own" / "new")
+    with pytest.raises(FileNotFoundError) as caught:
+        own.move(missing, own, new)
+    assert (caught.value.filename, caught.value.filename2) == (missing, new)
 
 
 def test_everything_below_in_order(own: Folder, tmp_path: Path) -> None:
@@ -278,3 +305,73 @@ def test_names_are_in_order(own: Folder, tmp_path: Path) -> None:
     for name in ("b", "c", "a", "_", "d"):
         (tmp_path / "own" / name).touch()
     assert own.names() == ["_", "a", "b", "c", "d"]
+
+
+def test_a_file_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError):
+        Folder.at(str(tmp_path / "file"))
+
+
+def test_a_file_that_cannot_be_looked_at_is_named(
+    own: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And an error without a number keeps its text."""
+
+    def fails(with_number: bool) -> Callable[..., os.stat_result]:
+        def fail(*_: Any, **__: Any) -> os.stat_result:
+            raise OSError(errno.EIO, os.strerror(errno.EIO)) if with_number else OSError("broken")
+
+        return fail
+
+    path = str(tmp_path / "own" / "a")
+    Path(path).touch()
+    for call, function in ((own.open, "fstat"), (own.status, "stat")):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, function, fails(with_number=True))
+            with pytest.raises(OSError, match=f"Input/output error: '{path}'"):
+                call(path)
+            patch.setattr(os, function, fails(with_number=False))
+            with pytest.raises(OSError, match=r"^broken$"):
+                call(path)
+
+
+def test_names_in_a_folder(own: Folder) -> None:
+    assert own.name_of(own.path) == ""
+    assert own.name_of(f"{own.path}/a/../b/c") == "b/c"
+
+
+def test_a_folder_is_made_once(own: Folder) -> None:
+    path = os.path.join(own.path, "a")
+    assert own.make(path, 0o700)
+    assert not own.make(path)
+    assert os.stat(path).st_mode & 0o777 == 0o700
+
+
+def test_a_file_is_synced(own: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path(own.path, "a").touch()
+    synced: list[str] = []
+    monkeypatch.setattr(
+        os, "fsync", lambda file: synced.append(os.readlink(f"/proc/self/fd/{file}"))
+    )
+    own.sync(f"{own.path}/a")
+    own.sync(own.path)
+    assert synced == [f"{own.path}/a", own.path]
+
+
+def test_a_lock_is_that_of_one_opening(own: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = os.path.join(own.path, "a")
+    Path(path).touch()
+    with own.opened(path) as one:
+        with own.opened(path) as other:
+            assert lock(one)
+            assert not lock(other)
+            assert not lock(other, where_there_are_none=False)
+            assert lock(one, fcntl.LOCK_SH)
+            assert lock(other, fcntl.LOCK_SH)
+
+        def has_none(*_: int) -> None:
+            raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+        monkeypatch.setattr(fcntl, "flock", has_none)
+        assert [lock(one, where_there_are_none=known) for known in (True, False)] == [True, False]

@@ -15,7 +15,7 @@ from zckpt.core.inert import Scalar, TensorName
 from zckpt.core.manifest import Entry, Manifest, Parameter, Unread
 from zckpt.core.merge import agreed_steps, in_order, merge, numbered_alike
 from zckpt.core.origin import Origin
-from zckpt.core.placement import Sliced, Table
+from zckpt.core.placement import SUM, Sliced, Table
 from zckpt.core.slicing import replicated
 from zckpt.core.states import BESIDE_STATE, NO_PARAMETER, PLACES
 from zckpt.errors import InconsistentCheckpoint, UnsupportedCheckpoint
@@ -115,7 +115,8 @@ def test_what_contradicts_is_named(fault: str, made: Grid) -> None:
     first, second = made.ranks
     if "save" in fault and "settings" not in fault:
         first, second = (
-            replace(rank, files=(f"run/{n}-model_states.pt",)) for n, rank in enumerate(made.ranks)
+            replace(rank, files=(f"run/{n}-optim.pt", f"run/{n}-model_states.pt"))
+            for n, rank in enumerate(made.ranks)
         )
     merge([first, second], made.table)
     with pytest.raises(InconsistentCheckpoint, match=message) as caught:
@@ -139,6 +140,47 @@ def test_a_parameter_without_elements(made: Grid) -> None:
     empty = grid([cut_up("e", (0, 2), 0, [[0, 0]])])
     assert empty.ranks[0].parameters["e"].trainable
     assert merge(empty.ranks, empty.table).parameters == empty.whole.parameters
+
+
+@pytest.mark.parametrize("widths", [[4, 0], [0, 4]])
+def test_an_empty_slice_needs_no_tensor(widths: list[int]) -> None:
+    """No optimizer owns it."""
+    made = grid([cut_up("a", (4,), 0, [widths])], ("param", "exp_avg"))
+    ranks = [without_entry(r, "a/param") if 0 in r.parameters["a"].shape else r for r in made.ranks]
+    assert sorted(len(rank.entries) for rank in ranks) == [0, 2]
+    whole = merge(ranks, made.table)
+    assert whole.parameters == made.whole.parameters
+    for name, entry in made.whole.entries.items():
+        assert numbers(made.files, whole.entries[name]) == numbers(made.files, entry)
+
+
+def test_parts_of_a_sum_are_no_copies() -> None:
+    """Each rank's weight is another one; their moments are copies."""
+    cut = Sliced((2,), replicated((2,), 3), SUM)
+    made = grid([Placed("b", (2,), cut, [np.arange(2)] * 3)], ("param", "exp_avg"))
+    whole = merge(made.ranks, made.table)
+    assert [copy.name for copy in whole.replicas] == ["b/exp_avg"] * 2
+
+
+def test_one_rank_is_the_whole() -> None:
+    made = grid([cut_up("a", (4,), 0, [[4]])])
+    optimizer = {"scale": 8, "beside": {"own": 1}}
+    whole = merge([with_state(made.ranks[0], optimizer=optimizer)], made.table)
+    assert (whole.parameters, whole.unread) == (made.whole.parameters, ())
+    assert whole.state["optimizer"] == optimizer
+
+
+def test_parameters_of_no_group(made: Grid) -> None:
+    """All of them, if no optimizer was read."""
+    ranks = [with_parameter(rank, "b", group=None) for rank in made.ranks]
+    assert [item.group for item in merge(ranks, made.table).parameters.values()] == [0, None]
+    without = [replace(with_parameter(rank, "a", group=None), groups=None) for rank in ranks]
+    whole = merge(without, made.table)
+    assert whole.groups is None
+    assert [(name, item.shape) for name, item in whole.parameters.items()] == [
+        ("a", (4,)),
+        ("b", (2,)),
+    ]
 
 
 def test_states_stand_behind_parameters_and_buffers(made: Grid) -> None:
@@ -340,16 +382,18 @@ def test_a_tensor_of_the_state_is_a_copy_unless_it_is_of_another_shape(made: Gri
 
     assert copies((2,)) == ["client_state.rng/state", "client_state.seed/state"]
     assert copies((1, 2)) == ["client_state.seed/state"]
+    late = merge([made.ranks[0], rank_with(1, (2,))], made.table)  # the first has none
+    assert late.entries.keys() == made.whole.entries.keys()
 
 
 def test_numbers_of_no_parameter_that_differ_are_not_read(made: Grid) -> None:
     """Those that are alike stay in the state."""
     ranks = [
-        with_state(rank, optimizer={"scale": 8, "beside": {"own": number, "same": 3}})
+        with_state(rank, optimizer={"members": [number], "beside": {"own": number, "same": 3}})
         for number, rank in enumerate(made.ranks)
     ]
     whole = merge(ranks, made.table)
-    assert whole.state["optimizer"] == {"scale": 8, "beside": {"same": 3}}
+    assert whole.state["optimizer"] == {"members": [0], "beside": {"same": 3}}
     (unread,) = whole.unread
     assert (unread.key, unread.parameters, unread.reason, unread.content) == (
         "own", (NO_PARAMETER,), BESIDE_STATE, "[0, 1]",

@@ -103,6 +103,9 @@ def test_a_watch_compares_every_opening(path: Path, change: Callable[[Path], Non
                 pass
             longer(log)  # it is no part of the checkpoint
         assert watch.of([str(path)]) == {str(path): fingerprint(path)}
+        other = path.with_name("never opened")
+        other.touch()
+        assert watch.of([str(other)]) == {str(other): fingerprint(other)}
         change(path)
         assert sources.size(str(path))
         with pytest.raises(SourceChanged):
@@ -116,7 +119,18 @@ def test_outside_of_a_watch_nothing_is_noted(path: Path) -> None:
         assert not watch.first
 
 
+def test_files_are_known_by_name_size_and_time(path: Path) -> None:
+    """On all nodes, whose devices and inodes differ."""
+    os.utime(path, ns=(0, 1234567890_000000007))
+    seen = sources.files_seen(str(path.parent.parent), {str(path): fingerprint(path)})
+    assert seen == {f"{path.parent.name}/file": [10, 1234567890_000000007]}
+
+
 # -- opening and reading
+
+
+def test_a_file_without_a_fingerprint_is_opened(path: Path) -> None:
+    os.close(sources.open_file(str(path), {"another": fingerprint(path)}))
 
 
 def test_nothing_waits_for_a_pipe(tmp_path: Path) -> None:
@@ -124,6 +138,7 @@ def test_nothing_waits_for_a_pipe(tmp_path: Path) -> None:
     os.mkfifo(pipe)
     with pytest.raises(CorruptCheckpoint, match=f"{pipe} is not a regular file"):
         sources.open_file(str(pipe))
+    assert not sources.is_denied(str(pipe))
     with pytest.raises(CorruptCheckpoint), sources.opened("/dev/zero"):
         pass
     with pytest.raises(CorruptCheckpoint, match="is a directory"), sources.opened(str(tmp_path)):
@@ -155,6 +170,8 @@ def test_errors_inside_the_block_name_the_file(path: Path) -> None:
     with pytest.raises(OSError, match="another") as caught, sources.opened(str(path)):
         raise OSError(errno.EIO, "Input/output error", "another")
     assert caught.value.filename == "another"
+    with pytest.raises(OSError, match=r"^no number$"), sources.opened(str(path)):
+        raise OSError("no number")
 
 
 def test_a_position_that_cannot_be_asked_for(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,6 +250,17 @@ def test_what_cannot_be_looked_at_is_an_error(
 def test_a_search_passes_by_what_is_gone(tmp_path: Path) -> None:
     """Between the listing of a folder and the look at what is in it."""
     assert sources.is_denied(str(tmp_path / "gone"))
+
+
+def test_a_search_passes_by_a_folder_that_may_not_be_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(name: str) -> Iterator[os.DirEntry[str]]:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), name)
+
+    assert not sources.is_denied(str(tmp_path))
+    monkeypatch.setattr(os, "scandir", refuse)
+    assert sources.is_denied(str(tmp_path))
 
 
 def test_a_walk_is_in_order_and_follows_no_link(tmp_path: Path) -> None:

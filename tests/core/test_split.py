@@ -99,3 +99,15 @@ def test_weights_that_lie_beside_ranks() -> None:
     assert [*part(source, row).entries] == ["a/master"]
     weights = {name: entry for name, entry in source.entries.items() if entry.slot == "param"}
     assert [*part(replace(source, entries=weights), row).entries] == ["a/param"]
+
+
+def test_what_is_empty_in_the_whole_is_no_empty_slice() -> None:
+    """An optimizer may own it, whatever its other axes are."""
+    placements = [cut_up("none", (0, 2), 0, [[0, 0]]), cut_up("one", (4, 1), 0, [[0, 4]])]
+    first = grid(placements, ("param", "master")).ranks[0]
+    assert [own.trainable for own in first.parameters.values()] == [True, False]
+    assert [*first.entries] == ["none/param", "none/master", "one/param"]
+
+
+def test_a_whole_that_lists_no_module() -> None:
+    assert part(replace(whole(), state={"x": 1}), Row(["a"])).state == {"x": 1, "module": []}

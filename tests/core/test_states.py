@@ -238,6 +238,8 @@ def test_model_ranks_are_looked_at_one_by_one() -> None:
     other_names = manifest("u/a", parameters={"u": Parameter((2,))})
     assert lost_of(source, manifest(ranks=(full, other_names))) == {}
     assert lost_of(manifest("w/a"), manifest(ranks=(full,))) == {}
+    two = manifest(ranks=(full, manifest("w/b")))
+    assert lost_of(two, manifest(ranks=(full,))) == {"b": ["w"]}
 
 
 def test_matrices_that_were_trained_as_vectors() -> None:
@@ -266,6 +268,7 @@ def test_matrices_that_were_trained_as_vectors() -> None:
     assert of_vectors(flat, flat) == of_vectors(plain, plain) == []
     assert of_vectors(replace(flat, origin=Origin(zero_stage=0)), plain) == []
     assert of_vectors(replace(flat, engine=None), plain) == []
+    assert of_vectors(replace(flat, groups=None), plain) == []
     stage_0 = replace(flat, origin=Origin(zero_stage=0))
     assert of_vectors(flat, stage_0) == found
 

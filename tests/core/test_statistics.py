@@ -105,6 +105,13 @@ def test_no_elements() -> None:
 def test_one_element() -> None:
     report = measure(memory(torch.tensor(-2.5)), "F32").report()
     assert [report[key] for key in ("min", "mean", "norm", "std")] == [-2.5, -2.5, 2.5, None]
+    assert report["rms"] == 2.5
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_signalling_nan() -> None:
+    measured = measure(memory(torch.tensor([0x7F800001, 0], dtype=torch.int32)), "F32")
+    assert (measured.nan, measured.zero, measured.finite) == (1, 1, 1)
 
 
 def test_sums_that_overflow_in_their_own_type() -> None:
@@ -168,6 +175,21 @@ def test_denormal_numbers_are_counted(dtype: str) -> None:
     assert measured.denormal == 0
 
 
+def test_the_smallest_number_is_its_own_mean() -> None:
+    measured = measure(memory(torch.full((3,), 5e-324, dtype=torch.float64)), "F64")
+    assert (measured.mean, measured.std) == (5e-324, 0.0)
+
+
+def test_a_mean_that_their_sum_would_round() -> None:
+    tensor = 1e15 + 4 * torch.arange(100, dtype=torch.float64)
+    assert float(tensor.sum()) / 100 != 1e15 + 198
+    assert measure(memory(tensor), "F64").mean == 1e15 + 198
+
+
+def test_magnitudes_are_counted_if_they_are_asked_for() -> None:
+    assert measure(memory(torch.ones(3)), "F32").histogram is None
+
+
 def test_a_report_has_both_ends() -> None:
     report = measure(memory(torch.tensor([-2.0, 5.0, 1.0])), "F32").report()
     assert (report["min"], report["max"]) == (-2.0, 5.0)
@@ -203,6 +225,17 @@ def test_magnitudes_are_counted_by_powers_of_two() -> None:
         "first": -149,
         "counts": [1, *[0] * 146, 2, 0, 2, 1],
     }
+
+
+def test_magnitudes_of_parts_add_up() -> None:
+    """Those that nothing has are left out at both ends."""
+    whole = statistics.Statistics()
+    for number in (2.0**90, 2.0**-3):
+        whole.add(measure(memory(torch.tensor([number, 0.0])), "F32", histogram=True))
+    assert statistics.exponents(whole.histogram) == {-3: 1, 90: 1}
+    counts = {-4: 0, -3: 1, -1: 2, 3: 0}
+    assert statistics.magnitudes(counts) == {"first": -3, "counts": [1, 0, 2]}
+    assert statistics.magnitudes({2: 0}) is None
 
 
 # -- of checkpoints

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -20,7 +21,15 @@ from zckpt.core.manifest import Entry
 from zckpt.core.pieces import ElementReader
 from zckpt.core.records import RecordChecker, RecordCounts
 from zckpt.core.sources import Fingerprint
-from zckpt.core.streaming import batches, chunk_size, finish, in_turns, share, stream
+from zckpt.core.streaming import (
+    batches,
+    carry_out_all,
+    chunk_size,
+    finish,
+    in_turns,
+    share,
+    stream,
+)
 from zckpt.errors import SourceChanged
 
 
@@ -60,6 +69,20 @@ def test_batches_hold_every_element_once(tensors: list[tuple[str, str, int]], ch
     kinds = [(entry.slot, entry.dtype) for entry in entries]
     by_kind = sorted(entries, key=lambda entry: kinds.index((entry.slot, entry.dtype)))
     assert read == [(entry.name, n) for entry in by_kind for n in range(entry.numel)]
+
+
+def test_a_batch_is_as_full_as_it_can_be() -> None:
+    entries = [
+        Entry(f"{name}/param", "F32", (3,), solid(3, Extent("a", 0, 12))) for name in "abcde"
+    ]
+    read = [
+        [(request.entry.parameter, request.start, request.stop) for request in batch]
+        for (batch,) in batches(([entry] for entry in entries), 32)
+    ]
+    assert read == [
+        [("a", 0, 3), ("b", 0, 3), ("c", 0, 2)],
+        [("c", 2, 3), ("d", 0, 3), ("e", 0, 3)],
+    ]
 
 
 @given(st.lists(st.integers(0, 50), max_size=9), st.sampled_from([64, 90, 1000]))
@@ -136,20 +159,20 @@ def test_chunks_grow_with_ranks_up_to_the_memory(
 
 def test_groups_take_turns() -> None:
     """At most two at a time: the third begins when one has ended."""
-    groups = [iter(text) for text in ("abc", "d", "ef", "")]
-    assert "".join(in_turns(iter(groups), 2)) == "adbcef"
+    groups = [iter(text) for text in ("abc", "d", "ef", "gh", "")]
+    assert "".join(in_turns(iter(groups), 2)) == "adbcefgh"
     assert [*in_turns(iter([iter(()), iter((1,))]), 1)] == [1]
 
 
 @pytest.mark.parametrize("started", [0, 1, 3])
 def test_a_limit_of_threads(started: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that could be started carry out all tasks."""
-    start, left = threading.Thread.start, [started]
+    start, tried = threading.Thread.start, list[str]()
 
     def limited(self: threading.Thread) -> None:
-        if not left[0]:
+        tried.append(self.name)
+        if len(tried) > started:
             raise RuntimeError("can't start new thread")
-        left[0] -= 1
         start(self)
 
     done: list[int] = []
@@ -157,6 +180,7 @@ def test_a_limit_of_threads(started: int, monkeypatch: pytest.MonkeyPatch) -> No
     if started:
         share(iter(range(50)), 4, lambda: nullcontext(done.append))
         assert sorted(done) == [*range(50)]
+        assert len(tried) == started + 1
         return
     with pytest.raises(RuntimeError, match="can't start"):
         share(iter(range(50)), 4, lambda: nullcontext(done.append))
@@ -181,3 +205,51 @@ def test_records_of_several_checkpoints_are_counted_together(tmp_path: Path) -> 
     for pair in ([checkers[1]], [checkers[0], checkers[3]]):
         with pytest.raises(SourceChanged):
             finish(pair)
+
+
+@pytest.mark.parametrize(("tasks", "threads"), [(0, 0), (3, 3), (16, 16), (40, 16)])
+def test_tasks_that_wait_for_the_disk(
+    tasks: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a thread for each, at most sixteen, which debuggers show by name."""
+    start, names = threading.Thread.start, list[str]()
+
+    def noted(self: threading.Thread) -> None:
+        names.append(self.name)
+        start(self)
+
+    done: list[int] = []
+    monkeypatch.setattr(threading.Thread, "start", noted)
+    carry_out_all(range(tasks), done.append)
+    assert sorted(done) == [*range(tasks)]
+    assert names == [f"zckpt-{number}" for number in range(threads)]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_interruption_waits_for_what_is_being_done(
+    fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends the threads, and is what is raised, whatever became of a task meanwhile."""
+    interrupted, join = threading.Event(), threading.Thread.join
+    done: list[int] = []
+
+    def carry_out(number: int) -> None:
+        interrupted.wait(60)
+        time.sleep(0.05)  # the main thread would return before
+        done.append(number)
+        if fails:
+            raise KeyError("task")
+
+    def interrupts(self: threading.Thread) -> None:
+        if not interrupted.is_set():
+            interrupted.set()
+            if fails:
+                join(self)
+            raise KeyboardInterrupt
+        join(self)
+
+    monkeypatch.setattr(threading.Thread, "join", interrupts)
+    with pytest.raises(KeyboardInterrupt):
+        share(iter(range(1000)), 2, lambda: nullcontext(carry_out))
+    assert not [thread for thread in threading.enumerate() if "zckpt" in thread.name]
+    assert 1 <= len(done) < 1000

@@ -27,8 +27,7 @@ def part(whole: Manifest, row: Row) -> Manifest:
 
     A module has an empty slice, and no optimizer owns it: it is a frozen parameter.
     """
-    names = {*row.names}
-    shapes = {name: shape for name, shape in row.shapes.items() if name in names}
+    names, shapes = {*row.names}, row.shapes
     parameters = {
         name: replace(own, shape=shapes.get(name, own.shape))
         for name in row.names

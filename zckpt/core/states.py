@@ -322,9 +322,8 @@ def without(manifest: Manifest, keys: Collection[str]) -> Manifest:
     if values := others_of(manifest):
         rest = {name: _rest(own, gone) for name, own in values.items()}
         optimizer[OTHER] = {name: own for name, own in rest.items() if own}
-    if PARTITIONS in optimizer:
-        parts = [{**p, "states": _rest(p["states"], gone)} for p in partitions_of(manifest)]
-        optimizer[PARTITIONS] = [part for part in parts if part["states"]]
+    parts = [{**p, "states": _rest(p["states"], gone)} for p in partitions_of(manifest)]
+    optimizer[PARTITIONS] = [part for part in parts if part["states"]]
     for key in (OTHER, PARTITIONS):
         if not optimizer.get(key):
             optimizer.pop(key, None)

@@ -143,7 +143,7 @@ def measure(view: Any, dtype: str, histogram: bool = False) -> Statistics:
     """
     import numpy as np
 
-    values = array(view, dtype) if len(view) else np.empty(0)
+    values = array(view, dtype)
     statistics = Statistics()
     wide = np.empty(min(BLOCK, len(values)))
     with np.errstate(invalid="ignore"):  # a signalling NaN
