@@ -249,7 +249,7 @@ class TestRefusals:
     ) -> None:
         manifest = zckpt.read(grid_trained(BOTH) / "run")
         source = {**manifest.source, "pp": None, "tp": None}
-        plain = replace(manifest, source=source, state={**manifest.state, "pipeline": None})
+        plain = replace(manifest, source=source, pipeline=None)
         with pytest.raises(WrongOption, match=r"--pp.* is not a pipeline"):
             write.lay_out(plain, options_of(options))
 
