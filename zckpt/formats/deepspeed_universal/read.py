@@ -250,7 +250,7 @@ class ParameterFolders:
                     f"{file.path} has shape {list(tensor.shape)}, the model states say "
                     f"{list(stated)}"
                 )
-            self.merged.states.model["module"].pop(name, None)  # still has the rows
+            self.merged.states.module.pop(name, None)  # still has the rows
             self.left_out.append(f"rows of {name} that fill up the vocabulary")
         return (tensor.numel,) if VIEW in info and len(stated) == 1 else tensor.shape
 
