@@ -15,7 +15,7 @@ from zckpt import formats
 from zckpt.core import duplicates, masters, plan, states
 from zckpt.core.checksum import crc_of_zeros
 from zckpt.core.description import Report
-from zckpt.core.facts import FlatBufferEngine
+from zckpt.core.facts import FlatBufferEngine, Pipeline, TensorParallel, Vocabulary
 from zckpt.core.fragments import Extent, Record, solid
 from zckpt.core.grid import Grid, Place
 from zckpt.core.inert import Global
@@ -290,16 +290,17 @@ def test_names_change_on_all_ranks(files: Files) -> None:
 
 def test_what_the_state_says_of_parameters_has_their_names(files: Files) -> None:
     def facts(name: str) -> dict[str, Any]:
-        own = {name: {"rows": 3}}
+        stages, buffers = [[name], []], [[], [f"{name}.b"]]
         return {
-            "pipeline": {"parameters": [[name], []], "buffers": [[], [f"{name}.b"]], "layers": [0]},
-            "tensor_parallel": {"rules": {name: "0"}, "vocabulary": own},
-            "universal": {"files": own, "model_parallel": 2},
+            "pipeline": Pipeline(stages, buffers, [0], {0: "a"}),
+            "tensor_parallel": TensorParallel({name: "0"}, {name: Vocabulary(3, 2)}),
+            "state": {"universal": {"files": {name: {"cat_dim": 0}}, "model_parallel": 2}},
         }
 
-    manifest = replace(grid(files), state=facts("a"))
-    found = renamed(changed(manifest, 1, state=facts("a"), buffers=("a.b",)), [("^a", "c")])
-    assert found.state == found.ranks[1].state == facts("c")
+    manifest = replace(grid(files), **facts("a"))
+    found = renamed(changed(manifest, 1, **facts("a"), buffers=("a.b",)), [("^a", "c")])
+    for own in (found, found.ranks[1]):
+        assert {key: getattr(own, key) for key in facts("c")} == facts("c")
 
 
 def test_an_order_is_that_of_all_ranks(files: Files) -> None:

@@ -146,7 +146,7 @@ def _odd(paths: Sequence[str], when: str) -> list[str]:
 
 def _unused(manifest: Manifest, reading: Reading, format: Format) -> list[str]:
     """Options for tensor ranks of a checkpoint that has none."""
-    if manifest.origin.tp not in (None, 1) or "tensor_parallel" in manifest.state:
+    if manifest.origin.tp not in (None, 1) or manifest.tensor_parallel is not None:
         return []
     tp_rules = None if format.reports_unused_rules else reading.tp_rules
     return [

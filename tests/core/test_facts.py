@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -11,9 +12,13 @@ from zckpt.core.facts import (
     Engine,
     FlatBufferEngine,
     NamedWeightsEngine,
+    Pipeline,
     StateDictEngine,
     StepPlace,
+    TensorParallel,
+    Vocabulary,
     facts_of,
+    with_cuts,
     with_facts,
 )
 
@@ -135,14 +140,59 @@ def test_facts_have_their_keys_in_a_manifest_and_come_back(
     written = with_facts(state, engine, place)
     assert written == document
     assert list(written) == list(document)
-    assert facts_of(written) == (state, engine, place)
+    assert facts_of(written) == (state, engine, place, None, None)
 
 
 def test_a_manifest_of_fewer_keys_is_read() -> None:
-    _, engine, place = facts_of({"engine": {"name": "graph", "dtype": "BF16"}})
+    _, engine, place, *_ = facts_of({"engine": {"name": "graph", "dtype": "BF16"}})
     assert engine == NamedWeightsEngine("graph", None, None, "BF16", None, None)
     assert place is None
-    assert facts_of({"engine": None, "optimizer": None}) == ({"optimizer": None}, None, None)
+    nothing = dict.fromkeys(("engine", "optimizer", "pipeline", "tensor_parallel"))
+    assert facts_of(nothing) == ({"optimizer": None}, None, None, None, None)
+
+
+STAGES = Pipeline([["tied_modules.e.w", "1.w"], ["2.w"]], [[], ["2.b"]], [0, 1, 2], {0: "e"})
+STAGES_JSON = {
+    "parameters": [["tied_modules.e.w", "1.w"], ["2.w"]],
+    "buffers": [[], ["2.b"]],
+    "layers": [0, 1, 2],
+    "tied": [[0, "e"]],
+}
+SLICES = TensorParallel({"1.w": "0", "2.w": "replicated"}, {"1.w": Vocabulary(8, 5)})
+SLICES_JSON = {
+    "rules": {"1.w": "0", "2.w": "replicated"},
+    "vocabulary": {"1.w": {"rows": 8, "used": 5}},
+}
+
+
+def test_how_a_model_was_cut_stands_last_in_a_manifest_and_comes_back() -> None:
+    state = {"counters": {}, "optimizer": LOSS}
+    written = with_facts(state, FLAT, None, STAGES, SLICES)
+    assert written["pipeline"] == STAGES_JSON
+    assert written["tensor_parallel"] == SLICES_JSON
+    assert [*written] == ["engine", *state, "pipeline", "tensor_parallel"]
+    assert [*written["pipeline"], *written["tensor_parallel"]] == [*STAGES_JSON, *SLICES_JSON]
+    assert facts_of(json.loads(json.dumps(written))) == (state, FLAT, None, STAGES, SLICES)
+    assert with_cuts(state, None, SLICES) == {**state, "tensor_parallel": SLICES_JSON}
+    assert with_cuts(state, None, None) == state
+
+
+def test_cuts_of_fewer_keys_are_read() -> None:
+    stages = {key: value for key, value in STAGES_JSON.items() if key != "tied"}
+    facts = facts_of({"pipeline": stages, "tensor_parallel": {"rules": {"w": "0"}}})
+    assert facts.pipeline == replace(STAGES, tied={})
+    assert facts.tensor_parallel == TensorParallel({"w": "0"}, {})
+    facts = facts_of({"tensor_parallel": {"rules": None, "vocabulary": SLICES_JSON["vocabulary"]}})
+    assert facts.tensor_parallel == replace(SLICES, rules={})
+
+
+def test_cuts_under_other_names() -> None:
+    names = {"1.w": "1.v", "2.b": "2.c"}
+    stages = STAGES.renamed(names)
+    assert stages.parameters == [["tied_modules.e.w", "1.v"], ["2.w"]]
+    assert (stages.buffers, stages.layers, stages.tied) == ([[], ["2.c"]], [0, 1, 2], {0: "e"})
+    slices = SLICES.renamed(names)
+    assert slices == TensorParallel({"1.v": "0", "2.w": "replicated"}, {"1.v": Vocabulary(8, 5)})
 
 
 @pytest.mark.parametrize(
@@ -163,8 +213,26 @@ def test_a_manifest_of_fewer_keys_is_read() -> None:
         {"optimizer": {"step": {"in": 3}}},
         {"optimizer": {"step": {"shape": ["a"]}}},
         {"engine": {"config": {}, "dtype": "x"}},
+        {"pipeline": "stages"},
+        {"pipeline": {"parameters": []}},
+        {"pipeline": {**STAGES_JSON, "parameters": [["w"], "w"]}},
+        {"pipeline": {**STAGES_JSON, "parameters": {"w": 0}}},
+        {"pipeline": {**STAGES_JSON, "buffers": [[1]]}},
+        {"pipeline": {**STAGES_JSON, "layers": ["0"]}},
+        {"pipeline": {**STAGES_JSON, "layers": [True]}},
+        {"pipeline": {**STAGES_JSON, "tied": {"0": "e"}}},
+        {"pipeline": {**STAGES_JSON, "tied": [0, "e"]}},
+        {"pipeline": {**STAGES_JSON, "tied": [[0, "e", "f"]]}},
+        {"pipeline": {**STAGES_JSON, "tied": [["e", 0]]}},
+        {"tensor_parallel": ["rules"]},
+        {"tensor_parallel": {"rules": ["0"]}},
+        {"tensor_parallel": {"rules": {"w": 0}}},
+        {"tensor_parallel": {"rules": {1: "0"}}},
+        {"tensor_parallel": {**SLICES_JSON, "vocabulary": {"w": 5}}},
+        {"tensor_parallel": {**SLICES_JSON, "vocabulary": {"w": {"rows": 8}}}},
+        {"tensor_parallel": {**SLICES_JSON, "vocabulary": {"w": {"rows": "8", "used": 5}}}},
     ],
 )
 def test_facts_of_other_types_are_refused(state: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="Expected"):
+    with pytest.raises(ValueError, match=r"Expected|missing required"):
         facts_of(state)

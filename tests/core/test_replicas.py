@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from zckpt.core.facts import UNCUT, TensorParallel
 from zckpt.core.fragments import Extent, solid
 from zckpt.core.manifest import Entry, Manifest, Parameter
 from zckpt.core.origin import Origin
@@ -42,7 +43,7 @@ def manifest(*entries: Entry, rules: dict[str, str] | None = None) -> Manifest:
         entries=taken,
         parameters={own.parameter: Parameter(own.shape, group=0) for own in taken.values()},
         replicas=tuple(copies),
-        state={"tensor_parallel": {"rules": rules or {}}},
+        tensor_parallel=TensorParallel(rules or {}, {}),
     )
 
 
@@ -228,5 +229,5 @@ def test_slices_of_which_one_differs(
 
 def test_a_model_without_rules_is_joined(tmp_path: Path) -> None:
     ranks = tuple(manifest(entry(tmp_path, "w/exp_avg_sq", [1])) for _ in range(2))
-    for state in ({}, {"tensor_parallel": None}):
-        assert check_joined(replace(ranks[0], state=state, models=ranks), None) == []
+    for facts in (UNCUT, None):
+        assert check_joined(replace(ranks[0], tensor_parallel=facts, models=ranks), None) == []

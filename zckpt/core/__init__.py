@@ -7,7 +7,7 @@ What a checkpoint is:
     slicing.py        tensors that are cut over ranks, as boxes of whole ones
     grid.py           which place a rank has among stages and tensor ranks
     placement.py      what the ranks of an axis have of a whole: by it, merge.py and split.py work
-    facts.py          which engine wrote a checkpoint, where its step stands; layers with experts
+    facts.py          which engine wrote a checkpoint, where its step stands, how it cut the model
     weights.py        what stands for a weight
     states.py         which states an optimizer keeps, and which of them another checkpoint lacks
     agreement.py      which step is true, if several places state one

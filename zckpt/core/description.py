@@ -152,4 +152,12 @@ def _tensor(entry: Entry, fragments: bool) -> Report:
 
 def state(manifest: Manifest) -> Any:
     """Everything that is not a tensor, as tagged JSON."""
-    return to_json(with_facts(manifest.state, manifest.engine, manifest.step_place))
+    return to_json(
+        with_facts(
+            manifest.state,
+            manifest.engine,
+            manifest.step_place,
+            manifest.pipeline,
+            manifest.tensor_parallel,
+        )
+    )

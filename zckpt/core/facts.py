@@ -1,18 +1,21 @@
-"""What does a checkpoint state about its run: which engine wrote it, and where its step stands?
+"""What does a checkpoint state about its run: which engine wrote it, where does its step stand, and
+how was the model cut over ranks?
 
 FlatBufferEngine     an engine whose ranks share flat buffers, and that keeps its configuration
 StateDictEngine      a program that saves state dicts under keys of its own
 NamedWeightsEngine   an engine with optimizers of its own, whose files know weights by name alone
 StepPlace            where an optimizer keeps its step, and in which type
 ExpertLayer          a layer whose experts are spread over ranks
+Pipeline             which stages and layers the run's pipeline had
+TensorParallel       how the run's tensor ranks cut parameters
 
 `with_facts` and `facts_of` write these records into a manifest's JSON state, and read them again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 from msgspec import Meta, Struct, convert, field, to_builtins
 from msgspec.structs import fields, replace
@@ -214,13 +217,97 @@ class StepPlace(Struct, frozen=True):
         return replace(place, stale=optimizer.get("group_step"))
 
 
-def with_facts(
-    state: Mapping[str, Any], engine: Engine | None, place: StepPlace | None
+class Pipeline(Struct, frozen=True):
+    """What a model keeps of the pipeline that it was read from.
+
+    Each stage has its `parameters` in their order, and `buffers`. `layers` are those with files, or
+    with names if there are no such files. `tied` has the keys of tied layers by the numbers of
+    their files.
+    """
+
+    parameters: Sequence[Sequence[str]]
+    buffers: Sequence[Sequence[str]]
+    layers: Sequence[int]
+    tied: Mapping[int, str] = field(default_factory=dict)
+
+    def renamed(self, names: Mapping[str, str]) -> Pipeline:
+        """The same with new names; those that `names` lacks stay."""
+        parameters, buffers = (
+            [[names.get(name, name) for name in stage] for stage in stages]
+            for stages in (self.parameters, self.buffers)
+        )
+        return replace(self, parameters=parameters, buffers=buffers)
+
+    def to_state(self) -> dict[str, Any]:
+        """The value of `state.pipeline` in a manifest, where `tied` is a list of pairs."""
+        return {
+            "parameters": [list(names) for names in self.parameters],
+            "buffers": [list(names) for names in self.buffers],
+            "layers": list(self.layers),
+            "tied": [[number, key] for number, key in self.tied.items()],
+        }
+
+    @classmethod
+    def of_state(cls, state: Mapping[str, Any]) -> Pipeline:
+        """The inverse of `to_state`; raises ValueError for values of other types."""
+        pairs = convert(state.get("tied") or (), tuple[tuple[int, str], ...])
+        return _record(cls, {**state, "tied": dict(pairs)})
+
+
+class Vocabulary(Struct, frozen=True):
+    """The rows of a vocabulary: all of the run's, and how many are `used`; others are padding."""
+
+    rows: int
+    used: int
+
+
+class TensorParallel(Struct, frozen=True):
+    """How the run's tensor ranks cut parameters: the rule of each one, and the vocabularies."""
+
+    rules: Mapping[str, str]
+    vocabularies: Mapping[str, Vocabulary] = field(name="vocabulary")
+
+    def renamed(self, names: Mapping[str, str]) -> TensorParallel:
+        """The same with new names; those that `names` lacks stay."""
+        rules = {names.get(name, name): rule for name, rule in self.rules.items()}
+        rows = {names.get(name, name): own for name, own in self.vocabularies.items()}
+        return TensorParallel(rules, rows)
+
+    def to_state(self) -> dict[str, Any]:
+        """The value of `state.tensor_parallel` in a manifest."""
+        rows = {name: to_builtins(own) for name, own in self.vocabularies.items()}
+        return {"rules": dict(self.rules), "vocabulary": rows}
+
+    @classmethod
+    def of_state(cls, state: Mapping[str, Any]) -> TensorParallel:
+        """The inverse of `to_state`; raises ValueError for values of other types."""
+        return _record(cls, state)
+
+
+UNCUT = TensorParallel({}, {})
+"""Of a model of which nothing says how it was cut."""
+
+
+def with_cuts(
+    state: Mapping[str, Any], pipeline: Pipeline | None, tensor_parallel: TensorParallel | None
 ) -> dict[str, Any]:
-    """The `state` of a manifest's JSON: what the program saved, and the facts of its engine.
+    """What the program saved, and behind it how the model was cut, as far as that is known."""
+    cuts = {"pipeline": pipeline, "tensor_parallel": tensor_parallel}
+    return {**state, **{key: own.to_state() for key, own in cuts.items() if own is not None}}
+
+
+def with_facts(
+    state: Mapping[str, Any],
+    engine: Engine | None,
+    place: StepPlace | None,
+    pipeline: Pipeline | None = None,
+    tensor_parallel: TensorParallel | None = None,
+) -> dict[str, Any]:
+    """The `state` of a manifest's JSON: what the program saved, and the facts of its run.
 
     A number in the groups of a state dict is written by its type alone.
     """
+    state = with_cuts(state, pipeline, tensor_parallel)
     if isinstance(engine, StateDictEngine):
         in_group = place is not None and place.where == "group"
         facts = engine.to_state(place.kind if place is not None and in_group else None)
@@ -241,17 +328,27 @@ def with_facts(
     return result
 
 
-def facts_of(
-    state: Mapping[str, Any],
-) -> tuple[dict[str, Any], Engine | None, StepPlace | None]:
+class Facts(NamedTuple):
+    """The fields of a manifest that its JSON has in `state`."""
+
+    state: dict[str, Any]
+    engine: Engine | None
+    step_place: StepPlace | None
+    pipeline: Pipeline | None
+    tensor_parallel: TensorParallel | None
+
+
+def facts_of(state: Mapping[str, Any]) -> Facts:
     """The inverse of `with_facts`; raises ValueError for values of other types.
 
     The keys tell the kinds of engines apart: `config` or `elastic` is a FlatBufferEngine's, `model`
     a StateDictEngine's.
     """
     rest = dict(state)
-    stated = _dictionary(rest, "engine")
-    rest.pop("engine", None)
+    keys = ("engine", "pipeline", "tensor_parallel")
+    stated, stages, slices = (_dictionary(rest, key) for key in keys)
+    for key in keys:
+        rest.pop(key, None)
     engine: Engine | None = None
     if "model" in stated:
         engine = StateDictEngine.of_state(stated)
@@ -270,7 +367,9 @@ def facts_of(
             rest["optimizer"] = kept
         else:
             del rest["optimizer"]
-    return rest, engine, place
+    pipeline = Pipeline.of_state(stages) if stages else None
+    tensor_parallel = TensorParallel.of_state(slices) if slices else None
+    return Facts(rest, engine, place, pipeline, tensor_parallel)
 
 
 def _document(record: Struct, names: Iterable[str] | None = None) -> dict[str, Any]:
@@ -292,6 +391,8 @@ BLANK = {
     "model": (),
     "guessed": False,
     "adapter": False,
+    "rules": {},
+    "vocabulary": {},
 }
 
 

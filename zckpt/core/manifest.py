@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from ..errors import brief
 from .dtypes import NUMBERS, SIZES
 from .elsewhere import Fingerprint
-from .facts import Engine, StepPlace
+from .facts import Engine, Pipeline, StepPlace, TensorParallel, with_cuts
 from .fragments import Extent, Fragments, Record
 from .grid import Place
 from .grouping import by_key
@@ -221,6 +221,10 @@ class Manifest(Struct, frozen=True):
     """The facts of the engine that trained."""
     step_place: StepPlace | None = None
     """Where its optimizer keeps the step; None if no file states that."""
+    pipeline: Pipeline | None = None
+    """The stages and layers of its pipeline; None if it had none."""
+    tensor_parallel: TensorParallel | None = None
+    """How its tensor ranks cut parameters; None if that was not asked, or there were none."""
     state: dict[str, Any] = field(default_factory=dict)
     """Everything else that is not a tensor, as inert values under the keys of docs/format-v1.md. A
     tensor inside of it is the `TensorName` of an entry with slot `state`."""
@@ -297,6 +301,11 @@ class Manifest(Struct, frozen=True):
             return self
         ranks, models = (tuple(map(change, own)) for own in (self.ranks, self.models))
         return replace(self, ranks=ranks, models=models)
+
+    @property
+    def state_with_cuts(self) -> dict[str, Any]:
+        """Its `state`, and how the run cut the model: what a target of another engine may lack."""
+        return with_cuts(self.state, self.pipeline, self.tensor_parallel)
 
     def titled(self, name: str) -> str:
         """What a sentence calls a parameter or a tensor, with the words of its model rank."""

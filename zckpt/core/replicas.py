@@ -18,6 +18,7 @@ from ..errors import InconsistentCheckpoint, UnsupportedCheckpoint, counted, lis
 from . import masters
 from .compare import Result, compare
 from .dtypes import FLOATS
+from .facts import UNCUT
 from .grouping import by_key
 from .loading import head
 from .manifest import Entry, Manifest
@@ -207,8 +208,7 @@ def _refuse_sums(manifest: Manifest) -> None:
 
 def _rules(manifest: Manifest) -> Mapping[str, str]:
     """The rule by which each parameter was cut; none if slices were not joined."""
-    rules: Mapping[str, str] = (manifest.state.get("tensor_parallel") or {}).get("rules") or {}
-    return rules
+    return (manifest.tensor_parallel or UNCUT).rules
 
 
 def _moments(ranks: Sequence[Manifest]) -> dict[str, list[list[Entry]]]:

@@ -422,6 +422,8 @@ def weights_alone(manifest: Manifest) -> Manifest:
         },
         groups=None,
         step_place=None,
+        pipeline=None,
+        tensor_parallel=None,
         state={},
         steps=(),
         unread=(),

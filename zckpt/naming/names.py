@@ -13,7 +13,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import product
-from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -29,12 +28,6 @@ from .peft import saved_name
 INSIDE = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 WRAPPERS = ("module.", "_forward_module.")
 PREFIXES = (*WRAPPERS, "model.")
-FACTS = {
-    "pipeline": ("parameters", "buffers"),
-    "tensor_parallel": ("rules", "vocabulary"),
-    "universal": ("files",),
-}
-"""What the state says of single parameters, whose names stand there as keys or in lists."""
 RENAME_HINT = "rename the source's names: --rename REGEX=REPL (rename=[(REGEX, REPL)] in Python)"
 
 
@@ -297,17 +290,11 @@ def _under(manifest: Manifest, rewrite: Callable[[str], str], names: dict[str, s
                 hint="change the REGEX or the REPL of --rename, so that every name stays unique",
             )
 
-    def changed(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {names.get(name, name): item for name, item in value.items()}
-        if isinstance(value, list):
-            return list(map(changed, value))
-        return names.get(value, value) if isinstance(value, str) else value
-
     state = dict(manifest.state)
-    for key, fields in FACTS.items():
-        if isinstance(facts := state.get(key), dict):
-            state[key] = facts | {f: changed(facts[f]) for f in fields if f in facts}
+    universal = state.get("universal")
+    if isinstance(universal, dict) and isinstance(files := universal.get("files"), dict):
+        of_names = {names.get(name, name): info for name, info in files.items()}
+        state["universal"] = {**universal, "files": of_names}
     client = state.get("client_state")
     if isinstance(client, dict) and isinstance(info := client.get(INFO), dict):
         state["client_state"] = {**client, INFO: under_names(info, names)}
@@ -329,7 +316,7 @@ def _under(manifest: Manifest, rewrite: Callable[[str], str], names: dict[str, s
     for key, change in (("module_extra", lambda name: names[name]), ("module_metadata", module)):
         if isinstance(values := state.get(key), dict):
             state[key] = type(values)((change(name), value) for name, value in values.items())
-    engine = manifest.engine
+    engine, pipeline, slices = manifest.engine, manifest.pipeline, manifest.tensor_parallel
     if isinstance(engine, FlatBufferEngine) and engine.experts:
         layers = tuple(replace(layer, name=module(layer.name)) for layer in engine.experts)
         engine = replace(engine, experts=layers)
@@ -348,6 +335,8 @@ def _under(manifest: Manifest, rewrite: Callable[[str], str], names: dict[str, s
         buffers=tuple(names[name] for name in manifest.buffers),
         inferred=tuple(names[name] for name in manifest.inferred),
         engine=engine,
+        pipeline=pipeline and pipeline.renamed(names),
+        tensor_parallel=slices and slices.renamed(names),
         state=state,
         unread=tuple(
             replace(item, parameters=tuple(names.get(name, name) for name in item.parameters))

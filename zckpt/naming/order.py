@@ -45,8 +45,7 @@ def in_order_of(manifest: Manifest, names: Sequence[str]) -> Manifest:
     positions: dict[str, int] = {}
     for position, name in enumerate(names):
         positions.setdefault(name, position)
-    is_pipeline = "pipeline" in manifest.state
-    tied = {entry.parameter for entry in manifest.replicas} if is_pipeline else set()
+    tied = {entry.parameter for entry in manifest.replicas} if manifest.pipeline else set()
     if (place := manifest.each[0].place) is not None:
         stages = Counter(n for own in manifest.ranks[:: place.grid.tp] for n in own.parameters)
         tied |= {name for name, count in stages.items() if count > 1}

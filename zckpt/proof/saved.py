@@ -9,14 +9,14 @@ from typing import Any
 from msgspec import Struct, convert, field
 from msgspec.structs import asdict
 
-from ..core import compare, keys, sources
+from ..core import compare, description, keys, sources
 from ..core.compare import Result
 from ..core.description import Report
 from ..core.dtypes import Dtype
-from ..core.facts import facts_of, with_facts
+from ..core.facts import facts_of
 from ..core.fragments import Runs
 from ..core.grouping import by_key
-from ..core.inert import from_json, plain_group, to_json
+from ..core.inert import from_json, plain_group
 from ..core.manifest import (
     Entry,
     Hex,
@@ -101,7 +101,7 @@ def about(manifest: Manifest) -> Report:
                 state.key: state.parameters for state in _others(manifest) if state.form != "unread"
             },
             "optimizer": manifest.optimizer,
-            "state": to_json(with_facts(manifest.state, manifest.engine, manifest.step_place)),
+            "state": description.state(manifest),
             "of_ranks": manifest.of_ranks,
             "layout": manifest.layout,
             "unread": [
@@ -218,11 +218,11 @@ def read_proof(path: str, manifest: Manifest) -> tuple[Manifest, str]:
             )
         held = convert(report["held"], _Held)
         digests = convert(report["digests"], dict[str, _Digest])
-        state, engine, place = facts_of(_dictionary(held.state))
+        facts = facts_of(_dictionary(held.state))
         if "state" not in report["held"]:  # a proof of zckpt 0.1
             known = {state.key: state.parameters for state in _others(manifest)}
             stated = known if held.states is None else held.states
-            state = {"optimizer": {"other": _by_parameter(stated)}}
+            facts = facts._replace(state={"optimizer": {"other": _by_parameter(stated)}})
         entries = {
             name: Entry(name, item.dtype, item.shape, Runs([]), int(item.a, 16))
             for name, item in digests.items()
@@ -238,9 +238,7 @@ def read_proof(path: str, manifest: Manifest) -> tuple[Manifest, str]:
             buffers=held.buffers,
             groups=None if held.groups is None else tuple(map(_dictionary, held.groups)),
             optimizer=held.optimizer,
-            engine=engine,
-            step_place=place,
-            state=state,
+            **facts._asdict(),
             of_ranks=held.of_ranks,
             layout=held.layout,
             unread=tuple(not_read),

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import zckpt
+from zckpt.core.facts import Vocabulary
 from zckpt.core.loading import fill
 from zckpt.dcp import StorageReader
 from zckpt.errors import (
@@ -188,8 +189,9 @@ class TestWholeModel:
         assert [name for name in masters if not same_bits(loaded[name], masters[name])] == []
 
     def test_padded_rows_are_kept_and_counted(self, run: Path) -> None:
-        vocabulary = zckpt.read(run, tp_rules=None).state["tensor_parallel"]["vocabulary"]
-        assert vocabulary == {"tied_modules.embed.weight": {"rows": 36, "used": 31}}
+        facts = zckpt.read(run, tp_rules=None).tensor_parallel
+        assert facts is not None
+        assert facts.vocabularies == {"tied_modules.embed.weight": Vocabulary(rows=36, used=31)}
 
     def test_options_that_do_not_apply(self, run: Path, tmp_path: Path) -> None:
         for wrong in (
@@ -441,8 +443,9 @@ class TestRules:
         zckpt.convert(bare, tmp_path / "universal", tp_rules=rules)
         oracle = torch.load(grid_trained(BOTH) / "oracle.pt", weights_only=False)
         assert_is_what_the_engine_held(tmp_path / "universal", oracle)
-        state = zckpt.read(bare, tp_rules=rules).state["tensor_parallel"]
-        assert state["rules"]["1.fused.weight"] == "0:16,4,8"
+        facts = zckpt.read(bare, tp_rules=rules).tensor_parallel
+        assert facts is not None
+        assert facts.rules["1.fused.weight"] == "0:16,4,8"
 
     def test_without_rules_all_names_are_listed(self, bare: Path, tmp_path: Path) -> None:
         with pytest.raises(MissingData, match=r"nothing says how 24 parameters are cut") as raised:

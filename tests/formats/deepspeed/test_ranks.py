@@ -6,13 +6,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from zckpt.core.grid import Grid
 from zckpt.errors import IncompleteCheckpoint, InconsistentCheckpoint, ZckptError
 from zckpt.formats.deepspeed.files import GridFiles
 from zckpt.formats.deepspeed.ranks import check_grid
 from zckpt.formats.deepspeed_states.directories import TagDirectory
-from zckpt.formats.deepspeed_states.states import EngineStates
+from zckpt.formats.deepspeed_states.states import EngineStates, Found
 
 DIRECTORY = TagDirectory("/run/tag", "tag", "/run")
 
@@ -33,6 +34,37 @@ def checked(*names: str, grid: Grid | None = None, **stated: Any) -> None:
     last = len(names) - 1
     ranks = [rank(n, own, **(stated if n == last else {})) for n, own in enumerate(names)]
     check_grid(DIRECTORY, GridFiles([], {(0, 0): "layer"} if grid.staged else {}, grid), ranks)
+
+
+STATED = {
+    "module": {"a": 1, "b": 2},
+    "buffer_names": ["b"],
+    "shared_params": {"c": "a"},
+    "frozen_param_shapes": {"d": (3,)},
+}
+
+
+def test_the_module_is_what_the_file_says() -> None:
+    own = rank(0, "a", **STATED)
+    assert own.module is STATED["module"]
+    assert (own.buffer_names, own.second_names) == (["b"], {"c": "a"})
+    assert (own.frozen_shapes, own.listed_shapes) == ({"d": (3,)}, [{"a": (2,)}])
+    bare = rank(0, "a", buffer_names=None, shared_params=None)
+    assert (bare.module, [*bare.buffer_names], bare.second_names) == ({}, [], {})
+    assert bare.frozen_shapes is None
+
+
+def test_what_was_found_counts_also_if_it_is_nothing() -> None:
+    """Each by itself; the model file's own words stay as they are."""
+    stated = rank(0, "a", **STATED)
+    own = replace(stated, found=Found(module={}, buffer_names=(), second_names={}))
+    assert (own.module, own.buffer_names, own.second_names) == ({}, (), {})
+    assert own.param_shapes() == [{"a": (2,)}]
+    shapes = [{"e": (4,)}, {"f": (5, 6)}]
+    own = replace(stated, found=Found(frozen_shapes={}, shapes=shapes))
+    assert (own.frozen_shapes, own.param_shapes()) == ({}, shapes)
+    assert own.module is STATED["module"]
+    assert own.model == stated.model
 
 
 def test_a_grid() -> None:

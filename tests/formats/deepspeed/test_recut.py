@@ -249,7 +249,7 @@ class TestRefusals:
     ) -> None:
         manifest = zckpt.read(grid_trained(BOTH) / "run")
         origin = replace(manifest.origin, pp=None, tp=None)
-        plain = replace(manifest, origin=origin, state={**manifest.state, "pipeline": None})
+        plain = replace(manifest, origin=origin, pipeline=None)
         with pytest.raises(WrongOption, match=r"--pp.* is not a pipeline"):
             write.lay_out(plain, options_of(options))
 

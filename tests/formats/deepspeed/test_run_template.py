@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 import zckpt
-from zckpt.core.facts import FlatBufferEngine
+from zckpt.core.facts import FlatBufferEngine, TensorParallel, Vocabulary
 from zckpt.core.manifest import Manifest
 from zckpt.errors import MissingData, UnsupportedCheckpoint, WrongOption, ZckptError
 from zckpt.formats.deepspeed.run_template import as_in_run
@@ -182,7 +182,7 @@ def test_rows_that_only_pad_a_vocabulary(
     """The run has 6 rows, of which `used` have a meaning; the source has 4."""
     wide = replace(run.parameters["embed"], shape=(6, 2))
     run = replace(run, parameters={**run.parameters, "embed": wide})
-    run = with_state(run, tensor_parallel={"vocabulary": {"embed": {"used": used}}})
+    run = replace(run, tensor_parallel=TensorParallel({}, {"embed": Vocabulary(6, used)}))
     if fits:
         assert in_run(source, run).parameters["embed"].shape == (4, 2)
     else:

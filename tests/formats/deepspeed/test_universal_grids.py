@@ -205,8 +205,9 @@ def test_read_for_another_directory(grid_trained: Trained, tmp_path: Path) -> No
     root = grid_trained("tensor_tp2_dp2_z2")
     zckpt.convert(without_padding(root, tmp_path), tmp_path / "universal")
     converted(tmp_path / "universal", tmp_path / "out")
-    again = zckpt.read(tmp_path / "out").state["tensor_parallel"]
-    assert again == zckpt.read(tmp_path / "universal").state["tensor_parallel"]
+    again = zckpt.read(tmp_path / "out").tensor_parallel
+    assert again is not None
+    assert again == zckpt.read(tmp_path / "universal").tensor_parallel
     assert zckpt.verify(tmp_path / "out", against=tmp_path / "full")["equal"]
 
 
@@ -233,7 +234,8 @@ class TestFaults:
             == [line for line in found["states"] if "layout" not in line["key"]]
             == []
         )
-        before, after = (zckpt.read(path).state["tensor_parallel"]["rules"] for path in paths)
+        facts = [zckpt.read(path).tensor_parallel for path in paths]
+        before, after = (each.rules for each in facts if each is not None)
         names = {name: name.replace("dense", "out").replace("norm", "ln") for name in before}
         assert after == {names[name]: rule for name, rule in before.items()}
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import zckpt
+from zckpt.core.facts import TensorParallel, Vocabulary
 from zckpt.errors import MissingData, UnsupportedCheckpoint
 from zckpt.formats.deepspeed_universal.files import SliceInfo
 from zckpt.formats.deepspeed_universal.slicing import rule_of, slice_info
@@ -106,12 +107,12 @@ def test_a_name_that_no_rule_knows() -> None:
 def by_rule(rule: str | None, patterns: Mapping[str, Any] | None = None) -> SliceInfo | None:
     """What stands beside a tensor `a.b` of 16 rows that was cut by `rule`."""
     rules = {} if rule is None else {"a.b": rule}
-    vocabulary = {"a.b": {"rows": 16, "used": 16}} if (rule or "").startswith("vocab") else {}
-    state: dict[str, Any] = {"tensor_parallel": {"rules": rules, "vocabulary": vocabulary}}
+    vocabulary = {"a.b": Vocabulary(16, 16)} if (rule or "").startswith("vocab") else {}
+    facts, state = TensorParallel(rules, vocabulary), dict[str, Any]()
     if patterns is not None:
         state["client_state"] = {"universal_checkpoint_info": patterns}
     target: Any = SimpleNamespace(
-        source=SimpleNamespace(state=state, root="run"),
+        source=SimpleNamespace(state=state, root="run", tensor_parallel=facts),
         trainable={"a.b": SimpleNamespace(shape=(16, 6))},
         engine=SimpleNamespace(partitioned=False),
     )

@@ -120,6 +120,27 @@ class TestRefusals:
         with pytest.raises(errors.CorruptCheckpoint, match="nope"):
             zckpt.read(universal)
 
+    @pytest.mark.parametrize(
+        "state",
+        [
+            {"pipeline": "stages"},
+            {"pipeline": {"parameters": [["w"]], "buffers": [[]], "layers": ["0"]}},
+            {"pipeline": {"parameters": [[]], "buffers": [[]], "layers": [0], "tied": [[0, 1]]}},
+            {"tensor_parallel": [1]},
+            {"tensor_parallel": {"rules": {"fc1.weight": 0}, "vocabulary": {}}},
+            {"tensor_parallel": {"rules": {}, "vocabulary": {"fc1.weight": {"rows": 8}}}},
+        ],
+    )
+    def test_cuts_of_other_types(
+        self, state: dict[str, Any], universal: Path, zckpt: Callable[..., Any]
+    ) -> None:
+        with changed(universal) as manifest:
+            manifest["state"] |= state
+        ended = zckpt("inspect", universal)
+        assert ended.code == 1
+        assert "manifest.json is malformed: " in ended.err
+        assert len(ended.err.splitlines()) <= 2
+
     @pytest.mark.parametrize("keep", [slice(1), slice(1, None), slice(0)])
     def test_fragments_that_do_not_cover(self, keep: slice, universal: Path) -> None:
         extent = zckpt.read(universal).entries["fc1.bias/master"].fragments[0].extent

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, pairwise
 from typing import Any
 
+from msgspec.structs import replace
+
 from ...core.grouping import by_key
 from ...core.inert import Foreign
 from ...core.missing_ranks import expecting
@@ -18,6 +20,7 @@ from ..deepspeed_states.directories import OPTIMIZER, TagDirectory, at_place, re
 from ..deepspeed_states.estimates import KEYS as ESTIMATES
 from ..deepspeed_states.states import (
     EngineStates,
+    Found,
     dictionary,
     nested,
     open_files,
@@ -48,16 +51,16 @@ def open_ranks(
     """
     models = open_files(files.models, files.parsed)
     model = dictionary(models[0], models[0].value)
-    if layers is not None and model.get("module") is None:
-        model = {**model, "module": {}}
+    found = Found(module={} if layers is not None and model.get("module") is None else None)
     optimizers = open_files(files.optimizers, files.parsed)
     tops = [dictionary(file, file.value) for file in optimizers]
     pairs = zip(optimizers, tops, strict=True)
     states = [dictionary(file, top.get("optimizer_state_dict")) for file, top in pairs]
     if layers and model.get("param_shapes") is None:
-        model = {**model, "param_shapes": shapes_of_stage(states, layers)}
+        found = replace(found, shapes=shapes_of_stage(states, layers))
     version = version_of(model, tops[0], states[0])
-    check_kind(directory, version, model, stated_config(model, tops[0]))
+    module = model.get("module") if found.module is None else found.module
+    check_kind(directory, version, module, stated_config(model, tops[0]))
     _check_world(directory, model, states[0], files)
     partitioned = "fp32_flat_groups" in states[0]
     bases = for_each(states, lambda state: _base(directory, state, partitioned))
@@ -66,7 +69,16 @@ def open_ranks(
         ordered = [_in_order(*own, first) for own in zip(states, bases, strict=True)]
         states, bases = [state for state, _ in ordered], [base for _, base in ordered]
     ranks = EngineStates(
-        directory, models, optimizers, model, states, bases, version, len(states), partitioned
+        directory,
+        models,
+        optimizers,
+        model,
+        states,
+        bases,
+        version,
+        len(states),
+        partitioned,
+        found=found,
     )
     check_models(models)
     check_facts(optimizers, states, _facts_of_optimizer)
@@ -92,9 +104,7 @@ def without_optimizer(directory: TagDirectory) -> IncompleteCheckpoint:
     )
 
 
-def check_kind(
-    directory: TagDirectory, version: str, model: Mapping[str, Any], config: Any
-) -> None:
+def check_kind(directory: TagDirectory, version: str, module: Any, config: Any) -> None:
     """Raises UnsupportedCheckpoint for what model files show: old versions, other parallelism.
 
     ZenFlow's files have matrices transposed, under shapes that do not show it: its
@@ -115,7 +125,7 @@ def check_kind(
     for what, is_there in refused.items():
         if is_there:
             refuse(directory, what)
-    if not isinstance(model.get("module"), dict):
+    if not isinstance(module, dict):
         raise IncompleteCheckpoint(
             f"{directory.path} has a pipeline's stages, but no file of a layer",
             hint="expected layer_00-model_states.pt, or layer_00-model_00-model_states.pt, and one "
@@ -188,7 +198,7 @@ def check_grid(directory: TagDirectory, files: GridFiles, ranks: Sequence[Engine
     pp, tp = files.grid.pp, files.grid.tp
     for number, rank in enumerate(ranks):
         path = rank.models[0].path
-        if files.layers and rank.model.get("module"):
+        if files.layers and rank.module:
             raise InconsistentCheckpoint(
                 f"{path} has the weights of a run without a pipeline, but there are files of "
                 "layers, which only pipelines have",

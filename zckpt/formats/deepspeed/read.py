@@ -114,7 +114,7 @@ def of_model_ranks(
         refuse(directory, SOME_STAGES)
     manifests = []
     for number, (own, manifest, keys) in enumerate(opened):
-        place = Place(number, files.grid, tuple(own.model.get("buffer_names") or ()), keys)
+        place = Place(number, files.grid, tuple(own.buffer_names), keys)
         manifests.append(replace(manifest(reading.step_policy), place=place))
     if files.ranks[0].optimizers and not files.is_plain:  # stage 0 has no flat buffers of ranks
         manifests = [as_unread(each, OF_MODEL_RANKS) for each in manifests]

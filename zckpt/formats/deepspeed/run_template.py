@@ -19,7 +19,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ...core.facts import FlatBufferEngine
+from ...core.facts import UNCUT, FlatBufferEngine
 from ...core.manifest import Manifest
 from ...errors import MissingData, UnsupportedCheckpoint, WrongOption, listed
 from ...naming.patterns import INFO
@@ -55,8 +55,8 @@ def as_in_run(source: Manifest, like: Manifest, options: Options) -> Manifest:
         raise UnsupportedCheckpoint(
             f"--like does not work with {like.root}, which has {reason}", hint=hint
         )
-    padded = (like.state.get("tensor_parallel") or {}).get("vocabulary") or {}
-    rows = {name: about["used"] for name, about in padded.items()}
+    slices = like.tensor_parallel or UNCUT
+    rows = {name: own.used for name, own in slices.vocabularies.items()}
     return _Run(source, like, options, rows).manifest()
 
 
@@ -80,6 +80,8 @@ class _Run(Template):
             optimizer=like.optimizer,
             engine=like.engine,
             step_place=like.step_place,
+            pipeline=like.pipeline,
+            tensor_parallel=like.tensor_parallel,
             replicas=(),
             state=self._state(),
             warnings=(*source.warnings, *self.warnings),

@@ -199,13 +199,14 @@ def _state(
     by_rank = estimates.estimates_of(ranks)
     of_model = {
         key: tensors.kept(value, key, ranks.models[0])
-        for key, value in model_values(ranks.model).items()
+        for key, value in model_values(ranks.model, ranks.module).items()
     }
     for files in _alike(ranks.optimizers[1:]):
         state = files[0].value["optimizer_state_dict"]
         tensors.add_state_replicas(optimizer_values(state), files)
     for files in _alike(ranks.models[1:]):
-        tensors.add_state_replicas(model_values(files[0].value), files)
+        model = files[0].value
+        tensors.add_state_replicas(model_values(model, model["module"]), files)
     return {
         "counters": {key: ranks.model.get(key) for key in COUNTERS},
         "module": list(tensors.module),

@@ -46,9 +46,8 @@ def optimizer_values(state: Mapping[str, Any]) -> dict[str, Any]:
     return {f"optimizer.{key}": state[key] for key in keys if key in state}
 
 
-def model_values(model: Mapping[str, Any]) -> dict[str, Any]:
-    """What a model file holds beside weights and counters."""
-    module = model["module"]
+def model_values(model: Mapping[str, Any], module: Mapping[str, Any]) -> dict[str, Any]:
+    """What a model file holds beside weights and counters; `module` is the state of the module."""
     return {
         "lr_scheduler": model.get("lr_scheduler"),
         "module_metadata": getattr(module, "_metadata", None),
@@ -110,7 +109,7 @@ def _numbers(address: Any) -> Any:
 
 def _values_by_key(model: Mapping[str, Any]) -> dict[str, Any]:
     """What a model file holds beside weights, each of the user's values by itself."""
-    values = model_values(model)
+    values = model_values(model, model["module"])
     own = values.pop("client_state")
     return {**values, **{f"{CLIENT}{key}": value for key, value in own.items()}}
 

@@ -29,12 +29,29 @@ COUNTERS = ("global_steps", "skipped_steps", "global_samples")
 ParameterShapes = dict[str, tuple[int, ...]]
 
 
+class Found(Struct, frozen=True):
+    """What zckpt takes for the module instead of what the model file says; None: what that says.
+
+    Of experts, the tensors lie in files of their own, and rank 0's names become those of all ranks;
+    AutoEP's stacked parameters become slices. Of a pipeline, files of layers have the tensors, and
+    sometimes the shapes. In stage 0 the optimizer's names are found. Of a universal directory's
+    model ranks, what all have alike counts.
+    """
+
+    module: dict[str, Any] | None = None
+    buffer_names: Sequence[str] | None = None
+    second_names: Mapping[str, str] | None = None
+    frozen_shapes: Mapping[str, Any] | None = None
+    shapes: Sequence[ParameterShapes] | None = None
+    """Names and shapes of every flat buffer."""
+
+
 class EngineStates(Struct, frozen=True):
     """The opened files of one checkpoint: of all ranks, or merged ones.
 
-    `model` is what the first model file holds. `states` and `bases` have one item for each file in
-    `optimizers`: the engine's optimizer state, and in it the base optimizer's state and
-    param_groups.
+    `model` is what the first model file holds, and `found` what counts instead. `states` and
+    `bases` have one item for each file in `optimizers`: the engine's optimizer state, and in it the
+    base optimizer's state and param_groups.
     """
 
     directory: TagDirectory
@@ -55,6 +72,36 @@ class EngineStates(Struct, frozen=True):
     """What all ranks say, if these are some of them."""
     apart: Mapping[str, TorchFile] = field(default_factory=dict)
     """The files of those tensors of the module, by name, that the model file does not have."""
+    found: Found = Found()
+
+    @property
+    def module(self) -> dict[str, Any]:
+        """The tensors of the module by name, and its extra states."""
+        stated: dict[str, Any] = self.model.get("module", {})
+        return stated if self.found.module is None else self.found.module
+
+    @property
+    def buffer_names(self) -> Sequence[str]:
+        """The buffers of the module."""
+        own = self.found.buffer_names
+        return self.model.get("buffer_names") or () if own is None else own
+
+    @property
+    def second_names(self) -> Mapping[str, str]:
+        """Owners of tied weights by their second names, as far as they are stated (since 0.9.0)."""
+        own = self.found.second_names
+        return self.model.get("shared_params") or {} if own is None else own
+
+    @property
+    def frozen_shapes(self) -> Mapping[str, Any] | None:
+        """The shapes of frozen parameters; None if none are stated."""
+        own = self.found.frozen_shapes
+        return self.model.get("frozen_param_shapes") if own is None else own
+
+    @property
+    def listed_shapes(self) -> Any:
+        """Names and shapes of every flat buffer, as found or as the model file has them."""
+        return self.model.get("param_shapes") if self.found.shapes is None else self.found.shapes
 
     def file_of(self, name: str) -> TorchFile:
         """The file of a tensor of the module."""
@@ -116,7 +163,7 @@ class EngineStates(Struct, frozen=True):
         if self.stage < 2 or "frozen_param_fragments" not in self.model:
             return None
         left_out = self.model["frozen_param_fragments"] is None
-        return None if left_out and self.model.get("frozen_param_shapes") is not None else left_out
+        return None if left_out and self.frozen_shapes is not None else left_out
 
     @property
     def round_robin(self) -> bool:
@@ -131,7 +178,7 @@ class EngineStates(Struct, frozen=True):
             return False
         if self.config:
             return bool(nested(self.config, "zero_optimization", "round_robin_gradients"))
-        order = {name: place for place, name in enumerate(self.model["module"])}
+        order = {name: place for place, name in enumerate(self.module)}
         groups = [list(names) for names in self.param_shapes()]
         groups = [names for names in groups if order.keys() >= set(names)]  # not of experts
         for names in groups:
@@ -162,7 +209,7 @@ class EngineStates(Struct, frozen=True):
         """The type of the module's trainable weights; stage 3 leaves typed placeholders."""
         for names in self.param_shapes():
             for name in names:
-                weight = self.model["module"].get(name)
+                weight = self.module.get(name)
                 if isinstance(weight, Tensor):
                     return weight.dtype
         return "F32"
@@ -174,7 +221,7 @@ class EngineStates(Struct, frozen=True):
         `round_robin_gradients`. In the optimizer files before 0.6.0; a single dictionary instead of
         a list before 0.5.4.
         """
-        shapes = self.model.get("param_shapes")
+        shapes = self.listed_shapes
         if shapes is None:
             shapes = self.first.get("param_shapes", self.optimizers[0].value.get("param_shapes"))
         return shapes_of_groups(shapes, self.models[0])

@@ -23,14 +23,12 @@ class ManifestTensors:
 
     def __init__(self, ranks: EngineStates) -> None:
         self.ranks = ranks
-        self.module: Mapping[str, Any] = ranks.model["module"]
+        self.module: Mapping[str, Any] = ranks.module
         self.entries: dict[str, Entry] = {}
         self.replicas: list[Entry] = []
         self.parameters: dict[str, Parameter] = {}
         self.buffer_names = tuple(
-            name
-            for name in ranks.model.get("buffer_names") or ()
-            if isinstance(self.module.get(name), Tensor)
+            name for name in ranks.buffer_names if isinstance(self.module.get(name), Tensor)
         )
 
     def enter(self, name: str, dtype: str, shape: tuple[int, ...], fragments: Fragments) -> None:
@@ -73,7 +71,7 @@ class ManifestTensors:
         Stage 1 (and stage 2 before 0.9.1) keeps them in the module alone; stage 3 in fragments,
         one per rank, and before 0.9.1 nowhere.
         """
-        shapes = self.ranks.model.get("frozen_param_shapes") or {}
+        shapes = self.ranks.frozen_shapes or {}
         fragments = [file.value.get("frozen_param_fragments") or {} for file in self.ranks.models]
         apart = {*self.parameters, *self.buffer_names, *self.owners}
         lost = []
@@ -150,8 +148,8 @@ class ManifestTensors:
 
         It is asked for when all trainable parameters are known.
         """
-        stated = self.ranks.model.get("shared_params") or {}
-        owners = {name: owner for name, owner in stated.items() if name not in self.parameters}
+        stated = self.ranks.second_names.items()
+        owners = {name: owner for name, owner in stated if name not in self.parameters}
         seen: dict[Any, str] = {}
         for name, value in self.module.items():
             # stage 3's placeholders are empty, but a tied weight's two names share one

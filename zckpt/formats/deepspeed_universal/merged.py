@@ -16,6 +16,7 @@ from ..deepspeed_states.agreement import check_models, check_names
 from ..deepspeed_states.directories import MODEL_3, TagDirectory, refuse
 from ..deepspeed_states.states import (
     EngineStates,
+    Found,
     ParameterShapes,
     dictionary,
     in_user_order,
@@ -58,7 +59,7 @@ class MergedStates:
         version = version_of(self.tops[0], state)
         self.patterns, self.unclear = _patterns(self.tops[0])
         self.is_whole = len(self.tops) == 1 and isinstance(self.tops[0].get("module"), dict)
-        model = self.tops[0] if self.is_whole else self._without_module()
+        model = self.tops[0]
         self.states = EngineStates(
             directory,
             models,
@@ -67,22 +68,20 @@ class MergedStates:
             [state],
             [_base(state)],
             version,
-            _dp(directory, model, len(models), partitioned),
+            _dp(directory, model, len(models), partitioned and self.is_whole),
             partitioned,
+            found=Found() if self.is_whole else self._of_all_ranks(),
         )
         for top in self.tops:
             experts = top.get("num_experts")
             if isinstance(experts, list) and any(experts):
                 refuse(directory, "mixture-of-experts layers")
 
-    def _without_module(self) -> dict[str, Any]:
+    def _of_all_ranks(self) -> Found:
+        """What counts of the module if each model rank has a shard of it."""
         aliases = [top.get("shared_params") or {} for top in self.tops]
-        return {
-            **self.tops[0],
-            "module": self._alike(),
-            "shared_params": {alias: owner for pairs in aliases for alias, owner in pairs.items()},
-            "frozen_param_shapes": {},
-        }
+        owners = {alias: owner for pairs in aliases for alias, owner in pairs.items()}
+        return Found(module=self._alike(), second_names=owners, frozen_shapes={})
 
     def _alike(self) -> dict[str, Any]:
         """Buffers, and frozen weights that no rank cuts, if all ranks have the same bytes."""
@@ -200,11 +199,11 @@ def _base(state: dict[str, Any]) -> dict[str, Any]:
     return {**own, "param_groups": state.get("param_groups")}
 
 
-def _dp(directory: TagDirectory, model: dict[str, Any], count: int, partitioned: bool) -> int:
+def _dp(directory: TagDirectory, model: dict[str, Any], count: int, cuts_frozen: bool) -> int:
     """The run's data-parallel size; frozen weights of stage 3 are cut over as many files."""
     stated = model.get("dp_world_size")
     dp = stated if isinstance(stated, int) and stated > 0 else count
-    if partitioned and model.get("frozen_param_shapes") and dp != count:
+    if cuts_frozen and model.get("frozen_param_shapes") and dp != count:
         raise IncompleteCheckpoint(
             f"{directory.path} holds frozen weights in {count} of {dp} model files",
             hint="copy zero_pp_rank_R_mp_rank_00_model_states.pt of all ranks",

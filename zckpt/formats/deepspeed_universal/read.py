@@ -28,7 +28,7 @@ from ..deepspeed_states.states import BufferSlot, FlatBuffer, open_files
 from ..reading import USUAL, Reading
 from .files import CUTS, KIND, MASTER, VIEW, ZERO, SliceInfo, is_name
 from .merged import MergedStates
-from .slicing import facts_of
+from .slicing import cuts_of
 
 
 def read(path: str, reading: Reading = USUAL) -> Manifest:
@@ -60,13 +60,11 @@ def _manifest(directory: TagDirectory, step_policy: str | None) -> Manifest:
         slicing = {"model_parallel": len(merged.tops), "files": folders.infos}
         state = {**state, "universal": slicing}
     shapes = {name: parameter.shape for name, parameter in manifest.parameters.items()}
-    facts = facts_of(merged.states.first.get(CUTS), merged.patterns, shapes)
-    if facts is not None:
-        state = {**state, "tensor_parallel": facts}
     if not merged.is_whole:
         state = {**state, "module": []}  # names of a rank's shard
     return replace(
         with_files(manifest, [*merged.other_models, *folders.files]),
+        tensor_parallel=cuts_of(merged.states.first.get(CUTS), merged.patterns, shapes),
         state=state,
         layout={**manifest.layout, **folders.layout},
         left_out=(*manifest.left_out, *merged.left_out, *folders.left_out),
@@ -252,7 +250,7 @@ class ParameterFolders:
                     f"{file.path} has shape {list(tensor.shape)}, the model states say "
                     f"{list(stated)}"
                 )
-            self.merged.states.model["module"].pop(name, None)  # still has the rows
+            self.merged.states.module.pop(name, None)  # still has the rows
             self.left_out.append(f"rows of {name} that fill up the vocabulary")
         return (tensor.numel,) if VIEW in info and len(stated) == 1 else tensor.shape
 

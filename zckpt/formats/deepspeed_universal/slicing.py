@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, TypedDict
+from typing import Any
 
 from msgspec import convert
 
+from ...core.facts import UNCUT, TensorParallel, Vocabulary
 from ...core.inert import Foreign
 from ...core.manifest import Manifest
 from ...core.placement import SUM
@@ -32,14 +33,7 @@ VOCABULARY = "vocab_tensor"
 PIECES = ("view", "affine_map")  # rules whose text does not say what the pieces are
 
 
-class Vocabulary(TypedDict):
-    rows: int
-    used: int
-
-
 Shape = tuple[int, ...]
-Facts = Mapping[str, Any]
-"""`rules` by parameter; `vocabulary` by parameter: its `rows`, and how many are `used`."""
 
 
 def slice_info(target: DeepSpeedTarget, name: str) -> SliceInfo | None:
@@ -56,7 +50,7 @@ def slice_info(target: DeepSpeedTarget, name: str) -> SliceInfo | None:
         info: SliceInfo | None = (kept.get("files") or {}).get(name, default)
         return info
     info = info_of_patterns(stated_patterns(target.source), name, target.trainable[name].shape)
-    if facts := target.source.state.get("tensor_parallel"):
+    if (facts := target.source.tensor_parallel) is not None:
         return _info_of_rule(target, facts, name, info)
     return None if target.engine.partitioned else info
 
@@ -78,11 +72,11 @@ def stated_patterns(source: Manifest) -> Mapping[str, Any]:
 
 def used_rows(source: Manifest) -> dict[str, int]:
     """The rows with a meaning of each vocabulary that has more, by the rules of tensor ranks."""
-    facts = source.state.get("tensor_parallel") or {}
+    facts = source.tensor_parallel or UNCUT
     return {
-        name: about["used"]
-        for name, about in (facts.get("vocabulary") or {}).items()
-        if name in source.parameters and about["used"] < source.parameters[name].shape[0]
+        name: about.used
+        for name, about in facts.vocabularies.items()
+        if name in source.parameters and about.used < source.parameters[name].shape[0]
     }
 
 
@@ -147,12 +141,14 @@ def _view(patterns: Iterable[str], sizes: Iterable[Any], axis: int) -> Foreign:
 # -- by rules
 
 
-def _info_of_rule(target: DeepSpeedTarget, facts: Facts, name: str, stated: SliceInfo) -> SliceInfo:
+def _info_of_rule(
+    target: DeepSpeedTarget, facts: TensorParallel, name: str, stated: SliceInfo
+) -> SliceInfo:
     """How a parameter of tensor ranks is cut, by the rule that joined them.
 
     `stated` is what the checkpoint's own patterns say. It is taken if it means the same.
     """
-    text = (facts.get("rules") or {}).get(name)
+    text = facts.rules.get(name)
     shape = target.trainable[name].shape
     if text is None:
         raise MissingData(
@@ -172,7 +168,7 @@ def _info_of_rule(target: DeepSpeedTarget, facts: Facts, name: str, stated: Slic
             hint="give a rule for it with --tp-rules FILE, or write --to universal",
         )
     info = {key: value for key, value in info.items() if key != VOCABULARY}
-    return {**info, VOCABULARY: True} if name in (facts.get("vocabulary") or {}) else info
+    return {**info, VOCABULARY: True} if name in facts.vocabularies else info
 
 
 def _by_text(text: str, name: str, shape: Shape) -> SliceInfo | None:
@@ -225,24 +221,23 @@ def _cuts_alike(patterns: Mapping[str, Any], name: str, stated: SliceInfo) -> bo
 # -- what a directory says
 
 
-def facts_of(stated: Any, patterns: Mapping[str, Any], shapes: Mapping[str, Shape]) -> Facts | None:
+def cuts_of(
+    stated: Any, patterns: Mapping[str, Any], shapes: Mapping[str, Shape]
+) -> TensorParallel | None:
     """How the parameters of a directory are cut over tensor ranks; None if nothing says it.
 
     `stated` are the rules that zckpt has put there. DeepSpeed's converter puts the program's
     `patterns` there. The files of tensors do not say enough: those of AutoTP name no dimension.
     """
     if stated is not None:
-        return {
-            "rules": convert(stated["rules"], dict[str, str]),
-            "vocabulary": convert(stated["vocabulary"], dict[str, Vocabulary]),
-        }
+        return convert(stated, TensorParallel)
     if not any(key.endswith("_patterns") or key.startswith("parameter_") for key in patterns):
         return None
     infos = {name: info_of_patterns(patterns, name, shape) for name, shape in shapes.items()}
     padded = patterns.get("padded_vocab_size")
     used = {name: shapes[name][0] for name, info in infos.items() if info.get(VOCABULARY)}
     rows = padded if isinstance(padded, int) else 0
-    return {
-        "rules": {name: rule_of(info, shapes[name]) for name, info in infos.items()},
-        "vocabulary": {n: {"rows": max(rows, own), "used": own} for n, own in used.items()},
-    }
+    return TensorParallel(
+        {name: rule_of(info, shapes[name]) for name, info in infos.items()},
+        {name: Vocabulary(max(rows, own), own) for name, own in used.items()},
+    )

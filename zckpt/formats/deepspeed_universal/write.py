@@ -263,8 +263,8 @@ def _common_file(target: DeepSpeedTarget, name: str) -> Shell:
         }
     else:
         value |= clipping(target)
-    if facts := target.source.state.get("tensor_parallel"):
-        value[CUTS] = facts
+    if (facts := target.source.tensor_parallel) is not None:
+        value[CUTS] = facts.to_state()
     # the loader takes nothing of what stands beside groups and states
     groups = value["param_groups"] = base_state(target, states, storages)["param_groups"]
     if target.engine.partitioned:

@@ -152,7 +152,8 @@ class MegatronWriter:
         self.program = program if program in LOADING else None
         self.folder = WEIGHTS if self.program == NEMO else self._folder(common)
         self._text: bytes | None = None
-        others = {key for key, value in source.state.items() if key != "megatron" and value}
+        everything = source.state_with_cuts.items()
+        others = {key for key, value in everything if key != "megatron" and value}
         self.left_out += [f"{key}: Megatron-Core has no place for it" for key in sorted(others)]
 
     # -- tensors

@@ -227,7 +227,7 @@ class OnnxRuntimeWriter:
     # -- reports
 
     def _report(self) -> None:
-        source, state = self.source, self.source.state
+        source, state = self.source, self.source.state_with_cuts
         if source.groups and self.states:
             self.left_out.append(
                 "hyper-parameters (learning rate, betas, weight decay, ...): ONNX Runtime does "

@@ -334,7 +334,8 @@ def left_out(source: Manifest, options: Options) -> list[str]:
         for key, value in kept.items()
         if key not in written and value is not None
     ]
-    others = {key: value for key, value in source.state.items() if value and key not in OF_TORCH}
+    everything = source.state_with_cuts.items()
+    others = {key: value for key, value in everything if value and key not in OF_TORCH}
     lost += [name for key, value in others.items() for name in own_names(key, value)]
     engine = source.engine.name if source.engine else None
     lines = [f"of {engine} alone: {', '.join(lost)}"] if lost else []

@@ -13,7 +13,7 @@ from msgspec import ValidationError, convert
 
 from ...core import sources
 from ...core.dtypes import SIZES
-from ...core.facts import MAX_DP, facts_of
+from ...core.facts import MAX_DP, Facts, facts_of
 from ...core.fileio import crc_of
 from ...core.fragments import Extent, Fragment, Fragments, Record, Runs, solid
 from ...core.inert import from_json
@@ -75,7 +75,8 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
 
 
 STATED = (
-    *("origin", "parameters", "buffers", "groups", "optimizer", "engine", "step_place", "state"),
+    *("origin", "parameters", "buffers", "groups", "optimizer"),
+    *Facts._fields,
     *("steps", "left_out", "warnings", "inferred"),
 )
 """The fields of a manifest that manifest.json has as they are."""
@@ -134,8 +135,8 @@ def _manifest(path: str, document: Mapping[str, Any]) -> Manifest:
     entries = _entries(path, document["entries"], stored)
     _require_room(path, entries, [*files, *_listed_files(entries)])
     records = _records(path, document.get("files", {}))
-    state, engine, step_place = facts_of(from_json(document["state"]))
-    if lost := [name for name in tensors_in(state) if f"{name}/state" not in entries]:
+    facts = facts_of(from_json(document["state"]))
+    if lost := [name for name in tensors_in(facts.state) if f"{name}/state" not in entries]:
         raise ValueError(f"its state has tensors that it does not list: {listed(lost, 4)}")
     siblings = _siblings(path)
     return Manifest(
@@ -147,9 +148,7 @@ def _manifest(path: str, document: Mapping[str, Any]) -> Manifest:
         buffers=texts_from_json(document["buffers"]),
         groups=_groups(document),
         optimizer=convert(document.get("optimizer"), str | None),
-        engine=engine,
-        step_place=step_place,
-        state=state,
+        **facts._asdict(),
         steps=tuple(
             Sighting(str(line["where"]), step_from_json(line["step"]) or 0, bool(line["truth"]))
             for line in document.get("steps", ())

@@ -61,6 +61,8 @@ def select(source: Manifest, options: Options) -> Manifest:
             },
             groups=None,
             step_place=None,
+            pipeline=None,
+            tensor_parallel=None,
             state={key: value for key, value in source.state.items() if key in kept},
         )
     engine = source.engine

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from zckpt.core.facts import Pipeline
+from zckpt.formats.deepspeed.model_ranks import layer_names
 from zckpt.formats.deepspeed.model_ranks.layer_names import (
     LayerName,
-    Pipeline,
     layers_with,
     of_tied,
     prefix_of,
@@ -65,14 +66,14 @@ def test_layers_that_a_stage_may_have(stages: list[str], spans: list[range]) -> 
         [EMBED if each == "e" else f"{each}.weight" for each in stage.split()] for stage in stages
     ]
     pipeline = Pipeline(names, [], [])
-    assert pipeline.spans(9) == spans
+    assert layer_names.spans(pipeline, 9) == spans
     having = [span for span, stage in zip(spans, names, strict=True) if EMBED in stage]
-    assert pipeline.spans_with("embed", 9) == having
+    assert layer_names.spans_with(pipeline, "embed", 9) == having
 
 
 def test_layers_of_a_tied_one_are_those_of_its_files() -> None:
-    pipeline = Pipeline([[EMBED, "1.a"], ["2.a", "tied_modules.norm.b"]], [], [], [(5, "embed")])
-    assert pipeline.uses == {"embed": {5}, "norm": set()}
+    pipeline = Pipeline([[EMBED, "1.a"], ["2.a", "tied_modules.norm.b"]], [], [], {5: "embed"})
+    assert layer_names.uses_of_files(pipeline) == {"embed": {5}, "norm": set()}
     uses = {"embed": {5, 0}}
     assert [[*layers_with(name, uses)] for name in (EMBED, "3.a", "tied_modules.norm.b", "a")] == [
         [0, 5], [3], [], [],

@@ -100,7 +100,8 @@ def made(tmp_path: Path) -> Made:
 
 def test_the_first_stages_tensors_count_and_the_others_are_copies(made: Made) -> None:
     whole = made()
-    assert whole.state["pipeline"] == {
+    assert whole.pipeline is not None
+    assert whole.pipeline.to_state() == {
         "parameters": [[EMBED, "1.fc.weight"], [EMBED, "2.fc.weight"]],
         "buffers": [[], ["2.count"]],
         "layers": [0, 1, 2, 3],
@@ -120,7 +121,7 @@ def test_the_first_stages_tensors_count_and_the_others_are_copies(made: Made) ->
 def test_keys_that_are_known_need_no_bytes(made: Made) -> None:
     other = {"weight": torch.zeros(6)}
     whole = made({0: "embed", 3: "embed"}, layer_0=other, layer_3=other)
-    assert whole.state["pipeline"]["tied"] == [[0, "embed"], [3, "embed"]]
+    assert tied_of(whole) == [[0, "embed"], [3, "embed"]]
 
 
 @pytest.mark.parametrize(
@@ -217,7 +218,8 @@ def joined(
 
 
 def tied_of(whole: Manifest) -> list[list[object]]:
-    tied: list[list[object]] = whole.state["pipeline"]["tied"]
+    assert whole.pipeline is not None
+    tied: list[list[object]] = whole.pipeline.to_state()["tied"]
     return tied
 
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from zckpt.core.facts import Pipeline
 from zckpt.core.manifest import Manifest, Parameter
 from zckpt.core.origin import Origin
 from zckpt.errors import WrongOption
-from zckpt.formats.deepspeed.model_ranks.layer_names import Pipeline
 from zckpt.formats.deepspeed.model_ranks.stage_bounds import (
     assumed,
     balanced,
@@ -113,11 +113,11 @@ def test_uses_of_a_tied_layer_count_each() -> None:
     model, pipeline = made(**{"tied_modules.e.weight": (3, 2)})  # type: ignore[arg-type]
     options = options_of({"pp": 2, "pp_partition": "parameters"})
     tied = [[*pipeline.parameters[0], "tied_modules.e.weight"]]
-    for files in ([], [(2, "e")]):
+    for files in ({}, {2: "e"}):
         hidden = Pipeline(tied, [[]], pipeline.layers, files)
         with pytest.raises(WrongOption, match="counts the tied layer e wherever it is used"):
             bounds_of(model, hidden, options)
-    shown = Pipeline(tied, [[]], [*pipeline.layers, 6, 7], [(6, "e"), (7, "e")])
+    shown = Pipeline(tied, [[]], [*pipeline.layers, 6, 7], {6: "e", 7: "e"})
     assert bounds_of(model, shown, options) == (0, 4, 8)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from zckpt.core.facts import ExpertLayer, FlatBufferEngine
+from zckpt.core.facts import ExpertLayer, FlatBufferEngine, Pipeline, TensorParallel
 from zckpt.core.grid import Grid, Place
 from zckpt.core.manifest import Manifest, Parameter
 from zckpt.core.origin import Origin
@@ -19,12 +19,12 @@ from zckpt.formats.options import options_of
 
 STAGES = [["1.a"], ["2.a", "3.a"]]
 NAMES = [name for stage in STAGES for name in stage]
-PIPELINE = {"parameters": STAGES, "buffers": [[], []], "layers": [1, 2, 3], "tied": []}
-RULES = {"rules": dict.fromkeys(NAMES, "0"), "vocabulary": {}}
+PIPELINE = Pipeline(STAGES, [[], []], [1, 2, 3])
+RULES = TensorParallel(dict.fromkeys(NAMES, "0"), {})
 ENGINE = FlatBufferEngine("deepspeed", "0.19.8", None, "BF16", False, None, {})
 
 
-def model(origin: Origin, **state: Any) -> Manifest:
+def model(origin: Origin, **facts: Any) -> Manifest:
     return Manifest(
         root="run",
         format="deepspeed",
@@ -33,7 +33,8 @@ def model(origin: Origin, **state: Any) -> Manifest:
         parameters={name: Parameter((4, 2), group=0) for name in NAMES},
         groups=({"lr": 0.1},),
         engine=ENGINE,
-        state={"module": NAMES, "counters": {}, "optimizer": {}, **state},
+        state={"module": NAMES, "counters": {}, "optimizer": {}},
+        **facts,
     )
 
 
@@ -77,7 +78,7 @@ def test_ranks_of_slices() -> None:
     assert ranks.table is not None
     one = target_ranks(WHOLE, options_of({"tp": 1}))
     assert (one.grid, one.table) == (None, None)
-    assert "tensor_parallel" not in one.ranks[0].state
+    assert one.ranks[0].tensor_parallel is None
 
 
 def test_a_pipeline_of_other_slices_gets_its_files_of_layers_anew() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from zckpt.core.facts import FlatBufferEngine
+from zckpt.core.facts import UNCUT, FlatBufferEngine, TensorParallel, Vocabulary
 from zckpt.core.manifest import Manifest, Parameter, Sibling
 from zckpt.core.merge import merge
 from zckpt.core.origin import Origin
@@ -34,11 +34,8 @@ def model(config: dict[str, Any] | None = None, **rules: str) -> Manifest:
         state={
             "module": [*SHAPES],
             "client_state": {"args": args},
-            "tensor_parallel": {
-                "rules": texts,
-                "vocabulary": {"embed": {"rows": 8, "used": 5}},
-            },
         },
+        tensor_parallel=TensorParallel(texts, {"embed": Vocabulary(8, 5)}),
     )
 
 
@@ -62,8 +59,8 @@ def test_what_cannot_be_cut_evenly() -> None:
 
 
 def test_names_without_a_rule() -> None:
-    source = model()
-    source.state["tensor_parallel"]["rules"].pop("down")
+    rules = {name: rule for name, rule in RULES.items() if name != "down"}
+    source = replace(model(), tensor_parallel=TensorParallel(rules, {}))
     with pytest.raises(MissingData, match="nothing says how"):
         slices_of(source, 2)
 
@@ -113,6 +110,10 @@ def rows_by_map(*counts: int, width: int = 4) -> dict[str, Any]:
     return {"version": 1, "params": {"fused": {"logical_shape": [6, width], "ranks": ranks}}}
 
 
+def with_vocabularies(source: Manifest, **vocabularies: Vocabulary) -> Manifest:
+    return replace(source, tensor_parallel=TensorParallel(RULES, vocabularies))
+
+
 def with_info(info: dict[str, Any], source: Manifest) -> Manifest:
     source.state["client_state"][INFO] = info
     return source
@@ -122,7 +123,7 @@ def test_what_a_rank_states_of_other_ranks() -> None:
     """The map of pieces may be all that said what is whole; the rows are the most of any."""
     source = with_info({"affine_map": rows_by_map(4, 2), "padded_vocab_size": 6}, model())
     source.state["client_state"]["args"]["padded_vocab_size"] = 6
-    source.state["tensor_parallel"]["vocabulary"]["fused"] = {"rows": 6, "used": 5}
+    source = with_vocabularies(source, embed=Vocabulary(8, 5), fused=Vocabulary(6, 5))
     client = sized(source, 3).state["client_state"]
     assert client[INFO] == {"tp_replicated_parameter_patterns": ["^norm$"], "padded_vocab_size": 8}
     assert client["args"]["padded_vocab_size"] == 8
@@ -132,8 +133,8 @@ def test_what_a_rank_states_of_other_ranks() -> None:
 
 def test_what_a_rank_states_without_rules() -> None:
     source = with_info({"padded_vocab_size": 6}, model())
-    for facts in ({}, None):
-        own = replace(source, state={**source.state, "tensor_parallel": facts})
+    for facts in (UNCUT, None):
+        own = replace(source, tensor_parallel=facts)
         client = sized(own, 2).state["client_state"]
         assert client[INFO] == {"padded_vocab_size": 6}
         assert client["args"]["padded_vocab_size"] == 8
@@ -176,14 +177,12 @@ def test_rows_by_the_stated_divisor(unit: Any, tp: int, rows: int) -> None:
 @pytest.mark.parametrize(("ranks", "tp", "rows"), [(2, 1, 5), (2, 4, 8), (1, 1, 6), (None, 1, 6)])
 def test_rows_that_the_ranks_of_the_source_needed(ranks: int | None, tp: int, rows: int) -> None:
     """Six of five are what two ranks need, and what a program with one has chosen."""
-    source = replace(model(), origin=Origin(tp=ranks))
-    source.state["tensor_parallel"]["vocabulary"]["embed"]["rows"] = 6
+    source = with_vocabularies(replace(model(), origin=Origin(tp=ranks)), embed=Vocabulary(6, 5))
     assert rows_of(source, tp, options_of({})) == {"embed": rows}
 
 
 def test_rows_of_a_model_without_a_vocabulary() -> None:
-    source = model()
-    source.state["tensor_parallel"]["vocabulary"] = {"renamed": {"rows": 8, "used": 5}}
+    source = with_vocabularies(model(), renamed=Vocabulary(8, 5))
     assert rows_of(source, 2, options_of({})) == {}
     with pytest.raises(WrongOption, match="no rule says which weights have the rows"):
         rows_of(source, 2, options_of({"vocab_size": 9}))
@@ -213,9 +212,11 @@ def test_autotp_deals_rows_of_some_layers_nearly_evenly() -> None:
         "mlp.up": Parameter((8, 3), group=0),
         "embed": Parameter((8, 3), group=0, aliases=("lm_head.weight",)),
     }
-    own, other = (replace(model(config), parameters=parameters) for config in (AUTO, {}))
-    for source in (own, other):
-        source.state["tensor_parallel"] = {"rules": dict.fromkeys(parameters, "0")}
+    facts = TensorParallel(dict.fromkeys(parameters, "0"), {})
+    own, other = (
+        replace(model(config), parameters=parameters, tensor_parallel=facts)
+        for config in (AUTO, {})
+    )
     _, ranks, _ = slices_of(own, 3)
     shapes = [[parameter.shape[0] for parameter in rank.parameters.values()] for rank in ranks]
     assert shapes == [[3, 3], [3, 3], [2, 2]]
@@ -231,7 +232,7 @@ def test_autotp_deals_whole_heads(tmp_path: Path) -> None:
     assert auto_of(model(AUTO)).heads is None
     assert auto_of(replace(model(AUTO), state={})).heads is None
     source = with_heads(tmp_path, 3, replace(model(AUTO), parameters={"q": Parameter((6, 4))}))
-    source.state["tensor_parallel"] = {"rules": {"q": "0"}}
+    source = replace(source, tensor_parallel=TensorParallel({"q": "0"}, {}))
     _, ranks, doubts = slices_of(source, 2)
     assert [rank.parameters["q"].shape for rank in ranks] == [(4, 4), (2, 4)]
     assert doubts == []

@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from zckpt.core.facts import ExpertLayer, FlatBufferEngine
+from zckpt.core.facts import ExpertLayer, FlatBufferEngine, Pipeline
 from zckpt.core.fragments import Runs
 from zckpt.core.grid import Grid
 from zckpt.core.manifest import Entry, Manifest, Parameter
 from zckpt.core.origin import Origin
 from zckpt.errors import UnsupportedCheckpoint, WrongOption
-from zckpt.formats.deepspeed.model_ranks.layer_names import Pipeline
 from zckpt.formats.deepspeed.model_ranks.target_stages import cut_again, layers_of_names, recut
 from zckpt.formats.options import options_of
 
@@ -69,7 +68,7 @@ def cut(
     named = [[name if name == EMBED else f"{name}.weight" for name in stage] for stage in stages]
     parameters = {name: Parameter((2,), group=0) for stage in named for name in stage}
     model = Manifest("run", "deepspeed", Origin(), {}, parameters)
-    pipeline = Pipeline(named, (), layers, [(number, "embed") for number in files])
+    pipeline = Pipeline(named, (), layers, dict.fromkeys(files, "embed"))
     return cut_again(model, pipeline, True, options_of(options))
 
 

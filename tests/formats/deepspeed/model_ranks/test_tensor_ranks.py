@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from zckpt.core.facts import ExpertLayer, FlatBufferEngine
+from zckpt.core.facts import ExpertLayer, FlatBufferEngine, TensorParallel, Vocabulary
 from zckpt.core.fragments import Extent, solid
 from zckpt.core.manifest import Entry, Manifest, Parameter
 from zckpt.core.origin import Origin
@@ -65,10 +65,9 @@ def test_the_checkpoint_says_how_it_was_cut(tmp_path: Path) -> None:
     assert {name: own.shape for name, own in whole.parameters.items()} == {
         "embed": (4,), "norm": (1,),
     }  # fmt: skip
-    assert whole.state["tensor_parallel"] == {
-        "rules": {"embed": "0", "norm": "replicated"},
-        "vocabulary": {"embed": {"rows": 4, "used": 3}},
-    }
+    assert whole.tensor_parallel == TensorParallel(
+        {"embed": "0", "norm": "replicated"}, {"embed": Vocabulary(rows=4, used=3)}
+    )
     assert [(copy.name, copy.axis) for copy in whole.replicas] == [
         ("norm/exp_avg_sq", "tensor rank")
     ]
@@ -78,7 +77,9 @@ def test_the_checkpoint_says_how_it_was_cut(tmp_path: Path) -> None:
 def test_the_users_rules_come_first(tmp_path: Path) -> None:
     whole = joined_slices(ranks(tmp_path), rules_in(tmp_path, "norm = 0"), None)
     assert whole.parameters["norm"].shape == (2,)
-    assert whole.state["tensor_parallel"]["rules"] == {"embed": "0", "norm": "0"}
+    assert whole.tensor_parallel == TensorParallel(
+        {"embed": "0", "norm": "0"}, {"embed": Vocabulary(rows=4, used=3)}
+    )
 
 
 def test_infos_of_ranks_that_differ(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def test_frozen_experts_are_sliced_too(tmp_path: Path) -> None:
     def edit(model: dict[str, Any]) -> None:
         model["frozen_param_shapes"] = {f"{LAYER}.experts.w3": torch.Size((2, 7)), "other": (2, 7)}
 
-    frozen = with_slices(ranks_with(tmp_path, edit)).model["frozen_param_shapes"]
+    frozen = with_slices(ranks_with(tmp_path, edit)).frozen_shapes
     w3 = f"{LAYER}.experts.w3"
     assert frozen == {f"{w3}.0": (7,), f"{w3}.1": (7,), "other": (2, 7)}
 
@@ -111,7 +111,7 @@ def second_gate(name: str, numbers: torch.Tensor) -> Edit:
 def test_a_second_gate_has_the_bytes_of_the_first(tmp_path: Path) -> None:
     equal = torch.arange(8.0).view(4, 2)
     ranks = ranks_with(tmp_path, second_gate(f"{LAYER}.gate.weight", equal))
-    assert with_slices(ranks).model["shared_params"] == {f"{LAYER}.gate.weight": GATE}
+    assert with_slices(ranks).second_names == {f"{LAYER}.gate.weight": GATE}
 
 
 @pytest.mark.parametrize(
@@ -124,9 +124,7 @@ def test_a_second_gate_has_the_bytes_of_the_first(tmp_path: Path) -> None:
     ids=["other bytes", "another shape", "another layer"],
 )
 def test_what_is_no_second_gate(name: str, numbers: torch.Tensor, tmp_path: Path) -> None:
-    assert (
-        with_slices(ranks_with(tmp_path, second_gate(name, numbers))).model["shared_params"] == {}
-    )
+    assert with_slices(ranks_with(tmp_path, second_gate(name, numbers))).second_names == {}
 
 
 @pytest.mark.parametrize("place", ["buffer_names", "param_shapes"])
@@ -140,7 +138,7 @@ def test_a_name_that_is_listed_is_no_second_name(place: str, tmp_path: Path) -> 
         else:
             model["param_shapes"][0][name] = torch.Size((4, 2))
 
-    assert with_slices(ranks_with(tmp_path, edit)).model["shared_params"] == {}
+    assert with_slices(ranks_with(tmp_path, edit)).second_names == {}
 
 
 # -- what is refused

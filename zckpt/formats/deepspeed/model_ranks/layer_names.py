@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from msgspec import Struct
 
+from ....core.facts import Pipeline
 from ....core.grouping import by_key
 
 TIED = "tied_modules."
@@ -67,36 +68,28 @@ def layers_with(name: str, uses: Uses) -> Sequence[int]:
     return untied_layers([name]) if key is None else sorted(uses.get(key, ()))
 
 
-class Pipeline(Struct, frozen=True):
-    """What a model keeps of the pipeline that it was read from, as `state.pipeline` has it.
+# -- the stages of a pipeline
 
-    Each stage has its `parameters` in their order, and `buffers`. `layers` are those with files, or
-    with names if there are no such files, and `tied` has the keys of tied ones among the files.
-    """
 
-    parameters: Sequence[Sequence[str]]
-    buffers: Sequence[Sequence[str]]
-    layers: Sequence[int]
-    tied: Sequence[tuple[int, str]] = ()
+def uses_of_files(pipeline: Pipeline) -> dict[str, set[int]]:
+    """The layers at which tied ones have files, by key."""
+    keys = (tied_key(name) for names in pipeline.parameters for name in names)
+    of_files = by_key((key, number) for number, key in pipeline.tied.items())
+    return {key: {*of_files.get(key, ())} for key in keys if key is not None}
 
-    @property
-    def uses(self) -> dict[str, set[int]]:
-        """The layers at which tied ones have files, by key."""
-        keys = (tied_key(name) for names in self.parameters for name in names)
-        of_files = by_key((key, number) for number, key in self.tied)
-        return {key: {*of_files.get(key, ())} for key in keys if key is not None}
 
-    def spans(self, count: int) -> list[range]:
-        """The layers, of so many, that each stage may have: others show theirs by numbers."""
-        shown = [untied_layers(names) for names in self.parameters]
-        spans = []
-        for stage in range(len(shown)):
-            before = chain.from_iterable(shown[:stage])
-            after = chain.from_iterable(shown[stage + 1 :])
-            spans.append(range(max(before, default=-1) + 1, min(after, default=count)))
-        return spans
+def spans(pipeline: Pipeline, count: int) -> list[range]:
+    """The layers, of so many, that each stage may have: others show theirs by numbers."""
+    shown = [untied_layers(names) for names in pipeline.parameters]
+    own = []
+    for stage in range(len(shown)):
+        before = chain.from_iterable(shown[:stage])
+        after = chain.from_iterable(shown[stage + 1 :])
+        own.append(range(max(before, default=-1) + 1, min(after, default=count)))
+    return own
 
-    def spans_with(self, key: str, count: int) -> list[range]:
-        """The same of the stages that have a copy of a tied layer."""
-        stages = zip(self.parameters, self.spans(count), strict=True)
-        return [span for names, span in stages if key in map(tied_key, names)]
+
+def spans_with(pipeline: Pipeline, key: str, count: int) -> list[range]:
+    """The same of the stages that have a copy of a tied layer."""
+    stages = zip(pipeline.parameters, spans(pipeline, count), strict=True)
+    return [span for names, span in stages if key in map(tied_key, names)]

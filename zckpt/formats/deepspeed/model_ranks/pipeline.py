@@ -17,9 +17,9 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from msgspec.structs import asdict, replace
+from msgspec.structs import replace
 
-from ....core.facts import FlatBufferEngine, layers_of
+from ....core.facts import FlatBufferEngine, Pipeline, layers_of
 from ....core.grouping import by_key
 from ....core.manifest import Entry, Manifest, Parameter
 from ....core.masters import begins_as
@@ -30,7 +30,15 @@ from ....files.torchfile import Tensor, TorchFile
 from ...deepspeed_states.states import dictionary
 from ...deepspeed_states.tensors import is_extra
 from ...statedict.finding import BUFFERS
-from .layer_names import TIED, LayerName, Pipeline, of_tied, prefix_of, untied_layers
+from .layer_names import (
+    TIED,
+    LayerName,
+    of_tied,
+    prefix_of,
+    spans,
+    spans_with,
+    untied_layers,
+)
 
 Shapes = dict[str, tuple[int, ...]]
 SAMPLE = 1 << 14  # elements that are compared with masters to tell a tied layer
@@ -57,9 +65,8 @@ def joined_stages(
             **whole.state,
             # which frozen parameters are listed is known of each stage, not of the whole
             "optimizer": {key: value for key, value in optimizer.items() if key != "members"},
-            # what a target must know to be the same pipeline
-            "pipeline": {**asdict(layers.pipeline), "tied": [*map(list, layers.tied.items())]},
         },
+        pipeline=layers.pipeline,  # what a target must know to be the same pipeline
         warnings=(*whole.warnings, *layers.perhaps_tied()),
     )
 
@@ -103,7 +110,7 @@ class _Layers:
             [list(stage.parameters) for stage in stages],
             [list(place.buffers) for place in places],
             list(files),
-            [*self.tied.items()],
+            self.tied,
         )
         if lacking := sorted(of_tied(self.shapes).keys() - {*self.tied.values()}):
             raise IncompleteCheckpoint(
@@ -161,12 +168,12 @@ class _Layers:
             return InconsistentCheckpoint(says, hint=hint)
 
         for number, key in self.tied.items():
-            if not any(number in span for span in self.pipeline.spans_with(key, self.count)):
+            if not any(number in span for span in spans_with(self.pipeline, key, self.count)):
                 raise swapped(
                     f"{self.files[number].path} has the weights of {TIED}{key}, which the stage of "
                     f"the pipeline with layer {number} does not have"
                 )
-        for stage, span in zip(self.stages, self.pipeline.spans(self.count), strict=True):
+        for stage, span in zip(self.stages, spans(self.pipeline, self.count), strict=True):
             own = [number for number in self.tied if number in span]
             uses = {self.tied[number]: number for number in reversed(own)}
             for names in _in_order(stage):
@@ -181,7 +188,7 @@ class _Layers:
     def perhaps_tied(self) -> Iterator[str]:
         """A warning about files with shapes of a tied layer, of which more stages have copies."""
         for key in of_tied(self.shapes):
-            near = self.pipeline.spans_with(key, self.count)
+            near = spans_with(self.pipeline, key, self.count)
             if [*self.tied.values()].count(key) >= len(near):
                 continue
             for number, alike in self.alike.items():

@@ -20,12 +20,13 @@ from itertools import accumulate, groupby
 from math import inf, prod
 
 from ....core import slicing
+from ....core.facts import Pipeline
 from ....core.grouping import by_key
 from ....core.manifest import Manifest
 from ....errors import WrongOption
 from ....training.options import PP, Options
 from ...deepspeed_states.options import PP_BOUNDS, PP_PARTITION
-from .layer_names import LayerName, Pipeline, layers_with, of_tied, untied_layers
+from .layer_names import LayerName, layers_with, of_tied, untied_layers, uses_of_files
 
 STAGES = (PP, PP_BOUNDS, PP_PARTITION)
 LAST = "the last bound is the number of all layers, functions included"
@@ -139,7 +140,7 @@ def _weights(model: Manifest, pipeline: Pipeline, files: str) -> list[int]:
 
     Raises WrongOption if a use of a tied layer is in no file.
     """
-    uses = pipeline.uses
+    uses = uses_of_files(pipeline)
     hidden = sorted(key for key in of_tied(model.parameters) if len(uses.get(key, ())) < 2)
     if hidden:
         raise _unknown(

@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
-from msgspec import Struct, convert
+from msgspec import Struct
 from msgspec.structs import replace
 
 from ....core import sources
-from ....core.facts import layers_of
+from ....core.facts import Pipeline, layers_of
 from ....core.filenames import numbers_of
 from ....core.grid import Grid, Place
 from ....core.layout import Shell
@@ -49,7 +49,7 @@ from ...deepspeed_states.target import DeepSpeedTarget
 from ...vocabulary import lost_rows, resized
 from ..files import grid_files, locate
 from ..read import of_model_ranks, of_tensor_ranks, stacked
-from .layer_names import Pipeline, prefix_of
+from .layer_names import prefix_of
 from .stage_bounds import STAGES, is_cut, refuse_without_stages
 from .target_slices import rows_of, sized, slices_of
 from .target_stages import layers_of_names, recut
@@ -85,7 +85,7 @@ class TargetRanks(Struct, frozen=True, kw_only=True):
         """The files that were laid out; those of layers that are copied are not there yet."""
         directory = TagDirectory(locate(path, tag).path, tag, None)
         if self.table is not None:
-            tied = dict(self.pipeline.tied) if self.pipeline else None
+            tied = self.pipeline.tied if self.pipeline else None
             ranks = of_tensor_ranks(directory, grid_files(directory), tied=tied)
             return merge(ranks, self.table)
         return stacked(of_model_ranks(directory, grid_files(directory, self.grid)))
@@ -136,7 +136,7 @@ def target_ranks(source: Manifest, options: Options) -> TargetRanks:
         apart = stacked([replace(source, place=Place(0, grid, source.buffers))])
         return _of_stages(replace(apart, models=(source,)), grid, options)
     tp = options[TP] or source.origin.tp
-    if source.state.get("pipeline"):
+    if source.pipeline is not None:
         return _of_slices(source, int(tp or 1), options)
     if (source.origin.pp or 1) == 1:  # others are refused by name
         refuse_without_stages(source.root, options)
@@ -174,9 +174,8 @@ def _of_stages(source: Manifest, grid: Grid, options: Options) -> TargetRanks:
     if not grid.staged and not layers_of(source.engine):
         refuse_without_stages(source.root, options)
     elif is_cut(grid.pp, options):
-        if stated := models[0].state.get("pipeline"):
-            pipeline = convert(stated, Pipeline)
-        else:  # one with experts
+        pipeline = models[0].pipeline
+        if pipeline is None:  # one with experts
             own = [tuple(stage.parameters) for stage in ranks[:: grid.tp]]
             pipeline = Pipeline(own, [models[0].buffers], layers_of_names(models[0], options))
         grid, ranks, inferred = recut(models[0], models, pipeline, grid, options)
@@ -205,7 +204,7 @@ def _of_slices(source: Manifest, tp: int, options: Options) -> TargetRanks:
     rows = rows_of(source, tp, options)
     model, lost = resized(source, rows), lost_rows(source, rows)
     if pipeline is None and tp == 1:
-        own = sized(model, 1) if "tensor_parallel" in model.state else model
+        own = model if model.tensor_parallel is None else sized(model, 1)
         return TargetRanks(source=model, ranks=[own], left_out=lost)
     for option in (WEIGHTS_ONLY, CONFIG):
         if options[option]:
@@ -239,9 +238,8 @@ def _of_slices(source: Manifest, tp: int, options: Options) -> TargetRanks:
 
 def _pipeline_of(source: Manifest) -> Pipeline | None:
     """Raises UnsupportedCheckpoint if names of parameters were changed since it was one."""
-    if not source.state.get("pipeline"):
+    if (pipeline := source.pipeline) is None:
         return None
-    pipeline = convert(source.state["pipeline"], Pipeline)
     known = {n for layer in pipeline.layers for n in _names_in(layer, pipeline, source).values()}
     trained = {name for name, item in source.parameters.items() if item.trainable}
     of_stages = {name for stage in pipeline.parameters for name in stage}
@@ -255,7 +253,7 @@ def _pipeline_of(source: Manifest) -> Pipeline | None:
 
 def _names_in(layer: int, pipeline: Pipeline, model: Manifest) -> dict[str, str]:
     """The tensors of a layer: their names in its file, and in the whole model."""
-    prefix = prefix_of(layer, dict(pipeline.tied))
+    prefix = prefix_of(layer, pipeline.tied)
     names = model.state.get("module") or ()
     return {name.removeprefix(prefix): name for name in names if name.startswith(prefix)}
 

@@ -15,7 +15,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from ....core import slicing
-from ....core.facts import FlatBufferEngine
+from ....core.facts import UNCUT, FlatBufferEngine, TensorParallel, Vocabulary
 from ....core.manifest import Manifest, Parameter
 from ....core.placement import REPLICATED, TENSOR_RANK, Row, Shapes, Sliced, Table
 from ....core.split import names_in, split
@@ -33,13 +33,12 @@ from ...vocabulary import padded
 
 def sized(source: Manifest, tp: int) -> Manifest:
     """The whole model, with what each rank states at this number of tensor ranks."""
-    state, client = dict(source.state), dict(source.state.get("client_state") or {})
-    facts = state.pop("tensor_parallel", None) or {}
+    client = dict(source.state.get("client_state") or {})
     rows = [source.parameters[name].shape[0] for name in _vocabularies(source)]
     padded_size = {PADDED: max(rows)} if rows else {}
     if isinstance(client.get(INFO), Mapping):
-        rules = facts.get("rules") or {}
-        info = info_for(client[INFO], tp, [n for n, rule in rules.items() if rule == REPLICATED])
+        rules = _facts(source).rules.items()
+        info = info_for(client[INFO], tp, [name for name, rule in rules if rule == REPLICATED])
         client[INFO] = info | (padded_size if PADDED in info else {})
     engine = source.engine
     assert isinstance(engine, FlatBufferEngine)
@@ -50,8 +49,9 @@ def sized(source: Manifest, tp: int) -> Manifest:
         source,
         origin=replace(source.origin, tp=None, pp=None),
         engine=engine,
+        tensor_parallel=None,
         state={
-            **state,
+            **source.state,
             "client_state": with_sizes(client, dict.fromkeys(TENSOR_SIZES, tp) | padded_size),
         },
     )
@@ -66,7 +66,7 @@ def slices_of(source: Manifest, tp: int) -> tuple[Table, list[Manifest], list[st
     if tp == 1:  # whole, whatever the rules
         table = Table(TENSOR_RANK, rows=[Row(names)])
         return table, split(sized(source, tp), table), []
-    texts = (source.state.get("tensor_parallel") or {}).get("rules") or {}
+    texts = _facts(source).rules
     if not source.parameters.keys() <= texts.keys():  # none, or of other names
         raise MissingData(
             f"nothing says how the parameters of {source.root} are cut over tensor ranks",
@@ -148,17 +148,21 @@ def rows_of(source: Manifest, tp: int, options: Options) -> dict[str, int]:
         return {}  # AutoTP pads nothing: ranks have shares that differ by one row
     before, rows = source.origin.tp or 1, dict[str, int]()
     for name, about in facts.items():
-        is_rounded = about["rows"] == -(-about["used"] // before) * before
-        keeps = unit is None and given is None and not about["rows"] % tp and not is_rounded
-        least = padded(source.root, name, about["used"], given, tp * (unit or 1))
-        rows[name] = about["rows"] if keeps else least
+        is_rounded = about.rows == -(-about.used // before) * before
+        keeps = unit is None and given is None and not about.rows % tp and not is_rounded
+        least = padded(source.root, name, about.used, given, tp * (unit or 1))
+        rows[name] = about.rows if keeps else least
     return rows
 
 
-def _vocabularies(source: Manifest) -> dict[str, Mapping[str, int]]:
+def _vocabularies(source: Manifest) -> dict[str, Vocabulary]:
     """The rows of each vocabulary, as far as its name was not changed."""
-    facts = (source.state.get("tensor_parallel") or {}).get("vocabulary") or {}
+    facts = _facts(source).vocabularies
     return {name: about for name, about in facts.items() if name in source.parameters}
+
+
+def _facts(source: Manifest) -> TensorParallel:
+    return source.tensor_parallel or UNCUT
 
 
 # -- AutoTP

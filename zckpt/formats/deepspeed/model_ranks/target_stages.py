@@ -24,7 +24,7 @@ from itertools import chain
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ....core.facts import FlatBufferEngine
+from ....core.facts import FlatBufferEngine, Pipeline
 from ....core.grid import Grid, Place
 from ....core.manifest import Manifest
 from ....core.placement import Row
@@ -33,7 +33,7 @@ from ....errors import UnsupportedCheckpoint, WrongOption
 from ....training.megatron_arguments import STAGES, with_sizes
 from ....training.options import Options
 from ...groups import without_empty_groups
-from .layer_names import LayerName, Pipeline, Uses, layers_with, tied_key
+from .layer_names import LayerName, Uses, layers_with, spans, spans_with, tied_key, uses_of_files
 from .stage_bounds import LAST, assumed, bounds_of, is_cut, refuse_without_stages
 
 
@@ -77,7 +77,7 @@ def cut_again(
     bounds = bounds_of(model, pipeline, options)
     uses, inferred = _uses(model.root, pipeline, bounds)
     inferred += assumed(model, bounds, options)
-    for names, span in zip(pipeline.parameters, pipeline.spans(bounds[-1]), strict=True):
+    for names, span in zip(pipeline.parameters, spans(pipeline, bounds[-1]), strict=True):
         _Stage(model, span, uses).check_order(names)
     stages = [_Stage(model, span, uses) for span in map(range, bounds, bounds[1:])]
     stated = dict.fromkeys(chain.from_iterable(pipeline.buffers))
@@ -99,12 +99,12 @@ def _uses(
     If no file shows any use of a layer, it is taken to be used at the first layer without names of
     the first stage that has it, and at the last one of the others.
     """
-    uses, inferred = pipeline.uses, list[str]()
+    uses, inferred = uses_of_files(pipeline), list[str]()
     if len(bounds) == 2:  # one stage has all
         return {key: places or {0} for key, places in uses.items()}, inferred
     for key, places in uses.items():
         is_shown = bool(places)
-        holders = pipeline.spans_with(key, bounds[-1])
+        holders = spans_with(pipeline, key, bounds[-1])
         for span in holders:
             known = places.intersection(span) if is_shown else set[int]()
             free = [layer for layer in span if layer not in pipeline.layers]

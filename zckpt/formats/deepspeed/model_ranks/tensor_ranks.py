@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any
 
 from msgspec.structs import replace
 
 from ....core.agreement import KEEP
-from ....core.facts import layers_of
+from ....core.facts import TensorParallel, Vocabulary, layers_of
 from ....core.inert import to_json
 from ....core.manifest import Manifest
 from ....core.merge import in_order, merge
@@ -55,7 +54,7 @@ def joined_slices(
         replace(
             whole,
             warnings=(*whole.warnings, *_doubts(given, cut)),
-            state={**whole.state, "tensor_parallel": _facts(cut)},
+            tensor_parallel=_facts(cut),
             models=models,
         )
     )
@@ -105,16 +104,16 @@ def _doubts(given: Sequence[TensorRules], cut: Mapping[str, Sliced]) -> Iterator
             yield from rules.doubts(cut)
 
 
-def _facts(cut: Mapping[str, Sliced]) -> dict[str, Any]:
+def _facts(cut: Mapping[str, Sliced]) -> TensorParallel:
     """How each parameter was cut; and of vocabularies, which rows are padding."""
-    return {
-        "rules": {name: sliced.rule for name, sliced in cut.items()},
-        "vocabulary": {
-            name: {"rows": sliced.shape[0], "used": sliced.vocabulary}
+    return TensorParallel(
+        {name: sliced.rule for name, sliced in cut.items()},
+        {
+            name: Vocabulary(sliced.shape[0], sliced.vocabulary)
             for name, sliced in cut.items()
             if sliced.vocabulary is not None
         },
-    }
+    )
 
 
 # -- copies

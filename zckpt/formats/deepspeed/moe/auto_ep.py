@@ -62,14 +62,19 @@ def with_slices(ranks: EngineStates) -> EngineStates:
         _check_placement(ranks, layer)
     prefixes = {str(layer["expert_key_prefix"]) for layer in layers}
     shapes = [_sliced(names, prefixes) for names in ranks.param_shapes()]
-    model = {**model, "param_shapes": shapes}
-    info = {k: v for k, v in (model.pop(INFO, None) or {}).items() if k not in OWN_INFO}
-    model |= {INFO: info} if info else {}
-    model["shared_params"] = {**(model.get("shared_params") or {}), **_second_gates(ranks, layers)}
-    if frozen := model.get("frozen_param_shapes"):
-        model["frozen_param_shapes"] = _sliced({n: tuple(s) for n, s in frozen.items()}, prefixes)
+    info = {k: v for k, v in (model.get(INFO) or {}).items() if k not in OWN_INFO}
+    model = {k: v for k, v in model.items() if k != INFO} | ({INFO: info} if info else {})
+    found = replace(
+        ranks.found,
+        shapes=shapes,
+        second_names={**ranks.second_names, **_second_gates(ranks, layers)},
+    )
+    if frozen := ranks.frozen_shapes:
+        sliced = _sliced({n: tuple(s) for n, s in frozen.items()}, prefixes)
+        found = replace(found, frozen_shapes=sliced)
     paddings = {"param_alignment_paddings": [[0] * len(names) for names in shapes]}
-    return replace(ranks, model=model, states=[{**state, **paddings} for state in ranks.states])
+    states = [{**state, **paddings} for state in ranks.states]
+    return replace(ranks, model=model, states=states, found=found)
 
 
 def _second_gates(ranks: EngineStates, layers: Sequence[Mapping[str, Any]]) -> dict[str, str]:
@@ -77,14 +82,14 @@ def _second_gates(ranks: EngineStates, layers: Sequence[Mapping[str, Any]]) -> d
 
     No list of the engine has these names. Both were saved, with the same bytes.
     """
-    file, model = ranks.models[0], ranks.model
+    file = ranks.models[0]
     known = {*chain.from_iterable(ranks.param_shapes())}
-    known |= {*(model.get("buffer_names") or ()), *(model.get("shared_params") or ())}
+    known |= {*ranks.buffer_names, *ranks.second_names}
     owners: dict[str, str] = {}
     for path in (layer["module_path"] for layer in layers):
         forms = {
             name: (tensor.dtype, tensor.shape, file.crc(tensor))
-            for name, tensor in model["module"].items()
+            for name, tensor in ranks.module.items()
             if name.startswith(f"{path}.") and isinstance(tensor, Tensor)
         }
         form = forms.pop(owner := f"{path}{ROUTER}", None)

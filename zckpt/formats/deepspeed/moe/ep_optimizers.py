@@ -41,7 +41,7 @@ from ...deepspeed_states.directories import TagDirectory, refuse
 from ...deepspeed_states.experts import ExpertLayers, ExpertRanks, expert_name, size_in
 from ...deepspeed_states.manifest import manifest_of
 from ...deepspeed_states.of_files import strangers_of
-from ...deepspeed_states.states import EngineStates, dictionary, open_files
+from ...deepspeed_states.states import EngineStates, Found, dictionary, open_files
 from ...deepspeed_states.tensors import ManifestTensors, is_extra
 from ...reading import Reading
 from ..files import RankFiles
@@ -66,19 +66,19 @@ def manifest_of_experts(directory: TagDirectory, files: RankFiles, reading: Read
         refuse(directory, "AutoEP in ZeRO stage 0", READ)
     opened = open_files(files.of_ep, files.parsed)
     optimizers = [(each, dictionary(each, each.value).get("optimizer")) for each in opened]
-    ranks = [states_with(directory, file, model, *each) for each in optimizers]
+    ranks = [states_with(directory, file, model, *each, Found()) for each in optimizers]
     of_layers = files_by_layer(ranks[0], files)
-    first = replace(ranks[0], model={**model, "shared_params": _second_names(ranks[0], of_layers)})
+    first = replace(ranks[0], found=Found(second_names=_second_names(ranks[0], of_layers)))
     layers = _layers(first, of_layers, reading)
     _check_files(ranks, layers)
     whole = with_tensors(first, of_layers, layers)
     experts = Experts(first, whole, layers, ExpertRanks.of_config(first.dp, first.config))
-    model = {**whole.model, "module": {}}  # no rank has the module alone
-    ranks = [replace(each, model=model, apart=whole.apart) for each in ranks]
+    found = replace(whole.found, module={})  # no rank has the module alone
+    ranks = [replace(each, found=found, apart=whole.apart) for each in ranks]
     wholes = _named(ranks, experts, reading)
     own = model.get("optimizer")
     if isinstance(own, dict) and own:
-        states = states_with(directory, file, wholes[0].states.model, file, own)
+        states = states_with(directory, file, model, file, own, wholes[0].states.found)
         wholes.append(replace(wholes[0], states=states))
     return _joined(wholes, experts, reading.step_policy)
 
@@ -86,7 +86,7 @@ def manifest_of_experts(directory: TagDirectory, files: RankFiles, reading: Read
 def _layers(ranks: EngineStates, files: Sequence[LayerFiles], reading: Reading) -> ExpertLayers:
     """Over how many ranks each layer is spread."""
     named = [*(reading.param_names or ())]
-    if ranks.model.get("param_shapes"):
+    if ranks.listed_shapes:
         named += named_of(ranks)
     if named:
         return spread_over(ranks, files, named)
@@ -141,8 +141,8 @@ def _named(
 ) -> list[WholeOptimizer]:
     """The optimizers of all ranks, whose parameters have names in the whole model."""
     whole, layers = experts.whole, experts.layers
-    every = ((name, whole.file_of(name), own) for name, own in whole.model["module"].items())
-    hidden = {*whole.model["buffer_names"], *whole.model["shared_params"]}
+    every = ((name, whole.file_of(name), own) for name, own in whole.module.items())
+    hidden = {*whole.buffer_names, *whole.second_names}
     weights = naming.weights_in(every, hidden)
     wholes: list[WholeOptimizer] = []
     for number, rank in enumerate(ranks):
@@ -162,11 +162,11 @@ def _second_names(ranks: EngineStates, files: Sequence[LayerFiles]) -> dict[str,
     Both have the same bytes (DeepSpeed 0.19.8 saves copies), or the same memory in a file of
     zckpt's. Weights of one number, or of numbers that are all equal, may be equal by chance.
     """
-    stated = bool(ranks.model.get("param_shapes"))
-    buffers = {*(ranks.model.get("buffer_names") or ())}
+    stated = bool(ranks.listed_shapes)
+    buffers = {*ranks.buffer_names}
     owners: dict[str, str] = {}
     experts = [(layer.files[0], layer.files[0].value) for layer in files]
-    for file, module in [(ranks.models[0], ranks.model["module"]), *experts]:
+    for file, module in [(ranks.models[0], ranks.module), *experts]:
         seen: dict[object, str] = {}
         for name, tensor in module.items():
             if name in buffers or is_extra(name, tensor) or tensor.dtype not in FLOATS:
@@ -198,7 +198,7 @@ def _of_first(
 
     What only the files show, they show of dense parameters and of experts apart.
     """
-    if ranks.model.get("param_shapes") or param_names is not None:
+    if ranks.listed_shapes or param_names is not None:
         (named,) = naming.members_of([ranks], weights, param_names)
         return named
     groups = numbers_of(ranks)
@@ -226,8 +226,8 @@ def _joined(
     """
     first, *others = wholes
     states, slots = kept(first, step_policy)
-    shapes = {"param_shapes": states.model["param_shapes"]}
-    whole = replace(experts.whole, model={**experts.whole.model, **shapes})
+    found = replace(experts.whole.found, shapes=states.found.shapes)
+    whole = replace(experts.whole, found=found)
     own = manifest_of(states, slots, "deepspeed", states.config, whole.module_dtype)
     own = replace(own, inferred=tuple(first.inferred), zero_padding=True)
     ranks = [own, *(_beside(own, each, step_policy) for each in others)]

@@ -107,7 +107,7 @@ def files_by_layer(ranks: EngineStates, files: RankFiles) -> list[LayerFiles]:
         )
     opened = iter(open_files([paths[place] for place in places], files.parsed))
     layers = [_layer(list(islice(opened, count))) for count in counts]
-    module = {name: place for place, name in enumerate(ranks.model["module"])}
+    module = {name: place for place, name in enumerate(ranks.module)}
     gates = [-1, *(module.get(layer.gate, -1) for layer in layers)]
     for layer, (before, gate) in zip(layers, pairwise(gates), strict=True):
         if gate <= before:  # the engine numbers layers in the module's order
@@ -147,8 +147,7 @@ def _layer(files: Sequence[TorchFile]) -> LayerFiles:
 
 def named_of(ranks: EngineStates) -> tuple[str, ...]:
     """The names on rank 0, by its own numbers, as far as the files list any."""
-    others = (ranks.model.get(key) or () for key in ("frozen_param_shapes", "buffer_names"))
-    return tuple(chain(*ranks.param_shapes(), *others))
+    return tuple(chain(*ranks.param_shapes(), ranks.frozen_shapes or (), ranks.buffer_names))
 
 
 def spread_over(
@@ -192,19 +191,19 @@ def with_tensors(
     behind = {layer.gate: layer for layer in files}
     module: dict[str, Any] = {}
     apart: dict[str, TorchFile] = {}
-    for name, tensor in ranks.model["module"].items():
+    for name, tensor in ranks.module.items():
         module[name] = tensor
         for file in behind[name].files if name in behind else ():
             module |= file.value
             apart |= dict.fromkeys(file.value, file)
     shared: dict[str, str] = {}
-    for pair in (ranks.model.get("shared_params") or {}).items():
+    for pair in ranks.second_names.items():
         alias, owner = map(layers.layer_of, pair)
         every = (layers.everywhere([name]) if alias == owner else [name] for name in pair)
         shared |= zip(*every, strict=True)
-    buffers = layers.everywhere(ranks.model.get("buffer_names") or ())
-    model = {"module": module, "buffer_names": buffers, "shared_params": shared}
-    return replace(ranks, model={**ranks.model, **model}, apart=apart)
+    buffers = layers.everywhere(ranks.buffer_names)
+    found = replace(ranks.found, module=module, buffer_names=buffers, second_names=shared)
+    return replace(ranks, found=found, apart=apart)
 
 
 class Experts(Struct, frozen=True):
@@ -286,16 +285,16 @@ class Experts(Struct, frozen=True):
             f"DeepSpeed did not save the weights of {listed(unsaved, 4)}, as the name of their MoE "
             "layer has `expert` in it: their masters stand for them"
         )
-        model, buffers = self.whole.model, {*manifest.buffers}
+        module, buffers = self.whole.module, {*manifest.buffers}
         assert isinstance(manifest.engine, FlatBufferEngine)
         manifest = replace(
             manifest,
             warnings=(*manifest.warnings, *([warning] if unsaved else [])),
             origin=replace(manifest.origin, ep=max(self.layers.sizes)),
             parameters={name: manifest.parameters[name] for name in self._order(manifest)},
-            buffers=tuple(name for name in model["buffer_names"] if name in buffers),
+            buffers=tuple(name for name in self.whole.buffer_names if name in buffers),
             engine=replace(manifest.engine, experts=self.layers.listed),
-            state={**manifest.state, "module": list(dict.fromkeys([*model["module"], *unsaved]))},
+            state={**manifest.state, "module": list(dict.fromkeys([*module, *unsaved]))},
         )
         return in_order(manifest)
 
@@ -306,7 +305,7 @@ class Experts(Struct, frozen=True):
             for name, about in manifest.parameters.items()
         )
         frozen = {*groups.pop(None, [])}
-        module = [name for name in self.whole.model["module"] if name in frozen]
+        module = [name for name in self.whole.module if name in frozen]
         locals_of = [[*filter(self.layers.is_on_first, names)] for names in groups.values()]
         trained = chain.from_iterable(map(self.layers.everywhere, locals_of))
         return [*trained, *sorted(module, key=lambda name: not self.layers.is_dense(name))]

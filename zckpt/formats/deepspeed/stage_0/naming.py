@@ -59,13 +59,13 @@ def members_of(
     """
     of_each = [numbers_of(states) for states in every]
     is_flat = any(FLAT_MASTERS in states.first for states in every)
-    are_stated = any(states.model.get("param_shapes") for states in every)
+    are_stated = any(states.listed_shapes for states in every)
     if param_names is not None and not are_stated:
         given = iter(given_to(of_each, weights, param_names, is_flat))
         return [([next(given) for _ in groups], []) for groups in of_each]
     named: list[tuple[Members, Sequence[str]]] = []
     for states, groups in zip(every, of_each, strict=True):
-        stated = states.model.get("param_shapes")
+        stated = states.listed_shapes
         if not stated:
             named.append(by_files(states, groups, weights))
             continue

@@ -82,7 +82,7 @@ def numbers_of(states: EngineStates) -> Groups:
         if counts != expected:
             masters_of = f"masters of {listed(expected)} parameters in its groups"
             raise misfit(f"{file.path}: the optimizer", masters_of, listed(counts) or "none")
-    if states.model.get("param_shapes"):
+    if states.listed_shapes:
         frozen = {*(optimizer.get(FROZEN) or ())}
     groups: list[list[Number]] = [[] for _ in numbers]
     for place, own in enumerate(numbers):

@@ -44,6 +44,7 @@ from ...deepspeed_states.states import (
     BufferSlot,
     EngineStates,
     FlatBuffer,
+    Found,
     dictionary,
     open_files,
     stated_config,
@@ -85,8 +86,8 @@ def open_whole(directory: TagDirectory, files: RankFiles, reading: Reading) -> W
     of its parameters; for the weights alone not where the weights need none.
     """
     states = states_of(directory, files)
-    module = ((name, states.models[0], own) for name, own in states.model["module"].items())
-    weights = naming.weights_in(module, {*(states.model.get("buffer_names") or ())})
+    module = ((name, states.models[0], own) for name, own in states.module.items())
+    weights = naming.weights_in(module, {*states.buffer_names})
     try:
         (whole,) = named_optimizers([states], weights, reading.param_names)
     except MissingData:
@@ -103,8 +104,7 @@ def states_of(directory: TagDirectory, files: RankFiles, *, is_stage: bool = Fal
     """
     (file, *_) = open_files(files.models, files.parsed)
     model = dictionary(file, file.value)
-    if is_stage and model.get("module") is None:
-        model = {**model, "module": {}}
+    found = Found(module={} if is_stage and model.get("module") is None else None)
     if files.of_ep:
         refuse(directory, "mixture-of-experts layers in ZeRO stage 0 on several model ranks")
     if files.experts or model.get("num_experts"):
@@ -113,7 +113,7 @@ def states_of(directory: TagDirectory, files: RankFiles, *, is_stage: bool = Fal
             hint="expected expp_rank_0_mp_rank_00_optim_states.pt and one per further rank (stage "
             "0), or zero_pp_rank_0_mp_rank_00_optim_states.pt and one per further rank",
         )
-    return states_with(directory, file, model, file, model.get("optimizer"))
+    return states_with(directory, file, model, file, model.get("optimizer"), found)
 
 
 def states_with(
@@ -122,15 +122,17 @@ def states_with(
     model: dict[str, Any],
     beside: TorchFile,
     optimizer: Any,
+    found: Found,
 ) -> EngineStates:
     """What a model file says, with an `optimizer` that lies in the file `beside`, or in it.
 
-    Raises as `states_of`.
+    `found` counts instead of what the model file says. Raises as `states_of`.
     """
     if not isinstance(optimizer, dict) or not optimizer:
         raise without_optimizer(directory)
     version = version_of(model)
-    check_kind(directory, version, model, stated_config(model, model))
+    module = model.get("module") if found.module is None else found.module
+    check_kind(directory, version, module, stated_config(model, model))
     wrapper = wrapper_of(optimizer)
     base = optimizer if wrapper is None else optimizer.get("optimizer_state_dict")
     if not isinstance(base, dict) or not isinstance(base.get("param_groups"), list):
@@ -138,7 +140,17 @@ def states_with(
     stated = model.get("dp_world_size")
     dp = stated if isinstance(stated, int) and stated > 0 else 1
     return EngineStates(
-        directory, [file], [beside], model, [optimizer], [base], version, dp, False, whole=True
+        directory,
+        [file],
+        [beside],
+        model,
+        [optimizer],
+        [base],
+        version,
+        dp,
+        partitioned=False,
+        whole=True,
+        found=found,
     )
 
 
@@ -153,7 +165,7 @@ def named_optimizers(
         if not weights:  # a stage whose layers are not there yet
             shapes = dict(chain(*(group.items() for group in states.param_shapes())))
         whole = with_names(states, members, inferred, shapes)
-        wholes.append(replace(whole, module=[*(states.model["module"] or shapes)]))
+        wholes.append(replace(whole, module=[*(states.module or shapes)]))
     return wholes
 
 
@@ -168,7 +180,7 @@ def with_names(
 ) -> WholeOptimizer:
     """The optimizer with names, and with shapes by group: the engine saves none in stage 0."""
     own = [{name: shapes[name] for name in group if name is not None} for group in members]
-    named = replace(states, model={**states.model, "param_shapes": own})
+    named = replace(states, found=replace(states.found, shapes=own))
     return WholeOptimizer(named, members, inferred, [*shapes])
 
 

@@ -59,7 +59,7 @@ def open_stages(
     """
     states = [states_of(directory, each, is_stage=True) for each in files]
     has_masters = any(wrapper_of(each.first) is not None for each in states)
-    buffers = {name for each in states for name in each.model.get("buffer_names") or ()}
+    buffers = {name for each in states for name in each.buffer_names}
     hint = (naming.TRAINED if has_masters else HINT) + JOIN
     failures: list[WrongOption] = []
     fitting: list[WholeStages] = []
@@ -102,7 +102,7 @@ def _stated_shapes(
     states: Sequence[EngineStates], param_names: Sequence[str] | None
 ) -> dict[str, Shape | None]:
     """The names that a file of zckpt's or the user states, with shapes as far as they are known."""
-    if all(each.model.get("param_shapes") for each in states):
+    if all(each.listed_shapes for each in states):
         return dict(chain(*(own.items() for each in states for own in each.param_shapes())))
     names = param_names or ()
     if any(FLAT_MASTERS in each.first for each in states):
