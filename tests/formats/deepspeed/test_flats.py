@@ -77,11 +77,6 @@ def lost_step(ranks: list[dict[str, Any]]) -> None:
     del kept(ranks[1])[0]["step"]
 
 
-def lost_step_of_one_element(ranks: list[dict[str, Any]]) -> None:
-    del kept(ranks[1])[0]["step"]
-    kept(ranks[0])[0]["step"] = torch.tensor([3.0])
-
-
 def another_type(ranks: list[dict[str, Any]]) -> None:
     kept(ranks[1])[0]["exp_avg"] = kept(ranks[1])[0]["exp_avg"].double()
 
@@ -101,7 +96,6 @@ def one_group_fewer(ranks: list[dict[str, Any]]) -> None:
     [
         (lost_state, "only some ranks hold 'exp_avg' of flat group 0"),
         (lost_step, "only some ranks hold a step"),
-        (lost_step_of_one_element, "only some ranks hold a step: state of flat group 0"),
         (another_type, "ranks keep exp_avg in different types: F32, F64"),
         (too_long, "which does not fit its 4 parameters"),
         (one_group_fewer, "have 1 flat groups, but shapes are listed for 2"),
@@ -491,6 +485,16 @@ def test_a_state_that_is_called_step_on_one_rank(cut: Cut, tmp_path: Path) -> No
     kept(ranks[0])[0]["step"] = torch.zeros(5)
     del kept(ranks[1])[0]["step"]
     with pytest.raises(InconsistentCheckpoint, match="only some ranks hold 'step' of flat group 0"):
+        zckpt.read(made.saved(tmp_path / "run", (model, ranks)))
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_a_step_of_one_rank_in_a_partition_of_one_element(cut: Cut, tmp_path: Path) -> None:
+    """It is a step nevertheless."""
+    model, ranks = cut(({"one": (1,)},), 2)
+    kept(ranks[0])[0]["step"] = torch.tensor([3.0])
+    del kept(ranks[1])[0]["step"]
+    with pytest.raises(InconsistentCheckpoint, match="only some ranks hold a step: state of flat"):
         zckpt.read(made.saved(tmp_path / "run", (model, ranks)))
 
 
