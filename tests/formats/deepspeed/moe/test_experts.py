@@ -220,6 +220,23 @@ def test_ranks_that_cannot_share_the_experts(run: Path) -> None:
         zckpt.read(run)
 
 
+@pytest.mark.parametrize("run", [stage_0], indirect=True)
+def test_experts_that_are_no_multiple_of_the_ranks(run: Path) -> None:
+    """Without names, the size is known by groups alone."""
+    change(run / TAG / "mp_rank_00_model_states.pt", lambda value: value.update(dp_world_size=3))
+
+    def edit(value: Any) -> None:
+        groups = value["optimizer"]["optimizer_state_dict"]["param_groups"]
+        groups[1]["name"] = "ep_size_3"
+
+    for path in (run / TAG).glob("expp_rank_*"):
+        change(path, edit)
+    with pytest.raises(
+        InconsistentCheckpoint, match=r"3 ranks cannot share the 4 experts of moe by an .* of 3"
+    ):
+        zckpt.read(run)
+
+
 @pytest.mark.parametrize("run", [zero_1], indirect=True)
 def test_steps_of_ep_ranks_that_differ(run: Path) -> None:
     def edit(value: Any) -> None:
@@ -336,12 +353,17 @@ def test_experts_that_are_frozen(tmp_path: Path) -> None:
 
 def test_buffers_of_experts(run: Path) -> None:
     """Those of rank 0 stand for all; what was not saved, as no state dict has it, is none."""
-    lists = [f"{INSIDE}{n}.{inner}" for n in range(2) for inner in ("count", "lost")]
-    change(run / TAG / "mp_rank_00_model_states.pt", lambda value: value.update(buffer_names=lists))
+    lists = [f"{INSIDE}{n}.{inner}" for inner in ("count", "lost") for n in range(2)]
+
+    def edit(value: Any) -> None:
+        value["buffer_names"] = [*lists, "dense"]
+        value["module"]["dense"] = torch.tensor([9])
+
+    change(run / TAG / "mp_rank_00_model_states.pt", edit)
     for number in range(4):
         own = {f"{INSIDE}{number}.count": torch.tensor([number])}
         change(file_of(run, number), lambda value, own=own: value.update(own))
-    assert zckpt.read(run).buffers == tuple(f"{INSIDE}{n}.count" for n in range(4))
+    assert zckpt.read(run).buffers == (*(f"{INSIDE}{n}.count" for n in range(4)), "dense")
     assert zckpt.load(run, f"{INSIDE}3.count/param").tolist() == [3]
 
 
@@ -376,9 +398,10 @@ def test_lists_that_older_releases_do_not_have(run: Path) -> None:
     assert [*zckpt.read(run).parameters] == before
 
 
-@pytest.mark.parametrize("run", [zero_1], indirect=True)
-def test_weights_that_the_engine_has_not_saved(run: Path) -> None:
+@pytest.mark.parametrize("model", [{}, NAMED])
+def test_weights_that_the_engine_has_not_saved(model: dict[str, Any], tmp_path: Path) -> None:
     """Of a residual MLP, say, in a layer that has `expert` in its name."""
+    run = saved_zero_1(tmp_path / "run", dp=4, **model)
     change(run / TAG / "mp_rank_00_model_states.pt", lambda value: value["module"].pop("first"))
     manifest = zckpt.read(run)
     assert any(
