@@ -338,7 +338,7 @@ def with_experts(ranks: EngineStates, rank_files: RankFiles, step_policy: str | 
     buffers = _with_one_step([*flat_buffers(ranks, step_policy, experts.sharing)], step_policy)
     manifest = manifest_of(whole, buffers, "deepspeed", config, whole.module_dtype)
     # stages 1 and 2 fill up with zeros
-    return replace(experts.complete(manifest), zero_padding=not ranks.partitioned)
+    return replace(experts.complete(manifest), zero_padding=True)
 
 
 def _places(ranks: EngineStates, whole: EngineStates, layers: ExpertLayers) -> ExpertRanks:
