@@ -351,7 +351,7 @@ def _places(ranks: EngineStates, whole: EngineStates, layers: ExpertLayers) -> E
     """
     if ranks.config_path is None or all(ep in (1, ranks.dp) for ep in layers.sizes):
         return ExpertRanks.of_config(ranks.dp, ranks.config)
-    every = [[*names] for names in ranks.param_shapes() if any(map(layers.layer_of, names))]
+    every = ([*names] for names in ranks.param_shapes())
     are_regular = all(layers.is_regular(layers.everywhere(names)) for names in every)
     if not are_regular and not ranks.round_robin:  # perhaps round robin, which nothing shows
         refuse(ranks.directory, UNKNOWN)
