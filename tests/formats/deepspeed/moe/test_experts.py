@@ -268,6 +268,14 @@ def test_what_no_file_of_an_expert_has(more: dict[Any, Any], run: Path) -> None:
         zckpt.read(run)
 
 
+@pytest.mark.parametrize("state", [torch.zeros(2), None])
+def test_an_extra_state_of_an_expert(state: torch.Tensor | None, run: Path) -> None:
+    """It must not be taken from the model file, whose storages have the same keys."""
+    change(file_of(run, 2), lambda value: value.update({f"{INSIDE}2.w._extra_state": state}))
+    with pytest.raises(UnsupportedCheckpoint, match=r"expert_2.* keep beside their parameters"):
+        zckpt.read(run)
+
+
 def test_files_without_tensors(run: Path) -> None:
     for number in range(4):
         change(file_of(run, number), lambda value: value.clear())

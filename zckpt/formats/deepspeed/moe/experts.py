@@ -34,7 +34,7 @@ from ....core.layout import Shell
 from ....core.manifest import Manifest
 from ....core.masters import begins_as
 from ....core.merge import in_order
-from ....errors import CorruptCheckpoint, InconsistentCheckpoint, listed
+from ....errors import CorruptCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint, listed
 from ....files.torchfile import Tensor, TorchFile
 from ....files.torchshell import Storages, shell
 from ...deepspeed_states.directories import refuse
@@ -126,6 +126,11 @@ def _layer(files: Sequence[TorchFile]) -> LayerFiles:
         forms: list[object] = []
         for key, tensor in dictionary(file, file.value).items():
             name = expert_name(key) if isinstance(key, str) else None
+            if name is not None and name.inner.endswith("_extra_state"):
+                raise UnsupportedCheckpoint(
+                    f"{file.path} has {key!r}: zckpt does not read what modules of experts keep "
+                    "beside their parameters and buffers (get_extra_state)"
+                )
             if name is None or not isinstance(tensor, Tensor):
                 raise CorruptCheckpoint(f"{file.path} is not a file of one expert: it has {key!r}")
             layer = layer or name.layer
