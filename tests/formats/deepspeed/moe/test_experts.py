@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 import zckpt
+from zckpt.core.manifest import Parameter
 from zckpt.errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,
@@ -18,7 +20,9 @@ from zckpt.errors import (
 )
 from zckpt.files.torchfile import TorchFile
 from zckpt.formats.deepspeed.gather import partitions
-from zckpt.formats.deepspeed.moe.experts import LayerFiles
+from zckpt.formats.deepspeed.moe.experts import LayerFiles, expert_files
+from zckpt.formats.deepspeed_states.target import DeepSpeedTarget
+from zckpt.formats.options import options_of
 
 from ....faults import copy_file, swap_files
 from .. import made as dense
@@ -300,6 +304,26 @@ def test_one_count_for_all_layers(run: Path) -> None:
 def test_experts_stand_behind_their_gate(name: str, gate: str, tmp_path: Path) -> None:
     torch.save({name: torch.zeros(2)}, tmp_path / "expert.pt")
     assert LayerFiles("moe", [TorchFile(str(tmp_path / "expert.pt"))]).gate == gate
+
+
+def test_files_of_experts_whose_weights_the_source_does_not_have(tmp_path: Path) -> None:
+    """Weights are made of the masters; what has none, and no bytes, is in no file."""
+    source = zckpt.read(saved_zero_1(tmp_path / "run"))
+    frozen = {f"{INSIDE}{n}.frozen": Parameter((2,), trainable=False) for n in range(4)}
+    source = replace(
+        source,
+        parameters={**source.parameters, **frozen},
+        entries={name: own for name, own in source.entries.items() if own.slot != "param"},
+        state={**source.state, "module": [*source.state["module"], *frozen]},
+    )
+    for number, shell in enumerate(expert_files(DeepSpeedTarget(source, options_of({})))):
+        assert shell.name == f"{TAG}/{file_of(tmp_path, number).name}"
+        content = bytearray(shell.size)
+        for offset, part in shell.parts:
+            content[offset : offset + len(part)] = part
+        (tmp_path / "expert.pt").write_bytes(content)
+        expected = [f"{INSIDE}{number}.{inner}" for inner in INNER]
+        assert [*TorchFile(str(tmp_path / "expert.pt")).value] == expected
 
 
 # -- what the model file lists
