@@ -11,6 +11,7 @@ import torch
 
 import zckpt
 from zckpt.core.facts import StepPlace
+from zckpt.core.inert import Scalar
 from zckpt.core.manifest import Manifest, Sighting
 from zckpt.core.states import PARTITIONS
 from zckpt.errors import CorruptCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint
@@ -316,6 +317,8 @@ def test_momenta_that_are_whole_on_every_rank(cut: Cut, dp: int, tmp_path: Path)
         found = zckpt.load(run, f"{name}/momentum_buffer")
         assert found.shape == shape
         assert torch.equal(found, expected[f"{name}/exp_avg"] + 1000 * first.get(name, 0)), name
+        entry = manifest.entries[f"{name}/momentum_buffer"]
+        assert sum(each.extent.length for each in entry.fragments) == entry.length
     copies = {1: [], 2: ["b"], 3: ["b"], 4: ["b"]}.get(dp, ["a", "b", "b", "c"])
     found_copies = [each.parameter for each in manifest.replicas]
     assert sorted(found_copies) == copies
@@ -328,6 +331,30 @@ def longer(each: dict[str, Any]) -> None:
 
 def of_another_type(each: dict[str, Any]) -> None:
     each["momentum_buffer"] = each["momentum_buffer"].double()
+
+
+def test_an_empty_momentum_has_no_type(tmp_path: Path) -> None:
+    """Of a rank that has a part of no parameter."""
+    model, ranks = with_momenta(4, made.stage_2)
+    for rank in ranks[:3]:
+        (each,) = kept(rank)
+        each["momentum_buffer"] = each["momentum_buffer"].bfloat16()
+    kept(ranks[3])[0]["momentum_buffer"] = torch.zeros(0)
+    manifest = zckpt.read(made.saved(tmp_path / "run", (model, ranks)))
+    assert manifest.entries["c/momentum_buffer"].dtype == "BF16"
+    assert of_partitions(manifest) == []
+
+
+def test_no_rank_has_the_momentum_of_an_empty_parameter(tmp_path: Path) -> None:
+    """So it is not known which ones are whole."""
+    model, ranks = with_momenta(2, made.stage_2)
+    model["module"]["none"] = torch.zeros(0, 4).bfloat16()
+    model["param_shapes"][0]["none"] = torch.Size((0, 4))
+    for rank in ranks:
+        rank["optimizer_state_dict"]["param_alignment_paddings"][0].append(0)
+    manifest = zckpt.read(made.saved(tmp_path / "run", (model, ranks)))
+    assert slots(manifest) == set()
+    assert of_partitions(manifest) == ["momentum_buffer"]
 
 
 @pytest.mark.parametrize("spoil", [longer, of_another_type])
@@ -353,6 +380,15 @@ def test_stage_3_has_no_whole_momenta(tmp_path: Path) -> None:
     model, ranks = with_momenta(2, made.stage_3)
     manifest = zckpt.read(made.saved(tmp_path / "run", (model, ranks)))
     assert slots(manifest) == set()
+    assert of_partitions(manifest) == ["momentum_buffer"]
+
+
+def test_stage_3_takes_no_tensor_for_a_whole_one(tmp_path: Path) -> None:
+    model, ranks = made.stage_3(({"a": (4,)},), 2)
+    for rank in ranks:
+        kept(rank)[0]["momentum_buffer"] = torch.arange(4.0)
+    manifest = zckpt.read(made.saved(tmp_path / "run", (model, ranks)))
+    assert slots(manifest) == {"exp_avg", "exp_avg_sq"}
     assert of_partitions(manifest) == ["momentum_buffer"]
 
 
@@ -392,6 +428,16 @@ def test_a_number_that_an_elastic_save_has_cut_off(
     scalars = {key: each.value for key, each in manifest.parameters["weight"].scalars.items()}
     assert scalars == ({} if expected is None else {"d": expected})
     assert zckpt.load(run, "weight/exp_avg").tolist() == [*range(101, 108)]
+
+
+def test_numbers_that_an_elastic_save_keeps(tmp_path: Path) -> None:
+    """Python's have no element that could be cut off, and a 0-d tensor loses none."""
+    model, ranks = without_padding(({"weight": (8,)},), 2)
+    for rank in ranks:
+        kept(rank)[0] |= {"a": 0.5, "b": torch.tensor(0.25)}
+    elastic(ranks)
+    scalars = zckpt.read(made.saved(tmp_path / "run", (model, ranks))).parameters["weight"].scalars
+    assert scalars == {"a": Scalar(0.5, "float"), "b": Scalar(0.25, "F32")}
 
 
 def test_a_step_that_is_empty_without_an_elastic_save(tmp_path: Path) -> None:
@@ -434,6 +480,25 @@ def test_a_state_that_is_called_step(cut: Cut, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", CUTS)
+def test_a_state_that_is_called_step_on_one_rank(cut: Cut, tmp_path: Path) -> None:
+    model, ranks = cut(({"weight": (4, 6)},), 2)
+    kept(ranks[0])[0]["step"] = torch.zeros(5)
+    del kept(ranks[1])[0]["step"]
+    with pytest.raises(InconsistentCheckpoint, match="only some ranks hold 'step' of flat group 0"):
+        zckpt.read(made.saved(tmp_path / "run", (model, ranks)))
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_a_step_of_one_rank_in_a_partition_of_one_element(cut: Cut, tmp_path: Path) -> None:
+    """It is a step nevertheless."""
+    model, ranks = cut(({"one": (1,)},), 2)
+    kept(ranks[0])[0]["step"] = torch.tensor([3.0])
+    del kept(ranks[1])[0]["step"]
+    with pytest.raises(InconsistentCheckpoint, match="only some ranks hold a step: state of flat"):
+        zckpt.read(made.saved(tmp_path / "run", (model, ranks)))
+
+
+@pytest.mark.parametrize("cut", CUTS)
 def test_stale_steps_of_groups_may_differ(cut: Cut, tmp_path: Path) -> None:
     """No policy is needed for what no optimizer looks at; the highest is shown."""
     model, ranks = cut(({"weight": (4, 6)},), 2)
@@ -445,6 +510,7 @@ def test_stale_steps_of_groups_may_differ(cut: Cut, tmp_path: Path) -> None:
         Sighting("param_groups[0]", 1, False),
     ]
     assert manifest.step == 3
+    assert all(each.step is not None for each in manifest.steps)
 
 
 @pytest.mark.parametrize(

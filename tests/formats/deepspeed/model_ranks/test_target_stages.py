@@ -45,6 +45,10 @@ BOTH = ("master", "param")
         # one stage does not show the other use: the last layer without a file is taken
         (([EMBED, "1", "3"],), (0, 1, 3), (0,), (0, 1, 2, 5), "101", 1),
         ((["1"], [EMBED, "3"], ["5"]), (1, 2, 3, 5), (2,), (0, 2, 4, 6), "011", 1),
+        # files show both uses, and a layer without a file is something else
+        (([EMBED, "1"],), (0, 1, 2), (0, 2), (0, 1, 2, 4), "101", 0),
+        # a file shows one use, and no layer is left for another
+        (([EMBED, "1", "2"],), (0, 1, 2), (0,), (0, 1, 3), "10", 0),
     ],
 )
 def test_which_stages_have_a_tied_layer(
@@ -70,6 +74,30 @@ def cut(
     model = Manifest("run", "deepspeed", Origin(), {}, parameters)
     pipeline = Pipeline(named, (), layers, dict.fromkeys(files, "embed"))
     return cut_again(model, pipeline, True, options_of(options))
+
+
+def test_what_is_said_of_a_use_that_no_file_shows() -> None:
+    _, (line,) = cut([[EMBED, "1", "3"]], (0, 1, 3), (0,), pp_bounds=(0, 1, 2, 5))
+    assert "again at layer 4, which has no file, so stage 2 gets a copy of it" in line
+    names = [EMBED, *map(str, (0, 2, 3, 4, 5, 6, 7))]
+    _, (line,) = cut([names], (0, *range(2, 8)), (), pp_bounds=(0, 4, 9))
+    assert "the tied layer embed is taken to be used at the layers 1 and 8, which have no" in line
+
+
+def test_a_tied_layer_beside_the_only_layer() -> None:
+    whole, _ = cut([[EMBED, "0"]], (0,), (), pp=1)
+    assert whole.parameters == [[EMBED, "0.weight"]]
+
+
+def test_tied_layers_stand_as_they_are_first_used() -> None:
+    """In a stage that has all, too, whatever order the whole model has."""
+    head = "tied_modules.head.weight"
+    names = [head, "3.weight", EMBED, "1.weight"]
+    model = Manifest("run", "deepspeed", {}, {}, {n: Parameter((2,), group=0) for n in names})
+    stages = [[EMBED, "1.weight"], [head, "3.weight"]]
+    before = Pipeline(stages, (), range(4), [(0, "embed"), (2, "head")])
+    after, _ = cut_again(model, before, True, options_of({"pp": 1}))
+    assert after.parameters == [[EMBED, head, "1.weight", "3.weight"]]
 
 
 def test_a_tied_layer_without_a_place() -> None:
@@ -119,6 +147,22 @@ def test_an_order_that_is_not_the_layers() -> None:
         cut_again(*pipeline("2.a 1.a", "3.a"), True, options_of({"pp": 1}))
 
 
+def test_frozen_parameters_may_stand_anywhere() -> None:
+    """No flat buffer has them."""
+    model, before = pipeline("2.a 1.a", "3.a")
+    model = replace(model, parameters={**model.parameters, "2.a": Parameter((2,), False)})
+    after, _ = cut_again(model, before, False, options_of({"pp": 1}))
+    assert [sorted(names) for names in after.parameters] == [["1.a", "2.a", "3.a"]]
+
+
+def test_parameters_without_groups() -> None:
+    """Files of an elastic save may have none."""
+    model, before = pipeline("1.a 2.a", "3.a")
+    model = replace(model, parameters=dict.fromkeys(model.parameters, Parameter((2,))))
+    after, _ = cut_again(model, before, True, options_of({"pp": 1}))
+    assert after.parameters == [["1.a", "2.a", "3.a"]]
+
+
 def test_a_stage_without_a_trained_parameter() -> None:
     with pytest.raises(WrongOption, match="the layers 2 to 2 of run have no trained parameter"):
         cut_again(*pipeline("1.a", "3.a"), True, options_of({"pp_bounds": (0, 2, 3, 4)}))
@@ -158,10 +202,10 @@ def test_a_stage_has_the_experts_of_its_layers() -> None:
 
 
 def test_layers_of_names() -> None:
-    model, _ = pipeline("1.a 3.a")
+    model, _ = pipeline("1.a 8.a")
     tied = replace(model, parameters={**model.parameters, EMBED: Parameter((2,))})
-    assert layers_of_names(tied, options_of({"pp": 2})) == [1, 3]
-    for names in (["a"], ["1.a", "norm"]):
+    assert layers_of_names(tied, options_of({"pp": 2})) == [1, 8]
+    for names in (["a"], ["1.a", "norm"], [EMBED]):
         other = replace(model, parameters=dict.fromkeys(names, Parameter((2,))))
         with pytest.raises(WrongOption, match="--pp does not apply to run, which is not a pipe"):
             layers_of_names(other, options_of({"pp": 2}))

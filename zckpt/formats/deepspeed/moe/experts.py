@@ -34,7 +34,7 @@ from ....core.layout import Shell
 from ....core.manifest import Manifest
 from ....core.masters import begins_as
 from ....core.merge import in_order
-from ....errors import CorruptCheckpoint, InconsistentCheckpoint, listed
+from ....errors import CorruptCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint, listed
 from ....files.torchfile import Tensor, TorchFile
 from ....files.torchshell import Storages, shell
 from ...deepspeed_states.directories import refuse
@@ -126,6 +126,11 @@ def _layer(files: Sequence[TorchFile]) -> LayerFiles:
         forms: list[object] = []
         for key, tensor in dictionary(file, file.value).items():
             name = expert_name(key) if isinstance(key, str) else None
+            if name is not None and name.inner.endswith("_extra_state"):
+                raise UnsupportedCheckpoint(
+                    f"{file.path} has {key!r}: zckpt does not read what modules of experts keep "
+                    "beside their parameters and buffers (get_extra_state)"
+                )
             if name is None or not isinstance(tensor, Tensor):
                 raise CorruptCheckpoint(f"{file.path} is not a file of one expert: it has {key!r}")
             layer = layer or name.layer
@@ -337,7 +342,7 @@ def with_experts(ranks: EngineStates, rank_files: RankFiles, step_policy: str | 
     buffers = _with_one_step([*flat_buffers(ranks, step_policy, experts.sharing)], step_policy)
     manifest = manifest_of(whole, buffers, "deepspeed", config, whole.module_dtype)
     # stages 1 and 2 fill up with zeros
-    return replace(experts.complete(manifest), zero_padding=not ranks.partitioned)
+    return replace(experts.complete(manifest), zero_padding=True)
 
 
 def _places(ranks: EngineStates, whole: EngineStates, layers: ExpertLayers) -> ExpertRanks:
@@ -350,7 +355,7 @@ def _places(ranks: EngineStates, whole: EngineStates, layers: ExpertLayers) -> E
     """
     if ranks.config_path is None or all(ep in (1, ranks.dp) for ep in layers.sizes):
         return ExpertRanks.of_config(ranks.dp, ranks.config)
-    every = [[*names] for names in ranks.param_shapes() if any(map(layers.layer_of, names))]
+    every = ([*names] for names in ranks.param_shapes())
     are_regular = all(layers.is_regular(layers.everywhere(names)) for names in every)
     if not are_regular and not ranks.round_robin:  # perhaps round robin, which nothing shows
         refuse(ranks.directory, UNKNOWN)
