@@ -175,7 +175,7 @@ def test_one_tensor_of_three_ranks(
 
 
 def test_the_bytes_that_were_read(files: Files) -> None:
-    """Of both sides, each once, however many buckets there are, of which some ranks have nothing."""
+    """Of both sides, each once, in however many buckets; some ranks have nothing in them."""
     values = np.arange(26, dtype="i4")
     item = Match(ours("w/param", (26,), "I32"), files.entry("w/param", values, "I32"))
     extents = tuple(map(files.put, np.split(values, [20, 24])))
