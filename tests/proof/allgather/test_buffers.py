@@ -47,8 +47,9 @@ def test_every_process_has_as_many_rows(size: int, rows: int, bytes_of_each: int
         assert (len(slot.other), slot.near_other is slot.other) == (7, True)
 
 
-def test_rows_that_are_sent_from_a_device() -> None:
-    """They are read into memory of their own on the processor's side."""
+def test_rows_that_are_sent_from_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are read into memory of their own on the processor's side, and copied to their place."""
+    monkeypatch.setattr(module, "all_gather", lambda *_: None)
     slot = BucketBuffers(world(1, 2, META, META), 100, 7)
     assert slot.near is slot.gathered
     read, part = slot.own(THREE_ROWS)
@@ -57,6 +58,10 @@ def test_rows_that_are_sent_from_a_device() -> None:
     assert read._base is not None
     assert len(read._base) == 50
     assert slot.gathered.dtype == torch.uint8
+    slot.gathered = slot.near = torch.zeros(100, dtype=torch.uint8)  # memory that can be read
+    slot.own(THREE_ROWS)[0][:] = 7
+    slot.move(THREE_ROWS, 0)
+    assert slot.gathered.tolist() == [*[0] * 32, *[7] * 32, *[0] * 36]
 
 
 def test_rows_that_are_gathered_beside_a_device() -> None:

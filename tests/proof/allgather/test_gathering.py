@@ -23,7 +23,7 @@ from zckpt.core.manifest import Entry
 from zckpt.core.partition import BoxPart, FlatMember, Joined, Partitioned, Whole
 from zckpt.core.plan import Match
 from zckpt.errors import CorruptCheckpoint
-from zckpt.proof.allgather import buffers, gathering
+from zckpt.proof.allgather import buffers, gathering, readers
 from zckpt.proof.allgather.buckets import Cut
 from zckpt.proof.allgather.gathering import Gathering
 from zckpt.proof.allgather.parts import cut_over
@@ -234,12 +234,14 @@ def test_which_sides_are_hashed(files: Files) -> None:
             ours("shape/param", shape, "F32"), files.entry("s/param", values[:2], "F32"), "shapes"
         ),
         Match(ours("w/param", shape, "F32"), master, copy=True),
+        Match(ours("w/param", shape, "F32"), files.entry("w/param", halves + 1, "F16"), "rounded"),
     ]
     members = [FlatMember(f"{name}/param", shape, 4 * n) for n, name in enumerate(names)]
     parts = [Partitioned("F32", (files.put(np.tile(values, 5)),), members)]
     for memory in (0, 1 << 16):
         found = gathered(matches, parts, memory)
-        assert differences([found]) == {5: (4, 0)}
+        assert differences([found]) == {5: (4, 0), 8: (4, 0)}
+        assert found.differences.keys() == {5, 8}
         own, narrow = crc32(values.tobytes()), crc32(halves.tobytes())
         wide = crc32(values.astype("f8").tobytes())
         assert digests([found]) == {
@@ -250,6 +252,7 @@ def test_which_sides_are_hashed(files: Files) -> None:
             (4, 0): own, (4, 1): wide,
             (5, 0): own, (5, 1): crc32((values + 1).tobytes()),
             (7, 0): own, (7, 1): own,
+            (8, 1): crc32((halves + 1).tobytes()),
         }  # fmt: skip
 
 
@@ -278,6 +281,10 @@ def test_progress(files: Files) -> None:
     assert shown.done == [16, 16, 0, 0]
     assert shown.said == ["gathering w/param"] * 2
     assert found.bytes == 32 + 16
+    other = files.entry("unknown/param", values[4:], "I32")
+    both, shown = [known, Match(ours("unknown/param", (4,), "I32"), other)], Shown()
+    gathered(both, parts, memory=1 << 16, progress=shown)
+    assert (shown.done, shown.said) == ([64], ["gathering w/param"])
 
 
 def test_files_that_end_too_early(files: Files) -> None:
@@ -348,43 +355,69 @@ def test_two_slots_fit_into_the_memory(
 
 
 def turned(files: Files, values: Any, offsets: tuple[int, ...], shape: tuple[int, ...]) -> Joined:
-    """A box of a matrix, whose file has columns one after the other."""
-    extent = files.put(np.ascontiguousarray(values.T))
-    box = BoxPart(offsets, values.shape, extent, strides=(1, len(values)))
+    """A box of a tensor, in whose file the first axis is the innermost one."""
+    extent = files.put(values.ravel(order="F"))
+    strides = tuple(prod(values.shape[:axis]) for axis in range(values.ndim))
+    box = BoxPart(offsets, values.shape, extent, strides=strides)
     return Joined("w/param", "I32", shape, (box,))
 
 
-@pytest.mark.parametrize("place", range(6))
-@pytest.mark.parametrize("offsets", [(0, 0), (1, 2)])
-def test_a_transposed_box(files: Files, offsets: tuple[int, int], place: int) -> None:
-    """2 x 3 elements of a matrix of 2 x 3, or of 4 x 5."""
-    shape = (2, 3) if offsets == (0, 0) else (4, 5)
+def compared(matches: Sequence[Match], box: Joined) -> Gathering:
+    found = Gathering(ALONE, [(item.a.name, item) for item in matches], 2, None)
+    try:
+        found.compare_strided(box)
+    finally:
+        found.readers.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("shape", "offsets", "sizes", "lines"),
+    [
+        ((2, 3), (0, 0), (2, 3), [(0, 6)]),
+        ((4, 5), (1, 2), (2, 3), [(7, 10), (12, 15)]),
+        ((3, 4, 5), (1, 1, 1), (2, 2, 3), [(26, 29), (31, 34), (46, 49), (51, 54)]),
+    ],
+)
+def test_a_transposed_box(
+    files: Files,
+    shape: tuple[int, ...],
+    offsets: tuple[int, ...],
+    sizes: tuple[int, ...],
+    lines: list[tuple[int, int]],
+) -> None:
+    """Each element of it, compared with one of the same type and with one of a wider type."""
     whole = np.arange(prod(shape), dtype="i4").reshape(shape)
-    cut = tuple(slice(first, first + size) for first, size in zip(offsets, (2, 3), strict=True))
+    cut = tuple(slice(first, first + size) for first, size in zip(offsets, sizes, strict=True))
     box = turned(files, whole[cut], offsets, shape)
-    other, wide = whole.copy(), whole.astype("i8")
-    row, column = offsets[0] + place // 3, offsets[1] + place % 3
-    other[row, column] = wide[row, column] = -5
-    matches = [
-        ("w/param", Match(ours("w/param", shape, "I32"), files.entry("w/param", other, "I32"))),
-        (
-            "w/param",
-            Match(ours("w/param", shape, "I32"), files.entry("w/param", wide, "I64"), "values"),
-        ),
-        ("x/param", Match(ours("x/param", shape, "I32"), files.entry("x/param", other, "I32"))),
-    ]
-    found = Gathering(ALONE, matches, 2, None)
-    found.compare_strided(box)
-    found.readers.close()
-    first = row * shape[1] + column
-    assert differences([found]) == {0: (1, first), 1: (1, first)}
-    assert found.differences[0].b == found.differences[1].b == -5
-    expected: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
-    lines = [(0, 6)] if shape == (2, 3) else [(7, 10), (12, 15)]
-    for key, side in (((0, 1), other), ((0, 0), whole), ((1, 1), wide)):
-        every = side.reshape(-1)
-        expected[key] = [(a, b, crc32(every[a:b].tobytes())) for a, b in lines]
-    assert found.crcs == expected
+    for first in (element for start, stop in lines for element in range(start, stop)):
+        other, wide = whole.copy(), whole.astype("i8")
+        other.flat[first] = wide.flat[first] = -5
+        mine, its = ours("w/param", shape, "I32"), files.entry("w/param", other, "I32")
+        matches = [
+            Match(mine, its),
+            Match(mine, files.entry("w/param", wide, "I64"), "values"),
+            Match(ours("other/param", shape, "I32"), its),
+        ]
+        found = compared(matches, box)
+        assert differences([found]) == {0: (1, first), 1: (1, first)}
+        assert found.differences[0].b == found.differences[1].b == -5
+        expected: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+        for key, side in (((0, 1), other), ((0, 0), whole), ((1, 1), wide)):
+            every = side.reshape(-1)
+            expected[key] = [(a, b, crc32(every[a:b].tobytes())) for a, b in lines]
+        assert found.crcs == expected
+
+
+def test_a_transposed_box_that_is_longer_than_one_read(
+    monkeypatch: pytest.MonkeyPatch, files: Files
+) -> None:
+    monkeypatch.setattr(readers, "READ", 8)
+    values = np.arange(6, dtype="i4").reshape(2, 3)
+    match = Match(ours("w/param", (2, 3), "I32"), files.entry("w/param", values, "I32"))
+    found = compared([match], turned(files, values, (0, 0), (2, 3)))
+    assert differences([found]) == {}
+    assert digests([found]) == {(0, side): crc32(values.tobytes()) for side in (0, 1)}
 
 
 def test_a_transposed_box_that_only_a_master_supplies(files: Files) -> None:
@@ -393,9 +426,7 @@ def test_a_transposed_box_that_only_a_master_supplies(files: Files) -> None:
     box = Joined("w/param", "F32", (2, 3), turned(files, values, (0, 0), (2, 3)).parts)
     half = files.entry("w/param", values.astype("f2"), "F16")
     match = Match(ours("w/param", (2, 3), "F32"), half, "rounded")
-    found = Gathering(ALONE, [("w/param", match)], 2, None)
-    found.compare_strided(box)
-    found.readers.close()
+    found = compared([match], box)
     assert digests([found])[0, 0] == crc32(values.tobytes())
     assert differences([found]) == {}
 
@@ -406,7 +437,5 @@ def test_a_transposed_box_in_a_file_that_ends_too_early(files: Files) -> None:
     (part,) = box.parts
     Path(part.extent.file).write_bytes(bytes(20))
     match = Match(ours("w/param", (2, 3), "I32"), files.entry("w/param", values, "I32"))
-    found = Gathering(ALONE, [("w/param", match)], 2, None)
     with pytest.raises(CorruptCheckpoint, match="ends at byte 20"):
-        found.compare_strided(box)
-    found.readers.close()
+        compared([match], box)
