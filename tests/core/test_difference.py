@@ -154,6 +154,17 @@ def test_same_is_equality_of_bytes(a: bytes, b: bytes) -> None:
     assert same(memoryview(bytearray(a)), memoryview(bytearray(a)))
 
 
+@pytest.mark.parametrize("size", "BHIQ")
+def test_same_looks_at_every_byte(size: str) -> None:
+    """The length of a view counts its elements: a difference in the last one is behind it."""
+    a = memoryview(bytearray(80))
+    for place in (0, 79):
+        b = memoryview(bytearray(80))
+        b[place] = 1
+        assert not same(a.cast(size), b.cast(size))
+    assert same(a.cast(size), memoryview(bytearray(80)).cast(size))
+
+
 def test_integers_past_the_digits_of_a_float() -> None:
     a, b = torch.tensor([2**60 + 1]), torch.tensor([2**60])
     difference = measured(a, b, "I64")

@@ -154,6 +154,23 @@ def test_whole_momenta_on_several_ranks(trained: Trained, tmp_path: Path) -> Non
     assert [line["tensor"] for line in zckpt.verify(run)["differences"]] == [copy.name]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64"])
+@pytest.mark.parametrize("place", [0, 9999])
+def test_a_long_tensor_is_compared_to_its_end(dtype: str, place: int, tmp_path: Path) -> None:
+    """Long lines are compared by their bytes, of which there are more than elements."""
+    import torch
+    from safetensors.torch import save_file
+
+    tensor = torch.ones(10_000, dtype=getattr(torch, dtype))
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        save_file({"weight": tensor}, tmp_path / name / "model.safetensors")
+        tensor[place] = 2
+    report = zckpt.verify(tmp_path / "one", tmp_path / "other", gather=True, device="cpu")
+    (line,) = report["differences"]
+    assert (line["count"], line["first"], line["a"], line["b"]) == (1, place, 1, 2)
+
+
 # -- several processes
 
 

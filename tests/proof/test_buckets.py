@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from zckpt.core.fragments import Extent
 from zckpt.core.partition import BoxPart, FlatMember, Joined, Partitioned
@@ -26,7 +27,8 @@ from zckpt.proof.allgather.buckets import (
 
 def cut_flat(chosen: random.Random, ranks: int) -> tuple[Partitioned, list[Any], dict[str, Any]]:
     """Stages 1 and 2: one behind the other, padded at the end, cut into equal parts."""
-    tensors, members, end = {}, [], 0
+    tensors: dict[str, Any] = {}
+    members, end = [], chosen.choice([0, 0, 3])
     for number in range(chosen.randint(1, 6)):
         shape = tuple(chosen.choice([1, 2, 3, 7, 19]) for _ in range(chosen.randint(0, 2)))
         name = f"p{number}/{chosen.random()}"
@@ -169,6 +171,57 @@ def test_columns_that_lie_side_by_side_are_one_block() -> None:
     assert isinstance(apart, Joined)
 
 
+def test_lines_that_begin_inside_of_a_box() -> None:
+    """Of 2 x 4 lines, the two boxes have 2 x 2: after every second one is a gap."""
+    parts = tuple(BoxPart((0, 0, at), (2, 2, 2), Extent("a", 0, 32)) for at in (0, 2))
+    (row,) = side_by_side(Joined("w/param", "F32", (2, 4, 4), parts))
+    assert isinstance(row, Beside)
+    assert [block.runs() for block in row.blocks(2, 8, 0)] == [[(4, 8)], [(16, 24)]]
+
+
+def test_an_empty_range_of_a_box_is_apart() -> None:
+    """The others lie side by side from end to end."""
+    left, right = (BoxPart((0, at), (4, 2), Extent("a", 0, 32)) for at in (0, 2))
+    empty = replace(left, extent=Extent("a", 0, 0), first=8)
+    tensor = Joined("w/param", "F32", (4, 4), (left, empty, right))
+    row, rest = side_by_side(tensor)
+    assert isinstance(row, Beside)
+    assert row.ranks == (left, right)
+    assert rest == replace(tensor, parts=(empty,))
+
+
+def test_a_line_is_cut_into_shares() -> None:
+    """Of one, two and three columns: a share has parts of some pieces, and none without columns."""
+    parts = [
+        BoxPart((0, offset), (1, size), Extent("a", 0, 4 * size))
+        for offset, size in ((0, 1), (1, 2), (3, 3))
+    ]
+    (row,) = side_by_side(Joined("w/param", "F32", (1, 6), tuple(parts)))
+    assert isinstance(row, Beside)
+    (bucket,) = buckets([row], 1 << 20, 3)
+    shares = [[block.pieces for block in share_of(bucket, rank, 3)] for rank in range(3)]
+    assert shares == [[((0, 0, 1), (1, 0, 1))], [((1, 1, 1), (2, 0, 1))], [((2, 1, 2),)]]
+
+
+@pytest.mark.parametrize(
+    ("room", "processes", "width"), [(64, 1, 5), (64, 2, 4), (64, 3, 5), (64, 4, 4), (1, 1, 1)]
+)
+def test_rows_fill_the_room(room: int, processes: int, width: int) -> None:
+    """Three ranks have as many rows, or four if two or four processes share them."""
+    flat = Partitioned("F32", (Extent("a", 0, 400),) * 3, [FlatMember("w/param", (300,), 0)])
+    listed = list(buckets([flat], room, processes))
+    assert {bucket.width for bucket in listed[:-1]} == {width}
+    assert sum(bucket.width for bucket in listed) == 100
+
+
+def test_a_tensor_that_no_file_has_a_part_of() -> None:
+    """It has no elements, and takes no room between others."""
+    empty = Partitioned("F32", (), [FlatMember("empty/param", (0, 4), 0)])
+    flat = Partitioned("F32", (Extent("a", 0, 8),), [FlatMember("w/param", (2,), 0)])
+    (bucket,) = buckets([flat, empty, flat], 1 << 20, 1)
+    assert [segment.at for segment in bucket.segments] == [0, 2]
+
+
 def test_columns_of_a_matrix_are_one_block_of_each_rank() -> None:
     """Tensor parallel: two ranks have two and one of three columns, the first in two ranges."""
 
@@ -209,7 +262,8 @@ def test_short_boxes_are_apart_from_long_ones() -> None:
     """A bucket has rows as long as its longest part, for every part."""
     long = BoxPart((0, 0), (1000, 4), Extent("a", 0, 16_000))
     short = [BoxPart((1000 + n, 0), (1, 4), Extent("b", 16 * n, 16)) for n in range(500)]
-    pieces = list(side_by_side(Joined("w/param", "F32", (1500, 4), (long, *short))))
+    parts = (*short[:250], long, *short[250:])
+    pieces = list(side_by_side(Joined("w/param", "F32", (1500, 4), parts)))
     assert sorted(len(piece.ranks) for piece in pieces) == [1, 500]
     rows = sum(bucket.rows * bucket.width for bucket in buckets(pieces, 1 << 20, 1))
     assert rows == 1500 * 4

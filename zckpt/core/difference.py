@@ -76,10 +76,10 @@ _libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 def same(a: memoryview, b: memoryview) -> bool:
     """Whether all bytes are equal; `==` of memoryviews is twelve times slower."""
-    if len(a) != len(b) or not len(a):
-        return len(a) == len(b)
+    if a.nbytes != b.nbytes or not a.nbytes:  # the length of a view counts its elements
+        return a.nbytes == b.nbytes
     addresses = [ctypes.addressof(ctypes.c_char.from_buffer(view)) for view in (a, b)]
-    return not _libc.memcmp(*addresses, len(a))
+    return not _libc.memcmp(*addresses, a.nbytes)
 
 
 def measure_difference(

@@ -164,9 +164,12 @@ class Block(Struct, frozen=True):
         return [(first, first + self.columns) for first in firsts]
 
     def cut(self, count: int) -> tuple[Block, Block]:
-        """Cuts in two, with about `count` elements first: between rows, or within a single row."""
+        """Cuts in two, with about `count` elements first: between rows, or within a single row.
+
+        The block has more than `count` elements.
+        """
         if self.rows > 1:
-            rows = min(max(1, count // self.columns), self.rows - 1)
+            rows = max(1, count // self.columns)
             first = replace(self, rows=rows)
             start, rest = self.start + rows * self.stride, self.rows - rows
             if self.pieces:
@@ -262,12 +265,10 @@ def _interleaved(segment: Segment, part: Partitioned) -> Iterator[Block]:
         first, columns = start - member.first, stop - start
         column = segment.at + start - segment.start
         full = (member.numel - first - columns) // width + 1  # rows that end inside the tensor
-        if full > 0:
-            yield Block(member, 0, full, column, columns, first, width)
-        row = max(full, 0)
-        rest = member.numel - row * width - first
+        yield Block(member, 0, full, column, columns, first, width)
+        rest = member.numel - full * width - first
         if rest > 0:
-            yield Block(member, row, 1, column, rest, row * width + first, width)
+            yield Block(member, full, 1, column, rest, full * width + first, width)
 
 
 def _flattened(segment: Segment, part: Partitioned) -> Iterator[Block]:

@@ -149,11 +149,8 @@ class Gathering:
         if flight.slot.done:
             flight.slot.done.synchronize()
         assert flight.flags is not None
-        differing = [
-            item
-            for item, flag in zip(flight.items, flight.flags.tolist(), strict=True)
-            if flag or item.match.how == "values"
-        ]
+        flags = zip(flight.items, flight.flags.tolist(), strict=True)
+        differing = [item for item, flag in flags if flag]
         for item in differing:
             a, b = flight.slot.sides(flight.bucket, item)
             difference = difference_of(a, b, item)

@@ -65,7 +65,7 @@ def with_names(parts: Sequence[Partition], manifest: Manifest) -> WithNames:
     entries: dict[tuple[str, int] | None, list[Entry]] = {}
     if any(isinstance(part, Nameless) for part in parts):
         for entry in (*manifest.entries.values(), *manifest.replicas):
-            first = next(iter(entry.fragments.overlapping(0, 1)), None) if entry.numel else None
+            first = next(iter(entry.fragments.overlapping(0, 1)), None)
             if first is not None or not entry.numel:
                 place = _place(first.extent) if first else None
                 entries.setdefault(place, []).append(entry)

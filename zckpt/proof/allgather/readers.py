@@ -86,7 +86,7 @@ class Readers:
         wanted = [
             (item, ReadRequest(item.other, first, min(first + step, stop), 0))
             for item in items
-            for step in [max(1, READ // SIZES[item.other.dtype])]
+            for step in [READ // SIZES[item.other.dtype]]
             for start, stop in item.block.runs()
             for first in range(start, stop, step)
         ]
