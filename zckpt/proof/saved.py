@@ -148,10 +148,9 @@ def verify_proof(
     pattern = selection.tensors
     mutual, only_a, only_b = match(manifest, proven)
     mutual += unread.pairs(manifest, proven)
+    _refuse_other_types(selected(mutual, pattern), manifest, proven)
     comparable = [item for item in mutual if item.how in ("bits", "shapes", "types")]
     matches = selected(comparable, pattern)
-    rounded = only_rounded(selected(mutual, pattern), manifest, proven)
-    _refuse_rounded(rounded, manifest.root, proven.root)
     if pattern is None:
         needs_weights(matches, manifest, proven)
     alone = [Match(item.a) for item in matches]
@@ -186,13 +185,26 @@ def _of_first_rank(manifest: Manifest) -> list[str]:
     return [what] if names else []
 
 
-def _refuse_rounded(rounded: Mapping[str, Sequence[str]], root: str, path: str) -> None:
-    """Raises MissingData if weights would have to be rounded to be compared."""
-    for names, narrow, wide in ((rounded["a"], root, path), (rounded["b"], path, root)):
+def _refuse_other_types(matches: Sequence[Match], a: Manifest, b: Manifest) -> None:
+    """Raises MissingData if numbers would have to be cast to be compared.
+
+    Not for a weight of which both have the exact values: those are compared.
+    """
+    rounded, buffers = only_rounded(matches, a, b), {*a.buffers, *b.buffers}
+    others = [
+        item.a.name
+        for item in matches
+        if item.how == "values" or (item.how == "rounded" and item.a.parameter in buffers)
+    ]
+    for names, own, kind, other, what in (
+        (rounded["a"], a, "a narrower", b, "rounded weights"),
+        (rounded["b"], b, "a narrower", a, "rounded weights"),
+        (others, a, "another", b, "values of two types"),
+    ):
         if names:
             raise MissingData(
-                f"{narrow} has {listed(names, 4)} in a narrower type than {wide}: a proof has "
-                "checksums alone, which cannot tell whether rounded weights are equal",
+                f"{own.root} has {listed(names, 4)} in {kind} type than {other.root}: a proof has "
+                f"checksums alone, which cannot tell whether {what} are equal",
                 hint="compare the two checkpoints themselves",
             )
 
