@@ -113,6 +113,9 @@ def test_the_step_is_that_of_the_parameter_before_that_of_all() -> None:
         ([1.0, 2.0, 2.0, 2.0], [1.0, 1.0, 1.0, 3.0], True),  # the largest
         ([0.0, 1.0, 1.0, 4.0], [0.0, 2.0, 2.0, 4.0], True),  # the mean
         ([0.0, 2.0, 2.0, 4.0], [0.0, 0.0, 4.0, 4.0], True),  # the norm alone
+        ([0.0, 0.0, 0.45, 0.6], [0.0, 0.3, 0.3, 0.6], True),  # the same below one
+        ([0.0, 0.3, 0.3, 0.6], [0.0, 0.0, 0.6, 0.6], True),
+        ([0.0, 0.0], [0.0, 0.0], False),
         ([1.0, NAN], [2.0, 2.0], False),
         ([1.0, INF], [2.0, 2.0], False),
         ([1.0, 1.0], [2.0, NAN], False),
