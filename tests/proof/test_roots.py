@@ -95,6 +95,17 @@ def test_groups_of_many_keep_their_order(proven: Manifest) -> None:
     assert {name: each.group for name, each in own.parameters.items()} == {"w": 1, "v": 0}
 
 
+def test_weights_alone_may_state_groups_of_parameters(proven: Manifest) -> None:
+    """Without the hyper-parameters of any group."""
+    own = of_root(replace(proven, groups=None), "actor", alone())
+    assert own.groups is None
+    assert {name: each.group for name, each in own.parameters.items()} == {
+        "w": 1,
+        "v": 0,
+        "frozen": None,
+    }
+
+
 def test_the_optimizer_is_that_of_the_model_if_several_are_named(proven: Manifest) -> None:
     assert of_root(proven, "actor", alone()).optimizer == "AdamW"
     only = replace(proven, optimizer="SGD")

@@ -142,6 +142,18 @@ def test_what_is_no_proof_is_refused(
         read_proof(str(path), manifest)
 
 
+@pytest.mark.parametrize("group", [-1, 1])
+def test_a_proof_of_a_group_that_is_not_there_is_refused(
+    group: int, manifest: Manifest, tmp_path: Path
+) -> None:
+    own = replace(manifest, parameters={"w": Parameter((2, 3), group=group)})
+    with pytest.raises(CorruptCheckpoint, match=f"not a proof: .*w is in group {group}, and"):
+        read_proof(str(proof(own, tmp_path / "p")), manifest)
+    weights = replace(own, groups=None)  # without the hyper-parameters of any group
+    proven, _ = read_proof(str(proof(weights, tmp_path / "p")), manifest)
+    assert proven.groups is None
+
+
 def test_a_proof_is_known_by_its_beginning(manifest: Manifest, tmp_path: Path) -> None:
     path = proof(manifest, tmp_path / "p")
     assert is_proof(str(path))

@@ -21,6 +21,7 @@ from ..core.manifest import (
     Entry,
     Hex,
     Manifest,
+    Parameter,
     Sizes,
     Unread,
     parameters_from_json,
@@ -240,12 +241,14 @@ def read_proof(path: str, manifest: Manifest) -> tuple[Manifest, str]:
             if item.a is not None
         }
         not_read = [_with_tensors(item, entries) for item in held.unread]
+        parameters = parameters_from_json(held.parameters)
+        _check_groups(parameters, held.groups)
         proven = Manifest(
             root=path,
             format=held.format,
             source=report["versions"]["a"] if held.source is None else held.source,
             entries=entries,
-            parameters=parameters_from_json(held.parameters),
+            parameters=parameters,
             buffers=held.buffers,
             groups=None if held.groups is None else tuple(map(_dictionary, held.groups)),
             optimizer=held.optimizer,
@@ -263,6 +266,15 @@ def read_proof(path: str, manifest: Manifest) -> tuple[Manifest, str]:
             f"{path} is not a proof: {cause(error)}",
             hint="`zckpt verify PATH --save-proof FILE` writes one",
         ) from error
+
+
+def _check_groups(parameters: Mapping[str, Parameter], groups: Sequence[Any] | None) -> None:
+    """Raises ValueError for a group that is not there."""
+    for name, item in parameters.items():
+        if groups is None or item.group is None:
+            continue
+        if not 0 <= item.group < len(groups):
+            raise ValueError(f"{name} is in group {item.group}, and there are {len(groups)} groups")
 
 
 def _with_tensors(item: _Unread, entries: dict[str, Entry]) -> Unread:
