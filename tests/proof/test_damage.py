@@ -206,11 +206,13 @@ def test_a_flipped_bit_beside_tensors_is_harmless() -> None:
     assert not line["harmless"]
 
 
-def test_a_record_of_a_whole_file_has_no_padding() -> None:
+@pytest.mark.parametrize(("offset", "harmless"), [(0, False), (1, True)])
+def test_a_record_of_a_whole_file_has_no_padding(offset: int, harmless: bool) -> None:
+    """It begins where the file does."""
     manifest = run(DATA, ("a", 8, 20))
-    record = replace(manifest.records[0], extent=Extent("/r/f", 0, len(DATA)))
+    record = replace(manifest.records[0], extent=Extent("/r/f", offset, len(DATA)))
     line = meant(replace(manifest, records=(record,)), 30)
-    assert not line["harmless"]
+    assert line["harmless"] is harmless
 
 
 def test_damage_of_several_bits_is_of_all_tensors() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,14 @@ from msgspec.structs import replace
 
 from zckpt.core.compare import Result
 from zckpt.core.difference import Difference
+from zckpt.core.facts import FlatBufferEngine, StepPlace
 from zckpt.core.fragments import Extent, solid
 from zckpt.core.manifest import Entry, Manifest, Parameter
 from zckpt.core.origin import Origin
 from zckpt.core.plan import Match
+from zckpt.core.resources import Copying
 from zckpt.errors import MissingData
+from zckpt.formats.statedict.keys import keys_of
 from zckpt.proof.verify import (
     diff,
     inferences,
@@ -51,6 +56,72 @@ def test_tensors_that_overlap_are_a_problem(tmp_path: Path) -> None:
     report = verify_alone(replace(whole, entries={**whole.entries, "v/exp_avg": moved}))
     assert not report["equal"]
     assert "overlap in" in report["problems"][0]["message"]
+
+
+def test_notes_on_copies_of_ranks_are_kept(tmp_path: Path) -> None:
+    own = checkpoint(tmp_path, {"b/param": ("F32", [1]), "w/param": ("F32", [2])}, buffers=("b",))
+    other = replace(own.entries["w/param"], name="b/param")
+    report = verify_alone(replace(own, replicas=(other,), notes=("of the reader",)))
+    assert report["equal"]
+    assert report["notes"] == [
+        "the buffer b differs between ranks, as statistics that are not synchronised do: "
+        "rank 0's is taken",
+        "of the reader",
+    ]
+
+
+def test_the_bytes_to_come_are_told(tmp_path: Path) -> None:
+    """Those of both sides, if there are two."""
+    own = checkpoint(tmp_path, {"w/param": ("F32", [1, 2]), "w/exp_avg": ("F32", [3, 4])})
+    for reads, numel in ((verify_alone, 4), (partial(verify_against, own), 8)):
+        seen: list[int] = []
+
+        def begin(total: int, seen: list[int] = seen) -> Callable[[int], None]:
+            seen.append(-total)
+            return seen.append
+
+        reads(own, begin=begin)
+        assert (seen[0], sum(seen)) == (-4 * numel, 0)
+
+
+def test_figures_are_of_whole_tensors(tmp_path: Path) -> None:
+    """Also of the parts that do not differ; here the last element alone does."""
+    numel = (1 << 18) + 1  # of which all but one fill the buffer
+    a, b = (
+        checkpoint(tmp_path / name, {"w/param": ("F32", [1.0] * (numel - 1) + [last])})
+        for name, last in (("a", 512.0), ("b", 0.0))
+    )
+    (line,) = diff(a, b, copying=Copying(jobs=1, memory=2 << 20))["differences"]
+    assert (line["count"], line["first"]) == (1, numel - 1)
+    assert line["cosine"] == pytest.approx(2**-0.5, rel=1e-12)
+    assert line["relative"] == pytest.approx(2**-0.5, rel=1e-12)
+
+
+def test_what_one_engine_has_in_another_way_is_named(tmp_path: Path) -> None:
+    """Groups without parameters, and where an optimizer that is named has its step."""
+    tensors = {"w/param": ("F32", [1.0])}
+    a = checkpoint(
+        tmp_path / "a",
+        tensors,
+        parameters={"w": Parameter((1,), group=0, step=3)},
+        groups=({"lr": 1.0}, {"lr": 9.0}),
+        engine=keys_of(None),
+        step_place=StepPlace("group", "int", optimizer="AdamW"),
+    )
+    flats = FlatBufferEngine("flats", None, None, None, False, None, {})
+    b = replace(
+        checkpoint(tmp_path / "b", tensors, parameters=a.parameters, groups=a.groups[:1]),
+        engine=flats,
+        step_place=StepPlace("state", "F32"),
+    )
+    report = verify_against(a, b)
+    assert report["equal"]
+    assert report["notes"] == [
+        f"place of the step: group, int in {a.root}; state, F32 in {b.root}: AdamW looks there"
+    ]
+    assert report["not_compared"] == [
+        "hyper-parameters of the optimizer's group 1, which has no parameters: only in " + a.root
+    ]
 
 
 def test_notes_of_the_reader_are_kept(tmp_path: Path) -> None:

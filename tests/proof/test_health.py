@@ -6,6 +6,7 @@ import json
 import math
 import random
 import zlib
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ from zckpt.core.dtypes import SIZES, TORCH_NAMES
 from zckpt.core.fragments import Extent, Record, solid
 from zckpt.core.manifest import Entry, Manifest, Parameter
 from zckpt.core.origin import Origin
-from zckpt.core.resources import Progress
+from zckpt.core.pooling import Pool, Running
+from zckpt.core.resources import Copying, Progress
 from zckpt.core.sources import Fingerprint
 from zckpt.core.statistics import Statistics, exponents, measure
 from zckpt.errors import SourceChanged
@@ -112,6 +114,9 @@ def test_the_step_is_that_of_the_parameter_before_that_of_all() -> None:
         ([1.0, 2.0, 2.0, 2.0], [1.0, 1.0, 1.0, 3.0], True),  # the largest
         ([0.0, 1.0, 1.0, 4.0], [0.0, 2.0, 2.0, 4.0], True),  # the mean
         ([0.0, 2.0, 2.0, 4.0], [0.0, 0.0, 4.0, 4.0], True),  # the norm alone
+        ([0.0, 0.0, 0.45, 0.6], [0.0, 0.3, 0.3, 0.6], True),  # the same below one
+        ([0.0, 0.3, 0.3, 0.6], [0.0, 0.0, 0.6, 0.6], True),
+        ([0.0, 0.0], [0.0, 0.0], False),
         ([1.0, NAN], [2.0, 2.0], False),
         ([1.0, INF], [2.0, 2.0], False),
         ([1.0, 1.0], [2.0, NAN], False),
@@ -180,6 +185,17 @@ def test_what_is_not_reached_yet_waits() -> None:
         total.add(start, stop, part)
     assert [(start, stop) for start, stop, _ in total.parts()] == [(0, 1), (4, 6)]
     assert sum(total.counts.values()) == 2  # and a zero
+
+
+def test_a_part_without_finite_numbers_has_no_magnitudes() -> None:
+    total = Total(4)
+    for start, numbers in ((0, [1.0]), (1, [NAN, INF]), (3, [-2.5])):
+        view = memoryview(torch.tensor(numbers).numpy()).cast("B")
+        part = measure(view, "F32", histogram=True)
+        total.count(part)
+        total.add(start, start + len(numbers), part)
+    assert dict(total.counts) == {0: 1, 1: 1}
+    assert (total.statistics.finite, total.statistics.nan, total.statistics.inf) == (2, 1, 1)
 
 
 @pytest.fixture
@@ -261,6 +277,48 @@ def test_all_but_random_states_are_measured(manifest: Manifest) -> None:
     assert sum(seen) == 0
     (line,) = health.measure_all(manifest, "random/*")["tensors"]
     assert line["elements"] == 10
+
+
+class Shown:
+    """A progress function that shows what is done."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def __call__(self, count: int) -> None:
+        pass
+
+    def describe(self, text: str) -> None:
+        self.texts.append(text)
+
+
+def test_progress_names_what_is_measured(manifest: Manifest) -> None:
+    shown = Shown()
+    alone = replace(manifest, entries={"a/param": manifest.entries["a/param"]})
+    health.measure_all(alone, begin=lambda total: shown)
+    assert {*shown.texts} == {"measuring a/param"}
+
+
+class Coarse(Pool):
+    """The first of several processes reads `times` as much at a time."""
+
+    def __init__(self, times: int) -> None:
+        self.times = times
+
+    def carry_out(self, make: Callable[[int], Running], chunk: int) -> Running:
+        return super().carry_out(make, chunk * self.times)
+
+
+@pytest.mark.parametrize(("times", "jobs"), [(1, 4), (2, 2), (3, 1), (9, 1)])
+def test_what_a_process_reads_at_a_time_fits_into_its_memory(
+    times: int, jobs: int, manifest: Manifest
+) -> None:
+    """Then fewer threads read, but always one."""
+    groups = [[manifest.entries["a/param"]]]
+    copying = Copying(jobs=4, memory=8 << 20, pool=Coarse(times))
+    running = health.passed(Measuring, manifest, groups, copying, None)
+    assert running.jobs == jobs
+    assert running.totals["a/param"].statistics.elements == 9000
 
 
 def test_damage_is_a_problem_unless_it_is_in_padding(manifest: Manifest) -> None:

@@ -71,6 +71,8 @@ def test_distances_are_counted_in_bins() -> None:
         (Match(entry("w/param"), entry("w/master"), "bits"), {"b_tensor": "w/master"}),
         (Match(entry("w/master"), entry("w/param"), "rounded"), {"rounded": "w/param"}),
         (Match(entry("w/param"), entry("w/master"), "rounded"), {"rounded": "w/master"}),
+        # the line is that of the narrower one
+        (Match(entry("w/master"), entry("w/param", "BF16"), "rounded"), {"rounded": "w/master"}),
         (Match(entry("w/param", file="/r/d/g"), entry("w/param"), copy=True), {"copy": "g"}),
     ],
 )
@@ -176,9 +178,10 @@ def test_digests_of_two_sides() -> None:
     rounded = Result(Match(entry("u/master"), entry("u/param", "BF16"), "rounded"), (5, 6), None)
     read = Result(Match(entry("t/param")), (7, None), None)
     copy = Result(Match(entry("w/param"), entry("w/param"), copy=True), (8, 9), None)
+    tied = Result(Match(entry("head/param"), entry("w/param"), copy=True), (8, 9), None)
     unread = Result(Match(entry("s/param"), entry("s/param"), "shapes"), (None, None), None)
     about = {"dtype": "F32", "shape": [2]}
-    assert digests([same, copy, other, rounded, read, unread], alone=False) == {
+    assert digests([same, copy, tied, other, rounded, read, unread], alone=False) == {
         "w/param": {**about, "a": "00000001", "b": "00000002"},
         "v/param": {**about, "a": "00000003", "b": "00000004", "b_tensor": "v/master"},
         "u/master": {**about, "a": "00000005"},

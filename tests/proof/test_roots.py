@@ -43,6 +43,7 @@ def proven() -> Manifest:
         "module_extra": {"actor.extra": 1, "critic.extra": 2},
         "optimizer": {"scale": 4, OTHER: {"actor.w": {"k": 1}, "critic.w": {"k": 2}}},
         "random": "of all",
+        "client_state": {OTHER: {"critic.w": 5}},
     }
     return Manifest(
         "proof",
@@ -78,11 +79,32 @@ def test_the_chosen_model_stands_alone(proven: Manifest) -> None:
         "module_extra": {"extra": 1},
         "optimizer": {"scale": 4, OTHER: {"w": {"k": 1}}},
         "random": "of all",
+        "client_state": {OTHER: {"critic.w": 5}},  # the program's own
     }
     assert [(item.key, item.parameters) for item in own.unread] == [
         ("a", ("w",)),
         ("c", (NO_PARAMETER,)),
     ]
+
+
+def test_groups_of_many_keep_their_order(proven: Manifest) -> None:
+    """Here the second and the ninth are of the chosen model."""
+    groups = tuple({"lr": float(number)} for number in range(9))
+    parameters = {"actor.w": Parameter((2,), group=8), "actor.v": Parameter((3,), group=1)}
+    own = of_root(replace(proven, groups=groups, parameters=parameters), "actor", alone())
+    assert own.groups == ({"lr": 1.0}, {"lr": 8.0})
+    assert {name: each.group for name, each in own.parameters.items()} == {"w": 1, "v": 0}
+
+
+def test_weights_alone_may_state_groups_of_parameters(proven: Manifest) -> None:
+    """Without the hyper-parameters of any group."""
+    own = of_root(replace(proven, groups=None), "actor", alone())
+    assert own.groups is None
+    assert {name: each.group for name, each in own.parameters.items()} == {
+        "w": 1,
+        "v": 0,
+        "frozen": None,
+    }
 
 
 def test_the_optimizer_is_that_of_the_model_if_several_are_named(proven: Manifest) -> None:

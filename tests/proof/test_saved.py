@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,18 @@ from zckpt.core.fragments import Runs
 from zckpt.core.inert import Scalar
 from zckpt.core.manifest import Entry, Manifest, Parameter, Unread
 from zckpt.core.origin import Origin
-from zckpt.core.states import OTHER
-from zckpt.errors import CorruptCheckpoint, MissingData, UnsupportedCheckpoint
+from zckpt.core.states import OTHER, Selection
+from zckpt.errors import (
+    AmbiguousCheckpoint,
+    CorruptCheckpoint,
+    MissingData,
+    UnsupportedCheckpoint,
+)
 from zckpt.proof import saved
-from zckpt.proof.saved import _of_first_rank, about, is_proof, read_proof
+from zckpt.proof.saved import _of_first_rank, about, is_proof, read_proof, verify_proof
+from zckpt.proof.verify import verify_alone
+
+from .test_findings import checkpoint
 
 
 def entry(name: str, digest: int | None = None) -> Entry:
@@ -94,6 +103,12 @@ def test_a_proof_with_inferred_names_keeps_the_digest_of_the_files(
     assert contents == "00000000"  # of no files
 
 
+def test_a_state_that_is_none_is_not_listed(manifest: Manifest) -> None:
+    """As SGD's momentum before the first step: there is nothing that could be lost."""
+    own = replace(manifest, state={"optimizer": {OTHER: {"w": {"momentum": None, "k": [1]}}}})
+    assert about(own)["held"]["states"] == {"k": ["w"]}
+
+
 def test_an_older_proof_has_the_states_of_the_other_side(
     manifest: Manifest, tmp_path: Path
 ) -> None:
@@ -132,6 +147,18 @@ def test_what_is_no_proof_is_refused(
         read_proof(str(path), manifest)
 
 
+@pytest.mark.parametrize("group", [-1, 1])
+def test_a_proof_of_a_group_that_is_not_there_is_refused(
+    group: int, manifest: Manifest, tmp_path: Path
+) -> None:
+    own = replace(manifest, parameters={"w": Parameter((2, 3), group=group)})
+    with pytest.raises(CorruptCheckpoint, match=f"not a proof: .*w is in group {group}, and"):
+        read_proof(str(proof(own, tmp_path / "p")), manifest)
+    weights = replace(own, groups=None)  # without the hyper-parameters of any group
+    proven, _ = read_proof(str(proof(weights, tmp_path / "p")), manifest)
+    assert proven.groups is None
+
+
 def test_a_proof_is_known_by_its_beginning(manifest: Manifest, tmp_path: Path) -> None:
     path = proof(manifest, tmp_path / "p")
     assert is_proof(str(path))
@@ -150,6 +177,82 @@ def test_what_further_ranks_have_is_not_in_a_proof(manifest: Manifest) -> None:
         "b/param, r/state of further ranks: a proof has those of the first rank"
     ]
     assert _of_first_rank(replace(manifest, replicas=copies[:1])) == []
+
+
+# -- what is compared
+
+
+def proven_of(own: Manifest, tmp_path: Path) -> Manifest:
+    """The proof of a checkpoint, read again."""
+    path = tmp_path / "proof.json"
+    path.write_text(json.dumps({"command": "verify", **about(own), **verify_alone(own)}))
+    return read_proof(str(path), own)[0]
+
+
+@pytest.mark.parametrize("kinds", [("F32", "F64"), ("F64", "F32")])
+@pytest.mark.parametrize("is_buffer", [True, False])
+def test_values_of_another_type_need_the_checkpoints_themselves(
+    is_buffer: bool, kinds: tuple[str, str], tmp_path: Path
+) -> None:
+    """Checksums cannot tell whether they are equal, and these are not."""
+    name, numbers = "b/param" if is_buffer else "w/exp_avg", iter((1, 7))
+    own, other = (
+        checkpoint(
+            tmp_path / kind,
+            {"w/param": ("F32", [1, 2]), name: (kind, [next(numbers)])},
+            parameters={"w": Parameter((2,))},
+            buffers=("b",) if is_buffer else (),
+        )
+        for kind in kinds
+    )
+    proven = proven_of(other, tmp_path)
+    message = f"{kinds[0]} has {name} in another type than .*proof.json: a proof has checksums"
+    for tensors in (None, name):
+        with pytest.raises(MissingData, match=message):
+            verify_proof(own, proven, "", Selection(tensors=tensors))
+    report = verify_proof(own, proven, "", Selection(tensors="w/param"))
+    assert (report["equal"], report["tensors"]) == (True, 1)
+
+
+def test_what_was_rounded_from_masters_of_both_needs_no_comparison(tmp_path: Path) -> None:
+    master = {"w/master": ("F32", [1, 2])}
+    own = checkpoint(tmp_path / "a", {**master, "w/param": ("F16", [1, 2])})
+    proven = proven_of(checkpoint(tmp_path / "b", master), tmp_path)
+    report = verify_proof(own, proven, "")
+    assert (report["equal"], report["slots"]) == (True, {"master": 1})
+
+
+def test_states_alone_are_compared_if_they_are_chosen(tmp_path: Path) -> None:
+    """All of a checkpoint without weights proves nothing."""
+    own = checkpoint(tmp_path / "a", {"w/exp_avg": ("F32", [1, 2])})
+    proven = proven_of(own, tmp_path)
+    report = verify_proof(own, proven, "", Selection(tensors="*/exp_avg"))
+    assert (report["equal"], report["tensors"]) == (True, 1)
+    with pytest.raises(MissingData, match="share no weights"):
+        verify_proof(own, proven, "")
+
+
+def test_the_bytes_to_come_are_told(tmp_path: Path) -> None:
+    own = checkpoint(tmp_path / "a", {"w/param": ("F32", [1, 2]), "w/exp_avg": ("F32", [3, 4])})
+    seen: list[int] = []
+
+    def begin(total: int) -> Callable[[int], None]:
+        seen.append(-total)
+        return seen.append
+
+    verify_proof(own, proven_of(own, tmp_path), "", begin=begin)
+    assert (seen[0], sum(seen)) == (-16, 0)
+
+
+def test_one_of_several_proven_models_is_compared(tmp_path: Path) -> None:
+    models = {f"{name}.w/param": ("F32", [value]) for value, name in enumerate(("actor", "critic"))}
+    proven = proven_of(checkpoint(tmp_path / "both", models), tmp_path)
+    critic = checkpoint(tmp_path / "critic", {"w/param": ("F32", [1])})
+    assert verify_proof(critic, proven, "", root="critic")["equal"]
+    report = verify_proof(critic, proven, "", root="actor")
+    assert [line["tensor"] for line in report["differences"]] == ["w/param"]
+    with pytest.raises(AmbiguousCheckpoint, match="may be actor, critic"):
+        verify_proof(critic, proven, "")
 
 
 # -- commands

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from zckpt.core.facts import (
     StepPlace,
 )
 from zckpt.core.fragments import Runs
-from zckpt.core.inert import Foreign, Global
+from zckpt.core.inert import Foreign, Global, Size
 from zckpt.core.manifest import Entry, Manifest, Parameter, Sibling
 from zckpt.core.origin import Origin
 from zckpt.proof import states
@@ -71,6 +72,21 @@ def test_objects_and_dictionaries_of_other_keys() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("ours", "theirs", "expected"),
+    [
+        (Size((2, 3)), Size((2, 4)), {"client_state.x.1": (3, 4)}),
+        (OrderedDict(y=1), OrderedDict(y=2), {"client_state.x.y": (1, 2)}),
+        (OrderedDict(y=1, z=1), {"z": 1, "y": 2}, {"client_state.x.y": (1, 2)}),
+    ],
+)
+def test_values_of_types_that_json_has_under_a_tag(
+    ours: object, theirs: object, expected: dict[str, Any]
+) -> None:
+    a, b = (manifest({"client_state": {"x": value}}) for value in (ours, theirs))
+    assert differences(a, b) == expected
+
+
 @pytest.mark.parametrize("part", ["lr_scheduler", "client_state", "module_extra"])
 @pytest.mark.parametrize("engine", [FLAT, PLAIN])
 def test_what_a_program_saved_is_lost(part: str, engine: Engine) -> None:
@@ -88,6 +104,28 @@ def test_what_an_engine_has_no_place_for_is_named() -> None:
     assert sentence.startswith("counters, lr_scheduler: only ")
     assert not_compared(a, manifest({"lr_scheduler": {"last_epoch": 7}}, PLAIN)) == ["counters"]
     assert differences(a, manifest({"lr_scheduler": {"last_epoch": 7}})) == {"counters": "a"}
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        (("counters",), "counters: only a has it, and the files of b have no place for it"),
+        (
+            ("counters", "lr_scheduler"),
+            "counters, lr_scheduler: only a has them, and the files of b have no place for them",
+        ),
+    ],
+)
+def test_what_has_no_place_is_said_of_both(parts: tuple[str, ...], said: str) -> None:
+    a, b = replace(manifest({part: {"x": 1} for part in parts}), root="a"), manifest({}, GRAPH)
+    assert states.states(a, replace(b, root="b")) == ([], [said])
+
+
+def test_folders_of_model_and_optimizer_have_extra_states_of_modules_alone() -> None:
+    a = manifest({"module_extra": {"x": 1}, "lr_scheduler": {"y": 1}})
+    b = manifest({}, replace(PLAIN, folders=("model", "optimizer")))
+    assert differences(a, b) == {"module_extra": "a"}
+    assert not_compared(a, b) == ["lr_scheduler"]
 
 
 def test_weights_alone_have_no_state() -> None:
@@ -120,6 +158,31 @@ def test_a_loss_scale_as_an_object_and_as_numbers() -> None:
         assert states.states(a, b) == ([], [])
         assert differences(a, other) == {"optimizer.cur_scale": (8.0, 4.0)}
         assert differences(b, other) == {"optimizer.loss_scaler.cur_scale": (8.0, 4.0)}
+
+
+def test_a_loss_scale_that_only_one_side_has_as_an_object() -> None:
+    """Also without any other number; what the object would replace is compared as it is."""
+    scaler = Foreign(Global("a.Scaler"), (), {"cur_scale": 8.0}, "new")
+    a = manifest({"optimizer": {"loss_scaler": scaler}})
+    b = manifest({"optimizer": {"cur_scale": 8.0}})
+    assert states.states(a, b) == states.states(b, a) == ([], [])
+    assert differences(a, manifest({"optimizer": {"cur_scale": 4.0}})) == {
+        "optimizer.cur_scale": (8.0, 4.0)
+    }
+    numbers = manifest({"optimizer": {"cur_scale": 8.0, "scale_window": 5}})
+    assert differences(numbers, manifest({"optimizer": {"scale_window": 6}})) == {
+        "optimizer.cur_scale": "a",
+        "optimizer.scale_window": (5, 6),
+    }
+
+
+def test_a_loss_scale_of_another_engine_is_compared() -> None:
+    """How it is saved is a matter of wrappers of one engine."""
+    a, b = (manifest({"optimizer": {"cur_scale": 8.0}}, engine) for engine in (FLAT, PLAIN))
+    a = replace(a, engine=replace(FLAT, optimizer_class="FP16_Optimizer"))
+    assert states.states(a, b) == ([], [])
+    other = manifest({"optimizer": {"cur_scale": 4.0}}, PLAIN)
+    assert differences(a, other) == {"optimizer.cur_scale": (8.0, 4.0)}
 
 
 def test_keys_of_the_optimizer_depend_on_the_stage() -> None:
@@ -222,6 +285,8 @@ def test_names_of_tensors_that_one_side_lacks_are_compared_as_tensors() -> None:
     a = replace(manifest({"module": ["v", "w"]}), entries={"w/param": entry})
     assert differences(a, manifest({"module": ["v"]})) == {}
     assert differences(a, manifest({"module": ["w"]})) == {"names.v": "a"}
+    moment = replace(a, entries={"v/exp_avg": replace(entry, name="v/exp_avg")})
+    assert differences(moment, manifest({"module": ["w"]})) == {"names.v": "a"}
 
 
 def test_how_a_run_was_saved_is_named() -> None:
@@ -260,6 +325,12 @@ def test_what_further_ranks_state() -> None:
     b = manifest(state, of_ranks={"rank_1": {"client_state.seed": 2, "client_state.epoch": 4}})
     assert differences(a, b) == {"rank_1: client_state.epoch": (3, 4)}
     assert states.states(a, a) == ([], [])
+    alone = manifest({}, of_ranks={"rank_1": {"client_state.seed": 2, "epoch": 4}})
+    assert differences(alone, manifest({"epoch": 3})) == {
+        "epoch": "b",
+        "rank_1: client_state.seed": (2, None),
+        "rank_1: epoch": (4, 3),
+    }
     other = replace(b, origin=TWO)
     lines, sentences = states.states(a, other)
     assert lines == []
@@ -277,6 +348,14 @@ def test_what_files_state_of_their_parts() -> None:
     assert not_compared(a, b) == ["f"]
     assert differences(a, manifest({})) == {"f: layout.offset": "a", "f: layout.old": "a"}
     assert states.states(a, replace(b, origin=TWO)) == ([], [])
+
+
+def test_a_stage_of_zero_is_as_good_as_none() -> None:
+    """Files without ZeRO state none, or this."""
+    part = {"universal": {"ranks": 1}}
+    a, b = (manifest(part, origin=Origin(zero_stage=stage, dp=2)) for stage in (0, None))
+    assert states.twins(a, b)
+    assert not states.twins(a, manifest(part, origin=ONE))
 
 
 def tied(origin: Origin, engine: Engine, *aliases: str, **more: Any) -> Manifest:

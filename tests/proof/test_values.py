@@ -73,6 +73,15 @@ def test_a_scalar_that_one_parameter_of_several_lacks() -> None:
     assert values.scalars(one, both) == [{"parameter": "v", "scalar": "mu", "a": None, "b": 3}]
 
 
+def test_scalars_of_a_parameter_are_in_the_order_of_their_names() -> None:
+    names = [f"beta{number}" for number in range(9)]
+    sides = (
+        manifest(parameters={"w": Parameter((2,), scalars=dict.fromkeys(names, Scalar(n, "F32")))})
+        for n in (1, 2)
+    )
+    assert [line["scalar"] for line in values.scalars(*sides)] == names
+
+
 def test_a_scalar_that_one_side_has_of_no_parameter() -> None:
     own = {"w": Parameter((2,), scalars={"mu": Scalar(3, "F32")})}
     assert values.scalars(manifest(parameters=own), manifest()) == []
@@ -85,6 +94,21 @@ def test_what_one_side_trains() -> None:
     assert values.trainable(manifest(), frozen) == [
         {"group": None, "key": "trainable of w", "a": True, "b": False}
     ]
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_untouched_parameters_are_frozen_where_the_other_side_has_them_so(swapped: bool) -> None:
+    """A state dict does not say of a parameter without a state whether it is frozen."""
+    trained = {"w": Parameter((2,), group=0, step=7)}
+    plain = manifest(
+        parameters={**trained, "v": Parameter((2,), group=0), "u": Parameter((2,), group=0)},
+        engine=keys_of(None),
+    )
+    frozen = Parameter((2,), trainable=False)
+    flats = manifest(parameters={**trained, "v": frozen, "u": Parameter((2,), group=0)})
+    a, b = values.with_trained_alike(*((flats, plain) if swapped else (plain, flats)))
+    assert a.parameters == b.parameters == flats.parameters
+    assert values.with_trained_alike(plain, plain) == (plain, plain)
 
 
 @pytest.mark.parametrize(
@@ -273,6 +297,9 @@ def test_a_named_optimizer_may_look_elsewhere(place: StepPlace) -> None:
         (placed(IN_GROUP, GRAPH), placed(IN_STATE)),  # an engine that has its own optimizers
         # each engine's class takes its own type
         (placed(IN_STATE, name="Adam"), placed(StepPlace("state", "int"), name="Adam")),
+        # a side that names none does not say that its type is another optimizer's
+        (placed(IN_STATE), placed(StepPlace("state", "int"), name="Adam")),
+        (placed(IN_STATE, name="Adam"), placed(StepPlace("state", "int"))),
         (placed(IN_GROUP), replace(placed(IN_STATE), parameters={"w": Parameter((2,))})),
     ],
 )
@@ -303,6 +330,16 @@ def test_groups_without_parameters_that_an_engine_removes(swapped: bool) -> None
         "hyper-parameters of the optimizer's group 0 and 2, which has no parameters: only in "
         f"{plain.root}"
     ]
+
+
+def test_groups_of_many_keep_their_order() -> None:
+    """Here the second and the ninth have parameters."""
+    groups = [EMPTY, FIRST, *[EMPTY] * 6, LAST]
+    plain = with_groups(STATE_DICTS, *groups, v=8, w=1)
+    flats = with_groups(FLATS, FIRST, LAST, v=1, w=0)
+    a, b, _ = values.without_empty_groups(plain, flats)
+    assert a.groups == b.groups == (FIRST, LAST)
+    assert a.parameters == b.parameters == flats.parameters
 
 
 def test_groups_that_are_left_as_they_are() -> None:

@@ -109,8 +109,7 @@ class Measuring(Struct, eq=False, dict=True):
         view = Buffer(self.chunk).view
 
         def carry_out(batch: list[list[ReadRequest]]) -> None:
-            if self.progress:
-                describe(self.progress, f"measuring {batch[0][0].entry.name}")
+            describe(self.progress, f"measuring {batch[0][0].entry.name}")
             element_reader.read([item for slot in batch for item in slot], view)
             for item in (item for slot in batch for item in slot):
                 if item.entry.dtype in NUMBERS:
@@ -219,10 +218,7 @@ def passed(
         jobs = max(1, copying.jobs * chunk // chunk_of_all)
         return make(manifest, groups, chunk_of_all, jobs, progress)
 
-    running = copying.pool.carry_out(begun, chunk)
-    for total in running.totals.values():
-        total.close()
-    return running
+    return copying.pool.carry_out(begun, chunk)
 
 
 def _line(entry: Entry, total: Total) -> Report:

@@ -30,6 +30,8 @@ def of_root(proven: Manifest, name: str, manifest: Manifest) -> Manifest:
     parameters = {own[key]: item for key, item in proven.parameters.items() if key in own}
     used = sorted({item.group for item in parameters.values() if item.group is not None})
     places = {group: place for place, group in enumerate(used)}
+    # a checkpoint of weights may state the groups of parameters without their hyper-parameters
+    groups = tuple(proven.groups[group] for group in used) if proven.groups else ()
     return replace(
         proven,
         origin=replace(proven.origin, root=name),
@@ -48,7 +50,7 @@ def of_root(proven: Manifest, name: str, manifest: Manifest) -> Manifest:
             for key, item in parameters.items()
         },
         buffers=tuple(own[key] for key in proven.buffers if key in own),
-        groups=tuple((proven.groups or ())[group] for group in used) or None,
+        groups=groups or None,
         optimizer=manifest.optimizer if "," in (proven.optimizer or "") else proven.optimizer,
         state={key: _own_part(key, value, front) for key, value in proven.state.items()},
         unread=tuple(

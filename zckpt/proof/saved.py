@@ -21,6 +21,7 @@ from ..core.manifest import (
     Entry,
     Hex,
     Manifest,
+    Parameter,
     Sizes,
     Unread,
     parameters_from_json,
@@ -149,10 +150,9 @@ def verify_proof(
     pattern = selection.tensors
     mutual, only_a, only_b = match(manifest, proven)
     mutual += unread.pairs(manifest, proven)
+    _refuse_other_types(selected(mutual, pattern), manifest, proven)
     comparable = [item for item in mutual if item.how in ("bits", "shapes", "types")]
     matches = selected(comparable, pattern)
-    rounded = only_rounded(selected(mutual, pattern), manifest, proven)
-    _refuse_rounded(rounded, manifest.root, proven.root)
     if pattern is None:
         needs_weights(matches, manifest, proven)
     alone = [Match(item.a) for item in matches]
@@ -187,13 +187,26 @@ def _of_first_rank(manifest: Manifest) -> list[str]:
     return [what] if names else []
 
 
-def _refuse_rounded(rounded: Mapping[str, Sequence[str]], root: str, path: str) -> None:
-    """Raises MissingData if weights would have to be rounded to be compared."""
-    for names, narrow, wide in ((rounded["a"], root, path), (rounded["b"], path, root)):
+def _refuse_other_types(matches: Sequence[Match], a: Manifest, b: Manifest) -> None:
+    """Raises MissingData if numbers would have to be cast to be compared.
+
+    Not for a weight of which both have the exact values: those are compared.
+    """
+    rounded, buffers = only_rounded(matches, a, b), {*a.buffers, *b.buffers}
+    others = [
+        item.a.name
+        for item in matches
+        if item.how == "values" or (item.how == "rounded" and item.a.parameter in buffers)
+    ]
+    for names, own, kind, other, what in (
+        (rounded["a"], a, "a narrower", b, "rounded weights"),
+        (rounded["b"], b, "a narrower", a, "rounded weights"),
+        (others, a, "another", b, "values of two types"),
+    ):
         if names:
             raise MissingData(
-                f"{narrow} has {listed(names, 4)} in a narrower type than {wide}: a proof has "
-                "checksums alone, which cannot tell whether rounded weights are equal",
+                f"{own.root} has {listed(names, 4)} in {kind} type than {other.root}: a proof has "
+                f"checksums alone, which cannot tell whether {what} are equal",
                 hint="compare the two checkpoints themselves",
             )
 
@@ -229,12 +242,14 @@ def read_proof(path: str, manifest: Manifest) -> tuple[Manifest, str]:
             if item.a is not None
         }
         not_read = [_with_tensors(item, entries) for item in held.unread]
+        parameters = parameters_from_json(held.parameters)
+        _check_groups(parameters, held.groups)
         proven = Manifest(
             root=path,
             format=held.format,
             origin=Origin.of_json(report["versions"]["a"] if held.source is None else held.source),
             entries=entries,
-            parameters=parameters_from_json(held.parameters),
+            parameters=parameters,
             buffers=held.buffers,
             groups=None if held.groups is None else tuple(map(_dictionary, held.groups)),
             optimizer=held.optimizer,
@@ -250,6 +265,15 @@ def read_proof(path: str, manifest: Manifest) -> tuple[Manifest, str]:
             f"{path} is not a proof: {cause(error)}",
             hint="`zckpt verify PATH --save-proof FILE` writes one",
         ) from error
+
+
+def _check_groups(parameters: Mapping[str, Parameter], groups: Sequence[Any] | None) -> None:
+    """Raises ValueError for a group that is not there."""
+    for name, item in parameters.items():
+        if groups is None or item.group is None:
+            continue
+        if not 0 <= item.group < len(groups):
+            raise ValueError(f"{name} is in group {item.group}, and there are {len(groups)} groups")
 
 
 def _with_tensors(item: _Unread, entries: dict[str, Entry]) -> Unread:

@@ -122,7 +122,7 @@ def diff(
     lines = []
     for result in outcome.results:
         line = difference(result) or {"tensor": result.match.name, "count": 0}
-        if result.difference is not None and result.match.is_read:
+        if result.difference is not None:
             line |= {"elements": result.match.a.numel, "cosine": result.difference.cosine}
             line |= changes(result.difference, result.match.a.numel)
         lines.append(line)

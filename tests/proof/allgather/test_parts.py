@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from zckpt.core.fragments import Box, Boxes, Extent, Fragment, Fragments, Runs, solid
 from zckpt.core.manifest import Entry, Manifest, Parameter
+from zckpt.core.origin import Origin
 from zckpt.core.partition import BoxPart, FlatMember, Joined, Nameless, Partitioned, Whole
 from zckpt.proof.allgather.parts import alone, by_name, cut_over, first_extent, strided, with_names
 
@@ -25,7 +26,7 @@ def at(offset: int, numel: int = 4) -> Extent:
 
 def checkpoint(*entries: Entry, replicas: Sequence[Entry] = ()) -> Manifest:
     known = {each.name: each for each in entries}
-    return Manifest("run", "deepspeed", {}, known, {}, replicas=tuple(replicas))
+    return Manifest("run", "deepspeed", Origin(), known, {}, replicas=tuple(replicas))
 
 
 # -- a tensor as the only part there is of it

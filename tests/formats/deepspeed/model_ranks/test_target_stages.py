@@ -93,7 +93,7 @@ def test_tied_layers_stand_as_they_are_first_used() -> None:
     """In a stage that has all, too, whatever order the whole model has."""
     head = "tied_modules.head.weight"
     names = [head, "3.weight", EMBED, "1.weight"]
-    model = Manifest("run", "deepspeed", {}, {}, {n: Parameter((2,), group=0) for n in names})
+    model = Manifest("run", "deepspeed", Origin(), {}, {n: Parameter((2,), group=0) for n in names})
     stages = [[EMBED, "1.weight"], [head, "3.weight"]]
     before = Pipeline(stages, (), range(4), [(0, "embed"), (2, "head")])
     after, _ = cut_again(model, before, True, options_of({"pp": 1}))
