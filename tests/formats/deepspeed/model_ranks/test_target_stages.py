@@ -95,7 +95,7 @@ def test_tied_layers_stand_as_they_are_first_used() -> None:
     names = [head, "3.weight", EMBED, "1.weight"]
     model = Manifest("run", "deepspeed", Origin(), {}, {n: Parameter((2,), group=0) for n in names})
     stages = [[EMBED, "1.weight"], [head, "3.weight"]]
-    before = Pipeline(stages, (), range(4), [(0, "embed"), (2, "head")])
+    before = Pipeline(stages, (), range(4), {0: "embed", 2: "head"})
     after, _ = cut_again(model, before, True, options_of({"pp": 1}))
     assert after.parameters == [[EMBED, head, "1.weight", "3.weight"]]
 
@@ -197,7 +197,7 @@ def test_a_stage_has_the_experts_of_its_layers() -> None:
     )
     _, ranks, _ = recut(model, [model], before, Grid(2), options_of({}))
     assert [rank.engine.experts for rank in ranks] == [layers[:1], layers[1:]]  # type: ignore[union-attr]
-    assert [rank.source["ep"] for rank in ranks] == [2, 4]
+    assert [rank.origin.ep for rank in ranks] == [2, 4]
     assert [[*rank.state["module_extra"]] for rank in ranks] == [["1.moe.a"], ["3.moe.a"]]
 
 
