@@ -288,7 +288,7 @@ def test_files_without_tensors(run: Path) -> None:
 
 
 def test_one_count_for_all_layers(run: Path) -> None:
-    """As DeepSpeed before 0.5.2 states it."""
+    """A list by layer is needed."""
     change(run / TAG / "mp_rank_00_model_states.pt", lambda value: value.update(num_experts=4))
     with pytest.raises(UnsupportedCheckpoint, match="layers of an old release"):
         zckpt.read(run)
