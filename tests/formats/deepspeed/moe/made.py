@@ -20,7 +20,7 @@ EXPERTS = {f"{INSIDE}{n}.{inner}": shape for n in range(4) for inner, shape in I
 LATE_GATE = "late.deepspeed_moe.gate.wg.weight"
 LATE = {f"late.deepspeed_moe.experts.deepspeed_experts.{n}.w": (3,) for n in range(2)}
 """Another layer, of two experts."""
-MORE = {f"more{n}": (2,) for n in range(3)}
+MORE = {f"more{n}": (2,) for n in range(5)}
 SHAPES: dict[str, tuple[int, ...]] = {**DENSE, **EXPERTS, LATE_GATE: (2, 2), **LATE, **MORE}
 Groups = Sequence[tuple[int, Sequence[str]]]
 """Of each flat group the expert-parallel size, and the names on rank 0 in their order."""

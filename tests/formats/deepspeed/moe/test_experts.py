@@ -288,7 +288,7 @@ def test_files_without_tensors(run: Path) -> None:
 
 
 def test_one_count_for_all_layers(run: Path) -> None:
-    """As DeepSpeed before 0.5.2 states it."""
+    """A list by layer is needed."""
     change(run / TAG / "mp_rank_00_model_states.pt", lambda value: value.update(num_experts=4))
     with pytest.raises(UnsupportedCheckpoint, match="layers of an old release"):
         zckpt.read(run)
@@ -650,6 +650,7 @@ def test_partitions_of_which_one_order_has_the_lengths(tmp_path: Path) -> None:
 
 
 IRREGULAR = [f"{INSIDE}{part}" for part in ("0.w", "1.b", "1.w", "0.b")]
+"""As the weights and then the biases stand in a round robin of three ranks."""
 
 
 def test_an_order_of_experts_that_may_be_a_round_robin(tmp_path: Path) -> None:
@@ -660,24 +661,17 @@ def test_an_order_of_experts_that_may_be_a_round_robin(tmp_path: Path) -> None:
 
 
 def test_experts_in_a_round_robin(tmp_path: Path) -> None:
-    """The order of dense parameters shows it; groups of experts have that of fewer ranks."""
-    laid_out = ["first", "more2", GATE, "more0", "more1"]
-    groups: Groups = (
-        (1, laid_out),
-        (2, [f"{INSIDE}{part}" for part in ("0.w", "0.b", "1.w", "1.b")]),
-    )
-    run = saved_zero_1(tmp_path / "run", groups, 4, **NAMED)
+    """The order of dense parameters over six ranks shows it; three ranks share each expert."""
+    laid_out = ["first", "more4", GATE, "more0", "more1", "more2", "more3"]
+    run = saved_zero_1(tmp_path / "run", ((1, laid_out), (2, IRREGULAR)), 6, **NAMED)
 
     def in_order(value: Any) -> None:
         module = value["module"]
         value["module"] = {name: module[name] for name in (*DENSE, *MORE)}
 
     change(run / TAG / "mp_rank_00_model_states.pt", in_order)
-    manifest = zckpt.read(run)
     assert config_of(run)["zero_optimization"]["round_robin_gradients"]
-    assert [*manifest.parameters][:5] == [*DENSE, *MORE]
-    assert [*manifest.parameters][5:] == [
-        f"{INSIDE}{n}.{inner}" for inner in INNER for n in range(4)
-    ]
+    in_order_of_experts = [f"{INSIDE}{n}.{inner}" for inner in INNER for n in range(4)]
+    assert [*zckpt.read(run).parameters] == [*DENSE, *MORE, *in_order_of_experts]
     for name in (*EXPERTS, *MORE):
         assert torch.equal(zckpt.load(run, f"{name}/master"), numbers(name, "master"))
