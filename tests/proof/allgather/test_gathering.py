@@ -174,6 +174,34 @@ def test_one_tensor_of_three_ranks(
     assert digests(found) == {(0, 0): crc32(values.tobytes()), (0, 1): crc32(other.tobytes())}
 
 
+COLUMNS = ((0, 0), (4, 2)), ((0, 2), (4, 4))
+CORNERS = ((0, 0), (3, 4)), ((3, 0), (1, 6)), ((0, 4), (3, 2))
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("memory", [0, 1 << 16])
+@pytest.mark.parametrize("boxes", [COLUMNS, CORNERS], ids=["columns", "corners"])
+def test_boxes_of_a_matrix(
+    monkeypatch: pytest.MonkeyPatch, files: Files, processes: int, memory: int, boxes: Any
+) -> None:
+    """4 x 6 elements, of which two ranks have columns, or three ranks a part of both axes each."""
+    values = np.arange(24, dtype="i4").reshape(4, 6)
+    other = values.copy()
+    other[1:3, 3] = -1
+    parts = []
+    for (row, column), (rows, columns) in boxes:
+        extent = files.put(values[row : row + rows, column : column + columns])
+        parts.append(BoxPart((row, column), (rows, columns), extent))
+    cuts = list(cut_over(Joined("w/param", "I32", (4, 6), tuple(parts)), processes))
+    item = Match(ours("w/param", (4, 6), "I32"), files.entry("w/param", other, "I32"))
+    if processes == 1:
+        found = [gathered([item], cuts, memory)]
+    else:
+        found = by_two(monkeypatch, [item], cuts, memory)
+    assert differences(found) == {0: (2, 9)}
+    assert digests(found) == {(0, 0): crc32(values.tobytes()), (0, 1): crc32(other.tobytes())}
+
+
 def test_the_bytes_that_were_read(files: Files) -> None:
     """Of both sides, each once, in however many buckets; some ranks have nothing in them."""
     values = np.arange(26, dtype="i4")
