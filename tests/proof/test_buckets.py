@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from itertools import pairwise, product
+from itertools import islice, pairwise, product
 from math import prod
 from typing import Any
 
@@ -18,6 +18,7 @@ from zckpt.proof.allgather.buckets import (
     Beside,
     Block,
     Cut,
+    Segment,
     buckets,
     lines_of,
     share_of,
@@ -212,6 +213,17 @@ def test_rows_fill_the_room(room: int, processes: int, width: int) -> None:
     listed = list(buckets([flat], room, processes))
     assert {bucket.width for bucket in listed[:-1]} == {width}
     assert sum(bucket.width for bucket in listed) == 100
+
+
+def test_lines_that_do_not_fit_into_a_bucket() -> None:
+    """Boxes that lie side by side go element by element then."""
+    parts = tuple(BoxPart((0, at), (4, 2), Extent("a", 0, 32)) for at in (0, 2))
+    (row,) = side_by_side(Joined("w/param", "F32", (4, 4), parts))
+    assert isinstance(row, Beside)
+    listed = list(islice(buckets([row], 1, 1), 9))
+    assert [segment for bucket in listed for segment in bucket.segments] == [
+        Segment(row.apart, start, start + 1, 0) for start in range(8)
+    ]
 
 
 def test_a_tensor_that_no_file_has_a_part_of() -> None:

@@ -174,6 +174,57 @@ def test_one_tensor_of_three_ranks(
     assert digests(found) == {(0, 0): crc32(values.tobytes()), (0, 1): crc32(other.tobytes())}
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_several_tensors_in_one_bucket(
+    monkeypatch: pytest.MonkeyPatch, files: Files, processes: int
+) -> None:
+    """Each row has a part of one tensor, and behind it one of the other."""
+    values = {"a/param": np.arange(9, dtype="i4"), "b/param": np.arange(100, 129, dtype="i4")}
+    parts = [sliced(files, 3, values["a/param"], "a/param")]
+    parts.append(flat(files, 3, values["b/param"], "b/param"))
+    matches = []
+    for name, own in values.items():
+        other = own.copy()
+        other[7] = -1
+        matches.append(Match(ours(name, own.shape, "I32"), files.entry(name, other, "I32")))
+    if processes == 1:
+        found = [gathered(matches, parts, 1 << 16)]
+    else:
+        found = by_two(monkeypatch, matches, parts, 1 << 16)
+    assert differences(found) == {0: (1, 7), 1: (1, 7)}
+    assert {key: crc for key, crc in digests(found).items() if not key[1]} == {
+        (place, 0): crc32(own.tobytes()) for place, own in enumerate(values.values())
+    }
+
+
+COLUMNS = ((0, 0), (4, 2)), ((0, 2), (4, 4))
+CORNERS = ((0, 0), (3, 4)), ((3, 0), (1, 6)), ((0, 4), (3, 2))
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("memory", [0, 1 << 16])
+@pytest.mark.parametrize("boxes", [COLUMNS, CORNERS], ids=["columns", "corners"])
+def test_boxes_of_a_matrix(
+    monkeypatch: pytest.MonkeyPatch, files: Files, processes: int, memory: int, boxes: Any
+) -> None:
+    """4 x 6 elements, of which two ranks have columns, or three ranks a part of both axes each."""
+    values = np.arange(24, dtype="i4").reshape(4, 6)
+    other = values.copy()
+    other[1:3, 3] = -1
+    parts = []
+    for (row, column), (rows, columns) in boxes:
+        extent = files.put(values[row : row + rows, column : column + columns])
+        parts.append(BoxPart((row, column), (rows, columns), extent))
+    cuts = list(cut_over(Joined("w/param", "I32", (4, 6), tuple(parts)), processes))
+    item = Match(ours("w/param", (4, 6), "I32"), files.entry("w/param", other, "I32"))
+    if processes == 1:
+        found = [gathered([item], cuts, memory)]
+    else:
+        found = by_two(monkeypatch, [item], cuts, memory)
+    assert differences(found) == {0: (2, 9)}
+    assert digests(found) == {(0, 0): crc32(values.tobytes()), (0, 1): crc32(other.tobytes())}
+
+
 def test_the_bytes_that_were_read(files: Files) -> None:
     """Of both sides, each once, in however many buckets; some ranks have nothing in them."""
     values = np.arange(26, dtype="i4")
@@ -412,7 +463,7 @@ def test_a_transposed_box(
 def test_a_transposed_box_that_is_longer_than_one_read(
     monkeypatch: pytest.MonkeyPatch, files: Files
 ) -> None:
-    monkeypatch.setattr(readers, "READ", 8)
+    monkeypatch.setattr(readers, "READ", 4)
     values = np.arange(6, dtype="i4").reshape(2, 3)
     match = Match(ours("w/param", (2, 3), "I32"), files.entry("w/param", values, "I32"))
     found = compared([match], turned(files, values, (0, 0), (2, 3)))

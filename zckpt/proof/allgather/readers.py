@@ -117,6 +117,6 @@ Seen = tuple[BlockMatch, int, int, int]
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a tensor of bytes on the CPU."""
+    """The memory of a tensor on the CPU; a view of it counts elements, as the tensor does."""
     array: Any = tensor.numpy()
     return memoryview(array)
