@@ -209,6 +209,53 @@ def test_values_of_another_type_need_the_checkpoints_themselves(
     assert (report["equal"], report["tensors"]) == (True, 1)
 
 
+def test_tensors_of_another_shape_or_kind_differ(tmp_path: Path) -> None:
+    """Without being read; numbers of one kind are not those of another."""
+    moments = {"v/exp_avg": ("F32", [1.0, 2.0]), "w/exp_avg": ("F32", [1.0, 2.0])}
+    own = checkpoint(tmp_path / "a", {"w/param": ("F32", [1.0]), **moments})
+    proven = proven_of(own, tmp_path)
+    changes = {"v/exp_avg": {"shape": (3,)}, "w/exp_avg": {"dtype": "C64"}}
+    entries = {name: replace(own, **changes.get(name, {})) for name, own in proven.entries.items()}
+    report = verify_proof(own, replace(proven, entries=entries), "")
+    assert not report["equal"]
+    assert report["differences"] == [
+        {"tensor": "v/exp_avg", "a_shape": [2], "b_shape": [3]},
+        {"tensor": "w/exp_avg", "a_dtype": "F32", "b_dtype": "C64"},
+    ]
+
+
+@pytest.mark.parametrize("is_copy", [True, False])
+def test_inferred_names_prove_something_of_a_copy_alone(is_copy: bool, tmp_path: Path) -> None:
+    tensors = {"w/param": ("F32", [1.0]), "w/exp_avg": ("F32", [2.0])}
+    own = checkpoint(tmp_path / "a", tensors, inferred=("w",))
+    contents = about(own)["held"]["contents"] if is_copy else "of other files"
+    report = verify_proof(own, proven_of(own, tmp_path), contents)
+    assert report["equal"] is is_copy
+    assert [line["parameters"] for line in report["unproven"]] == ([] if is_copy else [["w"]])
+
+
+def test_what_is_no_tensor_is_compared_too(tmp_path: Path) -> None:
+    """Beside what a proof never has: the random state of a further rank."""
+    tensors = {"w/param": ("F32", [1.0]), "w/exp_avg": ("F32", [2.0])}
+    own = checkpoint(
+        tmp_path / "a",
+        tensors,
+        parameters={"w": Parameter((1,), group=0, step=3)},
+        groups=({"lr": 1.0, "fused": None},),
+    )
+    proven = proven_of(replace(own, groups=({"lr": 2.0},)), tmp_path)
+    copy = replace(own.entries["w/param"], name="rng/state")
+    report = verify_proof(replace(own, replicas=(copy,)), proven, "")
+    assert not report["equal"]
+    assert report["groups"] == [{"group": 0, "key": "lr", "a": 1.0, "b": 2.0}]
+    assert report["not_compared"] == [
+        f"fused of the optimizer's groups: only in {own.root}",
+        "rng/state of further ranks: a proof has those of the first rank",
+    ]
+    chosen = verify_proof(own, proven, "", Selection(tensors="w/*"))
+    assert (chosen["equal"], "groups" in chosen) == (True, False)
+
+
 def test_what_was_rounded_from_masters_of_both_needs_no_comparison(tmp_path: Path) -> None:
     master = {"w/master": ("F32", [1, 2])}
     own = checkpoint(tmp_path / "a", {**master, "w/param": ("F16", [1, 2])})
