@@ -185,20 +185,20 @@ def proven_of(own: Manifest, tmp_path: Path) -> Manifest:
 
 
 @pytest.mark.parametrize("kinds", [("F32", "F64"), ("F64", "F32")])
-@pytest.mark.parametrize("is_buffer", [True, False])
+@pytest.mark.parametrize("buffers_of", ["a", "b", ""])
 def test_values_of_another_type_need_the_checkpoints_themselves(
-    is_buffer: bool, kinds: tuple[str, str], tmp_path: Path
+    buffers_of: str, kinds: tuple[str, str], tmp_path: Path
 ) -> None:
     """Checksums cannot tell whether they are equal, and these are not."""
-    name, numbers = "b/param" if is_buffer else "w/exp_avg", iter((1, 7))
+    name = "b/param" if buffers_of else "w/exp_avg"
     own, other = (
         checkpoint(
             tmp_path / kind,
-            {"w/param": ("F32", [1, 2]), name: (kind, [next(numbers)])},
+            {"w/param": ("F32", [1, 2]), name: (kind, [number])},
             parameters={"w": Parameter((2,))},
-            buffers=("b",) if is_buffer else (),
+            buffers=("b",) if buffers_of == side else (),
         )
-        for kind in kinds
+        for side, kind, number in zip("ab", kinds, (1, 7), strict=True)
     )
     proven = proven_of(other, tmp_path)
     message = f"{kinds[0]} has {name} in another type than .*proof.json: a proof has checksums"
