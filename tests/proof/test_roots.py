@@ -114,6 +114,9 @@ def test_the_optimizer_is_that_of_the_model_if_several_are_named(proven: Manifes
     none = replace(proven, optimizer=None, groups=None, state={"optimizer": {"scale": 4}})
     own = of_root(replace(none, parameters={"actor.w": Parameter((2,))}), "actor", alone())
     assert (own.optimizer, own.groups, own.state) == (None, None, {"optimizer": {"scale": 4}})
+    assert of_root(replace(proven, state={"optimizer": None}), "actor", alone()).state == {
+        "optimizer": None
+    }
 
 
 def test_a_proof_of_the_chosen_model_alone_is_compared_as_it_is() -> None:
@@ -134,3 +137,5 @@ def test_one_of_several_models_must_be_chosen(proven: Manifest) -> None:
     refuse_several(proven, alone(parameters={"w": Parameter((9,))}))
     refuse_several(proven, alone(parameters={}))
     refuse_several(alone(), alone(parameters={"w": Parameter((9,))}))
+    with_part = alone(parameters={"w": Parameter((2,)), "part.w": Parameter((2,))})
+    refuse_several(with_part, alone(parameters=both))  # one model, a part of which looks like it

@@ -190,20 +190,20 @@ def proven_of(own: Manifest, tmp_path: Path) -> Manifest:
 
 
 @pytest.mark.parametrize("kinds", [("F32", "F64"), ("F64", "F32")])
-@pytest.mark.parametrize("is_buffer", [True, False])
+@pytest.mark.parametrize("buffers_of", ["a", "b", ""])
 def test_values_of_another_type_need_the_checkpoints_themselves(
-    is_buffer: bool, kinds: tuple[str, str], tmp_path: Path
+    buffers_of: str, kinds: tuple[str, str], tmp_path: Path
 ) -> None:
     """Checksums cannot tell whether they are equal, and these are not."""
-    name, numbers = "b/param" if is_buffer else "w/exp_avg", iter((1, 7))
+    name = "b/param" if buffers_of else "w/exp_avg"
     own, other = (
         checkpoint(
             tmp_path / kind,
-            {"w/param": ("F32", [1, 2]), name: (kind, [next(numbers)])},
+            {"w/param": ("F32", [1, 2]), name: (kind, [number])},
             parameters={"w": Parameter((2,))},
-            buffers=("b",) if is_buffer else (),
+            buffers=("b",) if buffers_of == side else (),
         )
-        for kind in kinds
+        for side, kind, number in zip("ab", kinds, (1, 7), strict=True)
     )
     proven = proven_of(other, tmp_path)
     message = f"{kinds[0]} has {name} in another type than .*proof.json: a proof has checksums"
@@ -212,6 +212,53 @@ def test_values_of_another_type_need_the_checkpoints_themselves(
             verify_proof(own, proven, "", Selection(tensors=tensors))
     report = verify_proof(own, proven, "", Selection(tensors="w/param"))
     assert (report["equal"], report["tensors"]) == (True, 1)
+
+
+def test_tensors_of_another_shape_or_kind_differ(tmp_path: Path) -> None:
+    """Without being read; numbers of one kind are not those of another."""
+    moments = {"v/exp_avg": ("F32", [1.0, 2.0]), "w/exp_avg": ("F32", [1.0, 2.0])}
+    own = checkpoint(tmp_path / "a", {"w/param": ("F32", [1.0]), **moments})
+    proven = proven_of(own, tmp_path)
+    changes = {"v/exp_avg": {"shape": (3,)}, "w/exp_avg": {"dtype": "C64"}}
+    entries = {name: replace(own, **changes.get(name, {})) for name, own in proven.entries.items()}
+    report = verify_proof(own, replace(proven, entries=entries), "")
+    assert not report["equal"]
+    assert report["differences"] == [
+        {"tensor": "v/exp_avg", "a_shape": [2], "b_shape": [3]},
+        {"tensor": "w/exp_avg", "a_dtype": "F32", "b_dtype": "C64"},
+    ]
+
+
+@pytest.mark.parametrize("is_copy", [True, False])
+def test_inferred_names_prove_something_of_a_copy_alone(is_copy: bool, tmp_path: Path) -> None:
+    tensors = {"w/param": ("F32", [1.0]), "w/exp_avg": ("F32", [2.0])}
+    own = checkpoint(tmp_path / "a", tensors, inferred=("w",))
+    contents = about(own)["held"]["contents"] if is_copy else "of other files"
+    report = verify_proof(own, proven_of(own, tmp_path), contents)
+    assert report["equal"] is is_copy
+    assert [line["parameters"] for line in report["unproven"]] == ([] if is_copy else [["w"]])
+
+
+def test_what_is_no_tensor_is_compared_too(tmp_path: Path) -> None:
+    """Beside what a proof never has: the random state of a further rank."""
+    tensors = {"w/param": ("F32", [1.0]), "w/exp_avg": ("F32", [2.0])}
+    own = checkpoint(
+        tmp_path / "a",
+        tensors,
+        parameters={"w": Parameter((1,), group=0, step=3)},
+        groups=({"lr": 1.0, "fused": None},),
+    )
+    proven = proven_of(replace(own, groups=({"lr": 2.0},)), tmp_path)
+    copy = replace(own.entries["w/param"], name="rng/state")
+    report = verify_proof(replace(own, replicas=(copy,)), proven, "")
+    assert not report["equal"]
+    assert report["groups"] == [{"group": 0, "key": "lr", "a": 1.0, "b": 2.0}]
+    assert report["not_compared"] == [
+        f"fused of the optimizer's groups: only in {own.root}",
+        "rng/state of further ranks: a proof has those of the first rank",
+    ]
+    chosen = verify_proof(own, proven, "", Selection(tensors="w/*"))
+    assert (chosen["equal"], "groups" in chosen) == (True, False)
 
 
 def test_what_was_rounded_from_masters_of_both_needs_no_comparison(tmp_path: Path) -> None:
