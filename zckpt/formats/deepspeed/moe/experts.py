@@ -290,16 +290,15 @@ class Experts(Struct, frozen=True):
             f"DeepSpeed did not save the weights of {listed(unsaved, 4)}, as the name of their MoE "
             "layer has `expert` in it: their masters stand for them"
         )
-        module, buffers = self.whole.module, {*manifest.buffers}
+        module = [*self.whole.module, *unsaved]
         assert isinstance(manifest.engine, FlatBufferEngine)
         manifest = replace(
             manifest,
             warnings=(*manifest.warnings, *([warning] if unsaved else [])),
             origin=replace(manifest.origin, ep=max(self.layers.sizes)),
             parameters={name: manifest.parameters[name] for name in self._order(manifest)},
-            buffers=tuple(name for name in self.whole.buffer_names if name in buffers),
             engine=replace(manifest.engine, experts=self.layers.listed),
-            state={**manifest.state, "module": list(dict.fromkeys([*module, *unsaved]))},
+            state={**manifest.state, "module": list(dict.fromkeys(module))},
         )
         return in_order(manifest)
 
