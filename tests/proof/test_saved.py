@@ -157,6 +157,9 @@ def test_a_proof_of_a_group_that_is_not_there_is_refused(
     weights = replace(own, groups=None)  # without the hyper-parameters of any group
     proven, _ = read_proof(str(proof(weights, tmp_path / "p")), manifest)
     assert proven.groups is None
+    frozen = replace(manifest, parameters={"w": Parameter((2, 3), trainable=False)})
+    proven, _ = read_proof(str(proof(frozen, tmp_path / "p")), manifest)
+    assert proven.parameters == frozen.parameters
 
 
 def test_a_proof_is_known_by_its_beginning(manifest: Manifest, tmp_path: Path) -> None:
@@ -215,9 +218,10 @@ def test_values_of_another_type_need_the_checkpoints_themselves(
 
 
 def test_tensors_of_another_shape_or_kind_differ(tmp_path: Path) -> None:
-    """Without being read; numbers of one kind are not those of another."""
+    """Without being read; numbers of one kind are not those of another. A buffer is equal here."""
     moments = {"v/exp_avg": ("F32", [1.0, 2.0]), "w/exp_avg": ("F32", [1.0, 2.0])}
-    own = checkpoint(tmp_path / "a", {"w/param": ("F32", [1.0]), **moments})
+    weights = {"w/param": ("F32", [1.0]), "b/param": ("F32", [1.0])}
+    own = checkpoint(tmp_path / "a", {**weights, **moments}, buffers=("b",))
     proven = proven_of(own, tmp_path)
     changes = {"v/exp_avg": {"shape": (3,)}, "w/exp_avg": {"dtype": "C64"}}
     entries = {name: replace(own, **changes.get(name, {})) for name, own in proven.entries.items()}
