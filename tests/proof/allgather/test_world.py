@@ -183,3 +183,19 @@ def test_another_process_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
         exchanged(two(), b"abc")
     with pytest.raises(ProcessFailed, match="another process"), together_with_others():
         raise RuntimeError
+
+
+def test_a_process_that_failed_before_all_had_met(machine: Machine) -> None:
+    """Or that is gone when the group ends, which is no error of its own."""
+
+    def lost(*_: object) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    for name, value in TWO.items():
+        machine.monkeypatch.setenv(name, value)
+    machine.monkeypatch.setattr(dist, "destroy_process_group", lost)
+    join_world(None).close()
+    machine.backend = None
+    machine.monkeypatch.setattr(dist, "init_process_group", lost)
+    with pytest.raises(ProcessFailed, match="failed, or cannot be reached"):
+        join_world(None)

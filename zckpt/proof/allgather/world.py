@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,8 @@ class World(Struct, frozen=True):
 
     def close(self) -> None:
         if self.started:
-            dist.destroy_process_group()
+            with suppress(RuntimeError):  # others that failed are gone already
+                dist.destroy_process_group()
 
 
 def join_world(asked: str | None) -> World:
@@ -51,7 +52,9 @@ def join_world(asked: str | None) -> World:
                 "WORLD_SIZE",
             )
         own = _stated("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", default=size) <= gpus
-        dist.init_process_group("nccl" if cuda and own and dist.is_nccl_available() else "gloo")
+        backend = "nccl" if cuda and own and dist.is_nccl_available() else "gloo"
+        with together_with_others("another process of this gathering failed, or cannot be reached"):
+            dist.init_process_group(backend)
     if not dist.is_initialized():
         return World(0, 1, device, device, started=False)
     on_device = dist.get_backend() == "nccl"
@@ -83,9 +86,11 @@ def exchanged(world: World, data: bytes) -> list[bytes]:
 
 
 @contextmanager
-def together_with_others() -> Iterator[None]:
+def together_with_others(
+    says: str = "another process of this gathering failed",
+) -> Iterator[None]:
     """For work of all processes together: raises ProcessFailed if another process failed."""
     try:
         yield
     except RuntimeError as error:
-        raise ProcessFailed("another process of this gathering failed") from error
+        raise ProcessFailed(says) from error
