@@ -133,7 +133,7 @@ def _measure(
                 integers = [array(view, dtypes[0]) for view in views]
                 difference.a, difference.b = (int(side[places[0]]) for side in integers)
             distance = np.abs(ours - theirs)
-            # the distance between equal infinities, or between a NaN and any number
+            # between a NaN and any number
             distance[np.isnan(distance)] = np.inf
             difference.max_abs = float(distance.max())
             finite = distance[np.isfinite(distance) & (distance > 0)]
