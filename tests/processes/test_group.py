@@ -163,11 +163,11 @@ def test_a_rank_that_is_started_again_alone(
     def waiting() -> None:
         read = ElementReader.read
 
-        def wait(self: ElementReader, *rest: Any) -> None:
+        def wait(self: ElementReader, *rest: Any) -> Any:
             rank = os.environ["RANK"]
             (tmp_path / f"reads-{rank}").touch()
             until((tmp_path / ("go" if rank == "1" or is_killed else "reads-1")).exists)
-            read(self, *rest)
+            return read(self, *rest)
 
         ElementReader.read = wait  # type: ignore[method-assign]
 

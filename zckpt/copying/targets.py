@@ -118,10 +118,9 @@ def _refuse_foreign(target: str, names: Iterable[str]) -> None:
         owner = above.owner_of_new_files()  # of a network filesystem that gives files away
     for path, user in owners.items():
         if user != owner:
+            what = path.removeprefix(target).strip(os.sep) or "it"
             raise of_another_run(
-                target,
-                f"but {os.path.relpath(path, target)} belongs to user {user}, and your files to "
-                f"user {owner}",
+                target, f"but {what} belongs to user {user}, and your files to user {owner}"
             )
 
 

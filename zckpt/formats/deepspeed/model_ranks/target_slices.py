@@ -144,7 +144,7 @@ def rows_of(source: Manifest, tp: int, options: Options) -> dict[str, int]:
             "rows of a vocabulary",
             hint="give a rule `vocab:N` for them with --tp-rules FILE",
         )
-    if given is None and is_auto(source):
+    if given is None and facts and is_auto(source):
         return {}  # AutoTP pads nothing: ranks have shares that differ by one row
     before, rows = source.origin.tp or 1, dict[str, int]()
     for name, about in facts.items():
