@@ -32,11 +32,12 @@ def steps(a: Manifest, b: Manifest) -> list[Report]:
     have_steps = [
         any(parameter.step is not None for parameter in side.parameters.values()) for side in (a, b)
     ]
+    if not all(have_steps):
+        return []
     lines: dict[tuple[Any, Any], Report] = {}
     for name, ours, theirs in _parameters(a, b):
         pair = ours.step, theirs.step
-        unknown = any(step is None and not has for step, has in zip(pair, have_steps, strict=True))
-        if unknown or pair[0] == pair[1]:
+        if pair[0] == pair[1]:
             continue
         line = lines.setdefault(
             pair, {"parameter": name, "parameters": 0, "a": pair[0], "b": pair[1]}
