@@ -246,6 +246,21 @@ def test_equal_values_of_another_type_are_no_difference_of_verify(tmp_path: Path
     assert [(line["tensor"], line["count"]) for line in report["differences"]] == [("w/exp_avg", 0)]
 
 
+@pytest.mark.parametrize("last", [1.0, 2.0])
+def test_each_name_of_a_tied_weight_is_compared(last: float, tmp_path: Path) -> None:
+    """Also where one side stores it under two names, and does not say that they are one."""
+    once = checkpoint(
+        tmp_path / "a",
+        {"w/param": ("F32", [1.0])},
+        parameters={"w": Parameter((1,), aliases=("head", "out"))},
+    )
+    twice = checkpoint(tmp_path / "b", {"head/param": ("F32", [last]), "out/param": ("F32", [1.0])})
+    for pair in ((once, twice), (twice, once)):
+        report = verify_against(*pair)
+        assert (report["equal"], len(report["differences"])) == (last == 1.0, last != 1.0)
+        assert report["problems"] == []
+
+
 @pytest.mark.parametrize("has_master", [True, False])
 @pytest.mark.parametrize("trains", [True, False])
 def test_rounded_weights_are_a_loss_where_an_optimizer_updates_them(
