@@ -276,6 +276,21 @@ def test_rounded_weights_are_a_loss_where_an_optimizer_updates_them(
         assert report["equal"] is not (has_master and trains), report
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_rounded_weights_under_another_name_are_a_loss(is_first: bool, tmp_path: Path) -> None:
+    """A tied weight of which one side has the rounded values under its second name."""
+    wide = checkpoint(
+        tmp_path / "a",
+        {"w/param": ("F32", [1.0, 2.0001])},
+        parameters={"w": Parameter((2,), aliases=("head",))},
+    )
+    narrow = checkpoint(tmp_path / "b", {"head/param": ("F16", [1.0, 2.0])})
+    report = diff(wide, narrow) if is_first else diff(narrow, wide)
+    assert not report["equal"]
+    assert report["rounded"] == {"a": [], "b": []} | {"b" if is_first else "a": ["head"]}
+    assert (report["differences"], report["only_a"], report["only_b"]) == ([], [], [])
+
+
 def test_only_weights_that_are_equal_are_rounded(tmp_path: Path) -> None:
     a = checkpoint(tmp_path / "a", {"w/param": ("F32", [1.0, 2.0001])})
     b = checkpoint(tmp_path / "b", {"w/param": ("F16", [1.0, 2.0])})
