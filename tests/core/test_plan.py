@@ -319,14 +319,15 @@ def test_a_tied_weight_that_one_side_stores_twice(shape: tuple[int, ...], how: s
 
 
 def test_a_tied_weight_that_one_side_has_under_its_second_names() -> None:
-    """Alone, or each; nothing says there that these are one."""
-    first, second = entry("head/master"), entry("out/master")
+    """Alone, or each, or beside the first; nothing says there that these are one."""
+    weight, first, second = entry("w/master"), entry("head/master"), entry("out/master")
     names = {"w": Parameter((2, 3), aliases=("head", "out"))}
     own = replace(manifest(MASTER), parameters=names)
     for others, matches in (
         ((first,), [Match(first, MASTER)]),
         ((second,), [Match(second, MASTER)]),
         ((first, second), [Match(first, MASTER), Match(second, MASTER, copy=True)]),
+        ((weight, first), [Match(weight, MASTER), Match(first, MASTER, copy=True)]),
     ):
         known = {item.parameter: Parameter((2, 3)) for item in others}
         other = replace(manifest(*others), parameters=known)
