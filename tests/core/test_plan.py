@@ -318,6 +318,29 @@ def test_a_tied_weight_that_one_side_stores_twice(shape: tuple[int, ...], how: s
     )  # fmt: skip
 
 
+def test_a_tied_weight_that_one_side_has_under_its_second_names() -> None:
+    """Alone, or each, or beside the first; nothing says there that these are one."""
+    weight, first, second = entry("w/master"), entry("head/master"), entry("out/master")
+    names = {"w": Parameter((2, 3), aliases=("head", "out"))}
+    own = replace(manifest(MASTER), parameters=names)
+    for others, matches in (
+        ((first,), [Match(first, MASTER)]),
+        ((second,), [Match(second, MASTER)]),
+        ((first, second), [Match(first, MASTER), Match(second, MASTER, copy=True)]),
+        ((weight, first), [Match(weight, MASTER), Match(first, MASTER, copy=True)]),
+    ):
+        known = {item.parameter: Parameter((2, 3)) for item in others}
+        other = replace(manifest(*others), parameters=known)
+        assert plan.match(other, own) == (matches, [], [])
+        turned = [replace(item, a=item.b, b=item.a) for item in matches if item.b is not None]
+        assert plan.match(own, other) == (turned, [], [])
+    stored = replace(manifest(MASTER, first), parameters=names)
+    other = replace(manifest(first), parameters={"head": Parameter((2, 3))})
+    assert plan.match(other, stored) == (
+        [Match(first, first), Match(first, MASTER, copy=True)], [], [],
+    )  # fmt: skip
+
+
 def test_a_name_that_both_sides_have_stays() -> None:
     head = entry("head/master")
     ours = tied(MASTER, head, names=("w", "head"))

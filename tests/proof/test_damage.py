@@ -32,6 +32,7 @@ def test_what_lies_in_records(seed: int) -> None:
         extent = Extent(chosen.choice("fgh"), chosen.randrange(200), chosen.randrange(1, 40))
         entry = Entry(f"w{number}/x", "U8", (extent.length,), solid(extent.length, extent))
         entries[entry.name] = entry
+    chosen.shuffle(records)
     contents = damage.contents_of(Manifest("", "x", Origin(), entries, {}), records)
     for record in records:
         assert {entry.name for entry, _, _ in contents[record]} == {
@@ -152,6 +153,20 @@ class TestCoverage:
             entry = Entry("w/exp_avg", "F32", shape, Boxes(()))
             found = damage.uncovered(Manifest("", "dcp", Origin(), {entry.name: entry}, {}))
             assert (found == []) is fine
+
+    @pytest.mark.parametrize("shape", [(5, 6), (0, 6)])
+    def test_boxes_of_a_tensor_of_another_size(self, shape: tuple[int, int]) -> None:
+        entry = Entry("w/exp_avg", "F32", shape, self.columns(0, 6))
+        assert damage.uncovered(Manifest("", "dcp", Origin(), {entry.name: entry}, {})) == [
+            f"the fragments of w/exp_avg do not cover its {entry.numel} elements"
+        ]
+
+    def test_tensors_in_another_order_than_in_the_file(self) -> None:
+        entries = {
+            name: Entry(name, "F32", (6,), solid(6, Extent("f", offset, 24)))
+            for name, offset in (("c/exp_avg", 48), ("a/exp_avg", 0), ("b/exp_avg", 24))
+        }
+        assert damage.uncovered(Manifest("", "x", Origin(), entries, {})) == []
 
 
 # -- what a wrong checksum means
@@ -289,5 +304,7 @@ def test_tensors_whose_checksum_is_another_one(monkeypatch: pytest.MonkeyPatch) 
     assert found(stated.digest) == found(None) == []
     assert found(flipped, replace(stated)) == []  # a copy, of which nothing is stated
     assert len(found(flipped, replace(stated), stated)) == 1
+    monkeypatch.setattr(damage, "SURE", 40)
+    assert found(flipped)[0]["element"] == 2
     monkeypatch.setattr(damage, "SURE", 39)
     assert "element" not in found(flipped)[0]

@@ -15,10 +15,12 @@ from zckpt.core.compare import Result
 from zckpt.core.difference import Difference
 from zckpt.core.facts import FlatBufferEngine, StepPlace
 from zckpt.core.fragments import Extent, solid
-from zckpt.core.manifest import Entry, Manifest, Parameter
+from zckpt.core.inert import Scalar
+from zckpt.core.manifest import Entry, Manifest, Parameter, Sibling, Unread
 from zckpt.core.origin import Origin
 from zckpt.core.plan import Match
 from zckpt.core.resources import Copying
+from zckpt.core.states import Selection
 from zckpt.errors import MissingData
 from zckpt.formats.statedict.keys import keys_of
 from zckpt.proof.verify import (
@@ -73,7 +75,11 @@ def test_notes_on_copies_of_ranks_are_kept(tmp_path: Path) -> None:
 def test_the_bytes_to_come_are_told(tmp_path: Path) -> None:
     """Those of both sides, if there are two."""
     own = checkpoint(tmp_path, {"w/param": ("F32", [1, 2]), "w/exp_avg": ("F32", [3, 4])})
-    for reads, numel in ((verify_alone, 4), (partial(verify_against, own), 8)):
+    for reads, numel in (
+        (verify_alone, 4),
+        (partial(verify_against, own), 8),
+        (partial(diff, own), 8),
+    ):
         seen: list[int] = []
 
         def begin(total: int, seen: list[int] = seen) -> Callable[[int], None]:
@@ -129,6 +135,106 @@ def test_notes_of_the_reader_are_kept(tmp_path: Path) -> None:
     assert verify_alone(own)["notes"] == ["these files cannot show x"]
 
 
+def test_what_one_checkpoint_lacks_or_has_too_much(tmp_path: Path) -> None:
+    """A lost moment and bytes of no item are problems; what may be so is a note."""
+    both = {f"{name}/{slot}": ("F32", [1.0]) for name in "wv" for slot in ("exp_avg", "max_sq")}
+    tensors = {"u/exp_avg": ("F32", [1.0]), "n/param": ("F32", [1.0])}
+    own = checkpoint(
+        tmp_path,
+        {**both, **tensors},
+        unused=(Extent(str(tmp_path / "f"), 24, 8),),
+        unread=(Unread("shards", ("w",), "no kind that is known", "", ()),),
+    )
+    report = verify_alone(own)
+    assert not report["equal"]
+    assert [line["message"] for line in report["problems"]] == [
+        "f: no item covers the 8 bytes at 24",
+        "u: the optimizer's max_sq is missing, which other parameters of the same group have",
+    ]
+    assert report["notes"] == [
+        "n: the optimizer has no state, as other parameters of the same group have: never updated, "
+        "or lost",
+        "not read: shards of w: no kind that is known",
+    ]
+
+
+def test_chosen_tensors_are_compared_alone(tmp_path: Path) -> None:
+    """Without weights if these are not chosen, and without anything that is no tensor."""
+    tensors = {"w/exp_avg": ("F32", [1.0])}
+    a, b = (checkpoint(tmp_path / str(lr), tensors, groups=({"lr": lr},)) for lr in (1.0, 2.0))
+    chosen = Selection(tensors="*/exp_avg")
+    for report in (verify_against(a, b, chosen), diff(a, b, chosen)):
+        assert (report["equal"], report["tensors"], "groups" in report) == (True, 1, False)
+    with pytest.raises(MissingData, match="share no weights"):
+        verify_against(a, b)
+
+
+def test_only_what_differs_has_figures(tmp_path: Path) -> None:
+    """And only each tensor itself, not its copies of further ranks, which `verify` compares."""
+    a, b = (
+        checkpoint(
+            tmp_path / name,
+            {"w/param": ("F32", [1.0]), "v/param": ("F32", [2.0]), "x/param": ("F32", [last])},
+        )
+        for name, last in (("a", 3.0), ("b", 4.0))
+    )
+    copy = replace(a.entries["w/param"], name="v/param")
+    report = diff(replace(a, replicas=(copy,)), b, Selection(tensors="*"))
+    first, second, third = report["results"]
+    assert first == {"tensor": "w/param", "count": 0}
+    assert second == {"tensor": "v/param", "count": 0}
+    assert (third["tensor"], third["count"], third["rms"]) == ("x/param", 1, 1.0)
+    report = verify_against(replace(a, replicas=(copy,)), b)
+    assert [line["tensor"] for line in report["differences"]] == ["x/param", "v/param"]
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_tensor_of_one_side_that_was_not_lost(swapped: bool, tmp_path: Path) -> None:
+    """A frozen weight, where the other side keeps none but masters; `diff` says it."""
+    own = {"w/master": ("F32", [1.0])}
+    known = {"w": Parameter((1,)), "v": Parameter((1,), trainable=False)}
+    a = checkpoint(tmp_path / "a", {**own, "v/param": ("F32", [2.0])}, parameters=known)
+    b = checkpoint(tmp_path / "b", own, parameters=known)
+    pair = (b, a) if swapped else (a, b)
+    assert verify_against(*pair)["equal"]
+    report = diff(*pair)
+    assert not report["equal"]
+    assert (report["differences"], report["problems"]) == ([], [])
+    assert report["only_b" if swapped else "only_a"] == ["v/param"]
+
+
+def test_what_is_no_difference_is_said(tmp_path: Path) -> None:
+    """As notes what is equal all the same; and what one side alone has in a way of its own."""
+    (tmp_path / "config.json").write_text("{}")
+    tensors, unread = {"w/param": ("F32", [1.0])}, Unread("shards", ("w",), "why", "content", ())
+    group = {"scale_parameter": True}
+    a = checkpoint(
+        tmp_path / "a",
+        tensors,
+        parameters={"w": Parameter((1,), group=0, scalars={"RMS": Scalar(1.0, "F32")})},
+        groups=({**group, "fused": None},),
+        unread=(unread,),
+        siblings=(Sibling("config.json", str(tmp_path / "config.json"), 2),),
+    )
+    b = checkpoint(
+        tmp_path / "b",
+        tensors,
+        parameters={"w": Parameter((1,), group=0)},
+        groups=(group,),
+        unread=(unread,),
+    )
+    report = verify_against(a, b)
+    assert report["equal"]
+    assert report["notes"] == [
+        "shards of w: not read, and compared as it is",
+        f"RMS of 1 parameter: only in {a.root}; the optimizer computes it afresh",
+    ]
+    assert report["not_compared"] == [
+        f"fused of the optimizer's groups: only in {a.root}",
+        f"config.json: only beside {a.root}",
+    ]
+
+
 def test_equal_values_of_another_type_are_no_difference_of_verify(tmp_path: Path) -> None:
     """`diff` lists them; both say so."""
     a = checkpoint(tmp_path / "a", {"w/param": ("F32", [1, 2]), "w/exp_avg": ("F32", [1, 2])})
@@ -138,6 +244,21 @@ def test_equal_values_of_another_type_are_no_difference_of_verify(tmp_path: Path
     assert report["notes"] == ["of another type, and equal by value: w/exp_avg"]
     report = diff(a, b)
     assert [(line["tensor"], line["count"]) for line in report["differences"]] == [("w/exp_avg", 0)]
+
+
+@pytest.mark.parametrize("last", [1.0, 2.0])
+def test_each_name_of_a_tied_weight_is_compared(last: float, tmp_path: Path) -> None:
+    """Also where one side stores it under two names, and does not say that they are one."""
+    once = checkpoint(
+        tmp_path / "a",
+        {"w/param": ("F32", [1.0])},
+        parameters={"w": Parameter((1,), aliases=("head", "out"))},
+    )
+    twice = checkpoint(tmp_path / "b", {"head/param": ("F32", [last]), "out/param": ("F32", [1.0])})
+    for pair in ((once, twice), (twice, once)):
+        report = verify_against(*pair)
+        assert (report["equal"], len(report["differences"])) == (last == 1.0, last != 1.0)
+        assert report["problems"] == []
 
 
 @pytest.mark.parametrize("has_master", [True, False])
@@ -153,6 +274,21 @@ def test_rounded_weights_are_a_loss_where_an_optimizer_updates_them(
     for pair in ((a, b), (b, a)):
         report = diff(*pair)
         assert report["equal"] is not (has_master and trains), report
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_rounded_weights_under_another_name_are_a_loss(is_first: bool, tmp_path: Path) -> None:
+    """A tied weight of which one side has the rounded values under its second name."""
+    wide = checkpoint(
+        tmp_path / "a",
+        {"w/param": ("F32", [1.0, 2.0001])},
+        parameters={"w": Parameter((2,), aliases=("head",))},
+    )
+    narrow = checkpoint(tmp_path / "b", {"head/param": ("F16", [1.0, 2.0])})
+    report = diff(wide, narrow) if is_first else diff(narrow, wide)
+    assert not report["equal"]
+    assert report["rounded"] == {"a": [], "b": []} | {"b" if is_first else "a": ["head"]}
+    assert (report["differences"], report["only_a"], report["only_b"]) == ([], [], [])
 
 
 def test_only_weights_that_are_equal_are_rounded(tmp_path: Path) -> None:

@@ -107,6 +107,9 @@ def test_a_state_that_is_none_is_not_listed(manifest: Manifest) -> None:
     """As SGD's momentum before the first step: there is nothing that could be lost."""
     own = replace(manifest, state={"optimizer": {OTHER: {"w": {"momentum": None, "k": [1]}}}})
     assert about(own)["held"]["states"] == {"k": ["w"]}
+    moment = {"w/exp_avg": entry("w/exp_avg", 8)}  # it is among the tensors
+    own = replace(own, entries={**own.entries, **moment})
+    assert about(own)["held"]["states"] == {"k": ["w"]}
 
 
 def test_an_older_proof_has_the_states_of_the_other_side(

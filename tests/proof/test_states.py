@@ -70,6 +70,8 @@ def test_objects_and_dictionaries_of_other_keys() -> None:
         "client_state.scaler.scale": (1.0, 2.0),
         "client_state.7.x": (1, 2),
     }
+    a, b = (manifest({"client_state": {(1, 2): {"x": x, "y": 0}}}) for x in (1, 2))
+    assert differences(a, b) == {"client_state.'(1, 2)'.x": (1, 2)}
 
 
 @pytest.mark.parametrize(
@@ -133,6 +135,10 @@ def test_weights_alone_have_no_state() -> None:
     assert not_compared(manifest({"client_state": {"seed": 1}}), weights) == [
         "schedulers, counters and the like"
     ]
+    assert states.states(weights, weights) == ([], [])
+    moments = {"w/exp_avg": Entry("w/exp_avg", "F32", (1,), Runs([]))}
+    run = replace(weights, entries=moments)  # it goes on, though it states no groups
+    assert differences(manifest({"client_state": {"seed": 1}}), run) == {"client_state": "a"}
 
 
 def test_nothing_is_no_state() -> None:
@@ -176,6 +182,26 @@ def test_a_loss_scale_that_only_one_side_has_as_an_object() -> None:
     }
 
 
+@pytest.mark.parametrize(("dynamic", "key"), [(True, "optimizer.scale_factor"), (False, None)])
+def test_how_a_loss_scale_changes_matters_if_it_does(dynamic: bool, key: str | None) -> None:
+    scaler = Foreign(Global("a.Scaler"), (), {"cur_scale": 8.0, "scale_factor": 2.0}, "new")
+    numbers = {"cur_scale": 8.0, "scale_factor": 3.0, "dynamic_loss_scale": dynamic}
+    a = manifest({"optimizer": {"loss_scaler": scaler, "dynamic_loss_scale": dynamic}})
+    expected = {key: (2.0, 3.0)} if key else {}
+    assert differences(a, manifest({"optimizer": numbers})) == expected
+
+
+def test_a_loss_scale_of_which_one_side_has_nothing() -> None:
+    """An object stands for numbers only where the other side has these; one may have no state."""
+    scaler = Foreign(Global("a.Scaler"), (), {"cur_scale": 8.0}, "new")
+    a, none = manifest({"optimizer": {"loss_scaler": scaler}}), manifest({"optimizer": {}})
+    assert differences(a, none) == {"optimizer.loss_scaler": "a"}
+    assert differences(manifest({}), a) == {"optimizer.loss_scaler": "b"}
+    empty = manifest({"optimizer": {"loss_scaler": replace(scaler, state=None)}})
+    numbers = manifest({"optimizer": {"cur_scale": 8.0}})
+    assert differences(empty, numbers) == {"optimizer.cur_scale": "b"}
+
+
 def test_a_loss_scale_of_another_engine_is_compared() -> None:
     """How it is saved is a matter of wrappers of one engine."""
     a, b = (manifest({"optimizer": {"cur_scale": 8.0}}, engine) for engine in (FLAT, PLAIN))
@@ -192,6 +218,8 @@ def test_keys_of_the_optimizer_depend_on_the_stage() -> None:
     )
     assert not_compared(a, b) == ["optimizer.clip_grad"]
     assert differences(a, c) == {"optimizer.clip_grad": "a"}
+    counters = replace(a, state={"counters": {"steps": 7}})
+    assert differences(counters, replace(b, state={})) == {"counters": "a"}
 
 
 def test_types_of_steps_are_named() -> None:
@@ -199,6 +227,7 @@ def test_types_of_steps_are_named() -> None:
     a, b = (manifest({}, step_place=StepPlace("state", kind)) for kind in ("int", "F32"))
     assert states.states(a, a) == ([], [])
     assert not_compared(a, b) == ["step.type"]
+    assert not_compared(a, manifest({})) == not_compared(manifest({}), a) == ["step"]
 
 
 def beside(tmp_path: Path, name: str, **files: str) -> Manifest:
@@ -331,6 +360,8 @@ def test_what_further_ranks_state() -> None:
         "rank_1: client_state.seed": (2, None),
         "rank_1: epoch": (4, 3),
     }
+    of_all = manifest(state, of_ranks={"rank_1": {"client_state": {"seed": 2, "epoch": 3}}})
+    assert differences(of_all, manifest(state)) == {"rank_1: client_state.seed": (2, 1)}
     other = replace(b, origin=TWO)
     lines, sentences = states.states(a, other)
     assert lines == []
@@ -347,7 +378,26 @@ def test_what_files_state_of_their_parts() -> None:
     assert differences(a, b) == {"f: layout.offset": (4, 5)}
     assert not_compared(a, b) == ["f"]
     assert differences(a, manifest({})) == {"f: layout.offset": "a", "f: layout.old": "a"}
+    assert differences(manifest({}), a) == {"f: layout.offset": "b", "f: layout.old": "b"}
     assert states.states(a, replace(b, origin=TWO)) == ([], [])
+
+
+def test_parts_that_one_version_does_not_state_are_in_order() -> None:
+    layouts = dict.fromkeys("hgfedcba", 1)
+    a, b = (manifest({}, layout={"f": own}) for own in (layouts, {"offset": 1}))
+    names = ", ".join(f"f: layout.{key}" for key in "abcd")
+    assert states.states(a, b)[1] == [f"{names} and 5 more: the two differ in how they were saved"]
+
+
+def test_modules_of_another_type_are_other_files() -> None:
+    """So what only one of them states of its parts is no difference."""
+    a, b = (
+        manifest({}, replace(FLAT, dtype=dtype), layout=layout)
+        for dtype, layout in (("bf16", {"f": {"offset": 4}}), ("fp16", {}))
+    )
+    assert states.twins(a, a)
+    assert not states.twins(a, b)
+    assert states.states(a, b) == ([], [])
 
 
 def test_a_stage_of_zero_is_as_good_as_none() -> None:
@@ -377,6 +427,9 @@ def test_second_names_that_files_of_other_sizes_lack() -> None:
     assert not_compared(a, tied(Origin(), replace(PLAIN, dialect="hf"))) == ["names.head"]
     assert not_compared(a, tied(Origin(), replace(PLAIN, storage="one"))) == ["names.head"]
     assert not_compared(a, tied(Origin(), GRAPH)) == ["names.head"]
+    weights = tied(Origin(), PLAIN, groups=None)
+    assert states.states(a, weights)[0] == []
+    assert not_compared(a, weights) == ["schedulers, counters and the like"]
 
 
 def test_arguments_that_say_how_it_was_saved() -> None:
@@ -399,6 +452,8 @@ def test_random_states_of_runs_of_other_sizes() -> None:
     assert differences(a, b) == {"megatron.objects.both": (1, 2)}
     said = dict(line.split(":", 1) for line in states.states(a, b)[1])
     assert [*said][1:] == ["megatron.objects.rng_0", "megatron.objects.rng_1"]
+    scheduled = replace(a, state={**a.state, "lr_scheduler": {"last_epoch": 7}})
+    assert differences(scheduled, b) == {"megatron.objects.both": (1, 2), "lr_scheduler": "a"}
     same = megatron(1, both=2, rng_1=1)
     assert differences(a, same) == {
         "megatron.objects.both": (1, 2),
@@ -439,6 +494,8 @@ def test_numbers_beside_an_optimizers_state_need_a_dictionary() -> None:
     a = manifest({"optimizer": {"beside": {"k": 1}}})
     assert differences(a, manifest({})) == {"optimizer.beside.k": "a"}
     assert differences(a, manifest({}, PLAIN)) == {"optimizer.beside.k": "a"}
+    first, second = (manifest({"optimizer": {"x": n, "beside": {"k": n}}}) for n in (1, 2))
+    assert [*differences(first, second)] == ["optimizer.x", "optimizer.beside.k"]
     for other in (manifest({}, GRAPH), replace(manifest({}), format=states.MERGED)):
         assert not_compared(a, other) == ["optimizer.beside.k"]
 

@@ -109,6 +109,8 @@ def test_untouched_parameters_are_frozen_where_the_other_side_has_them_so(swappe
     a, b = values.with_trained_alike(*((flats, plain) if swapped else (plain, flats)))
     assert a.parameters == b.parameters == flats.parameters
     assert values.with_trained_alike(plain, plain) == (plain, plain)
+    says = replace(plain, engine=FLATS)  # this engine would have frozen it
+    assert values.with_trained_alike(says, flats) == (says, flats)
 
 
 @pytest.mark.parametrize(
@@ -147,6 +149,7 @@ def test_weights_that_were_left_out() -> None:
     ("ours", "theirs", "expected"),
     [
         ({"lr": 1.0, "betas": (0.9, 0.95)}, {"lr": 1.0, "betas": [0.9, 0.95], "fused": None}, []),
+        ({"lr": 1.0}, {"lr": 1.0, "fused": True}, []),
         ({"lr": 1.0}, {"lr": 2.0}, [{"group": 0, "key": "lr", "a": 1.0, "b": 2.0}]),
         ({"lr": Scalar(1.0, "F32")}, {"lr": 1.0}, []),
         ({"lr": NAN}, {"lr": NAN}, []),
@@ -340,6 +343,14 @@ def test_groups_of_many_keep_their_order() -> None:
     a, b, _ = values.without_empty_groups(plain, flats)
     assert a.groups == b.groups == (FIRST, LAST)
     assert a.parameters == b.parameters == flats.parameters
+
+
+def test_flat_keys_stand_below_parameters() -> None:
+    plain = with_groups(STATE_DICTS, EMPTY, FIRST, w=1)
+    flat = with_groups(replace(STATE_DICTS, layout="flat"), FIRST, w=0)
+    a, b, notes = values.without_empty_groups(plain, flat)
+    assert a.groups == b.groups == (FIRST,)
+    assert len(notes) == 1
 
 
 def test_groups_that_are_left_as_they_are() -> None:

@@ -152,11 +152,12 @@ def match(a: Manifest, b: Manifest) -> tuple[list[Match], list[str], list[str]]:
     An F32 weight of a module whose engine keeps no masters matches a master weight. A weight of
     fewer bits matches the master that it was rounded from. A tied weight has the name that `a` has.
     """
-    ours, theirs = a.entries, _renamed(b, a)
+    names = _names_in(a, b)
+    ours, theirs = a.entries, _renamed(b, a, names)
     found = (_counterpart(entry, theirs, ours) for entry in ours.values())
     matches = [item for item in found if item is not None]
     taken = {id(entry) for item in matches for entry in (item.a, item.b)}
-    owners = b.owners | a.owners
+    owners = {alias: names.get(first, first) for alias, first in b.owners.items()} | names
     for entry in (*ours.values(), *theirs.values()):  # a tied weight that one side stores twice
         is_ours = ours.get(entry.name) is entry
         same = (theirs if is_ours else ours).get(f"{owners.get(entry.parameter)}/{entry.slot}")
@@ -188,13 +189,22 @@ def of_copies(a: Entry, b: Entry) -> Match:
     return Match(a, b, "bits" if alike else "shapes", copy=True)
 
 
-def _renamed(b: Manifest, a: Manifest) -> dict[str, Entry]:
-    """The entries of `b`; a tied weight has the name that `a` has for it."""
-    owners, entries = a.owners, {}
+def _names_in(a: Manifest, b: Manifest) -> dict[str, str]:
+    """What `a` calls a tied weight, by what else it may be called there, or is called in `b`."""
+    second = {
+        first: alias
+        for alias, first in reversed(b.owners.items())
+        if alias in a.parameters and first not in a.parameters
+    }
+    return second | a.owners
+
+
+def _renamed(b: Manifest, a: Manifest, names: Mapping[str, str]) -> dict[str, Entry]:
+    """The entries of `b`; a tied weight has the name that `a` has for it, if it is stored once."""
+    entries: dict[str, Entry] = {}
     for entry in b.entries.values():
-        owner = owners.get(entry.parameter, entry.parameter)
-        name = f"{owner}/{entry.slot}"
-        known = entry.parameter in a.parameters or name in b.entries
+        name = f"{names.get(entry.parameter, entry.parameter)}/{entry.slot}"
+        known = entry.parameter in a.parameters or name in b.entries or name in entries
         entries[entry.name if known else name] = entry
     return entries
 

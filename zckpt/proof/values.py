@@ -16,7 +16,7 @@ from ..errors import counted, joined, listed
 from .states import by_keys, engine_name
 
 
-def _parameters(a: Manifest, b: Manifest) -> Iterator[tuple[str, Parameter, Parameter]]:
+def shared_parameters(a: Manifest, b: Manifest) -> Iterator[tuple[str, Parameter, Parameter]]:
     """Parameters of both, by the name in `a`; a tied weight may have another name in `b`."""
     theirs = b.parameters | {alias: b.parameters[owner] for alias, owner in b.owners.items()}
     for owner, parameter in a.parameters.items():
@@ -32,11 +32,12 @@ def steps(a: Manifest, b: Manifest) -> list[Report]:
     have_steps = [
         any(parameter.step is not None for parameter in side.parameters.values()) for side in (a, b)
     ]
+    if not all(have_steps):
+        return []
     lines: dict[tuple[Any, Any], Report] = {}
-    for name, ours, theirs in _parameters(a, b):
+    for name, ours, theirs in shared_parameters(a, b):
         pair = ours.step, theirs.step
-        unknown = any(step is None and not has for step, has in zip(pair, have_steps, strict=True))
-        if unknown or pair[0] == pair[1]:
+        if pair[0] == pair[1]:
             continue
         line = lines.setdefault(
             pair, {"parameter": name, "parameters": 0, "a": pair[0], "b": pair[1]}
@@ -88,7 +89,7 @@ def scalars(a: Manifest, b: Manifest) -> list[Report]:
         for side in (a, b)
     ]
     lines = []
-    for name, ours, theirs in _parameters(a, b):
+    for name, ours, theirs in shared_parameters(a, b):
         for key in sorted(keys[0] & keys[1] & {*ours.scalars, *theirs.scalars}):
             one, other = ours.scalars.get(key), theirs.scalars.get(key)
             values = [None if each is None else to_json(each.value) for each in (one, other)]
@@ -162,7 +163,7 @@ def trainable(a: Manifest, b: Manifest) -> list[Report]:
     """Parameters that only one side trains."""
     return [
         {"group": None, "key": f"trainable of {name}", "a": ours.trainable, "b": theirs.trainable}
-        for name, ours, theirs in _parameters(a, b)
+        for name, ours, theirs in shared_parameters(a, b)
         if ours.trainable != theirs.trainable
     ]
 
@@ -176,7 +177,7 @@ def with_trained_alike(a: Manifest, b: Manifest) -> tuple[Manifest, Manifest]:
     untouched_of = {name for side in sides for name in untouched(side)}
     frozen = {
         name
-        for name, ours, theirs in _parameters(a, b)
+        for name, ours, theirs in shared_parameters(a, b)
         if name in untouched_of and ours.trainable != theirs.trainable
     }
     return with_frozen(a, frozen), with_frozen(b, frozen)
@@ -222,7 +223,7 @@ def groups(a: Manifest, b: Manifest) -> list[Report]:
         ]
     lines += [
         {"group": None, "key": f"group of {name}", "a": ours.group, "b": theirs.group}
-        for name, ours, theirs in _parameters(a, b)
+        for name, ours, theirs in shared_parameters(a, b)
         if ours.group != theirs.group
     ]
     return lines
@@ -288,7 +289,7 @@ def _groups_of_experts(a: Manifest, b: Manifest) -> list[Report]:
     lines: dict[tuple[Any, ...], Report] = {}
     counterparts: dict[int, int] = {}
     inverse: dict[int, int] = {}
-    for name, ours, theirs in _parameters(a, b):
+    for name, ours, theirs in shared_parameters(a, b):
         if ours.group is None or theirs.group is None:
             continue
         one, other = _hyper(a.groups[ours.group]), _hyper(b.groups[theirs.group])

@@ -143,14 +143,18 @@ def diff(
         )
         report = {key: report[key] for key in of_tensors} | {"results": lines}
     one_sided = any(report.get(key) for key in ("only_a", "only_b"))
-    lost = _has_masters(b, report["rounded"]["a"]) or _has_masters(a, report["rounded"]["b"])
+    rounded = report["rounded"]
+    lost = _lacks_masters(a, b, rounded["a"]) or _lacks_masters(b, a, rounded["b"])
     return {**report, "equal": nothing_found(report) and not one_sided and not lost}
 
 
-def _has_masters(manifest: Manifest, names: Iterable[str]) -> bool:
-    """Whether an optimizer updates one of these weights; others have the type of their engine."""
-    known = (manifest.parameters.get(name) for name in names)
-    return any(parameter is not None and parameter.trainable for parameter in known)
+def _lacks_masters(narrow: Manifest, wide: Manifest, names: Iterable[str]) -> bool:
+    """Whether the optimizer of `wide` updates one of these weights, by their names in `narrow`.
+
+    Others have the type of their engine.
+    """
+    shared, rounded = values.shared_parameters(narrow, wide), {*names}
+    return any(theirs.trainable for name, _, theirs in shared if name in rounded)
 
 
 # -- what a proof needs, and what it adds
