@@ -79,11 +79,11 @@ def slow_reads(seconds: float, go: Path | None = None) -> None:
     """Every read of this process takes a while; the first one leaves the file `go`."""
     read = ElementReader.read
 
-    def slow(self: ElementReader, *rest: Any) -> None:
+    def slow(self: ElementReader, *rest: Any) -> Any:
         if go:
             go.touch()
         time.sleep(seconds)
-        read(self, *rest)
+        return read(self, *rest)
 
     ElementReader.read = slow  # type: ignore[method-assign]
 

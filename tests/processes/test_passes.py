@@ -104,10 +104,10 @@ def test_all_processes_read(sources: dict[str, Path], tmp_path: Path, launch: La
     def noting() -> None:
         read = ElementReader.read
 
-        def noted(self: ElementReader, *rest: Any) -> None:
+        def noted(self: ElementReader, *rest: Any) -> Any:
             (tmp_path / f"read-{os.environ['RANK']}").touch()
             until(lambda: len(list(tmp_path.glob("read-*"))) == 3)
-            read(self, *rest)
+            return read(self, *rest)
 
         ElementReader.read = noted  # type: ignore[method-assign]
 
@@ -129,9 +129,9 @@ def test_an_error_of_one_process(sources: dict[str, Path], tmp_path: Path, launc
     def waiting() -> None:
         read = ElementReader.read
 
-        def wait(self: ElementReader, *rest: Any) -> None:
+        def wait(self: ElementReader, *rest: Any) -> Any:
             until((tmp_path / "go").exists)
-            read(self, *rest)
+            return read(self, *rest)
 
         ElementReader.read = wait  # type: ignore[method-assign]
 
