@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import struct
 import zlib
 from array import array
 from collections.abc import Callable, Iterable
@@ -12,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from msgspec.structs import replace
 
 from zckpt.core import compare
-from zckpt.core.dtypes import encode
+from zckpt.core.dtypes import TORCH_NAMES, encode
 from zckpt.core.elsewhere import Fingerprint
 from zckpt.core.fragments import Extent, Record, solid
 from zckpt.core.manifest import Entry, Manifest
@@ -221,7 +223,33 @@ def test_equal_bytes_of_two_types_are_other_numbers(store: Store) -> None:
     assert result.differs
 
 
-def test_any_two_nans_are_equal_once_one_side_was_rounded(store: Store) -> None:
+@pytest.mark.parametrize("dtype", ["BF16", "F16"])
+def test_few_numbers_are_rounded_without_numpy(
+    dtype: str, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of all matches count, and the result is the same."""
+    wide = [1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-11, 1 + 3 * 2**-11, -0.0, 1e-7, 3e38, -math.inf]
+    numbers = [struct.unpack("<f", struct.pack("<f", value))[0] for value in wide]
+    narrow = [*torch.tensor(numbers).to(getattr(torch, TORCH_NAMES[dtype])).tolist()]
+    pairs = [
+        Match(store(f"{n}/master", numbers), store(f"{n}/param", values, dtype), "rounded")
+        for n, values in enumerate((narrow, [2.0, *narrow[1:]]))
+    ]
+    casts: list[str] = []
+    with_numpy = compare.cast
+    monkeypatch.setattr(compare, "cast", lambda *args: casts.append("") or with_numpy(*args))
+    for few, is_asked in ((16, False), (15, True)):
+        monkeypatch.setattr(compare, "FEW", few)
+        outcome = compared(*pairs)
+        assert [result.differs for result in outcome.results] == [False, True]
+        assert bool(casts) == is_asked
+
+
+@pytest.mark.parametrize("few", [0, 1 << 17])
+def test_any_two_nans_are_equal_once_one_side_was_rounded(
+    few: int, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compare, "FEW", few)
     wide, other, narrow = (store("w/x", [math.nan], dtype) for dtype in ("F32", "F32", "BF16"))
     Path(other.fragments[0].extent.file).write_bytes(b"\x01\x00\xff\xff")
     Path(narrow.fragments[0].extent.file).write_bytes(b"\xff\xff")

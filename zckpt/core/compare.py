@@ -14,7 +14,7 @@ from typing import Any
 from msgspec import Struct, field
 from msgspec.structs import astuple
 
-from .cast import cast
+from .cast import cast, rounded
 from .checksum import Cover, crc32
 from .difference import Difference, measure_difference, same
 from .dtypes import SIZES
@@ -30,6 +30,7 @@ from .sources import files_seen
 from .streaming import chunk_size, finish, stream
 
 PADDING = 64 << 10  # bytes; more than these beside tensors are not padding
+FEW = 1 << 17  # elements that are rounded without numpy
 
 
 class Result(Struct, frozen=True):
@@ -106,6 +107,7 @@ class _Comparison(Struct, eq=False, dict=True):
                     self.covers.setdefault(id(entry), Cover(entry.length))
                     self.first.setdefault(id(entry), number)
         self.differences: dict[int, Difference] = {}  # by the number of the match
+        self.are_few = sum(item.a.numel for item in self.matches if item.how == "rounded") <= FEW
         self.bytes = 0
         self.lock = Lock()
 
@@ -176,7 +178,7 @@ class _Comparison(Struct, eq=False, dict=True):
 
     def start(self, sides: Sequence[ElementReader]) -> Callable[[list[_MatchPart]], None]:
         """One thread's buffers, and the function that compares the parts of a task."""
-        buffers = _Buffers(self.chunk)
+        buffers = _Buffers(self.chunk, self.are_few)
         return lambda parts: self._carry_out(parts, sides, buffers)
 
     def _carry_out(
@@ -279,15 +281,23 @@ class _Comparison(Struct, eq=False, dict=True):
 
 
 class _Buffers:
-    """One thread's memory: for both sides, and for elements that are rounded to be compared."""
+    """One thread's memory: for both sides, and for elements that are rounded to be compared.
 
-    def __init__(self, size: int) -> None:
+    If these `are_few`, they are rounded without numpy, whose import would take longer, and 14 MiB.
+    """
+
+    def __init__(self, size: int, are_few: bool) -> None:
         self.a, self.b, self._rounded = (Buffer(size).view for _ in range(3))
+        self.are_few = are_few
 
     def rounded(self, wide: memoryview, wide_dtype: str, narrow_dtype: str) -> memoryview:
         """All numbers in the type `narrow_dtype`, until the next call."""
         result = self._rounded[: len(wide) // SIZES[wide_dtype] * SIZES[narrow_dtype]]
-        cast(wide, wide_dtype, result, narrow_dtype)
+        few = rounded(bytes(wide), narrow_dtype) if self.are_few and wide_dtype == "F32" else None
+        if few is None:
+            cast(wide, wide_dtype, result, narrow_dtype)
+        else:
+            result[:] = few
         return result
 
 
