@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from zckpt.core.facts import (
     Engine,
+    ExpertLayer,
     FlatBufferEngine,
     NamedWeightsEngine,
     Pipeline,
@@ -21,6 +22,7 @@ from zckpt.core.facts import (
     with_cuts,
     with_facts,
 )
+from zckpt.core.inert import Scalar
 
 FLAT = FlatBufferEngine("flats", "1.2", "Wrapper", "BF16", True, None, {"stage": 2})
 FLAT_JSON = {
@@ -119,7 +121,41 @@ LOSS = {"loss_scale": 8.0}
                 "optimizer": {"step": {"in": "state", "type": "F64"}},
             },
         ),
+        (
+            DICTS,
+            StepPlace("state", "F32", stale=0),
+            {},
+            {
+                "engine": DICTS_JSON,
+                "optimizer": {"step": {"in": "state", "type": "F32"}, "group_step": 0},
+            },
+        ),
+        (
+            DICTS,
+            StepPlace("group", "F32", (1,)),
+            {},
+            {
+                "engine": {**DICTS_JSON, "group_step": "F32"},
+                "optimizer": {"step": {"in": "group", "type": "F32", "shape": [1]}},
+            },
+        ),
+        (
+            DICTS,
+            StepPlace("group", "int", optimizer="Prodigy"),
+            {},
+            {
+                "engine": {**DICTS_JSON, "group_step": "int"},
+                "optimizer": {"step": {"in": "group", "type": "int", "optimizer": "Prodigy"}},
+            },
+        ),
         (GRAPH, None, {"user_dict": {}}, {"engine": GRAPH_JSON, "user_dict": {}}),
+        (GRAPH, None, {"optimizer": LOSS}, {"engine": GRAPH_JSON, "optimizer": LOSS}),
+        (
+            replace(GRAPH, ordered=None),
+            None,
+            {},
+            {"engine": {key: value for key, value in GRAPH_JSON.items() if key != "ordered"}},
+        ),
         (
             GRAPH,
             StepPlace("state", "I64", (1,), first=1),
@@ -149,6 +185,47 @@ def test_a_manifest_of_fewer_keys_is_read() -> None:
     assert place is None
     nothing = dict.fromkeys(("engine", "optimizer", "pipeline", "tensor_parallel"))
     assert facts_of(nothing) == ({"optimizer": None}, None, None, None, None)
+
+
+def test_a_step_needs_no_other_state_of_the_optimizer() -> None:
+    written = with_facts({}, GRAPH, StepPlace("state", "I64"))
+    assert written["optimizer"] == {"step": {"in": "state", "type": "I64"}, "group_step": None}
+
+
+def test_an_elastic_engine_needs_no_configuration() -> None:
+    _, engine, *_ = facts_of({"engine": {"name": "flats", "elastic": True}})
+    assert engine == FlatBufferEngine("flats", None, None, None, True, None, {})
+
+
+def test_only_a_program_of_state_dicts_has_the_type_of_a_step_beside_its_name() -> None:
+    assert facts_of({"engine": {**DICTS_JSON, "group_step": "int"}}).step_place is not None
+    assert facts_of({"engine": {**FLAT_JSON, "group_step": "int"}}).step_place is None
+
+
+def test_a_stale_step_is_no_state_of_the_program() -> None:
+    facts = facts_of({"engine": FLAT_JSON, "optimizer": {**LOSS, "group_step": 0}})
+    assert facts.state == {"optimizer": LOSS}
+
+
+def test_a_place_counts_from_its_first_number() -> None:
+    place = StepPlace("state", "I64", (1,), first=1)
+    assert place.number(3) == Scalar(4, "I64", (1,))
+    assert place.completed(4) == 3
+
+
+@pytest.mark.parametrize(("ep", "local"), [(1, 8), (4, 2), (8, 1)])
+def test_each_rank_has_as_many_experts(ep: int, local: int) -> None:
+    layer = ExpertLayer("moe", 8, ep)
+    engine = replace(FLAT, experts=(layer,))
+    assert layer.local == local
+    assert FlatBufferEngine.of_state(engine.to_state()) == engine
+
+
+@pytest.mark.parametrize("ep", [-2, 0, 3, 16])
+def test_a_layer_that_ranks_cannot_share_is_refused(ep: int) -> None:
+    layers = [{"layer": "moe", "experts": 8, "ep": ep}]
+    with pytest.raises(ValueError, match=f"experts=8, ep={ep}.* is not a layer of experts"):
+        facts_of({"engine": {**FLAT_JSON, "experts": layers}})
 
 
 STAGES = Pipeline([["tied_modules.e.w", "1.w"], ["2.w"]], [[], ["2.b"]], [0, 1, 2], {0: "e"})

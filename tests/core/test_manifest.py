@@ -1,15 +1,31 @@
-"""Names and steps of a manifest: entries, sources without ranks, slots."""
+"""Names, steps and model ranks of a manifest; parameters as JSON; slots."""
 
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from zckpt.core.fragments import Extent, solid
-from zckpt.core.manifest import RESERVED_SLOTS, Entry, Manifest, Parameter, slot_key, slot_name
+from zckpt.core.grid import Grid, Place
+from zckpt.core.inert import Scalar
+from zckpt.core.manifest import (
+    MAX_STEP,
+    RESERVED_SLOTS,
+    Entry,
+    Manifest,
+    Parameter,
+    fitting_roots,
+    parameters_from_json,
+    parameters_to_json,
+    slot_key,
+    slot_name,
+    step_from_json,
+)
 from zckpt.core.origin import Origin
 
 
@@ -34,12 +50,112 @@ def test_a_source_without_ranks_has_one(source: dict[str, int], dp: int) -> None
     assert Manifest("/", "x", Origin.of_json(source), {}, {}).dp == dp
 
 
+# -- model ranks
+
+
+def manifest(root: str) -> Manifest:
+    return Manifest(root, "x", Origin(), {}, {})
+
+
+WHOLE, RANK, MODEL = manifest("whole"), manifest("rank"), manifest("model")
+
+
+def moved(part: Manifest) -> Manifest:
+    return replace(part, root="new " + part.root)
+
+
+def test_a_joined_manifest_is_its_only_rank() -> None:
+    joined = replace(WHOLE, models=(MODEL,))
+    assert joined.each == (joined,)
+    assert joined.with_models == (joined,)
+    assert joined.with_each(moved) is joined
+
+
+def test_ranks_that_are_not_joined_change_with_their_models() -> None:
+    apart = replace(WHOLE, ranks=(RANK, RANK), models=(MODEL,))
+    assert apart.each == (RANK, RANK)
+    assert apart.with_models == (RANK, RANK, MODEL)
+    changed = replace(WHOLE, ranks=(moved(RANK), moved(RANK)), models=(moved(MODEL),))
+    assert apart.with_each(moved) == changed
+
+
+def test_a_title_has_the_words_of_the_model_rank() -> None:
+    assert WHOLE.titled("w") == "w"
+    assert replace(WHOLE, place=Place(1, Grid(pp=2))).titled("w") == "pipeline stage 1: w"
+
+
+# -- several models
+
+
+@pytest.mark.parametrize(
+    ("model", "roots"),
+    [
+        ({"w": (2,), "b": (1,)}, ["a"]),
+        ({"w": (2,)}, ["a", "b"]),
+        ({"b": (9,)}, ["c"]),
+        ({"other": (2,)}, []),
+    ],
+)
+def test_a_root_fits_that_has_all_names_and_shapes(
+    model: dict[str, tuple[int, ...]], roots: list[str]
+) -> None:
+    shapes = {"a.w": (2,), "a.b": (1,), "b.w": (2,), "c.w": (3,), "c.b": (9,)}
+    known = {name: Parameter(shape) for name, shape in shapes.items()}
+    own = {name: Parameter(shape) for name, shape in model.items()}
+    assert fitting_roots("abc", known, own) == roots
+
+
+# -- JSON
+
+
+@pytest.mark.parametrize("step", [None, 0, 3, 2.5, -1, MAX_STEP - 1])
+def test_a_step_is_a_number_or_none(step: float | int | None) -> None:
+    assert step_from_json(step) == step
+
+
+@pytest.mark.parametrize("step", ["3", True, [3], MAX_STEP, -MAX_STEP, float("inf"), float("nan")])
+def test_other_steps_are_refused(step: Any) -> None:
+    with pytest.raises(TypeError, match="steps are not numbers"):
+        step_from_json(step)
+
+
+def test_scalars_have_their_type_in_json_and_their_shape_if_they_have_one() -> None:
+    scalars = {"k": Scalar(3, "int"), "d": Scalar(0.5, "F32"), "one": Scalar(2, "I64", (1, 1))}
+    parameters = {"w": Parameter((2,), group=0, step=3, scalars=scalars)}
+    document = parameters_to_json(parameters)
+    assert document["w"]["scalars"] == {
+        "k": {"value": 3, "dtype": "int"},
+        "d": {"value": 0.5, "dtype": "F32"},
+        "one": {"value": 2, "dtype": "I64", "shape": [1, 1]},
+    }
+    assert parameters_from_json(document) == parameters
+
+
+@pytest.mark.parametrize(
+    ("scalar", "message"),
+    [
+        ({"dtype": "complex"}, "a number of type .*complex"),
+        ({"dtype": "F8_E4M3"}, "a number of type .*F8_E4M3"),
+        ({"dtype": "F32", "shape": [2]}, r"a number of shape \[2\]"),
+        ({"dtype": "F32", "shape": [1, 0]}, r"a number of shape \[1, 0\]"),
+    ],
+)
+def test_scalars_of_other_types_and_shapes_are_refused(
+    scalar: dict[str, Any], message: str
+) -> None:
+    document = parameters_to_json({"w": Parameter((2,))})
+    document["w"]["scalars"] = {"d": {"value": 1, **scalar}}
+    with pytest.raises(ValueError, match=message):
+        parameters_from_json(document)
+
+
 # -- slots
 
 
 def test_usual_slots_keep_their_names() -> None:
-    for name in ("exp_avg", "exp_avg_sq", "momentum_buffer", "sum", "k1"):
+    for name in ("exp_avg", "exp_avg_sq", "momentum_buffer", "sum", "k1", "k_ab"):
         assert slot_name(name) == name
+        assert slot_key(name) == name  # also where `_ab` would be an escape
     assert slot_name("Exp-Avg") == "esc__45xp_2d_41vg"
 
 
