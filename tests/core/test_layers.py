@@ -27,6 +27,8 @@ from zckpt.core.layers import places_of
         (["0.weight", "0.bias", "2.weight"], ["0", "2"], ["weight", "bias"]),
         (["scale", "fc1.weight"], ["scale", "fc1"], ["scale", "weight"]),
         (["blocks.3.experts.1.w", "blocks.3.experts.0.w"], ["3"], ["experts.1.w", "experts.0.w"]),
+        (["a.w", "b.w", "0.w", "c.w"], ["a", "b", "0", "c"], ["w"]),
+        ([".w", "w.b"], ["", "w"], ["w", "b"]),
         ([], [], []),
     ],
 )  # fmt: skip
@@ -36,3 +38,9 @@ def test_rows_and_columns(names: list[str], rows: list[str], columns: list[str])
     assert list(places.columns) == columns
     assert places.of.keys() == set(names)
     assert len(set(places.of.values())) == len(names), "no cell has two parameters"
+
+
+def test_the_place_of_one_parameter() -> None:
+    places = places_of(["embed.scale", "layers.7.fc.weight", "layers.7.fc.bias", "norm.weight"])
+    assert [places.row(name) for name in places.of] == [0, 1, 1, 2]
+    assert [places.layer(name) for name in places.of] == ["embed", "7", "7", "norm"]

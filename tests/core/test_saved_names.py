@@ -6,7 +6,8 @@ import os
 
 import pytest
 
-from zckpt.core.saved_names import nameless, refuse_others, saved_names
+from zckpt.core import sources
+from zckpt.core.saved_names import Place, nameless, refuse_others, saved_names
 from zckpt.errors import InconsistentCheckpoint
 from zckpt.formats.deepspeed_states import agreement as deepspeed
 from zckpt.formats.gathered import files as gathered
@@ -118,3 +119,39 @@ def test_the_name_of_another_file() -> None:
     copied = lost | {f"/run/{optimizer}.pt": optimizer}
     with pytest.raises(InconsistentCheckpoint, match=f"layer_02.* was saved as {optimizer}.pt"):
         refuse_others(saved_names(copied, deepspeed.place_of))
+
+
+def stem_of(name: str) -> Place:
+    """A place of any name: `layer-1-2.pt` is 1, 2 of `layer`."""
+    form, *numbers = os.path.splitext(name)[0].split("-")
+    return form, tuple(map(int, numbers))
+
+
+@pytest.mark.parametrize(
+    ("name", "saved_as", "is_other"),
+    [
+        ("layer-1.pt", "layer-1-2", False),
+        ("layer-1-2.pt", "layer-1", False),
+        ("layer-1-2.pt", "layer-1-3", True),
+        ("layer-1-2.pt", "layer-2", True),
+        ("layer-1.pt", "expert-1", True),
+    ],
+)
+def test_forms_and_the_numbers_that_both_names_have_are_compared(
+    name: str, saved_as: str, is_other: bool
+) -> None:
+    found = saved_names({f"/run/{name}": saved_as}, stem_of, [f"{saved_as}.pt"])
+    assert [own.is_other for own in found] == [is_other]
+
+
+def test_a_file_without_a_zip_states_no_place() -> None:
+    """`None.pt` is a name as any other."""
+    assert [own.stated for own in saved_names({"/run/None.pt": None}, stem_of)] == [None]
+
+
+def test_a_file_that_stands_in_for_a_lost_one_states_no_place() -> None:
+    own = {"/run/layer-1.pt": "layer-2", "/run/layer-2.pt": "layer-2"}
+    with sources.standing_in(["/run/layer-1.pt"]):
+        found = saved_names(own, stem_of)
+    assert [name.stated for name in found] == [None, ("layer", (2,))]
+    refuse_others(found)
