@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import struct
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import zckpt
-from zckpt.core.cast import are_rounded, cast, put_mean, rounded
+from zckpt.core import cast as module
+from zckpt.core.cast import (
+    are_rounded,
+    cast,
+    numbers,
+    numpy_type,
+    put_mean,
+    refuse_overflow,
+    rounded,
+)
 from zckpt.core.dtypes import SIZES, TORCH_NAMES
 from zckpt.errors import UnsupportedCheckpoint
 
@@ -138,6 +150,54 @@ def test_few_numbers_of_other_types() -> None:
     assert are_rounded(b"abcd", "F32", b"abce", "F32") is False
 
 
+@pytest.mark.parametrize("wide", [0x7F800001, 0x7FC00001, 0xFFFFFFFF])
+def test_there_is_one_bfloat16_that_is_no_number(wide: int) -> None:
+    """torch has the same one for all of float32's."""
+    assert rounded(struct.pack("<I", wide), "BF16") == b"\xc0\x7f"
+
+
+@pytest.mark.parametrize(
+    ("wide_dtype", "narrow_dtype"), [("F64", "F32"), ("F64", "BF16"), ("F32", "F64")]
+)
+def test_pairs_of_types_that_are_not_known(wide_dtype: str, narrow_dtype: str) -> None:
+    """Their values are not compared, but their numbers of elements."""
+    wide, narrow = bytes(3 * SIZES[wide_dtype]), bytes(3 * SIZES[narrow_dtype])
+    assert are_rounded(wide, wide_dtype, narrow, narrow_dtype) is None
+    longer = narrow + bytes(SIZES[narrow_dtype])
+    assert are_rounded(wide, wide_dtype, longer, narrow_dtype) is False
+
+
+@pytest.mark.parametrize("dtype", ["F8_E4M3", "F8_E5M2", "C64"])
+def test_types_without_numbers(dtype: str) -> None:
+    with pytest.raises(KeyError, match=dtype):
+        numpy_type(dtype)
+    assert numbers(memoryview(bytes(8)), dtype) is None
+
+
+def test_many_numbers_are_cast_block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CAST_BLOCK", 4)
+    check(torch.arange(11, dtype=torch.float32), "F32", "F64")
+
+
+SIGNALLING = memoryview(bytearray(struct.pack("<I", 0x7F800001)))
+HUGE = memoryview(bytearray(struct.pack("<d", 1e300)))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: cast(HUGE, "F64", memoryview(bytearray(4)), "F32"),
+        lambda: cast(SIGNALLING, "F32", memoryview(bytearray(8)), "F64"),
+        lambda: numbers(SIGNALLING, "F32"),
+    ],
+    ids=["to infinity", "no number", "no number, as float64"],
+)
+def test_numpy_prints_no_warning(make: Callable[[], object]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make()
+
+
 @pytest.mark.parametrize("dtype", ["BF16", "F16"])
 def test_weights_of_masters(dtype: str) -> None:
     masters = torch.randn(100, generator=torch.Generator().manual_seed(1))
@@ -175,6 +235,49 @@ def test_means_are_rounded_once(source: str, target: str) -> None:
 def test_the_mean_of_integers_is_refused() -> None:
     with pytest.raises(UnsupportedCheckpoint, match="cannot average I64"):
         put_mean([(memoryview(bytes(8)), "I64")], memoryview(bytearray(8)), "I64")
+
+
+@pytest.mark.parametrize("types", [("I64", "F32"), ("F32", "I64")])
+def test_a_mean_of_which_a_part_is_no_float_is_refused(types: tuple[str, str]) -> None:
+    copies = [(memoryview(bytes(SIZES[dtype])), dtype) for dtype in types]
+    with pytest.raises(UnsupportedCheckpoint, match=f"cannot average {types[0]} as F32"):
+        put_mean(copies, memoryview(bytearray(4)), "F32")
+
+
+def turn(value: float, source: str, target: str) -> None:
+    """Casts one number, and refuses it if only that has made it infinite."""
+    wide = torch.tensor([value], dtype=torch_type(source))
+    before = memoryview(bytearray(memory(wide)))
+    after = memoryview(bytearray(SIZES[target]))
+    cast(before, source, after, target)
+    refuse_overflow("w", before, source, after, target)
+
+
+@pytest.mark.parametrize(
+    ("value", "source", "target", "name"),
+    [
+        (1e300, "F64", "F32", "float32"),
+        (-1e300, "F64", "F16", "float16"),
+        (1e5, "F32", "F16", "float16"),
+        (2.0**17, "BF16", "F16", "float16"),
+    ],
+)
+def test_a_number_past_the_range_is_named(
+    value: float, source: str, target: str, name: str
+) -> None:
+    said = f"w has numbers that {name} cannot hold, such as {value:g}"
+    with pytest.raises(UnsupportedCheckpoint) as refused:
+        turn(value, source, target)
+    assert refused.value.message == said
+
+
+@pytest.mark.parametrize(
+    ("value", "source", "target"),
+    [(3.4e38, "F32", "BF16"), (float("inf"), "F64", "F32"), (float("nan"), "F32", "F16")],
+)
+def test_what_is_not_refused(value: float, source: str, target: str) -> None:
+    """The largest of float32 are rounded to infinity in bfloat16, which is not searched."""
+    turn(value, source, target)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

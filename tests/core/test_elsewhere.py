@@ -16,13 +16,13 @@ BYTES = bytes(range(256)) * 40
 
 
 class There:
-    """Bytes in memory; `read` counts the calls."""
+    """Bytes in memory; `asked` has the length and offset of each call."""
 
     def __init__(self) -> None:
-        self.read = 0
+        self.asked: list[tuple[int, int]] = []
 
     def pread(self, length: int, offset: int) -> bytes:
-        self.read += 1
+        self.asked.append((length, offset))
         return BYTES[offset : offset + length]
 
     def read_into(self, view: memoryview, offset: int) -> int:
@@ -52,6 +52,32 @@ def test_a_file_object(hole: str) -> None:
         number = file.fileno()
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(number)
+
+
+def test_each_read_begins_where_the_last_one_ended(hole: str) -> None:
+    with open(hole, "rb") as file:
+        raw = elsewhere.Content(file.fileno(), There())
+        assert [raw.read(4), raw.read(3), raw.tell()] == [BYTES[:4], BYTES[4:7], 7]
+        assert (raw.readall(), raw.tell()) == (BYTES[7:], len(BYTES))
+
+
+def test_the_end_of_a_file_fills_a_part_of_a_buffer(hole: str) -> None:
+    buffer = memoryview(bytearray(5))
+    with open(hole, "rb") as file:
+        raw = elsewhere.Content(file.fileno(), There())
+        raw.seek(-3, os.SEEK_END)
+        assert raw.readinto(buffer) == 3
+        assert raw.tell() == len(BYTES)
+    assert bytes(buffer) == BYTES[-3:] + bytes(2)
+
+
+def test_no_more_is_asked_for_than_a_file_has(hole: str) -> None:
+    where = There()
+    with open(hole, "rb") as file:
+        raw = elsewhere.Content(file.fileno(), where)
+        raw.seek(100)
+        raw.readall()
+    assert where.asked == [(len(BYTES) - 100, 100)]
 
 
 def test_reads_at_offsets(hole: str) -> None:

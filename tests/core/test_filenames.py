@@ -70,5 +70,6 @@ def test_what_is_counted(name: str, place: tuple[str, int] | None) -> None:
 def test_a_number_that_was_added_is_found(name: str) -> None:
     for number in (0, 1, 2, 10, 123):
         assert number_of(numbered(name, number)) == number
+    assert numbered("optimizer.bin", 0) == "optimizer.bin"
     assert numbered("optimizer.bin", 1) == "optimizer_1.bin"
     assert number_of("pytorch_model_fsdp") == number_of("model_x") == 0

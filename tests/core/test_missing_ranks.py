@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 
@@ -23,6 +24,13 @@ def test_names_outside(name: str) -> None:
         path_inside("/run", name, ".metadata")
 
 
+@pytest.mark.parametrize("name", [7, None, ["a.pt"]])
+def test_a_name_that_is_no_text(name: Any) -> None:
+    with pytest.raises(CorruptCheckpoint) as refused:
+        path_inside("/run", name, ".metadata")
+    assert refused.value.message == f"/run: .metadata names a file by {name!r}"
+
+
 def test_a_missing_file() -> None:
     error = missing_file("/run/a.pt", "index.json", "copy it")
     assert isinstance(error, IncompleteCheckpoint)
@@ -37,6 +45,14 @@ def test_missing_ranks() -> None:
     assert error.message == "/run: the model file of rank 1, 3 is missing (it has 2 of 4)"
     assert error.hint.startswith("expected a_1.pt: copy it again, or take an earlier checkpoint")
     assert missing_ranks("/run", [1]).message == "/run: the file of rank 1 is missing"
+
+
+def test_a_file_of_a_rank_that_is_expected() -> None:
+    """Its path is known; a hint of the caller's own says more than its name."""
+    known = missing_ranks("/run", [1], expected="a_1.pt", hint="take another tag")
+    assert (known.hint, known.paths) == ("take another tag", (os.path.join("/run", "a_1.pt"),))
+    unknown = missing_ranks("/run", [1])
+    assert (unknown.hint, unknown.paths) == (IncompleteCheckpoint.usual_hint, ())
 
 
 def test_long_lists_are_cut() -> None:

@@ -9,10 +9,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from msgspec.structs import replace
 from torch import nn
 
 import zckpt
+from zckpt.core.facts import StepPlace
+from zckpt.core.fragments import Runs
+from zckpt.core.inert import Scalar
+from zckpt.core.manifest import Entry, Manifest, Parameter
 from zckpt.core.missing_states import lacking
+from zckpt.core.origin import Origin
 
 from ..conftest import Result
 
@@ -171,3 +177,91 @@ def test_a_frozen_parameter_needs_no_state(tmp_path: Path) -> None:
     manifest = zckpt.read(save(tmp_path / "run", "gathered", state))
     assert not manifest.parameters["unused.weight"].trainable
     assert manifest.warnings == ()
+
+
+# -- manifests without files
+
+
+def kept(*of: str, **changes: Parameter) -> Manifest:
+    """Parameters of a group, each as its name, axes and states: `w 2 ab`. The state `s` is the
+    step, and `n` a number; all others are tensors of its shape. `changes` are further ones."""
+    entries, parameters = {}, {}
+    for name, axes, keys in ((*each.split(), "")[:3] for each in of):
+        shape = (2,) * int(axes)
+        scalars = {"n": Scalar(1, "int")} if "n" in keys else {}
+        step = 1 if "s" in keys else None
+        parameters[name] = Parameter(shape, group=0, step=step, scalars=scalars)
+        for key in set(keys) - {"s", "n"}:
+            entries[f"{name}/{key}"] = Entry(f"{name}/{key}", "F32", shape, Runs([]))
+    return Manifest("", "x", Origin(), entries, {**parameters, **changes})
+
+
+def of_the_group(names: str, keys: str) -> str:
+    return (
+        f"{names}: the optimizer's {keys} is missing, which other parameters of the same group have"
+    )
+
+
+@pytest.mark.parametrize(
+    "of",
+    [
+        ["v 2 a", "w 2 ab"],
+        ["v 2 a", "w 2 ab", "t 1 a", "u 1 a"],  # those with as many axes count
+        ["v 2 a", "w 2 ab", "u 2"],  # and those with a state
+        ["v 2 a", "w 2 ab", "x 2 ab"],
+        ["v 2 a", "t 1 ab", "u 1 ab"],  # the only one of two axes
+        ["v 2 a", "w 3 ab"],
+    ],
+)
+def test_what_half_of_the_like_ones_have_or_all_others_is_lost(of: list[str]) -> None:
+    assert lacking(kept(*of))[0] == [of_the_group("v", "b")]
+
+
+def test_what_two_lack_and_two_have_is_lost_of_both() -> None:
+    lost, _ = lacking(kept("t 2 a", "u 2 a", "v 2 ab", "w 2 ab"))
+    assert lost == [of_the_group("t, u", "b")]
+
+
+@pytest.mark.parametrize(
+    "of",
+    [
+        ["u 2 a", "v 2 a", "w 2 ab"],  # most lack it
+        ["u 2 a", "v 2 a", "s 1 ab", "t 1 ab"],  # matrices alone lack it
+        ["u 2 a", "v 1 a", "s 3 ab", "t 3 ab"],  # another one of other axes lacks it
+        ["v 2 ac", "w 2 ab"],  # another one instead
+        ["v 2 a", "w 2 an"],  # a number is no tensor
+        ["v 2 ns", "w 2 n"],  # an optimizer that keeps no tensors
+    ],
+)
+def test_what_is_not_lost(of: list[str]) -> None:
+    assert lacking(kept(*of)) == ([], [])
+
+
+@pytest.mark.parametrize(("where", "is_lost"), [(None, True), ("state", True), ("group", False)])
+def test_a_step_is_lost_where_each_parameter_has_its_own(where: str | None, is_lost: bool) -> None:
+    place = None if where is None else StepPlace(where, "F32")
+    manifest = replace(kept("v 2 a", "w 2 as", "x 2 as"), step_place=place)
+    assert lacking(manifest) == ([of_the_group("v", "step")] if is_lost else [], [])
+
+
+@pytest.mark.parametrize(
+    ("parameter", "is_named"),
+    [
+        (Parameter((2, 2), group=0), True),
+        (Parameter((2, 2), group=0, trainable=False), False),
+        (Parameter((0, 2), group=0), False),  # it has no elements
+        (Parameter((2, 2), group=1), False),  # nobody in its group has a state
+    ],
+)
+def test_who_needs_a_state(parameter: Parameter, is_named: bool) -> None:
+    lost, stateless = lacking(kept("v 2 a", "w 2 a", x=parameter))
+    said = (
+        "x: the optimizer has no state, as other parameters of the same group have: never updated, "
+        "or lost"
+    )
+    assert (lost, stateless) == ([], [said] if is_named else [])
+
+
+def test_the_groups_step_is_no_state_of_a_parameter() -> None:
+    manifest = replace(kept("v 2 as", "w 2 s"), step_place=StepPlace("group", "F32"))
+    assert lacking(manifest)[1][0].startswith("w: the optimizer has no state")
