@@ -15,10 +15,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zckpt.core import inert
 from zckpt.core.inert import (
     ITSELF,
     MAX_DEPTH,
     MAX_EQUAL_HASHES,
+    MAX_NESTING,
     MAX_PATH,
     Foreign,
     Global,
@@ -143,6 +145,10 @@ def test_a_set_gives_the_same_text_in_any_order() -> None:
         -(2**5000),
         "\ud800",
         b"\0\xff",
+        1 - 2j,
+        {2, "a"},
+        frozenset({1}),
+        Size((3, 4)),
     ],
     ids=lambda value: repr(value)[:30],
 )
@@ -322,7 +328,7 @@ SIZES: dict[str, tuple[Callable[[], Any], int, int, int]] = {
     "tuple as key": (lambda: {(1,): 2}, 3, 2, 2),
     "ordered": (lambda: OrderedDict({1: 0, "a": 0}), 3, 1, 1),
     "ordered by classes": (lambda: OrderedDict({Global("m.a"): 0, "a": 0}), 3, 1, 1),
-    "nested": (lambda: [[], [[]], [1, 1]], 5, 5, 3),
+    "nested": (lambda: [[], [[], []], [1, 1]], 6, 6, 3),
     "tuples": (lambda: [(1, 2), (3.5, "a"), (4,)], 8, 4, 2),
     "shared": (shared, 3, 4, 3),
     "of a module": (of_module, 3, 2, 2),
@@ -406,6 +412,37 @@ def test_json_has_no_keys_of_one_hash(tag: str) -> None:
 # -- as JSON
 
 
+@pytest.mark.parametrize(
+    ("value", "document"),
+    [
+        ({}, {}),
+        ({"a": 1, "b$": 2}, {"a": 1, "b$": 2}),
+        ({"a": 1, "$b": 2}, {"$dict": [["a", 1], ["$b", 2]]}),
+        ({"a": 1, 2: 2}, {"$dict": [["a", 1], [2, 2]]}),
+    ],
+)
+def test_keys_that_json_lacks_make_pairs(value: Any, document: Any) -> None:
+    assert to_json(value) == document
+
+
+def test_json_of_too_many_levels_is_refused() -> None:
+    document: list[Any] = []
+    for _ in range(MAX_NESTING - 1):
+        document = [document]
+    assert same(from_json(document), document)
+    with pytest.raises(CorruptCheckpoint, match=f"more than {MAX_NESTING} levels deep"):
+        from_json([document])
+
+
+def test_json_of_too_many_values_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inert, "MAX_VALUES", 2)
+    assert from_json(["a"] * 6) == ["a"] * 6
+    with pytest.raises(CorruptCheckpoint, match="more than 6 values"):
+        from_json(["a"] * 7)
+    with pytest.raises(CorruptCheckpoint, match="more than 2 lists and dictionaries"):
+        from_json([[], []])
+
+
 def test_an_integer_is_hexadecimal_from_its_4097th_bit() -> None:
     assert to_json(2**4096 - 1) == 2**4096 - 1
     assert to_json(2**4096) == {"$int": f"0x1{'0' * 1024}"}
@@ -464,7 +501,7 @@ def test_an_object_has_a_class_and_a_way_to_make_it(change: dict[str, Any]) -> N
         from_json({"$object": {**OBJECT, **change}})
 
 
-@pytest.mark.parametrize("keywords", [[1], {"$dict": [[1, 2]]}])
+@pytest.mark.parametrize("keywords", [["k"], {"$dict": [[1, 2]]}])
 def test_keywords_are_texts(keywords: Any) -> None:
     with pytest.raises(CorruptCheckpoint, match=r"a malformed object of m\.a"):
         from_json({"$object": {**OBJECT, "keywords": keywords}})
