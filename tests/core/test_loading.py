@@ -8,14 +8,19 @@ import pydoc
 import re
 import subprocess
 import sys
+import zlib
 from importlib.resources import files
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 
 import zckpt
-from zckpt.errors import CorruptCheckpoint, WrongOption
+from zckpt.core.fragments import Extent, solid
+from zckpt.core.loading import as_numpy, as_torch, entry_of, head
+from zckpt.core.manifest import Entry, Manifest, Origin, Parameter
+from zckpt.errors import CorruptCheckpoint, MissingExtra, UnsupportedCheckpoint, WrongOption
 
 from ..conftest import EXAMPLE, ROOT
 from ..formats.equality import load as load_universal
@@ -75,6 +80,78 @@ def test_a_name_that_does_not_exist(name: str, near: str) -> None:
     with pytest.raises(WrongOption, match=f"has no tensor '{name}'") as error:
         zckpt.load(EXAMPLE, name)
     assert re.search(near, error.value.hint), error.value.hint
+
+
+def known(*names: str, aliases: tuple[str, ...] = ()) -> Manifest:
+    """A manifest of one parameter `w`, with tensors of these names."""
+    entries = {name: Entry(name, "F32", (0,), solid(0, Extent("a", 0, 0))) for name in names}
+    return Manifest("/run", "x", Origin(), entries, {"w": Parameter((0,), aliases=aliases)})
+
+
+def test_a_tensor_under_its_own_name_comes_first() -> None:
+    manifest = known("w/param", "head/param", "w/master", aliases=("head",))
+    assert entry_of(manifest, "head/param").name == "head/param"
+    assert entry_of(manifest, "head/master").name == "w/master"
+
+
+@pytest.mark.parametrize("name", ["w", "head", "w/step", "head/step"])
+def test_all_tensors_of_a_parameter_are_near(name: str) -> None:
+    manifest = known("w/exp_avg_sq", "w/max_exp_avg_sq", "v/param", aliases=("head",))
+    with pytest.raises(WrongOption) as error:
+        entry_of(manifest, name)
+    assert error.value.hint == "near names are w/exp_avg_sq, w/max_exp_avg_sq"
+
+
+def test_of_many_similar_names_five_are_shown() -> None:
+    with pytest.raises(WrongOption) as error:
+        entry_of(known(*(f"layer.{number}/param" for number in range(9))), "layer/param")
+    assert error.value.hint.count("/param") == 5
+
+
+VALUES = [1.5, -2.0, 0.25, 8.0, -0.0, 3.0]
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Entry:
+    """A tensor of six numbers, some bytes into a file."""
+    data = numpy.array(VALUES, "<f4").tobytes()
+    (tmp_path / "file").write_bytes(b"front" + data)
+    extent = Extent(str(tmp_path / "file"), 5, len(data))
+    return Entry("w/param", "F32", (2, 3), solid(6, extent), zlib.crc32(data))
+
+
+@pytest.mark.parametrize("count", [0, 1, 4, 6, 7])
+def test_the_first_elements_are_read(stored: Entry, count: int) -> None:
+    assert head(stored, count) == numpy.array(VALUES[:count], "<f4").tobytes()
+
+
+def test_an_array_of_numpy(stored: Entry, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numpy, "empty", numpy.zeros)  # freed memory may have the same values
+    array = as_numpy(stored, ())
+    assert (array.shape, array.dtype.name) == ((2, 3), "float32")
+    assert array.ravel().tolist() == VALUES
+
+
+def test_no_element_is_read_of_an_empty_tensor() -> None:
+    empty = Entry("w/param", "F32", (0, 3), solid(0, Extent("absent", 0, 0)))
+    assert as_numpy(empty, ()).shape == as_torch(empty, ()).shape == (0, 3)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [("BF16", "bfloat16"), ("F8_E4M3", "float8_e4m3fn"), ("F8_E5M2", "float8_e5m2")],
+)
+def test_types_that_numpy_lacks(dtype: str, name: str) -> None:
+    entry = Entry("w/param", dtype, (0,), solid(0, Extent("a", 0, 0)))
+    with pytest.raises(MissingExtra, match=f"w/param is {name}, a type that numpy does not have"):
+        as_numpy(entry, ())
+
+
+def test_a_type_that_an_old_torch_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch, "uint64", raising=False)
+    entry = Entry("w/param", "U64", (0,), solid(0, Extent("a", 0, 0)))
+    with pytest.raises(UnsupportedCheckpoint, match=r"w/param is uint64, which torch .* lacks"):
+        as_torch(entry, ())
 
 
 def test_damage_is_seen(example: Path, tmp_path: Path) -> None:

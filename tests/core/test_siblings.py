@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 from zckpt.core import sources
 from zckpt.core.elsewhere import Fingerprint
-from zckpt.core.siblings import MAX_DEPTH, SiblingList, leads_out
+from zckpt.core.siblings import MAX_DEPTH, SiblingList, leads_out, refusals
 
 
 @pytest.fixture
@@ -88,6 +89,15 @@ def test_a_snapshot_of_a_hub_has_its_files_in_blobs(tmp_path: Path) -> None:
     assert leads_out(str(blobs / "1234"), str(blobs.parent / "elsewhere"))
 
 
+def test_blobs_belong_to_snapshots_alone(tmp_path: Path) -> None:
+    source = tmp_path / "runs" / "c0ffee"
+    for folder in (source, tmp_path / "blobs"):
+        folder.mkdir(parents=True)
+    (tmp_path / "blobs" / "1234").write_text("{}")
+    (source / "config.json").symlink_to(tmp_path / "blobs" / "1234")
+    assert leads_out(str(source / "config.json"), str(source))
+
+
 def test_a_deep_tree_ends(tmp_path: Path) -> None:
     folder = tmp_path
     for _ in range(MAX_DEPTH + 1):
@@ -98,3 +108,113 @@ def test_a_deep_tree_ends(tmp_path: Path) -> None:
     siblings.add_below(str(tmp_path))
     assert len(siblings.files) == MAX_DEPTH
     assert siblings.left_out == ["d/" * (MAX_DEPTH + 1) + ": a folder too deep below others"]
+
+
+def entry(path: Path) -> os.DirEntry[str]:
+    (found,) = [item for item in os.scandir(path.parent) if item.name == path.name]
+    return found
+
+
+def test_a_link_that_cannot_be_followed_is_an_error(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.path.realpath
+
+    def failing(path: str, strict: bool = False) -> str:
+        if strict:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return real(path)
+
+    monkeypatch.setattr(os.path, "realpath", failing)
+    with pytest.raises(PermissionError, match="folder/up"):
+        leads_out(str(source / "folder" / "up"), str(source))
+
+
+def test_what_a_link_leads_to_outside_is_not_looked_at(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "status", pytest.fail)
+    siblings = SiblingList(str(source))
+    siblings.add("out", str(source / "out"))
+    assert siblings.left_out == ["out: a link out of the directory"]
+
+
+def test_hidden_is_the_reason_for_a_hidden_link(source: Path) -> None:
+    (source / ".secret").symlink_to("../secret")
+    siblings = SiblingList(str(source))
+    siblings.add(".secret", str(source / ".secret"))
+    assert siblings.left_out == [".secret: hidden"]
+
+
+def test_a_folder_for_other_numbers_of_ranks_is_not_mentioned(tmp_path: Path) -> None:
+    """A file of its name is one that somebody else has made."""
+    siblings = SiblingList(str(tmp_path))
+    (tmp_path / ".zckpt").mkdir()
+    siblings.add_below(str(tmp_path))
+    assert (siblings.files, siblings.left_out) == ([], [])
+    (tmp_path / ".zckpt").rmdir()
+    (tmp_path / ".zckpt").write_text("")
+    siblings.add_below(str(tmp_path))
+    assert (siblings.files, siblings.left_out) == ([], [".zckpt: hidden"])
+
+
+def test_lines_of_reasons_are_told_from_other_lines() -> None:
+    siblings = SiblingList("/run")
+    siblings.refuse([".a: b", ".c"], "hidden")
+    assert siblings.left_out == [".a: b, .c: hidden"]
+    assert refusals(["frozen: no master", *siblings.left_out]) == siblings.left_out
+
+
+def test_names_begin_at_the_root(source: Path) -> None:
+    siblings = SiblingList(str(source))
+    siblings.add_below(str(source / "folder"), root=str(source))
+    assert [item.name for item in siblings.files] == ["folder/file", "folder/up"]
+
+
+def test_nobody_looks_into_a_folder_of_another(source: Path) -> None:
+    asked = []
+    siblings = SiblingList(str(source))
+    siblings.add_below(str(source), lambda name, _: bool(asked.append(name)) or name == "folder")
+    assert "folder" in asked
+    assert not [name for name in asked if name.startswith("folder/")]
+
+
+@pytest.mark.parametrize(
+    ("name", "is_folder"),
+    [("folder", True), ("folders", True), ("file", False), ("in", False), ("out_folder", False)],
+)
+def test_folders_and_links_to_them_inside(source: Path, name: str, is_folder: bool) -> None:
+    assert SiblingList(str(source)).is_folder(entry(source / name)) == is_folder
+
+
+def test_a_folder_that_is_no_link_is_one_anywhere(source: Path) -> None:
+    assert SiblingList(str(source)).is_folder(entry(source.parent / "secrets"))
+
+
+@pytest.mark.parametrize(
+    ("name", "is_denied", "is_closed"),
+    [
+        ("lost+found", True, True),
+        ("lost+found", False, False),
+        ("folder", True, False),
+        (".git", False, True),
+        (".hf_metadata", False, False),
+        (".hf_metadata", True, False),
+    ],
+)
+def test_hidden_folders_and_those_of_a_filesystem_are_closed(
+    name: str, is_denied: bool, is_closed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "is_denied", lambda path: is_denied)
+    (tmp_path / name).mkdir()
+    assert SiblingList(str(tmp_path)).is_closed(entry(tmp_path / name)) == is_closed
+
+
+def test_the_folder_of_a_filesystem_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "is_denied", lambda path: True)
+    (tmp_path / "lost+found").mkdir()
+    siblings = SiblingList(str(tmp_path))
+    siblings.add_below(str(tmp_path))
+    assert siblings.left_out == ["lost+found/: a folder that may not be listed"]
