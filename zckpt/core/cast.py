@@ -1,7 +1,7 @@
 """How are numbers cast from one float type to another? As torch does: to nearest, ties to even.
 
-numpy casts many numbers; ml_dtypes gives it bfloat16. `rounded` does without them: `inspect` asks
-for a few numbers, and imports neither.
+numpy casts many numbers; ml_dtypes gives it bfloat16. `rounded` does without them, for
+a few numbers: `inspect`, and a conversion that compares where masters begin, import neither.
 """
 
 from __future__ import annotations

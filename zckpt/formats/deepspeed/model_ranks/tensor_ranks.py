@@ -139,6 +139,8 @@ def _own_copies(manifest: Manifest) -> list[str]:
     Each model rank keeps its own: nothing else has to be known of slices.
     """
     warnings = compare_apart(manifest)
+    if len(manifest.models) == 1:  # it has no copies on other tensor ranks
+        return warnings
     try:
         model = joined_slices(manifest.models, manifest.origin.tp_rules, KEEP)
     except (InconsistentCheckpoint, MissingData, UnsupportedCheckpoint, WrongOption):
