@@ -59,8 +59,7 @@ def open_ranks(
     if layers and model.get("param_shapes") is None:
         found = replace(found, shapes=shapes_of_stage(states, layers))
     version = version_of(model, tops[0], states[0])
-    module = model.get("module") if found.module is None else found.module
-    check_kind(directory, version, module, stated_config(model, tops[0]))
+    check_kind(directory, version, found.module_of(model), stated_config(model, tops[0]))
     _check_world(directory, model, states[0], files)
     partitioned = "fp32_flat_groups" in states[0]
     bases = for_each(states, lambda state: _base(directory, state, partitioned))

@@ -45,6 +45,10 @@ class Found(Struct, frozen=True):
     shapes: Sequence[ParameterShapes] | None = None
     """Names and shapes of every flat buffer."""
 
+    def module_of(self, model: Mapping[str, Any]) -> Any:
+        """The state of the module of a model file; None if there is none."""
+        return model.get("module") if self.module is None else self.module
+
 
 class EngineStates(Struct, frozen=True):
     """The opened files of one checkpoint: of all ranks, or merged ones.

@@ -131,8 +131,7 @@ def states_with(
     if not isinstance(optimizer, dict) or not optimizer:
         raise without_optimizer(directory)
     version = version_of(model)
-    module = model.get("module") if found.module is None else found.module
-    check_kind(directory, version, module, stated_config(model, model))
+    check_kind(directory, version, found.module_of(model), stated_config(model, model))
     wrapper = wrapper_of(optimizer)
     base = optimizer if wrapper is None else optimizer.get("optimizer_state_dict")
     if not isinstance(base, dict) or not isinstance(base.get("param_groups"), list):
