@@ -220,6 +220,23 @@ def test_values_of_another_type_need_the_checkpoints_themselves(
     assert (report["equal"], report["tensors"]) == (True, 1)
 
 
+@pytest.mark.parametrize("tensors", [None, "*"])
+def test_a_weight_that_was_rounded_to_another_type_is_named(
+    tensors: str | None, tmp_path: Path
+) -> None:
+    """Its master is compared; the rounded values of two types have no checksum in common."""
+    tensors_of = {"w/param": ("F16", [1.0, 2.0]), "w/master": ("F32", [1.0, 2.0])}
+    own = checkpoint(tmp_path / "a", tensors_of, parameters={"w": Parameter((2,))})
+    proven, selection = proven_of(own, tmp_path), Selection(tensors=tensors)
+    assert verify_proof(own, proven, "", selection)["not_compared"] == []
+    narrow = replace(proven.entries["w/param"], dtype="BF16", digest=1)
+    other = replace(proven, entries={**proven.entries, "w/param": narrow})
+    report = verify_proof(own, other, "", selection)
+    assert report["equal"]
+    (line,) = report["not_compared"]
+    assert line.startswith("w/param: rounded to another type than in the proof")
+
+
 def test_tensors_of_another_shape_or_kind_differ(tmp_path: Path) -> None:
     """Without being read; numbers of one kind are not those of another. A buffer is equal here."""
     moments = {"v/exp_avg": ("F32", [1.0, 2.0]), "w/exp_avg": ("F32", [1.0, 2.0])}

@@ -149,8 +149,8 @@ def verify_proof(
     whole, (manifest, proven) = manifest, keys.matched(*selection.of(manifest, proven))
     pattern = selection.tensors
     mutual, only_a, only_b = match(manifest, proven)
-    mutual += unread.pairs(manifest, proven)
-    _refuse_other_types(selected(mutual, pattern), manifest, proven)
+    mutual = selected([*mutual, *unread.pairs(manifest, proven)], pattern)
+    _refuse_other_types(mutual, manifest, proven)
     comparable = [item for item in mutual if item.how in ("bits", "shapes", "types")]
     matches = selected(comparable, pattern)
     if pattern is None:
@@ -172,8 +172,16 @@ def verify_proof(
         report["differences"].append(line)
     if pattern is None:
         report = with_values(report, manifest, proven, only_a, only_b)
-        return {**report, "not_compared": [*report["not_compared"], *_of_first_rank(manifest)]}
-    return {**report, "equal": nothing_found(report)}
+        skipped = [*report["not_compared"], *_of_first_rank(manifest)]
+    else:
+        report, skipped = {**report, "equal": nothing_found(report)}, []
+    rounded = list(dict.fromkeys(item.name for item in mutual if item.how == "rounded"))
+    if rounded:
+        skipped.append(
+            f"{listed(rounded, 4)}: rounded to another type than in the proof; what it was rounded "
+            "from is compared"
+        )
+    return {**report, "not_compared": skipped}
 
 
 def _of_first_rank(manifest: Manifest) -> list[str]:
