@@ -12,6 +12,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import zckpt
+from zckpt.core.checksum import crc32
+from zckpt.core.duplicates import check_duplicates
+from zckpt.core.fragments import Extent, Record, solid
+from zckpt.core.manifest import Entry, Manifest
+from zckpt.core.origin import Origin
 from zckpt.errors import InconsistentCheckpoint
 
 from ..conftest import ROOT
@@ -43,6 +48,23 @@ def test_weights_alone_may_be_equal(copied: Path, tmp_path: Path) -> None:
     report = zckpt.convert(copied, tmp_path / "target", weights_only=True)
     (warning,) = [line for line in report["warnings"] if "holds the same weights as" in line]
     assert "mp_rank_01/model_optim_rng.pt" in warning
+
+
+@pytest.mark.parametrize("files", [("a", "b"), ("b", "a")])
+def test_states_in_either_file(files: tuple[str, str], tmp_path: Path) -> None:
+    """One file has two weights, the other one the moments of two, and their bytes are the same."""
+    data = bytes(range(64))
+    entries, records = {}, []
+    for file in files:
+        (tmp_path / file).write_bytes(data)
+        for place, name in enumerate("wv"):
+            extent = Extent(str(tmp_path / file), place * 32, 32)
+            key = f"{name}/{'param' if file == 'a' else 'exp_avg'}"
+            entries[key] = Entry(key, "F32", (8,), solid(8, extent))
+            records.append(Record(extent, crc32(data[place * 32 :][:32])))
+    own = Manifest(str(tmp_path), "x", Origin(), entries, {}, records=tuple(records))
+    with pytest.raises(InconsistentCheckpoint, match="holds the same bytes as"):
+        check_duplicates(own)
 
 
 def equal_moments(name: str) -> torch.Tensor:

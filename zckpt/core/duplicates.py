@@ -50,7 +50,7 @@ def check_duplicates(manifest: Manifest) -> list[str]:
         shared = values.get(first, set()), values.get(second, set())
         if min(map(len, shared)) < 2:
             continue
-        if "state" in {kind for _, kind in shared[0]}:
+        if "state" in {kind for own in shared for _, kind in own}:
             raise InconsistentCheckpoint(
                 f"{second} holds the same bytes as {first}, although it should hold other parts of "
                 "the model",
