@@ -26,7 +26,7 @@ def wait():  # a function: an `except` of Python 3.13.0 does not guard the jumps
     while time.monotonic() < end:
         pass
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored after commands in this process
+signal.signal({number}, signal.default_int_handler)  # nohup and commands before it may ignore it
 signals.handle()
 signals.MOMENT = 0.2  # so that what follows comes first, on a busy machine too
 value = Closed()
