@@ -50,12 +50,14 @@ def test_processors_where_no_system_tells_the_own_ones(
     assert processors() == number
 
 
-@pytest.mark.parametrize(("run", "rank"), [("7", 3), (None, 0)])
-def test_a_rank_counts_below_torchrun_alone(
-    run: str | None, rank: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("rank", "size", "own"), [("3", "7", 3), ("3", None, 0), ("3", "", 0), ("x", "7", 0)]
+)
+def test_a_rank_counts_among_others_alone(
+    rank: str, size: str | None, own: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("RANK", "3")
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    if run is not None:
-        monkeypatch.setenv("TORCHELASTIC_RUN_ID", run)
-    assert own_rank() == rank
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    if size is not None:
+        monkeypatch.setenv("WORLD_SIZE", size)
+    assert own_rank() == own

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 
 import pytest
@@ -67,6 +68,32 @@ def test_numbers_that_do_not_fit(numbers: tuple[str, str], setting: Setting) -> 
     setting(dict(zip(("RANK", "WORLD_SIZE"), numbers, strict=True)))
     with pytest.raises(WrongOption, match="RANK is"):
         launched()
+
+
+MEETING = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29400"}
+
+
+@pytest.mark.parametrize("case", ["srun", "mpirun", "torchrun"])
+def test_gathering_processes_are_those_of_the_launch(case: str, setting: Setting) -> None:
+    """torch knows them by torchrun's variables, whoever began them."""
+    environment, launch = CASES[case]
+    assert launch is not None
+
+    def seen(*_: object, **words: object) -> dict[str, object]:
+        assert words == {"gather": True}
+        return {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE")}
+
+    setting({**environment, **MEETING})
+    report = launched_command.look(seen, "path", gather=True)
+    assert report == {"RANK": str(launch.rank), "WORLD_SIZE": str(launch.size)}
+    setting({**environment, **MEETING})
+    report = launched_command.look(seen, "path", gather=True, single=True)
+    assert report is not None
+    assert report["WORLD_SIZE"] is None  # and this process gathers alone
+    setting(environment)
+    with pytest.raises(WrongOption, match="do not say where the processes meet") as refused:
+        launched_command.look(seen, "path", gather=True)
+    assert "--single" in refused.value.hint
 
 
 def test_only_processes_of_a_launch_continue_after_a_restart(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
 from ..core.description import Report
-from ..processes.launcher import Launch, address, launched
+from ..processes.launcher import Launch, address, launched, meeting_place
 
 
 def write(
@@ -52,12 +53,14 @@ def look(
 ) -> Report | None:
     """The report of a command that only reads, as `write` gives that of a conversion.
 
-    The processes of `--gather` meet by themselves.
+    The processes of `--gather` meet by torch's own all-gather.
     """
     if words.get("jobs") is None:
         words.pop("jobs", None)
-    launch = None if words.get("gather") else _others(single)
-    if launch is None:
+    launch = _others(single)
+    if words.get("gather"):
+        _tell_torch(launch)
+    if launch is None or words.get("gather"):
         return command(*paths, **words)
     from ..processes.sharing import Processes
 
@@ -66,6 +69,18 @@ def look(
             words["begin"] = None
         report = command(*paths, sharing=processes, **words)
         return None if processes.rank else report
+
+
+def _tell_torch(launch: Launch | None) -> None:
+    """Sets the variables in which torchrun says who this process is, if another launcher began it.
+
+    Without others the process runs alone. Raises WrongOption if nothing says where they meet.
+    """
+    if launch is None:
+        os.environ.pop("WORLD_SIZE", None)
+        return
+    meeting_place()
+    os.environ |= {"RANK": str(launch.rank), "WORLD_SIZE": str(launch.size)}
 
 
 def _others(single: bool) -> Launch | None:

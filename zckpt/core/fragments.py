@@ -45,7 +45,7 @@ class Extent(Struct, frozen=True):
 
 
 class Record(Struct, frozen=True):
-    """Bytes whose CRC-32 the file itself states; None if the file was saved without CRCs."""
+    """Bytes, and the CRC-32 that the checkpoint states of them; None if it states none."""
 
     extent: Extent
     crc: int | None

@@ -120,7 +120,8 @@ def tensor(name: str, held: Sequence[Sequence[Entry]], table: Table, root: str) 
             fragments = slicing.joined(cut.slicing, slices, size, holder)
             of_copy = axis or (table.word if holder else "")
             wholes.append(Entry(name, known[0].dtype, cut.shape, fragments, axis=of_copy))
-    return wholes[:1] if cut.is_sum and slot in WEIGHTS else wholes  # other parts are no copies
+    # parts of a sum are no copies, but all have the same gradient, and so the same moments
+    return wholes[:1] if cut.is_sum and slot in WEIGHTS else wholes
 
 
 def _held(every: Sequence[Manifest], first: Manifest) -> dict[str, list[list[Entry]]]:

@@ -2,7 +2,7 @@
 
 Sliced    how one parameter is cut over ranks
 Row       what one rank has: which parameters, in which order and of which shapes
-Table     all rows of an axis: `split` makes ranks of a whole by it, `merge` the whole of ranks
+Table     one axis: `merge` makes the whole of ranks by its cuts, `split` ranks of a whole by its rows
 """
 
 from __future__ import annotations
@@ -53,7 +53,10 @@ class Row(Struct, frozen=True):
 
 
 class Table(Struct, frozen=True):
-    """One axis, whose ranks are called `word`s; what has no cut is whole on all that have it."""
+    """One axis, whose ranks are called `word`s; what has no cut is whole on all that have it.
+
+    `merge` needs no rows, because ranks that were read show what they have.
+    """
 
     word: str
     cuts: Mapping[str, Sliced] = field(default_factory=dict)

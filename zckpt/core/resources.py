@@ -61,8 +61,9 @@ READING_JOBS = min(4, max(2, processors()))
 
 
 def own_rank() -> int:
-    """This process's number among those that torchrun started; 0 without torchrun.
+    """This process's number among those of a launch, by the variables of torchrun; else 0.
 
     RANK alone proves nothing: in many clusters every shell has one.
     """
-    return int(os.environ["RANK"]) if "TORCHELASTIC_RUN_ID" in os.environ else 0
+    rank, size = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE"))
+    return int(rank) if rank.isdecimal() and size else 0

@@ -4,8 +4,8 @@
     slice 0  [ q q | k | v ]
     slice 1  [ q q | k | v ]
 
-`Piece` is a box that lies in a slice and in the whole tensor. `cut_pieces` gives the pieces of a
-cut along one axis. `joined` turns the fragments of slices into fragments of the whole tensor: no
+`Piece` is a box that lies in a slice and in the whole tensor. `cut` gives the pieces of a cut
+along one axis. `joined` turns the fragments of slices into fragments of the whole tensor: no
 byte is read, and a slice may itself be partitioned by ZeRO.
 """
 

@@ -62,3 +62,13 @@ def address() -> tuple[str, int] | None:
     if not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise WrongOption(f"MASTER_PORT is {port!r}, which is not a port from 1 to 65535")
     return host, int(port)
+
+
+def meeting_place() -> tuple[str, int]:
+    """The same; raises WrongOption if no variable says it."""
+    if (place := address()) is None:
+        raise WrongOption(
+            "MASTER_ADDR and MASTER_PORT do not say where the processes meet",
+            hint="set both, or use torchrun; if this process should run alone, add --single",
+        )
+    return place

@@ -18,8 +18,8 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
-from ..errors import CorruptCheckpoint, MissingExtra, ProcessLost, WrongOption
-from .launcher import Launch, address, joined
+from ..errors import CorruptCheckpoint, MissingExtra, ProcessLost
+from .launcher import Launch, joined, meeting_place
 
 VALUE = 4 << 20  # bytes of one value; torch's store allows 8 MiB
 ATTEMPT = timedelta(seconds=5)  # to reach a store that rank 0 may still open
@@ -62,11 +62,7 @@ class Store:
             store: Any = _get_default_store()  # torch 2.6 makes no second connection
             self._store = PrefixStore("zckpt", getattr(store, "clone", lambda: store)())
             return
-        if (place := address()) is None:
-            raise WrongOption(
-                "MASTER_ADDR and MASTER_PORT do not say where the processes meet",
-                hint="set both, or use torchrun; if this process should run alone, add --single",
-            )
+        place = meeting_place()
         opened: Any = torch_store.TCPStore  # type: ignore[attr-defined]
         is_host = self.is_hosted and launch.rank == 0
         words = {"is_master": is_host, "timeout": ATTEMPT, "wait_for_workers": False}

@@ -28,6 +28,10 @@ class World(Struct, frozen=True):
                 dist.destroy_process_group()
 
 
+LOCAL_SIZES = "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE"
+"""How many processes of a launch are on this machine."""
+
+
 def join_world(asked: str | None) -> World:
     """The processes that torchrun started, or this one alone.
 
@@ -38,7 +42,7 @@ def join_world(asked: str | None) -> World:
     if asked == "cuda" and not gpus:
         raise WrongOption("--device cuda, but torch finds no GPU", hint="use --device cpu")
     cuda = bool(gpus) and asked != "cpu"
-    local = _stated("LOCAL_RANK", "SLURM_LOCALID", default=0)
+    local = _stated("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID", default=0)
     device = torch.device("cuda", local % gpus) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
@@ -51,7 +55,7 @@ def join_world(asked: str | None) -> World:
                 hint="start it with `torchrun --nproc-per-node N -m zckpt verify ...`, or unset "
                 "WORLD_SIZE",
             )
-        own = _stated("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", default=size) <= gpus
+        own = _stated(*LOCAL_SIZES, default=size) <= gpus
         backend = "nccl" if cuda and own and dist.is_nccl_available() else "gloo"
         with together_with_others("another process of this gathering failed, or cannot be reached"):
             dist.init_process_group(backend)

@@ -190,7 +190,7 @@ def _by_line(rule: str, name: str, shapes: Shapes) -> Cut:
         cut = Cut.replicated(shapes)
         return cut if rule == "replicated" else Cut(cut.shape, cut.copies[:1])
     if dim == "vocab" or not about:
-        return Cut.along(shapes, int(dim) if dim.isdecimal() else 0)
+        return Cut.along(shapes, 0 if dim == "vocab" else int(dim))
     axis, ranks = int(dim), len(shapes)
     if about.endswith("x"):
         count = int(about[:-1])
