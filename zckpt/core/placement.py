@@ -2,7 +2,7 @@
 
 Sliced    how one parameter is cut over ranks
 Row       what one rank has: which parameters, in which order and of which shapes
-Table     one axis: `merge` makes the whole of ranks by its cuts, `split` ranks of a whole by its rows
+Table     one axis: `merge` makes a whole by its cuts, `split` the ranks of a whole by its rows
 """
 
 from __future__ import annotations
