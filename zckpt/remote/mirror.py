@@ -90,16 +90,6 @@ _blocks = Blocks()
 _numbers = itertools.count()
 
 
-class Traffic(Struct):
-    """What was asked of stores in this process: requests for bytes, and bytes that came."""
-
-    requests: int = 0
-    bytes: int = 0
-
-
-traffic = Traffic()
-
-
 class File(Struct, eq=False, dict=True):
     """The bytes of one object: an `elsewhere.Elsewhere`."""
 
@@ -117,8 +107,6 @@ class File(Struct, eq=False, dict=True):
 
         def ask() -> bytes | memoryview:
             data = self.store.read(self.found, start, stop)
-            traffic.requests += 1
-            traffic.bytes += len(data)
             if len(data) == stop - start:
                 return data
             raise failures.BrokenOff(
