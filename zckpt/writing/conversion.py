@@ -201,8 +201,8 @@ def _filled(
         if warning := steps.never_stepped(shells, outcome.digests):
             warnings.append(warning)
             shells = replace(shells, warnings=(*shells.warnings, warning))
-        assert format.functions.seal is not None
-        format.functions.seal(root, shells, outcome)
+        if format.functions.seal is not None:
+            format.functions.seal(root, shells, outcome)
 
     return convert.convert(
         layout.source or source,
