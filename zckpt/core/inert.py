@@ -176,6 +176,13 @@ def inside(path: str, key: Any) -> str:
     return f"{full[: MAX_PATH // 2]}...{digest[:32]}"
 
 
+def nested(value: Any, *keys: Any) -> Any:
+    """value[key][key]..., or None if any key is missing."""
+    for key in keys:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
 def _is_word(key: str) -> bool:
     """Whether a key has letters, digits, `_` and `-` alone, and begins with no digit and no `-`."""
     letters = key.replace("_", "a")

@@ -28,9 +28,9 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ...core.facts import ExpertLayer, layers_of
+from ...core.inert import nested
 from ...core.manifest import Manifest
 from ...errors import UnsupportedCheckpoint, listed
-from .states import nested
 
 INSIDE = ".deepspeed_moe.experts.deepspeed_experts."
 NAME = re.compile(rf"(.+){re.escape(INSIDE)}(\d+)\.(.+)")
