@@ -24,7 +24,7 @@ How a source is read:
     sources.py        opens, lists and watches its files; elsewhere.py: files without their bytes
     times.py          files whose times are not those of their save
     siblings.py       the files beside it that are copied along
-    filenames.py      numbers in the names of files
+    filenames.py      numbers in the names of files, and names that lead out of a folder
     missing_ranks.py  how a missing file or rank is reported
     saved_names.py    whose a file is, by the name under which it was saved
     fileio.py         reads and writes of files
