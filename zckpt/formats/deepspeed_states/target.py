@@ -130,7 +130,7 @@ class DeepSpeedTarget:
         for group in range(len(self.groups)):
             names = members.get(group, [])
             ep = self.experts.ep_of(names)
-            first = self.experts.on_rank(names, 0) if ep > 1 else names
+            first = self.experts.on_first(names) if ep > 1 else names
             numels = [prod(self.trainable[name].shape) for name in first]
             for places in self._arranged(first, numels, self.dp // ep):
                 laid_out = [first[place] for place in places]
