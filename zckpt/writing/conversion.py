@@ -31,8 +31,8 @@ from ..naming.names import former
 from ..naming.ties import with_ties
 from ..reading import read
 from ..training import steps
+from ..training.lightning import refuse_averages
 from ..training.options import ACCEPT_WEIGHTS, DROP_STATE, PARAM_NAMES, RENAME, TIE, Options, refuse
-from ..training.program_states import refuse_averages
 from . import models
 from .keeping import Keeping, dropped_states, unable_to_step
 from .report import report_on

@@ -18,8 +18,8 @@ from ...core.manifest import Entry, Manifest, Parameter, Sighting, slot_name
 from ...errors import listed
 from ...naming import ties
 from ...training import steps
+from ...training.lightning import place_of
 from ...training.optimizers import name_of_groups
-from ...training.program_states import place_of
 from ...training.trainers import config_of
 from ..reading import Reading
 from ..strangers import Stranger, sorted_out
