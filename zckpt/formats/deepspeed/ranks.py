@@ -38,7 +38,7 @@ OF_OPTIMIZERS = ("partition_count", "param_alignment_paddings", "overflow", "ds_
 
 
 def open_ranks(
-    directory: TagDirectory, files: RankFiles, layers: Mapping[int, TorchFile] | None = None
+    directory: TagDirectory, files: RankFiles, layers: Mapping[int, TorchFile] | None
 ) -> EngineStates:
     """What the files of all data ranks of one model rank say.
 

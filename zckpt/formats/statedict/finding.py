@@ -166,7 +166,7 @@ def choose_models(
     saved: SavedTree,
     models: Mapping[TreePath, dict[Any, Any]],
     optimizers: Sequence[OptimizerState],
-    asked: str = "",
+    asked: str,
 ) -> list[TreePath]:
     """The paths of the models' state dicts: one, unless nothing tells which one is trained.
 
