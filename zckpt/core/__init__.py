@@ -17,7 +17,7 @@ What a checkpoint is:
     keys.py           keys of dictionaries that may be texts of numbers
     inert.py          objects of classes that are never imported
     version.py        the version of zckpt
-    grouping.py       what belongs together, by a key or by its size
+    grouping.py       what belongs together, by a key, its size or its place
     dtypes.py         element types, and cast.py between them
 
 How a source is read:
