@@ -1,6 +1,9 @@
-"""Which numbers has a name, and which name is the newest?"""
+"""Which numbers has a name, which name is the newest, and which one leads out of a folder?"""
 
 from __future__ import annotations
+
+import os
+from typing import Any
 
 import pytest
 
@@ -11,7 +14,9 @@ from zckpt.core.filenames import (
     numbered,
     numbers_of,
     oldest_first,
+    path_inside,
 )
+from zckpt.errors import CorruptCheckpoint
 
 LAYER = file_names(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
 
@@ -73,3 +78,23 @@ def test_a_number_that_was_added_is_found(name: str) -> None:
     assert numbered("optimizer.bin", 0) == "optimizer.bin"
     assert numbered("optimizer.bin", 1) == "optimizer_1.bin"
     assert number_of("pytorch_model_fsdp") == number_of("model_x") == 0
+
+
+@pytest.mark.parametrize("name", ["a.pt", "a/b.pt", "..a", "a..", "a/...b"])
+def test_names_inside(name: str) -> None:
+    assert path_inside("/run", name, ".metadata") == os.path.join("/run", name)
+
+
+@pytest.mark.parametrize(
+    "name", ["/etc/passwd", "..", "../a", "a/../../b", "a/..", "", ".", "a\0b"]
+)
+def test_names_outside(name: str) -> None:
+    with pytest.raises(CorruptCheckpoint, match=r"/run: \.metadata names a file outside of it"):
+        path_inside("/run", name, ".metadata")
+
+
+@pytest.mark.parametrize("name", [7, None, ["a.pt"]])
+def test_a_name_that_is_no_text(name: Any) -> None:
+    with pytest.raises(CorruptCheckpoint) as refused:
+        path_inside("/run", name, ".metadata")
+    assert refused.value.message == f"/run: .metadata names a file by {name!r}"

@@ -1,10 +1,10 @@
-"""Values by their keys, and neighbors in portions of a size."""
+"""Values by their keys, neighbors in portions of a size, and neighbors by their number."""
 
 from __future__ import annotations
 
 import pytest
 
-from zckpt.core.grouping import by_key, portions
+from zckpt.core.grouping import by_key, neighbors, portions
 
 
 def test_values_of_a_key_keep_their_order() -> None:
@@ -27,3 +27,11 @@ def test_a_portion_has_at_most_five_or_one_larger_item(
     sizes: list[int], expected: list[list[int]]
 ) -> None:
     assert list(portions(sizes, int, 5)) == expected
+
+
+@pytest.mark.parametrize(
+    ("items", "expected"),
+    [("", []), ("abc", ["a", "b", "c"]), ("abcd", ["ab", "cd"]), ("abcdefg", ["abc", "def", "g"])],
+)
+def test_at_most_three_parts(items: str, expected: list[str]) -> None:
+    assert neighbors(items, 3) == expected

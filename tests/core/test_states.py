@@ -25,12 +25,11 @@ from zckpt.core.states import (
     PARTITIONS,
     Selection,
     State,
-    among,
     as_unread,
-    beside,
     harmless,
     in_words,
     lost,
+    numbers_of,
     of_numbers,
     of_vectors,
     others_of,
@@ -170,8 +169,9 @@ def test_what_is_a_partition(value: Any, count: int) -> None:
 
 def test_numbers_of_no_parameter() -> None:
     whole = manifest(state={"optimizer": {BESIDE: {"k": 1}, AMONG: {"l": 2}}})
-    assert (beside(whole), among(whole)) == ({"k": 1}, {"l": 2})
-    assert beside(manifest(state={"optimizer": {BESIDE: 3}})) == among(manifest()) == {}
+    assert (numbers_of(whole, BESIDE), numbers_of(whole, AMONG)) == ({"k": 1}, {"l": 2})
+    assert numbers_of(manifest(state={"optimizer": {BESIDE: 3}}), BESIDE) == {}
+    assert numbers_of(manifest(), AMONG) == {}
 
 
 def test_tensors_are_named_once() -> None:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from zckpt.core import sources
 from zckpt.core.manifest import Manifest, Sibling
 from zckpt.core.origin import Origin
-from zckpt.proof import beside
 from zckpt.proof.beside import siblings
 
 
@@ -95,7 +95,7 @@ def test_of_weights_alone_only_files_with_tensors_are_compared(
 def test_every_byte_counts(
     data: list[bytes], equal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(beside, "CRC_BLOCK", 4)
+    monkeypatch.setattr(sources, "BLOCK", 4)
     a, b = (side(tmp_path / name, {"x": own}) for name, own in zip("ab", data, strict=True))
     assert (siblings(a, b) == ([], [])) is equal
 
@@ -146,6 +146,6 @@ def test_a_state_that_is_too_large_is_compared_as_bytes(
 ) -> None:
     texts = [json.dumps({KEY: value}).encode() for value in ("x", "xy")]
     assert max(map(len, texts)) == 31
-    monkeypatch.setattr(beside, "MAX_JSON", most)
+    monkeypatch.setattr("zckpt.proof.beside.MAX_JSON", most)
     pair = [side(tmp_path / name, {NAME: text}) for name, text in zip("ab", texts, strict=True)]
     assert (siblings(*pair) == ([], [])) is equal

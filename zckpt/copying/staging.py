@@ -17,9 +17,9 @@ from itertools import chain
 from ..core import sources
 from ..core.checksum import crc32
 from ..core.fileio import sync_folder, write_all
+from ..core.filenames import path_inside
 from ..core.folder import Folder
 from ..core.layout import Shell
-from ..core.missing_ranks import path_inside
 from ..core.streaming import carry_out_all
 from ..errors import Interrupted, TargetExists, removal
 from .journal import Identity, Journal, set_mark

@@ -17,14 +17,14 @@ What a checkpoint is:
     keys.py           keys of dictionaries that may be texts of numbers
     inert.py          objects of classes that are never imported
     version.py        the version of zckpt
-    grouping.py       what belongs together, by a key or by its size
+    grouping.py       what belongs together, by a key, its size or its place
     dtypes.py         element types, and cast.py between them
 
 How a source is read:
     sources.py        opens, lists and watches its files; elsewhere.py: files without their bytes
     times.py          files whose times are not those of their save
     siblings.py       the files beside it that are copied along
-    filenames.py      numbers in the names of files
+    filenames.py      numbers in the names of files, and names that lead out of a folder
     missing_ranks.py  how a missing file or rank is reported
     saved_names.py    whose a file is, by the name under which it was saved
     fileio.py         reads and writes of files

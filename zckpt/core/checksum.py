@@ -10,10 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from msgspec import Struct, field
-from zlib_ng.zlib_ng import crc32, crc32_combine
-
-__all__ = ["Cover", "Scattered", "combine", "crc32", "crc_of_runs", "crc_of_zeros"]
-
+from zlib_ng.zlib_ng import crc32 as crc32
+from zlib_ng.zlib_ng import crc32_combine
 
 combine: Callable[[int, int, int], int] = crc32_combine
 """The CRC-32 of a first piece followed by a second one: of both CRCs, and the second's length."""

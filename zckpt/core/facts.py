@@ -275,8 +275,7 @@ class TensorParallel(Struct, frozen=True):
 
     def to_state(self) -> dict[str, Any]:
         """The value of `state.tensor_parallel` in a manifest."""
-        rows = {name: to_builtins(own) for name, own in self.vocabularies.items()}
-        return {"rules": dict(self.rules), "vocabulary": rows}
+        return dict(to_builtins(self))
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any]) -> TensorParallel:

@@ -1,9 +1,12 @@
-"""Which numbers does the name of a file have?"""
+"""Which numbers do names of files have and get, and which names lead out of a folder?"""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
+
+from ..errors import CorruptCheckpoint, brief
 
 COUNTED = re.compile(r"(?s)(.+)_(0|[1-9]\d*)", re.ASCII)
 STEP = re.compile(r"(?s).*step[=_-]*(\d+)", re.ASCII)
@@ -49,3 +52,16 @@ def number_of(name: str) -> int:
     """The number in such a name, 0 for the first model: 1 for `model_1` and `optimizer_1.bin`."""
     found = counted(name.partition(".")[0], "")
     return found[1] if found else 0
+
+
+def path_inside(folder: str, name: str, stated_by: str) -> str:
+    """The path of the file `name` of a folder; `stated_by` is the file that names it.
+
+    Raises CorruptCheckpoint if the name leads out of the folder, or to the folder itself.
+    """
+    if not isinstance(name, str):
+        raise CorruptCheckpoint(f"{folder}: {stated_by} names a file by {brief(name)}")
+    outside = os.path.isabs(name) or ".." in name.split("/") or os.path.normpath(name) == "."
+    if outside or "\0" in name:
+        raise CorruptCheckpoint(f"{folder}: {stated_by} names a file outside of it: {brief(name)}")
+    return os.path.join(folder, name)

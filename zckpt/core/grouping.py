@@ -1,8 +1,8 @@
-"""What belongs together, by a key or by its size?"""
+"""What belongs together, by a key, by its size or by its place?"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 K = TypeVar("K")
@@ -15,6 +15,12 @@ def by_key(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
     for key, value in pairs:
         groups.setdefault(key, []).append(value)
     return groups
+
+
+def neighbors(items: Sequence[V], most: int) -> list[Sequence[V]]:
+    """At most `most` parts of as many neighbors; the last one may have fewer."""
+    each = max(-(-len(items) // most), 1)
+    return [items[place : place + each] for place in range(0, len(items), each)]
 
 
 def portions(items: Iterable[V], size_of: Callable[[V], int], most: int) -> Iterator[list[V]]:

@@ -20,7 +20,7 @@ from typing import Any
 from msgspec import Struct, field
 
 from ..errors import MALFORMED, CorruptCheckpoint, brief
-from .dtypes import SIZES
+from .dtypes import NUMBERS, SIZES
 
 MAX_DEPTH = 100
 MAX_NESTING = 150  # of a pickle; functions that walk over it take four frames for each level
@@ -31,7 +31,6 @@ MAX_EQUAL_HASHES = 100
 PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray})
 """Types of values without parts."""
 OWN_HASH = 1 << 60  # smaller integers are their own hashes, so no two have the same
-NUMBERS = frozenset({type(None), bool, int, float})
 
 
 PYTHON_NUMBERS: dict[str, type[int] | type[float]] = {"int": int, "float": float, "bool": bool}
@@ -125,6 +124,13 @@ class TensorName(Struct, frozen=True):
     name: str
 
 
+def is_number(value: Any, tensor: type[Any]) -> bool:
+    """Whether a state is one number: Python's, or a `tensor` of one element."""
+    if isinstance(value, tensor):
+        return bool(value.numel == 1 and value.dtype in NUMBERS)
+    return type(value) in PYTHON_NUMBERS.values()
+
+
 def types_in(values: Iterable[Any]) -> set[type]:
     """The types of values, found without a look at each from Python: lists may be very long."""
     return set(map(type, values))
@@ -176,6 +182,13 @@ def inside(path: str, key: Any) -> str:
     return f"{full[: MAX_PATH // 2]}...{digest[:32]}"
 
 
+def nested(value: Any, *keys: Any) -> Any:
+    """value[key][key]..., or None if any key is missing."""
+    for key in keys:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
 def _is_word(key: str) -> bool:
     """Whether a key has letters, digits, `_` and `-` alone, and begins with no digit and no `-`."""
     letters = key.replace("_", "a")
@@ -186,6 +199,7 @@ def _is_word(key: str) -> bool:
 # -- how much work a value is
 
 
+_NUMBERS = frozenset({type(None), bool, int, float})
 _TEXTS = frozenset({str, bytes, bytearray})
 _TUPLES = frozenset({tuple, Size})
 _NESTING = frozenset({dict, OrderedDict, list, tuple, Size, set, frozenset, Foreign})
@@ -243,7 +257,7 @@ def require_tree(
         work = len(items)
         if type(top) is dict:
             work = 2 * len(top)
-        elif type(top) is list and kinds <= NUMBERS:
+        elif type(top) is list and kinds <= _NUMBERS:
             work //= 2
         work += sum(map(len, texts)) // 64
         if not parts and work <= most:  # as in most containers: nothing is left to be done first
@@ -256,7 +270,7 @@ def require_tree(
             parts[:] = [part for part in parts if id(part) not in begun]
         for part in parts:
             if id(part) not in done:
-                if type(part) in _TUPLES and types_in(part) <= NUMBERS:  # there may be many
+                if type(part) in _TUPLES and types_in(part) <= _NUMBERS:  # there may be many
                     done[id(part)] = len(part), 1, 1
                 else:
                     waiting.append(part)

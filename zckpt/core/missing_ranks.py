@@ -1,24 +1,11 @@
-"""What is said of a file that a checkpoint should have, and that is missing or lies elsewhere?"""
+"""What is said of a file that a checkpoint should have, and that is missing?"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
 
-from ..errors import CorruptCheckpoint, IncompleteCheckpoint, brief, listed
-
-
-def path_inside(folder: str, name: str, stated_by: str) -> str:
-    """The path of the file `name` of a folder; `stated_by` is the file that names it.
-
-    Raises CorruptCheckpoint if the name leads out of the folder, or to the folder itself.
-    """
-    if not isinstance(name, str):
-        raise CorruptCheckpoint(f"{folder}: {stated_by} names a file by {brief(name)}")
-    outside = os.path.isabs(name) or ".." in name.split("/") or os.path.normpath(name) == "."
-    if outside or "\0" in name:
-        raise CorruptCheckpoint(f"{folder}: {stated_by} names a file outside of it: {brief(name)}")
-    return os.path.join(folder, name)
+from ..errors import IncompleteCheckpoint, listed
 
 
 def missing_file(path: str, stated_by: str = "", hint: str = "") -> IncompleteCheckpoint:

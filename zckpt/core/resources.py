@@ -1,4 +1,4 @@
-"""What may a command use to move bytes: how many threads, how much memory, which device?"""
+"""What may a command use to move bytes: how many threads, how much memory?"""
 
 from __future__ import annotations
 

@@ -30,6 +30,7 @@ from .elsewhere import Fingerprint
 
 P = ParamSpec("P")
 T = TypeVar("T")
+BLOCK = 1 << 20  # bytes of two files that are compared at once
 LOOKS = 9  # so often a search begins anew, if each time something is removed meanwhile
 
 # nothing is there: a path without a file, through a file, through links in a circle, too long
@@ -244,6 +245,20 @@ def opened(path: str) -> Iterator[BinaryIO]:
     except OSError as error:  # as `naming`; there may be 10,000 files
         named(error, path)
         raise
+
+
+def same_bytes(a: str, b: str) -> bool:
+    """Whether two files have the same bytes; nothing is read behind the first block that differs.
+
+    Raises as `open_file`.
+    """
+    if size(a) != size(b):
+        return False
+    with opened(a) as one, opened(b) as other:
+        while block := one.read(BLOCK):
+            if other.read(BLOCK) != block:
+                return False
+    return True
 
 
 def pread(file: int, length: int, offset: int) -> bytes:

@@ -173,18 +173,9 @@ def _optimizer(manifest: Manifest) -> Mapping[str, Any]:
     return values if isinstance(values, Mapping) else {}
 
 
-def beside(manifest: Manifest) -> dict[str, Any]:
-    """`state.optimizer.beside`: numbers and texts beside an optimizer's `state`."""
-    return numbers_of(manifest, BESIDE)
-
-
-def among(manifest: Manifest) -> dict[str, Any]:
-    """`state.optimizer.among`: numbers and texts in an optimizer's `state`, among the states of
-    parameters."""
-    return numbers_of(manifest, AMONG)
-
-
 def numbers_of(manifest: Manifest, place: str) -> dict[str, Any]:
+    """`state.optimizer.beside`, numbers and texts beside an optimizer's `state`, if `place` is
+    BESIDE; `state.optimizer.among`, those in it among the states of parameters, if it is AMONG."""
     values = _optimizer(manifest).get(place)
     return dict(values) if isinstance(values, Mapping) else {}
 

@@ -22,7 +22,7 @@ class OddTimes(Struct, frozen=True):
     late: tuple[str, ...] = ()
 
 
-def odd_times(times: Mapping[str, int], last: int | None = None) -> OddTimes:
+def odd_times(times: Mapping[str, int], last: int | None) -> OddTimes:
     """The files that were not written with the others; `times` in nanoseconds are by name.
 
     `last` is the time of the file that is written last, if there is one. No file is odd unless more

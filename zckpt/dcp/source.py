@@ -45,7 +45,7 @@ from .keys import NUMBERED, KeyMeaning, KeyNames
 Meaning = StoredTensor | StoredValue | KeyMeaning
 
 
-class Listing(Struct, frozen=True):
+class Listing(Struct):
     """Keys in the order of a program's save, with the item and the path of each.
 
     `weights` has the manifest's name for every key of a weight. `assumed` says which

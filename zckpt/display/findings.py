@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from ..core.grouping import neighbors
 from ..core.inert import PYTHON_NUMBERS
 from ..core.layers import places_of
 from ..errors import counted, listed, safe, short, sized
@@ -325,8 +326,7 @@ def _magnitudes(histogram: dict[str, Any] | None) -> str | None:
         return None
     counts = histogram["counts"]
     first, last = histogram["first"], histogram["first"] + len(counts)
-    each = -(-len(counts) // WIDTH)
-    sums = [sum(counts[place : place + each]) for place in range(0, len(counts), each)]
+    sums = [*map(sum, neighbors(counts, WIDTH))]
     most = max(sums)
     sparks = (SPARKS[-(-count * len(SPARKS) // most) - 1] if count else " " for count in sums)
     return f"2^{first} {''.join(sparks)} 2^{last}"

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
+from ..core.grouping import neighbors
 from ..core.layers import Places
 from ..errors import safe, short
 
@@ -93,25 +94,18 @@ def _legend() -> str:
 
 def _fitting(heat: dict[str, Any]) -> tuple[list[str], list[list[Cell]], list[int]]:
     """At most ROWS lines of COLUMNS: neighbors become one cell with the largest distance."""
-    names, steps = list(heat["modules"]), list(heat["steps"])
-    rows = [[_cell(value) for value in row] for row in heat["distances"]]
-    each = -(-len(steps) // COLUMNS)
-    if each > 1:
-        rows = [
-            [_worst(row[place : place + each]) for place in range(0, len(steps), each)]
-            for row in rows
-        ]
-    each = -(-len(names) // ROWS)
-    if each > 1:
-        rows = [
-            [_worst(column) for column in zip(*rows[place : place + each], strict=True)]
-            for place in range(0, len(names), each)
-        ]
-        names = [
-            some[0] if len(some) == 1 else f"{some[0]} ... {some[-1]}"
-            for some in (names[place : place + each] for place in range(0, len(names), each))
-        ]
-    return names, rows, steps
+    narrow = [
+        [_worst([_cell(value) for value in some]) for some in neighbors(row, COLUMNS)]
+        for row in heat["distances"]
+    ]
+    rows = [
+        [_worst(column) for column in zip(*some, strict=True)] for some in neighbors(narrow, ROWS)
+    ]
+    names = [
+        some[0] if len(some) == 1 else f"{some[0]} ... {some[-1]}"
+        for some in neighbors(heat["modules"], ROWS)
+    ]
+    return names, rows, list(heat["steps"])
 
 
 def _cell(value: Any) -> Cell:
@@ -147,10 +141,8 @@ def _scaled(curve: dict[str, Any]) -> tuple[dict[str, list[float]], float, float
 
 def _sparks(values: Sequence[float], low: float, high: float) -> str:
     """At most COLUMNS characters: the mean of neighbors, from low to high; `!` if not finite."""
-    each = -(-len(values) // COLUMNS)
     drawn = []
-    for place in range(0, len(values), each):
-        some = values[place : place + each]
+    for some in neighbors(values, COLUMNS):
         if not all(map(math.isfinite, some)):
             drawn.append("!")
             continue

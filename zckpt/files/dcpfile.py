@@ -33,9 +33,10 @@ from msgspec.structs import replace
 from ..core import sources
 from ..core.checksum import crc32
 from ..core.dtypes import FROM_TORCH
+from ..core.filenames import path_inside
 from ..core.grouping import by_key
 from ..core.inert import Foreign, Global
-from ..core.missing_ranks import missing_ranks, path_inside
+from ..core.missing_ranks import missing_ranks
 from ..errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,

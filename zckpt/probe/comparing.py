@@ -197,7 +197,7 @@ def aligned(a: Run, b: Run) -> tuple[list[Event], list[str], list[str]]:
 
 
 def above_noise(
-    events: Sequence[Event], a: Run, noise: Run, is_merged: bool = False
+    events: Sequence[Event], a: Run, noise: Run, is_merged: bool
 ) -> tuple[list[Event], float]:
     """The events with the tolerance that follows from the noise, and the largest noise.
 

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from typing import Any
 
 from ..core import sources
 from ..core.description import Report
-from ..core.fileio import CRC_BLOCK
 from ..core.manifest import Manifest, Sibling
 from ..errors import listed
 
@@ -67,13 +65,12 @@ def _equal(a: Sibling, b: Sibling) -> bool:
     key = PATHS.get(a.name)
     if key is not None and max(a.size, b.size) <= MAX_JSON:
         return bool(_document(a, key) == _document(b, key))
-    if a.size != b.size:
-        return False
-    return all(one == other for one, other in zip(_blocks(a), _blocks(b), strict=True))
+    return a.size == b.size and sources.same_bytes(a.path, b.path)
 
 
 def _document(item: Sibling, without: str) -> Any:
-    data = b"".join(_blocks(item))
+    with sources.opened(item.path) as file:
+        data = file.read()
     try:
         document = json.loads(data.decode("utf-8"))
     except (ValueError, RecursionError):
@@ -81,9 +78,3 @@ def _document(item: Sibling, without: str) -> Any:
     if isinstance(document, dict):
         document.pop(without, None)
     return document
-
-
-def _blocks(item: Sibling) -> Iterator[bytes]:
-    with sources.opened(item.path) as file:
-        while block := file.read(CRC_BLOCK):
-            yield block

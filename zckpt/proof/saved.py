@@ -240,7 +240,7 @@ def read_proof(path: str, manifest: Manifest) -> tuple[Manifest, str]:
         held = convert(report["held"], _Held)
         digests = convert(report["digests"], dict[str, _Digest])
         facts = facts_of(_dictionary(held.state))
-        if "state" not in report["held"]:  # a proof of zckpt 0.1
+        if "state" not in report["held"]:  # a proof of an older zckpt
             known = {state.key: state.parameters for state in _others(manifest)}
             stated = known if held.states is None else held.states
             facts = facts._replace(state={"optimizer": {"other": _by_parameter(stated)}})

@@ -90,16 +90,6 @@ _blocks = Blocks()
 _numbers = itertools.count()
 
 
-class Traffic(Struct):
-    """What was asked of stores in this process: requests for bytes, and bytes that came."""
-
-    requests: int = 0
-    bytes: int = 0
-
-
-traffic = Traffic()
-
-
 class File(Struct, eq=False, dict=True):
     """The bytes of one object: an `elsewhere.Elsewhere`."""
 
@@ -117,8 +107,6 @@ class File(Struct, eq=False, dict=True):
 
         def ask() -> bytes | memoryview:
             data = self.store.read(self.found, start, stop)
-            traffic.requests += 1
-            traffic.bytes += len(data)
             if len(data) == stop - start:
                 return data
             raise failures.BrokenOff(
@@ -134,7 +122,7 @@ class File(Struct, eq=False, dict=True):
             return b""
         if stop - offset > KEPT // 8:
             return bytes(self.fetch(offset, stop))
-        if self.found.key not in self.mirror.read:
+        if self.found.key not in self.mirror.read_already:
             self.mirror.read_ahead(self)
         return self._blocks_of(META, offset, stop)
 
@@ -198,25 +186,25 @@ class Mirror(Struct, eq=False):
     top: str
     files: dict[str, File] = field(default_factory=dict)
     registered: list[elsewhere.Fingerprint] = field(default_factory=list)
-    read: set[str] = field(default_factory=set)
+    read_already: set[str] = field(default_factory=set)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def read_ahead(self, file: File) -> None:
         """Reads the ends of a file and of those beside it with the same ending, once."""
         key = file.found.key
         with self.lock:
-            if key in self.read:
+            if key in self.read_already:
                 return
             folder, ending = os.path.dirname(key), os.path.splitext(key)[1]
             beside = [
                 other
                 for name, other in self.files.items()
                 if name >= key
-                and name not in self.read
+                and name not in self.read_already
                 and os.path.dirname(name) == folder
                 and os.path.splitext(name)[1] == ending
             ][:NEIGHBORS]
-            self.read.update(each.found.key for each in beside)
+            self.read_already.update(each.found.key for each in beside)
             with ThreadPoolExecutor(AT_ONCE) as pool:
                 for done in [pool.submit(each.read_ends) for each in beside]:
                     done.result()

@@ -188,17 +188,17 @@ def kept(entry: Entry, lost: dict[str, str]) -> tuple[Entry, tuple[tuple[int, in
 class Measured(Struct, frozen=True):
     """What a pass has found.
 
-    `ranges` are the elements of tensors that were read, where that is not all.
+    `updates` are the RMS of Adam's update by parameter. `ranges` are the elements of tensors that
+    were read, where that is not all.
     """
 
     lines: dict[str, Report]
-    updates: dict[str, tuple[float, int]]
+    updates: dict[str, float]
     distances: dict[str, Difference]
     ranges: dict[str, tuple[tuple[int, int], ...]]
     problems: list[Report]
     records: RecordCounts
     digest: str | None
-    bytes: int
 
 
 def measured(found: Found, copying: Copying, begin: Begin | None) -> Measured:
@@ -226,9 +226,7 @@ def measured(found: Found, copying: Copying, begin: Begin | None) -> Measured:
     updates = {name: done.totals[f"{name}/{UPDATE}"].statistics for name in done.rules}
     return Measured(
         lines={entry.name: statistics[entry.name].report() for entry in numbers},
-        updates={
-            name: (own.rms, own.finite) for name, own in updates.items() if own.rms is not None
-        },
+        updates={name: own.rms for name, own in updates.items() if own.rms is not None},
         distances=done.distances,
         ranges=ranges,
         problems=[
@@ -237,7 +235,6 @@ def measured(found: Found, copying: Copying, begin: Begin | None) -> Measured:
         ],
         records=records,
         digest=None if lost else digest_of(entries, done.covers),
-        bytes=sum(entry.length for entry in entries),
     )
 
 

@@ -40,7 +40,7 @@ def section(
     entries: Sequence[Entry],
     places: Places,
     lines: Mapping[str, Report],
-    updates: Mapping[str, tuple[float, int]],
+    updates: Mapping[str, float],
 ) -> Report:
     """The measures of layers by kinds. A weight is shown as the module has it, else its master."""
     by_slot: dict[str, list[list[Any]]] = {"param": []}
@@ -67,7 +67,7 @@ def section(
     numbers = {entry.name: number for number, entry in enumerate(entries)}
     cells = [
         [*places.of[name], finite(rms), numbers.get(f"{name}/exp_avg")]
-        for name, (rms, _) in updates.items()
+        for name, rms in updates.items()
     ]
     measures.append({"key": "update", "title": "RMS of Adam's update", "unit": "", "cells": cells})
     return {

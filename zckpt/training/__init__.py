@@ -6,7 +6,7 @@ A module here may name classes of optimizers and programs that train, but reads 
     optimizers.py       what each optimizer keeps, and the defaults of its hyper-parameters
     hyperparameters.py  which hyper-parameters the groups of a target get
     trainers.py         the files that trainer programs put beside a checkpoint
-    program_states.py   which program's state it is, and where this program looks for it
+    lightning.py        whether Lightning's state is there, and where Lightning looks for it
     megatron_arguments.py  sizes that Megatron's programs save as their arguments
     best.py             the best checkpoint of a Trainer's run
     objects.py          which objects may go into a target's pickles

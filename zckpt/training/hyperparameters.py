@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..core.facts import FlatBufferEngine
-from ..core.inert import to_json
+from ..core.inert import nested, to_json
 from ..core.manifest import Manifest
 from ..errors import listed
 from .optimizers import known_optimizer, likely_optimizer
@@ -97,7 +97,5 @@ def torch_groups(
 
 
 def _adam_w_mode(source: Manifest) -> bool:
-    params: Any = source.engine.config if isinstance(source.engine, FlatBufferEngine) else {}
-    for key in ("optimizer", "params", "adam_w_mode"):
-        params = params.get(key) if isinstance(params, dict) else None
-    return params is not False
+    config = source.engine.config if isinstance(source.engine, FlatBufferEngine) else {}
+    return nested(config, "optimizer", "params", "adam_w_mode") is not False

@@ -119,7 +119,7 @@ def kind_of(value: Any) -> str:
     return value.dtype if isinstance(value, Scalar) else type(value).__name__
 
 
-class StatedSteps(Struct, frozen=True):
+class StatedSteps(Struct):
     """The steps that places of one kind state.
 
     `where` is `state` or `group`. `steps` are by what states them: a rank, or the parameter that

@@ -31,8 +31,8 @@ from ..naming.names import former
 from ..naming.ties import with_ties
 from ..reading import read
 from ..training import steps
+from ..training.lightning import refuse_averages
 from ..training.options import ACCEPT_WEIGHTS, DROP_STATE, PARAM_NAMES, RENAME, TIE, Options, refuse
-from ..training.program_states import refuse_averages
 from . import models
 from .keeping import Keeping, dropped_states, unable_to_step
 from .report import report_on
@@ -201,8 +201,8 @@ def _filled(
         if warning := steps.never_stepped(shells, outcome.digests):
             warnings.append(warning)
             shells = replace(shells, warnings=(*shells.warnings, warning))
-        assert format.functions.seal is not None
-        format.functions.seal(root, shells, outcome)
+        if format.functions.seal is not None:
+            format.functions.seal(root, shells, outcome)
 
     return convert.convert(
         layout.source or source,

@@ -72,8 +72,9 @@ def _numbers(manifest: Manifest) -> dict[str, Any]:
     """Numbers of no parameter, those in the optimizer's `state` as `state.n`."""
     numbers: dict[str, Any] = {}
     for own in manifest.each:
-        numbers |= states.beside(own)
-        numbers |= {f"state.{key}": value for key, value in states.among(own).items()}
+        numbers |= states.numbers_of(own, states.BESIDE)
+        among = states.numbers_of(own, states.AMONG)
+        numbers |= {f"state.{key}": value for key, value in among.items()}
     return numbers
 
 

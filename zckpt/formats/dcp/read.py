@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from ...core import sources
 from ...core.fragments import Record
-from ...core.inert import PLAIN, Scalar
+from ...core.inert import PLAIN, Scalar, nested
 from ...core.manifest import Manifest
 from ...core.origin import Origin
 from ...errors import (
@@ -43,7 +43,6 @@ from ..statedict.tree import (
     TensorPiece,
     TreePath,
     assembled,
-    at,
     dotted,
     identities,
     leads_to_step,
@@ -176,7 +175,7 @@ class _FolderReader:
             path = (*front, *place_in(table.folder, paths.get(key) or (key,)))
             if leads_to_step(path):
                 saved.steps += self._stated(key, path, value)
-            if is_pair(saved.folders) and (known := at(saved.tree, path)) is not None:
+            if is_pair(saved.folders) and (known := nested(saved.tree, *path)) is not None:
                 if not _are_equal(value, known):
                     name = os.path.relpath(table.folder, saved.root)
                     saved.left_out.append(f"{name}: {dotted(path)}, which {MODEL}/ has otherwise")

@@ -18,7 +18,7 @@ from ...core.layout import Shell
 from ...core.manifest import Manifest
 from ...files.torchfile import TorchFile, is_torch
 from ...files.torchshell import Storages, seal_records, shell, thawed
-from ...training import program_states
+from ...training import lightning
 from ...training.options import DIALECT, Options
 from ..statedict.tree import SavedTree, leaves
 from ..statedict.write import StateDicts
@@ -26,7 +26,7 @@ from ..statedict.write import StateDicts
 
 def rest_of(folder: str) -> str | None:
     """The path of such a file in a folder."""
-    path = os.path.join(folder, program_states.META)
+    path = os.path.join(folder, lightning.META)
     return path if sources.is_file(path) and is_torch(path) else None
 
 
@@ -56,9 +56,9 @@ def rest_for(source: Manifest, options: Options, dicts: StateDicts) -> str | Non
         return None
     if keys.file is not None and not keys.whole:
         return keys.file
-    if not program_states.is_in(source) or source.format == "dcp":
+    if not lightning.is_in(source) or source.format == "dcp":
         return None
-    own = program_states.SHARDED.numbered_as(keys.optimizer)
+    own = lightning.SHARDED.numbered_as(keys.optimizer)
     dicts.model, dicts.optimizer = own.model, own.optimizer
     return own.file
 

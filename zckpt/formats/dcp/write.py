@@ -39,7 +39,7 @@ from ...files.dcpshell import (
 from ...files.pickling import dumps
 from ...files.torchshell import Storages, shell, thawed
 from ...naming import peft
-from ...training import program_states, trainers
+from ...training import lightning, trainers
 from ...training.options import DIALECT, DP, Options
 from ...training.trainers import TRANSFORMERS, program_of
 from ..statedict.keys import ADAPTER, in_folder, own_key
@@ -86,7 +86,7 @@ def lay_out(source: Manifest, options: Options, number: int = 0) -> Layout:
         writer.left_out,
         writer.warnings,
         about=about,
-        loading=program_states.resuming(source, loading) if of_trainer or writer.rest else loading,
+        loading=lightning.resuming(source, loading) if of_trainer or writer.rest else loading,
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from ...core.grouping import by_key
-from ...core.inert import Foreign
+from ...core.inert import Foreign, nested
 from ...core.missing_ranks import expecting
 from ...errors import CorruptCheckpoint, IncompleteCheckpoint, InconsistentCheckpoint, brief, listed
 from ...files.torchfile import TorchFile
@@ -22,7 +22,6 @@ from ..deepspeed_states.states import (
     EngineStates,
     Found,
     dictionary,
-    nested,
     open_files,
     stated_config,
     stated_stage,
@@ -39,7 +38,7 @@ OF_OPTIMIZERS = ("partition_count", "param_alignment_paddings", "overflow", "ds_
 
 
 def open_ranks(
-    directory: TagDirectory, files: RankFiles, layers: Mapping[int, TorchFile] | None = None
+    directory: TagDirectory, files: RankFiles, layers: Mapping[int, TorchFile] | None
 ) -> EngineStates:
     """What the files of all data ranks of one model rank say.
 

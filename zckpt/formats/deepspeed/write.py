@@ -12,7 +12,7 @@ from ...core.layout import Layout, Shell
 from ...core.manifest import Manifest
 from ...errors import UnsupportedCheckpoint, WrongOption, counted, listed, literal
 from ...naming.order import need_order
-from ...training import program_states
+from ...training import lightning
 from ...training.options import Options
 from ..deepspeed_states import reports
 from ..deepspeed_states.hyper import check_states
@@ -71,7 +71,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
         [*left_out, *ranks.left_out, *scripts],
         list(dict.fromkeys(_warnings(ranks, first))),
         about=f"a DeepSpeed run of {about}, tag {first.tag}",
-        loading=loading if options.weights_only else program_states.resuming(source, loading),
+        loading=loading if options.weights_only else lightning.resuming(source, loading),
         read_back=None if grid is None else partial(ranks.read_back, tag=first.tag),
         source=ranks.source,
         check=ranks.check,

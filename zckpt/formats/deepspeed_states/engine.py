@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...core.facts import FlatBufferEngine
+from ...core.inert import nested
 from ...core.manifest import Manifest
 from ...errors import WrongOption
 from ...training.options import DP, Options
 from .options import CONFIG, STAGE
-from .states import nested, version_numbers
+from .states import version_numbers
 
 SUB_GROUP_SIZE = 10**9  # elements, the engine's default
 FLOAT_NAMES = {"fp32": "F32", "float32": "F32", "float": "F32", "bf16": "BF16", "bfloat16": "BF16"}

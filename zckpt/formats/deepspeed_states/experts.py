@@ -28,9 +28,9 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ...core.facts import ExpertLayer, layers_of
+from ...core.inert import nested
 from ...core.manifest import Manifest
 from ...errors import UnsupportedCheckpoint, listed
-from .states import nested
 
 INSIDE = ".deepspeed_moe.experts.deepspeed_experts."
 NAME = re.compile(rf"(.+){re.escape(INSIDE)}(\d+)\.(.+)")
@@ -138,16 +138,9 @@ class ExpertLayers(Struct, frozen=True):
         parts, layer = expert_name(name), self.layer_of(name)
         return parts is None or layer is None or parts.number // layer.local == of_layer[layer.name]
 
-    def on_rank(self, names: Sequence[str], ep_rank: int) -> list[str]:
-        """Of the members of a group, those on an ep rank, by their local names."""
-        local = []
-        for name in names:
-            parts, layer = expert_name(name), self.layer_of(name)
-            if parts is None or layer is None:
-                local.append(name)
-            elif parts.number // layer.local == ep_rank:
-                local.append(parts.numbered(parts.number % layer.local))
-        return local
+    def on_first(self, names: Sequence[str]) -> list[str]:
+        """Of the members of a group, those that ep rank 0 has; its local names are the same."""
+        return [name for name in names if self.is_on_first(name)]
 
     def global_name(self, name: str, ep_rank: int) -> str:
         """The name in the whole model of what an ep rank calls `name`."""

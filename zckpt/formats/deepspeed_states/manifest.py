@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from ...core.facts import FlatBufferEngine, StepPlace
 from ...core.grouping import by_key
-from ...core.inert import Foreign
+from ...core.inert import Foreign, nested
 from ...core.manifest import Manifest, Parameter, Sighting
 from ...core.origin import Origin
 from ...core.states import PARTITIONS
@@ -32,7 +32,6 @@ from .states import (
     COUNTERS,
     EngineStates,
     FlatBuffer,
-    nested,
     states_of_partitions,
     version_numbers,
 )

@@ -55,7 +55,7 @@ def of_weights(target: DeepSpeedTarget) -> list[str]:
     ]
 
 
-def of_stage_0(target: DeepSpeedTarget, wholes: Sequence[Manifest] = ()) -> list[str]:
+def of_stage_0(target: DeepSpeedTarget, wholes: Sequence[Manifest]) -> list[str]:
     """What differs where one side has no ZeRO.
 
     `wholes` are pipelines that the target is a stage of: which stage lists frozen parameters of

@@ -14,7 +14,7 @@ from msgspec import Struct, field
 from ...core import agreement
 from ...core.facts import StepPlace
 from ...core.fragments import Fragments
-from ...core.inert import Foreign, Scalar, inside, map_values, to_json
+from ...core.inert import Foreign, Scalar, inside, map_values, nested, to_json
 from ...core.manifest import Entry, Sighting, Unread
 from ...core.states import unread
 from ...errors import CorruptCheckpoint, UnsupportedCheckpoint
@@ -347,13 +347,6 @@ def version_numbers(version: str) -> tuple[int, ...]:
     words = "".join(c if c.isdecimal() else " " for c in version).split()
     numbers = tuple(map(int, words[:3]))
     return numbers if any(numbers) else (999,)
-
-
-def nested(config: Any, *keys: str) -> Any:
-    """config[key][key]..., or None if any key is missing."""
-    for key in keys:
-        config = config.get(key) if isinstance(config, dict) else None
-    return config
 
 
 def item(items: Any, place: int) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from ...core.states import others_of, partitions_of, states_of, untouched
 from ...core.weights import WIDE, is_optimizers, weight_of
 from ...errors import InconsistentCheckpoint, MissingData, UnsupportedCheckpoint, listed
 from ...files.torchshell import Storages, thawed
-from ...training import program_states, steps
+from ...training import lightning, steps
 from ...training.optimizers import is_of_axis, known_optimizer
 from ...training.options import Options
 from ...training.trainers import ACCELERATE, program_of
@@ -130,7 +130,7 @@ class DeepSpeedTarget:
         for group in range(len(self.groups)):
             names = members.get(group, [])
             ep = self.experts.ep_of(names)
-            first = self.experts.on_rank(names, 0) if ep > 1 else names
+            first = self.experts.on_first(names) if ep > 1 else names
             numels = [prod(self.trainable[name].shape) for name in first]
             for places in self._arranged(first, numels, self.dp // ep):
                 laid_out = [first[place] for place in places]
@@ -377,8 +377,8 @@ class DeepSpeedTarget:
         of_accelerate = program_of(self.source.siblings) == ACCELERATE
         if of_accelerate and (stated is None or OF_MODELS.fullmatch(stated)):
             stated = "pytorch_model"  # which Accelerator.load_state asks for
-        if program_states.is_in(self.source):
-            stated = program_states.TAG
+        if lightning.is_in(self.source):
+            stated = lightning.TAG
         return str(stated or f"global_step{self.counters['global_steps']}")
 
     @property

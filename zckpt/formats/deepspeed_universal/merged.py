@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ...core import sources
+from ...core.inert import nested
 from ...core.missing_ranks import missing_file
 from ...errors import IncompleteCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint, listed
 from ...files.torchfile import Parsed, Tensor, TorchFile
@@ -21,7 +22,6 @@ from ..deepspeed_states.states import (
     dictionary,
     in_user_order,
     item,
-    nested,
     open_files,
     shapes_of_groups,
     version_of,

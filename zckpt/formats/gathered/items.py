@@ -27,7 +27,6 @@ from . import distributed
 
 METADATA = "metadata.pkl"
 CONSOLIDATE = "torch_checkpointing.hf.consolidation.consolidate_hf_safetensors_checkpoint"
-BLOCK = 1 << 20  # bytes
 
 Items = dict[str | None, dict[int, str]]
 """Paths by item and rank."""
@@ -108,13 +107,16 @@ def _is_distributed(paths: Mapping[int, str]) -> bool:
 def _slices_of(paths: Mapping[int, str]) -> list[str]:
     """The files of an item in order, if they may be slices; or none.
 
-    A damaged file counts as one of them, or the others would pass for whole models.
+    A damaged file counts as one of them, or the others would pass for whole models. Slices differ
+    in their first blocks.
     """
     files = [paths[rank] for rank in sorted(paths)]
     if len(files) < 2 or sorted(paths) != list(range(len(files))):
         return []
     names = {frozenset(tensors) for path in files if (tensors := _tensors_in(path)) is not None}
-    return files if len(names) == 1 and not all(map(_same, repeat(files[0]), files[1:])) else []
+    if len(names) == 1 and not all(map(sources.same_bytes, repeat(files[0]), files[1:])):
+        return files
+    return []
 
 
 def _tensors_in(path: str) -> list[str] | None:
@@ -122,14 +124,3 @@ def _tensors_in(path: str) -> list[str] | None:
         return [stored.name for stored in safefile.read(path)]
     except ZckptError:
         return None
-
-
-def _same(a: str, b: str) -> bool:
-    """Whether two files have the same bytes; slices differ in the first blocks."""
-    if sources.size(a) != sources.size(b):
-        return False
-    with sources.opened(a) as one, sources.opened(b) as other:
-        while block := one.read(BLOCK):
-            if other.read(BLOCK) != block:
-                return False
-    return True

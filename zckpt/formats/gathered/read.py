@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from ...core import sources
 from ...core.facts import StateDictEngine
 from ...core.filenames import number_of, numbered
+from ...core.inert import nested
 from ...core.manifest import Manifest
 from ...core.origin import Origin
 from ...core.saved_names import nameless, refuse_others, saved_names
@@ -30,7 +31,7 @@ from ..reading import USUAL, Reading
 from ..statedict.keys import keys_of
 from ..statedict.own_facts import checked
 from ..statedict.read import manifest
-from ..statedict.tree import SavedTree, TreePath, at, leaf, leaves
+from ..statedict.tree import SavedTree, TreePath, leaf, leaves
 from ..statedict.weights import tensors_of_index, weights_of
 from . import distributed, local, ranked
 from .files import StateDictFiles, locate, place_of, slices, whole_of
@@ -203,7 +204,7 @@ class _TreeReader:
             )
         tree = {**extra, **alone, **trees}
         for path, stated in [*self.saved.stated_of.items()]:
-            model = at(tree, path)
+            model = nested(tree, *path)
             if not isinstance(model, dict):
                 continue
             for alias, owner in stated["aliases"].items():  # safetensors have tied weights once

@@ -35,14 +35,14 @@ from ...core.folder import Folder
 from ...core.inert import Scalar, TensorName, map_values
 from ...core.layout import Layout, Shell
 from ...core.manifest import Manifest
-from ...core.states import among, beside
+from ...core.states import AMONG, BESIDE, numbers_of
 from ...errors import listed, literal
 from ...files import safefile
 from ...files.torchshell import Storages, seal_records, shell
 from ...naming import peft
-from ...training import program_states, trainers
+from ...training import lightning, trainers
+from ...training.lightning import Keys
 from ...training.options import DIALECT, DP, Options
-from ...training.program_states import Keys
 from ...training.trainers import ACCELERATE, TRANSFORMERS, program_of
 from ..statedict.keys import OPTIMIZER, keys_of, trainers_dialect
 from ..statedict.tree import TreePath, dotted
@@ -103,8 +103,8 @@ def file_names(source: Manifest, options: Options) -> FileNames:
     engine = keys_of(source.engine)
     if options[DIALECT] is None and not options.weights_only:
         keys = None
-        if program_states.is_in(source):
-            keys = program_states.WHOLE.numbered_as(engine.optimizer)
+        if lightning.is_in(source):
+            keys = lightning.WHOLE.numbered_as(engine.optimizer)
         if engine.whole and engine.file is not None:
             keys = Keys(engine.model, engine.optimizer or OPTIMIZER, engine.file)
         if keys is not None:
@@ -156,7 +156,7 @@ def lay_out(source: Manifest, options: Options, number: int = 0) -> Layout:
     of_trainer = writer.optimizes and names_of_files.scheduler is not None
     resuming = trainers.resuming(source.siblings, loading) if of_trainer else loading
     if names_of_files.keys is not None:
-        resuming = program_states.resuming(source, loading, names_of_files.weights)
+        resuming = lightning.resuming(source, loading, names_of_files.weights)
     return Layout(
         writer.shells,
         siblings,
@@ -262,7 +262,7 @@ class StateDictWriter(StateDicts):
 
     def _optimizer_state(self) -> dict[str, Any]:
         members = [self.members(place) for place in range(len(self.groups))]
-        states, others = dict(self._states()), among(self.source)
+        states, others = dict(self._states()), numbers_of(self.source, AMONG)
         own: list[dict[str, Any]]
         if self.file_names.by_name:
             state, own = others | states, [{"params": names} for names in members]
@@ -272,7 +272,7 @@ class StateDictWriter(StateDicts):
             state = dict(sorted(numbered.items())) | others
             own = [{"param_names": names, "params": [ids[n] for n in names]} for names in members]
         groups = [{**group, **each} for group, each in zip(self.groups, own, strict=True)]
-        return {**beside(self.source), "state": state, "param_groups": groups}
+        return {**numbers_of(self.source, BESIDE), "state": state, "param_groups": groups}
 
     def _everything(self, keys: Keys) -> dict[Any, Any]:
         """The content of one file with the program's own state, and the state dicts among it."""

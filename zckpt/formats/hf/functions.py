@@ -2,10 +2,6 @@
 
 from ..format import Functions
 from .read import read
-from .write import lay_out, seal
+from .write import lay_out
 
-FUNCTIONS = Functions(
-    read=read,
-    lay_out=lay_out,
-    seal=seal,
-)
+FUNCTIONS = Functions(read=read, lay_out=lay_out)

@@ -25,7 +25,6 @@ from msgspec.structs import replace
 
 from ...core import sources
 from ...core.dtypes import FLOATS, SIZES, TORCH_NAMES
-from ...core.folder import Folder
 from ...core.layout import Layout, Shell
 from ...core.manifest import Entry, Manifest, Parameter, Sibling
 from ...core.masters import results_of
@@ -62,10 +61,6 @@ def lay_out(source: Manifest, options: Options) -> Layout:
         loading=loading,
         source=writer.model,
     )
-
-
-def seal(root: Folder, manifest: Manifest, outcome: Any) -> None:
-    """Does nothing: safetensors files state no checksums."""
 
 
 class PretrainedWriter(Struct, eq=False, dict=True):

@@ -29,7 +29,7 @@ from ...core.facts import MAX_DP
 from ...core.fragments import Extent, Record
 from ...errors import CorruptCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint
 from ...files import hdf5file
-from .ranks import COUNT, OPTIMIZERS, SHARED, SLOTS, RankStates, RankTensor, Save
+from .ranks import COUNT, SHARED, SHORT_NAMES, SLOTS, RankStates, RankTensor, Save
 
 FULL = "model/full_precision/"
 SHARED_GROUPS = ("shared_optimizer_state",)
@@ -144,7 +144,7 @@ def opened(root: str, files: Sequence[RankFile]) -> Save:
         ranks,
         # ORTTrainer's mixed precision is always fp16; the files state no more than this
         "F16" if first.options.mixed_precision else None,
-        OPTIMIZERS.get(str(first.options.optimizer_name)),
+        SHORT_NAMES.get(str(first.options.optimizer_name)),
         _shapes(files),
         {key: value for key, value in state.items() if value},
         records=[
@@ -198,7 +198,7 @@ def _check_kind(file: RankFile) -> None:
             hint="zckpt reads ZeRO checkpoints with data parallelism alone",
         )
     optimizer = file.options.optimizer_name
-    if optimizer is not None and optimizer not in OPTIMIZERS:
+    if optimizer is not None and optimizer not in SHORT_NAMES:
         raise UnsupportedCheckpoint(
             f"{file.path} states the optimizer {optimizer!r}, which zckpt does not know"
         )

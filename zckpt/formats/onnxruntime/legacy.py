@@ -31,7 +31,7 @@ from ...core.manifest import Entry
 from ...core.saved_names import Place, nameless, refuse_others, saved_names
 from ...errors import CorruptCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint, ZckptError
 from ...files.torchfile import Parsed, Tensor, TorchFile, peek
-from .ranks import COUNT, OPTIMIZERS, SHARED, SLOTS, RankStates, RankTensor, Save
+from .ranks import COUNT, SHARED, SHORT_NAMES, SLOTS, RankStates, RankTensor, Save
 
 SUFFIX = ".ort.pt"
 FILE = re.compile(r"(?s)(.*)\.ZeRO\.(\d+)\.(\d+)\.ort\.pt")  # rank, number of ranks - 1
@@ -216,7 +216,7 @@ def _optimizer(ranks: Sequence[RankStates]) -> str | None:
         raise InconsistentCheckpoint("the files hold counters of both Adam and Lamb")
     if not adam and not lamb:
         return None
-    return OPTIMIZERS["AdamOptimizer" if adam else "LambOptimizer"]
+    return SHORT_NAMES["AdamOptimizer" if adam else "LambOptimizer"]
 
 
 # -- what the user saved with the model

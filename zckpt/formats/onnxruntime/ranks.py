@@ -12,7 +12,7 @@ from ...core.manifest import Entry
 
 SLOTS = {"Moment_1": "exp_avg", "Moment_2": "exp_avg_sq"}
 COUNT, SHARED = "Update_Count", "Step"  # Adam's, one per weight; Lamb's, one for all
-OPTIMIZERS = {"AdamOptimizer": "Adam", "LambOptimizer": "Lamb", "SGDOptimizer": "SGD"}
+SHORT_NAMES = {"AdamOptimizer": "Adam", "LambOptimizer": "Lamb", "SGDOptimizer": "SGD"}
 
 
 class RankTensor(Struct, frozen=True):

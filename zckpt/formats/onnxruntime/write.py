@@ -40,11 +40,11 @@ from ...training.steps import COUNTED
 from ..private import own_names
 from .legacy import HALVES, MODEL
 from .partition import Share, by_name, share_of, shares
-from .ranks import COUNT, OPTIMIZERS, SHARED, SLOTS
+from .ranks import COUNT, SHARED, SHORT_NAMES, SLOTS
 
 PREFIX = "ORT_checkpoint"  # ONNX Runtime's own
 HALF_SUFFIXES = {dtype: suffix for suffix, dtype in HALVES.items()}
-ENGINE_NAMES = {short: name for name, short in OPTIMIZERS.items()}
+ENGINE_NAMES = {short: name for name, short in SHORT_NAMES.items()}
 # keys of a manifest's state that the target holds: in every dialect, and in HDF5 files
 ENGINE = frozenset({"module", "counters"})
 TRAINER = ("trainer_options", "train_step_info", "user_dict")

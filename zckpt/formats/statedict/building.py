@@ -12,15 +12,14 @@ from typing import Any
 from msgspec.structs import replace
 
 from ...core import agreement
-from ...core.dtypes import NUMBERS
 from ...core.facts import StateDictEngine, StepPlace
-from ...core.inert import PYTHON_NUMBERS, Scalar, TensorName, inside, map_values
+from ...core.inert import Scalar, TensorName, inside, is_number, map_values
 from ...core.manifest import Entry, Manifest, Parameter, Sighting, slot_name
 from ...errors import listed
 from ...naming import ties
 from ...training import steps
+from ...training.lightning import place_of
 from ...training.optimizers import name_of_groups
-from ...training.program_states import place_of
 from ...training.trainers import config_of
 from ..reading import Reading
 from ..strangers import Stranger, sorted_out
@@ -205,7 +204,7 @@ class ManifestBuilder:
             key
             for name, state in self.optimizer.state.items()
             for key, value in state.items()
-            if _is_number(value)
+            if is_number(value, Leaf)
             and not (isinstance(value, Leaf) and value.shape == self.model[name].shape)
         }
 
@@ -218,7 +217,7 @@ class ManifestBuilder:
             is_slot = isinstance(value, Leaf) and value.shape == parameter.shape and not value.name
             if _is_lost(value) and not is_slot:
                 continue
-            if is_named and key in scalars and _is_number(value):
+            if is_named and key in scalars and is_number(value, Leaf):
                 parameter.scalars[key] = _number(value)
             elif is_named and is_slot:
                 self._add_entry(f"{name}/{slot_name(key)}", value)
@@ -285,7 +284,7 @@ class ManifestBuilder:
         """A hyper-parameter of a group; a tensor of one element by value, as Prodigy has them."""
         if _is_lost(value):
             return None
-        by_value = isinstance(value, Leaf) and _is_number(value)
+        by_value = isinstance(value, Leaf) and is_number(value, Leaf)
         return _number(value) if by_value else self._kept(value, path)
 
     def _optimizer(self, groups: Sequence[dict[str, Any]] | None) -> str | None:
@@ -366,16 +365,9 @@ class ManifestBuilder:
         return map_values(value, lambda item, key: self._kept(item, inside(path, key), entries))
 
 
-def _is_number(value: Any) -> bool:
-    """Whether a state is one number: Python's, or a tensor of one element."""
-    if isinstance(value, Leaf):
-        return value.numel == 1 and value.dtype in NUMBERS
-    return type(value) in PYTHON_NUMBERS.values()
-
-
 def _is_lost(value: Any) -> bool:
     """Whether a number lay in a lost file: nothing of it is known."""
-    return isinstance(value, Leaf) and value.number is lost_number and _is_number(value)
+    return isinstance(value, Leaf) and value.number is lost_number and is_number(value, Leaf)
 
 
 def _number(value: Any) -> Scalar:

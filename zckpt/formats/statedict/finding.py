@@ -24,7 +24,7 @@ from msgspec.structs import replace
 from ...core.dtypes import FLOATS
 from ...core.inert import PLAIN, map_values, to_json, types_in
 from ...errors import MissingData
-from ...training.program_states import LIGHTNING, TRAINED, WHOLE
+from ...training.lightning import LIGHTNING, TRAINED, WHOLE
 from .equal_tensors import is_float
 from .tree import Leaf, SavedTree, TreePath, dotted
 
@@ -166,7 +166,7 @@ def choose_models(
     saved: SavedTree,
     models: Mapping[TreePath, dict[Any, Any]],
     optimizers: Sequence[OptimizerState],
-    asked: str = "",
+    asked: str,
 ) -> list[TreePath]:
     """The paths of the models' state dicts: one, unless nothing tells which one is trained.
 

@@ -13,7 +13,7 @@ from ...core.states import BESIDE_STATE, OF_NO_GROUP
 from ...errors import InconsistentCheckpoint, MissingData, listed
 from ...naming import peft
 from ...naming.names import names_in
-from ...training import program_states
+from ...training import lightning
 from ...training.trainers import config_of, of_model
 from ..reading import USUAL, Reading
 from ..strangers import NO_NAMES, Stranger
@@ -95,10 +95,10 @@ def manifest(saved: SavedTree, reading: Reading = USUAL) -> Manifest:
 
 def _settle_averages(saved: SavedTree, model: TreePath) -> None:
     """Where Lightning saves averages of the weights too: drops them if the others are asked for."""
-    own, trained = program_states.WHOLE.model, program_states.TRAINED
-    if not {program_states.LIGHTNING, trained} <= saved.tree.keys():
+    own, trained = lightning.WHOLE.model, lightning.TRAINED
+    if not {lightning.LIGHTNING, trained} <= saved.tree.keys():
         return
-    averages = [str(own[0]), program_states.AVERAGING]
+    averages = [str(own[0]), lightning.AVERAGING]
     if model == own:
         saved.warnings.append(
             f"{averages[0]} has averages of the weights; {trained} has those that the "
@@ -142,9 +142,9 @@ def _several(saved: SavedTree, roots: Roots, reading: Reading) -> list[Root]:
     saved.likely = [] if reading.weights_only else roots.likely(chosen)
     every = [path for root in roots.roots for path in root.optimizers]
     lost = [dotted(path) for path in every if path not in chosen.optimizers]
-    if program_states.LIGHTNING in saved.tree and chosen.optimizers and lost:
+    if lightning.LIGHTNING in saved.tree and chosen.optimizers and lost:
         saved.warnings.append(
-            f"{program_states.NAME} loads the state of each optimizer by its place: a module that "
+            f"{lightning.NAME} loads the state of each optimizer by its place: a module that "
             f"has {listed(lost)}, too, does not resume from what is written"
         )
     saved.left_out += roots.left_out(chosen)

@@ -43,13 +43,6 @@ def dotted(path: TreePath) -> str:
     return ".".join(map(str, path))
 
 
-def at(tree: Any, path: TreePath) -> Any:
-    """The value at a path; None without one."""
-    for key in path:
-        tree = tree.get(key) if isinstance(tree, dict) else None
-    return tree
-
-
 def put(tree: Any, path: TreePath, value: Any, room: int) -> int:
     """Sets the value at a path; an integer in the path is a place in a list.
 

@@ -9,8 +9,9 @@ from math import prod
 from typing import Any
 
 from ...core import sources
+from ...core.filenames import path_inside
 from ...core.fragments import Record, solid
-from ...core.missing_ranks import missing_file, path_inside
+from ...core.missing_ranks import missing_file
 from ...errors import InconsistentCheckpoint
 from ...files import safefile
 from .tree import Leaf, number_of

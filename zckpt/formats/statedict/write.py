@@ -15,7 +15,7 @@ from msgspec import Struct
 from ...core.facts import FlatBufferEngine
 from ...core.inert import Scalar, TensorName
 from ...core.manifest import Manifest, slot_key
-from ...core.states import AMONG, BESIDE, OTHER, among, beside
+from ...core.states import AMONG, BESIDE, OTHER, numbers_of
 from ...core.weights import WIDE, is_optimizers, weight_of
 from ...errors import WrongOption, brief, counted, listed
 from ...naming import peft
@@ -220,7 +220,7 @@ class StateDicts:
             for key, value in state.items():
                 yield from flattened(self._state_path(name, key), value)
         if self.layout != "flat":  # torch finds there what begins with a parameter's name
-            for key, value in among(self.source).items():
+            for key, value in numbers_of(self.source, AMONG).items():
                 if key not in self.names:
                     yield (*self.optimizer, "state", key), value
         for place, group in enumerate(self.groups):
@@ -242,7 +242,7 @@ class StateDicts:
             ]
             yield (*self.optimizer, "param_groups", place, "params"), params
         if self.optimizer:  # else its keys stand among the program's own
-            for key, value in beside(self.source).items():
+            for key, value in numbers_of(self.source, BESIDE).items():
                 if not is_optimizers_key(key):
                     yield (*self.optimizer, key), value
 

@@ -25,7 +25,7 @@ SIBLINGS = "siblings"
 MAX_MANIFEST = 1 << 29
 
 
-OPTIMIZERS = re.compile(r"(master|exp_avg|momentum_buffer)(-\d+-of-\d+)?\.safetensors")
+OF_OPTIMIZERS = re.compile(r"(master|exp_avg|momentum_buffer)(-\d+-of-\d+)?\.safetensors")
 """Files that only a universal checkpoint has; without its manifest they have lost their meaning."""
 KEYS = (b'"zckpt"', b'"source"', b'"step"', b'"optimizer"')
 """The first keys of a manifest. Two are enough, so that a damaged one is recognized too."""
@@ -41,6 +41,6 @@ def detect(path: str) -> list[str]:
             return [""]
     if sources.is_folder(path):
         with os.scandir(path) as items:
-            if any(OPTIMIZERS.fullmatch(item.name) for item in items):
+            if any(OF_OPTIMIZERS.fullmatch(item.name) for item in items):
                 return [""]
     return []

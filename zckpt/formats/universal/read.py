@@ -15,6 +15,7 @@ from ...core import sources
 from ...core.dtypes import SIZES
 from ...core.facts import MAX_DP, Facts, facts_of
 from ...core.fileio import crc_of
+from ...core.filenames import path_inside
 from ...core.fragments import Extent, Fragment, Fragments, Record, Runs, solid
 from ...core.inert import from_json
 from ...core.manifest import (
@@ -27,7 +28,6 @@ from ...core.manifest import (
     step_from_json,
     texts_from_json,
 )
-from ...core.missing_ranks import path_inside
 from ...core.origin import Origin
 from ...core.siblings import SiblingList, leads_out
 from ...core.states import tensors_in
@@ -165,7 +165,9 @@ def _manifest(path: str, document: Mapping[str, Any]) -> Manifest:
 def _check_checksum(path: str, document: Mapping[str, Any]) -> list[str]:
     """Raises CorruptCheckpoint for a damaged manifest; gives a warning for one without checksum."""
     if "crc32" not in document:
-        return [f"{MANIFEST} has no checksum (zckpt 0.1 wrote none): damage to it may go unseen"]
+        return [
+            f"{MANIFEST} has no checksum (an older zckpt wrote none): damage to it may go unseen"
+        ]
     if document["crc32"] != checksum(document):
         raise CorruptCheckpoint(
             f"{os.path.join(path, MANIFEST)} is damaged: its contents do not have the CRC-32 that "

@@ -17,6 +17,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from ...core.inert import nested
 from ...errors import MissingData
 
 Step = Sequence[Any]
@@ -136,7 +137,10 @@ def rules_of(config: Mapping[str, Any]) -> SavingRules | None:
         rules = [*(_rule(item, scope, about["prefix"]) for item in rules_for(key)), *rules]
     if not rules:
         return None
-    sizes = {key: _stated(config, *path) for key, path in about.get("sizes", {}).items()}
+    sizes = {}
+    for key, (*path, default) in about.get("sizes", {}).items():
+        stated = nested(config, *path)
+        sizes[key] = default if stated is None else stated
     return SavingRules(
         [rule for rule in rules if not rule.steps],
         [rule for rule in rules if rule.steps],
@@ -157,7 +161,7 @@ def _inside(
     for path, name, kind, where, chooser in about["modules"]:
         if any(path.startswith(f"{other}.") for other in others):
             continue
-        inner = _stated(config, *filter(None, where.split(".")), {})
+        inner = nested(config, *filter(None, where.split(".")))
         stated = inner.get("model_type") if isinstance(inner, Mapping) else None
         stated = stated if isinstance(stated, str) else None
         full = f"{above}.{path}" if above else path
@@ -214,14 +218,6 @@ def _compiled(sources: tuple[str, ...]) -> re.Pattern[str]:
     """One pattern of all sources: the longest one that fits counts."""
     numbered = sorted(enumerate(sources), key=lambda item: -len(item[1]))
     return re.compile("|".join(f"(?P<g{number}>{source})" for number, source in numbered))
-
-
-def _stated(config: Any, *path: Any) -> Any:
-    """The value at a path of keys, of which the last one is what stands for a missing value."""
-    *keys, default = path
-    for key in keys:
-        config = config.get(key) if isinstance(config, Mapping) else None
-    return default if config is None else config
 
 
 @cache

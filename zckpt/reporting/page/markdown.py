@@ -9,6 +9,7 @@ from typing import Any
 from urllib.parse import quote
 from xml.sax.saxutils import escape
 
+from ...core.grouping import neighbors
 from . import words
 from .charts import DECADES, PALETTE, SIGNS
 
@@ -174,9 +175,9 @@ def _fitting(
 
 def _merged(names: list[str], most: int) -> tuple[int, list[str]]:
     """How many neighbors become one, and the names of these."""
-    each = max(math.ceil(len(names) / most), 1)
-    some = [names[place : place + each] for place in range(0, len(names), each)]
-    return each, [part[0] if len(part) == 1 else f"{part[0]} … {part[-1]}" for part in some]
+    parts = neighbors(names, most)
+    each = len(parts[0]) if parts else 1
+    return each, [part[0] if len(part) == 1 else f"{part[0]} … {part[-1]}" for part in parts]
 
 
 def _style() -> str:

@@ -16,10 +16,11 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from ....core.inert import nested
 from ....errors import InconsistentCheckpoint
 from ....files.torchfile import Tensor
 from ...deepspeed_states.directories import TagDirectory, refuse
-from ...deepspeed_states.states import EngineStates, ParameterShapes, nested
+from ...deepspeed_states.states import EngineStates, ParameterShapes
 
 LAYERS = ("ds_autoep_layers", "autoep_layers")
 ROUTER = ".router.gate.weight"

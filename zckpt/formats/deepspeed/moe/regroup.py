@@ -128,7 +128,7 @@ def _regrouped(source: Manifest, layers: ExpertLayers, ep: int) -> tuple[Manifes
                 "does not show how they stand at another expert-parallel size",
                 hint=f"keep --ep {layers.sizes[0]}",
             )
-        local = spread.on_rank(names, 0)
+        local = spread.on_first(names)
         for cut in _cuts(source, local) if of_experts else [local]:
             members |= dict.fromkeys(spread.everywhere(cut), len(groups))
             groups.append({**about, "name": f"ep_size_{ep}"} if of_experts else about)
@@ -152,7 +152,7 @@ def _uncut(source: Manifest, layers: ExpertLayers) -> Iterator[tuple[int, list[s
     """
     groups, every = source.groups or (), source.parameters.items()
     members = by_key((about.group or 0, name) for name, about in every if about.trainable)
-    local = {number: layers.on_rank(own, 0) for number, own in sorted(members.items())}
+    local = {number: layers.on_first(own) for number, own in sorted(members.items())}
 
     def settings(number: int) -> object:
         return number if layers.is_dense(local[number][0]) else groups[number]

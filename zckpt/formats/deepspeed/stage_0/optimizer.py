@@ -22,10 +22,9 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ....core.dtypes import NUMBERS
 from ....core.fragments import Fragments, solid
 from ....core.grouping import by_key
-from ....core.inert import PYTHON_NUMBERS, Scalar
+from ....core.inert import Scalar, is_number
 from ....core.layout import Shell
 from ....core.manifest import Manifest, slot_key, slot_name
 from ....core.states import OTHER
@@ -263,7 +262,7 @@ def kept(whole: WholeOptimizer, step_policy: str | None) -> tuple[EngineStates, 
         key
         for number in numbers
         for key, value in number.state.items()
-        if isinstance(key, str) and _is_scalar(value) and not _is_slot(number, key, value)
+        if isinstance(key, str) and is_number(value, Tensor) and not _is_slot(number, key, value)
     }
     other: dict[str, dict[str, Any]] = {}
     buffers: list[FlatBuffer] = []
@@ -273,7 +272,7 @@ def kept(whole: WholeOptimizer, step_policy: str | None) -> tuple[EngineStates, 
         for key, value in number.state.items():
             if key == "step" and steps.step_of(states.number(0, value)) is not None:
                 continue
-            scalar = states.scalar([value]) if key in keys and _is_scalar(value) else None
+            scalar = states.scalar([value]) if key in keys and is_number(value, Tensor) else None
             if scalar is not None:
                 scalars[key] = scalar
             elif _is_slot(number, key, value):
@@ -287,13 +286,6 @@ def kept(whole: WholeOptimizer, step_policy: str | None) -> tuple[EngineStates, 
         sightings, warnings = [line for line, _ in seen], [line for _, line in seen if line]
         buffers[0] = replace(buffers[0], sightings=sightings, warnings=warnings)
     return replace(states, states=[states.first | ({OTHER: other} if other else {})]), buffers
-
-
-def _is_scalar(value: Any) -> bool:
-    """Whether a state is one number: Python's, or a tensor of one element."""
-    if isinstance(value, Tensor):
-        return value.numel == 1 and value.dtype in NUMBERS
-    return type(value) in PYTHON_NUMBERS.values()
 
 
 def _is_slot(number: Number, key: Any, value: Any) -> bool:

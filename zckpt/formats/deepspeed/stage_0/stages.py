@@ -49,7 +49,7 @@ def open_stages(
     files: Sequence[RankFiles],
     layers: Mapping[int, TorchFile],
     reading: Reading,
-    tied: Mapping[int, str] | None = None,
+    tied: Mapping[int, str] | None,
 ) -> WholeStages:
     """The optimizers of the stages of one tensor rank, whose layers have the files `layers`.
 
