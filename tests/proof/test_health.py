@@ -96,6 +96,15 @@ def test_problems_are_said(tensors: Tensors, said: list[str]) -> None:
     assert problems_of(tensors) == said
 
 
+@pytest.mark.parametrize("slot", ["exp_avg_sq", "square_avg", "sum", "max_exp_avg_sq"])
+def test_sums_of_squares_are_never_negative(slot: str) -> None:
+    """Those of Adam, RMSprop, Adagrad and AMSGrad."""
+    (said,) = problems_of({f"w/{slot}": ("F32", [-1.0, 1.0])})
+    assert said.startswith(f"impossible: w/{slot} has 1 negative elements")
+    (said,) = problems_of({f"w/{slot}": ("F32", [0.0, 0.0])})
+    assert said.startswith(f"dead: w/{slot} is all zero")
+
+
 def test_the_step_is_that_of_the_parameter_before_that_of_all() -> None:
     """Zero moments are right before the first step."""
     zeros: Tensors = {"w/exp_avg_sq": ("F32", [0.0])}
