@@ -6,6 +6,7 @@ import json
 import math
 import random
 import zlib
+from collections import Counter
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
@@ -23,7 +24,7 @@ from zckpt.core.origin import Origin
 from zckpt.core.pooling import Pool, Running
 from zckpt.core.resources import Copying, Progress
 from zckpt.core.sources import Fingerprint
-from zckpt.core.statistics import Statistics, exponents, measure
+from zckpt.core.statistics import Statistics, exponents, magnitudes, measure
 from zckpt.errors import SourceChanged
 from zckpt.proof import health
 from zckpt.proof.health import Measuring, Total
@@ -286,6 +287,15 @@ def test_all_but_random_states_are_measured(manifest: Manifest) -> None:
     assert sum(seen) == 0
     (line,) = health.measure_all(manifest, "random/*")["tensors"]
     assert line["elements"] == 10
+
+
+def test_magnitudes_are_counted_by_powers_of_two(tmp_path: Path) -> None:
+    numbers = torch.tensor([0.5, -0.75, 4.0])
+    (tmp_path / "f").write_bytes(numbers.numpy().tobytes())
+    extent = Extent(str(tmp_path / "f"), 0, 12)
+    own = {"w/param": Entry("w/param", "F32", (3,), solid(3, extent))}
+    (line,) = health.measure_all(Manifest("", "x", Origin(), own, {}))["tensors"]
+    assert line["histogram"] == magnitudes(Counter({-1: 2, 2: 1}))
 
 
 class Shown:
