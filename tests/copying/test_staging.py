@@ -230,9 +230,15 @@ def test_files_have_the_mode_that_is_given(tmp_path: Path) -> None:
     with Staging(str(tmp_path / "out")) as staged:
         staged.lay([Shell("private", 1, ())], 0o600)
         staged.lay([Shell("group", 1, ())], 0o660)
+        staged.lay([Shell("plain", 1, ())])
         staged.copy(str(tmp_path / "source"), "sibling")
     modes = {path.name: oct(path.stat().st_mode & 0o7777) for path in (tmp_path / "out").iterdir()}
-    assert modes == {"private": "0o600", "group": "0o640", "sibling": "0o640"}
+    assert modes == {
+        "private": "0o600",
+        "group": "0o640",
+        "plain": "0o644",
+        "sibling": "0o640",
+    }
 
 
 @pytest.mark.parametrize("place", ["target", "partial"])

@@ -187,6 +187,20 @@ def test_a_manifest_of_fewer_keys_is_read() -> None:
     assert facts_of(nothing) == ({"optimizer": None}, None, None, None, None)
 
 
+def test_what_fewer_keys_leave_open_is_as_usual() -> None:
+    """Nothing is guessed, an adapter or bare that is not said to be; one update counts once."""
+    flats = facts_of({"engine": {"config": {}}}).engine
+    assert flats == FlatBufferEngine(
+        "", None, None, None, elastic=False, excludes_frozen=None, config={}
+    )
+    dicts = facts_of({"engine": {"model": []}}).engine
+    assert dicts == StateDictEngine(
+        *("", None, (), None, None, None, None), guessed=False, adapter=False, bare=False
+    )
+    place = facts_of({"optimizer": {"step": {"in": "group"}}}).step_place
+    assert place == StepPlace("group", "F32", first=0, last_only=False, times=1)
+
+
 def test_a_step_needs_no_other_state_of_the_optimizer() -> None:
     written = with_facts({}, GRAPH, StepPlace("state", "I64"))
     assert written["optimizer"] == {"step": {"in": "state", "type": "I64"}, "group_step": None}
@@ -283,6 +297,7 @@ def test_cuts_under_other_names() -> None:
         {"engine": {"model": [], "folders": {}}},
         {"engine": {"model": [["a"]]}},
         {"engine": {"model": [], "optimizer": ["a", 10**9]}},
+        {"engine": {"model": [], "optimizer": ["a", -1]}},
         {"engine": {"model": [], "file": "../x.ckpt"}},
         {"engine": {"model": [], "file": ".."}},
         {"optimizer": []},

@@ -74,6 +74,27 @@ def test_what_is_not_ours_is_not_opened(
     assert (tmp_path / "victim").read_text() == "kept"
 
 
+@pytest.mark.parametrize("code", [errno.ELOOP, errno.EMLINK])
+def test_a_link_is_named_whatever_the_system_says_of_it(
+    code: int, own: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FreeBSD says that it has too many links. Other errors stay what they are."""
+    real, path = os.open, tmp_path / "own" / "a"
+    path.symlink_to("nowhere")
+
+    def fail(name: str, flags: int, *rest: Any, **more: Any) -> int:
+        if name == "a":
+            raise OSError(code, os.strerror(code), name)
+        return real(name, flags, *rest, **more)
+
+    monkeypatch.setattr(os, "open", fail)
+    with pytest.raises(TargetExists, match="own/a is a link"):
+        own.open(str(path))
+    code = errno.EIO
+    with pytest.raises(OSError, match=f"Input/output error: '{path}'"):
+        own.open(str(path))
+
+
 @pytest.mark.parametrize("call", CALLS)
 def test_a_link_on_the_way_is_not_followed(call: str, own: Folder, tmp_path: Path) -> None:
     (tmp_path / "own" / "a").symlink_to(tmp_path / "home")
@@ -271,6 +292,9 @@ def test_only_a_new_file_makes_folders(own: Folder, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError) as caught:
         own.open(path)
     assert caught.value.filename == str(tmp_path / "own" / "a")
+    assert own.status(path) is None
+    with pytest.raises(FileNotFoundError):
+        own.make(path)
     assert own.names() == []
     os.close(own.open(path, os.O_RDWR | os.O_CREAT))
     os.close(own.open(f"{path}2", os.O_RDWR | os.O_CREAT))
@@ -348,6 +372,19 @@ def test_a_folder_is_made_once(own: Folder) -> None:
     assert os.stat(path).st_mode & 0o777 == 0o700
 
 
+def test_new_files_and_folders_have_the_mode_of_the_umask(own: Folder) -> None:
+    before = os.umask(0o026)
+    try:
+        assert own.make(f"{own.path}/folder")
+        os.close(own.open(f"{own.path}/file", os.O_WRONLY | os.O_CREAT))
+        with own.opened(f"{own.path}/other", os.O_WRONLY | os.O_CREAT):
+            pass
+    finally:
+        os.umask(before)
+    modes = {path.name: oct(path.stat().st_mode & 0o7777) for path in Path(own.path).iterdir()}
+    assert modes == {"folder": "0o751", "file": "0o640", "other": "0o640"}
+
+
 def test_a_file_is_synced(own: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     Path(own.path, "a").touch()
     synced: list[str] = []
@@ -375,3 +412,4 @@ def test_a_lock_is_that_of_one_opening(own: Folder, monkeypatch: pytest.MonkeyPa
 
         monkeypatch.setattr(fcntl, "flock", has_none)
         assert [lock(one, where_there_are_none=known) for known in (True, False)] == [True, False]
+        assert lock(one), "there a run goes on without one"

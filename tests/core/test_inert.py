@@ -282,9 +282,10 @@ def test_the_number_of_a_tensor_keeps_its_type() -> None:
 @pytest.mark.parametrize("kind", [list, tuple, Size])
 def test_plain_items_are_not_mapped(kind: type) -> None:
     asked = []
-    value = kind([1, TensorName("a/b"), "c"])
+    plain = [None, True, 1, 1.5, 2j, "c", b"d", bytearray(b"e")]
+    value = kind([1, TensorName("a/b"), *plain])
     changed = map_values(value, lambda item, key: asked.append((item, key)) or 5)
-    assert same(changed, kind([1, 5, "c"]))
+    assert same(changed, kind([1, 5, *plain]))
     assert asked == [(TensorName("a/b"), 1)]
 
 
@@ -323,6 +324,7 @@ SIZES: dict[str, tuple[Callable[[], Any], int, int, int]] = {
     "tuple": (lambda: (1, 2), 2, 1, 1),
     "texts": (lambda: ["a", "b"], 2, 1, 1),
     "long texts": (lambda: ["a" * 100, "b" * 28], 4, 1, 1),
+    "long bytes": (lambda: [b"a" * 64, bytearray(64)], 4, 1, 1),
     "long key": (lambda: {"a" * 64: 1}, 3, 1, 1),
     "dict": (lambda: {1: 2}, 2, 1, 1),
     "tuple as key": (lambda: {(1,): 2}, 3, 2, 2),
@@ -330,6 +332,7 @@ SIZES: dict[str, tuple[Callable[[], Any], int, int, int]] = {
     "ordered by classes": (lambda: OrderedDict({Global("m.a"): 0, "a": 0}), 3, 1, 1),
     "nested": (lambda: [[], [[], []], [1, 1]], 6, 6, 3),
     "tuples": (lambda: [(1, 2), (3.5, "a"), (4,)], 8, 4, 2),
+    "sets and sizes": (lambda: [{1, 2}, frozenset((3, 4)), Size((5, 6))], 9, 4, 2),
     "shared": (shared, 3, 4, 3),
     "of a module": (of_module, 3, 2, 2),
     "object": (lambda: Foreign(Global("m.a"), keywords={"k": 1}), 4, 1, 1),

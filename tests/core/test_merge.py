@@ -327,6 +327,17 @@ def test_any_rank_may_have_values_of_its_own(key: str) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "key", ["lr_scheduler", "data_sampler", "random_ltd", "client_state", "module_extra"]
+)
+def test_what_the_file_of_a_further_rank_states_is_compared(key: str, made: Grid) -> None:
+    first, second = (with_state(rank, **{key: {"n": 1}}) for rank in made.ranks)
+    assert merge([first, second], made.table).of_ranks == {}
+    second = with_state(replace(second, files=("run/1-model_states.pt",)), **{key: {"n": 2}})
+    whole = merge([first, second], made.table)
+    assert whole.of_ranks == {"1-model_states.pt": {key: {"n": 2}}}
+
+
 def test_what_ranks_have_of_one_file_is_no_ranks_own(made: Grid) -> None:
     """A random state that all of them read there."""
     shared = {f"rng {n}": TensorName(f"client_state.rng {n}") for n in range(20)}

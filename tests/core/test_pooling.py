@@ -6,7 +6,7 @@ from itertools import count
 
 import pytest
 
-from zckpt.core.pooling import BLOCK, claimed
+from zckpt.core.pooling import BLOCK, SINGLE, claimed
 
 SIZES = [BLOCK - 1, 1, BLOCK - 1, 1, BLOCK + 1, 6, 5]
 BLOCKS = [[0, 1], [2, 3], [4], [5, 6]]
@@ -21,6 +21,11 @@ def test_a_process_gets_the_blocks_that_it_claims(numbers: list[int]) -> None:
     own = [task for number in numbers for task in [*BLOCKS, []][number]]
     assert list(tasks) == own
     assert passed == [size for task, size in enumerate(SIZES) if task not in own]
+
+
+def test_a_process_alone_reports_as_the_first_one() -> None:
+    """The others say nothing."""
+    assert SINGLE.rank == 0
 
 
 def test_others_need_no_progress() -> None:

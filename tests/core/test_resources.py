@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from importlib.util import module_from_spec
 
 import pytest
 
+from zckpt.core import resources
 from zckpt.core.resources import Copying, describe, own_rank, processors
 from zckpt.errors import WrongOption
 
@@ -48,6 +50,21 @@ def test_processors_where_no_system_tells_the_own_ones(
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: known)
     assert processors() == number
+
+
+@pytest.mark.parametrize(("processors", "jobs"), [(1, 2), (3, 3), (4, 4), (500, 4)])
+def test_a_few_threads_read_however_many_processors_there_are(
+    processors: int, jobs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that the usual memory is enough for them on a machine of any size."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {*range(processors)}, raising=False)
+    spec = resources.__spec__
+    assert spec is not None
+    assert spec.loader is not None
+    fresh = module_from_spec(spec)
+    spec.loader.exec_module(fresh)
+    assert jobs == fresh.READING_JOBS
+    assert fresh.Copying(jobs=fresh.READING_JOBS).jobs == jobs
 
 
 @pytest.mark.parametrize(

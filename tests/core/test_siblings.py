@@ -56,6 +56,7 @@ def test_every_file_is_copied_or_named(source: Path, is_link: bool) -> None:
     siblings.add_below(str(source))
     assert [item.name for item in siblings.files] == ["file", "in", "folder/file", "folder/up"]
     assert set(siblings.left_out) == LEFT_OUT
+    assert refusals(siblings.left_out) == siblings.left_out
 
 
 def test_others_are_not_mentioned(source: Path) -> None:
@@ -108,6 +109,7 @@ def test_a_deep_tree_ends(tmp_path: Path) -> None:
     siblings.add_below(str(tmp_path))
     assert len(siblings.files) == MAX_DEPTH
     assert siblings.left_out == ["d/" * (MAX_DEPTH + 1) + ": a folder too deep below others"]
+    assert refusals(siblings.left_out) == siblings.left_out
 
 
 def entry(path: Path) -> os.DirEntry[str]:
@@ -218,3 +220,4 @@ def test_the_folder_of_a_filesystem_is_named(
     siblings = SiblingList(str(tmp_path))
     siblings.add_below(str(tmp_path))
     assert siblings.left_out == ["lost+found/: a folder that may not be listed"]
+    assert refusals(siblings.left_out) == siblings.left_out

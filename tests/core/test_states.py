@@ -136,6 +136,17 @@ def test_model_ranks_are_united() -> None:
         }
 
 
+def test_ranks_that_are_alike_have_the_states_of_one(every: Manifest) -> None:
+    """Of any form; here of all but a wrapper, and of one."""
+    assert states_of(manifest(ranks=(every, every))) == FORMS
+    engine = StateDictEngine("p", None, ("m",), ("optimizer", "state"), *[None] * 3, False, False)
+    around = manifest(
+        engine=engine, state={"client_state": {"optimizer": {"slow": [TensorName("s")]}}}
+    )
+    assert {state.form for state in states_of(around).values()} == {"wrapper"}
+    assert states_of(manifest(ranks=(around, around))) == states_of(around)
+
+
 @pytest.mark.parametrize("values", [None, [1], {"w": 3}, {"w": [1]}])
 def test_what_is_no_state_of_parameters(values: Any) -> None:
     """The JSON of a manifest may state anything."""

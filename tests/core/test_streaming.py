@@ -207,6 +207,18 @@ def test_records_of_several_checkpoints_are_counted_together(tmp_path: Path) -> 
             finish(pair)
 
 
+def test_records_that_lack_much_are_read_only_if_everything_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zckpt.core.records.LITTLE", 8)
+    (tmp_path / "a").write_bytes(bytes(100))
+    record = Record(Extent(str(tmp_path / "a"), 0, 100), zlib.crc32(bytes(100)))
+    for more, counts in (({}, (0, 1, 0)), ({"everything": True}, (1, 0, 0))):
+        checker = RecordChecker((record,))
+        checker.passed_before(record, 0, 40, zlib.crc32(bytes(40)))
+        assert finish([checker], **more) == RecordCounts(*counts)
+
+
 @pytest.mark.parametrize(("tasks", "threads"), [(0, 0), (3, 3), (16, 16), (40, 16)])
 def test_tasks_that_wait_for_the_disk(
     tasks: int, threads: int, monkeypatch: pytest.MonkeyPatch

@@ -26,6 +26,7 @@ def odd(*minutes: float, last: float | None = None) -> OddTimes:
         # a file that is older than all others
         ((-11, 0, 0, 0), 0, "a", ""),
         ((-10, 0, 0, 0), 0, "", ""),
+        ((-10.01, 0, 0, 0), 0, "a", ""),
         ((0, -5000, 0, 1), None, "b", ""),
         ((-5000, 0), 0, "a", ""),
         ((-5000, -4000, 0, 1, 2), 3, "ab", ""),

@@ -47,6 +47,26 @@ def test_heads_that_a_config_states(config: Any, heads: int | None) -> None:
     assert heads_in(config) == heads
 
 
+HEADS = (
+    "num_key_value_heads",
+    "num_kv_heads",
+    "multi_query_group_num",
+    "n_head_kv",
+    "kv_n_heads",
+    "num_attention_heads",
+    "n_heads",
+    "attention_heads",
+)
+"""As `_kv_head_count_from` of DeepSpeed 0.19.8 (module_inject/tp_shard.py) asks for them."""
+
+
+@pytest.mark.parametrize("key", HEADS)
+def test_the_key_that_the_engine_asks_for_first_counts(key: str) -> None:
+    behind = dict.fromkeys(HEADS[HEADS.index(key) + 1 :], 9)
+    assert heads_in({**behind, key: 6}) == 6
+    assert heads_in({"hidden_size": 6}) is None
+
+
 def test_heads_that_uneven_shares_show() -> None:
     uneven, even = ((QUERY,), [(16, 4), (8, 4)]), ((QUERY,), [(12, 4), (12, 4)])
     assert heads_shown([even, uneven]) == 3

@@ -83,6 +83,16 @@ def test_a_view_is_a_plain_rule_if_its_axis_is_one_of_the_tensor(
     assert (sliced.rule, sliced.shape) == (rule, whole)
 
 
+def test_two_parts_of_rows_are_a_view_of_two_equal_parts() -> None:
+    """Each rank has its half of each, and not the rows of one after those of the other."""
+    shapes: Shapes = [(4, 2)] * 2
+    halves = UniversalInfo({"parameter_with_2_sub_params_cat_dim_0": [NAME]}).sliced(NAME, shapes)
+    view = UniversalInfo(sub(((4, 4), -1), 0)).sliced(NAME, shapes)
+    assert halves is not None
+    assert view is not None
+    assert halves.slicing == view.slicing
+
+
 def test_padded_rows_of_a_vocabulary() -> None:
     info = {"original_vocab_size": 7, "vocabulary_parameter_patterns": ["embed"]}
     used = [

@@ -149,3 +149,25 @@ def test_a_state_that_is_too_large_is_compared_as_bytes(
     monkeypatch.setattr("zckpt.proof.beside.MAX_JSON", most)
     pair = [side(tmp_path / name, {NAME: text}) for name, text in zip("ab", texts, strict=True)]
     assert (siblings(*pair) == ([], [])) is equal
+
+
+@pytest.mark.parametrize(
+    ("ending", "has_tensors"),
+    [
+        (".safetensors", True),
+        (".pt", True),
+        (".pth", True),
+        (".bin", True),
+        (".ckpt", True),
+        (".pkl", True),
+        (".distcp", True),
+        (".json", False),
+        (".txt", False),
+    ],
+)
+def test_endings_of_files_that_may_have_tensors(
+    ending: str, has_tensors: bool, tmp_path: Path
+) -> None:
+    """Beside weights alone these must be equal; a configuration is of no matter there."""
+    a, b = (side(tmp_path / name, {f"x{ending}": name.encode()}, False) for name in "ab")
+    assert [line["key"] for line in siblings(a, b)[0]] == ([f"x{ending}"] if has_tensors else [])

@@ -257,6 +257,7 @@ def test_padding_that_is_not_zero_is_a_note_where_the_engine_has_zeros() -> None
     (note,) = damage.not_zero(outcome, manifest)
     assert note.startswith("f: the 6 bytes of padding at 12 are not all zero")
     assert damage.not_zero(outcome, replace(manifest, zero_padding=False)) == []
+    assert damage.not_zero(outcome, run(DATA)) == [], "of other engines nothing is known"
     outcome.damage = [damage.Damage(record, 1)]
     assert damage.not_zero(outcome, manifest) == []
 

@@ -199,3 +199,8 @@ def test_what_files_state_and_where_tensors_lie_counts(tmp_path: Path) -> None:
     assert digest(replace(manifest, replicas=(moved, *manifest.replicas[1:]))) != before
     alone = {digest(synthetic(tmp_path / name, (name,))) for name in ("a", "b")}
     assert len(alone) == 1
+
+
+def test_the_digest_of_a_proof_is_that_of_earlier_versions(tmp_path: Path) -> None:
+    """It is kept in the proof: with another one, a copy would not be known as one."""
+    assert digest(synthetic(tmp_path / "run")) == "7b8f8324"

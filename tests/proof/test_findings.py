@@ -246,6 +246,27 @@ def test_equal_values_of_another_type_are_no_difference_of_verify(tmp_path: Path
     assert [(line["tensor"], line["count"]) for line in report["differences"]] == [("w/exp_avg", 0)]
 
 
+def test_a_state_that_differs_is_a_finding_by_itself(tmp_path: Path) -> None:
+    a, b = (
+        checkpoint(tmp_path / name, {"w/param": ("F32", [1.0])}, groups=(), state=state)
+        for name, state in (("a", {"user": {"epoch": 1}}), ("b", {"user": {"epoch": 2}}))
+    )
+    for report in (verify_against(a, b), diff(a, b)):
+        assert not report["equal"]
+        assert report["states"] == [{"key": "user.epoch", "a": 1, "b": 2}]
+
+
+def test_names_that_nothing_proves_are_a_finding_by_themselves(tmp_path: Path) -> None:
+    """Unless one is a copy of the other."""
+    tensors = {"w/param": ("F32", [1.0]), "w/exp_avg": ("F32", [1.0])}
+    for padding, is_equal in ((b"", True), (b"x", False)):
+        a, b = (checkpoint(tmp_path / name, tensors, inferred=("w",)) for name in "ab")
+        (tmp_path / "b" / "f").write_bytes((tmp_path / "a" / "f").read_bytes() + padding)
+        a, b = (replace(side, files=(f"{side.root}/f",)) for side in (a, b))
+        for report in (verify_against(a, b), diff(a, b)):
+            assert (report["equal"], report["unproven"] == []) == (is_equal, is_equal)
+
+
 @pytest.mark.parametrize("last", [1.0, 2.0])
 def test_each_name_of_a_tied_weight_is_compared(last: float, tmp_path: Path) -> None:
     """Also where one side stores it under two names, and does not say that they are one."""

@@ -6,6 +6,7 @@ import json
 import math
 import random
 import zlib
+from collections import Counter
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
@@ -23,7 +24,7 @@ from zckpt.core.origin import Origin
 from zckpt.core.pooling import Pool, Running
 from zckpt.core.resources import Copying, Progress
 from zckpt.core.sources import Fingerprint
-from zckpt.core.statistics import Statistics, exponents, measure
+from zckpt.core.statistics import Statistics, exponents, magnitudes, measure
 from zckpt.errors import SourceChanged
 from zckpt.proof import health
 from zckpt.proof.health import Measuring, Total
@@ -94,6 +95,15 @@ def problems_of(tensors: Tensors, step: int | None = 3, of_all: int | None = Non
 )
 def test_problems_are_said(tensors: Tensors, said: list[str]) -> None:
     assert problems_of(tensors) == said
+
+
+@pytest.mark.parametrize("slot", ["exp_avg_sq", "square_avg", "sum", "max_exp_avg_sq"])
+def test_sums_of_squares_are_never_negative(slot: str) -> None:
+    """Those of Adam, RMSprop, Adagrad and AMSGrad."""
+    (said,) = problems_of({f"w/{slot}": ("F32", [-1.0, 1.0])})
+    assert said.startswith(f"impossible: w/{slot} has 1 negative elements")
+    (said,) = problems_of({f"w/{slot}": ("F32", [0.0, 0.0])})
+    assert said.startswith(f"dead: w/{slot} is all zero")
 
 
 def test_the_step_is_that_of_the_parameter_before_that_of_all() -> None:
@@ -277,6 +287,15 @@ def test_all_but_random_states_are_measured(manifest: Manifest) -> None:
     assert sum(seen) == 0
     (line,) = health.measure_all(manifest, "random/*")["tensors"]
     assert line["elements"] == 10
+
+
+def test_magnitudes_are_counted_by_powers_of_two(tmp_path: Path) -> None:
+    numbers = torch.tensor([0.5, -0.75, 4.0])
+    (tmp_path / "f").write_bytes(numbers.numpy().tobytes())
+    extent = Extent(str(tmp_path / "f"), 0, 12)
+    own = {"w/param": Entry("w/param", "F32", (3,), solid(3, extent))}
+    (line,) = health.measure_all(Manifest("", "x", Origin(), own, {}))["tensors"]
+    assert line["histogram"] == magnitudes(Counter({-1: 2, 2: 1}))
 
 
 class Shown:

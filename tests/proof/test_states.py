@@ -182,12 +182,13 @@ def test_a_loss_scale_that_only_one_side_has_as_an_object() -> None:
     }
 
 
-@pytest.mark.parametrize(("dynamic", "key"), [(True, "optimizer.scale_factor"), (False, None)])
-def test_how_a_loss_scale_changes_matters_if_it_does(dynamic: bool, key: str | None) -> None:
-    scaler = Foreign(Global("a.Scaler"), (), {"cur_scale": 8.0, "scale_factor": 2.0}, "new")
-    numbers = {"cur_scale": 8.0, "scale_factor": 3.0, "dynamic_loss_scale": dynamic}
+@pytest.mark.parametrize("key", ["cur_iter", "last_overflow_iter", "scale_factor", "scale_window"])
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_how_a_loss_scale_changes_matters_if_it_does(dynamic: bool, key: str) -> None:
+    scaler = Foreign(Global("a.Scaler"), (), {"cur_scale": 8.0, key: 2.0}, "new")
+    numbers = {"cur_scale": 8.0, key: 3.0, "dynamic_loss_scale": dynamic}
     a = manifest({"optimizer": {"loss_scaler": scaler, "dynamic_loss_scale": dynamic}})
-    expected = {key: (2.0, 3.0)} if key else {}
+    expected = {f"optimizer.{key}": (2.0, 3.0)} if dynamic else {}
     assert differences(a, manifest({"optimizer": numbers})) == expected
 
 
@@ -324,13 +325,22 @@ def test_how_a_run_was_saved_is_named() -> None:
     assert not_compared(a, b) == ["engine.version"]
 
 
+@pytest.mark.parametrize("fact", [{"guessed": True}, {"ordered": True}, {"file": "x.pt"}])
+def test_what_is_known_of_names_is_no_matter_of_saving(fact: dict[str, Any]) -> None:
+    """Nor is what a file is called; which folders a save has is one."""
+    a, b = manifest({}, PLAIN), manifest({}, replace(PLAIN, **fact))
+    assert states.states(a, b) == states.states(b, a) == ([], [])
+    folders = manifest({}, replace(PLAIN, folders=("model", "optimizer")))
+    assert not_compared(a, folders) == ["engine.folders"]
+
+
 # -- what depends on the files of both
 
 
 ONE, TWO = Origin(zero_stage=1, dp=2), Origin(zero_stage=1, dp=4)
 
 
-@pytest.mark.parametrize("part", states.OF_SIZES)
+@pytest.mark.parametrize("part", ["tensor_parallel", "pipeline", "universal"])
 def test_how_tensors_were_cut_is_compared_of_files_of_the_same_sizes(part: str) -> None:
     a, b = (manifest({part: {"ranks": ranks}}, origin=ONE) for ranks in (1, 2))
     assert differences(a, b) == {f"{part}.ranks": (1, 2)}
@@ -432,6 +442,40 @@ def test_second_names_that_files_of_other_sizes_lack() -> None:
     assert not_compared(a, weights) == ["schedulers, counters and the like"]
 
 
+def below(path: str, value: Any) -> dict[str, Any]:
+    """A state with a value at a path."""
+    for key in reversed(path.split(".")):
+        value = {key: value}
+    return value  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("place", ["megatron.common.args", "client_state.args", "trainer_options"])
+def test_each_program_keeps_its_arguments_in_a_place_of_its_own(place: str) -> None:
+    a, b = (manifest(below(f"{place}.world_size", size)) for size in (2, 3))
+    assert (differences(a, b), not_compared(a, b)) == ({}, [f"{place}.world_size"])
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *(
+            "megatron.common.args.seed",
+            "client_state.args.seed",
+            "trainer_options",
+            "train_step_info",
+        ),
+        "client_state.universal_checkpoint_info",
+    ],
+)
+def test_what_a_version_does_not_write_is_named(path: str) -> None:
+    part, _, rest = path.partition(".")
+    above = rest.rpartition(".")[0]
+    a = manifest(below(path, {"x": 1}))
+    b = manifest(below(f"{part}.{above}.y", 1) if above else below(f"{part}.y", 1) if rest else {})
+    assert path in ", ".join(not_compared(a, b))
+    assert not any(key.startswith(path) for key in differences(a, b))
+
+
 def test_arguments_that_say_how_it_was_saved() -> None:
     """Sizes of a run among a program's own arguments; others are its own."""
     a = manifest({"client_state": {"args": {"bf16": True, "seed": 1, "world_size": 2}}})
@@ -441,6 +485,16 @@ def test_arguments_that_say_how_it_was_saved() -> None:
     assert not_compared(a, b) == [said]
     elsewhere = [manifest({"client_state": {"bf16": value}}) for value in (True, False)]
     assert differences(*elsewhere) == {"client_state.bf16": (True, False)}
+
+
+@pytest.mark.parametrize(("argument", "is_lost"), [("no_save_rng", False), ("bf16", True)])
+def test_random_states_of_a_run_that_saves_none(argument: str, is_lost: bool) -> None:
+    """It says so among its arguments; no other argument excuses that they are missing."""
+    a, b = (
+        manifest({"megatron": {"objects": {"x": 1, **rng}, "common": {"args": {argument: value}}}})
+        for value, rng in ((False, {"rng_0": 1}), (True, {}))
+    )
+    assert differences(a, b) == ({"megatron.objects.rng_0": "a"} if is_lost else {})
 
 
 def test_random_states_of_runs_of_other_sizes() -> None:
@@ -471,7 +525,8 @@ def test_what_another_wrapper_of_the_same_engine_has_no_place_for() -> None:
     """One that leaves clipping to the configuration, and one that keeps no scale of its own."""
     plain, third = "BF16_Optimizer", "DeepSpeedZeroOptimizer_Stage3"
     clipped = wrapped("FP16_Optimizer", clip_grad=1.0)
-    assert not_compared(clipped, wrapped(third)) == ["engine.class", "optimizer.clip_grad"]
+    for name in (third, "FP16_UnfusedOptimizer", None):
+        assert not_compared(clipped, wrapped(name)) == ["engine.class", "optimizer.clip_grad"]
     assert differences(clipped, wrapped(plain)) == {"optimizer.clip_grad": "a"}
     assert differences(wrapped(third, clip_grad=1.0), wrapped(third)) == {
         "optimizer.clip_grad": "a"
@@ -490,14 +545,16 @@ def test_what_another_wrapper_of_the_same_engine_has_no_place_for() -> None:
     }
 
 
-def test_numbers_beside_an_optimizers_state_need_a_dictionary() -> None:
-    a = manifest({"optimizer": {"beside": {"k": 1}}})
-    assert differences(a, manifest({})) == {"optimizer.beside.k": "a"}
-    assert differences(a, manifest({}, PLAIN)) == {"optimizer.beside.k": "a"}
-    first, second = (manifest({"optimizer": {"x": n, "beside": {"k": n}}}) for n in (1, 2))
-    assert [*differences(first, second)] == ["optimizer.x", "optimizer.beside.k"]
+@pytest.mark.parametrize("where", ["beside", "among"])
+def test_numbers_of_no_parameter_need_a_dictionary(where: str) -> None:
+    """Those beside an optimizer's `state`, or in it."""
+    a, name = manifest({"optimizer": {where: {"k": 1}}}), f"optimizer.{where}.k"
+    assert differences(a, manifest({})) == {name: "a"}
+    assert differences(a, manifest({}, PLAIN)) == {name: "a"}
+    first, second = (manifest({"optimizer": {"x": n, where: {"k": n}}}) for n in (1, 2))
+    assert [*differences(first, second)] == ["optimizer.x", name]
     for other in (manifest({}, GRAPH), replace(manifest({}), format=states.MERGED)):
-        assert not_compared(a, other) == ["optimizer.beside.k"]
+        assert not_compared(a, other) == [name]
 
 
 def test_each_kind_of_files_has_its_parts() -> None:

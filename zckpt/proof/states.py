@@ -17,8 +17,8 @@ from ..core.origin import Origin
 from ..core.weights import WEIGHTS, is_optimizers
 from ..errors import listed
 
-FACTS = ("engine", "module")
-"""Parts of the state that describe the files: the engine, and the order of the module's names."""
+MODULE = "module"
+"""The part of the state that describes the files: the order of the module's names."""
 OF_PROGRAM = ("lr_scheduler", "client_state", "module_extra")
 """Parts of the state that belong to the user's program, whatever the engine."""
 OF_SIZES = ("tensor_parallel", "pipeline", "universal")
@@ -81,7 +81,7 @@ class _Comparison:
 
     def run(self) -> None:
         ours, theirs = (  # where the optimizer keeps its step is compared by itself
-            {key: value for key, value in manifest.state_with_cuts.items() if key not in FACTS}
+            {key: value for key, value in manifest.state_with_cuts.items() if key != MODULE}
             for manifest in self.sides.values()
         )
         for key in dict.fromkeys((*ours, *theirs)):

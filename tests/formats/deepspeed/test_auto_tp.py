@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from msgspec.structs import replace
 import zckpt
 from zckpt.core.manifest import Sibling
 from zckpt.formats.deepspeed.model_ranks.target_slices import auto_of
-from zckpt.naming.auto_tp import AutoTP
+from zckpt.naming.auto_tp import AutoTP, heads_in
 
 QUERY = "model.layers.0.self_attn.q_proj.weight"
 
@@ -26,6 +28,17 @@ def test_shares_are_deepspeeds(layer: str, size: int, tp: int) -> None:
 
     expected = get_shard_size_list(size, tp, AutoTPMeta(num_kv_heads=3), layer)
     assert AutoTP(3).shares((f"{layer}.weight",), size, tp) == expected
+
+
+@pytest.mark.engines
+def test_heads_of_a_config_are_those_that_deepspeed_takes() -> None:
+    """Of any two keys that it asks for."""
+    from deepspeed.module_inject.tp_shard import _KV_HEAD_ATTRS, AutoTPMeta
+
+    for first, second in product(_KV_HEAD_ATTRS, repeat=2):
+        config = {first: 4, second: 6}
+        expected = AutoTPMeta.from_model_config(SimpleNamespace(**config)).num_kv_heads
+        assert heads_in(config) == expected
 
 
 def test_uneven_shares_of_the_source() -> None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from importlib.util import module_from_spec
 from typing import Any
 
 import pytest
@@ -30,6 +31,23 @@ def bounds(part: torch.Tensor, whole: torch.Tensor) -> tuple[int, int]:
     """Where a slice of a tensor begins and ends."""
     start = part.data_ptr() - whole.data_ptr()
     return start, start + len(part)
+
+
+NAMES = ("all_gather_single", "all_gather_into_tensor")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_either_name_of_the_collective_is_known(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch before 2.13 has the second one alone; the first one counts where it has both."""
+    for other in NAMES[NAMES.index(name) :: -1]:
+        monkeypatch.delattr(dist, other, raising=False)
+    monkeypatch.setattr(dist, name, gather := object(), raising=False)
+    spec = module.__spec__
+    assert spec is not None
+    assert spec.loader is not None
+    fresh = module_from_spec(spec)
+    spec.loader.exec_module(fresh)
+    assert fresh.ALL_GATHER is gather
 
 
 @pytest.mark.parametrize(

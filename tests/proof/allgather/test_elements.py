@@ -50,6 +50,16 @@ def test_bits_in_short_and_in_long_lines(
     assert any_unequal(a[:, :columns], b[:, :columns], match) == bool(changed)
 
 
+@pytest.mark.parametrize("dtype", SIZES)
+def test_bits_of_every_type(dtype: str) -> None:
+    a, b = bits([[1, 0, 1, 1]], dtype), bits([[1, 0, 1, 0]], dtype)
+    match = matched(dtype, dtype, "bits")
+    assert not any_unequal(a, a.clone(), match)
+    assert any_unequal(a, b, match)
+    difference = difference_of(a, b, BlockMatch(block_of(a), 0, match, 0))
+    assert (difference.count, difference.first) == (1, 3)
+
+
 @pytest.mark.parametrize(
     ("dtypes", "a", "b", "expected"),
     [

@@ -151,6 +151,7 @@ def test_what_a_rule_takes_for_granted() -> None:
         ({"pp": 2}, False),
         ({"pp": 1}, True),
         ({"pp_bounds": (0, 6)}, True),
+        ({"pp_partition": "uniform"}, True),
         ({"pp": 2, "pp_partition": "uniform"}, True),
     ],
 )
