@@ -49,7 +49,8 @@ def setting(monkeypatch: pytest.MonkeyPatch) -> Setting:
     def these(variables: Mapping[str, str]) -> None:
         every = {name for names in LAUNCHERS.values() for name in names}
         for name in {*every, "MASTER_ADDR", "MASTER_PORT"}:
-            monkeypatch.delenv(name, raising=False)
+            monkeypatch.setenv(name, "")  # so that what a command sets goes with the test too
+            monkeypatch.delenv(name)
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
 
