@@ -1,4 +1,4 @@
-"""Weights of a run whose optimizer files are lost: model files of stages 0 to 2 have them."""
+"""Weights of a run whose optimizer files are lost: the model file of stages 0 to 2 has the module."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SAID = "lacks optimizer files: the weights are the module's own"
 
 
 def run_without(pattern: str, stage: int, tmp_path: Path) -> Path:
-    """A run of three ranks without the files of this pattern; in stage 0 without an optimizer."""
+    """A run of three ranks without the files of this pattern, and without an optimizer in stage 0."""
     run = tmp_path / "run"
     zckpt.reshard(EXAMPLE, run, dp=3, stage=stage)
     if stage == 0:

@@ -182,7 +182,7 @@ def named_optimizers(
 
 
 def unnamed(states: EngineStates, weights: Weights) -> WholeOptimizer:
-    """The model file with these weights alone; that of a lost ZeRO optimizer lists trained ones."""
+    """The model file with these weights alone; it lists trained ones if a ZeRO optimizer is lost."""
     trained = [*chain(*states.param_shapes())] if states.listed_shapes else [*weights]
     named = with_names(states, [trained], [], shapes_of(weights))
     return replace(named, members=[], named=False)
