@@ -180,6 +180,6 @@ def _age(path: str) -> tuple[float, int]:
     if numbers and not LAST.fullmatch(name):
         return float(numbers[-1]), time
     try:
-        return float(api.read(path, nameless=True).step or 0), time
+        return float(api.read(path, weights_only=True).step or 0), time
     except (ZckptError, OSError):  # it comes first, and is named as broken
         return float("inf"), time

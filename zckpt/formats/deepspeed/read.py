@@ -10,7 +10,6 @@ rank keeps its own copies, drifted or not, and nothing has to be known about how
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -19,34 +18,18 @@ from itertools import chain
 from msgspec.structs import replace
 
 from ...core.facts import FlatBufferEngine
-from ...core.grid import Grid, Place
+from ...core.grid import Place
 from ...core.grouping import by_key
 from ...core.manifest import Entry, Manifest
 from ...core.merge import agreed_steps, numbered_alike, united, with_steps
 from ...core.states import as_unread
-from ...errors import MALFORMED, IncompleteCheckpoint, not_understood
-from ...files.torchfile import Parsed
+from ...errors import MALFORMED, not_understood
 from ..deepspeed_states.agreement import check_names
-from ..deepspeed_states.directories import (
-    EXPERT,
-    LAYER,
-    MODEL_3,
-    OPTIMIZER,
-    TagDirectory,
-    refuse,
-)
+from ..deepspeed_states.directories import TagDirectory, refuse
 from ..deepspeed_states.manifest import manifest_of
 from ..deepspeed_states.states import EngineStates, open_files
 from ..reading import USUAL, Reading
-from .files import (
-    SOME_STAGES,
-    GridFiles,
-    RankFiles,
-    files_in,
-    grid_files,
-    locate,
-    rank_files,
-)
+from .files import SOME_STAGES, GridFiles, RankFiles, grid_files, locate
 from .flats import flat_buffers
 from .model_ranks.pipeline import joined_stages, joined_stages_with_experts
 from .model_ranks.tensor_ranks import joined_slices
@@ -75,7 +58,7 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
     """
     directory = locate(path, reading.tag)
     try:
-        files = _files(directory, reading.weights_only)
+        files = grid_files(directory)
         notes = tuple(check_names(open_files(files.paths, files.parsed)))
         if reading.ranks_apart and not files.is_plain:
             return replace(_apart(directory, files, reading), notes=notes)
@@ -85,22 +68,6 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
         return replace(models[0], notes=notes)
     except MALFORMED as error:
         raise not_understood(directory.path, error) from error
-
-
-def _files(directory: TagDirectory, weights_only: bool) -> GridFiles:
-    """The files of all ranks; for the weights alone those of optimizers may be lost.
-
-    Then the module's own weights are read. Stage 3 has none, and experts and layers of pipelines
-    have files of their own.
-    """
-    try:
-        return grid_files(directory)
-    except IncompleteCheckpoint:
-        found = files_in(directory, os.listdir(directory.path))
-        if not weights_only or found[MODEL_3] or found[EXPERT] or found[LAYER]:
-            raise
-        ranks = rank_files(directory, {**found, OPTIMIZER: {}}, Parsed())
-        return GridFiles(ranks, {}, Grid(1, len(ranks), False))
 
 
 # -- the common model

@@ -12,7 +12,6 @@ are built, which their steps count: 4 after 3 updates (0.19.8).
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, chain, count, pairwise
@@ -33,7 +32,7 @@ from ....files.torchfile import Tensor, TorchFile
 from ....files.torchshell import Storages, shell
 from ....training import steps
 from ...deepspeed_states import optimizer_values
-from ...deepspeed_states.directories import MODEL_3, TagDirectory, refuse
+from ...deepspeed_states.directories import TagDirectory, refuse
 from ...deepspeed_states.hyper import FLAT
 from ...deepspeed_states.manifest import manifest_of
 from ...deepspeed_states.model_files import model_files
@@ -85,11 +84,9 @@ def open_whole(directory: TagDirectory, files: RankFiles, reading: Reading) -> W
     Raises IncompleteCheckpoint if there is no optimizer, and MissingData if nothing shows the names
     of its parameters; for the weights alone not where the weights need none.
     """
-    states = states_of(directory, files, weights_only=reading.weights_only)
+    states = states_of(directory, files)
     module = ((name, states.models[0], own) for name, own in states.module.items())
     weights = naming.weights_in(module, {*states.buffer_names})
-    if not states.bases[0]["param_groups"]:
-        return unnamed(states, weights)
     try:
         (whole,) = named_optimizers([states], weights, reading.param_names)
     except MissingData:
@@ -99,16 +96,8 @@ def open_whole(directory: TagDirectory, files: RankFiles, reading: Reading) -> W
     return whole
 
 
-def states_of(
-    directory: TagDirectory,
-    files: RankFiles,
-    *,
-    is_stage: bool = False,
-    weights_only: bool = False,
-) -> EngineStates:
+def states_of(directory: TagDirectory, files: RankFiles, *, is_stage: bool = False) -> EngineStates:
     """What the model file says; that of a stage has no weights.
-
-    Weights alone need no optimizer, but in ZeRO stage 3 the module has none.
 
     Raises IncompleteCheckpoint if it has no optimizer, CorruptCheckpoint if that has no state.
     """
@@ -123,10 +112,7 @@ def states_of(
             hint="expected expp_rank_0_mp_rank_00_optim_states.pt and one per further rank (stage "
             "0), or zero_pp_rank_0_mp_rank_00_optim_states.pt and one per further rank",
         )
-    optimizer = model.get("optimizer")
-    if not optimizer and weights_only and not MODEL_3.fullmatch(os.path.basename(file.path)):
-        optimizer = {"param_groups": []}
-    return states_with(directory, file, model, file, optimizer, found)
+    return states_with(directory, file, model, file, model.get("optimizer"), found)
 
 
 def states_with(
@@ -182,9 +168,8 @@ def named_optimizers(
 
 
 def unnamed(states: EngineStates, weights: Weights) -> WholeOptimizer:
-    """The model file with these weights alone; it lists trained ones if a ZeRO optimizer is lost."""
-    trained = [*chain(*states.param_shapes())] if states.listed_shapes else [*weights]
-    named = with_names(states, [trained], [], shapes_of(weights))
+    """The model file with these weights alone."""
+    named = with_names(states, [[*weights]], [], shapes_of(weights))
     return replace(named, members=[], named=False)
 
 
@@ -300,14 +285,11 @@ def manifest_of_whole(whole: WholeOptimizer, step_policy: str | None) -> Manifes
         "the optimizer knows its parameters by number: the names of "
         f"{listed(whole.inferred, 4)} are inferred from the order of the module"
     )
-    lost = f"{states.directory.path} lacks optimizer files: the weights are the module's own"
-    lines = {warning: whole.inferred, lost: not manifest.groups}
     manifest = replace(
         manifest,
         state={**manifest.state, "module": list(whole.module)},
         inferred=tuple(whole.inferred),
-        groups=manifest.groups or None,
-        warnings=(*manifest.warnings, *(line for line, holds in lines.items() if holds)),
+        warnings=(*manifest.warnings, *([warning] if whole.inferred else [])),
         zero_padding=True,
     )
     return with_members(manifest, whole.members)
