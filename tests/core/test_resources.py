@@ -68,7 +68,8 @@ def test_a_few_threads_read_however_many_processors_there_are(
 
 
 @pytest.mark.parametrize(
-    ("rank", "size", "own"), [("3", "7", 3), ("3", None, 0), ("3", "", 0), ("x", "7", 0)]
+    ("rank", "size", "own"),
+    [("3", "7", 3), ("3", None, 0), ("3", "", 0), ("3", "x", 0), ("x", "7", 0), ("3", "1", 0)],
 )
 def test_a_rank_counts_among_others_alone(
     rank: str, size: str | None, own: int, monkeypatch: pytest.MonkeyPatch

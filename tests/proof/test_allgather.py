@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -220,6 +221,38 @@ def launch(processes: int, *words: object) -> tuple[int, dict[str, Any]]:
     assert ended.stdout, ended.stderr
     report: dict[str, Any] = json.loads(ended.stdout)
     return ended.returncode, report
+
+
+SRUN, MPIRUN = (
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+)
+
+
+@pytest.mark.parametrize("names", [SRUN, pytest.param(MPIRUN, marks=pytest.mark.engines)])
+@pytest.mark.parametrize("single", [False, True])
+def test_processes_of_other_launchers_gather_together(
+    names: tuple[str, str], single: bool, tmp_path: Path
+) -> None:
+    zckpt.convert(EXAMPLE, tmp_path / "universal")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    words = ["--against", tmp_path / "universal", "--gather", "--device", "cpu", "--json"]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "zckpt", "verify", EXAMPLE, *words, *["--single"] * single],
+            env={**os.environ, **meeting, names[0]: str(rank), names[1]: "2"},
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+        )
+        for rank in range(2)
+    ]
+    texts = [process.communicate(timeout=120)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    reports = [json.loads(text) for text in texts if text]
+    assert [report["world"] for report in reports] == ([1, 1] if single else [2])
+    assert all(report["equal"] for report in reports)
 
 
 def comparable(report: dict[str, Any]) -> dict[str, Any]:

@@ -79,8 +79,8 @@ def _tell_torch(launch: Launch | None) -> None:
     if launch is None:
         os.environ.pop("WORLD_SIZE", None)
         return
-    meeting_place()
     os.environ |= {"RANK": str(launch.rank), "WORLD_SIZE": str(launch.size)}
+    meeting_place()
 
 
 def _others(single: bool) -> Launch | None:

@@ -199,7 +199,7 @@ def _is_word(key: str) -> bool:
 # -- how much work a value is
 
 
-_NUMBERS = frozenset({type(None), bool, int, float})
+_PLAIN_NUMBERS = frozenset({type(None), bool, int, float})
 _TEXTS = frozenset({str, bytes, bytearray})
 _TUPLES = frozenset({tuple, Size})
 _NESTING = frozenset({dict, OrderedDict, list, tuple, Size, set, frozenset, Foreign})
@@ -257,7 +257,7 @@ def require_tree(
         work = len(items)
         if type(top) is dict:
             work = 2 * len(top)
-        elif type(top) is list and kinds <= _NUMBERS:
+        elif type(top) is list and kinds <= _PLAIN_NUMBERS:
             work //= 2
         work += sum(map(len, texts)) // 64
         if not parts and work <= most:  # as in most containers: nothing is left to be done first
@@ -270,7 +270,7 @@ def require_tree(
             parts[:] = [part for part in parts if id(part) not in begun]
         for part in parts:
             if id(part) not in done:
-                if type(part) in _TUPLES and types_in(part) <= _NUMBERS:  # there may be many
+                if type(part) in _TUPLES and types_in(part) <= _PLAIN_NUMBERS:  # there may be many
                     done[id(part)] = len(part), 1, 1
                 else:
                     waiting.append(part)

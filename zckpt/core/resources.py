@@ -65,5 +65,6 @@ def own_rank() -> int:
 
     RANK alone proves nothing: in many clusters every shell has one.
     """
-    rank, size = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE"))
-    return int(rank) if rank.isdecimal() and size else 0
+    texts = [os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE")]
+    rank, size = (int(text) if text.isdecimal() else 0 for text in texts)
+    return rank if rank < size else 0

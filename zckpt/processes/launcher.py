@@ -65,7 +65,7 @@ def address() -> tuple[str, int] | None:
 
 
 def meeting_place() -> tuple[str, int]:
-    """The same; raises WrongOption if no variable says it."""
+    """The host and the port where the processes meet; raises WrongOption if no variable says it."""
     if (place := address()) is None:
         raise WrongOption(
             "MASTER_ADDR and MASTER_PORT do not say where the processes meet",

@@ -28,12 +28,8 @@ class World(Struct, frozen=True):
                 dist.destroy_process_group()
 
 
-LOCAL_SIZES = "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE"
-"""How many processes of a launch are on this machine."""
-
-
 def join_world(asked: str | None) -> World:
-    """The processes that torchrun started, or this one alone.
+    """The processes of a launch, in the variables that torchrun sets, or this one alone.
 
     NCCL gathers if every process has its own GPU. On the CPU, and if several processes share a GPU,
     which NCCL refuses, gloo gathers in the processor's memory.
@@ -55,7 +51,7 @@ def join_world(asked: str | None) -> World:
                 hint="start it with `torchrun --nproc-per-node N -m zckpt verify ...`, or unset "
                 "WORLD_SIZE",
             )
-        own = _stated(*LOCAL_SIZES, default=size) <= gpus
+        own = _stated("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", default=size) <= gpus
         backend = "nccl" if cuda and own and dist.is_nccl_available() else "gloo"
         with together_with_others("another process of this gathering failed, or cannot be reached"):
             dist.init_process_group(backend)
