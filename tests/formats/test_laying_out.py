@@ -93,3 +93,10 @@ def test_no_file_of_the_run_of_like_is_opened(name: str, tmp_path: Path) -> None
         assert not {*opened} & {*source.files, *run.files}
     finally:
         opened = None
+
+
+def test_every_target_that_states_checksums_is_sealed() -> None:
+    """A folder for from_pretrained alone states none: safetensors has no place for them."""
+    written = [item for item in formats.FORMATS if item.functions.lay_out is not None]
+    assert len(written) > 5
+    assert [item.name for item in written if item.functions.seal is None] == ["hf"]

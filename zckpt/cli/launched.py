@@ -60,7 +60,8 @@ def look(
     launch = _others(single)
     if words.get("gather"):
         _tell_torch(launch)
-    if launch is None or words.get("gather"):
+        launch = None
+    if launch is None:
         return command(*paths, **words)
     from ..processes.sharing import Processes
 

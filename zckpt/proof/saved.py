@@ -178,8 +178,8 @@ def verify_proof(
     rounded = list(dict.fromkeys(item.name for item in mutual if item.how == "rounded"))
     if rounded:
         skipped.append(
-            f"{listed(rounded, 4)}: rounded to another type than in the proof; what it was rounded "
-            "from is compared"
+            f"{listed(rounded, 4)}: rounded to another type than in the proof, which has checksums "
+            "alone"
         )
     return {**report, "not_compared": skipped}
 
