@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ..conftest import ROOT
+from ..conftest import EXAMPLE, ROOT
 from .faults import tree
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -82,6 +82,27 @@ def test_an_error_stays_an_error(stdout: str, tmp_path: Path) -> None:
     assert ended.returncode == 1
     assert ended.stderr.startswith("Error: ")
     assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize(("path", "code"), [(EXAMPLE, 0), (EXAMPLE / "nothing", 1)])
+def test_a_file_of_a_library_that_has_a_closed_number(
+    path: Path, code: int, number: int, tmp_path: Path
+) -> None:
+    """libffi 3.5 opens itself when Python imports ctypes, before a command begins."""
+    (library := tmp_path / "library").write_bytes(b"as before")
+    script = (
+        f"import os, sys; assert os.open({str(library)!r}, os.O_RDWR) == {number}\n"
+        "from zckpt.cli import main\n"
+        f"sys.argv = ['zckpt', 'inspect', {str(path)!r}]\n"
+        "try: main()\n"
+        f"finally: os.path.samefile({number}, {str(library)!r}) or os._exit(99)"
+    )
+    command = ["sh", "-c", f'exec "$@" {number}>&-', "sh", sys.executable, "-c", script]
+    ended = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=60)
+    assert (ended.returncode, library.read_bytes()) == (code, b"as before")
+    assert bool(ended.stdout) is (number == 2 and not code)
+    assert ended.stderr.startswith("Error: ") if number == 1 and code else not ended.stderr
 
 
 @pytest.mark.parametrize("options", [(), ("--json",)], ids=str)

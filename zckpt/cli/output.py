@@ -6,7 +6,7 @@ import io
 import os
 import sys
 from contextlib import suppress
-from typing import Any
+from typing import Any, TextIO
 
 UNPRINTABLE = "backslashreplace"
 """What happens to characters that the terminal's encoding lacks: a path may have them."""
@@ -15,7 +15,7 @@ UNPRINTABLE = "backslashreplace"
 def set_up() -> None:
     """Opens what is closed, and gives every command the same standard output."""
     open_standard_files()
-    pipe = Pipe(1, "w", closefd=False)
+    pipe = Pipe(sys.stdout.fileno(), "w", closefd=False)
     encoding = getattr(sys.stdout, "encoding", None)
     sys.stdout = io.TextIOWrapper(
         io.BufferedWriter(pipe), encoding, UNPRINTABLE, line_buffering=pipe.isatty()
@@ -25,15 +25,22 @@ def set_up() -> None:
 def open_standard_files() -> None:
     """Opens /dev/null for standard files that are closed.
 
-    A target's file would get their numbers else, and libraries print errors to number 2.
+    A target's file would get their numbers else, and libraries print errors to number 2. A file
+    that a library opened before may have such a number (libffi 3.5 opens itself): it stays open,
+    and nothing is printed to it.
     """
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
-    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
-    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
+    sys.stdout = sys.stdout or nowhere()
+    sys.stderr = sys.stderr or nowhere()
+
+
+def nowhere() -> TextIO:
+    """A file that takes all that is printed."""
+    return os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", closefd=False)
 
 
 class Pipe(io.FileIO):
