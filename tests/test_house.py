@@ -269,6 +269,19 @@ def test_front_pages_name_their_modules() -> None:
         assert not lacking, f"{page} does not name {', '.join(sorted(lacking))}"
 
 
+def test_records_that_are_read_have_types_and_no_texts_as_annotations() -> None:
+    """msgspec evaluates texts when it first reads a record: reading a file would run `eval`."""
+    reads = re.compile(r"^from msgspec.* import .*\b(convert|decode|fields|json|msgpack)\b", re.M)
+    evaluated = [
+        str(path)
+        for path, _ in modules()
+        if reads.search(text := path.read_text())
+        and re.search(r"^class \w+\(Struct\b", text, re.M)
+        and "from __future__ import annotations" in text
+    ]
+    assert evaluated == []
+
+
 def test_a_missing_package_skips_a_test_only_outside_ci(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CI", raising=False)
     with pytest.raises(pytest.skip.Exception, match="needs no_such_package"):

@@ -30,9 +30,6 @@ FORBIDDEN = (
     *("subprocess.Popen", "pickle.find_class", "socket.connect", "socket.bind", "os.kill"),
     *("urllib.Request", "webbrowser.open", "ctypes.dlopen"),
 )
-GENERATORS = (
-    *("dataclasses.py", "collections/__init__.py", "typing.py", "enum.py", "functools.py"),
-)
 
 
 @dataclass(frozen=True)
@@ -179,11 +176,7 @@ def hook(folder: str, report: int) -> Any:
             full = os.path.realpath(os.fsdecode(path))
             return full.startswith(places) or os.path.dirname(full) == temporary
         if event in ("exec", "compile"):
-            caller = sys._getframe(2).f_code.co_filename
-            name = arguments[0].co_filename if event == "exec" else str(arguments[1])
-            return caller.startswith("<frozen importlib") or (
-                caller.endswith(GENERATORS) and name in ("<string>", "<unknown>", "None")
-            )
+            return sys._getframe(2).f_code.co_filename.startswith("<frozen importlib")
         if event == "ctypes.dlopen":
             return arguments[0] is None
         return event not in FORBIDDEN

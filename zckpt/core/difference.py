@@ -3,8 +3,6 @@
 Bytes are compared by memcmp(3). numpy is imported only to compare elements as numbers.
 """
 
-from __future__ import annotations
-
 import ctypes
 import math
 from collections.abc import Iterator, Sequence
@@ -43,7 +41,7 @@ class Difference(Struct, eq=False):
     changes: dict[int, int] = field(default_factory=dict)
     ulps: list[int] = field(default_factory=lambda: [0] * len(ULPS))
 
-    def add(self, other: Difference) -> None:
+    def add(self, other: "Difference") -> None:
         """Adds the difference of other elements of the same tensors."""
         self.count += other.count
         if other.first is not None and (self.first is None or other.first < self.first):

@@ -12,8 +12,6 @@ TensorParallel       how the run's tensor ranks cut parameters
 `with_facts` and `facts_of` write these records into a manifest's JSON state, and read them again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, NamedTuple, TypeVar
 
@@ -83,7 +81,7 @@ class FlatBufferEngine(Struct, frozen=True):
         return _document(self) | ({"hyper_parameters": "given"} if self.given else {})
 
     @classmethod
-    def of_state(cls, state: Mapping[str, Any]) -> FlatBufferEngine:
+    def of_state(cls, state: Mapping[str, Any]) -> "FlatBufferEngine":
         """The inverse of `to_state`."""
         engine = _record(
             cls, {**state, "hyper_parameters": state.get("hyper_parameters") == "given"}
@@ -142,7 +140,7 @@ class StateDictEngine(Struct, frozen=True):
         }
 
     @classmethod
-    def of_state(cls, state: Mapping[str, Any]) -> StateDictEngine:
+    def of_state(cls, state: Mapping[str, Any]) -> "StateDictEngine":
         """The inverse of `to_state`."""
         return _record(cls, {**state, "whole": "dialect" in state, "experts": ()})
 
@@ -168,7 +166,7 @@ class NamedWeightsEngine(Struct, frozen=True):
         return _document(self)
 
     @classmethod
-    def of_state(cls, state: Mapping[str, Any]) -> NamedWeightsEngine:
+    def of_state(cls, state: Mapping[str, Any]) -> "NamedWeightsEngine":
         """The inverse of `to_state`."""
         return _record(cls, state)
 
@@ -209,7 +207,7 @@ class StepPlace(Struct, frozen=True):
         return _document(self, [name for name in self.__struct_fields__ if name != "stale"])
 
     @classmethod
-    def of_state(cls, optimizer: Mapping[str, Any]) -> StepPlace | None:
+    def of_state(cls, optimizer: Mapping[str, Any]) -> "StepPlace | None":
         """The place that `state.optimizer` of a manifest states; None if it states none."""
         if not (stated := _dictionary(optimizer, "step")):
             return None
@@ -230,7 +228,7 @@ class Pipeline(Struct, frozen=True):
     layers: Sequence[int]
     tied: Mapping[int, str] = field(default_factory=dict)
 
-    def renamed(self, names: Mapping[str, str]) -> Pipeline:
+    def renamed(self, names: Mapping[str, str]) -> "Pipeline":
         """The same with new names; those that `names` lacks stay."""
         parameters, buffers = (
             [[names.get(name, name) for name in stage] for stage in stages]
@@ -248,7 +246,7 @@ class Pipeline(Struct, frozen=True):
         }
 
     @classmethod
-    def of_state(cls, state: Mapping[str, Any]) -> Pipeline:
+    def of_state(cls, state: Mapping[str, Any]) -> "Pipeline":
         """The inverse of `to_state`; raises ValueError for values of other types."""
         pairs = convert(state.get("tied") or (), tuple[tuple[int, str], ...])
         return _record(cls, {**state, "tied": dict(pairs)})
@@ -267,7 +265,7 @@ class TensorParallel(Struct, frozen=True):
     rules: Mapping[str, str]
     vocabularies: Mapping[str, Vocabulary] = field(name="vocabulary")
 
-    def renamed(self, names: Mapping[str, str]) -> TensorParallel:
+    def renamed(self, names: Mapping[str, str]) -> "TensorParallel":
         """The same with new names; those that `names` lacks stay."""
         rules = {names.get(name, name): rule for name, rule in self.rules.items()}
         rows = {names.get(name, name): own for name, own in self.vocabularies.items()}
@@ -278,7 +276,7 @@ class TensorParallel(Struct, frozen=True):
         return dict(to_builtins(self))
 
     @classmethod
-    def of_state(cls, state: Mapping[str, Any]) -> TensorParallel:
+    def of_state(cls, state: Mapping[str, Any]) -> "TensorParallel":
         """The inverse of `to_state`; raises ValueError for values of other types."""
         return _record(cls, state)
 

@@ -8,8 +8,6 @@ again as the same global.
 JSON has no tuples, sets, bytes, integer keys or NaN. They are written as objects with one `$` key.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import math
@@ -77,7 +75,7 @@ class Foreign(Struct, eq=False):
     `appended` holds the values that APPENDS put into it, `items` the pairs of SETITEMS.
     """
 
-    function: Global | Foreign
+    function: "Global | Foreign"
     arguments: tuple[Any, ...] = ()
     state: Any = None
     how: str = "call"
@@ -86,7 +84,7 @@ class Foreign(Struct, eq=False):
     items: list[tuple[Any, Any]] = field(default_factory=list)
 
     @classmethod
-    def instance(cls, name: str, **attributes: Any) -> Foreign:
+    def instance(cls, name: str, **attributes: Any) -> "Foreign":
         """An object of the class `name` as pickle makes it: `cls.__new__`, then its attributes."""
         return cls(Global(name), (), attributes or None, "new")
 
@@ -112,7 +110,7 @@ class Scalar(Struct, frozen=True):
     dtype: str
     shape: tuple[int, ...] = ()
 
-    def unwrapped(self) -> Scalar | float | int | bool:
+    def unwrapped(self) -> "Scalar | float | int | bool":
         """The number itself if this is a Python number; otherwise this scalar."""
         kind = PYTHON_NUMBERS.get(self.dtype)
         return self if kind is None else kind(self.value)

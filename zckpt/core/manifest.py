@@ -4,8 +4,6 @@ Manifest    one checkpoint: entries, parameters, groups, and everything that is 
 Entry       one whole tensor, `parameter/slot`, wherever its pieces are
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Mapping
 from math import prod
@@ -43,7 +41,7 @@ class Entry(Struct, frozen=True):
     shape: tuple[int, ...]
     fragments: Fragments
     digest: int | None = None
-    mean: tuple[Entry, ...] = ()
+    mean: "tuple[Entry, ...]" = ()
     axis: str = ""
 
     @property
@@ -247,10 +245,10 @@ class Manifest(Struct, frozen=True):
     """Whether the engine changes weights without their masters: these need not round to them."""
     place: Place | None = None
     """The place of one model rank, which is not joined with others."""
-    ranks: tuple[Manifest, ...] = ()
+    ranks: "tuple[Manifest, ...]" = ()
     """The model ranks, if they are not joined. These alone have tensors and parameters, which may
     have the same names; files, records and what is said of the whole run are here."""
-    models: tuple[Manifest, ...] = ()
+    models: "tuple[Manifest, ...]" = ()
     """The model of each tensor rank, if there are several, or if `ranks` are not joined."""
     files: tuple[str, ...] = ()
     siblings: tuple[Sibling, ...] = ()
@@ -286,16 +284,16 @@ class Manifest(Struct, frozen=True):
     again. Empty as `fingerprints` are."""
 
     @property
-    def each(self) -> tuple[Manifest, ...]:
+    def each(self) -> "tuple[Manifest, ...]":
         """The model ranks that are not joined, or this manifest alone."""
         return self.ranks or (self,)
 
     @property
-    def with_models(self) -> tuple[Manifest, ...]:
+    def with_models(self) -> "tuple[Manifest, ...]":
         """The same, and the models of the ranks: no rank has what is in files of layers alone."""
         return (*self.ranks, *self.models) if self.ranks else (self,)
 
-    def with_each(self, change: Callable[[Manifest], Manifest]) -> Manifest:
+    def with_each(self, change: "Callable[[Manifest], Manifest]") -> "Manifest":
         """With a change of all model ranks that are not joined, and of their models."""
         if not self.ranks:
             return self

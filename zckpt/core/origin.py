@@ -3,8 +3,6 @@
 A manifest's JSON has an `Origin` under the key `source`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -69,7 +67,7 @@ class Origin(Struct, frozen=True):
         return {**document, **self.others}
 
     @classmethod
-    def of_json(cls, document: Any) -> Origin:
+    def of_json(cls, document: Any) -> "Origin":
         """The inverse of `to_json`; raises ValueError for values of other types."""
         stated = convert(document, dict[str, Any])
         known = {name: stated.pop(name) for name in STATED if name in stated}

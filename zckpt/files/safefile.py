@@ -8,8 +8,6 @@ The safetensors package returns tensors, but zckpt needs byte offsets, without n
 this module reads and writes headers itself, by the package's rules: see `read_with_metadata`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping

@@ -8,8 +8,6 @@ forward of the root, counted from 0. Their standard deviation is left out: it is
 which uses the sum of a bucket as its mean.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """What `verify --save-proof` keeps of a checkpoint, and how another one is compared with it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -17,8 +17,6 @@ Other programs' HDF5 files may lie in the same folder, so the names in the root 
 before anything else.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Annotated, Any

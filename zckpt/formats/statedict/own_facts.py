@@ -4,8 +4,6 @@ State dicts do not say which names are aliases, buffers, frozen or inferred (see
 writes it beside them. Another program may have changed it since.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -7,8 +7,6 @@ spellings of one program, which are read and never written: norms of the spec fo
 Engine, and experts as the Hub's files have them.
 """
 
-from __future__ import annotations
-
 import re
 from pkgutil import get_data
 

@@ -17,8 +17,6 @@ tensor that one file holds whole is not gathered: each process reads and compare
     buckets.py     which blocks of tensors one all-gather brings back
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 
 from msgspec import Struct, msgpack
