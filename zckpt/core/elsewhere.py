@@ -14,6 +14,10 @@ from typing import Any, BinaryIO, Protocol
 
 from msgspec import Struct
 
+READ_AHEAD = 8 << 10
+"""Bytes that a file object asks for at least. Python's own number is 128 KiB since 3.14, which would
+be one more request for each file of torch in a store."""
+
 
 class Elsewhere(Protocol):
     """The bytes of one file, wherever they lie. Raises ZckptError or OSError with the path."""
@@ -100,7 +104,7 @@ def content(file: int, where: Elsewhere) -> Iterator[BinaryIO]:
     """A file object for readers that want one; closes the file."""
     try:
         raw: Any = Content(file, where)
-        with io.BufferedReader(raw) as reader:
+        with io.BufferedReader(raw, READ_AHEAD) as reader:
             yield reader
     finally:
         os.close(file)
