@@ -8,6 +8,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -72,6 +73,17 @@ def needs(*packages: str) -> None:
     missing = [package for package in packages if find_spec(package) is None]
     if missing and not os.environ.get("CI"):
         pytest.skip(f"needs {', '.join(missing)}: `pip install -e '.[dev]'`")
+
+
+def fork() -> int:
+    """As os.fork, which warns since Python 3.12 where a process has threads.
+
+    Those of pytest-xdist and BLAS hold no lock that a child takes: it runs zckpt, which starts
+    threads of its own, and ends there.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+        return os.fork()
 
 
 @dataclass(frozen=True)

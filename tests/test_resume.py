@@ -21,7 +21,7 @@ from zckpt.copying import copy, filling, journal, staging
 from zckpt.core.resources import Copying
 from zckpt.errors import Interrupted, TargetExists
 
-from .conftest import Result
+from .conftest import Result, fork
 
 MIB = 1 << 20
 TARGETS: dict[str, dict[str, Any]] = {
@@ -83,7 +83,7 @@ def files(root: Path) -> dict[str, bytes]:
 
 def killed(source: Path, target: Path, writes: int, options: dict[str, Any]) -> bool:
     """Runs a conversion in a child that dies at a chunk; False if it ended before."""
-    child = os.fork()
+    child = fork()
     if not child:
         try:
             left, write = writes, filling.Writer.write

@@ -22,7 +22,7 @@ from zckpt.copying import filling
 from zckpt.core.pieces import ElementReader
 from zckpt.processes.launcher import LAUNCHERS
 
-from ..conftest import Result
+from ..conftest import Result, fork
 from ..test_resume import MIB
 from ..test_resume import sources as sources
 from ..test_resume import whole as whole
@@ -148,7 +148,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         output = folder / str(len(started))
         for path in (output, output.with_suffix(".err")):
             path.touch()
-        child = os.fork()
+        child = fork()
         if not child:
             os.environ.update({key: str(value) for key, value in environment.items()})
             run_as_command([str(word) for word in words], output, prepare)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import zckpt
-from tests.conftest import EXAMPLE
+from tests.conftest import EXAMPLE, fork
 from zckpt import api
 from zckpt.core import elsewhere
 from zckpt.errors import SourceChanged, StoreError, UnsupportedCheckpoint, WrongOption
@@ -63,7 +63,7 @@ def test_nothing_stays(at: zckpt.At) -> None:
 
 def test_a_fork_removes_no_mirror(at: zckpt.At) -> None:
     with local(at) as path:
-        if not (child := os.fork()):
+        if not (child := fork()):
             mirror._remove(mirror.top(), os.getppid())
             os._exit(0)
         os.waitpid(child, 0)

@@ -24,6 +24,8 @@ from msgspec.structs import replace
 import zckpt
 from zckpt.core.fragments import Extent
 
+from ..conftest import fork
+
 MEMORY = 4 << 30  # bytes of address space that conversions may take beside what the process has
 LIMIT = 60.0  # seconds, after which a conversion hangs
 JOBS = zckpt.Copying(jobs=1)
@@ -175,7 +177,7 @@ def survey(source: Path, target: Path, wanted: Iterable[Flip]) -> Iterator[tuple
 def _forked(batch: Sequence[Flip], source: Path, target: Path, good: Good) -> Iterator[str]:
     """Verdicts of one process; if it ends before its time, the last one says how."""
     reading, writing = os.pipe()
-    child = os.fork()
+    child = fork()
     if not child:
         try:
             os.close(reading)

@@ -15,8 +15,8 @@ from typing import Any, BinaryIO, Protocol
 from msgspec import Struct
 
 READ_AHEAD = 8 << 10
-"""Bytes that a file object asks for at least. Python's own number is 128 KiB since 3.14, which would
-be one more request for each file of torch in a store."""
+"""Bytes that a file object asks for at least. Python's own number is 128 KiB since 3.14: of each
+torch file in a store that would be one more request."""
 
 
 class Elsewhere(Protocol):
