@@ -29,6 +29,8 @@ from ..engines.cases import CASES
 
 Trained = Callable[[Any], Path]
 FSDP2 = ROOT / "tests" / "data" / "fsdp2-2.13.0-w2"
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+TORCHRUN += ["--local-addr", "localhost"]  # the name of a bare machine has no address
 
 
 # -- the reader and the engine's rule are independent
@@ -209,8 +211,7 @@ def faulty(tmp_path: Path) -> Path:
 def launch(processes: int, *words: object) -> tuple[int, dict[str, Any]]:
     """`torchrun -m zckpt verify ... --json`; torchrun's exit code and rank 0's report."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    runner = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command = [*runner, "--nproc-per-node", str(processes), "-m", "zckpt", "verify"]
+    command = [*TORCHRUN, "--nproc-per-node", str(processes), "-m", "zckpt", "verify"]
     ended = subprocess.run(
         [*command, *map(str, words), "--json"],
         env=environment,
@@ -373,8 +374,7 @@ def test_one_of_several_processes_fails(json_asked: bool, tmp_path: Path) -> Non
         "cli.main()\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    launcher += ["--monitor-interval", "10"]  # rank 0 ends by itself before torchrun stops it
+    launcher = [*TORCHRUN, "--monitor-interval", "10"]  # rank 0 ends by itself before it is stopped
     words = ["verify", EXAMPLE, "--gather", "--device", "cpu", "--against", tmp_path / "universal"]
     words += ["--json"] if json_asked else []
     ended = subprocess.run(
