@@ -41,6 +41,7 @@ What a target gets from a source:
     plan.py           the join of two manifests
     layout.py         the files of a target before any tensor is copied
     folder.py         the directory that they are written to, which others may have prepared
+    marks.py          which directories zckpt has written
 
 How two checkpoints are compared:
     compare.py        finds what differs, difference.py by how much
