@@ -46,7 +46,7 @@ def read(path: str | os.PathLike[str], reading: Reading, alone: bool = True) -> 
     """
     steps.check_policy(reading.step_policy)
     path = os.fspath(path)
-    _refuse_unfinished(path)
+    refuse_incomplete(path)
     format = formats.recognize(path, reading.format, reading.tag)
     with sources.watching() as watch:
         manifest = format.functions.read(path, reading)
@@ -104,7 +104,7 @@ def _rebuilt(manifest: Manifest, format: Format) -> Manifest:
     return rebuilt(manifest)
 
 
-def _refuse_unfinished(path: str) -> None:
+def refuse_incomplete(path: str) -> None:
     """Raises IncompleteCheckpoint for a target that its run has not completed."""
     for folder in (os.path.abspath(path), os.path.realpath(path)):
         while folder != (above := os.path.dirname(folder)):

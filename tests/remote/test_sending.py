@@ -12,6 +12,7 @@ import pytest
 import zckpt
 from tests.conftest import EXAMPLE
 from zckpt import display
+from zckpt.dcp import StorageReader
 from zckpt.errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,
@@ -392,6 +393,18 @@ def test_a_copy_with_a_note(change: str, store: Memory, tmp_path: Path) -> None:
     with pytest.raises(IncompleteCheckpoint, match="a target that is not complete") as raised:
         zckpt.read(copied, weights_only=True)
     assert str(copied / UNFINISHED) in raised.value.hint
+
+
+def test_a_copy_is_refused_by_a_storage_reader(store: Memory, tmp_path: Path) -> None:
+    """Also one that has all names, of which a file is cut."""
+    written(store, to="dcp")
+    sizes = {name: len(data) for name, data in files(store).items()}
+    store.write(NOTE, json.dumps({"last": ".metadata", "files": sizes, "sent": {}}).encode())
+    copied = local_copy(store, tmp_path / "copy")
+    assert StorageReader(copied).read_metadata().state_dict_metadata
+    next(copied.glob("*.distcp")).write_bytes(b"")
+    with pytest.raises(IncompleteCheckpoint, match="a target that is not complete"):
+        StorageReader(copied).read_metadata()
 
 
 def test_a_copy_into_a_run_does_not_hide_its_checkpoints(store: Memory, tmp_path: Path) -> None:
