@@ -25,6 +25,7 @@ HEADER = b"%08x %s\n" % (crc32(b'{"run": {}}'), b'{"run": {}}')
         ({"journal": b"", "out/a": b""}, True),
         ({"journal": HEADER[:20], "out/a": b""}, True),
         ({"journal": bytes(4096), "out/a": b""}, True),
+        ({"journal": bytes(len(HEADER)) + HEADER, "out/a": b""}, True),
         ({"journal": HEADER, "journal-1-of-2": b"", "journal-0001": b"", "out/a": b""}, True),
         ({"a": b""}, False),
         ({"out/a": b""}, False),

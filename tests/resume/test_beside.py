@@ -230,6 +230,8 @@ def put(folder: Path, elsewhere: Path) -> None:
         (folder / name).write_text(f"precious {name}")
         if (folder / name).parent != folder:
             os.utime((folder / name).parent, (1, 1))
+    (folder / "journal-dp2.partial").mkdir()
+    (folder / "journal-dp2.partial" / "journal").symlink_to(elsewhere / "linked-dp4" / "journal")
     for name in ("linked-dp4", "linked-dp4.partial", "linked-dp4.gone.partial"):
         (elsewhere / name).mkdir(parents=True)
         (elsewhere / name / "journal").touch()

@@ -25,7 +25,7 @@ MARK = "user.zckpt.run"
 """The extended attribute of a complete target, which says of which run it is."""
 MOST = 1 << 16  # bytes of a mark
 JOURNALS = re.compile(rf"{JOURNAL}(-\d+(-of-\d+)?)?|{PROBE}[0-9a-f]{{8}}", re.ASCII)
-TORN = re.compile(rb"(?s)\0*|[0-9a-f]{0,8} ?|[0-9a-f]{8} \{.*")
+TORN = re.compile(rb"(?s)(\0.*)?|[0-9a-f]{0,8} ?|[0-9a-f]{8} \{.*")
 """A journal that was forgotten, or whose first line a power loss has damaged."""
 
 
@@ -47,7 +47,8 @@ def lines_in(data: bytes) -> list[bytes]:
 def is_begun(folder: Folder, name: str) -> bool:
     """Whether a run for the target `name` can have left this open `.partial`.
 
-    It has a journal, or else nothing, and beside it the directory of the target alone.
+    It has a journal, or else nothing, and beside it the directory of the target alone. Raises
+    TargetExists for a journal that is a link, or not ours where everything must be.
     """
     contents = folder.names()
     files = {item for item in contents if not is_journal(item)}
@@ -62,7 +63,7 @@ def _has_journal(folder: Folder) -> bool:
             data = pread(file, os.fstat(file).st_size, 0)
     except PermissionError:  # of another user, whose folder is refused anyway
         return True
-    except (IsADirectoryError, TargetExists):
+    except IsADirectoryError:
         return False
     return bool(lines_in(data)) or TORN.fullmatch(data) is not None
 

@@ -206,13 +206,19 @@ def _of_zckpt(above: Folder, path: str) -> Iterator[Folder | None]:
         yield None  # a file, a link, or a directory of another user
         return
     with directory:
-        is_own = _is_ours(above, directory.itself().st_uid)
-        if is_own and _is_begun(path):
-            is_own = marks.is_begun(directory, os.path.basename(path).removesuffix(PARTIAL))
-        elif is_own:
-            is_emptied = path.endswith(GONE) and not directory.names()
-            is_own = is_emptied or marks.has_mark(above, path.removesuffix(GONE), directory.file)
-        yield directory if is_own else None
+        yield directory if _is_own(above, directory) else None
+
+
+def _is_own(above: Folder, directory: Folder) -> bool:
+    if not _is_ours(above, directory.itself().st_uid):
+        return False
+    path = directory.path
+    if _is_begun(path):
+        with suppress(TargetExists):
+            return marks.is_begun(directory, os.path.basename(path).removesuffix(PARTIAL))
+        return False
+    is_emptied = path.endswith(GONE) and not directory.names()
+    return is_emptied or marks.has_mark(above, path.removesuffix(GONE), directory.file)
 
 
 def _is_begun(path: str) -> bool:
