@@ -17,6 +17,7 @@ from .core.manifest import Manifest, fitting_roots
 from .core.missing_states import lacking
 from .core.states import tensors_in
 from .core.times import odd_times
+from .core.unfinished import refuse_unfinished
 from .errors import (
     AmbiguousCheckpoint,
     CorruptCheckpoint,
@@ -45,12 +46,13 @@ def read(path: str | os.PathLike[str], reading: Reading, alone: bool = True) -> 
     """
     steps.check_policy(reading.step_policy)
     path = os.fspath(path)
-    _refuse_unfinished(path)
+    refuse_incomplete(path)
     format = formats.recognize(path, reading.format, reading.tag)
     with sources.watching() as watch:
         manifest = format.functions.read(path, reading)
         siblings = (item.path for item in manifest.siblings)
         fingerprints = watch.of((*manifest.files, *siblings))
+    refuse_unfinished({os.path.dirname(file) for file in manifest.files})
     _check_names(manifest)
     if alone:
         _need_root(reading, manifest)
@@ -102,16 +104,17 @@ def _rebuilt(manifest: Manifest, format: Format) -> Manifest:
     return rebuilt(manifest)
 
 
-def _refuse_unfinished(path: str) -> None:
+def refuse_incomplete(path: str) -> None:
     """Raises IncompleteCheckpoint for a target that its run has not completed."""
-    folder = os.path.abspath(path)
-    while folder != (above := os.path.dirname(folder)):
-        if folder.endswith(".partial") and os.path.lexists(os.path.join(folder, JOURNAL)):
-            raise IncompleteCheckpoint(
-                f"{path} belongs to a target that is not complete",
-                hint="wait for the run that writes it, or repeat that run with --resume",
-            )
-        folder = above
+    for folder in (os.path.abspath(path), os.path.realpath(path)):
+        while folder != (above := os.path.dirname(folder)):
+            if folder.endswith(".partial") and os.path.lexists(os.path.join(folder, JOURNAL)):
+                raise IncompleteCheckpoint(
+                    f"{path} belongs to a target that is not complete",
+                    hint="wait for the run that writes it, or repeat that run with --resume",
+                )
+            folder = above
+    refuse_unfinished([path])
 
 
 def oddly_timed(manifest: Manifest) -> list[str]:

@@ -274,6 +274,16 @@ def test_a_mark_that_another_user_has_planted_says_nothing(
     assert mark_of(str(target)) == {}
 
 
+def test_a_file_that_is_no_mark_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user's own, at the path of a mark: the target has none then."""
+    without_attributes(monkeypatch)
+    target, file = tmp_path / "out", tmp_path / ".out.zckpt"
+    target.mkdir()
+    file.write_text("notes of a user")
+    mark(target)
+    assert (file.read_text(), mark_of(str(target))) == ("notes of a user", {})
+
+
 @pytest.mark.parametrize("kind", ["link", "pipe", "folder", "protected", "again"])
 def test_what_is_planted_at_the_path_of_a_mark(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -370,6 +370,21 @@ def test_files_that_the_journal_has_forgotten_are_removed(stopped: Path) -> None
         assert (staged.journal.is_new, names(Path(staged.path))) == (True, [])
 
 
+@pytest.mark.parametrize("name", ["journal", "journal-of-mine"])
+def test_a_file_with_the_name_of_a_journal_is_no_journal(name: str, tmp_path: Path) -> None:
+    """It is neither emptied nor removed, and neither is what lies beside it."""
+    partial = tmp_path / "out.partial"
+    (partial / "out").mkdir(parents=True)
+    for path in (partial / name, partial / "out" / "a"):
+        path.write_text("notes of a user")
+    with (
+        pytest.raises(TargetExists, match="it has no journal of zckpt"),
+        begin(tmp_path / "out", resume=True),
+    ):
+        pytest.fail("entered")
+    assert (partial / name).read_text() == (partial / "out" / "a").read_text() == "notes of a user"
+
+
 def test_a_run_that_fails_removes_what_an_earlier_one_wrote(stopped: Path) -> None:
     with pytest.raises(ValueError, match="fault"), begin(stopped, resume=True):
         raise ValueError("fault")

@@ -623,6 +623,9 @@ def test_no_overwriting_unless_asked(tmp_path: Path) -> None:
     for _ in range(2):
         with probe.record(model, tmp_path / "run", step=0, overwrite=True):
             model(torch.ones(1, 2))
+        (folder,) = (tmp_path / "run").iterdir()
+        (folder / "notes").touch()  # of the user
+    assert (folder / "notes").exists()
     with pytest.raises(TargetExists), probe.record(model, tmp_path / "run", step=0):
         pass
     assert len(of_modules(tmp_path / "run")) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,14 @@ import pytest
 import zckpt
 from tests.conftest import EXAMPLE
 from zckpt import display
+from zckpt.dcp import StorageReader
 from zckpt.errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,
     NotACheckpoint,
     StoreError,
     TargetExists,
+    UnsupportedCheckpoint,
     WrongOption,
 )
 from zckpt.remote import outgoing
@@ -244,6 +247,177 @@ def test_a_complete_target_is_never_removed(store: Memory) -> None:
     store.write(NOTE, json.dumps(about).encode())
     assert clean_up(zckpt.At(store, KEY))["files"] == [UNFINISHED]
     assert files(store) == before
+
+
+NOTES = {
+    "no JSON": b'{"files": {"model.safet',
+    "a list": b"[1]",
+    "nothing": b"",
+    "other keys": b'{"zckpt": "0.1.0", "version": 2}',
+    "no files": b'{"files": {}, "last": "manifest.json"}',
+    "other sizes": b'{"files": {"manifest.json": "1"}, "last": "manifest.json"}',
+    "a newer zckpt": b'{"zckpt": "99.1", "files": {"manifest.json": 1}, "last": "manifest.json"}',
+    "names outside": b'{"files": {"../mine": 1, "manifest.json": 1}, "last": "manifest.json"}',
+    "an absolute name": b'{"files": {"/mine": 1}, "last": "manifest.json"}',
+    "a last file outside": b'{"files": {"manifest.json": 1}, "last": "x/../../mine"}',
+    "itself": b'{"files": {"zckpt-unfinished.json": 1}, "last": "manifest.json"}',
+}
+
+
+@pytest.mark.parametrize("note", NOTES.values(), ids=NOTES)
+def test_a_note_that_cannot_be_understood_means_unfinished(note: bytes, store: Memory) -> None:
+    """All doors leave it as it is: to read, to remove what is there, to continue, to write."""
+    written(store)
+    store.write(NOTE, note)
+    store.write("out/mine", b"1")
+    before, at = dict(store.objects), zckpt.At(store, KEY)
+    for path in (at, zckpt.At(store, f"{KEY}/exp_avg.safetensors")):
+        with pytest.raises(IncompleteCheckpoint, match="a target that is not complete"):
+            zckpt.read(path)
+    with pytest.raises(NotACheckpoint):
+        zckpt.read(zckpt.At(store, "out"))
+    for call in (clean_up, lambda at: written(store, resume=True)):
+        with pytest.raises(UnsupportedCheckpoint, match="no note that this zckpt understands"):
+            call(at)
+    assert store.objects == before
+
+
+@pytest.mark.parametrize("change", ["lost", "cut"])
+def test_the_last_file_alone_does_not_complete_a_target(change: str, store: Memory) -> None:
+    written(store)
+    sizes = {name: len(data) for name, data in files(store).items()}
+    about = {"last": "manifest.json", "files": sizes, "sent": {}}
+    store.write(NOTE, json.dumps(about).encode())
+    at, key = zckpt.At(store, KEY), f"{KEY}/exp_avg.safetensors"
+    assert zckpt.verify(at)["problems"] == []
+    if change == "cut":
+        store.write(key, store.objects[key][:-1])
+    else:
+        del store.objects[key]
+        with pytest.raises(TargetExists, match=r"but not .*: nothing was removed"):
+            clean_up(at)
+    with pytest.raises(IncompleteCheckpoint, match="a target that is not complete"):
+        zckpt.read(at)
+
+
+def test_a_note_far_above_is_seen(store: Memory) -> None:
+    """A target of several checkpoints, of which one is read alone."""
+    written(store)
+    for key in list(store.objects):
+        store.write(key.replace(KEY, "to/run/checkpoint-1/universal"), store.objects.pop(key))
+    at = zckpt.At(store, "to/run/checkpoint-1/universal")
+    store.write(f"to/run/{UNFINISHED}", b'{"files": {"a": 1}, "last": "a"}')
+    with pytest.raises(IncompleteCheckpoint) as raised:
+        zckpt.read(at)
+    assert raised.value.hint.endswith("clean-up store://Memory/to/run")
+    store.write("to/run/a", b"1")
+    assert zckpt.read(at).step == 7
+
+
+def test_a_run_that_writes_meanwhile_is_noticed(
+    store: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The note stays, so that nobody takes the rest for a target."""
+    fail_at(store, "manifest.json", ConnectionError("reset"))
+    with pytest.raises(StoreError):
+        written(store)
+    remove = store.rm_file
+
+    def commit(key: str) -> None:
+        store.write(f"{KEY}/manifest.json", b"{}")
+        remove(key)
+
+    monkeypatch.setattr(store, "rm_file", commit)
+    with pytest.raises(TargetExists, match=r"a run has written .*\.json meanwhile"):
+        clean_up(zckpt.At(store, KEY))
+    assert {*files(store)} == {"manifest.json", UNFINISHED}
+    with pytest.raises(IncompleteCheckpoint):
+        zckpt.read(zckpt.At(store, KEY))
+
+
+def test_what_another_program_may_have_sent_stays(store: Memory) -> None:
+    """The store says of no object who has sent it: the last file is no proof of a target."""
+    store.arrive = lambda key, data: data[::-1] if key.endswith("manifest.json") else data
+    with pytest.raises(CorruptCheckpoint, match="the store has other bytes"):
+        written(store)
+    assert f"{KEY}/manifest.json" in store.objects
+    with pytest.raises(IncompleteCheckpoint):
+        zckpt.read(zckpt.At(store, KEY))
+
+
+def local_copy(store: Memory, folder: Path) -> Path:
+    """What `aws s3 sync` makes of the objects below the target's key."""
+    for name, data in files(store).items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "latest", ".metadata"])
+def test_a_copy_of_an_unfinished_upload(name: str, store: Memory, tmp_path: Path) -> None:
+    """On this machine: neither the folder is a checkpoint, nor one in it, nor a file of it."""
+    to = {"manifest.json": "universal", "latest": "deepspeed", ".metadata": "dcp"}[name]
+    fail_at(store, "/" + name, ConnectionError("reset"))
+    with pytest.raises(StoreError):
+        written(store, to=to)
+    copied = local_copy(store, tmp_path / "copy")
+    (tmp_path / "link").symlink_to(copied)
+    inside = [path for path in copied.rglob("*") if path.name != UNFINISHED]
+    for path in (copied, tmp_path / "link", *inside):
+        with pytest.raises(IncompleteCheckpoint, match="a target that is not complete"):
+            zckpt.read(path)
+    with pytest.raises(IncompleteCheckpoint):
+        zckpt.convert(copied, tmp_path / "to")
+    with pytest.raises(IncompleteCheckpoint):
+        zckpt.auto_resume(copied)
+
+
+@pytest.mark.parametrize("change", ["none", "lost", "cut", "unreadable"])
+def test_a_copy_with_a_note(change: str, store: Memory, tmp_path: Path) -> None:
+    """It is complete if every file of the note is there with its size; the note is not copied."""
+    written(store)
+    sizes = {name: len(data) for name, data in files(store).items()}
+    store.write(NOTE, json.dumps({"last": "manifest.json", "files": sizes, "sent": {}}).encode())
+    copied = local_copy(store, tmp_path / "copy")
+    if change == "none":
+        zckpt.convert(copied, tmp_path / "to", to="deepspeed")
+        assert not [*(tmp_path / "to").rglob(UNFINISHED)]
+        assert zckpt.verify(tmp_path / "to", copied)["equal"]
+        return
+    if change == "lost":
+        (copied / "exp_avg.safetensors").unlink()
+    elif change == "cut":
+        (copied / "exp_avg.safetensors").write_bytes(b"")
+    else:
+        (copied / UNFINISHED).write_text("{")
+    with pytest.raises(IncompleteCheckpoint, match="a target that is not complete") as raised:
+        zckpt.read(copied, weights_only=True)
+    assert str(copied / UNFINISHED) in raised.value.hint
+
+
+def test_a_copy_is_refused_by_a_storage_reader(store: Memory, tmp_path: Path) -> None:
+    """Also one that has all names, of which a file is cut."""
+    written(store, to="dcp")
+    sizes = {name: len(data) for name, data in files(store).items()}
+    store.write(NOTE, json.dumps({"last": ".metadata", "files": sizes, "sent": {}}).encode())
+    copied = local_copy(store, tmp_path / "copy")
+    assert StorageReader(copied).read_metadata().state_dict_metadata
+    next(copied.glob("*.distcp")).write_bytes(b"")
+    with pytest.raises(IncompleteCheckpoint, match="a target that is not complete"):
+        StorageReader(copied).read_metadata()
+
+
+def test_a_copy_into_a_run_does_not_hide_its_checkpoints(store: Memory, tmp_path: Path) -> None:
+    """The copy is left aside, and what lies beside its files is read."""
+    for name in ("checkpoint-1", "checkpoint-2"):
+        shutil.copytree(EXAMPLE, tmp_path / name)
+    about = b'{"files": {"checkpoint-2/latest": 11, "latest": 1}, "last": "latest"}'
+    (tmp_path / UNFINISHED).write_bytes(about)
+    assert zckpt.read(tmp_path / "checkpoint-1").step == 7
+    with pytest.raises(IncompleteCheckpoint):
+        zckpt.read(tmp_path / "checkpoint-2")
+    path = zckpt.auto_resume(tmp_path, dp=4, tell=lambda lines: None)
+    assert path == str(tmp_path / "checkpoint-1")
 
 
 def test_a_run_is_known_by_its_sources_files(tmp_path: Path) -> None:

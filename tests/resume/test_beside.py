@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,13 +22,15 @@ import pytest
 import zckpt
 from zckpt import api
 from zckpt.core import version
-from zckpt.errors import NotEnoughSpace, UnsupportedCheckpoint, WrongOption
+from zckpt.core.checksum import crc32
+from zckpt.errors import NotEnoughSpace, TargetExists, UnsupportedCheckpoint, WrongOption
 from zckpt.resume import beside, resuming
 
-from ..conftest import ROOT, Result
+from ..conftest import ROOT, Result, given_away
+from ..copying.test_journal import without_attributes
 from ..processes.conftest import Start, start, until  # noqa: F401
 from ..test_resume import files
-from .conftest import BESIDE, DAMAGE, TAGS, flip, original, snapshot
+from .conftest import BESIDE, DAMAGE, OPTIMIZER, TAGS, flip, original, snapshot
 
 pytestmark = pytest.mark.filterwarnings("ignore:the run had 4 data-parallel ranks")
 SCRIPT = (
@@ -201,12 +203,216 @@ def test_a_scratch_folder_inside_of_the_run(inside: str, run: Path) -> None:
     assert sorted(run.rglob("*")) == before
 
 
-def test_what_others_have_put_there_stays(run: Path) -> None:
+# -- what is removed
+
+
+OTHERS = (
+    "precious/a",
+    "precious.partial/a",
+    "model-dp8/a",
+    "model-dp8-2/a",
+    "llama-dp64.partial/a",
+    "llama-dp64.partial/llama-dp64/a",
+    "notes-dp2.partial/journal",
+    "mixed-dp2.partial/journal-of-mine",
+    "old-dp2.gone.partial/a",
+    "file-dp2",
+    "file-dp2.partial",
+    ".file-dp2.zckpt",
+)
+"""Files of others in `.zckpt`; their directories have the names that zckpt gives its own."""
+
+
+def put(folder: Path, elsewhere: Path) -> None:
+    """What others have put there, older than all that zckpt writes; links lead `elsewhere`."""
+    for name in OTHERS:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(f"precious {name}")
+        if (folder / name).parent != folder:
+            os.utime((folder / name).parent, (1, 1))
+    (folder / "journal-dp2.partial").mkdir()
+    (folder / "journal-dp2.partial" / "journal").symlink_to(elsewhere / "linked-dp4" / "journal")
+    for name in ("linked-dp4", "linked-dp4.partial", "linked-dp4.gone.partial"):
+        (elsewhere / name).mkdir(parents=True)
+        (elsewhere / name / "journal").touch()
+        (folder / name).symlink_to(elsewhere / name)
+
+
+@pytest.mark.parametrize("kind", ["directory", "link", "scratch"])
+def test_what_others_have_put_there_stays(kind: str, run: Path, tmp_path: Path) -> None:
+    """Neither a name makes it zckpt's, nor a link that leads to it."""
+    words: dict[str, Any] = {"scratch": tmp_path / "scratch"} if kind == "scratch" else {}
+    if kind == "link":
+        (tmp_path / "scratch").mkdir()
+        (run / BESIDE).symlink_to(tmp_path / "scratch")
+    path = resumed(run, dp=5, **words)
+    folder = path.parent
+    put(folder, tmp_path / "elsewhere")
+    others = {name: data for name, data in files(folder).items() if path.name not in name}
+    again = resumed(run, dp=3, keep=0, **words)
+    assert not path.exists()
+    assert {n: data for n, data in files(folder).items() if again.name not in n} == others
+    assert len([*(tmp_path / "elsewhere").rglob("journal")]) == 3
+
+
+def test_what_lies_at_the_own_name_stays(run: Path) -> None:
+    """A directory that zckpt has not written; it writes beside it."""
+    (run / BESIDE / f"{TAGS[-1]}-dp3").mkdir(parents=True)
+    (run / BESIDE / f"{TAGS[-1]}-dp3" / "a").touch()
+    (run / BESIDE / f"{TAGS[-1]}-dp3-2.partial").mkdir()
+    (run / BESIDE / f"{TAGS[-1]}-dp3-2.partial" / "a").touch()
+    assert resumed(run, dp=3).name == f"{TAGS[-1]}-dp3-3"
+    assert len([*(run / BESIDE).rglob("a")]) == 2
+
+
+def test_what_belongs_to_another_user_stays(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = resumed(run, dp=5)
+    (begun := other.with_name("begun-dp5.partial")).mkdir()
+    given_away(monkeypatch, other, begun)
+    path = resumed(run, dp=3, keep=0)
+    assert names(run) == sorted([begun.name, path.name, other.name])
+
+
+def test_an_unmarked_one_takes_no_place_of_those_that_stay(run: Path) -> None:
     path = resumed(run, dp=5)
-    for name in ("precious", "precious.partial"):
-        (path.parent / name).mkdir()
-    assert resumed(run, dp=3, keep=0).name == f"{TAGS[-1]}-dp3"
-    assert names(run) == [f"{TAGS[-1]}-dp3", "precious", "precious.partial"]
+    (path.parent / "newer-dp5").mkdir()
+    assert resumed(run, dp=3, keep=1).name
+    assert path.exists()
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "hard link", "directory"])
+def test_a_lock_is_a_file_of_its_own(kind: str, run: Path, tmp_path: Path) -> None:
+    (run / BESIDE).mkdir()
+    place, other = run / BESIDE / beside.LOCK, tmp_path / "other"
+    if kind == "link":
+        place.symlink_to(other)
+    elif kind == "pipe":
+        os.mkfifo(place)
+    elif kind == "directory":
+        place.mkdir()
+    else:
+        other.write_text("kept")
+        place.hardlink_to(other)
+    with pytest.raises((TargetExists, IsADirectoryError), match=beside.LOCK):
+        zckpt.auto_resume(run, dp=3)
+    assert other.exists() == (kind == "hard link")
+    assert names(run) == []
+
+
+@pytest.mark.parametrize("whose", ["link", "directory"])
+def test_a_link_of_another_user_is_refused(
+    whose: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (target := tmp_path / "scratch").mkdir()
+    (run / BESIDE).symlink_to(target)
+    look = os.lstat
+
+    def of_another(path: Any, **words: Any) -> os.stat_result:
+        fields = list(look(path, **words))
+        fields[4] += str(path) == str(run / BESIDE)
+        return os.stat_result(fields)
+
+    if whose == "link":
+        monkeypatch.setattr(os, "lstat", of_another)
+    else:
+        given_away(monkeypatch, target)
+    with pytest.raises(TargetExists, match="is a link of another user, or leads to a directory of"):
+        zckpt.auto_resume(run, dp=3)
+    assert [*target.iterdir()] == []
+
+
+def test_removals_are_named(run: Path, zckpt: Callable[..., Result]) -> None:
+    """Whatever was removed, and why, and also with -q: on stderr, and in the report."""
+    path = resumed(run, dp=5)
+    shutil.copytree(path, gone := path.with_name("gone-dp5.gone.partial"))
+    (begun := path.with_name("begun-dp5.partial")).mkdir()
+    ended = zckpt("auto-resume", run, "--dp", 3, "--keep", 0, "--json", "-q")
+    assert ended.document["removed"] == [str(begun), str(gone), str(path)]
+    for each in (begun, gone, path):
+        assert f"removed {each}\n" in ended.err
+    beside.let_go(ended.document["path"])
+    flip(Path(ended.document["path"]) / TAGS[-1] / OPTIMIZER)
+    ended = zckpt("auto-resume", run, "--dp", 3, "--json", "-q")
+    assert ended.document["removed"] == [ended.document["path"]]
+    assert f"removed {ended.document['path']}\n" in ended.err
+
+
+class Killed(BaseException):
+    """The end of a process at a system call."""
+
+
+@contextmanager
+def killed_at(call: int) -> Iterator[None]:
+    """Ends the block at a call that removes or renames, if it comes so far."""
+    left = call
+
+    def counted(real: Any) -> Any:
+        def called(*words: Any, **more: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise Killed
+            return real(*words, **more)
+
+        return called
+
+    with pytest.MonkeyPatch.context() as patch, suppress(Killed):
+        for name in ("unlink", "rmdir", "rename"):
+            patch.setattr(os, name, counted(getattr(os, name)))
+        yield
+
+
+@pytest.fixture(params=[True, False], ids=["attributes", "mark files"])
+def complete(request: pytest.FixtureRequest, run: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A complete directory, on a filesystem with attributes and on one without."""
+    if not request.param:
+        without_attributes(monkeypatch)
+    path = resumed(run, dp=5)
+    assert request.param or (path.parent / f".{path.name}.zckpt").is_file()
+    return path
+
+
+@pytest.mark.parametrize("is_written_again", [False, True])
+def test_a_kill_while_one_is_removed(
+    is_written_again: bool, complete: Path, tmp_path: Path
+) -> None:
+    """At each call; the next start removes the rest, and not what is complete there by then."""
+    folder = complete.parent
+    shutil.copytree(folder, tmp_path / "saved")
+    whole = files(folder)
+    for call in range(100):
+        with killed_at(call):
+            beside.remove(str(complete))
+            break
+        if is_written_again:
+            shutil.copytree(tmp_path / "saved", folder, dirs_exist_ok=True)
+        is_there = complete.exists()
+        beside.sweep(str(folder), "")
+        assert files(folder) == (whole if is_there else {beside.LOCK: b""})
+        shutil.copytree(tmp_path / "saved", folder, dirs_exist_ok=True)
+    assert call > 4
+    assert [path.name for path in folder.iterdir()] == [beside.LOCK]
+
+
+def test_a_kill_while_a_begun_one_is_removed(run: Path) -> None:
+    """Its journal is removed last, so that it is known until then."""
+    (folder := run / BESIDE).mkdir()
+    begun = folder / f"{TAGS[-1]}-dp7.partial"
+    header = b'{"chunk": 1, "run": {}}'
+    for call in range(100):
+        (begun / f"{TAGS[-1]}-dp7").mkdir(parents=True)
+        for name in (f"{TAGS[-1]}-dp7/a", f"{TAGS[-1]}-dp7/b", "journal-0001", "owner-0011aaff"):
+            (begun / name).write_text("x")
+        (begun / "journal").write_bytes(b"%08x %s\n" % (crc32(header), header))
+        with killed_at(call):
+            beside.remove(str(begun))
+            break
+        assert beside.sweep(str(folder), "") == [str(begun)]
+    assert call > 4
+    assert [*folder.iterdir()] == []
+
+
+# -- before anything is read
 
 
 def refuse(*_: object, **__: object) -> Any:

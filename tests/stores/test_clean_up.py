@@ -50,16 +50,22 @@ def test_remains_are_listed_and_removed(stopped: str, bucket: Bucket, zckpt: Run
     started(bucket, "to/run-3/elsewhere")
     bucket.put("to/run/of-others.txt", b"mine")
     complete = bucket.files("to/run2")
+    started(bucket, "to/run/of-others.bin")
     listed = zckpt("clean-up", stopped, "--dry-run", "--json").document
     assert listed["files"] == [*there, UNFINISHED]
     assert listed["uploads"] == ["to/run/master.safetensors"]
+    assert [each["key"] for each in listed["other_uploads"]] == ["to/run/of-others.bin"]
     assert {*there} < {*bucket.files("to/run")}, "a dry run removes nothing"
-    assert len(bucket.uploads()) == 3
+    assert len(bucket.uploads()) == 4
     removed = zckpt("clean-up", stopped, "--json").document
     assert {**removed, "dry_run": True} == listed
     assert bucket.keys("to/run/") == ["to/run/of-others.txt"]
     assert bucket.files("to/run2") == complete
-    assert sorted(bucket.uploads()) == ["to/run-3/elsewhere", "to/run2/elsewhere"]
+    assert sorted(bucket.uploads()) == [
+        "to/run-3/elsewhere",
+        "to/run/of-others.bin",
+        "to/run2/elsewhere",
+    ]
 
 
 def test_a_complete_target_is_never_touched(bucket: Bucket, zckpt: Run) -> None:
@@ -82,6 +88,34 @@ def test_where_nothing_was_begun_nothing_is_removed(bucket: Bucket, zckpt: Run) 
         assert result.code
         assert "Hint: " in result.err
     assert bucket.keys() == ["to/run/notes.txt"]
+
+
+@pytest.mark.parametrize("name", ["", "/checkpoint-6"])
+def test_uploads_of_other_programs_are_listed_and_stay(
+    name: str, bucket: Bucket, zckpt: Run
+) -> None:
+    """A trainer sends its next checkpoint; zckpt has begun nothing there."""
+    bucket.put("to/run/checkpoint-5/model.pt", b"complete")
+    started(bucket, "to/run/checkpoint-6/model.pt")
+    for words in (["--dry-run"], []):
+        result = zckpt("clean-up", bucket.url(f"to/run{name}"), *words)
+        assert "to/run/checkpoint-6/model.pt (of another program; to end it: " in result.out
+        assert f"aws s3api abort-multipart-upload --bucket {bucket.name} --key " in result.out
+    assert bucket.uploads() == ["to/run/checkpoint-6/model.pt"]
+    assert bucket.keys() == ["to/run/checkpoint-5/model.pt"]
+
+
+@pytest.mark.parametrize("note", [b"{", b'{"zckpt": "99.0.0", "files": {"a": 1}, "last": "a"}'])
+def test_with_a_note_that_cannot_be_read_nothing_is_removed(
+    note: bytes, stopped: str, bucket: Bucket, zckpt: Run
+) -> None:
+    started(bucket, "to/run/master.safetensors")
+    bucket.put(f"to/run/{UNFINISHED}", note)
+    before = bucket.files("to/run")
+    result = zckpt("clean-up", stopped)
+    assert result.code == 1
+    assert "is no note that this zckpt understands: nothing was changed" in result.err
+    assert (bucket.files("to/run"), len(bucket.uploads())) == (before, 1)
 
 
 def test_a_run_may_begin_where_remains_were(stopped: str, bucket: Bucket, zckpt: Run) -> None:

@@ -302,8 +302,9 @@ for command in (auto_resume, check, verify, diff, stats, pages.report, probe_dif
 def clean_up(url: str, dry_run: bool, as_json: bool) -> None:
     """Remove what a stopped run has left in an object store, at once and without asking.
 
-    URL is the target of that run. Make sure that it no longer writes there. A complete checkpoint
-    is never touched.
+    URL is the target of that run, and its note there (zckpt-unfinished.json) lists what is removed.
+    Make sure that the run no longer writes. A complete checkpoint is never touched. Unfinished
+    uploads of other programs are listed with the command that ends them.
     """
     from ..remote.remains import clean_up
 
@@ -315,6 +316,8 @@ def clean_up(url: str, dry_run: bool, as_json: bool) -> None:
         print(f"  {safe(name)}")
     for key in report["uploads"]:
         print(f"  {safe(key)} (an unfinished upload)")
+    for upload in report["other_uploads"]:
+        print(f"  {safe(upload['key'])} (of another program; to end it: {safe(upload['command'])})")
     done = "would be removed from" if dry_run else "removed from"
     files = counted(len(report["files"]) + len(report["uploads"]), "file")
     print(f"{files} ({sized(report['bytes'])}) {done} {safe(report['path'])}")

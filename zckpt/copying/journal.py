@@ -27,11 +27,11 @@ from msgspec.structs import asdict
 from ..core.checksum import crc32
 from ..core.fileio import sync_data, write_all
 from ..core.folder import JOURNAL, NO_LINK, Folder, lock, mark_file
+from ..core.marks import MARK, document, remove_mark_file
+from ..core.marks import lines_in as lines_in
 from ..core.sources import close, naming, pread
 from ..errors import TargetExists, listed, removal
 
-MARK = "user.zckpt.run"
-"""The extended attribute of a complete target, which says of which run it is."""
 SYNC_EVERY = 1.0  # seconds between two syncs of the journal
 ENDING = 5.0  # seconds that a process of an earlier run may need to end
 
@@ -282,16 +282,6 @@ def lines_of(file: int) -> list[bytes]:
     return lines_in(pread(file, os.fstat(file).st_size, 0))
 
 
-def lines_in(data: bytes) -> list[bytes]:
-    """The intact lines of a journal; the first damaged one ends them."""
-    lines = []
-    for text in data.split(b"\n")[:-1]:
-        if text != b"%08x %s" % (crc32(text[9:]), text[9:]):
-            break
-        lines.append(text + b"\n")
-    return lines
-
-
 # -- the run of a complete target
 
 
@@ -299,8 +289,8 @@ def set_mark(folder: Folder, above: Folder, target: str, identity: Identity) -> 
     """Notes of which run a directory is, which will be `target`; `above` will have it.
 
     It is an extended attribute, or a hidden file beside the target where a filesystem has none or
-    Python cannot set one (macOS). There is none if what is at the path of that file cannot be
-    removed.
+    Python cannot set one (macOS). There is none if what is at the path of that file is no mark, or
+    cannot be removed.
     """
     text = _text(identity.mark())
     try:
@@ -309,7 +299,7 @@ def set_mark(folder: Folder, above: Folder, target: str, identity: Identity) -> 
         path = mark_file(target)
         with suppress(PermissionError, IsADirectoryError, FileExistsError):
             with suppress(FileNotFoundError):
-                above.unlink(path)
+                remove_mark_file(above, target)
             with above.opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as file:
                 write_all(file, memoryview(text), 0)
 
@@ -323,11 +313,7 @@ def mark_of(target: str) -> dict[str, str]:
             text = _text_beside(target)
         except OSError:
             return {}
-    try:
-        mark = json.loads(text)
-    except ValueError:
-        return {}
-    return mark if isinstance(mark, dict) else {}
+    return document(text)
 
 
 def _text_beside(target: str) -> bytes:

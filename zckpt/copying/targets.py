@@ -13,7 +13,8 @@ from contextlib import suppress
 from msgspec.structs import asdict
 
 from ..core import sources
-from ..core.folder import JOURNAL, PROBE, Folder
+from ..core.folder import JOURNAL, Folder
+from ..core.marks import is_begun, is_journal
 from ..core.siblings import BESIDE
 from ..errors import (
     NotEnoughSpace,
@@ -101,7 +102,7 @@ def is_complete(target: str, identity: Identity) -> bool:
             Folder.at(os.path.dirname(path)) as above,
             above.own(path) as folder,
         ):
-            if not is_locked(folder):
+            if not is_locked(folder) and is_begun(folder, os.path.basename(target)):
                 remove_empty(folder, above)
     return True
 
@@ -145,16 +146,9 @@ def remove_empty(folder: Folder, above: Folder) -> None:
     above.rmdir(folder.path)
 
 
-def is_journal(name: str) -> bool:
-    """Whether a file of this name is the journal of a run or of one process, or will be removed."""
-    return name == JOURNAL or name.startswith((f"{JOURNAL}-", PROBE))
-
-
 def refuse_strange(folder: Folder, name: str) -> None:
     """Raises TargetExists if no run of zckpt for a target `name` can have left this folder."""
-    contents = folder.names()
-    others = {item for item in contents if not is_journal(item)}
-    if others - {name} or (others and JOURNAL not in contents):
+    if not is_begun(folder, name):
         raise _strange(folder.path)
 
 

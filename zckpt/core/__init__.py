@@ -24,6 +24,7 @@ How a source is read:
     sources.py        opens, lists and watches its files; elsewhere.py: files without their bytes
     times.py          files whose times are not those of their save
     siblings.py       the files beside it that are copied along
+    unfinished.py     is a target that was being sent to a store complete?
     filenames.py      numbers in the names of files, and names that lead out of a folder
     missing_ranks.py  how a missing file or rank is reported
     saved_names.py    whose a file is, by the name under which it was saved
@@ -40,6 +41,7 @@ What a target gets from a source:
     plan.py           the join of two manifests
     layout.py         the files of a target before any tensor is copied
     folder.py         the directory that they are written to, which others may have prepared
+    marks.py          which directories zckpt has written
 
 How two checkpoints are compared:
     compare.py        finds what differs, difference.py by how much

@@ -14,6 +14,7 @@ from msgspec import Struct, field
 
 from . import sources
 from .manifest import Sibling
+from .unfinished import UNFINISHED
 
 HIDDEN = "hidden"
 OUT = "a link out of the directory"
@@ -92,7 +93,7 @@ class SiblingList(Struct, eq=False):
         status: os.stat_result | None = os.lstat(path)
         assert status is not None
         is_folder = stat.S_ISDIR(status.st_mode)
-        if is_folder and os.path.basename(path) == BESIDE:
+        if os.path.basename(path) == (BESIDE if is_folder else UNFINISHED):
             return
         reason = HIDDEN if os.path.basename(path).startswith(".") else ""
         if not reason and stat.S_ISLNK(status.st_mode):

@@ -37,7 +37,7 @@ from ..formats.reading import Reading
 from ..formats.statedict.keys import in_folder
 from ..formats.statedict.tree import TreePath, dotted
 from ..formats.statedict.write import BlankTensor, StateDicts
-from ..reading import read
+from ..reading import read, refuse_incomplete
 from ..training import steps
 from ..training.options import Options
 from .keys import NUMBERED, KeyMeaning, KeyNames
@@ -74,6 +74,7 @@ class Source(Struct, eq=False, dict=True):
     def __post_init__(self) -> None:
         self.numbers = [name for group in self.groups for name in group]
         steps.check_policy(self.reading.step_policy)
+        refuse_incomplete(self.path)
         self.stored = self._stored()
         files = self.manifest.files if self.stored is None else self.stored.files
         self._fingerprints = {name: Fingerprint.of(os.stat(name)) for name in files}

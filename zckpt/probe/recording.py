@@ -20,10 +20,9 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import warnings
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -153,9 +152,10 @@ def _opened(directory: str, rank: int, overwrite: bool) -> Iterator[Any]:
     """This rank's file, flushed line by line, so that the file of a run that dies is readable."""
     folder = os.path.join(directory, rank_folder(rank))
     if overwrite:
-        shutil.rmtree(folder, ignore_errors=True)
+        with suppress(FileNotFoundError):
+            os.unlink(os.path.join(folder, RECORDS))
     try:
-        os.makedirs(folder)
+        os.makedirs(folder, exist_ok=overwrite)
     except FileExistsError as error:
         raise TargetExists(
             f"{folder} exists already", hint="record into another directory, or overwrite=True"

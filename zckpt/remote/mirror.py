@@ -20,11 +20,14 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from msgspec import Struct, field
 
-from ..core import elsewhere
+from ..core import elsewhere, unfinished
 from ..core.checksum import crc32
+from ..core.unfinished import UNFINISHED as UNFINISHED
+from ..core.unfinished import Note
 from ..errors import IncompleteCheckpoint, UnsupportedCheckpoint
 from . import failures
 from .stores import Found, Store, store_of
@@ -54,8 +57,6 @@ NAMED = (
     "pytorch_model.bin",
 )
 """Files that a folder of a web server may have, beside those that its lists name."""
-UNFINISHED = "zckpt-unfinished.json"
-"""Lies beside a target until its last file has arrived."""
 LISTS = {
     "manifest.json": "files",
     "model.safetensors.index.json": "weight_map",
@@ -288,7 +289,7 @@ def _beside(store: Store, url: Url) -> list[Found]:
     try:
         beside = store.directly_in(url.key.rpartition("/")[0])
     except Exception as error:
-        if isinstance(error, PermissionError) or type(error).__name__ == "InvalidPathError":
+        if _is_hidden(error):
             return []  # one may be allowed to see the checkpoint alone
         raise
     keys = {each.key for each in beside}
@@ -297,6 +298,10 @@ def _beside(store: Store, url: Url) -> list[Found]:
         for each in beside
         if not strange(each.key.rstrip("/")) and (each.key == url.key or f"{each.key}/" not in keys)
     ]
+
+
+def _is_hidden(error: Exception) -> bool:
+    return isinstance(error, PermissionError) or type(error).__name__ == "InvalidPathError"
 
 
 def _folders(key: str) -> Iterator[str]:
@@ -311,13 +316,16 @@ def _finished(store: Store, url: Url, found: Mapping[str, Found]) -> dict[str, F
     Raises IncompleteCheckpoint if the URL itself belongs to such a target.
     """
     kept = dict(found)
-    for note in [each for key, each in found.items() if os.path.basename(key) == UNFINISHED]:
-        folder = os.path.dirname(note.key)
-        try:
-            last = json.loads(bytes(store.read(note, 0, note.size)))["last"]
-        except (ValueError, KeyError, TypeError):
-            last = ""
-        if f"{folder}/{last}" in found:
+    below = [each for key, each in found.items() if os.path.basename(key) == UNFINISHED]
+    for at in (*below, *_notes_above(store, url)):
+        folder = os.path.dirname(at.key)
+        if url.key and not folder:
+            continue  # no target is a whole bucket
+        is_listed = f"{folder}/".startswith(f"{url.key}/".lstrip("/")) or not store.has_listing
+        there = found if is_listed else {each.key: each for each in store.below(folder)}
+        note = note_at(store, at)
+        if note is not None and not note.missing(partial(_size, store, there, folder)):
+            kept.pop(at.key, None)
             continue
         if f"{url.key}/".startswith(f"{folder}/"):
             raise IncompleteCheckpoint(
@@ -327,6 +335,36 @@ def _finished(store: Store, url: Url, found: Mapping[str, Found]) -> dict[str, F
             )
         kept = {key: each for key, each in kept.items() if not key.startswith(f"{folder}/")}
     return kept
+
+
+def _notes_above(store: Store, url: Url) -> list[Found]:
+    """The notes of unfinished targets to which the URL may belong, where nothing was listed."""
+    above = [url.key, *_folders(url.key)][2 if store.has_listing else 0 :]
+
+    def look(folder: str) -> Found | None:
+        try:
+            return store.head(f"{folder}/{UNFINISHED}")
+        except Exception as error:
+            if _is_hidden(error):
+                return None
+            raise
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        return [*filter(None, pool.map(look, filter(None, above)))]
+
+
+def _size(store: Store, there: Mapping[str, Found], folder: str, name: str) -> int | None:
+    """Bytes of a file; None if the store has none."""
+    key = f"{folder}/{name}".lstrip("/")
+    found = there.get(key) if store.has_listing else store.head(key)
+    return found.size if found else None
+
+
+def note_at(store: Store, found: Found) -> Note | None:
+    """The note of an unfinished target; None if it cannot be understood."""
+    if found.size > unfinished.MOST:
+        return None
+    return unfinished.understood(bytes(store.read(found, 0, found.size)))
 
 
 def _lay(mirror: Mirror, base: str, file: File) -> None:

@@ -5,18 +5,21 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from shlex import quote
 from typing import Any
 
 from ..core.checksum import crc32
 from ..core.sources import walk
+from ..core.unfinished import Note
 from ..core.version import __version__
-from ..errors import NotEnoughSpace, TargetExists, WrongOption
+from ..errors import NotEnoughSpace, TargetExists, UnsupportedCheckpoint, WrongOption
 from . import failures
-from .mirror import UNFINISHED, spell
-from .stores import Found, store_of
+from .mirror import UNFINISHED, note_at, spell
+from .stores import Found, Store, store_of
 from .urls import Url
 
 LASTS = (
@@ -29,6 +32,7 @@ LASTS = (
     "mp_rank_00_model_states.pt",
 )
 """The files that make a folder a checkpoint, the decisive one first."""
+REMOVING = {"s3": "aws s3 rm --recursive {}", "gs": "gcloud storage rm --recursive {}"}
 OF_RUNNING = {"begin", "tell", "copying", "resume", "dry_run", "read_back", "target"}
 """Words of a conversion that do not say what its target is."""
 
@@ -49,7 +53,8 @@ def folder_for(url: Url) -> str:
     name = f"zckpt-to-{url.scheme}-{crc32(str(url).encode()):08x}-{os.getuid()}"
     folder = os.path.join(tempfile.gettempdir(), name)
     os.makedirs(folder, mode=0o700, exist_ok=True)
-    if os.stat(folder).st_uid != os.getuid() or os.path.islink(folder):
+    now = os.lstat(folder)
+    if not stat.S_ISDIR(now.st_mode) or now.st_uid != os.getuid():
         raise TargetExists(
             f"{folder} belongs to another user", hint="set TMPDIR to a folder of yours"
         )
@@ -146,7 +151,25 @@ def is_complete(url: Url, run: str, resume: bool) -> bool:
             f"{url} exists: a run was stopped there",
             hint=f"add --resume to continue it, or remove it: zckpt clean-up {url}",
         )
+    failures.asked(lambda: note_of(url, store_of(url), there[UNFINISHED]), url)
     return False
+
+
+def note_of(url: Url, store: Store, found: Found) -> Note:
+    """The note of an unfinished target; raises UnsupportedCheckpoint if it cannot be understood."""
+    if (note := note_at(store, found)) is None:
+        raise UnsupportedCheckpoint(
+            f"{url}/{UNFINISHED} is no note that this zckpt understands: nothing was changed",
+            hint="look at it: a newer zckpt may have written it; if you do not need what is there, "
+            f"remove it with the store's client{_client_line(url)}",
+        )
+    return note
+
+
+def _client_line(url: Url) -> str:
+    """The command with which a store's own client removes all that is below a URL."""
+    command = REMOVING.get(url.scheme)
+    return f": {command.format(quote(str(url)))}" if command else ""
 
 
 def names_at(url: Url) -> dict[str, Found]:

@@ -33,7 +33,7 @@ from ..core.resources import Begin
 from ..core.sources import walk
 from ..core.version import __version__
 from ..errors import CorruptCheckpoint, TargetExists, ZckptError
-from . import failures
+from . import failures, outgoing
 from .mirror import UNFINISHED
 from .outgoing import names_at, order
 from .stores import PART, Found, Store, etag_of, store_of
@@ -133,10 +133,10 @@ class _Sending(Struct, dict=True):
         self.about = {"zckpt": __version__, "last": last, "files": sizes}
         there = names_at(self.url)
         if UNFINISHED in there:
-            earlier = self._earlier(there[UNFINISHED])
+            earlier = outgoing.note_of(self.url, self.store, there[UNFINISHED])
             self.sent = {
                 name: crc
-                for name, crc in earlier.items()
+                for name, crc in earlier.sent.items()
                 if name in there
                 and there[name].size == sizes.get(name)
                 and crc == _crc_of(os.path.join(self.path, name))
@@ -153,13 +153,6 @@ class _Sending(Struct, dict=True):
                 raise
             raise self._preceded(UNFINISHED) from error
         return {*self.sent}
-
-    def _earlier(self, found: Found) -> dict[str, int]:
-        try:
-            document = json.loads(bytes(self.store.read(found, 0, found.size)))
-            return {str(name): int(crc) for name, crc in document["sent"].items()}
-        except (ValueError, KeyError, TypeError, AttributeError):
-            return {}
 
     def state(self, create: bool = False) -> None:
         """Writes what was sent until now."""
@@ -236,12 +229,21 @@ class _Sending(Struct, dict=True):
     def _lost(
         self, name: str, what: str, etag: str | None, found: Found | None
     ) -> CorruptCheckpoint:
-        if name == self.about["last"] and found is not None and etag in (None, found.etag):
+        self.about["lost"] = [name]
+        if name == self.about["last"] and found is not None and self._has_sent(found, etag):
             self.store.delete([self.key(name)])  # it would make a checkpoint of the rest
         return CorruptCheckpoint(
             f"{self.url}/{name} did not arrive: {what}",
             hint="start again with --resume: what has arrived is not sent again",
         )
+
+    def _has_sent(self, found: Found, etag: str | None) -> bool:
+        """Whether this run has sent an object, as far as the store can say it."""
+        if etag is not None:
+            return etag == found.etag
+        with suppress(Exception):
+            return self.store.mark(found) == self.run
+        return False
 
     def commit(self, name: str, size: int) -> None:
         """Sends the last file, if there is none yet."""

@@ -8,6 +8,10 @@ One job writes at a time; another one waits for it, and finds what it has writte
 got a directory locks it until it ends, so that no other job removes it meanwhile. All locks are
 flock's: they end with the process, however it ends. Where a filesystem has none, nothing is locked,
 and nothing is removed.
+
+What is removed has zckpt's mark, or its journal, and belongs to this user. It is opened from the
+folder's descriptor, without following a link, before anything is asked of it. The folder itself may
+be this user's link to a directory of this user.
 """
 
 from __future__ import annotations
@@ -15,14 +19,17 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import shlex
+import stat
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 
 from ..api import is_url
+from ..core import marks
 from ..core.checksum import crc32
-from ..core.folder import JOURNAL, Folder, lock, mark_file
+from ..core.folder import JOURNAL, Folder, lock
 from ..core.siblings import BESIDE
 from ..errors import TargetExists, UnsupportedCheckpoint
 
@@ -30,7 +37,8 @@ LOCK, PARTIAL = "lock", ".partial"
 NAME = r"(?s).+-dp\d+(-(tp|pp|ep|zero)\d+)*(-\d+)?"
 COMPLETE = re.compile(NAME, re.ASCII)
 BEGUN = re.compile(NAME + r"(\.gone)?\.partial", re.ASCII)
-"""What zckpt has written in the folder: only that is removed."""
+GONE = f".gone{PARTIAL}"
+"""The ending of a directory that is being removed."""
 POLL, PATIENCE = 0.5, 5.0  # seconds: between two looks, and until a process says for what it waits
 VISIBLE = 120.0  # seconds until another node's directory is seen through a network filesystem
 _held: dict[str, int] = {}  # descriptors that stay open, by path
@@ -60,20 +68,54 @@ def make(folder: str, run: str) -> None:
         ) from error
 
 
+def opened(folder: str) -> Folder:
+    """The open folder; raises TargetExists for a link that leads to, or is of, another user."""
+    above = Folder.at(folder)
+    try:
+        link = os.lstat(folder)
+        if stat.S_ISLNK(link.st_mode):
+            above.refuse_another()
+            if not all(_is_ours(above, uid) for uid in (link.st_uid, above.itself().st_uid)):
+                raise TargetExists(
+                    f"{folder} is a link of another user, or leads to a directory of one",
+                    hint="name a folder of yours: scratch=, or --scratch DIR",
+                )
+    except BaseException:
+        above.close()
+        raise
+    return above
+
+
+def _is_ours(above: Folder, uid: int) -> bool:
+    """Whether it is this user, or the one to whom a network filesystem gives this user's files."""
+    with suppress(OSError):
+        return uid == os.geteuid() or uid == above.owner_of_new_files()
+    return False
+
+
 @contextmanager
 def alone_in(folder: str) -> Iterator[None]:
     """No other job writes in the folder inside of the block; waits until that is so."""
-    file = os.open(os.path.join(folder, LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
+    path = os.path.join(folder, LOCK)
+    with opened(folder) as above, above.opened(path, os.O_RDWR | os.O_CREAT) as file:
+        if os.fstat(file).st_nlink > 1:
+            raise TargetExists(
+                f"{path} has a second name (a hard link): zckpt locks only a file of its own",
+                hint=f"remove it: rm {shlex.quote(path)}; or --scratch DIR",
+            )
         end: float | None = time.monotonic() + PATIENCE
         while not lock(file):
             if end is not None and time.monotonic() > end:
                 end = None
-                print(f"waiting for another job, which writes in {folder}", file=sys.stderr)
+                say(f"waiting for another job, which writes in {folder}")
             time.sleep(POLL)
         yield
-    finally:
-        os.close(file)
+
+
+def say(line: str) -> None:
+    """Tells the user at once, whatever comes of this job."""
+    if sys.stderr is not None:
+        print(line, file=sys.stderr)
 
 
 def hold(path: str) -> None:
@@ -108,53 +150,116 @@ def let_go(path: str) -> None:
 
 
 def remove(path: str) -> bool:
-    """Removes a directory, complete or begun; False if a living process has it."""
+    """Removes a directory that zckpt has written, complete or begun.
+
+    False if something stays there: a living process has it, or it is not zckpt's own.
+    """
     if not os.path.lexists(path):
         return True
-    above, name = os.path.split(path)
-    place = os.path.join(path, JOURNAL) if name.endswith(PARTIAL) else path
-    file = -1
-    try:
-        with suppress(FileNotFoundError):  # a folder that was begun, and has no journal yet
-            file = os.open(place, (os.O_RDONLY if place == path else os.O_RDWR) | os.O_CLOEXEC)
-            if not lock(file, where_there_are_none=False):
-                return False
-        with Folder.at(above) as folder:
-            gone = path if name.endswith(PARTIAL) else f"{path}.gone{PARTIAL}"
-            if gone != path:  # whoever looks finds all of it, or nothing
-                folder.remove(gone)
-                folder.move(path, folder, gone)
-            folder.remove(gone)
-            with suppress(FileNotFoundError):
-                folder.unlink(mark_file(path))
-    finally:
-        if file >= 0:
-            os.close(file)
-    return True
+    with opened(os.path.dirname(path)) as above:
+        return _remove(above, path)
 
 
-def sweep(folder: str, own: str) -> None:
-    """Removes what jobs have begun that ended, except what `own` goes on with.
+def sweep(folder: str, own: str) -> list[str]:
+    """Removes what jobs have begun that ended, except what `own` goes on with; gives the paths.
 
     Whoever calls it is alone in the folder.
     """
-    for name in os.listdir(folder):
-        path = os.path.join(folder, name)
-        if BEGUN.fullmatch(name) and path != f"{own}{PARTIAL}":
-            remove(path)
+    with opened(folder) as above:
+        begun = [os.path.join(folder, name) for name in above.names() if BEGUN.fullmatch(name)]
+        return [path for path in begun if path != f"{own}{PARTIAL}" and _remove(above, path)]
 
 
 def tidy(folder: str, own: str, keep: int) -> list[str]:
     """Removes the oldest directories, so that `keep` stay beside `own`; gives their paths."""
-    others = [
-        entry.path
-        for entry in os.scandir(folder)
-        if entry.is_dir(follow_symlinks=False)
-        and entry.path != own
-        and COMPLETE.fullmatch(entry.name)
-    ]
-    others.sort(key=lambda path: os.stat(path).st_mtime_ns, reverse=True)
-    return [path for path in others[keep:] if remove(path)]
+    with opened(folder) as above:
+        times = {}
+        for name in above.names():
+            path = os.path.join(folder, name)
+            if path != own and COMPLETE.fullmatch(name):
+                with _of_zckpt(above, path) as directory:
+                    if directory is not None:
+                        times[path] = directory.itself().st_mtime_ns
+        oldest = sorted(times, key=times.__getitem__, reverse=True)[keep:]
+        return [path for path in oldest if _remove(above, path)]
+
+
+def _remove(above: Folder, path: str) -> bool:
+    with _of_zckpt(above, path) as directory:
+        if directory is None or not lock(directory.file, where_there_are_none=False):
+            return False
+        if _is_begun(path):
+            is_removed = _remove_begun(above, directory)
+        else:
+            is_removed = _remove_marked(above, directory)
+    if is_removed:
+        say(f"removed {path}")
+    return is_removed
+
+
+@contextmanager
+def _of_zckpt(above: Folder, path: str) -> Iterator[Folder | None]:
+    """An open directory that zckpt has written for this user; None for anything else."""
+    try:
+        directory = above.inner(path)
+    except (NotADirectoryError, PermissionError, FileNotFoundError, TargetExists):
+        yield None  # a file, a link, or a directory of another user
+        return
+    with directory:
+        yield directory if _is_own(above, directory) else None
+
+
+def _is_own(above: Folder, directory: Folder) -> bool:
+    if not _is_ours(above, directory.itself().st_uid):
+        return False
+    path = directory.path
+    if _is_begun(path):
+        with suppress(TargetExists):
+            return marks.is_begun(directory, os.path.basename(path).removesuffix(PARTIAL))
+        return False
+    is_emptied = path.endswith(GONE) and not directory.names()
+    return is_emptied or marks.has_mark(above, path.removesuffix(GONE), directory.file)
+
+
+def _is_begun(path: str) -> bool:
+    return path.endswith(PARTIAL) and not path.endswith(GONE)
+
+
+def _remove_begun(above: Folder, directory: Folder) -> bool:
+    """Removes what a job has begun; its journal comes last, since a kill may end this."""
+    journal = os.path.join(directory.path, JOURNAL)
+    with ExitStack() as stack:
+        with suppress(FileNotFoundError):  # the job has not come so far
+            file = stack.enter_context(directory.opened(journal, os.O_RDWR))
+            if not lock(file, where_there_are_none=False):
+                return False
+        _empty(directory, last=journal)
+        above.rmdir(directory.path)
+    return True
+
+
+def _remove_marked(above: Folder, directory: Folder) -> bool:
+    """Removes a complete directory, of which others find all or nothing, or goes on with that."""
+    path = directory.path.removesuffix(GONE)
+    gone = f"{path}{GONE}"
+    if directory.path != gone:
+        if above.status(gone) is not None and not _remove(above, gone):
+            return False
+        above.move(path, above, gone)
+        directory.path = gone
+        directory.refuse_another()
+    _empty(directory)
+    if above.status(path) is None:
+        marks.remove_mark_file(above, path)
+    above.rmdir(gone)
+    return True
+
+
+def _empty(directory: Folder, last: str = "") -> None:
+    """Removes everything in an open directory."""
+    paths = [os.path.join(directory.path, name) for name in directory.names()]
+    for path in sorted(paths, key=lambda path: path == last):
+        directory.remove(path)
 
 
 def _is_at(file: int, path: str) -> bool:

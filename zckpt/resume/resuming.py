@@ -95,6 +95,7 @@ class Resuming:
             )
         self.folder = beside.folder_of(run, settings.scratch)
         self.damaged: set[str] = set()
+        self._removed: list[str] = []
         self.records: dict[str, int] | None = None
         self._stack, self._is_alone = stack, False
         self._shared = {"begin": None if ranks.rank else settings.begin, **ranks.words}
@@ -192,7 +193,7 @@ class Resuming:
             "bytes": plan["bytes"] if is_written else 0,
             "records": self.records,
             "left_aside": left,
-            "removed": plan.get("removed", []),
+            "removed": plan["removed"],
             "warnings": lines,
         }
         return Resumed(report["path"], report), lines
@@ -209,7 +210,8 @@ class Resuming:
     def _plan(self, candidate: Candidate) -> Words:
         """Whether the engine loads it, else where it is written; or why it is `broken`."""
         with api.local(candidate.path) as path:
-            return dict(api.translated(self._plan_at(candidate, replace(candidate, path=path))))
+            plan = api.translated(self._plan_at(candidate, replace(candidate, path=path)))
+            return {**plan, "removed": self._removed}
 
     def _plan_at(self, candidate: Candidate, here: Candidate) -> Words:
         """The same; `here` is where this machine reads it."""
@@ -246,6 +248,8 @@ class Resuming:
 
     def _place(self, candidate: Candidate, name: str, words: Words) -> Words:
         """The directory for it: complete, or to be written by this job, which is alone then."""
+        if os.path.isdir(self.folder):
+            beside.opened(self.folder).close()
         removed: set[str] = set()
         number = 1
         while True:
@@ -288,12 +292,19 @@ class Resuming:
         beside.make(self.folder, self.run)
         self._stack.enter_context(beside.alone_in(self.folder))
         self._is_alone = True
-        beside.sweep(self.folder, target)
+        self._removed += beside.sweep(self.folder, target)
         return True
 
     def _removes(self, target: str) -> bool:
-        """Whether it is gone now, complete or begun: no living process has it."""
-        return beside.remove(target) and beside.remove(target + beside.PARTIAL)
+        """Whether nothing is there now, complete or begun."""
+        is_gone = self._remove(target)
+        return self._remove(target + beside.PARTIAL) and is_gone
+
+    def _remove(self, path: str) -> bool:
+        was_there = os.path.lexists(path)
+        is_gone = beside.remove(path)
+        self._removed += [path] if was_there and is_gone else []
+        return is_gone
 
     def _lack(self, target: str) -> str:
         """What a complete directory has lost by now."""
@@ -306,9 +317,9 @@ class Resuming:
     def _discard(self, target: str) -> None:
         beside.let_go(target)
         self._becomes_alone(target)
-        beside.remove(target)
+        self._remove(target)
 
     def _finish(self, target: str, report: Words) -> Words:
         beside.hold(target)
-        removed = beside.tidy(self.folder, target, self.settings.keep)
-        return {"said": report["warnings"], "removed": removed}
+        self._removed += beside.tidy(self.folder, target, self.settings.keep)
+        return {"said": report["warnings"], "removed": self._removed}

@@ -17,6 +17,7 @@ from ...core.merge import tensor
 from ...core.origin import OF_ANY_ENGINE, Origin
 from ...core.placement import TENSOR_RANK, Sliced, Table
 from ...core.siblings import BESIDE
+from ...core.unfinished import UNFINISHED
 from ...core.weights import is_optimizers
 from ...errors import MissingData, UnsupportedCheckpoint, brief, counted, listed
 from ...files.dcpfile import ItemTable
@@ -175,8 +176,9 @@ def manifest_of(content: Content, step_policy: str | None) -> Manifest:
 def strangers(table: ItemTable, own: Iterable[str] = ()) -> list[str]:
     """Lines about what is in a directory beside its items and its `own` files."""
     known = {*table.files, *(location.file for location in table.locations.values()), *own}
+    of_zckpt = (BESIDE, UNFINISHED)
     with os.scandir(table.folder) as items:
-        names = sorted(i.name for i in items if i.path not in known and i.name != BESIDE)
+        names = sorted(i.name for i in items if i.path not in known and i.name not in of_zckpt)
     return [f"{name}, a file of the directory" for name in names]
 
 
