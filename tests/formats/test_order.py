@@ -264,3 +264,42 @@ def test_hundreds_of_checkpoints_take_less_than_a_second(kind: str, tmp_path: Pa
     found = newest(tmp_path)
     assert time.process_time() - start < 1
     assert found == names[::-1]
+
+
+@pytest.mark.engines
+@pytest.mark.parametrize("save_last", [True, "link"])
+def test_files_that_lightning_names(save_last: bool | str, tmp_path: Path) -> None:
+    """The loss falls, so that the newest file has the smallest number at the end of its name."""
+    import lightning.pytorch as pl
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(4, 1)
+
+        def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+            loss = self.layer(batch).square().mean()
+            self.log("val_loss", loss, on_epoch=True)
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), 0.1)
+
+    save = pl.callbacks.ModelCheckpoint(
+        tmp_path / "run",
+        "{epoch:02d}-{val_loss:.2f}",
+        monitor="val_loss",
+        save_top_k=-1,
+        save_last=save_last,  # type: ignore[arg-type]  # the text is one of its words
+    )
+    torch.manual_seed(0)
+    trainer = pl.Trainer(
+        **{"max_epochs": 11, "accelerator": "cpu", "logger": False, "callbacks": [save]},
+        **{"enable_progress_bar": False, "enable_model_summary": False},
+    )
+    trainer.fit(Module(), torch.utils.data.DataLoader(torch.randn(4, 4), batch_size=2))  # type: ignore[arg-type]
+    found = newest(tmp_path / "run")
+    by_epoch = [name for name in found if name.startswith("epoch=")]
+    assert [name[:8] for name in by_epoch] == [f"epoch={epoch:02}" for epoch in range(10, -1, -1)]
+    assert by_epoch != sorted(by_epoch, key=lambda name: name.rpartition("=")[2], reverse=True)
+    assert found[: 1 + (save_last is True)].count("last.ckpt") == (save_last is True)
