@@ -294,8 +294,12 @@ def test_files_that_lightning_names(save_last: bool | str, tmp_path: Path) -> No
     )
     torch.manual_seed(0)
     trainer = pl.Trainer(
-        **{"max_epochs": 11, "accelerator": "cpu", "logger": False, "callbacks": [save]},
-        **{"enable_progress_bar": False, "enable_model_summary": False},
+        max_epochs=11,
+        accelerator="cpu",
+        logger=False,
+        callbacks=[save],
+        enable_progress_bar=False,
+        enable_model_summary=False,
     )
     trainer.fit(Module(), torch.utils.data.DataLoader(torch.randn(4, 4), batch_size=2))  # type: ignore[arg-type]
     found = newest(tmp_path / "run")
