@@ -116,8 +116,8 @@ def _prefix(source: Manifest, names: Collection[str], asked: Asked) -> str:
         f"{source.root} lacks {counted(len(missing), 'weight')} of {asked.name}, which "
         f"from_pretrained would leave at random: {listed(missing, 3)}"
         + (f" (below {best})" if best else ""),
-        hint=f"if they have other names in the source: {first}, or --rename "
-        f"'OLD={missing[0]}'; `zckpt inspect PATH --tensors '*'` lists the names",
+        hint=f"if they have other names in the source: {first}, or --rename 'OLD={missing[0]}'; if "
+        f"one is a second name of another weight: --tie {missing[0]}=OWNER",
     )
 
 
