@@ -48,12 +48,12 @@ def configurations(cls: Any) -> Iterator[Any]:
         if key.startswith("_") or key in NO_SWITCHES:
             continue
         if type(value) is bool:
-            others = [not value]
+            values: list[Any] = [not value]
         elif type(value) is int and OPTIONAL.fullmatch(key):
-            others = [None, 0]
+            values = [None, 0]
         else:
             continue
-        for other in others:
+        for other in values:
             config = usual()
             inner = config.get_text_config()
             try:
@@ -82,7 +82,7 @@ def names_of(model: Any) -> set[str]:
         else:
             before = name[: numbers[0].start()]
             layers.setdefault(before, set()).add(int(numbers[0][0]))
-    return found | {key for key, own in of.items() if own == layers[key.partition("#")[0]]}
+    return found | {key for key, numbers in of.items() if numbers == layers[key.partition("#")[0]]}
 
 
 def of_class(cls: Any) -> set[str]:
@@ -132,7 +132,9 @@ def table() -> dict[str, Any]:
 
 def text(document: dict[str, Any]) -> str:
     """The table as JSON, with a line for each model."""
-    models = ",\n".join(json.dumps(each, separators=(",", ":")) for each in document.pop("models"))
+    models = ",\n".join(
+        json.dumps(model, separators=(",", ":")) for model in document.pop("models")
+    )
     return f'{json.dumps(document)[:-1]}, "models": [\n{models}\n]}}'
 
 

@@ -53,12 +53,12 @@ def of_trainer(path: Path, step: int) -> None:
 
 
 def written_at(path: Path, second: int) -> None:
-    for each in (path, *path.rglob("*")) if path.is_dir() else (path,):
-        os.utime(each, (second, second))
+    for file in (path, *path.rglob("*")) if path.is_dir() else (path,):
+        os.utime(file, (second, second))
 
 
 def newest(run: Path) -> list[str]:
-    return [each.name for each in candidates(str(run))]
+    return [candidate.name for candidate in candidates(str(run))]
 
 
 @pytest.mark.parametrize(
@@ -137,10 +137,10 @@ def test_without_any_number_times_decide(tmp_path: Path) -> None:
         weights(tmp_path / name)
         written_at(tmp_path / name, second)
     standings = formats.by_age(map(str, sorted(tmp_path.iterdir())))
-    assert [os.path.basename(each.path) for each in standings] == [
+    assert [os.path.basename(standing.path) for standing in standings] == [
         *("first.pt", "step-1.pt", "step-2.pt", "step-3.pt", "best.pt", "same.pt", "step-4.pt")
     ]
-    assert [each.is_timed for each in standings] == [True, *[False] * 3, True, True, False]
+    assert [standing.is_timed for standing in standings] == [True, *[False] * 3, True, True, False]
 
 
 def test_copies_of_one_time_stand_below(tmp_path: Path) -> None:
@@ -155,14 +155,19 @@ def test_copies_of_one_time_stand_below(tmp_path: Path) -> None:
 def test_equal_numbers_stand_by_name_then_by_time() -> None:
     paths = ["b/step-2", "a/step-2", "a/step-10", "a/step-2x"]
     standings = order.oldest_first(paths, lambda path: 5, lambda path: None)
-    assert [each.path for each in standings] == ["b/step-2", "a/step-2", "a/step-2x", "a/step-10"]
+    assert [standing.path for standing in standings] == [
+        "b/step-2",
+        "a/step-2",
+        "a/step-2x",
+        "a/step-10",
+    ]
 
 
 def test_equal_names_stand_by_time(tmp_path: Path) -> None:
     for folder, second in (("version_0", 20), ("version_1", 10)):
         lightning(tmp_path / folder / "checkpoints" / "last.ckpt", 5)
         written_at(tmp_path / folder / "checkpoints" / "last.ckpt", second)
-    folders = [os.path.relpath(each.path, tmp_path) for each in candidates(str(tmp_path))]
+    folders = [os.path.relpath(one.path, tmp_path) for one in candidates(str(tmp_path))]
     assert folders == [f"version_{number}/checkpoints/last.ckpt" for number in (0, 1)]
 
 

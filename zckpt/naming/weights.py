@@ -203,18 +203,18 @@ class Asked(Struct, frozen=True):
     def _is_in(self, names: Collection[str], name: str, as_base: bool) -> bool:
         """Whether from_pretrained finds a weight: under its name, a file's, or that of its tie."""
         tied = [self.ties.get(name), *(a for a, owner in self.ties.items() if owner == name)]
-        for own in filter(None, (name, *tied)):
-            if not self._spellings(own, as_base).isdisjoint(names):
+        for spelled in filter(None, (name, *tied)):
+            if not self._spellings(spelled, as_base).isdisjoint(names):
                 return True
         return self.rules is not None and self.rules.converter(name) is not None
 
     def _spellings(self, name: str, as_base: bool) -> set[str]:
-        own = {name, self.rules.renamed(name) if self.rules else name}
-        if as_base and self.base:
-            own |= {n.removeprefix(f"{self.base}.") for n in own} | {
-                f"{self.base}.{n}" for n in own
-            }
-        return own
+        """The names under which a weight, or all that begin so, may stand in the files."""
+        names = {name, self.rules.renamed(name) if self.rules else name}
+        if not as_base or not self.base:
+            return names
+        base = f"{self.base}."
+        return names | {n.removeprefix(base) for n in names} | {f"{base}{n}" for n in names}
 
     def _begins(self, names: Collection[str], front: str, as_base: bool) -> bool:
         fronts = tuple(self._spellings(front, as_base))

@@ -110,7 +110,7 @@ def _set_back(run: str, pointed: str, newest: str) -> str:
 def _newest_first(paths: Iterable[str]) -> dict[str, str]:
     """Checkpoints by their age, each with a warning if only the times of files say it."""
     order = formats.by_age(paths)[::-1]
-    notes = dict.fromkeys((each.path for each in order), "")
+    notes = dict.fromkeys((standing.path for standing in order), "")
     for standing, older in zip(order, [*order[1:], None], strict=True):
         if standing.is_timed and len(order) > 1:
             place = f"directly above {older.path}" if older else "below all others"
