@@ -24,7 +24,7 @@ from . import peft, ties
 from .names import names_of, renamed
 from .saving.rules import SavingRules, rules_of
 
-NUMBER = "#"
+NUMBER, OF_PEFT = "#", "base_model."
 
 
 class Settled(Struct, frozen=True):
@@ -73,14 +73,15 @@ def settled(source: Manifest, config: Mapping[str, Any]) -> Settled:
 def settled_adapter(source: Manifest, _config: Mapping[str, Any]) -> Settled:
     """The same for an adapter, whose names begin with PEFT's own prefix (0.21)."""
     names = [name for name in names_of(source) if peft.is_adapters(name)]
-    fronts = {name.partition(peft.PREFIX)[0] if peft.PREFIX in name else None for name in names}
+    # VeRA's shared matrices are in the adapter itself, and not in the model within it
+    fronts = {name.partition(OF_PEFT)[0] if OF_PEFT in name else None for name in names}
     if fronts == {""}:
         return Settled(source)
     if len(fronts) == 1 and (front := fronts.pop()) is not None:
         line = f"{front}: names lose this prefix, so that PEFT finds the adapter's weights"
         return Settled(renamed(source, [(f"^{re.escape(front)}", "")]), True, (line,))
     raise MissingData(
-        f"{source.root} has adapters whose names do not begin with {peft.PREFIX} alike, so that "
+        f"{source.root} has adapters whose names do not begin with {OF_PEFT} alike, so that "
         f"PEFT would leave them at random: {listed(names, 3)}",
         hint=f"give one of them the names that PEFT has: --rename '^FRONT={peft.PREFIX}'",
     )
