@@ -1,4 +1,4 @@
-"""Which numbers has a name, which name is the newest, and which one leads out of a folder?"""
+"""Which numbers has a name, in which order are names, and which one leads out of a folder?"""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from zckpt.core.filenames import (
+    by_counting,
     counted,
     file_names,
     number_of,
     numbered,
     numbers_of,
-    oldest_first,
     path_inside,
 )
 from zckpt.errors import CorruptCheckpoint
@@ -40,14 +40,14 @@ def test_numbers_of_a_name(name: str, numbers: tuple[int, ...] | None) -> None:
     [
         ["global_step9", "global_step11"],
         ["iter_9999999", "iter_10000000"],
-        ["best", "global_step9", "global_step11"],  # nothing says how new the first one is
-        ["epoch=1-step=900.ckpt", "epoch=0-step=1000.ckpt"],
-        ["m--val_loss=2.31-step=19", "m--val_loss=1.75-step=99-last", "m--val_loss=1.9-step=100"],
+        ["best", "global_step9", "global_step11"],
+        ["epoch=1-step=9.ckpt", "epoch=1-step=9-v1.ckpt", "epoch=1-step=10.ckpt"],
         ["epoch_1_batch_500", "epoch_2_batch_90", "epoch_2_batch_100"],
+        ["01", "1", "a", "a1", "aa"],
     ],
 )
-def test_the_newest_is_the_last(names: list[str]) -> None:
-    assert oldest_first(reversed(names)) == oldest_first(sorted(names)) == names
+def test_numbers_in_names_are_counted(names: list[str]) -> None:
+    assert by_counting(reversed(names)) == by_counting(sorted(names)) == names
 
 
 @pytest.mark.parametrize(

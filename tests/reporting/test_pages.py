@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import zckpt
 from zckpt.core.fileio import Reader
@@ -185,3 +186,19 @@ def test_verify_says_each_fault_once(
     assert zckpt("verify", example, "--html", tmp_path / "y.html").code == 3
     (line,) = made[1]["faults"]
     assert (line["kind"], line["file"]) == ("missing", lost.name)
+
+
+@pytest.mark.parametrize(("small", "large"), [(5e-324, 1.0), (5e-324, 1.7e308), (1e-300, 1e308)])
+@pytest.mark.parametrize("ending", [".md", ".html"])
+def test_numbers_of_any_size_are_shown(
+    small: float, large: float, ending: str, tmp_path: Path, zckpt: Zckpt
+) -> None:
+    sizes = {"layers.0.w": small, "layers.1.w": large, "layers.2.w": 1.0}
+    weights = {name: torch.full((3,), size, dtype=torch.float64) for name, size in sizes.items()}
+    torch.save({"model": weights}, tmp_path / "model.pt")
+    page = tmp_path / f"page{ending}"
+    result = zckpt("report", tmp_path / "model.pt", "--output", page, *["--md"] * (ending == ".md"))
+    assert result.code in (0, 3)
+    assert page.is_file()
+    if ending == ".md":
+        assert f": {small:.4g}<" in page.with_suffix(".svg").read_text()

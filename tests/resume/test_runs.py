@@ -39,6 +39,17 @@ def emptied(path: Path) -> None:
     path.write_bytes(b"")
 
 
+def zeroed(path: Path) -> None:
+    """As a power loss leaves a file: it has its size, and no byte of it was written."""
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def zeroed_behind(path: Path) -> None:
+    """Its first page alone was written."""
+    size = path.stat().st_size
+    path.write_bytes(path.read_bytes()[: min(4096, size // 2)].ljust(size, b"\0"))
+
+
 def names(run: Path) -> list[str]:
     return [each.name for each in candidates(str(run))]
 
@@ -166,6 +177,11 @@ def test_the_trainer_writes_its_state_last(tmp_path: Path) -> None:
         ("trainer_state.json", cut),
         ("trainer_state.json", emptied),
         ("training_args.bin", emptied),
+        ("training_args.bin", zeroed),
+        ("scheduler.pt", zeroed),
+        ("rng_state_1.pth", zeroed),
+        ("trainer_state.json", zeroed),
+        ("rng_state_0.pth", zeroed_behind),
     ],
 )
 def test_a_file_of_the_trainer(name: str, damage: Callable[[Path], None], tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Iterable
 from ..errors import CorruptCheckpoint, brief
 
 COUNTED = re.compile(r"(?s)(.+)_(0|[1-9]\d*)", re.ASCII)
-STEP = re.compile(r"(?s).*step[=_-]*(\d+)", re.ASCII)
 
 
 def file_names(pattern: str) -> re.Pattern[str]:
@@ -29,17 +28,19 @@ def counted(name: str, ending: str) -> tuple[str, int] | None:
     return match and (match[1], int(match[2]))
 
 
-def oldest_first(names: Iterable[str]) -> list[str]:
-    """Names of checkpoints by their steps: the number after `step`, else all numbers in order.
+def by_counting(names: Iterable[str]) -> list[str]:
+    """Names in the order in which a reader counts: `step-9` before `step-10`.
 
-    Names without a number come before all others: nothing says how new these are.
+    It says nothing about time: see formats/order.py.
     """
-    return sorted(names, key=_age)
+    return sorted(names, key=counting)
 
 
-def _age(name: str) -> tuple[list[int], str]:
-    step = STEP.match(name)
-    return [int(step[1])] if step else [*map(int, re.findall(r"[0-9]+", name))], name
+def counting(name: str) -> tuple[list[str | int], str]:
+    """The texts and numbers of a name in turn, to sort by; an ending (`.ckpt`) comes last."""
+    stem, ending = os.path.splitext(name)
+    parts = re.split(r"([0-9]+)", stem if ending[1:].isalpha() else name)
+    return [int(part) if place % 2 else part for place, part in enumerate(parts)], name
 
 
 def numbered(name: str, number: int) -> str:

@@ -320,6 +320,22 @@ def size(path: str) -> int:
 # -- listing
 
 
+def beside(path: str) -> str | None:
+    """The name of the file or folder to which a link leads, if both are in one folder.
+
+    It is a second name of a checkpoint, such as `latest`. None for a link to any other place, for a
+    link in a circle, and for what is no link.
+    """
+    folder, name = os.path.split(path)
+    names = [name]
+    while os.path.islink(full := os.path.join(folder, names[-1])):
+        above, name = os.path.split(os.path.normpath(os.path.join(folder, os.readlink(full))))
+        if name in names or os.path.realpath(above) != os.path.realpath(folder):
+            return None
+        names.append(name)
+    return names[-1] if len(names) > 1 else None
+
+
 def looks_again(look: Callable[P, T]) -> Callable[P, T]:
     """Begins a search anew if something that it found was gone when it looked into it.
 

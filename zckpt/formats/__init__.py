@@ -8,6 +8,7 @@
     vocabulary.py  rows of a vocabulary that a target has more or fewer of
     ranks.py       whether there is a file of each rank
     groups.py      the groups that a target's optimizer expects
+    order.py       in which order checkpoints were saved
     strangers.py   what an optimizer has beside the states of its parameters
     private.py     how reports call what only one format's files can hold
     zero.py        the arithmetic of ZeRO partitions
@@ -19,16 +20,16 @@ A folder is a format, except two that formats of one family share: `statedict` a
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 
 from ..core import sources
-from ..core.filenames import oldest_first
 from ..core.inert import Foreign
 from ..core.manifest import Manifest
 from ..errors import AmbiguousCheckpoint, NotACheckpoint, WrongOption, ZckptError, listed, meant
 from ..files import hdf5file
 from ..files.torchfile import Tensor, peek
-from ..training import objects
+from ..training import objects, trainers
 from ..training.best import CHECKPOINT
 from . import (
     dcp,
@@ -38,10 +39,12 @@ from . import (
     hf,
     megatron,
     onnxruntime,
+    order,
     paths,
     universal,
 )
 from .format import Format
+from .reading import Reading
 
 FORMATS: tuple[Format, ...] = (
     deepspeed.FORMAT,
@@ -103,6 +106,45 @@ def family_of(name: str) -> str:
     return next((item.family for item in FORMATS if item.name == name), name)
 
 
+# -- the order of several
+
+
+def by_age(paths: Iterable[str]) -> list[order.Standing]:
+    """The checkpoints at these paths, the oldest first; order.py has the rules.
+
+    Everything that sorts checkpoints of a run, or picks one, asks here.
+    """
+    return order.oldest_first(paths, _counted, _updates)
+
+
+def oldest_first(folder: str, names: Iterable[str]) -> list[str]:
+    """The names of checkpoints in a folder by their age."""
+    paths = {os.path.join(folder, name): name for name in names}
+    return [paths[standing.path] for standing in by_age(paths)]
+
+
+def _counted(path: str) -> int | None:
+    """What the program had counted when it saved a checkpoint, as one small file states it."""
+    for counter in (trainers.counter, *(item.counter for item in FORMATS)):
+        with suppress(ZckptError, OSError):
+            if (number := counter(path)) is not None:
+                return number
+    return None
+
+
+def _updates(path: str) -> float | None:
+    """The completed updates of a checkpoint's optimizer; None if nothing says them."""
+    try:
+        manifest = recognize(path).functions.read(path, Reading(nameless=True))
+    except (ZckptError, OSError):  # it is broken: whoever reads it says why
+        return None
+    steps = (parameter.step for parameter in manifest.parameters.values())
+    return max((step for step in steps if step is not None), default=None)
+
+
+# -- recognizing
+
+
 @sources.looks_again
 def recognize(path: str, name: str | None = None, tag: str | None = None) -> Format:
     """The format of the one checkpoint at `path`, by content; `name` restricts the search.
@@ -129,6 +171,7 @@ def recognize(path: str, name: str | None = None, tag: str | None = None) -> For
         if len(tags) > 1 and tag is None:
             # a folder of single files may be a part of a checkpoint, as of random states
             holder = None if item.detect(path) else _holder(path, weak=False)
+            tags = oldest_first(path, tags)
             raise AmbiguousCheckpoint(
                 f"{path} holds {len(tags)} checkpoints and no file says which is meant: "
                 f"{listed(tags)}",
@@ -137,7 +180,7 @@ def recognize(path: str, name: str | None = None, tag: str | None = None) -> For
                 else f"choose with --tag {tags[-1]}",
             )
         return item
-    inside = _inside(path) or _below(path)
+    inside = oldest_first(path, _inside(path) or _below(path))
     if len(inside) > 1:
         raise AmbiguousCheckpoint(
             f"{path} holds {len(inside)} checkpoints: {listed(inside)}",
@@ -160,12 +203,12 @@ def _weak(path: str, name: str | None) -> dict[Format, list[str]]:
 
 
 def _inside(path: str) -> list[str]:
-    """Folders of `path` that are checkpoints, `checkpoint-9` before `checkpoint-10`."""
-    return oldest_first(
+    """Folders of `path` that are checkpoints."""
+    return [
         name
         for name in _folders(path)
         if any(item.detect(os.path.join(path, name)) for item in FORMATS)
-    )
+    ]
 
 
 def _below(path: str) -> list[str]:
@@ -183,7 +226,7 @@ def _below(path: str) -> list[str]:
         for weak in (False, True):
             found = [name for name in level if _detects(os.path.join(path, name), weak)]
             if found:
-                return oldest_first(found)
+                return found
     return []
 
 
@@ -197,14 +240,19 @@ def _detects(path: str, weak: bool, tags: list[str] | None = None) -> bool:
 
 
 def _folders(path: str) -> list[str]:
-    """Names of the folders in a folder, without those that may not be listed."""
+    """Names of the folders in a folder, without those that may not be listed.
+
+    Nor is a link to one of the others, as `latest` may be.
+    """
     if not sources.is_folder(path):
         return []
     with os.scandir(path) as items:
         return [
             item.name
             for item in items
-            if sources.is_folder(item.path) and not sources.is_denied(item.path)
+            if sources.is_folder(item.path)
+            and not sources.is_denied(item.path)
+            and sources.beside(item.path) is None
         ]
 
 

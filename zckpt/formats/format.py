@@ -38,6 +38,10 @@ def nothing(_path: str) -> list[str]:
     return []
 
 
+def nowhere(_path: str) -> None:
+    """No number: for a format whose files state no counter that is read alone."""
+
+
 class Format(Struct, frozen=True, eq=False):
     """What one format is.
 
@@ -55,7 +59,7 @@ class Format(Struct, frozen=True, eq=False):
 
     Without this function users cannot name the format as a source."""
     tags: Callable[[str], list[str]] = nothing
-    """All checkpoints of a run that lie in one folder, by their tags, the oldest first."""
+    """All checkpoints of a run that lie in one folder, by their tags, as a reader counts."""
     pointer: Callable[[str], str | None] | None = None
     """The tag that a file of the run names: the last one whose save has ended."""
     to_load: Callable[[str, str], str] | None = None
@@ -63,6 +67,9 @@ class Format(Struct, frozen=True, eq=False):
     if it does; None if a loader takes the tag's own folder."""
     detect_weak: Callable[[str], list[str]] = nothing
     """The same for files that others have too (weights alone): asked if no format is detected."""
+    counter: Callable[[str], int | None] = nowhere
+    """What the program had counted when it saved the checkpoint at a path (one tag's folder, or a
+    file), as one small file states it, or the beginning of a pickle; None if none does."""
     options: tuple[Option[Any], ...] | None = None
     """Those that its writer understands, in the order of `--help`; None if it is not written."""
     reasons: Mapping[str, str] | None = None

@@ -3,6 +3,7 @@
     names.py            prefixes of wrappers, numbers, and renames by the user
     order.py            in which order the module has its parameters
     ties.py             second names of tied weights
+    weights.py          the names of weights that a class of transformers asks for
     peft.py             names of adapters' weights
     families/           names and packings of models in Hugging Face and in Megatron-Core
     saving/             names under which transformers saves what a module calls otherwise
@@ -11,5 +12,5 @@
     universal_info.py   the rules of cutting that DeepSpeed's files state; patterns.py: their names
     auto_tp.py          the shares that DeepSpeed's AutoTP gives to tensor ranks
 
-What is known of a model's names is data: tables of JSON in families/ and saving/.
+What is known of a model's names is data: tables of JSON, here and in families/ and saving/.
 """

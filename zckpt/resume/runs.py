@@ -5,6 +5,7 @@
     RUN/global_step500, RUN/iter_0000500, RUN/step-500    tags: DeepSpeed, Megatron-Core, torchtitan
 
 A folder whose name is like those of the others is one of them, also if a save has just begun it.
+`formats.by_age` says which one is the newest; a checkpoint that the run itself names comes first.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from collections.abc import Iterable
 
 from msgspec import Struct
 
-from .. import api
+from .. import formats
 from ..core import sources
-from ..core.filenames import STEP, oldest_first
+from ..core.grouping import by_key
 from ..errors import AmbiguousCheckpoint, NotACheckpoint, ZckptError, listed
 from ..formats import DEPTH, FORMATS, MOST_FOLDERS
 
 FILE = ".ckpt"
-LAST = re.compile(r"last(-v\d+)?\.ckpt", re.ASCII)
-"""Lightning's last one beside the best ones: its name has no step."""
+LATEST = "latest"
+"""A link of this name leads to the last checkpoint; DeepSpeed's file of this name has its tag."""
 
 VERSION = re.compile(r"version_\d+", re.ASCII)
 """A start of one run that goes on: Lightning numbers them."""
@@ -79,24 +80,45 @@ def _by_tag(run: str, inside: bool = False) -> list[Candidate]:
             break
     else:
         return []
-    newest = [*reversed(oldest_first({*tags, *_alike(run, tags)}))]
-    pointed = format.pointer(run) if format.pointer else None
-    note = ""
-    if pointed is not None and newest[0] in tags and newest[0] != pointed:
-        note = (
-            f"{run} names {pointed} as its last checkpoint, which is taken: the save of {newest[0]}"
-            " has not ended, or the run was set back"
-        )
+    standings = _newest_first(os.path.join(run, tag) for tag in {*tags, *_alike(run, tags)})
+    notes = {os.path.basename(path): note for path, note in standings.items()}
+    linked = sources.beside(os.path.join(run, LATEST))
+    pointed = format.pointer(run) if format.pointer else linked
+    if pointed is not None:
+        newest = next(iter(notes))
+        note = _set_back(run, pointed, newest) if newest in tags and newest != pointed else ""
+        notes = {pointed: note, **_without(notes, pointed)}
     return [
         Candidate(
             run,
             tag,
-            run if tag == pointed or format.to_load else os.path.join(run, tag),
+            run if (tag == pointed and not linked) or format.to_load else os.path.join(run, tag),
             tag,
-            note if tag == pointed else "",
+            note,
         )
-        for tag in dict.fromkeys([*([] if pointed is None else [pointed]), *newest])
+        for tag, note in notes.items()
     ]
+
+
+def _set_back(run: str, pointed: str, newest: str) -> str:
+    return (
+        f"{run} names {pointed} as its last checkpoint, which is taken: the save of {newest} has "
+        "not ended, or the run was set back"
+    )
+
+
+def _newest_first(paths: Iterable[str]) -> dict[str, str]:
+    """Checkpoints by their age, each with a warning if only the times of files say it."""
+    order = formats.by_age(paths)[::-1]
+    notes = dict.fromkeys((standing.path for standing in order), "")
+    for standing, older in zip(order, [*order[1:], None], strict=True):
+        if standing.is_timed and len(order) > 1:
+            place = f"directly above {older.path}" if older else "below all others"
+            notes[standing.path] = (
+                f"neither the files of {standing.path} nor its name say how far the training was: "
+                f"by the times of files it stands {place}"
+            )
+    return notes
 
 
 def _in_folders(run: str) -> list[Candidate]:
@@ -111,21 +133,48 @@ def _in_folders(run: str) -> list[Candidate]:
         found: list[str] = []
         versions: dict[str, str] = {}  # a folder of each run
         for folder, names in inside.items():
-            own = [name for name in names if _is_one(os.path.join(folder, name))]
-            shapes = {*map(_shape, own)}
-            if own:
+            if inside_it := _checkpoints(folder, names):
                 versions[VERSION.sub("", folder)] = folder
-            found += [
-                os.path.join(folder, name)
-                for name in names
-                if name in own or (_shape(name) != name and _shape(name) in shapes)
-            ]
+                found += inside_it
         _refuse_several(run, [*versions.values()])
         if found:
-            ordered = sorted(found, key=_age, reverse=True)
-            return [Candidate(path, os.path.basename(path), path) for path in ordered]
+            return _ordered(found)
         level = _paths(inside)[:MOST_FOLDERS]
     return []
+
+
+def _checkpoints(folder: str, names: Iterable[str]) -> list[str]:
+    """The paths of those that are checkpoints, or whose names are like that of one.
+
+    Of names that are alike only as many are looked into as it takes to find one.
+    """
+    by_shape = by_key((_shape(name), name) for name in names)
+    found: list[str] = []
+    for alike in by_shape.values():
+        if any(_is_one(os.path.join(folder, name)) for name in alike):
+            found += alike
+    return [os.path.join(folder, name) for name in found]
+
+
+def _ordered(paths: Iterable[str]) -> list[Candidate]:
+    """The newest first, after the one to which a link `latest` leads."""
+    notes = _newest_first(paths)
+    links = {
+        os.path.join(folder, sources.beside(os.path.join(folder, LATEST)) or LATEST)
+        for folder in map(os.path.dirname, notes)
+    }
+    newest = next(iter(notes))
+    if (pointed := next(filter(links.__contains__, notes), newest)) != newest:
+        run, name = os.path.split(pointed)
+        note = _set_back(run, name, os.path.basename(newest))
+        notes = {pointed: note, **_without(notes, pointed)}
+    return [
+        Candidate(path, os.path.basename(path), path, note=note) for path, note in notes.items()
+    ]
+
+
+def _without(notes: dict[str, str], name: str) -> dict[str, str]:
+    return {other: note for other, note in notes.items() if other != name}
 
 
 def _refuse_several(run: str, others: list[str]) -> None:
@@ -142,7 +191,10 @@ def _paths(inside: dict[str, list[str]]) -> list[str]:
 
 
 def _names(folder: str) -> list[str]:
-    """The folders of a folder, and the files that may be a checkpoint; not hidden ones."""
+    """The folders of a folder, and the files that may be a checkpoint; not hidden ones.
+
+    Nor a link to one of the others: it is a second name.
+    """
     with os.scandir(folder) as entries:
         return sorted(
             entry.name
@@ -150,6 +202,7 @@ def _names(folder: str) -> list[str]:
             if not entry.name.startswith(".")
             and (entry.name.endswith(FILE) or sources.is_folder(entry.path))
             and not sources.is_denied(entry.path)
+            and sources.beside(entry.path) is None
         )
 
 
@@ -170,16 +223,3 @@ def _is_one(path: str, neutral: bool = False) -> bool:
         return any(f.detect(path) for f in FORMATS if neutral or not f.is_neutral)
     except ZckptError:
         return True  # its files say what is wrong when they are read
-
-
-def _age(path: str) -> tuple[float, int]:
-    """How new a checkpoint is: the step in its name, or that of its files, then its time."""
-    name, time = os.path.basename(path), os.stat(path).st_mtime_ns
-    step = STEP.match(name)
-    numbers = [step[1]] if step else re.findall(r"[0-9]+", name)
-    if numbers and not LAST.fullmatch(name):
-        return float(numbers[-1]), time
-    try:
-        return float(api.read(path, weights_only=True).step or 0), time
-    except (ZckptError, OSError):  # it comes first, and is named as broken
-        return float("inf"), time

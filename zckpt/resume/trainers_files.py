@@ -66,9 +66,14 @@ def _unfinished(candidate: Candidate, manifest: Manifest) -> str:
 
 
 def _is_damaged(item: Sibling) -> bool:
-    """Whether a file is empty, or not what its name says; larger ones are only asked for a size."""
+    """Whether a file is empty or has zeros alone, or is not what its name says.
+
+    Of one that is larger than MOST, only the first two are asked.
+    """
     if item.size == 0:
         return item.name.endswith((*OF_TORCH, ".json"))
+    if item.name.endswith(OF_TORCH) and _has_zeros_alone(item.path):
+        return True
     if item.size > MOST:
         return False
     try:
@@ -80,6 +85,15 @@ def _is_damaged(item: Sibling) -> bool:
     except (ValueError, zipfile.BadZipFile, EOFError):
         return True
     return False
+
+
+def _has_zeros_alone(path: str) -> bool:
+    """Whether no byte was written, as a power loss leaves a file whose size is known already."""
+    with sources.opened(path) as file:
+        while content := file.read(1 << 16):
+            if content.count(0) < len(content):
+                return False
+    return True
 
 
 def _read_zip(path: str) -> None:

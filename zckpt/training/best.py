@@ -10,10 +10,9 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from ..core import sources
-from ..core.filenames import oldest_first
 from ..core.layout import Shell
 from ..core.manifest import Sibling
 from ..core.siblings import SiblingList
@@ -65,14 +64,16 @@ def warning(best: str, siblings: Iterable[Sibling], keeps_format: bool) -> str:
     return f"{text}. To convert both: zckpt reshard {run or '.'} DST --checkpoints best-and-last"
 
 
-def chosen(run: str, which: str) -> list[str]:
-    """The checkpoints of a run directory that `which` selects, oldest first.
+def chosen(
+    run: str, which: str, oldest_first: Callable[[str, Iterable[str]], list[str]]
+) -> list[str]:
+    """The checkpoints of a run directory that `which` selects, as `oldest_first` orders them.
 
     Raises NotACheckpoint if there are none, or if the best one is missing.
     """
     with os.scandir(run) as items:
-        found = (item.name for item in items if item.is_dir() and CHECKPOINT.fullmatch(item.name))
-        names = oldest_first(found)
+        found = [item.name for item in items if item.is_dir() and CHECKPOINT.fullmatch(item.name)]
+    names = oldest_first(run, found)
     if not names:
         raise NotACheckpoint(
             f"{run} contains no checkpoint-N folder",
@@ -93,4 +94,4 @@ def chosen(run: str, which: str) -> list[str]:
             f"{last} names the best checkpoint {best}, but {run} has no {name}",
             hint="copy it there, or convert a single checkpoint",
         )
-    return oldest_first({name, names[-1]})
+    return list(dict.fromkeys((name, names[-1])))

@@ -42,6 +42,8 @@ LOADED = re.compile(
     r"|source\.spm|target\.spm|bpe\.codes|\w+\.tiktoken|tekken\.json|preprocessor_config\.json"
 )
 STATE = "trainer_state.json"
+HEAD = 1 << 12  # bytes of it in which the counter is looked for first
+_COUNTER = re.compile(rb'(?s)\s*\{[^{}\[\]]*\n  "global_step": ([0-9]{1,18}),')
 _OF_TRAINER = re.compile(r"training_args\.bin|rng_state(?:_\d+)?\.pth")
 _MARKS = (
     (TRANSFORMERS, re.compile(r"trainer_state\.json|training_args\.bin")),
@@ -124,6 +126,23 @@ def config_of(siblings: Iterable[Sibling], name: str) -> dict[str, Any] | None:
     files = list(siblings)
     names = (name, *(f"{folder}{name}" for folder in LOADING_FOLDERS[1:]))
     return next((value for each in names if (value := json_of(files, each)) is not None), None)
+
+
+def counter(folder: str) -> int | None:
+    """The `global_step` that the Trainer states in a checkpoint's folder; None if it does not.
+
+    The Trainer sorts the keys (transformers 5.23), so that it stands in front of the long history.
+    """
+    path = os.path.join(folder, STATE)
+    if not sources.is_file(path):
+        return None
+    with sources.opened(path) as file:
+        head = file.read(HEAD)
+    if match := _COUNTER.match(head.partition(b'"log_history"')[0]):
+        return int(match[1])
+    state = json_of([Sibling(STATE, path, sources.size(path))], STATE) or {}
+    number = state.get("global_step")
+    return number if type(number) is int else None
 
 
 def fresh_scheduler(step: int, groups: Sequence[dict[str, Any]]) -> dict[str, Any]:

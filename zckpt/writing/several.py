@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from msgspec.structs import replace
 
+from .. import formats
 from ..copying import staging, targets
 from ..copying.journal import Identity
 from ..core.description import Report
@@ -38,7 +39,7 @@ def write_run(
     targets.refuse_inside(source, target)
     if not running.resume:
         targets.refuse_existing(target)
-    names = best.chosen(source, which)
+    names = best.chosen(source, which, formats.oldest_first)
 
     def write_all(folder: str, running: Running) -> list[Report]:
         return [

@@ -409,6 +409,32 @@ def test_what_is_not_sharded_is_rank_0s(tmp_path: Path) -> None:
     assert torch.equal(values_of(merged.tree["rng"]["cpu"]), WHOLE)
 
 
+@pytest.mark.parametrize(
+    ("place", "values"),
+    [
+        (("lr_scheduler", "last_epoch"), (3, 3, 4)),
+        (("lr_scheduler", "_last_lr"), ([0.1], [0.1], [0.2])),
+        (("lr_schedulers", 0), ({"last_epoch": 3}, {"last_epoch": 2}, {"last_epoch": 3})),
+        (("trainer", "scheduler"), (None, {"last_epoch": 3}, {"last_epoch": 3})),
+    ],
+)
+def test_schedulers_that_differ_are_of_several_saves(
+    place: tuple[str, Any], values: tuple[Any, ...], tmp_path: Path
+) -> None:
+    files = {}
+    for rank, value in enumerate(values):
+        tree = {place[0]: [value] if place[1] == 0 else {place[1]: value}, "rng": rank}
+        files[rank] = Saved().file(tmp_path / f"extra_rank_{rank}.pt", tree)
+    with pytest.raises(
+        errors.InconsistentCheckpoint, match=f"ranks disagree on {place[0]}"
+    ) as raised:
+        ranked.merge(files)
+    assert "copy those of one save" in raised.value.hint
+    first, second = ranked.merge(files, step_policy="max").left_out
+    assert first.startswith(place[0])
+    assert second == "rng: ranks hold different ones, rank 0's is taken"
+
+
 class TestOneRanksPart:
     """A file with the name of a whole one, in which one rank saved its parts of DTensors."""
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from zckpt import load
 
-from ...conftest import ROOT, Result
+from ...conftest import Result
 
 Program = Callable[..., Result]
 FIRST = torch.arange(16.0).reshape(4, 4)
@@ -101,7 +101,8 @@ def test_weights_alone_of_a_target(to: str, tmp_path: Path, zckpt: Program) -> N
 
 def test_an_exported_model(tmp_path: Path, zckpt: Program) -> None:
     torch.save(FILES["with an optimizer"][1], tmp_path / "x.pt")
-    config = ("--config", ROOT / "examples" / "trainer" / "checkpoint-4" / "config.json")
+    (tmp_path / "config.json").write_text('{"model_type": "own"}')
+    config = ("--config", tmp_path / "config.json")
     said = zckpt("export", tmp_path / "x.pt", tmp_path / "a", *config).out
     assert "left out: ema: tensors beside the model; --root ema takes them\n" in said
     zckpt("export", tmp_path / "x.pt", tmp_path / "b", "--root", "ema", *config)

@@ -14,7 +14,7 @@ Facts in this package are of torch 2.13.0 unless said otherwise.
 """
 
 from ..format import Format
-from .files import detect, detect_weak, steps
+from .files import counter, detect, detect_weak, steps
 from .options import OPTIONS
 
 FORMAT = Format(
@@ -23,6 +23,7 @@ FORMAT = Format(
     family="torch",
     detect=detect,
     tags=steps,
+    counter=counter,
     detect_weak=detect_weak,
     options=OPTIONS,
     numbers=True,

@@ -19,11 +19,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ...core import sources
-from ...core.filenames import oldest_first
+from ...core.filenames import by_counting
 from ...core.grouping import by_key
 from ...errors import UnsupportedCheckpoint
+from ...files.beginning import number_in
 from ...files.dcpfile import ITEMS, METADATA, names_any
 from ...naming import peft
+from ...training.lightning import META
 from . import hf
 
 STEP = re.compile(r"step-\d+")
@@ -31,6 +33,7 @@ MAX_MARKER = 1 << 16  # bytes
 MEGATRON_FSDP = (b"optimizer.param_to_group_meta.", b"rng_state.(")  # of 0.16.1
 MEGATRON = (b"_extra_state/shard_", b"common_state/shard_", b"rng_state/shard_")
 PARTS = re.compile(r"(pytorch_model_fsdp|optimizer)_(\d+)", re.ASCII)
+COUNTER = "global_step"
 MODEL, OPTIMIZERS = "model", ("optim", "optimizer")
 ADAPTER = peft.WEIGHTS[0]
 
@@ -48,7 +51,13 @@ def steps(path: str) -> list[str]:
         return []
     with os.scandir(path) as entries:
         names = [entry.name for entry in entries if STEP.fullmatch(entry.name)]
-    return oldest_first(name for name in names if folders(os.path.join(path, name)))
+    return by_counting(name for name in names if folders(os.path.join(path, name)))
+
+
+def counter(path: str) -> int | None:
+    """The `global_step` in the file that Lightning writes beside items (2.6)."""
+    file = os.path.join(path, META)
+    return number_in(file, (COUNTER,)) if sources.is_file(file) else None
 
 
 def detect_weak(path: str) -> list[str]:

@@ -29,7 +29,7 @@ Facts in this package are of DeepSpeed 0.19.8 unless said otherwise; files back 
 
 from ..deepspeed_states import OBJECTS, options
 from ..format import Format
-from .files import detect, pointer, tags
+from .files import counter, detect, pointer, tags
 
 FORMAT = Format(
     name="deepspeed",
@@ -38,6 +38,7 @@ FORMAT = Format(
     family="deepspeed",
     detect=detect,
     tags=tags,
+    counter=counter,
     pointer=pointer,
     options=(*options.OPTIONS, *options.OF_RANKS),
     numbers=True,

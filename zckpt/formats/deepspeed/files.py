@@ -25,7 +25,8 @@ from ...core.filenames import file_names
 from ...core.grid import Grid
 from ...core.grouping import by_key
 from ...core.missing_ranks import expecting
-from ...errors import IncompleteCheckpoint, InconsistentCheckpoint, listed
+from ...errors import IncompleteCheckpoint, InconsistentCheckpoint, ZckptError, listed
+from ...files.beginning import number_in
 from ...files.torchfile import Parsed, TorchFile
 from ..deepspeed_states.agreement import KINDS, place_of
 from ..deepspeed_states.directories import (
@@ -51,6 +52,8 @@ from ..deepspeed_states.directories import (
 from ..deepspeed_states.states import dictionary, open_files, shapes_of_groups
 from .moe.auto_ep import refuse_folded
 
+COUNTERS = "global_steps", "global_samples"
+"""Keys of a model file, the first of which counts the updates; they follow each other (0.19.8)."""
 KIND = TagKind("DeepSpeed checkpoint", "latest", holds_states, tags_of)
 OLD_EXPERT = file_names(r"expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
 MOST = 64  # missing files that an error names
@@ -126,6 +129,17 @@ def tags(path: str) -> list[str]:
 def pointer(path: str) -> str | None:
     """The tag that `latest` names, which the engine writes when all ranks have saved."""
     return pointed(path, KIND.pointer)
+
+
+def counter(path: str) -> int | None:
+    """The `global_steps` of the first model file; None if the path is not that of one tag."""
+    try:
+        folder = KIND.locate(path, None).path
+    except ZckptError:
+        return None
+    kinds = (MODEL, MODEL_3)
+    names = [name for name in os.listdir(folder) if any(kind.fullmatch(name) for kind in kinds)]
+    return number_in(os.path.join(folder, min(names)), COUNTERS[:1], COUNTERS) if names else None
 
 
 def locate(path: str, tag: str | None) -> TagDirectory:

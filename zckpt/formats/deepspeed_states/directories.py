@@ -10,7 +10,7 @@ from typing import NoReturn
 from msgspec import Struct
 
 from ...core import sources
-from ...core.filenames import file_names, number_of, oldest_first
+from ...core.filenames import by_counting, file_names, number_of
 from ...core.siblings import SiblingList, leads_out
 from ...errors import AmbiguousCheckpoint, NotACheckpoint, UnsupportedCheckpoint, ZckptError, listed
 from ...files.torchfile import peek
@@ -132,10 +132,17 @@ def holds_universal(path: str) -> bool:
 
 
 def _folders(path: str) -> list[str]:
-    """Names of the folders in a folder, the newest last; not of `lost+found` and its like."""
+    """Names of the folders in a folder by their numbers; not of `lost+found` and its like.
+
+    Nor of a link to one of the others, as a `latest` may be.
+    """
     with os.scandir(path) as items:
-        folders = [item for item in items if sources.is_folder(item.path)]
-    return oldest_first(item.name for item in folders if not sources.is_denied(item.path))
+        folders = [item.path for item in items if sources.is_folder(item.path)]
+    return by_counting(
+        os.path.basename(folder)
+        for folder in folders
+        if not sources.is_denied(folder) and sources.beside(folder) is None
+    )
 
 
 def _of_models(tags: list[str]) -> list[str]:
@@ -159,9 +166,13 @@ def universal_tags(path: str) -> list[str]:
 def pointed(path: str, pointer: str) -> str | None:
     """The tag that a file `latest` or `latest_universal` names; None if there is no such file.
 
-    A link to a file outside of the directory is not followed: errors print what it names.
+    The file may be a link to the tag's folder, too. A link to a file outside of the directory is
+    not followed: errors print what it names.
     """
     full = os.path.join(path, pointer)
+    if sources.is_folder(full):  # of any program's run
+        is_tag = holds_states(full) or holds_universal(full)
+        return sources.beside(full) if is_tag else None
     if not sources.is_file(full) or leads_out(full, path):
         return None
     with sources.opened(full) as file:

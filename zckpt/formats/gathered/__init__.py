@@ -26,13 +26,14 @@ from ...training.options import (
     WEIGHTS_ONLY,
 )
 from ..format import Format
-from .files import detect, detect_weak
+from .files import counter, detect, detect_weak
 
 FORMAT = Format(
     name="gathered",
     about="files of torch.save, whole or one per rank: FSDP, ZeroRedundancyOptimizer, plain torch",
     family="torch",
     detect=detect,
+    counter=counter,
     detect_weak=detect_weak,
     options=(
         DP,

@@ -24,7 +24,7 @@ from typing import Any
 from msgspec import Struct, field
 
 from ...core import sources
-from ...core.filenames import counted, number_of, numbered, oldest_first
+from ...core.filenames import by_counting, counted, number_of, numbered
 from ...core.saved_names import Place
 from ...errors import (
     AmbiguousCheckpoint,
@@ -33,6 +33,7 @@ from ...errors import (
     ZckptError,
     listed,
 )
+from ...files.beginning import number_in
 from ...files.torchfile import Tensor, is_torch, peek
 from ...naming import peft
 from . import distributed, items
@@ -66,6 +67,7 @@ OTHER_NAMES = (
     *("scheduler.pt", "scheduler.bin", "scaler.pt", "scaler.bin"),
 )
 DEPTH = 4
+COUNTER = "global_step"
 
 
 class StateDictFiles(Struct, eq=False):
@@ -139,6 +141,11 @@ def detect_weak(path: str) -> list[str]:
     return single if len(single) > 1 else [""] * len(single)
 
 
+def counter(path: str) -> int | None:
+    """The `global_step` of a file of Lightning's, or of another program that counts in this way."""
+    return number_in(path, (COUNTER,)) if sources.is_file(path) else None
+
+
 def _is_readable_folder(path: str) -> bool:
     """Whether it is a folder; one that nobody may list is no checkpoint (`lost+found`)."""
     return sources.is_folder(path) and not sources.is_denied(path)
@@ -187,7 +194,7 @@ def _safetensors(names: Sequence[str]) -> list[str]:
 
 def _single_files(folder: str, names: Sequence[str]) -> list[str]:
     """Files that have everything, by the usual endings."""
-    return oldest_first(
+    return by_counting(
         name
         for name in names
         if name.endswith(ENDINGS) and _has_state_dicts(os.path.join(folder, name))

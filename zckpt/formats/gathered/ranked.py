@@ -2,15 +2,16 @@
 
 torch loads such files only at the world size that wrote them. Any value other than a ShardedTensor
 or DTensor should be the same on every rank. If it is not (random states, data loaders), rank 0's is
-kept and the report says so.
+kept and the report says so. Schedulers that differ are an error.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -18,7 +19,7 @@ from msgspec.structs import replace
 from ...core import agreement, sources
 from ...core.grouping import by_key
 from ...core.inert import Scalar, types_in
-from ...errors import IncompleteCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint
+from ...errors import IncompleteCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint, brief
 from ...files.torchfile import Tensor, TorchFile, class_of
 from ...naming import peft
 from ...training import steps
@@ -49,6 +50,9 @@ from .distributed import (
 ACCELERATE = "pytorch_model_fsdp"
 """How accelerate names files of whole models under FSDP: with `.bin`, `_1.bin` and so on."""
 
+
+SCHEDULER = re.compile(r"(lr_)?schedulers?")
+"""The key under which verl, Lightning and other programs save learning rates' schedulers."""
 
 Copies = tuple[Leaf, Sequence[tuple[TorchFile, Tensor]]]
 """A tensor that no rank has cut: the first rank's, and those of the others."""
@@ -199,14 +203,29 @@ class MergedRanks(Struct, eq=False):
         if {type(each) for each in by_rank.values()} == {Tensor}:
             value = replace(value, sharded=False)
             self.copies.append((value, [(self.files[rank], by_rank[rank]) for rank in others]))
-        texts = (text(each, self.files[rank]) for rank, each in by_rank.items())
-        if others and len(set(texts)) > 1:
+        texts = {rank: text(each, self.files[rank]) for rank, each in by_rank.items()}
+        if others and len(set(texts.values())) > 1:
+            if self.step_policy is None and any(map(_is_scheduler, path)):
+                self._refuse_schedulers(texts, path)
             self.different.append(path)
             for rank in others:
                 file = self.files[rank]
                 own = self.of_ranks.setdefault(os.path.basename(file.path), {})
                 own[dotted(path)] = file.summary(by_rank[rank])
         return value
+
+    def _refuse_schedulers(self, texts: Mapping[int, str], path: TreePath) -> NoReturn:
+        """Raises InconsistentCheckpoint: a scheduler counts with the optimizer, alike on all ranks.
+
+        If steps disagree too, and the user has chosen among them, the scheduler is rank 0's.
+        """
+        first = min(texts)
+        other = next(rank for rank in texts if texts[rank] != texts[first])
+        values = [f"{brief(texts[rank])} in {self.files[rank].path}" for rank in (first, other)]
+        raise InconsistentCheckpoint(
+            f"ranks disagree on {dotted(path)}: {' and '.join(values)}",
+            hint="the files are of several saves: copy those of one save, all ranks' together",
+        )
 
     def _step(self, by_rank: dict[int, Any], path: TreePath) -> Any:
         """Ranks that disagree on a step are of different saves, unless the policy decides."""
@@ -263,6 +282,10 @@ class MergedRanks(Struct, eq=False):
                         "values of the same elements"
                     )
         return _leaf(name, first, list(parts.values()))
+
+
+def _is_scheduler(key: Any) -> bool:
+    return isinstance(key, str) and SCHEDULER.fullmatch(key) is not None
 
 
 def _differ(values: Sequence[Any]) -> bool:

@@ -33,7 +33,7 @@ from ...core.siblings import SiblingList, refusals
 from ...core.weights import agreement, weight_of
 from ...errors import MissingData, UnsupportedCheckpoint, WrongOption, listed, literal
 from ...files import safefile
-from ...naming import peft, saving, ties
+from ...naming import peft, saving, ties, weights
 from ...training.options import Options
 from ...training.trainers import LOADED, files_to_load_by, json_of, without_folder
 from .options import MODEL_CONFIG
@@ -56,8 +56,8 @@ def lay_out(source: Manifest, options: Options) -> Layout:
         writer.shells,
         writer.siblings,
         writer.left_out,
-        source.warnings,
-        about="an adapter for PEFT" if writer.adapter else "a model for from_pretrained",
+        writer.warnings,
+        about=writer.about,
         loading=loading,
         source=writer.model,
     )
@@ -86,6 +86,11 @@ class PretrainedWriter(Struct, eq=False, dict=True):
         self._shows_frozen = not all(parameter.trainable for parameter in parameters)
         self.files = self._files_to_load_by()
         self.config = self._config()
+        settle = weights.settled_adapter if self.adapter else weights.settled
+        found = settle(source, self.config)
+        self.source, self.is_asked = found.source, found.is_asked
+        self.warnings = [*source.warnings, *found.warnings]
+        source = self.source
         self.names = self._names()
         self.model = self._model()
         self.tensors = dict(self._tensors())
@@ -101,6 +106,12 @@ class PretrainedWriter(Struct, eq=False, dict=True):
             self.left_out.append(f"{listed(base, 4)}: weights of the base model, not the adapter")
 
     # -- what loads the weights
+
+    @property
+    def about(self) -> str:
+        if self.adapter:
+            return "an adapter for PEFT"
+        return f"{'a model' if self.is_asked else 'weights'} for from_pretrained"
 
     @property
     def _config_name(self) -> str:

@@ -35,7 +35,7 @@ from ...training.options import (
     WEIGHTS_ONLY,
 )
 from ..format import Format
-from .files import detect, iterations, latest, to_load
+from .files import counter, detect, iterations, latest, to_load
 
 FORMAT = Format(
     name="megatron",
@@ -43,6 +43,7 @@ FORMAT = Format(
     family="megatron",
     detect=detect,
     tags=iterations,
+    counter=counter,
     pointer=latest,
     to_load=to_load,
     options=(

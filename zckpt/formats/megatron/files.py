@@ -18,7 +18,7 @@ import os
 from typing import Any
 
 from ...core import sources
-from ...core.filenames import oldest_first
+from ...core.filenames import by_counting
 from ...errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,
@@ -26,12 +26,14 @@ from ...errors import (
     UnsupportedCheckpoint,
     listed,
 )
+from ...files.beginning import number_in
 from ...files.dcpfile import names_any
 from .saving_program import WEIGHTS, small_file
 
 MARKER = "metadata.json"
 LATEST = "latest_checkpointed_iteration.txt"
 LEGACY = "model_optim_rng.pt"
+COMMON, COUNTERS = "common.pt", ("iteration", "global_step")
 BACKEND = "torch_dist"
 OF_RANKS, OF_FSDP, UNMARKED = "mp_rank_*", "Megatron-FSDP's keys", f"no {MARKER}"
 """Kinds that no marker names."""
@@ -55,7 +57,23 @@ def iterations(path: str) -> list[str]:
         return []
     with os.scandir(path) as entries:
         names = [entry.name for entry in entries if not entry.name.startswith(".")]
-    return oldest_first(name for name in names if _is_one_of_run(path, name))
+    return by_counting(name for name in names if _is_one_of_run(path, name))
+
+
+def counter(path: str) -> int | None:
+    """The iteration that a checkpoint states in its common file, or in that of its first rank.
+
+    NeMo's have Lightning's counter there. Since 0.19 no small file states it, but the name does.
+    """
+    for folder in (path, os.path.join(path, WEIGHTS)):
+        if sources.is_folder(folder):
+            with os.scandir(folder) as entries:
+                ranks = sorted(entry.name for entry in entries if is_of_rank(entry.name))
+            names = [COMMON, *(os.path.join(rank, LEGACY) for rank in ranks[:1])]
+            files = filter(sources.is_file, (os.path.join(folder, name) for name in names))
+            if (file := next(files, None)) is not None:
+                return number_in(file, COUNTERS)
+    return None
 
 
 def is_iteration(name: str) -> bool:
@@ -133,7 +151,7 @@ def _require_latest(run: str, tag: str) -> None:
     if {*tag}.isdisjoint("/\\\0") and kind_of(folder):
         return
     with os.scandir(run) as entries:
-        others = oldest_first(e.name for e in entries if _is_one_of_run(run, e.name))
+        others = by_counting(e.name for e in entries if _is_one_of_run(run, e.name))
     raise NotACheckpoint(
         f"{os.path.join(run, LATEST)} names {tag[:99]!r}, but {run} has no such checkpoint, or not "
         "all of its files",

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from msgspec import Struct
 
 from ...core import sources
-from ...core.filenames import oldest_first
+from ...core.filenames import by_counting
 from ...errors import (
     AmbiguousCheckpoint,
     InconsistentCheckpoint,
@@ -78,7 +78,7 @@ def locate(path: str) -> CheckpointFiles:
             raise NotACheckpoint(f"{path} holds no checkpoint of ONNX Runtime")
         if len(checkpoints) > 1:
             by_name = {os.path.basename(each.name): each for each in checkpoints}
-            names = oldest_first(by_name)
+            names = by_counting(by_name)
             raise AmbiguousCheckpoint(
                 f"{path} holds {len(checkpoints)} checkpoints: {listed(names)}",
                 hint=f"name the file (one of them is enough): {by_name[names[-1]].files[0][1]}",

@@ -146,8 +146,8 @@ def _long(names: list[str], each: float) -> int:
 def _part(value: float, low: float, high: float, powers: bool) -> float:
     if high <= low:
         return 0.5
-    if powers:
-        return math.log(value / low) / math.log(high / low)
+    if powers:  # quotients of the numbers themselves may be infinite
+        return (math.log(value) - math.log(low)) / (math.log(high) - math.log(low))
     return (value - low) / (high - low)
 
 

@@ -1,0 +1,77 @@
+"""In which order did a run save its checkpoints?
+
+1. By the program's own counter, as one small file of a checkpoint states it.
+2. A checkpoint that states no counter has the number in its name, if there is one number, which
+   comes after letters: step-15, iter_0000015, checkpoint_3. Of several, one may be a metric's.
+3. Else it has the updates of its optimizer, which begin anew when an optimizer does.
+4. Else the times of files decide: it stands directly above the newest checkpoint whose last file is
+   older than its own.
+
+Checkpoints of the same number stand in the order of their names, then of their times. Nothing here
+opens a file: `zckpt.formats.oldest_first` says how counters and updates are read.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable
+from functools import cache
+
+from msgspec import Struct
+
+from ..core import sources
+from ..core.filenames import counting
+
+Number = Callable[[str], float | None]
+ONE_NUMBER = re.compile(r"[^0-9]*[A-Za-z][^A-Za-z0-9]*([0-9]+)[^0-9]*")
+
+
+class Standing(Struct, frozen=True):
+    """A checkpoint at its place in the order. `is_timed`: only times of files put it there."""
+
+    path: str
+    is_timed: bool = False
+
+
+def oldest_first(paths: Iterable[str], counted: Number, updates: Number) -> list[Standing]:
+    """The checkpoints at these paths, by the counters of the program and of the optimizer."""
+    numbers: dict[str, float] = {}
+    timed: list[str] = []
+    for path in dict.fromkeys(paths):
+        for number in (counted, _in_name, updates):
+            if (value := number(path)) is not None:
+                numbers[path] = value
+                break
+        else:
+            timed.append(path)
+    last = cache(last_time)
+    names = Counter((number, os.path.basename(path)) for path, number in numbers.items())
+
+    def place(path: str) -> tuple[float, tuple[list[str | int], str], int]:
+        number, name = numbers[path], os.path.basename(path)
+        return number, counting(name), last(path) if names[number, name] > 1 else 0
+
+    order = [Standing(path) for path in sorted(numbers, key=place)]
+    for path in sorted(timed, key=lambda path: (last(path), counting(os.path.basename(path)))):
+        above = len(order)
+        while above and last(order[above - 1].path) >= last(path):
+            above -= 1
+        order.insert(above, Standing(path, is_timed=True))
+    return order
+
+
+def _in_name(path: str) -> float | None:
+    """The one number in a name, after letters; None for any other name."""
+    match = ONE_NUMBER.fullmatch(os.path.basename(path))
+    return float(match[1]) if match else None
+
+
+def last_time(path: str) -> int:
+    """When the last file of a checkpoint was written, in nanoseconds; 0 if it is gone."""
+    if sources.is_folder(path):
+        files = (entry for entry in sources.walk(path) if not entry.is_dir(follow_symlinks=False))
+        return max((entry.stat(follow_symlinks=False).st_mtime_ns for entry in files), default=0)
+    now = sources.status(path)
+    return 0 if now is None else now.st_mtime_ns

@@ -1,0 +1,237 @@
+"""Which weights does `from_pretrained` ask for, and under which prefix has a source all of them?
+
+weights.json has the names of every class of transformers (5.24), made by `python -m
+tests.weight_names`. A name is there if the class has it whatever the switches of its configuration
+say: without it, that part of the model would keep random numbers. Where the names have a prefix,
+the model was an attribute of what was trained (`self.llm = AutoModelForCausalLM...`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterator, Mapping
+from functools import cache
+from pkgutil import get_data
+from typing import Any
+
+from msgspec import Struct
+
+from ..core.grouping import by_key
+from ..core.manifest import Manifest
+from ..errors import AmbiguousCheckpoint, MissingData, counted, listed
+from . import peft, ties
+from .names import names_of, renamed
+from .saving.rules import SavingRules, rules_of
+
+NUMBER, OF_PEFT = "#", "base_model."
+
+
+class Settled(Struct, frozen=True):
+    """A source under the names that a class asks for, and what the user must know of that.
+
+    `is_asked` is False for a class whose names are not known.
+    """
+
+    source: Manifest
+    is_asked: bool = True
+    warnings: tuple[str, ...] = ()
+
+
+def settled(source: Manifest, config: Mapping[str, Any]) -> Settled:
+    """The source without the prefix of its names, if only without it the class's weights are there.
+
+    Raises MissingData if a weight of the class would be missing, and AmbiguousCheckpoint if the
+    source has several models of the class.
+    """
+    asked = Asked.by(config)
+    if asked is None:
+        classes = config.get("architectures")
+        name = classes[0] if isinstance(classes, list) and classes else None
+        return Settled(
+            source,
+            False,
+            (
+                f"config.json names {name or 'no class'}, whose weights zckpt does not know: "
+                "whether from_pretrained finds all of them was not asked",
+            ),
+        )
+    names = names_of(source)
+    prefix = _prefix(source, names, asked)
+    if prefix:
+        source = renamed(source, [(f"^{re.escape(prefix)}", "")])
+    lines = [f"{prefix}: names lose this prefix, so that {asked.name} finds its weights"]
+    inside = {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
+    parameters = {*source.parameters, *source.owners}
+    further = [
+        n for n in names_of(source) if n in parameters and not (n in inside and asked.has(n))
+    ]
+    more = [f"{listed(further, 4)}: {asked.name} has no such weights, and does not load them"]
+    return Settled(source, True, (*lines * bool(prefix), *more * bool(further)))
+
+
+def settled_adapter(source: Manifest, _config: Mapping[str, Any]) -> Settled:
+    """The same for an adapter, whose names begin with PEFT's own prefix (0.21)."""
+    names = [name for name in names_of(source) if peft.is_adapters(name)]
+    # VeRA's shared matrices are in the adapter itself, and not in the model within it
+    fronts = {name.partition(OF_PEFT)[0] if OF_PEFT in name else None for name in names}
+    if fronts == {""}:
+        return Settled(source)
+    if len(fronts) == 1 and (front := fronts.pop()) is not None:
+        line = f"{front}: names lose this prefix, so that PEFT finds the adapter's weights"
+        return Settled(renamed(source, [(f"^{re.escape(front)}", "")]), True, (line,))
+    raise MissingData(
+        f"{source.root} has adapters whose names do not begin with {OF_PEFT} alike, so that "
+        f"PEFT would leave them at random: {listed(names, 3)}",
+        hint=f"give one of them the names that PEFT has: --rename '^FRONT={peft.PREFIX}'",
+    )
+
+
+def _prefix(source: Manifest, names: Collection[str], asked: Asked) -> str:
+    """What stands before the names of the class's weights; empty if nothing does."""
+    prefixes = asked.prefixes(names)
+    lacking = {
+        (prefix, as_base): asked.missing(_below(names, prefix), as_base)
+        for as_base in (False, True)
+        for prefix in ("", *prefixes)
+    }
+    if not lacking["", False]:
+        return ""
+    whole = [p for p in prefixes if not lacking[p, False]]
+    if len(whole) == 1 and all(name.startswith(whole[0]) for name in names):
+        return whole[0]
+    if not lacking["", True]:
+        return ""
+    whole = whole or [p for p in prefixes if not lacking[p, True]]
+    if len(whole) == 1:
+        return whole[0]
+    if whole:
+        raise AmbiguousCheckpoint(
+            f"{source.root} has several models of the class {asked.name}: {listed(whole)}",
+            hint=f"choose one with --rename '^{re.escape(whole[0])}='",
+        )
+    best, _ = min(lacking, key=lambda key: len(lacking[key]))
+    missing = lacking[best, True]
+    first = f"--rename '^{re.escape(best or 'PREFIX.')}='"
+    raise MissingData(
+        f"{source.root} lacks {counted(len(missing), 'weight')} of {asked.name}, which "
+        f"from_pretrained would leave at random: {listed(missing, 3)}"
+        + (f" (below {best})" if best else ""),
+        hint=f"if they have other names in the source: {first}, or --rename 'OLD={missing[0]}'; if "
+        f"one is a second name of another weight: --tie {missing[0]}=OWNER",
+    )
+
+
+def _below(names: Collection[str], prefix: str) -> set[str]:
+    return {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
+
+
+class Asked(Struct, frozen=True):
+    """The weights of a class: names, in which `#` is a layer's number.
+
+    `base` is the class's `base_model_prefix`: from_pretrained also finds weights that lack it, or
+    have it once more. `ties` are second names by which no weight needs to be saved.
+    """
+
+    name: str
+    base: str
+    patterns: tuple[str, ...]
+    ties: Mapping[str, str]
+    rules: SavingRules | None
+
+    @classmethod
+    def by(cls, config: Mapping[str, Any]) -> Asked | None:
+        """What the class in config.json asks for; None for a class that is not known."""
+        classes = config.get("architectures")
+        name = classes[0] if isinstance(classes, list) and classes else None
+        about = _models().get(name) if isinstance(name, str) else None
+        if about is None or "auto_map" in config:  # with code of its own
+            return None
+        patterns = tuple(_names(about["weights"]))
+        return cls(str(name), about["prefix"], patterns, ties.of_config(config), rules_of(config))
+
+    def prefixes(self, names: Collection[str]) -> list[str]:
+        """What may stand in front of the class's names, by those that end like one of them."""
+        ends = [*(p for p in self.patterns if NUMBER not in p), *self.patterns[:1]]
+        ends += [pattern.removeprefix(f"{self.base}.") for pattern in ends]
+        found = {
+            name.removesuffix(end)
+            for end in (f".{end.replace(NUMBER, '0')}" for end in ends)
+            for name in names
+            if name.endswith(end)
+        }
+        return sorted(f"{prefix}." for prefix in found)
+
+    def has(self, name: str) -> bool:
+        """Whether a name may be one of the class's: it is in a module of the class."""
+        tops = {pattern.partition(".")[0] for pattern in self.patterns}
+        inside = {
+            pattern.removeprefix(f"{self.base}.").partition(".")[0] for pattern in self.patterns
+        }
+        return name.partition(".")[0] in tops | inside or self.rules is not None
+
+    def missing(self, names: Collection[str], as_base: bool) -> list[str]:
+        """The class's weights that are not among the names; `as_base` may add the base's prefix."""
+        layers = by_key(self._numbered(names))
+        lacking: list[str] = []
+        for pattern in self.patterns:
+            before, number, after = pattern.partition(NUMBER)
+            if not number:
+                lacking += [] if self._is_in(names, pattern, as_base) else [pattern]
+                continue
+            numbers = sorted({*layers.get(before, ())}) or [0]
+            full = {n: f"{before}{n}{after}" for n in range(numbers[-1] + 1)}
+            absent = [n for n, name in full.items() if not self._is_in(names, name, as_base)]
+            # a layer of another kind has other weights in the same module
+            module = after[1:].partition(".")[0]
+            if len(absent) < len(full):
+                front = {f"{before}{n}.{module}.": n for n in absent}
+                kinds = {n for begin, n in front.items() if self._begins(names, begin, as_base)}
+                absent = [n for n in absent if n not in kinds]
+            lacking += [full[n] for n in absent]
+        return lacking
+
+    def _numbered(self, names: Collection[str]) -> Iterator[tuple[str, int]]:
+        """The layers that the names have, by what stands before their numbers."""
+        fronts = {p.partition(NUMBER)[0] for p in self.patterns if NUMBER in p}
+        for name in names:
+            for front in fronts:
+                for begin in {front, front.removeprefix(f"{self.base}."), f"{self.base}.{front}"}:
+                    digits = name.removeprefix(begin).partition(".")[0]
+                    if name.startswith(begin) and digits.isdecimal():
+                        yield front, int(digits)
+
+    def _is_in(self, names: Collection[str], name: str, as_base: bool) -> bool:
+        """Whether from_pretrained finds a weight: under its name, a file's, or that of its tie."""
+        tied = [self.ties.get(name), *(a for a, owner in self.ties.items() if owner == name)]
+        for spelled in filter(None, (name, *tied)):
+            if not self._spellings(spelled, as_base).isdisjoint(names):
+                return True
+        return self.rules is not None and self.rules.converter(name) is not None
+
+    def _spellings(self, name: str, as_base: bool) -> set[str]:
+        """The names under which a weight, or all that begin so, may stand in the files."""
+        names = {name, self.rules.renamed(name) if self.rules else name}
+        if not as_base or not self.base:
+            return names
+        base = f"{self.base}."
+        return names | {n.removeprefix(base) for n in names} | {f"{base}{n}" for n in names}
+
+    def _begins(self, names: Collection[str], front: str, as_base: bool) -> bool:
+        fronts = tuple(self._spellings(front, as_base))
+        return any(name.startswith(fronts) for name in names)
+
+
+def _names(tree: Mapping[str, Any], front: str = "") -> Iterator[str]:
+    for word, inner in tree.items():
+        if inner:
+            yield from _names(inner, f"{front}{word}.")
+        else:
+            yield f"{front}{word}"
+
+
+@cache
+def _models() -> dict[str, dict[str, Any]]:
+    """What the table says of a class, by its name."""
+    document = json.loads(get_data(__package__, "weights.json") or b"")
+    return {name: item for item in document["models"] for name in item["classes"]}
