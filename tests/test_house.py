@@ -26,7 +26,7 @@ ARROWS = {
     "reading": "core errors formats naming training",
     "writing": "copying core errors formats naming reading training",
     "proof": "core errors",
-    "proving": "core errors formats proof reading",
+    "proving": "core errors formats naming proof reading",
     "remote": "core errors",
     "api": "copying core formats proof proving reading remote training writing",
     "processes": "copying core errors",
@@ -137,6 +137,7 @@ def test_no_format_imports_another() -> None:
 PARSERS = {
     ("dcp", "files"),
     ("deepspeed", "stage_0", "samples"),
+    ("deepspeed_states", "module_names"),
     ("gathered", "files"),
     ("megatron", "files"),
     ("megatron", "saving_program"),

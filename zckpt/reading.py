@@ -28,7 +28,14 @@ from .errors import (
 from .formats.format import Format
 from .formats.reading import Reading
 from .naming import families
-from .naming.names import about_other_words, alike, called_as, names_of, renamed
+from .naming.names import (
+    about_other_words,
+    alike,
+    called_as,
+    names_of,
+    renamed,
+    with_plain_modules,
+)
 from .naming.order import is_known
 from .naming.saving import spelled_as
 from .training import steps
@@ -227,9 +234,9 @@ def read_other(
 ) -> tuple[Manifest, list[str]]:
     """The checkpoint at `path` under the names of `first`, and lines about the names."""
     other = _read_second(path, first, reading)
-    renamed_other = called_as(other, names_of(first))
-    _need_shared(first, renamed_other)
-    return renamed_other, about_other_words(first, other)
+    same = called_as(other, names_of(first))
+    _need_shared(first, same)
+    return with_plain_modules(same), about_other_words(first, other)
 
 
 def _read_second(path: str | os.PathLike[str], first: Manifest, reading: Reading) -> Manifest:

@@ -233,14 +233,36 @@ def unwrapped(manifest: Manifest, among: Iterable[str] = ()) -> Manifest:
     Names that would become one with another, or with one of the names `among`, keep their words.
     """
     names = without_words((*_names(manifest), *among))
-    return _under(manifest, plain, {name: names[name] for name in _names(manifest)})
+    changed = _under(manifest, plain, {name: names[name] for name in _names(manifest)})
+    return with_plain_modules(changed)
 
 
 def canonical(manifest: Manifest) -> Manifest:
     """The manifest with the names that `plain_names` gives."""
     names = _names(manifest)
     front = _front(without_words(names).values())
+    manifest = with_plain_modules(manifest)
     return _under(manifest, lambda name: plain(name).removeprefix(front), plain_names(names))
+
+
+def with_plain_modules(manifest: Manifest) -> Manifest:
+    """The manifest whose paths of modules are without the words that wrappers insert.
+
+    A module's state dict lacks checkpoint_wrapper's word in the names of weights, and has it in the
+    paths of modules (torch 2.13).
+    """
+    manifest = manifest.with_each(with_plain_modules)
+    paths = manifest.state.get("module_metadata")
+    if not isinstance(paths, dict):
+        return manifest
+    short = type(paths)((_plain_path(path), value) for path, value in paths.items())
+    if short.keys() == paths.keys():
+        return manifest
+    return replace(manifest, state={**manifest.state, "module_metadata": short})
+
+
+def _plain_path(path: str) -> str:
+    return plain(f"{path}.").removesuffix(".") if path else path
 
 
 def plain_names(names: Collection[str]) -> dict[str, str]:
@@ -290,7 +312,7 @@ def alike(first: Manifest, other: Manifest) -> tuple[Manifest, Manifest, list[st
     lines = about_other_words(first, other)
     other = called_as(other, names_of(first))
     if not lines:
-        return first, other, []
+        return with_plain_modules(first), with_plain_modules(other), []
     every = (*_names(first), *_names(other))
     return unwrapped(first, every), unwrapped(other, every), lines
 
