@@ -26,7 +26,7 @@ ARROWS = {
     "reading": "core errors formats naming training",
     "writing": "copying core errors formats naming reading training",
     "proof": "core errors",
-    "proving": "core errors formats naming proof reading",
+    "proving": "core errors formats proof reading",
     "remote": "core errors",
     "api": "copying core formats proof proving reading remote training writing",
     "processes": "copying core errors",

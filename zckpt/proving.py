@@ -20,10 +20,9 @@ from .errors import (
     WrongOption,
 )
 from .formats.reading import Reading
-from .naming.names import alike, with_plain_modules
 from .proof import saved
 from .proof.verify import verify_against, verify_alone
-from .reading import oddly_timed, read, read_both, read_other
+from .reading import alike, oddly_timed, read, read_both, read_other
 
 Path = str | os.PathLike[str]
 CONTRADICTIONS = (CorruptCheckpoint, IncompleteCheckpoint, InconsistentCheckpoint)
@@ -150,8 +149,7 @@ def _gather(
     manifest = read(path, reading, alone=False)
     if saved.is_proof(os.fspath(against)):
         raise WrongOption("--gather cannot compare with a proof", hint="leave out --gather")
-    other, lines = read_other(against, manifest, reading)
-    manifest = with_plain_modules(manifest)
+    manifest, other, lines = read_other(against, manifest, reading)
     about = saved.about(manifest)
     # the reader has ignored or refused rules of a checkpoint without tensor ranks
     has_ranks = (manifest.origin.tp or 1) > 1

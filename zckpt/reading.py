@@ -30,10 +30,10 @@ from .formats.reading import Reading
 from .naming import families
 from .naming.names import (
     about_other_words,
-    alike,
     called_as,
     names_of,
     renamed,
+    unwrapped,
     with_plain_modules,
 )
 from .naming.order import is_known
@@ -231,12 +231,25 @@ def read_both(
 
 def read_other(
     path: str | os.PathLike[str], first: Manifest, reading: Reading
-) -> tuple[Manifest, list[str]]:
-    """The checkpoint at `path` under the names of `first`, and lines about the names."""
+) -> tuple[Manifest, Manifest, list[str]]:
+    """As `read_both`, beside a checkpoint that is read: `first` keeps the names of its weights."""
     other = _read_second(path, first, reading)
     same = called_as(other, names_of(first))
     _need_shared(first, same)
-    return with_plain_modules(same), about_other_words(first, other)
+    return with_plain_modules(first), with_plain_modules(same), about_other_words(first, other)
+
+
+def alike(first: Manifest, other: Manifest) -> tuple[Manifest, Manifest, list[str]]:
+    """Two checkpoints to compare: `other` under the names of `first`, and lines about the names.
+
+    If only one of them has a wrapper's words in a name, both are without these.
+    """
+    lines = about_other_words(first, other)
+    other = called_as(other, names_of(first))
+    if not lines:
+        return with_plain_modules(first), with_plain_modules(other), []
+    ours, theirs = names_of(first), names_of(other)
+    return unwrapped(first, theirs), unwrapped(other, ours), lines
 
 
 def _read_second(path: str | os.PathLike[str], first: Manifest, reading: Reading) -> Manifest:

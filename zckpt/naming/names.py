@@ -227,7 +227,7 @@ def former(manifest: Manifest, rules: Renames, names: Iterable[str]) -> tuple[st
     return tuple(by_new_name.get(name, name) for name in names)
 
 
-def unwrapped(manifest: Manifest, among: Iterable[str] = ()) -> Manifest:
+def unwrapped(manifest: Manifest, among: Sequence[str] = ()) -> Manifest:
     """The manifest without the words that wrappers insert into names.
 
     Names that would become one with another, or with one of the names `among`, keep their words.
@@ -302,19 +302,6 @@ def about_words(names: Mapping[str, str]) -> list[str]:
     return [
         f"names are without {joined(sorted(words))}, which wrappers add: {listed([*changed], 3)}"
     ]
-
-
-def alike(first: Manifest, other: Manifest) -> tuple[Manifest, Manifest, list[str]]:
-    """Two checkpoints to compare: `other` under the names of `first`, and a line about them.
-
-    If only one of them has a wrapper's words in a name, both are without these.
-    """
-    lines = about_other_words(first, other)
-    other = called_as(other, names_of(first))
-    if not lines:
-        return with_plain_modules(first), with_plain_modules(other), []
-    every = (*_names(first), *_names(other))
-    return unwrapped(first, every), unwrapped(other, every), lines
 
 
 def about_other_words(first: Manifest, other: Manifest) -> list[str]:
