@@ -1,12 +1,13 @@
 """What a rank of a Megatron-Core training with torch's FSDP2 does (--use-torch-fsdp2).
 
 megatron_rank.py starts it, for cases that say `fsdp2`; its stubs serve here too. Meshes are of the
-CPU, and `to_local` gives the tensor itself, as before torch 2.13: Megatron-Core finds states by
-its identity. The gradients are filled instead of computed; what wraps the model, the optimizer and what is
-saved are Megatron-Core's own. Rank 0 writes what all ranks held, gathered by torch.
+CPU, and `to_local` gives the tensor itself, as before torch 2.13: Megatron-Core finds states by its
+identity. The gradients are filled instead of computed; what wraps the model, the optimizer and what
+is saved are Megatron-Core's own. The first data rank of each slice of the model writes what all of
+them held, gathered by torch.
 
 ROOT/CASE/iter_0000003      the checkpoint
-ROOT/CASE/oracle.pt         whole tensors by `name/slot`
+ROOT/CASE/oracle-T.pt       the tensors of tensor rank T by `name/slot`
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 
 from .megatron_fsdp_rank import stub_meshes
-from .megatron_rank import POSITIONS, drawn, iteration_of, load, save, seed_of, sharded
+from .megatron_rank import POSITIONS, drawn, iteration_of, save, seed_of, sharded, slice_of
 
 
 def run(case: dict[str, Any], rank: int, world: int, store: str, root: Path) -> None:
@@ -75,7 +76,7 @@ def run(case: dict[str, Any], rank: int, world: int, store: str, root: Path) -> 
         parallel_output=True,
     ).to(dtype)
     for name, parameter in model.named_parameters():
-        parameter.data.copy_(drawn(name, seed_of(case), parameter.shape) / 4)
+        parameter.data.copy_(drawn(name, seed_of(case) + slice_of(parameter), parameter.shape) / 4)
     wrapped = TorchFullyShardedDataParallel(config, DistributedDataParallelConfig(), model)
     steps = get_megatron_optimizer(
         OptimizerConfig(
@@ -90,22 +91,23 @@ def run(case: dict[str, Any], rank: int, world: int, store: str, root: Path) -> 
         [wrapped],
     )
     names = {parameter: name for name, parameter in model.named_parameters()}
+    own, tp_rank = root / case["name"], parallel_state.get_tensor_model_parallel_rank()
+    if case["load"]:
+        load(Path(case["load"]), wrapped, steps)
+        record(steps, names, own / f"oracle-{tp_rank}.pt")
+        torch.distributed.barrier()
+        return
     rng_state = ShardedObject(
         "rng_state",
         [{"random_rng_state": (3, (1, 2), None)}],
         (1, tp),
-        (0, parallel_state.get_tensor_model_parallel_rank()),
+        (0, tp_rank),
         replica_id=parallel_state.get_data_parallel_rank(with_context_parallel=True),
     )
-    own = root / case["name"]
-    if case["load"]:
-        load(Path(case["load"]), [wrapped], steps, (tp, 1), rng_state)
-        record(steps, names, own / "oracle.pt")
-        torch.distributed.barrier()
-        return
     for step in range(case["steps"]):
         for parameter, name in names.items():
-            give(parameter, drawn(name, seed_of(case) + 100 * (step + 1), parameter.shape))
+            salt = seed_of(case) + 100 * (step + 1) + slice_of(parameter)
+            give(parameter, drawn(name, salt, parameter.shape))
         done, _, _ = steps.step()
         assert done
     folder = own / iteration_of(case)
@@ -140,10 +142,25 @@ def run(case: dict[str, Any], rank: int, world: int, store: str, root: Path) -> 
         "rng_state": rng_state,
     }
     save(case, state, folder, content)
-    record(steps, names, own / "oracle.pt")
+    record(steps, names, own / f"oracle-{tp_rank}.pt")
     if rank == 0:
         (own / "latest_checkpointed_iteration.txt").write_text(str(case["steps"]))
     torch.distributed.barrier()
+
+
+def load(run: Path, wrapped: Any, steps: Any) -> None:
+    """Loads a run's iteration as `load_checkpoint` of Megatron-LM does; weights load in place."""
+    from megatron.core import dist_checkpointing
+
+    iteration = int((run / "latest_checkpointed_iteration.txt").read_text())
+    folder = str(run / f"iter_{iteration:07d}")
+    common = dist_checkpointing.load_common_state_dict(folder)
+    content = dist_checkpointing.load_content_metadata(preloaded_state_dict=common)
+    saved = sharded([wrapped], content)
+    optimizer = steps.sharded_state_dict(saved, is_loading=True, metadata=content)
+    state = dist_checkpointing.load({**saved, "optimizer": optimizer}, folder)
+    wrapped.load_state_dict(state["model"])
+    steps.load_state_dict(state["optimizer"])
 
 
 def give(parameter: Any, gradient: torch.Tensor) -> None:
@@ -157,17 +174,29 @@ def give(parameter: Any, gradient: torch.Tensor) -> None:
 
 def record(steps: Any, names: dict[Any, str], file: Path) -> None:
     """Writes the weights, masters and moments, whole, by the names of parameters."""
+    from megatron.core import parallel_state
+
     tensors, inner = {}, steps.optimizer
     masters = {getattr(p, "main_param", p): name for p, name in names.items()}
     for parameter, name in names.items():
-        tensors[f"{name}/param"] = parameter.full_tensor().detach().clone()
+        tensors[f"{name}/param"] = whole(parameter, parameter)
     for group in inner.param_groups:
         for main in group["params"]:
             name = masters[main]
             if main not in names:
-                tensors[f"{name}/master"] = main.full_tensor().detach().clone()
+                tensors[f"{name}/master"] = whole(main, main)
             for key, value in inner.state[main].items():
                 if key != "step":
-                    tensors[f"{name}/{key}"] = value.full_tensor().detach().clone()
-    if torch.distributed.get_rank() == 0:
+                    tensors[f"{name}/{key}"] = whole(value, main)
+    if parallel_state.get_data_parallel_rank() == 0:
         torch.save(tensors, file)
+
+
+def whole(value: torch.Tensor, parameter: Any) -> torch.Tensor:
+    """A tensor of all ranks; a state that was loaded is the rank's part alone."""
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(value, DTensor):
+        mesh, placements = parameter.device_mesh, parameter.placements
+        value = DTensor.from_local(value, mesh, placements, run_check=False)
+    return value.full_tensor().detach().clone()

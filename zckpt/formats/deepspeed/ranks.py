@@ -14,6 +14,7 @@ from ...core.inert import Foreign, nested
 from ...core.missing_ranks import expecting
 from ...errors import CorruptCheckpoint, IncompleteCheckpoint, InconsistentCheckpoint, brief, listed
 from ...files.torchfile import TorchFile
+from ...training.faults import TRANSPOSED
 from ...training.megatron_arguments import arguments
 from ..deepspeed_states.agreement import check_facts, check_models, for_each
 from ..deepspeed_states.directories import OPTIMIZER, TagDirectory, at_place, refuse
@@ -115,7 +116,7 @@ def check_kind(directory: TagDirectory, version: str, module: Any, config: Any) 
     """
     numbers, settings = version_numbers(version), nested(config, "zero_optimization")
     zenflow, stage = nested(settings, "zenflow"), nested(settings, "stage")
-    transposed = "whose files have matrices transposed"
+    transposed = TRANSPOSED.message
     refused = {
         f"DeepSpeed {version}, before 0.5.10": numbers < (0, 5, 10),
         "optimizer states offloaded to NVMe": nested(settings, "offload_optimizer", "device")

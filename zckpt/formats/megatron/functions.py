@@ -5,13 +5,15 @@ Why a run does not load them as they are (`obstacles`):
     fully_reshardable, fully_sharded_model_space, no distributed optimizer     any sizes load it
     dp_reshardable, dp_zero_gather_scatter: flat buffers                       any dp loads it
     mp_rank_*: a folder for each model rank                                    any dp loads it
+    gated layers of torch's FSDP2                                              the same dp loads it
 """
 
 from ...core.manifest import Manifest
 from ...training.options import EP, PP, TP, Options
-from ..format import Functions
+from ..format import Functions, other_dp
 from .common_state import FLAT, SIZES_OF_RUN, arguments
 from .files import OF_RANKS, kind_of
+from .fsdp2 import is_interleaved
 from .gather import partitions
 from .masters import sharding
 from .read import check, read, rebuilt, way_out
@@ -22,10 +24,12 @@ def obstacles(source: Manifest, options: Options) -> list[str]:
     """A phrase for every size of the run by which the files are cut, if it differs."""
     dialect = sharding(source)
     legacy = kind_of(source.root) == OF_RANKS
-    if dialect not in FLAT and not legacy:
-        return []
     kept = source.state.get("megatron")
     stated = arguments(kept.get("common") if isinstance(kept, dict) else None)
+    if is_interleaved(stated):
+        return other_dp(source, options)
+    if dialect not in FLAT and not legacy:
+        return []
     own = {option: stated.get(SIZES_OF_RUN[option]) or 1 for option in (TP, PP, EP)}
     form = f"{OF_RANKS} folders" if legacy else str(dialect)
     return [
