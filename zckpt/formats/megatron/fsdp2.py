@@ -43,10 +43,14 @@ def put_in_order(args: Mapping[str, Any]) -> list[str]:
     return [f"rows of gated layers are read in the module's order: {INTERLEAVED.message}"]
 
 
-def refuse_target(args: Mapping[str, Any]) -> None:
+def refuse_target(source: str, args: Mapping[str, Any]) -> None:
     """Raises UnsupportedCheckpoint for a target of Megatron-Core whose run has these arguments."""
     if is_interleaved(args):
-        raise UnsupportedCheckpoint(INTERLEAVED.message, hint=INTERLEAVED.hint)
+        raise UnsupportedCheckpoint(
+            f"zckpt writes no files of Megatron-Core from {source} for a run with torch's FSDP2: "
+            f"{INTERLEAVED.message}",
+            hint=INTERLEAVED.hint,
+        )
 
 
 def in_order(

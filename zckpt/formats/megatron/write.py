@@ -143,7 +143,7 @@ class MegatronWriter:
                 hint="give --like RUN, a directory that the next run has saved: it has "
                 "the keys and the arguments that the source lacks",
             )
-        refuse_target(arguments(common))
+        refuse_target(source.root, arguments(common))
         self.trained = {e.parameter for e in source.entries.values() if is_optimizers(e.slot)}
         self.states = bool(self.trained) and not options.weights_only
         self.tensors = self._tensors(keys)

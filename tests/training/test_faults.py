@@ -1,0 +1,51 @@
+"""The table of known faults: the page is made from it, and code asks for every row."""
+
+from __future__ import annotations
+
+import ast
+from itertools import groupby
+
+import pytest
+
+from zckpt.training import faults
+from zckpt.training.faults import FAULTS, Fault
+
+from .. import fault_page
+from ..conftest import ROOT
+
+BY_CONSTANT = {name: item for name, item in vars(faults).items() if isinstance(item, Fault)}
+
+
+def test_the_page_is_the_table() -> None:
+    assert (ROOT / "docs" / "faults.md").read_text() == fault_page.page(), (
+        "run `python -m tests.fault_page > docs/faults.md`"
+    )
+
+
+def test_every_fault_is_listed_once() -> None:
+    assert sorted(item.name for item in BY_CONSTANT.values()) == sorted(f.name for f in FAULTS)
+    programs = [program for program, _ in groupby(FAULTS, key=lambda fault: fault.program)]
+    assert len(programs) == len(set(programs)), "faults of one program stand together"
+
+
+@pytest.mark.parametrize("constant", BY_CONSTANT)
+def test_code_that_sees_the_sign_asks_for_the_fault(constant: str) -> None:
+    asking = [
+        path
+        for path in (ROOT / "zckpt").rglob("*.py")
+        if path.name != "faults.py"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == constant
+        and node.attr == "message"
+    ]
+    assert asking, f"nothing asks for {constant}"
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_row_says_everything(fault: Fault) -> None:
+    for text in (fault.versions, fault.wrong, fault.sign, fault.source, fault.action):
+        assert text.strip()
+    assert fault.wrong.endswith(".")
+    assert fault.action.endswith(".")
