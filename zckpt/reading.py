@@ -31,9 +31,9 @@ from .naming import families
 from .naming.names import (
     about_other_words,
     called_as,
+    canonical,
     names_of,
     renamed,
-    unwrapped,
     with_plain_modules,
 )
 from .naming.order import is_known
@@ -242,14 +242,14 @@ def read_other(
 def alike(first: Manifest, other: Manifest) -> tuple[Manifest, Manifest, list[str]]:
     """Two checkpoints to compare: `other` under the names of `first`, and lines about the names.
 
-    If only one of them has a wrapper's words in a name, both are without these.
+    If only one of them has a wrapper's words in its names, both are without these.
     """
     lines = about_other_words(first, other)
     other = called_as(other, names_of(first))
     if not lines:
         return with_plain_modules(first), with_plain_modules(other), []
     ours, theirs = names_of(first), names_of(other)
-    return unwrapped(first, theirs), unwrapped(other, ours), lines
+    return canonical(first, theirs), canonical(other, ours), lines
 
 
 def _read_second(path: str | os.PathLike[str], first: Manifest, reading: Reading) -> Manifest:

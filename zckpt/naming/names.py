@@ -227,22 +227,19 @@ def former(manifest: Manifest, rules: Renames, names: Iterable[str]) -> tuple[st
     return tuple(by_new_name.get(name, name) for name in names)
 
 
-def unwrapped(manifest: Manifest, among: Sequence[str] = ()) -> Manifest:
-    """The manifest without the words that wrappers insert into names.
-
-    Names that would become one with another, or with one of the names `among`, keep their words.
-    """
-    names = without_words((*_names(manifest), *among))
-    changed = _under(manifest, plain, {name: names[name] for name in _names(manifest)})
-    return with_plain_modules(changed)
-
-
-def canonical(manifest: Manifest) -> Manifest:
-    """The manifest with the names that `plain_names` gives."""
-    names = _names(manifest)
-    front = _front(without_words(names).values())
+def unwrapped(manifest: Manifest) -> Manifest:
+    """The manifest with the names that `without_words` gives."""
     manifest = with_plain_modules(manifest)
-    return _under(manifest, lambda name: plain(name).removeprefix(front), plain_names(names))
+    return _under(manifest, plain, without_words(_names(manifest)))
+
+
+def canonical(manifest: Manifest, among: Sequence[str] = ()) -> Manifest:
+    """The manifest with the names that `plain_names` gives, of its own and those `among`."""
+    every = (*_names(manifest), *among)
+    front, names = _front(without_words(every).values()), plain_names(every)
+    manifest = with_plain_modules(manifest)
+    own = {name: names[name] for name in _names(manifest)}
+    return _under(manifest, lambda name: plain(name).removeprefix(front), own)
 
 
 def with_plain_modules(manifest: Manifest) -> Manifest:
@@ -305,10 +302,13 @@ def about_words(names: Mapping[str, str]) -> list[str]:
 
 
 def about_other_words(first: Manifest, other: Manifest) -> list[str]:
-    """A line as `about_words`, if two checkpoints do not have the same names with such words."""
+    """A line as `about_words`, if wrappers gave two checkpoints other names."""
     ours, theirs = _names(first), _names(other)
     alone = {*ours} ^ {*theirs}
-    names = without_words(ours) | without_words(theirs)
+    roots = {_front(without_words(names).values()) for names in (ours, theirs)}
+    if len(roots) == 1 and not any(plain(name) != name for name in alone):
+        return []
+    names = plain_names(ours) | plain_names(theirs)
     return about_words({old: new for old, new in names.items() if old in alone})
 
 
