@@ -6,6 +6,7 @@ is the same model without them, trained on the same numbers.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -13,10 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from msgspec.structs import replace
 from safetensors.torch import load_file
 from torch import distributed, nn
+from torch.distributed import checkpoint as dcp
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.optim.swa_utils import AveragedModel
@@ -156,20 +157,17 @@ def test_wrappers(kind: str, form: str, plain: tuple[dict[str, Any], Path], tmp_
 def test_other_targets_keep_the_names_of_the_program(kind: str, tmp_path: Path) -> None:
     state = trained(WRAPPED[kind])
     source = saved(state, tmp_path / "run", "dcp")
+    weights = {name for name in state["model"] if not name.endswith(".scale")}
     for to in ("universal", "dcp", "deepspeed", "onnxruntime"):
-        target = tmp_path / to
-        zckpt.convert(source, target, to=to, param_names=state["names"])
-        names = {*zckpt.read(target).parameters}
-        assert names == {*state["model"]} - {f"blocks.{n}.scale" for n in range(3)} - {
-            name for name in state["model"] if name.endswith(".scale")
-        }, to
+        zckpt.convert(source, tmp_path / to, to=to, param_names=state["names"])
+        assert weights <= zckpt.read(tmp_path / to).parameters.keys(), to
 
 
 def test_what_stands_before_all_names_is_removed_for_another_engine(tmp_path: Path) -> None:
-    state = trained(WRAPPED["compiled in data parallel"])
-    source = saved(state, tmp_path / "run", "dcp")
-    zckpt.convert(source, tmp_path / "ort", to="onnxruntime")
-    assert "blocks.1.up.weight" in zckpt.read(tmp_path / "ort").parameters
+    rules = (("^", "module._orig_mod."), (r"fc1\.", "fc1._orig_mod."))
+    zckpt.convert(EXAMPLE, tmp_path / "wrapped", rename=rules)
+    zckpt.convert(tmp_path / "wrapped", tmp_path / "ort", to="onnxruntime")
+    assert {"fc1._orig_mod.weight", "fc2.weight"} <= zckpt.read(tmp_path / "ort").parameters.keys()
 
 
 def test_gathered_and_proof_against_a_plain_run(
@@ -183,7 +181,7 @@ def test_gathered_and_proof_against_a_plain_run(
         assert any("_orig_mod" in line for line in report["notes"])
     proof = tmp_path / "proof.json"
     report = zckpt.verify(plain[1], source, **named)
-    proof.write_text(__import__("json").dumps(report))
+    proof.write_text(json.dumps(report))
     for path in (source, plain[1]):
         report = zckpt.verify(path, proof, **named)
         assert report["equal"], (report["problems"], report["states"])
@@ -255,7 +253,7 @@ def test_export(form: str, tmp_path: Path) -> None:
     else:
         source = tmp_path / "run" / "dcp"
         dcp.save({"model": model.state_dict()}, checkpoint_id=str(source), no_dist=True)
-    report = zckpt.export(source, tmp_path / "out", model_config=str(tmp_path / "config"))
+    report = zckpt.export(source, tmp_path / "out", config=tmp_path / "config")
     assert any("_orig_mod" in line for line in report["warnings"])
     loaded, info = transformers.GPT2LMHeadModel.from_pretrained(
         tmp_path / "out", output_loading_info=True
@@ -269,7 +267,6 @@ def test_rename_that_adds_the_words_keeps_them(tmp_path: Path) -> None:
     rule = ((r"^blocks\.1\.", "blocks.1._orig_mod."),)
     zckpt.convert(tmp_path / "plain.pt", tmp_path / "out", weights_only=True, rename=rule)
     names = load_file(tmp_path / "out" / "model.safetensors")
-    WRAPPED["compiled blocks"](Net())
     assert "blocks.1._orig_mod.up.weight" in names
     prefix = ((r"^", "net."),)
     torch.save(WRAPPED["compiled blocks"](Net()).state_dict(), tmp_path / "compiled.pt")
