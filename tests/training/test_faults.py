@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import ast
 from itertools import groupby
+from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
+import zckpt
 from zckpt.training import faults
 from zckpt.training.faults import FAULTS, Fault
 
@@ -49,3 +55,15 @@ def test_a_row_says_everything(fault: Fault) -> None:
         assert text.strip()
     assert fault.wrong.endswith(".")
     assert fault.action.endswith(".")
+
+
+def test_scalars_that_torch_has_consolidated(tmp_path: Path) -> None:
+    """torch 2.13 loses them; a program that saves such a weight itself gets no warning."""
+    folder = tmp_path / "run"
+    state = {"a.weight": torch.ones(2, 3), "temperature": torch.tensor(2.5)}
+    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True, enable_consolidation=True)
+    dcp.save(state, storage_writer=writer, no_dist=True)
+    (line,) = zckpt.read(folder).warnings
+    assert line.startswith("temperature is 0: torch 2.13")
+    save_file(state, tmp_path / "other.safetensors")
+    assert zckpt.read(tmp_path / "other.safetensors").warnings == ()
