@@ -137,6 +137,7 @@ def test_no_format_imports_another() -> None:
 PARSERS = {
     ("dcp", "files"),
     ("deepspeed", "stage_0", "samples"),
+    ("deepspeed_states", "module_names"),
     ("gathered", "files"),
     ("megatron", "files"),
     ("megatron", "saving_program"),

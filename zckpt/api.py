@@ -315,9 +315,10 @@ def diff(
     copying = Copying(jobs, memory, pool=sharing)
     reading = _reading(source, weights_only=weights_only, rename=rename, family=family)
     selection = Selection(tensors, weights_only, tuple(drop_state))
-    first, second = read_both(a, b, reading)
+    first, second, lines = read_both(a, b, reading)
     with sources.unchanged(first.fingerprints, second.fingerprints):
         findings = proof.diff(first, second, selection, copying, begin)
+    findings["notes"] = [*lines, *findings["notes"]]
     report: Report = {"zckpt": 1, "command": "diff", "a": os.fspath(a), "b": os.fspath(b)}
     report["selection"] = selection.flags
     return report | findings | {"seconds": round(time.monotonic() - started, 3)}

@@ -22,7 +22,7 @@ from .errors import (
 from .formats.reading import Reading
 from .proof import saved
 from .proof.verify import verify_against, verify_alone
-from .reading import oddly_timed, read, read_both, read_other
+from .reading import alike, oddly_timed, read, read_both, read_other
 
 Path = str | os.PathLike[str]
 CONTRADICTIONS = (CorruptCheckpoint, IncompleteCheckpoint, InconsistentCheckpoint)
@@ -103,7 +103,7 @@ def _verify(
     begin: Begin | None,
 ) -> Report:
     """The findings of a verification through the manifests of both sides."""
-    contents = None
+    contents, lines = None, list[str]()
     if against is None:
         manifest = other = read(path, replace(reading, nameless=True))
     elif saved.is_proof(os.fspath(against)):
@@ -111,8 +111,9 @@ def _verify(
         other, contents = saved.read_proof(os.fspath(against), manifest)
         if manifest.groups is None and other.groups is not None:
             manifest = read(path, reading, alone=False)  # says why its states have no names
+        manifest, other, lines = alike(manifest, other)
     else:
-        manifest, other = read_both(path, against, reading)
+        manifest, other, lines = read_both(path, against, reading)
     about = saved.about(manifest)
     with sources.unchanged(manifest.fingerprints):
         if against is None:
@@ -124,12 +125,12 @@ def _verify(
             return about | verify_alone(manifest, selection.tensors, copying, begin)
         if contents is not None:
             root = (reading.root or "").partition("=")[0]
-            return about | saved.verify_proof(
-                manifest, other, contents, selection, copying, begin, root
-            )
+            found = saved.verify_proof(manifest, other, contents, selection, copying, begin, root)
+            return about | found | {"notes": [*lines, *found["notes"]]}
         with sources.unchanged(other.fingerprints):
             about["warnings"] += oddly_timed(other)
-            return about | verify_against(manifest, other, selection, copying, begin)
+            found = verify_against(manifest, other, selection, copying, begin)
+            return about | found | {"notes": [*lines, *found["notes"]]}
 
 
 def _gather(
@@ -148,7 +149,7 @@ def _gather(
     manifest = read(path, reading, alone=False)
     if saved.is_proof(os.fspath(against)):
         raise WrongOption("--gather cannot compare with a proof", hint="leave out --gather")
-    other = read_other(against, manifest, reading)
+    manifest, other, lines = read_other(against, manifest, reading)
     about = saved.about(manifest)
     # the reader has ignored or refused rules of a checkpoint without tensor ranks
     has_ranks = (manifest.origin.tp or 1) > 1
@@ -158,4 +159,4 @@ def _gather(
         parts = partitions(manifest.root, rules) if partitions else None
         about["warnings"] += oddly_timed(other)
         found = verify_gathered(manifest, parts, other, selection, device, jobs, memory, begin)
-        return about | found
+        return about | found | {"notes": [*lines, *found["notes"]]}

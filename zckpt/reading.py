@@ -29,7 +29,14 @@ from .errors import (
 from .formats.format import Format
 from .formats.reading import Reading
 from .naming import families
-from .naming.names import called_as, names_of, renamed
+from .naming.names import (
+    about_other_words,
+    called_as,
+    canonical,
+    names_of,
+    renamed,
+    with_plain_modules,
+)
 from .naming.order import is_known
 from .naming.saving import spelled_as
 from .training import steps
@@ -200,30 +207,56 @@ def _check_names(manifest: Manifest) -> None:
 
 def read_both(
     path: str | os.PathLike[str], other: str | os.PathLike[str], reading: Reading
-) -> tuple[Manifest, Manifest]:
-    """Two checkpoints that are compared, under the names of the first.
+) -> tuple[Manifest, Manifest, list[str]]:
+    """Two checkpoints that are compared, under the names of the first, and lines about the names.
 
-    If the optimizers of both know their parameters by number, and no file shows the names, their
-    states are compared as they are.
+    If only one side has the words of wrappers inside of names, both are without these. If the
+    optimizers of both know their parameters by number, and no file shows the names, their states
+    are compared as they are.
     """
 
-    def pair(reading: Reading) -> tuple[Manifest, Manifest]:
+    def pair(reading: Reading) -> tuple[Manifest, Manifest, list[str]]:
         first = read(path, reading, alone=False)
-        return first, read_other(other, first, reading)
+        first, second, lines = alike(first, _read_second(other, first, reading))
+        _need_shared(first, second)
+        return first, second, lines
 
     try:
         return pair(reading)
     except MissingData:
         if reading.param_names is not None:
             raise
-        first, second = pair(replace(reading, nameless=True))
+        first, second, lines = pair(replace(reading, nameless=True))
         if first.groups is None and second.groups is None:
-            return first, second
+            return first, second, lines
         raise
 
 
-def read_other(path: str | os.PathLike[str], first: Manifest, reading: Reading) -> Manifest:
-    """The checkpoint at `path` under the names of `first`, to be compared with it.
+def read_other(
+    path: str | os.PathLike[str], first: Manifest, reading: Reading
+) -> tuple[Manifest, Manifest, list[str]]:
+    """As `read_both`, beside a checkpoint that is read: `first` keeps the names of its weights."""
+    other = _read_second(path, first, reading)
+    same = called_as(other, names_of(first))
+    _need_shared(first, same)
+    return with_plain_modules(first), with_plain_modules(same), about_other_words(first, other)
+
+
+def alike(first: Manifest, other: Manifest) -> tuple[Manifest, Manifest, list[str]]:
+    """Two checkpoints to compare: `other` under the names of `first`, and lines about the names.
+
+    If only one of them has a wrapper's words in its names, both are without these.
+    """
+    lines = about_other_words(first, other)
+    other = called_as(other, names_of(first))
+    if not lines:
+        return with_plain_modules(first), with_plain_modules(other), []
+    ours, theirs = names_of(first), names_of(other)
+    return canonical(first, theirs), canonical(other, ours), lines
+
+
+def _read_second(path: str | os.PathLike[str], first: Manifest, reading: Reading) -> Manifest:
+    """The checkpoint at `path`, to be compared with `first`.
 
     Most options describe `first` alone. For both are `--step-policy keep`, which changes no step,
     and `--root`, where a side has several models. So is `--from gathered` if `path` is a file of
@@ -241,13 +274,14 @@ def read_other(path: str | os.PathLike[str], first: Manifest, reading: Reading) 
     )
     other = read(path, options, alone=False)
     _need_root(reading, first, other)
-    if first.siblings or other.siblings:
-        other = spelled_as(other, first)
-    other = called_as(other, names_of(first))
+    return spelled_as(other, first) if first.siblings or other.siblings else other
+
+
+def _need_shared(first: Manifest, other: Manifest) -> None:
+    """Raises AmbiguousCheckpoint if no name is shared, and one side has several models."""
     if set(names_of(first)).isdisjoint(names_of(other)):
         for manifest, twin in ((first, other), (other, first)):
             refuse_several(manifest, like=twin)
-    return other
 
 
 def _roots_like(manifest: Manifest, other: Manifest) -> list[str]:

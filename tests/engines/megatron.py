@@ -58,6 +58,7 @@ USUAL: dict[str, Any] = {
     "prefix": False,
     "program": None,  # or "nemo", "bridge": whose directory it is
     "fsdp": None,  # or the strategy of Megatron-FSDP
+    "fsdp2": False,  # torch's FSDP2
     "steps": 3,
     "seed": 0,
 }

@@ -35,7 +35,7 @@ def stub_meshes() -> None:
     mesh_class: Any = DeviceMesh
 
     def on_cpu(*arguments: Any, **options: Any) -> Any:
-        return from_group(*arguments, **{**options, "device_type": "cpu"})
+        return from_group(*arguments[:1], **{**options, "device_type": "cpu"})
 
     mesh_class.from_group = staticmethod(on_cpu)
 

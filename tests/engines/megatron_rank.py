@@ -665,12 +665,13 @@ def main() -> None:
     if not hasattr(numpy, "product"):  # Megatron-Core 0.13 calls it so
         numpy.product = numpy.prod  # type: ignore[attr-defined]
     stub_cuda()
+    from .megatron_fsdp2_rank import run as run_fsdp2
     from .megatron_fsdp_rank import run as run_fsdp
 
     for case in cases:
         world, store = case["world"], str(root / case["name"] / "store")
         (root / case["name"]).mkdir(parents=True)
-        run_case = run_fsdp if case["fsdp"] else run
+        run_case = run_fsdp2 if case["fsdp2"] else run_fsdp if case["fsdp"] else run
         fork(case["name"], world, partial(run_case, case, world=world, store=store, root=root))
 
 

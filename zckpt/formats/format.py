@@ -91,6 +91,9 @@ class Format(Struct, frozen=True, eq=False):
     """A target may have steps that differ between parameters: reading it back keeps them."""
     is_neutral: bool = False
     """It belongs to no engine: names, ties and best checkpoints are settled in the next target."""
+    is_plain: bool = False
+    """A program loads its names into a model without wrappers: the words that these insert are
+    removed, unless the source has this format too."""
     is_resumed: bool = True
     """A trainer resumes from what is written; it is not for inference only."""
     of_ranks: tuple[str, ...] = ()

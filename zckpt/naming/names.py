@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import product
 
 from msgspec import Struct
@@ -20,12 +20,13 @@ from msgspec.structs import replace
 from ..core.facts import FlatBufferEngine
 from ..core.manifest import Entry, Manifest
 from ..core.states import renamed_others
-from ..errors import MissingData, WrongOption, listed
+from ..errors import MissingData, WrongOption, joined, listed
 from ..training.options import Renames
 from .patterns import INFO, under_names
 from .peft import saved_name
 
-INSIDE = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+WORDS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+INSIDE = re.compile(rf"(?:^|(?<=\.))(?:{'|'.join(map(re.escape, WORDS))})")
 WRAPPERS = ("module.", "_forward_module.")
 PREFIXES = (*WRAPPERS, "model.")
 RENAME_HINT = "rename the source's names: --rename REGEX=REPL (rename=[(REGEX, REPL)] in Python)"
@@ -34,6 +35,21 @@ RENAME_HINT = "rename the source's names: --rename REGEX=REPL (rename=[(REGEX, R
 def plain(name: str) -> str:
     """The name without the words that wrappers insert anywhere."""
     return INSIDE.sub("", name)
+
+
+def without_words(names: Iterable[str]) -> dict[str, str]:
+    """Each name as `plain` says it; names that would become one keep their words."""
+    plain_names = {name: plain(name) for name in names}
+    counts = Counter(plain_names.values())
+    return {name: new if counts[new] == 1 else name for name, new in plain_names.items()}
+
+
+def respelled(names: Collection[str], others: Collection[str]) -> dict[str, str]:
+    """For each name the one of `others` that differs in wrappers' words alone, else itself."""
+    of_plain = {new: name for name, new in without_words(others).items()}
+    known = {*names}
+    same = {name: of_plain.get(new, name) for name, new in without_words(known).items()}
+    return {name: name if same[name] in known else same[name] for name in names}
 
 
 class PrefixRule(Struct, frozen=True):
@@ -211,28 +227,103 @@ def former(manifest: Manifest, rules: Renames, names: Iterable[str]) -> tuple[st
     return tuple(by_new_name.get(name, name) for name in names)
 
 
-def canonical(manifest: Manifest) -> Manifest:
-    """The manifest without wrappers' names: no `module.` or `_forward_module.` before all names.
+def unwrapped(manifest: Manifest) -> Manifest:
+    """The manifest with the names that `without_words` gives."""
+    manifest = with_plain_modules(manifest)
+    return _under(manifest, plain, without_words(_names(manifest)))
+
+
+def canonical(manifest: Manifest, among: Sequence[str] = ()) -> Manifest:
+    """The manifest with the names that `plain_names` gives, of its own and those `among`."""
+    every = (*_names(manifest), *among)
+    front, names = _front(without_words(every).values()), plain_names(every)
+    manifest = with_plain_modules(manifest)
+    own = {name: names[name] for name in _names(manifest)}
+    return _under(manifest, lambda name: plain(name).removeprefix(front), own)
+
+
+def with_plain_modules(manifest: Manifest) -> Manifest:
+    """The manifest whose paths of modules are without the words that wrappers insert.
+
+    A module's state dict lacks checkpoint_wrapper's word in the names of weights, and has it in the
+    paths of modules (torch 2.13).
+    """
+    manifest = manifest.with_each(with_plain_modules)
+    paths = manifest.state.get("module_metadata")
+    if not isinstance(paths, dict):
+        return manifest
+    short = type(paths)((_plain_path(path), value) for path, value in paths.items())
+    if short.keys() == paths.keys():
+        return manifest
+    return replace(manifest, state={**manifest.state, "module_metadata": short})
+
+
+def _plain_path(path: str) -> str:
+    return plain(f"{path}.").removesuffix(".") if path else path
+
+
+def plain_names(names: Collection[str]) -> dict[str, str]:
+    """Each name as `without_words`, and without `module.` or `_forward_module.` before all of them.
 
     `model.` is part of a Hugging Face name and stays.
     """
+    short = without_words(names)
+    front = _front(short.values())
+    return {name: new.removeprefix(front) for name, new in short.items()}
+
+
+def _front(names: Collection[str], prefixes: Sequence[str] = WRAPPERS) -> str:
+    """The longest chain of prefixes with which all names begin."""
+    return max(_prefixes(names, all, prefixes), key=len)
+
+
+def without_front(manifest: Manifest) -> Manifest:
+    """The manifest without the words of wrappers before all names; words inside names stay."""
     names = _names(manifest)
-    front = max(_prefixes([plain(name) for name in names], all, WRAPPERS), key=len)
+    front = _front(names, (*WRAPPERS, *WORDS))
 
     def rewrite(name: str) -> str:
-        return plain(name).removeprefix(front)
+        return name.removeprefix(front)
 
     return _under(manifest, rewrite, {name: rewrite(name) for name in names})
 
 
-def called_as(manifest: Manifest, wanted: Collection[str]) -> Manifest:
-    """The manifest with the wanted names, if one rule leads to them.
+def about_words(names: Mapping[str, str]) -> list[str]:
+    """A line for the user about the words of wrappers that names lose; new names by the old."""
+    changed = {old: new for old, new in names.items() if old != new}
+    words: Counter[str] = Counter()
+    for old, new in changed.items():
+        words |= Counter(old.split(".")) - Counter(new.split("."))
+    if not changed:
+        return []
+    return [
+        f"names are without {joined(sorted(words))}, which wrappers add: {listed([*changed], 3)}"
+    ]
 
-    The same manifest if it already has one of the wanted names, or if no rule fits.
+
+def about_other_words(first: Manifest, other: Manifest) -> list[str]:
+    """A line as `about_words`, if wrappers gave two checkpoints other names."""
+    ours, theirs = _names(first), _names(other)
+    alone = {*ours} ^ {*theirs}
+    roots = {_front(without_words(names).values()) for names in (ours, theirs)}
+    if len(roots) == 1 and not any(plain(name) != name for name in alone):
+        return []
+    names = plain_names(ours) | plain_names(theirs)
+    return about_words({old: new for old, new in names.items() if old in alone})
+
+
+def called_as(manifest: Manifest, wanted: Collection[str]) -> Manifest:
+    """The manifest with the wanted names, by one rule for what all names begin with.
+
+    If it already has one of them, only the words that wrappers insert are changed, name by name.
+    The same manifest if no rule fits.
     """
     names = _names(manifest)
-    if not wanted or not set(wanted).isdisjoint(names):
+    if not wanted:
         return manifest
+    same = respelled(names, wanted)
+    if not set(wanted).isdisjoint(same.values()):
+        return _under(manifest, plain, same)
     try:
         found = correspondence(wanted, names)
         rule = found.rule.inverse

@@ -8,6 +8,7 @@ A module here may name classes of optimizers and programs that train, but reads 
     trainers.py         the files that trainer programs put beside a checkpoint
     lightning.py        whether Lightning's state is there, and where Lightning looks for it
     megatron_arguments.py  sizes that Megatron's programs save as their arguments
+    faults.py           what programs are known to write or load wrongly
     best.py             the best checkpoint of a Trainer's run
     objects.py          which objects may go into a target's pickles
     options.py          the options of a conversion

@@ -35,6 +35,7 @@ from ..core.inert import Scalar
 from ..core.manifest import Manifest, Sighting, is_step
 from ..core.weights import is_optimizers
 from ..errors import WrongOption, listed
+from .faults import COUNTED_START
 from .optimizers import plain_name
 
 STATED = "--step-policy"
@@ -258,5 +259,5 @@ def never_stepped(manifest: Manifest, digests: Mapping[tuple[int, str], int]) ->
         return None
     return (
         "step 1 with all moments zero: the optimizer has not been stepped "
-        "(DeepSpeed before 0.13.2 counts its own start as one)"
+        f"({COUNTED_START.message})"
     )

@@ -27,7 +27,7 @@ from ..formats.deepspeed_states import estimates
 from ..formats.format import Format
 from ..formats.paths import strange_target
 from ..formats.reading import Reading
-from ..naming.names import former
+from ..naming.names import about_words, former, names_of, plain_names, unwrapped, without_words
 from ..naming.ties import with_ties
 from ..reading import read
 from ..training import steps
@@ -37,7 +37,7 @@ from . import models
 from .keeping import Keeping, dropped_states, unable_to_step
 from .report import report_on
 from .running import Running
-from .target import laid_out, named_for
+from .target import has_plain_names, laid_out, named_for
 
 
 def read_for(
@@ -95,6 +95,8 @@ def write(
     manifest = states.without(manifest, options[DROP_STATE])
     parts = [states.without(part, options[DROP_STATE]) for part in parts]
     named = with_ties(manifest, options[TIE]) if parts else named_for(format, manifest, options)
+    if parts and has_plain_names(format, manifest, options):
+        named, parts = unwrapped(named), [*map(unwrapped, parts)]
     source, layout = laid_out(format, manifest, named, parts, target, options, best_in)
     if format.is_resumed and not (format.is_neutral or layout.in_one_file or options.weights_only):
         refuse_averages(source)
@@ -102,6 +104,9 @@ def write(
     size = sum(files.values())
     report = report_on(command, source, target, format, layout, files, options)
     report["dropped"] = dropped if format.is_resumed else []
+    if has_plain_names(format, manifest, options):
+        change = without_words if options[RENAME] or bool(parts) else plain_names
+        report["warnings"] += about_words(change(names_of(manifest)))
     report["warnings"] += unable_to_step(manifest, options)
     keeping = Keeping(manifest, named, source, format, options, report)
     layout = replace(layout, read_back=keeping.read_back(layout))

@@ -18,7 +18,17 @@ from ..formats.hf.options import MODEL_CONFIG
 from ..formats.reading import USUAL
 from ..naming import ties
 from ..naming.families import translated
-from ..naming.names import called_as, canonical, renamed
+from ..naming.names import (
+    called_as,
+    canonical,
+    names_of,
+    plain,
+    plain_names,
+    renamed,
+    respelled,
+    unwrapped,
+    without_front,
+)
 from ..naming.order import in_order_of
 from ..reading import OWN_TENSORS, read
 from ..training import best, objects
@@ -29,19 +39,38 @@ from . import models
 def named_for(format: Format, manifest: Manifest, options: Options) -> Manifest:
     """The source under the names that the target needs, in the order that the user gives."""
     family_of_origin = formats.family_of(str(manifest.origin.format))
+    is_plain = has_plain_names(format, manifest, options)
     if options[RENAME]:
         manifest = renamed(manifest, options[RENAME])
-    elif not format.is_neutral and format.family != family_of_origin:
+        manifest = unwrapped(manifest) if is_plain else manifest
+    elif is_plain:
         manifest = canonical(manifest)
+    elif not format.is_neutral and format.family != family_of_origin:
+        manifest = without_front(manifest)
     family, names = options[FAMILY], options[PARAM_NAMES]
     if family is not None and not manifest.ranks:  # whose writer refuses it, and ties
         manifest = translated(manifest, family, options[MODEL_CONFIG])
     if names is not None and not _is_in_order(manifest):
+        shorter = plain_names(names) if is_plain and not options[RENAME] else {}
+        given = [shorter.get(name, name) for name in names]
+        as_saved = respelled(given, names_of(manifest))
+        names = [as_saved[name] for name in given]
         # files of layers stay as they are, with the names in them
         own = manifest if manifest.ranks else called_as(manifest, names)
         manifest = in_order_of(own, names)
     is_tied = options[TIE] and not manifest.ranks
     return ties.with_ties(manifest, options[TIE]) if is_tied else manifest
+
+
+def has_plain_names(format: Format, manifest: Manifest, options: Options) -> bool:
+    """Whether a target's names lose the words of wrappers.
+
+    Weights alone and whole files are loaded into a plain model, but a run that has such files
+    itself loads its own names. So does the user whose --rename adds the words.
+    """
+    is_same = format.name == manifest.format and not format.is_neutral
+    adds_words = any(plain(f"{new}.") != f"{new}." for _, new in options[RENAME])
+    return (options.weights_only or format.is_plain) and not (is_same or adds_words)
 
 
 def _is_in_order(manifest: Manifest) -> bool:

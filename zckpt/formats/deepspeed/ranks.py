@@ -14,10 +14,12 @@ from ...core.inert import Foreign, nested
 from ...core.missing_ranks import expecting
 from ...errors import CorruptCheckpoint, IncompleteCheckpoint, InconsistentCheckpoint, brief, listed
 from ...files.torchfile import TorchFile
+from ...training.faults import TRANSPOSED
 from ...training.megatron_arguments import arguments
 from ..deepspeed_states.agreement import check_facts, check_models, for_each
 from ..deepspeed_states.directories import OPTIMIZER, TagDirectory, at_place, refuse
 from ..deepspeed_states.estimates import KEYS as ESTIMATES
+from ..deepspeed_states.module_names import as_in_module
 from ..deepspeed_states.states import (
     EngineStates,
     Found,
@@ -49,7 +51,9 @@ def open_ranks(
     or saves differ, or a file is of a kind that is not read.
     """
     models = open_files(files.models, files.parsed)
-    model = dictionary(models[0], models[0].value)
+    for file in models:
+        file.value = as_in_module(dictionary(file, file.value))
+    model = models[0].value
     found = Found(module={} if layers is not None and model.get("module") is None else None)
     optimizers = open_files(files.optimizers, files.parsed)
     tops = [dictionary(file, file.value) for file in optimizers]
@@ -112,7 +116,7 @@ def check_kind(directory: TagDirectory, version: str, module: Any, config: Any) 
     """
     numbers, settings = version_numbers(version), nested(config, "zero_optimization")
     zenflow, stage = nested(settings, "zenflow"), nested(settings, "stage")
-    transposed = "whose files have matrices transposed"
+    transposed = TRANSPOSED.message
     refused = {
         f"DeepSpeed {version}, before 0.5.10": numbers < (0, 5, 10),
         "optimizer states offloaded to NVMe": nested(settings, "offload_optimizer", "device")

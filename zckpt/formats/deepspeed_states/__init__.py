@@ -9,6 +9,7 @@ parameter); it is not a format itself.
     agreement.py           whether all ranks state the same of their run, and every file the rank
                            that its name says
     states.py              what model and optimizer states say of the run and of a flat buffer
+    module_names.py        names of parameters that are not those of the module's weights
     experts.py             names, layers and places of experts
     tensors.py             parameters, buffers, aliases and replicas of a manifest
     of_files.py            what files of single ranks hold beside tensors

@@ -17,6 +17,7 @@ from ...core.states import PARTITIONS
 from ...errors import listed
 from ...files.torchfile import TorchFile
 from ...training import steps
+from ...training.faults import LOST_FROZEN, QUANTIZED
 from ...training.optimizers import name_of_groups
 from . import estimates
 from .directories import siblings, trainer_around
@@ -228,8 +229,7 @@ def _frozen_warnings(ranks: EngineStates, lost: Sequence[str]) -> list[str]:
     warnings = []
     if lost:
         warnings.append(
-            f"the weights {listed(lost)} are not in this checkpoint: DeepSpeed before 0.9.1 did "
-            "not save frozen weights in stage 3"
+            f"the weights {listed(lost)} are not in this checkpoint: {LOST_FROZEN.message}"
         )
     if ranks.excludes_frozen:
         warnings.append(
@@ -255,10 +255,7 @@ def _is_quantized(config: object) -> bool:
 
 def _config_warnings(ranks: EngineStates) -> list[str]:
     if _is_quantized(ranks.config):
-        return [
-            "the run quantized its weights after each update (MoQ): they are not the rounded "
-            "masters, and both are kept as they are; `verify` lists these weights"
-        ]
+        return [QUANTIZED.message]
     if _has_zenflow(ranks.config):
         return [
             "ZenFlow updates the columns that it selects with an Adam of its own: there, masters "

@@ -11,6 +11,7 @@ from ...core.checksum import crc32
 from ...core.inert import Foreign, alike, to_json
 from ...core.manifest import Entry, Unread
 from ...core.states import BESIDE_STATE, OF_NO_GROUP
+from ...naming.names import plain
 from ..strangers import Stranger, is_plain, sorted_out
 from .states import FLAT_MASTERS, WHOLE_MASTERS, EngineStates, comparable, wrapper_of
 from .tensors import is_extra
@@ -94,11 +95,13 @@ def _crc_of_slices(groups: Any) -> int:
     """CRC-32 of the places of all parameters in a rank's partitions, of which there are many.
 
     Ranks may have groups of experts in other orders (see deepspeed/moe): a place counts without its
-    group's number.
+    group's number, and a name without the words of wrappers, as names are compared.
     """
     if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
         return crc32(repr(comparable(groups)).encode())
-    places = [(str(name), _numbers(address)) for group in groups for name, address in group.items()]
+    places = [
+        (plain(str(name)), _numbers(address)) for group in groups for name, address in group.items()
+    ]
     return crc32(repr(sorted(places, key=itemgetter(0))).encode())
 
 

@@ -8,6 +8,7 @@ from ...core.facts import StateDictEngine
 from ...core.manifest import Manifest
 from ...core.weights import weight_of
 from ...errors import brief, listed
+from ...training.faults import UNSCALED_GRADIENTS
 from ...training.options import BUFFERS
 from ...training.trainers import TRANSFORMERS, number, program_of
 from .hyper import FLAT, optimizer_name
@@ -71,11 +72,7 @@ def of_stage_0(target: DeepSpeedTarget, wholes: Sequence[Manifest]) -> list[str]
         return lines
     was_whole = target.source.origin.zero_stage == 0
     if was_whole != engine.whole and version_numbers(target.version) >= (0, 18, 3):
-        lines.append(
-            "in fp16 without ZeRO, DeepSpeed since 0.18.3 divides gradients by the loss scale, but "
-            "does not multiply the loss by it: moments are smaller than with ZeRO, so the first "
-            "updates differ"
-        )
+        lines.append(UNSCALED_GRADIENTS.message)
     return lines
 
 

@@ -22,6 +22,7 @@ from ...core.saved_names import Place, refuse_others, saved_names
 from ...errors import MALFORMED, CorruptCheckpoint, InconsistentCheckpoint, listed, not_understood
 from ...files.torchfile import Parsed, Tensor, TorchFile
 from ...training import steps
+from ...training.faults import LOST_STEPS
 from ..deepspeed_states.directories import TagDirectory
 from ..deepspeed_states.manifest import manifest_of, with_files
 from ..deepspeed_states.states import BufferSlot, FlatBuffer, open_files
@@ -80,10 +81,7 @@ def _lost_steps(manifest: Manifest) -> list[str]:
     names = {entry.parameter for entry in manifest.slots.get("exp_avg_sq", ())}
     if not any(not manifest.parameters[name].step for name in names):
         return []
-    return [
-        "there are moments without a step: the converter did not write it (DeepSpeed before "
-        "0.14.1); take it from the run's own directory"
-    ]
+    return [f"{LOST_STEPS.message}; {LOST_STEPS.hint}"]
 
 
 # -- the tensors

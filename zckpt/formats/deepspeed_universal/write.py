@@ -19,6 +19,7 @@ from ...core.layout import Layout, Shell
 from ...core.manifest import Manifest, slot_key
 from ...errors import InconsistentCheckpoint, UnsupportedCheckpoint, WrongOption, listed, literal
 from ...files.torchshell import Storages, shell
+from ...training.faults import UNIVERSAL_STAGE_3
 from ...training.options import Options
 from .. import zero
 from ..deepspeed_states import reports
@@ -194,9 +195,8 @@ def _warnings_of_loading(target: DeepSpeedTarget) -> list[str]:
     if target.engine.partitioned and version_numbers(target.version) < (0, 18):
         # 0.14.5 to 0.17.6, zero/stage3.py: it takes param_shapes[0] alone, and cuts by local rank
         warnings.append(
-            f"the source was written by DeepSpeed {target.version}: before 0.18 its universal "
-            "loader of stage 3 takes only one group in one sub-group, and on several machines it "
-            "loads wrong values without an error: load with 0.18 or newer, or write --to deepspeed"
+            f"the source was written by DeepSpeed {target.version}: {UNIVERSAL_STAGE_3.message}: "
+            f"{UNIVERSAL_STAGE_3.hint}"
         )
     return warnings
 

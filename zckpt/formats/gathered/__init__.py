@@ -45,6 +45,7 @@ FORMAT = Format(
         ALLOW_OBJECT,
     ),
     numbers=True,
+    is_plain=True,
     keeps_steps=True,
     fits_any_dp=True,
     of_ranks=("rank",),

@@ -23,6 +23,7 @@ from ...errors import IncompleteCheckpoint, InconsistentCheckpoint, UnsupportedC
 from ...files.torchfile import Tensor, TorchFile, class_of
 from ...naming import peft
 from ...training import steps
+from ...training.faults import ADAPTER_PART
 from ..ranks import require_all
 from ..statedict.finding import MEMBERS
 from ..statedict.tree import (
@@ -103,7 +104,7 @@ def refuse_part(file: TorchFile) -> None:
         whole = next(beside, None)
         raise IncompleteCheckpoint(
             f"{file.path} has 1/{cuts} of the adapter, rank {rank}'s part: the other ranks never "
-            "wrote a file (accelerate before 1.15 lost their parts, with PEFT under FSDP2)",
+            f"wrote a file ({ADAPTER_PART.message})",
             hint="use a whole adapter, as trainer.save_model() writes it; accelerate 1.15 saves all"
             if whole is None
             else f"{whole} beside it has the whole adapter: copy the directory without {name}, "

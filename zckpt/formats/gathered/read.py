@@ -32,7 +32,7 @@ from ..statedict.keys import keys_of
 from ..statedict.own_facts import checked
 from ..statedict.read import manifest
 from ..statedict.tree import SavedTree, TreePath, leaf, leaves
-from ..statedict.weights import tensors_of_index, weights_of
+from ..statedict.weights import tensors_of_index, weights_of, zero_scalars
 from . import distributed, local, ranked
 from .files import StateDictFiles, locate, place_of, slices, whole_of
 from .items import METADATA, refusal, said_of
@@ -255,6 +255,7 @@ class _TreeReader:
             self.saved.files.append(path)
             tensors, records = weights_of(path)
             self.saved.records += records
+            self.saved.warnings += zero_scalars(path, tensors)
             return tensors
         file = self._open(path)
         if next(distributed.distributed_in(file.value), None) is not None:

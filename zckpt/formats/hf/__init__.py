@@ -17,5 +17,6 @@ FORMAT = Format(
     family="hf",
     options=OPTIONS,
     reasons=REASONS,
+    is_plain=True,
     is_resumed=False,
 )

@@ -11,6 +11,7 @@
     buffers/          flat buffers of the optimizer
     legacy/           the older directories, mp_rank_*
     fsdp.py           the directories of Megatron-FSDP
+    fsdp2.py          rows of gated layers that torch's FSDP2 has cut
     write.py          an iteration's directory, from which any tp, pp and dp resumes
     optimizers.py     the optimizers and groups that a target's run has
     vocabulary.py     the rows of a padded vocabulary: `--tp`

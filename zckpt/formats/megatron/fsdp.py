@@ -39,6 +39,7 @@ from ...files.dcpfile import ItemLocation, ItemTable, KeyPath, read_table
 from ...files.dcpitems import ItemFiles
 from ...files.torchfile import TorchFile
 from ...training import steps
+from ...training.faults import LOCAL_LAYERS
 from ..statedict.tree import MAX_LIST, TensorPiece, assembled, piece_of, put
 from .common_state import FSDP, WEIGHTS_ONLY, arguments
 from .groups import FileStep, agreed_step
@@ -158,9 +159,8 @@ class FsdpReader:
         if stages > 1 or chunked:
             what = "several model chunks" if chunked else counted(stages, "pipeline stage")
             raise UnsupportedCheckpoint(
-                f"{self.folder} was saved with {what}: Megatron-FSDP numbers the layers of each "
-                "from 0, so that they wrote the same keys",
-                hint="train and save it with one pipeline stage",
+                f"{self.folder} was saved with {what}: {LOCAL_LAYERS.message}",
+                hint=LOCAL_LAYERS.hint,
             )
         seen = max((1 + tp for _, tp in self.places), default=1)
         tp = size_of(self.args, "tensor_model_parallel_size") or seen

@@ -5,13 +5,15 @@ Why a run does not load them as they are (`obstacles`):
     fully_reshardable, fully_sharded_model_space, no distributed optimizer     any sizes load it
     dp_reshardable, dp_zero_gather_scatter: flat buffers                       any dp loads it
     mp_rank_*: a folder for each model rank                                    any dp loads it
+    gated layers that torch's FSDP2 has cut                                    the same dp and tp do
 """
 
 from ...core.manifest import Manifest
-from ...training.options import EP, PP, TP, Options
+from ...training.options import DP, EP, PP, TP, Option, Options
 from ..format import Functions
 from .common_state import FLAT, SIZES_OF_RUN, arguments
 from .files import OF_RANKS, kind_of
+from .fsdp2 import is_interleaved
 from .gather import partitions
 from .masters import sharding
 from .read import check, read, rebuilt, way_out
@@ -22,12 +24,16 @@ def obstacles(source: Manifest, options: Options) -> list[str]:
     """A phrase for every size of the run by which the files are cut, if it differs."""
     dialect = sharding(source)
     legacy = kind_of(source.root) == OF_RANKS
-    if dialect not in FLAT and not legacy:
-        return []
     kept = source.state.get("megatron")
     stated = arguments(kept.get("common") if isinstance(kept, dict) else None)
-    own = {option: stated.get(SIZES_OF_RUN[option]) or 1 for option in (TP, PP, EP)}
-    form = f"{OF_RANKS} folders" if legacy else str(dialect)
+    cutting: tuple[Option[int | None], ...]
+    if is_interleaved(stated):
+        form, cutting = "gated layers of torch's FSDP2", (DP, TP)
+    elif dialect in FLAT or legacy:
+        form, cutting = f"{OF_RANKS} folders" if legacy else str(dialect), (TP, PP, EP)
+    else:
+        return []
+    own = {option: stated.get(SIZES_OF_RUN[option]) or 1 for option in cutting}
     return [
         f"{option.name} {size} of {form}, and not {options[option]}"
         for option, size in own.items()

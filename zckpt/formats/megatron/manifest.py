@@ -26,6 +26,7 @@ from ...training.optimizers import name_of_groups
 from ...training.steps import STATED
 from .common_state import DISTRIBUTED, FLAT, FSDP, NOT_DISTRIBUTED, WEIGHTS_ONLY
 from .files import is_iteration
+from .fsdp2 import put_in_order
 from .groups import FileStep, agreed_step, groups_of, hyper_parameters, members, stated_step
 from .names import EMBEDDING, OUTPUT
 from .saving_program import program_of
@@ -109,7 +110,7 @@ def manifest_of(content: Content, step_policy: str | None) -> Manifest:
         )
         for name, shape in known.items()
     }
-    warnings = _other_iteration(content)
+    warnings = [*_other_iteration(content), *put_in_order(args)]
     if groups and not has_groups:
         warnings.append(
             "no file lists the members of the parameter groups, and Megatron-Core's usual rule "

@@ -21,15 +21,11 @@ from ...core.masters import ALL, results_of, unlike
 from ...core.replicas import copies_of
 from ...core.weights import is_optimizers
 from ...errors import InconsistentCheckpoint, counted, listed
+from ...training.faults import MIXED_BUCKETS
 from ...training.optimizers import MOMENTS
 from .common_state import READABLE
 
 LOST = "lost_moments"  # in what a manifest keeps of Megatron-Core
-MIXED_UP = (
-    "Megatron-Core up to 0.19.2 writes fully_reshardable files of several buckets wrongly, and the "
-    "moments with them; --masters-from-weights gives these up, and --weights-only takes the "
-    "weights alone"
-)
 OTHERS = (
     "the model is no GPTModel, or files of two saves are mixed; --weights-only takes the weights "
     "alone. If the program saved other weights than it trained, such as those of an EMA, add "
@@ -55,7 +51,9 @@ def check(manifest: Manifest, replicas: str | None) -> list[str]:
 
 def way_out(manifest: Manifest) -> str:
     """The hint for masters that do not round to their weights."""
-    return MIXED_UP if sharding(manifest) == READABLE else OTHERS
+    if sharding(manifest) != READABLE:
+        return OTHERS
+    return f"{MIXED_BUCKETS.message}; {MIXED_BUCKETS.hint}"
 
 
 def rebuilt(manifest: Manifest) -> Manifest:

@@ -49,6 +49,7 @@ from .common_state import (
 )
 from .files import MARKER, OF_FSDP, OF_RANKS, kind_of, locate
 from .fsdp import FsdpReader
+from .fsdp2 import in_order
 from .legacy.directories import LegacyReader
 from .manifest import (
     BUFFERS,
@@ -304,9 +305,10 @@ class _Reader:
             )
         for place in places(item.shape, axes):
             name, shape = named(stacked, place), item.shape[axes:]
-            fragments = assembled(f"{name} in {self.folder}", dtype, shape, pieces[place])
+            of_name = in_order(self.folder, name, pieces[place], self.args)
+            fragments = assembled(f"{name} in {self.folder}", dtype, shape, of_name)
             if slot == "param":
-                self.pieces[name] = pieces[place]
+                self.pieces[name] = of_name
             yield name, self._enter(Entry(f"{name}/{slot}", dtype, shape, fragments))
 
     def _flat_parts(

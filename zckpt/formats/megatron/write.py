@@ -51,6 +51,7 @@ from ...training.optimizers import MOMENTS
 from ...training.options import EP, GROUP_DEFAULTS, PP, TP, Options
 from .common_state import FILE, READABLE, SHARDING, SIZES_OF_RUN, arguments
 from .files import BACKEND, LATEST, MARKER, is_iteration
+from .fsdp2 import refuse_target
 from .masters import with_zeros
 from .names import keys_of
 from .optimizers import optimizers
@@ -142,6 +143,7 @@ class MegatronWriter:
                 hint="give --like RUN, a directory that the next run has saved: it has "
                 "the keys and the arguments that the source lacks",
             )
+        refuse_target(source.root, arguments(common))
         self.trained = {e.parameter for e in source.entries.values() if is_optimizers(e.slot)}
         self.states = bool(self.trained) and not options.weights_only
         self.tensors = self._tensors(keys)

@@ -9,11 +9,13 @@ from math import prod
 from typing import Any
 
 from ...core import sources
+from ...core.dtypes import FLOATS
 from ...core.filenames import path_inside
 from ...core.fragments import Record, solid
 from ...core.missing_ranks import missing_file
-from ...errors import InconsistentCheckpoint
+from ...errors import InconsistentCheckpoint, listed
 from ...files import safefile
+from ...training.faults import ZERO_SCALARS
 from .tree import Leaf, number_of
 
 
@@ -30,6 +32,21 @@ def weights_of(path: str) -> tuple[dict[str, Leaf], list[Record]]:
         for stored in tensors
     }
     return leaves, [Record(stored.extent, None) for stored in tensors]
+
+
+def zero_scalars(path: str, tensors: Mapping[str, Leaf]) -> list[str]:
+    """A warning about 0-d weights that are 0 in a file without metadata, as torch writes it."""
+    numbers = {
+        name: leaf.number
+        for name, leaf in tensors.items()
+        if not leaf.shape and leaf.dtype in FLOATS
+    }
+    if not numbers or sources.is_stand_in(path) or safefile.read_with_metadata(path)[1]:
+        return []
+    zeros = [name for name, number in numbers.items() if number().value == 0]
+    if not zeros:
+        return []
+    return [f"{listed(zeros, 4)} is 0: {ZERO_SCALARS.message}; {ZERO_SCALARS.hint}"]
 
 
 def tensors_of_index(path: str, tensors_of: Callable[[str], Mapping[str, Any]]) -> dict[str, Any]:

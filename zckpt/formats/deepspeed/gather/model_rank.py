@@ -29,6 +29,7 @@ from ....core.manifest import slot_name
 from ....core.partition import FlatMember, Nameless, Partition, Partitioned, Whole
 from ....errors import MissingData
 from ....files.torchfile import Parsed, Tensor, TorchFile
+from ...deepspeed_states.module_names import as_in_module
 from ..stage_0.samples import TensorInFile, labels
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -71,6 +72,8 @@ class ModelRank:
             self.models = [TorchFile(path, parsed)]
         self.experts, self.of_ep_ranks = opened(EXPERT), opened(OF_EP_RANK)
         self.states = [file.value["optimizer_state_dict"] for file in self.optimizers]
+        for file in self.models:
+            file.value = as_in_module(file.value)
         self.model: dict[str, Any] = self.models[0].value
         self.dp = len(self.optimizers)
         self.cuts_each_parameter = "fp32_flat_groups" in (self.states or [{}])[0]  # stage 3

@@ -36,6 +36,7 @@ from ....errors import (
     listed,
 )
 from ....files.torchfile import Tensor, TorchFile
+from ....training.faults import HASHED_GROUPS
 from ...deepspeed_states.agreement import check_facts
 from ...deepspeed_states.directories import TagDirectory, refuse
 from ...deepspeed_states.experts import ExpertLayers, ExpertRanks, expert_name, size_in
@@ -128,9 +129,8 @@ def _check_files(ranks: Sequence[EngineStates], layers: ExpertLayers) -> None:
     for each, names in zip(ranks, groups, strict=True):
         if names != groups[0] and sorted(names) == sorted(groups[0]):
             raise UnsupportedCheckpoint(
-                f"{each.optimizers[0].path} lists its groups in another order than ep rank 0's",
-                hint="sort the groups in the training program, or set PYTHONHASHSEED, and save "
-                "again",
+                f"{each.optimizers[0].path} {HASHED_GROUPS.message}",
+                hint=HASHED_GROUPS.hint,
             )
     optimizers = [each.optimizers[0] for each in ranks]
     check_facts(optimizers, [each.bases[0] for each in ranks], hyper_parameters)

@@ -9,6 +9,8 @@ from itertools import product
 from math import prod
 from typing import Any
 
+from msgspec.structs import replace
+
 from ....core import sources
 from ....core.fragments import Fragment, Runs
 from ....core.grouping import by_key
@@ -98,7 +100,28 @@ class _Items:
                 parts.setdefault(place, []).append(part)
         for place, boxes in parts.items():
             name = f"{_name(weight, place)}/{slot}"
+            if self.args.get("use_torch_fsdp2") and self.args.get("swiglu"):
+                boxes = self._of_fsdp2(boxes) if rule.GATED.fullmatch(weight) else boxes
             yield Joined(name, item.dtype, item.shape[axes:], tuple(boxes))
+
+    def _of_fsdp2(self, boxes: list[BoxPart]) -> list[BoxPart]:
+        """Each rank joins two pieces; FSDP2 joins ranks, and then tensor ranks join their halves.
+
+        The files have every rank's first piece, and then every rank's second piece.
+        """
+        tp = self._size("tensor_model_parallel_size")
+        boxes = sorted(boxes, key=lambda part: part.offsets)
+        firsts, seconds = boxes[: len(boxes) // 2], boxes[len(boxes) // 2 :]
+        rows = [part for pair in zip(firsts, seconds, strict=True) for part in pair]
+        length = len(rows) // tp
+        slices = [rows[start : start + length] for start in range(0, len(rows), length)]
+        gates = [part for own in slices for part in own[: length // 2]]
+        ordered = gates + [part for own in slices for part in own[length // 2 :]]
+        height = boxes[0].sizes[0]
+        return [
+            replace(part, offsets=(place * height, *part.offsets[1:]))
+            for place, part in enumerate(ordered)
+        ]
 
     def _of_fragments(self, key: str, weight: str, item: TensorItem, slot: str) -> Iterator[Joined]:
         """`fully_sharded_model_space`: the last axis counts the elements of a tensor rank's box."""

@@ -33,6 +33,7 @@ ROWS = re.compile(
     r".*(word_embeddings|output_layer|linear_(qkv|q_proj|q_up_proj|kv_up_proj|fc1))\.(weight|bias)"
 )
 BY_SPEC = re.compile(r".*linear_(q|kv)_down_proj\.weight")  # cut by rows, or not at all
+GATED = re.compile(r".*\.linear_fc1\.(weight|bias)")
 COLUMNS = re.compile(r".*(linear_proj|linear_fc2)\.weight")
 LAYER = re.compile(r"decoder\.layers\.(\d+)(?=\.)")
 NOT_TRAINED = re.compile(r".*(\.expert_bias|\.local_tokens_per_expert|\._extra_state)")

@@ -30,6 +30,7 @@ from ....errors import (
     counted,
 )
 from ....files.torchfile import Parsed, Tensor, TorchFile
+from ....training.faults import OLD_QKV
 from ...ranks import refuse_other_writers
 from ..common_state import arguments
 from ..files import LEGACY, is_of_rank
@@ -160,9 +161,8 @@ def _require_known(
     version = ranks[0].file.value.get("checkpoint_version", 0)
     if not isinstance(version, (int, float)) or version < OLDEST:
         raise UnsupportedCheckpoint(
-            f"{folder} has the checkpoint_version {version!s:.20}: its linear_qkv has another "
-            "order of rows",
-            hint="load it in Megatron-LM, which reorders the rows, and save it again",
+            f"{folder} has the checkpoint_version {version!s:.20}: {OLD_QKV.message}",
+            hint=OLD_QKV.hint,
         )
     require_groups(folder, args, tp)
     for rank in ranks:
