@@ -29,7 +29,9 @@ LASTS = (
     "mp_rank_00_model_states.pt",
 )
 """The files that make a folder a checkpoint, the decisive one first."""
-OF_RUNNING = {"begin", "tell", "copying", "resume", "dry_run", "read_back", "target"}
+OF_RUNNING = {
+    *("begin", "tell", "copying", "resume", "begins_anew", "dry_run", "read_back", "target")
+}
 """Words of a conversion that do not say what its target is."""
 
 
