@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import shutil
@@ -164,6 +166,16 @@ def given_away(monkeypatch: pytest.MonkeyPatch, *paths: Path) -> None:
 
     for name in ("stat", "fstat", "lstat"):
         monkeypatch.setattr(os, name, changed(getattr(os, name)))
+
+
+@pytest.fixture
+def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on Lustre without `flock`; processes that this one forks have none either."""
+
+    def has_none(*_: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", has_none)
 
 
 class Once:

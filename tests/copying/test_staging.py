@@ -509,15 +509,15 @@ def test_a_folder_without_a_journal_is_removed(
     """It has no files, whoever made it."""
     if was_there:
         (tmp_path / "out.partial").mkdir()
-    else:  # it gets a journal, which cannot be locked
-        monkeypatch.setattr("zckpt.copying.journal.lock", lambda _: False)
 
     def fail(*_: object) -> None:
         raise OSError("broken")
 
     if was_there:
         monkeypatch.setattr(staging, "Journal", fail)
-    with pytest.raises((OSError, TargetExists)), begin(tmp_path / "out", resume=True):
+    else:  # it gets a journal, which cannot be written
+        monkeypatch.setattr(Journal, "_append", fail)
+    with pytest.raises(OSError, match="broken"), begin(tmp_path / "out", resume=True):
         pytest.fail("entered")
     assert names(tmp_path) == []
 
@@ -622,10 +622,13 @@ class TestParts:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("zckpt.copying.journals.COMPLETING", -1.0)
-        monkeypatch.setattr("zckpt.copying.journals.lock", lambda *_: False)
+        partial = tmp_path / "out.partial"
+        partial.mkdir(0o700)
+        other = Journal(folder_at(partial), RUN, 4)
         with pytest.raises(TargetExists, match="another run"), self.part(tmp_path / "out", 1):
             pytest.fail("entered")
         assert names(tmp_path) == ["out.partial", "out.partial/journal"]
+        other.close()
 
     def test_files_that_another_part_has_laid_stay(self, stopped: Path) -> None:
         os.truncate(stopped.parent / "out.partial" / "journal", 0)

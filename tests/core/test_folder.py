@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from zckpt.core.folder import Folder, lock
+from zckpt.core.folder import NO_LOCKS, Folder, has_locks, lock
 from zckpt.errors import CorruptCheckpoint, TargetExists
 
 from ..conftest import given_away
@@ -399,17 +399,43 @@ def test_a_file_is_synced(own: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_lock_is_that_of_one_opening(own: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     path = os.path.join(own.path, "a")
     Path(path).touch()
+    with own.opened(path) as one, own.opened(path) as other:
+        assert lock(one)
+        assert not lock(other)
+        assert not lock(other, where_there_are_none=False)
+        assert lock(one, fcntl.LOCK_SH)
+        assert lock(other, fcntl.LOCK_SH)
+
+
+@pytest.mark.parametrize("code", NO_LOCKS, ids=lambda code: errno.errorcode[code])
+def test_a_filesystem_without_locks(
+    code: int, own: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def has_none(*_: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    path = os.path.join(own.path, "a")
+    Path(path).touch()
+    assert has_locks(own)
+    monkeypatch.setattr(fcntl, "flock", has_none)
+    assert not has_locks(own)
     with own.opened(path) as one:
-        with own.opened(path) as other:
-            assert lock(one)
-            assert not lock(other)
-            assert not lock(other, where_there_are_none=False)
-            assert lock(one, fcntl.LOCK_SH)
-            assert lock(other, fcntl.LOCK_SH)
-
-        def has_none(*_: int) -> None:
-            raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-        monkeypatch.setattr(fcntl, "flock", has_none)
         assert [lock(one, where_there_are_none=known) for known in (True, False)] == [True, False]
-        assert lock(one), "there a run goes on without one"
+        assert lock(one)
+    assert os.listdir(own.path) == ["a"]
+
+
+def test_a_lock_of_which_nobody_can_tell(own: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CIFS says of a lock that another one has it what others say of permissions."""
+    says = [errno.EACCES, errno.EIO]
+
+    def flock(*_: int) -> None:
+        raise OSError(says[0], os.strerror(says.pop(0)))
+
+    path = os.path.join(own.path, "a")
+    Path(path).touch()
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with own.opened(path) as one:
+        assert not lock(one)
+        with pytest.raises(OSError, match="Input/output"):
+            lock(one)

@@ -12,10 +12,12 @@ from collections.abc import Callable
 from functools import partial
 from itertools import permutations
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import zckpt as package
+from zckpt.copying.journals import PartJournal
 from zckpt.copying.sharing import Part
 from zckpt.core.resources import Copying
 from zckpt.errors import TargetExists, WrongOption
@@ -164,6 +166,49 @@ def test_another_source_is_refused(sources: dict[str, Path], tmp_path: Path) -> 
     package.convert(sources["dcp"], out, sharing=Part(1, 2), copying=COPYING)
     with pytest.raises(TargetExists, match="another source"):
         package.convert(sources["zero-1"], out, sharing=Part(2, 2), copying=COPYING)
+
+
+@pytest.mark.parametrize(
+    ("options", "other"),
+    [
+        (["--to", "dcp"], ["--to", "dcp", "--weights-only"]),
+        ([], ["--weights-only"]),
+        (["--to", "deepspeed", "--dp", 2], ["--to", "deepspeed", "--dp", 3]),
+    ],
+    ids=["dcp", "universal", "deepspeed"],
+)
+def test_parts_of_two_runs_that_begin_at_the_same_time(
+    options: list[object],
+    other: list[object],
+    sources: dict[str, Path],
+    tmp_path: Path,
+    start: Start,
+) -> None:
+    """One of them stops; the other run goes on, and its target is that of a single run."""
+
+    def slow() -> None:
+        append = PartJournal._append
+
+        def late(self: PartJournal, *about: Any) -> None:
+            time.sleep(0.5)
+            append(self, *about)
+
+        PartJournal._append = late  # type: ignore[method-assign]
+
+    words = ("convert", sources["universal"], tmp_path / "out", *SMALL)
+    runs = [
+        start(*words, *more, "--part", f"{number}/2", environment={}, prepare=slow)
+        for number, more in ((1, options), (2, other))
+    ]
+    results = [run.wait() for run in runs]
+    assert sorted(result.code for result in results) == [0, 1], results
+    (refused,) = [result.err for result in results if result.code]
+    assert "cannot be continued: it was begun with other options" in refused
+    number, more = (2, options) if results[1].code else (1, other)
+    assert start(*words, *more, "--part", f"{number}/2", environment={}).wait().code == 0
+    single = start(*words[:2], tmp_path / "single", *SMALL, *more, environment={})
+    assert single.wait().code == 0
+    assert files(tmp_path / "out") == files(tmp_path / "single")
 
 
 def test_a_failed_part_removes_nothing(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import errno
 import os
 import pickle
 import shutil
@@ -550,14 +549,53 @@ def test_a_job_that_finds_it_does_not_wait(
     assert first.wait().code == 0
 
 
-def test_a_filesystem_without_locks(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def unknown(*_: object) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(beside.fcntl, "flock", unknown)
+def test_a_filesystem_without_locks(run: Path, no_locks: None) -> None:
     for dp in (3, 2, 3):
         assert resumed(run, dp=dp, keep=0).exists()
     assert names(run) == [f"{TAGS[-1]}-dp2", f"{TAGS[-1]}-dp3"]  # others may have them
+
+
+def test_jobs_without_locks_do_not_touch_each_other(
+    run: Path, tmp_path: Path, in_background: Callable[..., Any], no_locks: None
+) -> None:
+    """All write at the same time; each size appears once, and nobody writes there after that."""
+    jobs = [(dp, in_background(dp, tmp_path / "go")) for dp in (3, 3, 3, 3, 2, 2, 2, 5, 5)]
+    until(lambda: len([*(run / BESIDE).glob("*.partial/journal")]) == len(jobs))
+    (tmp_path / "go").touch()
+    for dp, job in jobs:
+        result = job.wait()
+        assert (result.code, result.out) == (0, f"{run / BESIDE / f'{TAGS[-1]}-dp{dp}'}\n"), result
+    assert names(run) == [f"{TAGS[-1]}-dp{dp}" for dp in (2, 3, 5)]
+    for name in names(run):
+        zckpt.reshard(run, tmp_path / name, dp=int(name[-1]))
+        assert files(run / BESIDE / name) == files(tmp_path / name)
+
+
+def test_a_job_without_locks_takes_what_another_one_has_written(
+    run: Path, tmp_path: Path, in_background: Callable[..., Any], no_locks: None
+) -> None:
+    slow = in_background(3, tmp_path / "go", "--json")
+    until(lambda: [*(run / BESIDE).glob("*.partial/journal")])
+    path = resumed(run, dp=3)
+    before = snapshot(path)
+    (tmp_path / "go").touch()
+    report = slow.wait().document
+    assert (report["path"], report["written"], report["bytes"]) == (str(path), False, 0)
+    assert (snapshot(path), names(run)) == (before, [path.name])
+
+
+def test_what_a_killed_job_left_without_locks(
+    run: Path, tmp_path: Path, in_background: Callable[..., Any], no_locks: None
+) -> None:
+    """It is removed on this machine, since its process is gone, and continued by nobody."""
+    killed = in_background(3, tmp_path / "go")
+    until(lambda: [*(run / BESIDE).glob("*.partial/global_step7-dp3/*")])
+    killed.send(signal.SIGKILL)
+    killed.wait()
+    (begun,) = (run / BESIDE).glob("*.partial")
+    report = zckpt.auto_resume(run, dp=2).report  # type: ignore[union-attr]
+    assert any(f"{begun} was removed" in line for line in report["warnings"])
+    assert names(run) == [f"{TAGS[-1]}-dp2"]
 
 
 # -- the command

@@ -39,8 +39,8 @@ def write(
     with Processes(launch) as processes:
         if processes.rank:
             words |= {"begin": None, "tell": None}
-        elif not words["dry_run"]:
-            resume = processes.continues(target) or resume
+        elif not (words["dry_run"] or resume) and processes.continues(target):
+            resume = words["begins_anew"] = True
         report = command(source, target, sharing=processes, resume=resume, **words)
         return None if processes.rank else report
 

@@ -7,6 +7,7 @@
     targets.py      may a target be written at a path, and does it fit?
     staging.py      it appears whole or not at all
     journal.py      which regions are complete; journals.py of several processes
+    without_locks.py  where a run writes on a filesystem without locks
     sharing.py      which regions this process writes
 
 Knows no engine and no container, as core/, whose plan of a copy it carries out.

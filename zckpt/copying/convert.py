@@ -139,19 +139,22 @@ def take_part(
     if (begun := sharing.begun()) is None:
         sharing.end()
         return
+    length, crc, *writer = begun
     size = sum(identity.files.values())
     try:
         with (
             naming_full_disk(target, size, f"{os.path.abspath(target)}.partial"),
             unchanged(source.fingerprints),
-            joined(target) as (folder, root),
-            closing(ProcessJournal(folder, identity, sharing.part, begun)) as journal,
+            joined(target, *writer) as (folder, root),
+            closing(ProcessJournal(folder, identity, sharing.part, (length, crc))) as journal,
         ):
             shells = read_shells(root.path)
             pairs = plan.join(source, shells, layout.from_masters)
             copy(pairs, source, shells, root, copying, None, journal, sharing)
         sharing.end()
     except KeyboardInterrupt as error:
+        if writer:  # without locks, nobody continues it
+            raise
         raise Interrupted(*error.args) from error
 
 

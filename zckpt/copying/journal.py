@@ -107,7 +107,8 @@ class Journal:
     `regions` are those of an earlier run, by file; `is_new` is true if there was none. `chunk` are
     the bytes that a run copies at a time: those of the earlier run, so that its regions fit.
     What the processes of an earlier run have noted is taken over, and their journals are removed.
-    Raises TargetExists if another run has locked it, or if the earlier run was another one.
+    Raises TargetExists if another run has locked it, or if the earlier run was another one. Then
+    nothing of this one stays there.
     """
 
     def __init__(self, folder: Folder, identity: Identity, chunk: int) -> None:
@@ -120,22 +121,28 @@ class Journal:
         self._lock = threading.Lock()
         self._synced = time.monotonic()
         self._files: list[int] = []
+        self._is_locked = False
         try:
             with naming(self.path):
                 self._begin()
         except BaseException:
-            self.close()
+            try:
+                with suppress(OSError, TargetExists):
+                    self._take_back()
+            finally:
+                self.close()
             raise
 
     def _begin(self) -> None:
         self._file = self._opened(JOURNAL)
         if not lock(self._file) or not self._is_at(self._file, self.path):
             raise in_use(self.folder.path)
+        self._is_locked = True
         length = self._read(self._file)
         os.ftruncate(self._file, length)
         others = [(name, self._opened(name)) for name in self._names()]
         for _, file in others:
-            if not _locked_in_time(file, ENDING):
+            if not locked_in_time(file, ENDING):
                 raise in_use(self.folder.path)
             self._read(file)
         if not length:
@@ -145,6 +152,11 @@ class Journal:
                 self.add(region)
             sync_data(self._file)
             self.folder.unlink(self._path(name))
+
+    def _take_back(self) -> None:
+        """Removes what this run has just begun; its lock is still there, and ends after that."""
+        if self._is_locked and self.is_new and self.folder.names() == [JOURNAL]:
+            self.folder.unlink(self.path)
 
     def _path(self, name: str) -> str:
         return os.path.join(self.folder.path, name)
@@ -175,14 +187,19 @@ class Journal:
 
     def _take(self, lines: Sequence[bytes]) -> None:
         if lines:
-            document = json.loads(lines[0][9:])
-            reason = difference(document["run"], asdict(self._identity))
-            if reason:
-                raise not_continued(self.folder.path, reason)
-            if self.is_new:
-                self.is_new, self.chunk = False, document["chunk"]
+            is_new, self.is_new = self.is_new, False
+            document = self._compared(lines[0])
+            if is_new:
+                self.chunk = document["chunk"]
         for region in regions_in(lines):
             self.regions.setdefault(region.file, []).append(region)
+
+    def _compared(self, header: bytes) -> dict[str, Any]:
+        """The first line of a journal; raises TargetExists if it is that of another run."""
+        document: dict[str, Any] = json.loads(header[9:])
+        if reason := difference(document["run"], asdict(self._identity)):
+            raise not_continued(self.folder.path, reason)
+        return document
 
     def begin_again(self, name: str) -> None:
         """Drops the regions of a lost file, and syncs that before the file is created again.
@@ -199,12 +216,13 @@ class Journal:
         passed = [[*key, start, stop, crc] for key, start, stop, crc in region.passed]
         self._append([region.file, region.start, region.stop, passed])
 
-    def _append(self, document: Any) -> None:
+    def _append(self, document: Any, file: int | None = None) -> None:
+        """Writes a line into this process's journal, or into another open one."""
         text = _text(document)
         line = memoryview(b"%08x %s\n" % (crc32(text), text))
         with self._lock, naming(self.path):
             while line:
-                line = line[os.write(self._file, line) :]
+                line = line[os.write(self._file if file is None else file, line) :]
             if time.monotonic() - self._synced > SYNC_EVERY:
                 sync_data(self._file)
                 self._synced = time.monotonic()
@@ -247,7 +265,10 @@ def regions_in(lines: Sequence[bytes]) -> list[Region]:
     """The regions that a journal notes, without those of files that were lost later."""
     regions: dict[str, list[Region]] = {}
     for line in lines[1:]:
-        name, *rest = json.loads(line[9:])
+        document = json.loads(line[9:])
+        if isinstance(document, dict):  # of a part on another node, whose lock was not seen here
+            continue
+        name, *rest = document
         if not rest:
             regions.pop(name, None)
             continue
@@ -257,7 +278,7 @@ def regions_in(lines: Sequence[bytes]) -> list[Region]:
     return list(chain.from_iterable(regions.values()))
 
 
-def _locked_in_time(file: int, seconds: float) -> bool:
+def locked_in_time(file: int, seconds: float) -> bool:
     """Locks a file whose process may be just ending; False if it is locked still."""
     end = time.monotonic() + seconds
     while not (is_locked := lock(file)) and time.monotonic() < end:
@@ -285,23 +306,32 @@ def lines_of(file: int) -> list[bytes]:
 # -- the run of a complete target
 
 
-def set_mark(folder: Folder, above: Folder, target: str, identity: Identity) -> None:
+def set_mark(
+    folder: Folder, above: Folder, target: str, identity: Identity, beside: bool = True
+) -> bool:
     """Notes of which run a directory is, which will be `target`; `above` will have it.
 
     It is an extended attribute, or a hidden file beside the target where a filesystem has none or
     Python cannot set one (macOS). There is none if what is at the path of that file is no mark, or
-    cannot be removed.
+    cannot be removed. Without `beside` there is no such file, and the result is False.
     """
-    text = _text(identity.mark())
     try:
-        os.setxattr(folder.file, MARK, text)
+        os.setxattr(folder.file, MARK, _text(identity.mark()))
     except (AttributeError, OSError):
-        path = mark_file(target)
-        with suppress(PermissionError, IsADirectoryError, FileExistsError):
-            with suppress(FileNotFoundError):
-                remove_mark_file(above, target)
-            with above.opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as file:
-                write_all(file, memoryview(text), 0)
+        if beside:
+            set_mark_file(above, target, identity)
+        return beside
+    return True
+
+
+def set_mark_file(above: Folder, target: str, identity: Identity) -> None:
+    """Marks a target by a file beside it, unless what is there is no mark, or stays."""
+    path = mark_file(target)
+    with suppress(PermissionError, IsADirectoryError, FileExistsError):
+        with suppress(FileNotFoundError):
+            remove_mark_file(above, target)
+        with above.opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as file:
+            write_all(file, memoryview(_text(identity.mark())), 0)
 
 
 def mark_of(target: str) -> dict[str, str]:

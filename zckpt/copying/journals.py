@@ -5,6 +5,10 @@ Each process has a journal of its own beside `journal`, so that none waits for a
 The lock of `journal` says who is at work. A process that leads others has it for itself. Parts of a
 run, which know nothing of each other, share it. A part that has written its regions asks for it
 alone: only the last one gets it, and completes the target.
+
+The first line of `journal` says which run it is. Whoever finds `journal` without it, and is alone
+there, writes it: that fixes the run. Only then has a part a journal of its own, so that no part of
+another run leaves anything there, wherever it is killed.
 """
 
 from __future__ import annotations
@@ -20,10 +24,20 @@ from ..core.folder import JOURNAL, Folder, lock
 from ..core.sources import close, naming, pread
 from ..errors import ProcessLost, TargetExists
 from . import filling
-from .journal import Identity, Journal, Region, in_use, lines_in, lines_of, regions_in
+from .journal import (
+    Identity,
+    Journal,
+    Region,
+    in_use,
+    lines_in,
+    lines_of,
+    locked_in_time,
+    regions_in,
+)
 
 VISIBLE = 30.0  # seconds in which a network filesystem shows what another node has synced
 COMPLETING = 60.0  # seconds that a new part waits for one that completes the target
+LOOKING = 0.5  # seconds in which a command that only looks at the lock gives it back
 
 
 class PartJournal(Journal):
@@ -33,39 +47,92 @@ class PartJournal(Journal):
     parts cut files into the same regions, however much memory each one has.
     """
 
+    _is_new_part = False
+
     def __init__(self, folder: Folder, identity: Identity, chunk: int, part: str) -> None:
         self._name = f"{JOURNAL}-{part}"
         power = 1 << chunk.bit_length() - 1 if chunk else 0
         super().__init__(folder, identity, min(power, filling.REGION))
 
     def _begin(self) -> None:
+        with suppress(FileNotFoundError):  # takes no lock: a part that ends must not see it
+            self._compare(JOURNAL)
+        self._file = self._locked()
         self._whole = self._shared()
-        self._read(self._whole)
-        for name in self._names():
-            if name != self._name:
-                self._read(self._opened(name))
-        self._file = self._opened(self._name)
-        if not lock(self._file):
-            raise TargetExists(
-                f"{self.folder.path}: another process is writing this part",
-                hint="start every part once; wait for that process, or end it",
-            )
-        length = self._read(self._file)
-        os.ftruncate(self._file, length)
-        if not length:
-            self._append(self._header())
+        self._write_header(self._file)
+        # where another node does not see locks, it sees this journal by now, or is seen here
+        for file in (self._whole, *self._opened_parts()):
+            self._read(file)
+
+    def _compare(self, name: str) -> None:
+        """Raises TargetExists if a journal is that of another run, FileNotFoundError without it."""
+        with self.folder.opened(self._path(name)) as file:
+            for header in lines_of(file)[:1]:
+                self._compared(header)
+
+    def _locked(self) -> int:
+        """This part's journal, which no other process has."""
+        while True:
+            file = self._opened(self._name)
+            if not lock(file):
+                raise TargetExists(
+                    f"{self.folder.path}: another process is writing this part",
+                    hint="start every part once; wait for that process, or end it",
+                )
+            if self._is_at(file, self._path(self._name)):
+                self._is_new_part = not lines_of(file)
+                return file
+            close(self._files.pop())  # a process that has stopped took it back
 
     def _shared(self) -> int:
-        """The file `journal` with a shared lock; waits while another part completes the target."""
+        """The file `journal` of this run with a shared lock.
+
+        Waits while another part begins or completes the target.
+        """
         end = time.monotonic() + COMPLETING
         while True:
             file = self._opened(JOURNAL)
+            if lock(file) and self._is_at(file, self.path):
+                self._fix(file)
+            # flock gives the first lock back before it takes the second one
             if lock(file, fcntl.LOCK_SH) and self._is_at(file, self.path):
-                return file
+                for header in lines_of(file)[:1]:
+                    self._compared(header)
+                    return file
             close(self._files.pop())
             if time.monotonic() > end:
                 raise in_use(self.folder.path)
             time.sleep(0.1)
+
+    def _fix(self, file: int) -> None:
+        """Writes into `journal` which run this is, if it has no other one; nobody else is there."""
+        for name in self._names():
+            with suppress(FileNotFoundError):
+                self._compare(name)
+        self._write_header(file)
+
+    def _write_header(self, file: int) -> None:
+        """Completes a journal whose process was stopped while it began; syncs a new header."""
+        lines = lines_of(file)
+        for header in lines[:1]:
+            self._compared(header)
+        os.ftruncate(file, sum(map(len, lines)))
+        if not lines:
+            self._append(self._header(), file)
+            sync_data(file)
+
+    def _opened_parts(self) -> list[int]:
+        """The journals of single parts, without those that are taken back now."""
+        files = []
+        for name in self._names():
+            with suppress(FileNotFoundError):
+                files.append(self._opened(name, 0))
+        return files
+
+    def _take_back(self) -> None:
+        """Removes this part's journal, if no earlier process has begun it."""
+        if self._is_new_part:
+            self.folder.unlink(self._path(self._name))
 
     def of_all_parts(self) -> list[Region] | None:
         """The regions of all parts; None if another part is still at work, or has completed all."""
@@ -73,9 +140,9 @@ class PartJournal(Journal):
             sync_data(self._file)
         with suppress(OSError):
             fcntl.flock(self._whole, fcntl.LOCK_UN)  # two parts that end now must not wait
-        if not lock(self._whole) or not self._is_at(self._whole, self.path):
+        if not locked_in_time(self._whole, LOOKING) or not self._is_at(self._whole, self.path):
             return None
-        files = [self._whole, *(self._opened(name, 0) for name in self._names())]
+        files = [self._whole, *self._opened_parts()]
         return [region for file in files for region in regions_in(lines_of(file))]
 
 

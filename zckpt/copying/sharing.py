@@ -21,6 +21,9 @@ from ..errors import WrongOption
 from .journal import Identity, Journal, Region
 from .journals import PartJournal
 
+Begun = tuple[int, int] | tuple[int, int, str]
+"""Length and CRC-32 of a journal; without locks also the writer in the name of its directory."""
+
 
 class Portion(Struct, frozen=True):
     """Bytes [start, stop) of a target file, to be written by one process: a region to be."""
@@ -57,8 +60,8 @@ class Sharing:
     def begin(self, journal: Journal) -> None:
         """The target's files are there, with holes: others may write into them from now on."""
 
-    def begun(self) -> tuple[int, int] | None:
-        """Length and CRC-32 of rank 0's journal at `begin`; None if it writes nothing."""
+    def begun(self) -> Begun | None:
+        """Rank 0's journal at `begin`; None if it writes nothing."""
         return None
 
     def mine(

@@ -7,6 +7,7 @@ interrupted after some work, leaves `.partial` with its journal behind, and can 
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import time
@@ -18,16 +19,18 @@ from ..core import sources
 from ..core.checksum import crc32
 from ..core.fileio import sync_folder, write_all
 from ..core.filenames import path_inside
-from ..core.folder import Folder
+from ..core.folder import Folder, has_locks
 from ..core.layout import Shell
 from ..core.streaming import carry_out_all
 from ..errors import Interrupted, TargetExists, removal
-from .journal import Identity, Journal, set_mark
+from .journal import Identity, Journal, set_mark, set_mark_file
 from .journals import PartJournal
 from .sharing import ALONE, Sharing
-from .targets import refuse_existing, refuse_strange, remove_empty
+from .targets import refuse_existing, refuse_strange, remove_empty, stopped
+from .without_locks import LonelyJournal, clear, new_writer, refusal
 
 WORTH_KEEPING = 10.0  # seconds of work
+ATTEMPTS = 20  # to begin in a folder that runs which stop remove meanwhile
 
 
 class Staging:
@@ -39,7 +42,9 @@ class Staging:
     `sharing` says who else writes there. What others have written is never removed, and `postpone`
     leaves the target to another part.
     `above` is the directory of the target, if that is itself a part of an unfinished target.
-    `warnings` are about what failed after the target existed.
+    Without locks, `partial` is a directory of this run alone. Nothing is continued there: `resume`
+    begins anew if `begins_anew`, and otherwise raises WrongOption, as a part does.
+    `warnings` are about what failed after the target existed, and what others have left.
     Raises TargetExists if the target or, without `resume`, `<target>.partial` exists already; with
     `resume` also if another run is writing there, if the earlier run had another identity, or if
     something there is not ours.
@@ -55,20 +60,27 @@ class Staging:
         before_rename: Callable[[], None] | None = None,
         sharing: Sharing = ALONE,
         above: Folder | None = None,
+        begins_anew: bool = False,
     ) -> None:
         self.target = os.path.abspath(target)
         self.partial = f"{self.target}.partial"
-        self.path = os.path.join(self.partial, os.path.basename(self.target))
+        self.has_locks = True
         self.identity = identity or Identity()
         self.resume = resume
         self.before_rename = before_rename
         self.sharing = sharing
         self.warnings: list[str] = []
         self._given = above
+        self._begins_anew = begins_anew
         self._is_postponed = False
         self._is_shared = False
         self._chunk = chunk
         self._started = time.monotonic()
+
+    @property
+    def path(self) -> str:
+        """The directory that becomes the target."""
+        return os.path.join(self.partial, os.path.basename(self.target))
 
     def __enter__(self) -> Staging:
         refuse_existing(self.target, partial=not self.resume)
@@ -89,44 +101,59 @@ class Staging:
             self.above = stack.enter_context(Folder.at(os.path.dirname(self.target)))
         else:
             self.above = self._given
-        is_new = False
+        self.has_locks = has_locks(self.above)
+        if not self.has_locks:
+            self._go_alone()
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                with ExitStack() as begun:
+                    self._begin(begun)
+                    stack.push(begun.pop_all())
+                return
+            except OSError as error:
+                if error.errno not in (errno.ENOENT, errno.ESTALE) or attempt == ATTEMPTS:
+                    raise
+
+    def _go_alone(self) -> None:
+        """Chooses a folder for this run alone, because no lock keeps others from a common one."""
+        if self.sharing.part or (self.resume and not self._begins_anew):
+            raise refusal(self.target, self.sharing.part)
+        self.resume = False
+        self.partial = f"{self.target}.{new_writer()}.partial"
+        self.warnings += clear(self.above, os.path.basename(self.target)).warnings()
+
+    def _begin(self, stack: ExitStack) -> None:
         try:
             # others must not put anything there; the target in it gets the usual permissions
-            is_new = self.above.make(self.partial, 0o700)
+            self.above.make(self.partial, 0o700)
             self.folder = stack.enter_context(self.above.own(self.partial))
             refuse_strange(self.folder, os.path.basename(self.target))
             self.folder.refuse_foreign()
             self.journal = self._journal()
             stack.callback(self.journal.close)
+            self._refuse_meanwhile()
         except BaseException:
-            self._discard(is_new)
-            raise
-
-    def _discard(self, is_new: bool) -> None:
-        """Removes a folder without files: a new one with its journal, or else an empty one.
-
-        An interrupt may come before it is known to be new, and other parts may have journals there.
-        """
-        with suppress(OSError, TargetExists):
-            if is_new and not self.sharing.part:
-                with self.above.inner(self.partial) as folder:
-                    remove_empty(folder, self.above)
-            else:
+            with suppress(OSError, TargetExists):  # an empty one, whoever made it
                 self.above.rmdir(self.partial)
+            raise
 
     def _journal(self) -> Journal:
         about = self.folder, self.identity, self._chunk
-        if not self.sharing.part:
-            return Journal(*about)
-        journal = PartJournal(*about, self.sharing.part)
+        if self.sharing.part:
+            return PartJournal(*about, self.sharing.part)
+        return Journal(*about) if self.has_locks else LonelyJournal(*about)
+
+    def _refuse_meanwhile(self) -> None:
+        """Raises TargetExists if another run has completed the target, or was killed meanwhile."""
         try:
-            refuse_existing(self.target, partial=False)  # another part may have completed it
+            refuse_existing(self.target, partial=False)
+            if not (self.resume or self.journal.is_new):
+                raise stopped(self.partial)
         except BaseException:
-            with suppress(OSError):
-                remove_empty(self.folder, self.above)
-            journal.close()
+            if self.journal.is_new or self.sharing.part:
+                with suppress(OSError):
+                    remove_empty(self.folder, self.above)
             raise
-        return journal
 
     def _prepare(self, stack: ExitStack) -> None:
         """Removes what an earlier run left without a journal; forgets regions of lost files.
@@ -209,7 +236,8 @@ class Staging:
     def _complete(self) -> None:
         try:
             carry_out_all([path for path, _ in self.root.walk()], self.root.sync)
-            set_mark(self.root, self.above, self.target, self.identity)
+            about = self.root, self.above, self.target, self.identity
+            is_marked = set_mark(*about, beside=self.has_locks)
             self.root.sync(self.path)
             if self.before_rename:
                 self.before_rename()
@@ -223,7 +251,7 @@ class Staging:
         except BaseException:
             self._remove()
             raise
-        self._leave()
+        self._leave(is_marked)
 
     def _rename(self) -> None:
         own = self.root.itself()
@@ -233,11 +261,17 @@ class Staging:
         except OSError:  # a network filesystem may have done it, and lost the answer
             now = self.above.status(self.target)
             if now is None or not os.path.samestat(own, now):
+                refuse_existing(self.target, partial=False)  # another run was faster
                 raise
 
-    def _leave(self) -> None:
-        """Syncs the rename and removes the journal; the target exists, whatever fails."""
+    def _leave(self, is_marked: bool) -> None:
+        """Syncs the rename and removes the journal; the target exists, whatever fails.
+
+        Without locks, the file that marks it is written here: another run's rename may have won.
+        """
         try:
+            if not is_marked:
+                set_mark_file(self.above, self.target, self.identity)
             self.above.sync(self.above.path)
         except OSError as error:
             self.warnings.append(
@@ -254,13 +288,15 @@ class Staging:
 
     def _is_worth_keeping(self) -> bool:
         """Whether this run, or the one that it continues, did so much that it may be continued."""
+        if not self.has_locks:
+            return False
         worked = time.monotonic() - self._started
         continues = not self.journal.is_new or not self.sharing.is_alone
         return bool(self.identity.files) and (continues or worked > WORTH_KEEPING)
 
     def _remove(self) -> None:
         """Removes what was written; first the journal forgets it, since a kill may end this."""
-        if self.sharing.part or self._is_shared:
+        if self.sharing.part or (self._is_shared and self.has_locks):
             return
         with suppress(OSError):
             self.journal.forget()
@@ -270,10 +306,13 @@ class Staging:
 
 
 @contextmanager
-def joined(target: str) -> Iterator[tuple[Folder, Folder]]:
-    """The `.partial` of a target that another process has begun, and the directory of its files."""
+def joined(target: str, writer: str = "") -> Iterator[tuple[Folder, Folder]]:
+    """The `.partial` of a target that another process has begun, and the directory of its files.
+
+    Without locks, that process is the `writer` in the name.
+    """
     target = os.path.abspath(target)
-    path = f"{target}.partial"
+    path = f"{target}.{writer}.partial" if writer else f"{target}.partial"
     with (
         Folder.at(os.path.dirname(path)) as above,
         above.own(path) as folder,

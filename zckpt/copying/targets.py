@@ -7,13 +7,14 @@ import json
 import os
 import shlex
 import shutil
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 
 from msgspec.structs import asdict
 
 from ..core import sources
-from ..core.folder import JOURNAL, Folder
+from ..core.folder import JOURNAL, Folder, has_locks, lock
 from ..core.marks import is_begun, is_journal
 from ..core.siblings import BESIDE
 from ..errors import (
@@ -24,6 +25,8 @@ from ..errors import (
     sized,
 )
 from .journal import Identity, difference, in_use, is_locked, lines_of, mark_of, not_continued
+
+MARKING = 5.0  # seconds between a rename and the mark of what was renamed
 
 
 def refuse_existing(target: str, partial: bool = True) -> None:
@@ -37,6 +40,10 @@ def refuse_existing(target: str, partial: bool = True) -> None:
     try:
         with Folder.at(os.path.dirname(path)) as above:
             folder = above.inner(path)
+            with suppress(PermissionError):
+                if not has_locks(above):  # there this run will have one of its own
+                    folder.close()
+                    return
     except (NotADirectoryError, TargetExists):
         raise _strange(path) from None
     except PermissionError:
@@ -51,7 +58,12 @@ def refuse_existing(target: str, partial: bool = True) -> None:
             )
         if JOURNAL not in folder.names():
             refuse_strange(folder, os.path.basename(target))
-    raise TargetExists(
+    raise stopped(path)
+
+
+def stopped(path: str) -> TargetExists:
+    """The error of a run that does not continue what another one has begun at its `.partial`."""
+    return TargetExists(
         f"{path} exists: a run was stopped there",
         hint=f"add --resume to continue it, or remove it: {removal(path)}",
     )
@@ -86,7 +98,7 @@ def is_complete(target: str, identity: Identity) -> bool:
     target = os.path.abspath(target)
     if not is_taken(target):
         return False
-    mark = mark_of(target)
+    mark = _shown_mark(target)
     if not mark:
         raise of_another_run(target, "and does not say of which run it is")
     if reason := difference(mark, identity.mark()):
@@ -102,9 +114,40 @@ def is_complete(target: str, identity: Identity) -> bool:
             Folder.at(os.path.dirname(path)) as above,
             above.own(path) as folder,
         ):
-            if not is_locked(folder) and is_begun(folder, os.path.basename(target)):
+            is_ours = is_begun(folder, os.path.basename(target))
+            if is_ours and JOURNAL not in folder.names():  # it was removed, and then came a kill
                 remove_empty(folder, above)
+            with folder.opened(os.path.join(path, JOURNAL), os.O_RDWR) as file:
+                if is_ours and lock(file, where_there_are_none=False):
+                    remove_empty(folder, above)
     return True
+
+
+def _shown_mark(target: str) -> dict[str, str]:
+    """The mark of a target. Without locks, another run may have renamed it, and mark it next."""
+    if (mark := mark_of(target)) or has_locks_at(target):
+        return mark
+    end = time.monotonic() + MARKING
+    while not (mark := mark_of(target)) and time.monotonic() < end:
+        time.sleep(0.05)
+    return mark
+
+
+def has_locks_at(target: str) -> bool:
+    """Whether the filesystem of a target has locks; True if nothing can be written there."""
+    try:
+        with Folder.at(_nearest_folder(target)) as above:
+            return has_locks(above)
+    except OSError:
+        return True
+
+
+def _nearest_folder(target: str) -> str:
+    """The directory above a target, of those that exist."""
+    folder = os.path.dirname(os.path.abspath(target))
+    while not os.path.isdir(folder):
+        folder = os.path.dirname(folder)
+    return folder
 
 
 def _refuse_foreign(target: str, names: Iterable[str]) -> None:
@@ -188,10 +231,7 @@ def refuse_inside(source: str, target: str) -> None:
 
 def free_space(target: str) -> int:
     """The free bytes of the filesystem that `target` would be on."""
-    folder = os.path.dirname(os.path.abspath(target))
-    while not os.path.isdir(folder):
-        folder = os.path.dirname(folder)
-    return shutil.disk_usage(folder).free
+    return shutil.disk_usage(_nearest_folder(target)).free
 
 
 def free_for(target: str, resume: bool) -> int:

@@ -29,21 +29,42 @@ NO_FILE = (errno.ELOOP, errno.EMLINK, errno.ENOTDIR, errno.ENXIO)
 JOURNAL = "journal"  # beside an unfinished target: what of it is complete
 PROBE = "owner-"
 """How the names of the files begin whose owner is looked at; they are removed at once."""
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+"""What flock says on a filesystem that has no locks, such as Lustre without its option `flock`."""
 
 
 def lock(file: int, kind: int = fcntl.LOCK_EX, where_there_are_none: bool = True) -> bool:
     """Locks an open file or directory; False if another process has locked it.
 
     The lock is flock's: it ends with the process, however that ends. A filesystem that has none
-    gives `where_there_are_none`.
+    gives `where_there_are_none`. Raises OSError if nobody can tell.
     """
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
+    except (BlockingIOError, PermissionError):  # the second one is what CIFS says
         return False
-    except OSError:
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
         return where_there_are_none
     return True
+
+
+def has_locks(folder: Folder) -> bool:
+    """Whether the filesystem of a folder has locks.
+
+    It locks a file that it makes there for a moment: some filesystems lock directories, and no
+    files.
+    """
+    path = os.path.join(folder.path, f".zckpt-{os.urandom(4).hex()}")
+    file = folder.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with naming(path):
+            return lock(file, where_there_are_none=False)
+    finally:
+        close(file)
+        with suppress(OSError):
+            folder.unlink(path)
 
 
 def mark_file(target: str) -> str:

@@ -21,7 +21,8 @@ from typing import Any
 
 from ..copying.journal import Identity, Journal, Region, difference
 from ..copying.journals import ProcessJournal, regions_of
-from ..copying.sharing import Portion, Sharing, largest_first
+from ..copying.sharing import Begun, Portion, Sharing, largest_first
+from ..copying.without_locks import WRITER, LonelyJournal, writer_of
 from ..core.checksum import crc32
 from ..core.pooling import Pool, Running
 from ..core.resources import Progress
@@ -59,12 +60,17 @@ class Processes(Group, Sharing, Pool):
 
     def begin(self, journal: Journal) -> None:
         self._has_begun = True
-        self.share(journal.synced())
+        writer = [writer_of(journal.folder.path)] if isinstance(journal, LonelyJournal) else []
+        self.share([*journal.synced(), *writer])
 
-    def begun(self) -> tuple[int, int] | None:
-        """Length and CRC-32 of rank 0's journal; None if it writes nothing."""
-        begun = self.share()
-        return None if begun is None else _length_and_crc(begun)
+    def begun(self) -> Begun | None:
+        match self.share():
+            case None:
+                return None
+            case [length, crc, str(writer)] if WRITER.fullmatch(writer):
+                return *_length_and_crc([length, crc]), writer
+            case begun:
+                return _length_and_crc(begun)
 
     def mine(
         self, portions: Sequence[Portion], progress: Progress | None

@@ -6,8 +6,8 @@
 
 One job writes at a time; another one waits for it, and finds what it has written. A process that
 got a directory locks it until it ends, so that no other job removes it meanwhile. All locks are
-flock's: they end with the process, however it ends. Where a filesystem has none, nothing is locked,
-and nothing is removed.
+flock's: they end with the process, however it ends. Where a filesystem has none, nobody waits, each
+job writes into a `.partial` of its own (copying/without_locks.py), and nothing complete is removed.
 
 What is removed has zckpt's mark, or its journal, and belongs to this user. It is opened from the
 folder's descriptor, without following a link, before anything is asked of it. The folder itself may

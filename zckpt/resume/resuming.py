@@ -46,6 +46,8 @@ BROKEN = (
 """What the files of one checkpoint say of themselves: the one before may be whole."""
 READING = ("format", "root", "step_policy", "tp_rules", "param_names")
 """The words that say how a checkpoint is read."""
+GOING_ON: dict[str, Any] = {"resume": True, "begins_anew": True}
+"""What was begun is continued. Without locks it is written anew, or another job's is taken."""
 
 
 class Resumed(str):
@@ -167,9 +169,10 @@ class Resuming:
         if is_written:
             more = {"copying": self.settings.copying, **self._shared}
             written = api.reshard(
-                candidate.path, target, tag=candidate.tag, resume=True, **plan["words"], **more
+                candidate.path, target, tag=candidate.tag, **GOING_ON, **plan["words"], **more
             )
             plan |= self.ranks.told(partial(self._finish, target, written))
+            is_written = plan["is_written"]
         if target:
             beside.hold(target)
         lines = [
@@ -256,7 +259,7 @@ class Resuming:
             target = os.path.join(self.folder, name if number == 1 else f"{name}-{number}")
             try:
                 dry = api.reshard(
-                    candidate.path, target, tag=candidate.tag, dry_run=True, resume=True, **words
+                    candidate.path, target, tag=candidate.tag, dry_run=True, **GOING_ON, **words
                 )
                 is_complete = "already_complete" in dry
                 if is_complete and target not in self.damaged:
@@ -322,4 +325,5 @@ class Resuming:
     def _finish(self, target: str, report: Words) -> Words:
         beside.hold(target)
         self._removed += beside.tidy(self.folder, target, self.settings.keep)
-        return {"said": report["warnings"], "removed": self._removed}
+        is_written = "already_complete" not in report  # another job's was there first
+        return {"said": report["warnings"], "removed": self._removed, "is_written": is_written}

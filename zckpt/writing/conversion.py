@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from msgspec.structs import replace
 
 from .. import formats
-from ..copying import convert, staging, targets
+from ..copying import convert, staging, targets, without_locks
 from ..copying.journal import Identity
 from ..copying.sharing import ended
 from ..copying.staging import Staging
@@ -56,6 +56,8 @@ def read_for(
     targets.refuse_inside(os.fspath(source), os.fspath(target))
     if not running.continues:
         targets.refuse_existing(os.fspath(target))
+    elif not (running.sharing.rank or running.begins_anew or targets.is_taken(os.fspath(target))):
+        without_locks.refuse(os.fspath(target), running.sharing.part)
     names, weights_only = options[PARAM_NAMES], options.weights_only
     if names is not None and options[RENAME]:  # the user gives the names after renaming
         if formats.recognize(os.fspath(source), reading.format, reading.tag).numbers:
@@ -125,7 +127,7 @@ def write(
         if running.tell:
             running.tell(report["warnings"])
         if running.dry_run:
-            if running.resume:
+            if running.resume and (not running.begins_anew or targets.has_locks_at(target)):
                 targets.refuse_other_begun(target, run)
             keeping.try_out(layout)
             memory = convert.memory_of(source, running.copying)
@@ -138,15 +140,15 @@ def write(
         if layout.check is not None:
             report["warnings"] += layout.check()
         chunk, before = convert.chunk_size_of(source, running.copying), running.before_rename
-        stage = staging.Staging(
-            target, run, chunk, running.continues, before, sharing, running.above
-        )
+        about = running.continues, before, sharing, running.above, running.begins_anew
+        stage = staging.Staging(target, run, chunk, *about)
         try:
             outcome = _filled(stage, format, source, layout, size, running, report["warnings"])
         except (OSError, TargetExists):
-            if not sharing.part or not targets.is_complete(target, run):
+            takes_another = sharing.part or running.begins_anew
+            if not takes_another or not targets.is_complete(target, run):
                 raise
-            outcome = None  # another part has completed the target meanwhile
+            outcome = None  # another part or run has completed the target meanwhile
         report["warnings"] += stage.warnings
         if sharing.part:
             report["part"] = str(sharing)

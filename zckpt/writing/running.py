@@ -20,6 +20,7 @@ class Keywords(TypedDict, total=False):
     begin: Begin | None
     tell: Tell | None
     resume: bool
+    begins_anew: bool
     read_back: bool
     before_rename: Callable[[], None] | None
     sharing: Sharing
@@ -29,7 +30,9 @@ class Running(Struct, frozen=True):
     """What a user says, or does not say.
 
     A `dry_run` reports what would be written, and writes nothing. With `resume` a run continues
-    what an earlier one left. With `read_back` an object store is read back where it states no MD5.
+    what an earlier one left. Without locks nothing can be continued: `resume` is refused there,
+    unless the run `begins_anew`, which also takes a target that another run completes meanwhile.
+    With `read_back` an object store is read back where it states no MD5.
     `before_rename` is called when all but the last check is done.
     `sharing` says which portions of the target this process writes. `above` is the directory of the
     target, if that is itself a part of an unfinished target.
@@ -40,6 +43,7 @@ class Running(Struct, frozen=True):
     begin: Begin | None = None
     tell: Tell | None = None
     resume: bool = False
+    begins_anew: bool = False
     read_back: bool = True
     before_rename: Callable[[], None] | None = None
     sharing: Sharing = ALONE

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from msgspec.structs import replace
 
 from .. import formats
-from ..copying import staging, targets
+from ..copying import staging, targets, without_locks
 from ..copying.journal import Identity
 from ..core.description import Report
 from ..core.version import __version__
@@ -39,6 +39,8 @@ def write_run(
     targets.refuse_inside(source, target)
     if not running.resume:
         targets.refuse_existing(target)
+    elif not targets.is_taken(target):
+        without_locks.refuse(target, "")
     names = best.chosen(source, which, formats.oldest_first)
 
     def write_all(folder: str, running: Running) -> list[Report]:

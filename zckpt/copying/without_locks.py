@@ -1,0 +1,197 @@
+"""Where does a run write if the filesystem has no locks, and who has left something there?
+
+    DST.node7-4711-9f2c8a1b.partial/journal     host, process and a random word: only this run's
+    DST.node7-4711-9f2c8a1b.partial/DST/        the files of the target
+
+No run knows there what others do. So none continues another one's work, and of several that end the
+first rename wins. The journal notes the process, so that what a dead one has left can be removed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import socket
+from contextlib import suppress
+
+import msgspec
+from msgspec import Struct
+
+from ..core.folder import JOURNAL, Folder
+from ..errors import MALFORMED, TargetExists, WrongOption, counted, listed
+from .journal import Journal, lines_of
+from .targets import has_locks_at, remove_empty
+
+WRITER = re.compile(r"([A-Za-z0-9_]*)-([0-9]+)-[0-9a-f]{8}", re.ASCII)
+"""Host, process and word, as names have them."""
+OWN = re.compile(rf"(?s)(.+)\.({WRITER.pattern})\.partial", re.ASCII)
+
+
+class Process(Struct, frozen=True):
+    """A process of this machine, or of another one.
+
+    `boot` names one start of a machine, `namespace` is that of process numbers, and `started` tells
+    a process from an earlier one of its number. They are empty where a system does not say so.
+    """
+
+    boot: str
+    namespace: str
+    number: int
+    started: str
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether it was a process of this machine, and is none any more."""
+        here = this_process()
+        if not here.boot or (self.boot, self.namespace) != (here.boot, here.namespace):
+            return False
+        return not is_alive(self.number) or _started(self.number) not in ("", self.started)
+
+
+class LonelyJournal(Journal):
+    """The journal of a run without locks; nobody else opens its folder."""
+
+    def _begin(self) -> None:
+        self._file = self._opened(JOURNAL, os.O_CREAT | os.O_EXCL)
+        self._append({**self._header(), "process": msgspec.to_builtins(this_process())})
+
+
+def this_process() -> Process:
+    number = os.getpid()
+    namespace = ""
+    with suppress(OSError):
+        namespace = os.readlink("/proc/self/ns/pid")
+    boot = _text("/proc/sys/kernel/random/boot_id").strip() if namespace else ""
+    return Process(boot, namespace, number, _started(number))
+
+
+def is_alive(number: int) -> bool:
+    """Whether this machine has a process of this number, of whatever user."""
+    try:
+        os.kill(number, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        return True
+    return True
+
+
+def _started(number: int) -> str:
+    """The time at which a process began, in ticks of its machine's clock; empty if unknown."""
+    fields = _text(f"/proc/{number}/stat").rpartition(")")[2].split()
+    return fields[19] if len(fields) > 19 else ""
+
+
+def _text(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read()
+    except OSError:
+        return ""
+
+
+def new_writer() -> str:
+    """Host, process and a random word, for a name."""
+    return f"{_host()}-{os.getpid()}-{os.urandom(4).hex()}"
+
+
+def _host() -> str:
+    return re.sub(r"[^A-Za-z0-9]+", "_", socket.gethostname().partition(".")[0])[:32]
+
+
+def writer_of(partial: str) -> str:
+    """The host, process and word in the name of an unfinished target; empty if it has none."""
+    match = OWN.fullmatch(os.path.basename(partial))
+    return match[2] if match else ""
+
+
+def refusal(target: str, part: str) -> WrongOption:
+    """The error of a `part`, or without one of a run that shall continue another one."""
+    option = "--part" if part else "--resume"
+    return WrongOption(
+        f"{option} needs locks, and the filesystem of {target} has none (flock fails): "
+        "zckpt cannot know who else is writing there",
+        hint=f"without {option}, one command writes the target from the beginning; or choose a "
+        "filesystem with locks (Lustre has them if it is mounted with flock)",
+    )
+
+
+def refuse(target: str, part: str) -> None:
+    """Raises the error where it is due, before a large source is read."""
+    if not has_locks_at(target):
+        raise refusal(target, part)
+
+
+# -- what others have left
+
+
+class Left(Struct, frozen=True):
+    """Unfinished targets of other runs: those that are `removed`, and those that stay."""
+
+    removed: list[str]
+    staying: list[str]
+
+    def warnings(self) -> list[str]:
+        lines = [
+            f"{path} was removed: the process that wrote it has ended" for path in self.removed
+        ]
+        if self.staying:
+            number = counted(len(self.staying), "unfinished target")
+            remove = shlex.join(["rm", "-r", *self.staying])
+            lines.append(
+                f"{number} of other runs may be left from jobs that have ended: "
+                f"{listed(self.staying, 3)}. If no job is writing there, remove them: {remove}"
+            )
+        return lines
+
+
+def clear(above: Folder, name: str) -> Left:
+    """Removes from a directory what dead processes of this machine have begun without locks.
+
+    `name` is the target's: what a run with locks has left of it is named too. What a living process
+    of this machine writes is left out of the result.
+    """
+    left = Left([], [])
+    with suppress(PermissionError):  # one may write into a directory that one may not list
+        for item in above.names():
+            path = os.path.join(above.path, item)
+            if item == f"{name}.partial":
+                left.staying.append(path)
+            elif match := OWN.fullmatch(item):
+                process = _noted(above, path)
+                if process is not None and process.is_gone:
+                    (left.removed if _remove(above, path, match[1]) else left.staying).append(path)
+                elif not _is_at_work(match, process):
+                    left.staying.append(path)
+    return left
+
+
+def _noted(above: Folder, path: str) -> Process | None:
+    """The process that a journal names."""
+    try:
+        with above.inner(path) as folder, folder.opened(os.path.join(path, JOURNAL)) as file:
+            return msgspec.convert(json.loads(lines_of(file)[0][9:])["process"], Process)
+    except (OSError, TargetExists, msgspec.MsgspecError, *MALFORMED):
+        return None
+
+
+def _is_at_work(match: re.Match[str], process: Process | None) -> bool:
+    """Whether a process of this machine is writing; before it has a journal, its name says so."""
+    if process is not None:
+        here = this_process()
+        return (process.boot, process.namespace) == (here.boot, here.namespace)
+    return match[3] == _host() and is_alive(int(match[4]))
+
+
+def _remove(above: Folder, path: str, target: str) -> bool:
+    try:
+        with above.own(path) as folder:
+            folder.remove(os.path.join(path, target))
+            remove_empty(folder, above)  # the journal is the last one: a kill may end this
+    except FileNotFoundError:  # another run removes it too
+        return True
+    except (OSError, TargetExists):
+        return False
+    return True
