@@ -27,7 +27,7 @@ from zckpt.core.manifest import Manifest
 from zckpt.naming.names import canonical, names_of, renamed, respelled, without_words
 from zckpt.reading import alike
 
-from ..conftest import EXAMPLE
+from ..conftest import EXAMPLE, needs
 
 compiled = partial(torch.compile, backend="eager")
 
@@ -239,7 +239,9 @@ def test_names_of_fsdp1(plain: tuple[dict[str, Any], Path], tmp_path: Path) -> N
 @pytest.mark.parametrize("form", ["file", "dcp"])
 def test_export(form: str, tmp_path: Path) -> None:
     """What transformers loads is the model that was trained."""
-    transformers = pytest.importorskip("transformers")
+    needs("transformers")
+    import transformers
+
     config = transformers.GPT2Config(n_layer=2, n_embd=8, n_head=2, vocab_size=17, n_positions=9)
     model = transformers.GPT2LMHeadModel(config)
     config.architectures = ["GPT2LMHeadModel"]
