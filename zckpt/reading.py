@@ -9,7 +9,7 @@ from itertools import chain
 from msgspec.structs import replace
 
 from . import formats
-from .core import agreement, sources
+from .core import agreement, covering, sources
 from .core.dtypes import FLOATS
 from .core.facts import StateDictEngine
 from .core.folder import JOURNAL
@@ -51,6 +51,7 @@ def read(path: str | os.PathLike[str], reading: Reading, alone: bool = True) -> 
         manifest = format.functions.read(path, reading)
         siblings = (item.path for item in manifest.siblings)
         fingerprints = watch.of((*manifest.files, *siblings))
+    covering.refuse_holes(manifest, format.name)
     _check_names(manifest)
     if alone:
         _need_root(reading, manifest)

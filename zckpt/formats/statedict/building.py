@@ -5,6 +5,7 @@ The optimizer updates the module's own weights; there are no master weights besi
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -309,13 +310,13 @@ class ManifestBuilder:
         if () in models:
             rest = {key: value for key, value in rest.items() if not is_extra(key)}
         scheduler = next((key for key in SCHEDULERS if isinstance(rest.get(key), dict)), None)
-        dtypes = [self.entries[f"{name}/param"].dtype for name in self.parameters]
+        dtypes = Counter(self.entries[f"{name}/param"].dtype for name in self.parameters)
         folders = None if self._are_several() else self.saved.folders
         optimizers = list(self.optimizers) or self.ignored
         optimizers = [() if path == (self.saved.beside,) else path for path in optimizers]
         engine = StateDictEngine(
             "torch",
-            max(dtypes, key=dtypes.count, default="F32"),
+            max(dtypes, key=dtypes.__getitem__, default="F32"),
             place_of(self.saved.tree, self.roots[0].model) if len(self.roots) == 1 else (),
             optimizers[0] if len(optimizers) == 1 else None,
             self.optimizer.layout or None,
