@@ -11,6 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 import zckpt
+import zckpt.dcp
 from zckpt import errors, formats
 from zckpt.core.fragments import Boxes, Fragments, Runs, boxes_of
 from zckpt.core.manifest import Manifest
@@ -81,6 +82,10 @@ def test_no_door_takes_it(
     tensor = next(iter(zckpt.read(source).entries))
     forget_in(monkeypatch, name)
 
+    def load_in_torch() -> None:
+        reader = zckpt.dcp.StorageReader(source)
+        reader.prepare_global_plan([])
+
     doors: list[Callable[[], object]] = [
         lambda: zckpt.read(source),
         lambda: zckpt.convert(source, target),
@@ -89,6 +94,8 @@ def test_no_door_takes_it(
         lambda: zckpt.load(source, tensor),
         lambda: zckpt.stats(source),
     ]
+    if name != "dcp":  # whose items torch's planner asks for, and no manifest
+        doors.append(load_in_torch)
     for door in doors:
         with pytest.raises(errors.UnsupportedCheckpoint, match=f"reader of {name} does not give"):
             door()
