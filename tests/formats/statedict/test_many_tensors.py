@@ -48,7 +48,6 @@ KINDS: dict[str, Callable[[int], dict[str, Any]]] = {
     "buffers": lambda n: {f"bn.{i}.num_batches_tracked": torch.tensor(i) for i in range(n)},
     "one group": lambda n: trained(n, lambda _: 0, "exp_avg"),
     "many groups": lambda n: trained(n, lambda number: number, "exp_avg"),
-    "keys of each parameter": lambda n: trained(n, lambda _: 0, "state_{}"),
     "models": lambda n: {f"model_{i}": {"w": torch.tensor([i + 1.0, 2])} for i in range(n)},
     "of the program": lambda n: {"model": weights(1), "own": weights(n)},
 }
