@@ -28,8 +28,8 @@ from .formats.reading import Reading, SourceKeywords
 from .proof import health
 from .proof import verify as proof
 from .proving import prove
+from .reading import check_to_load, read_both
 from .reading import read as read_manifest
-from .reading import read_both
 from .remote.anywhere import anywhere as anywhere
 from .remote.anywhere import local as local
 from .remote.anywhere import translated as translated
@@ -111,7 +111,14 @@ def inspect(manifest: Manifest) -> Report:
 
 
 @anywhere("path")
-def load(path: Path, name: str, **source: Unpack[NamedKeywords]) -> Any:
+def load(
+    path: Path,
+    name: str,
+    *,
+    replicas: str | None = None,
+    accept_weights: bool = False,
+    **source: Unpack[NamedKeywords],
+) -> Any:
     """One whole tensor of the checkpoint at `path`, by its name `parameter/slot`.
 
     It is a torch.Tensor on the CPU if torch is installed, else a numpy.ndarray. It has the type
@@ -119,9 +126,14 @@ def load(path: Path, name: str, **source: Unpack[NamedKeywords]) -> Any:
     such as `fc1.weight/exp_avg`. Raises the ZckptError that fits: WrongOption for an unknown name,
     MissingExtra for bfloat16 and 8-bit floats without torch, CorruptCheckpoint if the bytes do not
     have the CRC-32 that a file states. `source` are the arguments of `read`.
+
+    What `convert` refuses is refused: InconsistentCheckpoint if weights are not the rounded
+    masters, unless `accept_weights` says that this is meant, or if copies of tensor ranks differ,
+    unless `replicas` is "rank0". The first load of a checkpoint asks for that.
     """
     manifest = read_manifest(path, _reading(source))
     entry = loading.entry_of(manifest, name)
+    check_to_load(manifest, replicas, accept_weights)
     with sources.unchanged(manifest.fingerprints):
         try:
             import torch  # noqa: F401

@@ -134,7 +134,15 @@ class Disk:
             strides[axis] = stride // size
         extent = self.put("lines", bytes(moved.view(-1).numpy()), size)
         self.extents.append(extent)
-        return Box(shape, (0,) * len(shape), shape, strides, 0, size, extent)
+        return Box(
+            whole=shape,
+            offsets=(0,) * len(shape),
+            sizes=shape,
+            strides=strides,
+            first=0,
+            size=size,
+            extent=extent,
+        )
 
     def boxes(self, data: bytes, size: int, shape: tuple[int, ...], split: int = 0) -> Fragments:
         """Cut along any axes, each part row-major, and cut again into up to `split` + 1 ranges."""

@@ -126,7 +126,15 @@ def test_a_box_is_the_strided_elements(
     expanded = draw.draw(st.sets(st.integers(0, len(shape) - 1), max_size=1))
     strides = [0 if axis in expanded else stride for axis, stride in enumerate(strides)]
     extent = Extent("a", 1000, 10_000_000)
-    box = Box(shape, (0,) * len(shape), shape, strides, first, SIZE, extent)
+    box = Box(
+        whole=shape,
+        offsets=(0,) * len(shape),
+        sizes=shape,
+        strides=strides,
+        first=first,
+        size=SIZE,
+        extent=extent,
+    )
     numel = prod(shape)
     expected = {
         element: ("a", 1000 + (first + sum(map(int.__mul__, place, strides))) * SIZE)
@@ -151,7 +159,9 @@ def test_a_box_is_the_strided_elements(
 @pytest.mark.parametrize("sizes", [(0, 3), (2, 0), (0, 0)])
 def test_an_empty_box_has_no_fragments(sizes: tuple[int, int]) -> None:
     extent = Extent("a", 100, 48)
-    box = Box((4, 5), (1, 2), sizes, (3, 1), 6, SIZE, extent)
+    box = Box(
+        whole=(4, 5), offsets=(1, 2), sizes=sizes, strides=(3, 1), first=6, size=SIZE, extent=extent
+    )
     assert (len(box), list(box), list(box.overlapping(0, 20))) == (0, [], [])
     assert (box.start, box.stop, box.reach) == (7, 7, Extent("a", 100, 0))
     assert len(Boxes(())) == 0
@@ -160,7 +170,15 @@ def test_an_empty_box_has_no_fragments(sizes: tuple[int, int]) -> None:
 def test_a_query_looks_at_few_fragments_of_a_box(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fragment n has two runs: elements 0, 1, 4, 5 from `120 * (n // 5) + 12 * (n % 5)` on."""
     strides = (20, 4, 2, 1)
-    box = Box((10, 10, 3, 4), (0,) * 4, (10, 5, 2, 2), strides, 0, SIZE, Extent("a", 0, 800))
+    box = Box(
+        whole=(10, 10, 3, 4),
+        offsets=(0,) * 4,
+        sizes=(10, 5, 2, 2),
+        strides=strides,
+        first=0,
+        size=SIZE,
+        extent=Extent("a", 0, 800),
+    )
     asked: list[int] = []
     right = Box.__getitem__
 
@@ -185,7 +203,15 @@ def test_a_query_looks_at_few_fragments_of_a_box(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_long_axis_is_not_listed() -> None:
-    box = Box((1 << 40, 2), (0, 0), (1 << 40, 2), (0, 2), 0, SIZE, Extent("a", 0, 100))
+    box = Box(
+        whole=(1 << 40, 2),
+        offsets=(0, 0),
+        sizes=(1 << 40, 2),
+        strides=(0, 2),
+        first=0,
+        size=SIZE,
+        extent=Extent("a", 0, 100),
+    )
     first = next(iter(box))
     assert (first.start, first.stop) == (0, 1)
 
@@ -199,7 +225,15 @@ def test_runs_of_a_fragment_are_those_in_the_range() -> None:
 
 
 def test_a_transposed_matrix_has_a_line_for_each_column() -> None:
-    box = Box((3, 4), (0, 0), (3, 4), (1, 3), 0, SIZE, Extent("a", 0, 48))
+    box = Box(
+        whole=(3, 4),
+        offsets=(0, 0),
+        sizes=(3, 4),
+        strides=(1, 3),
+        first=0,
+        size=SIZE,
+        extent=Extent("a", 0, 48),
+    )
     assert list(box) == [Fragment(i, i + 1, Extent("a", 12 * i, 12), 3, 4) for i in range(4)]
 
 
@@ -219,7 +253,17 @@ def test_boxes_that_tile_a_tensor_hold_every_element_once(
             strides[axis] = step
             step *= sizes[axis]
         extent = Extent(f"rank {number}", 100, prod(sizes) * SIZE)
-        parts.append(Box(shape, offsets, sizes, strides, 0, SIZE, extent))
+        parts.append(
+            Box(
+                whole=shape,
+                offsets=offsets,
+                sizes=sizes,
+                strides=strides,
+                first=0,
+                size=SIZE,
+                extent=extent,
+            )
+        )
         for place in product(*map(range, sizes)):
             element = 0
             for coordinate, offset, size in zip(place, offsets, shape, strict=True):
@@ -278,7 +322,15 @@ def test_rows_may_be_cut_otherwise(
 def test_a_query_looks_at_few_boxes(monkeypatch: pytest.MonkeyPatch) -> None:
     """1,000 ranks have rows of two columns each: a row of the tensor is in two boxes."""
     parts = [
-        Box((1000, 4), (row, column), (1, 2), (2, 1), 0, SIZE, Extent(f"{row} {column}", 0, 8))
+        Box(
+            whole=(1000, 4),
+            offsets=(row, column),
+            sizes=(1, 2),
+            strides=(2, 1),
+            first=0,
+            size=SIZE,
+            extent=Extent(f"{row} {column}", 0, 8),
+        )
         for column in (0, 2)
         for row in range(1000)
     ]
@@ -302,7 +354,15 @@ def test_where_a_box_begins_and_ends(shape: tuple[int, ...], draw: st.DataObject
     offsets = [draw.draw(st.integers(0, size - 1)) for size in shape]
     sizes = [draw.draw(st.integers(1, size - at)) for size, at in zip(shape, offsets, strict=True)]
     strides = [draw.draw(st.integers(1, 50)) for _ in shape]
-    box = Box(shape, offsets, sizes, strides, 3, SIZE, Extent("a", 100, 1 << 20))
+    box = Box(
+        whole=shape,
+        offsets=offsets,
+        sizes=sizes,
+        strides=strides,
+        first=3,
+        size=SIZE,
+        extent=Extent("a", 100, 1 << 20),
+    )
     runs = [run for fragment in box for run in fragment.runs(0, prod(shape))]
     assert box.start == min(run.start for run in runs)
     assert box.stop == max(run.stop for run in runs)
@@ -381,7 +441,15 @@ def test_corners_of_a_range_of_rows() -> None:
 def test_boxes_are_kept_unless_they_are_runs() -> None:
     extent = Extent("a", 0, 100)
     row, empty, scattered = (
-        Box((2, 2), (0, 0), sizes, strides, 0, SIZE, extent)
+        Box(
+            whole=(2, 2),
+            offsets=(0, 0),
+            sizes=sizes,
+            strides=strides,
+            first=0,
+            size=SIZE,
+            extent=extent,
+        )
         for sizes, strides in (((1, 2), (2, 1)), ((0, 2), (2, 1)), ((2, 2), (5, 3)))
     )
     assert isinstance(boxes([row, empty]), Runs)
@@ -395,7 +463,15 @@ def test_boxes_are_kept_unless_they_are_runs() -> None:
 def test_rows_of_a_tensor_are_runs_and_columns_are_one_fragment_each() -> None:
     def part(offsets: tuple[int, int], sizes: tuple[int, int]) -> Box:
         extent = Extent("a", 0, prod(sizes) * SIZE)
-        return Box((6, 4), offsets, sizes, (sizes[1], 1), 0, SIZE, extent)
+        return Box(
+            whole=(6, 4),
+            offsets=offsets,
+            sizes=sizes,
+            strides=(sizes[1], 1),
+            first=0,
+            size=SIZE,
+            extent=extent,
+        )
 
     rows = boxes([part((3, 0), (3, 4)), part((0, 0), (3, 4))])
     assert isinstance(rows, Runs)

@@ -139,7 +139,15 @@ def test_columns_of_tensor_ranks(rank: int, store: Store, tmp_path: Path) -> Non
         for place, half in enumerate((tensor[:, :2], tensor[:, 2:])):
             count, extent = half.shape[1], store(f"{name}{place}", half)
             size = tensor.itemsize
-            box = Box((40, 6), (0, 2 * place), (40, count), (count, 1), 0, size, extent)
+            box = Box(
+                whole=(40, 6),
+                offsets=(0, 2 * place),
+                sizes=(40, count),
+                strides=(count, 1),
+                first=0,
+                size=size,
+                extent=extent,
+            )
             boxes.append(box)
         return entry(f"w/{name}", dtype, (40, 6), Boxes(boxes))
 
@@ -276,7 +284,17 @@ def test_the_beginning_of_a_box_is_that_of_its_rows(
     parts = []
     for place in (0, 2, 4):
         extent = store(f"rank{place}", wide[:, place : place + 2])
-        parts.append(Box((200, 6), (0, place), (200, 2), (2, 1), 0, 4, extent))
+        parts.append(
+            Box(
+                whole=(200, 6),
+                offsets=(0, place),
+                sizes=(200, 2),
+                strides=(2, 1),
+                first=0,
+                size=4,
+                extent=extent,
+            )
+        )
     assert [*masters._heads(narrow.fragments)] == [(0, FEW)]
     assert len([*masters._heads(parts[1])]) == 64
     master = entry("w/master", "F32", (200, 6), Boxes(parts))

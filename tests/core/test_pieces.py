@@ -262,10 +262,30 @@ def test_short_runs_at_a_stride(width: int, rows: int, gap: int, draw: st.DataOb
     extent = Extent("a", 8, rows * width * SIZE)
     whole, rest = (rows, width + gap), Extent("b", 0, rows * gap * SIZE)
     columns = files.put(
-        0, rows * (width + gap), Box(whole, (0, 0), (rows, width), (width, 1), 0, SIZE, extent)
+        0,
+        rows * (width + gap),
+        Box(
+            whole=whole,
+            offsets=(0, 0),
+            sizes=(rows, width),
+            strides=(width, 1),
+            first=0,
+            size=SIZE,
+            extent=extent,
+        ),
     )
     others = files.put(
-        0, columns.numel, Box(whole, (0, width), (rows, gap), (gap, 1), 0, SIZE, rest)
+        0,
+        columns.numel,
+        Box(
+            whole=whole,
+            offsets=(0, width),
+            sizes=(rows, gap),
+            strides=(gap, 1),
+            first=0,
+            size=SIZE,
+            extent=rest,
+        ),
     )
     start = draw.draw(st.integers(0, columns.numel - 1))
     stop = draw.draw(st.integers(start + 1, columns.numel))
@@ -284,7 +304,15 @@ def test_long_runs_are_read_alone(is_long: bool, rows: int) -> None:
     """The right columns of a matrix, behind the first one."""
     files, width = Files(), SHORT // SIZE - (not is_long)
     extent = Extent("a", 0, rows * width * SIZE)
-    box = Box((rows, width + 1), (0, 1), (rows, width), (width, 1), 0, SIZE, extent)
+    box = Box(
+        whole=(rows, width + 1),
+        offsets=(0, 1),
+        sizes=(rows, width),
+        strides=(width, 1),
+        first=0,
+        size=SIZE,
+        extent=extent,
+    )
     columns = files.put(0, rows * (width + 1), box)
     view = memoryview(bytearray(columns.length))
     files.reader().read([ReadRequest(columns, 0, columns.numel, 0)], view)
@@ -295,7 +323,15 @@ def test_long_runs_are_read_alone(is_long: bool, rows: int) -> None:
 
 def test_of_short_runs_only_those_in_the_range_are_read() -> None:
     files = Files()
-    box = Box((6, 4), (0, 1), (6, 2), (2, 1), 0, SIZE, Extent("a", 80, 12 * SIZE))
+    box = Box(
+        whole=(6, 4),
+        offsets=(0, 1),
+        sizes=(6, 2),
+        strides=(2, 1),
+        first=0,
+        size=SIZE,
+        extent=Extent("a", 80, 12 * SIZE),
+    )
     columns = files.put(0, 24, box)
     for (start, stop), rows in {
         (8, 16): (2, 4),
@@ -312,7 +348,15 @@ def test_of_short_runs_only_those_in_the_range_are_read() -> None:
 @pytest.mark.parametrize(("memory", "rows"), [(4096, [1] * 5), (8192, [2, 2, 1]), (1 << 16, [5])])
 def test_short_runs_take_no_more_than_the_memory(memory: int, rows: list[int]) -> None:
     files = Files()
-    box = Box((5, 1001), (0, 1), (5, 1000), (1000, 1), 0, SIZE, Extent("a", 0, 5000 * SIZE))
+    box = Box(
+        whole=(5, 1001),
+        offsets=(0, 1),
+        sizes=(5, 1000),
+        strides=(1000, 1),
+        first=0,
+        size=SIZE,
+        extent=Extent("a", 0, 5000 * SIZE),
+    )
     columns = files.put(0, 5005, box)
     view = memoryview(bytearray(columns.length))
     files.reader(memory).read([ReadRequest(columns, 0, 5005, 0)], view)

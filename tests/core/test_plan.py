@@ -182,7 +182,15 @@ def test_chunks_cut_runs_at_a_stride(
     """A column of `length` elements in each row, which begins `skipped` elements into the file."""
     size, width = SIZES[dtype], length + gap
     extent = Extent("a", skipped * size, length * count * size)
-    column = Box((count, width), (0, gap), (count, length), (length, 1), 0, size, extent)
+    column = Box(
+        whole=(count, width),
+        offsets=(0, gap),
+        sizes=(count, length),
+        strides=(length, 1),
+        first=0,
+        size=size,
+        extent=extent,
+    )
     whole = Entry("w/param", dtype, (count, width), column)
     (name,), pieces_of = plan.files([Pair(whole, whole)])
     pieces = pieces_of(name)

@@ -138,7 +138,15 @@ def test_a_slice_that_holds_nothing() -> None:
 
 def test_boxes_of_a_slice_are_taken_as_they_are() -> None:
     columns = [
-        Box((4, 2), (0, column), (4, 1), (1, 1), 0, SIZE, Extent(str(column), 0, 4 * SIZE))
+        Box(
+            whole=(4, 2),
+            offsets=(0, column),
+            sizes=(4, 1),
+            strides=(1, 1),
+            first=0,
+            size=SIZE,
+            extent=Extent(str(column), 0, 4 * SIZE),
+        )
         for column in range(2)
     ]
     assert list(boxes_in(boxes(columns), (4, 2), SIZE)) == columns
@@ -162,7 +170,19 @@ def test_a_part_that_two_ranks_share() -> None:
 def test_a_slice_that_is_transposed_in_its_file() -> None:
     slicing = cut(1, 2, [[2, 1]])
     extent = Extent("0", 0, 4 * SIZE)
-    transposed = boxes([Box((2, 2), (0, 0), (2, 2), (1, 2), 0, SIZE, extent)])
+    transposed = boxes(
+        [
+            Box(
+                whole=(2, 2),
+                offsets=(0, 0),
+                sizes=(2, 2),
+                strides=(1, 2),
+                first=0,
+                size=SIZE,
+                extent=extent,
+            )
+        ]
+    )
     found = places(joined(slicing, [transposed, partitioned(1, 2, 1, False)], SIZE))
     assert [found[n] for n in range(4)] == [("0", 0), ("0", 8), ("0", 4), ("0", 12)]
     assert [found[n][0] for n in (4, 5)] == ["1.0", "1.0"]

@@ -44,7 +44,15 @@ def transposed(file: str, shape: Sequence[int]) -> Fragments:
     """A buffer whose last axis is the slowest."""
     strides = [prod(shape[:axis]) for axis in range(len(shape))]
     extent = Extent(file, 0, prod(shape) * SIZE)
-    return Box(shape, [0] * len(shape), shape, strides, 0, SIZE, extent)
+    return Box(
+        whole=shape,
+        offsets=[0] * len(shape),
+        sizes=shape,
+        strides=strides,
+        first=0,
+        size=SIZE,
+        extent=extent,
+    )
 
 
 def two_runs(file: str, shape: Sequence[int]) -> Fragments:

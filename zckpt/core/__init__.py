@@ -4,6 +4,7 @@ What a checkpoint is:
     manifest.py       one checkpoint: entries, parameters, groups
     origin.py         where its tensors come from: files of which format, of how many ranks
     fragments.py      where the elements of a tensor lie: extents, runs, boxes
+    covering.py       do the fragments of every tensor have each element once?
     slicing.py        tensors that are cut over ranks, as boxes of whole ones
     grid.py           which place a rank has among stages and tensor ranks
     placement.py      what the ranks of an axis have of a whole: by it, merge.py and split.py work

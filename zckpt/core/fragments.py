@@ -200,6 +200,7 @@ class Box(Fragments):
 
     def __init__(
         self,
+        *,
         whole: Sequence[int],
         offsets: Sequence[int],
         sizes: Sequence[int],
@@ -368,7 +369,15 @@ def range_of_box(
     place = start
     for corner, lengths in corners_of_range(sizes, start, stop):
         at = [offset + inner for offset, inner in zip(offsets, corner, strict=True)]
-        yield Box(whole, at, lengths, row_major(lengths), place - start, size, extent)
+        yield Box(
+            whole=whole,
+            offsets=at,
+            sizes=lengths,
+            strides=row_major(lengths),
+            first=place - start,
+            size=size,
+            extent=extent,
+        )
         place += prod(lengths)
 
 
@@ -392,6 +401,21 @@ def corners_of_range(
             lengths[axis] = min(sizes[axis] - corner[axis], (stop - place) // steps[axis])
         yield corner, lengths
         place += prod(lengths)
+
+
+def strided(
+    shape: Sequence[int], *, strides: Sequence[int], first: int, size: int, extent: Extent
+) -> Box:
+    """A whole tensor as one box, which may have its elements in another order in the file."""
+    return Box(
+        whole=shape,
+        offsets=(0,) * len(shape),
+        sizes=shape,
+        strides=strides,
+        first=first,
+        size=size,
+        extent=extent,
+    )
 
 
 def boxes(parts: Iterable[Box]) -> Fragments:

@@ -12,7 +12,7 @@ others. Not every difference is a loss:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
 
 from msgspec import Struct
@@ -102,38 +102,45 @@ def _groups(manifest: Manifest) -> Iterator[list[_States]]:
     yield from groups.values()
 
 
+class _Kinds:
+    """Sets of keys that parameters have, each with the number of parameters.
+
+    `holders` are the parameters with a key, by key, and `having` the sets in which it is.
+    """
+
+    def __init__(self, counts: Counter[frozenset[str]]) -> None:
+        self.counts, self.total = counts, sum(counts.values())
+        self.holders: Counter[str] = Counter()
+        for keys, count in counts.items():
+            self.holders.update(dict.fromkeys(keys, count))
+        self.having = by_key((key, keys) for keys in counts for key in keys)
+
+
 def _lost_in(group: list[_States]) -> Iterator[tuple[_States, set[str]]]:
     """The parameters of a group that lack states, with the keys of these."""
     kinds = Counter((states.axes, states.keys) for states in group if states.keys)
     if len(kinds) < 2:
         return
+    by_axes = by_key((states.axes, states.keys) for states in group if states.keys)
+    like = {axes: _Kinds(Counter(keys)) for axes, keys in by_axes.items()}
+    every = _Kinds(Counter(states.keys for states in group if states.keys))
     countable = {STEP}.union(*(states.shaped for states in group))
-    missing = {kind: _missing(kind, kinds) & countable for kind in kinds}
+    missing = {kind: _missing(kind[1], like[kind[0]], every) & countable for kind in kinds}
     for states in group:
         if states.keys and (keys := missing[states.axes, states.keys]):
             yield states, keys
 
 
-def _missing(
-    kind: tuple[int, frozenset[str]], kinds: Mapping[tuple[int, frozenset[str]], int]
-) -> set[str]:
-    """The keys that parameters of a kind lack, while as many others or more have them."""
-    axes, keys = kind
-    like = Counter({other: n for (each, other), n in kinds.items() if each == axes})
-    if len(like) > 1 or like[keys] > 1:
-        most = like
-    else:  # the only one of so many axes: all others must have them
-        most = Counter()
-        for (_, other), count in kinds.items():
-            most[other] += count
-    total = sum(most.values())
-    alone = most is not like
-    missing = set()
-    for more in most:
-        if not keys < more:
-            continue
-        for key in more - keys:
-            holders = sum(count for other, count in most.items() if key in other)
-            if (holders == total - 1) if alone else (2 * holders >= total):
-                missing.add(key)
-    return missing
+def _missing(keys: frozenset[str], like: _Kinds, every: _Kinds) -> set[str]:
+    """The keys that parameters with these `keys` lack, while as many others or more have them.
+
+    `like` are the parameters of the group with as many axes, `every` are all.
+    """
+    alone = len(like.counts) == 1 and like.counts[keys] == 1
+    most = every if alone else like  # the only one of so many axes: all others must have them
+    rarest = min((most.having[key] for key in keys), key=len)  # every larger set is among them
+    return {
+        key
+        for key in set().union(*(more - keys for more in rarest if keys < more))
+        if (most.holders[key] == most.total - 1 if alone else 2 * most.holders[key] >= most.total)
+    }

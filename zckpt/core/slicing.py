@@ -163,4 +163,12 @@ def _placed(box: Box, piece: Piece, whole: Sequence[int]) -> Box | None:
         place + start - begin
         for place, start, begin in zip(piece.offsets, low, piece.inside, strict=True)
     ]
-    return Box(whole, offsets, sizes, box.strides, first, box.size, box.extent)
+    return Box(
+        whole=whole,
+        offsets=offsets,
+        sizes=sizes,
+        strides=box.strides,
+        first=first,
+        size=box.size,
+        extent=box.extent,
+    )

@@ -27,7 +27,9 @@ class StorageReader(storage.StorageReader):
     """Reads the checkpoint at `path`, of any format, into the state dict of any torch program.
 
     `format`, `tag`, `root`, `step_policy`, `param_names` and `tp_rules` are those of `zckpt.read`.
-    `rename` are pairs (regex, replacement) as in `--rename`. A state dict from
+    `rename` are pairs (regex, replacement) as in `--rename`, `replicas` and `accept_weights` those
+    of `zckpt.load`. What `convert` refuses is refused before a tensor is loaded: the coordinator of
+    a load asks, once for all ranks. A state dict from
     `optimizer.state_dict()` has numbers for parameters and needs `model` and `optimizer`; these
     also state the groups of frozen parameters.
 
@@ -52,6 +54,8 @@ class StorageReader(storage.StorageReader):
         param_names: Sequence[str] | None = None,
         rename: Iterable[tuple[str, str]] = (),
         tp_rules: str | os.PathLike[str] | None = None,
+        replicas: str | None = None,
+        accept_weights: bool = False,
         model: torch.nn.Module | None = None,
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
@@ -65,7 +69,9 @@ class StorageReader(storage.StorageReader):
             rename=tuple(rename),
             root=root,
             tp_rules=rules,
+            replicas=replicas,
         )
+        self._accept_weights = accept_weights
         self._groups = _groups(model, optimizer)
         self._table: KeyTable | None = None
         self._open(path)
@@ -74,6 +80,7 @@ class StorageReader(storage.StorageReader):
         self.path = path if is_url(path) else Path(path)
         self.load_id = str(uuid.uuid4())
         self._source = Source(kept(path), self._reading, self._groups)
+        self._is_checked = False
 
     @property
     def manifest(self) -> Manifest:
@@ -129,6 +136,7 @@ class StorageReader(storage.StorageReader):
         self, metadata: metadata.Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
         """Called before torch's planner makes its plan."""
+        self._is_checked |= not is_coordinator  # that one asks for all, before any rank reads
         table = metadata.state_dict_metadata
         self._table = table if isinstance(table, KeyTable) else None
         if self._table is not None:
@@ -140,10 +148,18 @@ class StorageReader(storage.StorageReader):
         return plan
 
     def prepare_global_plan(self, plans: list[planner.LoadPlan]) -> list[planner.LoadPlan]:
+        """Called on the coordinator alone; an error ends the load of all ranks."""
+        self._check()
         return plans
+
+    def _check(self) -> None:
+        if not self._is_checked:
+            self._source.check(self._accept_weights)
+            self._is_checked = True
 
     def read_data(self, plan: planner.LoadPlan, planner: planner.LoadPlanner) -> Future[None]:
         """Fills the values of this process; changes nothing if a value is missing."""
+        self._check()
         LoadTarget(self._source, planner, plan.items).fill()
         done: Future[None] = Future()
         done.set_result(None)

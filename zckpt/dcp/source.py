@@ -22,7 +22,12 @@ from ..core.dtypes import TORCH_NAMES
 from ..core.elsewhere import Fingerprint
 from ..core.inert import Scalar, TensorName
 from ..core.manifest import Entry, Manifest
-from ..errors import ZckptError
+from ..errors import (
+    CorruptCheckpoint,
+    InconsistentCheckpoint,
+    MissingData,
+    ZckptError,
+)
 from ..files.dcpfile import METADATA
 from ..formats.dcp.files import has_items, locate
 from ..formats.dcp.items import (
@@ -37,10 +42,13 @@ from ..formats.reading import Reading
 from ..formats.statedict.keys import in_folder
 from ..formats.statedict.tree import TreePath, dotted
 from ..formats.statedict.write import BlankTensor, StateDicts
-from ..reading import read, refuse_incomplete
+from ..reading import check_to_load, read, refuse_incomplete
 from ..training import steps
 from ..training.options import Options
 from .keys import NUMBERED, KeyMeaning, KeyNames
+
+CONTRADICTIONS = (CorruptCheckpoint, InconsistentCheckpoint)
+"""What files say against each other. What is missing counts where it is asked for."""
 
 Meaning = StoredTensor | StoredValue | KeyMeaning
 
@@ -107,6 +115,31 @@ class Source(Struct, eq=False, dict=True):
     @cached_property
     def manifest(self) -> Manifest:
         return read(self.path, replace(self.reading, format=self._format))
+
+    def check(self, accept_weights: bool) -> None:
+        """What `convert` asks before it writes; raises as `zckpt.load`.
+
+        The stored items of torch's own directories are asked too, if zckpt can read a model or an
+        optimizer among them.
+        """
+        try:
+            manifest = self._readable
+        except CONTRADICTIONS:
+            raise
+        except ZckptError:
+            if self.stored is None:
+                raise
+            return
+        check_to_load(manifest, self.reading.replicas, accept_weights)
+
+    @property
+    def _readable(self) -> Manifest:
+        """The manifest, also of an optimizer whose parameters have no names."""
+        try:
+            return self.manifest
+        except MissingData:
+            nameless = replace(self.reading, format=self._format, nameless=True)
+            return read(self.path, nameless)
 
     @cached_property
     def listing(self) -> Listing:

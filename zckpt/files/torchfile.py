@@ -21,7 +21,7 @@ from ..core import sources
 from ..core.checksum import crc32
 from ..core.dtypes import FROM_TORCH, NUMBERS, SIZES, STORAGES, decode
 from ..core.fileio import crc_of
-from ..core.fragments import Box, Extent, Fragments, Record, boxes, row_major, solid
+from ..core.fragments import Extent, Fragments, Record, boxes, row_major, solid, strided
 from ..core.inert import Foreign, Global, Scalar, TensorName, inside, map_values, to_json
 from ..core.manifest import Entry
 from ..errors import CorruptCheckpoint, NotACheckpoint, UnsupportedCheckpoint, ZckptError, brief
@@ -206,9 +206,9 @@ class TorchFile:
         """The bytes of any tensor, in runs of row-major elements."""
         if tensor.contiguous:
             return solid(tensor.numel, self.extent(tensor))
-        shape, at = tensor.shape, (0,) * len(tensor.shape)
-        size, extent = SIZES[tensor.dtype], self.whole(tensor)
-        return boxes([Box(shape, at, shape, tensor.strides, tensor.offset, size, extent)])
+        size, strides, extent = SIZES[tensor.dtype], tensor.strides, self.whole(tensor)
+        box = strided(tensor.shape, strides=strides, first=tensor.offset, size=size, extent=extent)
+        return boxes([box])
 
     def whole(self, tensor: Tensor) -> Extent:
         """All bytes of the tensor's storage."""

@@ -21,7 +21,16 @@ from typing import TypeVar
 
 from msgspec import Struct
 
-from ..core.fragments import ZEROS, Box, Extent, Fragments, boxes, corners_of_range, row_major
+from ..core.fragments import (
+    ZEROS,
+    Box,
+    Extent,
+    Fragments,
+    boxes,
+    corners_of_range,
+    row_major,
+    strided,
+)
 from ..core.slicing import boxes_in
 
 T = TypeVar("T")
@@ -59,7 +68,7 @@ def view_of(fragments: Fragments, shape: Sequence[int], size: int) -> View:
 def zeros(shape: Sequence[int], size: int) -> View:
     """A tensor that is in no file."""
     extent = Extent(ZEROS, 0, prod(shape) * size)
-    box = Box(shape, [0] * len(shape), shape, row_major(shape), 0, size, extent)
+    box = strided(shape, strides=row_major(shape), first=0, size=size, extent=extent)
     return View(tuple((length,) for length in shape), (box,), size)
 
 
@@ -210,7 +219,15 @@ def _box(
     later: int = 0,
 ) -> Box:
     """A box of the same extent, which begins `later` elements after the first one."""
-    return Box(whole, offsets, sizes, strides, box.first + later, box.size, box.extent)
+    return Box(
+        whole=whole,
+        offsets=offsets,
+        sizes=sizes,
+        strides=strides,
+        first=box.first + later,
+        size=box.size,
+        extent=box.extent,
+    )
 
 
 def _each(box: Box, change: Callable[[Lengths], Lengths]) -> Box:

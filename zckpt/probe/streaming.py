@@ -34,7 +34,7 @@ from ..core.weights import weight_of
 from ..errors import MissingData, listed
 from ..formats.reading import Reading
 from ..naming.names import matched, plain, renamed
-from ..reading import read
+from ..reading import check_to_load, read
 from ..training.options import Renames
 from .compiled import is_compiled
 from .prefetch import Prefetcher, WeightPart, most
@@ -56,6 +56,7 @@ def stream(
     tag: str | None = None,
     step_policy: str | None = None,
     rename: Renames = (),
+    accept_weights: bool = False,
 ) -> Iterator[None]:
     """Within the block, forwards of `model` take their weights from `checkpoint`.
 
@@ -64,15 +65,18 @@ def stream(
     `device`; the default is the device of the model's own weight, or the CPU if that is on `meta`.
     Modules of the classes `whole`, and torch's own that need it, are loaded with all modules below
     them. `rename` are pairs (regex, replacement) as in `--rename`. Weights get no gradients. The
-    CRC-32 of records is checked.
+    CRC-32 of records is checked. `accept_weights` is that of `zckpt.load`.
 
-    Raises MissingData, which lists names of both sides, if the checkpoint lacks a tensor of the
-    model. A forward raises it if a weight is used while its module is not called, for example an
-    embedding's weight in an output layer. A forward, or the end of the block, raises
-    CorruptCheckpoint if bytes contradict their file, and OSError if a file cannot be read.
+    Raises InconsistentCheckpoint as `zckpt.load`, and MissingData, which lists names of both sides,
+    if the checkpoint lacks a tensor of the model. A forward raises MissingData if a weight is used
+    while its module is not called, for example an embedding's weight in an output layer. A forward,
+    or the end of the block, raises CorruptCheckpoint if bytes contradict their file, and OSError if
+    a file cannot be read.
     """
     if not isinstance(checkpoint, Manifest):
         checkpoint = read(checkpoint, Reading(format, tag, step_policy))
+    if checkpoint.fingerprints:  # it is of files, and no program has made it
+        check_to_load(checkpoint, None, accept_weights)
     manifest = renamed(checkpoint, rename)
     streamer = _Streamer(unwrapped(model), manifest, device, (*WHOLE, *whole))
     try:

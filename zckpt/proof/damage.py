@@ -15,7 +15,7 @@ from ..core.checksum import flipped_bit
 from ..core.compare import ComparisonOutcome, Result
 from ..core.description import Report
 from ..core.dtypes import SIZES
-from ..core.fragments import Box, Extent, Fragments, Runs, Slices, boxes_of, tile
+from ..core.fragments import Extent, Fragments, Runs, boxes_of
 from ..core.grouping import by_key
 from ..core.manifest import Entry, Manifest
 from ..core.records import Damage
@@ -143,15 +143,11 @@ def _places(contents: Contents) -> set[tuple[str, int, int]]:
     return {(entry.name, piece.offset, start) for entry, piece, start in contents}
 
 
-def uncovered(manifest: Manifest) -> list[str]:
-    """Tensors whose fragments do not cover every element once, or overlap with others."""
+def overlapping(manifest: Manifest) -> list[str]:
+    """Sentences about states of the optimizer, or masters, that have bytes of each other."""
     problems = []
     taken: dict[str, list[tuple[int, int, str]]] = {}
     for entry in manifest.entries.values():
-        if not _covers(entry):
-            problems.append(
-                f"the fragments of {entry.name} do not cover its {entry.numel} elements"
-            )
         if entry.slot in ("param", "state"):  # buffers may share memory
             continue
         for extent in _solid_extents(entry.fragments):
@@ -178,39 +174,6 @@ def unused(manifest: Manifest) -> list[Report]:
         }
         for extent in manifest.unused
     ]
-
-
-def _covers(entry: Entry) -> bool:
-    fragments, size = entry.fragments, SIZES[entry.dtype]
-    if isinstance(fragments, Slices):
-        needed = (fragments.offset + fragments.width) * size
-        last = fragments.numel - (len(fragments) - 1) * fragments.width
-        return fragments.numel == entry.numel and all(
-            flat.length
-            >= needed - ((fragments.width - last) * size if rank + 1 == len(fragments) else 0)
-            for rank, flat in enumerate(fragments.flats[: len(fragments)])
-        )
-    if isinstance(fragments, Runs):
-        reached = 0
-        for fragment in fragments:
-            length = (fragment.stop - reached) * size
-            if fragment.start != reached or fragment.extent.length != length:
-                return False
-            reached = fragment.stop
-        return reached == entry.numel
-    parts = boxes_of(fragments)
-    wholes = {part.whole for part in parts}  # a view of the entry's shape, the same for all boxes
-    if len(wholes) != 1 or prod(parts[0].whole) != entry.numel:
-        return not wholes and not entry.numel
-    return all(_has_its_bytes(part, size) for part in parts) and tile(
-        parts[0].whole, [(part.offsets, part.sizes) for part in parts]
-    )
-
-
-def _has_its_bytes(box: Box, size: int) -> bool:
-    """Whether the box's elements, of `size` bytes, lie within its extent."""
-    end = box.extent.offset + box.extent.length
-    return box.size == size and box.reach.offset + box.reach.length <= end
 
 
 def _solid_extents(fragments: Fragments) -> Iterator[Extent]:

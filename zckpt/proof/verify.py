@@ -47,7 +47,7 @@ def verify_alone(
     report = findings(outcome, manifest, manifest)
     lost, stateless = lacking(manifest)
     problems = [
-        *({"message": line} for line in damage.uncovered(manifest)),
+        *({"message": line} for line in damage.overlapping(manifest)),
         *damage.unused(manifest),
         *({"message": line} for line in lost),
         *report["problems"],

@@ -62,8 +62,8 @@ def warnings(manifest: Manifest) -> Iterator[Report]:
 
 
 def contradictions(manifest: Manifest) -> Iterator[Report]:
-    """Tensors that the files do not have in full, and bytes that no tensor has."""
-    for message in damage.uncovered(manifest):
+    """Tensors that have bytes of each other, and bytes that no tensor has."""
+    for message in damage.overlapping(manifest):
         yield {"kind": "missing", "message": message}
     for line in damage.unused(manifest):
         place = {key: line[key] for key in ("file", "offset", "length", "message")}

@@ -14,7 +14,7 @@ from ..copying import convert, staging, targets, without_locks
 from ..copying.journal import Identity
 from ..copying.sharing import ended
 from ..copying.staging import Staging
-from ..core import description, duplicates, masters, states
+from ..core import description, states
 from ..core.checksum import crc32
 from ..core.description import Report
 from ..core.folder import Folder
@@ -29,7 +29,7 @@ from ..formats.paths import strange_target
 from ..formats.reading import Reading
 from ..naming.names import about_words, former, names_of, plain_names, unwrapped, without_words
 from ..naming.ties import with_ties
-from ..reading import read
+from ..reading import check_tensors, read
 from ..training import steps
 from ..training.lightning import refuse_averages
 from ..training.options import ACCEPT_WEIGHTS, DROP_STATE, PARAM_NAMES, RENAME, TIE, Options, refuse
@@ -134,9 +134,7 @@ def write(
             free = targets.free_for(target, running.resume)
             return report | {"dry_run": True, "memory": memory, "free": free}
         targets.need_space(target, size, running.continues)
-        if not formats.named(manifest.format).is_neutral:  # it states each file's checksum
-            report["warnings"] += duplicates.check_duplicates(manifest)
-        report["warnings"] += _check(manifest, reading.replicas, options[ACCEPT_WEIGHTS])
+        report["warnings"] += check_tensors(manifest, reading.replicas, options[ACCEPT_WEIGHTS])
         if layout.check is not None:
             report["warnings"] += layout.check()
         chunk, before = convert.chunk_size_of(source, running.copying), running.before_rename
@@ -171,22 +169,6 @@ def _called(command: str, to: str) -> str:
     if to == "universal":
         return "a universal checkpoint, which convert writes without --to"
     return f"--to {to}"
-
-
-def _check(manifest: Manifest, replicas: str | None, accept_weights: bool) -> list[str]:
-    """Warnings of the check of the source's bytes, before anything is written.
-
-    Raises InconsistentCheckpoint if masters do not round to their weights, unless the engine
-    changes weights beside them, or `accept_weights` says that this is meant.
-    """
-    format = formats.named(manifest.format)
-    functions, warnings = format.functions, []
-    if format.compares is not None and not manifest.weights_differ:
-        hint = functions.way_out(manifest) if functions.way_out else masters.USUAL_HINT
-        warnings += masters.check(manifest, format.compares, hint, accept_weights)
-    if functions.check:
-        warnings += functions.check(manifest, replicas)
-    return warnings
 
 
 def _filled(

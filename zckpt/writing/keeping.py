@@ -17,7 +17,7 @@ from typing import Any
 from msgspec import Struct
 
 from .. import formats
-from ..core import states
+from ..core import covering, states
 from ..core.description import Report
 from ..core.facts import StepPlace
 from ..core.grouping import by_key
@@ -97,11 +97,15 @@ class Keeping(Struct, frozen=True):
     report: Report
 
     def read_back(self, layout: Layout) -> Callable[[str], Manifest]:
-        """Reads the shells of a target, and checks them; raises UnsupportedState."""
+        """Reads the shells of a target, and checks them; raises UnsupportedState.
+
+        A hole in them would stay empty: raises UnsupportedCheckpoint.
+        """
         read = layout.read_back or self.format.read_shells
 
         def read_and_check(folder: str) -> Manifest:
             shells = read(folder)
+            covering.refuse_holes(shells, self.format.name)
             if shells.groups is not None:
                 self._keep_groups()
             self.report["computed_afresh"] = self._computed_afresh(shells)

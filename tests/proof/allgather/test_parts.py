@@ -35,7 +35,9 @@ def checkpoint(*entries: Entry, replicas: Sequence[Entry] = ()) -> Manifest:
 def test_a_transposed_tensor_is_whole() -> None:
     """Its first element is the fifth of the extent, its last one is 5 elements behind."""
     extent = Extent("model.bin", 100, 400)
-    box = Box((2, 3), (0, 0), (2, 3), (1, 2), 4, 4, extent)
+    box = Box(
+        whole=(2, 3), offsets=(0, 0), sizes=(2, 3), strides=(1, 2), first=4, size=4, extent=extent
+    )
     part = alone(entry("w/param", (2, 3), box))
     assert part == Whole("w/param", "F32", (2, 3), Extent("model.bin", 116, 24), (1, 2))
 
@@ -43,8 +45,24 @@ def test_a_transposed_tensor_is_whole() -> None:
 def test_columns_of_two_boxes_take_turns() -> None:
     """The box that is listed first has columns 1 to 3, the other one column 0."""
     boxes = [
-        Box((2, 4), (0, 1), (2, 3), (3, 1), 0, 4, Extent("b", 0, 24)),
-        Box((2, 4), (0, 0), (2, 1), (1, 1), 0, 4, Extent("a", 0, 8)),
+        Box(
+            whole=(2, 4),
+            offsets=(0, 1),
+            sizes=(2, 3),
+            strides=(3, 1),
+            first=0,
+            size=4,
+            extent=Extent("b", 0, 24),
+        ),
+        Box(
+            whole=(2, 4),
+            offsets=(0, 0),
+            sizes=(2, 1),
+            strides=(1, 1),
+            first=0,
+            size=4,
+            extent=Extent("a", 0, 8),
+        ),
     ]
     part = alone(entry("w/param", (2, 4), Boxes(boxes)))
     expected = Extent("a", 0, 4), Extent("b", 0, 12), Extent("a", 4, 4), Extent("b", 12, 12)
@@ -61,7 +79,15 @@ def nameless(offset: int, shape: tuple[int, ...] = (4,)) -> Nameless:
 def test_a_nameless_tensor_has_the_name_of_its_place() -> None:
     """The first element alone decides: of an entry, of a copy, of boxes in any order."""
     columns = [
-        Box((4, 2), (0, column), (4, 1), (1, 1), 0, 4, at(offset))
+        Box(
+            whole=(4, 2),
+            offsets=(0, column),
+            sizes=(4, 1),
+            strides=(1, 1),
+            first=0,
+            size=4,
+            extent=at(offset),
+        )
         for column, offset in ((1, 100), (0, 116))
     ]
     manifest = checkpoint(

@@ -5,7 +5,8 @@ The optimizer updates the module's own weights; there are no master weights besi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -13,6 +14,7 @@ from msgspec.structs import replace
 
 from ...core import agreement
 from ...core.facts import StateDictEngine, StepPlace
+from ...core.grouping import by_key
 from ...core.inert import Scalar, TensorName, inside, is_number, map_values
 from ...core.manifest import Entry, Manifest, Parameter, Sighting, slot_name
 from ...errors import listed
@@ -129,9 +131,10 @@ class ManifestBuilder:
         """Second names of tied weights, by content; warns of those that may be frozen copies."""
         aliases: dict[str, str] = {}
         doubtful: list[str] = []
+        of_model, of_trained = self._by_root(self.model), self._by_root(trained)
         for root in self.roots:  # equal models are no aliases of each other
-            model = {n: leaf for n, leaf in self.model.items() if n.startswith(root.prefix)}
-            own = [name for name in trained if name in model]
+            model = {name: self.model[name] for name in of_model.get(root.prefix, ())}
+            own = [name for name in of_trained.get(root.prefix, ()) if name in model]
             names, unproven = second_names(model, own, self.optimizer.state)
             aliases |= names
             doubtful += unproven
@@ -141,6 +144,13 @@ class ManifestBuilder:
                 "for a second name of a tied weight; it may be a frozen copy"
             )
         return aliases
+
+    def _by_root(self, names: Iterable[str]) -> dict[str, list[str]]:
+        """The names of each model, by what precedes them."""
+        prefixes = {root.prefix for root in self.roots}
+        lengths = {len(prefix) for prefix in prefixes}  # few, of however many models
+        pairs = ((name[:length], name) for name in names for length in lengths)
+        return by_key((prefix, name) for prefix, name in pairs if prefix in prefixes)
 
     def _add_trained(self) -> None:
         """The optimizer's parameters with their states, group by group."""
@@ -161,24 +171,30 @@ class ManifestBuilder:
             sharded = any(self.model[name].sharded for name in trained)
             self.buffers = [name for name in others if is_buffer(name, self.model[name], sharded)]
         else:
-            self.buffers = [name for name in others if name in stated["buffers"]]
+            of_module = {*stated["buffers"]}
+            self.buffers = [name for name in others if name in of_module]
         # without an optimizer nothing shows which weights are frozen
-        shown = tuple(root.prefix for root in self.roots if {*root.optimizers} & {*self.optimizers})
+        shown = {root.prefix for root in self.roots if {*root.optimizers} & {*self.optimizers}}
+        of_model = self._by_root(others)
+        untrained = {name for prefix in shown for name in of_model.get(prefix, ())}
+        buffers, stated_frozen = {*self.buffers}, {*(stated or {}).get("frozen", ())}
         for name in others:
-            if name not in self.buffers:
-                frozen = name.startswith(shown) if stated is None else name in stated["frozen"]
+            if name not in buffers:
+                frozen = name in (untrained if stated is None else stated_frozen)
                 self._add_weight(name, Parameter(self.model[name].shape, trainable=not frozen))
         for name in self.buffers:
             self._add_entry(f"{name}/param", self.model[name])
 
     def _add_aliases(self) -> None:
+        for owner, names in by_key((owner, alias) for alias, owner in self.aliases.items()).items():
+            if parameter := self.parameters.get(owner):
+                aliases = (*parameter.aliases, *names)
+                self.parameters[owner] = replace(parameter, aliases=aliases)
         for alias, owner in self.aliases.items():
-            parameter = self.parameters.get(owner)
-            if parameter is None:  # of a buffer: both names keep it
+            if owner not in self.parameters:  # of a buffer: both names keep it
                 self.buffers.append(alias)
                 self._add_entry(f"{alias}/param", self.model[alias])
                 continue
-            self.parameters[owner] = replace(parameter, aliases=(*parameter.aliases, alias))
             if alias not in self.model:
                 continue
             memory = self.model[alias].memory
@@ -309,13 +325,13 @@ class ManifestBuilder:
         if () in models:
             rest = {key: value for key, value in rest.items() if not is_extra(key)}
         scheduler = next((key for key in SCHEDULERS if isinstance(rest.get(key), dict)), None)
-        dtypes = [self.entries[f"{name}/param"].dtype for name in self.parameters]
+        dtypes = Counter(self.entries[f"{name}/param"].dtype for name in self.parameters)
         folders = None if self._are_several() else self.saved.folders
         optimizers = list(self.optimizers) or self.ignored
         optimizers = [() if path == (self.saved.beside,) else path for path in optimizers]
         engine = StateDictEngine(
             "torch",
-            max(dtypes, key=dtypes.count, default="F32"),
+            max(dtypes, key=dtypes.__getitem__, default="F32"),
             place_of(self.saved.tree, self.roots[0].model) if len(self.roots) == 1 else (),
             optimizers[0] if len(optimizers) == 1 else None,
             self.optimizer.layout or None,

@@ -282,7 +282,16 @@ def assembled(
                 f"{list(piece.offsets)}, outside of its shape {list(shape)}"
             )
     fragments = boxes(
-        Box(shape, p.offsets, p.sizes, p.strides, p.first, SIZES[dtype], p.extent) for p in nonempty
+        Box(
+            whole=shape,
+            offsets=p.offsets,
+            sizes=p.sizes,
+            strides=p.strides,
+            first=p.first,
+            size=SIZES[dtype],
+            extent=p.extent,
+        )
+        for p in nonempty
     )
     total = sum(piece.numel for piece in nonempty)
     if total < prod(shape):

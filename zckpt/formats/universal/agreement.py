@@ -8,6 +8,7 @@ in every target without a word.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -34,8 +35,8 @@ def contradictions(manifest: Manifest, step: Any) -> Iterator[str]:
     entries = [entry for entry in manifest.entries.values() if entry.slot != "state"]
     pairs = [(entry, parameters.get(entry.parameter)) for entry in entries]
     weights = {entry.parameter for entry in entries if entry.slot in WEIGHTS}
-    aliases = [alias for parameter in parameters.values() for alias in parameter.aliases]
-    twice = {alias for alias in aliases if alias in parameters or aliases.count(alias) > 1}
+    aliases = Counter(alias for parameter in parameters.values() for alias in parameter.aliases)
+    twice = {alias for alias, count in aliases.items() if alias in parameters or count > 1}
     wrong = [
         name
         for name, parameter in parameters.items()
