@@ -103,6 +103,15 @@ _tp_rules = grouped(
     help="How tensor-parallel ranks cut parameters, if the checkpoint does not say it: a file of "
     "lines REGEX = RULE, or megatron, megatron-swiglu, neox, neox-parallel, bloom or llama.",
 )
+_buffers = grouped(
+    "Source",
+    "--buffers",
+    rare=True,
+    multiple=True,
+    metavar="GLOB",
+    help="Tensors of the model that each rank has for itself, in files without an optimizer: rank "
+    "0's are taken. Repeatable.",
+)
 replicas = grouped(
     "Source",
     "--replicas",
@@ -132,7 +141,8 @@ def of_sources(has_names: bool, *chosen: Decorator) -> Decorator:
     Those in `chosen` say which of several checkpoints is meant.
     """
     names = declared_option(PARAM_NAMES, hidden=not has_names)
-    return stacked(_format, *chosen, _root, _tp_rules, names, _step_policy, as_document, _quiet)
+    own = (_root, _tp_rules, _buffers, names, _step_policy)
+    return stacked(_format, *chosen, *own, as_document, _quiet)
 
 
 common = of_sources(True, _tag)

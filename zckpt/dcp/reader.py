@@ -26,7 +26,8 @@ from .values import NotLoaded, rebuilt
 class StorageReader(storage.StorageReader):
     """Reads the checkpoint at `path`, of any format, into the state dict of any torch program.
 
-    `format`, `tag`, `root`, `step_policy`, `param_names` and `tp_rules` are those of `zckpt.read`.
+    `format`, `tag`, `root`, `step_policy`, `param_names`, `tp_rules` and `buffers` are those of
+    `zckpt.read`.
     `rename` are pairs (regex, replacement) as in `--rename`. A state dict from
     `optimizer.state_dict()` has numbers for parameters and needs `model` and `optimizer`; these
     also state the groups of frozen parameters.
@@ -52,6 +53,7 @@ class StorageReader(storage.StorageReader):
         param_names: Sequence[str] | None = None,
         rename: Iterable[tuple[str, str]] = (),
         tp_rules: str | os.PathLike[str] | None = None,
+        buffers: Sequence[str] = (),
         model: torch.nn.Module | None = None,
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
@@ -65,6 +67,7 @@ class StorageReader(storage.StorageReader):
             rename=tuple(rename),
             root=root,
             tp_rules=rules,
+            buffers=(buffers,) if isinstance(buffers, str) else tuple(buffers),
         )
         self._groups = _groups(model, optimizer)
         self._table: KeyTable | None = None

@@ -14,13 +14,14 @@ from ..copying import convert, staging, targets
 from ..copying.journal import Identity
 from ..copying.sharing import ended
 from ..copying.staging import Staging
-from ..core import description, duplicates, masters, states
+from ..core import description, duplicates, masters, replicas, states
 from ..core.checksum import crc32
 from ..core.description import Report
 from ..core.folder import Folder
 from ..core.layout import CopyOutcome, Layout
 from ..core.manifest import Manifest
 from ..core.sources import files_seen
+from ..core.unlisted import refuse_share
 from ..core.version import __version__
 from ..errors import TargetExists, WrongOption
 from ..formats.deepspeed_states import estimates
@@ -86,6 +87,8 @@ def write(
     if format.options is None:
         raise WrongOption(f"zckpt can read {to}, but not write it yet")
     refuse(options, _called(command, to), format.options, format.reasons or {})
+    if format.is_resumed and not options.weights_only:
+        refuse_share(manifest)
     parts = models.parts_of(format, manifest, reading, options)
     if not parts:
         models.need_one(format, manifest, options)
@@ -125,6 +128,7 @@ def write(
             keeping.try_out(layout)
             memory = convert.memory_of(source, running.copying)
             free = targets.free_for(target, running.resume)
+            report["warnings"] += replicas.not_compared(manifest)
             return report | {"dry_run": True, "memory": memory, "free": free}
         targets.need_space(target, size, running.continues)
         if not formats.named(manifest.format).is_neutral:  # it states each file's checksum
@@ -234,6 +238,7 @@ def _identity(
         "--step-policy": reading.step_policy,
         "--replicas": reading.replicas,
         "--masters-from-weights": reading.masters_from_weights or None,
+        "--buffers": list(reading.buffers) or None,
         "--tp-rules": reading.tp_rules,
     }
     stated = {flag: value for flag, value in flags.items() if value is not None}

@@ -204,7 +204,7 @@ def test_dtensors_are_put_together(
 ) -> None:
     merged = ranked.merge(cut(tmp_path, WHOLE, sizes, axes, mesh))
     assert torch.equal(values_of(merged.tree["w"]), WHOLE)
-    assert merged.left_out == []
+    assert merged.different == []
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
@@ -400,7 +400,7 @@ def test_what_is_not_sharded_is_rank_0s(tmp_path: Path) -> None:
         }
         files[rank] = saved.file(tmp_path / f"extra_rank_{rank}.pt", value)
     merged = ranked.merge(files)
-    assert merged.left_out == [
+    assert [*ranked.report(merged.different)] == [
         "rng.cpu: ranks hold different ones, rank 0's is taken",
         "rng.python.1: ranks hold different ones, rank 0's is taken",
         "counter: ranks hold different ones, rank 0's is taken",

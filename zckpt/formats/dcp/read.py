@@ -305,7 +305,10 @@ class _FolderReader:
         # every item has its own memory; safetensors have no checksums
         twin = identities(dtype, shape, parts)[1] if len(parts) == len(pieces) else None
         sharded, name = len(item.boxes) > 1, next(names, None)
-        return Leaf(dtype, shape, fragments, number, twin=twin, sharded=sharded, name=name)
+        cuts = frozenset(box.sizes for box in item.boxes) if sharded else frozenset()
+        return Leaf(
+            dtype, shape, fragments, number, twin=twin, sharded=sharded, name=name, parts=cuts
+        )
 
 
 def _no_number() -> Any:

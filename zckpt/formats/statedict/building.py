@@ -110,6 +110,8 @@ class ManifestBuilder:
             else {},
             unread=tuple(unread),
             unused=tuple(saved.unused),
+            uncompared=saved.uncompared,
+            share=saved.share,
         )
 
     def _are_several(self) -> bool:

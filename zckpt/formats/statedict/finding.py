@@ -162,6 +162,20 @@ def _models_in(
     return models
 
 
+def lists_in(
+    tree: Any, others: Collection[TreePath], path: TreePath = ()
+) -> Iterator[tuple[TreePath, list[Any]]]:
+    """The lists of tensors outside of `others`, with their paths."""
+    if (path and path in others) or not isinstance(tree, (dict, list)) or len(path) > DEPTH:
+        return
+    if isinstance(tree, list) and any(isinstance(item, Leaf) for item in tree):
+        yield path, tree
+    elif isinstance(tree, dict):
+        for key, value in tree.items():
+            if type(value) not in PLAIN:
+                yield from lists_in(value, others, (*path, key))
+
+
 def choose_models(
     saved: SavedTree,
     models: Mapping[TreePath, dict[Any, Any]],
