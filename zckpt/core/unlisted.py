@@ -34,10 +34,11 @@ def unlisted(manifest: Manifest) -> list[str]:
     if not others:
         return []
     engine = manifest.engine
-    are = "are taken for frozen" if isinstance(engine, StateDictEngine) else "are frozen"
+    what = "the other one is" if len(others) == 1 else f"the other {len(others)} are"
+    how = "taken for frozen" if isinstance(engine, StateDictEngine) else "frozen"
     line = (
         f"the optimizer lists {len(trained)} of {counted(len(trained) + len(others), 'weight')}: "
-        f"the other {len(others)} {are} ({listed(others, MANY)})"
+        f"{what} {how} ({listed(others, MANY)})"
     )
     return [f"{line}. {LOST[0].upper()}{LOST[1:]}" if _may_be_share(manifest) else line]
 

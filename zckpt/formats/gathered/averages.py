@@ -20,7 +20,7 @@ from ...core.dtypes import FLOATS
 from ...core.inert import nested
 from ...files.torchfile import Tensor, TorchFile
 from ..statedict.finding import DEPTH, is_optimizer, without
-from ..statedict.slices import left_out
+from ..statedict.slices import entry_of, left_out
 from ..statedict.tree import Difference, Leaf, TreePath, dotted
 from .distributed import (
     DistributedTensor,
@@ -98,9 +98,7 @@ def joined(
                 f"{dotted(place)}: the ranks' plain slices are joined as the model's DTensors are"
             )
         elif is_slices:
-            entry = next(
-                place[:end] for end in range(1, len(place) + 1) if not _holds(kept, place[:end])
-            )
+            entry = entry_of(place, kept)
             tree = without(tree, {entry})
             settled.append(entry)
             lines.append(left_out(dotted(entry)))
@@ -228,11 +226,6 @@ def _optimizers(ranks: RankFiles) -> Iterator[TreePath]:
             for key, item in table.items():
                 if isinstance(item, dict) and is_optimizer(item):
                     yield (*path, key)
-
-
-def _holds(kept: Sequence[TreePath], entry: TreePath) -> bool:
-    """Whether a model or an optimizer is in it."""
-    return any(path[: len(entry)] == entry for path in kept)
 
 
 def _is_plain(value: Any) -> bool:

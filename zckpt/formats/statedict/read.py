@@ -32,7 +32,7 @@ from .finding import (
 from .keys import is_optimizers_key
 from .names import names_of, refuse_twice
 from .own_facts import joined
-from .refusals import refuse_flat_states, refuse_parts, refuse_tree
+from .refusals import refuse_flat_states, refuse_parts, refuse_tree, refuse_unnamed_parts
 from .roots import SOLE, Root, Roots, roots_of
 from .slices import leave_out_slices, refuse_states, refuse_weights
 from .tree import Leaf, SavedTree, TreePath, dotted
@@ -197,6 +197,7 @@ def _named(
             refuse_twice(saved, [*trained, *members])
         except (MissingData, InconsistentCheckpoint) as error:
             refuse_slices(None)
+            refuse_unnamed_parts(saved, model, optimizer, reading.weights_only)
             may_lack = reading.weights_only or (reading.nameless and param_names is None)
             if is_one and not (may_lack and isinstance(error, MissingData)):
                 raise
@@ -222,9 +223,12 @@ def _named(
         trained += members
         named[path] = optimizer.renamed({m: root.prefix + name for m, name in name_of.items()})
     refuse_slices(trained if own and len(named) == len(own) else None)
-    for path in () if reading.weights_only else own:
-        refuse_states(saved, path, own[path], names_by_path[path])
-        refuse_parts(saved, model, own[path].renamed(names_by_path[path]))
+    for path, optimizer in own.items():
+        if path in named:
+            states = optimizer.renamed(names_by_path[path])
+            refuse_parts(saved, model, states, reading.weights_only)
+        if not reading.weights_only:
+            refuse_states(saved, path, optimizer, names_by_path[path])
     if root.prefix:
         saved.inferred[inferred:] = [root.prefix + name for name in saved.inferred[inferred:]]
         saved.warnings[warnings:] = [f"{root.name}: {line}" for line in saved.warnings[warnings:]]

@@ -17,6 +17,7 @@ from ...core.inert import PLAIN
 from ...errors import InconsistentCheckpoint, UnsupportedCheckpoint
 from .finding import DEPTH, OptimizerState
 from .names import ELEMENTWISE
+from .roots import fits
 from .tree import Leaf, SavedTree, TreePath, dotted
 
 FLAT = ("_flat_param", "flat_param")
@@ -62,15 +63,17 @@ def refuse_flat_states(
         is_flat = all(len(leaf.shape) == 1 and not leaf.sharded for leaf in moments)
         if optimizer.is_numbered and moments and is_flat:
             raise UnsupportedCheckpoint(
-                f"{saved.root} has an optimizer of FSDP1's flat parameters ({dotted(path)}), cut "
-                "over the ranks. No file says which weights are in a flat parameter, and where",
+                f"{saved.root} has an optimizer of FSDP1's flat parameters, cut over the ranks "
+                f"({dotted(path)}). No file says which weights are in a flat parameter, and where",
                 hint=f"take the weights alone: `zckpt convert {saved.root} DST --weights-only`. To "
                 "keep the optimizer, save FSDP.optim_state_dict(model, optimizer), or train with "
                 "FSDP2 (in verl: actor.strategy=fsdp2)",
             )
 
 
-def refuse_parts(saved: SavedTree, model: Mapping[str, Any], optimizer: OptimizerState) -> None:
+def refuse_parts(
+    saved: SavedTree, model: Mapping[str, Any], optimizer: OptimizerState, weights_only: bool
+) -> None:
     """Raises InconsistentCheckpoint for a tensor with the shape of one part of its counterpart.
 
     The names of `optimizer` are those of `model`. A directory of torch.distributed.checkpoint has
@@ -82,17 +85,55 @@ def refuse_parts(saved: SavedTree, model: Mapping[str, Any], optimizer: Optimize
             moment = state[key]
             if not (isinstance(weight, Leaf) and isinstance(moment, Leaf)):
                 continue
-            pairs = (
-                (f"{name}/{key}", moment, weight, "its weight"),
-                (name, weight, moment, f"its {key}"),
-            )
-            for title, part, whole, other in pairs:
-                if is_part(part, whole):
-                    raise InconsistentCheckpoint(
-                        f"{saved.root}: {title} has the shape {list(part.shape)}, which is one "
-                        f"rank's slice of {list(whole.shape)}, the shape of {other}",
-                        hint=WHOLE,
-                    )
+            if is_part(weight, moment):
+                raise _slice(saved, name, weight, moment, f"its {key}")
+            if is_part(moment, weight) and not weights_only:
+                raise _slice(saved, f"{name}/{key}", moment, weight, "its weight")
+
+
+def refuse_unnamed_parts(
+    saved: SavedTree, model: Mapping[str, Any], optimizer: OptimizerState, weights_only: bool
+) -> None:
+    """The same for an optimizer that knows numbers, which have no names yet."""
+    weights = {name: leaf for name, leaf in model.items() if isinstance(leaf, Leaf) and leaf.shape}
+    moments = {
+        f"{number}/{key}": leaf
+        for number, state in optimizer.state.items()
+        for key, leaf in state.items()
+        if key in ELEMENTWISE and isinstance(leaf, Leaf)
+    }
+    if not optimizer.is_numbered or fits(optimizer, model):
+        return
+    if found := _part_among(weights, moments):
+        raise _slice(saved, *found, "a state of the optimizer")
+    if not weights_only and (found := _part_among(moments, weights)):
+        raise _slice(saved, *found, "a weight")
+
+
+def _part_among(
+    tensors: Mapping[str, Leaf], others: Mapping[str, Leaf]
+) -> tuple[str, Leaf, Leaf] | None:
+    """The first tensor with the shape of a part of the others, which alone state that."""
+    if any(leaf.sharded for leaf in tensors.values()):
+        return None
+    parts = {shape: leaf for leaf in others.values() for shape in leaf.parts}
+    wholes = {leaf.shape for leaf in others.values()}
+    found = [
+        (name, leaf, parts[leaf.shape])
+        for name, leaf in tensors.items()
+        if leaf.shape in parts.keys() - wholes
+    ]
+    return found[0] if found else None
+
+
+def _slice(
+    saved: SavedTree, name: str, part: Leaf, whole: Leaf, other: str
+) -> InconsistentCheckpoint:
+    return InconsistentCheckpoint(
+        f"{saved.root}: {name} has the shape {list(part.shape)}, which is one rank's slice of "
+        f"{list(whole.shape)}, the shape of {other}",
+        hint=WHOLE,
+    )
 
 
 def is_part(leaf: Leaf, whole: Leaf) -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
+from math import prod
 from typing import Any
 
 from ...core.grouping import by_key
@@ -57,13 +58,15 @@ def refuse_weights(
         equal = {name: leaf for name, leaf in model.items() if name not in differing}
         if all(fits(optimizer, equal) for optimizer in optimizers.values()):
             return
+        if any(leaf.sharded for leaf in model.values() if isinstance(leaf, Leaf)):
+            differing = {name: item for name, item in differing.items() if not item.is_alike}
     wrong = {
         name: item
         for name, item in differing.items()
         if (name in listed if listed is not None else not _is_of_ranks(name, buffers))
     }
     if wrong:
-        name = next(iter(wrong))
+        name = max(wrong, key=lambda name: (not wrong[name].is_alike, prod(model[name].shape)))
         way = "" if listed is not None else f"; if each rank has its own, add --buffers '{name}'"
         raise _slices(name, wrong[name], len(wrong) - 1, WHOLE + way)
 
@@ -148,9 +151,15 @@ def _is_kept_apart(
 def left_out(key: str) -> str:
     """The warning for averages of slices that nothing shows how to join."""
     return (
-        f"{key} is left out: its tensors are one rank's slices of the model's weights, and are not "
-        "where the model's DTensors have all parts"
+        f"{key} is left out: each rank's tensors in it are slices of the model's weights, and "
+        "nothing shows how to join them"
     )
+
+
+def entry_of(place: TreePath, kept: Collection[TreePath]) -> TreePath:
+    """The largest entry around a place that has none of these state dicts in it."""
+    ends = range(1, len(place) + 1)
+    return next(place[:end] for end in ends if not any(path[:end] == place[:end] for path in kept))
 
 
 def leave_out_slices(
@@ -181,9 +190,11 @@ def leave_out_slices(
         )
     places = lists_in(saved.tree, {*models, *optimizers})
     gone |= {path for path, items in places if _are_slices(items, leaves)}
-    saved.tree = without(saved.tree, gone) if gone else saved.tree
-    saved.warnings += [left_out(dotted(path)) for path in gone]
-    return {path: model for path, model in models.items() if path not in gone}
+    kept = [path for path in (*models, *optimizers) if path not in gone]
+    entries = {entry_of(path, kept) for path in gone}
+    saved.tree = without(saved.tree, entries) if entries else saved.tree
+    saved.warnings += [left_out(dotted(path)) for path in entries]
+    return {path: models[path] for path in kept if path in models}
 
 
 def _is_slice(model: Mapping[Any, Any], wholes: Mapping[str, Sequence[Leaf]]) -> bool:

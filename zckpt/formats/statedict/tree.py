@@ -118,6 +118,11 @@ class Difference(Struct, frozen=True):
     files: tuple[str, str]
     shapes: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
+    @property
+    def is_alike(self) -> bool:
+        """Whether the values are no tensors of different shapes."""
+        return self.shapes is None or self.shapes[0] == self.shapes[1]
+
 
 def leads_to_step(path: TreePath) -> bool:
     """Whether a value is called `step`; in a flattened state dict that is the end of its key."""
