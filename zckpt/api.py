@@ -84,6 +84,7 @@ def _split(words: Mapping[str, Any], **more: Any) -> tuple[Reading, Running, Tar
     more["replicas"] = rest.pop("replicas", None)
     running = Running(**taken(RunningKeywords))
     reading = _reading(taken(SourceKeywords), by_checksums=running.dry_run, **more)
+    rest |= {"buffers": reading.buffers} if reading.buffers else {}  # targets use them too
     return reading, running, options_of(rest)
 
 

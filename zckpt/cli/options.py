@@ -109,8 +109,8 @@ _buffers = grouped(
     rare=True,
     multiple=True,
     metavar="GLOB",
-    help="Tensors of the model that each rank has for itself, in files without an optimizer: rank "
-    "0's are taken. Repeatable.",
+    help="Tensors that are buffers, where files do not tell them from frozen parameters, or where "
+    "each rank has its own in files without an optimizer (rank 0's are taken). Repeatable.",
 )
 replicas = grouped(
     "Source",
@@ -240,10 +240,10 @@ copying = stacked(
 """Options for copying tensors."""
 
 _trained = [item for item in formats.FORMATS if item.is_resumed]
-writing = of_targets(_trained, without={"param_names"})
+writing = of_targets(_trained, without={"param_names", "buffers"})
 """Options of the commands that write a checkpoint for training."""
 
-resuming = of_targets(_trained, without={"param_names", *OF_CONVERSIONS})
+resuming = of_targets(_trained, without={"param_names", "buffers", *OF_CONVERSIONS})
 """Options of a run that goes on as it was, at another size."""
 
 exporting = of_targets([formats.named("hf")], without={"param_names", "weights_only", "drop_state"})

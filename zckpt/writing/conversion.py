@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Mapping
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -33,7 +34,17 @@ from ..naming.ties import with_ties
 from ..reading import read
 from ..training import steps
 from ..training.lightning import refuse_averages
-from ..training.options import ACCEPT_WEIGHTS, DROP_STATE, PARAM_NAMES, RENAME, TIE, Options, refuse
+from ..training.options import (
+    ACCEPT_WEIGHTS,
+    BUFFERS,
+    DROP_STATE,
+    PARAM_NAMES,
+    RENAME,
+    TIE,
+    Option,
+    Options,
+    refuse,
+)
 from . import models
 from .keeping import Keeping, dropped_states, unable_to_step
 from .report import report_on
@@ -86,6 +97,8 @@ def write(
     format = formats.named(to)
     if format.options is None:
         raise WrongOption(f"zckpt can read {to}, but not write it yet")
+    if manifest.buffers_named:  # when it was read
+        options = _without_unknown(options, BUFFERS, format)
     refuse(options, _called(command, to), format.options, format.reasons or {})
     if format.is_resumed and not options.weights_only:
         refuse_share(manifest)
@@ -159,6 +172,13 @@ def write(
             "seconds": _since(started),
             **({"resumed": stage.resumed} if running.continues else {}),
         }
+
+
+def _without_unknown(options: Options, option: Option[Any], format: Format) -> Options:
+    """The options without one of reading that means something to some targets as well."""
+    if option.name in {known.name for known in format.options or ()}:
+        return options
+    return Options(tuple(pair for pair in options.given if pair[0].name != option.name))
 
 
 def _called(command: str, to: str) -> str:

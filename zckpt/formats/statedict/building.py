@@ -24,7 +24,7 @@ from ...training.trainers import config_of
 from ..reading import Reading
 from ..strangers import Stranger, sorted_out
 from .equal_tensors import second_names
-from .finding import OptimizerState, is_buffer, is_extra, merged, value_at, without
+from .finding import OptimizerState, is_buffer, is_extra, matches_any, merged, value_at, without
 from .roots import Root
 from .tree import InPieces, Leaf, SavedTree, StepStatement, TreePath, dotted, lost_number
 
@@ -55,6 +55,7 @@ class ManifestBuilder:
         own = [path for root in roots for path in root.optimizers]
         self.ignored = own if reading.weights_only else []
         self.step_policy = reading.step_policy
+        self.globs = reading.buffers
         self.entries: dict[str, Entry] = {}
         self.replicas: list[Entry] = []
         self.parameters: dict[str, Parameter] = {}
@@ -110,6 +111,7 @@ class ManifestBuilder:
             else {},
             unread=tuple(unread),
             unused=tuple(saved.unused),
+            buffers_named=saved.buffers_named,
             uncompared=saved.uncompared,
             share=saved.share,
         )
@@ -164,6 +166,9 @@ class ManifestBuilder:
             self.buffers = [name for name in others if is_buffer(name, self.model[name], sharded)]
         else:
             self.buffers = [name for name in others if name in stated["buffers"]]
+        said = [name for name in others if matches_any(name, self.globs)]
+        self.buffers += [name for name in said if name not in self.buffers]
+        self.saved.buffers_named |= bool(said)
         # without an optimizer nothing shows which weights are frozen
         shown = tuple(root.prefix for root in self.roots if {*root.optimizers} & {*self.optimizers})
         for name in others:

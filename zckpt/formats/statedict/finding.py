@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 from msgspec import Struct, field
@@ -260,6 +261,11 @@ def is_buffer(name: str, leaf: Leaf, sharded: bool) -> bool:
     """
     whole = sharded and leaf.sharded is False and leaf.shape[:1] != (1,)
     return leaf.dtype not in FLOATS or whole or bool(BUFFERS.fullmatch(name))
+
+
+def matches_any(name: str, globs: Sequence[str]) -> bool:
+    """Whether the user's `--buffers` name a tensor."""
+    return any(fnmatchcase(name, glob) for glob in globs)
 
 
 def is_extra(key: Any) -> bool:

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from fnmatch import fnmatchcase
 from math import prod
 from typing import Any
 
 from ...core.grouping import by_key
 from ...errors import InconsistentCheckpoint, counted
-from .finding import MODELS, OptimizerState, lists_in, without
+from .finding import MODELS, OptimizerState, lists_in, matches_any, without
 from .names import ELEMENTWISE
 from .refusals import WHOLE, is_part
 from .roots import fits
@@ -113,7 +112,7 @@ def _slices(name: str, item: Difference, more: int, hint: str) -> InconsistentCh
 
 def _is_of_ranks(name: str, buffers: Sequence[str]) -> bool:
     """Whether each rank may have a tensor of the model for itself."""
-    return name.rpartition(".")[2] in STATISTICS or any(fnmatchcase(name, g) for g in buffers)
+    return name.rpartition(".")[2] in STATISTICS or matches_any(name, buffers)
 
 
 def _state_of(

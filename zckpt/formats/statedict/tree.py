@@ -145,7 +145,8 @@ class SavedTree(Struct, eq=False):
     `strangers` are what the optimizers have beside the states of parameters. `uncopied` are files
     that are only compared. `likely` are optimizers that fit the one model that is read. `different`
     are values of which ranks hold different ones, and `uncompared` counts the tensors that were not
-    compared. `share` says what shows that an optimizer is one rank's share.
+    compared. `buffers_named` says whether the user's globs named some of its tensors. `share` says
+    what shows that an optimizer is one rank's share.
     """
 
     root: str
@@ -172,6 +173,7 @@ class SavedTree(Struct, eq=False):
     adapter: bool = False
     steps: list[StepStatement] = field(default_factory=list)
     different: list[Difference] = field(default_factory=list)
+    buffers_named: bool = False
     uncompared: int = 0
     share: str = ""
     storage: str | None = None
