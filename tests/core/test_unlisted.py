@@ -31,12 +31,12 @@ def ddp(once: Once) -> Path:
 
 
 @pytest.mark.parametrize("to", ["universal", "dcp", "gathered", "deepspeed", "deepspeed-universal"])
-def test_a_share_is_named_in_every_format(to: str, zero: Path, tmp_path: Path) -> None:
+def test_a_share_is_named_for_every_target(to: str, zero: Path, tmp_path: Path) -> None:
     report = package.convert(zero / "share.pt", tmp_path / "new", to=to)
     (line,) = [line for line in report["warnings"] if line.startswith(SAID)]
     assert line.endswith(LOST)
     again = [line for line in package.read(tmp_path / "new").warnings if "2 of 6 weights" in line]
-    assert len(again) == 1
+    assert again == ([line] if to == "universal" else [])  # others state what is frozen
 
 
 def test_what_is_complete_says_nothing(zero: Path) -> None:

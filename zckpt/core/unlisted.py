@@ -8,7 +8,7 @@ have lost their states. One file rarely shows which of both it is.
 from __future__ import annotations
 
 from ..errors import IncompleteCheckpoint, counted, listed
-from .facts import StateDictEngine
+from .facts import FlatBufferEngine, StateDictEngine
 from .manifest import Manifest
 from .weights import is_optimizers
 
@@ -20,8 +20,12 @@ LOST = (
 
 
 def unlisted(manifest: Manifest) -> list[str]:
-    """The warning that names the weights; none if there is no optimizer."""
-    ranks = manifest.each
+    """The warning that names the weights; none without an optimizer, or if files state them."""
+    ranks, engine = manifest.each, manifest.engine
+    if isinstance(engine, FlatBufferEngine):  # DeepSpeed lists frozen parameters (0.19.8)
+        return []
+    if isinstance(engine, StateDictEngine) and not engine.guessed:
+        return []
     slots = {entry.slot for rank in ranks for entry in rank.entries.values()}
     if manifest.groups is None and not any(map(is_optimizers, slots)):
         return []
@@ -33,12 +37,10 @@ def unlisted(manifest: Manifest) -> list[str]:
     ]
     if not others:
         return []
-    engine = manifest.engine
     what = "the other one is" if len(others) == 1 else f"the other {len(others)} are"
-    how = "taken for frozen" if isinstance(engine, StateDictEngine) else "frozen"
     line = (
         f"the optimizer lists {len(trained)} of {counted(len(trained) + len(others), 'weight')}: "
-        f"{what} {how} ({listed(others, MANY)})"
+        f"{what} taken for frozen ({listed(others, MANY)})"
     )
     return [f"{line}. {LOST[0].upper()}{LOST[1:]}" if _may_be_share(manifest) else line]
 

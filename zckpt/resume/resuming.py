@@ -152,7 +152,7 @@ class Resuming:
         copying = self.settings.copying
         more = {"jobs": copying.jobs, "memory": copying.memory, **self._shared}
         report = api.verify(path, tag=tag, **reading, **more)
-        self.records = report["records"]
+        self.records = report.get("records")  # none if the files contradict each other
         for line in report["problems"]:
             return str(line["message"])
         for line in report["differences"]:

@@ -181,9 +181,9 @@ class TestNoChecksums:
 
         monkeypatch.setattr("zckpt.files.torchfile.crc_of", read)
         assert zckpt.read(fsdp2 / "equal_legacy", by_checksums=True).uncompared == 1
-        zckpt.read(fsdp2 / "sound")
+        zckpt.read(fsdp2 / "sound", by_checksums=True)
         with pytest.raises(InconsistentCheckpoint):
-            zckpt.read(fsdp2 / "plain")
+            zckpt.read(fsdp2 / "plain", by_checksums=True)
 
 
 def test_averages_of_one_rank_are_left_out_of_items(fsdp2: Path, tmp_path: Path) -> None:

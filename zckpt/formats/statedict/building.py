@@ -166,9 +166,9 @@ class ManifestBuilder:
             self.buffers = [name for name in others if is_buffer(name, self.model[name], sharded)]
         else:
             self.buffers = [name for name in others if name in stated["buffers"]]
-        said = [name for name in others if matches_any(name, self.globs)]
-        self.buffers += [name for name in said if name not in self.buffers]
-        self.saved.buffers_named |= bool(said)
+        if said := {name for name in others if matches_any(name, self.globs)}:
+            self.buffers = [name for name in others if name in {*self.buffers, *said}]
+            self.saved.buffers_named = True
         # without an optimizer nothing shows which weights are frozen
         shown = tuple(root.prefix for root in self.roots if {*root.optimizers} & {*self.optimizers})
         for name in others:
