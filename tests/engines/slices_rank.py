@@ -86,14 +86,14 @@ def fsdp2(rank: int, store: Path, ranks: int, root: Path) -> None:
     files(root / "ema_list", rank, {**both, "ema": {"shadow_params": [*local(averages).values()]}})
     other = {name.upper(): w for name, w in local(averages).items()}
     files(root / "ema_renamed", rank, {**both, "ema": {"weights": other}})
-    apart = root / "ema_files"
-    files(apart, rank, weights, "model")
-    files(apart, rank, states, "optim")
-    files(apart, rank, local(averages), "ema")
-    feedback = optimizer.state_dict()
-    for number, state in feedback["state"].items():
-        state["worker_error"] = torch.full((4,), float(number + rank))
-    files(root / "feedback", rank, {"model": weights, "optimizer": feedback})
+    for stem, value in {"model": weights, "optim": states, "ema": local(averages)}.items():
+        files(root / "ema_files", rank, value, stem)
+    kept = {
+        number: {**state, "worker_error": torch.full((4,), float(number + rank))}
+        for number, state in states["state"].items()
+    }
+    feedback = {**both, "optimizer": {**states, "state": kept}}
+    files(root / "feedback", rank, feedback)
     legacy = local(both)
     files(root / "legacy", rank, legacy, _use_new_zipfile_serialization=False)
     old = {"_use_new_zipfile_serialization": False}  # without checksums
@@ -103,6 +103,9 @@ def fsdp2(rank: int, store: Path, ranks: int, root: Path) -> None:
     dcp.save({**both, "ema": local(averages)}, checkpoint_id=root / "dcp_ema")
     listed = {"shadow_params": [*local(averages).values()]}
     dcp.save({**both, "ema": listed}, checkpoint_id=root / "dcp_ema_list")
+    apart = {"model": local(weights), "optimizer": local(states)}
+    dcp.save(apart, checkpoint_id=root / "dcp_apart", use_collectives=False)
+    dcp.save(feedback, checkpoint_id=root / "dcp_apart_sound", use_collectives=False)
     dcp.save({"model": weights, "optimizer": local(states)}, checkpoint_id=root / "dcp_states")
     dcp.save({"model": local(weights), "optimizer": states}, checkpoint_id=root / "dcp_weights")
 

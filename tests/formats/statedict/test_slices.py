@@ -71,6 +71,7 @@ class TestPlainSlices:
     [
         ("plain_weights", r"emb\.weight: .*one rank's slice"),
         ("even_legacy", r"w: .*different values of it.*one rank's slice"),
+        ("dcp_apart", r"emb\.weight: .*distcp.*one rank's slice"),
         ("dcp_weights", r"emb\.weight has the shape \[\d+, 8\].*one rank's slice of \[37, 8\]"),
     ],
 )
@@ -91,7 +92,9 @@ def test_states_of_one_rank(name: str, fsdp2: Path) -> None:
 class TestSound:
     """The same containers with what ranks have for themselves."""
 
-    @pytest.mark.parametrize("name", ["sound", "dcp_sound", "ema_whole", "feedback"])
+    @pytest.mark.parametrize(
+        "name", ["sound", "dcp_sound", "ema_whole", "feedback", "dcp_apart_sound"]
+    )
     def test_of_fsdp2(self, name: str, fsdp2: Path) -> None:
         manifest = zckpt.read(fsdp2 / name)
         assert manifest.parameters["emb.weight"].shape == (37, 8)
@@ -99,7 +102,8 @@ class TestSound:
         own = {line.partition(":")[0] for line in manifest.left_out}
         if name != "dcp_sound":
             assert {"model.seen", "model.bn.running_mean"} <= own
-        assert ("optimizer.state (5 values)" in own) == (name == "feedback")
+        is_fed_back = name in ("feedback", "dcp_apart_sound")
+        assert ("optimizer.state (5 values)" in own) == is_fed_back
 
     @pytest.mark.parametrize("name", ["both", "frozen"])
     def test_buffers_of_ranks_beside_their_optimizer(self, name: str, ddp: Path) -> None:

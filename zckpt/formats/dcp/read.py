@@ -12,6 +12,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from ...core import sources
+from ...core.fileio import crc_of
 from ...core.fragments import Record
 from ...core.inert import PLAIN, Scalar, nested
 from ...core.manifest import Manifest
@@ -36,6 +37,7 @@ from ..statedict.own_facts import checked
 from ..statedict.read import manifest
 from ..statedict.tree import (
     MAX_LIST,
+    Difference,
     InPieces,
     Leaf,
     SavedTree,
@@ -91,7 +93,7 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
             if has_items(folder):
                 # stated names are those of one model alone
                 is_one = reading.root is not None or all(place_in(f, ("",)) == ("",) for f in parts)
-                _FolderReader(folder, saved).read(is_one)
+                _FolderReader(folder, saved, reading.by_checksums).read(is_one)
             else:
                 saved.tree[own_key(folder)] = _weights(folder, saved)
         if saved.storage == RANKS:
@@ -140,8 +142,9 @@ def _weights(folder: str, saved: SavedTree) -> dict[str, Leaf]:
 class _FolderReader:
     """Puts the items of one folder into the tree."""
 
-    def __init__(self, folder: str, saved: SavedTree) -> None:
+    def __init__(self, folder: str, saved: SavedTree, by_checksums: bool) -> None:
         self.saved = saved
+        self.by_checksums = by_checksums
         self.table: ItemTable = read_table(folder)
         self.files = ItemFiles()
         self.names: Mapping[str, list[str]] = {}
@@ -181,6 +184,8 @@ class _FolderReader:
                     saved.left_out.append(f"{name}: {dotted(path)}, which {MODEL}/ has otherwise")
                 continue
             room = put(saved.tree, path, value, room)
+            if self.table.copies and item is not None:
+                self._compare_copies(key, item, path)
         saved.files += sorted(self.files.sizes)
         self._remark()
 
@@ -253,6 +258,40 @@ class _FolderReader:
         for location, number in values:
             if self.items_in[location.file] > 1:
                 yield StepStatement(path, (location.file,), number)
+
+    def _compare_copies(self, key: str, item: TensorItem, path: TreePath) -> None:
+        """Notes what ranks hold otherwise that saved without asking each other.
+
+        All have written what is whole (`use_collectives=False`). Safetensors state no checksums.
+        """
+        for box in item.boxes:
+            copies = self.table.copies.get((key, box.offsets), ())
+            for copy in copies:
+                first = self.table.location(key, box)
+                equal, shapes = self._are_equal(key, first, copy)
+                self.saved.uncompared += equal is None
+                if equal is False:
+                    files = (first.file, copy.file)
+                    self.saved.different.append(Difference(path, files, shapes))
+                    return
+
+    def _are_equal(
+        self, key: str, first: ItemLocation, copy: ItemLocation
+    ) -> tuple[bool | None, tuple[tuple[int, ...], tuple[int, ...]] | None]:
+        """Whether two files have the same tensor, and the two shapes; None if no byte was read."""
+        stored = [self.files.stored(location, key) for location in (first, copy)]
+        if stored[0] is not None and stored[1] is not None:
+            a, b = stored[0], stored[1]
+            if (a.dtype, a.shape) != (b.dtype, b.shape):
+                return False, (a.shape, b.shape)
+            equal = None if self.by_checksums else crc_of([a.extent]) == crc_of([b.extent])
+            return equal, (a.shape, b.shape)
+        files = [self.files.torch_file(location) for location in (first, copy)]
+        values = [file.value for file in files]
+        equal = files[0].summary(values[0]) == files[1].summary(values[1])
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        shapes = (tensors[0].shape, tensors[1].shape) if len(tensors) == 2 else None
+        return equal, shapes
 
     def _value_of_copy(self, key: str, location: ItemLocation) -> Any:
         """What another rank has saved under a key; None for a tensor that is no number."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -17,7 +17,6 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ...core import agreement, sources
-from ...core.grouping import by_key
 from ...core.inert import Scalar, types_in
 from ...errors import IncompleteCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint
 from ...files.torchfile import Tensor, TorchFile
@@ -301,10 +300,3 @@ def joined(name: str, whole: DistributedTensor, parts: Sequence[LocalPart]) -> L
 def text(value: Any, file: TorchFile) -> str:
     """Equal for equal values; tensors in them count by their checksums."""
     return repr(file.summary(value))
-
-
-def report(different: Sequence[Difference]) -> Iterator[str]:
-    """The values that are rank 0's, in one line for many values of one place."""
-    for place, paths in by_key((item.path[:2], item.path) for item in different).items():
-        what = dotted(paths[0]) if len(paths) == 1 else f"{dotted(place)} ({len(paths)} values)"
-        yield f"{what}: ranks hold different ones, rank 0's is taken"

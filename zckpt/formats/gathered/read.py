@@ -175,7 +175,6 @@ class _TreeReader:
         self.saved.tree = self._tree(trees)
         if self.files.ranks:
             self._join_averages()
-        self.saved.left_out += ranked.report(self.saved.different)
         weights = os.path.basename(files.whole.get("model") or files.whole.get(None, ""))
         self.dialect = _dialect_of(weights)
         self.saved.in_order = self.dialect != "safetensors"

@@ -34,7 +34,7 @@ from .names import names_of, refuse_twice
 from .own_facts import joined
 from .refusals import refuse_flat_states, refuse_parts, refuse_tree, refuse_unnamed_parts
 from .roots import SOLE, Root, Roots, roots_of
-from .slices import leave_out_slices, refuse_states, refuse_weights
+from .slices import leave_out_slices, refuse_states, refuse_weights, taken_of_rank_0
 from .tree import Leaf, SavedTree, TreePath, dotted
 
 ADDRESSES = 1 << 24
@@ -52,6 +52,7 @@ def manifest(saved: SavedTree, reading: Reading = USUAL) -> Manifest:
     roots.py), WrongOption (no such root), InconsistentCheckpoint.
     """
     refuse_tree(saved.tree, saved.root)
+    saved.left_out[:0] = taken_of_rank_0(saved.different)
     _separate(saved)
     optimizers = {
         path: read_optimizer(value_at(saved.tree, path)) for path in find_optimizers(saved.tree)
@@ -131,6 +132,10 @@ def _separate(saved: SavedTree) -> None:
     saved.steps = [
         replace(item, path=(saved.beside, *item.path)) if is_optimizers_key(item.path[0]) else item
         for item in saved.steps
+    ]
+    saved.different = [
+        replace(item, path=(saved.beside, *item.path)) if is_optimizers_key(item.path[0]) else item
+        for item in saved.different
     ]
 
 

@@ -33,6 +33,15 @@ ZERO = (
 )
 
 
+def taken_of_rank_0(different: Sequence[Difference]) -> list[str]:
+    """The values that are rank 0's, in one line for many values of one place."""
+    lines = []
+    for place, paths in by_key((item.path[:2], item.path) for item in different).items():
+        what = dotted(paths[0]) if len(paths) == 1 else f"{dotted(place)} ({len(paths)} values)"
+        lines.append(f"{what}: ranks hold different ones, rank 0's is taken")
+    return lines
+
+
 def refuse_weights(
     saved: SavedTree,
     place: TreePath,
