@@ -273,16 +273,11 @@ class TorchFile:
     def _summary(self, value: Any, _key: Any) -> Any:
         if not isinstance(value, Tensor):
             return map_values(value, self._summary)
-        crc = self.crc(value)[1]
-        if crc is None or not self.states_crc(value):
+        length, crc = self.crc(value)
+        whole = value.contiguous and length == value.numel * SIZES[value.dtype]
+        if crc is None or not whole:
             crc = self.crc_of_elements(value)
         return f"{value.dtype} {list(value.shape)} {crc:08x}"
-
-    def states_crc(self, tensor: Tensor) -> bool:
-        """Whether the file states the CRC-32 of exactly a tensor's elements."""
-        length, crc = self.crc(tensor)
-        whole = tensor.contiguous and length == tensor.numel * SIZES[tensor.dtype]
-        return crc is not None and whole
 
     def crc_of_elements(self, tensor: Tensor) -> int:
         """CRC-32 of the row-major elements; reads their bytes."""

@@ -17,6 +17,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ...core import agreement, sources
+from ...core.dtypes import SIZES
 from ...core.inert import Scalar, types_in
 from ...errors import IncompleteCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint
 from ...files.torchfile import Tensor, TorchFile
@@ -204,7 +205,7 @@ class MergedRanks(Struct, eq=False):
             stored = files[0].crc(a)
             if stored[1] is not None and (stored, _view(a)) == (files[1].crc(b), _view(b)):
                 return True
-            if self.by_checksums and not (files[0].states_crc(a) and files[1].states_crc(b)):
+            if self.by_checksums and not (_states_crc(files[0], a) and _states_crc(files[1], b)):
                 return None
         return first_text() == text(b, files[1])
 
@@ -268,6 +269,13 @@ class MergedRanks(Struct, eq=False):
         equal = self._are_equal(tensors, first, other, partial(text, a.tensor, a.file))
         self.uncompared += equal is None
         return equal is not False
+
+
+def _states_crc(file: TorchFile, tensor: Tensor) -> bool:
+    """Whether a file states the CRC-32 of exactly a tensor's elements."""
+    length, crc = file.crc(tensor)
+    is_whole = tensor.contiguous and length == tensor.numel * SIZES[tensor.dtype]
+    return crc is not None and is_whole
 
 
 def _view(tensor: Tensor) -> tuple[Any, ...]:
