@@ -29,6 +29,7 @@ from ...errors import (
 from ...files.dcpfile import METADATA, VERSION, ItemLocation, ItemTable, TensorItem, read_table
 from ...files.dcpitems import ItemFiles, require_same
 from ...files.torchfile import Tensor, TorchFile, class_of
+from ...training.steps import step_of
 from ...training.trainers import beside, inside, once_more
 from ..reading import USUAL, Reading
 from ..statedict.finding import is_extra
@@ -186,6 +187,8 @@ class _FolderReader:
             room = put(saved.tree, path, value, room)
             if self.table.copies and item is not None:
                 self._compare_copies(key, item, path)
+        if self._is_mixed():  # whose steps are an error, or --step-policy accepts it
+            saved.different.clear()
         saved.files += sorted(self.files.sizes)
         self._remark()
 
@@ -258,6 +261,14 @@ class _FolderReader:
         for location, number in values:
             if self.items_in[location.file] > 1:
                 yield StepStatement(path, (location.file,), number)
+
+    def _is_mixed(self) -> bool:
+        """Whether files state different steps under one key: they are of two saves."""
+        stated: dict[TreePath, set[Any]] = {}
+        for item in self.saved.steps if self.saved.different else ():
+            number = item.value.number() if isinstance(item.value, Leaf) else item.value
+            stated.setdefault(item.path, set()).add(step_of(number))
+        return any(len(steps - {None}) > 1 for steps in stated.values())
 
     def _compare_copies(self, key: str, item: TensorItem, path: TreePath) -> None:
         """Notes what ranks hold otherwise that saved without asking each other.
