@@ -65,8 +65,13 @@ def _reading(source: Mapping[str, Any], **more: Any) -> Reading:
     known = NamedKeywords.__annotations__
     if unknown := sorted(source.keys() - known.keys()):
         raise TypeError(f"there is no argument {unknown[0]!r}; there are {', '.join(known)}")
-    rules = source.get("tp_rules")
-    return Reading(**{**source, "tp_rules": None if rules is None else os.fspath(rules)}, **more)
+    rules, globs = source.get("tp_rules"), source.get("buffers") or ()
+    taken = {
+        **source,
+        "tp_rules": None if rules is None else os.fspath(rules),
+        "buffers": (globs,) if isinstance(globs, str) else tuple(globs),
+    }
+    return Reading(**taken, **more)
 
 
 def _split(words: Mapping[str, Any], **more: Any) -> tuple[Reading, Running, TargetOptions]:
@@ -77,7 +82,9 @@ def _split(words: Mapping[str, Any], **more: Any) -> tuple[Reading, Running, Tar
         return {name: rest.pop(name) for name in kind.__annotations__ if name in rest}
 
     more["replicas"] = rest.pop("replicas", None)
-    reading, running = _reading(taken(SourceKeywords), **more), Running(**taken(RunningKeywords))
+    running = Running(**taken(RunningKeywords))
+    reading = _reading(taken(SourceKeywords), by_checksums=running.dry_run, **more)
+    rest |= {"buffers": reading.buffers} if reading.buffers else {}  # targets use them too
     return reading, running, options_of(rest)
 
 
@@ -87,9 +94,11 @@ def read(
     *,
     weights_only: bool = False,
     nameless: bool = False,
+    by_checksums: bool = False,
     **source: Unpack[NamedKeywords],
 ) -> Manifest:
-    """The manifest of the checkpoint at `path`, recognized by content. Reads no tensor.
+    """The manifest of the checkpoint at `path`, recognized by content. Reads no tensor, but for
+    what ranks hold in files without checksums.
 
         format          its name, if the path has checkpoints of several formats
         tag             which of several checkpoints is meant
@@ -97,12 +106,16 @@ def read(
         step_policy     which step, if places disagree: "max", "min", "keep" or a number
         tp_rules        a family or a file: how tensor-parallel ranks cut parameters, if the
                         checkpoint does not say it
+        buffers         globs: tensors of the model that each rank has for itself
         param_names     the parameters of an optimizer that knows them by number alone
 
     With `weights_only` such an optimizer needs no names and may be left unread, and with `nameless`
-    it is read as the program's own state if no file shows them. Raises the ZckptError that fits.
+    it is read as the program's own state if no file shows them. With `by_checksums`, no tensor is
+    read in any file, and `uncompared` counts those that only their bytes could tell apart. Raises
+    the ZckptError that fits.
     """
-    return read_manifest(path, _reading(source, weights_only=weights_only, nameless=nameless))
+    more = {"weights_only": weights_only, "nameless": nameless, "by_checksums": by_checksums}
+    return read_manifest(path, _reading(source, **more))
 
 
 def inspect(manifest: Manifest) -> Report:
@@ -159,7 +172,7 @@ def convert(
     `words` are the options of `zckpt convert`, which say what the target is: dtype="bf16",
     weights_only=True, ... These say what is read, and how:
 
-        format, tag, root, step_policy, tp_rules    those of `read`
+        format, tag, root, step_policy, tp_rules, buffers    those of `read`
         replicas        "rank0" or "mean": which copy is taken if those of tensor ranks differ
         masters_from_weights   drops masters of Megatron-Core that do not round to their weights;
                         the target gets masters that are widened weights

@@ -19,6 +19,7 @@ from .core.missing_states import lacking
 from .core.states import tensors_in
 from .core.times import odd_times
 from .core.unfinished import refuse_unfinished
+from .core.unlisted import unlisted
 from .errors import (
     AmbiguousCheckpoint,
     CorruptCheckpoint,
@@ -74,7 +75,13 @@ def read(path: str | os.PathLike[str], reading: Reading, alone: bool = True) -> 
     if reading.family is not None:
         manifest = families.translated(manifest, reading.family)
     lost, stateless = lacking(manifest)
-    lines = [*manifest.warnings, *lost, *stateless, *_unused(manifest, reading, format)]
+    lines = [
+        *manifest.warnings,
+        *unlisted(manifest),
+        *lost,
+        *stateless,
+        *_unused(manifest, reading, format),
+    ]
     if manifest.siblings and manifest.groups is not None:  # a model that is to be loaded needs none
         lines += lacking_state(manifest.siblings)
     left_out = [*manifest.left_out, *(_own_tensors(manifest) if reading.weights_only else ())]
@@ -319,6 +326,7 @@ def _read_second(path: str | os.PathLike[str], first: Manifest, reading: Reading
         nameless=reading.nameless,
         root=reading.root,
         tp_rules=reading.tp_rules,
+        buffers=reading.buffers,
     )
     other = read(path, options, alone=False)
     _need_root(reading, first, other)

@@ -21,6 +21,7 @@ READING = [
     "--tag",
     "--root",
     "--tp-rules",
+    "--buffers",
     "--param-names",
     "--step-policy",
     "--json",
@@ -38,7 +39,7 @@ COPYING = [
 ]
 WRITING = [
     "--dp", "--stage", "--weights-only", "--dtype", "--optimizer", "--ds-config", "--dcp-layout",
-    "--dialect", "--group-defaults", "--max-file-size", "--allow-object", "--frozen", "--buffers",
+    "--dialect", "--group-defaults", "--max-file-size", "--allow-object", "--frozen",
     "--tp", "--pp", "--ep", "--pp-bounds", "--pp-partition", "--vocab-size", "--like", "--tie",
     "--rename", "--family", "--accept-weights", "--drop-state",
 ]  # fmt: skip

@@ -94,7 +94,7 @@ class FormatContract:
     ) -> None:
         hidden = ("torch", "deepspeed", "numpy", "safetensors")
         ended = zckpt_without(hidden, "inspect", checkpoint)
-        assert (ended.code, ended.err) == (0, "")
+        assert (ended.code, said_beside_frozen(ended.err)) == (0, [])
         assert self.format in ended.out
 
     def test_convert_needs_no_torch(
@@ -102,4 +102,9 @@ class FormatContract:
     ) -> None:
         hidden = ("torch", "deepspeed", "safetensors")
         ended = zckpt_without(hidden, "convert", checkpoint, tmp_path / "converted")
-        assert (ended.code, ended.err) == (0, "")
+        assert (ended.code, said_beside_frozen(ended.err)) == (0, [])
+
+
+def said_beside_frozen(err: str) -> list[str]:
+    """The lines of stderr, without the one that names weights which no optimizer lists."""
+    return [line for line in err.splitlines() if "Warning: the optimizer lists " not in line]

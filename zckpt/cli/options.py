@@ -103,6 +103,15 @@ _tp_rules = grouped(
     help="How tensor-parallel ranks cut parameters, if the checkpoint does not say it: a file of "
     "lines REGEX = RULE, or megatron, megatron-swiglu, neox, neox-parallel, bloom or llama.",
 )
+_buffers = grouped(
+    "Source",
+    "--buffers",
+    rare=True,
+    multiple=True,
+    metavar="GLOB",
+    help="Tensors that are buffers, where files do not tell them from frozen parameters, or where "
+    "each rank has its own in files without an optimizer (rank 0's are taken). Repeatable.",
+)
 replicas = grouped(
     "Source",
     "--replicas",
@@ -132,7 +141,8 @@ def of_sources(has_names: bool, *chosen: Decorator) -> Decorator:
     Those in `chosen` say which of several checkpoints is meant.
     """
     names = declared_option(PARAM_NAMES, hidden=not has_names)
-    return stacked(_format, *chosen, _root, _tp_rules, names, _step_policy, as_document, _quiet)
+    own = (_root, _tp_rules, _buffers, names, _step_policy)
+    return stacked(_format, *chosen, *own, as_document, _quiet)
 
 
 common = of_sources(True, _tag)
@@ -230,10 +240,10 @@ copying = stacked(
 """Options for copying tensors."""
 
 _trained = [item for item in formats.FORMATS if item.is_resumed]
-writing = of_targets(_trained, without={"param_names"})
+writing = of_targets(_trained, without={"param_names", "buffers"})
 """Options of the commands that write a checkpoint for training."""
 
-resuming = of_targets(_trained, without={"param_names", *OF_CONVERSIONS})
+resuming = of_targets(_trained, without={"param_names", "buffers", *OF_CONVERSIONS})
 """Options of a run that goes on as it was, at another size."""
 
 exporting = of_targets([formats.named("hf")], without={"param_names", "weights_only", "drop_state"})

@@ -14,6 +14,7 @@ What a checkpoint is:
     agreement.py      which step is true, if several places state one
     wrapper.py        tensors around its state dict
     missing_states.py which parameters lack a state that others have
+    unlisted.py       which weights no optimizer lists
     layers.py         which layer and kind a parameter is
     keys.py           keys of dictionaries that may be texts of numbers
     inert.py          objects of classes that are never imported

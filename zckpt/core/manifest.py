@@ -272,8 +272,15 @@ class Manifest(Struct, frozen=True):
     own."""
     states_inferred: bool = True
     """Whether the files can state that a name was inferred."""
+    share: str = ""
+    """What shows that the optimizer's states are one rank's share; empty if nothing does."""
     zero_padding: bool = False
     """Whether the engine fills with zeros what lies between tensors."""
+    buffers_named: bool = False
+    """Whether --buffers named tensors of it when it was read."""
+    uncompared: int = 0
+    """How many tensors of ranks were not compared with each other: their files state no checksums,
+    and none was read."""
     unused: tuple[Extent, ...] = ()
     """Bytes of the checkpoint's own files that nothing in it describes."""
     fingerprints: Mapping[str, Fingerprint] = field(default_factory=dict)

@@ -102,6 +102,17 @@ def compare_copies(manifest: Manifest, chosen: str | None) -> list[str]:
     return warnings
 
 
+def not_compared(manifest: Manifest) -> list[str]:
+    """The sentence about what was not looked at, where no tensor was to be read."""
+    if not manifest.uncompared:
+        return []
+    return [
+        f"not looked at: whether ranks hold different values of "
+        f"{counted(manifest.uncompared, 'tensor')}. Their files state no checksums, and no tensor "
+        "was read; `zckpt verify` compares the bytes"
+    ]
+
+
 def check_joined(manifest: Manifest, chosen: str | None) -> list[str]:
     """Compares what the ranks of a joined model hold; gives warnings, and raises as the checks."""
     _refuse_sums(manifest)

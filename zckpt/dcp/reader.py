@@ -26,10 +26,10 @@ from .values import NotLoaded, rebuilt
 class StorageReader(storage.StorageReader):
     """Reads the checkpoint at `path`, of any format, into the state dict of any torch program.
 
-    `format`, `tag`, `root`, `step_policy`, `param_names` and `tp_rules` are those of `zckpt.read`.
-    `rename` are pairs (regex, replacement) as in `--rename`, `replicas` and `accept_weights` those
-    of `zckpt.load`. What `convert` refuses is refused before a tensor is loaded: the coordinator of
-    a load asks, once for all ranks. A state dict from
+    `format`, `tag`, `root`, `step_policy`, `param_names`, `tp_rules` and `buffers` are those of
+    `zckpt.read`. `rename` are pairs (regex, replacement) as in `--rename`, `replicas` and
+    `accept_weights` those of `zckpt.load`. What `convert` refuses is refused before a tensor is
+    loaded: the coordinator of a load asks, once for all ranks. A state dict from
     `optimizer.state_dict()` has numbers for parameters and needs `model` and `optimizer`; these
     also state the groups of frozen parameters.
 
@@ -56,6 +56,7 @@ class StorageReader(storage.StorageReader):
         tp_rules: str | os.PathLike[str] | None = None,
         replicas: str | None = None,
         accept_weights: bool = False,
+        buffers: Sequence[str] = (),
         model: torch.nn.Module | None = None,
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
@@ -70,6 +71,7 @@ class StorageReader(storage.StorageReader):
             root=root,
             tp_rules=rules,
             replicas=replicas,
+            buffers=(buffers,) if isinstance(buffers, str) else tuple(buffers),
         )
         self._accept_weights = accept_weights
         self._groups = _groups(model, optimizer)

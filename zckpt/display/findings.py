@@ -335,6 +335,7 @@ def _magnitudes(histogram: dict[str, Any] | None) -> str | None:
 def fitting(report: dict[str, Any], quiet: bool) -> None:
     """Whether an engine loads a checkpoint at a size, why not, and what makes it fit."""
     sizes = ", ".join(f"{name} {size}" for name, size in report["sizes"].items())
+    warn(report["warnings"], quiet)
     if report["loads"]:
         print(f"{safe(report['path'])} loads as it is ({report['engine']}, {sizes})")
         return

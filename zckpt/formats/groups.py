@@ -64,7 +64,7 @@ def _with_buffers(manifest: Manifest, patterns: Sequence[str]) -> Manifest:
     buffers: set[str] = set()
     for pattern in patterns:
         names = fnmatch.filter(frozen, pattern)
-        if not names:
+        if not names and not fnmatch.filter(manifest.buffers, pattern):
             raise WrongOption(
                 f"--buffers {pattern} names no tensor of {manifest.root} that may be a buffer",
                 hint=f"these may be: {listed(frozen, 4) or 'none here'}",

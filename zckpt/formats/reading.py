@@ -26,6 +26,7 @@ class Keywords(TypedDict, total=False):
     tag: str | None
     root: str | None
     step_policy: str | None
+    buffers: Sequence[str]
     tp_rules: str | os.PathLike[str] | None
 
 
@@ -48,6 +49,7 @@ class Reading(Struct, frozen=True):
         tag             which of several checkpoints at the path
         root            which of several models, as NAME or NAME=OPTIMIZER
         step_policy     which step, if ranks or weights disagree
+        buffers         globs: tensors of the model that each rank has for itself
         param_names     the parameters of an optimizer that knows them by number, in its order
         weights_only    the optimizer's state may be left unread, and needs no names
         tp_rules        a family or a file that says how tensor ranks cut parameters
@@ -56,6 +58,8 @@ class Reading(Struct, frozen=True):
         with_slicings   a checkpoint of one tensor rank also says how several would cut its tensors
         inspected       it is only shown: what may be one rank's slice of a model is read alone
         nameless        an optimizer whose numbers get no names is read as the program's own state
+        by_checksums    what ranks hold is compared only where files state checksums: no tensor is
+                        read
 
     `zckpt.reading.read` applies the others to any format:
         format          its name, if the path has checkpoints of several formats
@@ -80,6 +84,8 @@ class Reading(Struct, frozen=True):
     with_slicings: bool = False
     inspected: bool = False
     nameless: bool = False
+    by_checksums: bool = False
+    buffers: tuple[str, ...] = ()
     masters_from_weights: bool = False
 
     def __post_init__(self) -> None:

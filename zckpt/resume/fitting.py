@@ -14,6 +14,8 @@ from msgspec import Struct
 from .. import api, formats
 from ..core.facts import layers_of
 from ..core.manifest import Manifest
+from ..core.replicas import not_compared
+from ..core.unlisted import refuse_share
 from ..errors import NotACheckpoint, WrongOption, ZckptError, counted, listed
 from ..formats.options import OF_CONVERSIONS, options_of
 from ..formats.reading import SourceKeywords
@@ -141,7 +143,7 @@ def check(
     if not found:
         raise NotACheckpoint(f"{path} has no checkpoint")
     newest = found[0]
-    more = {k: v for k, v in reading.items() if v is not None}
+    more = {k: v for k, v in reading.items() if v not in (None, ())}
     manifest = read(newest, more)
     words = asked.of(manifest)
     to = formats.named(engine).name if engine else manifest.format
@@ -150,6 +152,7 @@ def check(
     if to == manifest.format:
         unnamed = to_load(newest, manifest)
         try:
+            refuse_share(manifest)
             reasons = obstacles(manifest, words)
         except ZckptError as error:
             reasons = [error.message]
@@ -167,6 +170,7 @@ def check(
         "sizes": sizes_of(words),
         "loads": not reasons,
         "obstacles": reasons,
+        "warnings": not_compared(manifest),
         **fixed,
     }
 
@@ -199,7 +203,8 @@ def _fix(
     tail = [
         word
         for name, value in {**more, **given, **reading}.items()
-        for word in (f"--{FLAGS.get(name, name.replace('_', '-'))}", str(files.get(name, value)))
+        for item in (value if type(value) is tuple else (files.get(name, value),))
+        for word in (f"--{FLAGS.get(name, name.replace('_', '-'))}", str(item))
     ]
     command = ["zckpt", "reshard" if own else "convert", source.path, "DST", *tail]
     return {"fix": shlex.join(command)}

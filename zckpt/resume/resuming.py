@@ -17,7 +17,9 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from .. import api
+from ..core.replicas import not_compared
 from ..core.resources import Begin, Copying
+from ..core.unlisted import refuse_share
 from ..errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,
@@ -44,7 +46,7 @@ BROKEN = (
     *(NotACheckpoint, SourceChanged, UnsupportedCheckpoint, FileNotFoundError),
 )
 """What the files of one checkpoint say of themselves: the one before may be whole."""
-READING = ("format", "root", "step_policy", "tp_rules", "param_names")
+READING = ("format", "root", "step_policy", "tp_rules", "buffers", "param_names")
 """The words that say how a checkpoint is read."""
 GOING_ON: dict[str, Any] = {"resume": True, "begins_anew": True}
 """What was begun is continued. Without locks it is written anew, or another job's is taken."""
@@ -153,7 +155,7 @@ class Resuming:
         copying = self.settings.copying
         more = {"jobs": copying.jobs, "memory": copying.memory, **self._shared}
         report = api.verify(path, tag=tag, **reading, **more)
-        self.records = report["records"]
+        self.records = report.get("records")  # none if the files contradict each other
         for line in report["problems"]:
             return str(line["message"])
         for line in report["differences"]:
@@ -220,6 +222,7 @@ class Resuming:
         """The same; `here` is where this machine reads it."""
         try:
             manifest = read(here, self._reading)
+            refuse_share(manifest)
         except BROKEN as error:
             return {
                 "broken": sentence(error),
@@ -227,6 +230,8 @@ class Resuming:
                 "is_unsupported": isinstance(error, UnsupportedCheckpoint),
             }
         words = self.asked.of(manifest)
+        are_read = self.settings.verify == "records"
+        unsure = [] if are_read else not_compared(manifest)
         plan: Words = {
             "step": step_of(here, manifest),
             "tag": manifest.origin.tag,
@@ -239,7 +244,7 @@ class Resuming:
             "is_complete": False,
         }
         if not plan["obstacles"]:
-            lines = [to_load(candidate, manifest), *batch(manifest, words, ())]
+            lines = [to_load(candidate, manifest), *batch(manifest, words, ()), *unsure]
             return plan | {"lines": lines}
         plan["words"] = words_for(manifest, words)
         place = self._place(candidate, name_for(candidate.name, words), plan["words"])
@@ -312,7 +317,7 @@ class Resuming:
     def _lack(self, target: str) -> str:
         """What a complete directory has lost by now."""
         try:
-            api.read(target, nameless=True)
+            api.read(target, nameless=True, by_checksums=True)
         except BROKEN as error:
             return sentence(error)
         return ""

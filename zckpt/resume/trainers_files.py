@@ -28,7 +28,7 @@ def read(candidate: Candidate, reading: Mapping[str, Any]) -> Manifest:
     """The metadata of a checkpoint; raises the ZckptError that says why it is not whole."""
     # without the tag's folder it is the file that names it which is wrong
     tag = candidate.tag if candidate.tag and os.path.isdir(candidate.where) else None
-    manifest = api.read(candidate.path, tag=tag, nameless=True, **reading)
+    manifest = api.read(candidate.path, tag=tag, nameless=True, by_checksums=True, **reading)
     if reason := _unfinished(candidate, manifest):
         raise IncompleteCheckpoint(reason)
     return manifest

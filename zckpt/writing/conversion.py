@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Mapping
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -14,13 +15,14 @@ from ..copying import convert, staging, targets, without_locks
 from ..copying.journal import Identity
 from ..copying.sharing import ended
 from ..copying.staging import Staging
-from ..core import description, states
+from ..core import description, replicas, states
 from ..core.checksum import crc32
 from ..core.description import Report
 from ..core.folder import Folder
 from ..core.layout import CopyOutcome, Layout
 from ..core.manifest import Manifest
 from ..core.sources import files_seen
+from ..core.unlisted import refuse_share
 from ..core.version import __version__
 from ..errors import TargetExists, WrongOption
 from ..formats.deepspeed_states import estimates
@@ -32,7 +34,17 @@ from ..naming.ties import with_ties
 from ..reading import check_tensors, read
 from ..training import steps
 from ..training.lightning import refuse_averages
-from ..training.options import ACCEPT_WEIGHTS, DROP_STATE, PARAM_NAMES, RENAME, TIE, Options, refuse
+from ..training.options import (
+    ACCEPT_WEIGHTS,
+    BUFFERS,
+    DROP_STATE,
+    PARAM_NAMES,
+    RENAME,
+    TIE,
+    Option,
+    Options,
+    refuse,
+)
 from . import models
 from .keeping import Keeping, dropped_states, unable_to_step
 from .report import report_on
@@ -87,7 +99,11 @@ def write(
     format = formats.named(to)
     if format.options is None:
         raise WrongOption(f"zckpt can read {to}, but not write it yet")
+    if manifest.buffers_named:  # when it was read
+        options = _without_unknown(options, BUFFERS, format)
     refuse(options, _called(command, to), format.options, format.reasons or {})
+    if format.is_resumed and not options.weights_only:
+        refuse_share(manifest)
     parts = models.parts_of(format, manifest, reading, options)
     if not parts:
         models.need_one(format, manifest, options)
@@ -132,6 +148,7 @@ def write(
             keeping.try_out(layout)
             memory = convert.memory_of(source, running.copying)
             free = targets.free_for(target, running.resume)
+            report["warnings"] += replicas.not_compared(manifest)
             return report | {"dry_run": True, "memory": memory, "free": free}
         targets.need_space(target, size, running.continues)
         report["warnings"] += check_tensors(manifest, reading.replicas, options[ACCEPT_WEIGHTS])
@@ -160,6 +177,13 @@ def write(
             "seconds": _since(started),
             **({"resumed": stage.resumed} if running.continues else {}),
         }
+
+
+def _without_unknown(options: Options, option: Option[Any], format: Format) -> Options:
+    """The options without one of reading that means something to some targets as well."""
+    if option.name in {known.name for known in format.options or ()}:
+        return options
+    return Options(tuple(pair for pair in options.given if pair[0].name != option.name))
 
 
 def _called(command: str, to: str) -> str:
@@ -223,6 +247,7 @@ def _identity(
         "--step-policy": reading.step_policy,
         "--replicas": reading.replicas,
         "--masters-from-weights": reading.masters_from_weights or None,
+        "--buffers": list(reading.buffers) or None,
         "--tp-rules": reading.tp_rules,
     }
     stated = {flag: value for flag, value in flags.items() if value is not None}

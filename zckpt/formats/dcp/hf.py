@@ -72,7 +72,8 @@ def read(paths: Sequence[str], saved: SavedTree) -> dict[str, Leaf]:
         # a rank without rows wrote an empty piece, so the number of pieces is the number of ranks
         fragments = assembled(name, dtype, shape, [solid_piece(*part) for part in parts])
         number = number_of(parts[0][0])
-        tree[name] = Leaf(dtype, shape, fragments, number, sharded=len(parts) > 1)
+        cuts = frozenset(stored.shape for stored, _ in parts) if len(parts) > 1 else frozenset()
+        tree[name] = Leaf(dtype, shape, fragments, number, sharded=len(parts) > 1, parts=cuts)
     saved.files += paths
     return tree
 

@@ -21,6 +21,7 @@ from ...errors import MALFORMED, IncompleteCheckpoint, UnsupportedCheckpoint, no
 from ...files.dcpfile import METADATA, ItemBox, ItemTable, TensorItem, attributes, read_table
 from ...files.dcpitems import ItemFiles, require_same
 from ...files.torchfile import Tensor, TorchFile
+from ..statedict.refusals import refuse_tree
 from ..statedict.tree import TreePath
 from .files import locate, refuse_several
 
@@ -108,6 +109,7 @@ def stored_items(path: str, tag: str | None = None) -> StoredItems:
         description = attributes(saving) if isinstance(saving, Foreign) else {}
     except MALFORMED as error:
         raise not_understood(root, error) from error
+    refuse_tree(dict.fromkeys(items), root)
     version = version if isinstance(version, str) else None
     return StoredItems(root, tuple(files), items, paths, version, description)
 

@@ -12,6 +12,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from ...core import sources
+from ...core.fileio import crc_of
 from ...core.fragments import Record
 from ...core.inert import PLAIN, Scalar, nested
 from ...core.manifest import Manifest
@@ -28,6 +29,7 @@ from ...errors import (
 from ...files.dcpfile import METADATA, VERSION, ItemLocation, ItemTable, TensorItem, read_table
 from ...files.dcpitems import ItemFiles, require_same
 from ...files.torchfile import Tensor, TorchFile, class_of
+from ...training.steps import step_of
 from ...training.trainers import beside, inside, once_more
 from ..reading import USUAL, Reading
 from ..statedict.finding import is_extra
@@ -36,6 +38,7 @@ from ..statedict.own_facts import checked
 from ..statedict.read import manifest
 from ..statedict.tree import (
     MAX_LIST,
+    Difference,
     InPieces,
     Leaf,
     SavedTree,
@@ -91,7 +94,7 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
             if has_items(folder):
                 # stated names are those of one model alone
                 is_one = reading.root is not None or all(place_in(f, ("",)) == ("",) for f in parts)
-                _FolderReader(folder, saved).read(is_one)
+                _FolderReader(folder, saved, reading.by_checksums).read(is_one)
             else:
                 saved.tree[own_key(folder)] = _weights(folder, saved)
         if saved.storage == RANKS:
@@ -140,8 +143,9 @@ def _weights(folder: str, saved: SavedTree) -> dict[str, Leaf]:
 class _FolderReader:
     """Puts the items of one folder into the tree."""
 
-    def __init__(self, folder: str, saved: SavedTree) -> None:
+    def __init__(self, folder: str, saved: SavedTree, by_checksums: bool) -> None:
         self.saved = saved
+        self.by_checksums = by_checksums
         self.table: ItemTable = read_table(folder)
         self.files = ItemFiles()
         self.names: Mapping[str, list[str]] = {}
@@ -181,6 +185,10 @@ class _FolderReader:
                     saved.left_out.append(f"{name}: {dotted(path)}, which {MODEL}/ has otherwise")
                 continue
             room = put(saved.tree, path, value, room)
+            if self.table.copies and item is not None:
+                self._compare_copies(key, item, path)
+        if self._is_mixed():  # whose steps are an error, or --step-policy accepts it
+            saved.different.clear()
         saved.files += sorted(self.files.sizes)
         self._remark()
 
@@ -254,6 +262,48 @@ class _FolderReader:
             if self.items_in[location.file] > 1:
                 yield StepStatement(path, (location.file,), number)
 
+    def _is_mixed(self) -> bool:
+        """Whether files state different steps under one key: they are of two saves."""
+        stated: dict[TreePath, set[Any]] = {}
+        for item in self.saved.steps if self.saved.different else ():
+            number = item.value.number() if isinstance(item.value, Leaf) else item.value
+            stated.setdefault(item.path, set()).add(step_of(number))
+        return any(len(steps - {None}) > 1 for steps in stated.values())
+
+    def _compare_copies(self, key: str, item: TensorItem, path: TreePath) -> None:
+        """Notes what ranks hold otherwise that saved without asking each other.
+
+        All have written what is whole (`use_collectives=False`). Safetensors state no checksums.
+        """
+        for box in item.boxes:
+            copies = self.table.copies.get((key, box.offsets), ())
+            for copy in copies:
+                first = self.table.location(key, box)
+                equal, shapes = self._are_equal(key, first, copy)
+                self.saved.uncompared += equal is None
+                if equal is False:
+                    files = (first.file, copy.file)
+                    self.saved.different.append(Difference(path, files, shapes))
+                    return
+
+    def _are_equal(
+        self, key: str, first: ItemLocation, copy: ItemLocation
+    ) -> tuple[bool | None, tuple[tuple[int, ...], tuple[int, ...]] | None]:
+        """Whether two files have the same tensor, and the two shapes; None if no byte was read."""
+        stored = [self.files.stored(location, key) for location in (first, copy)]
+        if stored[0] is not None and stored[1] is not None:
+            a, b = stored[0], stored[1]
+            if (a.dtype, a.shape) != (b.dtype, b.shape):
+                return False, (a.shape, b.shape)
+            equal = None if self.by_checksums else crc_of([a.extent]) == crc_of([b.extent])
+            return equal, (a.shape, b.shape)
+        files = [self.files.torch_file(location) for location in (first, copy)]
+        values = [file.value for file in files]
+        equal = files[0].summary(values[0]) == files[1].summary(values[1])
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        shapes = (tensors[0].shape, tensors[1].shape) if len(tensors) == 2 else None
+        return equal, shapes
+
     def _value_of_copy(self, key: str, location: ItemLocation) -> Any:
         """What another rank has saved under a key; None for a tensor that is no number."""
         stored = self.files.stored(location, key)
@@ -305,7 +355,10 @@ class _FolderReader:
         # every item has its own memory; safetensors have no checksums
         twin = identities(dtype, shape, parts)[1] if len(parts) == len(pieces) else None
         sharded, name = len(item.boxes) > 1, next(names, None)
-        return Leaf(dtype, shape, fragments, number, twin=twin, sharded=sharded, name=name)
+        cuts = frozenset(box.sizes for box in item.boxes) if sharded else frozenset()
+        return Leaf(
+            dtype, shape, fragments, number, twin=twin, sharded=sharded, name=name, parts=cuts
+        )
 
 
 def _no_number() -> Any:

@@ -4,6 +4,7 @@
     read.py           the state dicts in them, and their manifest
     distributed.py    ShardedTensor and DTensor in the file of one rank
     ranked.py         the same, merged over all ranks
+    averages.py       averages that ranks saved as plain slices, beside the model's DTensors
     items.py          ranks' items as torch_checkpointing names them, and slices in safetensors
     local.py          the state that each rank saved of its own part
     write.py          whole files that plain torch and trainers load

@@ -10,23 +10,26 @@ from __future__ import annotations
 import os
 import re
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from typing import Any, NoReturn
 
 from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ...core import agreement, sources
-from ...core.grouping import by_key
+from ...core.dtypes import SIZES
 from ...core.inert import Scalar, types_in
 from ...errors import IncompleteCheckpoint, InconsistentCheckpoint, UnsupportedCheckpoint, brief
-from ...files.torchfile import Tensor, TorchFile, class_of
+from ...files.torchfile import Tensor, TorchFile
 from ...naming import peft
 from ...training import steps
 from ...training.faults import ADAPTER_PART
 from ..ranks import require_all
 from ..statedict.finding import MEMBERS
+from ..statedict.refusals import refuse_tree
 from ..statedict.tree import (
+    Difference,
     Leaf,
     StepStatement,
     TreePath,
@@ -60,23 +63,27 @@ Copies = tuple[Leaf, Sequence[tuple[TorchFile, Tensor]]]
 
 
 def merge(
-    files: Mapping[int, TorchFile], step_policy: str | None = None, place: TreePath = ()
+    files: Mapping[int, TorchFile],
+    step_policy: str | None = None,
+    place: TreePath = (),
+    by_checksums: bool = False,
 ) -> MergedRanks:
     """The tree that the ranks' files have together; `files` are by rank, `place` is the tree's.
+
+    If tensors are compared only `by_checksums`, none is read for that.
 
     Raises IncompleteCheckpoint (a rank is missing, or a part of a tensor), InconsistentCheckpoint
     (ranks contradict each other), UnsupportedCheckpoint (flat parameters, placements other than
     Shard and Replicate).
     """
     for file in files.values():
-        refuse_flat(file)
+        refuse_tree(file.value, file.path)
     for file in files.values():
         if (first := next(distributed_in(file.value), None)) is not None:
             refuse_missing(files, ranks_of(first, file)[0])
     files = dict(sorted(files.items()))
-    merged = MergedRanks(files, step_policy)
+    merged = MergedRanks(files, step_policy, by_checksums)
     merged.tree = merged.of({rank: file.value for rank, file in files.items()}, place)
-    merged.left_out += _report(merged.different)
     return merged
 
 
@@ -119,54 +126,22 @@ def refuse_part(file: TorchFile) -> None:
     )
 
 
-def refuse_flat(file: TorchFile) -> None:
-    """Raises UnsupportedCheckpoint for FSDP1's flat parameters."""
-    inner = file.value.values() if isinstance(file.value, dict) else ()
-    for state_dict in (file.value, *inner):
-        for key in state_dict if isinstance(state_dict, dict) else ():
-            last = key.rpartition(".")[2] if isinstance(key, str) else ""
-            if last.startswith(("_flat_param", "flat_param")):
-                raise UnsupportedCheckpoint(
-                    f"{file.path} has FSDP1's flat parameters ({key}: LOCAL_STATE_DICT). Only the "
-                    "program knows their names and shapes; torch itself cannot load them again",
-                    hint="save with StateDictType.SHARDED_STATE_DICT or FULL_STATE_DICT",
-                )
-
-
-def flat_states(model: Iterable[TorchFile], optimizer: Sequence[TorchFile]) -> str | None:
-    """Where FSDP1's flat parameters have the states, if ranks saved `optimizer.state_dict()` so.
-
-    FSDP1 cuts the model's own weights into ShardedTensors, and the state dict that FSDP itself
-    gives of its optimizer too. The optimizer's own knows numbers of flat parameters, or of their
-    parts.
-    """
-    sharded = (class_of(each) for file in model for each in distributed_in(file.value))
-    if not any(name.endswith(".ShardedTensor") for name in sharded):
-        return None
-    for file in optimizer:
-        states = file.value.get("state") if isinstance(file.value, dict) else None
-        is_numbered = isinstance(states, dict) and types_in(states) == {int}
-        if is_numbered and next(distributed_in(states), None) is None:
-            return file.path
-    return None
-
-
 class MergedRanks(Struct, eq=False):
-    """One tree of all ranks' files; `left_out` says where it has rank 0's value only.
+    """One tree of all ranks' files; `different` says where it has rank 0's value only.
 
     `of_ranks` are the other ranks' values there, by file. `steps` are what the files state under
-    the key `step`.
+    the key `step`. `uncompared` counts tensors that only their bytes could tell apart.
     """
 
     files: dict[int, TorchFile]
     step_policy: str | None
+    by_checksums: bool = False
     tree: Any = None
-    left_out: list[str] = field(default_factory=list)
     of_ranks: dict[str, dict[str, Any]] = field(default_factory=dict)
     steps: list[StepStatement] = field(default_factory=list)
     copies: list[Copies] = field(default_factory=list)
-    different: list[TreePath] = field(default_factory=list)
-    """The paths where only rank 0's value is kept."""
+    different: list[Difference] = field(default_factory=list)
+    uncompared: int = 0
     meshes: MeshCache = field(default_factory=dict)
 
     def of(self, by_rank: dict[int, Any], path: TreePath) -> Any:
@@ -204,29 +179,58 @@ class MergedRanks(Struct, eq=False):
         if {type(each) for each in by_rank.values()} == {Tensor}:
             value = replace(value, sharded=False)
             self.copies.append((value, [(self.files[rank], by_rank[rank]) for rank in others]))
-        texts = {rank: text(each, self.files[rank]) for rank, each in by_rank.items()}
-        if others and len(set(texts.values())) > 1:
+        first_text = cache(partial(text, by_rank[first], self.files[first]))
+        equal = [self._are_equal(by_rank, first, rank, first_text) for rank in others]
+        self.uncompared += None in equal
+        if False in equal:
+            other = others[equal.index(False)]
             if self.step_policy is None and any(map(_is_scheduler, path)):
-                self._refuse_schedulers(texts, path)
-            self.different.append(path)
-            for rank in others:
+                self._refuse_schedulers(by_rank, first, other, path)
+            self.different.append(self._difference(path, by_rank, first, other))
+            for rank in () if self.by_checksums else others:
                 file = self.files[rank]
                 own = self.of_ranks.setdefault(os.path.basename(file.path), {})
                 own[dotted(path)] = file.summary(by_rank[rank])
         return value
 
-    def _refuse_schedulers(self, texts: Mapping[int, str], path: TreePath) -> NoReturn:
+    def _refuse_schedulers(
+        self, by_rank: Mapping[int, Any], first: int, other: int, path: TreePath
+    ) -> NoReturn:
         """Raises InconsistentCheckpoint: a scheduler counts with the optimizer, alike on all ranks.
 
         If steps disagree too, and the user has chosen among them, the scheduler is rank 0's.
         """
-        first = min(texts)
-        other = next(rank for rank in texts if texts[rank] != texts[first])
-        values = [f"{brief(texts[rank])} in {self.files[rank].path}" for rank in (first, other)]
+        values = [
+            f"{brief(text(by_rank[rank], self.files[rank]))} in {self.files[rank].path}"
+            for rank in (first, other)
+        ]
         raise InconsistentCheckpoint(
             f"ranks disagree on {dotted(path)}: {' and '.join(values)}",
             hint="the files are of several saves: copy those of one save, all ranks' together",
         )
+
+    def _difference(
+        self, path: TreePath, by_rank: Mapping[int, Any], first: int, other: int
+    ) -> Difference:
+        a, b = by_rank[first], by_rank[other]
+        shapes = (a.shape, b.shape) if isinstance(a, Tensor) and isinstance(b, Tensor) else None
+        return Difference(path, (self.files[first].path, self.files[other].path), shapes)
+
+    def _are_equal(
+        self, by_rank: Mapping[int, Any], first: int, other: int, first_text: Callable[[], str]
+    ) -> bool | None:
+        """Whether two ranks hold the same; None if only bytes would show it, which are not read."""
+        a, b = by_rank[first], by_rank[other]
+        files = self.files[first], self.files[other]
+        if isinstance(a, Tensor) and isinstance(b, Tensor):
+            if (a.dtype, a.shape) != (b.dtype, b.shape):
+                return False
+            stored = files[0].crc(a)
+            if stored[1] is not None and (stored, _view(a)) == (files[1].crc(b), _view(b)):
+                return True
+            if self.by_checksums and not (_states_crc(files[0], a) and _states_crc(files[1], b)):
+                return None
+        return first_text() == text(b, files[1])
 
     def _step(self, by_rank: dict[int, Any], path: TreePath) -> Any:
         """Ranks that disagree on a step are of different saves, unless the policy decides."""
@@ -272,17 +276,34 @@ class MergedRanks(Struct, eq=False):
                     f"ranks in {self.files[rank].path}, {first.dtype} {list(first.shape)} over "
                     f"{first.world} in {self.files[min(tensors)].path}"
                 )
-        parts: dict[tuple[tuple[int, ...], tuple[int, ...]], LocalPart] = {}
-        for tensor in tensors.values():
+        parts: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, LocalPart]] = {}
+        for rank, tensor in tensors.items():
             for part in tensor.parts:
-                known = parts.setdefault((part.offsets, part.sizes), part)
-                both = (text(each.tensor, each.file) for each in (known, part))
-                if known is not part and len(set(both)) > 1:
+                first_rank, known = parts.setdefault((part.offsets, part.sizes), (rank, part))
+                if known is not part and not self._are_copies(first_rank, known, rank, part):
                     raise InconsistentCheckpoint(
                         f"{name}: {known.file.path} and {part.file.path} hold different "
                         "values of the same elements"
                     )
-        return _leaf(name, first, list(parts.values()))
+        return joined(name, first, [part for _, part in parts.values()])
+
+    def _are_copies(self, first: int, a: LocalPart, other: int, b: LocalPart) -> bool:
+        tensors = {first: a.tensor, other: b.tensor}
+        equal = self._are_equal(tensors, first, other, partial(text, a.tensor, a.file))
+        self.uncompared += equal is None
+        return equal is not False
+
+
+def _states_crc(file: TorchFile, tensor: Tensor) -> bool:
+    """Whether a file states the CRC-32 of exactly a tensor's elements."""
+    length, crc = file.crc(tensor)
+    is_whole = tensor.contiguous and length == tensor.numel * SIZES[tensor.dtype]
+    return crc is not None and is_whole
+
+
+def _view(tensor: Tensor) -> tuple[Any, ...]:
+    """Which elements of its storage a tensor has."""
+    return tensor.storage.start, tensor.offset, tensor.strides
 
 
 def _is_scheduler(key: Any) -> bool:
@@ -295,7 +316,8 @@ def _differ(values: Sequence[Any]) -> bool:
     return are_names and any(value != values[0] for value in values)
 
 
-def _leaf(name: str, whole: DistributedTensor, parts: Sequence[LocalPart]) -> Leaf:
+def joined(name: str, whole: DistributedTensor, parts: Sequence[LocalPart]) -> Leaf:
+    """One leaf of a tensor's parts, which have each element once."""
     pieces = [piece_of(part.file, part.tensor, part.offsets) for part in parts]
 
     def number() -> Scalar:
@@ -304,16 +326,12 @@ def _leaf(name: str, whole: DistributedTensor, parts: Sequence[LocalPart]) -> Le
     fragments = assembled(name, whole.dtype, whole.shape, pieces)
     views = [(part.offsets, part.tensor, part.file) for part in parts]
     memory, twin = identities(whole.dtype, whole.shape, views)
-    return Leaf(whole.dtype, whole.shape, fragments, number, memory, twin, sharded=True)
+    shapes = frozenset(part.sizes for part in parts)
+    return Leaf(
+        whole.dtype, whole.shape, fragments, number, memory, twin, sharded=True, parts=shapes
+    )
 
 
 def text(value: Any, file: TorchFile) -> str:
     """Equal for equal values; tensors in them count by their checksums."""
     return repr(file.summary(value))
-
-
-def _report(different: Sequence[TreePath]) -> Iterator[str]:
-    """The values that are rank 0's, in one line for many values of one place."""
-    for place, paths in by_key((path[:2], path) for path in different).items():
-        what = dotted(paths[0]) if len(paths) == 1 else f"{dotted(place)} ({len(paths)} values)"
-        yield f"{what}: ranks hold different ones, rank 0's is taken"

@@ -20,8 +20,6 @@ from ...errors import (
     IncompleteCheckpoint,
     MissingData,
     NotACheckpoint,
-    UnsupportedCheckpoint,
-    WrongOption,
     listed,
     not_understood,
 )
@@ -33,7 +31,7 @@ from ..statedict.own_facts import checked
 from ..statedict.read import manifest
 from ..statedict.tree import SavedTree, TreePath, leaf, leaves
 from ..statedict.weights import tensors_of_index, weights_of, zero_scalars
-from . import distributed, local, ranked
+from . import averages, distributed, local, ranked
 from .files import StateDictFiles, locate, place_of, slices, whole_of
 from .items import METADATA, refusal, said_of
 
@@ -80,12 +78,9 @@ def read_tree(path: str, reading: Reading) -> tuple[Manifest, Sequence[ranked.Co
             reader.saved.origin = replace(reader.saved.origin, slices=len(files))
             reader.saved.warnings.append(f"{said_of(files)}; shown is {os.path.basename(first)}")
         try:
-            if reading.nameless:
-                reader.refuse_flat_states()
             result = manifest(reader.saved, reading)
-        except (MissingData, WrongOption) as error:
-            reader.refuse_flat_states()
-            if (whole := whole_of(path)) and isinstance(error, MissingData):
+        except MissingData as error:
+            if whole := whole_of(path):
                 raise MissingData(error.message, hint=f"give {whole}, which has both") from error
             raise
         if (mesh := reader.rows_mesh(result)) is not None:
@@ -154,6 +149,7 @@ class _TreeReader:
         self.files = files
         self.step_policy = reading.step_policy
         self.param_names = reading.param_names
+        self.by_checksums = reading.by_checksums
         self.parsed = Parsed()
         self.saved = SavedTree(path, Origin("gathered", dp=files.world), {}, models=files.models)
         self.saved.warnings += files.lost
@@ -177,6 +173,8 @@ class _TreeReader:
         self.saved.tree = dict(trees)  # local states are matched with these
         trees |= {key: self._ranks(key, paths) for key, paths in files.ranks.items()}
         self.saved.tree = self._tree(trees)
+        if self.files.ranks:
+            self._join_averages()
         weights = os.path.basename(files.whole.get("model") or files.whole.get(None, ""))
         self.dialect = _dialect_of(weights)
         self.saved.in_order = self.dialect != "safetensors"
@@ -261,7 +259,6 @@ class _TreeReader:
         if next(distributed.distributed_in(file.value), None) is not None:
             ranked.refuse_part(file)
             return self._merge({0: file}).tree
-        ranked.refuse_flat(file)
         is_one = path == self.files.whole.get(None) and isinstance(file.value, dict)
         return self._leaves(file, self._without_stated(file, ()) if is_one else file.value)
 
@@ -292,27 +289,24 @@ class _TreeReader:
         meshes = {distributed.rows_mesh(tensor) for tensor in tensors}
         return meshes.pop() if len(meshes) == 1 else None
 
-    def refuse_flat_states(self) -> None:
-        """Raises UnsupportedCheckpoint if the optimizer's states are of FSDP1's flat parameters."""
-        model, optimizer = (
-            [self.opened[path] for _, path in sorted(self.files.ranks.get(kind, {}).items())]
-            for kind in ("model", "optim")
-        )
-        path = ranked.flat_states(model, optimizer)
-        if path is not None:
-            raise UnsupportedCheckpoint(
-                f"{path} has an optimizer of FSDP1's flat parameters, cut over the ranks. No file "
-                "says which weights are in a flat parameter, and where",
-                hint=f"take the weights alone: `zckpt convert {self.path} DST --weights-only`. To "
-                "keep the optimizer, save FSDP.optim_state_dict(model, optimizer), or train with "
-                "FSDP2 (in verl: actor.strategy=fsdp2)",
-            )
-
     def _merge(self, files: dict[int, TorchFile], place: TreePath = ()) -> ranked.MergedRanks:
-        merged = ranked.merge(files, self.step_policy, place)
-        self.saved.left_out += merged.left_out
+        merged = ranked.merge(files, self.step_policy, place, self.by_checksums)
+        self.saved.different += merged.different
+        self.saved.uncompared += merged.uncompared
         self.saved.of_ranks |= merged.of_ranks
         return merged
+
+    def _join_averages(self) -> None:
+        """Joins slices beside DTensors, or leaves them out: see averages.py."""
+        ranks = [
+            averages.RankFiles(() if key is None else (key,), by_rank)
+            for key, paths in self.files.ranks.items()
+            if (by_rank := {rank: self.opened[path] for rank, path in sorted(paths.items())})
+        ]
+        tree, lines, settled = averages.joined(self.saved.tree, ranks, self.saved.different)
+        self.saved.tree = tree
+        self.saved.warnings += lines
+        self.saved.different = [item for item in self.saved.different if not settled(item.path)]
 
 
 def is_extra(key: str | None) -> bool:

@@ -8,6 +8,8 @@
     names.py       the model's name of every parameter that an optimizer knows
     matching.py    names for parameters that an optimizer knows by number
     equal_tensors.py  tensors of equal bytes, as tied weights have
+    refusals.py    what is refused by its sign, whatever the container
+    slices.py      what differs between ranks: slices, or what each rank has for itself
     own_facts.py   whether what zckpt stated beside them has zckpt's own form
     read.py        which of them are read, and under which names
     building.py    the manifest: groups, steps, frozen weights, buffers

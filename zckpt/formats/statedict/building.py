@@ -26,7 +26,7 @@ from ...training.trainers import config_of
 from ..reading import Reading
 from ..strangers import Stranger, sorted_out
 from .equal_tensors import second_names
-from .finding import OptimizerState, is_buffer, is_extra, merged, value_at, without
+from .finding import OptimizerState, is_buffer, is_extra, matches_any, merged, value_at, without
 from .roots import Root
 from .tree import InPieces, Leaf, SavedTree, StepStatement, TreePath, dotted, lost_number
 
@@ -57,6 +57,7 @@ class ManifestBuilder:
         own = [path for root in roots for path in root.optimizers]
         self.ignored = own if reading.weights_only else []
         self.step_policy = reading.step_policy
+        self.globs = reading.buffers
         self.entries: dict[str, Entry] = {}
         self.replicas: list[Entry] = []
         self.parameters: dict[str, Parameter] = {}
@@ -112,6 +113,9 @@ class ManifestBuilder:
             else {},
             unread=tuple(unread),
             unused=tuple(saved.unused),
+            buffers_named=saved.buffers_named,
+            uncompared=saved.uncompared,
+            share=saved.share,
         )
 
     def _are_several(self) -> bool:
@@ -173,6 +177,10 @@ class ManifestBuilder:
         else:
             of_module = {*stated["buffers"]}
             self.buffers = [name for name in others if name in of_module]
+        if said := {name for name in others if matches_any(name, self.globs)}:
+            buffers = {*self.buffers, *said}
+            self.buffers = [name for name in others if name in buffers]
+            self.saved.buffers_named = True
         # without an optimizer nothing shows which weights are frozen
         shown = {root.prefix for root in self.roots if {*root.optimizers} & {*self.optimizers}}
         of_model = self._by_root(others)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 from msgspec import Struct, field
@@ -162,6 +163,20 @@ def _models_in(
     return models
 
 
+def lists_in(
+    tree: Any, others: Collection[TreePath], path: TreePath = ()
+) -> Iterator[tuple[TreePath, list[Any]]]:
+    """The lists of tensors outside of `others`, with their paths."""
+    if (path and path in others) or not isinstance(tree, (dict, list)) or len(path) > DEPTH:
+        return
+    if isinstance(tree, list) and any(isinstance(item, Leaf) for item in tree):
+        yield path, tree
+    elif isinstance(tree, dict):
+        for key, value in tree.items():
+            if type(value) not in PLAIN:
+                yield from lists_in(value, others, (*path, key))
+
+
 def choose_models(
     saved: SavedTree,
     models: Mapping[TreePath, dict[Any, Any]],
@@ -246,6 +261,11 @@ def is_buffer(name: str, leaf: Leaf, sharded: bool) -> bool:
     """
     whole = sharded and leaf.sharded is False and leaf.shape[:1] != (1,)
     return leaf.dtype not in FLOATS or whole or bool(BUFFERS.fullmatch(name))
+
+
+def matches_any(name: str, globs: Sequence[str]) -> bool:
+    """Whether the user's `--buffers` name a tensor."""
+    return any(fnmatchcase(name, glob) for glob in globs)
 
 
 def is_extra(key: Any) -> bool:

@@ -21,6 +21,7 @@ from itertools import chain, islice
 from typing import NamedTuple
 
 from ...core.grouping import by_key
+from ...core.unlisted import LOST
 from ...errors import MissingData, WrongOption, listed
 
 Shape = tuple[int, ...]
@@ -67,7 +68,7 @@ def match(
         raise MissingData(
             f"the optimizer knows its {sum(map(len, orders))} parameters by number, several "
             "weights have the same shape, and the file does not show the order of the module",
-            hint=HINT,
+            hint=_hint(sum(map(len, orders)), names),
         )
     by_order = _by_order(orders, names)
     counts = Counter(shape for _, shape in names)
@@ -144,6 +145,11 @@ def _stated(
     return [list(islice(remaining, len(order))) for order in orders]
 
 
+def _hint(total: int, names: Sequence[NamedShape]) -> str:
+    """What to do about `total` numbers without names, which may be one rank's share."""
+    return f"{HINT}\nBut {LOST}" if total < len(names) else HINT
+
+
 def _evident(orders: Sequence[Order], names: Sequence[NamedShape]) -> list[Order]:
     """The orders without shapes that more parameters show than weights have: Amos keeps numbers.
 
@@ -157,6 +163,7 @@ def _evident(orders: Sequence[Order], names: Sequence[NamedShape]) -> list[Order
 def _check_stated(order: Order, stated: Sequence[NamedShape]) -> None:
     """Raises WrongOption if these names are not those of the optimizer's parameters."""
     hint = f"give the optimizer's names alone, in its own order, group after group: {HINT}"
+    hint = f"{LOST}. If not, {hint}" if len(stated) > len(order) else hint
     if len(stated) != len(order):
         raise WrongOption(
             f"--param-names names {len(stated)} parameters, and the optimizer has {len(order)}",
@@ -192,13 +199,14 @@ def _by_order(orders: Sequence[Order], names: Sequence[NamedShape]) -> list[list
             free = [n for n in enumerate(names) if owners.get(n[0], place) == place]
             first, last = _earliest(order, free, spare), _earliest(order[::-1], free[::-1], spare)
             if len(first) < len(order):
-                raise MissingData(_why_not(orders, place, len(first), names), hint=HINT)
+                reason = _why_not(orders, place, len(first), names)
+                raise MissingData(reason, hint=_hint(total, names))
             owners |= {a: place for a, b in zip(first, reversed(last), strict=True) if a == b}
     if known < total:
         raise MissingData(
             f"the optimizer knows its {total} parameters by number, and their shapes fit the "
             f"model's {len(names)} weights in several ways, or in none",
-            hint=HINT,
+            hint=_hint(total, names),
         )
     chosen = by_key((owners[index], names[index][0]) for index in sorted(owners))
     return [chosen.get(place, []) for place in range(len(orders))]

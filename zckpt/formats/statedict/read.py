@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from msgspec.structs import replace
@@ -32,9 +32,12 @@ from .finding import (
 from .keys import is_optimizers_key
 from .names import names_of, refuse_twice
 from .own_facts import joined
+from .refusals import refuse_flat_states, refuse_parts, refuse_tree, refuse_unnamed_parts
 from .roots import SOLE, Root, Roots, roots_of
+from .slices import leave_out_slices, refuse_states, refuse_weights, taken_of_rank_0
 from .tree import Leaf, SavedTree, TreePath, dotted
 
+ADDRESSES = 1 << 24
 NO_OPTIMIZER = "there is no optimizer: --param-names is not used"
 
 
@@ -48,15 +51,19 @@ def manifest(saved: SavedTree, reading: Reading = USUAL) -> Manifest:
     Raises MissingData (no model; numbers that fit several names), AmbiguousCheckpoint (see
     roots.py), WrongOption (no such root), InconsistentCheckpoint.
     """
+    refuse_tree(saved.tree, saved.root)
+    saved.left_out[:0] = taken_of_rank_0(saved.different)
     _separate(saved)
     optimizers = {
         path: read_optimizer(value_at(saved.tree, path)) for path in find_optimizers(saved.tree)
     }
-    every = find_models(saved.tree, optimizers)
+    every = leave_out_slices(saved, find_models(saved.tree, optimizers), optimizers)
     name = (reading.root or "").partition("=")[0]
     paths = choose_models(saved, every, list(optimizers.values()), name)
     models = {path: every[path] for path in paths}
     others = beside(every, paths)
+    if not reading.weights_only:
+        refuse_flat_states(saved, [*models.values()], optimizers)
     _settle_averages(saved, paths[0])
     if name in map(dotted, others):
         found = roots_of(saved, models, optimizers).and_weights(others, optimizers)
@@ -126,6 +133,10 @@ def _separate(saved: SavedTree) -> None:
         replace(item, path=(saved.beside, *item.path)) if is_optimizers_key(item.path[0]) else item
         for item in saved.steps
     ]
+    saved.different = [
+        replace(item, path=(saved.beside, *item.path)) if is_optimizers_key(item.path[0]) else item
+        for item in saved.different
+    ]
 
 
 def _several(saved: SavedTree, roots: Roots, reading: Reading) -> list[Root]:
@@ -174,7 +185,14 @@ def _named(
     param_names = names_in(reading.param_names, root.prefix)
     model = _with_names_of_adapters(saved, state_dict, own.values(), param_names)
     is_one = not root.prefix and len(own) == 1
+    names = dict(zip(map(str, state_dict), model, strict=True))
+
+    def refuse_slices(listed: Collection[str] | None) -> None:
+        refuse_weights(saved, root.model, names, model, own, listed, reading.buffers)
+
+    saved.share = saved.share or next(filter(None, map(_gaps, own.values())), "")
     named: dict[TreePath, OptimizerState] = {}
+    names_by_path: dict[TreePath, Mapping[Any, str]] = {path: {} for path in own}
     trained: list[str] = []
     for path, optimizer in own.items():
         refuse_twice(saved, [str(m) for members in optimizer.members for m in members])
@@ -183,6 +201,8 @@ def _named(
             members = [name_of[m] for members in optimizer.members for m in members]
             refuse_twice(saved, [*trained, *members])
         except (MissingData, InconsistentCheckpoint) as error:
+            refuse_slices(None)
+            refuse_unnamed_parts(saved, model, optimizer, reading.weights_only)
             may_lack = reading.weights_only or (reading.nameless and param_names is None)
             if is_one and not (may_lack and isinstance(error, MissingData)):
                 raise
@@ -191,6 +211,7 @@ def _named(
                 key = dotted(path) or "the optimizer"
                 saved.warnings.append(f"{key} is read as the program's own state: {error}{way}")
             continue
+        names_by_path[path] = name_of
         whole = value_at(saved.tree, path) if path else {}  # or the optimizer is the whole tree
         saved.strangers += [
             Stranger(key, value, NO_NAMES, (root.prefix + name_of[key],))
@@ -206,10 +227,29 @@ def _named(
             saved.strangers += [Stranger(key, values[key], reason) for key in strangers]
         trained += members
         named[path] = optimizer.renamed({m: root.prefix + name for m, name in name_of.items()})
+    refuse_slices(trained if own and len(named) == len(own) else None)
+    for path, optimizer in own.items():
+        if path in named:
+            states = optimizer.renamed(names_by_path[path])
+            refuse_parts(saved, model, states, reading.weights_only)
+        if not reading.weights_only:
+            refuse_states(saved, path, optimizer, names_by_path[path])
     if root.prefix:
         saved.inferred[inferred:] = [root.prefix + name for name in saved.inferred[inferred:]]
         saved.warnings[warnings:] = [f"{root.name}: {line}" for line in saved.warnings[warnings:]]
     return {root.prefix + name: value for name, value in model.items()}, named
+
+
+def _gaps(optimizer: OptimizerState) -> str:
+    """The sentence about numbers that its groups lack: torch gives each parameter the next one.
+
+    Before 1.5, numbers are addresses in memory.
+    """
+    numbers = sorted(m for members in optimizer.members for m in members if type(m) is int)
+    if not optimizer.is_numbered or numbers[-1] >= ADDRESSES:
+        return ""
+    missing = sorted({*range(numbers[-1])}.difference(numbers))
+    return f"its groups lack the numbers {listed(missing, 8)}" if missing else ""
 
 
 def _with_names_of_adapters(

@@ -70,7 +70,7 @@ class Roots(Struct, frozen=True):
         """With dictionaries of weights that no optimizer trains, unless the user says so."""
         others = (Root(dotted(path), path) for path in weights)
         fitting = {
-            place: [*self.fitting[place], *(p for p, each in weights.items() if _fits(own, each))]
+            place: [*self.fitting[place], *(p for p, each in weights.items() if fits(own, each))]
             for place, own in optimizers.items()
         }
         return replace(self, roots=(*self.roots, *others), fitting=fitting)
@@ -164,7 +164,7 @@ def roots_of(
     by_words: set[TreePath] = set()
     every: dict[TreePath, Sequence[TreePath]] = {}
     for place, optimizer in optimizers.items():
-        fitting = [path for path, model in models.items() if _fits(optimizer, model)]
+        fitting = [path for path, model in models.items() if fits(optimizer, model)]
         fitting = [path for path in fitting if _has_shapes(models[path], optimizer)] or fitting
         chosen = fitting if len(fitting) == 1 else _by_words(place, fitting)
         # FSDP's optimizers know names, and Accelerate gives each the number of its model
@@ -198,7 +198,7 @@ def _names(models: Sequence[TreePath]) -> dict[TreePath, str]:
     return {path: dotted(path) or SOLE for path in models}
 
 
-def _fits(optimizer: OptimizerState, model: Mapping[Any, Any]) -> bool:
+def fits(optimizer: OptimizerState, model: Mapping[Any, Any]) -> bool:
     """Whether a model has all parameters that an optimizer knows by name, or by shape."""
     members = [member for members in optimizer.members for member in members]
     stated = [name for group in optimizer.groups for name in group.get("param_names") or ()]

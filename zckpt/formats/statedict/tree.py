@@ -77,8 +77,9 @@ class Leaf(Struct, frozen=True, eq=False):
 
     `memory` is equal for leaves that are views of the same bytes. `twin` is equal for leaves that
     are cut alike and have equal checksums. Both are None if that is not known. `number` reads the
-    value of a 0-d tensor. `sharded` says whether ranks hold parts of it; None if the files do not
-    show that. `name` is the manifest's, if zckpt wrote the files and stated it.
+    value of a 0-d tensor. `sharded` says whether ranks hold parts of it, of the shapes in `parts`;
+    None if the files do not show that. `name` is the manifest's, if zckpt wrote the files and
+    stated it.
     """
 
     dtype: str
@@ -89,6 +90,7 @@ class Leaf(Struct, frozen=True, eq=False):
     twin: Any = None
     sharded: bool | None = None
     name: str | None = None
+    parts: frozenset[tuple[int, ...]] = frozenset()
 
     @property
     def numel(self) -> int:
@@ -104,6 +106,22 @@ class StepStatement(Struct, frozen=True):
     path: TreePath
     files: tuple[str, ...]
     value: Any
+
+
+class Difference(Struct, frozen=True):
+    """A value that two ranks' files hold otherwise; the tree has the first rank's.
+
+    `shapes` are those of the two tensors; None for values of another kind.
+    """
+
+    path: TreePath
+    files: tuple[str, str]
+    shapes: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+
+    @property
+    def is_alike(self) -> bool:
+        """Whether the values are no tensors of different shapes."""
+        return self.shapes is None or self.shapes[0] == self.shapes[1]
 
 
 def leads_to_step(path: TreePath) -> bool:
@@ -125,7 +143,10 @@ class SavedTree(Struct, eq=False):
     whether the model's state has PEFT's names (see peft.py). `steps` are all that the ranks' files
     state; several of one path may differ. `storage`, `bare` and `file` are the engine's.
     `strangers` are what the optimizers have beside the states of parameters. `uncopied` are files
-    that are only compared. `likely` are optimizers that fit the one model that is read.
+    that are only compared. `likely` are optimizers that fit the one model that is read. `different`
+    are values of which ranks hold different ones, and `uncompared` counts the tensors that were not
+    compared. `buffers_named` says whether the user's globs named some of its tensors. `share` says
+    what shows that an optimizer is one rank's share.
     """
 
     root: str
@@ -151,6 +172,10 @@ class SavedTree(Struct, eq=False):
     inferred: list[str] = field(default_factory=list)
     adapter: bool = False
     steps: list[StepStatement] = field(default_factory=list)
+    different: list[Difference] = field(default_factory=list)
+    buffers_named: bool = False
+    uncompared: int = 0
+    share: str = ""
     storage: str | None = None
     bare: bool = False
     file: str | None = None

@@ -1,0 +1,248 @@
+"""Averages of weights that ranks saved as plain slices: where do their parts belong?
+
+    model    fc.weight    DTensor    rank 0: rows 0 to 9    rank 1: rows 10 to 19 ...
+    ema      fc.weight    plain      rank 0: 10 rows        rank 1: 10 rows ...
+
+A program that averages `parameter.to_local()` saves no placement. If names and shapes of all ranks
+are those of the parts of the model's own DTensors (or ShardedTensors), so are the places. Slices
+under other names, or of other shapes, are left out: one rank's are never taken for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from ...core.dtypes import FLOATS
+from ...core.inert import nested
+from ...files.torchfile import Tensor, TorchFile
+from ..statedict.finding import DEPTH, is_optimizer, without
+from ..statedict.slices import entry_of, left_out
+from ..statedict.tree import Difference, Leaf, TreePath, dotted
+from .distributed import (
+    DistributedTensor,
+    LocalPart,
+    MeshCache,
+    is_distributed,
+    read_distributed,
+)
+from .ranked import joined as joined_parts
+from .ranked import text
+
+Tensors = dict[int, Tensor]
+"""A plain tensor of each rank."""
+
+
+class RankFiles(Struct, frozen=True):
+    """The files of one kind by rank, whose trees stand at `place`."""
+
+    place: TreePath
+    files: Mapping[int, TorchFile]
+
+    def values(self, path: TreePath) -> dict[int, Any]:
+        """What each rank has at a path."""
+        return {rank: _at(file.value, path) for rank, file in self.files.items()}
+
+
+class Model(Struct, frozen=True):
+    """A dictionary of DTensors, and the place of each rank's parts."""
+
+    path: TreePath
+    ranks: RankFiles
+    names: frozenset[str]
+    plain: frozenset[str]
+    meshes: MeshCache
+
+    def cut(self, name: str) -> dict[int, DistributedTensor]:
+        values = self.ranks.values((*self.path, name))
+        return {
+            rank: read_distributed(value, rank, self.ranks.files[rank], self.meshes)
+            for rank, value in values.items()
+            if is_distributed(value)
+        }
+
+
+def joined(
+    tree: dict[Any, Any], ranks: Sequence[RankFiles], different: Sequence[Difference]
+) -> tuple[dict[Any, Any], list[str], Callable[[TreePath], bool]]:
+    """The tree with averages joined or left out; the warnings, and which paths are settled so."""
+    tables = [(each, path, value) for each in ranks for path, value in _tables(each)]
+    models = [
+        Model(path, each, frozenset(names), frozenset(value.keys() - names), MeshCache())
+        for each, path, value in tables
+        if isinstance(value, dict)
+        if (names := {key for key, item in value.items() if is_distributed(item)})
+    ]
+    if not models:
+        return tree, [], lambda _: False
+    kept = [(*model.ranks.place, *model.path) for model in models]
+    kept += [(*each.place, *path) for each in ranks for path in _optimizers(each)]
+    differing = {item.path for item in different}
+    lines: list[str] = []
+    settled: list[TreePath] = []
+    for each, path, value in tables:
+        place = (*each.place, *path)
+        if place in kept or any(place[: len(done)] == done for done in settled):
+            continue
+        slots = value.items() if isinstance(value, dict) else enumerate(value)
+        tensors = {key: _by_rank(each, (*path, key)) for key, item in slots if _is_plain(item)}
+        leaves, is_slices = _of_model(tensors, each, models, place, differing)
+        if leaves:
+            table = nested(tree, *place)
+            table.update(leaves)
+            settled += [(*place, key) for key in leaves]
+            lines.append(
+                f"{dotted(place)}: the ranks' plain slices are joined as the model's DTensors are"
+            )
+        elif is_slices:
+            entry = entry_of(place, kept)
+            tree = without(tree, {entry})
+            settled.append(entry)
+            lines.append(left_out(dotted(entry)))
+    return tree, lines, lambda path: any(path[: len(done)] == done for done in settled)
+
+
+def _of_model(
+    tensors: Mapping[Any, Tensors],
+    ranks: RankFiles,
+    models: Sequence[Model],
+    place: TreePath,
+    differing: set[TreePath],
+) -> tuple[dict[Any, Leaf], bool]:
+    """The joined leaves, if the tensors are parts as those of one model; and if they are slices."""
+    is_slices = False
+    for model in models:
+        called = _called(tensors, model)
+        cuts = {key: model.cut(called[key]) for key in tensors if called.get(key) in model.names}
+        if not cuts:
+            continue
+        if all(_are_whole(tensors[key], cut) for key, cut in cuts.items()):
+            return {}, any((*place, key) in differing for key in cuts)
+        others = [
+            key
+            for key in tensors.keys() - cuts.keys()
+            if (*place, key) in differing and called.get(key) not in model.plain
+        ]
+        leaves = {
+            key: leaf
+            for key, cut in cuts.items()
+            if (leaf := _leaf(dotted((*place, key)), tensors[key], cut, ranks)) is not None
+        }
+        if len(leaves) == len(cuts) and not others:
+            return leaves, False
+        is_slices = True
+    floats = [
+        key
+        for key, own in tensors.items()
+        if (*place, key) in differing and own and next(iter(own.values())).dtype in FLOATS
+    ]
+    shapes = [{rank: tensor.shape for rank, tensor in tensors[key].items()} for key in floats]
+    return {}, is_slices or (bool(shapes) and _are_parts(shapes, models))
+
+
+def _are_parts(shapes: Sequence[Mapping[int, Any]], models: Sequence[Model]) -> bool:
+    """Whether some of these shapes by rank are those of the parts of a DTensor."""
+    for model in models:
+        for name in model.names:
+            cut = model.cut(name)
+            sizes = {rank: part for rank, each in cut.items() if (part := _sizes(each)) is not None}
+            whole = next(iter(cut.values())).shape
+            if any(size != whole for size in sizes.values()) and sizes in shapes:
+                return True
+    return False
+
+
+def _sizes(tensor: DistributedTensor) -> tuple[int, ...] | None:
+    """The shape of a rank's one part; None if it has none, or several."""
+    return tensor.parts[0].sizes if len(tensor.parts) == 1 else None
+
+
+def _are_whole(tensors: Tensors, cut: Mapping[int, DistributedTensor]) -> bool:
+    """Whether each rank has the tensor itself, and none has it as a part."""
+    wholes = {each.shape for each in cut.values()}
+    return all({tensor.shape} == wholes for tensor in tensors.values())
+
+
+def _leaf(
+    name: str, tensors: Tensors, cut: Mapping[int, DistributedTensor], ranks: RankFiles
+) -> Leaf | None:
+    """The tensor of which each rank has the part that it has of a DTensor; None if it has not."""
+    if tensors.keys() != cut.keys() or len({tensor.dtype for tensor in tensors.values()}) > 1:
+        return None
+    parts: dict[TreePath, LocalPart] = {}
+    for rank, tensor in tensors.items():
+        own = cut[rank].parts
+        if (_sizes(cut[rank]) if own else None) != (tensor.shape if tensor.numel else None):
+            return None
+        if not own:
+            continue
+        part = LocalPart(own[0].offsets, own[0].sizes, tensor, ranks.files[rank])
+        known = parts.setdefault(part.offsets, part)
+        if known is not part and text(known.tensor, known.file) != text(tensor, part.file):
+            return None
+    first = replace(next(iter(cut.values())), dtype=next(iter(tensors.values())).dtype)
+    return joined_parts(name, first, [*parts.values()])
+
+
+def _called(keys: Mapping[Any, Any], model: Model) -> dict[Any, str]:
+    """The model's names of tensors: their own, or those without a wrapper's beginning."""
+    names = model.names | model.plain
+    if any(key in model.names for key in keys):
+        return {key: key for key in keys}
+    for prefix in {str(key).partition(".")[0] + "." for key in keys}:
+        called = {key: str(key).removeprefix(prefix) for key in keys if str(key).startswith(prefix)}
+        if model.names & {*called.values()} and {*called.values()} <= names:
+            return called
+    return {}
+
+
+def _tables(ranks: RankFiles) -> Iterator[tuple[TreePath, Any]]:
+    """The dictionaries and lists of the first rank with tensors, outside of optimizers."""
+    for path, value in _containers(ranks.files[min(ranks.files)].value):
+        items = value.values() if isinstance(value, dict) else value
+        if any(_is_plain(item) or is_distributed(item) for item in items):
+            yield path, value
+
+
+def _containers(value: Any, path: TreePath = ()) -> Iterator[tuple[TreePath, Any]]:
+    if not isinstance(value, (dict, list)) or len(path) > DEPTH:
+        return
+    if isinstance(value, dict) and is_optimizer(value):
+        return
+    yield path, value
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+        yield from _containers(item, (*path, key))
+
+
+def _optimizers(ranks: RankFiles) -> Iterator[TreePath]:
+    value = ranks.files[min(ranks.files)].value
+    if isinstance(value, dict) and is_optimizer(value):
+        yield ()
+    for path, table in _containers(value):
+        if isinstance(table, dict):
+            for key, item in table.items():
+                if isinstance(item, dict) and is_optimizer(item):
+                    yield (*path, key)
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, Tensor) and bool(value.shape)
+
+
+def _by_rank(ranks: RankFiles, path: TreePath) -> Tensors:
+    return {rank: value for rank, value in ranks.values(path).items() if _is_plain(value)}
+
+
+def _at(tree: Any, path: TreePath) -> Any:
+    """The value at a path; None if a rank has none there."""
+    for key in path:
+        if isinstance(tree, dict):
+            tree = tree.get(key)
+        elif isinstance(tree, list) and type(key) is int and key < len(tree):
+            tree = tree[key]
+        else:
+            return None
+    return tree

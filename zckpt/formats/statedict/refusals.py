@@ -1,0 +1,154 @@
+"""Which state dicts are refused by a sign that they bear, whatever the container?
+
+Every reader of state dicts asks here: a sign is a key, or a shape, and files of torch.save, items
+of torch.distributed.checkpoint and safetensors have both.
+
+    flat weights    FSDP1's LOCAL_STATE_DICT: a key `_flat_param`
+    flat states     `optimizer.state_dict()` of FSDP1: states with one axis, of weights with more
+    slices          a weight or a moment that has the shape of one rank's part of the other
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ...core.inert import PLAIN
+from ...errors import InconsistentCheckpoint, UnsupportedCheckpoint
+from .finding import DEPTH, OptimizerState
+from .names import ELEMENTWISE
+from .roots import fits
+from .tree import Leaf, SavedTree, TreePath, dotted
+
+FLAT = ("_flat_param", "flat_param")
+"""How the keys of FSDP1's flat parameters begin, after the name of their module."""
+WHOLE = (
+    "save the DTensors themselves, without to_local(): each states which part it is; or save whole "
+    "tensors (full_tensor(), or full_state_dict=True)"
+)
+"""What a program does instead of saving slices."""
+
+
+def refuse_tree(tree: Any, where: str) -> None:
+    """Raises UnsupportedCheckpoint for what keys alone show; `where` is the path of the files."""
+    for path in _keys(tree):
+        if str(path[-1]).rpartition(".")[2].startswith(FLAT):
+            raise UnsupportedCheckpoint(
+                f"{where} has FSDP1's flat parameters ({dotted(path)}: LOCAL_STATE_DICT). Only the "
+                "program knows their names and shapes",
+                hint="save with StateDictType.SHARDED_STATE_DICT or FULL_STATE_DICT",
+            )
+
+
+def refuse_flat_states(
+    saved: SavedTree,
+    models: Sequence[Mapping[Any, Any]],
+    optimizers: Mapping[TreePath, OptimizerState],
+) -> None:
+    """Raises UnsupportedCheckpoint if states are those of FSDP1's flat parameters, or their parts.
+
+    FSDP1 cuts the model's weights, and the state dict that FSDP itself gives of its optimizer. The
+    optimizer's own knows numbers of flat parameters, of which each rank holds a part of one axis.
+    """
+    weights = [leaf for model in models for leaf in model.values() if isinstance(leaf, Leaf)]
+    if not any(leaf.sharded and len(leaf.shape) > 1 for leaf in weights):
+        return
+    for path, optimizer in optimizers.items():
+        moments = [
+            leaf
+            for state in optimizer.state.values()
+            for key, leaf in state.items()
+            if key in ELEMENTWISE and isinstance(leaf, Leaf)
+        ]
+        is_flat = all(len(leaf.shape) == 1 and not leaf.sharded for leaf in moments)
+        if optimizer.is_numbered and moments and is_flat:
+            raise UnsupportedCheckpoint(
+                f"{saved.root} has an optimizer of FSDP1's flat parameters, cut over the ranks "
+                f"({dotted(path)}). No file says which weights are in a flat parameter, and where",
+                hint=f"take the weights alone: `zckpt convert {saved.root} DST --weights-only`. To "
+                "keep the optimizer, save FSDP.optim_state_dict(model, optimizer), or train with "
+                "FSDP2 (in verl: actor.strategy=fsdp2)",
+            )
+
+
+def refuse_parts(
+    saved: SavedTree, model: Mapping[str, Any], optimizer: OptimizerState, weights_only: bool
+) -> None:
+    """Raises InconsistentCheckpoint for a tensor with the shape of one part of its counterpart.
+
+    The names of `optimizer` are those of `model`. A directory of torch.distributed.checkpoint has
+    one rank's slice of a plain tensor, and nothing else of the others' shows.
+    """
+    for name, state in optimizer.state.items():
+        weight = model.get(name)
+        for key in ELEMENTWISE & state.keys():
+            moment = state[key]
+            if not (isinstance(weight, Leaf) and isinstance(moment, Leaf)):
+                continue
+            if is_part(weight, moment):
+                raise _slice(saved, name, weight, moment, f"its {key}")
+            if is_part(moment, weight) and not weights_only:
+                raise _slice(saved, f"{name}/{key}", moment, weight, "its weight")
+
+
+def refuse_unnamed_parts(
+    saved: SavedTree, model: Mapping[str, Any], optimizer: OptimizerState, weights_only: bool
+) -> None:
+    """The same for an optimizer that knows numbers, which have no names yet."""
+    weights = {name: leaf for name, leaf in model.items() if isinstance(leaf, Leaf) and leaf.shape}
+    moments = {
+        f"{number}/{key}": leaf
+        for number, state in optimizer.state.items()
+        for key, leaf in state.items()
+        if key in ELEMENTWISE and isinstance(leaf, Leaf)
+    }
+    if not optimizer.is_numbered or fits(optimizer, model):
+        return
+    if found := _part_among(weights, moments):
+        raise _slice(saved, *found, "a state of the optimizer")
+    if not weights_only and (found := _part_among(moments, weights)):
+        raise _slice(saved, *found, "a weight")
+
+
+def _part_among(
+    tensors: Mapping[str, Leaf], others: Mapping[str, Leaf]
+) -> tuple[str, Leaf, Leaf] | None:
+    """The first tensor with the shape of a part of the others, which alone state that."""
+    if any(leaf.sharded for leaf in tensors.values()):
+        return None
+    parts = {shape: leaf for leaf in others.values() for shape in leaf.parts}
+    wholes = {leaf.shape for leaf in others.values()}
+    found = [
+        (name, leaf, parts[leaf.shape])
+        for name, leaf in tensors.items()
+        if leaf.shape in parts.keys() - wholes
+    ]
+    return found[0] if found else None
+
+
+def _slice(
+    saved: SavedTree, name: str, part: Leaf, whole: Leaf, other: str
+) -> InconsistentCheckpoint:
+    return InconsistentCheckpoint(
+        f"{saved.root}: {name} has the shape {list(part.shape)}, which is one rank's slice of "
+        f"{list(whole.shape)}, the shape of {other}",
+        hint=WHOLE,
+    )
+
+
+def is_part(leaf: Leaf, whole: Leaf) -> bool:
+    """Whether a tensor that no rank has cut has the shape of one rank's part of another."""
+    return not leaf.sharded and leaf.shape != whole.shape and leaf.shape in whole.parts
+
+
+def _keys(tree: Any, path: TreePath = ()) -> Iterator[TreePath]:
+    """The paths of all keys of dictionaries."""
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            yield (*path, key)
+            if type(value) not in PLAIN and len(path) < DEPTH:
+                yield from _keys(value, (*path, key))
+    elif isinstance(tree, (list, tuple)):
+        for place, item in enumerate(tree):
+            if type(item) not in PLAIN and len(path) < DEPTH:
+                yield from _keys(item, (*path, place))

@@ -1,0 +1,229 @@
+"""Which values that ranks hold otherwise are slices of the model or of its optimizer's states?
+
+Ranks of one run hold the same weights, or parts that state where they belong. A plain tensor that
+differs is one rank's slice (`to_local()`), unless a rank has it for itself:
+
+    weights     what an optimizer lists, and without an optimizer every name of the model, except
+                running statistics, which differ by nature, and those that the user names
+    states      all but the errors that a compressing optimizer feeds back on each rank
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from math import prod
+from typing import Any
+
+from ...core.grouping import by_key
+from ...errors import InconsistentCheckpoint, counted
+from .finding import MODELS, OptimizerState, lists_in, matches_any, without
+from .names import ELEMENTWISE
+from .refusals import WHOLE, is_part
+from .roots import fits
+from .tree import Difference, Leaf, SavedTree, TreePath, dotted
+
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+"""The buffers of torch's normalisations that each rank of DDP computes by itself (torch 2.13)."""
+OF_RANKS = re.compile(r"(?:.*_)?(?:error|errors|err|residual|residuals|feedback|ef)(?:_.*)?")
+"""Names of states that compress gradients: `worker_error` and `server_error` of 1-bit Adam."""
+ZERO = (
+    "ranks of ZeroRedundancyOptimizer hold states of their own parameters: call "
+    "consolidate_state_dict() before saving"
+)
+
+
+def taken_of_rank_0(different: Sequence[Difference]) -> list[str]:
+    """The values that are rank 0's, in one line for many values of one place."""
+    lines = []
+    for place, paths in by_key((item.path[:2], item.path) for item in different).items():
+        what = dotted(paths[0]) if len(paths) == 1 else f"{dotted(place)} ({len(paths)} values)"
+        lines.append(f"{what}: ranks hold different ones, rank 0's is taken")
+    return lines
+
+
+def refuse_weights(
+    saved: SavedTree,
+    place: TreePath,
+    names: Mapping[str, str],
+    model: Mapping[str, Any],
+    optimizers: Mapping[TreePath, OptimizerState],
+    listed: Collection[str] | None,
+    buffers: Sequence[str],
+) -> None:
+    """Raises InconsistentCheckpoint, which names the weight, for slices of the model at `place`.
+
+    `names` are the model's by the keys there. `listed` are those that the optimizers list; None if
+    there are none, or if no file shows which.
+    """
+    differing = {
+        names[item.path[-1]]: item
+        for item in saved.different
+        if item.path[:-1] == place and item.path[-1] in names
+        if isinstance(model.get(names[item.path[-1]]), Leaf)
+    }
+    if listed is None and optimizers:
+        equal = {name: leaf for name, leaf in model.items() if name not in differing}
+        if all(fits(optimizer, equal) for optimizer in optimizers.values()):
+            return
+        if any(leaf.sharded for leaf in model.values() if isinstance(leaf, Leaf)):
+            differing = {name: item for name, item in differing.items() if not item.is_alike}
+    wrong = {
+        name: item
+        for name, item in differing.items()
+        if (name in listed if listed is not None else not _is_of_ranks(name, buffers))
+    }
+    if wrong:
+        name = max(wrong, key=lambda name: (not wrong[name].is_alike, prod(model[name].shape)))
+        way = "" if listed is not None else f"; if each rank has its own, add --buffers '{name}'"
+        raise _slices(name, wrong[name], len(wrong) - 1, WHOLE + way)
+
+
+def refuse_states(
+    saved: SavedTree, place: TreePath, optimizer: OptimizerState, names: Mapping[Any, str]
+) -> None:
+    """Raises InconsistentCheckpoint, which names the state, for slices of those at `place`.
+
+    `names` are the model's names of the members, as far as files show them.
+    """
+    inside = [item for item in saved.different if item.path[: len(place)] == place]
+    for item in inside:
+        if item.path[len(place) :][:1] == ("param_groups",) and "params" in item.path:
+            raise InconsistentCheckpoint(
+                f"{item.files[0]} and {item.files[1]} have optimizers of different parameters, "
+                "which they know by number alone",
+                hint=ZERO,
+            )
+    states = {each: item for item in inside if (each := _state_of(item, place, optimizer))}
+    wrong = {
+        f"{names.get(member, member)}/{key}": item
+        for (member, key), item in states.items()
+        if item.shapes is not None and item.shapes != ((), ())
+        if not _is_kept_apart(member, key, {*states}, optimizer)
+    }
+    if wrong:
+        name = next(iter(wrong))
+        hint = f"{WHOLE}; {ZERO}" if optimizer.is_numbered else WHOLE
+        raise _slices(name, wrong[name], len(wrong) - 1, hint)
+
+
+def _slices(name: str, item: Difference, more: int, hint: str) -> InconsistentCheckpoint:
+    a, b = item.files
+    shapes = item.shapes or ((), ())
+    what = f"shapes of it ({list(shapes[0])}, {list(shapes[1])})"
+    others = f" (and so for {counted(more, 'other tensor')})" if more else ""
+    return InconsistentCheckpoint(
+        f"{name}: {a} and {b} hold different {what if shapes[0] != shapes[1] else 'values of it'}, "
+        f"and it is no DTensor or ShardedTensor: each file holds one rank's slice{others}",
+        hint=hint,
+    )
+
+
+def _is_of_ranks(name: str, buffers: Sequence[str]) -> bool:
+    """Whether each rank may have a tensor of the model for itself."""
+    return name.rpartition(".")[2] in STATISTICS or matches_any(name, buffers)
+
+
+def _state_of(
+    item: Difference, place: TreePath, optimizer: OptimizerState
+) -> tuple[Any, str] | None:
+    """The member and the key of the state that a path leads to; None for another value."""
+    rest = item.path[len(place) :]
+    if optimizer.layout == "flat":
+        kind, _, name = str(rest[0]).partition(".") if rest else ("", "", "")
+        member, _, flat_key = name.rpartition(".")
+        return (member, flat_key) if kind == "state" else None
+    if len(rest) < 3 or rest[0] != "state":
+        return None
+    is_number = optimizer.is_numbered and str(rest[1]).isdecimal()
+    return (int(rest[1]) if is_number else rest[1]), str(rest[2])
+
+
+def _is_kept_apart(
+    member: Any, key: str, differing: Collection[tuple[Any, str]], optimizer: OptimizerState
+) -> bool:
+    """Whether an optimizer keeps a state for each rank by design.
+
+    Its name says so, or it is no usual moment and the moments beside it are the same on all ranks.
+    """
+    if key in ELEMENTWISE:
+        return False
+    moments = ELEMENTWISE & optimizer.state.get(member, {}).keys()
+    is_beside = bool(moments) and all((member, moment) not in differing for moment in moments)
+    return is_beside or bool(OF_RANKS.fullmatch(key.lower()))
+
+
+# -- averages beside the model
+
+
+def left_out(key: str) -> str:
+    """The warning for averages of slices that nothing shows how to join."""
+    return (
+        f"{key} is left out: each rank's tensors in it are slices of the model's weights, and "
+        "nothing shows how to join them"
+    )
+
+
+def entry_of(place: TreePath, kept: Collection[TreePath]) -> TreePath:
+    """The largest entry around a place that has none of these state dicts in it."""
+    ends = range(1, len(place) + 1)
+    return next(place[:end] for end in ends if not any(path[:end] == place[:end] for path in kept))
+
+
+def leave_out_slices(
+    saved: SavedTree,
+    models: Mapping[TreePath, dict[Any, Any]],
+    optimizers: Collection[TreePath],
+) -> dict[TreePath, dict[Any, Any]]:
+    """The models without those that are one rank's slices of another one; lists of such go too.
+
+    A directory of torch.distributed.checkpoint has one rank's slice of a plain tensor, as of an EMA
+    of `to_local()`.
+    """
+    wholes = by_key(
+        (str(name), leaf)
+        for model in models.values()
+        for name, leaf in model.items()
+        if isinstance(leaf, Leaf) and leaf.parts
+    )
+    if not wholes:
+        return dict(models)
+    leaves = [leaf for each in wholes.values() for leaf in each]
+    gone = {path for path, model in models.items() if _is_slice(model, wholes)}
+    if trained := next((path for path in gone if dotted(path) in MODELS), None):
+        raise InconsistentCheckpoint(
+            f"{saved.root}: the weights in {dotted(trained)} are one rank's slices: other tensors "
+            "of the same names are larger, and in several parts",
+            hint=WHOLE,
+        )
+    places = lists_in(saved.tree, {*models, *optimizers})
+    gone |= {path for path, items in places if _are_slices(items, leaves)}
+    kept = [path for path in (*models, *optimizers) if path not in gone]
+    entries = {entry_of(path, kept) for path in gone}
+    saved.tree = without(saved.tree, entries) if entries else saved.tree
+    saved.warnings += [left_out(dotted(path)) for path in entries]
+    return {path: models[path] for path in kept if path in models}
+
+
+def _is_slice(model: Mapping[Any, Any], wholes: Mapping[str, Sequence[Leaf]]) -> bool:
+    """Whether all of its weights have the shapes of parts of those that have the same names.
+
+    Its names may begin with a wrapper's.
+    """
+    pairs = [
+        (leaf, whole)
+        for name, leaf in model.items()
+        if isinstance(leaf, Leaf)
+        for called in (str(name), str(name).partition(".")[2])
+        for whole in wholes.get(called, ())
+        if whole is not leaf
+    ]
+    return bool(pairs) and all(is_part(leaf, whole) for leaf, whole in pairs)
+
+
+def _are_slices(items: Sequence[Any], wholes: Sequence[Leaf]) -> bool:
+    """Whether tensors without names have only shapes of the weights and their parts."""
+    shapes = {leaf.shape for leaf in items if isinstance(leaf, Leaf) and leaf.shape}
+    whole = {leaf.shape for leaf in wholes}
+    parts = {shape for leaf in wholes for shape in leaf.parts}
+    return bool(shapes - whole) and shapes <= whole | parts
