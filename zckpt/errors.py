@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import shlex
 import struct
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from reprlib import Repr
+from typing import Literal
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 MALFORMED = (
     ArithmeticError,
@@ -103,17 +108,81 @@ def cause(error: BaseException) -> str:
     return f"{type(error).__name__}({', '.join(texts)})"
 
 
+Severity = Literal["error", "warning", "note"]
+
+
+class Notice(Struct, frozen=True, kw_only=True):
+    """Something that zckpt says, as a record; `message` and `hint` are for people alone.
+
+    `code` is stable and stands for what the user does next: `notices.py` has the table of all.
+    `subject` is a parameter, a state or a rank, and `file` a path, where one is meant.
+    """
+
+    code: str
+    severity: Severity
+    subject: str | None = None
+    file: str | None = None
+    message: str
+    hint: str = ""
+
+
+def warning(
+    code: str,
+    message: str,
+    *,
+    subject: str | None = None,
+    file: str | None = None,
+    hint: str = "",
+) -> Notice:
+    """What the user must know, although the command goes on."""
+    return Notice(
+        code=code, severity="warning", subject=subject, file=file, message=message, hint=hint
+    )
+
+
+def note(
+    code: str, message: str, *, subject: str | None = None, file: str | None = None
+) -> Notice:
+    """A fact that is harmless, or that lies in the nature of what was asked for."""
+    return Notice(code=code, severity="note", subject=subject, file=file, message=message)
+
+
 class ZckptError(Exception):
-    """Base of all errors that zckpt raises on purpose; `hint` says what to do next."""
+    """Base of all errors that zckpt raises on purpose; the fields are those of `Notice`."""
 
     usual_hint = ""
 
-    def __init__(self, message: str, hint: str = "") -> None:
+    def __init__(
+        self,
+        code: str,
+        message: str,
+        hint: str = "",
+        *,
+        subject: str | None = None,
+        file: str | None = None,
+    ) -> None:
         if len(message) > MAX_MESSAGE:  # a name in a hostile file may have any length
             message = f"{message[: MAX_MESSAGE // 2]} ... {message[-MAX_MESSAGE // 2 :]}"
         super().__init__(message)
-        self.message = message
-        self.hint = hint or self.usual_hint
+        self.code, self.message, self.hint = code, message, hint or self.usual_hint
+        self.subject, self.file = subject, file
+
+    @property
+    def notice(self) -> Notice:
+        """The error as a record."""
+        return Notice(
+            code=self.code,
+            severity="error",
+            subject=self.subject,
+            file=self.file,
+            message=self.message,
+            hint=self.hint,
+        )
+
+    @property
+    def notices(self) -> tuple[Notice, ...]:
+        """The error as records: one for each thing that is wrong."""
+        return (self.notice,)
 
 
 class NotACheckpoint(ZckptError):
@@ -131,9 +200,23 @@ class IncompleteCheckpoint(ZckptError):
 
     usual_hint = "copy all files of the checkpoint again, or use an earlier one"
 
-    def __init__(self, message: str, hint: str = "", paths: Sequence[str] = ()) -> None:
-        super().__init__(message, hint)
+    def __init__(
+        self,
+        code: str,
+        message: str,
+        hint: str = "",
+        paths: Sequence[str] = (),
+        *,
+        subject: str | None = None,
+        file: str | None = None,
+    ) -> None:
+        super().__init__(code, message, hint, subject=subject, file=file)
         self.paths = tuple(paths)
+
+    @property
+    def notices(self) -> tuple[Notice, ...]:
+        """A record for each missing file, if they are known."""
+        return tuple(replace(self.notice, file=path) for path in self.paths) or (self.notice,)
 
 
 class CorruptCheckpoint(ZckptError):
@@ -165,9 +248,16 @@ class InconsistentCheckpoint(ZckptError):
     usual_hint = "files of different saves seem to be mixed; use the files of one save"
 
     def __init__(
-        self, message: str, hint: str = "", steps: Sequence[tuple[str, float | int]] = ()
+        self,
+        code: str,
+        message: str,
+        hint: str = "",
+        steps: Sequence[tuple[str, float | int]] = (),
+        *,
+        subject: str | None = None,
+        file: str | None = None,
     ) -> None:
-        super().__init__(message, hint)
+        super().__init__(code, message, hint, subject=subject, file=file)
         self.steps = tuple(steps)
 
 
@@ -210,11 +300,11 @@ class NotEnoughSpace(ZckptError):
 class ProcessFailed(ZckptError):
     """Another process that shares this command has failed.
 
-    If `code` is set, that process prints its error, and this one ends with the same exit code.
+    If `exit_code` is set, that process prints its error, and this one ends with it too.
     """
 
     usual_hint = "see the message of that process"
-    code: int | None = None
+    exit_code: int | None = None
 
 
 class ProcessLost(ProcessFailed):
@@ -241,29 +331,73 @@ def sentence(error: BaseException) -> str:
     return brief(error)
 
 
-HINTS = {
-    errno.EIO: "the disk or the network storage failed: see `dmesg`, and take another copy",
-    errno.EBADMSG: "the filesystem found damage: see `dmesg`, and take another copy",
-    errno.ESTALE: "the network filesystem no longer has this file: mount it again",
-    errno.ETIMEDOUT: "the network storage does not answer: try again when it does",
-    errno.ENOTCONN: "the network storage is not connected: mount it again",
-    errno.EACCES: "check the permissions of the path: `namei -l PATH` lists them",
-    errno.EPERM: "check the permissions of the path: `namei -l PATH` lists them",
-    errno.ENOENT: "check the path",
-    errno.ENOTDIR: "check the path: a part of it is a file",
-    errno.EISDIR: "check the path: it is a directory",
-    errno.ELOOP: "check the path: its links lead in a circle",
-    errno.ENAMETOOLONG: "choose a shorter path",
-    errno.EROFS: "the filesystem is mounted read-only: choose another one",
-    errno.ENOMEM: "too little memory is free: use a lower -j or --memory",
-    errno.EMFILE: "too many files are open: raise the limit (`ulimit -n`), or use a lower -j",
-    errno.ENFILE: "the machine has too many open files: end other programs, or use a lower -j",
-    errno.ENOSPC: "free some space, or choose a target on another filesystem",
-    errno.EDQUOT: "free some of your quota, or choose a target on another filesystem",
-    errno.EFBIG: "the filesystem (or `ulimit -f`) limits the size of files: use --max-file-size",
+OF_SYSTEM = {
+    errno.EIO: (
+        "disk-failed",
+        "the disk or the network storage failed: see `dmesg`, and take another copy",
+    ),
+    errno.EBADMSG: (
+        "disk-failed",
+        "the filesystem found damage: see `dmesg`, and take another copy",
+    ),
+    errno.ESTALE: (
+        "disk-failed",
+        "the network filesystem no longer has this file: mount it again",
+    ),
+    errno.ETIMEDOUT: (
+        "disk-failed",
+        "the network storage does not answer: try again when it does",
+    ),
+    errno.ENOTCONN: ("disk-failed", "the network storage is not connected: mount it again"),
+    errno.EACCES: (
+        "permission-denied",
+        "check the permissions of the path: `namei -l PATH` lists them",
+    ),
+    errno.EPERM: (
+        "permission-denied",
+        "check the permissions of the path: `namei -l PATH` lists them",
+    ),
+    errno.EROFS: (
+        "permission-denied",
+        "the filesystem is mounted read-only: choose another one",
+    ),
+    errno.ENOENT: ("no-such-path", "check the path"),
+    errno.ENOTDIR: ("no-such-path", "check the path: a part of it is a file"),
+    errno.EISDIR: ("no-such-path", "check the path: it is a directory"),
+    errno.ELOOP: ("no-such-path", "check the path: its links lead in a circle"),
+    errno.ENAMETOOLONG: ("no-such-path", "choose a shorter path"),
+    errno.ENOMEM: ("out-of-memory", "too little memory is free: use a lower -j or --memory"),
+    errno.EMFILE: (
+        "too-many-open-files",
+        "too many files are open: raise the limit (`ulimit -n`), or use a lower -j",
+    ),
+    errno.ENFILE: (
+        "too-many-open-files",
+        "the machine has too many open files: end other programs, or use a lower -j",
+    ),
+    errno.ENOSPC: (
+        "not-enough-space",
+        "free some space, or choose a target on another filesystem",
+    ),
+    errno.EDQUOT: (
+        "not-enough-space",
+        "free some of your quota, or choose a target on another filesystem",
+    ),
+    errno.EFBIG: (
+        "not-enough-space",
+        "the filesystem (or `ulimit -f`) limits the size of files: use --max-file-size",
+    ),
 }
+"""The code of an error of the filesystem, and what to do next."""
 
 
-def hint_for(error: OSError) -> str:
-    """What to do next after an error of the filesystem."""
-    return HINTS.get(error.errno or 0, "check the path, and whether you may read or write it")
+def notice_of(error: ZckptError | OSError) -> Notice:
+    """An error as a record; one of the filesystem has the name of its file."""
+    if isinstance(error, ZckptError):
+        return error.notice
+    usual = ("system-error", "check the path, and whether you may read or write it")
+    code, hint = OF_SYSTEM.get(error.errno or 0, usual)
+    file = os.fsdecode(error.filename) if isinstance(error.filename, (str, bytes)) else None
+    return Notice(
+        code=code, severity="error", file=file, message=sentence(error), hint=hint
+    )
