@@ -140,9 +140,7 @@ def warning(
     )
 
 
-def note(
-    code: str, message: str, *, subject: str | None = None, file: str | None = None
-) -> Notice:
+def note(code: str, message: str, *, subject: str | None = None, file: str | None = None) -> Notice:
     """A fact that is harmless, or that lies in the nature of what was asked for."""
     return Notice(code=code, severity="note", subject=subject, file=file, message=message)
 
@@ -228,8 +226,10 @@ class CorruptCheckpoint(ZckptError):
 def not_understood(path: str, error: Exception) -> CorruptCheckpoint:
     """The error for a file that cannot be read: damaged, or intact but of an unknown layout."""
     return CorruptCheckpoint(
+        "file-not-understood",
         f"{path} is damaged, or has a layout that zckpt does not know: {cause(error)}",
         hint="try another copy; if it fails too, `zckpt formats` says which versions are read",
+        file=path,
     )
 
 
@@ -398,6 +398,4 @@ def notice_of(error: ZckptError | OSError) -> Notice:
     usual = ("system-error", "check the path, and whether you may read or write it")
     code, hint = OF_SYSTEM.get(error.errno or 0, usual)
     file = os.fsdecode(error.filename) if isinstance(error.filename, (str, bytes)) else None
-    return Notice(
-        code=code, severity="error", file=file, message=sentence(error), hint=hint
-    )
+    return Notice(code=code, severity="error", file=file, message=sentence(error), hint=hint)

@@ -44,23 +44,36 @@ def prove(
 ) -> Report:
     """The report of `verify`; see `zckpt.verify`."""
     if gather and reading.rename:
-        raise WrongOption("--rename does not work with --gather", hint="leave one of them out")
+        raise WrongOption(
+            "options-conflict", "--rename does not work with --gather", hint="leave one of them out"
+        )
     if gather and reading.root is not None:
-        raise WrongOption("--root does not work with --gather", hint="leave one of them out")
+        raise WrongOption(
+            "options-conflict", "--root does not work with --gather", hint="leave one of them out"
+        )
     if reading.family is not None and (gather or against is None):
         raise WrongOption(
+            "option-needed",
             "--family is only for a comparison: it gives the names of Megatron-Core to a "
             "checkpoint of Hugging Face, or the way back",
             hint="add --against PATH" if not gather else "leave out --gather",
         )
     if gather and against is None:
-        raise WrongOption("--gather needs a checkpoint to compare with", hint="add --against PATH")
+        raise WrongOption(
+            "option-needed",
+            "--gather needs a checkpoint to compare with",
+            hint="add --against PATH",
+        )
     if device is not None and not gather:
-        raise WrongOption("--device is only for --gather", hint="add --gather --against PATH")
+        raise WrongOption(
+            "option-needed", "--device is only for --gather", hint="add --gather --against PATH"
+        )
     if against is None and (selection.weights_only or selection.drop_state):
         flag = "--weights-only" if selection.weights_only else "--drop-state"
         raise WrongOption(
-            f"{flag} says what a comparison leaves out", hint="add --against PATH, or leave it out"
+            "option-needed",
+            f"{flag} says what a comparison leaves out",
+            hint="add --against PATH, or leave it out",
         )
     started = time.monotonic()
     report: Report = {
@@ -148,7 +161,9 @@ def _gather(
 
     manifest = read(path, reading, alone=False)
     if saved.is_proof(os.fspath(against)):
-        raise WrongOption("--gather cannot compare with a proof", hint="leave out --gather")
+        raise WrongOption(
+            "options-conflict", "--gather cannot compare with a proof", hint="leave out --gather"
+        )
     manifest, other, lines = read_other(against, manifest, reading)
     about = saved.about(manifest)
     # the reader has ignored or refused rules of a checkpoint without tensor ranks

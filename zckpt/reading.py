@@ -118,6 +118,7 @@ def check_to_load(manifest: Manifest, replicas: str | None, accept_weights: bool
     """
     if replicas == "mean":
         raise WrongOption(
+            "option-not-applicable",
             "no mean of the tensor ranks' copies is loaded",
             hint='give replicas="rank0", or convert with --replicas mean and load the target',
         )
@@ -160,6 +161,7 @@ def _rebuilt(manifest: Manifest, format: Format) -> Manifest:
     rebuilt = format.functions.rebuilt
     if rebuilt is None:
         raise WrongOption(
+            "option-not-applicable",
             f"--masters-from-weights does not apply to {format.name}",
             hint="it mends masters that Megatron-Core mixed up; leave it out",
         )
@@ -172,8 +174,10 @@ def refuse_incomplete(path: str) -> None:
         while folder != (above := os.path.dirname(folder)):
             if folder.endswith(".partial") and os.path.lexists(os.path.join(folder, JOURNAL)):
                 raise IncompleteCheckpoint(
+                    "unfinished-target",
                     f"{path} belongs to a target that is not complete",
                     hint="wait for the run that writes it, or repeat that run with --resume",
+                    file=path,
                 )
             folder = above
     refuse_unfinished([path])
@@ -242,6 +246,7 @@ def _need_root(reading: Reading, *manifests: Manifest) -> None:
     name = reading.root and reading.root.partition("=")[0]
     if name and not any(manifest.origin.root == name for manifest in manifests):
         raise WrongOption(
+            "option-names-nothing",
             f"{' and '.join(m.root for m in manifests)}: one model, and it is not called {name}",
             hint="leave out --root",
         )
@@ -255,8 +260,10 @@ def _check_names(manifest: Manifest) -> None:
             str.encode(name)
         except (TypeError, UnicodeEncodeError) as error:
             raise CorruptCheckpoint(
+                "file-damaged",
                 f"{manifest.root} has the name {name!a}, which is not valid text",
                 hint="a bit of the name may be flipped: take another copy of the file",
+                file=manifest.root,
             ) from error
 
 
@@ -360,5 +367,8 @@ def refuse_several(manifest: Manifest, others: str = "", like: Manifest | None =
         if len(roots) == 1:
             what, choice = f"optimizers: {listed(own)}", f"{name}={own[0]}"
         raise AmbiguousCheckpoint(
-            f"{manifest.root} has several {what}", hint=f"choose one with --root {choice}{others}"
+            "several-models",
+            f"{manifest.root} has several {what}",
+            hint=f"choose one with --root {choice}{others}",
+            file=manifest.root,
         )

@@ -176,9 +176,11 @@ def write(
         sys.stdout.flush()
         if dry_run and report["bytes"] > report["free"]:
             raise NotEnoughSpace(
+                "not-enough-space",
                 f"{target} needs {sized(report['bytes'])}, but only "
                 f"{sized(report['free'])} are free",
                 hint="choose a target on another filesystem, or free some space",
+                file=target,
             )
     except OSError as error:  # a full disk behind stdout
         if dry_run:
@@ -279,6 +281,7 @@ def export(
     """
     if param_names is not None:
         raise WrongOption(
+            "option-not-applicable",
             "--param-names does not apply to export",
             hint="leave it out: export writes no optimizer state",
         )

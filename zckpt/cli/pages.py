@@ -34,6 +34,7 @@ def check(path: str | None) -> None:
         return
     if find_spec("jinja2") is None and not path.endswith(MARKDOWN):
         raise MissingExtra(
+            "extra-missing",
             "a page of HTML needs jinja2, which is not installed",
             hint="pip install 'zckpt[html]', or write Markdown: --md",
         )
@@ -41,7 +42,9 @@ def check(path: str | None) -> None:
         display.can_save(each)
         if os.path.exists(each) and not _is_page(each):
             raise WrongOption(
-                f"{each} is there, and is no page that could be replaced", hint="name another file"
+                "output-not-writable",
+                f"{each} is there, and is no page that could be replaced",
+                hint="name another file",
             )
 
 

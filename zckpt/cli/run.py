@@ -52,13 +52,16 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     try:
         if "" in words:
             raise WrongOption(
+                "option-invalid",
                 "an argument is empty",
                 hint="a variable of your shell may be empty; `set -x` shows what the shell runs",
             )
         code = command(words)
     except ZckptError as error:
-        if isinstance(error, ProcessFailed) and error.code is not None:  # another process prints it
-            sys.exit(error.code)
+        if (
+            isinstance(error, ProcessFailed) and error.exit_code is not None
+        ):  # another process prints it
+            sys.exit(error.exit_code)
         code = 2 if isinstance(error, WrongOption) else 1
         fail(words, type(error).__name__, error.message, error.hint, code)
     except OSError as error:

@@ -91,7 +91,9 @@ def convert(
         )
         if outcome is None:
             if not staging.sharing.part:
-                raise ProcessLost(f"regions of {staging.target} are missing: a process was lost")
+                raise ProcessLost(
+                    "process-lost", f"regions of {staging.target} are missing: a process was lost"
+                )
             staging.postpone()
             return None
         for name, sibling in layout.siblings:
@@ -116,9 +118,11 @@ def naming_full_disk(target: str, size: int, partial: str) -> Iterator[None]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             rest = f"; {partial} is still there: add --resume, or remove it: {removal(partial)}"
             raise NotEnoughSpace(
+                "not-enough-space",
                 f"the filesystem of {target} is full: {error.filename}: {error.strerror}",
                 hint=f"free some space ({sized(size)} are needed), or choose a target on "
                 f"another filesystem{rest if os.path.lexists(partial) else ''}",
+                file=target,
             ) from error
         raise
 

@@ -271,6 +271,7 @@ class _Copy(Struct, eq=False, dict=True):
                 continue
             if stated != (self._crc((SOURCE, number, 0)) if number in self.cast else crc):
                 raise CorruptCheckpoint(
+                    "record-damaged",
                     f"{pair.source.name} is damaged: its bytes do not have the CRC-32 that the "
                     "manifest states",
                     hint="take another copy of the source",

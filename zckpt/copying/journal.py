@@ -249,15 +249,19 @@ class Journal:
 def not_continued(folder: str, reason: str) -> TargetExists:
     """The error of a target that another run has begun; `reason` says what it had."""
     return TargetExists(
+        "target-not-resumable",
         f"{folder} cannot be continued: it was begun with {reason}",
         hint=f"use the same zckpt, source and options as before, or remove it: {removal(folder)}",
+        file=folder,
     )
 
 
 def in_use(folder: str) -> TargetExists:
     return TargetExists(
+        "target-being-written",
         f"{folder} belongs to another run, which is writing there now",
         hint="wait for that run, or choose another target",
+        file=folder,
     )
 
 

@@ -76,8 +76,10 @@ class PartJournal(Journal):
             file = self._opened(self._name)
             if not lock(file):
                 raise TargetExists(
+                    "target-being-written",
                     f"{self.folder.path}: another process is writing this part",
                     hint="start every part once; wait for that process, or end it",
+                    file=self.folder.path,
                 )
             if self._is_at(file, self._path(self._name)):
                 self._is_new_part = not lines_of(file)
@@ -187,6 +189,7 @@ def _shown(folder: Folder, name: str, length: int, crc: int) -> bytes:
                     return data
         if time.monotonic() > end:
             raise ProcessLost(
+                "shared-files-differ",
                 f"{path} has not what another process wrote there",
                 hint="all nodes must see the same files: check the mounts of both nodes; then "
                 "repeat the command with --resume",

@@ -109,6 +109,7 @@ class Part(Sharing, Struct, frozen=True):
     def __post_init__(self) -> None:
         if not 1 <= self.number <= self.count:
             raise WrongOption(
+                "option-invalid",
                 f"--part {self} does not exist",
                 hint=f"parts are counted from 1: the last one is {self.count}/{self.count}",
             )

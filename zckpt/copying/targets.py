@@ -34,7 +34,12 @@ def refuse_existing(target: str, partial: bool = True) -> None:
     target = os.path.abspath(target)
     path = f"{target}.partial"
     if is_taken(target):
-        raise TargetExists(f"{target} exists", hint="choose another name, or remove it first")
+        raise TargetExists(
+            "target-exists",
+            f"{target} exists",
+            hint="choose another name, or remove it first",
+            file=target,
+        )
     if not partial or not os.path.lexists(path):
         return
     try:
@@ -48,13 +53,18 @@ def refuse_existing(target: str, partial: bool = True) -> None:
         raise _strange(path) from None
     except PermissionError:
         raise TargetExists(
-            f"{path} exists: another user has begun a target there", hint="choose another target"
+            "target-exists",
+            f"{path} exists: another user has begun a target there",
+            hint="choose another target",
+            file=path,
         ) from None
     with folder:
         if is_locked(folder):
             raise TargetExists(
+                "target-being-written",
                 f"{path} exists: another run is writing there now",
                 hint="wait for that run, or choose another target",
+                file=path,
             )
         if JOURNAL not in folder.names():
             refuse_strange(folder, os.path.basename(target))
@@ -64,8 +74,10 @@ def refuse_existing(target: str, partial: bool = True) -> None:
 def stopped(path: str) -> TargetExists:
     """The error of a run that does not continue what another one has begun at its `.partial`."""
     return TargetExists(
+        "target-unfinished",
         f"{path} exists: a run was stopped there",
         hint=f"add --resume to continue it, or remove it: {removal(path)}",
+        file=path,
     )
 
 
@@ -171,7 +183,7 @@ def _refuse_foreign(target: str, names: Iterable[str]) -> None:
 def of_another_run(target: str, reason: str) -> TargetExists:
     """The error of a target that this run has not written; `reason` goes on after "exists,"."""
     hint = f"choose another name, or remove it: {removal(target)}"
-    return TargetExists(f"{target} exists, {reason}", hint)
+    return TargetExists("target-exists", f"{target} exists, {reason}", hint, file=target)
 
 
 def remove_empty(folder: Folder, above: Folder) -> None:
@@ -197,8 +209,10 @@ def refuse_strange(folder: Folder, name: str) -> None:
 
 def _strange(path: str) -> TargetExists:
     return TargetExists(
+        "target-not-resumable",
         f"{path} exists, and cannot be continued: it has no journal of zckpt",
         hint=f"if you do not need it, remove it: {removal(path)}",
+        file=path,
     )
 
 
@@ -219,13 +233,16 @@ def refuse_inside(source: str, target: str) -> None:
     if outer == inner and os.path.lexists(outer):
         move = f"mv {shlex.quote(outer)} {shlex.quote(outer + '-old')}"
         raise WrongOption(
+            "target-in-source",
             f"{target} is the source itself",
             hint=f"choose another name, or move the source away first: {move}",
         )
     own = os.path.join(outer, BESIDE, "")
     if os.path.isdir(outer) and inner.startswith(outer + os.sep) and not inner.startswith(own):
         raise WrongOption(
-            f"{target} is inside of {source}", hint="choose a target beside the source"
+            "target-in-source",
+            f"{target} is inside of {source}",
+            hint="choose a target beside the source",
         )
 
 
@@ -247,8 +264,10 @@ def need_space(target: str, size: int, resume: bool) -> None:
     free = free_for(target, resume)
     if size > free:
         raise NotEnoughSpace(
+            "not-enough-space",
             f"{target} needs {sized(size)}, but only {sized(free)} are free",
             hint="choose a target on another filesystem, or free some space",
+            file=target,
         )
 
 

@@ -111,6 +111,7 @@ def refusal(target: str, part: str) -> WrongOption:
     """The error of a `part`, or without one of a run that shall continue another one."""
     option = "--part" if part else "--resume"
     return WrongOption(
+        "option-not-applicable",
         f"{option} needs locks, and the filesystem of {target} has none (flock fails): "
         "zckpt cannot know who else is writing there",
         hint=f"without {option}, one command writes the target from the beginning; or choose a "

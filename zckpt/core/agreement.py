@@ -26,6 +26,7 @@ def agree(places: Sequence[tuple[str, Step]], policy: str | None = None) -> Step
         return values.pop() if values else None
     if policy in (None, KEEP):
         raise InconsistentCheckpoint(
+            "steps-disagree",
             f"the optimizer's step differs: {_by_step(places)}",
             hint="files of different saves may be mixed; if not, choose: --step-policy max|min|N",
             steps=places,
@@ -39,6 +40,7 @@ def need_whole(places: Iterable[tuple[str, Step]]) -> None:
     for place, step in places:
         if step != int(step):
             raise InconsistentCheckpoint(
+                "file-damaged",
                 f"the optimizer's step is {step:g}, which is no number of updates: {place}",
                 hint="a file with another number may lie in its place: copy all files again; if "
                 "the optimizer counts so, add --step-policy keep",
@@ -61,6 +63,7 @@ def need_one_save(stated: Iterable[tuple[str, Step]], policy: str | None) -> Non
     folder = os.path.commonpath([os.path.dirname(file) for file in by_file])
     places = [(os.path.relpath(file, folder), by_file[file].pop()) for file in sorted(by_file)]
     raise InconsistentCheckpoint(
+        "steps-disagree",
         f"{folder or '.'}: the files state different steps: {_by_step(places)}",
         hint="files of two saves seem to be mixed: take all files of one save; if layers were "
         "unfrozen late, or ranks are stages of a pipeline, add --step-policy keep",

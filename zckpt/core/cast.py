@@ -87,7 +87,9 @@ def cast(source: memoryview, source_dtype: str, target: memoryview, target_dtype
     Raises UnsupportedCheckpoint for types that are not floats.
     """
     if source_dtype not in CASTABLE or target_dtype not in CASTABLE:
-        raise UnsupportedCheckpoint(f"cannot turn {source_dtype} into {target_dtype}")
+        raise UnsupportedCheckpoint(
+            "type-unsupported", f"cannot turn {source_dtype} into {target_dtype}"
+        )
     _cast(array(source, source_dtype), array(target, target_dtype))
 
 
@@ -121,9 +123,11 @@ def refuse_overflow(
     lost = values[np.isinf(result) & np.isfinite(values)]
     if len(lost):
         raise UnsupportedCheckpoint(
+            "value-out-of-range",
             f"{name} has numbers that {TORCH_NAMES[target_dtype]} cannot hold, such as "
             f"{float(lost[0]):g}",
             hint="choose a type with a larger range: --dtype bf16 or --dtype fp32",
+            subject=name,
         )
 
 
@@ -138,7 +142,9 @@ def put_mean(
     import numpy as np
 
     if any(dtype not in CASTABLE for dtype in (target_dtype, *(own for _, own in copies))):
-        raise UnsupportedCheckpoint(f"cannot average {copies[0][1]} as {target_dtype}")
+        raise UnsupportedCheckpoint(
+            "type-unsupported", f"cannot average {copies[0][1]} as {target_dtype}"
+        )
     total: Any = 0.0
     for view, dtype in copies:
         total = total + array(view, dtype).astype(np.float64)

@@ -32,9 +32,11 @@ def refuse_holes(manifest: Manifest, reader: str) -> None:
     wrong = [entry.name for entry in uncovered(_tensors(manifest))]
     if wrong:
         raise UnsupportedCheckpoint(
+            "internal-error",
             f"{manifest.root}: zckpt's reader of {reader} does not give each element of "
             f"{counted(len(wrong), 'tensor')} once: {listed(wrong, 4)}",
             hint=HINT,
+            file=manifest.root,
         )
 
 

@@ -113,7 +113,9 @@ def matching(tensors: Iterable[T], pattern: str) -> list[T]:
     selected = [tensor for tensor in tensors if fnmatchcase(tensor.name, pattern)]
     if not selected:
         raise WrongOption(
-            f"no tensor matches {pattern!r}", hint="names are parameter/slot, as '*/exp_avg'"
+            "option-names-nothing",
+            f"no tensor matches {pattern!r}",
+            hint="names are parameter/slot, as '*/exp_avg'",
         )
     return selected
 

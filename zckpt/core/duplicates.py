@@ -52,6 +52,7 @@ def check_duplicates(manifest: Manifest) -> list[str]:
             continue
         if "state" in {kind for own in shared for _, kind in own}:
             raise InconsistentCheckpoint(
+                "file-copied-over",
                 f"{second} holds the same bytes as {first}, although it should hold other parts of "
                 "the model",
                 hint="one was copied over the other: copy all files again",

@@ -102,8 +102,10 @@ class Reader(Struct, eq=False):
                 raise named(error, path) from None
             if not count:
                 raise CorruptCheckpoint(
+                    "file-cut-short",
                     f"{path} ends at byte {extent.offset + done}, inside a tensor",
                     hint="the file was cut short; take another copy",
+                    file=path,
                 )
             done += count
 

@@ -61,8 +61,14 @@ def path_inside(folder: str, name: str, stated_by: str) -> str:
     Raises CorruptCheckpoint if the name leads out of the folder, or to the folder itself.
     """
     if not isinstance(name, str):
-        raise CorruptCheckpoint(f"{folder}: {stated_by} names a file by {brief(name)}")
+        raise CorruptCheckpoint(
+            "unsafe-name", f"{folder}: {stated_by} names a file by {brief(name)}", file=folder
+        )
     outside = os.path.isabs(name) or ".." in name.split("/") or os.path.normpath(name) == "."
     if outside or "\0" in name:
-        raise CorruptCheckpoint(f"{folder}: {stated_by} names a file outside of it: {brief(name)}")
+        raise CorruptCheckpoint(
+            "unsafe-name",
+            f"{folder}: {stated_by} names a file outside of it: {brief(name)}",
+            file=folder,
+        )
     return os.path.join(folder, name)

@@ -278,7 +278,9 @@ class Folder(Struct, eq=False):
         """The names that lead to a path; none for this folder itself."""
         names = os.path.relpath(path, self.path).split(os.sep)
         if names[0] == os.pardir or "\0" in path:
-            raise CorruptCheckpoint(f"{brief(path)} is not below {self.path}")
+            raise CorruptCheckpoint(
+                "unsafe-name", f"{brief(path)} is not below {self.path}", file=self.path
+            )
         return [] if names == [os.curdir] else names
 
     @contextmanager
@@ -353,6 +355,8 @@ class Folder(Struct, eq=False):
 
     def _refusal(self, path: str, reason: str) -> TargetExists:
         return TargetExists(
+            "target-unsafe",
             f"{path} {reason}: zckpt writes only to files that it has created for you",
             hint=f"choose another target, or remove it: {removal(self.top or path)}",
+            file=path,
         )

@@ -58,7 +58,9 @@ class Global(Struct, frozen=True):
 
     def __post_init__(self) -> None:
         if not is_dotted(self.name):
-            raise CorruptCheckpoint(f"{brief(self.name)} is not the name of a class or function")
+            raise CorruptCheckpoint(
+                "file-damaged", f"{brief(self.name)} is not the name of a class or function"
+            )
 
 
 ITSELF = Global("zckpt.itself")
@@ -205,7 +207,8 @@ _NESTING = frozenset({dict, OrderedDict, list, tuple, Size, set, frozenset, Fore
 
 def _too_many(most: int, noun: str) -> CorruptCheckpoint:
     return CorruptCheckpoint(
-        f"there are more than {most:,} {noun}, each counted as often as others refer to it"
+        "file-damaged",
+        f"there are more than {most:,} {noun}, each counted as often as others refer to it",
     )
 
 
@@ -239,7 +242,9 @@ def require_tree(
             if containers > most_containers:
                 raise _too_many(most_containers, "lists and dictionaries")
             if depth > most_nested:
-                raise CorruptCheckpoint(f"values are nested more than {most_nested} levels deep")
+                raise CorruptCheckpoint(
+                    "file-damaged", f"values are nested more than {most_nested} levels deep"
+                )
             done[key] = values, containers, depth
         if key in done:
             waiting.pop()
@@ -284,7 +289,7 @@ def _cut(value: Any, outer: Collection[int]) -> None:
     for place in [key for key, part in pairs if type(part) is Foreign and id(part) in outer]:
         value[place] = ITSELF
     if any(id(part) in outer for part in _parts(value)):
-        raise CorruptCheckpoint("a value refers to itself")
+        raise CorruptCheckpoint("file-damaged", "a value refers to itself")
 
 
 def _parts(value: Any) -> Collection[Any]:
@@ -315,7 +320,9 @@ def require_spread(keys: Iterable[Hashable]) -> None:
         return
     hashes = Counter([hash(key) for key in keys if type(key) is not str])
     if hashes and max(hashes.values()) > MAX_EQUAL_HASHES:
-        raise CorruptCheckpoint("a dictionary or set has keys that were chosen to be slow")
+        raise CorruptCheckpoint(
+            "file-damaged", "a dictionary or set has keys that were chosen to be slow"
+        )
 
 
 def to_json(value: Any) -> Any:
@@ -359,7 +366,7 @@ def _encoded(value: Any) -> Any:
         return {"$object": parts}
     tag = _TAGS.get(kind)
     if tag is None:
-        raise CorruptCheckpoint(f"state holds a value of type {kind.__name__}")
+        raise CorruptCheckpoint("file-damaged", f"state holds a value of type {kind.__name__}")
     name, plain = tag
     return {name: _encoded(plain(value))}
 
@@ -392,7 +399,9 @@ def from_json(value: Any) -> Any:
     try:
         result = _decoded(value)
     except MALFORMED as error:
-        raise CorruptCheckpoint(f"state holds a value of a wrong type: {brief(value)}") from error
+        raise CorruptCheckpoint(
+            "file-damaged", f"state holds a value of a wrong type: {brief(value)}"
+        ) from error
     if type(result) in _NESTING:
         require_tree(result, 3 * MAX_VALUES, MAX_VALUES)  # which counts keys and texts as more
     return result
@@ -410,16 +419,18 @@ def _decoded(value: Any) -> Any:
         if tag in _MAKERS:
             return _MAKERS[tag](_decoded(inner))
         if tag.startswith("$"):
-            raise CorruptCheckpoint(f"state holds an unknown tag {brief(tag)}")
+            raise CorruptCheckpoint("file-damaged", f"state holds an unknown tag {brief(tag)}")
     return {key: _decoded(item) for key, item in value.items()}
 
 
 def _foreign(parts: dict[str, Any]) -> Foreign:
     function, keywords = _decoded(parts["function"]), _decoded(parts.get("keywords", {}))
     if not isinstance(function, (Global, Foreign)) or parts["how"] not in ("call", "new"):
-        raise CorruptCheckpoint("state holds an object without a class")
+        raise CorruptCheckpoint("file-damaged", "state holds an object without a class")
     if not isinstance(keywords, dict) or not all(type(key) is str for key in keywords):
-        raise CorruptCheckpoint(f"state holds a malformed object of {function.name}")
+        raise CorruptCheckpoint(
+            "file-damaged", f"state holds a malformed object of {function.name}"
+        )
     return Foreign(
         function,
         tuple(_list(_decoded(parts["arguments"]))),

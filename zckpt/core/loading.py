@@ -38,6 +38,7 @@ def entry_of(manifest: Manifest, name: str) -> Entry:
     near = [each.name for each in entries.values() if each.parameter in known]
     near = near or get_close_matches(name, entries, 5)
     raise WrongOption(
+        "option-names-nothing",
         f"{manifest.root} has no tensor {name!r}",
         hint=f"near names are {listed(near)}"
         if near
@@ -54,8 +55,10 @@ def fill(entry: Entry, view: memoryview, records: Sequence[Record]) -> None:
         element_reader.read([ReadRequest(entry, 0, entry.numel, 0)], view)
     if entry.digest is not None and crc32(view) != entry.digest:
         raise CorruptCheckpoint(
+            "record-damaged",
             f"{entry.name} is damaged: its elements do not have the CRC-32 that the checkpoint "
-            "states"
+            "states",
+            subject=entry.name,
         )
 
 
@@ -75,8 +78,10 @@ def as_torch(entry: Entry, records: Sequence[Record]) -> torch.Tensor:
     dtype = getattr(torch, TORCH_NAMES[entry.dtype], None)
     if dtype is None:
         raise UnsupportedCheckpoint(
+            "extra-missing",
             f"{entry.name} is {TORCH_NAMES[entry.dtype]}, which torch {torch.__version__} lacks",
             hint="install a newer torch",
+            subject=entry.name,
         )
     tensor = torch.empty(entry.shape, dtype=dtype)
     if entry.numel:
@@ -91,6 +96,7 @@ def as_numpy(entry: Entry, records: Sequence[Record]) -> Any:
     name = TORCH_NAMES[entry.dtype]
     if name == "bfloat16" or name.startswith("float8"):
         raise MissingExtra(
+            "extra-missing",
             f"{entry.name} is {name}, a type that numpy does not have",
             hint="pip install torch safetensors, to load it as a torch tensor",
         )

@@ -67,7 +67,7 @@ def check(manifest: Manifest, elements: str, hint: str, accepted: bool = False) 
         f"masters are in {masters}, the weights in {weights}"
     )
     if not accepted:
-        raise InconsistentCheckpoint(message, hint=hint)
+        raise InconsistentCheckpoint("master-differs", message, hint=hint)
     return [f"{message}. --accept-weights takes both as they are"]
 
 

@@ -100,17 +100,23 @@ def tensor(name: str, held: Sequence[Sequence[Entry]], table: Table, root: str) 
     known = [entry for own in zip_longest(*held) for entry in own if entry is not None]
     if len(dtypes := {entry.dtype for entry in known}) > 1:
         raise InconsistentCheckpoint(
-            f"{root}: {table.word}s keep {name} in different types: {listed(sorted(dtypes))}"
+            "ranks-disagree",
+            f"{root}: {table.word}s keep {name} in different types: {listed(sorted(dtypes))}",
+            file=root,
+            subject=name,
         )
     if cut is None:
         if len({entry.shape for entry in known}) > 1:
             message = f"{root}: the copies of {name} have other shapes"
-            raise InconsistentCheckpoint(message)
+            raise InconsistentCheckpoint("ranks-disagree", message)
         return [known[0], *(replace(each, axis=each.axis or table.word) for each in known[1:])]
     for rank, (own, shape) in enumerate(zip(held, cut.slicing.slices, strict=True)):
         if ({entry.numel for entry in own} or {0}) != {prod(shape)}:
             raise InconsistentCheckpoint(
-                f"{root}: {table.word} {rank} lacks {name}, or has it in another size"
+                "ranks-disagree",
+                f"{root}: {table.word} {rank} lacks {name}, or has it in another size",
+                file=root,
+                subject=name,
             )
     size, wholes = SIZES[known[0].dtype], []
     for copy in range(min(len(own) for own in held if own)):
@@ -157,8 +163,11 @@ def _parameters(ranks: Sequence[Manifest], table: Table, root: str) -> dict[str,
         ]
         if any(each != wholes[0] for each in wholes):
             raise InconsistentCheckpoint(
+                "ranks-disagree",
                 f"{root}: {table.word}s differ in the shape, the group, the step or the numbers of "
-                f"{name}"
+                f"{name}",
+                file=root,
+                subject=name,
             )
         parameters[name] = wholes[0]
     order = sorted(parameters.items(), key=lambda item: (not item[1].trainable, item[1].group or 0))
@@ -182,14 +191,17 @@ def numbered_alike(ranks: Sequence[Manifest]) -> tuple[list[Manifest], Groups]:
         places = _places(own, every)
         if -1 in places:
             raise InconsistentCheckpoint(
+                "ranks-disagree",
                 f"{_file_of(manifest)} has groups with other hyper-parameters than other model "
-                "ranks"
+                "ranks",
             )
         if places != [len(every) - 1 - n for n in _places(own[::-1], every[::-1])][::-1]:
             raise UnsupportedCheckpoint(
+                "grid-unsupported",
                 f"{manifest.root}: a stage of the pipeline has {len(own)} of {len(groups)} groups, "
                 "and their hyper-parameters do not tell which",
                 hint="give each group of the optimizer other hyper-parameters, such as a name",
+                file=manifest.root,
             )
         parameters = {
             name: item if item.group is None else replace(item, group=places[item.group])
@@ -257,7 +269,7 @@ def united(ranks: Sequence[Manifest]) -> Manifest:
         for what, key in (("its counters", "counters"), ("its loss scale", "optimizer")):
             if _of_all(other.state.get(key)) != _of_all(first.state.get(key)):
                 raise InconsistentCheckpoint(
-                    f"{_file_of(other)} differs from {_file_of(first)} in {what}"
+                    "ranks-disagree", f"{_file_of(other)} differs from {_file_of(first)} in {what}"
                 )
     once = {
         field: tuple(dict.fromkeys(item for each in ranks for item in getattr(each, field)))

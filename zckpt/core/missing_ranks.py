@@ -11,7 +11,11 @@ from ..errors import IncompleteCheckpoint, listed
 def missing_file(path: str, stated_by: str = "", hint: str = "") -> IncompleteCheckpoint:
     """The error of a file that is not there; `stated_by` is the file that names it."""
     return IncompleteCheckpoint(
-        f"{path} is missing" + (f", which {stated_by} names" if stated_by else ""), hint, [path]
+        "missing-file",
+        f"{path} is missing" + (f", which {stated_by} names" if stated_by else ""),
+        hint,
+        [path],
+        file=path,
     )
 
 
@@ -33,6 +37,7 @@ def missing_ranks(
     `expected` is the name of the first one's file in the folder `where`, if that is known.
     """
     return IncompleteCheckpoint(
+        "missing-rank-file",
         f"{where}: the {what + ' ' if what else ''}file of rank {listed(ranks)} is missing"
         + (f" ({reason})" if reason else ""),
         hint or (expecting(expected) if expected else ""),

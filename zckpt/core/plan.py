@@ -96,14 +96,18 @@ def _source_of(entry: Entry, name: str, source: Manifest, from_masters: bool) ->
         origin = source.entries.get(f"{name}/{entry.slot}")
     if origin is None:
         lacking = source.titled(entry.parameter)
-        raise MissingData(f"the source holds no {slot_key(entry.slot)} of {lacking}")
+        raise MissingData(
+            "state-missing", f"the source holds no {slot_key(entry.slot)} of {lacking}"
+        )
     if origin.shape != entry.shape:
         raise MissingData(
+            "ranks-disagree",
             f"{source.titled(entry.name)} has shape {origin.shape} in the source and {entry.shape} "
-            "in the target"
+            "in the target",
         )
     if origin.dtype != entry.dtype and not {origin.dtype, entry.dtype} <= {*CASTABLE}:
         raise UnsupportedCheckpoint(
+            "type-unsupported",
             f"{origin.name} is of type {origin.dtype}, which zckpt does not turn into "
             f"{entry.dtype}",
             hint="without --dtype, `--to dcp`, `--to gathered` and `--to universal` keep each type",

@@ -127,9 +127,11 @@ class RecordChecker:
             self.damage[extent] = Damage(record, whole)
         if not self._collect:
             raise CorruptCheckpoint(
+                "record-damaged",
                 f"{extent.file} is damaged: the {extent.length} bytes at {extent.offset} do not "
                 "have the CRC-32 that the file states",
                 hint="take another copy of this file",
+                file=extent.file,
             )
 
     def parts_of(self, records: Sequence[Record]) -> list[tuple[int, int, int, int]]:

@@ -97,7 +97,7 @@ def compare_copies(manifest: Manifest, chosen: str | None) -> list[str]:
         example = f"{name}: {listed(own, 3)}"
         if chosen is None:
             message = f"{manifest.root}: {differ}: {example}"
-            raise InconsistentCheckpoint(message, hint=ranks.hint)
+            raise InconsistentCheckpoint("copies-differ", message, hint=ranks.hint)
         warnings.append(f"{differ}, and each rank keeps its own: {example}")
     return warnings
 
@@ -200,9 +200,11 @@ def check_slices(manifest: Manifest) -> None:
     ]
     if wrong:
         raise InconsistentCheckpoint(
+            "tp-rule-wrong",
             f"{manifest.root}: the rule `{rules[wrong[0]]}` cuts {listed(wrong)} over tensor "
             "ranks, but all ranks hold the same values",
             hint="give the rule `replicated` for such a parameter with --tp-rules FILE",
+            file=manifest.root,
         )
 
 
@@ -210,10 +212,12 @@ def _refuse_sums(manifest: Manifest) -> None:
     """Raises UnsupportedCheckpoint if the whole of a parameter is a sum of the ranks' parts."""
     if sums := [name for name, rule in _rules(manifest).items() if rule == SUM]:
         raise UnsupportedCheckpoint(
+            "grid-unsupported",
             f"{manifest.root}: each tensor rank has a part of {listed(sums, 4)}, and the whole is "
             "the sum of the parts; zckpt does not add tensors",
             hint="`reshard --dp` and `--pp` keep the parts. With the rule `replicated` "
             "(--tp-rules) and --replicas rank0 you get the part of tensor rank 0",
+            file=manifest.root,
         )
 
 

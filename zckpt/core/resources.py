@@ -41,6 +41,7 @@ class Copying(Struct, frozen=True):
     def __post_init__(self) -> None:
         if self.memory < 2 * self.jobs << 20:
             raise WrongOption(
+                "option-invalid",
                 f"{self.jobs} jobs need {2 * self.jobs} MiB of memory",
                 hint="raise --memory, or lower --jobs",
             )

@@ -73,10 +73,12 @@ def refuse_others(names: Sequence[SavedName], what: str = "ranks") -> None:
     for name in names:
         if name.is_other:
             raise InconsistentCheckpoint(
+                "swapped-files",
                 f"{name.path} was saved as {name.saved_as}: files of two {what} are swapped, or "
                 "one was renamed or copied",
                 hint="copy all files again; if this one was only renamed, give it its own name "
                 f"again ({name.saved_as})",
+                file=name.path,
             )
 
 

@@ -122,13 +122,13 @@ def unchanged(*read: Fingerprints) -> Iterator[None]:
 
 def _check(path: str, first: Fingerprint | None, now: os.stat_result | None) -> None:
     if now is None:
-        raise SourceChanged(f"{path} was removed while it was read")
+        raise SourceChanged("source-changed", f"{path} was removed while it was read", file=path)
     if first is not None and first != Fingerprint.of(now):
         raise _changed(path)
 
 
 def _changed(path: str) -> SourceChanged:
-    return SourceChanged(f"{path} changed while it was read")
+    return SourceChanged("source-changed", f"{path} changed while it was read", file=path)
 
 
 def _blame_change(fingerprints: Fingerprints, error: ZckptError) -> None:
@@ -198,7 +198,9 @@ def open_file(path: str, fingerprints: Fingerprints | None = None) -> int:
         if not stat.S_ISREG(now.st_mode):
             what = "directory" if stat.S_ISDIR(now.st_mode) else "pipe, a socket or a device"
             hint = "put a copy of the file there"
-            raise CorruptCheckpoint(f"{path} is not a regular file: it is a {what}", hint)
+            raise CorruptCheckpoint(
+                "file-damaged", f"{path} is not a regular file: it is a {what}", hint, file=path
+            )
         note(path, now)
         if fingerprints is not None:
             _check(path, fingerprints.get(path), now)

@@ -355,6 +355,7 @@ def require_known(keys: Collection[str], manifests: Sequence[Manifest]) -> None:
     for key in keys:
         if key not in known:
             raise WrongOption(
+                "option-names-nothing",
                 f"--drop-state {key}: the optimizer has no state of this name",
                 hint=f"its states are {listed(known)}" if known else "leave it out",
             )
@@ -433,6 +434,7 @@ class Selection(Struct, frozen=True):
     def __post_init__(self) -> None:
         if self.weights_only and self.drop_state:
             raise WrongOption(
+                "options-conflict",
                 "--drop-state does not apply with --weights-only",
                 hint="leave it out: no state is compared",
             )

@@ -125,7 +125,9 @@ def _refuse(path: str, folder: str, note: Note | None, missing: list[str]) -> No
     )
     at = os.path.join(folder, UNFINISHED)
     raise IncompleteCheckpoint(
+        "unfinished-target",
         f"{path} belongs to a target that is not complete: {at}: {reason}",
         hint="copy it again when the run that sends it has ended; if the note is of something "
         f"else, remove it: rm {shlex.quote(at)}",
+        file=path,
     )

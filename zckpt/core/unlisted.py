@@ -56,7 +56,9 @@ def refuse_share(manifest: Manifest) -> None:
     """Raises IncompleteCheckpoint, for a target that trains, if files show one rank's share."""
     if manifest.share:
         raise IncompleteCheckpoint(
+            "missing-rank-file",
             f"{manifest.root} has one rank's share of ZeroRedundancyOptimizer: {manifest.share}",
             hint="the other ranks' states are lost: call `consolidate_state_dict()` before saving. "
             "--weights-only takes the weights",
+            file=manifest.root,
         )

@@ -76,7 +76,7 @@ class Weight(Struct, frozen=True):
 
     def _known(self, entry: Entry | None) -> Entry:
         if entry is None:
-            raise MissingData(f"the source holds no weights of {self.name}")
+            raise MissingData("weights-missing", f"the source holds no weights of {self.name}")
         return entry
 
 

@@ -25,7 +25,9 @@ try:
     from .reader import StorageReader
 except ImportError as error:
     raise MissingExtra(
-        "zckpt.dcp needs torch, which is not installed", hint="pip install torch safetensors"
+        "extra-missing",
+        "zckpt.dcp needs torch, which is not installed",
+        hint="pip install torch safetensors",
     ) from error
 
 __all__ = ["StorageReader"]

@@ -48,7 +48,9 @@ class Groups(Struct, frozen=True, eq=False, dict=True):
         ]
         for name, value in values[1:]:
             if not alike(number(values[0][1]), number(value)):
-                raise InconsistentCheckpoint(self._difference(meaning, values[0], (name, value)))
+                raise InconsistentCheckpoint(
+                    "program-does-not-fit", self._difference(meaning, values[0], (name, value))
+                )
         return [value for _, value in values[:1]]
 
     @cached_property

@@ -62,9 +62,10 @@ class Lookup(Struct, eq=False, dict=True):
                 self.missing.update((key, None) for keys in rules.values() for key in keys)
             elif len(rules) > 1:
                 raise MissingData(
+                    "program-does-not-fit",
                     f"the keys {listed([keys[0] for keys in rules.values()])} match the source's "
                     "names by different rules: load their state dicts one by one, or give "
-                    "StorageReader rename=[(REGEX, REPL)]"
+                    "StorageReader rename=[(REGEX, REPL)]",
                 )
 
     def _asks_for_stored(self, front: str) -> bool:
@@ -94,7 +95,7 @@ class Lookup(Struct, eq=False, dict=True):
                     "checkpoint's pickles, so you must trust the checkpoint"
                 )
         if sentences:
-            raise MissingData(f"{MISSING}{'. '.join(sentences)}. {PARTIAL}")
+            raise MissingData("program-does-not-fit", f"{MISSING}{'. '.join(sentences)}. {PARTIAL}")
 
     def _missing(self, keys: Sequence[str]) -> list[str]:
         """Sentences about the missing keys, and what the user may have meant."""

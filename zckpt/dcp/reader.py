@@ -178,6 +178,7 @@ def _groups(
     """Names of the parameters in an optimizer's groups; its state dict numbers them in order."""
     if (model is None) != (optimizer is None):
         raise WrongOption(
+            "option-needed",
             "model and optimizer must be given together",
             hint="give both to StorageReader, or neither",
         )

@@ -113,7 +113,9 @@ def tensor_metadata(
     """A tensor in its stored boxes, else in one box, which a manifest reads from any pieces."""
     size, kind = torch.Size(shape), getattr(torch, dtype, None)
     if not isinstance(kind, torch.dtype):
-        raise UnsupportedCheckpoint(f"torch {torch.__version__} has no type {dtype}")
+        raise UnsupportedCheckpoint(
+            "extra-missing", f"torch {torch.__version__} has no type {dtype}"
+        )
     boxes = [(offsets, box.sizes) for offsets, box in stored.boxes.items()] if stored else []
     return metadata.TensorStorageMetadata(
         metadata.TensorProperties(kind),

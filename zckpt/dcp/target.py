@@ -236,7 +236,9 @@ class LoadTarget:
         box = tensor.boxes.get(offsets)
         if box is None:
             raise IncompleteCheckpoint(
-                f"{self.source.path} has no elements of {key} at {list(offsets)}"
+                "elements-missing",
+                f"{self.source.path} has no elements of {key} at {list(offsets)}",
+                file=self.source.path,
             )
         return box.open()
 
@@ -259,8 +261,11 @@ class LoadTarget:
             )
             if planned < wanted:
                 raise IncompleteCheckpoint(
+                    "elements-missing",
                     f"{self.source.path} has {stored.stored} of the {prod(stored.shape)} elements "
-                    f"of {name}: the save did not finish, or not all ranks took part in it"
+                    f"of {name}: the save did not finish, or not all ranks took part in it",
+                    file=self.source.path,
+                    subject=name,
                 )
 
     def _fill_tensors(self, wanted: Sequence[tuple[planner.ReadItem, Sequence[Entry]]]) -> None:
@@ -282,8 +287,9 @@ class LoadTarget:
             offsets, sizes = tuple(item.storage_offsets), tuple(item.lengths)
             if tuple(tensor.shape) != sizes:
                 raise InconsistentCheckpoint(
+                    "program-does-not-fit",
                     f"{item.storage_index.fqn}: the plan has a part of shape {list(sizes)}, the "
-                    f"planner's tensor has the shape {list(tensor.shape)}"
+                    f"planner's tensor has the shape {list(tensor.shape)}",
                 )
             widened = is_widened(entry.dtype, DTYPES.get(tensor.dtype))
             if widened and self._is_trained(item.storage_index.fqn):

@@ -150,11 +150,17 @@ def can_save(path: str) -> None:
     """Raises WrongOption where no report could be written, before the work is done."""
     folder = os.path.dirname(path) or "."
     if os.path.isdir(path) or not os.path.isdir(folder) or not os.access(folder, os.W_OK):
-        raise WrongOption(f"{path} cannot be written", hint="name a file in a folder that is there")
+        raise WrongOption(
+            "output-not-writable",
+            f"{path} cannot be written",
+            hint="name a file in a folder that is there",
+        )
     if os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
         what = "a link" if os.path.islink(path) else "no regular file"  # such as /dev/stdout
         raise WrongOption(
-            f"{path} is {what}, and would be replaced by a file", hint="name another file"
+            "output-not-writable",
+            f"{path} is {what}, and would be replaced by a file",
+            hint="name another file",
         )
 
 

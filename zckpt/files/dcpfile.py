@@ -88,6 +88,7 @@ class TensorItem(Struct, frozen=True):
         dtype = FROM_TORCH.get(self.torch_dtype)
         if dtype is None:
             raise UnsupportedCheckpoint(
+                "type-unsupported",
                 f"zckpt does not read tensors of type torch.{self.torch_dtype}",
                 hint="cast them before saving, or leave them out of the checkpoint",
             )
@@ -140,7 +141,9 @@ class ItemTable(Struct, frozen=True):
         if location is None:
             what = _called(key, None if box is None else box.offsets)
             raise IncompleteCheckpoint(
-                f"{self.folder}: {METADATA} does not say in which file {what} is"
+                "elements-missing",
+                f"{self.folder}: {METADATA} does not say in which file {what} is",
+                file=self.folder,
             )
         return location
 
@@ -175,7 +178,7 @@ def check_seal(text: bytes) -> None:
     """Raises CorruptCheckpoint if the bytes before the CRC-32 are others; torch writes none."""
     match = SEAL.search(text, max(0, len(text) - 32))
     if match and crc32(text[: match.start()]) != int(match[1], 16):
-        raise CorruptCheckpoint("its bytes do not have the CRC-32 behind them")
+        raise CorruptCheckpoint("record-damaged", "its bytes do not have the CRC-32 behind them")
 
 
 def read_table(folder: str) -> ItemTable:
@@ -199,8 +202,10 @@ def read_table(folder: str) -> ItemTable:
     }
     if not ranks:
         raise IncompleteCheckpoint(
+            "unfinished-save",
             f"{folder} has items but no {METADATA}, which is written last",
             hint="the save did not finish; take an earlier checkpoint",
+            file=folder,
         )
     missing = sorted(set(range(max(ranks))) - set(ranks))
     if missing:
@@ -215,6 +220,7 @@ def _read_one(folder: str, files: tuple[str, ...], name: str) -> ItemTable:
         size = os.fstat(file.fileno()).st_size
         if size > MAX_METADATA:
             raise UnsupportedCheckpoint(
+                "file-too-large",
                 f"{name} has {size} bytes; zckpt reads metadata of up to {MAX_METADATA}",
                 hint="save with fewer ranks, or with fewer tensors",
             )
@@ -227,18 +233,21 @@ def _read_one(folder: str, files: tuple[str, ...], name: str) -> ItemTable:
         message = error.message if named else f"{name}: {error.message}"
         raise type(error)(message, error.hint) from error
     except RecursionError as error:
-        raise CorruptCheckpoint(f"{name}: its values are nested too deeply") from error
+        raise CorruptCheckpoint(
+            "file-damaged", f"{name}: its values are nested too deeply"
+        ) from error
 
 
 def _table(folder: str, files: tuple[str, ...], content: Any) -> ItemTable:
     fields = dict(attributes(content))
     if missing := FIELDS - fields.keys():
         raise CorruptCheckpoint(
-            f"it is not metadata of torch.distributed.checkpoint: no {listed(sorted(missing))}"
+            "file-damaged",
+            f"it is not metadata of torch.distributed.checkpoint: no {listed(sorted(missing))}",
         )
     described, stored = fields.pop("state_dict_metadata"), fields.pop("storage_data")
     if not isinstance(described, dict) or not isinstance(stored, dict):
-        raise CorruptCheckpoint("its items or their locations are not a dictionary")
+        raise CorruptCheckpoint("file-damaged", "its items or their locations are not a dictionary")
     locations = _locations(folder, stored)
     # every box is stored, so a list that many tensors share cannot be long
     room = len(locations) + MAX_AXES
@@ -279,7 +288,9 @@ def _boxes(item: TensorItem | None) -> tuple[ItemBox, ...]:
 
 def _with_box(item: TensorItem | None, box: ItemBox) -> TensorItem:
     if item is None:
-        raise CorruptCheckpoint(f"{METADATA} is malformed: ranks disagree on what is a tensor")
+        raise CorruptCheckpoint(
+            "file-damaged", f"{METADATA} is malformed: ranks disagree on what is a tensor"
+        )
     return replace(item, boxes=(*item.boxes, box))
 
 
@@ -289,7 +300,7 @@ def _item(key: str, record: Any, most: int) -> TensorItem | None:
     if not fields:  # BytesStorageMetadata
         return None
     if not {"properties", "size", "chunks"} <= fields.keys():
-        raise CorruptCheckpoint(f"{safe(key)} is neither a tensor nor a value")
+        raise CorruptCheckpoint("file-damaged", f"{safe(key)} is neither a tensor nor a value")
     # TensorProperties pickles a tuple; the dtype is its first element
     properties = fields["properties"]
     properties = properties.state if isinstance(properties, Foreign) else None
@@ -297,11 +308,13 @@ def _item(key: str, record: Any, most: int) -> TensorItem | None:
         properties = (properties.get("dtype"),)
     dtype = properties[0] if isinstance(properties, tuple) and properties else None
     if not isinstance(dtype, Global):
-        raise CorruptCheckpoint(f"{safe(key)} has a {type(dtype).__name__} instead of a dtype")
+        raise CorruptCheckpoint(
+            "file-damaged", f"{safe(key)} has a {type(dtype).__name__} instead of a dtype"
+        )
     chunks = fields["chunks"]
     if not isinstance(chunks, (list, tuple)) or len(chunks) > most:
         raise CorruptCheckpoint(
-            f"the pieces of {safe(key)} are not a list, or more than the files have"
+            "file-damaged", f"the pieces of {safe(key)} are not a list, or more than the files have"
         )
     boxes = (
         ItemBox(_numbers(box.get("offsets"), key), _numbers(box.get("sizes"), key))
@@ -309,7 +322,9 @@ def _item(key: str, record: Any, most: int) -> TensorItem | None:
     )
     size = _numbers(fields["size"], key)
     if prod(size) >= MAX_NUMBER:
-        raise CorruptCheckpoint(f"the sizes of {safe(key)} are those of {prod(size)} elements")
+        raise CorruptCheckpoint(
+            "file-damaged", f"the sizes of {safe(key)} are those of {prod(size)} elements"
+        )
     return TensorItem(dtype.name.removeprefix("torch."), size, tuple(boxes))
 
 
@@ -322,18 +337,19 @@ def _locations(folder: str, storage: Mapping[Any, Any]) -> dict[ItemKey, ItemLoc
         key, offsets = _text(item.get("fqn"), "a key"), item.get("offset")
         if stored.get("transform_descriptors"):
             raise UnsupportedCheckpoint(
+                "storage-unsupported",
                 f"{safe(key)} is stored compressed or encrypted: "
-                f"{_texts(stored['transform_descriptors'])}"
+                f"{_texts(stored['transform_descriptors'])}",
             )
         name = _text(stored.get("relative_path"), "the name of a file")
         if not name.isprintable():
-            raise CorruptCheckpoint(f"no file is called {name!r}")
+            raise CorruptCheckpoint("file-damaged", f"no file is called {name!r}")
         if name not in paths:
             paths[name] = path_inside(folder, name, METADATA)
         offset, length = _numbers((stored.get("offset"), stored.get("length")), key)
         place = key, None if offsets is None else _numbers(offsets, key)
         if place in locations:
-            raise CorruptCheckpoint(f"two files are stated for {_called(*place)}")
+            raise CorruptCheckpoint("file-damaged", f"two files are stated for {_called(*place)}")
         begin = paths[name], offset
         begins[begin] = begins.get(begin, 0) + 1
         locations[place] = ItemLocation(*begin, length)
@@ -359,17 +375,21 @@ def _path(key: str, path: Any) -> KeyPath:
             type(step) is str or (type(step) is int and 0 <= step < MAX_NUMBER) for step in path
         )
     ):
-        raise CorruptCheckpoint(f"the path of {safe(key)} is not a list of up to {MAX_PATH} keys")
+        raise CorruptCheckpoint(
+            "file-damaged", f"the path of {safe(key)} is not a list of up to {MAX_PATH} keys"
+        )
     # the lengths first, since many paths may refer to one long text
     length = len(path) - 1 + sum(len(step) for step in path if isinstance(step, str))
     if length > len(key) or ".".join(map(str, path)) != key:
-        raise CorruptCheckpoint(f"the path of {safe(key)} leads to another item")
+        raise CorruptCheckpoint("file-damaged", f"the path of {safe(key)} leads to another item")
     return tuple(path)
 
 
 def _text(value: Any, what: str) -> str:
     if not isinstance(value, str) or not 0 < len(value) <= MAX_TEXT:
-        raise CorruptCheckpoint(f"{what} is not a text of up to {MAX_TEXT} characters")
+        raise CorruptCheckpoint(
+            "file-damaged", f"{what} is not a text of up to {MAX_TEXT} characters"
+        )
     return value
 
 
@@ -382,7 +402,8 @@ def _numbers(values: Any, key: str) -> tuple[int, ...]:
         else:
             return tuple(values)
     raise CorruptCheckpoint(
-        f"the sizes or offsets of {safe(key)} are not numbers that a tensor can have"
+        "file-damaged",
+        f"the sizes or offsets of {safe(key)} are not numbers that a tensor can have",
     )
 
 
@@ -404,7 +425,7 @@ def attributes(record: Any) -> dict[str, Any]:
     if state is None:  # BytesStorageMetadata has none
         return {}
     if not isinstance(record, Foreign) or not isinstance(state, dict):
-        raise CorruptCheckpoint("a description of an item is malformed")
+        raise CorruptCheckpoint("file-damaged", "a description of an item is malformed")
     return state
 
 
@@ -421,7 +442,9 @@ def need_agreement(table: ItemTable, name: str) -> None:
     if table.paths:  # a path without an item is no error: torch before 2.4 wrote some
         pathless = [key for key in table.items if key not in table.paths]
         if pathless:
-            raise CorruptCheckpoint(f"{name}: no path leads to {_all_shown(pathless)}")
+            raise CorruptCheckpoint(
+                "file-damaged", f"{name}: no path leads to {_all_shown(pathless)}"
+            )
     places: set[tuple[str, tuple[int, ...] | None]] = set()
     for key, item in table.items.items():
         if item is None:
@@ -432,8 +455,9 @@ def need_agreement(table: ItemTable, name: str) -> None:
     if len(places) < len(table.locations):
         strangers = [key for key, offsets in table.locations if (key, offsets) not in places]
         raise CorruptCheckpoint(
+            "file-damaged",
             f"{name}: it names files of {_all_shown(list(dict.fromkeys(strangers)))}, "
-            "which no item describes"
+            "which no item describes",
         )
     _need_separate(table, name)
 
@@ -444,8 +468,9 @@ def _places_of(table: ItemTable, key: str, item: TensorItem, name: str) -> set[t
     for box in item.boxes:
         if len(box.offsets) != len(item.shape) or len(box.sizes) != len(item.shape):
             raise CorruptCheckpoint(
+                "file-damaged",
                 f"{name}: a piece of {_all_shown([key])} has another number of axes than its shape "
-                f"{list(item.shape)}"
+                f"{list(item.shape)}",
             )
         if box.is_empty:  # several ranks may have none of its rows
             if (key, box.offsets) in table.locations:
@@ -455,8 +480,9 @@ def _places_of(table: ItemTable, key: str, item: TensorItem, name: str) -> set[t
         ends = map(sum, zip(box.offsets, box.sizes, strict=True))
         if any(end > size for end, size in zip(ends, item.shape, strict=True)):
             raise InconsistentCheckpoint(
+                "file-damaged",
                 f"{name}: a piece of {_all_shown([key])} of shape {list(box.sizes)} at "
-                f"{list(box.offsets)} lies outside of its shape {list(item.shape)}"
+                f"{list(box.offsets)} lies outside of its shape {list(item.shape)}",
             )
         offsets.add(box.offsets)
     return offsets
@@ -479,7 +505,9 @@ def _need_separate(table: ItemTable, name: str) -> None:
         for location in locations:
             if location.offset < stop and location.offset != begin:
                 raise InconsistentCheckpoint(
-                    f"{name}: two items share byte {location.offset} of {file}"
+                    "elements-overlap",
+                    f"{name}: two items share byte {location.offset} of {file}",
+                    file=file,
                 )
             begin = location.offset
             stop = max(stop, begin + location.length)

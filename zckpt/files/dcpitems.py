@@ -68,7 +68,9 @@ class ItemFiles:
             self._tensors[begin] = {stored.name: stored for stored in tensors}
         if key not in self._tensors[begin]:
             raise IncompleteCheckpoint(
-                f"{location.file} lacks {key}, which should be there according to {METADATA}"
+                "elements-missing",
+                f"{location.file} lacks {key}, which should be there according to {METADATA}",
+                file=location.file,
             )
         return self._tensors[begin][key]
 
@@ -76,7 +78,9 @@ class ItemFiles:
         """The item as a file of torch.save, which it is in full."""
         if location.shared:
             raise InconsistentCheckpoint(
-                f"{METADATA} says that two items begin at byte {location.offset} of {location.file}"
+                "elements-overlap",
+                f"{METADATA} says that two items begin at byte {location.offset} of {location.file}",
+                file=location.file,
             )
         self._require(location, location.length)
         extent = Extent(location.file, location.offset, location.length)
@@ -159,8 +163,10 @@ class ItemFiles:
             self.sizes[path] = sources.size(path)
         if min(location.offset, length) < 0 or stop > self.sizes[path]:
             raise IncompleteCheckpoint(
+                "file-cut-short",
                 f"{path} has {self.sizes[path]} bytes, but {METADATA} needs at least {stop}",
                 hint="it was cut short; take another copy of it",
+                file=path,
             )
 
 
@@ -181,6 +187,8 @@ def require_same(
     """
     if stored != stated:
         raise InconsistentCheckpoint(
+            "mixed-saves",
             f"{location.file} should have {stated[0]} {list(stated[1])} of {key} at byte "
-            f"{location.offset} according to {METADATA}, but something else is there"
+            f"{location.offset} according to {METADATA}, but something else is there",
+            file=location.file,
         )

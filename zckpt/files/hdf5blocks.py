@@ -89,7 +89,9 @@ class Blocks(Struct, eq=False, dict=True):
         for before, block in pairwise(self._in_order()):
             if block.start < before.stop:
                 raise CorruptCheckpoint(
-                    f"{self.path} is damaged: {before.owner} and {block.owner} share bytes"
+                    "file-damaged",
+                    f"{self.path} is damaged: {before.owner} and {block.owner} share bytes",
+                    file=self.path,
                 )
 
     def orphans(self) -> list[Extent]:
@@ -177,10 +179,12 @@ class Blocks(Struct, eq=False, dict=True):
         if listed != names:
             name = min(listed ^ names).decode("utf-8", "backslashreplace")
             raise CorruptCheckpoint(
+                "file-damaged",
                 f"{self.path} is a damaged HDF5 file: the links of its group {group} are not those "
                 f"that its heap names: see {name!r}",
                 hint="use another copy of this file; if links were deleted from it on purpose, "
                 "rewrite it with `h5repack`",
+                file=self.path,
             )
 
     def _read(self, length: int, address: int, name: str) -> bytes:
@@ -189,7 +193,9 @@ class Blocks(Struct, eq=False, dict=True):
         return sources.pread(self.file, length, address)
 
     def _damaged(self, why: str) -> CorruptCheckpoint:
-        return CorruptCheckpoint(f"{self.path} is a damaged HDF5 file: {why}")
+        return CorruptCheckpoint(
+            "file-damaged", f"{self.path} is a damaged HDF5 file: {why}", file=self.path
+        )
 
 
 def _names(data: bytes, free: int) -> set[bytes]:

@@ -20,7 +20,7 @@ from ..core import elsewhere, sources
 from ..core.dtypes import FROM_TORCH, NUMBERS
 from ..core.fileio import align
 from ..core.fragments import Extent
-from ..errors import HINTS, MALFORMED, CorruptCheckpoint, MissingExtra, UnsupportedCheckpoint
+from ..errors import MALFORMED, OF_SYSTEM, CorruptCheckpoint, MissingExtra, UnsupportedCheckpoint
 from .hdf5blocks import Blocks
 
 MAGIC = b"\x89HDF\r\n\x1a\n"
@@ -57,7 +57,9 @@ def import_h5py() -> Any:
         import h5py
     except ImportError as error:
         raise MissingExtra(
-            "HDF5 files need the package h5py, which is not installed", hint="pip install h5py"
+            "extra-missing",
+            "HDF5 files need the package h5py, which is not installed",
+            hint="pip install h5py",
         ) from error
     return h5py
 
@@ -102,7 +104,7 @@ def _raise_if_system(path: str, error: Exception) -> None:
     if isinstance(error, OSError):
         match = re.search(r"errno = (\d+)", str(error))
         number = error.errno or (int(match[1]) if match else 0)
-        if number in HINTS:
+        if number in OF_SYSTEM:
             raise OSError(number, os.strerror(number), path) from error
 
 
@@ -118,7 +120,9 @@ def read(path: str, is_tensor: Callable[[str], bool]) -> HDF5Contents:
             return _contents(h5py, path, file, opened, is_tensor)
     except (OSError, RuntimeError, *MALFORMED) as error:
         _raise_if_system(path, error)
-        raise CorruptCheckpoint(f"{path} is a damaged HDF5 file: {error}") from error
+        raise CorruptCheckpoint(
+            "file-damaged", f"{path} is a damaged HDF5 file: {error}", file=path
+        ) from error
 
 
 def _contents(
@@ -126,8 +130,10 @@ def _contents(
 ) -> HDF5Contents:
     if opened.userblock_size:
         raise UnsupportedCheckpoint(
+            "storage-unsupported",
             f"{path} begins with a user block, which zckpt does not read",
             hint="remove it: `h5unjam -i FILE -o NEW_FILE --delete`",
+            file=path,
         )
     file_size = sources.size(path)
     tensors: dict[str, Dataset] = {}
@@ -162,13 +168,19 @@ class _Bounds:
         """Counts the bytes of a dataset; raises CorruptCheckpoint."""
         self.bytes -= length
         if self.bytes < 0:
-            raise CorruptCheckpoint(f"{self.path}: {name} shares its bytes with other datasets")
+            raise CorruptCheckpoint(
+                "file-damaged",
+                f"{self.path}: {name} shares its bytes with other datasets",
+                file=self.path,
+            )
 
     def step(self) -> None:
         """Counts a text in a heap; raises CorruptCheckpoint."""
         self.steps -= 1
         if self.steps < 0:
-            raise CorruptCheckpoint(f"{self.path}: its texts are in too many places")
+            raise CorruptCheckpoint(
+                "file-damaged", f"{self.path}: its texts are in too many places", file=self.path
+            )
 
 
 def _datasets(h5py: Any, path: str, blocks: Blocks, root: Any) -> Iterator[tuple[str, Any]]:
@@ -185,18 +197,28 @@ def _datasets(h5py: Any, path: str, blocks: Blocks, root: Any) -> Iterator[tuple
         for name in names:
             full_name = prefix + name.decode("utf-8", "surrogateescape")
             if group.links.get_info(name).type != h5py.h5l.TYPE_HARD:
-                raise UnsupportedCheckpoint(f"{path}: {full_name} is a link to somewhere else")
+                raise UnsupportedCheckpoint(
+                    "storage-unsupported",
+                    f"{path}: {full_name} is a link to somewhere else",
+                    file=path,
+                )
             item = h5py.h5o.open(group, name)
             address = h5py.h5o.get_info(item).addr
             if address in addresses or depth > MAX_DEPTH:
-                raise CorruptCheckpoint(f"{path}: {full_name} is in two places")
+                raise CorruptCheckpoint(
+                    "file-damaged", f"{path}: {full_name} is in two places", file=path
+                )
             addresses.add(address)
             if isinstance(item, h5py.h5d.DatasetID):
                 yield full_name, item
             elif isinstance(item, h5py.h5g.GroupID):
                 waiting.append((f"{full_name}/", item, depth + 1))
             else:
-                raise UnsupportedCheckpoint(f"{path}: {full_name} is neither group nor dataset")
+                raise UnsupportedCheckpoint(
+                    "storage-unsupported",
+                    f"{path}: {full_name} is neither group nor dataset",
+                    file=path,
+                )
         blocks.add_group(prefix.rstrip("/"), h5py.h5o.get_info(group).addr, set(names))
 
 
@@ -205,7 +227,9 @@ def _tensor(h5py: Any, path: str, bounds: _Bounds, name: str, dataset: Any) -> D
     dtype = DTYPES.get(numpy_dtype.name)
     if dtype is None or numpy_dtype.byteorder == ">":
         raise UnsupportedCheckpoint(
-            f"{path}: {name} has elements of type {numpy_dtype}, which zckpt does not read"
+            "type-unsupported",
+            f"{path}: {name} has elements of type {numpy_dtype}, which zckpt does not read",
+            file=path,
         )
     shape, extent = _location(h5py, path, bounds, name, dataset, numpy_dtype.itemsize)
     return Dataset(dtype, shape, extent)
@@ -220,9 +244,11 @@ def _location(
     plain = properties.get_layout() == h5py.h5d.CONTIGUOUS and not properties.get_external_count()
     if not plain or dataset.shape is None:
         raise UnsupportedCheckpoint(
+            "storage-unsupported",
             f"{path}: {name} is not stored as one run of bytes (it is chunked, compressed, compact "
             "or in another file)",
             hint="rewrite the file with `h5repack -l CONTI -f NONE`",
+            file=path,
         )
     length = prod(shape) * size
     if not length:
@@ -230,13 +256,17 @@ def _location(
     offset = dataset.get_offset()
     if offset is None or offset + length > bounds.file_size:
         raise CorruptCheckpoint(
+            "file-cut-short",
             f"{path} ends early: {name} is not inside it",
             hint="use another copy, or an earlier checkpoint: the file was cut short, or the save "
             "did not finish",
+            file=path,
         )
     if dataset.get_storage_size() != length:
         raise CorruptCheckpoint(
-            f"{path}: {name} has {length:,} bytes by its shape, but another number is stored"
+            "file-damaged",
+            f"{path}: {name} has {length:,} bytes by its shape, but another number is stored",
+            file=path,
         )
     bounds.take(name, length)
     return shape, Extent(path, int(offset), length)
@@ -253,12 +283,18 @@ def _value(
     numpy_dtype = dataset.dtype
     is_text = numpy_dtype.kind == "O" and h5py.check_string_dtype(numpy_dtype) is not None
     if not is_text and numpy_dtype.kind not in "iufb":
-        raise UnsupportedCheckpoint(f"{path}: {name} is neither number nor text ({numpy_dtype})")
+        raise UnsupportedCheckpoint(
+            "type-unsupported",
+            f"{path}: {name} is neither number nor text ({numpy_dtype})",
+            file=path,
+        )
     size = REFERENCE.size if is_text else numpy_dtype.itemsize
     shape, extent = _location(h5py, path, bounds, name, dataset, size)
     if prod(shape) > MAX_ELEMENTS or (is_text and shape):
         raise UnsupportedCheckpoint(
-            f"{path}: {name} has shape {shape}; zckpt reads single texts and short lists of numbers"
+            "type-unsupported",
+            f"{path}: {name} has shape {shape}; zckpt reads single texts and short lists of numbers",
+            file=path,
         )
     with sources.opened(path) as file:
         data = sources.pread(file.fileno(), extent.length, extent.offset)
@@ -291,4 +327,6 @@ def _text(
         if not candidate:  # the heap's free space
             break
         offset += 16 + align(size, 8)
-    raise CorruptCheckpoint(f"{path}: the text of {name} is not inside it")
+    raise CorruptCheckpoint(
+        "file-damaged", f"{path}: the text of {name} is not inside it", file=path
+    )

@@ -72,10 +72,14 @@ def read_with_metadata(path: str, begin: int = 0) -> tuple[list[SavedTensor], di
         length = int.from_bytes(file.read(8), "little")
         first = begin + 8 + length
         if size < begin + 8 or first > size:
-            raise CorruptCheckpoint(f"{path} ends early, or is not a safetensors file")
+            raise CorruptCheckpoint(
+                "file-cut-short", f"{path} ends early, or is not a safetensors file", file=path
+            )
         if length > MAX_HEADER:
             raise CorruptCheckpoint(
-                f"{path} has a header of {length} bytes; safetensors allows {MAX_HEADER}"
+                "file-damaged",
+                f"{path} has a header of {length} bytes; safetensors allows {MAX_HEADER}",
+                file=path,
             )
         try:
             header = json.loads(file.read(length).decode(), object_pairs_hook=_unique)
@@ -87,19 +91,25 @@ def read_with_metadata(path: str, begin: int = 0) -> tuple[list[SavedTensor], di
             ]
             tensors.sort(key=lambda stored: (stored.extent.offset, stored.extent.length))
         except MALFORMED as error:
-            raise CorruptCheckpoint(f"{path}: the safetensors header is malformed") from error
+            raise CorruptCheckpoint(
+                "file-damaged", f"{path}: the safetensors header is malformed", file=path
+            ) from error
     end = first
     for stored in tensors:
         extent = stored.extent
         if extent.offset != end or extent.length != prod(stored.shape) * SIZES[stored.dtype]:
             raise CorruptCheckpoint(
-                f"{path}: the header contradicts itself at {brief(stored.name)}"
+                "file-damaged",
+                f"{path}: the header contradicts itself at {brief(stored.name)}",
+                file=path,
             )
         end += extent.length
     if end != size:
         raise CorruptCheckpoint(
+            "file-cut-short",
             f"{path} has {size} bytes, but its header says {end}",
             hint="use another copy: the file was cut short or changed",
+            file=path,
         )
     return tensors, texts
 
@@ -138,7 +148,9 @@ def header(
     start, items = 0, {"__metadata__": dict[str, Any](metadata)}
     for name, dtype, shape in tensors:
         if name in items:
-            raise UnsupportedCheckpoint(f"a safetensors file cannot have two things named {name}")
+            raise UnsupportedCheckpoint(
+                "name-unsupported", f"a safetensors file cannot have two things named {name}"
+            )
         stop = start + prod(shape) * SIZES[dtype]
         items[name] = {"dtype": dtype, "shape": shape, "data_offsets": (start, stop)}
         start = stop

@@ -148,15 +148,19 @@ class TorchFile:
         self.value = loaded.value
         if loaded.bytes > SPARE_BYTES + COPIES * self.size:
             raise CorruptCheckpoint(
+                "file-damaged",
                 f"{path} has {self.size} bytes, but its tensors would need {loaded.bytes}",
                 hint="a tensor was expanded, or many tensors are views of the same elements: save "
                 "copies, which tensor.clone() makes",
+                file=path,
             )
         if loaded.runs > SPARE_RUNS + self.size // BYTES_PER_RUN:
             raise UnsupportedCheckpoint(
+                "storage-unsupported",
                 f"{path} has tensors that are not contiguous: their elements lie in {loaded.runs} "
                 "separate places",
                 hint="save what tensor.contiguous() returns",
+                file=path,
             )
 
     @classmethod
@@ -179,11 +183,21 @@ class TorchFile:
             return self._read_legacy(file)
         if not self.size:
             raise CorruptCheckpoint(
-                f"{self.path} is empty", hint="the save did not finish; use an earlier checkpoint"
+                "unfinished-save",
+                f"{self.path} is empty",
+                hint="the save did not finish; use an earlier checkpoint",
+                file=self.path,
             )
         if head == b"vers":  # "version https://git-lfs.github.com/..."
-            raise CorruptCheckpoint(f"{self.path} is a Git LFS pointer", hint="run `git lfs pull`")
-        raise CorruptCheckpoint(f"{self.path} is not a file of torch.save")
+            raise CorruptCheckpoint(
+                "lfs-pointer",
+                f"{self.path} is a Git LFS pointer",
+                hint="run `git lfs pull`",
+                file=self.path,
+            )
+        raise CorruptCheckpoint(
+            "file-damaged", f"{self.path} is not a file of torch.save", file=self.path
+        )
 
     # -- the bytes of a tensor
 
@@ -228,8 +242,10 @@ class TorchFile:
             data = sources.pread(file.fileno(), whole.length, whole.offset)
         if len(data) != whole.length or (crc is not None and crc32(data) != crc):
             raise CorruptCheckpoint(
+                "record-damaged",
                 f"{self.path} is damaged: storage {tensor.storage.key!r} does not have the CRC-32 "
-                "that the file states"
+                "that the file states",
+                file=self.path,
             )
         start = extent.offset - whole.offset
         return data[start : start + extent.length]
@@ -240,7 +256,9 @@ class TorchFile:
             return Scalar(decode(tensor.dtype, self.read(tensor)), tensor.dtype, tensor.shape)
         except KeyError as error:
             raise UnsupportedCheckpoint(
-                f"{self.path} has a number of type {tensor.dtype}, which zckpt does not read"
+                "type-unsupported",
+                f"{self.path} has a number of type {tensor.dtype}, which zckpt does not read",
+                file=self.path,
             ) from error
 
     def number(self, value: Any) -> Any:
@@ -291,7 +309,11 @@ class TorchFile:
         if record is None and not tensor.numel:
             return Record(Extent(self.path, 0, 0), None)  # an empty storage
         if record is None:
-            raise CorruptCheckpoint(f"{self.path} lacks the storage {tensor.storage.key!r}")
+            raise CorruptCheckpoint(
+                "file-damaged",
+                f"{self.path} lacks the storage {tensor.storage.key!r}",
+                file=self.path,
+            )
         size = SIZES[tensor.dtype]
         if tensor.numel:
             last = tensor.offset + sum(
@@ -301,8 +323,10 @@ class TorchFile:
             stop = tensor.storage.start + (last + 1) * size
             if stop > record.extent.length:
                 raise CorruptCheckpoint(
+                    "file-cut-short",
                     f"{self.path}: a tensor reaches past its storage {tensor.storage.key!r}",
                     hint="the file was cut short or edited; use another copy",
+                    file=self.path,
                 )
         return record
 
@@ -312,19 +336,29 @@ class TorchFile:
         members = read_directory(file, within)
         pickles = [name for name in members if name.endswith("/data.pkl") and name.count("/") == 1]
         if len(pickles) != 1:
-            raise CorruptCheckpoint(f"{self.path} is a zip, but torch.save did not write it")
+            raise CorruptCheckpoint(
+                "file-damaged",
+                f"{self.path} is a zip, but torch.save did not write it",
+                file=self.path,
+            )
         folder = pickles[0].removesuffix("data.pkl")
         self.saved_as = folder[:-1]
         order = members.get(folder + "byteorder")
         if order and _member(file, order, self.path) != b"little":
-            raise UnsupportedCheckpoint(f"{self.path} was written on a big-endian machine")
+            raise UnsupportedCheckpoint(
+                "storage-unsupported",
+                f"{self.path} was written on a big-endian machine",
+                file=self.path,
+            )
 
         stated = members[pickles[0]]
         if stated.length > MAX_PICKLE:
             raise UnsupportedCheckpoint(
+                "file-too-large",
                 f"{self.path} has a pickle of {stated.length} bytes; zckpt reads up to "
                 f"{MAX_PICKLE}",
                 hint="save large values as tensors, or in files of their own",
+                file=self.path,
             )
         start, data = f"{folder}data/", self.records
         for name, member in members.items():
@@ -377,7 +411,10 @@ class TorchFile:
             length = int.from_bytes(head, "little", signed=True) * SIZES[storage.dtype]
             if len(head) < 8 or length < 0 or offset + 8 + length > self.size:
                 raise CorruptCheckpoint(
-                    f"{self.path} ends early", hint="the file was cut short; use another copy"
+                    "file-cut-short",
+                    f"{self.path} ends early",
+                    hint="the file was cut short; use another copy",
+                    file=self.path,
                 )
             # this container has no checksums
             self.records[storage.key] = Record(Extent(self.path, offset + 8, length), None)
@@ -388,14 +425,26 @@ class TorchFile:
         """The value, its storages in the order of the file, and where they begin."""
         magic = _Parser(data, self.path)
         if magic.load() != 0x1950A86A20F9469CFC6C:
-            raise NotACheckpoint(f"{self.path} is a pickle, but torch.save did not write it")
+            raise NotACheckpoint(
+                "not-a-checkpoint",
+                f"{self.path} is a pickle, but torch.save did not write it",
+                file=self.path,
+            )
         protocol = _Parser(data, self.path, magic.position)
         if protocol.load() != 1001:
-            raise UnsupportedCheckpoint(f"{self.path} was written by torch before 0.1.10")
+            raise UnsupportedCheckpoint(
+                "version-unsupported",
+                f"{self.path} was written by torch before 0.1.10",
+                file=self.path,
+            )
         system = _Parser(data, self.path, protocol.position)
         about = system.load()
         if not (isinstance(about, dict) and about.get("little_endian", True)):
-            raise UnsupportedCheckpoint(f"{self.path} was written on a big-endian machine")
+            raise UnsupportedCheckpoint(
+                "storage-unsupported",
+                f"{self.path} was written on a big-endian machine",
+                file=self.path,
+            )
         parser = _Parser(data, self.path, system.position)
         loaded = parser.loaded()
         keys = _Parser(data, self.path, parser.position)
@@ -403,7 +452,9 @@ class TorchFile:
         listed = names if isinstance(names, list) else [names]
         storages = [parser.storages.get(key) for key in listed if isinstance(key, str)]
         if len(storages) < len(listed) or None in storages:
-            raise CorruptCheckpoint(f"{self.path} lists a storage that no tensor uses")
+            raise CorruptCheckpoint(
+                "file-damaged", f"{self.path} lists a storage that no tensor uses", file=self.path
+            )
         return loaded, [storage for storage in storages if storage], keys.position
 
 
@@ -473,11 +524,14 @@ class _Parser(Unpickler):
     def storage(self, identity: Any) -> Storage:
         """The storage of torch's persistent id: ("storage", type, key, location, numel[, view])."""
         if not isinstance(identity, tuple) or len(identity) not in (5, 6):
-            raise CorruptCheckpoint("a pickle names a storage in a way that torch does not")
+            raise CorruptCheckpoint(
+                "file-damaged", "a pickle names a storage in a way that torch does not"
+            )
         kind, cls, key, _location, numel, *view = identity
         dtype = STORAGES.get(cls.name.rsplit(".", 1)[-1]) if isinstance(cls, Global) else None
         if kind != "storage" or dtype is None or not isinstance(key, str):
             raise UnsupportedCheckpoint(
+                "type-unsupported",
                 f"a storage of an unknown type: {getattr(cls, 'name', type(cls).__name__)}",
                 hint="cast its tensors before saving, or leave them out of the checkpoint",
             )
@@ -491,7 +545,7 @@ class _Parser(Unpickler):
 
 def _size(count: Any) -> int:
     if type(count) is not int or not 0 <= count < 1 << 60:
-        raise CorruptCheckpoint("a tensor has an impossible size or stride")
+        raise CorruptCheckpoint("file-damaged", "a tensor has an impossible size or stride")
     return count
 
 
@@ -505,11 +559,14 @@ def _tensor(
     lazy: Any = None,
 ) -> Tensor:
     if not isinstance(storage, Storage) or len(shape) != len(strides):
-        raise CorruptCheckpoint("a pickle builds a tensor from a value that is not a storage")
+        raise CorruptCheckpoint(
+            "file-damaged", "a pickle builds a tensor from a value that is not a storage"
+        )
     if len(shape) > MAX_AXES:
-        raise CorruptCheckpoint(f"a tensor has {len(shape)} axes")
+        raise CorruptCheckpoint("file-damaged", f"a tensor has {len(shape)} axes")
     if lazy:  # {"conj": True} or {"neg": True}: the bytes are not the values
         raise UnsupportedCheckpoint(
+            "storage-unsupported",
             "a tensor has a pending conjugation or negation",
             hint="save what tensor.resolve_conj().resolve_neg() returns",
         )
@@ -544,6 +601,7 @@ def _typed_tensor(
     name = TORCH_DTYPES.get(dtype.name) if isinstance(dtype, Global) else None
     if name is None:
         raise UnsupportedCheckpoint(
+            "type-unsupported",
             f"zckpt does not read tensors of type {brief(getattr(dtype, 'name', dtype))}",
             hint="cast them before saving, or leave them out of the checkpoint",
         )
@@ -594,7 +652,9 @@ def _member(file: int, member: ZipMember, path: str) -> bytes:
     data = sources.pread(file, member.length, member.offset)
     if len(data) != member.length or (member.crc is not None and crc32(data) != member.crc):
         raise CorruptCheckpoint(
+            "record-damaged",
             f"{path}: {member.name} is damaged (its CRC-32 differs)",
             hint="take another copy of this file",
+            file=path,
         )
     return data

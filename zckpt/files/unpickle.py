@@ -49,7 +49,9 @@ SPARE_WORK, WORK_PER_BYTE, CALL, CONTAINER = 2_000_000, 4, 20, 13
 def _encode(text: str, encoding: str = "latin1") -> bytes:
     # protocol 2 has no bytes: b"..." is _codecs.encode("...", "latin1")
     if not isinstance(text, str) or encoding not in ("latin1", "latin-1"):
-        raise CorruptCheckpoint("a pickle encodes text in a way that no pickler writes")
+        raise CorruptCheckpoint(
+            "file-damaged", "a pickle encodes text in a way that no pickler writes"
+        )
     return text.encode("latin1")
 
 
@@ -69,7 +71,7 @@ BUILTINS: dict[str, Build] = {
 
 def _octets(data: Any) -> bytes | list[int] | tuple[int, ...]:
     if not isinstance(data, (bytes, list, tuple)):  # bytes(number) would allocate that many
-        raise CorruptCheckpoint("a pickle builds bytes from a value that has none")
+        raise CorruptCheckpoint("file-damaged", "a pickle builds bytes from a value that has none")
     return data
 
 
@@ -89,7 +91,7 @@ def _key(value: Any) -> Hashable:
     """`value`, if it can be hashed and compared without deep recursion, in little time."""
     _parts_of_key(value)
     if not isinstance(value, Hashable):
-        raise CorruptCheckpoint("a pickle uses a list or dictionary as a key")
+        raise CorruptCheckpoint("file-damaged", "a pickle uses a list or dictionary as a key")
     return value
 
 
@@ -101,7 +103,7 @@ def _parts_of_key(value: Any) -> int:
         count = sum(map(len, nested))
         total += count
         if depth > MAX_KEY_DEPTH or count > MAX_KEY_ITEMS:
-            raise CorruptCheckpoint("a pickle nests a dictionary key too deeply")
+            raise CorruptCheckpoint("file-damaged", "a pickle nests a dictionary key too deeply")
         nested = [
             item for outer in nested for item in outer if isinstance(item, (tuple, frozenset))
         ]
@@ -165,14 +167,18 @@ class Unpickler:
             self._operate()
             value = self.stack.pop()
         except struct.error as error:
-            raise CorruptCheckpoint("a pickle ends early") from error
+            raise CorruptCheckpoint("file-damaged", "a pickle ends early") from error
         except MemoryError as error:
             self.stack, self.marked, self.memo = [], [], {}
-            raise CorruptCheckpoint("a pickle needs more memory than there is") from error
+            raise CorruptCheckpoint(
+                "file-damaged", "a pickle needs more memory than there is"
+            ) from error
         except MALFORMED as error:
-            raise CorruptCheckpoint(f"malformed pickle near byte {self.position}") from error
+            raise CorruptCheckpoint(
+                "file-damaged", f"malformed pickle near byte {self.position}"
+            ) from error
         if self.stack or self.marked:
-            raise CorruptCheckpoint("a pickle ends with more than one value")
+            raise CorruptCheckpoint("file-damaged", "a pickle ends with more than one value")
         require_tree(value, self.most_values, self.most_containers)
         return value
 
@@ -204,7 +210,7 @@ class Unpickler:
                     start = position + 4
                     position = start + number(data, position)[0]
                     if position > len(data):
-                        raise CorruptCheckpoint("a pickle ends early")
+                        raise CorruptCheckpoint("file-damaged", "a pickle ends early")
                     stack.append(str(data[start:position], "utf-8", "surrogatepass"))
                 elif code == _TUPLE1:
                     self.position = position
@@ -244,7 +250,7 @@ class Unpickler:
         self.position = start + count
         taken = bytes(self.data[start : self.position])
         if len(taken) != count:
-            raise CorruptCheckpoint("a pickle ends early")
+            raise CorruptCheckpoint("file-damaged", "a pickle ends early")
         return taken
 
     def number(self, form: str, size: int) -> Any:
@@ -256,7 +262,7 @@ class Unpickler:
         start = self.position
         end = self.data.find(b"\n", start)
         if end < 0:
-            raise CorruptCheckpoint("a pickle ends early")
+            raise CorruptCheckpoint("file-damaged", "a pickle ends early")
         self.position = end + 1
         return bytes(self.data[start:end])
 
@@ -266,7 +272,9 @@ class Unpickler:
         """Everything above the topmost mark, removing both."""
         items = self.stack
         if not self.marked:
-            raise CorruptCheckpoint("a pickle has a closing mark without an opening one")
+            raise CorruptCheckpoint(
+                "file-damaged", "a pickle has a closing mark without an opening one"
+            )
         self.stack = self.marked.pop()
         return items
 
@@ -281,23 +289,29 @@ class Unpickler:
 
     def call(self, function: Any, arguments: Any) -> Any:
         if not isinstance(arguments, tuple):
-            raise CorruptCheckpoint("a pickle calls a function with arguments that are not a tuple")
+            raise CorruptCheckpoint(
+                "file-damaged", "a pickle calls a function with arguments that are not a tuple"
+            )
         self.spend(CALL)
         if isinstance(function, Global):
             build = self.table.get(function.name)
             if build is not None:
                 return self.build(build, arguments)
         elif not isinstance(function, Foreign):
-            raise CorruptCheckpoint("a pickle calls a value that is not a function")
+            raise CorruptCheckpoint("file-damaged", "a pickle calls a value that is not a function")
         return Foreign(function, arguments)
 
     def new(self, cls: Any, arguments: Any, keywords: Any = None) -> Any:
         if not isinstance(cls, (Global, Foreign)) or not isinstance(arguments, tuple):
-            raise CorruptCheckpoint("a pickle builds an object from a value that is not a class")
+            raise CorruptCheckpoint(
+                "file-damaged", "a pickle builds an object from a value that is not a class"
+            )
         if not isinstance(keywords, (dict, type(None))) or not all(
             isinstance(key, str) for key in keywords or ()
         ):
-            raise CorruptCheckpoint("a pickle builds an object with malformed keywords")
+            raise CorruptCheckpoint(
+                "file-damaged", "a pickle builds an object with malformed keywords"
+            )
         self.spend(CALL + len(keywords or ()))
         if isinstance(cls, Global) and cls.name in self.table and not keywords:
             return self.build(self.table[cls.name], arguments)
@@ -322,7 +336,9 @@ class Unpickler:
         """Counts what was done; raises CorruptCheckpoint if no pickle of this length needs it."""
         self.work += work
         if self.work > SPARE_WORK + WORK_PER_BYTE * (self.position - self.start):
-            raise CorruptCheckpoint("a pickle is more work than one of its length ever needs")
+            raise CorruptCheckpoint(
+                "file-damaged", "a pickle is more work than one of its length ever needs"
+            )
 
     def key(self, value: Any, container: Any) -> Hashable:
         """`value` as a key of a dictionary or set; raises CorruptCheckpoint."""
@@ -399,7 +415,7 @@ def _long(form: str, size: int) -> Callable[[Unpickler], None]:
     def make(self: Unpickler) -> int:
         length = self.number(form, size)
         if length > MAX_INTEGER:
-            raise CorruptCheckpoint(f"a pickle has an integer of {length} bytes")
+            raise CorruptCheckpoint("file-damaged", f"a pickle has an integer of {length} bytes")
         return int.from_bytes(self.take(length), "little", signed=True)
 
     return _push(make)
@@ -408,7 +424,9 @@ def _long(form: str, size: int) -> Callable[[Unpickler], None]:
 def _tuple(count: int) -> Callable[[Unpickler], None]:
     def operate(self: Unpickler) -> None:
         if len(self.stack) < count:
-            raise CorruptCheckpoint("a pickle takes more values than it has put on the stack")
+            raise CorruptCheckpoint(
+                "file-damaged", "a pickle takes more values than it has put on the stack"
+            )
         self.spend(CONTAINER)
         self.stack[-count:] = [tuple(self.stack[-count:])]
 
@@ -423,7 +441,9 @@ def _put(index: Callable[[Unpickler], int]) -> Callable[[Unpickler], None]:
     def operate(self: Unpickler) -> None:
         number = index(self)
         if not 0 <= number < MAX_MEMO:
-            raise CorruptCheckpoint("a pickle numbers a value in a way that no pickler does")
+            raise CorruptCheckpoint(
+                "file-damaged", "a pickle numbers a value in a way that no pickler does"
+            )
         self.memo[number] = self.stack[-1]
 
     return operate
@@ -461,14 +481,14 @@ def _extend(target: Any, items: list[Any]) -> None:
     elif isinstance(target, Foreign):
         target.appended.extend(items)
     else:
-        raise CorruptCheckpoint("a pickle appends to a value that is not a list")
+        raise CorruptCheckpoint("file-damaged", "a pickle appends to a value that is not a list")
 
 
 def _set_items(self: Unpickler, target: Any, flat: list[Any]) -> None:
     if isinstance(target, dict):
         keys, values = flat[::2], flat[1::2]
         if len(keys) > len(values):
-            raise CorruptCheckpoint("a pickle has a key without a value")
+            raise CorruptCheckpoint("file-damaged", "a pickle has a key without a value")
         pairs = zip(keys, values, strict=True)
         if types_in(keys) <= {str}:
             target.update(pairs)
@@ -480,7 +500,9 @@ def _set_items(self: Unpickler, target: Any, flat: list[Any]) -> None:
             self.spend(_parts_of_key(flat[i]))
             target.items.append((_key(flat[i]), flat[i + 1]))
     else:
-        raise CorruptCheckpoint("a pickle sets items of a value that is not a dictionary")
+        raise CorruptCheckpoint(
+            "file-damaged", "a pickle sets items of a value that is not a dictionary"
+        )
 
 
 def _setitem(self: Unpickler) -> None:
@@ -500,7 +522,7 @@ def _setitems(self: Unpickler) -> None:
 def _additems(self: Unpickler) -> None:
     items, target = self.pop_mark(), self.stack[-1]
     if not isinstance(target, set):
-        raise CorruptCheckpoint("a pickle adds items to a value that is not a set")
+        raise CorruptCheckpoint("file-damaged", "a pickle adds items to a value that is not a set")
     for item in items:
         target.add(self.key(item, target))
 
@@ -546,13 +568,15 @@ def _obj(self: Unpickler) -> None:
 def _stack_global(self: Unpickler) -> None:
     name, module = self.stack.pop(), self.stack.pop()
     if not isinstance(name, str) or not isinstance(module, str):
-        raise CorruptCheckpoint("a pickle names a global by a value that is not a text")
+        raise CorruptCheckpoint(
+            "file-damaged", "a pickle names a global by a value that is not a text"
+        )
     self.stack.append(self.named(module, name))
 
 
 def _persist(self: Unpickler, identity: Any) -> None:
     if self.persistent is None:
-        raise CorruptCheckpoint("a pickle refers to storages outside itself")
+        raise CorruptCheckpoint("file-damaged", "a pickle refers to storages outside itself")
     self.stack.append(self.persistent(identity))
 
 
@@ -565,13 +589,15 @@ def _skip(size: int) -> Callable[[Unpickler], None]:
 
 def _refuse(self: Unpickler) -> None:
     code = self.data[self.position - 1]
-    raise CorruptCheckpoint(f"a pickle uses opcode {code:#04x}, which no checkpoint needs")
+    raise CorruptCheckpoint(
+        "file-damaged", f"a pickle uses opcode {code:#04x}, which no checkpoint needs"
+    )
 
 
 def _python2_string(self: Unpickler) -> str:
     line = self.line()
     if len(line) < 2 or line[:1] not in (b"'", b'"') or line[-1:] != line[:1]:
-        raise CorruptCheckpoint("a pickle has a malformed string")
+        raise CorruptCheckpoint("file-damaged", "a pickle has a malformed string")
     return codecs.escape_decode(line[1:-1])[0].decode("latin1")
 
 

@@ -116,9 +116,11 @@ class _Zip(Struct, eq=False, dict=True):
         path, end = self.within.file, self.tail.rfind(END)
         if end < 0 or len(self.tail) < end + 22:
             raise CorruptCheckpoint(
+                "file-cut-short",
                 f"{path} ends early: its zip directory is missing",
                 hint="use another copy, or an earlier checkpoint: the file was cut short, or the "
                 "save did not finish",
+                file=path,
             )
         count, length, start = struct.unpack_from("<HII", self.tail, end + 10)
         locator = max(0, end - LOCATOR)
@@ -132,8 +134,10 @@ class _Zip(Struct, eq=False, dict=True):
             raise _damaged(path)
         if length > MAX_DIRECTORY:
             raise UnsupportedCheckpoint(
+                "file-too-large",
                 f"{path} has a zip directory of {length} bytes; zckpt reads up to {MAX_DIRECTORY}",
                 hint="save the checkpoint in several files, or by its ranks",
+                file=path,
             )
         return start, length, count
 
@@ -142,7 +146,9 @@ class _Zip(Struct, eq=False, dict=True):
         head = self.read(entry.header, 30 + len(entry.name))
         if head[:4] != b"PK\3\4" or head[30:] != entry.name:
             raise CorruptCheckpoint(
-                f"{self.within.file}: the zip directory points to a place without a member"
+                "file-damaged",
+                f"{self.within.file}: the zip directory points to a place without a member",
+                file=self.within.file,
             )
         length, extra = struct.unpack_from("<HH", head, 26)
         return int(entry.header + 30 + length + extra)
@@ -172,7 +178,7 @@ def _require_apart(
         raise _contradiction(path, _text(last.name))
     places.sort(key=itemgetter(0))
     if any(stop > start for (_, stop), (start, _) in pairwise([*places, (end, end)])):
-        raise CorruptCheckpoint(f"{path}: members of the zip overlap")
+        raise CorruptCheckpoint("file-damaged", f"{path}: members of the zip overlap", file=path)
 
 
 def _entries(path: str, directory: bytes, count: int) -> list[_Entry]:
@@ -193,7 +199,11 @@ def _entries(path: str, directory: bytes, count: int) -> list[_Entry]:
             extra = directory[place + 46 + named : place + 46 + named + extras]
             length, packed, header = _zip64(path, extra, length, packed, header)
         if method or packed != length or flags & 1:
-            raise UnsupportedCheckpoint(f"{path}: {_text(name)} is compressed or encrypted")
+            raise UnsupportedCheckpoint(
+                "storage-unsupported",
+                f"{path}: {_text(name)} is compressed or encrypted",
+                file=path,
+            )
         text = _text(name)
         if text in names:
             raise _contradiction(path, text)
@@ -227,8 +237,10 @@ def _text(name: bytes) -> str:
 
 
 def _damaged(path: str) -> CorruptCheckpoint:
-    return CorruptCheckpoint(f"{path}: the zip directory is damaged")
+    return CorruptCheckpoint("file-damaged", f"{path}: the zip directory is damaged", file=path)
 
 
 def _contradiction(path: str, name: str) -> CorruptCheckpoint:
-    return CorruptCheckpoint(f"{path}: the zip directory contradicts itself at {name!r}")
+    return CorruptCheckpoint(
+        "file-damaged", f"{path}: the zip directory contradicts itself at {name!r}", file=path
+    )

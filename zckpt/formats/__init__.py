@@ -88,7 +88,7 @@ def named(name: str) -> Format:
     names, word = [item.name for item in FORMATS], name.lower()
     known = next((hint for words, hint in OTHER_WORDS.items() if word in words.split()), "")
     hint = known or meant(word, names) or f"choose one of {', '.join(names)} (for FSDP: dcp)"
-    raise WrongOption(f"there is no format {name!r}", hint=hint)
+    raise WrongOption("option-invalid", f"there is no format {name!r}", hint=hint)
 
 
 def engine_objects() -> frozenset[str]:
@@ -164,8 +164,10 @@ def recognize(path: str, name: str | None = None, tag: str | None = None) -> For
     if len(tags_of) > 1:
         names = ", ".join(item.name for item in tags_of)
         raise AmbiguousCheckpoint(
+            "several-formats",
             f"{path} holds checkpoints of several formats: {names}",
             hint=f"choose with --from {next(iter(tags_of)).name}",
+            file=path,
         )
     for item, tags in tags_of.items():
         if len(tags) > 1 and tag is None:
@@ -173,24 +175,31 @@ def recognize(path: str, name: str | None = None, tag: str | None = None) -> For
             holder = None if item.detect(path) else _holder(path, weak=False)
             tags = oldest_first(path, tags)
             raise AmbiguousCheckpoint(
+                "several-tags",
                 f"{path} holds {len(tags)} checkpoints and no file says which is meant: "
                 f"{listed(tags)}",
                 hint=f"the directory above it, {holder}, is one"
                 if holder
                 else f"choose with --tag {tags[-1]}",
+                file=path,
             )
         return item
     inside = oldest_first(path, _inside(path) or _below(path))
     if len(inside) > 1:
         raise AmbiguousCheckpoint(
+            "several-checkpoints",
             f"{path} holds {len(inside)} checkpoints: {listed(inside)}",
             hint=f"give one of them, such as {os.path.join(path, inside[-1])}"
             + _all_of(path, inside),
+            file=path,
         )
     what = f" of format {name}" if name else ""
     looks, hint = _looks(path)
     raise NotACheckpoint(
-        f"{path} is not a checkpoint{what}: {looks}", hint=hint or _near(path, inside)
+        "not-a-checkpoint",
+        f"{path} is not a checkpoint{what}: {looks}",
+        hint=hint or _near(path, inside),
+        file=path,
     )
 
 

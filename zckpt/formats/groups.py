@@ -47,9 +47,15 @@ def of_trained(manifest: Manifest, options: Options) -> tuple[Manifest, list[She
     for pattern in options[FROZEN]:
         names = fnmatch.filter(manifest.parameters, pattern)
         if trained := sorted({*names} - {*untouched}):
-            raise WrongOption(f"--frozen {pattern} names {trained[0]}, which was trained", hint)
+            raise WrongOption(
+                "option-invalid", f"--frozen {pattern} names {trained[0]}, which was trained", hint
+            )
         if not names:
-            raise WrongOption(f"--frozen {pattern} names no parameter of {manifest.root}", hint)
+            raise WrongOption(
+                "option-names-nothing",
+                f"--frozen {pattern} names no parameter of {manifest.root}",
+                hint,
+            )
         frozen.update(names)
     own, shells = without_empty_groups(states.with_frozen(manifest, frozen))
     if len(own.groups or ()) < len(manifest.groups or ()):
@@ -66,6 +72,7 @@ def _with_buffers(manifest: Manifest, patterns: Sequence[str]) -> Manifest:
         names = fnmatch.filter(frozen, pattern)
         if not names and not fnmatch.filter(manifest.buffers, pattern):
             raise WrongOption(
+                "option-names-nothing",
                 f"--buffers {pattern} names no tensor of {manifest.root} that may be a buffer",
                 hint=f"these may be: {listed(frozen, 4) or 'none here'}",
             )

@@ -18,10 +18,14 @@ def require_all(paths: Mapping[int, str], world: int, where: str, reason: str, h
     some, last = paths[min(paths)], max(paths)
     if last >= world:
         raise InconsistentCheckpoint(
-            f"{paths[last]} is of rank {last}, but {some} says that there are {world} ranks"
+            "world-size-disagrees",
+            f"{paths[last]} is of rank {last}, but {some} says that there are {world} ranks",
+            file=paths[last],
         )
     if world > MAX_DP:
-        raise CorruptCheckpoint(f"{some} states {world} ranks, and zckpt reads up to {MAX_DP}")
+        raise CorruptCheckpoint(
+            "file-damaged", f"{some} states {world} ranks, and zckpt reads up to {MAX_DP}"
+        )
     if missing := [rank for rank in range(world) if rank not in paths]:
         raise missing_ranks(where, missing, reason=reason, hint=hint)
 
@@ -36,6 +40,7 @@ def refuse_other_writers(where: str, writers: Sequence[object]) -> None:
     known = [writer for writer in writers if isinstance(writer, int)]
     if len(set(known)) == len(writers) and known != sorted(known):
         raise InconsistentCheckpoint(
+            "swapped-files",
             f"{where}: the files of model ranks are swapped: by their arguments, rank "
             f"{listed(known)} wrote them, in the order of their names",
             hint="copy all files again; the names must have the order of the ranks",

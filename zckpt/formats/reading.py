@@ -91,6 +91,7 @@ class Reading(Struct, frozen=True):
     def __post_init__(self) -> None:
         if self.replicas not in (None, *REPLICAS):
             raise WrongOption(
+                "option-invalid",
                 f"--replicas {self.replicas!r} is none of {', '.join(REPLICAS)}",
                 hint="leave it out, unless an error says that copies of tensor ranks differ",
             )

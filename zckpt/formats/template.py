@@ -59,9 +59,11 @@ class Template:
             sides = {"only the source has": strangers, "only --like has": lost}
             text = "; ".join(f"{what} {listed(names, 4)}" for what, names in sides.items() if names)
             raise MissingData(
+                "like-does-not-fit",
                 f"{source.root} and --like {run.root} have different parameters: {text}",
                 hint="give a run of the same model; if only the names differ: --rename "
                 "REGEX=REPL, or --family for those of Hugging Face",
+                file=source.root,
             )
         wrong = [
             f"{name} ({list(shape)} and {list(self.shape(name))})"
@@ -70,10 +72,12 @@ class Template:
         ]
         if wrong:
             raise MissingData(
+                "like-does-not-fit",
                 f"these have other shapes in {source.root} than in --like {run.root}: "
                 f"{listed(wrong, 4)}",
                 hint="give a run of the same model; --family packs q, k, v and gate, up for "
                 "Megatron-Core",
+                file=source.root,
             )
         return owners
 
@@ -118,6 +122,7 @@ class Template:
         families = known_optimizer(ours).family or ours, known_optimizer(theirs).family or theirs
         if all(families) and families[0] != families[1]:
             raise WrongOption(
+                "like-does-not-fit",
                 f"the optimizer of {source.root} is {source.optimizer}, that of --like "
                 f"{run.optimizer}",
                 hint="give a run with the optimizer of the source, or add --weights-only",
@@ -128,10 +133,13 @@ class Template:
             of_run = wanted.get(name, of_source if parameter.trainable else set())
             if of_source != of_run:
                 raise MissingData(
+                    "like-does-not-fit",
                     f"{name} has the states {_listed(of_source)} in {source.root}, and "
                     f"{_listed(of_run)} in --like {run.root}",
                     hint="both must have the same optimizer and train the same weights, or add "
                     "--weights-only",
+                    file=source.root,
+                    subject=name,
                 )
 
     def own_groups(self, keys: Callable[[int], Iterable[str]]) -> dict[int, tuple[str, Group]]:
@@ -155,9 +163,11 @@ class Template:
             ]
             if wrong:
                 raise InconsistentCheckpoint(
+                    "like-does-not-fit",
                     f"{first} and {name} are in one group of the run of --like, but the source "
                     f"has another {listed(wrong)} for each",
                     hint="give a run whose groups are those of the source",
+                    subject=name,
                 )
         return chosen
 

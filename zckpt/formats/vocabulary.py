@@ -47,6 +47,7 @@ def padded(root: str, name: str, used: int, given: int | None, multiple: int) ->
     """
     if given is not None and given < used:
         raise WrongOption(
+            "option-invalid",
             f"--vocab-size {given} is less than the {used} rows of {name} that have a meaning in "
             f"{root}",
             hint="give at least so many; the vocabulary of a model is not made smaller here",

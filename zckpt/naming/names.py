@@ -130,7 +130,7 @@ def _by_rule(
     lost = [name for name in wanted if name not in best]
     used = set(best.values())
     unused = [name for name in available if name not in used]
-    raise MissingData(left_over(lost, unused), hint=RENAME_HINT)
+    raise MissingData("names-do-not-fit", left_over(lost, unused), hint=RENAME_HINT)
 
 
 def left_over(wanted: Sequence[str], unused: Sequence[str]) -> str:
@@ -148,6 +148,7 @@ def by_plain_name(names: Iterable[str], spelling: Spelling = plain) -> dict[str,
         other = originals.setdefault(spelling(name), name)
         if other != name:
             raise WrongOption(
+                "names-collide",
                 f"{other} and {name} differ only in the names of wrappers (such as module.)",
                 hint="make them differ with --rename REGEX=REPL",
             )
@@ -197,7 +198,8 @@ def renamed(manifest: Manifest, rules: Renames) -> Manifest:
                 name, count = pattern.subn(replacement, name)
             except (re.error, IndexError) as error:
                 raise WrongOption(
-                    f"--rename: {replacement!r} is not a valid replacement: {error}"
+                    "option-invalid",
+                    f"--rename: {replacement!r} is not a valid replacement: {error}",
                 ) from None
             if count:
                 used.add(number)
@@ -208,7 +210,9 @@ def renamed(manifest: Manifest, rules: Renames) -> Manifest:
     for number, (regex, _) in enumerate(rules):
         if number not in used:
             raise WrongOption(
-                f"--rename: {regex!r} matches no name", hint=f"the names are {listed(names)}"
+                "option-names-nothing",
+                f"--rename: {regex!r} matches no name",
+                hint=f"the names are {listed(names)}",
             )
     return _under(manifest, rewrite, changed)
 
@@ -346,7 +350,9 @@ def _compiled(regex: str) -> re.Pattern[str]:
     try:
         return re.compile(regex)
     except re.error as error:
-        raise WrongOption(f"--rename: {regex!r} is not a regular expression: {error}") from None
+        raise WrongOption(
+            "option-invalid", f"--rename: {regex!r} is not a regular expression: {error}"
+        ) from None
 
 
 def _names(manifest: Manifest) -> list[str]:
@@ -371,12 +377,14 @@ def _under(manifest: Manifest, rewrite: Callable[[str], str], names: dict[str, s
     for new, count in Counter(names.values()).items():
         if not new:
             raise WrongOption(
+                "option-invalid",
                 "a name would become empty",
                 hint="change the REPL of --rename, so that a part of every name stays",
             )
         if count > 1:
             both = [old for old, name in names.items() if name == new]
             raise WrongOption(
+                "names-collide",
                 f"{listed(both)} would become one name: {new}",
                 hint="change the REGEX or the REPL of --rename, so that every name stays unique",
             )

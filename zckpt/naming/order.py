@@ -29,10 +29,12 @@ def need_order(manifest: Manifest) -> None:
     """Raises MissingData if the order is not known."""
     if not is_known(manifest):
         raise MissingData(
+            "names-needed",
             f"{manifest.root} stores weights by name, without the order of the module's "
             "parameters, and this target is loaded by that order",
             hint="give it with --param-names FILE (the parameters of the new optimizer, one per "
             "line, group by group), or write --to deepspeed-universal, which is loaded by name",
+            file=manifest.root,
         )
 
 
@@ -68,12 +70,13 @@ def in_order_of(manifest: Manifest, names: Sequence[str]) -> Manifest:
     ]
     if wrong:
         hint = RENAME_HINT if lacking and unknown else ""
-        raise WrongOption(f"--param-names {'; it '.join(wrong)}", hint=hint)
+        raise WrongOption("names-do-not-fit", f"--param-names {'; it '.join(wrong)}", hint=hint)
     engine = manifest.engine
     guessed = isinstance(engine, StateDictEngine) and engine.guessed
     buffers = [name for name, _ in every if name not in positions]
     if guessed and buffers and any(name not in trained for name in names):  # a list of all
         raise WrongOption(
+            "names-do-not-fit",
             "--param-names has frozen parameters, but does not tell them from buffers",
             hint="name the optimizer's parameters alone; if these are buffers, add "
             + " ".join(f"--buffers {quote(name)}" for name in buffers[:4]),

@@ -35,6 +35,7 @@ def under_names(info: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, 
         return dict(_renamed(info, names))
     except MALFORMED as error:
         raise InconsistentCheckpoint(
+            "tp-rule-wrong",
             f"universal_checkpoint_info has a form that zckpt does not know: {cause(error)}",
             hint="without --rename it stays as it is",
         ) from error
@@ -80,7 +81,9 @@ def fields_of(stated: Any) -> Mapping[str, Any]:
     """An item of `parameter_with_sub_params`: a dictionary, or an object with the same fields."""
     value = getattr(stated, "state", stated)
     if not isinstance(value, Mapping):
-        raise InconsistentCheckpoint(f"parameter_with_sub_params has {brief(stated)}")
+        raise InconsistentCheckpoint(
+            "tp-rule-wrong", f"parameter_with_sub_params has {brief(stated)}"
+        )
     return value
 
 
@@ -107,6 +110,7 @@ def _check_pattern(pattern: Any) -> None:
     text = re.sub(r"\\.|\[\^?\]?[^\]]*\]", "a", pattern) if isinstance(pattern, str) else ")*"
     if len(re.findall(r"[*+{]", text)) > REPETITIONS or re.search(r"\)[*+{]", text):
         raise UnsupportedCheckpoint(
+            "tp-rule-wrong",
             f"universal_checkpoint_info has the pattern {brief(pattern)}, which zckpt does not run",
             hint="give rules with --tp-rules FILE",
         )
@@ -114,6 +118,7 @@ def _check_pattern(pattern: Any) -> None:
         re.compile(pattern)
     except re.error as error:
         raise InconsistentCheckpoint(
+            "tp-rule-wrong",
             f"universal_checkpoint_info has the pattern {brief(pattern)}, which is no regular "
             "expression",
             hint="give rules with --tp-rules FILE",

@@ -83,7 +83,9 @@ class RuleFile(Struct, frozen=True):
                     return by_rule(rule, name, shapes)
                 except InconsistentCheckpoint as error:
                     raise WrongOption(
-                        f"{self.source}: {error.message}", hint=f"correct the rule; {HELP}"
+                        "tp-rule-wrong",
+                        f"{self.source}: {error.message}",
+                        hint=f"correct the rule; {HELP}",
                     ) from error
         return None
 
@@ -102,38 +104,49 @@ def by_rule(rule: TensorRule, name: str, shapes: Shapes) -> Sliced:
     says = f"the rule `{rule.pattern} = {rule.text}` does not fit {name}"
     if len(known) < len(shapes):
         raise InconsistentCheckpoint(
-            f"{says}: tensor rank {[*shapes].index(None)} does not have this parameter"
+            "tp-rule-wrong",
+            f"{says}: tensor rank {[*shapes].index(None)} does not have this parameter",
         )
     if rule.axis is None:
         if len(set(known)) > 1:
-            raise InconsistentCheckpoint(f"{says}, whose shapes differ: {_on_ranks(known)}")
+            raise InconsistentCheckpoint(
+                "tp-rule-wrong", f"{says}, whose shapes differ: {_on_ranks(known)}"
+            )
         return Sliced(known[0], slicing.replicated(known[0], len(known)), rule.text)
     axis = rule.axis
     if axis >= len(known[0]):
-        raise InconsistentCheckpoint(f"{says}, which has the shape {list(known[0])}")
+        raise InconsistentCheckpoint(
+            "tp-rule-wrong", f"{says}, which has the shape {list(known[0])}"
+        )
     others = {(shape[:axis], shape[axis + 1 :]) for shape in known}
     if len(others) > 1 or len({len(shape) for shape in known}) > 1:
-        raise InconsistentCheckpoint(f"{says}, whose shapes differ: {_on_ranks(known)}")
+        raise InconsistentCheckpoint(
+            "tp-rule-wrong", f"{says}, whose shapes differ: {_on_ranks(known)}"
+        )
     lengths = [shape[axis] for shape in known]
     widths: list[Sequence[int]] = [lengths]
     if rule.parts:
         split = slicing.even_parts(rule.parts, len(known))
         if split is None or sum(rule.parts) != sum(lengths):
             raise InconsistentCheckpoint(
+                "tp-rule-wrong",
                 f"{says}: {len(known)} ranks cannot share {listed(rule.parts)}, and hold "
-                f"{listed(lengths)} along dimension {axis}"
+                f"{listed(lengths)} along dimension {axis}",
             )
         widths = [*split]
         if any(sum(part[rank] for part in widths) != width for rank, width in enumerate(lengths)):
-            raise InconsistentCheckpoint(f"{says}: the ranks hold {listed(lengths)}")
+            raise InconsistentCheckpoint(
+                "tp-rule-wrong", f"{says}: the ranks hold {listed(lengths)}"
+            )
     elif rule.equal > 1:
         if any(width % rule.equal for width in lengths):
             raise InconsistentCheckpoint(
-                f"{says}: {listed(lengths)} cannot be cut into {rule.equal} equal parts"
+                "tp-rule-wrong",
+                f"{says}: {listed(lengths)} cannot be cut into {rule.equal} equal parts",
             )
         widths = [[width // rule.equal for width in lengths] for _ in range(rule.equal)]
     if rule.vocabulary is not None and rule.vocabulary > sum(lengths):
-        raise InconsistentCheckpoint(f"{says}: the ranks hold {sum(lengths)} rows")
+        raise InconsistentCheckpoint("tp-rule-wrong", f"{says}: the ranks hold {sum(lengths)} rows")
     first = known[0]
     shape = (*first[:axis], sum(lengths), *first[axis + 1 :])
     pieces = slicing.cut(prod(first[:axis]), prod(first[axis + 1 :]), widths)
@@ -160,6 +173,7 @@ def rules_of(source: str, of_json: Callable[[str], TensorRules] | None = None) -
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is no text"
         raise WrongOption(
+            "option-invalid",
             f"--tp-rules {source} is neither a family nor a file that can be read: {why}",
             hint=f"the families are {', '.join(FAMILIES)}",
         ) from error
@@ -169,7 +183,9 @@ def rules_of(source: str, of_json: Callable[[str], TensorRules] | None = None) -
         except ZckptError:
             raise
         except MALFORMED as error:
-            raise WrongOption(f"{source} is not the JSON of rules: {cause(error)}") from error
+            raise WrongOption(
+                "option-invalid", f"{source} is not the JSON of rules: {cause(error)}"
+            ) from error
     return RuleFile(source, _parsed(text, source))
 
 
@@ -190,6 +206,7 @@ def _parsed(text: str, source: str) -> list[TensorRule]:
         parsed = rule_in(rule, pattern) if equals and pattern else None
         if parsed is None:
             raise WrongOption(
+                "option-invalid",
                 f"{source}, line {number}: {line[:99]!r} is not of the form REGEX = RULE",
                 hint=HELP,
             )
@@ -251,9 +268,12 @@ def decide(
     for name, sliced in decided.items():
         if not sliced.slicing.covers() or sliced.slicing.numel != prod(sliced.shape):
             raise InconsistentCheckpoint(
+                "tp-rule-wrong",
                 f"{root}: the pieces of {name} do not have every element of shape "
                 f"{list(sliced.shape)} once",
                 hint="give rules with --tp-rules FILE",
+                file=root,
+                subject=name,
             )
     _check_biases(root, decided)
     _check_widths(root, decided)
@@ -279,6 +299,7 @@ def _check_biases(root: str, decided: Mapping[str, Sliced]) -> None:
             if bias.shape[0] == sliced.shape[1]:
                 hint += ", or use `1:1x` if the layer has its inputs along the rows"
             raise WrongOption(
+                "tp-rule-wrong",
                 f"{root}: by the rule `{rules[0]}` {name} has {sliced.shape[0]} rows, but by the "
                 f"rule `{rules[1]}` its bias has {bias.shape[0]} elements",
                 hint=hint,
@@ -286,6 +307,7 @@ def _check_biases(root: str, decided: Mapping[str, Sliced]) -> None:
         parts = [PLAIN.get(rule, rule) for rule in rules]
         if parts[0] != parts[1] and all(part.startswith("0") for part in parts):
             raise WrongOption(
+                "tp-rule-wrong",
                 f"{root}: the rule `{rules[0]}` cuts the rows of {name}, but the rule "
                 f"`{rules[1]}` its bias",
                 hint=hint,
@@ -306,6 +328,7 @@ def _check_widths(root: str, decided: Mapping[str, Sliced]) -> None:
             rows, columns = sliced.shape[0], other.shape[1]
             if count and rows != count * columns and not rows % columns:
                 raise WrongOption(
+                    "tp-rule-wrong",
                     f"{root}: {name} has {rows} rows, and the layer after it {columns} columns: "
                     f"it has {rows // columns} fused parts, but the rule is `{sliced.rule}`",
                     hint=f"use the rule `0:{rows // columns}x` (--tp-rules megatron-swiglu), or "
@@ -327,9 +350,11 @@ def _undecided(
     known = "" if family is None else f"a family knows these names: --tp-rules {family}; else "
     text = "\n".join(f"  {pattern} = {rule}" for pattern, rule in lines.items())
     return MissingData(
+        "cuts-unknown",
         f"{root} has {counted(ranks, 'tensor rank')}, and nothing says how "
         f"{counted(len(undecided), 'parameter')} are cut: {listed(names)}",
         hint=f"{known}replace each ? and give the file with --tp-rules FILE; {HELP}:\n{text}",
+        file=root,
     )
 
 

@@ -75,17 +75,20 @@ def with_ties(manifest: Manifest, pairs: Iterable[tuple[str, str]]) -> Manifest:
         parameter = parameters.get(owner)
         if parameter is None:
             raise WrongOption(
+                "option-names-nothing",
                 f"--tie {alias}={owner}: the source has no weight {owner}",
                 hint=f"the source's weights are {listed(list(parameters), 5)}",
             )
         other = next((name for name, each in parameters.items() if alias in each.aliases), owner)
         if other != owner:
             raise WrongOption(
+                "option-not-applicable",
                 f"--tie {alias}={owner}: in the source, {alias} is a second name of {other}",
                 hint="leave out --tie: both names are written",
             )
         if alias in parameters or alias in manifest.buffers:
             raise WrongOption(
+                "option-not-applicable",
                 f"--tie {alias}={owner}: the source has a separate weight {alias}",
                 hint="leave out --tie: both names are written",
             )

@@ -55,6 +55,7 @@ class UniversalInfo:
         affine = info.get("affine_map") or {}
         if affine and affine.get("version", NEWEST_MAP) > NEWEST_MAP:
             raise UnsupportedCheckpoint(
+                "version-unsupported",
                 f"the checkpoint has an affine_map of version {brief(affine['version'])}",
                 hint="zckpt reads version 1 (DeepSpeed 0.19.8); give rules with --tp-rules FILE",
             )
@@ -104,7 +105,7 @@ class UniversalInfo:
         axis, view = int(stated["partition_dim"]), list(stated["shape"])
         says = f"`{PARTS}` of the checkpoint does not fit {name}"
         if len(known) < ranks or not 0 <= axis < len(view):
-            raise InconsistentCheckpoint(f"{says}: it cuts axis {axis} of {view}")
+            raise InconsistentCheckpoint("tp-rule-wrong", f"{says}: it cuts axis {axis} of {view}")
         widths = self._widths(pattern, view[axis], known, axis, says)
         sizes = [sum(size) if isinstance(size, (tuple, list)) else size for size in view]
         sizes[axis] = sum(map(sum, widths))
@@ -115,7 +116,9 @@ class UniversalInfo:
         pieces = slicing.cut(outer, inner, widths)
         elements = [prod(shape) for shape in pieces.slices]
         if pieces.numel != total or elements != [prod(shape) for shape in known]:
-            raise InconsistentCheckpoint(f"{says}: the ranks hold {[list(s) for s in known]}")
+            raise InconsistentCheckpoint(
+                "tp-rule-wrong", f"{says}: the ranks hold {[list(s) for s in known]}"
+            )
         whole = _whole_shape(known, axis, outer, inner, says)
         is_row = (outer, inner) == (prod(whole[:axis]), prod(whole[axis + 1 :]))
         text = ",".join(str(sum(part)) for part in widths)
@@ -132,17 +135,22 @@ class UniversalInfo:
             widths = [tuple(part) for part in by_rank]
             fits = parts in (None, tuple(map(sum, widths)))
             if not widths or not fits or any(len(part) != ranks for part in widths):
-                raise InconsistentCheckpoint(f"{says}: the widths of its parts are {widths}")
+                raise InconsistentCheckpoint(
+                    "tp-rule-wrong", f"{says}: the widths of its parts are {widths}"
+                )
             return widths
         if parts is None:
             width = sum(shape[axis] for shape in shapes)
             if width % stated:
-                raise InconsistentCheckpoint(f"{says}: {width} is not {stated} equal parts")
+                raise InconsistentCheckpoint(
+                    "tp-rule-wrong", f"{says}: {width} is not {stated} equal parts"
+                )
             parts = (width // stated,) * stated
         split = slicing.even_parts(parts, ranks)
         if split is None:
             raise InconsistentCheckpoint(
-                f"{says}: {ranks} ranks cannot share sub-parameters of {list(parts)}"
+                "tp-rule-wrong",
+                f"{says}: {ranks} ranks cannot share sub-parameters of {list(parts)}",
             )
         return split
 
@@ -198,7 +206,9 @@ def _whole_shape(
         if len({(*shape[:dim], *shape[dim + 1 :]) for shape in shapes}) == 1
     ]
     if not fitting:
-        raise InconsistentCheckpoint(f"{says}: no dimension of {list(first)} is cut")
+        raise InconsistentCheckpoint(
+            "tp-rule-wrong", f"{says}: no dimension of {list(first)} is cut"
+        )
     dim = max(fitting, key=lambda dim: (sides[dim] == (outer, inner), dim == axis))
     before, behind = sides[dim]
     return (*first[:dim], total // (before * behind), *first[dim + 1 :])
@@ -213,22 +223,28 @@ def _by_map(name: str, stated: Mapping[str, Any], shapes: Shapes, rows: int | No
     by_rank = {int(rank): value for rank, value in stated["ranks"].items()}
     says = f"the affine_map of {name}"
     if len(whole) > MOST_AXES:
-        raise UnsupportedCheckpoint(f"{says} is for a tensor of {len(whole)} dimensions")
+        raise UnsupportedCheckpoint(
+            "tp-rule-wrong", f"{says} is for a tensor of {len(whole)} dimensions"
+        )
     if set(by_rank) - set(range(len(shapes))):
-        raise InconsistentCheckpoint(f"{says} is for {len(by_rank)} ranks, not {len(shapes)}")
+        raise InconsistentCheckpoint(
+            "tp-rule-wrong", f"{says} is for {len(by_rank)} ranks, not {len(shapes)}"
+        )
     slices, pieces = [], []
     for rank, shape in enumerate(shapes):
         own = by_rank.get(rank) or {"shard_shape": [0] * len(whole), "pieces": []}
         stated_shape = tuple(own["shard_shape"])
         if prod(stated_shape) != (0 if shape is None else prod(shape)):
             raise InconsistentCheckpoint(
+                "tp-rule-wrong",
                 f"{says} has the shape {list(stated_shape)} on tensor rank {rank}, and its file "
-                f"{None if shape is None else list(shape)}"
+                f"{None if shape is None else list(shape)}",
             )
         slices.append(stated_shape)
         for piece in own["pieces"]:
             if float(piece.get("scale", 1.0)) != 1.0:
                 raise UnsupportedCheckpoint(
+                    "grid-unsupported",
                     f"{says} holds a share of the sum of all ranks (scale {piece['scale']:g})",
                     hint="zckpt does not divide or add tensors; DeepSpeed refuses it too",
                 )
@@ -260,6 +276,7 @@ def _corner(shape: Sequence[int], sizes: Sequence[int], view: Any, says: str) ->
     )
     if not is_box:
         raise UnsupportedCheckpoint(
+            "grid-unsupported",
             f"{says} has a piece that is not a box: strides {strides} in a tensor of {list(shape)}",
             hint="give a rule for it with --tp-rules FILE",
         )

@@ -81,9 +81,11 @@ def settled_adapter(source: Manifest, _config: Mapping[str, Any]) -> Settled:
         line = f"{front}: names lose this prefix, so that PEFT finds the adapter's weights"
         return Settled(renamed(source, [(f"^{re.escape(front)}", "")]), True, (line,))
     raise MissingData(
+        "program-does-not-fit",
         f"{source.root} has adapters whose names do not begin with {OF_PEFT} alike, so that "
         f"PEFT would leave them at random: {listed(names, 3)}",
         hint=f"give one of them the names that PEFT has: --rename '^FRONT={peft.PREFIX}'",
+        file=source.root,
     )
 
 
@@ -107,18 +109,22 @@ def _prefix(source: Manifest, names: Collection[str], asked: Asked) -> str:
         return whole[0]
     if whole:
         raise AmbiguousCheckpoint(
+            "several-models",
             f"{source.root} has several models of the class {asked.name}: {listed(whole)}",
             hint=f"choose one with --rename '^{re.escape(whole[0])}='",
+            file=source.root,
         )
     best, _ = min(lacking, key=lambda key: len(lacking[key]))
     missing = lacking[best, True]
     first = f"--rename '^{re.escape(best or 'PREFIX.')}='"
     raise MissingData(
+        "program-does-not-fit",
         f"{source.root} lacks {counted(len(missing), 'weight')} of {asked.name}, which "
         f"from_pretrained would leave at random: {listed(missing, 3)}"
         + (f" (below {best})" if best else ""),
         hint=f"if they have other names in the source: {first}, or --rename 'OLD={missing[0]}'; if "
         f"one is a second name of another weight: --tie {missing[0]}=OWNER",
+        file=source.root,
     )
 
 

@@ -67,6 +67,7 @@ def __getattr__(name: str) -> Any:
         if package not in _PACKAGES:
             raise
         raise MissingExtra(
+            "extra-missing",
             f"probe.{name} needs {package}, which is not installed",
             hint=f"pip install {_PACKAGES[package]}",
         ) from error

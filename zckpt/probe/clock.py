@@ -29,7 +29,8 @@ class Clock(Struct, eq=False):
         """Counts an update. Raises WrongOption if a function counts them."""
         if callable(self.source):
             raise WrongOption(
-                "step= is a function that counts updates itself: do not call next_step()"
+                "options-conflict",
+                "step= is a function that counts updates itself: do not call next_step()",
             )
         self.source += 1
 
@@ -47,6 +48,7 @@ def clock_of(model: nn.Module, step: int | Callable[[], int] | None) -> Clock:
         engine: Any = model
         return Clock(lambda: engine.global_steps - getattr(engine, "skipped_steps", 0))
     raise WrongOption(
+        "option-needed",
         "the step at which the recording begins is not known",
         hint="give step=, the number of completed updates: the checkpoint's step, or 0",
     )
@@ -63,6 +65,7 @@ def watched(optimizer: Any, after_step: Callable[[Any], None]) -> Iterator[None]
     inner = optimizer.optimizer if wrapped else optimizer
     if not isinstance(inner, torch.optim.Optimizer):
         raise WrongOption(
+            "option-invalid",
             f"{type(optimizer).__name__} is not a torch.optim.Optimizer, so its steps cannot be "
             "counted",
             hint="give step=lambda: ..., which returns the number of completed updates",

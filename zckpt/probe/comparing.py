@@ -68,6 +68,7 @@ def compare(
 def report(a: Run, b: Run, noise: Run | None) -> Report:
     if noise is not None and noise.world != a.world:
         raise WrongOption(
+            "nothing-to-compare",
             f"{noise.path} is a run of {noise.world} ranks, and {a.path} of {a.world}",
             hint="--noise takes a second run of the program of the first run, on as many ranks",
         )
@@ -81,9 +82,11 @@ def report(a: Run, b: Run, noise: Run | None) -> Report:
     events, only_a, only_b = aligned(a, b)
     if not events:
         raise MissingData(
+            "nothing-to-compare",
             f"{a.path} and {b.path} share no record",
             hint=f"steps {_range(a.steps)} and {_range(b.steps)}; keys such as "
             f"{_example(a)} and {_example(b)}",
+            file=a.path,
         )
     floor = 0.0
     if noise is not None:

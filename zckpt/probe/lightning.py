@@ -66,7 +66,9 @@ def called_module(pl_module: nn.Module, name: str | None) -> nn.Module:
             return pl_module.get_submodule(name)
         except AttributeError:
             raise WrongOption(
-                f"{type(pl_module).__name__} has no module {name!r}", hint=_choice(pl_module)
+                "option-names-nothing",
+                f"{type(pl_module).__name__} has no module {name!r}",
+                hint=_choice(pl_module),
             ) from None
     if _defines_forward(type(pl_module)):
         return pl_module
@@ -74,6 +76,7 @@ def called_module(pl_module: nn.Module, name: str | None) -> nn.Module:
     if len(children) == 1:
         return children[0]
     raise WrongOption(
+        "option-needed",
         f"{type(pl_module).__name__} has no forward() and {len(children)} modules with parameters: "
         "which one training_step calls is not known",
         hint=_choice(pl_module),

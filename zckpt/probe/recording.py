@@ -79,6 +79,7 @@ def record(
     """
     if device is not None and torch.device(device).type != "cpu":
         raise WrongOption(
+            "option-invalid",
             f"tensors are measured where they are, or on the CPU, but not on {device}",
             hint='leave device out, or give device="cpu"',
         )
@@ -158,7 +159,10 @@ def _opened(directory: str, rank: int, overwrite: bool) -> Iterator[Any]:
         os.makedirs(folder, exist_ok=overwrite)
     except FileExistsError as error:
         raise TargetExists(
-            f"{folder} exists already", hint="record into another directory, or overwrite=True"
+            "target-exists",
+            f"{folder} exists already",
+            hint="record into another directory, or overwrite=True",
+            file=folder,
         ) from error
     with open(os.path.join(folder, RECORDS), "x", buffering=1, encoding="utf-8") as file:
         yield file

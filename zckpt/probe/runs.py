@@ -98,8 +98,10 @@ def read(path: str | os.PathLike[str]) -> Run:
     if any(os.path.isfile(os.path.join(root, name, "order.txt")) for name in names):
         return _read_onnxruntime(root, names)
     raise NotACheckpoint(
+        "not-a-checkpoint",
         f"{root} is not a recorded run",
         hint="a run has folders rank_00000, ... (zckpt.probe.record) or step_0, ... (ONNX Runtime)",
+        file=root,
     )
 
 
@@ -113,16 +115,22 @@ def _read_ranks(root: str, folders: list[str]) -> Run:
         lines = _lines(file)
         header = next(lines, None)
         if header is None:
-            raise CorruptCheckpoint(f"{file} has no header", hint="record the run again")
+            raise CorruptCheckpoint(
+                "file-damaged", f"{file} has no header", hint="record the run again", file=file
+            )
         if header.get("zckpt_probe") != VERSION:
             raise UnsupportedCheckpoint(
-                f"{file} has version {header.get('zckpt_probe')} of recorded runs, not {VERSION}"
+                "version-unsupported",
+                f"{file} has version {header.get('zckpt_probe')} of recorded runs, not {VERSION}",
+                file=file,
             )
         world, rank = header.get("world"), int(folder.removeprefix("rank_"))
         if header.get("rank") != rank or not isinstance(world, int):
             raise InconsistentCheckpoint(
+                "swapped-files",
                 f"{file} is of rank {header.get('rank')} of {world}",
                 hint="put each rank's file into the folder of that rank",
+                file=file,
             )
         worlds.add(world)
         records, closed = [], False
@@ -143,8 +151,10 @@ def _read_ranks(root: str, folders: list[str]) -> Run:
         ranks[rank], headers[rank] = records, header
     if len(worlds) > 1 or max(ranks) >= max(worlds):
         raise InconsistentCheckpoint(
+            "mixed-saves",
             f"{root} holds ranks of runs of {', '.join(map(str, sorted(worlds)))} processes",
             hint="record each run into a separate directory",
+            file=root,
         )
     return Run(root, worlds.pop(), ranks, notes, headers)
 
@@ -164,7 +174,12 @@ def _lines(file: str) -> Iterator[dict[str, Any]]:
 
 
 def _no_record(file: str, number: int) -> CorruptCheckpoint:
-    return CorruptCheckpoint(f"{file}, line {number}, is not a record", hint="record the run again")
+    return CorruptCheckpoint(
+        "file-damaged",
+        f"{file}, line {number}, is not a record",
+        hint="record the run again",
+        file=file,
+    )
 
 
 def _record(line: dict[str, Any]) -> TensorRecord:
@@ -229,7 +244,10 @@ def _read_dump(path: str, step: int) -> TensorRecord:
         return _parsed(text, step)
     except ValueError as error:
         raise CorruptCheckpoint(
-            f"{path} is not a dump of ONNX Runtime", hint="dump the run again"
+            "file-damaged",
+            f"{path} is not a dump of ONNX Runtime",
+            hint="dump the run again",
+            file=path,
         ) from error
 
 

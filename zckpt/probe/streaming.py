@@ -102,8 +102,10 @@ class _Absent(Tensor):
         absent = [each for each in tensors if isinstance(each, cls)]
         if any(not isinstance(each, cls) and each.device.type != "meta" for each in tensors):
             raise MissingData(
+                "option-needed",
                 f"{absent[0].path} is used while its module is not called",
                 hint="give whole=[CLASS], with the class of the module that uses it",
+                file=absent[0].path,
             )
         result = super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         if isinstance(result, cls) and absent:
@@ -352,6 +354,7 @@ def sources(model: nn.Module, manifest: Manifest) -> dict[str, Entry]:
                 lost.append(whole)
     if lost:
         raise MissingData(
+            "weights-missing",
             f"these buffers are on the meta device, and no checkpoint has them: {listed(lost)}",
             hint="create the modules that compute them on the CPU",
         )
@@ -375,7 +378,8 @@ def _source(manifest: Manifest, owner: str, name: str, tensor: Tensor) -> Entry:
     entry = weight_of(manifest.entries, owner).supply("param", dtype)
     if entry.shape != tuple(tensor.shape):
         raise MissingData(
+            "ranks-disagree",
             f"{name} has shape {tuple(tensor.shape)} in the model and {entry.shape} in the "
-            "checkpoint"
+            "checkpoint",
         )
     return entry

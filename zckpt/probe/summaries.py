@@ -16,7 +16,9 @@ def summarise(directory: str, named: Sequence[tuple[str, Run]]) -> None:
     Raises TargetExists if the directory exists.
     """
     if os.path.lexists(directory):
-        raise TargetExists(f"{directory} exists already", hint="name a new directory")
+        raise TargetExists(
+            "target-exists", f"{directory} exists already", hint="name a new directory"
+        )
     order: dict[tuple[int, Any], None] = {}
     for _, run in named:
         for rank, records in run.ranks.items():

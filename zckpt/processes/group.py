@@ -100,7 +100,11 @@ class Group:
         self._wait(lambda: self.store.has(f"led/{own}"), lambda: "rank 0")
         name = _word(self.store.get(f"led/{own}"))
         if self.store.add(f"{name}/here/{self.rank}", 1) > 1:
-            raise WrongOption(f"rank {self.rank} was started twice", hint="start each rank once")
+            raise WrongOption(
+                "processes-disagree",
+                f"rank {self.rank} was started twice",
+                hint="start each rank once",
+            )
         return name
 
     def _arrived(self, rank: int) -> str:
@@ -121,6 +125,7 @@ class Group:
         """Raises WrongOption unless rank 0 has the same value; `reason` gets rank 0's."""
         if (first := self.share(value)) != value:
             raise WrongOption(
+                "processes-disagree",
                 f"rank 0 and rank {self.rank} were not started for the same command: rank 0 has "
                 f"{reason(first)}",
                 hint="start all processes in the same folder, with the same arguments and the same "
@@ -155,6 +160,7 @@ class Group:
         parts = [text[start : start + VALUE] for start in range(0, len(text), VALUE)]
         if len(parts) > MOST:
             raise UnsupportedCheckpoint(
+                "process-failed",
                 f"a message to the other processes would have {len(text)} bytes",
                 hint="use --part K/N instead of a launcher, or one process with --single",
             )
@@ -167,7 +173,7 @@ class Group:
 
         def is_there() -> bool:
             if self._words.get(rank, "") != (self._arrived(rank) if rank else ""):
-                raise ProcessLost(f"rank {rank} was started again")
+                raise ProcessLost("process-lost", f"rank {rank} was started again")
             return self.store.has(f"{key}/parts")
 
         says = rank != 0 or self.rank == 1  # one process says that all wait for rank 0
@@ -238,7 +244,7 @@ class Group:
 
     def _fail(self, error: BaseException) -> ProcessFailed | None:
         """Tells the others of a failure; the error of the process that did that first."""
-        if isinstance(error, ProcessFailed) and error.code is not None:
+        if isinstance(error, ProcessFailed) and error.exit_code is not None:
             return None
         if self.store.add(f"{self._name}failures", 1) > 1:
             self._wait_shortly(lambda: self.store.has(f"{self._name}failure"))
@@ -258,8 +264,8 @@ class Group:
                 raise ValueError
         except MALFORMED as error:
             raise unreadable("it is no failure") from error
-        failed = ProcessFailed(f"rank {rank}: {text}")
-        failed.code = code
+        failed = ProcessFailed("process-failed", f"rank {rank}: {text}")
+        failed.exit_code = code
         return failed
 
     def _wait_shortly(self, is_there: Callable[[], bool]) -> None:

@@ -39,6 +39,7 @@ def launched() -> Launch | None:
         rank, size = (int(text) if text.isdecimal() else -1 for text in texts)
         if not 0 <= rank < size:
             raise WrongOption(
+                "launcher-variables",
                 f"{names[0]} is {texts[0]} and {names[1]} is {texts[1]}, which no {launcher} sets",
                 hint="unset them, or add --single if this process runs alone",
             )
@@ -60,7 +61,9 @@ def address() -> tuple[str, int] | None:
     if not host or not port:
         return None
     if not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise WrongOption(f"MASTER_PORT is {port!r}, which is not a port from 1 to 65535")
+        raise WrongOption(
+            "launcher-variables", f"MASTER_PORT is {port!r}, which is not a port from 1 to 65535"
+        )
     return host, int(port)
 
 
@@ -68,6 +71,7 @@ def meeting_place() -> tuple[str, int]:
     """The host and the port where the processes meet; raises WrongOption if no variable says it."""
     if (place := address()) is None:
         raise WrongOption(
+            "launcher-variables",
             "MASTER_ADDR and MASTER_PORT do not say where the processes meet",
             hint="set both, or use torchrun; if this process should run alone, add --single",
         )

@@ -112,7 +112,9 @@ class Processes(Group, Sharing, Pool):
             case ["pass", int(chunk)] if 0 < chunk <= MAX_CHUNK:
                 running = make(chunk)
             case other:
-                raise WrongOption(f"rank 0 carries out another command: {brief(other)}")
+                raise WrongOption(
+                    "processes-disagree", f"rank 0 carries out another command: {brief(other)}"
+                )
         tasks = json.dumps([__version__, running.tasks_by_name()], separators=(",", ":"))
         self.agree(crc32(tasks.encode()), lambda _: "other files, options, or another version")
         counter, taken = self.counter(), 0
@@ -130,7 +132,9 @@ class Processes(Group, Sharing, Pool):
                 taken += number
                 running.take(found)
         if self.rank == 0 and (given := counter()) != taken:  # of tensors that nobody has read
-            raise ProcessLost(f"{given} blocks were given to processes, but {taken} came back")
+            raise ProcessLost(
+                "process-lost", f"{given} blocks were given to processes, but {taken} came back"
+            )
         found = self.share(running.found() if self.rank == 0 else None)
         if self.rank:
             running = make(chunk)

@@ -45,6 +45,7 @@ class Store:
             from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
         except ImportError as error:
             raise MissingExtra(
+                "extra-missing",
                 f"{launch.size} processes need torch to share one command",
                 hint="install it: pip install 'zckpt[torch]'\n"
                 f"or write parts, which need no torch: --part auto, or --part K/{launch.size}",
@@ -77,6 +78,7 @@ class Store:
             except RuntimeError as error:
                 if is_host:
                     raise ProcessLost(
+                        "launcher-variables",
                         f"rank 0 cannot open a store at {where}: {_first_line(error)}",
                         hint="choose another MASTER_PORT; if this process should run alone, as in "
                         "a program that uses this port, add --single",
@@ -117,12 +119,15 @@ class Store:
         try:
             return call(*words)
         except RuntimeError as error:
-            raise ProcessLost(f"the store of this launch is gone: {_first_line(error)}") from error
+            raise ProcessLost(
+                "process-lost", f"the store of this launch is gone: {_first_line(error)}"
+            ) from error
 
 
 def unreadable(reason: str) -> CorruptCheckpoint:
     """The error of a message that no process of this launch has sent."""
     return CorruptCheckpoint(
+        "processes-disagree",
         f"a message of another process cannot be read: {reason}",
         hint="start all processes with the same version of zckpt; another program may use their "
         "store: choose another MASTER_PORT",

@@ -22,6 +22,7 @@ def of_root(proven: Manifest, name: str, manifest: Manifest) -> Manifest:
     if not own:
         if manifest.origin.root != name:
             raise WrongOption(
+                "option-names-nothing",
                 f"{manifest.root} and {proven.root}: one model, and it is not called {name}",
                 hint="leave out --root",
             )
@@ -70,8 +71,10 @@ def refuse_several(proven: Manifest, manifest: Manifest) -> None:
     fronts = (key.removesuffix(last) for key in known if key.endswith(last))
     if fitting := fitting_roots(fronts, known, manifest.parameters):
         raise AmbiguousCheckpoint(
+            "several-models",
             f"{proven.root} proves several models, and {manifest.root} may be {listed(fitting)}",
             hint=f"choose one with --root {' or --root '.join(fitting)}",
+            file=proven.root,
         )
 
 

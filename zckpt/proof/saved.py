@@ -211,9 +211,11 @@ def _refuse_other_types(matches: Sequence[Match], a: Manifest, b: Manifest) -> N
     ):
         if names:
             raise MissingData(
+                "proof-unsupported",
                 f"{own.root} has {listed(names, 4)} in {kind} type than {other.root}: a proof has "
                 f"checksums alone, which cannot tell whether {what} are equal",
                 hint="compare the two checkpoints themselves",
+                file=own.root,
             )
 
 
@@ -227,13 +229,19 @@ def read_proof(path: str, manifest: Manifest) -> tuple[Manifest, str]:
     try:
         with sources.opened(path) as file:
             if file.seek(0, 2) > MAX_PROOF:
-                raise UnsupportedCheckpoint(f"{path} is larger than any proof that zckpt writes")
+                raise UnsupportedCheckpoint(
+                    "file-too-large",
+                    f"{path} is larger than any proof that zckpt writes",
+                    file=path,
+                )
             file.seek(0)
             report = json.loads(file.read().decode("utf-8"))
         if report["equal"] is not True:
             raise CorruptCheckpoint(
+                "option-invalid",
                 f"{path} proves a difference",
                 hint="give a file that `zckpt verify --save-proof` wrote when it found nothing",
+                file=path,
             )
         held = convert(report["held"], _Held)
         digests = convert(report["digests"], dict[str, _Digest])
@@ -268,8 +276,10 @@ def read_proof(path: str, manifest: Manifest) -> tuple[Manifest, str]:
         return proven, held.contents
     except MALFORMED as error:
         raise CorruptCheckpoint(
+            "option-invalid",
             f"{path} is not a proof: {cause(error)}",
             hint="`zckpt verify PATH --save-proof FILE` writes one",
+            file=path,
         ) from error
 
 

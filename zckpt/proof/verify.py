@@ -170,8 +170,10 @@ def needs_weights(matches: Iterable[Match], a: Manifest, b: Manifest) -> None:
     are_empty = not any(entry.numel for entry in entries if entry.slot in WEIGHTS)
     if not any(entry.numel or are_empty for entry in shared):
         raise MissingData(
+            "nothing-to-compare",
             f"{a.root} and {b.root} share no weights, so nothing can be compared",
             hint="`zckpt inspect PATH --tensors '*'` lists the names of each",
+            file=a.root,
         )
 
 

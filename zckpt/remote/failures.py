@@ -81,16 +81,25 @@ def explained(error: Exception, url: Url, doing: str = "read") -> ZckptError:
     if isinstance(error, ZckptError):
         return error
     if name == "PreconditionError" and doing == "read":
-        return SourceChanged(f"{url} changed while it was read: its ETag is another one")
+        return SourceChanged(
+            "source-changed",
+            f"{url} changed while it was read: its ETag is another one",
+            file=str(url),
+        )
     if name == "InvalidPathError":
         key = match[1] if (match := NO_PATH.search(text)) else ""
         return UnsupportedCheckpoint(
+            "unsafe-name",
             f"{url}: there is the key {key!r}, which cannot be the name of a file",
             hint="copy the checkpoint to another prefix without it",
+            file=str(url),
         )
     if name == "NotSupportedError":
         return StoreError(
-            f"{url}: the server gives no ranges of bytes", hint="download the checkpoint first"
+            "store-unsupported",
+            f"{url}: the server gives no ranges of bytes",
+            hint="download the checkpoint first",
+            file=str(url),
         )
     code = match[1] if (match := CODE.search(text)) else name
     status = next((a or b for a, b in STATUS.findall(text)), "")
@@ -117,8 +126,10 @@ def explained(error: Exception, url: Url, doing: str = "read") -> ZckptError:
     elif isinstance(error, FileNotFoundError):
         if doing == "read":
             return SourceChanged(
+                "source-changed",
                 f"{url} was removed while it was read",
                 hint="start again; if its key ends in a slash, copy the rest to another prefix",
+                file=str(url),
             )
         message, hint = f"{store} does not exist", "check the name" + ENDPOINT.get(url.scheme, "")
     elif status:
@@ -129,4 +140,4 @@ def explained(error: Exception, url: Url, doing: str = "read") -> ZckptError:
         hint = "check the network and the endpoint" + ENDPOINT.get(url.scheme, "")
         if BROKEN in text or isinstance(error, ConnectionError | TimeoutError):
             return BrokenOff(message, hint)
-    return StoreError(message, hint or "check the credentials")
+    return StoreError("store-refused", message, hint or "check the credentials")

@@ -329,9 +329,11 @@ def _finished(store: Store, url: Url, found: Mapping[str, Found]) -> dict[str, F
             continue
         if f"{url.key}/".startswith(f"{folder}/"):
             raise IncompleteCheckpoint(
+                "unfinished-target",
                 f"{url} belongs to a target that is not complete",
                 hint="wait for the run that sends it, repeat that run with --resume, or remove it: "
                 f"zckpt clean-up {url.beside(folder)}",
+                file=str(url),
             )
         kept = {key: each for key, each in kept.items() if not key.startswith(f"{folder}/")}
     return kept
@@ -373,8 +375,10 @@ def _lay(mirror: Mirror, base: str, file: File) -> None:
     is_folder = found.key.endswith("/") and not found.size
     if reason := strange(found.key.rstrip("/") if is_folder else found.key):
         raise UnsupportedCheckpoint(
+            "unsafe-name",
             f"{file.url} {reason}: it cannot be the name of a file",
             hint="copy the checkpoint to another prefix without it",
+            file=str(file.url),
         )
     path = os.path.join(base, *found.key.split("/"))
     if os.path.isfile(path) and not is_folder:
@@ -387,8 +391,10 @@ def _lay(mirror: Mirror, base: str, file: File) -> None:
             hole.truncate(found.size)
     except (FileExistsError, NotADirectoryError) as error:
         raise UnsupportedCheckpoint(
+            "unsafe-name",
             f"{file.url} or a part of it is an object, and there are objects below it",
             hint="copy the checkpoint to another prefix without it",
+            file=str(file.url),
         ) from error
     # the nanoseconds tell this file from each that gets its inode later, and a run that is
     # continued finds the same ones

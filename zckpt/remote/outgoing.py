@@ -58,7 +58,10 @@ def folder_for(url: Url) -> str:
     now = os.lstat(folder)
     if not stat.S_ISDIR(now.st_mode) or now.st_uid != os.getuid():
         raise TargetExists(
-            f"{folder} belongs to another user", hint="set TMPDIR to a folder of yours"
+            "target-unsafe",
+            f"{folder} belongs to another user",
+            hint="set TMPDIR to a folder of yours",
+            file=str(folder),
         )
     return folder
 
@@ -96,16 +99,18 @@ def outgoing(url: Url, words: Mapping[str, Any], run: str) -> Iterator[tuple[str
     """
     if url.scheme in ("https", "http", "hf"):
         raise WrongOption(
+            "store-unsupported",
             f"{url}: zckpt reads {url.scheme}:// and does not write it",
             hint="write a folder, and send it then",
         )
     if words.get("sharing") is not None:
         raise WrongOption(
+            "options-conflict",
             f"{url}: several processes share a target in a folder of all, and not in a store",
             hint="give a folder of a shared filesystem, or --single",
         )
     if not url.key:
-        raise WrongOption(f"{url} is a whole bucket", hint=f"give {url}/NAME")
+        raise WrongOption("option-invalid", f"{url} is a whole bucket", hint=f"give {url}/NAME")
     resume = bool(words.get("resume"))
     is_done = is_complete(url, run if resume else "", resume)
     path = path_for(url)
@@ -116,7 +121,9 @@ def outgoing(url: Url, words: Mapping[str, Any], run: str) -> Iterator[tuple[str
         yield path, is_done
     except NotEnoughSpace as error:
         raise NotEnoughSpace(
-            error.message, hint=f"set TMPDIR to a folder with space: {url} is written there first"
+            "not-enough-space",
+            error.message,
+            hint=f"set TMPDIR to a folder with space: {url} is written there first",
         ) from error
     finally:
         if not os.listdir(folder):
@@ -128,6 +135,7 @@ def refuse_inside(source: Url, target: Url) -> None:
     is_same_store = (source.scheme, source.root) == (target.scheme, target.root)
     if is_same_store and f"{target.key}/".startswith(f"{source.key}/"):
         raise WrongOption(
+            "target-in-source",
             f"{target} is the source itself"
             if target.key == source.key
             else f"{target} is inside of {source}",
@@ -147,11 +155,18 @@ def is_complete(url: Url, run: str, resume: bool) -> bool:
         last = min(there, key=lambda name: (-order(name)[0], name))
         if run and failures.asked(lambda: store_of(url).mark(there[last]), url) == run:
             return True
-        raise TargetExists(f"{url} exists", hint="choose another name, or remove it first")
+        raise TargetExists(
+            "target-exists",
+            f"{url} exists",
+            hint="choose another name, or remove it first",
+            file=str(url),
+        )
     if not resume:
         raise TargetExists(
+            "target-unfinished",
             f"{url} exists: a run was stopped there",
             hint=f"add --resume to continue it, or remove it: zckpt clean-up {url}",
+            file=str(url),
         )
     failures.asked(lambda: note_of(url, store_of(url), there[UNFINISHED]), url)
     return False
@@ -161,9 +176,11 @@ def note_of(url: Url, store: Store, found: Found) -> Note:
     """The note of an unfinished target; raises UnsupportedCheckpoint if it cannot be understood."""
     if (note := note_at(store, found)) is None:
         raise UnsupportedCheckpoint(
+            "version-unsupported",
             f"{url}/{UNFINISHED} is no note that this zckpt understands: nothing was changed",
             hint="look at it: a newer zckpt may have written it; if you do not need what is there, "
             f"remove it with the store's client{_client_line(url)}",
+            file=str(url),
         )
     return note
 

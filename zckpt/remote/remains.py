@@ -48,7 +48,9 @@ def clean_up(path: Any, dry_run: bool = False) -> dict[str, Any]:
     """
     url = parse(path)
     if not url.key:
-        raise WrongOption(f"{url} is a whole bucket", hint="give the target of the stopped run")
+        raise WrongOption(
+            "option-invalid", f"{url} is a whole bucket", hint="give the target of the stopped run"
+        )
     there = names_at(url)
     uploads = _uploads(url)
     note = None
@@ -86,9 +88,11 @@ def _remains(url: Url, there: Mapping[str, Found], note: Note) -> list[str]:
         return sorted({*note.names, UNFINISHED} & {*there})
     if lost := [name for name in note.names if name not in there]:
         raise TargetExists(
+            "target-exists",
             f"{url} has {note.last}, but not {listed(lost, 3)}: nothing was removed",
             hint="another program may have written there: look at it, and remove what you do not "
             "need with the store's client",
+            file=str(url),
         )
     return [UNFINISHED]  # its run ended between the last file and the removal of the note
 
@@ -104,9 +108,11 @@ def _remove(url: Url, names: list[str], uploads: list[Upload], last: str) -> Non
         client.abort_multipart_upload(Bucket=url.root, Key=upload.key, UploadId=upload.number)
     if last and store.head(f"{url.key}/{last}") is not None:
         raise TargetExists(
+            "target-exists",
             f"a run has written {url}/{last} meanwhile, and files of that target are removed",
             hint=f"the note {UNFINISHED} stays, so that nobody takes it for complete: when that "
             "run has ended, remove the rest with the store's client",
+            file=str(url),
         )
     store.delete([f"{url.key}/{UNFINISHED}"])  # last: without it the rest would not be known
 
@@ -115,13 +121,17 @@ def _nothing_begun(url: Url, there: Sequence[str]) -> WrongOption | NotACheckpoi
     """The error for a URL without a note."""
     if {name.rpartition("/")[2] for name in there} & {*LASTS}:
         return WrongOption(
-            f"{url} is complete: nothing was removed", hint="remove it with the store's client"
+            "nothing-to-clean",
+            f"{url} is complete: nothing was removed",
+            hint="remove it with the store's client",
         )
     below = [name.removesuffix(f"/{UNFINISHED}") for name in there if name.endswith(UNFINISHED)]
     target = f": {url}/{below[0]}" if below else ""
     return NotACheckpoint(
+        "nothing-to-clean",
         f"{url} has no remains of a run of zckpt",
         hint=f"give the target of the stopped run{target}",
+        file=str(url),
     )
 
 

@@ -177,8 +177,10 @@ class _Sending(Struct, dict=True):
 
     def _preceded(self, name: str) -> TargetExists:
         return TargetExists(
+            "target-exists",
             f"{self.url}/{name} was written by another program meanwhile",
             hint=f"look at it first: zckpt inspect {self.url}",
+            file=str(self.url),
         )
 
     def note(self, name: str, crc: int) -> None:
@@ -233,8 +235,10 @@ class _Sending(Struct, dict=True):
         if name == self.about["last"] and found is not None and self._has_sent(found, etag):
             self.store.delete([self.key(name)])  # it would make a checkpoint of the rest
         return CorruptCheckpoint(
+            "upload-damaged",
             f"{self.url}/{name} did not arrive: {what}",
             hint="start again with --resume: what has arrived is not sent again",
+            file=str(self.url),
         )
 
     def _has_sent(self, found: Found, etag: str | None) -> bool:

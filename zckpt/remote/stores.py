@@ -281,7 +281,8 @@ def store_of(url: Url) -> Store:
         if hasattr(url.store, "cat_file"):
             return Filesystem(url.store)
         raise WrongOption(
-            f"{type(url.store).__name__} is neither a store of obstore nor a filesystem of fsspec"
+            "option-invalid",
+            f"{type(url.store).__name__} is neither a store of obstore nor a filesystem of fsspec",
         )
     _need(("obstore", *(("huggingface_hub",) if url.scheme == "hf" else ())), url)
     return _OPENERS[url.scheme](url)
@@ -290,6 +291,7 @@ def store_of(url: Url) -> Store:
 def _need(packages: Iterable[str], url: Url) -> None:
     if lacking := [name for name in packages if find_spec(name) is None]:
         raise MissingExtra(
+            "extra-missing",
             f"{url} needs the package {lacking[0]}, which is not installed",
             hint="pip install 'zckpt[remote]'",
         )

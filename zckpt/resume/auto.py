@@ -62,9 +62,9 @@ def auto_resume(
     Raises a ZckptError; also if there are checkpoints and none is whole.
     """
     if verify not in ("records", "files"):
-        raise WrongOption(f"verify {verify!r} is neither 'records' nor 'files'")
+        raise WrongOption("option-invalid", f"verify {verify!r} is neither 'records' nor 'files'")
     if type(keep) is not int or keep < 0:
-        raise WrongOption(f"keep {keep!r} is no number of directories")
+        raise WrongOption("option-invalid", f"keep {keep!r} is no number of directories")
     if ds_config is not None:
         words["config"] = ds_config if isinstance(ds_config, Mapping) else _json(ds_config)
     launch = Launch(0, 1) if single else joined() or launched() or Launch(0, 1)
@@ -86,6 +86,7 @@ Outcome = tuple[Resumed | None, list[str]] | Exception
 def _outcome_of_all(launch: Launch, *about: Any) -> Outcome:
     if joined() is None and address() is None:
         return WrongOption(
+            "launcher-variables",
             f"this process is rank {launch.rank} of {launch.size}, and MASTER_ADDR and MASTER_PORT "
             "do not say where they meet",
             hint="call torch.distributed.init_process_group first, or set both; if this process "
@@ -98,7 +99,7 @@ def _outcome_of_all(launch: Launch, *about: Any) -> Outcome:
         return error
     except (ZckptError, OSError) as error:  # the others raise what this one has told them
         hint = error.hint if isinstance(error, ZckptError) else hint_for(error)
-        failed = ProcessFailed(f"rank {launch.rank}: {sentence(error)}", hint)
+        failed = ProcessFailed("process-failed", f"rank {launch.rank}: {sentence(error)}", hint)
         failed.__cause__ = error
         return failed
 
@@ -117,9 +118,9 @@ def _json(path: str | os.PathLike[str]) -> dict[str, Any]:
         with open(path, encoding="utf-8-sig") as file:
             document = json.load(file)
     except ValueError as error:
-        raise WrongOption(f"{os.fspath(path)} is not JSON: {error}") from error
+        raise WrongOption("ds-config-wrong", f"{os.fspath(path)} is not JSON: {error}") from error
     if not isinstance(document, dict):
-        raise WrongOption(f"{os.fspath(path)} is not a JSON object")
+        raise WrongOption("ds-config-wrong", f"{os.fspath(path)} is not a JSON object")
     return document
 
 

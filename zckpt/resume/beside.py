@@ -62,9 +62,11 @@ def make(folder: str, run: str) -> None:
             raise PermissionError
     except OSError as error:
         raise UnsupportedCheckpoint(
+            "nowhere-to-write",
             f"{run} must be written for another size, and nothing can be written below {folder}"
             + (f": {error.strerror}" if error.strerror else ""),
             hint="name a folder where there is space: scratch=, or --scratch DIR",
+            file=run,
         ) from error
 
 
@@ -77,8 +79,10 @@ def opened(folder: str) -> Folder:
             above.refuse_another()
             if not all(_is_ours(above, uid) for uid in (link.st_uid, above.itself().st_uid)):
                 raise TargetExists(
+                    "target-unsafe",
                     f"{folder} is a link of another user, or leads to a directory of one",
                     hint="name a folder of yours: scratch=, or --scratch DIR",
+                    file=folder,
                 )
     except BaseException:
         above.close()
@@ -100,8 +104,10 @@ def alone_in(folder: str) -> Iterator[None]:
     with opened(folder) as above, above.opened(path, os.O_RDWR | os.O_CREAT) as file:
         if os.fstat(file).st_nlink > 1:
             raise TargetExists(
+                "target-unsafe",
                 f"{path} has a second name (a hard link): zckpt locks only a file of its own",
                 hint=f"remove it: rm {shlex.quote(path)}; or --scratch DIR",
+                file=path,
             )
         end: float | None = time.monotonic() + PATIENCE
         while not lock(file):
@@ -139,7 +145,12 @@ def hold(path: str) -> None:
             time.sleep(POLL)
     if not lock(file, fcntl.LOCK_SH) or not _is_at(file, path):
         os.close(file)
-        raise TargetExists(f"{path} is removed by another job", hint="start this job again")
+        raise TargetExists(
+            "target-being-written",
+            f"{path} is removed by another job",
+            hint="start this job again",
+            file=path,
+        )
     _held[path] = file
 
 

@@ -64,6 +64,7 @@ class Asked(Struct, frozen=True):
                 ranks *= words.get(name) or manifest.origin.sizes.get(name, 1)
             if self.size % ranks:
                 raise WrongOption(
+                    "sizes-do-not-fit",
                     f"{counted(self.size, 'process', 'processes')} cannot be divided by tp * pp = "
                     f"{ranks}",
                     hint="start a multiple of it, or say another tp= or pp= (--tp, --pp)",
@@ -141,7 +142,7 @@ def check(
     """
     found = candidates(path)
     if not found:
-        raise NotACheckpoint(f"{path} has no checkpoint")
+        raise NotACheckpoint("no-checkpoint", f"{path} has no checkpoint", file=path)
     newest = found[0]
     more = {k: v for k, v in reading.items() if v not in (None, ())}
     manifest = read(newest, more)

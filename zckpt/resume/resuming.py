@@ -93,6 +93,7 @@ class Resuming:
         if self.is_elsewhere and settings.scratch is None:
             raise Told(
                 WrongOption(
+                    "option-needed",
                     f"{run} is in an object store, from which the engine loads nothing",
                     hint="name a folder that all nodes see: scratch=, or --scratch DIR",
                 )
@@ -122,9 +123,11 @@ class Resuming:
             anew = "`zckpt verify PATH` says more; to start anew, choose another directory"
             raise Told(
                 IncompleteCheckpoint(
+                    "none-is-whole",
                     f"{self.run} has {counted(len(left), 'checkpoint')}, and none is whole: "
                     f"{left[0]['path']}: {left[0]['reason']}",
                     hint="; ".join(filter(None, [newest.get("hint"), anew])),
+                    file=self.run,
                 )
             )
         is_there = self.is_elsewhere or os.path.isdir(self.run)
@@ -283,8 +286,10 @@ class Resuming:
                 continue  # to look again: the job before may have written it
             if not is_complete and dry["bytes"] > dry["free"]:
                 raise NotEnoughSpace(
+                    "not-enough-space",
                     f"{target} needs {sized(dry['bytes'])}, but only {sized(dry['free'])} are free",
                     hint="free some space, or name another filesystem: scratch=, or --scratch DIR",
+                    file=target,
                 )
             return {
                 "target": target,

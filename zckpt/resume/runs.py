@@ -62,7 +62,10 @@ def candidates(run: str) -> list[Candidate]:
         return [Candidate(run, os.path.basename(os.path.abspath(run)), run)]
     if not sources.is_folder(run):
         raise NotACheckpoint(
-            f"{run} is a file, and not a run", hint="give the folder in which a run has saved"
+            "not-a-checkpoint",
+            f"{run} is a file, and not a run",
+            hint="give the folder in which a run has saved",
+            file=run,
         )
     return _in_folders(run)
 
@@ -180,7 +183,10 @@ def _without(notes: dict[str, str], name: str) -> dict[str, str]:
 def _refuse_several(run: str, others: list[str]) -> None:
     if len(others) > 1:
         raise AmbiguousCheckpoint(
-            f"{run} holds several runs: {listed(others)}", hint="give one of them"
+            "several-checkpoints",
+            f"{run} holds several runs: {listed(others)}",
+            hint="give one of them",
+            file=run,
         )
 
 

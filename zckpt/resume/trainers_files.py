@@ -30,7 +30,7 @@ def read(candidate: Candidate, reading: Mapping[str, Any]) -> Manifest:
     tag = candidate.tag if candidate.tag and os.path.isdir(candidate.where) else None
     manifest = api.read(candidate.path, tag=tag, nameless=True, by_checksums=True, **reading)
     if reason := _unfinished(candidate, manifest):
-        raise IncompleteCheckpoint(reason)
+        raise IncompleteCheckpoint("trainer-file-damaged", reason)
     return manifest
 
 

@@ -76,8 +76,10 @@ def chosen(
     names = oldest_first(run, found)
     if not names:
         raise NotACheckpoint(
+            "not-a-checkpoint",
             f"{run} contains no checkpoint-N folder",
             hint="--checkpoints takes a Trainer's output directory",
+            file=run,
         )
     if which == "all":
         return names
@@ -91,7 +93,9 @@ def chosen(
     name = os.path.basename(os.path.normpath(best))
     if name not in names:
         raise NotACheckpoint(
+            "pointer-dangling",
             f"{last} names the best checkpoint {best}, but {run} has no {name}",
             hint="copy it there, or convert a single checkpoint",
+            file=run,
         )
     return list(dict.fromkeys((name, names[-1])))

@@ -96,7 +96,9 @@ def refuse_averages(source: Manifest) -> None:
         return
     model = WHOLE.model[0]
     raise AmbiguousCheckpoint(
+        "several-models",
         f"{source.root} has averages of the weights in {model}, and the weights that the "
         f"optimizer updates in {TRAINED}: {NAME} loads both from one file only",
         hint=f"convert the file that {NAME} saved, with --root {TRAINED}, or with --root {model}",
+        file=source.root,
     )

@@ -234,7 +234,9 @@ class _Names(Struct, eq=False):
         else:
             return frozenset()
         if depth > MAX_DEPTH:
-            raise CorruptCheckpoint("state is nested too deeply, or refers to itself")
+            raise CorruptCheckpoint(
+                "file-damaged", "state is nested too deeply, or refers to itself"
+            )
         if id(value) not in self.known:
             named = [part for part in parts if type(part) not in PLAIN_TYPES]
             self.known[id(value)] = frozenset().union(*(self.of(part, depth + 1) for part in named))

@@ -217,6 +217,7 @@ def check_moments(named: str | None, states: Collection[str]) -> None:
     """Raises WrongOption if `--optimizer` names an Adam, and the source has no states of Adam."""
     if named is not None and not set(MOMENTS) <= set(states):
         raise WrongOption(
+            "option-not-applicable",
             f"--optimizer {named} is an Adam, which needs exp_avg and exp_avg_sq; the source has "
             f"{', '.join(sorted(states)) or 'none'}",
             hint="leave out --optimizer, or write --weights-only",

@@ -66,7 +66,7 @@ def at_least_one(flag: str, hint: str) -> Callable[[int], None]:
 
     def check(number: int) -> None:
         if type(number) is bool or not hasattr(number, "__index__") or number < 1:
-            raise WrongOption(f"{flag} cannot be {number!r}", hint=hint)
+            raise WrongOption("option-invalid", f"{flag} cannot be {number!r}", hint=hint)
 
     return check
 
@@ -77,7 +77,11 @@ RANKS = "ranks, at least 1"
 def _check_dp(dp: int) -> None:
     at_least_one("--dp", f"give a number of {RANKS}")(dp)
     if dp > MAX_DP:
-        raise WrongOption(f"--dp cannot be {dp}", hint=f"give a number of ranks, at most {MAX_DP}")
+        raise WrongOption(
+            "option-invalid",
+            f"--dp cannot be {dp}",
+            hint=f"give a number of ranks, at most {MAX_DP}",
+        )
 
 
 def _by_group(defaults: GroupDefaults) -> dict[Any, Any]:
@@ -90,6 +94,7 @@ def _check_group_defaults(defaults: GroupDefaults) -> None:
         numbered = isinstance(key, int) and key >= 0 and isinstance(value, Mapping)
         if not numbered and not isinstance(key, str):
             raise WrongOption(
+                "option-invalid",
                 f"group_defaults has the key {key!r}",
                 hint="use the name of a hyper-parameter, or a group's number with a dictionary",
             )
@@ -99,6 +104,7 @@ def _check_objects(names: Sequence[str]) -> None:
     for name in [names] if isinstance(names, str) else names:
         if isinstance(names, str) or not is_dotted(name):
             raise WrongOption(
+                "option-invalid",
                 f"allow_object {names!r} is not a list of names such as my.module.MyClass",
                 hint="`zckpt inspect` lists the classes that a checkpoint names",
             )
@@ -305,8 +311,9 @@ class Options(Struct, frozen=True):
         for option, value in self.given:
             if option.choices and value not in option.choices:
                 raise WrongOption(
+                    "option-invalid",
                     f"{option.flag.lstrip('-')} {value!r} is none of "
-                    f"{', '.join(map(str, option.choices))}"
+                    f"{', '.join(map(str, option.choices))}",
                 )
             if option.check is not None:
                 option.check(value)
@@ -343,6 +350,7 @@ class Options(Struct, frozen=True):
         numbers = [key for key in by_key if isinstance(key, int)]
         if numbers and max(numbers) >= count:
             raise WrongOption(
+                "option-names-nothing",
                 f"--group-defaults gives values for group {max(numbers)}, but the source has "
                 f"{count} group{'s' if count > 1 else ''}",
                 hint="groups are numbered from 0: see `zckpt inspect`",
@@ -371,12 +379,14 @@ def refuse(
         if option.name not in known:
             reason = reasons.get(option.name) or option.reason
             raise WrongOption(
+                "option-not-applicable",
                 f"{option.flag} does not apply to {target}",
                 hint=f"leave it out: {reason}" if reason else "leave it out",
             )
         choices = known[option.name].choices
         if choices and value not in choices:
             raise WrongOption(
+                "option-not-applicable",
                 f"{option.flag} {value} does not apply to {target}",
                 hint=f"its {option.name}s are {', '.join(map(str, choices))}",
             )

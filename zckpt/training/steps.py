@@ -229,7 +229,9 @@ def unused_policy(manifest: Manifest, policy: str | None) -> list[str]:
 def check_policy(policy: str | None) -> None:
     """Raises WrongOption for a policy other than max, min, keep or a number."""
     if policy not in (None, "max", "min", KEEP) and not (policy and policy.isdecimal()):
-        raise WrongOption(f"--step-policy {policy!r} is none of max, min, keep or a number")
+        raise WrongOption(
+            "option-invalid", f"--step-policy {policy!r} is none of max, min, keep or a number"
+        )
 
 
 def stalled(step: Step, kind: str, where: str) -> str | None:

@@ -98,7 +98,7 @@ def write(
     started = time.monotonic()
     format = formats.named(to)
     if format.options is None:
-        raise WrongOption(f"zckpt can read {to}, but not write it yet")
+        raise WrongOption("target-unsupported", f"zckpt can read {to}, but not write it yet")
     if manifest.buffers_named:  # when it was read
         options = _without_unknown(options, BUFFERS, format)
     refuse(options, _called(command, to), format.options, format.reasons or {})

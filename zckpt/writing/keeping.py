@@ -37,6 +37,7 @@ def dropped_states(manifest: Manifest, options: Options) -> list[Report]:
     keys = options[DROP_STATE]
     if keys and options.weights_only:
         raise WrongOption(
+            "options-conflict",
             "--drop-state does not apply with --weights-only",
             hint="leave it out: no state is written",
         )
@@ -156,6 +157,7 @@ class Keeping(Struct, frozen=True):
             allow = " ".join(f"--allow-object {name}" for name in classes)
             hint = f"to write it, if you trust its class: {allow}; or {hint}"
         raise UnsupportedState(
+            "state-unsupported",
             f"the target cannot have {listed(list(keys))} of the optimizer's groups ({OBJECTS})",
             hint=hint,
         )
@@ -215,6 +217,7 @@ class Keeping(Struct, frozen=True):
         if states.OF_VECTORS in reasons:
             hint = "to begin with fresh states: --weights-only"
         raise UnsupportedState(
+            "state-unsupported",
             f"the target cannot have the optimizer's {'; '.join(sentences)}",
             hint=hint,
         )

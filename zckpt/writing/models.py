@@ -53,6 +53,7 @@ def parts_of(
         return []
     if given := [option.flag for option in OF_ONE if options[option]]:
         raise WrongOption(
+            "several-models",
             f"{given[0]} is for one model, and {manifest.root} has {', '.join(manifest.roots)}",
             hint=f"choose one with --root {next(iter(manifest.roots))}",
         )
@@ -70,6 +71,7 @@ def parts_of(
             part = read(manifest.root, own)
         except MissingData as error:
             raise MissingData(
+                "names-needed",
                 f"{name}: {error.message}",
                 hint="give the names of both with --param-names FILE, each after its model's: "
                 + " and ".join(f"{root}.NAME" for root in list(manifest.roots)[:2])

@@ -31,11 +31,14 @@ def write_run(
     """
     if not running.sharing.is_alone:
         raise WrongOption(
+            "options-conflict",
             "several processes cannot share --checkpoints",
             hint="let them share one checkpoint at a time, or start one process with --single",
         )
     if which not in best.CHOICES:
-        raise WrongOption(f"--checkpoints {which} is not one of {', '.join(best.CHOICES)}")
+        raise WrongOption(
+            "option-invalid", f"--checkpoints {which} is not one of {', '.join(best.CHOICES)}"
+        )
     targets.refuse_inside(source, target)
     if not running.resume:
         targets.refuse_existing(target)

@@ -135,13 +135,17 @@ def _run(path: str, format: Format) -> Manifest:
         run = read(path, USUAL)
     except MissingData as error:
         raise MissingData(
+            "like-does-not-fit",
             f"--like {path}: {error}",
             hint="convert it to a universal checkpoint with what it needs, and give that",
+            file=path,
         ) from error
     if run.origin.format != format.name:
         raise NotACheckpoint(
+            "like-does-not-fit",
             f"--like {path} is no checkpoint of {format.name}",
             hint="give a directory that the next run has saved, or a universal checkpoint of one",
+            file=path,
         )
     return run
 

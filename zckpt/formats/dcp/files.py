@@ -141,7 +141,10 @@ def locate(path: str, tag: str | None = None) -> tuple[str, list[str]]:
         parts = folders(root)
     for folder in filter(_is_megatrons, parts):
         raise UnsupportedCheckpoint(
-            f"{folder} was written by Megatron-Core", hint="read it with --from megatron"
+            "option-needed",
+            f"{folder} was written by Megatron-Core",
+            hint="read it with --from megatron",
+            file=folder,
         )
     return root, parts
 
@@ -160,8 +163,10 @@ def refuse_several(root: str, parts: list[str]) -> None:
     numbered = any(not name.endswith("_0") for name in names if PARTS.fullmatch(name))
     if numbered or {*OPTIMIZERS} <= {*names}:
         raise UnsupportedCheckpoint(
+            "several-models",
             f"{root} has several models or optimizers: {', '.join(names)}",
             hint="give the folder of one model: its weights are read without the optimizer",
+            file=root,
         )
 
 

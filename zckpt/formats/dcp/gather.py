@@ -100,7 +100,9 @@ def _box(table: ItemTable, files: ItemFiles, key: str, box: ItemBox) -> BoxPart:
         return gather.stored_box(stored, box.offsets)
     file = files.torch_file(location)
     if not isinstance(file.value, Tensor):
-        raise UnsupportedCheckpoint(f"{location.file} has no tensor of {key}")
+        raise UnsupportedCheckpoint(
+            "proof-unsupported", f"{location.file} has no tensor of {key}", file=location.file
+        )
     return gather.box_of(file, file.value, box.offsets)
 
 

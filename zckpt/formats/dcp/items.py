@@ -93,7 +93,7 @@ def stored_items(path: str, tag: str | None = None) -> StoredItems:
     root, folders = locate(path, tag)
     refuse_several(root, folders)
     if not folders:
-        raise IncompleteCheckpoint(f"{root} has no {METADATA}")
+        raise IncompleteCheckpoint("unfinished-save", f"{root} has no {METADATA}", file=root)
     items: dict[str, StoredTensor | StoredValue] = {}
     paths: dict[str, TreePath] = {}
     files: list[str] = []
@@ -145,7 +145,8 @@ def _open_box(
     tensor = file.value
     if not isinstance(tensor, Tensor):
         raise UnsupportedCheckpoint(
-            f"it is stored as an object of {getattr(tensor, 'name', type(tensor).__name__)}"
+            "type-unsupported",
+            f"it is stored as an object of {getattr(tensor, 'name', type(tensor).__name__)}",
         )
     require_same(location, key, (tensor.dtype, tensor.shape), (dtype, box.sizes))
     entry = _entry(key, file, tensor)

@@ -84,7 +84,7 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
     root, parts = locate(path, reading.tag)
     shards = hf.files(root) if sources.is_folder(root) and not parts else []
     if not parts and not shards:
-        raise NotACheckpoint(f"{root} has no {METADATA}")
+        raise NotACheckpoint("unfinished-save", f"{root} has no {METADATA}", file=root)
     saved = SavedTree(root, Origin("dcp"), {})
     try:
         if parts and parts != [root]:
@@ -122,7 +122,9 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
         return manifest(saved, reading)
     except MissingData as error:
         if whole := whole_of(root):
-            raise MissingData(error.message, hint=f"give {whole}, which has both") from error
+            raise MissingData(
+                "other-folder-needed", error.message, hint=f"give {whole}, which has both"
+            ) from error
         raise
     except MALFORMED as error:
         raise not_understood(root, error) from error
@@ -157,9 +159,11 @@ class _FolderReader:
         paths, planned = table.paths, table.others["planner_data"]
         if not isinstance(planned, (dict, type(None))):
             raise UnsupportedCheckpoint(
+                "storage-unsupported",
                 f"{os.path.join(table.folder, METADATA)} keeps a {type(planned).__name__} instead "
                 "of the paths of its items",
                 hint="save with torch's DefaultSavePlanner",
+                file=os.path.join(table.folder, METADATA),
             )
         if not saved.origin.version:
             saved.origin = replace(saved.origin, version=table.others.get("version"))
@@ -224,7 +228,9 @@ class _FolderReader:
             )
         version = table.others.get("version")
         if not isinstance(version, (str, type(None))):
-            raise CorruptCheckpoint(f"{name}: its version is a {type(version).__name__}")
+            raise CorruptCheckpoint(
+                "file-damaged", f"{name}: its version is a {type(version).__name__}", subject=name
+            )
         if version not in (None, VERSION):
             saved.warnings.append(
                 f"{name} is of version {version[:80]!r}; zckpt knows version {VERSION}"
@@ -362,7 +368,7 @@ class _FolderReader:
 
 
 def _no_number() -> Any:
-    raise CorruptCheckpoint("a number is expected, but the tensor has no elements")
+    raise CorruptCheckpoint("file-damaged", "a number is expected, but the tensor has no elements")
 
 
 def _are_equal(value: Any, known: Any) -> bool:

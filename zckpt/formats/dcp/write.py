@@ -176,6 +176,7 @@ class DcpWriter(Struct, eq=False, dict=True):
         of_trainer = program == TRANSFORMERS
         if of_trainer and (others := peft.other_adapters(self.source.parameters)):
             raise UnsupportedCheckpoint(
+                "target-unsupported",
                 f"the source has the adapter {', '.join(others)}: in accelerate's folders zckpt "
                 f"writes only an adapter called {peft.ADAPTER}",
                 hint="choose --to deepspeed, or --to gathered --dialect safetensors",
@@ -183,6 +184,7 @@ class DcpWriter(Struct, eq=False, dict=True):
         weights = (*self.source.parameters, *self.source.buffers)
         if of_trainer and (missing := peft.missing_bases(weights)):
             raise MissingData(
+                "weights-missing",
                 f"the source lacks {listed(missing)}, which PEFT loads from accelerate's folders "
                 "with an adapted embedding",
                 hint="choose --to deepspeed, or --to gathered --dialect safetensors",
@@ -343,6 +345,7 @@ class DcpWriter(Struct, eq=False, dict=True):
             key = dotted(path)
             if key in items:
                 raise UnsupportedState(
+                    "name-unsupported",
                     f"two values would have the key {key}, as torch.distributed.checkpoint makes "
                     "texts of all keys",
                     hint="write --to gathered or universal, which keep the keys as they are",

@@ -184,9 +184,11 @@ def grid_files(directory: TagDirectory, written: Grid | None = None) -> GridFile
         tp = tp if tp % alike else alike
     if len(ranks) % tp:
         raise IncompleteCheckpoint(
+            "missing-rank-file",
             f"{directory.path} has layers of {tp} tensor ranks, but files of {len(ranks)} model "
             "ranks",
             hint=f"expected a multiple of {tp}: copy all files again",
+            file=directory.path,
         )
     return GridFiles(ranks, layers, Grid(len(ranks) // tp, tp, bool(layers)))
 
@@ -218,9 +220,11 @@ def files_in(directory: TagDirectory, names: Iterable[str]) -> Found:
         # mp_rank_01 and mp_rank_001 have the same number
         if (other := found[kind].setdefault(place, path)) != path:
             raise InconsistentCheckpoint(
+                "mixed-saves",
                 f"{path} has the same number as {os.path.basename(other)}",
                 hint="remove the one that DeepSpeed did not write: it writes mp_rank_01 and "
                 "layer_08",
+                file=path,
             )
     are_bf16 = {os.path.basename(path).startswith(BF16) for path in found[OPTIMIZER].values()}
     with_experts = "stage 0 with experts (expp_rank_0)"
@@ -231,8 +235,10 @@ def files_in(directory: TagDirectory, names: Iterable[str]) -> Found:
     ):
         if is_mixed:
             raise InconsistentCheckpoint(
+                "mixed-saves",
                 f"{directory.path} has files of two runs: one of {one}, one of {other}",
                 hint="keep only the files of one save",
+                file=directory.path,
             )
     return found
 
@@ -241,8 +247,10 @@ def rank_files(directory: TagDirectory, found: Found, parsed: Parsed) -> list[Ra
     """Those of each model rank; raises IncompleteCheckpoint if one is missing, by the names."""
     if not (found[MODEL] or found[MODEL_3]):
         raise IncompleteCheckpoint(
+            "missing-file",
             f"{directory.path} holds no model states",
             hint="expected mp_rank_00_model_states.pt (stage 1, 2) or one per rank (stage 3)",
+            file=directory.path,
         )
     of_data_ranks = (*found[MODEL_3], *found[OPTIMIZER])
     model_ranks = range(1 + max(place[-1] for place in (*found[MODEL], *of_data_ranks)))
@@ -282,9 +290,11 @@ def need_files(
 def lacking(directory: TagDirectory, names: Sequence[str]) -> IncompleteCheckpoint:
     """The error for a directory without the files of these names."""
     return IncompleteCheckpoint(
+        "missing-rank-file",
         f"{directory.path} lacks {listed(names, 3)}",
         hint=expecting(names[0]),
         paths=[os.path.join(directory.path, name) for name in names],
+        file=directory.path,
     )
 
 

@@ -79,12 +79,18 @@ def _masters(ranks: EngineStates, state: Mapping[str, Any]) -> list[Tensor]:
     key = "fp32_flat_groups" if ranks.partitioned else "single_partition_of_fp32_groups"
     tensors = state.get(key)
     if not isinstance(tensors, list) or not all(isinstance(value, Tensor) for value in tensors):
-        raise CorruptCheckpoint(f"{ranks.directory.path}: {key} is not a list of tensors")
+        raise CorruptCheckpoint(
+            "file-damaged",
+            f"{ranks.directory.path}: {key} is not a list of tensors",
+            file=ranks.directory.path,
+        )
     return tensors
 
 
 def _contradiction(ranks: EngineStates, what: str, hint: str = "") -> InconsistentCheckpoint:
-    return InconsistentCheckpoint(f"{ranks.directory.path}: {what}", hint)
+    return InconsistentCheckpoint(
+        "partition-does-not-fit", f"{ranks.directory.path}: {what}", hint, file=ranks.directory.path
+    )
 
 
 class _RankedBuffer(Struct, dict=True):

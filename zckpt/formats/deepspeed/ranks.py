@@ -94,15 +94,19 @@ def _base(directory: TagDirectory, state: Mapping[str, Any], partitioned: bool) 
     if isinstance(base, list):
         return {"state": dict(enumerate(base))}
     if not isinstance(base, dict):
-        raise CorruptCheckpoint(f"{directory.path} holds no base optimizer state")
+        raise CorruptCheckpoint(
+            "file-damaged", f"{directory.path} holds no base optimizer state", file=directory.path
+        )
     return base
 
 
 def without_optimizer(directory: TagDirectory) -> IncompleteCheckpoint:
     """The error for a directory with model files alone, whose model file has no optimizer."""
     return IncompleteCheckpoint(
+        "missing-file",
         f"{directory.path} holds no optimizer files",
         hint="expected [bf16_]zero_pp_rank_0_mp_rank_00_optim_states.pt and one per further rank",
+        file=directory.path,
     )
 
 
@@ -129,9 +133,11 @@ def check_kind(directory: TagDirectory, version: str, module: Any, config: Any) 
             refuse(directory, what)
     if not isinstance(module, dict):
         raise IncompleteCheckpoint(
+            "missing-file",
             f"{directory.path} has a pipeline's stages, but no file of a layer",
             hint="expected layer_00-model_states.pt, or layer_00-model_00-model_states.pt, and one "
             "for each further layer",
+            file=directory.path,
         )
 
 
@@ -160,16 +166,20 @@ def _check_count(
         return
     if stated < found:
         raise InconsistentCheckpoint(
+            "world-size-disagrees",
             f"{directory.path} holds {what.format(found)}, but its model states say there were "
             f"{stated}",
             hint="files of another save may lie between them; keep those of one save",
+            file=directory.path,
         )
     # a damaged number may be huge
     expected = [named(rank) for rank in range(found, min(stated, found + MOST))]
     raise IncompleteCheckpoint(
+        "missing-rank-file",
         f"{directory.path} holds {what.format(f'{found} of {stated}')}",
         hint=expecting(expected[-1]),
         paths=[os.path.join(directory.path, name) for name in expected],
+        file=directory.path,
     )
 
 
@@ -202,9 +212,11 @@ def check_grid(directory: TagDirectory, files: GridFiles, ranks: Sequence[Engine
         path = rank.models[0].path
         if files.layers and rank.module:
             raise InconsistentCheckpoint(
+                "mixed-saves",
                 f"{path} has the weights of a run without a pipeline, but there are files of "
                 "layers, which only pipelines have",
                 hint="keep only the files of one save",
+                file=path,
             )
         world, name = rank.model.get("mp_world_size"), "mp_rank_{:02d}_model_states.pt"
         _check_count(directory, "files of {} model ranks", len(ranks), world, name.format)
@@ -213,19 +225,23 @@ def check_grid(directory: TagDirectory, files: GridFiles, ranks: Sequence[Engine
             sizes = stated.get("pp_degree"), stated.get("tp_degree")
             if sizes != (pp, tp):
                 raise InconsistentCheckpoint(
+                    "world-size-disagrees",
                     f"{directory.path} has the files of pp {pp} x tp {tp}, but {path} says that it "
                     f"was pp {brief(sizes[0])} x tp {brief(sizes[1])}",
                     hint="files of layers may be missing, or of another save: copy all files again",
+                    file=directory.path,
                 )
             continue
         first = number - number % tp
         if odd := sorted(_parameters(rank) ^ _parameters(ranks[first])):
             raise InconsistentCheckpoint(
+                "swapped-files",
                 f"{directory.path}: model rank {number} must have the parameters of model rank "
                 f"{first}, as both are of stage {number // tp}, but they differ in "
                 f"{listed(odd, 4)}",
                 hint="files of two ranks may be swapped, or of another save: copy all files again; "
                 "or those of a pipeline's layers are missing (layer_NN-model_states.pt)",
+                file=directory.path,
             )
     refuse_other_writers(directory.path, [arguments(rank.model).get("rank") for rank in ranks])
     stages = range(0, len(ranks), tp) if pp > 1 else ()
@@ -233,10 +249,12 @@ def check_grid(directory: TagDirectory, files: GridFiles, ranks: Sequence[Engine
     for (first, before), (number, own) in pairwise([stage for stage in layers if stage[1]]):
         if own[0] <= before[-1]:
             raise InconsistentCheckpoint(
+                "swapped-files",
                 f"{directory.path}: model rank {number} has layer {own[0]}, but model rank "
                 f"{first} has layer {before[-1]}",
                 hint="the files of two stages may be swapped, or of another save: copy all files "
                 "again",
+                file=directory.path,
             )
 
 

@@ -43,6 +43,7 @@ def as_in_run(source: Manifest, like: Manifest, options: Options) -> Manifest:
     """
     if source.ranks:
         raise WrongOption(
+            "option-not-applicable",
             f"--like does not apply to {source.root}, whose files say how its ranks share a model",
             hint="leave it out",
         )
@@ -53,7 +54,10 @@ def as_in_run(source: Manifest, like: Manifest, options: Options) -> Manifest:
             reason = "experts"
             hint = "leave out --like: the names of groups show which ones have experts"
         raise UnsupportedCheckpoint(
-            f"--like does not work with {like.root}, which has {reason}", hint=hint
+            "like-does-not-fit",
+            f"--like does not work with {like.root}, which has {reason}",
+            hint=hint,
+            file=like.root,
         )
     slices = like.tensor_parallel or UNCUT
     rows = {name: own.used for name, own in slices.vocabularies.items()}
@@ -94,9 +98,12 @@ class _Run(Template):
         for name, owner in self.owners.items():
             if (other := both.setdefault(owner, name)) != name:
                 raise MissingData(
+                    "like-does-not-fit",
                     f"{other} and {name} are one tied weight in {self.source.root}, and two "
                     f"weights in --like {self.run.root}",
                     hint="give a run of the same model",
+                    file=self.source.root,
+                    subject=name,
                 )
 
     # -- what is not a tensor

@@ -114,19 +114,23 @@ def _refuse(ranks: TargetRanks, targets: list[DeepSpeedTarget]) -> None:
     engine, is_pipeline = targets[0].engine, ranks.pipeline is not None
     if is_pipeline and engine.stage > 1:
         raise WrongOption(
+            "options-conflict",
             f"--stage {engine.stage} does not go with a pipeline",
             hint="DeepSpeed trains pipelines at ZeRO stage 1 and 0: choose --stage 1",
         )
     if is_pipeline and engine.stage == 0 and engine.dtype == "BF16":
         raise WrongOption(
+            "options-conflict",
             "--stage 0 does not go with a pipeline in bf16: DeepSpeed does not load its files "
             "(0.19.8)",
             hint="choose --stage 1, and grad_accum_dtype fp32 in the ds_config",
         )
     if any(map(is_elastic, targets)):
         raise UnsupportedCheckpoint(
+            "target-unsupported",
             f"{ranks.source.root}: zckpt writes elastic files without pipelines and tensor ranks "
-            "alone"
+            "alone",
+            file=ranks.source.root,
         )
 
 

@@ -43,8 +43,10 @@ def check_facts(
         if (difference := _difference(value, values[0])) is not None:
             fact, own, first = difference
             raise InconsistentCheckpoint(
+                "ranks-disagree",
                 f"{file.path} states {fact} {brief(own)}, and {os.path.basename(files[0].path)} "
-                f"{brief(first)}"
+                f"{brief(first)}",
+                file=file.path,
             )
 
 
@@ -57,7 +59,11 @@ def _check_tensors(files: Sequence[TorchFile], values: Sequence[dict[str, Any]])
             one, other = files[0].summary(first), file.summary(value.get(key))
             if comparable(first) == comparable(value.get(key)) and one != other:
                 named = os.path.basename(files[0].path)
-                raise InconsistentCheckpoint(f"{file.path} has other tensors in {key} than {named}")
+                raise InconsistentCheckpoint(
+                    "ranks-disagree",
+                    f"{file.path} has other tensors in {key} than {named}",
+                    file=file.path,
+                )
 
 
 def _tensors(value: Any) -> Iterator[bool]:
@@ -174,9 +180,11 @@ def _refuse_copied_ranks(names: Sequence[SavedName], files: Mapping[str, TorchFi
         if contents[one] == contents[other]:
             path = optimizers[other][0].path
             raise InconsistentCheckpoint(
+                "file-copied-over",
                 f"{path}: model rank {other} has the optimizer of model rank {one}, byte by byte",
                 hint="the files of one model rank seem to be copied over those of another: copy "
                 "all files again",
+                file=path,
             )
 
 

@@ -80,16 +80,20 @@ class TagKind(Struct, frozen=True):
         pointer = os.path.join(path, self.pointer)
         if not self.holds(path) and sources.is_file(pointer) and leads_out(pointer, path):
             raise UnsupportedCheckpoint(
+                "link-outside",
                 f"{pointer} is a link that leads out of {path}, which zckpt does not follow",
                 hint="choose the tag with --tag, or put a file there",
+                file=path,
             )
         if not tags:
-            raise NotACheckpoint(f"{path} holds no {self.what}")
+            raise NotACheckpoint("not-a-checkpoint", f"{path} holds no {self.what}", file=path)
         if len(tags) > 1:
             raise AmbiguousCheckpoint(
+                "several-tags",
                 f"{path} holds {len(tags)} tags, and no file `{self.pointer}` says which is meant: "
                 f"{listed(tags)}",
                 hint=f"choose one with --tag {tags[-1]}",
+                file=path,
             )
         if self.holds(path):
             return TagDirectory(path, tags[0], None)
@@ -106,6 +110,7 @@ class TagKind(Struct, frozen=True):
             return TagDirectory(directory, tag, path)
         tags = self.tags(path) if sources.is_folder(path) else []
         raise NotACheckpoint(
+            "pointer-dangling",
             f"{statement} {tag[:99]!r}, {why}",
             hint=f"choose a tag with --tag: {path} has {listed(tags)}"
             if tags
@@ -182,9 +187,11 @@ def pointed(path: str, pointer: str) -> str | None:
 def refuse(directory: TagDirectory, what: str, hint: str | None = None) -> NoReturn:
     """Raises UnsupportedCheckpoint; without a `hint` it says what is read."""
     raise UnsupportedCheckpoint(
+        "writer-unsupported",
         f"{directory.path} was saved with {what}, which zckpt does not read yet",
         hint=hint
         or "what is read: stage 0, 1, 2 and 3, and of pipelines stage 0 and 1; see `zckpt formats`",
+        file=directory.path,
     )
 
 
@@ -280,9 +287,11 @@ def refuse_foreign(folder: str, names: Sequence[str]) -> None:
     files = sorted(name for name in names if name.endswith(ENDING))
     if files and is_by_datastates(path := os.path.join(folder, files[0])):
         raise UnsupportedCheckpoint(
+            "writer-unsupported",
             f"{path} was saved by DataStates-LLM, whose files zckpt does not read",
             hint="save what DataStates' load(path) returns with torch.save, every file under the "
             "same name in another directory, and give that directory",
+            file=path,
         )
 
 
@@ -300,7 +309,9 @@ def _refuse_part(path: str) -> NoReturn:
             "so that its name ends with .pt, and give the copy"
         )
     raise UnsupportedCheckpoint(
+        "writer-unsupported",
         f"{path} is a part that FastPersist wrote of {whole_name(os.path.basename(path))}, and "
         "zckpt does not read such parts",
         hint=hint,
+        file=path,
     )

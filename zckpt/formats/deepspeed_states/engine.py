@@ -35,10 +35,11 @@ class TargetEngine:
         self.known = config is not None
         for key in ("zero_optimization", "bf16", "bfloat16", "fp16", "optimizer", "data_types"):
             if not isinstance((config or {}).get(key, {}), (dict, type(None))):
-                raise WrongOption(f"the ds_config's {key} is not an object")
+                raise WrongOption("ds-config-wrong", f"the ds_config's {key} is not an object")
         if nested(config, "zero_optimization", "offload_optimizer", "device") == "nvme":
             raise WrongOption(
-                "the ds_config offloads optimizer states to NVMe, which zckpt does not write yet"
+                "ds-config-wrong",
+                "the ds_config offloads optimizer states to NVMe, which zckpt does not write yet",
             )
         tp = 1 if source.place is None else source.place.grid.tp
         for what, size, largest in (
@@ -46,10 +47,16 @@ class TargetEngine:
             ("autotp_size", nested(config, "tensor_parallel", "autotp_size"), tp),
         ):
             if isinstance(size, int) and size > largest:
-                raise WrongOption(f"the ds_config sets {what} {size}, which zckpt does not write")
+                raise WrongOption(
+                    "ds-config-wrong",
+                    f"the ds_config sets {what} {size}, which zckpt does not write",
+                )
         size = nested(config, "zero_optimization", "sub_group_size")
         if isinstance(size, (int, float)) and size < 1:
-            raise WrongOption(f"sub_group_size in the ds_config is {size}, but must be at least 1")
+            raise WrongOption(
+                "ds-config-wrong",
+                f"sub_group_size in the ds_config is {size}, but must be at least 1",
+            )
         self.dp = options[DP] or source.dp
         self.stage = self._stage(source, config or {})
         self.dtype = self._dtype(source, config or {})
@@ -163,6 +170,7 @@ class TargetEngine:
         has_config = self.options[CONFIG] is not None
         if has_config and None not in (chosen, stated) and chosen != stated:
             raise WrongOption(
+                "ds-config-wrong",
                 f"--stage {chosen}, but the ds_config says stage {stated}",
                 hint="leave out --stage, or change the ds_config",
             )
@@ -172,7 +180,7 @@ class TargetEngine:
         known = (chosen, stated, own) if has_config else (chosen, own, stated)
         stage = next((number for number in known if number is not None), 2)
         if stage not in (0, 1, 2, 3):
-            raise WrongOption(f"stage {stage} is not 0, 1, 2 or 3")
+            raise WrongOption("option-invalid", f"stage {stage} is not 0, 1, 2 or 3")
         return int(stage)
 
     def _dtype(self, source: Manifest, config: Mapping[str, Any]) -> str:
@@ -182,12 +190,13 @@ class TargetEngine:
         }
         enabled = [dtype for dtype, values in enabling.items() if True in values]
         if len(enabled) > 1:
-            raise WrongOption("the ds_config enables both bf16 and fp16")
+            raise WrongOption("ds-config-wrong", "the ds_config enables both bf16 and fp16")
         is_open = any("auto" in values for values in enabling.values()) and not enabled
         stated = None if is_open else (enabled or ["F32"])[0]
         chosen = self.options.module_dtype
         if chosen and self.options[CONFIG] is not None and stated not in (None, chosen):
             raise WrongOption(
+                "ds-config-wrong",
                 f"--dtype asks for {chosen}, but the ds_config says {stated}",
                 hint="leave out --dtype, or change the ds_config",
             )

@@ -59,7 +59,11 @@ def stated(source: Manifest) -> Estimates:
     """What a manifest states of ranks' estimates; raises CorruptCheckpoint for another form."""
     groups = (source.state.get("optimizer") or {}).get(BY_RANK) or []
     if not isinstance(groups, list) or not all(_is_of_ranks(each, source.dp) for each in groups):
-        raise CorruptCheckpoint(f"{source.root}: optimizer.{BY_RANK} has not the values of ranks")
+        raise CorruptCheckpoint(
+            "file-damaged",
+            f"{source.root}: optimizer.{BY_RANK} has not the values of ranks",
+            file=source.root,
+        )
     return groups
 
 
@@ -85,9 +89,11 @@ def need_same_ranks(source: Manifest, dp: int = 0, stage: int | None = None) -> 
         return
     keys = sorted({str(key) for group in estimates for key in group})
     raise UnsupportedCheckpoint(
+        "state-unsupported",
         f"{source.root}: the optimizer's {listed(keys)} differ between ranks, because each has "
         "estimated its own; another engine, number of ranks or stage cannot have them",
         hint=f"write it with --to deepspeed --dp {source.dp} --stage {own}, or add --weights-only",
+        file=source.root,
     )
 
 

@@ -179,9 +179,11 @@ def refuse_experts(source: Manifest) -> None:
     names = [name for name in source.parameters if expert_name(name)]
     if names:
         raise UnsupportedCheckpoint(
+            "target-unsupported",
             f"{source.root} has experts ({listed(names, 1)}), which DeepSpeed's universal "
             "checkpoints do not hold",
             hint="write --to deepspeed, with --dp and --ep",
+            file=source.root,
         )
 
 

@@ -98,6 +98,7 @@ def complete_groups(
     is_known = has_defaults or options[OPTIMIZER] or options.weights_only
     if source.groups is None and not inferred and not is_known:
         raise WrongOption(
+            "optimizer-unsupported",
             "DeepSpeed's ZeRO does not support the source's optimizer, "
             f"{source.optimizer or 'which no file names'}",
             hint="continue with Adam: --optimizer torch; or write --weights-only",
@@ -113,9 +114,11 @@ def complete_groups(
     has_muon = name == "muon" or (not complete and any(map(is_of_muon, groups)))
     if has_muon and not (tagged or copied or options.weights_only):
         raise MissingData(
+            "hyperparameter-missing",
             f"{source.root} does not say which groups Muon updates and which Adam",
             hint="state it: --group-defaults 0:use_muon=true --group-defaults 1:use_muon=false; "
             "or write --weights-only",
+            file=source.root,
         )
     for place, group in enumerate(groups):
         if inferred and not are_given(source):
@@ -146,6 +149,7 @@ def _refuse_groups_of_adagrad(
     of_torch = name == "adagrad" and any("lr_decay" in group for group in groups)
     if of_torch and len(groups) > 1 and not (engine.whole or engine.offloads):
         raise UnsupportedCheckpoint(
+            "optimizer-unsupported",
             "DeepSpeed's ZeRO takes one group of torch's Adagrad, and the source has "
             f"{len(groups)}",
             hint="--stage 0 keeps the groups; or write --weights-only",
@@ -164,6 +168,7 @@ def _refuse_given(source: Manifest, options: Options) -> None:
     for place, group in enumerate(groups):
         if twice := sorted(set(options.defaults_of(place, len(groups))) & set(group)):
             raise WrongOption(
+                "option-not-applicable",
                 f"--group-defaults gives {', '.join(twice)}, which the source has",
                 hint="leave these out, and change them in the program that resumes",
             )
@@ -213,6 +218,7 @@ def one_type(key: str, dtypes: Sequence[str]) -> str:
         return dtypes[0]
     if not types <= FLOATS & NUMBERS:
         raise UnsupportedState(
+            "state-unsupported",
             f"the optimizer's {key} has the types {listed(sorted(types))} in one group, and a flat "
             "buffer has one type",
             hint=f"to go on without it: {DROP_STATE.flag} {key} (or --weights-only)",
@@ -224,10 +230,20 @@ def _no_states(source: Manifest) -> MissingData:
     """The error of a source without an optimizer, or of a model without one of several."""
     root, ways = source.origin.root, "write --weights-only"
     if root is None:
-        return MissingData(f"{source.root} holds no optimizer state", hint=ways)
+        return MissingData(
+            "optimizer-missing",
+            f"{source.root} holds no optimizer state",
+            hint=ways,
+            file=source.root,
+        )
     if source.likely:
         ways = f"name it: --root {root}={source.likely[0]}; or {ways}"
-    return MissingData(f"{source.root}: nothing shows that an optimizer trains {root}", hint=ways)
+    return MissingData(
+        "optimizer-missing",
+        f"{source.root}: nothing shows that an optimizer trains {root}",
+        hint=ways,
+        file=source.root,
+    )
 
 
 def check_states(engine: TargetEngine, source: Manifest, states: Collection[str]) -> None:
@@ -243,12 +259,14 @@ def check_states(engine: TargetEngine, source: Manifest, states: Collection[str]
     fits = family in families and families <= {family, *(["adam"] if family == "muon" else [])}
     if states and engine.optimizer and family and families and not fits:
         raise WrongOption(
+            "ds-config-wrong",
             f"the ds_config's optimizer is {engine.optimizer}, the source's is {source.optimizer}",
             hint="use the optimizer of the source, or --weights-only",
         )
     missing = [slot for slot in known_optimizer(name).states if slot not in states]
     if missing and states and (engine.optimizer or engine.options[OPTIMIZER]):
         raise WrongOption(
+            "ds-config-wrong",
             f"the ds_config's optimizer {engine.optimizer or name} keeps {', '.join(missing)}, "
             f"which the source does not hold (it holds {listing})",
             hint="use the optimizer of the source, or --weights-only",

@@ -97,8 +97,9 @@ def group_step(
         values = {buffer.step for buffer in members if buffer.step is not None}
         if len(values) > 1:
             raise InconsistentCheckpoint(
+                "one-value-needed",
                 f"the optimizer keeps one step per group, but the source has several: "
-                f"{sorted(values)}"
+                f"{sorted(values)}",
             )
         return {"step": typed_step(target, values.pop(), storages)} if values else {}
     return {} if place.stale is None else {"step": target.thawed(place.stale, storages)}

@@ -30,6 +30,7 @@ from ...training.options import (
 def _check_bounds(bounds: Sequence[int]) -> None:
     if len(bounds) < 2 or bounds[0] != 0 or any(map(operator.ge, bounds, bounds[1:])):
         raise WrongOption(
+            "option-invalid",
             f"--pp-bounds {','.join(map(str, bounds))} are not bounds of stages",
             hint="give the first layer of each stage, then the number of all layers: 0,12,24",
         )
@@ -38,6 +39,7 @@ def _check_bounds(bounds: Sequence[int]) -> None:
 def _check_partition(method: str) -> None:
     if not re.fullmatch(r"uniform(:\d+)?|parameters|type:.+", method):
         raise WrongOption(
+            "option-invalid",
             f"--pp-partition {method!r} is none of uniform, uniform:LAYERS, parameters, type:REGEX",
             hint="give the partition_method of the PipelineModule, or --pp-bounds",
         )

@@ -285,7 +285,9 @@ def shapes_of_groups(shapes: Any, file: TorchFile) -> list[ParameterShapes]:
     """`param_shapes` of a file, as tuples; raises CorruptCheckpoint."""
     groups = [shapes] if isinstance(shapes, dict) else shapes
     if not isinstance(groups, list):
-        raise CorruptCheckpoint(f"{file.path} states no param_shapes")
+        raise CorruptCheckpoint(
+            "file-damaged", f"{file.path} states no param_shapes", file=file.path
+        )
     return [{name: tuple(shape) for name, shape in group.items()} for group in groups]
 
 
@@ -325,7 +327,9 @@ def dictionary(file: TorchFile, value: Any) -> dict[str, Any]:
     """`value`, which has to be a dictionary; raises CorruptCheckpoint."""
     if not isinstance(value, dict):
         raise CorruptCheckpoint(
-            f"{file.path} is not a file of a ZeRO checkpoint: it lacks the engine's dictionary"
+            "file-damaged",
+            f"{file.path} is not a file of a ZeRO checkpoint: it lacks the engine's dictionary",
+            file=file.path,
         )
     return value
 
@@ -337,6 +341,7 @@ def version_of(*places: Mapping[str, Any]) -> str:
         if isinstance(version, str) and re.match(r"\d+\.\d", version):
             return version
     raise UnsupportedCheckpoint(
+        "version-unsupported",
         "the files state no DeepSpeed version",
         hint="DeepSpeed writes it since 0.4.0; zckpt reads files since 0.5.10",
     )

@@ -65,10 +65,12 @@ def _refuse_grid(source: Manifest) -> None:
     pp, tp = source.origin.pp, source.origin.tp
     if (pp or tp) and source.place is None:
         raise UnsupportedCheckpoint(
+            "target-unsupported",
             f"{source.root} was trained as a pipeline or with tensor parallelism (pp {pp}, tp "
             f"{tp}), and zckpt does not write it in this form yet",
             hint="--to deepspeed writes the run at any size; universal, deepspeed-universal, dcp "
             "and gathered take the whole model",
+            file=source.root,
         )
 
 
@@ -76,6 +78,7 @@ def _refuse_untouched(source: Manifest) -> None:
     """Raises MissingData: ZeRO cuts what is trained, and an unused parameter has zeros there."""
     if names := untouched(source):
         raise MissingData(
+            "state-missing",
             f"the optimizer lists {listed(names, 4)}, and never updated "
             f"{'it' if len(names) == 1 else 'them'}: ZeRO keeps states of all that is trained",
             hint="if the program does not train them (requires_grad=False): "
@@ -125,7 +128,7 @@ class DeepSpeedTarget:
 
     def _buffers(self) -> Iterator[TargetBuffer]:
         if not self.trainable:
-            raise MissingData("the source has no trainable parameter")
+            raise MissingData("optimizer-missing", "the source has no trainable parameter")
         members = by_key((item.group or 0, name) for name, item in self.trainable.items())
         for group in range(len(self.groups)):
             names = members.get(group, [])
@@ -179,10 +182,12 @@ class DeepSpeedTarget:
             if missing := set(slots) - {slot for slot, _ in self._states(name)}:
                 key = slot_key(min(missing))
                 raise MissingData(
+                    "state-missing",
                     f"the source holds {key} of other parameters of the same group, but not of "
                     f"{name}",
                     hint=f"--to gathered and --to dcp keep it as it is; to go on without it: "
                     f"--drop-state {quote(key)} (or --weights-only)",
+                    subject=name,
                 )
         masters = {self.master_dtype(name) for name in members}
         return TargetBuffer(
@@ -240,9 +245,12 @@ class DeepSpeedTarget:
         other = next((place for place, value in enumerate(values) if value != values[0]), None)
         if other is not None:
             raise InconsistentCheckpoint(
+                "one-value-needed",
                 f"DeepSpeed keeps one {what} for {names[0]} ({values[0]}) and {names[other]} "
                 f"({values[other]})",
                 hint="parameters with different steps must stand in different groups",
+                file=names[0],
+                subject=names[0],
             )
         return values[0] if values else None
 

@@ -38,7 +38,12 @@ class ManifestTensors:
         """The parameters of one flat buffer, in the user's order."""
         for name, shape in buffer.shapes.items():
             if name in self.parameters:
-                raise CorruptCheckpoint(f"{self.ranks.models[0].path} lists {name!r} twice")
+                raise CorruptCheckpoint(
+                    "file-damaged",
+                    f"{self.ranks.models[0].path} lists {name!r} twice",
+                    file=self.ranks.models[0].path,
+                    subject=name,
+                )
             self.parameters[name] = Parameter(
                 shape, group=buffer.group, step=buffer.step, scalars=dict(buffer.scalars)
             )
@@ -60,8 +65,11 @@ class ManifestTensors:
         file = self.ranks.file_of(name)
         if tensor.shape != shape:
             raise InconsistentCheckpoint(
+                "ranks-disagree",
                 f"{file.path}: {name} has shape {tensor.shape} in the module and "
-                f"{shape} where shapes are listed"
+                f"{shape} where shapes are listed",
+                file=file.path,
+                subject=name,
             )
         self.enter(f"{name}/param", tensor.dtype, shape, file.fragments(tensor))
 
@@ -102,7 +110,10 @@ class ManifestTensors:
         numel, size = prod(shape), SIZES[tensors[0].dtype]
         if any(tensor.numel * self.ranks.dp < numel for tensor in tensors):
             raise CorruptCheckpoint(
-                f"{self.ranks.directory.path}: the fragments of {name} are too short"
+                "file-damaged",
+                f"{self.ranks.directory.path}: the fragments of {name} are too short",
+                file=self.ranks.directory.path,
+                subject=name,
             )
         pairs = zip(self.ranks.models, tensors, strict=True)
         flats = tuple(file.extent(tensor) for file, tensor in pairs)

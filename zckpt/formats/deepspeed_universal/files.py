@@ -71,14 +71,18 @@ def model_files(directory: TagDirectory) -> list[list[str]]:
             kinds.add(MODEL_3)
     if len(kinds) > 1:
         raise InconsistentCheckpoint(
+            "mixed-saves",
             f"{directory.path} holds model files of stage 3 and of stage 1 or 2",
             hint="keep only the files of one save",
+            file=directory.path,
         )
     if not paths:
         raise IncompleteCheckpoint(
+            "missing-file",
             f"{directory.path} holds no model states",
             hint="copy them from the checkpoint that was converted: mp_rank_00_model_states.pt and "
             "the like",
+            file=directory.path,
         )
     for ranked in [set(paths), *map(set, paths.values())]:
         if missing := sorted(set(range(max(ranked) + 1)) - ranked):

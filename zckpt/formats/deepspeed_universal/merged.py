@@ -205,7 +205,9 @@ def _dp(directory: TagDirectory, model: dict[str, Any], count: int, cuts_frozen:
     dp = stated if isinstance(stated, int) and stated > 0 else count
     if cuts_frozen and model.get("frozen_param_shapes") and dp != count:
         raise IncompleteCheckpoint(
+            "missing-rank-file",
             f"{directory.path} holds frozen weights in {count} of {dp} model files",
             hint="copy zero_pp_rank_R_mp_rank_00_model_states.pt of all ranks",
+            file=directory.path,
         )
     return dp

@@ -109,8 +109,11 @@ class ParameterFolders:
         """A parameter's files, its master first."""
         if not is_name(name):
             raise CorruptCheckpoint(
+                "unsafe-name",
                 f"{self.merged.states.models[0].path} names a parameter {name!r}, which "
-                "cannot be a folder's name"
+                "cannot be a folder's name",
+                file=self.merged.states.models[0].path,
+                subject=name,
             )
         folder = os.path.join(self.root, name)
         paths = [
@@ -145,8 +148,10 @@ class ParameterFolders:
             states = [file for file in files if file.endswith(".pt") and file != f"{MASTER}.pt"]
             if states:
                 raise InconsistentCheckpoint(
+                    "mixed-saves",
                     f"{folder} holds {listed(states)} of a parameter that the model states do not "
-                    "list"
+                    "list",
+                    file=folder,
                 )
             paths += [os.path.join(folder, file) for file in files if file == f"{MASTER}.pt"]
         return paths
@@ -198,7 +203,9 @@ class ParameterFolders:
                 tensor.shape == shape or info is None or VIEW in info
             ):
                 raise InconsistentCheckpoint(
-                    f"{file.path} has shape {list(tensor.shape)}, the parameter {list(shape)}"
+                    "ranks-disagree",
+                    f"{file.path} has shape {list(tensor.shape)}, the parameter {list(shape)}",
+                    file=file.path,
                 )
             slot = "master" if key == MASTER else slot_name(key)
             slots.append(BufferSlot(slot, tensor.dtype, {name: file.fragments(tensor)}))
@@ -222,7 +229,7 @@ class ParameterFolders:
             }
             value = value.get("param")
         if not isinstance(value, (Tensor, bool, int, float)):
-            raise CorruptCheckpoint(f"{file.path} holds no tensor")
+            raise CorruptCheckpoint("file-damaged", f"{file.path} holds no tensor", file=file.path)
         return value, info
 
     def _shape(
@@ -235,7 +242,7 @@ class ParameterFolders:
     ) -> tuple[int, ...]:
         """The whole parameter's shape; raises InconsistentCheckpoint if files contradict."""
         if not isinstance(tensor, Tensor):
-            raise CorruptCheckpoint(f"{file.path} holds no tensor")
+            raise CorruptCheckpoint("file-damaged", f"{file.path} holds no tensor", file=file.path)
         if info is None:
             return stated  # a flat tensor does not know
         if info != {"cat_dim": 0} or self.merged.states.partitioned:
@@ -245,8 +252,10 @@ class ParameterFolders:
         if self.merged.is_whole and tensor.shape != stated:
             if not info.get("vocab_tensor"):
                 raise InconsistentCheckpoint(
+                    "ranks-disagree",
                     f"{file.path} has shape {list(tensor.shape)}, the model states say "
-                    f"{list(stated)}"
+                    f"{list(stated)}",
+                    file=file.path,
                 )
             self.merged.states.module.pop(name, None)  # still has the rows
             self.left_out.append(f"rows of {name} that fill up the vocabulary")
@@ -268,7 +277,9 @@ class ParameterFolders:
             number, of_tensor = _number(file or states.optimizers[0], stored)
             if file and isinstance(number, Tensor):
                 raise CorruptCheckpoint(
-                    f"{file.path} has a tensor of shape {list(number.shape)} instead of a step"
+                    "file-damaged",
+                    f"{file.path} has a tensor of shape {list(number.shape)} instead of a step",
+                    file=file.path,
                 )
             in_states.add(name, number, of_tensor)
             in_group.add(name, *of_group)
@@ -295,9 +306,11 @@ class ParameterFolders:
         if len(names) > 1:
             files = (f"{step} (step.pt of {listed(names[step], 3)})" for step in sorted(names))
             raise InconsistentCheckpoint(
+                "steps-disagree",
                 f"{self.root}: steps differ within a group: {', '.join(files)}",
                 hint="files of different saves seem to be mixed: copy all files again; or choose: "
                 "--step-policy max|min|keep|N",
+                file=self.root,
             )
 
 

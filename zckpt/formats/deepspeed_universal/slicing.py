@@ -92,8 +92,10 @@ def info_of_patterns(patterns: Mapping[str, Any], name: str, shape: Shape) -> Sl
         return _by_patterns(patterns, name, shape)
     except (ArithmeticError, AttributeError, LookupError, TypeError, re.error) as error:
         raise InconsistentCheckpoint(
+            "tp-rule-wrong",
             f"universal_checkpoint_info in the client state does not fit {name}: {error!r}",
             hint="it says how parameters are cut for tensor parallelism; correct it",
+            subject=name,
         ) from error
 
 
@@ -152,8 +154,11 @@ def _info_of_rule(
     shape = target.trainable[name].shape
     if text is None:
         raise MissingData(
+            "cuts-unknown",
             f"no rule says how {name} of {target.source.root} is cut over tensor ranks",
             hint="convert without --rename: the rules are for the names that the run has",
+            file=target.source.root,
+            subject=name,
         )
     text = "0" if text.startswith("vocab:") else text
     patterns = stated_patterns(target.source)
@@ -163,9 +168,12 @@ def _info_of_rule(
     info = stated if patterns and is_same else _by_text(text, name, shape)
     if info is None:
         raise UnsupportedCheckpoint(
+            "target-unsupported",
             f"{name} of {target.source.root} is cut in pieces (rule `{text}`) that no file of a "
             "universal directory can describe",
             hint="give a rule for it with --tp-rules FILE, or write --to universal",
+            file=target.source.root,
+            subject=name,
         )
     info = {key: value for key, value in info.items() if key != VOCABULARY}
     return {**info, VOCABULARY: True} if name in facts.vocabularies else info

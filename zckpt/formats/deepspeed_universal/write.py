@@ -60,6 +60,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     target = DeepSpeedTarget(_as_one_rank(model), options)
     if target.engine.stage == 0:
         raise WrongOption(
+            "target-unsupported",
             "DeepSpeed loads its universal checkpoints with ZeRO alone, and this one is of stage 0",
             hint="choose a stage: --stage 1, 2 or 3; or write --to deepspeed",
         )
@@ -131,8 +132,10 @@ def _check_names(target: DeepSpeedTarget) -> None:
         for name in names:
             if not is_name(name) or name in reserved:
                 raise UnsupportedCheckpoint(
+                    "name-unsupported",
                     f"the {what} {name!r} cannot be the name of a folder or file here",
                     hint="write another format: --to deepspeed, --to universal",
+                    subject=name,
                 )
 
 
@@ -141,6 +144,7 @@ def _check_loader(target: DeepSpeedTarget) -> None:
     numbers = sorted({key for buffer in target.buffers for key in buffer.scalars})
     if numbers:
         raise UnsupportedCheckpoint(
+            "state-unsupported",
             f"the optimizer keeps one number per parameter ({listed(numbers)}), which DeepSpeed's "
             "universal loader cannot load",
             hint="write --to deepspeed, which keeps these numbers",
@@ -148,6 +152,7 @@ def _check_loader(target: DeepSpeedTarget) -> None:
     if not target.engine.partitioned:
         if any(map(target.keeps_whole_momenta, target.buffers)):
             raise UnsupportedCheckpoint(
+                "optimizer-unsupported",
                 "without offload Muon keeps whole momenta, but DeepSpeed's universal loader cuts "
                 "them",
                 hint="write --to deepspeed, or set offload_optimizer in the ds_config",
@@ -157,6 +162,7 @@ def _check_loader(target: DeepSpeedTarget) -> None:
         if set(buffer.slots) != ADAM or buffer.step is None:
             slots = listed(sorted(buffer.slots)) or "none"
             raise UnsupportedCheckpoint(
+                "state-unsupported",
                 "DeepSpeed's universal loader of stage 3 takes exp_avg, exp_avg_sq and a step, "
                 f"the source holds {slots}" + ("" if buffer.step is not None else " and no step"),
                 hint="write --stage 2, or --to deepspeed",
@@ -164,6 +170,7 @@ def _check_loader(target: DeepSpeedTarget) -> None:
     steps = sorted({buffer.step for buffer in target.buffers if buffer.step is not None})
     if len(steps) > 1:
         raise InconsistentCheckpoint(
+            "one-value-needed",
             f"DeepSpeed's universal loader of stage 3 takes one step for all parameters, the "
             f"source has {listed(steps)}",
             hint="write --stage 2, or --to deepspeed",

@@ -79,7 +79,9 @@ def ranks_of(value: Foreign, file: TorchFile) -> tuple[int, int | None]:
         mesh = _read_mesh(_attribute(_merged_state(state)["_spec"], "mesh"), file)
         return len(mesh.places), mesh.writer
     except MALFORMED as error:
-        raise CorruptCheckpoint(f"{file.path}: a malformed sharded tensor: {error!r}") from error
+        raise CorruptCheckpoint(
+            "file-damaged", f"{file.path}: a malformed sharded tensor: {error!r}", file=file.path
+        ) from error
 
 
 def read_distributed(
@@ -93,14 +95,18 @@ def read_distributed(
         dtype, shape = TORCH_DTYPES[arguments[1].name], _ints(arguments[2])
         parts, world, cuts = reader(state, shape, rank, file, meshes)
     except MALFORMED as error:
-        raise CorruptCheckpoint(f"{file.path}: a malformed sharded tensor: {error!r}") from error
+        raise CorruptCheckpoint(
+            "file-damaged", f"{file.path}: a malformed sharded tensor: {error!r}", file=file.path
+        ) from error
     for part in parts:
         if part.tensor.dtype != dtype or part.tensor.shape != part.sizes:
             raise InconsistentCheckpoint(
+                "swapped-files",
                 f"{file.path} has {part.tensor.dtype} {list(part.tensor.shape)} of a tensor of "
                 f"shape {list(shape)}, but rank {rank} of {world} should have {dtype} "
                 f"{list(part.sizes)}",
                 hint="was a rank's file renamed, or written with another number of ranks?",
+                file=file.path,
             )
     nonempty = tuple(part for part in parts if prod(part.sizes))
     return DistributedTensor(dtype, shape, nonempty, world, cuts)
@@ -128,8 +134,10 @@ def _read_dtensor(
     attributes = _merged_state(state)
     if cls := class_of(attributes["_local_tensor"]):
         raise UnsupportedCheckpoint(
+            "writer-unsupported",
             f"{file.path} has a part of a tensor of class {cls}, which only that class can join",
             hint="save the model's state without the optimizer's, or whole tensors",
+            file=file.path,
         )
     tensor, spec = _tensor(attributes["_local_tensor"]), attributes["_spec"]
     mesh = _mesh(_attribute(spec, "mesh"), rank, file, meshes)
@@ -149,9 +157,11 @@ def _read_dtensor(
         )
         if not is_next or not in_order:
             raise UnsupportedCheckpoint(
+                "writer-unsupported",
                 f"{file.path} has a DTensor placed as {kind}"
                 + ("" if in_order else " in another order than its mesh's"),
                 hint="save it with torch.distributed.checkpoint, which states where every part is",
+                file=file.path,
             )
         width = -(-sizes[axis] // count)
         start = min(position * width, sizes[axis])
@@ -243,7 +253,9 @@ def _mesh(record: Any, rank: int, file: TorchFile, cache: MeshCache) -> DeviceMe
         _refuse_other(rank, mesh.writer, len(mesh.places), file)
         if rank not in mesh.places:
             raise InconsistentCheckpoint(
-                f"{file.path} is named as rank {rank}'s, but its mesh has {len(mesh.places)} ranks"
+                "world-size-disagrees",
+                f"{file.path} is named as rank {rank}'s, but its mesh has {len(mesh.places)} ranks",
+                file=file.path,
             )
         cache[id(record), rank] = mesh
     return mesh
@@ -258,9 +270,11 @@ def _refuse_other(rank: int, stated: int | None, world: int, file: TorchFile) ->
     """Raises InconsistentCheckpoint if a file states another rank than its name."""
     if stated not in (None, rank):
         raise InconsistentCheckpoint(
+            "swapped-files",
             f"{file.path} is named as rank {rank}'s, but was written by rank {stated} of {world}",
             hint="the number in a name must be the rank that wrote the file: rename the files, or "
             "copy them again",
+            file=file.path,
         )
 
 

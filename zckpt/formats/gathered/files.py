@@ -340,11 +340,15 @@ def locate(path: str) -> StateDictFiles:
     single = _single_files(path, names)
     if len(single) > 1:
         raise AmbiguousCheckpoint(
+            "several-checkpoints",
             f"{path} has {len(single)} checkpoints: {listed(single)}",
             hint=f"name the file: {os.path.join(path, single[-1])}",
+            file=path,
         )
     if not single:
-        raise NotACheckpoint(f"{path} has no file with a model's state")
+        raise NotACheckpoint(
+            "not-a-checkpoint", f"{path} has no file with a model's state", file=path
+        )
     return StateDictFiles({None: os.path.join(path, single[0])})
 
 
@@ -369,14 +373,18 @@ def _of_ranks(folder: str, names: Sequence[str], whole: Mapping[str | None, str]
         rank, paths = int(match["rank"]), by_stem.setdefault(match["stem"], {})
         if rank in paths and not match["world"]:
             raise InconsistentCheckpoint(
+                "mixed-saves",
                 f"{paths[rank]} and {os.path.join(folder, name)} are both of rank {rank}",
                 hint="files of two saves seem to be mixed; keep those of one save in a directory",
+                file=paths[rank],
             )
         paths[rank] = os.path.join(folder, name)
     if len(worlds) > 1:
         raise AmbiguousCheckpoint(
+            "mixed-saves",
             f"{folder} has files of saves by {', '.join(sorted(worlds, key=int))} ranks",
             hint="keep those of one save in a directory",
+            file=folder,
         )
     files = StateDictFiles(world=int(worlds.pop()) if worlds else None)
     if len(by_stem) == 1 and not {"model", "optim"} & whole.keys():
@@ -386,8 +394,10 @@ def _of_ranks(folder: str, names: Sequence[str], whole: Mapping[str | None, str]
     others = [stem for stem, kind in kinds.items() if kind is None]
     if len(others) == len(by_stem):
         raise AmbiguousCheckpoint(
+            "several-checkpoints",
             f"{folder} has ranks' files of {len(by_stem)} kinds: {listed(others)}",
             hint=f"name a file of one of them: {by_stem[others[0]][min(by_stem[others[0]])]}",
+            file=folder,
         )
     for stem, paths in by_stem.items():
         kind = kinds[stem]

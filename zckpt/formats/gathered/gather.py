@@ -143,8 +143,10 @@ class _Ranks:
             coordinate = _fields(spec["mesh"].state).get("_coordinate_on_dim")
             if coordinate is None:
                 raise UnsupportedCheckpoint(
+                    "proof-unsupported",
                     f"{self.files[rank].path} does not state the rank's coordinate in the mesh",
                     hint=LEFT_OUT,
+                    file=self.files[rank].path,
                 )
             positions[rank] = [() for _ in shape]
             places = zip(spec["placements"], coordinate, strict=True)
@@ -155,7 +157,10 @@ class _Ranks:
                     positions[rank][axis] += (place,)
                 elif kind != "Replicate":
                     raise UnsupportedCheckpoint(
-                        f"{self.files[rank].path} has a DTensor placed as {kind}", hint=LEFT_OUT
+                        "proof-unsupported",
+                        f"{self.files[rank].path} has a DTensor placed as {kind}",
+                        hint=LEFT_OUT,
+                        file=self.files[rank].path,
                     )
             for axis, position in enumerate(positions[rank]):
                 lengths[axis].setdefault(position, tensors[rank].shape[axis])
@@ -180,8 +185,10 @@ class _Ranks:
             own = [s for s in listed if _fields(s["placement"].state)["_rank"] == number]
             if len(own) != len(shards):
                 raise InconsistentCheckpoint(
+                    "file-damaged",
                     f"{self.files[rank].path} has {len(shards)} shards of a tensor, but its "
-                    f"metadata states {len(own)} of rank {number}"
+                    f"metadata states {len(own)} of rank {number}",
+                    file=self.files[rank].path,
                 )
             for shard, stated in zip(shards, own, strict=True):
                 tensor = _fields(shard.state)["tensor"]

@@ -76,7 +76,9 @@ def refusal(path: str, files: Sequence[str]) -> UnsupportedCheckpoint:
     hint = f"if {which} a whole model, such as an epoch's, say so: {name} --from gathered"
     if sources.is_file(os.path.join(folder, METADATA)):
         hint += f"; if not, {CONSOLIDATE}({folder!r}) writes whole tensors beside the slices"
-    return UnsupportedCheckpoint(f"{path}: {said_of(files)}", hint=hint)
+    return UnsupportedCheckpoint(
+        "writer-unsupported", f"{path}: {said_of(files)}", hint=hint, file=path
+    )
 
 
 def _by_item(folder: str, names: Iterable[str], ending: str, of: str | None) -> Items:

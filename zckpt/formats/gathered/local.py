@@ -114,10 +114,12 @@ def _numel_of(file: TorchFile, number: int) -> int:
     numel = _numel(file.value["state"].get(number, {}))
     if numel is None:
         raise MissingData(
+            "names-needed",
             f"{file.path} has no state of its parameter {number}, and nothing else shows its size: "
             "ZeroRedundancyOptimizer deals parameters to ranks by size",
             hint="name the optimizer's parameters with --param-names FILE (one per line, group "
             "by group), or save after consolidate_state_dict()",
+            file=file.path,
         )
     return numel
 
@@ -147,7 +149,9 @@ def _check_alike(files: Mapping[int, TorchFile], step_policy: str | None) -> Non
         texts[rank] = ranked.text(groups, file)
         if texts[rank] != texts[0]:
             raise InconsistentCheckpoint(
-                f"{file.path} and {files[0].path} have different hyper-parameters"
+                "ranks-disagree",
+                f"{file.path} and {files[0].path} have different hyper-parameters",
+                file=file.path,
             )
     last = [(file.path, step) for file in files.values() if (step := _last_step(file))]
     if step_policy != agreement.KEEP:
@@ -200,6 +204,7 @@ def dealt(
             alike = len(own) == len(numels)
             if not alike or any(a not in (None, b) for a, b in zip(own, numels, strict=True)):
                 raise InconsistentCheckpoint(
+                    "ranks-disagree",
                     f"{files[rank]} has {counted(len(own), 'parameter')} of group {group}, but by "
                     f"the rule of ZeroRedundancyOptimizer, the largest first, rank {rank} of "
                     f"{len(ranks)} has {len(numels)}" + (" of other sizes" if alike else ""),

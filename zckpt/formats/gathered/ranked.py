@@ -110,19 +110,23 @@ def refuse_part(file: TorchFile) -> None:
         beside = (n for n in peft.WEIGHTS if sources.is_file(os.path.join(folder, n)))
         whole = next(beside, None)
         raise IncompleteCheckpoint(
+            "engine-fault",
             f"{file.path} has 1/{cuts} of the adapter, rank {rank}'s part: the other ranks never "
             f"wrote a file ({ADAPTER_PART.message})",
             hint="use a whole adapter, as trainer.save_model() writes it; accelerate 1.15 saves all"
             if whole is None
             else f"{whole} beside it has the whole adapter: copy the directory without {name}, "
             "and give the copy",
+            file=file.path,
         )
     raise IncompleteCheckpoint(
+        "missing-rank-file",
         f"{file.path} has 1/{cuts} of its tensors, rank {rank}'s parts, but not the name of a "
         "rank's file",
         hint=f"if all {world} ranks have saved such files, put them into one directory as "
         f"model_rank_0.pt to model_rank_{world - 1}.pt; if not, save whole tensors "
         "(full_state_dict=True)",
+        file=file.path,
     )
 
 
@@ -166,6 +170,7 @@ class MergedRanks(Struct, eq=False):
             )
         if is_sequence and path and path[-1] == "param_groups":
             raise UnsupportedCheckpoint(
+                "state-unsupported",
                 f"{self.files[min(by_rank)].path} has {len(values[0])} parameter groups, other "
                 "ranks have other numbers of them",
                 hint="save with torch.distributed.checkpoint, which joins what the ranks have",
@@ -205,6 +210,7 @@ class MergedRanks(Struct, eq=False):
             for rank in (first, other)
         ]
         raise InconsistentCheckpoint(
+            "mixed-saves",
             f"ranks disagree on {dotted(path)}: {' and '.join(values)}",
             hint="the files are of several saves: copy those of one save, all ranks' together",
         )
@@ -262,7 +268,10 @@ class MergedRanks(Struct, eq=False):
         for rank, value in by_rank.items():
             if not is_distributed(value):
                 raise InconsistentCheckpoint(
-                    f"{self.files[rank].path} has {name} whole, other ranks a part"
+                    "ranks-disagree",
+                    f"{self.files[rank].path} has {name} whole, other ranks a part",
+                    file=self.files[rank].path,
+                    subject=name,
                 )
         tensors = {
             rank: read_distributed(value, rank, self.files[rank], self.meshes)
@@ -272,9 +281,12 @@ class MergedRanks(Struct, eq=False):
         for rank, other in tensors.items():
             if (other.dtype, other.shape, other.world) != (first.dtype, first.shape, first.world):
                 raise InconsistentCheckpoint(
+                    "ranks-disagree",
                     f"{name} is {other.dtype} {list(other.shape)} over {other.world} "
                     f"ranks in {self.files[rank].path}, {first.dtype} {list(first.shape)} over "
-                    f"{first.world} in {self.files[min(tensors)].path}"
+                    f"{first.world} in {self.files[min(tensors)].path}",
+                    file=self.files[rank].path,
+                    subject=name,
                 )
         parts: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, LocalPart]] = {}
         for rank, tensor in tensors.items():
@@ -282,8 +294,11 @@ class MergedRanks(Struct, eq=False):
                 first_rank, known = parts.setdefault((part.offsets, part.sizes), (rank, part))
                 if known is not part and not self._are_copies(first_rank, known, rank, part):
                     raise InconsistentCheckpoint(
+                        "copies-differ",
                         f"{name}: {known.file.path} and {part.file.path} hold different "
-                        "values of the same elements"
+                        "values of the same elements",
+                        file=known.file.path,
+                        subject=name,
                     )
         return joined(name, first, [part for _, part in parts.values()])
 

@@ -81,7 +81,9 @@ def read_tree(path: str, reading: Reading) -> tuple[Manifest, Sequence[ranked.Co
             result = manifest(reader.saved, reading)
         except MissingData as error:
             if whole := whole_of(path):
-                raise MissingData(error.message, hint=f"give {whole}, which has both") from error
+                raise MissingData(
+                    "other-folder-needed", error.message, hint=f"give {whole}, which has both"
+                ) from error
             raise
         if (mesh := reader.rows_mesh(result)) is not None:
             result = replace(result, origin=replace(result.origin, mesh=mesh))
@@ -117,12 +119,14 @@ def _refuse_lost(manifest: Manifest, names: Sequence[str] | None) -> None:
     trained = [name for name, parameter in manifest.parameters.items() if parameter.trainable]
     if names is not None and len(names) != len(trained):
         raise IncompleteCheckpoint(
+            "missing-rank-file",
             f"--param-names names {len(names)} parameters, the ranks hold {len(trained)} of them",
             hint="put all ranks' files into one directory",
         )
     lost = [name for name in manifest.parameters if name not in trained]
     if names is None and lost:
         raise IncompleteCheckpoint(
+            "missing-rank-file",
             f"no rank holds a state of {listed(lost, 4)}: the last ranks' files may be missing",
             hint="if these weights are frozen, name the others with --param-names FILE (one per "
             "line, group by group)",
@@ -197,8 +201,10 @@ class _TreeReader:
         alone = trees.pop(None, {})
         if not isinstance(alone, dict):
             raise NotACheckpoint(
+                "not-a-checkpoint",
                 f"{self.path} is not a dictionary of state dicts",
                 hint="save model.state_dict(), alone or under a key",
+                file=self.path,
             )
         tree = {**extra, **alone, **trees}
         for path, stated in [*self.saved.stated_of.items()]:

@@ -45,6 +45,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     assert ranks is not None
     if source.format != "gathered" or mesh is None:
         raise WrongOption(
+            "option-not-applicable",
             f"--dp does not apply to the files that are written of {source.root}",
             hint="leave it out: whole files load on any number of ranks. Files of ranks are "
             "written of FSDP2's, with a mesh of one axis, as torch 2.13 saves them (in verl: "
@@ -52,6 +53,7 @@ def lay_out(source: Manifest, options: Options) -> Layout:
         )
     if options[DIALECT] is not None:
         raise WrongOption(
+            "option-not-applicable",
             f"--dp does not apply to --dialect {options[DIALECT]}",
             hint="leave one of them out: the files of this dialect are whole",
         )
@@ -87,6 +89,7 @@ class RanksWriter(StateDictWriter):
         self.left_out = [line for line in self.left_out if not line.startswith(CONFIG)]
         if others_of(source):
             raise WrongOption(
+                "option-not-applicable",
                 f"--dp does not apply to {source.root}: its optimizer has states of other shapes "
                 "than the parameters",
                 hint="leave it out: whole files load on any number of ranks",

@@ -73,6 +73,7 @@ class PretrainedWriter(Struct, eq=False, dict=True):
         source = self.source
         if others := peft.other_adapters(source.parameters):
             raise WrongOption(
+                "target-unsupported",
                 f"the source has the adapter {listed(others)}, and zckpt export writes the one "
                 f"that is called {peft.ADAPTER}",
                 hint="rename it, if it is the only one: --rename "
@@ -136,7 +137,7 @@ class PretrainedWriter(Struct, eq=False, dict=True):
         elif sources.is_file(path):
             files[self._config_name] = Sibling(self._config_name, path, sources.size(path))
         else:
-            raise WrongOption(f"--config {path} does not exist")
+            raise WrongOption("option-names-nothing", f"--config {path} does not exist")
         return list(files.values())
 
     def _config(self) -> dict[str, Any]:
@@ -144,10 +145,12 @@ class PretrainedWriter(Struct, eq=False, dict=True):
         config = json_of(self.files, self._config_name)
         if config is None:
             raise MissingData(
+                "model-config-wrong",
                 f"{self.source.root} has no {self._config_name}, without which from_pretrained "
                 "cannot load the weights",
                 hint="give the file, or the folder that has it and the tokenizer: --config "
                 + ("ADAPTER_FOLDER" if self.adapter else "BASE_MODEL_FOLDER"),
+                file=self.source.root,
             )
         return config
 
@@ -207,6 +210,7 @@ class PretrainedWriter(Struct, eq=False, dict=True):
         if unknown := sorted(exported - {names.get(name, name) for name in self.tensors}):
             kind = self.config.get("peft_type")
             raise UnsupportedCheckpoint(
+                "target-unsupported",
                 f"zckpt does not know how PEFT saves {listed(unknown, 2)} ({kind})",
                 hint="`zckpt convert --weights-only` writes every tensor under the module's name",
             )

@@ -53,11 +53,15 @@ def read_common(table: ItemTable, files: ItemFiles) -> tuple[TorchFile, dict[Any
         value = file.value[0] if isinstance(file.value, list) and len(file.value) == 1 else None
     else:
         raise IncompleteCheckpoint(
+            "missing-file",
             f"{table.folder} has neither {FILE} nor an item {ITEM}",
             hint="rank 0 writes it: copy the whole directory",
+            file=table.folder,
         )
     if not isinstance(value, dict):
-        raise CorruptCheckpoint(f"{file.path}: the common state is not a dictionary")
+        raise CorruptCheckpoint(
+            "file-damaged", f"{file.path}: the common state is not a dictionary", file=file.path
+        )
     return file, value
 
 
@@ -89,9 +93,11 @@ def sharding_of(table: ItemTable, common: dict[Any, Any]) -> str:
     kind = min(stated)
     if len(stated) > 1 or kind not in (READABLE, MODEL_SPACE, *FLAT):
         raise UnsupportedCheckpoint(
+            "writer-unsupported",
             f"{table.folder} has an optimizer state of type {kind[:80]}, which zckpt does not read",
             hint="save it with --dist-ckpt-optim-fully-reshardable; --weights-only takes the "
             "weights alone",
+            file=table.folder,
         )
     return kind
 

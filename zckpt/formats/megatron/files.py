@@ -131,16 +131,22 @@ def locate(path: str, tag: str | None) -> str:
         folder = os.path.join(folder, WEIGHTS)
     kind = kind_of(folder)
     if kind is None:
-        raise NotACheckpoint(f"{folder} has no {MARKER} of Megatron-Core")
+        raise NotACheckpoint(
+            "not-a-checkpoint", f"{folder} has no {MARKER} of Megatron-Core", file=folder
+        )
     if kind == UNMARKED:
         raise IncompleteCheckpoint(
+            "unfinished-save",
             f"{folder} has items of Megatron-Core, but no {MARKER}",
             hint="copy the whole directory; rank 0 writes this file last",
+            file=folder,
         )
     if kind not in (BACKEND, OF_RANKS, OF_FSDP):
         raise UnsupportedCheckpoint(
+            "writer-unsupported",
             f"{folder} was written with Megatron's --ckpt-format {kind}",
             hint="zckpt reads torch_dist; Megatron-Core 0.15 loads zarr and saves torch_dist",
+            file=folder,
         )
     return folder
 
@@ -153,9 +159,11 @@ def _require_latest(run: str, tag: str) -> None:
     with os.scandir(run) as entries:
         others = by_counting(e.name for e in entries if _is_one_of_run(run, e.name))
     raise NotACheckpoint(
+        "pointer-dangling",
         f"{os.path.join(run, LATEST)} names {tag[:99]!r}, but {run} has no such checkpoint, or not "
         "all of its files",
         hint=f"copy the whole directory, or choose one with --tag: {run} has {listed(others)}",
+        file=os.path.join(run, LATEST),
     )
 
 
@@ -166,7 +174,9 @@ def _marker(folder: str) -> dict[str, Any]:
         value = json.loads(text)
     except ValueError as error:
         if b"sharded_backend" in text:
-            raise CorruptCheckpoint(f"{path} is not JSON: {error}") from error
+            raise CorruptCheckpoint(
+                "file-damaged", f"{path} is not JSON: {error}", file=path
+            ) from error
         return {}
     return value if isinstance(value, dict) else {}
 

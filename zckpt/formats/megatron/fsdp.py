@@ -84,8 +84,10 @@ class FsdpReader:
         for key in self.table.items:
             if key not in self.table.paths:
                 raise UnsupportedCheckpoint(
+                    "writer-unsupported",
                     f"{folder} does not say which value {safe(key)} was in the saved state",
                     hint="save it with torch's DefaultSavePlanner, as Megatron-LM does",
+                    file=folder,
                 )
         for key, path in self.table.paths.items():
             if key in self.table.items:
@@ -117,7 +119,9 @@ class FsdpReader:
             common["optimizer"] = {"optimizer": {"param_groups": groups, **self._step(step_policy)}}
         known, objects = self._modules()
         if self.file is None:
-            raise CorruptCheckpoint(f"{self.folder} has nothing beside its weights")
+            raise CorruptCheckpoint(
+                "file-damaged", f"{self.folder} has nothing beside its weights", file=self.folder
+            )
         content = Content(
             self.folder,
             self.file,
@@ -150,8 +154,10 @@ class FsdpReader:
         stated = size_of(self.args, "pipeline_model_parallel_size")
         if stated is None and not self.places:
             raise UnsupportedCheckpoint(
+                "writer-unsupported",
                 f"{self.folder} has neither args nor rng_state, so nothing says how many pipeline "
-                "stages the run had"
+                "stages the run had",
+                file=self.folder,
             )
         stages = max(stated or 1, *(1 + pp for pp, _ in self.places), 1)
         firsts = {str(path[0]) for path in self.table.paths.values()}
@@ -159,8 +165,10 @@ class FsdpReader:
         if stages > 1 or chunked:
             what = "several model chunks" if chunked else counted(stages, "pipeline stage")
             raise UnsupportedCheckpoint(
+                "engine-fault",
                 f"{self.folder} was saved with {what}: {LOCAL_LAYERS.message}",
                 hint=LOCAL_LAYERS.hint,
+                file=self.folder,
             )
         seen = max((1 + tp for _, tp in self.places), default=1)
         tp = size_of(self.args, "tensor_model_parallel_size") or seen
@@ -180,9 +188,12 @@ class FsdpReader:
             is_gated = len(after) == 2 and shape[:1] == (2 * after[1],)
             if name.endswith("linear_fc1.weight") and is_gated:
                 raise UnsupportedCheckpoint(
+                    "writer-unsupported",
                     f"{self.folder}: the halves of {name} are not apart, and zckpt does not know "
                     f"the order in which {ranks} tensor ranks have them",
                     hint="save it from one tensor rank",
+                    file=self.folder,
+                    subject=name,
                 )
 
     def _random_states(self) -> dict[str, Any]:
@@ -213,7 +224,7 @@ class FsdpReader:
                     wrong = "has not the shape of its weight"
                 if wrong:
                     what = f"{self.folder}: {safe(keys[0])} {wrong}"
-                    raise UnsupportedCheckpoint(what, hint=WEIGHTS_ONLY)
+                    raise UnsupportedCheckpoint("writer-unsupported", what, hint=WEIGHTS_ONLY)
 
     def _groups(self) -> tuple[list[dict[str, Any]], dict[str, int]]:
         """The groups of parameters with equal values, and the group of each parameter."""
@@ -223,7 +234,10 @@ class FsdpReader:
             name = plain_name(raw)
             if name not in self.shapes:
                 raise IncompleteCheckpoint(
-                    f"{self.folder} states the group of {name}, but has no such weight"
+                    "elements-missing",
+                    f"{self.folder} states the group of {name}, but has no such weight",
+                    file=self.folder,
+                    subject=name,
                 )
             group = {name: self.value(key, key) for name, key in keys.items()}
             if "step" in keys:
@@ -278,8 +292,10 @@ class FsdpReader:
             self.metas.setdefault(names[1], {})[names[2]] = key
         else:
             raise UnsupportedCheckpoint(
+                "state-unsupported",
                 f"{self.folder} has {safe(key)}, which is no state of a weight that zckpt knows",
                 hint=WEIGHTS_ONLY,
+                file=self.folder,
             )
 
     # -- values
@@ -321,13 +337,22 @@ class FsdpReader:
         for key in keys:
             item = self.table.items[key]
             if item is None or (not item.shape and len(keys) > 1):
-                raise UnsupportedCheckpoint(f"{self.folder}: {safe(key)} is not a tensor")
+                raise UnsupportedCheckpoint(
+                    "writer-unsupported",
+                    f"{self.folder}: {safe(key)} is not a tensor",
+                    file=self.folder,
+                )
             pieces += self._pieces(key, rows)
             rows += item.shape[0] if item.shape else 0
             dtypes.add(item.dtype)
             shapes.add(item.shape)
         if len(shapes) > 1 or len(dtypes) > 1:
-            raise InconsistentCheckpoint(f"{self.folder}: the halves of {name} are not alike")
+            raise InconsistentCheckpoint(
+                "ranks-disagree",
+                f"{self.folder}: the halves of {name} are not alike",
+                file=self.folder,
+                subject=name,
+            )
         shape, dtype = shapes.pop(), dtypes.pop()
         shape = (rows, *shape[1:]) if shape else shape
         fragments = assembled(f"{name} in {self.folder}", dtype, shape, pieces)
@@ -356,9 +381,16 @@ def joined(folder: str, keys: Mapping[str, str]) -> dict[str, list[str]]:
         name, half = (plain_name(match["name"]), match["half"]) if match else (plain_name(raw), "")
         halves = parts.setdefault(name, {})
         if half in halves:
-            raise InconsistentCheckpoint(f"{folder}: two keys hold {name}")
+            raise InconsistentCheckpoint(
+                "elements-overlap", f"{folder}: two keys hold {name}", file=folder, subject=name
+            )
         halves[half] = key
     for name, halves in parts.items():
         if halves.keys() not in ({""}, {"w", "v"}):
-            raise IncompleteCheckpoint(f"{folder} has not both halves of {name}, and these alone")
+            raise IncompleteCheckpoint(
+                "elements-missing",
+                f"{folder} has not both halves of {name}, and these alone",
+                file=folder,
+                subject=name,
+            )
     return {name: [parts[name][half] for half in sorted(parts[name])[::-1]] for name in parts}

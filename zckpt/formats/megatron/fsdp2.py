@@ -47,6 +47,7 @@ def refuse_target(source: str, args: Mapping[str, Any]) -> None:
     """Raises UnsupportedCheckpoint for a target of Megatron-Core whose run has these arguments."""
     if is_interleaved(args):
         raise UnsupportedCheckpoint(
+            "engine-fault",
             f"zckpt writes no files of Megatron-Core from {source} for a run with torch's FSDP2: "
             f"{INTERLEAVED.message}",
             hint=INTERLEAVED.hint,
@@ -66,8 +67,11 @@ def in_order(
     rows = {piece.sizes[0] for piece in pieces}
     if ".experts." in name or len(rows) > 1 or len(pieces) != 2 * tp * dp:
         raise UnsupportedCheckpoint(
+            "engine-fault",
             f"{folder} has {name} in {len(pieces)} pieces: {INTERLEAVED.message}",
             hint=INTERLEAVED.hint,
+            file=folder,
+            subject=name,
         )
     ordered = sorted(pieces, key=lambda piece: piece.offsets)
     (height,) = rows

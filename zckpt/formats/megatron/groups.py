@@ -40,7 +40,9 @@ def groups_in(state: Any, where: str, usual: Any = None) -> list[dict[str, Any]]
     """The groups in an optimizer's state dict, or the `usual`; raises CorruptCheckpoint."""
     listed = state.get("param_groups", usual) if isinstance(state, dict) else None
     if not isinstance(listed, list) or not all(isinstance(group, dict) for group in listed):
-        raise CorruptCheckpoint(f"{where}: param_groups are not a list of dictionaries")
+        raise CorruptCheckpoint(
+            "file-damaged", f"{where}: param_groups are not a list of dictionaries"
+        )
     return listed
 
 

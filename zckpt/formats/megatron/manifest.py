@@ -217,10 +217,12 @@ def require_groups(folder: str, args: Mapping[str, Any], tp: int) -> None:
     queries = size_of(args, "num_query_groups")
     if queries is not None and queries < tp and args.get("group_query_attention") is not False:
         raise UnsupportedCheckpoint(
+            "grid-unsupported",
             f"{folder} has {counted(queries, 'query group')} on {tp} tensor ranks, which hold "
             "copies of keys and values",
             hint="zckpt reads linear_qkv if every rank has groups of its own: load the run in "
             f"Megatron-Core on at most {counted(queries, 'tensor rank')}, and save it again",
+            file=folder,
         )
 
 
@@ -231,9 +233,11 @@ def without_weights(folder: str, states: Iterable[str], others: Iterable[str]) -
     """
     what = [*(f"{state} of an optimizer" for state in sorted(states)), *dict.fromkeys(others)]
     return MissingData(
+        "weights-missing",
         f"{folder} has neither weights of a model nor masters"
         + (f", only {listed(what)}" if what else ""),
         hint=f"the weights may be in another directory; if not, {WITH_MODEL}",
+        file=folder,
     )
 
 
@@ -241,8 +245,10 @@ def require_states_by_parameter(folder: str, args: Mapping[str, Any]) -> None:
     """Raises UnsupportedCheckpoint if the optimizer dealt whole parameters to ranks (Muon)."""
     if "muon" in str(args.get("optimizer")) or args.get(LAYER_WISE):
         raise UnsupportedCheckpoint(
+            "optimizer-unsupported",
             f"{folder} has the state of Muon, of which every rank has whole parameters",
             hint=WEIGHTS_ONLY,
+            file=folder,
         )
 
 

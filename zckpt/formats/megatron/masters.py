@@ -42,9 +42,11 @@ def check(manifest: Manifest, replicas: str | None) -> list[str]:
     different = dict.fromkeys(r.match.a.parameter for r in results if r.differs)
     if different:
         raise InconsistentCheckpoint(
+            "copies-differ",
             f"{manifest.root}: ranks hold different copies of {listed(list(different), 4)}",
             hint="Megatron-Core keeps copies equal: take an earlier checkpoint, or the weights "
             "alone with --weights-only",
+            file=manifest.root,
         )
     return []
 

@@ -51,7 +51,9 @@ def optimizers(source: Manifest, common: Mapping[Any, Any], options: Options) ->
     own = {} if step is None else {"step": step}
     groups = [{**hyper_parameters(group), **own} for group in groups_of(dict(common))]
     if not groups:
-        raise MissingData("the source has no parameter groups", hint="add --weights-only")
+        raise MissingData(
+            "groups-missing", "the source has no parameter groups", hint="add --weights-only"
+        )
     if options[LIKE] is None:  # else they are in the groups
         groups = _with_given(groups, options)
     spread = [group for group in groups if group.get(SPREAD)]
@@ -91,6 +93,7 @@ def _step(source: Manifest) -> float | int | None:
     step = source.step
     if step is None and any(parameter.step is not None for parameter in source.parameters.values()):
         raise InconsistentCheckpoint(
+            "one-value-needed",
             "Megatron-Core has one step for all parameters, but the source has several",
             hint="choose one: --step-policy max|min|N",
         )
@@ -103,6 +106,7 @@ def _with_given(groups: Sequence[Group], options: Options) -> list[Group]:
     known = {*OVERRIDES, *(key for group in groups for key in group)} - {"step", SPREAD}
     if strangers := sorted({key for values in given for key in values} - known):
         raise WrongOption(
+            "option-names-nothing",
             f"--group-defaults: no group of the source has {listed(strangers)}",
             hint=f"its groups have {listed(sorted(map(str, known)), 99)}",
         )
@@ -118,11 +122,13 @@ def _spread(source: Manifest, groups: Sequence[Group]) -> list[Group]:
     }
     if not numbers:
         raise MissingData(
+            "option-not-applicable",
             "--ep spreads experts over ranks, but the source has no parameters of experts",
             hint="leave --ep out",
         )
     if None in numbers:
         raise UnsupportedCheckpoint(
+            "layout-unknown",
             "no file lists the members of the parameter groups, so zckpt does not know in which "
             "group the experts are",
             hint="leave --ep out: the target keeps the source's expert-parallel size",
@@ -142,6 +148,7 @@ def _joined(dense: list[Group], spread: Sequence[Group]) -> list[Group]:
             own, other = by_value(plain), by_value(same[0])
             different = sorted(str(k) for k in {*own, *other} if own.get(k) != other.get(k))
             raise InconsistentCheckpoint(
+                "one-value-needed",
                 "--ep 1 makes one group of experts and other parameters, but their "
                 f"hyper-parameters differ: {', '.join(different)}",
                 hint="leave --ep out: the target keeps the source's expert-parallel size",

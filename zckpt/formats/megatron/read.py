@@ -126,9 +126,11 @@ class _Reader:
         saved = common.get("content_metadata")
         if isinstance(saved, dict) and saved.get("singleton_local_shards"):
             raise UnsupportedCheckpoint(
+                "writer-unsupported",
                 f"{folder} was saved with singleton_local_shards, which gives every expert and "
                 "both halves of gated layers keys of their own",
                 hint="load it in Megatron-Core, and save it without this option",
+                file=folder,
             )
 
     def manifest(self, step_policy: str | None) -> Manifest:
@@ -166,8 +168,10 @@ class _Reader:
                 continue
             if without_prefix(key).startswith("module."):
                 raise UnsupportedCheckpoint(
+                    "writer-unsupported",
                     f"{self.folder} has {key}: zckpt reads no weights of Megatron-FSDP in such a "
-                    "directory"
+                    "directory",
+                    file=self.folder,
                 )
             stacked[key] = key, item
         if not stacked:
@@ -187,9 +191,11 @@ class _Reader:
         sharding = sharding_of(self.table, self.content.common)
         if sharding in (*FLAT, MODEL_SPACE):
             raise UnsupportedCheckpoint(
+                "writer-unsupported",
                 f"{self.folder} has no weights of a model, and the optimizer's states are in flat "
                 f"buffers ({sharding}), which zckpt reads beside weights alone",
                 hint=WITH_MODEL,
+                file=self.folder,
             )
         kept = [each for each in self.states if flats.slot_of(each[0]["slot"]) == "master"]
         if not kept:
@@ -210,8 +216,10 @@ class _Reader:
             match = OF_OPTIMIZER.fullmatch(key)
             if match is None or match["key"] not in self.keys:
                 raise UnsupportedCheckpoint(
+                    "state-unsupported",
                     f"{self.folder} has {key}, which is no state of a weight that zckpt knows",
                     hint=WEIGHTS_ONLY,
+                    file=self.folder,
                 )
             slot = flats.slot_of(match["slot"])
             if slot == "master" and not self.pieces:  # entered already
@@ -220,8 +228,11 @@ class _Reader:
             for name, entry in parts(key, item, match["key"], slot):
                 if entry.shape != self.shapes.get(name):
                     raise InconsistentCheckpoint(
+                        "ranks-disagree",
                         f"{self.folder}: {key} has the shape {list(entry.shape)} for {name}, the "
-                        f"weight {list(self.shapes.get(name, ()))}"
+                        f"weight {list(self.shapes.get(name, ()))}",
+                        file=self.folder,
+                        subject=name,
                     )
         if {"momentum_buffer", "exp_avg"} <= {entry.slot for entry in self.entries.values()}:
             require_states_by_parameter(self.folder, {"optimizer": "muon"})
@@ -287,7 +298,11 @@ class _Reader:
         """Enters the parameters under a key: one for each layer, and for each expert in it."""
         axes, dtype = axes_of(stacked), item.dtype
         if len(item.shape) <= axes:
-            raise InconsistentCheckpoint(f"{self.folder}: {key} has no axis of layers or experts")
+            raise InconsistentCheckpoint(
+                "file-damaged",
+                f"{self.folder}: {key} has no axis of layers or experts",
+                file=self.folder,
+            )
         pieces: dict[tuple[int, ...], list[TensorPiece]] = {}
         for box, file in self.files.boxes(self.table, key):
             tensor: Tensor = file.value
@@ -300,8 +315,10 @@ class _Reader:
                 pieces.setdefault(place, []).append(piece)
         if prod(item.shape[:axes]) > len(pieces):
             raise InconsistentCheckpoint(
+                "elements-missing",
                 f"{self.folder}: {key} has {prod(item.shape[:axes])} layers or experts, but the "
-                f"files hold pieces of {len(pieces)}"
+                f"files hold pieces of {len(pieces)}",
+                file=self.folder,
             )
         for place in places(item.shape, axes):
             name, shape = named(stacked, place), item.shape[axes:]
@@ -319,14 +336,23 @@ class _Reader:
         for place in places(item.shape, axes_of(stacked)):
             name = named(stacked, place)
             if name not in self.shapes:
-                raise InconsistentCheckpoint(f"{self.folder}: {key} has a state of no weight")
+                raise InconsistentCheckpoint(
+                    "mixed-saves",
+                    f"{self.folder}: {key} has a state of no weight",
+                    file=self.folder,
+                )
             shape = self.shapes[name]
             whole = fragments.whole(place, shape)
             yield name, self._enter(Entry(f"{name}/{slot}", item.dtype, shape, whole))
 
     def _enter(self, entry: Entry) -> Entry:
         if entry.name in self.entries:
-            raise InconsistentCheckpoint(f"{self.folder}: two keys hold {entry.name}")
+            raise InconsistentCheckpoint(
+                "elements-overlap",
+                f"{self.folder}: two keys hold {entry.name}",
+                file=self.folder,
+                subject=entry.name,
+            )
         self.entries[entry.name] = entry
         return entry
 
@@ -337,7 +363,11 @@ class _Reader:
             if item is not None or key == ITEM:
                 continue
             if not VALUE.fullmatch(key):
-                raise UnsupportedCheckpoint(f"{self.folder} has {key}, which is no sharded object")
+                raise UnsupportedCheckpoint(
+                    "writer-unsupported",
+                    f"{self.folder} has {key}, which is no sharded object",
+                    file=self.folder,
+                )
             if OPTIMIZER.fullmatch(key) and not takes_optimizers:
                 continue
             location = self.table.location(key)

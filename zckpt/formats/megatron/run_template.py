@@ -52,14 +52,17 @@ class RunTemplate(Template):
         self.common: dict[Any, Any] = self.kept["common"]
         if not self.kept["keys"]:
             raise WrongOption(
+                "like-does-not-fit",
                 f"--like {like.root} is not of torch_dist, and zckpt does not know the keys of all "
                 "its modules",
                 hint="load it in Megatron-LM and save it with --ckpt-format torch_dist",
             )
         if self.kept.get("program") == NEMO:
             raise UnsupportedCheckpoint(
+                "like-does-not-fit",
                 f"--like {like.root} is of NeMo, whose counters of a run zckpt cannot write anew",
                 hint="give a run of Megatron-LM or Megatron-Bridge",
+                file=like.root,
             )
         self.states = not options.weights_only and any(
             is_optimizers(entry.slot) for entry in source.entries.values()
@@ -122,8 +125,10 @@ class RunTemplate(Template):
             return entry
         if not self.fits(entry.parameter, entry.shape) or entry.mean:
             raise UnsupportedCheckpoint(
+                "state-unsupported",
                 f"{entry.name} has the shape {list(entry.shape)}, its weight {list(wanted)}: "
-                "Megatron-Core's states have the shape of the weight"
+                "Megatron-Core's states have the shape of the weight",
+                subject=entry.name,
             )
         if entry.slot == "param":
             self.warnings.append(
@@ -139,15 +144,19 @@ class RunTemplate(Template):
         like = self.run
         if like.groups is None:
             raise UnsupportedCheckpoint(
+                "like-does-not-fit",
                 f"--like {like.root} has no parameter groups whose members are known",
                 hint="give a run that has saved its optimizer, or add --weights-only",
+                file=like.root,
             )
         self.check_states(entries)
         for entry in entries.values():
             if is_optimizers(entry.slot) and entry.dtype != OF_STATES:
                 raise UnsupportedCheckpoint(
+                    "type-unsupported",
                     f"{entry.name} is of type {entry.dtype}: Megatron-Core's states are F32",
                     hint="add --weights-only",
+                    subject=entry.name,
                 )
         trained = dict.fromkeys(e.parameter for e in entries.values() if is_optimizers(e.slot))
         wide = [
@@ -168,8 +177,10 @@ class RunTemplate(Template):
         for name, own in chosen.values():
             if lost := [key for key in HYPER if key not in own]:
                 raise MissingData(
+                    "hyperparameter-missing",
                     f"the source does not state {listed(lost)} of {name}",
                     hint=f"give it: --group-defaults {','.join(f'{key}=...' for key in lost)}",
+                    subject=name,
                 )
         result = []
         for number, group in enumerate(groups_of(self.common)):

@@ -35,11 +35,14 @@ def for_tensor_ranks(source: Manifest, options: Options) -> Manifest:
         return source
     if options[LIKE] is not None or not names:
         why = "the run of --like has its rows" if names else f"{source.root} has no vocabulary"
-        raise WrongOption(f"{flags[0]} has no use here: {why}", hint="leave it out")
+        raise WrongOption(
+            "option-not-applicable", f"{flags[0]} has no use here: {why}", hint="leave it out"
+        )
     args = arguments(kept.get("common"))
     rows = {source.parameters[name].shape[0] for name in names}
     if len(rows) > 1:
         raise WrongOption(
+            "option-not-applicable",
             f"{flags[0]} does not apply to {source.root}: its embedding and its output layer have "
             "different numbers of rows",
             hint="leave it out: Megatron-Core loads other numbers of rows too",
@@ -65,8 +68,10 @@ def _rows(
         return rows
     if given is None and used is None:
         raise MissingData(
+            "option-needed",
             f"{root} does not say how many of the {rows} rows of the vocabulary its tokenizer "
             f"uses, and {tp} tensor ranks cannot share them",
             hint="give the number: --vocab-size N",
+            file=root,
         )
     return padded(root, WEIGHTS[0], used or 0, given, tp * (unit or 1))

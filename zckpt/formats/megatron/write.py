@@ -79,7 +79,11 @@ def lay_out(source: Manifest, options: Options) -> Layout:
     have several steps; with `--ep 1`, experts have hyper-parameters of their own).
     """
     if options[GROUP_DEFAULTS] and options.weights_only:
-        raise WrongOption("--group-defaults has no use with --weights-only", hint="leave it out")
+        raise WrongOption(
+            "option-not-applicable",
+            "--group-defaults has no use with --weights-only",
+            hint="leave it out",
+        )
     return _lay_out(source, options, {})
 
 
@@ -138,6 +142,7 @@ class MegatronWriter:
         keys, common = self.kept.get("keys"), self.kept.get("common")
         if not isinstance(keys, dict) or not isinstance(common, dict):
             raise MissingData(
+                "option-needed",
                 "zckpt writes Megatron-Core's files only from a checkpoint of Megatron-Core, or "
                 "from a universal checkpoint of one",
                 hint="give --like RUN, a directory that the next run has saved: it has "
@@ -165,6 +170,7 @@ class MegatronWriter:
         names = [*source.parameters, *source.buffers]
         if not keys:
             raise MissingData(
+                "option-needed",
                 "zckpt does not know the keys of the source's model in torch_dist: its files have "
                 "no _extra_state of modules, or one for the 8-bit floats of several experts",
                 hint="give --like RUN, a torch_dist directory that the next run has saved",
@@ -172,15 +178,17 @@ class MegatronWriter:
         parts, strangers = keys_of(names, keys)
         if strangers:
             raise MissingData(
+                "names-do-not-fit",
                 f"no key of the source's Megatron-Core files has {listed(strangers)}",
                 hint="leave --rename out: Megatron-Core needs its own names; for mp_rank_* and "
                 "fsdp_dtensor, zckpt knows the keys of a GPTModel's own modules alone",
             )
         if lost := [key for key in keys if key not in parts]:
-            raise MissingData(f"the source lacks the weights of {listed(lost)}")
+            raise MissingData("weights-missing", f"the source lacks the weights of {listed(lost)}")
         slots = dict.fromkeys(e.slot for e in source.entries.values() if is_optimizers(e.slot))
         if self.states and (others := [slot for slot in slots if slot not in MOMENTS]):
             raise UnsupportedCheckpoint(
+                "state-unsupported",
                 f"the source has {listed(others)}, and the states of Megatron-Core's distributed "
                 "optimizer are exp_avg and exp_avg_sq",
                 hint="add --weights-only",
@@ -199,6 +207,7 @@ class MegatronWriter:
             return None
         if frozen:
             raise UnsupportedCheckpoint(
+                "state-missing",
                 f"{listed(frozen)} has no state of the optimizer, but other layers of {key} have: "
                 "Megatron-Core's files have one tensor for all layers",
                 hint="add --weights-only",
@@ -206,12 +215,13 @@ class MegatronWriter:
         weights = [self._entry(name, slot) for name in names.values()]
         sizes = tuple(1 + max(place) for place in zip(*names, strict=True))
         if prod(sizes) > len(names):
-            raise MissingData(f"the source lacks layers or experts of {key}")
+            raise MissingData("weights-missing", f"the source lacks layers or experts of {key}")
         shapes, dtypes = {entry.shape for entry in weights}, {entry.dtype for entry in weights}
         if len(shapes) > 1 or (slot != "master" and len(dtypes) > 1):  # masters may be widened
             raise UnsupportedCheckpoint(
+                "target-unsupported",
                 f"layers of {key} have different shapes or types: Megatron-Core's files have one "
-                "tensor for all layers"
+                "tensor for all layers",
             )
         dtype = "F32" if slot == "master" else dtypes.pop()
         if slot == "param":
@@ -230,7 +240,9 @@ class MegatronWriter:
             return weight.stored if slot == "param" else weight.trained
         entry = self.source.entries.get(f"{name}/{slot}")
         if entry is None:
-            raise MissingData(f"the source holds no {slot_key(slot)} of {name}")
+            raise MissingData(
+                "state-missing", f"the source holds no {slot_key(slot)} of {name}", subject=name
+            )
         return entry
 
     # -- what is not a tensor
@@ -317,7 +329,7 @@ class MegatronWriter:
             return tag
         if type(iteration) is not int or iteration < 0:
             hint = "add --step-policy N to the command that reads the files of Megatron-Core"
-            raise MissingData("the source does not state its iteration", hint=hint)
+            raise MissingData("step-missing", "the source does not state its iteration", hint=hint)
         return f"iter_{iteration:07d}"
 
     # -- files

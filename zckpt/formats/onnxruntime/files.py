@@ -75,13 +75,17 @@ def locate(path: str) -> CheckpointFiles:
     if sources.is_folder(path):
         checkpoints = _all(path, _candidates(path))
         if not checkpoints:
-            raise NotACheckpoint(f"{path} holds no checkpoint of ONNX Runtime")
+            raise NotACheckpoint(
+                "not-a-checkpoint", f"{path} holds no checkpoint of ONNX Runtime", file=path
+            )
         if len(checkpoints) > 1:
             by_name = {os.path.basename(each.name): each for each in checkpoints}
             names = by_counting(by_name)
             raise AmbiguousCheckpoint(
+                "several-checkpoints",
                 f"{path} holds {len(checkpoints)} checkpoints: {listed(names)}",
                 hint=f"name the file (one of them is enough): {by_name[names[-1]].files[0][1]}",
+                file=path,
             )
         return _complete(path, checkpoints[0])
     folder = os.path.dirname(path) or "."
@@ -92,7 +96,9 @@ def locate(path: str) -> CheckpointFiles:
     for checkpoint in _all(folder, [name] if alone else {name, *_candidates(folder)}, alone):
         if any(os.path.basename(file) == name for _, file in checkpoint.files):
             return _complete(path, checkpoint)
-    raise NotACheckpoint(f"{path} holds no checkpoint of ONNX Runtime")
+    raise NotACheckpoint(
+        "not-a-checkpoint", f"{path} holds no checkpoint of ONNX Runtime", file=path
+    )
 
 
 def _all(folder: str, names: Iterable[str], of_any_name: bool = False) -> list[CheckpointFiles]:
@@ -133,7 +139,7 @@ def _complete(path: str, checkpoint: CheckpointFiles) -> CheckpointFiles:
     for rank, file in checkpoint.files:
         if by_rank.setdefault(rank, file) != file:
             what = f"{by_rank[rank]} and {file} are both of rank {rank}"
-            raise InconsistentCheckpoint(what)
+            raise InconsistentCheckpoint("mixed-saves", what)
     hint = "copy the missing file: its rank is inside it (trainer_options/world_rank)"
     if not checkpoint.parsed:
         lost = next((rank for rank in range(checkpoint.ranks) if rank not in by_rank), 0)

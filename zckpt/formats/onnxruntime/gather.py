@@ -71,9 +71,12 @@ def _weight(save: Save, name: str) -> Iterator[Partition]:
     else:
         if len({tensor.crc for tensor in whole}) > 1 or (len(whole) > 1 and whole[0].crc is None):
             raise UnsupportedCheckpoint(
+                "proof-unsupported",
                 f"{save.root} holds {name} several times and no optimizer state: ONNX Runtime "
                 "itself cannot tell which copy is current",
                 hint="compare without --gather",
+                file=save.root,
+                subject=name,
             )
         yield from _joined(f"{name}/master", shape, whole[:1])
     for slot in SLOTS.values() if owners else ():
@@ -107,8 +110,10 @@ def _joined(name: str, shape: Shape, pieces: Sequence[RankTensor]) -> Iterator[P
     numel = sum(piece.numel for piece in pieces)
     if numel != prod(shape):
         raise InconsistentCheckpoint(
+            "elements-missing",
             f"the ranks' pieces of {name} have {numel} elements together, but its shape is "
-            f"{list(shape)}"
+            f"{list(shape)}",
+            subject=name,
         )
     if len(pieces) == 1:
         yield Whole(name, pieces[0].dtype, shape, pieces[0].extent)

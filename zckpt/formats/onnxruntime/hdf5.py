@@ -83,7 +83,9 @@ class RankFile(Struct, frozen=True):
         try:
             return convert(self.under("trainer_options"), TrainerOptions)
         except ValidationError as error:
-            raise CorruptCheckpoint(f"{self.path}: trainer_options: {error}") from error
+            raise CorruptCheckpoint(
+                "file-damaged", f"{self.path}: trainer_options: {error}", file=self.path
+            ) from error
 
     @property
     def is_partition(self) -> bool:
@@ -124,7 +126,10 @@ def opened(root: str, files: Sequence[RankFile]) -> Save:
             own, other = getattr(file.options, name), getattr(first.options, name)
             if own != other and name != "world_rank":
                 raise InconsistentCheckpoint(
-                    f"{file.path} says {name} {own!r}, {first.path} says {other!r}"
+                    "ranks-disagree",
+                    f"{file.path} says {name} {own!r}, {first.path} says {other!r}",
+                    file=file.path,
+                    subject=name,
                 )
     ranks = [_rank(file) for file in files]
     state: dict[str, Any] = {
@@ -191,14 +196,18 @@ def _check_kind(file: RankFile) -> None:
     )
     if horizontal > 1 or cut:
         raise UnsupportedCheckpoint(
+            "grid-unsupported",
             f"{file.path} was saved with horizontal (Megatron) parallelism of {horizontal}, which "
             "zckpt does not read",
             hint="zckpt reads ZeRO checkpoints with data parallelism alone",
+            file=file.path,
         )
     optimizer = file.options.optimizer_name
     if optimizer is not None and optimizer not in SHORT_NAMES:
         raise UnsupportedCheckpoint(
-            f"{file.path} states the optimizer {optimizer!r}, which zckpt does not know"
+            "optimizer-unsupported",
+            f"{file.path} states the optimizer {optimizer!r}, which zckpt does not know",
+            file=file.path,
         )
 
 
@@ -209,7 +218,10 @@ def _shapes(files: Sequence[RankFile]) -> dict[str, tuple[int, ...]]:
         for name, shape in _split_weights(file).items():
             if shapes.setdefault(name, shape) != shape:
                 raise InconsistentCheckpoint(
-                    f"{file.path} says that {name} has shape {shape}, another rank {shapes[name]}"
+                    "ranks-disagree",
+                    f"{file.path} says that {name} has shape {shape}, another rank {shapes[name]}",
+                    file=file.path,
+                    subject=name,
                 )
     return shapes
 
@@ -221,7 +233,12 @@ def _split_weights(file: RankFile) -> dict[str, tuple[int, ...]]:
     for name, value in file.values.items():
         if name.startswith(prefix) and name.endswith(end):
             if not isinstance(value, list) or not all(type(d) is int and d >= 0 for d in value):
-                raise CorruptCheckpoint(f"{file.path}: {name} is {value!r}, not a shape")
+                raise CorruptCheckpoint(
+                    "file-damaged",
+                    f"{file.path}: {name} is {value!r}, not a shape",
+                    file=file.path,
+                    subject=name,
+                )
             shapes[name.removeprefix(prefix).removesuffix(end)] = tuple(value)
     return shapes
 
@@ -245,7 +262,10 @@ def _rank(file: RankFile) -> RankStates:
         number = value[0] if isinstance(value, list) and len(value) == 1 else value
         if type(number) is not int or number < 1:
             raise CorruptCheckpoint(
-                f"{file.path}: {name} is {value!r}, not a counter (ONNX Runtime counts from 1)"
+                "file-damaged",
+                f"{file.path}: {name} is {value!r}, not a counter (ONNX Runtime counts from 1)",
+                file=file.path,
+                subject=name,
             )
         if group in SHARED_GROUPS and last.lower() == SHARED.lower():
             rank.shared = number
@@ -253,6 +273,9 @@ def _rank(file: RankFile) -> RankStates:
             rank.counts[group] = number
         else:
             raise UnsupportedCheckpoint(
-                f"{file.path} holds {name}: zckpt does not know the optimizer that keeps it"
+                "optimizer-unsupported",
+                f"{file.path} holds {name}: zckpt does not know the optimizer that keeps it",
+                file=file.path,
+                subject=name,
             )
     return rank

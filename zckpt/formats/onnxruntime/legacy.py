@@ -78,7 +78,9 @@ def opened(root: str, paths: Sequence[str]) -> Save:
         if any(_is_half(key, tensor, suffix) for key, tensor in model.items())
     }
     if len(mixed) > 1:
-        raise InconsistentCheckpoint(f"{root} holds both fp16 and bf16 copies of weights")
+        raise InconsistentCheckpoint(
+            "mixed-saves", f"{root} holds both fp16 and bf16 copies of weights", file=root
+        )
     suffix = mixed.pop() if mixed else ""
     known = _weights(models, suffix)
     ranks = [_rank(*pair, suffix, known) for pair in zip(files, models, strict=True)]
@@ -108,14 +110,18 @@ def _model(file: TorchFile) -> dict[str, Tensor]:
         isinstance(key, str) and isinstance(tensor, Tensor) for key, tensor in model.items()
     ):
         raise CorruptCheckpoint(
-            f"{file.path} is not a checkpoint of ONNX Runtime: it holds no dictionary of tensors"
+            "file-damaged",
+            f"{file.path} is not a checkpoint of ONNX Runtime: it holds no dictionary of tensors",
+            file=file.path,
         )
     for key in model:
         if MEGATRON.search(key):
             raise UnsupportedCheckpoint(
+                "grid-unsupported",
                 f"{file.path} was saved with horizontal (Megatron) parallelism ({key}), which "
                 "zckpt does not read",
                 hint="zckpt reads ZeRO checkpoints with data parallelism alone",
+                file=file.path,
             )
     return model
 
@@ -160,9 +166,11 @@ def _rank(file: TorchFile, model: Mapping[str, Tensor], suffix: str, known: set[
         if view and view[1] in known:
             return view[1]
         raise InconsistentCheckpoint(
+            "layout-unknown",
             f"{file.path} holds {key}, but no file states which weight it is a piece of",
             hint="use a checkpoint with the 16-bit copies or the whole weights: only they "
             "state shapes",
+            file=file.path,
         )
 
     for key, tensor in model.items():
@@ -186,7 +194,10 @@ def _rank(file: TorchFile, model: Mapping[str, Tensor], suffix: str, known: set[
 def _add_once(file: TorchFile, into: dict[str, Any], name: str, value: Any) -> None:
     if name in into:
         raise InconsistentCheckpoint(
-            f"{file.path} holds two pieces of {name}: a rank owns at most one"
+            "mixed-saves",
+            f"{file.path} holds two pieces of {name}: a rank owns at most one",
+            file=file.path,
+            subject=name,
         )
     into[name] = value
 
@@ -194,8 +205,10 @@ def _add_once(file: TorchFile, into: dict[str, Any], name: str, value: Any) -> N
 def _located(file: TorchFile, tensor: Tensor) -> RankTensor:
     if not tensor.contiguous:
         raise UnsupportedCheckpoint(
+            "storage-unsupported",
             f"{file.path}: a tensor of shape {tensor.shape} is not contiguous",
             hint="ONNX Runtime writes contiguous tensors; was the file made by another program?",
+            file=file.path,
         )
     extent = file.extent(tensor)
     length, crc = file.crc(tensor)
@@ -205,7 +218,11 @@ def _located(file: TorchFile, tensor: Tensor) -> RankTensor:
 def _count(file: TorchFile, key: str, tensor: Tensor) -> int:
     value = file.scalar(tensor).value
     if value < 1:
-        raise CorruptCheckpoint(f"{file.path}: {key} is {value}, but ONNX Runtime counts from 1")
+        raise CorruptCheckpoint(
+            "file-damaged",
+            f"{file.path}: {key} is {value}, but ONNX Runtime counts from 1",
+            file=file.path,
+        )
     return int(value)
 
 
@@ -213,7 +230,7 @@ def _optimizer(ranks: Sequence[RankStates]) -> str | None:
     adam = any(rank.counts for rank in ranks)
     lamb = any(rank.shared is not None for rank in ranks)
     if adam and lamb:
-        raise InconsistentCheckpoint("the files hold counters of both Adam and Lamb")
+        raise InconsistentCheckpoint("mixed-saves", "the files hold counters of both Adam and Lamb")
     if not adam and not lamb:
         return None
     return SHORT_NAMES["AdamOptimizer" if adam else "LambOptimizer"]

@@ -104,9 +104,11 @@ def weights_apart(save: Save) -> set[str]:
         pieces = by_name(name for name in rest if VIEW.fullmatch(name))
         if pieces:
             raise MissingData(
+                "layout-unknown",
                 f"{save.root} holds pieces of weights ({', '.join(pieces[:4])}) without the 16-bit "
                 "copies, and no other tensor has the shapes",
                 hint="take a checkpoint that was saved with them",
+                file=save.root,
             )
         save.mixed = "F16"
         return rest
@@ -126,7 +128,12 @@ def owners_of(save: Save, shapes: Shapes, apart: Collection[str]) -> tuple[Owned
     trained = {name for rank in save.ranks for name in rank.moments}
     if trained:
         for name in by_name(set(apart) - trained):
-            raise IncompleteCheckpoint(f"{save.root}: no rank holds the moments of {name}")
+            raise IncompleteCheckpoint(
+                "elements-missing",
+                f"{save.root}: no rank holds the moments of {name}",
+                file=save.root,
+                subject=name,
+            )
         owned = shares({name: numels[name] for name in trained}, save.dp)
         _check_moments(save, owned)
         return owned, trained
@@ -169,17 +176,23 @@ def _check_moments(save: Save, owned: Owned) -> None:
             for slot, tensor in moments.items():
                 if own is None or tensor.numel != width:
                     raise InconsistentCheckpoint(
+                        "partition-does-not-fit",
                         f"{rank.path} has {tensor.numel} elements of the {slot} of {name}, but "
                         f"ONNX Runtime's partition over {save.dp} ranks gives {width} to "
                         f"rank {place}",
                         hint=WRONG_FILE,
+                        file=rank.path,
+                        subject=name,
                     )
         for name in expected_shares:
             for moment, slot in SLOTS.items():
                 if slot not in rank.moments.get(name, {}):
                     raise IncompleteCheckpoint(
+                        "elements-missing",
                         f"{rank.path} lacks the {moment} of {name}, which rank {place} owns or "
-                        "shares"
+                        "shares",
+                        file=rank.path,
+                        subject=name,
                     )
 
 
@@ -188,7 +201,9 @@ def _refuse_torch_names(save: Save) -> None:
     if save.dialect == "hdf5" or any(rank.halves for rank in save.ranks):
         return
     raise MissingData(
+        "weights-missing",
         f"{save.root} was saved from a mixed-precision run with torch's names alone: no file holds "
         "the weights that ranks share",
         hint="these files cannot restore them; take a checkpoint with optimizer state",
+        file=save.root,
     )

@@ -127,18 +127,24 @@ def _shapes(save: Save) -> Shapes:
             for name, tensor in tensors.items():
                 if shapes.setdefault(name, tensor.shape) != tensor.shape:
                     raise InconsistentCheckpoint(
+                        "ranks-disagree",
                         f"{rank.path} holds {name} with shape {list(tensor.shape)}, another file "
-                        f"states {list(shapes[name])}"
+                        f"states {list(shapes[name])}",
+                        file=rank.path,
+                        subject=name,
                     )
     for rank in save.ranks:
         for name in (*rank.pieces, *rank.moments, *rank.counts):
             if name not in shapes:
                 raise IncompleteCheckpoint(
+                    "elements-missing",
                     f"{rank.path} holds a piece or a state of {name}, but no file holds the weight "
-                    "or states its shape"
+                    "or states its shape",
+                    file=rank.path,
+                    subject=name,
                 )
     if not shapes:
-        raise CorruptCheckpoint(f"{save.root} holds no weights")
+        raise CorruptCheckpoint("weights-missing", f"{save.root} holds no weights", file=save.root)
     return shapes
 
 
@@ -169,10 +175,13 @@ class _Entries:
             _check_dtype(rank, name, tensor, ("F32",))
             if is_cut and tensor.numel != share.stop - share.start:
                 raise InconsistentCheckpoint(
+                    "partition-does-not-fit",
                     f"{rank.path} has {tensor.numel} elements of {name}, but ONNX Runtime's "
                     f"partition over {self.save.dp} ranks gives {share.stop - share.start} to rank "
                     f"{share.rank}",
                     hint=WRONG_FILE,
+                    file=rank.path,
+                    subject=name,
                 )
             extent = tensor.extent
             if not is_cut:  # the weight is whole, but only the owner's part is current
@@ -191,10 +200,13 @@ class _Entries:
             tensor = rank.weights.get(name)
             if tensor is None:
                 raise IncompleteCheckpoint(
+                    "elements-missing",
                     f"{rank.path} lacks {name}, which every rank of an fp32 run holds"
                     if not self.save.mixed
                     else f"{rank.path} lacks {name}, which is frozen or kept in fp32",
                     hint="is it a file of another save, or of another model?",
+                    file=rank.path,
+                    subject=name,
                 )
             copies.append((rank, tensor))
         if name in self.owned:  # the owner's first
@@ -238,27 +250,35 @@ class _Entries:
         """Raises if an owner of a weight holds nothing of it."""
         names = ", ".join(self.lost[:8]) + (" ..." if len(self.lost) > 8 else "")
         if self.lost and self.save.dialect == "hdf5":
-            raise IncompleteCheckpoint(f"{self.save.root} lacks pieces of {names}")
+            raise IncompleteCheckpoint(
+                "elements-missing", f"{self.save.root} lacks pieces of {names}", file=self.save.root
+            )
         if self.lost:
             raise MissingData(
+                "weights-missing",
                 f"{self.save.root} lacks the fp32 pieces of {names}: it was saved with torch's "
                 "names alone, which leaves out weights that ranks share",
                 hint="these files cannot restore them; take another checkpoint",
+                file=self.save.root,
             )
 
 
 def different_copies(name: str, first: str, other: str) -> InconsistentCheckpoint:
     """The error for copies of one tensor that are not the same."""
     return InconsistentCheckpoint(
+        "copies-differ",
         f"{os.path.basename(first)} and {os.path.basename(other)} hold different values of "
-        f"{name.rpartition('/')[0]}, which must be the same on every rank"
+        f"{name.rpartition('/')[0]}, which must be the same on every rank",
     )
 
 
 def _check_dtype(rank: RankStates, name: str, tensor: RankTensor, allowed: Sequence[str]) -> None:
     if tensor.dtype not in allowed:
         raise InconsistentCheckpoint(
-            f"{rank.path} holds {name} or a state of it as {tensor.dtype}, not {allowed[0]}"
+            "ranks-disagree",
+            f"{rank.path} holds {name} or a state of it as {tensor.dtype}, not {allowed[0]}",
+            file=rank.path,
+            subject=name,
         )
 
 
@@ -269,11 +289,19 @@ def _sightings(save: Save, owned: Owned) -> Iterator[tuple[str, str, Sighting]]:
     """Completed updates, each with the weight and the file that state them."""
     shared = any(rank.shared is not None for rank in save.ranks)
     if not shared and not any(rank.counts for rank in save.ranks):
-        raise IncompleteCheckpoint(f"{save.root} holds moments, but no {COUNT} or {SHARED}")
+        raise IncompleteCheckpoint(
+            "state-missing",
+            f"{save.root} holds moments, but no {COUNT} or {SHARED}",
+            file=save.root,
+        )
     if shared:
         for place, rank in enumerate(save.ranks):
             if rank.shared is None:
-                raise IncompleteCheckpoint(f"{rank.path} lacks {SHARED}, which every rank stores")
+                raise IncompleteCheckpoint(
+                    "state-missing",
+                    f"{rank.path} lacks {SHARED}, which every rank stores",
+                    file=rank.path,
+                )
             step = steps.COUNTED.completed(rank.shared)
             yield "", rank.path, Sighting(f"{SHARED}, rank {place}", step, True)
         return
@@ -281,7 +309,12 @@ def _sightings(save: Save, owned: Owned) -> Iterator[tuple[str, str, Sighting]]:
         for share in owned[name]:
             rank = save.ranks[share.rank]
             if name not in rank.counts:
-                raise IncompleteCheckpoint(f"{rank.path} lacks the {COUNT} of {name}")
+                raise IncompleteCheckpoint(
+                    "state-missing",
+                    f"{rank.path} lacks the {COUNT} of {name}",
+                    file=rank.path,
+                    subject=name,
+                )
             where = f"{COUNT} of {name}, rank {share.rank}"
             step = steps.COUNTED.completed(rank.counts[name])
             yield name, rank.path, Sighting(where, step, True)

@@ -121,7 +121,7 @@ class OnnxRuntimeWriter:
         self.optimizer = self._optimizer()
         trained = [name for name, about in source.parameters.items() if about.trainable]
         if not trained:
-            raise MissingData("the source has no trainable parameter")
+            raise MissingData("optimizer-missing", "the source has no trainable parameter")
         numels = {name: prod(source.parameters[name].shape) for name in trained}
         owned = shares(numels, self.dp)
         self.weights = [
@@ -152,6 +152,7 @@ class OnnxRuntimeWriter:
         is_known = name in families and kept == {*SLOTS.values()}
         if kept and not is_known and not self.options.weights_only:
             raise WrongOption(
+                "optimizer-unsupported",
                 f"ONNX Runtime keeps the states of Adam and Lamb; the source has those of "
                 f"{self.source.optimizer or 'an unknown optimizer'}: {', '.join(sorted(kept))}",
                 hint="to write the weights alone, add --weights-only",
@@ -169,14 +170,18 @@ class OnnxRuntimeWriter:
             entry = entries.get(f"{name}/{slot}")
             if entry is None:
                 raise MissingData(
-                    f"the source holds no {slot} of {name}, though it holds that of other weights"
+                    "state-missing",
+                    f"the source holds no {slot} of {name}, though it holds that of other weights",
+                    subject=name,
                 )
             moments[moment] = "F16" if entry.dtype == "F16" else "F32"
         apart = self.half is not None and not kept
         step = parameter.step
         if self.states and (step is None or step != int(step) or step < 0):
             raise MissingData(
-                f"the number of updates of {name} must be a whole number; the source has {step}"
+                "step-missing",
+                f"the number of updates of {name} must be a whole number; the source has {step}",
+                subject=name,
             )
         updates = int(step) if self.states and step is not None else None
         return TargetWeight(name, "F32", parameter.shape, owned, apart, moments, updates)
@@ -185,7 +190,11 @@ class OnnxRuntimeWriter:
         """A frozen weight or a buffer: ONNX Runtime keeps these in fp32 and does not cut them."""
         entry = self.source.entries.get(f"{name}/param")
         if entry is None:
-            raise MissingData(f"the source holds no weights of {name}, which is frozen")
+            raise MissingData(
+                "weights-missing",
+                f"the source holds no weights of {name}, which is frozen",
+                subject=name,
+            )
         dtype = "F32" if entry.dtype in FLOATS - {"F64"} else entry.dtype
         return TargetWeight(name, dtype, entry.shape, [], apart=False, moments={}, updates=None)
 
@@ -195,6 +204,7 @@ class OnnxRuntimeWriter:
         numbers = ", ".join(map(str, sorted(self.updates)))
         if self.optimizer == "LambOptimizer":
             raise InconsistentCheckpoint(
+                "one-value-needed",
                 f"Lamb has one step for all weights, but the source has several: {numbers}",
                 hint="choose one: --step-policy max|min|N",
             )
@@ -215,13 +225,17 @@ class OnnxRuntimeWriter:
             name = weight.name
             if "/" in name or "\0" in name or name in ("", "."):
                 raise UnsupportedCheckpoint(
+                    "name-unsupported",
                     f"an HDF5 file cannot hold the name {name!r}: ONNX Runtime takes it for "
                     "several names and loads nothing",
                     hint="add --dialect l2",
+                    subject=name,
                 )
             if weight.dtype not in hdf5shell.NUMPY:
                 raise UnsupportedCheckpoint(
-                    f"{name} has elements of type {weight.dtype}, which HDF5 files cannot hold"
+                    "type-unsupported",
+                    f"{name} has elements of type {weight.dtype}, which HDF5 files cannot hold",
+                    subject=name,
                 )
 
     # -- reports

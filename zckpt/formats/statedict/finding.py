@@ -190,12 +190,16 @@ def choose_models(
     if not models:
         if not optimizers:
             raise MissingData(
+                "weights-missing",
                 f"{saved.root} has no state of a model: no dictionary of tensors by name",
                 hint="save model.state_dict(), alone or under a key",
+                file=saved.root,
             )
         raise MissingData(
+            "other-folder-needed",
             f"{saved.root} has an optimizer's state, but no model's",
             hint="give the folder that has both; names and weights are in the model's",
+            file=saved.root,
         )
     if saved.models:
         return [(key,) for key in saved.models]

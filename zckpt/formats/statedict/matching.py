@@ -66,6 +66,7 @@ def match(
         return MatchedNames(by_shape, [])
     if not in_order:
         raise MissingData(
+            "names-needed",
             f"the optimizer knows its {sum(map(len, orders))} parameters by number, several "
             "weights have the same shape, and the file does not show the order of the module",
             hint=_hint(sum(map(len, orders)), names),
@@ -136,10 +137,11 @@ def _stated(
     orders = _evident(orders, names)
     if unknown := [name for name in param_names if name not in shapes]:
         raise WrongOption(
-            f"--param-names names {listed(unknown, 4)}, which the model's state does not have"
+            "names-do-not-fit",
+            f"--param-names names {listed(unknown, 4)}, which the model's state does not have",
         )
     if twice := [name for name, count in Counter(param_names).items() if count > 1]:
-        raise WrongOption(f"--param-names names {listed(twice, 4)} twice")
+        raise WrongOption("names-do-not-fit", f"--param-names names {listed(twice, 4)} twice")
     _check_stated(list(chain(*orders)), [(name, shapes[name]) for name in param_names])
     remaining = iter(param_names)
     return [list(islice(remaining, len(order))) for order in orders]
@@ -166,12 +168,14 @@ def _check_stated(order: Order, stated: Sequence[NamedShape]) -> None:
     hint = f"{LOST}. If not, {hint}" if len(stated) > len(order) else hint
     if len(stated) != len(order):
         raise WrongOption(
+            "names-do-not-fit",
             f"--param-names names {len(stated)} parameters, and the optimizer has {len(order)}",
             hint=hint,
         )
     for number, ((name, shape), own) in enumerate(zip(stated, order, strict=True)):
         if own not in (None, shape):
             raise WrongOption(
+                "names-do-not-fit",
                 f"--param-names has {name} of shape {list(shape)} in place {number}, where the "
                 f"optimizer has a parameter of shape {list(own or ())}",
                 hint=hint,
@@ -200,10 +204,11 @@ def _by_order(orders: Sequence[Order], names: Sequence[NamedShape]) -> list[list
             first, last = _earliest(order, free, spare), _earliest(order[::-1], free[::-1], spare)
             if len(first) < len(order):
                 reason = _why_not(orders, place, len(first), names)
-                raise MissingData(reason, hint=_hint(total, names))
+                raise MissingData("names-needed", reason, hint=_hint(total, names))
             owners |= {a: place for a, b in zip(first, reversed(last), strict=True) if a == b}
     if known < total:
         raise MissingData(
+            "names-needed",
             f"the optimizer knows its {total} parameters by number, and their shapes fit the "
             f"model's {len(names)} weights in several ways, or in none",
             hint=_hint(total, names),

@@ -48,8 +48,10 @@ def refuse_twice(saved: SavedTree, members: Sequence[str]) -> None:
     """Raises InconsistentCheckpoint for a parameter that stands in the groups twice."""
     if twice := [name for name, count in Counter(members).items() if count > 1]:
         raise InconsistentCheckpoint(
+            "file-damaged",
             f"{saved.root}: the optimizer holds {listed(twice)} more than once",
             hint="the file was edited: torch gives every parameter to one group, once",
+            file=saved.root,
         )
 
 
@@ -144,9 +146,12 @@ def _refuse_mixed(
         for name, weight, state in pairs:
             if state != weight:
                 raise InconsistentCheckpoint(
+                    "mixed-saves",
                     f"{saved.root}: param_names gives {name} of shape {list(weight)} a state of "
                     f"shape {list(state)}",
                     hint="names and states are of two different orders of parameters",
+                    file=saved.root,
+                    subject=name,
                 )
 
 

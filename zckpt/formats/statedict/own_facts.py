@@ -32,7 +32,7 @@ def checked(stated: Any, where: str) -> dict[str, Any] | None:
         convert(stated, Stated)
     except ValidationError as error:
         what = f"{where}: zckpt's own record in it is damaged: {error}"
-        raise CorruptCheckpoint(what) from error
+        raise CorruptCheckpoint("file-damaged", what) from error
     return stated
 
 

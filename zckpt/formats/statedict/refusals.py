@@ -34,6 +34,7 @@ def refuse_tree(tree: Any, where: str) -> None:
     for path in _keys(tree):
         if str(path[-1]).rpartition(".")[2].startswith(FLAT):
             raise UnsupportedCheckpoint(
+                "writer-unsupported",
                 f"{where} has FSDP1's flat parameters ({dotted(path)}: LOCAL_STATE_DICT). Only the "
                 "program knows their names and shapes",
                 hint="save with StateDictType.SHARDED_STATE_DICT or FULL_STATE_DICT",
@@ -63,11 +64,13 @@ def refuse_flat_states(
         is_flat = all(len(leaf.shape) == 1 and not leaf.sharded for leaf in moments)
         if optimizer.is_numbered and moments and is_flat:
             raise UnsupportedCheckpoint(
+                "writer-unsupported",
                 f"{saved.root} has an optimizer of FSDP1's flat parameters, cut over the ranks "
                 f"({dotted(path)}). No file says which weights are in a flat parameter, and where",
                 hint=f"take the weights alone: `zckpt convert {saved.root} DST --weights-only`. To "
                 "keep the optimizer, save FSDP.optim_state_dict(model, optimizer), or train with "
                 "FSDP2 (in verl: actor.strategy=fsdp2)",
+                file=saved.root,
             )
 
 
@@ -130,9 +133,12 @@ def _slice(
     saved: SavedTree, name: str, part: Leaf, whole: Leaf, other: str
 ) -> InconsistentCheckpoint:
     return InconsistentCheckpoint(
+        "rank-slices",
         f"{saved.root}: {name} has the shape {list(part.shape)}, which is one rank's slice of "
         f"{list(whole.shape)}, the shape of {other}",
         hint=WHOLE,
+        file=saved.root,
+        subject=name,
     )
 
 

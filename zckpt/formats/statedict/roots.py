@@ -131,9 +131,11 @@ class Roots(Struct, frozen=True):
             names = [dotted(path) for path in likely or self.unclear]
             way = f"name it: --root {root.name}={names[0]}; or " if likely else ""
             raise AmbiguousCheckpoint(
+                "several-models",
                 f"{self.path}: nothing shows which optimizer trains {root.name}, and it alone: "
                 f"{listed(names)}",
                 hint=f"{way}add --weights-only",
+                file=self.path,
             )
         by_words = root.by_words and not wanted and bool(own)
         return Root(root.name, root.model, tuple(own), by_words=by_words)
@@ -149,6 +151,7 @@ class Roots(Struct, frozen=True):
 
 def _unknown(what: str, name: str, names: Sequence[str], path: str) -> WrongOption:
     return WrongOption(
+        "option-names-nothing",
         f"{path} has no {what} {name}",
         hint=meant(name, names) or f"its {what}s are {listed(names)}",
     )

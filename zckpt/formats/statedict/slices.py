@@ -90,6 +90,7 @@ def refuse_states(
     for item in inside:
         if item.path[len(place) :][:1] == ("param_groups",) and "params" in item.path:
             raise InconsistentCheckpoint(
+                "rank-slices",
                 f"{item.files[0]} and {item.files[1]} have optimizers of different parameters, "
                 "which they know by number alone",
                 hint=ZERO,
@@ -113,9 +114,11 @@ def _slices(name: str, item: Difference, more: int, hint: str) -> InconsistentCh
     what = f"shapes of it ({list(shapes[0])}, {list(shapes[1])})"
     others = f" (and so for {counted(more, 'other tensor')})" if more else ""
     return InconsistentCheckpoint(
+        "rank-slices",
         f"{name}: {a} and {b} hold different {what if shapes[0] != shapes[1] else 'values of it'}, "
         f"and it is no DTensor or ShardedTensor: each file holds one rank's slice{others}",
         hint=hint,
+        subject=name,
     )
 
 
@@ -192,9 +195,11 @@ def leave_out_slices(
     gone = {path for path, model in models.items() if _is_slice(model, wholes)}
     if trained := next((path for path in gone if dotted(path) in MODELS), None):
         raise InconsistentCheckpoint(
+            "rank-slices",
             f"{saved.root}: the weights in {dotted(trained)} are one rank's slices: other tensors "
             "of the same names are larger, and in several parts",
             hint=WHOLE,
+            file=saved.root,
         )
     places = lists_in(saved.tree, {*models, *optimizers})
     gone |= {path for path, items in places if _are_slices(items, leaves)}

@@ -54,16 +54,19 @@ def put(tree: Any, path: TreePath, value: Any, room: int) -> int:
             isinstance(container, list) and type(key) is not int
         ):
             raise CorruptCheckpoint(
-                f"{METADATA} names {'.'.join(map(str, path))} inside of a value that has no keys"
+                "file-damaged",
+                f"{METADATA} names {'.'.join(map(str, path))} inside of a value that has no keys",
             )
         if isinstance(container, list):
             room -= max(0, key + 1 - len(container))
             if key < 0 or room < 0:
-                raise CorruptCheckpoint(f"{METADATA} names place {key} of a list")
+                raise CorruptCheckpoint("file-damaged", f"{METADATA} names place {key} of a list")
             container.extend([None] * (key + 1 - len(container)))
         known = container[key] if isinstance(container, list) else container.get(key)
         if following is None and known is not None:
-            raise CorruptCheckpoint(f"{METADATA} names two values {'.'.join(map(str, path))}")
+            raise CorruptCheckpoint(
+                "file-damaged", f"{METADATA} names two values {'.'.join(map(str, path))}"
+            )
         if following is None:
             container[key] = value
         elif known is None:
@@ -199,9 +202,11 @@ class InPieces(Struct, frozen=True):
     def refused(self, path: str) -> UnsupportedCheckpoint:
         """The error for one that is no state of an optimizer."""
         return UnsupportedCheckpoint(
+            "type-unsupported",
             f"{path} is a tensor of the class {self.name}, saved in pieces, which zckpt does not "
             "read",
             hint="save it whole, or as a plain tensor",
+            file=path,
         )
 
 
@@ -303,8 +308,11 @@ def assembled(
             for offset, size, whole in zip(piece.offsets, piece.sizes, shape, strict=True)
         ):
             raise InconsistentCheckpoint(
+                "file-damaged",
                 f"{piece.extent.file} has a piece of {name} of shape {list(piece.sizes)} at "
-                f"{list(piece.offsets)}, outside of its shape {list(shape)}"
+                f"{list(piece.offsets)}, outside of its shape {list(shape)}",
+                file=piece.extent.file,
+                subject=name,
             )
     fragments = boxes(
         Box(
@@ -321,11 +329,13 @@ def assembled(
     total = sum(piece.numel for piece in nonempty)
     if total < prod(shape):
         raise IncompleteCheckpoint(
+            "elements-missing",
             f"{name} has {prod(shape)} elements, but the files hold {total}",
             hint="a rank's file is missing, or the save did not finish",
+            subject=name,
         )
     if total > prod(shape) or _overlap(fragments, nonempty, shape):
-        raise InconsistentCheckpoint(f"pieces of {name} overlap")
+        raise InconsistentCheckpoint("elements-overlap", f"pieces of {name} overlap", subject=name)
     return fragments
 
 
@@ -337,6 +347,7 @@ def _overlap(fragments: Fragments, pieces: Sequence[TensorPiece], shape: Sequenc
     cut = [axis for axis, whole in enumerate(shape) if any(p.sizes[axis] != whole for p in pieces)]
     if len(cut) > MAX_CUT:
         raise UnsupportedCheckpoint(
-            f"a tensor is cut along {len(cut)} axes; zckpt reads cuts along up to {MAX_CUT}"
+            "writer-unsupported",
+            f"a tensor is cut along {len(cut)} axes; zckpt reads cuts along up to {MAX_CUT}",
         )
     return not tile(shape, [(piece.offsets, piece.sizes) for piece in pieces])

@@ -60,8 +60,11 @@ def tensors_of_index(path: str, tensors_of: Callable[[str], Mapping[str, Any]]) 
         for name, tensor in tensors_of(file).items():
             if name in file_of:
                 raise InconsistentCheckpoint(
+                    "file-copied-over",
                     f"{file} and {file_of[name]} both have {name}",
                     hint="one was copied over the other: copy all files again",
+                    file=file,
+                    subject=name,
                 )
             tensors[name], file_of[name] = tensor, file
     return tensors

@@ -296,6 +296,7 @@ def _refuse_tensors(group: dict[str, Any]) -> None:
     for key, value in group.items():
         if any(isinstance(item, TensorName) for _, item in flattened((), value)):
             raise WrongOption(
+                "option-not-applicable",
                 f"the hyper-parameter {key} is a tensor, which the flat layout cannot store",
                 hint="keep groups as they are: --dcp-layout nested",
             )

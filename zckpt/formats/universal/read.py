@@ -56,21 +56,27 @@ def read(path: str, reading: Reading = USUAL) -> Manifest:
     name = os.path.join(path, MANIFEST)
     if not sources.is_file(name):
         raise IncompleteCheckpoint(
+            "missing-file",
             f"{path} lacks {MANIFEST}, which says what its tensors are",
             hint="copy it from where the other files came from",
+            file=path,
         )
     try:
         document = json.loads(_text_of(name))
         version = document["zckpt"]
         if version != VERSION:
             raise UnsupportedCheckpoint(
+                "version-unsupported",
                 f"{name} has version {brief(version)}; this zckpt reads version {VERSION}",
                 hint="install a newer zckpt",
+                subject=name,
             )
         manifest = _manifest(path, document)
         _require_agreement(manifest, document.get("step", manifest.step))
     except MALFORMED as error:
-        raise CorruptCheckpoint(f"{name} is malformed: {cause(error)}") from error
+        raise CorruptCheckpoint(
+            "file-damaged", f"{name} is malformed: {cause(error)}", subject=name
+        ) from error
     return manifest
 
 
@@ -110,8 +116,10 @@ def shells_of(path: str, chosen: Manifest) -> Manifest:
 def _require_agreement(manifest: Manifest, step: Any) -> None:
     for sentence in contradictions(manifest, step):
         raise CorruptCheckpoint(
+            "file-damaged",
             f"{os.path.join(manifest.root, MANIFEST)} contradicts itself: {sentence}",
             hint="it was changed after zckpt wrote it; convert again",
+            file=os.path.join(manifest.root, MANIFEST),
         )
 
 
@@ -119,9 +127,11 @@ def _text_of(name: str) -> str:
     with sources.opened(name) as file:
         if os.fstat(file.fileno()).st_size > MAX_MANIFEST:
             raise UnsupportedCheckpoint(
+                "file-too-large",
                 f"{name} has {os.fstat(file.fileno()).st_size} bytes; zckpt reads up to "
                 f"{MAX_MANIFEST}",
                 hint="zckpt writes none so large: convert again",
+                subject=name,
             )
         text: str = file.read().decode("utf-8", "surrogatepass")
         return text
@@ -170,9 +180,11 @@ def _check_checksum(path: str, document: Mapping[str, Any]) -> list[str]:
         ]
     if document["crc32"] != checksum(document):
         raise CorruptCheckpoint(
+            "record-damaged",
             f"{os.path.join(path, MANIFEST)} is damaged: its contents do not have the CRC-32 that "
             "it states",
             hint="copy it again, or convert again",
+            file=os.path.join(path, MANIFEST),
         )
     return []
 
@@ -205,13 +217,18 @@ def _stored_as(
     tensor = stored.get(name)
     if tensor is None:
         raise CorruptCheckpoint(
+            "missing-file",
             f"{path} lacks {brief(name)}, which its manifest lists",
             hint="a file of the checkpoint is missing",
+            file=path,
         )
     if tensor.dtype != dtype or [*tensor.shape] != shape:
         raise CorruptCheckpoint(
+            "file-damaged",
             f"{tensor.extent.file} holds {name} as {tensor.dtype} {list(tensor.shape)}, "
-            f"the manifest states {brief(dtype)} {brief(shape)}"
+            f"the manifest states {brief(dtype)} {brief(shape)}",
+            file=tensor.extent.file,
+            subject=name,
         )
     return tensor
 
@@ -223,6 +240,7 @@ def _records(path: str, listed: Mapping[str, Any]) -> tuple[Record, ...]:
         full = path_inside(path, name, MANIFEST)
         if not sources.is_file(full) or sources.size(full) != stated["size"]:
             raise CorruptCheckpoint(
+                "file-cut-short",
                 f"{full} does not have the {brief(stated['size'])} bytes that the manifest states",
                 hint="copy the file again: it is missing, or was cut short",
             )
@@ -266,8 +284,10 @@ def _require_room(path: str, entries: Mapping[str, Entry], files: Collection[str
     room = sum([sources.size(file) for file in {*files}])
     if stated > room:
         raise CorruptCheckpoint(
+            "file-damaged",
             f"{os.path.join(path, MANIFEST)} states tensors of {stated} bytes, but its files have "
-            f"{room}"
+            f"{room}",
+            file=os.path.join(path, MANIFEST),
         )
 
 
@@ -280,7 +300,9 @@ def _origin(path: str, stated: Any, groups: Sequence[Any] | None, members: Itera
         origin = Origin.of_json(stated)
     except ValidationError as error:
         raise CorruptCheckpoint(
-            f"{os.path.join(path, MANIFEST)} states a source that is not possible: {error}"
+            "file-damaged",
+            f"{os.path.join(path, MANIFEST)} states a source that is not possible: {error}",
+            file=os.path.join(path, MANIFEST),
         ) from error
     stage, tag = origin.zero_stage, origin.tag
     count = len(groups) if groups is not None else None
@@ -296,8 +318,10 @@ def _origin(path: str, stated: Any, groups: Sequence[Any] | None, members: Itera
     )
     if not valid:
         raise CorruptCheckpoint(
+            "file-damaged",
             f"{os.path.join(path, MANIFEST)} states a dp, ep, stage, tag or group that is not "
-            "possible"
+            "possible",
+            file=os.path.join(path, MANIFEST),
         )
     return origin
 
@@ -337,7 +361,12 @@ def _listed(path: str, name: str, entry: Mapping[str, Any]) -> Runs:
         fragments.append(Fragment(start, stop, extent))
         end = stop
     if end != prod(entry["shape"]) or len(fragments) != len(entry["fragments"]):
-        raise CorruptCheckpoint(f"{path}: the fragments of {name} do not cover it exactly once")
+        raise CorruptCheckpoint(
+            "file-damaged",
+            f"{path}: the fragments of {name} do not cover it exactly once",
+            file=path,
+            subject=name,
+        )
     return Runs(fragments)
 
 
@@ -350,8 +379,10 @@ def check(manifest: Manifest, replicas: str | None) -> list[str]:
     for record in manifest.records:
         if record.extent.file in siblings and crc_of([record.extent]) != record.crc:
             raise CorruptCheckpoint(
+                "record-damaged",
                 f"{record.extent.file} is damaged: its bytes do not have the CRC-32 that "
-                f"{MANIFEST} states"
+                f"{MANIFEST} states",
+                file=record.extent.file,
             )
     return []
 

@@ -45,7 +45,9 @@ def select(source: Manifest, options: Options) -> Manifest:
             entries.setdefault(name, _weight(source, weight, options))
     if options.weights_only:
         if not entries:
-            raise MissingData(f"{source.root} holds no weights")
+            raise MissingData(
+                "weights-missing", f"{source.root} holds no weights", file=source.root
+            )
         kept = ("module", "module_metadata", "module_extra")
         entries |= {
             name: entry
@@ -163,6 +165,7 @@ def _shells(chosen: Manifest, options: Options) -> Iterator[Shell]:
     size = len(text) + len(CHECKSUM)
     if size + room > MAX_MANIFEST:
         raise UnsupportedCheckpoint(
+            "file-too-large",
             f"{MANIFEST} would have {size + room} bytes; zckpt reads up to {MAX_MANIFEST}",
             hint="save the checkpoint without what is neither a tensor nor a number",
         )

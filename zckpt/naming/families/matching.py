@@ -74,11 +74,14 @@ def places_of(
     if len(known) > 1:
         examples = " and ".join(f"{next(iter(by_side[side]))} of {side}" for side in known)
         raise WrongOption(
-            f"--family {text}: the source has names of both programs: {examples}", hint=RENAME_HINT
+            "family-does-not-fit",
+            f"--family {text}: the source has names of both programs: {examples}",
+            hint=RENAME_HINT,
         )
     side = known[0] if known else HUGGING_FACE
     if unknown := [name for name in names if name not in by_side[side]]:
         raise WrongOption(
+            "family-does-not-fit",
             f"--family {text} does not know these names: {listed(unknown)}",
             hint=f"choose the family of the model, or {RENAME_HINT}",
         )
@@ -107,6 +110,7 @@ def groups_of(
         wanted = list(_spelled(rule.names(side), layer, _numbers(rule, side, expert, len(parts))))
         if lacking := [name for name in wanted if name not in sources]:
             raise MissingData(
+                "family-does-not-fit",
                 f"the source has {listed(sources, 2)}, but not {listed(lacking, 4)}",
                 hint="all parts of a packed tensor are needed",
             )

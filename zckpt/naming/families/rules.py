@@ -83,9 +83,13 @@ def family_of(name: str) -> Family:
         return decode(get_data(__package__, name + SUFFIX) or b"", type=Family)
     hint = "docs/megatron.md shows such a file"
     if not sources.is_file(name):
-        raise WrongOption(f"--family {name}: there is no such file", hint=hint)
+        raise WrongOption(
+            "option-names-nothing", f"--family {name}: there is no such file", hint=hint
+        )
     try:
         with sources.opened(name) as file:
             return decode(file.read(MAX_FILE).decode("utf-8-sig"), type=Family)
     except (*MALFORMED, re.error) as error:
-        raise WrongOption(f"--family {name} is not a family: {cause(error)}", hint=hint) from error
+        raise WrongOption(
+            "option-invalid", f"--family {name} is not a family: {cause(error)}", hint=hint
+        ) from error

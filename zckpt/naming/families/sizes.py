@@ -36,6 +36,7 @@ def parsed(text: str) -> tuple[str, dict[str, int]]:
     name, _, rest = text.partition(":")
     if name not in NAMES and not name.endswith(SUFFIX):
         raise WrongOption(
+            "option-invalid",
             f"--family {name} is none of {', '.join(NAMES)}",
             hint="for other models, give a .json file of rules (docs/megatron.md), or rename "
             "parameters with --rename REGEX=REPL",
@@ -46,6 +47,7 @@ def parsed(text: str) -> tuple[str, dict[str, int]]:
         is_number = value.isascii() and value.isdecimal() and 0 < len(value) < 12
         if key not in KEYS or key in sizes or not is_number or not int(value):
             raise WrongOption(
+                "option-invalid",
                 f"--family {text}: {pair!r} is not a size",
                 hint=f"write {name}:heads=32,kv_heads=8 or {name}:vocab_size=32000",
             )
@@ -79,6 +81,7 @@ def sizes_of(
             first, known = stated.setdefault(key, (place, value))
             if known != value and not (key == "vocab_size" and first == "--family"):
                 raise InconsistentCheckpoint(
+                    "options-conflict",
                     f"{first} says {key}={known}, {place} says {key}={value}",
                     hint="give the sizes that are true for the source, or leave them out",
                 )
@@ -90,6 +93,7 @@ def _of_config(config: Mapping[str, Any], family: Family, to_hugging_face: bool)
     kind = config.get("model_type")
     if isinstance(kind, str) and kind not in family.types:
         raise WrongOption(
+            "family-does-not-fit",
             f"config.json is of a model {kind[:80]!r}, and this --family is for "
             f"{', '.join(family.types)}",
             hint="choose another --family: models with like names may compute otherwise",

@@ -46,11 +46,16 @@ def translated(manifest: Manifest, text: str, config: str | None = None) -> Mani
     manifest = canonical(manifest)
     if any(entry.mean for entry in manifest.entries.values()):
         raise WrongOption(
+            "options-conflict",
             "--family does not work with --replicas mean",
             hint="convert with --replicas mean first, and then its result with --family",
         )
     if isinstance(manifest.engine, FlatBufferEngine) and manifest.engine.experts:
-        raise UnsupportedCheckpoint(f"{manifest.root} has experts of DeepSpeed's own layers")
+        raise UnsupportedCheckpoint(
+            "family-does-not-fit",
+            f"{manifest.root} has experts of DeepSpeed's own layers",
+            file=manifest.root,
+        )
     return _Translation(manifest, text, family, given, config).manifest()
 
 
@@ -71,7 +76,9 @@ class _Translation(Struct, eq=False, dict=True):
         self.side, self.places = places_of(family, self.text, known)
         if wrong := [name for name in source.buffers if name in self.places]:
             raise UnsupportedCheckpoint(
-                f"{listed(wrong, 4)} should be weights, but {source.root} has them as buffers"
+                "family-does-not-fit",
+                f"{listed(wrong, 4)} should be weights, but {source.root} has them as buffers",
+                file=source.root,
             )
         self.target = OTHER[self.side]
         self.sizes = sizes_of(source, family, self.given, self.target == HUGGING_FACE, self.config)
@@ -99,7 +106,11 @@ class _Translation(Struct, eq=False, dict=True):
                 parameters[name] = replace(fact, shape=shape)
             for entry in self._entries(group):
                 if entry.name in entries:
-                    raise InconsistentCheckpoint(f"two tensors would become {entry.name}")
+                    raise InconsistentCheckpoint(
+                        "names-collide",
+                        f"two tensors would become {entry.name}",
+                        subject=entry.name,
+                    )
                 entries[entry.name] = entry
         kept = {
             entry.name: entry
@@ -158,10 +169,13 @@ class _Translation(Struct, eq=False, dict=True):
             if error.needs:
                 sizes = ",".join(f"{key}=N" for key in error.needs)
                 raise MissingData(
+                    "option-needed",
                     f"{self.source.root} does not say how many heads are in {names}",
                     hint=f"give the numbers: --family {self.text.partition(':')[0]}:{sizes}",
+                    file=self.source.root,
                 ) from None
             raise WrongOption(
+                "family-does-not-fit",
                 f"--family {self.text} does not fit {names}: {error}",
                 hint="check the family, and its sizes heads, kv_heads and vocab_size",
             ) from None
@@ -189,14 +203,20 @@ class _Translation(Struct, eq=False, dict=True):
             ):
                 if a != b:
                     raise InconsistentCheckpoint(
+                        "one-value-needed",
                         f"{names[0]} and {name} would become one tensor, but one {what} {a}, the "
                         f"other {b}",
                         hint="a packed tensor has one step and one group",
+                        file=names[0],
+                        subject=names[0],
                     )
         aliases = [self.second_names.get(alias) for item in parameters for alias in item.aliases]
         if aliases and (None in aliases or len(names) > 1 or len(group.targets) > 1):
             raise UnsupportedCheckpoint(
-                f"{names[0]} is tied to {listed(first.aliases)}, and is packed with others"
+                "family-does-not-fit",
+                f"{names[0]} is tied to {listed(first.aliases)}, and is packed with others",
+                file=names[0],
+                subject=names[0],
             )
         return replace(first, aliases=tuple(filter(None, aliases)))
 
@@ -207,19 +227,22 @@ class _Translation(Struct, eq=False, dict=True):
             having = [entry.parameter for entry in own]
             if lacking := [name for name in group.sources if name not in having]:
                 raise MissingData(
-                    f"{listed(having, 3)} have a state {slot}, but {listed(lacking, 3)} do not"
+                    "state-missing",
+                    f"{listed(having, 3)} have a state {slot}, but {listed(lacking, 3)} do not",
                 )
             first = own[0]
             if len({entry.dtype for entry in own}) > 1:
                 raise InconsistentCheckpoint(
+                    "type-unsupported",
                     f"{listed([entry.name for entry in own], 3)} would become one tensor, but have "
-                    f"the types {listed([entry.dtype for entry in own], 3)}"
+                    f"the types {listed([entry.dtype for entry in own], 3)}",
                 )
             if group.rule.packing == "same":
                 yield replace(first, name=f"{group.targets[0]}/{slot}")
                 continue
             if odd := [e for e in own if e.shape != self.source.parameters[e.parameter].shape]:
                 raise UnsupportedCheckpoint(
+                    "state-unsupported",
                     f"{odd[0].name} has the shape {list(odd[0].shape)}, which is not that of its "
                     "weight: --family cannot pack it",
                     hint="--weights-only leaves the optimizer's states out",

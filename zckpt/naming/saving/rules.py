@@ -116,6 +116,7 @@ class SavingRules(Struct, frozen=True):
         value = self.sizes.get(key)
         if type(value) is not int or value < 1:
             raise MissingData(
+                "model-config-wrong",
                 f"config.json has no number {key}, by which save_pretrained converts tensors",
                 hint="give the model's own file: --config config.json",
             )

@@ -59,8 +59,10 @@ def _groups(rules: SavingRules, names: Sequence[str]) -> dict[str, NameGroup]:
         group = groups.setdefault(key, NameGroup(rule, match))
         if number in group.names:
             raise InconsistentCheckpoint(
+                "names-collide",
                 f"{group.names[number]} and {name} would both become {key}",
                 hint="the names may be of two models: see `zckpt inspect PATH --tensors '*'`",
+                subject=name,
             )
         group.names[number] = name
     return groups
@@ -106,7 +108,9 @@ class _Translation(Struct, eq=False, dict=True):
 
     def _enter(self, entry: Entry) -> None:
         if self.entries.setdefault(entry.name, entry) is not entry:
-            raise InconsistentCheckpoint(f"two tensors would become {entry.name}")
+            raise InconsistentCheckpoint(
+                "names-collide", f"two tensors would become {entry.name}", subject=entry.name
+            )
 
     def _rename(self, old: str, new: str) -> None:
         self.new[old] = [new]
@@ -131,6 +135,7 @@ class _Translation(Struct, eq=False, dict=True):
                 self._enter_converted(group, rule, slot, parts)
             elif slot in WEIGHTS:
                 raise UnsupportedCheckpoint(
+                    "type-unsupported",
                     f"save_pretrained makes one tensor of {listed([*group.names.values()], 3)}, "
                     "but their weights have several types, or one of them has only a master",
                     hint="`zckpt convert --weights-only` writes them under the module's names",
@@ -170,6 +175,7 @@ class _Translation(Struct, eq=False, dict=True):
         """The tensors of a slot by their new names."""
         if any(entry.mean for entry in parts.values()):
             raise WrongOption(
+                "options-conflict",
                 "--replicas mean cannot cut or join tensors, as save_pretrained does",
                 hint="convert with --replicas mean first, and export its result",
             )
@@ -182,6 +188,7 @@ class _Translation(Struct, eq=False, dict=True):
             tensors = converted(views, rule.targets, rule.steps, self.rules.size)
         except (ValueError, IndexError) as error:
             raise UnsupportedCheckpoint(
+                "model-config-wrong",
                 f"{listed([*group.names.values()], 3)} cannot become {listed(rule.targets, 3)}, as "
                 f"config.json says: {error}",
                 hint="give the configuration of this model: --config config.json",

@@ -43,7 +43,9 @@ try:
     import torch
 except ImportError as error:
     raise MissingExtra(
-        "--gather needs torch, which is not installed", hint="pip install torch safetensors"
+        "extra-missing",
+        "--gather needs torch, which is not installed",
+        hint="pip install torch safetensors",
     ) from error
 from .gathering import Gathering
 from .parts import alone, by_kind, by_name, cut_over, first_extent, names_of, strided, with_names

@@ -36,7 +36,9 @@ def join_world(asked: str | None) -> World:
     """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if asked == "cuda" and not gpus:
-        raise WrongOption("--device cuda, but torch finds no GPU", hint="use --device cpu")
+        raise WrongOption(
+            "option-invalid", "--device cuda, but torch finds no GPU", hint="use --device cpu"
+        )
     cuda = bool(gpus) and asked != "cpu"
     local = _stated("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID", default=0)
     device = torch.device("cuda", local % gpus) if cuda else torch.device("cpu")
@@ -47,6 +49,7 @@ def join_world(asked: str | None) -> World:
     if started:
         if "MASTER_ADDR" not in os.environ:
             raise WrongOption(
+                "launcher-variables",
                 f"WORLD_SIZE is {size}, but MASTER_ADDR does not say where they meet",
                 hint="start it with `torchrun --nproc-per-node N -m zckpt verify ...`, or unset "
                 "WORLD_SIZE",
@@ -93,4 +96,4 @@ def together_with_others(
     try:
         yield
     except RuntimeError as error:
-        raise ProcessFailed(says) from error
+        raise ProcessFailed("process-failed", says) from error

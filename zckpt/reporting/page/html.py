@@ -35,6 +35,7 @@ def render(document: Mapping[str, Any]) -> str:
         from markupsafe import Markup
     except ModuleNotFoundError as error:
         raise MissingExtra(
+            "extra-missing",
             "a page of HTML needs jinja2, which is not installed",
             hint="pip install 'zckpt[html]'",
         ) from error

@@ -57,9 +57,11 @@ class Slice(Struct, frozen=True):
         if self.strides:
             if piece.sizes != self.shape:
                 raise UnsupportedCheckpoint(
+                    "proof-unsupported",
                     f"{self.runs[0].extent.file}: --gather does not cut {self.name}, which is not "
                     "row-major in the file",
                     hint="verify without --gather",
+                    file=self.runs[0].extent.file,
                 )
             yield BoxPart(piece.offsets, piece.sizes, self.runs[0].extent, strides=self.strides)
             return
@@ -81,6 +83,7 @@ def partitions(directory: str, tp_rules: str | None = None) -> list[Partition]:
     ranks = [ModelRank(directory, number) for number in sorted(numbers)]
     if not ranks[0].optimizers:
         raise MissingData(
+            "proof-unsupported",
             f"{directory} was saved by several model ranks without ZeRO (stage 0): the engine "
             "loads the optimizer's tensors by number, and no name says which slices are of one",
             hint="verify without --gather",

@@ -105,9 +105,11 @@ class ModelRank:
         """Of every flat group; raises MissingData if no file lists them."""
         if (groups := self._stated()) is None:  # a bf16 pipeline without ZeRO (0.19.8)
             raise MissingData(
+                "proof-unsupported",
                 f"{self.models[0].path} and the other model files list no parameters: so the "
                 "engine's rule cannot name what its ranks gather",
                 hint="verify without --gather",
+                file=self.models[0].path,
             )
         return groups
 
@@ -370,9 +372,11 @@ def _views(model: TorchFile, file: TorchFile, flats: Sequence[Tensor]) -> list[S
     )
     if any(len(own) != 1 for own in of_flats):
         raise MissingData(
+            "proof-unsupported",
             f"{file.path}: the module's weights no longer lie in the buffers of the optimizer's "
             "groups, so the engine's rule cannot name the flat tensors",
             hint="verify without --gather",
+            file=file.path,
         )
     return [shapes[of_buffers.index(own[0])] for own in of_flats]
 

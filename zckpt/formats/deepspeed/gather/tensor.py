@@ -136,8 +136,10 @@ def _by_view(
         if before and behind and not outer % before and not inner % behind:
             return Cut.along(shapes, dim, widths, outer // before, inner // behind)
     raise UnsupportedCheckpoint(
+        "proof-unsupported",
         f"--gather does not join sub-parameters of the view {sizes} of {name}: {list(own[0])}",
         hint="verify without --gather",
+        subject=name,
     )
 
 
@@ -155,8 +157,10 @@ def _by_map(about: Mapping[str, Any], name: str, shapes: Shapes) -> Cut:
             axes = zip(sizes, strides, steps, strict=True)
             if any(size > 1 and stride != step for size, stride, step in axes):
                 raise UnsupportedCheckpoint(
+                    "proof-unsupported",
                     f"--gather does not join {name}: a piece of its affine_map is not a box",
                     hint="verify without --gather",
+                    subject=name,
                 )
             offsets = tuple(begin // step % n for n, step in zip(shape, steps, strict=True))
             copies = boxes.setdefault((offsets, sizes), [])

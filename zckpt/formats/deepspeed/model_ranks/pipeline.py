@@ -114,10 +114,12 @@ class _Layers:
         )
         if lacking := sorted(of_tied(self.shapes).keys() - {*self.tied.values()}):
             raise IncompleteCheckpoint(
+                "missing-file",
                 f"{self.root}: no file of a layer has the weights of "
                 f"{listed([f'{TIED}{key}' for key in lacking])}",
                 hint="the file of a tied layer is missing, or its weights are not the rounded "
                 "masters: then files of two ranks may be swapped, or of another save",
+                file=self.root,
             )
 
     # -- tied layers
@@ -149,9 +151,11 @@ class _Layers:
             ]
             if len(keys) > 1:
                 raise UnsupportedCheckpoint(
+                    "grid-unsupported",
                     f"{self.files[number].path} has the weights of several tied layers: "
                     f"{listed(keys)}",
                     hint="zckpt tells tied layers apart by their weights, and these are equal",
+                    file=self.files[number].path,
                 )
             if keys:
                 tied[number] = keys[0]
@@ -165,7 +169,7 @@ class _Layers:
 
         def swapped(says: str) -> InconsistentCheckpoint:
             hint = "files of two layers may be swapped: copy all files again"
-            return InconsistentCheckpoint(says, hint=hint)
+            return InconsistentCheckpoint("mixed-saves", says, hint=hint)
 
         for number, key in self.tied.items():
             if not any(number in span for span in spans_with(self.pipeline, key, self.count)):
@@ -245,13 +249,19 @@ class _Layers:
             number, _, inner = name.partition(".")
             is_there = number.isdecimal() and int(number) in self.files
             raise IncompleteCheckpoint(
+                "missing-file",
                 f"{self.root} lacks the {'weight' if is_there else 'file of the layer'} of {name}",
                 hint=f"expected {inner} in layer_{number:0>2}-*model_states.pt",
+                file=self.root,
+                subject=name,
             )
         if weight.shape != shape:
             raise InconsistentCheckpoint(
+                "ranks-disagree",
                 f"{self.root}: {name} has shape {weight.shape} in its layer's file and {shape} "
-                "where shapes are listed"
+                "where shapes are listed",
+                file=self.root,
+                subject=name,
             )
 
 
@@ -312,11 +322,15 @@ def _shape(
         return tuple(shapes.pop())
     if shapes:
         raise UnsupportedCheckpoint(
+            "grid-unsupported",
             f"several layers may be the tied one of {name}, whose shapes are "
             f"{' and '.join(str(list(shape)) for shape in sorted(shapes))}",
             hint="no file says which one it is",
+            subject=name,
         )
     raise InconsistentCheckpoint(
+        "mixed-saves",
         f"no file of a layer has {name} with the {numel} elements that the optimizer's files state",
         hint="files of another save may lie between them; keep those of one save",
+        subject=name,
     )

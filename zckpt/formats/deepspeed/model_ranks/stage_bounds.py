@@ -61,6 +61,7 @@ def bounds_of(model: Manifest, pipeline: Pipeline, options: Options) -> tuple[in
         return _by_class(model, pipeline, stages, method)
     if about and int(about) < count:
         raise WrongOption(
+            "option-invalid",
             f"--pp-partition {method}: {files}",
             hint="the number is that of all layers, functions included",
         )
@@ -87,6 +88,7 @@ def refuse_without_stages(root: str, options: Options) -> None:
     for option in STAGES:
         if options[option] is not None:
             raise WrongOption(
+                "option-not-applicable",
                 f"{option.flag} does not apply to {root}, which is not a pipeline",
                 hint="leave it out; or give --like RUN, a pipeline of the same model",
             )
@@ -98,21 +100,27 @@ def _check_given(
     """Raises WrongOption unless the user's bounds fit the other options and the layers."""
     if options[PP_PARTITION] is not None:
         raise WrongOption(
-            "--pp-bounds and --pp-partition both say where stages begin", hint="leave one out"
+            "options-conflict",
+            "--pp-bounds and --pp-partition both say where stages begin",
+            hint="leave one out",
         )
     says = f"--pp-bounds {_text(bounds)}"
     if options[PP] not in (None, len(bounds) - 1):
         raise WrongOption(
+            "stages-do-not-fit",
             f"{says} are those of {len(bounds) - 1} stages, not of --pp {options[PP]}",
             hint="give the first layer of each stage, and the number of all layers at the end",
         )
     if bounds[-1] <= max(layers):
-        raise WrongOption(f"{says} end before layer {max(layers)}; {files}", hint=LAST)
+        raise WrongOption(
+            "stages-do-not-fit", f"{says} end before layer {max(layers)}; {files}", hint=LAST
+        )
 
 
 def _unknown(says: str, example: str = "with --pp-bounds") -> WrongOption:
     """The error if nothing in the files shows the bounds."""
     return WrongOption(
+        "stages-do-not-fit",
         says,
         hint="give the first layer of each stage and the number of all layers, functions included, "
         f"{example}; your program prints the layers of each stage at its start",
@@ -183,6 +191,7 @@ def _by_class(model: Manifest, pipeline: Pipeline, stages: int, method: str) -> 
         numbers = untied_layers(names)
         if numbers and not first <= min(numbers) <= max(numbers) < stop:
             raise WrongOption(
+                "stages-do-not-fit",
                 f"{says}, and the stages of {model.root} do not begin at layers "
                 f"{_text(before[:-1])}, as they would if it meant the layers {ranges(alike)}, "
                 "which have parameters alike",

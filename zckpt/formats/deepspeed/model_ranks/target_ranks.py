@@ -152,6 +152,7 @@ def _refuse_options(source: Manifest, grid: Grid, options: Options) -> None:
         fits = grid.tp == 1 if grid.staged else grid.tp > 1 or option.name == RENAME.name
         if option.name not in OF_RANKS and not (is_known and fits):
             raise WrongOption(
+                "option-not-applicable",
                 f"{option.flag} does not apply to {source.root}: each of several model ranks is "
                 "written by itself",
                 hint=f"give --tp {grid.tp} too: then files of layers are written anew"
@@ -183,6 +184,7 @@ def _of_stages(source: Manifest, grid: Grid, options: Options) -> TargetRanks:
     with_experts = [bool(layers_of(manifest.engine)) for manifest in ranks]
     if any(with_experts) and not all(with_experts):
         raise WrongOption(
+            "stages-do-not-fit",
             f"a stage of the target would have none of the layers of experts of {source.root}, and "
             "DeepSpeed trains no such pipeline",
             hint="choose other bounds with --pp-bounds: every stage needs a layer of experts",
@@ -209,11 +211,16 @@ def _of_slices(source: Manifest, tp: int, options: Options) -> TargetRanks:
     for option in (WEIGHTS_ONLY, CONFIG):
         if options[option]:
             raise WrongOption(
-                f"{option.flag} does not go with pipelines and tensor ranks", hint="leave it out"
+                "option-not-applicable",
+                f"{option.flag} does not go with pipelines and tensor ranks",
+                hint="leave it out",
             )
     if layers_of(source.engine):
         raise UnsupportedCheckpoint(
-            f"{source.root}: zckpt writes experts for one tensor rank alone", hint="leave out --tp"
+            "target-unsupported",
+            f"{source.root}: zckpt writes experts for one tensor rank alone",
+            hint="leave out --tp",
+            file=source.root,
         )
     table, slices, inferred = slices_of(model, tp)
     more: Sequence[str] = ()
@@ -245,8 +252,10 @@ def _pipeline_of(source: Manifest) -> Pipeline | None:
     of_stages = {name for stage in pipeline.parameters for name in stage}
     if of_stages != trained or known != {*source.parameters, *source.buffers}:
         raise UnsupportedCheckpoint(
+            "target-unsupported",
             f"{source.root} was a pipeline, and its layers have other names now",
             hint="let --rename change what follows the number of a layer, or the key of a tied one",
+            file=source.root,
         )
     return pipeline
 

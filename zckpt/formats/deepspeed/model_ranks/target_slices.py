@@ -69,9 +69,11 @@ def slices_of(source: Manifest, tp: int) -> tuple[Table, list[Manifest], list[st
     texts = _facts(source).rules
     if not source.parameters.keys() <= texts.keys():  # none, or of other names
         raise MissingData(
+            "cuts-unknown",
             f"nothing says how the parameters of {source.root} are cut over tensor ranks",
             hint="give --like RUN, a run of these tensor ranks; or write it --to deepspeed first, "
             "then `zckpt reshard --tp` with --tp-rules FILE, or a family such as --tp-rules llama",
+            file=source.root,
         )
     whole = sized(source, tp)
     info = whole.state["client_state"].get(INFO)
@@ -92,9 +94,11 @@ def slices_of(source: Manifest, tp: int) -> tuple[Table, list[Manifest], list[st
             row[name] = shape or ()
     if uneven:
         raise UnsupportedCheckpoint(
+            "sizes-do-not-fit",
             f"{source.root}: {counted(len(uneven), 'parameter')} cannot be cut evenly over {tp} "
             f"tensor ranks by the rules of the source: {listed(uneven, 4)}",
             hint="choose a --tp that divides the heads, the widths and the rows of the vocabulary",
+            file=source.root,
         )
     table = Table(TENSOR_RANK, cuts, [Row(names, row) for row in rows])
     return table, split(whole, table), _doubts(auto, info)
@@ -140,6 +144,7 @@ def rows_of(source: Manifest, tp: int, options: Options) -> dict[str, int]:
     given, facts = options[VOCAB_SIZE], _vocabularies(source)
     if given is not None and not facts:
         raise WrongOption(
+            "option-not-applicable",
             f"--vocab-size does not apply to {source.root}: no rule says which weights have the "
             "rows of a vocabulary",
             hint="give a rule `vocab:N` for them with --tp-rules FILE",

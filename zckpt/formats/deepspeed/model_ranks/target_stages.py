@@ -112,6 +112,7 @@ def _uses(
                 continue
             if not free:
                 raise WrongOption(
+                    "stages-do-not-fit",
                     f"{root} has a stage that uses the tied layer {key}, but --pp-bounds leave no "
                     f"layer without {'a file' if is_shown else 'names'} between {span.start} "
                     f"and {span.stop - 1} for that",
@@ -165,6 +166,7 @@ class _Stage(Struct, frozen=True):
         names = self.having(name for name, own in parameters if own.trainable)
         if not names:
             raise WrongOption(
+                "stages-do-not-fit",
                 f"the layers {self.span.start} to {self.span.stop - 1} of {self.model.root} have "
                 "no trained parameter, and every stage needs one",
                 hint="choose other bounds with --pp-bounds",
@@ -176,10 +178,12 @@ class _Stage(Struct, frozen=True):
         trained = [name for name in names if self.model.parameters[name].trainable]
         if sorted(trained, key=self._group) != sorted(trained, key=self._order):
             raise UnsupportedCheckpoint(
+                "target-unsupported",
                 f"{self.model.root}: the parameters of a group are not in the order of the layers, "
                 "which does not show how they stand in other stages",
                 hint="keep the number of stages, or build the optimizer with the parameters in the "
                 "order of model.parameters()",
+                file=self.model.root,
             )
 
     def _group(self, name: str) -> int:

@@ -70,7 +70,9 @@ def _stated(ranks: Sequence[Manifest]) -> Iterator[TensorRules]:
     """The rules that the checkpoint states; all ranks must state the same."""
     stated = [(rank.state.get("client_state") or {}).get(INFO) for rank in ranks]
     if any(to_json(info) != to_json(stated[0]) for info in stated[1:]):
-        raise InconsistentCheckpoint(f"{ranks[0].root}: tensor ranks differ in {INFO}")
+        raise InconsistentCheckpoint(
+            "ranks-disagree", f"{ranks[0].root}: tensor ranks differ in {INFO}", file=ranks[0].root
+        )
     if isinstance(stated[0], Mapping):
         yield UniversalInfo(stated[0])
 

@@ -115,7 +115,9 @@ def _check_placement(ranks: EngineStates, layer: Mapping[str, Any]) -> None:
     count, ep, path = layer.get("num_experts"), layer.get("ep_size"), layer.get("module_path")
     if not (isinstance(count, int) and isinstance(ep, int) and ep > 0 and not count % ep):
         raise InconsistentCheckpoint(
-            f"{ranks.models[0].path}: {ep} ranks cannot share the {count} experts of {path}"
+            "world-size-disagrees",
+            f"{ranks.models[0].path}: {ep} ranks cannot share the {count} experts of {path}",
+            file=ranks.models[0].path,
         )
     local = count // ep
     placement = nested(layer, "expert_placement", "ranks")

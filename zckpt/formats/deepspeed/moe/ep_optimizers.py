@@ -94,10 +94,12 @@ def _layers(ranks: EngineStates, files: Sequence[LayerFiles], reading: Reading) 
     sizes = {*filter(None, map(size_in, ranks.bases[0]["param_groups"]))}
     if len(sizes) > 1:
         raise MissingData(
+            "names-needed",
             f"{ranks.directory.path}: layers of experts have the expert-parallel sizes "
             f"{listed(sorted(sizes))}, and without ZeRO no file says which layer has which",
             hint="name the parameters of rank 0 with --param-names names.txt, in the order of "
             "optimizer.param_groups",
+            file=ranks.directory.path,
         )
     if not sizes:
         refuse(ranks.directory, "experts without ZeRO in groups that are not named ep_size_N")
@@ -109,28 +111,36 @@ def _check_files(ranks: Sequence[EngineStates], layers: ExpertLayers) -> None:
     path, largest = ranks[0].directory.path, max(layers.sizes)
     if len(ranks) < largest:
         raise IncompleteCheckpoint(
+            "missing-rank-file",
             f"{path} holds the optimizers of {len(ranks)} of {largest} ep ranks",
             hint=f"expected expp_rank_{len(ranks)}_mp_rank_00_optim_states.pt",
+            file=path,
         )
     if len(ranks) > largest:
         raise InconsistentCheckpoint(
+            "mixed-saves",
             f"{ranks[largest].optimizers[0].path} is one file too many: the expert-parallel size "
             f"is {largest}",
             hint="files of another save may lie between them; keep those of one save",
+            file=ranks[largest].optimizers[0].path,
         )
     if odd := [size for size in layers.sizes if largest % size]:
         raise UnsupportedCheckpoint(
+            "grid-unsupported",
             f"{path} has layers of experts of the expert-parallel sizes {odd[0]} and {largest}: "
             "without ZeRO, DeepSpeed saves one optimizer for each rank of the largest size, which "
             "does not have all experts of the other",
             hint="train with ZeRO stage 1, or with sizes that divide each other",
+            file=path,
         )
     groups = [[str(group.get("name")) for group in each.bases[0]["param_groups"]] for each in ranks]
     for each, names in zip(ranks, groups, strict=True):
         if names != groups[0] and sorted(names) == sorted(groups[0]):
             raise UnsupportedCheckpoint(
+                "engine-fault",
                 f"{each.optimizers[0].path} {HASHED_GROUPS.message}",
                 hint=HASHED_GROUPS.hint,
+                file=each.optimizers[0].path,
             )
     optimizers = [each.optimizers[0] for each in ranks]
     check_facts(optimizers, [each.bases[0] for each in ranks], hyper_parameters)
@@ -274,8 +284,10 @@ def _beside(first: Manifest, whole: WholeOptimizer, step_policy: str | None) -> 
     )
     if odd := sorted(own ^ theirs):
         raise InconsistentCheckpoint(
+            "mixed-saves",
             f"{whole.file.path}: its copy of {odd[0][0]} has other states than ep rank 0's",
             hint="files of different saves seem to be mixed",
+            file=whole.file.path,
         )
     other = tensors.kept(states.first.get(OTHER) or {}, f"optimizer.{OTHER}", whole.file)
     return replace(

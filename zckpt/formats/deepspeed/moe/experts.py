@@ -92,7 +92,9 @@ def files_by_layer(ranks: EngineStates, files: RankFiles) -> list[LayerFiles]:
     if not isinstance(counts, list):
         refuse(ranks.directory, "mixture-of-experts layers of an old release")
     if not all(type(count) is int and count > 0 for count in counts):
-        raise CorruptCheckpoint(f"{path}: the model states list {counts!r} experts by layer")
+        raise CorruptCheckpoint(
+            "file-damaged", f"{path}: the model states list {counts!r} experts by layer", file=path
+        )
     wanted = ((layer, number) for layer, count in enumerate(counts) for number in range(count))
     # a damaged number may be huge: only the first missing files are listed
     if missing := list(islice((place for place in wanted if place not in paths), MOST)):
@@ -101,6 +103,7 @@ def files_by_layer(ranks: EngineStates, files: RankFiles) -> list[LayerFiles]:
     places = sorted(paths)
     if surplus := [(n, e) for n, e in places if n >= len(counts) or e >= counts[n]]:
         raise InconsistentCheckpoint(
+            "mixed-saves",
             f"{paths[surplus[0]]} is one file too many: the model states list {listed(counts)} "
             "experts by layer",
             hint="files of another save may lie between them; keep those of one save",
@@ -112,9 +115,12 @@ def files_by_layer(ranks: EngineStates, files: RankFiles) -> list[LayerFiles]:
     for layer, (before, gate) in zip(layers, pairwise(gates), strict=True):
         if gate <= before:  # the engine numbers layers in the module's order
             raise InconsistentCheckpoint(
+                "swapped-files",
                 f"{layer.files[0].path} has an expert of {layer.name}, which is not the next layer "
                 f"of experts in {ranks.models[0].path}",
                 hint=f"{SWAPPED}, or of another save; copy all files again",
+                file=layer.files[0].path,
+                subject=layer.name,
             )
     return layers
 
@@ -128,24 +134,34 @@ def _layer(files: Sequence[TorchFile]) -> LayerFiles:
             name = expert_name(key) if isinstance(key, str) else None
             if name is not None and name.inner.endswith("_extra_state"):
                 raise UnsupportedCheckpoint(
+                    "state-unsupported",
                     f"{file.path} has {key!r}: zckpt does not read what modules of experts keep "
-                    "beside their parameters and buffers (get_extra_state)"
+                    "beside their parameters and buffers (get_extra_state)",
+                    file=file.path,
                 )
             if name is None or not isinstance(tensor, Tensor):
-                raise CorruptCheckpoint(f"{file.path} is not a file of one expert: it has {key!r}")
+                raise CorruptCheckpoint(
+                    "file-damaged",
+                    f"{file.path} is not a file of one expert: it has {key!r}",
+                    file=file.path,
+                )
             layer = layer or name.layer
             if (name.layer, name.number) != (layer, number):
                 raise InconsistentCheckpoint(
+                    "swapped-files",
                     f"{file.path} holds expert {name.number} of {name.layer}, in the place of "
                     f"expert {number} of {layer}",
                     hint=f"{SWAPPED}; copy all files again",
+                    file=file.path,
                 )
             forms.append((name.inner, tensor.dtype, tensor.shape))
         first = first or forms
         if forms != first or not forms:
             raise InconsistentCheckpoint(
+                "ranks-disagree",
                 f"{file.path} holds other tensors than {os.path.basename(files[0].path)}",
                 hint=f"all experts of {layer} have tensors of the same names and shapes",
+                file=file.path,
             )
     return LayerFiles(layer, files)
 
@@ -171,16 +187,22 @@ def spread_over(
             refuse(ranks.directory, f"experts of {layer.name}, none of which is trained")
         if ep is None and (own != set(range(len(own))) or experts % len(own)):
             raise InconsistentCheckpoint(
+                "mixed-saves",
                 f"{path}: rank 0 has {len(own)} of the {experts} experts of {layer.name}, which is "
                 "no equal share",
                 hint="model and expert files of different saves seem to be mixed",
+                file=path,
+                subject=layer.name,
             )
         size = ep or experts // len(own)
         if ranks.dp % size or experts % size:
             raise InconsistentCheckpoint(
+                "mixed-saves",
                 f"{path}: {ranks.dp} ranks cannot share the {experts} experts of {layer.name} by "
                 f"an expert-parallel size of {size}",
                 hint=MIXED,
+                file=path,
+                subject=layer.name,
             )
         layers[layer.name] = ExpertLayer(layer.name, experts, size)
     return ExpertLayers(layers)
@@ -234,10 +256,12 @@ class Experts(Struct, frozen=True):
         is_named = not (any(layers) and stated.get("moe")) or size_in(stated) == ep
         if len(eps) > 1 or count not in (None, ranks.dp // ep) or not is_named:
             raise InconsistentCheckpoint(
+                "mixed-saves",
                 f"{ranks.directory.path}: flat group {group}, named {stated.get('name')!r}, is cut "
                 f"over {count} of {ranks.dp} ranks, and {listed(sorted(eps))} expert-parallel "
                 "ranks share its parameters",
                 hint=MIXED,
+                file=ranks.directory.path,
             )
         if ep == 1:
             return [(ranks, shapes)]
@@ -282,9 +306,11 @@ class Experts(Struct, frozen=True):
         unsaved = [name for name in manifest.parameters if f"{name}/param" not in manifest.entries]
         if lost := [name for name in unsaved if not self.layers.is_dense(name)]:
             raise InconsistentCheckpoint(
+                "mixed-saves",
                 f"{self.ranks.directory.path}: the optimizer has {listed(lost, 3)}, and the files "
                 "of the experts do not",
                 hint="files of different saves seem to be mixed",
+                file=self.ranks.directory.path,
             )
         warning = (
             f"DeepSpeed did not save the weights of {listed(unsaved, 4)}, as the name of their MoE "
@@ -362,8 +388,10 @@ def _places(ranks: EngineStates, whole: EngineStates, layers: ExpertLayers) -> E
     fitting = [order for order in orders if Experts(ranks, whole, layers, order).fit]
     if not fitting:
         raise InconsistentCheckpoint(
+            "mixed-saves",
             f"{ranks.directory.path}: the ranks' masters are not those of the experts' weights",
             hint="files of different saves seem to be mixed; copy all files again",
+            file=ranks.directory.path,
         )
     if len(fitting) > 1:
         refuse(ranks.directory, UNKNOWN)

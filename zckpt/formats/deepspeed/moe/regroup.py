@@ -41,13 +41,19 @@ def over_ranks(source: Manifest, options: Options) -> tuple[Manifest, list[Shell
         layers = ExpertLayers.of_manifest(source)
     if not layers:
         if ep not in (None, 1):
-            raise WrongOption(f"--ep {ep}, but {source.root} has no experts", hint="leave it out")
+            raise WrongOption(
+                "option-not-applicable",
+                f"--ep {ep}, but {source.root} has no experts",
+                hint="leave it out",
+            )
         return source, []
     _check_sizes(layers, ep, options[DP], source.dp)
     if source.groups is None:
         raise MissingData(
+            "groups-missing",
             f"{source.root} holds no parameter groups, and DeepSpeed needs those of experts",
             hint="take the DeepSpeed run, or a universal checkpoint with the optimizer's state",
+            file=source.root,
         )
     if ep is None or layers.sizes == [ep]:
         return source, []
@@ -62,6 +68,7 @@ def _check_sizes(layers: ExpertLayers, ep: int | None, given: int | None, before
     dp, sizes = given or before, listed(layers.sizes)
     if ep is not None and len(layers.sizes) > 1:
         raise WrongOption(
+            "sizes-do-not-fit",
             f"--ep {ep}, but layers of experts have the expert-parallel sizes {sizes}",
             hint="leave it out: every layer keeps its own size",
         )
@@ -71,6 +78,7 @@ def _check_sizes(layers: ExpertLayers, ep: int | None, given: int | None, before
             fitting = [n for n in range(1, dp + 1) if not (layer.experts % n or dp % n)]
             other = "choose another" if given else "give --dp N, or choose another"
             raise WrongOption(
+                "sizes-do-not-fit",
                 f"{counted(dp, 'rank')} cannot share the {layer.experts} experts of {layer.name} "
                 f"by an expert-parallel size of {size}",
                 hint=f"{other}: --ep {' or '.join(map(str, fitting))}",
@@ -92,9 +100,10 @@ def check_target(target: DeepSpeedTarget) -> None:
         (is_grid, "experts in ZeRO stage 0 on several model ranks", "choose --stage 1"),
     ):
         if is_meant:
-            raise WrongOption(f"zckpt does not write {what}", hint=hint)
+            raise WrongOption("target-unsupported", f"zckpt does not write {what}", hint=hint)
     if engine.whole and any(sizes[-1] % size for size in sizes):
         raise WrongOption(
+            "sizes-do-not-fit",
             f"layers of experts have the expert-parallel sizes {listed(sizes)}: in ZeRO stage 0 "
             "all sizes must divide the largest one",
             hint="choose --stage 1 or --stage 2",
@@ -124,9 +133,11 @@ def _regrouped(source: Manifest, layers: ExpertLayers, ep: int) -> tuple[Manifes
         names = layers.everywhere(uncut)
         if not layers.is_regular(names):
             raise InconsistentCheckpoint(
+                "target-unsupported",
                 f"{source.root}: the experts' parameters of group {number} stand in an order which "
                 "does not show how they stand at another expert-parallel size",
                 hint=f"keep --ep {layers.sizes[0]}",
+                file=source.root,
             )
         local = spread.on_first(names)
         for cut in _cuts(source, local) if of_experts else [local]:
@@ -162,6 +173,7 @@ def _uncut(source: Manifest, layers: ExpertLayers) -> Iterator[tuple[int, list[s
         names = [name for number in numbers for name in local[number]]
         if numbers[1:] and [*_cuts(source, names)] != [local[number] for number in numbers]:
             raise WrongOption(
+                "target-unsupported",
                 f"groups {joined([*map(str, numbers)])} have the same settings: they may be parts "
                 "of one group, which the program cut at a max_group_size of its own",
                 hint=f"keep the expert-parallel size, --ep {layers.sizes[0]}; another one moves "
@@ -200,8 +212,10 @@ def with_named_layers(source: Manifest, strangers: Sequence[str]) -> Manifest:
     engine = source.engine
     if not isinstance(engine, StateDictEngine):
         raise MissingData(
+            "layout-unknown",
             f"{source.root} has experts ({listed(strangers, 1)}) and does not state their layers",
             hint="take the DeepSpeed run, or the universal checkpoint that was made of it",
+            file=source.root,
         )
     sizes = _sizes(source)
     names = (*(source.state.get("module") or ()), *source.parameters)
@@ -211,7 +225,9 @@ def with_named_layers(source: Manifest, strangers: Sequence[str]) -> Manifest:
         missing = sorted(set(range(max(known) + 1)) - known)
         if missing:
             raise InconsistentCheckpoint(
-                f"{source.root} has expert {max(known)} of {layer}, but not expert {missing[0]}"
+                "elements-missing",
+                f"{source.root} has expert {max(known)} of {layer}, but not expert {missing[0]}",
+                file=source.root,
             )
         layers.append(ExpertLayer(layer, len(known), sizes.get(layer, 1)))
     return replace(source, engine=replace(engine, experts=tuple(layers)))
@@ -227,13 +243,18 @@ def _sizes(source: Manifest) -> dict[str, int]:
         parts, size = expert_name(name), size_in(source.groups[number])
         if (parts is None) != (size is None):
             raise MissingData(
+                "groups-missing",
                 f"{source.root}: {name} is in group {number}, and DeepSpeed needs groups of "
                 "experts alone, which it names ep_size_N",
                 hint="take the DeepSpeed run, or a checkpoint that zckpt made of it",
+                file=source.root,
+                subject=name,
             )
         if parts and size and sizes.setdefault(parts.layer, size) != size:
             raise InconsistentCheckpoint(
+                "ranks-disagree",
                 f"{source.root} has parameters of {parts.layer} in groups of the expert-parallel "
-                f"sizes {sizes[parts.layer]} and {size}"
+                f"sizes {sizes[parts.layer]} and {size}",
+                file=source.root,
             )
     return sizes

@@ -89,9 +89,11 @@ def by_files(
         if names := by_place(flats, weights):
             return names, []
         raise MissingData(
+            "names-needed",
             f"{path}: the optimizer's state has no names, and the module's weights no longer lie "
             "in its groups' buffers, which show them",
             hint=TRAINED,
+            file=path,
         )
     if wrapper_of(states.first) is not None:
         return by_bytes(masters, weights)
@@ -116,7 +118,9 @@ def _with_frozen(groups: Groups, trained: Iterable[Iterable[str | None]]) -> Mem
 def _check_known(states: EngineStates, members: Members, weights: Weights) -> None:
     if unknown := [name for own in members for name in own if name and name not in weights]:
         path = states.optimizers[0].path
-        raise InconsistentCheckpoint(f"{path}: the module has no weights {listed(unknown)}")
+        raise InconsistentCheckpoint(
+            "mixed-saves", f"{path}: the module has no weights {listed(unknown)}", file=path
+        )
 
 
 # -- by place, bytes or shape
@@ -168,9 +172,11 @@ def by_pieces(flats: Sequence[TensorInFile], weights: Weights) -> MatchedNames:
             found = [piece for piece, own in zip(near, rounded, strict=True) if own]
             if len(found) != 1:
                 raise MissingData(
+                    "names-needed",
                     f"{flat.file.path}: the optimizer's state has no names, and a piece of its "
                     "masters rounds to no weight, or to weights of several shapes",
                     hint=TRAINED,
+                    file=flat.file.path,
                 )
             orders[-1] += found
             start += found[0].tensor.numel
@@ -195,9 +201,11 @@ def by_bytes(orders: Sequence[Sequence[TensorInFile]], weights: Weights) -> Matc
         if len(own) != 1:
             which = "weights of several types" if own else "no weight"
             raise MissingData(
+                "names-needed",
                 f"{master.file.path}: master {number} of the optimizer, of shape "
                 f"{list(master.tensor.shape)}, rounds to {which} of the module",
                 hint=TRAINED,
+                file=master.file.path,
             )
     remaining = iter(own[0] for own in of_masters)
     labelled = [[next(remaining) for _ in order] for order in orders]
@@ -256,7 +264,9 @@ def _named(
             order = "which the order of the module does not tell apart"
             why = f"{listed(alike, 6)} have equal {what}, {order}"
         said = f"{path}: the optimizer's state has no names, and {why}"
-        raise MissingData(said, hint=HINT if what == "shape" else TRAINED) from error
+        raise MissingData(
+            "names-needed", said, hint=HINT if what == "shape" else TRAINED
+        ) from error
     remaining = iter(matched.names)
     chosen = [certain[n] if n in certain else next(remaining) for n in range(len(orders))]
     return MatchedNames(chosen, matched.inferred)
@@ -273,8 +283,9 @@ def given_to(
     counts = [sum(map(len, groups)) for groups in every]
     if counts[1:] and sum(counts) != len(param_names):
         raise WrongOption(
+            "names-do-not-fit",
             f"--param-names names {len(param_names)} parameters, and the optimizers of the stages "
-            f"have {' + '.join(map(str, counts))}"
+            f"have {' + '.join(map(str, counts))}",
         )
     shapes, rest, names = [*shapes_of(weights).items()], param_names, list[list[str]]()
     for groups, count in zip(every, counts, strict=True):  # several may have one tied weight
@@ -299,7 +310,8 @@ def cut(
     """
     if unknown := [name for name in param_names if name not in weights]:
         raise WrongOption(
-            f"--param-names names {listed(unknown, 4)}, which the model's state does not have"
+            "names-do-not-fit",
+            f"--param-names names {listed(unknown, 4)}, which the model's state does not have",
         )
     groups: list[Sequence[str]] = []
     pieces: list[TensorInFile] = []
@@ -314,6 +326,7 @@ def cut(
         fits = fits and start == flat.tensor.numel
     if not fits or len(pieces) < len(param_names):
         raise WrongOption(
+            "names-do-not-fit",
             f"--param-names: these weights do not fill the groups of {flats[0].file.path}, which "
             f"have {listed([flat.tensor.numel for flat in flats])} elements",
             hint="name the trained parameters alone, group by group, in the optimizer's order",
@@ -341,6 +354,7 @@ def check_rounding(
         others = [other for other, label in known.items() if label in fitting]
         if (others or strict) and name not in others:
             raise WrongOption(
+                "names-do-not-fit",
                 f"--param-names: the master at the place of {name} in {master.file.path} is that "
                 f"of {others[0] if others else 'no weight'}, as the weights show",
                 hint="name the trained parameters in the optimizer's order, group by group",

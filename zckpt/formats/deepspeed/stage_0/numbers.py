@@ -77,7 +77,11 @@ def numbers_of(states: EngineStates) -> Groups:
         stored, frozen = optimizer[WRAPPERS[wrapper]], set()
         masters = [[own] for own in stored] if FLAT_MASTERS in optimizer else stored
         if not all(isinstance(own, (list, tuple)) and all(map(_is_tensor, own)) for own in masters):
-            raise CorruptCheckpoint(f"{file.path}: the masters are not a list of tensors")
+            raise CorruptCheckpoint(
+                "file-damaged",
+                f"{file.path}: the masters are not a list of tensors",
+                file=file.path,
+            )
         counts, expected = [*map(len, masters)], [*map(len, numbers)]
         if counts != expected:
             masters_of = f"masters of {listed(expected)} parameters in its groups"
@@ -102,6 +106,7 @@ def _is_tensor(value: Any) -> bool:
 def misfit(where: str, expected: str, actual: object) -> InconsistentCheckpoint:
     """The error for a group, or all of them, that other places describe otherwise."""
     return InconsistentCheckpoint(
+        "partition-does-not-fit",
         f"{where} should have {expected}, but it has {actual}",
         hint="the file was edited, or --param-names does not fit; use another copy",
     )

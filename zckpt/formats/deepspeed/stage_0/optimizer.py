@@ -108,9 +108,11 @@ def states_of(directory: TagDirectory, files: RankFiles, *, is_stage: bool = Fal
         refuse(directory, "mixture-of-experts layers in ZeRO stage 0 on several model ranks")
     if files.experts or model.get("num_experts"):
         raise IncompleteCheckpoint(
+            "missing-rank-file",
             f"{directory.path} has experts, and lacks the optimizers of all ep ranks",
             hint="expected expp_rank_0_mp_rank_00_optim_states.pt and one per further rank (stage "
             "0), or zero_pp_rank_0_mp_rank_00_optim_states.pt and one per further rank",
+            file=directory.path,
         )
     return states_with(directory, file, model, file, model.get("optimizer"), found)
 
@@ -134,7 +136,9 @@ def states_with(
     wrapper = wrapper_of(optimizer)
     base = optimizer if wrapper is None else optimizer.get("optimizer_state_dict")
     if not isinstance(base, dict) or not isinstance(base.get("param_groups"), list):
-        raise CorruptCheckpoint(f"{beside.path} holds no state of a torch optimizer")
+        raise CorruptCheckpoint(
+            "file-damaged", f"{beside.path} holds no state of a torch optimizer", file=beside.path
+        )
     stated = model.get("dp_world_size")
     dp = stated if isinstance(stated, int) and stated > 0 else 1
     return EngineStates(

@@ -75,25 +75,27 @@ def open_stages(
             are_shown = reading.param_names is None and not has_masters
             matched = _in_order(states, layers, weights) if are_shown else None
             if matched is None:
-                raise MissingData(str(error), hint=hint) from error
+                raise MissingData("names-needed", str(error), hint=hint) from error
             in_order = [*chain.from_iterable(matched.names)]
             wholes = named_optimizers(states, weights, in_order)
             wholes = [replace(each, inferred=matched.inferred) for each in wholes]
         fitting.append(WholeStages(wholes, ties))
     if not fitting:
-        raise WrongOption(str(failures[0]), hint=hint) from failures[0]
+        raise WrongOption("names-do-not-fit", str(failures[0]), hint=hint) from failures[0]
     stages = fitting[0]
     if len(fitting) > 1:
         numbers = sorted({*chain(*(each.tied for each in fitting))})
         said = f"each of the layers {listed(numbers)} may be a tied one"
-        raise UnsupportedCheckpoint(said, hint="no file says which one it is")
+        raise UnsupportedCheckpoint("names-needed", said, hint="no file says which one it is")
     counts = Counter(n for each in stages.wholes for own in each.members for n in own if n)
     again = [name for name, count in counts.items() if count > 1 and tied_key(name) is None]
     if again:
         raise MissingData(
+            "names-needed",
             f"{directory.path}: several stages have the masters of {listed(again, 4)}, so it is a "
             "tied layer, and no file states its key",
             hint=hint,
+            file=directory.path,
         )
     return stages
 

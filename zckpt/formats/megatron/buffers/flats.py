@@ -61,8 +61,10 @@ def slicing_of(name: str, shape: Sequence[int], pieces: Sequence[TensorPiece], t
         return replicated(shape, tp)
     if len(axes) != 1 or len(pieces) not in (tp, 2 * tp):
         raise UnsupportedCheckpoint(
+            "grid-unsupported",
             f"{name} was saved in {len(pieces)} pieces, which {tp} tensor ranks do not give",
             hint=WEIGHTS_ONLY,
+            subject=name,
         )
     (axis,) = axes
     ordered = sorted(pieces, key=lambda piece: piece.offsets[axis])
@@ -88,7 +90,12 @@ def read_bytes(extent: Extent) -> bytes:
     with sources.opened(extent.file) as file:
         data = sources.pread(file.fileno(), extent.length, extent.offset)
     if len(data) != extent.length:
-        raise CorruptCheckpoint(f"{extent.file} ends early", hint="take another copy of it")
+        raise CorruptCheckpoint(
+            "file-cut-short",
+            f"{extent.file} ends early",
+            hint="take another copy of it",
+            file=extent.file,
+        )
     return data
 
 
@@ -122,8 +129,10 @@ class FlatItems:
             match = OF_RANK.fullmatch(key)
             if match is None or (item is None) != (match["slot"] is None):
                 raise UnsupportedCheckpoint(
+                    "writer-unsupported",
                     f"{table.folder} has {key}, which is no flat buffer that zckpt knows",
                     hint=WEIGHTS_ONLY,
+                    file=table.folder,
                 )
             number, group, kind = int(match["optimizer"] or 0), int(match["group"]), match["kind"]
             optimizer = self.optimizers.setdefault(number, _Optimizer())
@@ -161,8 +170,10 @@ class FlatItems:
             numbers = [_numbers(file, value) for file, value in optimizer.scalers]
             if any(other != numbers[0] for other in numbers):
                 raise InconsistentCheckpoint(
+                    "ranks-disagree",
                     f"{self.table.folder}: ranks have different loss scales (grad_scaler)",
                     hint=WEIGHTS_ONLY,
+                    file=self.table.folder,
                 )
             place = inside("megatron.common", "optimizer")
             place = inside(place, number) if len(self.optimizers) > 1 else place
@@ -193,13 +204,20 @@ class FlatItems:
         stages = stages or count // tp
         if sorted(by_group) != list(range(count)) or count != tp * ep * stages or not count:
             raise InconsistentCheckpoint(
+                "world-size-disagrees",
                 f"{self.table.folder} has buffers of the model-parallel ranks {sorted(by_group)}, "
                 f"and {tp} tensor ranks, {ep} ranks of experts and {stages} stages",
                 hint=WEIGHTS_ONLY,
+                file=self.table.folder,
             )
         if experts % ep:
             what = f"{experts} experts of a layer do not fit {ep} ranks"
-            raise InconsistentCheckpoint(f"{self.table.folder}: {what}", hint=WEIGHTS_ONLY)
+            raise InconsistentCheckpoint(
+                "partition-does-not-fit",
+                f"{self.table.folder}: {what}",
+                hint=WEIGHTS_ONLY,
+                file=self.table.folder,
+            )
         size = experts // ep
         starts = [group // tp % ep * size for group in range(count)]
         return [
@@ -217,17 +235,26 @@ class FlatItems:
         file = self.files.torch_file(self.table.location(key))
         value = file.value
         if not isinstance(value, list) or len(value) != 1:
-            raise CorruptCheckpoint(f"{file.path}: {key} is not a list of one value")
+            raise CorruptCheckpoint(
+                "file-damaged", f"{file.path}: {key} is not a list of one value", file=file.path
+            )
         return file, value[0]
 
 
 def buffers_of(file: TorchFile, value: Any) -> Iterator[tuple[int, Flat]]:
     """The buffers of `distrib_optim.pt`, or of a `param_state` item, by their numbers."""
     if not isinstance(value, dict):
-        raise CorruptCheckpoint(f"{file.path}: the optimizer's buffers are not a dictionary")
+        raise CorruptCheckpoint(
+            "file-damaged",
+            f"{file.path}: the optimizer's buffers are not a dictionary",
+            file=file.path,
+        )
     if value.get("buckets_coalesced") is not True:
         raise UnsupportedCheckpoint(
-            f"{file.path} has the buffers of a Megatron-LM before March 2024", hint=WEIGHTS_ONLY
+            "version-unsupported",
+            f"{file.path} has the buffers of a Megatron-LM before March 2024",
+            hint=WEIGHTS_ONLY,
+            file=file.path,
         )
     for number, kinds in value.items():
         if type(number) is not int:
@@ -239,7 +266,11 @@ def buffers_of(file: TorchFile, value: Any) -> Iterator[tuple[int, Flat]]:
                 if not isinstance(tensor, Tensor):
                     continue
                 if tensor.dtype != "F32" or len(tensor.shape) != 1 or not tensor.contiguous:
-                    raise CorruptCheckpoint(f"{file.path}: {key} is not a flat tensor of float32")
+                    raise CorruptCheckpoint(
+                        "file-damaged",
+                        f"{file.path}: {key} is not a flat tensor of float32",
+                        file=file.path,
+                    )
                 runs[slot_of(key)] = solid(tensor.numel, file.extent(tensor))
             name = f"buffer {number} of {file.path}"
             yield number, _joined_buckets(name, dtype, {0: runs}, coalesced=True)
@@ -251,12 +282,20 @@ def _joined_buckets(
     ordered = [buckets[number] for number in sorted(buckets)]
     slots = list(ordered[0])
     if sorted(buckets) != list(range(len(buckets))) or "master" not in slots:
-        raise InconsistentCheckpoint(f"{name} lacks buckets or masters: {sorted(buckets)}")
+        raise InconsistentCheckpoint(
+            "partition-does-not-fit",
+            f"{name} lacks buckets or masters: {sorted(buckets)}",
+            subject=name,
+        )
     sizes: list[int] = []
     for number, bucket in enumerate(ordered):
         ends = {runs.listed[-1].stop if runs.listed else 0 for runs in bucket.values()}
         if list(bucket) != slots or len(ends) != 1:
-            raise InconsistentCheckpoint(f"{name}: the states of bucket {number} differ in size")
+            raise InconsistentCheckpoint(
+                "partition-does-not-fit",
+                f"{name}: the states of bucket {number} differ in size",
+                subject=name,
+            )
         sizes += ends
     tensors = {slot: [bucket[slot] for bucket in ordered] for slot in slots}
     return Flat(name, dtype, tuple(sizes), tensors, coalesced)
@@ -271,7 +310,9 @@ def _dtype_of(name: Any) -> str:
     dtype = TORCH_DTYPES.get(name)
     if dtype is None:
         raise UnsupportedCheckpoint(
-            f"zckpt does not read weights of type {brief(name)}", hint=WEIGHTS_ONLY
+            "type-unsupported",
+            f"zckpt does not read weights of type {brief(name)}",
+            hint=WEIGHTS_ONLY,
         )
     return dtype
 
@@ -312,7 +353,9 @@ class FlatFragments:
         for box, file in files.boxes(table, key, dtype):
             tensor: Tensor = file.value
             if prod(box.sizes[:-1]) != 1 or not tensor.contiguous:
-                raise InconsistentCheckpoint(f"{file.path}: a piece of {key} is no range")
+                raise InconsistentCheckpoint(
+                    "file-damaged", f"{file.path}: a piece of {key} is no range", file=file.path
+                )
             start = box.offsets[-1]
             part = Fragment(start, start + box.sizes[-1], file.extent(tensor))
             self.parts.setdefault(box.offsets[:-1], []).append(part)
@@ -329,8 +372,10 @@ class FlatFragments:
         each = self.item.shape[-1]
         if len(local) != len(shape) or prod(local) != each or each * prod(grid) != prod(shape):
             raise InconsistentCheckpoint(
+                "ranks-disagree",
                 f"{self.folder}: {self.key} of shape {list(self.item.shape)} is no state of a "
-                f"parameter of shape {list(shape)}"
+                f"parameter of shape {list(shape)}",
+                file=self.folder,
             )
         slices: list[Fragments | None] = []
         pieces = []
@@ -347,6 +392,8 @@ class FlatFragments:
         ends = [0, *(part.stop for part in parts)]
         if [*(part.start for part in parts), self.item.shape[-1]] != ends:
             raise InconsistentCheckpoint(
-                f"{self.folder}: pieces of {self.key} at {list(place)} overlap or leave gaps"
+                "elements-overlap",
+                f"{self.folder}: pieces of {self.key} at {list(place)} overlap or leave gaps",
+                file=self.folder,
             )
         return Runs(parts)

@@ -69,7 +69,9 @@ def placed(
         elsewhere = {*chain(*result)} - {*known}
         if lost := [name for name in parts[tp] if name in elsewhere]:
             raise InconsistentCheckpoint(
-                f"{where}: no buffer of tensor rank {tp} has {listed(lost, 4)}", hint=WEIGHTS_ONLY
+                "partition-does-not-fit",
+                f"{where}: no buffer of tensor rank {tp} has {listed(lost, 4)}",
+                hint=WEIGHTS_ONLY,
             )
         twice = [
             name
@@ -78,6 +80,7 @@ def placed(
         ]
         if twice:
             raise InconsistentCheckpoint(
+                "partition-does-not-fit",
                 f"{where}: two buffers of tensor rank {tp} have {listed(twice, 4)}",
                 hint=WEIGHTS_ONLY,
             )
@@ -93,12 +96,14 @@ def require_one(ways: Sequence[object], flat: Flat, where: str) -> None:
     """Raises UnsupportedCheckpoint unless there is exactly one way to fill a buffer."""
     if not ways:
         raise UnsupportedCheckpoint(
+            "layout-unknown",
             f"{where}: the parameters of no range of layers fill {flat.name} of "
             f"{sum(flat.sizes)} elements with masters that round to the weights",
             hint=f"zckpt knows the order of a GPTModel's parameters; {WEIGHTS_ONLY}",
         )
     if len(ways) > 1:
         raise UnsupportedCheckpoint(
+            "layout-unknown",
             f"{where}: parameters fill {flat.name} in several ways, and the weights do not tell "
             "which one is right",
             hint=f"several weights are equal; {WEIGHTS_ONLY}",

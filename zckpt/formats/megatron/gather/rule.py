@@ -79,7 +79,10 @@ Slots = Mapping[str, Mapping[int, Runs]]
 
 def refusal(path: str, what: str) -> UnsupportedCheckpoint:
     return UnsupportedCheckpoint(
-        f"{path} has {what}, for which --gather has no rule", hint="verify without --gather"
+        "proof-unsupported",
+        f"{path} has {what}, for which --gather has no rule",
+        hint="verify without --gather",
+        file=path,
     )
 
 

@@ -93,8 +93,11 @@ def cuts_of(
     for name, sliced in decided.items():
         if sliced.is_sum:
             raise UnsupportedCheckpoint(
+                "grid-unsupported",
                 f"{folder}: by --tp-rules {name} is a sum over the tensor ranks",
                 hint="zckpt does not add tensors",
+                file=folder,
+                subject=name,
             )
     return decided
 
@@ -110,7 +113,9 @@ def is_gated(name: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
     rows, columns = shapes[name][0], behind[1] if behind is not None and len(behind) == 2 else 0
     if rows not in (columns, 2 * columns):
         raise UnsupportedCheckpoint(
+            "grid-unsupported",
             f"{name} has {rows} rows on a rank, and linear_fc2 behind it {columns} columns",
             hint=WEIGHTS_ONLY,
+            subject=name,
         )
     return rows == 2 * columns

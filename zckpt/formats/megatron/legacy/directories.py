@@ -140,9 +140,11 @@ class LegacyReader:
         numbers = [LOCAL_EXPERT.search(name) for name in names]
         if None in numbers:
             raise UnsupportedCheckpoint(
+                "writer-unsupported",
                 f"{rank.file.path} has {names[numbers.index(None)]}: experts that are spread over "
                 "ranks as one module",
                 hint="zckpt reads them from --ckpt-format torch_dist",
+                file=rank.file.path,
             )
         return 1 + max((int(match[0]) for match in numbers if match), default=-1)
 
@@ -184,8 +186,10 @@ class LegacyReader:
             of_all = {name for name in rank.weights if not self._is_spread(name)}
             if different := of_all ^ of_stages.setdefault(rank.pp, of_all):
                 raise InconsistentCheckpoint(
+                    "ranks-disagree",
                     f"{self.folder}: folders of stage {rank.pp} differ by "
-                    f"{listed(sorted(different), 4)}, which is of no expert"
+                    f"{listed(sorted(different), 4)}, which is of no expert",
+                    file=self.folder,
                 )
             for name, tensor in rank.weights.items():
                 home = rank.pp, rank.ep if self._is_spread(name) else 0
@@ -194,12 +198,20 @@ class LegacyReader:
                 entry = Entry(f"{name}/param", tensor.dtype, tensor.shape, fragments)
                 parts.append((rank.tp, entry))
                 if self.shapes.setdefault(name, tensor.shape) != tensor.shape:
-                    raise InconsistentCheckpoint(f"{self.folder}: ranks have {name} in two shapes")
+                    raise InconsistentCheckpoint(
+                        "ranks-disagree",
+                        f"{self.folder}: ranks have {name} in two shapes",
+                        file=self.folder,
+                        subject=name,
+                    )
         for name, own in homes.items():
             may_be = name == EMBEDDING or (is_before(name) and predicts(homes))
             if len(own) > 1 and not may_be:
                 raise InconsistentCheckpoint(
-                    f"{self.folder}: two folders have {name}, which only one should have"
+                    "elements-overlap",
+                    f"{self.folder}: two folders have {name}, which only one should have",
+                    file=self.folder,
+                    subject=name,
                 )
         self.cuts = cuts_of(self.folder, self.shapes, self.tp, self.args, self.given)
         self.shapes |= {name: cut.shape for name, cut in self.cuts.items()}
@@ -237,8 +249,10 @@ class LegacyReader:
         for tp, own in enumerate(known):
             if lost := [name for name in self.shapes if name in trained - own]:
                 raise InconsistentCheckpoint(
+                    "partition-does-not-fit",
                     f"{self.folder}: no optimizer of tensor rank {tp} has {listed(lost, 4)}",
                     hint=WEIGHTS_ONLY,
+                    file=self.folder,
                 )
         content.join(parts, self.cuts)
         groups = [groups for _, groups in sorted(groups_of.items())]
@@ -256,12 +270,17 @@ class LegacyReader:
         self._add(file)
         value = file.value
         if isinstance(value, list) != isinstance(rank.file.value["optimizer"], list):
-            raise InconsistentCheckpoint(f"{path} is not of the optimizers of {LEGACY} beside it")
+            raise InconsistentCheckpoint(
+                "mixed-saves", f"{path} is not of the optimizers of {LEGACY} beside it", file=path
+            )
         if isinstance(value, list):
             value = value[number] if number < len(value) else None
         if value is None:
             raise CorruptCheckpoint(
-                f"{path} has no buffers of optimizer {number}", hint=WEIGHTS_ONLY
+                "file-damaged",
+                f"{path} has no buffers of optimizer {number}",
+                hint=WEIGHTS_ONLY,
+                file=path,
             )
         kinds = (
             by_key((rank.weights[name].dtype, name) for name in chunk if name in own)
@@ -270,7 +289,9 @@ class LegacyReader:
         of_types = by_key(item for of_chunk in kinds for item in of_chunk.items())
         for _, flat in sorted(buffers_of(file, value), key=lambda item: item[0]):
             if not of_types.get(flat.dtype):
-                raise InconsistentCheckpoint(f"{path} has more buffers than model chunks")
+                raise InconsistentCheckpoint(
+                    "mixed-saves", f"{path} has more buffers than model chunks", file=path
+                )
             names = of_types[flat.dtype].pop(0)
             weights = [(name, rank.weights[name]) for name in reversed(names)]
             locals_ = [
@@ -288,7 +309,9 @@ class LegacyReader:
                     shape = rank.weights[local.name].shape
                     yield local.name, flat.entries(local.name, place, shape)
         if own:
-            raise InconsistentCheckpoint(f"{path} has no buffer for {min(own)}", hint=WEIGHTS_ONLY)
+            raise InconsistentCheckpoint(
+                "mixed-saves", f"{path} has no buffer for {min(own)}", hint=WEIGHTS_ONLY, file=path
+            )
 
 
 # -- states of the optimizer
@@ -311,8 +334,10 @@ def whole_states(
     known = optimizer.get("optimizer", optimizer).get("state")
     if member is None or not isinstance(known, dict) or not isinstance(masters, list):
         raise UnsupportedCheckpoint(
+            "layout-unknown",
             f"{file.path}: Megatron-Core's usual rule does not give the members of the groups",
             hint=WEIGHTS_ONLY,
+            file=file.path,
         )
     for number, group in enumerate(groups):
         names = [name for name in order if member[name] == number]
@@ -320,8 +345,10 @@ def whole_states(
         numbers = group.get("params")
         if not isinstance(numbers, list) or len(numbers) != len(names):
             raise InconsistentCheckpoint(
+                "mixed-saves",
                 f"{file.path}: group {number} has not the {len(names)} parameters of the model",
                 hint=WEIGHTS_ONLY,
+                file=file.path,
             )
         for name, key in zip(names, numbers, strict=True):
             weight = weights[name]
@@ -339,8 +366,11 @@ def whole_states(
                     or not tensor.contiguous
                 ):
                     raise InconsistentCheckpoint(
+                        "ranks-disagree",
                         f"{file.path}: state {slot} of number {key} does not fit {name}",
                         hint=WEIGHTS_ONLY,
+                        file=file.path,
+                        subject=name,
                     )
                 own = f"{name}/{slot_of(slot)}"
                 entries.append(Entry(own, "F32", weight.shape, file.fragments(tensor)))
@@ -356,6 +386,8 @@ def without_members(file: TorchFile, group: dict[str, Any], inner: dict[Any, Any
     if steps and "step" not in result and steps[0] is not None:
         values = [*map(file.number, steps)]
         if any(value != values[0] for value in values):
-            raise InconsistentCheckpoint(f"{file.path}: the steps of parameters differ")
+            raise InconsistentCheckpoint(
+                "steps-disagree", f"{file.path}: the steps of parameters differ", file=file.path
+            )
         result["step"] = values[0]
     return result

@@ -71,7 +71,11 @@ class RankDirectory(Struct, eq=False):
         states = state if isinstance(state, list) else [state]
         known = [each for each in states if isinstance(each, dict)]
         if not known or len(known) < len(states):
-            raise UnsupportedCheckpoint(f"{self.file.path} has an optimizer of an unknown form")
+            raise UnsupportedCheckpoint(
+                "writer-unsupported",
+                f"{self.file.path} has an optimizer of an unknown form",
+                file=self.file.path,
+            )
         return known
 
 
@@ -110,9 +114,11 @@ def ranks_of(folder: str, parsed: Parsed) -> list[RankDirectory]:
     staged = (stated[0] or 1) > 1 or not spread
     if spread and size_of(args, "expert_tensor_parallel_size") not in (None, stated[2]):
         raise UnsupportedCheckpoint(
+            "grid-unsupported",
             f"{folder} has experts that are cut over another number of tensor ranks than the rest "
             "of the model",
             hint="zckpt reads them from --ckpt-format torch_dist",
+            file=folder,
         )
     places: dict[tuple[int, int, int], str] = {}
     for name in names:
@@ -122,8 +128,11 @@ def ranks_of(folder: str, parsed: Parsed) -> list[RankDirectory]:
         place = pp, ep, tp
         if numbers or any(size and own >= size for own, size in zip(place, stated, strict=True)):
             raise InconsistentCheckpoint(
+                "mixed-saves",
                 f"{folder} has the folder {name}, but by its arguments the run had no such rank",
                 hint="folders of two runs may be mixed: take another copy",
+                file=folder,
+                subject=name,
             )
         places[place] = name
     seen = [1 + max(numbers) for numbers in zip(*places, strict=True)]
@@ -132,8 +141,10 @@ def ranks_of(folder: str, parsed: Parsed) -> list[RankDirectory]:
         if (pp, ep, tp) not in places:
             of_expert = f", expert rank {ep}" if spread else ""
             raise IncompleteCheckpoint(
+                "missing-rank-file",
                 f"{folder} has no folder of tensor rank {tp} in stage {pp}{of_expert}",
                 hint=EVERY_RANK,
+                file=folder,
             )
     ranks = [
         RankDirectory(tp, pp, ep, os.path.join(folder, name), files[name])
@@ -150,7 +161,7 @@ def _file(folder: str, name: str, parsed: Parsed) -> TorchFile:
         raise missing_file(path, folder, "every model-parallel rank writes one")
     file = TorchFile(path, parsed)
     if not isinstance(file.value, dict):
-        raise CorruptCheckpoint(f"{path} is not a dictionary")
+        raise CorruptCheckpoint("file-damaged", f"{path} is not a dictionary", file=path)
     return file
 
 
@@ -161,21 +172,27 @@ def _require_known(
     version = ranks[0].file.value.get("checkpoint_version", 0)
     if not isinstance(version, (int, float)) or version < OLDEST:
         raise UnsupportedCheckpoint(
+            "engine-fault",
             f"{folder} has the checkpoint_version {version!s:.20}: {OLD_QKV.message}",
             hint=OLD_QKV.hint,
+            file=folder,
         )
     require_groups(folder, args, tp)
     for rank in ranks:
         own, first = len(rank.models), len(ranks[0].models)
         if own != first:
             raise InconsistentCheckpoint(
+                "mixed-saves",
                 f"{rank.file.path} has {counted(own, 'model chunk')}, but "
-                f"{ranks[0].file.path} has {first}"
+                f"{ranks[0].file.path} has {first}",
+                file=rank.file.path,
             )
         are_core = (isinstance(each, dict) and "language_model" not in each for each in rank.models)
         if not own or not all(are_core):
             raise UnsupportedCheckpoint(
-                f"{rank.file.path} has no state dict of a Megatron-Core model"
+                "writer-unsupported",
+                f"{rank.file.path} has no state dict of a Megatron-Core model",
+                file=rank.file.path,
             )
 
 
